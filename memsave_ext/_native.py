@@ -1,0 +1,95 @@
+"""The only importer of the compiled module, and the only reader of MEMSAVE_EXT_NATIVE.
+
+``auto`` (the default) uses the native part where it fits the running torch, ``0`` never, ``1``
+always: where it cannot be used, importing memsave_ext then fails and names cause and fix.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import warnings
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch  # _C links against torch's libraries, which only this import makes findable.
+
+_FOLDER = Path(__file__).resolve().parent
+_IN_SOURCE_TREE = (_FOLDER.parent / "setup.py").is_file()
+_FIX = "run `pip install --no-build-isolation .`" + (
+    f" or `python setup.py build_ext --inplace` in {_FOLDER.parent}"
+    if _IN_SOURCE_TREE
+    else " in a checkout of memsave_ext"
+)
+
+
+def _compiled_file() -> Path | None:
+    """The file this Python would load; failing that, one that was compiled for another Python."""
+    for suffix in EXTENSION_SUFFIXES:
+        path = _FOLDER / f"_C{suffix}"
+        if path.is_file():
+            return path
+    return next((p for end in ("so", "pyd") for p in sorted(_FOLDER.glob(f"_C.*.{end}"))), None)
+
+
+def _read_build_info() -> dict[str, Any]:
+    try:
+        info = json.loads((_FOLDER / "_build_info.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return info if isinstance(info, dict) else {}
+
+
+def _minor(version: object) -> list[str]:
+    return str(version).split("+")[0].split(".")[:2]
+
+
+def _misfit(path: Path, info: dict[str, Any]) -> str | None:
+    """Why the file must not be imported. Asked first, because a foreign binary can crash."""
+    if not any(path.name == f"_C{suffix}" for suffix in EXTENSION_SUFFIXES):
+        return f"{path.name} is not for Python {platform.python_version()}"
+    if info.get("file") != path.name:
+        return f"its build info does not describe {path.name}"
+    if _minor(info.get("torch")) != _minor(torch.__version__):
+        return "a binary fits one minor version of torch"
+    return None
+
+
+def _load() -> tuple[ModuleType | None, str]:
+    choice = os.environ.get("MEMSAVE_EXT_NATIVE") or "auto"
+    if choice not in ("auto", "0", "1"):
+        raise ValueError(f"MEMSAVE_EXT_NATIVE must be auto, 0 or 1, got {choice!r}")
+    if choice == "0":
+        return None, "MEMSAVE_EXT_NATIVE=0"
+
+    path = _compiled_file()
+    if path is None:
+        where = "the source tree" if _IN_SOURCE_TREE else "the installed package"
+        reason = f"{where} has no compiled file: {_FIX}"
+    else:
+        cause = _misfit(path, build_info)
+        if cause is None:
+            try:
+                module = importlib.import_module("._C", __package__)
+                return module, f"{path.name} was built for torch {build_info['torch']}"
+            except ImportError as error:
+                cause = str(error)
+        reason = (
+            f"the compiled file was built for torch {build_info.get('torch', 'unknown')} and "
+            f"cannot be used with the running torch {torch.__version__} ({cause}): {_FIX}"
+        )
+    if choice == "1":
+        raise ImportError(f"MEMSAVE_EXT_NATIVE=1, but {reason}")
+    if path is not None:
+        message = f"memsave_ext runs in pure Python: {reason}"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    return None, reason
+
+
+build_info: dict[str, Any] = _read_build_info()
+module, reason = _load()
+available: bool = module is not None

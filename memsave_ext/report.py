@@ -1,0 +1,83 @@
+"""What is installed, what it was built for, and which path each feature takes here.
+
+Run it with ``python -m memsave_ext.report``; put its output into bug reports.
+"""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+from . import _native
+from ._version import __version__
+
+# feature -> (path with the native part, path without it)
+PATHS = {
+    "CheckpointFunction": ("native", "pure Python"),
+    "BatchNorm": ("torch kernel", "torch kernel"),
+    "memory tracking": ("native", "pure Python"),
+}
+
+
+def report() -> str:
+    """Return the report as text: versions, native and CUDA state, one line per feature."""
+    yes = _native.available
+    info = _native.build_info
+    versions = {
+        "memsave_ext": __version__,
+        "built for": _built_for(),
+        "running": f"torch {torch.__version__}, Python {platform.python_version()}",
+        "platform": platform.platform(),
+        "archs": info.get("archs") or "none",
+        "decision": info.get("decision", "not recorded"),
+    }
+    paths = {feature: native if yes else python for feature, (native, python) in PATHS.items()}
+    state = "native: yes" if yes else f"native: no ({_native.reason})"
+    parts = [_table(versions), "\n".join([state, *_cuda()]), _table({"feature": "path", **paths})]
+    return "\n\n".join(parts)
+
+
+def _built_for() -> str:
+    info = _native.build_info
+    if not info:
+        return "nothing: no build info"
+    cuda = f"CUDA {info['torch_cuda']}" if info.get("cuda") else "no CUDA"
+    return f"torch {info['torch']}, Python {info['python']}, {cuda}, {info['compiler']}"
+
+
+def _cuda() -> list[str]:
+    """One line on CUDA, and one per visible device on whether a kernel of this build runs there."""
+    built = bool(_native.build_info.get("cuda"))
+    count = torch.cuda.device_count()
+    devices = f"{count} device{'' if count == 1 else 's'}"
+    lines = [f"CUDA: built {'with' if built else 'without'} it; torch sees {devices}"]
+    for index in range(count):
+        major, minor = torch.cuda.get_device_capability(index)
+        name = torch.cuda.get_device_name(index)
+        lines.append(f"  cuda:{index} {name} (sm_{major}{minor}): {_probe(index)}")
+    return lines
+
+
+def _probe(index: int) -> str:
+    if _native.module is None or not _native.module.with_cuda:
+        return "no kernels of this package in use"
+    try:
+        with torch.cuda.device(index):
+            arch = _native.module.probe_cuda()
+    except RuntimeError as error:
+        return f"kernels do not run ({error})"
+    return f"kernels run, compiled for sm_{arch // 10}"
+
+
+def _table(rows: dict[str, str]) -> str:
+    width = max(map(len, rows)) + 2
+    return "\n".join(f"{name:<{width}}{value}" for name, value in rows.items())
+
+
+def main() -> None:
+    print(report())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""The build's decisions, without building: every message a user can meet, in one sentence."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree")
+
+
+def load_tool(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)  # dataclasses look their module up there.
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch):
+    """tools/build_config.py, in an environment that names neither a choice nor a toolkit."""
+    for name in ("CUDA_HOME", "CUDA_PATH", "MEMSAVE_EXT_CUDA", "TORCH_CUDA_ARCH_LIST"):
+        monkeypatch.delenv(name, raising=False)
+    return load_tool("build_config", monkeypatch)
+
+
+def executable(path: Path, script: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def toolkit(tmp_path: Path) -> Path:
+    """A folder that looks like CUDA 13.0, its nvcc answering the two questions that are asked."""
+    home = tmp_path / "cuda 13"
+    (home / "lib64").mkdir(parents=True)
+    (home / "lib64" / "libcudart.so").touch()
+    script = f"""case "$1" in
+      --version) echo 'Cuda compilation tools, release 13.0, V13.0.48' ;;
+      --dryrun) echo '#$ TOP={home}/bin/..' >&2 ;;
+    esac"""
+    executable(home / "bin" / "nvcc", script)
+    return home
+
+
+def run_setup(*arguments: str, **env: str):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def assert_one_sentence(result, *words: str) -> None:
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+class TestSetup:
+    def test_without_torch(self):
+        # -S: without site-packages. setuptools, which is there too, is replaced by a stub.
+        code = (
+            "import sys, types; sys.modules['setuptools'] = types.ModuleType('setuptools'); "
+            "__file__ = 'setup.py'; exec(open('setup.py').read())"
+        )
+        result = run_setup("-S", "-I", "-c", code)
+        assert_one_sentence(result, "install torch first", "--no-build-isolation")
+
+    @pytest.mark.skipif(torch.version.cuda is not None, reason="needs a CPU build of torch")
+    def test_cuda_wanted_from_a_cpu_torch(self):
+        result = run_setup("setup.py", "--version", MEMSAVE_EXT_CUDA="1")
+        assert_one_sentence(
+            result, "MEMSAVE_EXT_CUDA=1", f"torch {torch.__version__} is a CPU build"
+        )
+
+    def test_invalid_choice(self):
+        result = run_setup("setup.py", "--version", MEMSAVE_EXT_CUDA="yes")
+        assert_one_sentence(result, "MEMSAVE_EXT_CUDA must be auto, 0 or 1, got 'yes'")
+
+
+class TestDecision:
+    def test_cuda_where_torch_and_nvcc_have_it(self, config, toolkit, monkeypatch):
+        monkeypatch.setenv("CUDA_HOME", str(toolkit))
+        decision = config.decide("2.13.0+cu130", "13.0")
+        assert decision.cuda
+        assert decision.cuda_home == str(toolkit)
+        assert decision.archs == "8.0;9.0+PTX"
+        assert str(toolkit) in decision.sentence
+
+    def test_arch_list_is_the_users(self, config, toolkit, monkeypatch):
+        monkeypatch.setenv("CUDA_HOME", str(toolkit))
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
+        assert config.decide("2.13.0+cu130", "13.0").archs == "9.0a"
+
+    def test_0_leaves_cuda_out(self, config, toolkit, monkeypatch):
+        monkeypatch.setenv("CUDA_HOME", str(toolkit))
+        monkeypatch.setenv("MEMSAVE_EXT_CUDA", "0")
+        assert not config.decide("2.13.0+cu130", "13.0").cuda
+
+    @pytest.mark.parametrize(
+        ("torch_version", "torch_cuda", "home", "why"),
+        [
+            ("2.13.0+cpu", None, "toolkit", "torch 2.13.0+cpu is a CPU build"),
+            ("2.13.0+cu130", "13.0", "/nowhere", "CUDA_HOME=/nowhere has no bin/nvcc"),
+            ("2.13.0+cu126", "12.6", "toolkit", "nvcc is CUDA 13.0 while torch"),
+        ],
+        ids=["cpu_torch", "no_nvcc", "other_cuda"],
+    )
+    def test_what_is_missing(
+        self, config, toolkit, monkeypatch, torch_version, torch_cuda, home, why
+    ):
+        monkeypatch.setenv("CUDA_HOME", str(toolkit) if home == "toolkit" else home)
+        decision = config.decide(torch_version, torch_cuda)
+        assert not decision.cuda
+        assert why in decision.sentence
+        monkeypatch.setenv("MEMSAVE_EXT_CUDA", "1")
+        with pytest.raises(SystemExit, match="MEMSAVE_EXT_CUDA=1 cannot be met") as stop:
+            config.decide(torch_version, torch_cuda)
+        assert why in str(stop.value)
+
+
+class TestToolkit:
+    def test_wrapper_outside_the_toolkit(self, config, toolkit, monkeypatch, tmp_path):
+        nvcc = executable(tmp_path / "local" / "bin" / "nvcc", f'exec "{toolkit}/bin/nvcc" "$@"')
+        monkeypatch.setenv("PATH", str(nvcc.parent), prepend=os.pathsep)
+        assert config.find_cuda_home() == (str(toolkit), None)
+
+    def test_symbolic_link_to_a_silent_nvcc(self, config, toolkit, monkeypatch, tmp_path):
+        executable(toolkit / "bin" / "nvcc", "exit 1")
+        link = tmp_path / "local" / "bin" / "nvcc"
+        link.parent.mkdir(parents=True)
+        link.symlink_to(toolkit / "bin" / "nvcc")
+        monkeypatch.setenv("PATH", str(link.parent), prepend=os.pathsep)
+        assert config.find_cuda_home() == (str(toolkit), None)
+
+    def test_the_variable_comes_first(self, config, toolkit, monkeypatch, tmp_path):
+        nvcc = executable(tmp_path / "local" / "bin" / "nvcc", "exit 1")
+        monkeypatch.setenv("PATH", str(nvcc.parent), prepend=os.pathsep)
+        monkeypatch.setenv("CUDA_PATH", str(toolkit))
+        assert config.find_cuda_home() == (str(toolkit), None)
+
+
+def test_cuda_sources_are_left_out_of_a_cpu_build(config, tmp_path):
+    for name in ("module.cpp", "adam/cpu.cpp", "adam/cuda.cpp", "adam/kernel.cu", "adam/math.h"):
+        path = tmp_path / "csrc" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert config.sources(tmp_path, cuda=False) == ["csrc/adam/cpu.cpp", "csrc/module.cpp"]
+    assert len(config.sources(tmp_path, cuda=True)) == 4
+    assert config.headers(tmp_path) == ["csrc/adam/math.h"]
+
+
+def test_no_flag_chooses_the_language_standard(config):
+    flags = config.compile_flags(["include"], cuda=True)
+    assert not any(flag.startswith("-std") for flags in flags.values() for flag in flags)
+
+
+def test_cuda_check_reads_ptxas(config, monkeypatch):
+    cuda_check = load_tool("cuda_check", monkeypatch)
+    output = (
+        "ptxas info    : Compiling entry function 'update_kernel' for 'sm_90'\n"
+        "    16 bytes stack frame, 12 bytes spill stores, 4 bytes spill loads\n"
+        "ptxas info    : Used 40 registers, used 1 barriers, 1024 bytes smem\n"
+        "ptxas info    : Compiling entry function 'probe_kernel' for 'sm_90'\n"
+        "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+        "ptxas info    : Used 8 registers, used 0 barriers\n"
+    )
+    assert cuda_check.parse_ptxas(output) == [
+        ("update_kernel", 40, 16, 1024),
+        ("probe_kernel", 8, 0, 0),
+    ]
