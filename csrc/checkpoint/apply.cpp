@@ -1,0 +1,214 @@
+#include "checkpoint/apply.h"
+
+#include "checkpoint/boundary.h"
+#include "checkpoint/call.h"
+#include "checkpoint/node.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+
+namespace memsave_ext {
+
+namespace py = pybind11;
+using torch::autograd::edge_list;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+namespace impl = torch::autograd::impl;
+
+namespace {
+
+struct Arguments {
+  py::object function;
+  variable_list inputs;
+  variable_list parameters;
+};
+
+const char* type_name(PyObject* object) { return Py_TYPE(object)->tp_name; }
+
+Arguments parse(PyObject* const* args, Py_ssize_t nargs) {
+  TORCH_CHECK_TYPE(nargs >= 2, "CheckpointFunction.apply(function, n, *args): expected a function and "
+                               "the number n of its inputs, got ", nargs, " arguments");
+  TORCH_CHECK_TYPE(PyCallable_Check(args[0]),
+                   "CheckpointFunction.apply: function must be callable, got ", type_name(args[0]));
+  TORCH_CHECK_TYPE(PyLong_Check(args[1]) && !PyBool_Check(args[1]),
+                   "CheckpointFunction.apply: n must be an int, got ", type_name(args[1]));
+  const Py_ssize_t count = nargs - 2;
+  const Py_ssize_t n = PyLong_AsSsize_t(args[1]);
+  if (n == -1 && PyErr_Occurred()) throw python_error();
+  TORCH_CHECK_VALUE(0 <= n && n <= count, "CheckpointFunction.apply: n must be between 0 and ", count,
+                    ", the number of tensors that follow it, got ", n);
+  Arguments parsed{py::reinterpret_borrow<py::object>(args[0]), {}, {}};
+  parsed.inputs.reserve(n);
+  parsed.parameters.reserve(count - n);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* arg = args[i + 2];
+    TORCH_CHECK_TYPE(THPVariable_Check(arg), "CheckpointFunction.apply: args[", i, "] (",
+                     i < n ? "input " : "parameter ", i < n ? i : i - n,
+                     ") must be a torch.Tensor, got ", type_name(arg),
+                     ". Pass tensors one by one, other values through a closure.");
+    (i < n ? parsed.inputs : parsed.parameters).push_back(THPVariable_Unpack(arg));
+  }
+  return parsed;
+}
+
+void check_not_transformed() {
+  TORCH_CHECK(
+      !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode),
+      "CheckpointFunction does not work inside torch.func transforms (grad, vjp, jvp, vmap): they "
+      "trace the function themselves. Call the function directly there.");
+}
+
+bool holds_tensor(PyObject* object) {
+  if (PyDict_Check(object)) {
+    PyObject *key, *value;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(object, &position, &key, &value)) {
+      if (THPVariable_Check(value) || holds_tensor(value)) return true;
+    }
+    return false;
+  }
+  if (!PyTuple_Check(object) && !PyList_Check(object)) return false;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
+    PyObject* item = PySequence_Fast_GET_ITEM(object, i);
+    if (THPVariable_Check(item) || holds_tensor(item)) return true;
+  }
+  return false;
+}
+
+void check_outputs(const FunctionResult& result) {
+  for (size_t i = 0; i < result.size(); ++i) {
+    TORCH_CHECK_TYPE(!holds_tensor(result[i]), "CheckpointFunction.apply: output ", i, " is a ",
+                     type_name(result[i]),
+                     " that holds tensors, which would get no gradient. Return a tensor or a flat "
+                     "tuple of tensors, or use memsave_ext.checkpoint.");
+  }
+}
+
+// Connects the outputs to the node. A tensor that is not this region's own to mark (an input handed
+// through, a view, a tensor with a graph, one returned twice) is replaced by an alias.
+py::object connect_outputs(const FunctionResult& result, const variable_list& inputs,
+                           CheckpointNode* node, const NodePtr& owner) {
+  OutputNumbers numbers;
+  std::vector<py::object> elements;
+  for (size_t i = 0; i < result.size(); ++i) {
+    elements.push_back(py::reinterpret_borrow<py::object>(result[i]));
+    numbers.push_back(kNotDifferentiable);
+    if (!THPVariable_Check(result[i])) continue;
+    at::Tensor output = THPVariable_Unpack(result[i]);
+    if (!c10::isFloatingType(output.scalar_type()) && !c10::isComplexType(output.scalar_type())) {
+      continue;
+    }
+    const bool is_input = std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& input) {
+      return input.is_same(output);
+    });
+    if (is_input || output.is_view() || output.requires_grad()) {
+      output = output.detach();
+      elements.back() = py::reinterpret_steal<py::object>(THPVariable_Wrap(output));
+    }
+    numbers.back() = static_cast<int>(node->add_input_metadata(output));
+    impl::set_gradient_edge(output, {owner, static_cast<uint32_t>(numbers.back())});
+  }
+  node->set_outputs(std::move(numbers));
+  return result.rebuild(std::move(elements));
+}
+
+FunctionResult call_without_graph(const Arguments& arguments, const AutocastState& autocast) {
+  const at::NoGradGuard no_grad;
+  const AutocastGuard uncached(autocast.without_cache());
+  return FunctionResult::of_call(arguments.function, arguments.inputs);
+}
+
+// Nothing listed needs a gradient, so no backward will ever look for what was forgotten: the forward
+// of a call site not yet known does it, once. The outputs need no gradient either way.
+py::object call_and_look(const Arguments& arguments, CallSite* site) {
+  const RegionMark mark;
+  const FunctionResult result = FunctionResult::of_call(arguments.function, arguments.inputs);
+  edge_list roots;
+  std::vector<py::object> elements;
+  for (size_t i = 0; i < result.size(); ++i) {
+    elements.push_back(py::reinterpret_borrow<py::object>(result[i]));
+    if (!THPVariable_Check(result[i])) continue;
+    const at::Tensor& output = THPVariable_Unpack(result[i]);
+    if (!output.requires_grad()) continue;
+    roots.push_back(impl::gradient_edge(output));
+    elements.back() = py::reinterpret_steal<py::object>(THPVariable_Wrap(output.detach()));
+  }
+  const auto unlisted = close_region(mark, roots, {}, {});
+  if (!unlisted.empty()) {
+    site->listing = Listing::kIncomplete;
+    warn_unlisted(unlisted, *site);
+  }
+  return result.rebuild(std::move(elements));
+}
+
+py::object apply(const Arguments& arguments) {
+  const AutocastState autocast = AutocastState::capture();
+  const auto needs_grad = [](const at::Tensor& tensor) { return tensor.requires_grad(); };
+  const bool differentiable =
+      at::GradMode::is_enabled() &&
+      (std::any_of(arguments.inputs.begin(), arguments.inputs.end(), needs_grad) ||
+       std::any_of(arguments.parameters.begin(), arguments.parameters.end(), needs_grad));
+  CallSite* site = current_call_site();
+
+  edge_list edges;
+  std::vector<SavedVariable> saved;
+  std::vector<uint32_t> versions;
+  std::vector<ListedParameter> parameters;
+  std::optional<RngState> rng;
+  if (!differentiable && at::GradMode::is_enabled() && site != nullptr &&
+      site->listing == Listing::kUnchecked) {
+    return call_and_look(arguments, site);
+  }
+  if (differentiable) {
+    // Before the call: packed by the hooks that surround the region, at the version it starts from.
+    edges.reserve(arguments.inputs.size() + arguments.parameters.size());
+    saved.reserve(arguments.inputs.size());
+    for (const auto& input : arguments.inputs) {
+      saved.emplace_back(input, /*is_output=*/false);
+      versions.push_back(input._version());
+      edges.push_back(input.requires_grad() ? impl::gradient_edge(input)
+                                            : torch::autograd::Edge());
+    }
+    parameters.reserve(arguments.parameters.size());
+    for (const auto& tensor : arguments.parameters) {
+      const bool repeated =
+          std::any_of(parameters.begin(), parameters.end(),
+                      [&](const ListedParameter& other) { return other.tensor.is_same(tensor); });
+      parameters.push_back({tensor, static_cast<uint32_t>(tensor._version()), repeated});
+      edges.push_back(tensor.requires_grad() && !repeated ? impl::gradient_edge(tensor)
+                                                          : torch::autograd::Edge());
+    }
+    rng = RngState::capture();
+  }
+
+  const FunctionResult result = call_without_graph(arguments, autocast);
+  if (!differentiable) return result.object();
+
+  check_outputs(result);
+  for (size_t i = 0; i < versions.size(); ++i) {
+    TORCH_CHECK(arguments.inputs[i]._version() == versions[i], "CheckpointFunction.apply: the function "
+                "changes input ", i, " in place, so that it could not be run again from it. Clone the "
+                "input inside the function first.");
+  }
+  if (*rng == RngState::capture()) rng.reset();
+  auto node = make_node<CheckpointNode>(
+      arguments.function, std::move(saved), std::move(parameters),
+      Surroundings{autocast, std::move(rng), current_cuda_stream()}, site, std::move(edges));
+  return connect_outputs(result, arguments.inputs, node.get(), node);
+}
+
+}  // namespace
+
+PyObject* checkpoint_apply(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
+  HANDLE_TH_ERRORS
+  const Arguments arguments = parse(args, nargs);
+  check_not_transformed();
+  return apply(arguments).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace memsave_ext

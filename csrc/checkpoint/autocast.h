@@ -1,0 +1,45 @@
+// The autocast state of a region's forward, restored for its recompute.
+#pragma once
+
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+
+#include <array>
+
+namespace memsave_ext {
+
+// The device types whose autocast state is carried over.
+inline constexpr std::array kAutocastDevices{c10::DeviceType::CPU, c10::DeviceType::CUDA,
+                                             c10::DeviceType::XPU, c10::DeviceType::MPS};
+
+class AutocastState {
+ public:
+  static AutocastState capture();
+  void restore() const;
+  // The same state with the cache of casted weights off. Casts made without a graph must not be
+  // found later by operations that need one, nor those of a recompute by the next.
+  AutocastState without_cache() const;
+
+ private:
+  struct Device {
+    bool enabled;
+    c10::ScalarType dtype;
+  };
+  std::array<Device, kAutocastDevices.size()> devices_;
+  bool cache_enabled_;
+};
+
+class AutocastGuard {
+ public:
+  explicit AutocastGuard(const AutocastState& state) : outer_(AutocastState::capture()) {
+    state.restore();
+  }
+  ~AutocastGuard() { outer_.restore(); }
+  AutocastGuard(const AutocastGuard&) = delete;
+  AutocastGuard& operator=(const AutocastGuard&) = delete;
+
+ private:
+  AutocastState outer_;
+};
+
+}  // namespace memsave_ext

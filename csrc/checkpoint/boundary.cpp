@@ -1,0 +1,95 @@
+#include "checkpoint/boundary.h"
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/record_function.h>
+#include <c10/core/ScalarType.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include <algorithm>
+#include <sstream>
+#include <unordered_set>
+
+namespace memsave_ext {
+namespace {
+
+using torch::autograd::AccumulateGrad;
+using torch::autograd::Edge;
+using torch::autograd::Node;
+
+struct Sink : Node {
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    return std::move(grads);
+  }
+  std::string name() const override { return "CheckpointFunctionSink"; }
+};
+
+std::string describe(const Edge& edge, const Node* user) {
+  const auto& metadata = edge.function->input_metadata(edge.input_nr);
+  std::ostringstream text;
+  text << "shape " << metadata.shape_as_dim_vector() << ", dtype "
+       << c10::getDtypeNames(c10::typeMetaToScalarType(metadata.dtype())).first;
+  if (user == nullptr) {
+    text << ", returned as an output";
+  } else {
+    text << ", used by " << user->name();
+  }
+  return text.str();
+}
+
+}  // namespace
+
+RegionMark::RegionMark()
+    : thread_id_(at::RecordFunction::currentThreadId()),
+      first_sequence_nr_(at::sequence_number::peek()) {}
+
+bool RegionMark::contains(const Node& node) const {
+  return node.thread_id() == thread_id_ && node.sequence_nr() >= first_sequence_nr_;
+}
+
+std::vector<std::string> close_region(const RegionMark& mark, std::vector<Edge>& roots,
+                                      const std::vector<Edge>& listed,
+                                      const std::vector<Edge>& sinks) {
+  std::vector<std::string> unlisted;
+  std::unordered_set<Edge> reported;
+  std::unordered_set<Node*> visited;
+  std::vector<Node*> pending;
+
+  const auto follow = [&](Node* user, const Edge& edge) -> Edge {
+    const auto match = std::find(listed.begin(), listed.end(), edge);
+    if (match != listed.end()) {
+      const auto& sink = sinks[match - listed.begin()];
+      return sink.is_valid() ? sink : edge;
+    }
+    Node* node = edge.function.get();
+    const bool leaf = dynamic_cast<AccumulateGrad*>(node) != nullptr;
+    if (leaf || !mark.contains(*node)) {
+      if (reported.insert(edge).second) unlisted.push_back(describe(edge, user));
+      return leaf ? edge : Edge();
+    }
+    if (visited.insert(node).second) pending.push_back(node);
+    return edge;
+  };
+
+  for (auto& root : roots) root = follow(nullptr, root);
+  while (!pending.empty()) {
+    Node* node = pending.back();
+    pending.pop_back();
+    for (auto& edge : node->next_edges()) {
+      if (edge.is_valid()) edge = follow(node, edge);
+    }
+  }
+  return unlisted;
+}
+
+Edge make_sink(const at::Tensor& tensor) {
+  NodePtr sink = make_node<Sink>();
+  sink->add_input_metadata(tensor);
+  return Edge(std::move(sink), 0);
+}
+
+bool has_tensor_hooks(const Edge& edge) {
+  return !edge.function->tensor_pre_hooks().empty() ||
+         !edge.function->retains_grad_hooks().empty();
+}
+
+}  // namespace memsave_ext

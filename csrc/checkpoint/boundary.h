@@ -1,0 +1,41 @@
+// The boundary of a region: which edges of a recompute's graph lead out of it.
+#pragma once
+
+#include "compat.h"
+
+#include <torch/csrc/autograd/edge.h>
+
+#include <string>
+#include <vector>
+
+namespace memsave_ext {
+
+// Nodes made by this thread since the mark are the region's; leaves and older nodes are outside.
+class RegionMark {
+ public:
+  RegionMark();
+  bool contains(const torch::autograd::Node& node) const;
+
+ private:
+  uint64_t thread_id_;
+  uint64_t first_sequence_nr_;
+};
+
+// Walks the region's graph from `roots`, which it may edit:
+//  - edges to `listed[i]` become edges to `sinks[i]` where that is set,
+//  - edges to older nodes that are not listed are cut.
+// Returns what the region uses (leaves and older nodes) and `listed` does not name, each as
+// "shape [64, 32], dtype Float, used by AddmmBackward0".
+std::vector<std::string> close_region(const RegionMark& mark,
+                                      std::vector<torch::autograd::Edge>& roots,
+                                      const std::vector<torch::autograd::Edge>& listed,
+                                      const std::vector<torch::autograd::Edge>& sinks);
+
+// A stand-in for the gradient edge of `tensor`, which has hooks: gradients are captured at the
+// stand-in, and the hooks run once, when the outer graph reaches the tensor itself.
+torch::autograd::Edge make_sink(const at::Tensor& tensor);
+
+// Whether capturing a gradient at `edge` would run hooks of the tensor behind it.
+bool has_tensor_hooks(const torch::autograd::Edge& edge);
+
+}  // namespace memsave_ext

@@ -1,0 +1,36 @@
+// Calling the user's function and reading what it returns: one tensor, or a tuple or list whose
+// elements may be tensors or anything else.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <vector>
+
+namespace memsave_ext {
+
+class FunctionResult {
+ public:
+  // Calls `function(*tensors)`; throws python_error with the function's own exception.
+  static FunctionResult of_call(const pybind11::object& function,
+                                const torch::autograd::variable_list& tensors);
+
+  size_t size() const { return is_sequence_ ? PySequence_Fast_GET_SIZE(object_.ptr()) : 1; }
+  PyObject* operator[](size_t i) const {  // borrowed
+    return is_sequence_ ? PySequence_Fast_GET_ITEM(object_.ptr(), i) : object_.ptr();
+  }
+  const pybind11::object& object() const { return object_; }
+  // The same structure around other elements.
+  pybind11::object rebuild(std::vector<pybind11::object> elements) const;
+
+ private:
+  explicit FunctionResult(pybind11::object object);
+
+  pybind11::object object_;
+  bool is_sequence_;
+};
+
+// Throws the Python exception that is set, in a form that survives a change of thread.
+[[noreturn]] void throw_python_error();
+
+}  // namespace memsave_ext

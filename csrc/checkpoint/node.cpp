@@ -1,0 +1,225 @@
+#include "checkpoint/node.h"
+
+#include "checkpoint/boundary.h"
+#include "checkpoint/call.h"
+#include "checkpoint/recomputing.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+
+namespace memsave_ext {
+
+namespace py = pybind11;
+using torch::autograd::Edge;
+using torch::autograd::edge_list;
+using torch::autograd::variable_list;
+namespace impl = torch::autograd::impl;
+
+// The graph of a recompute: where it starts, with which gradients, and where the gradients of the
+// listed tensors are to be captured (an invalid edge where none is wanted).
+struct CheckpointNode::Recomputed {
+  edge_list roots;
+  variable_list root_grads;
+  edge_list targets;
+};
+
+CheckpointNode::CheckpointNode(py::object function,
+                               std::vector<torch::autograd::SavedVariable> inputs,
+                               std::vector<ListedParameter> parameters, Surroundings surroundings,
+                               CallSite* call_site, edge_list next_edges)
+    : Node(std::move(next_edges)),
+      function_(std::move(function)),
+      inputs_(std::move(inputs)),
+      parameters_(std::move(parameters)),
+      surroundings_(std::move(surroundings)),
+      call_site_(call_site) {}
+
+CheckpointNode::~CheckpointNode() { release_function(); }
+
+void CheckpointNode::release_function() {
+  if (!function_) return;
+  if (Py_IsInitialized()) {
+    const py::gil_scoped_acquire gil;
+    py::object(std::move(function_));
+  } else {
+    function_.release();
+  }
+}
+
+void CheckpointNode::release_variables() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    released_ = true;
+    inputs_.clear();
+    parameters_.clear();
+    surroundings_.rng.reset();
+  }
+  release_function();
+}
+
+variable_list CheckpointNode::unpack_inputs() {
+  // Taken without the GIL, which an unpack hook may need.
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
+  variable_list inputs;
+  inputs.reserve(inputs_.size());
+  for (size_t i = 0; i < inputs_.size(); ++i) {
+    try {
+      inputs.push_back(inputs_[i].unpack());
+    } catch (c10::Error& error) {
+      error.add_context("while CheckpointFunction read input " + std::to_string(i) +
+                        " for its recompute");
+      throw;
+    }
+  }
+  return inputs;
+}
+
+void CheckpointNode::check_parameters() const {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& [tensor, version, repeated] = parameters_[i];
+    TORCH_CHECK(tensor._version() == version,
+                "CheckpointFunction: parameter ", i, " (shape ", tensor.sym_sizes(), ", dtype ",
+                c10::getDtypeNames(tensor.scalar_type()).first, ") has been modified by an inplace operation: it is at version ",
+                tensor._version(), ", the forward used version ", version,
+                ". A recompute would differentiate another function; change parameters after "
+                "backward.");
+  }
+}
+
+CheckpointNode::Recomputed CheckpointNode::recompute(const variable_list& inputs,
+                                                     const variable_list& grads) {
+  variable_list arguments;
+  arguments.reserve(inputs.size());
+  for (const auto& input : inputs) {
+    arguments.push_back(input.detach());
+    if (input.requires_grad()) arguments.back().set_requires_grad(true);
+  }
+
+  const py::gil_scoped_acquire gil;
+  const py::object function = function_;
+  const RegionMark mark;
+  std::optional<FunctionResult> result;
+  {
+    const StreamScope stream(surroundings_.stream);
+    const AutocastGuard autocast(surroundings_.autocast.without_cache());
+    std::optional<RngGuard> rng;
+    if (surroundings_.rng) rng.emplace(*surroundings_.rng);
+    const at::AutoGradMode grad_mode(true);
+    const RecomputeScope recomputing;
+    result = FunctionResult::of_call(function, arguments);
+  }
+  TORCH_CHECK(result->size() == output_numbers_.size(), "CheckpointFunction: the recompute returned ",
+              result->size(), " outputs, the forward ", output_numbers_.size(),
+              ". The function must do the same each time it is called.");
+
+  Recomputed graph;
+  for (size_t i = 0; i < output_numbers_.size(); ++i) {
+    if (output_numbers_[i] == kNotDifferentiable) continue;
+    const auto& grad = grads[output_numbers_[i]];
+    if (!grad.defined()) continue;
+    PyObject* item = (*result)[i];
+    TORCH_CHECK(THPVariable_Check(item), "CheckpointFunction: output ", i,
+                " of the recompute is not a tensor, in the forward it was. The function must do the "
+                "same each time it is called.");
+    const at::Tensor& output = THPVariable_Unpack(item);
+    TORCH_CHECK(output.sym_sizes() == grad.sym_sizes(), "CheckpointFunction: output ", i,
+                " of the recompute has shape ", output.sym_sizes(), ", in the forward it had ",
+                grad.sym_sizes(), ". The function must do the same each time it is called.");
+    if (!output.requires_grad()) continue;
+    graph.roots.push_back(impl::gradient_edge(output));
+    graph.root_grads.push_back(grad);
+  }
+
+  // Every listed tensor that needs a gradient marks the boundary, also where this backward does not
+  // ask for it.
+  edge_list listed(num_outputs());
+  edge_list sinks(num_outputs());
+  bool hooked = false;
+  for (size_t i = 0; i < num_outputs(); ++i) {
+    const bool is_input = i < arguments.size();
+    const at::Tensor& tensor =
+        is_input ? arguments[i] : parameters_[i - arguments.size()].tensor;
+    if (!tensor.requires_grad()) continue;
+    listed[i] = impl::gradient_edge(tensor);
+    if (!is_input && has_tensor_hooks(listed[i])) {
+      sinks[i] = make_sink(tensor);
+      hooked = true;
+    }
+  }
+
+  const Listing listing = call_site_ == nullptr ? Listing::kUnchecked : call_site_->listing;
+  if (hooked || listing != Listing::kComplete) {
+    const auto unlisted = close_region(mark, graph.roots, listed, sinks);
+    if (call_site_ != nullptr && listing == Listing::kUnchecked) {
+      call_site_->listing = unlisted.empty() ? Listing::kComplete : Listing::kIncomplete;
+      if (!unlisted.empty()) warn_unlisted(unlisted, *call_site_);
+    }
+  }
+
+  graph.targets.resize(num_outputs());
+  for (size_t i = 0; i < num_outputs(); ++i) {
+    // A repeated parameter has no next edge.
+    if (!task_should_compute_output(i)) continue;
+    graph.targets[i] = sinks[i].is_valid() ? sinks[i] : listed[i];
+  }
+  return graph;
+}
+
+variable_list CheckpointNode::apply(variable_list&& grads) {
+  const variable_list inputs = unpack_inputs();
+  check_parameters();
+  variable_list results(num_outputs());
+  const bool any_grad = std::any_of(grads.begin(), grads.end(),
+                                    [](const at::Tensor& grad) { return grad.defined(); });
+  if (!any_grad) return results;
+
+  Recomputed graph = recompute(inputs, grads);
+  edge_list roots;
+  variable_list root_grads;
+  for (size_t i = 0; i < graph.roots.size(); ++i) {
+    if (!graph.roots[i].is_valid()) continue;  // cut: it leads out of the region
+    roots.push_back(std::move(graph.roots[i]));
+    root_grads.push_back(std::move(graph.root_grads[i]));
+  }
+  edge_list targets;
+  for (const auto& target : graph.targets) {
+    if (target.is_valid()) targets.push_back(target);
+  }
+  // With no target the engine would accumulate into every leaf.
+  if (roots.empty() || targets.empty()) return results;
+
+  auto captured = torch::autograd::Engine::get_default_engine().execute(
+      roots, root_grads, /*keep_graph=*/false, /*create_graph=*/false, /*accumulate_grad=*/false,
+      targets);
+  size_t next = 0;
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (graph.targets[i].is_valid()) results[i] = std::move(captured[next++]);
+  }
+  if (at::GradMode::is_enabled()) forbid_double_backward(results, grads);
+  return results;
+}
+
+void CheckpointNode::forbid_double_backward(variable_list& results,
+                                            const variable_list& grads) const {
+  edge_list edges = next_edges();
+  for (const auto& grad : grads) {
+    if (grad.defined() && grad.requires_grad()) edges.push_back(impl::gradient_edge(grad));
+  }
+  NodePtr error = make_node<torch::autograd::Error>(
+      "CheckpointFunction does not support double backward: its gradients have no graph. Use "
+      "memsave_ext.checkpoint or torch.utils.checkpoint.checkpoint(use_reentrant=False).",
+      std::move(edges));
+  for (auto& result : results) {
+    if (!result.defined()) continue;
+    result = result.detach();
+    impl::set_gradient_edge(result, {error, error->add_input_metadata(result)});
+  }
+}
+
+}  // namespace memsave_ext

@@ -1,0 +1,73 @@
+// The autograd node behind CheckpointFunction: keeps the inputs of a region, runs it again in
+// backward and differentiates that. Chen et al. 2016, arXiv 1604.06174.
+#pragma once
+
+#include "checkpoint/autocast.h"
+#include "checkpoint/call_site.h"
+#include "checkpoint/device.h"
+#include "checkpoint/rng.h"
+#include "compat.h"
+
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace memsave_ext {
+
+// What surrounds a forward and must surround its recompute.
+struct Surroundings {
+  AutocastState autocast;
+  std::optional<RngState> rng;  // none where the forward drew no random number
+  std::optional<c10::Stream> stream;
+};
+
+// A listed parameter: the function reaches it by itself, the node only checks and differentiates.
+struct ListedParameter {
+  at::Tensor tensor;
+  uint32_t version;
+  bool repeated;  // listed before: its gradient goes out once
+};
+
+// One element of what the function returned.
+constexpr int kNotDifferentiable = -1;
+using OutputNumbers = std::vector<int>;  // input number of the node, or kNotDifferentiable
+
+class CheckpointNode : public torch::autograd::Node {
+ public:
+  // Next edges are those of the inputs, then of the parameters, in order. Needs the GIL.
+  CheckpointNode(pybind11::object function, std::vector<torch::autograd::SavedVariable> inputs,
+                 std::vector<ListedParameter> parameters, Surroundings surroundings,
+                 CallSite* call_site, torch::autograd::edge_list next_edges);
+  ~CheckpointNode() override;
+
+  void set_outputs(OutputNumbers numbers) { output_numbers_ = std::move(numbers); }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
+  void release_variables() override;
+  std::string name() const override { return "CheckpointFunctionBackward"; }
+
+ private:
+  struct Recomputed;
+
+  torch::autograd::variable_list unpack_inputs();
+  void check_parameters() const;
+  Recomputed recompute(const torch::autograd::variable_list& inputs,
+                       const torch::autograd::variable_list& grads);
+  void release_function();
+  // Makes the gradients raise when they are differentiated again.
+  void forbid_double_backward(torch::autograd::variable_list& results,
+                              const torch::autograd::variable_list& grads) const;
+
+  pybind11::object function_;
+  std::vector<torch::autograd::SavedVariable> inputs_;
+  std::vector<ListedParameter> parameters_;
+  Surroundings surroundings_;
+  CallSite* call_site_;
+  OutputNumbers output_numbers_;
+  bool released_ = false;
+};
+
+}  // namespace memsave_ext

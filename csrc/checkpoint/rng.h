@@ -1,0 +1,50 @@
+// Random number generator states around a recomputed region: what the forward started from is kept
+// only when the forward drew from it, and put back for the length of the recompute.
+#pragma once
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/Generator.h>
+
+#include <optional>
+#include <vector>
+
+namespace memsave_ext {
+
+// CPU: the Mersenne Twister itself (2.5 KB, no tensor). CUDA: seed and offset of the Philox
+// generator, 16 bytes for every device that has a context, read without synchronising.
+class RngState {
+ public:
+  static RngState capture();
+
+  void restore() const;
+  bool operator==(const RngState& other) const;
+
+ private:
+  struct Cpu {
+    at::mt19937 engine;
+    std::optional<float> next_float;
+    std::optional<double> next_double;
+  };
+  struct Philox {
+    at::Generator generator;
+    uint64_t seed;
+    uint64_t offset;
+  };
+
+  Cpu cpu_;
+  std::vector<Philox> cuda_;
+};
+
+// Sets `state` for a scope and restores what it found, also when an exception leaves the scope.
+class RngGuard {
+ public:
+  explicit RngGuard(const RngState& state) : outer_(RngState::capture()) { state.restore(); }
+  ~RngGuard() { outer_.restore(); }
+  RngGuard(const RngGuard&) = delete;
+  RngGuard& operator=(const RngGuard&) = delete;
+
+ private:
+  RngState outer_;
+};
+
+}  // namespace memsave_ext

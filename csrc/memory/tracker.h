@@ -1,0 +1,44 @@
+// Counts the bytes of live CPU tensors, from the reports every CPU allocation makes.
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+namespace memsave_ext {
+
+// What one tracker has seen. Signed: a block from before tracking began counts when it is freed.
+class AllocationCounter : public c10::MemoryReportingInfoBase {
+ public:
+  void reportMemoryUsage(void* ptr, int64_t alloc_size, size_t total_allocated,
+                         size_t total_reserved, c10::Device device) override;
+  bool memoryProfilingEnabled() const override { return true; }
+
+  int64_t live() const;
+  int64_t peak() const;
+  void reset_peak();
+
+ private:
+  mutable std::mutex mutex_;  // the threads of one backward report together
+  int64_t live_ = 0;
+  int64_t peak_ = 0;
+};
+
+// Installs a counter on this thread; the autograd threads of its backwards inherit it. It shares
+// torch's profiler slot: the two exclude each other on one thread.
+class AllocationTracker {
+ public:
+  void start();
+  void stop();
+  int64_t live() const { return counter_->live(); }
+  int64_t peak() const { return counter_->peak(); }
+  void reset_peak() { counter_->reset_peak(); }
+
+ private:
+  std::shared_ptr<AllocationCounter> counter_ = std::make_shared<AllocationCounter>();
+};
+
+}  // namespace memsave_ext

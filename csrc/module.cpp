@@ -1,0 +1,45 @@
+// The Python module memsave_ext._C: names only, every function is defined in its own room.
+#include "checkpoint/apply.h"
+#include "checkpoint/recomputing.h"
+#include "memory/tracker.h"
+
+#include <pybind11/pybind11.h>
+
+#ifdef MEMSAVE_EXT_WITH_CUDA
+#include "report/probe.h"
+#endif
+
+namespace {
+
+// Outside pybind11, whose argument handling would cost as much as the rest of a call.
+PyMethodDef fast_functions[] = {
+    {"checkpoint_apply",
+     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(memsave_ext::checkpoint_apply)),
+     METH_FASTCALL, "apply(function, n, *args)"},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  namespace py = pybind11;
+  using memsave_ext::AllocationTracker;
+
+  if (PyModule_AddFunctions(m.ptr(), fast_functions) < 0) throw py::error_already_set();
+  m.def("is_recomputing", &memsave_ext::is_recomputing);
+
+  py::class_<AllocationTracker>(m, "AllocationTracker")
+      .def(py::init<>())
+      .def("start", &AllocationTracker::start)
+      .def("stop", &AllocationTracker::stop)
+      .def("reset_peak", &AllocationTracker::reset_peak)
+      .def_property_readonly("live", &AllocationTracker::live)
+      .def_property_readonly("peak", &AllocationTracker::peak);
+
+#ifdef MEMSAVE_EXT_WITH_CUDA
+  m.attr("with_cuda") = true;
+  m.def("probe_cuda", &memsave_ext::probe_cuda);
+#else
+  m.attr("with_cuda") = false;
+#endif
+}

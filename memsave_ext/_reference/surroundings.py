@@ -1,0 +1,67 @@
+"""What surrounds a forward and must surround its recompute: autocast and random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+@dataclass(frozen=True)
+class AutocastState:
+    devices: tuple[tuple[bool, torch.dtype], ...]
+    cache: bool
+
+    @staticmethod
+    def capture() -> AutocastState:
+        devices = tuple(
+            (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES
+        )
+        return AutocastState(devices, torch.is_autocast_cache_enabled())
+
+    def restore(self, cache: bool) -> None:
+        for device, (enabled, dtype) in zip(_AUTOCAST_DEVICES, self.devices, strict=True):
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(cache)
+
+
+@contextlib.contextmanager
+def uncached_autocast(state: AutocastState) -> Iterator[None]:
+    """The state without its cache: casts made without a graph must not be found by others."""
+    outer = AutocastState.capture()
+    state.restore(cache=False)
+    try:
+        yield
+    finally:
+        outer.restore(outer.cache)
+
+
+class RngState:
+    def __init__(self, cpu: Tensor, cuda: dict[int, Tensor]) -> None:
+        self.cpu, self.cuda = cpu, cuda
+
+    @staticmethod
+    def capture() -> RngState:
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)
+        return RngState(torch.get_rng_state(), {d: torch.cuda.get_rng_state(d) for d in devices})
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        for device, state in self.cuda.items():
+            torch.cuda.set_rng_state(state, device)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, RngState)
+            and torch.equal(self.cpu, other.cpu)
+            and self.cuda.keys() == other.cuda.keys()
+            and all(torch.equal(state, other.cuda[d]) for d, state in self.cuda.items())
+        )
+
+    __hash__ = None  # type: ignore[assignment]

@@ -1,0 +1,75 @@
+"""Recompute checkpointing: keep a region's inputs, run it again in backward.
+
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import _native
+from ._reference import checkpointing as _reference
+
+
+class CheckpointFunction:
+    """Checkpointing in its explicit form: ``CheckpointFunction.apply(function, n, *args)``.
+
+    Calls ``function(*args[:n])`` without keeping a graph, and once more in backward, for its
+    gradients. Between the two it holds the inputs and nothing else. Example, a dense layer whose
+    concatenation and bottleneck are not kept::
+
+        def bottleneck(*features):
+            return self.conv1(self.norm1(torch.cat(features, 1)).relu())
+
+        parameters = [*self.norm1.parameters(), *self.conv1.parameters()]
+        y = CheckpointFunction.apply(bottleneck, len(features), *features, *parameters)
+
+    Args:
+        function: takes the n inputs as positional arguments and returns a tensor, or a tuple or list
+            of tensors and other values. Values other than floating-point and complex tensors are
+            passed through. It must do the same each time it is called; the second call finds the
+            random numbers, autocast state (with the cast cache off), CUDA device and stream of the
+            first.
+        n: how many of ``args`` are inputs.
+        *args: tensors of any shape: the n inputs, then the tensors that ``function`` uses by itself
+            and that are to be differentiated, such as the parameters of its modules.
+
+    Returns:
+        What ``function`` returned. The differentiable tensors in it share one autograd node, so that
+        hooks, DDP, ``autograd.grad`` and ``inputs=`` see every gradient exactly once.
+
+    Raises:
+        TypeError: ``function`` is not callable, ``n`` is not an int, one of ``args`` is not a tensor,
+            or an output is a container that holds tensors.
+        ValueError: ``n`` is negative or larger than the number of ``args``.
+        RuntimeError: ``function`` changes an input in place; or inside a ``torch.func`` transform.
+            In backward: an input or parameter was changed in place since the forward; the recompute
+            returns another structure or other shapes; a second backward without ``retain_graph``;
+            double backward, which is not supported.
+
+    Warns:
+        UserWarning: once per call site, when ``function`` uses a tensor that needs a gradient and is
+            not listed: it gets no gradient from this region.
+    """
+
+    apply: Callable[..., Any] = staticmethod(
+        _native.module.checkpoint_apply if _native.module else _reference.checkpoint_apply
+    )
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> CheckpointFunction:
+        raise TypeError("CheckpointFunction is not instantiated: call CheckpointFunction.apply(...)")
+
+
+def is_recomputing() -> bool:
+    """Whether this thread is inside the recompute of a :class:`CheckpointFunction` region.
+
+    True in everything the recomputed function calls, regions nested in it included; False in the
+    first forward, and in the backward of what was recomputed.
+    """
+    return _is_recomputing()
+
+
+_is_recomputing: Callable[[], bool] = (
+    _native.module.is_recomputing if _native.module else _reference.is_recomputing
+)
