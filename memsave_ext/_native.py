@@ -56,6 +56,8 @@ def _misfit(path: Path, info: dict[str, Any]) -> str | None:
         return f"its build info does not describe {path.name}"
     if _minor(info.get("torch")) != _minor(torch.__version__):
         return "a binary fits one minor version of torch"
+    if info.get("cuda") and info.get("torch_cuda") != torch.version.cuda:
+        return f"CUDA {info.get('torch_cuda')} then, CUDA {torch.version.cuda} now"
     return None
 
 

@@ -55,8 +55,8 @@ def track() -> Track:
 
     The object can be entered again and goes on counting. Every CPU allocation of the thread and of
     the autograd threads of its backwards counts, temporaries inside kernels included; threads
-    started from Python inside the block do not. Memory from before the block counts, negatively,
-    when it is freed inside.
+    started from Python inside the block do not. Memory from before tracking began does not count,
+    and what is freed between two blocks is not noticed.
 
     Raises:
         RuntimeError: on entry, when this thread is tracked already or torch's profiler runs on it:

@@ -10,7 +10,8 @@
 
 namespace memsave_ext {
 
-// What one tracker has seen. Signed: a block from before tracking began counts when it is freed.
+// What one tracker has seen. torch reports the freeing of those blocks only whose allocation it has
+// reported to some tracker, so that memory from before does not count.
 class AllocationCounter : public c10::MemoryReportingInfoBase {
  public:
   void reportMemoryUsage(void* ptr, int64_t alloc_size, size_t total_allocated,

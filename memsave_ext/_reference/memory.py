@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 
@@ -12,6 +14,7 @@ class AllocationTracker:
         self.live = 0
         self.peak = 0
         self._profile: torch.autograd.profiler.profile | None = None
+        self._thread: int | None = None
 
     def start(self) -> None:
         if self._profile is not None or torch.autograd.profiler._is_profiler_enabled:
@@ -21,12 +24,11 @@ class AllocationTracker:
             )
         self._profile = torch.autograd.profiler.profile(profile_memory=True)
         self._profile.__enter__()
+        self._thread = threading.get_ident()
 
     def stop(self) -> None:
-        if self._profile is None:
-            raise RuntimeError(
-                "memory tracking cannot stop: it was not started on this thread"
-            )
+        if self._profile is None or self._thread != threading.get_ident():
+            raise RuntimeError("memory tracking cannot stop: it was not started on this thread")
         profile, self._profile = self._profile, None
         profile.__exit__(None, None, None)
         assert profile.kineto_results is not None
