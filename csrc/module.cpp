@@ -1,9 +1,9 @@
 // The Python module memsave_ext._C: names only, every function is defined in its own room.
+#include <pybind11/pybind11.h>
+
 #include "checkpoint/apply.h"
 #include "checkpoint/recomputing.h"
 #include "memory/tracker.h"
-
-#include <pybind11/pybind11.h>
 
 #ifdef MEMSAVE_EXT_WITH_CUDA
 #include "report/probe.h"

@@ -26,22 +26,22 @@ class CheckpointFunction:
         y = CheckpointFunction.apply(bottleneck, len(features), *features, *parameters)
 
     Args:
-        function: takes the n inputs as positional arguments and returns a tensor, or a tuple or list
-            of tensors and other values. Values other than floating-point and complex tensors are
-            passed through. It must do the same each time it is called; the second call finds the
-            random numbers, autocast state (with the cast cache off), CUDA device and stream of the
-            first.
+        function: takes the n inputs as positional arguments and returns a tensor, or a tuple or
+            list of tensors and other values. Values other than floating-point and complex tensors
+            are passed through. It must do the same each time it is called; the second call finds
+            the random numbers, autocast state (with the cast cache off), CUDA device and stream of
+            the first.
         n: how many of ``args`` are inputs.
         *args: tensors of any shape: the n inputs, then the tensors that ``function`` uses by itself
             and that are to be differentiated, such as the parameters of its modules.
 
     Returns:
-        What ``function`` returned. The differentiable tensors in it share one autograd node, so that
-        hooks, DDP, ``autograd.grad`` and ``inputs=`` see every gradient exactly once.
+        What ``function`` returned. The differentiable tensors in it share one autograd node, so
+        that hooks, DDP, ``autograd.grad`` and ``inputs=`` see every gradient exactly once.
 
     Raises:
-        TypeError: ``function`` is not callable, ``n`` is not an int, one of ``args`` is not a tensor,
-            or an output is a container that holds tensors.
+        TypeError: ``function`` is not callable, ``n`` is not an int, one of ``args`` is not a
+            tensor, or an output is a container that holds tensors.
         ValueError: ``n`` is negative or larger than the number of ``args``.
         RuntimeError: ``function`` changes an input in place; or inside a ``torch.func`` transform.
             In backward: an input or parameter was changed in place since the forward; the recompute
@@ -49,8 +49,8 @@ class CheckpointFunction:
             double backward, which is not supported.
 
     Warns:
-        UserWarning: once per call site, when ``function`` uses a tensor that needs a gradient and is
-            not listed: it gets no gradient from this region.
+        UserWarning: once per call site, when ``function`` uses a tensor that needs a gradient and
+            is not listed: it gets no gradient from this region.
     """
 
     apply: Callable[..., Any] = staticmethod(
@@ -58,7 +58,9 @@ class CheckpointFunction:
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> CheckpointFunction:
-        raise TypeError("CheckpointFunction is not instantiated: call CheckpointFunction.apply(...)")
+        raise TypeError(
+            "CheckpointFunction is not instantiated: call CheckpointFunction.apply(...)"
+        )
 
 
 def is_recomputing() -> bool:

@@ -1,4 +1,4 @@
-"""CheckpointFunction against plain autograd: the same values, gradients and side effects, bitwise."""
+"""CheckpointFunction against plain autograd: the same values and gradients, bitwise."""
 
 import contextlib
 import gc
@@ -274,9 +274,9 @@ def test_random_programs(data):
                         "d": lambda x, y: F.dropout(x, 0.5),
                         "e": lambda x, y: (x + 1).mul_(y),
                         "f": lambda x, y: x.t().contiguous().t()[:, :].clone(),
-                        "g": lambda x, y: apply(lambda p, q: p * q.cos(), 2, x, y)
-                        if nested
-                        else x * y.cos(),
+                        "g": lambda x, y: (
+                            apply(lambda p, q: p * q.cos(), 2, x, y) if nested else x * y.cos()
+                        ),
                         "h": lambda x, y: torch.cat([x[:1], y[1:]]),
                     }[op](x, y)
                 )
@@ -381,7 +381,7 @@ def test_is_recomputing():
     assert not ms.is_recomputing()
 
 
-class Boom(Exception):
+class BoomError(Exception):
     pass
 
 
@@ -404,7 +404,7 @@ def state_unchanged():
 @pytest.mark.parametrize("where", ["forward", "recompute"])
 def test_exceptions_come_out_as_they_are(where):
     x = leaf(3)
-    error = Boom("from the function")
+    error = BoomError("from the function")
 
     def function(a):
         torch.rand(1)
@@ -414,12 +414,12 @@ def test_exceptions_come_out_as_they_are(where):
 
     with state_unchanged(), torch.autocast("cpu"):
         if where == "forward":
-            with state_unchanged(), pytest.raises(Boom) as caught:
+            with state_unchanged(), pytest.raises(BoomError) as caught:
                 apply(function, 1, x)
         else:
             output = apply(function, 1, x)
             rng = torch.get_rng_state()
-            with state_unchanged(), pytest.raises(Boom) as caught:
+            with state_unchanged(), pytest.raises(BoomError) as caught:
                 output.sum().backward()
             assert torch.equal(rng, torch.get_rng_state())
         assert caught.value is error
@@ -624,7 +624,9 @@ def test_an_unlisted_parameter_is_named_once_per_call_site():
     def region():
         return apply(lambda a: a @ weight + bias, 1, x, bias)
 
-    with pytest.warns(UserWarning, match=r"shape \[3, 3\], dtype float32, used by MmBackward0") as w:
+    with pytest.warns(
+        UserWarning, match=r"shape \[3, 3\], dtype float32, used by MmBackward0"
+    ) as w:
         region().sum().backward()
     assert len(w) == 1
     assert __file__ in str(w[0].message)
@@ -692,7 +694,11 @@ def test_the_warning_as_an_error_comes_out_of_backward():
         ((torch.sin, -1, torch.ones(1)), ValueError, "n must be between 0 and 1, .* got -1"),
         ((torch.sin, 2, torch.ones(1)), ValueError, "n must be between 0 and 1, .* got 2"),
         ((torch.sin, 1, [torch.ones(1)]), TypeError, r"args\[0\] \(input 0\) .* got list"),
-        ((torch.sin, 1, None), TypeError, r"args\[0\] \(input 0\) must be a torch.Tensor, got None"),
+        (
+            (torch.sin, 1, None),
+            TypeError,
+            r"args\[0\] \(input 0\) must be a torch.Tensor, got None",
+        ),
         ((torch.sin, 1, torch.ones(1), 2), TypeError, r"args\[1\] \(parameter 0\) .* got int"),
     ],
 )

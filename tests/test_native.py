@@ -98,6 +98,12 @@ class TestCompiledFileThatDoesNotFit:
         assert f"running torch {torch.__version__}" in message
         assert "one minor version" in message
 
+    def test_other_cuda_is_not_imported(self, package):
+        pretend_built(package, torch.__version__)
+        info = json.loads((package / INFO).read_text())
+        (package / INFO).write_text(json.dumps({**info, "cuda": True, "torch_cuda": "1.0"}))
+        assert "CUDA 1.0 then" in load_with_one_warning()
+
     def test_other_patch_release_is_tried(self, package):
         major, minor = torch.__version__.split(".")[:2]
         pretend_built(package, f"{major}.{minor}.99+other")

@@ -1,15 +1,15 @@
 #include "checkpoint/apply.h"
 
-#include "checkpoint/boundary.h"
-#include "checkpoint/call.h"
-#include "checkpoint/node.h"
-
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+
+#include "checkpoint/boundary.h"
+#include "checkpoint/call.h"
+#include "checkpoint/node.h"
 
 namespace memsave_ext {
 
@@ -30,8 +30,10 @@ struct Arguments {
 const char* type_name(PyObject* object) { return Py_TYPE(object)->tp_name; }
 
 Arguments parse(PyObject* const* args, Py_ssize_t nargs) {
-  TORCH_CHECK_TYPE(nargs >= 2, "CheckpointFunction.apply(function, n, *args): expected a function and "
-                               "the number n of its inputs, got ", nargs, " arguments");
+  TORCH_CHECK_TYPE(nargs >= 2,
+                   "CheckpointFunction.apply(function, n, *args): expected a function and "
+                   "the number n of its inputs, got ",
+                   nargs, " arguments");
   TORCH_CHECK_TYPE(PyCallable_Check(args[0]),
                    "CheckpointFunction.apply: function must be callable, got ", type_name(args[0]));
   TORCH_CHECK_TYPE(PyLong_Check(args[1]) && !PyBool_Check(args[1]),
@@ -39,8 +41,8 @@ Arguments parse(PyObject* const* args, Py_ssize_t nargs) {
   const Py_ssize_t count = nargs - 2;
   const Py_ssize_t n = PyLong_AsSsize_t(args[1]);
   if (n == -1 && PyErr_Occurred()) throw python_error();
-  TORCH_CHECK_VALUE(0 <= n && n <= count, "CheckpointFunction.apply: n must be between 0 and ", count,
-                    ", the number of tensors that follow it, got ", n);
+  TORCH_CHECK_VALUE(0 <= n && n <= count, "CheckpointFunction.apply: n must be between 0 and ",
+                    count, ", the number of tensors that follow it, got ", n);
   Arguments parsed{py::reinterpret_borrow<py::object>(args[0]), {}, {}};
   parsed.inputs.reserve(n);
   parsed.parameters.reserve(count - n);
@@ -122,8 +124,8 @@ FunctionResult call_without_graph(const Arguments& arguments, const AutocastStat
   return FunctionResult::of_call(arguments.function, arguments.inputs);
 }
 
-// Nothing listed needs a gradient, so no backward will ever look for what was forgotten: the forward
-// of a call site not yet known does it, once. The outputs need no gradient either way.
+// Nothing listed needs a gradient, so no backward will ever look for what was forgotten: the
+// forward of a call site not yet known does it, once. The outputs need no gradient either way.
 py::object call_and_look(const Arguments& arguments, CallSite* site) {
   const RegionMark mark;
   const FunctionResult result = FunctionResult::of_call(arguments.function, arguments.inputs);
@@ -170,8 +172,7 @@ py::object apply(const Arguments& arguments) {
     for (const auto& input : arguments.inputs) {
       saved.emplace_back(input, /*is_output=*/false);
       versions.push_back(input._version());
-      edges.push_back(input.requires_grad() ? impl::gradient_edge(input)
-                                            : torch::autograd::Edge());
+      edges.push_back(input.requires_grad() ? impl::gradient_edge(input) : torch::autograd::Edge());
     }
     parameters.reserve(arguments.parameters.size());
     for (const auto& tensor : arguments.parameters) {
@@ -190,8 +191,11 @@ py::object apply(const Arguments& arguments) {
 
   check_outputs(result);
   for (size_t i = 0; i < versions.size(); ++i) {
-    TORCH_CHECK(arguments.inputs[i]._version() == versions[i], "CheckpointFunction.apply: the function "
-                "changes input ", i, " in place, so that it could not be run again from it. Clone the "
+    TORCH_CHECK(arguments.inputs[i]._version() == versions[i],
+                "CheckpointFunction.apply: the function "
+                "changes input ",
+                i,
+                " in place, so that it could not be run again from it. Clone the "
                 "input inside the function first.");
   }
   if (*rng == RngState::capture()) rng.reset();

@@ -88,8 +88,7 @@ Edge make_sink(const at::Tensor& tensor) {
 }
 
 bool has_tensor_hooks(const Edge& edge) {
-  return !edge.function->tensor_pre_hooks().empty() ||
-         !edge.function->retains_grad_hooks().empty();
+  return !edge.function->tensor_pre_hooks().empty() || !edge.function->retains_grad_hooks().empty();
 }
 
 }  // namespace memsave_ext

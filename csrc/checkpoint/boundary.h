@@ -1,12 +1,12 @@
 // The boundary of a region: which edges of a recompute's graph lead out of it.
 #pragma once
 
-#include "compat.h"
-
 #include <torch/csrc/autograd/edge.h>
 
 #include <string>
 #include <vector>
+
+#include "compat.h"
 
 namespace memsave_ext {
 

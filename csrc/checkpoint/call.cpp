@@ -27,9 +27,8 @@ FunctionResult FunctionResult::of_call(const py::object& function,
     owners.push_back(py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
     arguments.push_back(owners.back().ptr());
   }
-  PyObject* result =
-      PyObject_Vectorcall(function.ptr(), arguments.data() + 1,
-                          tensors.size() | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+  PyObject* result = PyObject_Vectorcall(function.ptr(), arguments.data() + 1,
+                                         tensors.size() | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
   if (result == nullptr) throw_python_error();
   return FunctionResult(py::reinterpret_steal<py::object>(result));
 }

@@ -1,10 +1,10 @@
 #include "checkpoint/call_site.h"
 
-#include "checkpoint/call.h"
-#include "compat.h"
-
 #include <memory>
 #include <unordered_map>
+
+#include "checkpoint/call.h"
+#include "compat.h"
 
 namespace memsave_ext {
 namespace {

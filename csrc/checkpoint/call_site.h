@@ -1,5 +1,5 @@
-// Where a region was called from, and what is known of the graphs it builds: the look at a recompute's
-// graph for tensors that were not listed is paid once per call site.
+// Where a region was called from, and what is known of the graphs it builds: the look at a
+// recompute's graph for tensors that were not listed is paid once per call site.
 #pragma once
 
 #include <Python.h>
@@ -25,7 +25,8 @@ struct CallSite {
   std::string where() const;  // "file.py:12"
 };
 
-// Issues the UserWarning that names what was not listed; throws python_error where warnings are errors.
+// Issues the UserWarning that names what was not listed; throws python_error where warnings are
+// errors.
 void warn_unlisted(const std::vector<std::string>& unlisted, const CallSite& site);
 
 // The call site of the Python frame that is running now, or nullptr where there is none.

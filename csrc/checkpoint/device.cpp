@@ -25,8 +25,7 @@ bool cuda_in_use() {
   static std::atomic<bool> initialised{false};
   if (!initialised) {
     // C++ does not export this flag; torch.cuda keeps it.
-    initialised =
-        pybind11::module_::import("torch.cuda").attr("_initialized").cast<bool>();
+    initialised = pybind11::module_::import("torch.cuda").attr("_initialized").cast<bool>();
   }
   return initialised && !torch::utils::is_device_in_bad_fork(at::kCUDA);
 }

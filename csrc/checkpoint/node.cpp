@@ -1,9 +1,5 @@
 #include "checkpoint/node.h"
 
-#include "checkpoint/boundary.h"
-#include "checkpoint/call.h"
-#include "checkpoint/recomputing.h"
-
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
@@ -11,6 +7,10 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+
+#include "checkpoint/boundary.h"
+#include "checkpoint/call.h"
+#include "checkpoint/recomputing.h"
 
 namespace memsave_ext {
 
@@ -83,10 +83,10 @@ variable_list CheckpointNode::unpack_inputs() {
 void CheckpointNode::check_parameters() const {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& [tensor, version, repeated] = parameters_[i];
-    TORCH_CHECK(tensor._version() == version,
-                "CheckpointFunction: parameter ", i, " (shape ", tensor.sym_sizes(), ", dtype ",
-                c10::getDtypeNames(tensor.scalar_type()).first, ") has been modified by an inplace operation: it is at version ",
-                tensor._version(), ", the forward used version ", version,
+    TORCH_CHECK(tensor._version() == version, "CheckpointFunction: parameter ", i, " (shape ",
+                tensor.sym_sizes(), ", dtype ", c10::getDtypeNames(tensor.scalar_type()).first,
+                ") has been modified by an inplace operation: it is at version ", tensor._version(),
+                ", the forward used version ", version,
                 ". A recompute would differentiate another function; change parameters after "
                 "backward.");
   }
@@ -114,8 +114,9 @@ CheckpointNode::Recomputed CheckpointNode::recompute(const variable_list& inputs
     const RecomputeScope recomputing;
     result = FunctionResult::of_call(function, arguments);
   }
-  TORCH_CHECK(result->size() == output_numbers_.size(), "CheckpointFunction: the recompute returned ",
-              result->size(), " outputs, the forward ", output_numbers_.size(),
+  TORCH_CHECK(result->size() == output_numbers_.size(),
+              "CheckpointFunction: the recompute returned ", result->size(),
+              " outputs, the forward ", output_numbers_.size(),
               ". The function must do the same each time it is called.");
 
   Recomputed graph;
@@ -124,9 +125,10 @@ CheckpointNode::Recomputed CheckpointNode::recompute(const variable_list& inputs
     const auto& grad = grads[output_numbers_[i]];
     if (!grad.defined()) continue;
     PyObject* item = (*result)[i];
-    TORCH_CHECK(THPVariable_Check(item), "CheckpointFunction: output ", i,
-                " of the recompute is not a tensor, in the forward it was. The function must do the "
-                "same each time it is called.");
+    TORCH_CHECK(
+        THPVariable_Check(item), "CheckpointFunction: output ", i,
+        " of the recompute is not a tensor, in the forward it was. The function must do the "
+        "same each time it is called.");
     const at::Tensor& output = THPVariable_Unpack(item);
     TORCH_CHECK(output.sym_sizes() == grad.sym_sizes(), "CheckpointFunction: output ", i,
                 " of the recompute has shape ", output.sym_sizes(), ", in the forward it had ",
@@ -143,8 +145,7 @@ CheckpointNode::Recomputed CheckpointNode::recompute(const variable_list& inputs
   bool hooked = false;
   for (size_t i = 0; i < num_outputs(); ++i) {
     const bool is_input = i < arguments.size();
-    const at::Tensor& tensor =
-        is_input ? arguments[i] : parameters_[i - arguments.size()].tensor;
+    const at::Tensor& tensor = is_input ? arguments[i] : parameters_[i - arguments.size()].tensor;
     if (!tensor.requires_grad()) continue;
     listed[i] = impl::gradient_edge(tensor);
     if (!is_input && has_tensor_hooks(listed[i])) {

@@ -2,18 +2,18 @@
 // backward and differentiates that. Chen et al. 2016, arXiv 1604.06174.
 #pragma once
 
-#include "checkpoint/autocast.h"
-#include "checkpoint/call_site.h"
-#include "checkpoint/device.h"
-#include "checkpoint/rng.h"
-#include "compat.h"
-
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <optional>
 #include <string>
 #include <vector>
+
+#include "checkpoint/autocast.h"
+#include "checkpoint/call_site.h"
+#include "checkpoint/device.h"
+#include "checkpoint/rng.h"
+#include "compat.h"
 
 namespace memsave_ext {
 

@@ -1,10 +1,10 @@
 #include "checkpoint/rng.h"
 
-#include "checkpoint/device.h"
-
 #include <ATen/detail/CUDAHooksInterface.h>
 
 #include <mutex>
+
+#include "checkpoint/device.h"
 
 namespace memsave_ext {
 namespace {

@@ -33,9 +33,10 @@ void AllocationCounter::reset_peak() {
 }
 
 void AllocationTracker::start() {
-  TORCH_CHECK(ThreadLocalDebugInfo::get(DebugInfoKind::PROFILER_STATE) == nullptr,
-              "memory tracking cannot start: this thread is already tracked, or torch's profiler is "
-              "running on it; the two share one slot");
+  TORCH_CHECK(
+      ThreadLocalDebugInfo::get(DebugInfoKind::PROFILER_STATE) == nullptr,
+      "memory tracking cannot start: this thread is already tracked, or torch's profiler is "
+      "running on it; the two share one slot");
   ThreadLocalDebugInfo::_push(DebugInfoKind::PROFILER_STATE, counter_);
 }
 

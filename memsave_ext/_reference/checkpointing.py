@@ -124,8 +124,8 @@ class _Region(torch.autograd.Function):
         for i, (tensor, version) in enumerate(zip(inputs, versions, strict=True)):
             if tensor._version != version:
                 raise RuntimeError(
-                    f"CheckpointFunction.apply: the function changes input {i} in place, so that it "
-                    "could not be run again from it. Clone the input inside the function first."
+                    f"CheckpointFunction.apply: the function changes input {i} in place, so that "
+                    "it could not be run again from it. Clone the input inside the function first."
                 )
         outputs: list[Tensor] = []
         for i, element in enumerate(call.elements):

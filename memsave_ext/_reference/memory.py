@@ -35,7 +35,7 @@ class AllocationTracker:
         events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]
         for event in sorted(events, key=lambda e: e.start_ns()):
             if event.device_type() == torch._C._autograd.DeviceType.CPU:
-                self.live += event.nbytes()
+                self.live += event.nbytes()  # type: ignore[attr-defined]
                 self.peak = max(self.peak, self.live)
 
     def reset_peak(self) -> None:

@@ -1,0 +1,238 @@
+"""The benchmarks at toy size: their models, their checks, their files."""
+
+import importlib
+import itertools
+import json
+import sys
+import types
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memsave_ext as ms
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # they are scripts, and import one another by plain names
+common = importlib.import_module("common")
+models = importlib.import_module("models")
+readme_tables = importlib.import_module("readme_tables")
+
+TINY = ["--depth", "10", "--growth-rate", "2", "--batch-size", "256", "--device", "cpu"]
+
+
+@pytest.fixture
+def densenet():
+    for name in ("sklearn", "matplotlib", "tqdm"):
+        pytest.importorskip(name)
+    return importlib.import_module("densenet")
+
+
+def make(method, **shape):
+    norm = ms.BatchNorm2d if method == "memsave_ext" else nn.BatchNorm2d
+    return models.DenseNet(**shape, checkpoint=method, norm=norm)
+
+
+# models
+
+
+def test_densenet_bc_has_the_published_number_of_parameters():
+    assert sum(p.numel() for p in models.DenseNet(100, 12).parameters()) == 769_162  # "0.8M"
+
+
+@pytest.mark.parametrize(("depth", "growth_rate"), [(4, 12), (41, 12), (10, 0)])
+def test_shape_that_is_no_densenet(depth, growth_rate):
+    with pytest.raises(ValueError, match="must be"):
+        models.DenseNet(depth, growth_rate)
+
+
+@pytest.mark.parametrize("method", [name for name in models.STRATEGIES if name != "naive"])
+def test_method_changes_nothing_but_memory(method):
+    torch.manual_seed(1)
+    x, y = torch.randn(4, 3, 32, 32), torch.arange(4)
+    networks = [make(name, depth=16, growth_rate=4) for name in ("naive", method)]
+    losses = []
+    for network in networks:
+        losses.append(nn.functional.cross_entropy(network(x), y))
+        losses[-1].backward()
+    naive, other = networks
+    # Bitwise: the same kernels on the same values, with gradients summed in the same order.
+    assert torch.equal(*losses)
+    for (name, p), q in zip(naive.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q), name
+        assert torch.equal(p.grad, q.grad), name
+    counts = [m.num_batches_tracked.item() for m in other.modules() if hasattr(m, "running_var")]
+    assert max(counts) == (1 if method == "memsave_ext" else 2)
+
+
+# data
+
+
+def no_torchvision(monkeypatch, found=None):
+    monkeypatch.setitem(sys.modules, "torchvision", found)
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", found)
+
+
+def test_cifar10_without_torchvision(densenet, monkeypatch, capsys):
+    no_torchvision(monkeypatch)
+    assert densenet.main(["--data", "cifar10", "--root", "."]) == 2
+    assert "pip install torchvision" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("root", [[], ["--root", "nowhere"]])
+def test_cifar10_without_its_files(densenet, monkeypatch, capsys, root):
+    def missing(root, train, download):
+        raise RuntimeError("Dataset not found or corrupted.")
+
+    no_torchvision(monkeypatch, types.SimpleNamespace(CIFAR10=missing))
+    assert densenet.main(["--data", "cifar10", *root]) == 2
+    assert "cifar-10-batches-py" in capsys.readouterr().err
+
+
+# the main job
+
+
+def test_densenet_end_to_end(densenet, tmp_path, capsys):
+    assert densenet.main([*TINY, "--save", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    (path,), (picture,) = tmp_path.glob("densenet-*.json"), tmp_path.glob("densenet-*.png")
+    assert str(path) in printed
+    assert str(picture) in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    (record,) = json.loads(path.read_text())
+    assert record.keys() == {"claim", "date", "machine", "settings", "rows", "checks"}
+    assert {"cpu", "cores", "torch", "memsave_ext", "native", "commit"} <= record["machine"].keys()
+    rows = {row["method"]: row for row in record["rows"]}
+    assert rows.keys() == models.STRATEGIES.keys()
+    for name, row in rows.items():
+        assert row["peak_memory_bytes"] > 0
+        assert row["seconds_per_step"] > 0
+        assert 0 <= row["test_error"] <= 1
+        assert row["label"] in printed
+        assert row["bn_updates_per_step"] == (2 if name.startswith("torch") else 1)
+    ours = rows["memsave_ext"]
+    assert ours["running_stats_max_diff"] == 0
+    assert ours["loss"] == rows["naive"]["loss"]
+    assert ours["memory_ratio"] < 1
+    assert [check["ok"] for check in record["checks"]] == [True] * 3 + [None] * 3
+
+
+def test_densenet_fails_where_statistics_are_counted_twice(densenet, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(ms, "BatchNorm2d", nn.BatchNorm2d)
+    methods = ["--methods", "naive,memsave_ext"]
+    assert densenet.main([*TINY, *methods, "--save", str(tmp_path)]) == 1
+    assert "FAILED  num_batches_tracked" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("efficient", "method"), [("true", "memsave_ext"), ("False", "naive")])
+def test_efficient_trains_one_method(densenet, tmp_path, efficient, method):
+    options = ["--efficient", efficient, "--save", str(tmp_path)]
+    assert densenet.main([*TINY, *options]) == 0
+    (path,) = tmp_path.glob("*.json")
+    assert [row["method"] for row in json.loads(path.read_text())[0]["rows"]] == [method]
+
+
+@pytest.mark.parametrize(
+    ("error", "ok"), [(1e-9, True), (1e-2, False), (float("nan"), False)], ids=str
+)
+def test_noise_bound_lets_rounding_pass_and_nothing_else(densenet, error, ok):
+    training, data = importlib.import_module("training"), importlib.import_module("data")
+    images, _ = data.load("digits")
+    job = training.Job(10, 2, 256, 1, len(images) // 256, 0, torch.device("cpu"))
+    naive = training.Trainer("naive", job)
+    training.train({"naive": naive}, images, job)
+    checks = importlib.import_module("checks").within_noise(
+        [error] * job.steps, error, naive, images, job
+    )
+    assert [check["ok"] for check in checks] == [ok, ok]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--depth", "41"],
+        ["--epochs", "0"],
+        ["--methods", "ours"],
+        ["--threads", "0"],
+        ["--batch-size", "5000"],
+    ],
+)
+def test_wrong_option_is_named(densenet, capsys, wrong):
+    assert densenet.main(wrong) == 2
+    assert wrong[0] in capsys.readouterr().err
+
+
+# what the benchmarks share
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+def test_balanced_order(n):
+    names = [str(i) for i in range(n)]
+    rounds = [common.balanced_order(names, i) for i in range(2 * n)]
+    assert all(sorted(order) == names for order in rounds)
+    places = Counter((place, name) for order in rounds for place, name in enumerate(order))
+    assert set(places.values()) == {2}
+    pairs = Counter(pair for order in rounds for pair in itertools.pairwise(order))
+    assert len(pairs) == n * (n - 1)
+    assert len(set(pairs.values())) <= 1
+
+
+def test_interleave_counts_rounds_not_warmup():
+    calls = Counter()
+    cases = {name: lambda name=name: calls.update([name]) for name in "abc"}
+    seconds = common.interleave(cases, rounds=4, warmup=2, progress=False)
+    assert calls == {"a": 6, "b": 6, "c": 6}
+    assert {name: len(taken) for name, taken in seconds.items()} == {"a": 4, "b": 4, "c": 4}
+
+
+def test_record_replaces_only_its_own_kind(tmp_path):
+    here = common.machine()
+    there = {**here, "cpu": "another"}
+
+    def write(machine, settings, value):
+        record = {"machine": machine, "settings": settings, "value": value}
+        return common.write_record(tmp_path, "claim", record)
+
+    path = write(here, {"depth": (1, 2)}, 1)
+    write(here, {"depth": (3, 4)}, 2)
+    assert write(here, {"depth": (1, 2)}, 3) == path
+    assert write(there, {"depth": (1, 2)}, 4) != path
+    assert [run["value"] for run in json.loads(path.read_text())] == [2, 3]
+
+
+# the README
+
+
+def test_readme_tables_are_those_of_the_results():
+    readme = BENCHMARKS.parent / "README.md"
+    if not readme.is_file() or not list((BENCHMARKS / "results").glob("*.json")):
+        pytest.skip("no README or no results")
+    assert readme_tables.main(["--check"]) == 0
+
+
+def test_readme_tables_rewrite(tmp_path):
+    rows = [
+        {"saved_tensors": 8, "peer": "torch", "overhead_us": 113.0, "ratio": 1.0},
+        {"saved_tensors": 8, "peer": "ours", "overhead_us": 11.0, "ratio": 0.1},
+    ]
+    record = {"machine": common.machine(), "settings": {}, "rows": rows}
+    path = common.write_record(tmp_path, "checkpoint_overhead", record)
+    readme = tmp_path / "README.md"
+    before = (
+        "# A\n<!-- {0}:begin -->\nold\n<!-- {0}:end -->\n<!-- {1}:begin -->\n<!-- {1}:end -->\n"
+    )
+    readme.write_text(before.format("checkpoint_overhead", "densenet"))
+    options = ["--readme", str(readme), "--results", str(tmp_path)]
+    assert readme_tables.main([*options, "--check"]) == 1
+    assert readme_tables.main(options) == 0
+    assert readme_tables.main([*options, "--check"]) == 0
+    text = readme.read_text()
+    assert "old" not in text
+    assert "11.0 µs (0.10" in text
+    assert path.name in text
+    assert torch.__version__ in text
+    assert text.endswith(
+        "<!-- densenet:begin -->\n<!-- densenet:end -->\n"
+    )  # no result: left alone
