@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import memsave_ext as ms
+from memsave_ext import _native
 
 
 def test_live_and_peak():
@@ -104,3 +105,28 @@ def test_it_cannot_stop_on_another_thread():
         kept = torch.empty(5)
     assert t.live == kept.nbytes
     assert errors == ["memory tracking cannot stop: it was not started on this thread"]
+
+
+def test_python_autograd_functions_run_inside():
+    """torch reads the profiler's configuration at every one of them."""
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    x = torch.ones(5, requires_grad=True)
+    with ms.memory.track() as t:
+        Double.apply(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((5,), 2.0))
+    assert t.peak > 0
+
+
+@pytest.mark.skipif(not _native.available, reason="in pure Python it is torch's profiler")
+def test_torch_does_not_take_it_for_its_profiler():
+    with ms.memory.track():
+        assert not torch._C._autograd._profiler_enabled()

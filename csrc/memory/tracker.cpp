@@ -9,6 +9,12 @@ namespace memsave_ext {
 using c10::DebugInfoKind;
 using c10::ThreadLocalDebugInfo;
 
+using torch::profiler::impl::ProfilerConfig;
+using torch::profiler::impl::ProfilerState;
+
+AllocationCounter::AllocationCounter()
+    : ProfilerStateBase(ProfilerConfig(ProfilerState::Disabled)) {}
+
 void AllocationCounter::reportMemoryUsage(void*, int64_t alloc_size, size_t, size_t,
                                           c10::Device device) {
   if (!device.is_cpu()) return;

@@ -1,8 +1,8 @@
 // Counts the bytes of live CPU tensors, from the reports every CPU allocation makes.
 #pragma once
 
-#include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
+#include <torch/csrc/profiler/orchestration/observer.h>
 
 #include <cstdint>
 #include <memory>
@@ -11,12 +11,17 @@
 namespace memsave_ext {
 
 // What one tracker has seen. torch reports the freeing of those blocks only whose allocation it has
-// reported to some tracker, so that memory from before does not count.
-class AllocationCounter : public c10::MemoryReportingInfoBase {
+// reported to some tracker, so that memory from before does not count. A profiler state, of no
+// type, because torch takes whatever is in the slot for one and reads its configuration.
+class AllocationCounter : public torch::profiler::impl::ProfilerStateBase {
  public:
+  AllocationCounter();
   void reportMemoryUsage(void* ptr, int64_t alloc_size, size_t total_allocated,
                          size_t total_reserved, c10::Device device) override;
   bool memoryProfilingEnabled() const override { return true; }
+  torch::profiler::impl::ActiveProfilerType profilerType() override {
+    return torch::profiler::impl::ActiveProfilerType::NONE;
+  }
 
   int64_t live() const;
   int64_t peak() const;
