@@ -1,0 +1,90 @@
+"""What recomputing must not change: losses, running statistics, and how often they are counted."""
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from data import Images
+from models import LABELS
+from training import Job, Trainer, one_ulp_away, train
+
+Check = dict[str, Any]  # name, text, and ok: None for what is only reported
+EPS = torch.finfo(torch.float32).eps
+
+
+def check(trainers: dict[str, Trainer], images: Images, job: Job) -> list[Check]:
+    """Compares memsave_ext with naive, which must agree, and with torch's checkpoints."""
+    found: list[Check] = []
+    naive, ours = trainers.get("naive"), trainers.get("memsave_ext")
+    if naive and ours:
+        losses = [abs(a - b) for a, b in zip(ours.losses, naive.losses, strict=True)]
+        stats = statistics_diff(ours, naive)
+        if any(losses) or stats:
+            found += within_noise(losses, stats, naive, images, job)
+        else:
+            for name in ("loss of every step", "running statistics"):
+                found.append(_check(name, True, "bitwise equal to naive's"))
+        wrong = int((ours.updates() != naive.updates()).sum())
+        text = f"{wrong} of {len(ours.norms)} BatchNorms differ from naive's"
+        found.append(_check("num_batches_tracked", wrong == 0, text))
+    for name, trainer in trainers.items():
+        if name.startswith("torch"):
+            text = (
+                f"counts its statistics {int(trainer.updates().max()) / job.steps:g} times a step"
+            )
+            if ours:
+                time = median_ratio(ours.seconds[job.skip :], trainer.seconds[job.skip :])
+                memory = ours.memory.peak / trainer.memory.peak
+                text += f"; memsave_ext takes {time:.3f} of its time, {memory:.3f} of its memory"
+            found.append(_check(LABELS[name], None, text))
+    return found
+
+
+def within_noise(
+    losses: Sequence[float], stats: float, naive: Trainer, images: Images, job: Job
+) -> list[Check]:
+    """Holds differences to the noise float32 has in this very job.
+
+    Training amplifies a rounding error by a factor that depends on network, rate and data, so no
+    bound can be written down. It is measured: naive again, from weights one ulp away. The factor of
+    10 is for rounding that differs in every step, where the twin's differs before the first only.
+    """
+    twin = one_ulp_away(job)
+    train({"one ulp away": twin}, images, job)
+    apart = (abs(a - b) for a, b in zip(twin.losses, naive.losses, strict=True))
+    noise = itertools.accumulate(apart, max)  # once reached, a level of noise is there to stay
+    bounds = [10 * n + 8 * EPS * abs(loss) for n, loss in zip(noise, naive.losses, strict=True)]
+    worst = max(range(job.steps), key=lambda step: losses[step] / bounds[step])
+    losses_ok = all(diff <= bound for diff, bound in zip(losses, bounds, strict=True))
+    largest = float(naive.running_statistics().abs().max())
+    stats_bound = 10 * statistics_diff(twin, naive) + 8 * EPS * largest
+    why = "10 times what moving each initial weight by one ulp does to naive"
+    return [
+        _check(
+            "loss of every step",
+            losses_ok,
+            f"off by {losses[worst]:.1e} in step {worst}, bound {bounds[worst]:.1e}: {why}",
+        ),
+        _check(
+            "running statistics",
+            stats <= stats_bound,
+            f"off by {stats:.1e} at the end, bound {stats_bound:.1e}: {why}",
+        ),
+    ]
+
+
+def statistics_diff(a: Trainer, b: Trainer) -> float:
+    """Largest difference between two networks' running means and variances."""
+    return float((a.running_statistics() - b.running_statistics()).abs().max())
+
+
+def median_ratio(a: Sequence[float], b: Sequence[float]) -> float:
+    """Median of the steps' ratios: the two steps of a pair met the same conditions."""
+    return statistics.median(x / y for x, y in zip(a, b, strict=True))
+
+
+def _check(name: str, ok: bool | None, text: str) -> Check:
+    return {"name": name, "ok": ok, "text": text}

@@ -1,0 +1,166 @@
+"""What the benchmarks share: the machine, result files, fair timing, summaries."""
+
+import datetime
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """Machine and versions a result was measured with; ``device`` is the one the work ran on."""
+    import torch
+
+    import memsave_ext
+
+    of = device if device.startswith("cuda") else None
+    gpu = torch.cuda.get_device_name(of) if torch.cuda.is_available() else None
+    return {
+        "device": device.partition(":")[0],
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "ram_gib": _ram_gib(),
+        "gpu": gpu,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "memsave_ext": memsave_ext.__version__,
+        "native": memsave_ext._native.available,
+        **_commit(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _ram_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _commit() -> dict[str, Any]:
+    """Commit of the checkout; ``dirty`` when a file that could change a result differs from it."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+            )
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        return done.stdout.strip()
+
+    if (
+        git("ls-files", "--error-unmatch", "setup.py") is None
+    ):  # not a checkout, or another project's
+        return {"commit": None, "dirty": None}
+    # Results and the README are written from runs: they must not mark the next run as dirty.
+    changes = git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!README.md")
+    return {"commit": git("rev-parse", "--short=12", "HEAD"), "dirty": bool(changes)}
+
+
+def device_name(of: dict[str, Any]) -> str:
+    return of["gpu"] if of["device"] == "cuda" else f"{of['cpu']}, {of['cores']} cores"
+
+
+def result_path(folder: Path, claim: str, of: dict[str, Any], suffix: str = ".json") -> Path:
+    """``claim-device.json``: a file per kind of machine, so that none overwrites another's."""
+    slug = re.sub(r"[^a-z0-9]+", "-", device_name(of).lower()).strip("-")
+    return folder / f"{claim}-{slug}{suffix}"
+
+
+# A run replaces an earlier one only where all of these, and its settings, are the same.
+_SAME = ("device", "cpu", "cores", "gpu", "torch", "native")
+
+
+def write_record(folder: Path, claim: str, record: dict[str, Any]) -> Path:
+    """Add ``record`` to its file, a list of runs with the newest last.
+
+    ``record`` holds ``machine`` (of :func:`machine`), ``settings`` and what was measured.
+    """
+
+    def key(run: dict[str, Any]) -> tuple[Any, ...]:
+        return run["settings"], *(run["machine"].get(name) for name in _SAME)
+
+    record = json.loads(
+        json.dumps({"claim": claim, "date": _today(), **record})
+    )  # tuples as JSON will have them
+    path = result_path(folder, claim, record["machine"])
+    runs = json.loads(path.read_text()) if path.exists() else []
+    runs = [run for run in runs if key(run) != key(record)] + [record]
+    folder.mkdir(parents=True, exist_ok=True)
+    # Written aside and renamed: an interrupted run must not cost the earlier results.
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps(runs, indent=1) + "\n")
+    aside.replace(path)
+    return path
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+
+
+def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Median and interquartile range, which a few disturbed steps do not move."""
+    if len(values) < 2:
+        return values[0], 0.0
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return middle, high - low
+
+
+def balanced_order(names: Sequence[str], round_: int) -> list[str]:
+    """Order of ``names`` in one round.
+
+    A plain rotation leaves each case with one predecessor, whose caches and freed memory it
+    inherits. Here (a Williams design) each case comes equally often at each place and after each
+    other one, over 2 * n rounds.
+    """
+    n = len(names)
+    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(n)]  # 0, 1, -1, 2, -2 ...
+    order = [names[(place + round_ // 2) % n] for place in zigzag]
+    return order[::-1] if round_ % 2 else order
+
+
+def interleave(
+    cases: dict[str, Callable[[], None]], rounds: int, warmup: int, progress: bool
+) -> dict[str, list[float]]:
+    """Seconds per call of each case: ``rounds`` rounds call each once, after ``warmup`` more.
+
+    A machine's speed drifts, but within a round all cases meet the same conditions.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for round_ in bar(range(warmup + rounds), show=progress):
+        for name in balanced_order(list(cases), round_):
+            start = time.perf_counter()
+            cases[name]()
+            taken = time.perf_counter() - start
+            if round_ >= warmup:
+                seconds[name].append(taken)
+    return seconds
+
+
+def bar(rounds: Iterable[int], show: bool = True) -> Any:
+    """A progress bar on stderr, drawn seldom where that is a file: there every update stays."""
+    from tqdm import tqdm
+
+    interval = 0.1 if sys.stderr.isatty() else 15.0
+    return tqdm(rounds, disable=not show, unit="round", mininterval=interval, dynamic_ncols=True)

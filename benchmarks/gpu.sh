@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Build, test and measure on a machine with a CUDA torch; nothing is installed there.
+# Results go to $OUT (default benchmarks/results). A part that fails or hangs does not stop the
+# next one, but the script then exits non-zero. The limits add up to less than ten minutes.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+PYTHON=${PYTHON:-python3}
+OUT=${OUT:-benchmarks/results}
+mkdir -p "$OUT"
+failed=()
+
+# part NAME SECONDS COMMAND...: the last lines are shown, all of them go to $OUT/gpu.log.
+part() {
+  local name=$1 limit=$2 start=$SECONDS status=0
+  shift 2
+  echo "== $name" | tee -a "$OUT/gpu.log"
+  timeout "$limit" "$@" </dev/null >"$OUT/part.log" 2>&1 || status=$?
+  # A progress bar rewrites its line: keep what it showed last.
+  sed 's/.*\r//' "$OUT/part.log" | tee -a "$OUT/gpu.log" | tail -n 40
+  rm -f "$OUT/part.log"
+  echo "== $name: exit $status after $((SECONDS - start)) s" | tee -a "$OUT/gpu.log"
+  ((status == 0)) || failed+=("$name")
+}
+
+: >"$OUT/gpu.log"
+part build 150 env MEMSAVE_EXT_CUDA=1 "$PYTHON" setup.py -q build_ext --inplace
+part report 30 "$PYTHON" -m memsave_ext.report
+part tests 150 env MEMSAVE_EXT_NATIVE=1 "$PYTHON" -m pytest -q
+part overhead 90 "$PYTHON" benchmarks/checkpoint_overhead.py --save "$OUT"
+part densenet 150 "$PYTHON" benchmarks/densenet.py --save "$OUT"
+
+if ((${#failed[@]})); then
+  echo "failed: ${failed[*]}"
+  exit 1
+fi

@@ -1,0 +1,51 @@
+"""Pictures of benchmark results, drawn from their records."""
+
+from pathlib import Path
+
+import matplotlib
+
+from readme_tables import TIMES, Record, densenet_caption
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+COLOURS = {"naive": "#8a8f98", "memsave_ext": "#d1495b"}
+PEER = "#7ea6c9"
+
+
+def plot_densenet(record: Record, path: Path) -> None:
+    """Peak memory and time per step of each method, side by side."""
+    rows = record["rows"]
+    size = (11, 1.6 + 0.5 * len(rows))
+    figure, (memory, time) = plt.subplots(1, 2, sharey=True, figsize=size, layout="constrained")
+    mebibytes = [row["peak_memory_bytes"] / 2**20 for row in rows]
+    _bars(memory, rows, mebibytes, [0.0] * len(rows), "memory_ratio")
+    memory.set_xlabel("peak memory (MiB)")
+    milliseconds = [row["seconds_per_step"] * 1e3 for row in rows]
+    half_iqr = [row["seconds_per_step_iqr"] * 500 for row in rows]
+    _bars(time, rows, milliseconds, half_iqr, "time_ratio")
+    time.set_xlabel("time per step (ms)")
+    memory.invert_yaxis()  # the axes share it: the first row on top
+    figure.suptitle(densenet_caption(record), fontsize=9, color="#444444", wrap=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _bars(
+    axis: Axes, rows: list[Record], values: list[float], spread: list[float], ratio: str
+) -> None:
+    labels = [row["label"] for row in rows]
+    colours = [COLOURS.get(row["method"], PEER) for row in rows]
+    axis.barh(labels, values, color=colours, height=0.62)
+    ends = [value + half for value, half in zip(values, spread, strict=True)]
+    if any(spread):
+        axis.errorbar(values, labels, xerr=spread, fmt="none", color="#333333", capsize=3, lw=1)
+    for place, (row, value, end) in enumerate(zip(rows, values, ends, strict=True)):
+        text = f"{value:.0f}" + (f"  ({row[ratio]:.2f}{TIMES})" if row[ratio] else "")
+        beside = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+        axis.annotate(text, (end, place), fontsize=9, **beside)
+    axis.set_xlim(0, 1.28 * max(ends))  # room for the figures
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_axisbelow(True)

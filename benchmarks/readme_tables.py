@@ -1,0 +1,175 @@
+"""Writes the README's tables from committed results, so that no figure is typed by hand.
+
+    python benchmarks/readme_tables.py            # rewrite what stands between the markers
+    python benchmarks/readme_tables.py --check    # exit 1 where the README differs
+
+A table stands between ``<!-- claim:begin -->`` and ``<!-- claim:end -->``. Needs no torch.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, device_name
+
+Record = dict[str, Any]
+TIMES = "\N{MULTIPLICATION SIGN}"
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table that reads in a terminal too: columns of equal width, figures to the right."""
+    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *rest = (
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+        )
+        return f"| {' | '.join((first, *rest))} |"
+
+    rule = [":" + "-" * (w - 1) if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    return "\n".join([line(header), line(rule), *map(line, rows)])
+
+
+def _times(ratio: float | None) -> str:
+    return f" ({ratio:.2f}{TIMES})" if ratio is not None else ""
+
+
+def densenet_table(record: Record) -> str:
+    header = (
+        "method",
+        "devices",
+        "batch",
+        "peak memory",
+        "time per step",
+        "loss",
+        "test error",
+        "BN updates/step",
+        "max Δ running stats",
+    )
+    rows = []
+    for row in record["rows"]:
+        milliseconds, half_iqr = row["seconds_per_step"] * 1e3, row["seconds_per_step_iqr"] * 500
+        diff = row["running_stats_max_diff"]
+        rows.append(
+            (
+                row["label"],
+                str(row["devices"]),
+                str(row["batch_size"]),
+                f"{row['peak_memory_bytes'] / 2**20:.1f} MiB" + _times(row["memory_ratio"]),
+                f"{milliseconds:.1f} ± {half_iqr:.1f} ms" + _times(row["time_ratio"]),
+                f"{row['loss']:.4f}",
+                f"{row['test_error']:.1%}",
+                f"{row['bn_updates_per_step']:g}",
+                "-" if diff is None else f"{diff:.2g}",
+            )
+        )
+    return markdown(header, rows)
+
+
+def densenet_caption(record: Record) -> str:
+    s = record["settings"]
+    return (
+        f"DenseNet-BC, depth {s['depth']}, growth rate {s['growth_rate']}, {s['data']}, "
+        f"{s['steps']} steps; median ± half the interquartile range, {TIMES} against naive. "
+        f"{machine_line(record)}."
+    )
+
+
+def machine_line(record: Record) -> str:
+    of = record["machine"]
+    threads = record["settings"].get("threads")
+    parts = [
+        device_name(of) + (f" ({threads} threads)" if threads and of["device"] == "cpu" else ""),
+        f"torch {of['torch']}",
+        f"memsave_ext {of['memsave_ext']}" + ("" if of["native"] else " without its native part"),
+        f"commit {of['commit']}" + (" with changes" if of["dirty"] else "")
+        if of["commit"]
+        else None,
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def overhead_table(record: Record) -> str:
+    """Peers down, saved tensors across: microseconds a region costs, and the ratio as recorded."""
+    cells = {(row["peer"], row["saved_tensors"]): row for row in record["rows"]}
+    peers = list(dict.fromkeys(peer for peer, _ in cells))
+    counts = sorted({count for _, count in cells})
+
+    def cell(row: Record | None) -> str:
+        return f"{row['overhead_us']:.1f} µs{_times(row.get('ratio'))}" if row else "-"
+
+    header = ("overhead per region", *(f"{n} saved tensor{'s' if n != 1 else ''}" for n in counts))
+    return markdown(
+        header, [(peer, *(cell(cells.get((peer, n))) for n in counts)) for peer in peers]
+    )
+
+
+def overhead_caption(record: Record) -> str:
+    peer = "torch, use_reentrant=True"
+    return f"Minima of interleaved rounds, {TIMES} against {peer}. {machine_line(record)}."
+
+
+TABLES: dict[str, tuple[Callable[[Record], str], Callable[[Record], str]]] = {
+    "densenet": (densenet_table, densenet_caption),
+    "checkpoint_overhead": (overhead_table, overhead_caption),
+}
+
+
+def section(claim: str, results: Path) -> str | None:
+    """The newest run of every machine's file, or None where there is no file."""
+    table, caption = TABLES[claim]
+    parts = []
+    for path in sorted(results.glob(f"{claim}-*.json")):
+        newest = json.loads(path.read_text())[-1]
+        parts.append(
+            f"{table(newest)}\n\n{caption(newest)} Source: `benchmarks/results/{path.name}`."
+        )
+    return "\n\n".join(parts) or None
+
+
+def rewrite(readme: str, results: Path) -> tuple[str, list[str]]:
+    """The README with its tables renewed, and what was left out."""
+    skipped = []
+    for claim in TABLES:
+        begin, end = f"<!-- {claim}:begin -->", f"<!-- {claim}:end -->"
+        pattern = re.compile(f"({re.escape(begin)})(.*?)({re.escape(end)})", re.DOTALL)
+        text = section(claim, results)
+        if not pattern.search(readme):
+            skipped.append(f"{claim}: no {begin} ... {end} in the README")
+        elif text is None:
+            skipped.append(f"{claim}: no result")
+        else:
+            readme = pattern.sub(lambda m, text=text: f"{m[1]}\n{text}\n{m[3]}", readme)
+    return readme, skipped
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing, exit 1 where the README differs"
+    )
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    args = parser.parse_args(argv)
+
+    before = args.readme.read_text(encoding="utf-8")
+    after, skipped = rewrite(before, args.results)
+    for line in skipped:
+        print(f"skipped {line}")
+    if args.check and after != before:
+        print(
+            f"{args.readme.name} differs from its results: run python benchmarks/readme_tables.py"
+        )
+        return 1
+    if not args.check:
+        args.readme.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
