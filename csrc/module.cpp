@@ -2,6 +2,8 @@
 #include <pybind11/pybind11.h>
 
 #include "checkpoint/apply.h"
+#include "checkpoint/checkpoint.h"
+#include "checkpoint/hooks.h"
 #include "checkpoint/recomputing.h"
 #include "memory/tracker.h"
 
@@ -27,6 +29,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   if (PyModule_AddFunctions(m.ptr(), fast_functions) < 0) throw py::error_already_set();
   m.def("is_recomputing", &memsave_ext::is_recomputing);
+  m.def("checkpoint_region", &memsave_ext::checkpoint_region);
+  memsave_ext::init_hooks();
 
   py::class_<AllocationTracker>(m, "AllocationTracker")
       .def(py::init<>())

@@ -1,6 +1,5 @@
 #include "checkpoint/node.h"
 
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
@@ -10,7 +9,6 @@
 
 #include "checkpoint/boundary.h"
 #include "checkpoint/call.h"
-#include "checkpoint/recomputing.h"
 
 namespace memsave_ext {
 
@@ -106,12 +104,7 @@ CheckpointNode::Recomputed CheckpointNode::recompute(const variable_list& inputs
   const RegionMark mark;
   std::optional<FunctionResult> result;
   {
-    const StreamScope stream(surroundings_.stream);
-    const AutocastGuard autocast(surroundings_.autocast.without_cache());
-    std::optional<RngGuard> rng;
-    if (surroundings_.rng) rng.emplace(*surroundings_.rng);
-    const at::AutoGradMode grad_mode(true);
-    const RecomputeScope recomputing;
+    const RecomputeGuard guard(surroundings_);
     result = FunctionResult::of_call(function, arguments);
   }
   TORCH_CHECK(result->size() == output_numbers_.size(),

@@ -9,20 +9,11 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/autocast.h"
 #include "checkpoint/call_site.h"
-#include "checkpoint/device.h"
-#include "checkpoint/rng.h"
+#include "checkpoint/surroundings.h"
 #include "compat.h"
 
 namespace memsave_ext {
-
-// What surrounds a forward and must surround its recompute.
-struct Surroundings {
-  AutocastState autocast;
-  std::optional<RngState> rng;  // none where the forward drew no random number
-  std::optional<c10::Stream> stream;
-};
 
 // A listed parameter: the function reaches it by itself, the node only checks and differentiates.
 struct ListedParameter {

@@ -1,0 +1,124 @@
+// A checkpointed region of the non-reentrant kind: its forward keeps its graph, but every tensor
+// that the graph saves is replaced by a holder, and computed again when the first holder is opened.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+#include <c10/util/SmallVector.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "checkpoint/surroundings.h"
+
+namespace memsave_ext {
+
+// How a region is run; the same for every recompute.
+struct RegionOptions {
+  bool preserve_rng_state = true;
+  bool early_stop = true;
+  bool check_determinism = true;
+};
+
+// A positional argument: tensors are kept as autograd keeps them, so that hooks of enclosing
+// regions and of save_on_cpu see them, and a change in place is noticed.
+struct RegionArgument {
+  torch::autograd::SavedVariable tensor;
+  pybind11::object other;  // set when the argument is not a tensor
+};
+
+// What the forward saved at one position.
+struct Slot {
+  PyObject* holder;  // borrowed; null when autograd has dropped it
+  c10::SmallVector<int64_t, 4> sizes;
+  c10::ScalarType dtype;
+  c10::Device device;
+  // The storage, kept from being reallocated but not from being freed: a recompute that saves the
+  // same storage saves a tensor from outside, which must not have changed in between.
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  uint32_t version;
+};
+
+// Which backward a recompute is for.
+struct BackwardKey {
+  enum Kind { kGraphTask, kGroup, kNone } kind;
+  int64_t id;
+  bool operator==(const BackwardKey& other) const { return kind == other.kind && id == other.id; }
+
+  static BackwardKey current();
+};
+
+// All state of a region. Touched with the GIL only; the mutex is for recomputing, which releases
+// it.
+class Region : public std::enable_shared_from_this<Region> {
+ public:
+  Region(pybind11::object recompute_function, pybind11::object kwargs, pybind11::object on_error,
+         RegionOptions options);
+
+  // Before the forward, and before its hooks are pushed. `arguments` is a tuple.
+  void save_arguments(PyObject* arguments);
+  void save_surroundings();
+  // After the forward: what it did with random numbers, and where a recompute may stop.
+  void finish_forward(PyObject* outputs);
+
+  // The forward saves `tensor`; returns the holder that replaces it.
+  pybind11::object save(const at::Tensor& tensor);
+  // Autograd asks for what it saved at `index`. Recomputes when this backward has not yet.
+  at::Tensor open(size_t index);
+  void holder_died(size_t index);
+
+ private:
+  friend class Recompute;
+
+  struct Values {  // of one backward
+    BackwardKey key;
+    std::vector<at::Tensor> tensors;
+  };
+
+  Values* find(const BackwardKey& key);
+  void recompute(const BackwardKey& key);
+  void forget(const BackwardKey& key);
+
+  pybind11::object recompute_function_;
+  pybind11::object kwargs_;  // a dict, or none
+  pybind11::object on_error_;
+  RegionOptions options_;
+  std::vector<RegionArgument> arguments_;
+  Surroundings surroundings_;
+  std::vector<Slot> slots_;
+  std::vector<Values> values_;
+  bool forward_finished_ = false;
+  bool stop_at_last_save_;
+  uint64_t last_save_sequence_nr_ = 0;
+  int64_t last_save_numel_ = 0;
+  std::mutex recompute_mutex_;
+  std::thread::id recomputing_thread_;
+};
+
+// One run of the function for its saved tensors.
+class Recompute {
+ public:
+  Recompute(Region& region, const BackwardKey& key);
+
+  // The recompute saves `tensor`. Returns false when it was the last one needed: time to stop.
+  bool save(const at::Tensor& tensor);
+  bool stopped() const { return stopped_; }
+  void check() const;  // throws where forward and recompute differ
+
+ private:
+  Region& region_;
+  BackwardKey key_;
+  size_t needed_;  // number of positions up to the last one with a holder
+  size_t count_ = 0;
+  bool may_stop_;
+  bool stopped_ = false;
+  std::string different_;  // descriptions of tensors that differ
+  std::string mutated_;
+};
+
+}  // namespace memsave_ext

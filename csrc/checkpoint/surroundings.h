@@ -1,0 +1,37 @@
+// What surrounds a forward and must surround its recompute.
+#pragma once
+
+#include <ATen/core/grad_mode.h>
+
+#include <optional>
+
+#include "checkpoint/autocast.h"
+#include "checkpoint/device.h"
+#include "checkpoint/recomputing.h"
+#include "checkpoint/rng.h"
+
+namespace memsave_ext {
+
+struct Surroundings {
+  AutocastState autocast;
+  std::optional<RngState> rng;  // none where the forward drew no random number
+  std::optional<c10::Stream> stream;
+};
+
+// Restores the surroundings of a forward, with grad mode on, for a recompute in this scope.
+class RecomputeGuard {
+ public:
+  explicit RecomputeGuard(const Surroundings& surroundings)
+      : stream_(surroundings.stream), autocast_(surroundings.autocast.without_cache()) {
+    if (surroundings.rng) rng_.emplace(*surroundings.rng);
+  }
+
+ private:
+  StreamScope stream_;
+  AutocastGuard autocast_;
+  std::optional<RngGuard> rng_;
+  at::AutoGradMode grad_mode_{true};
+  RecomputeScope recomputing_;
+};
+
+}  // namespace memsave_ext
