@@ -42,6 +42,22 @@ def test_memory_from_before_does_not_count():
     assert (t.live, t.peak) == (0, 0)
 
 
+def test_addresses_are_used_again():
+    """Blocks freed between two entries must not be mistaken for others at their address."""
+    t = ms.memory.track()
+    for _ in range(50):
+        with t:
+            block = torch.empty(1000)
+        del block
+        before = torch.empty(500)
+        with t:
+            del before
+    assert 0 <= t.live <= t.peak <= 50 * 4000
+    with t:
+        kept = [torch.empty(1000) for _ in range(50)]
+    assert t.live >= sum(k.nbytes for k in kept)
+
+
 def test_entered_again():
     t = ms.memory.track()
     kept = []

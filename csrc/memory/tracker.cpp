@@ -15,11 +15,18 @@ using torch::profiler::impl::ProfilerState;
 AllocationCounter::AllocationCounter()
     : ProfilerStateBase(ProfilerConfig(ProfilerState::Disabled)) {}
 
-void AllocationCounter::reportMemoryUsage(void*, int64_t alloc_size, size_t, size_t,
+void AllocationCounter::reportMemoryUsage(void* ptr, int64_t alloc_size, size_t, size_t,
                                           c10::Device device) {
   if (!device.is_cpu()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
-  live_ += alloc_size;  // negative when memory is freed
+  // A known address that is allocated again was freed while nobody looked.
+  if (const auto known = blocks_.find(ptr); known != blocks_.end()) {
+    live_ -= known->second;
+    blocks_.erase(known);
+  }
+  if (alloc_size <= 0) return;
+  blocks_[ptr] = alloc_size;
+  live_ += alloc_size;
   peak_ = std::max(peak_, live_);
 }
 

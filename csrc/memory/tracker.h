@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <unordered_map>
 
 namespace memsave_ext {
 
@@ -29,6 +30,8 @@ class AllocationCounter : public torch::profiler::impl::ProfilerStateBase {
 
  private:
   mutable std::mutex mutex_;  // the threads of one backward report together
+  // By address: torch also reports the freeing of blocks from before, with sizes it may have wrong.
+  std::unordered_map<void*, int64_t> blocks_;
   int64_t live_ = 0;
   int64_t peak_ = 0;
 };
