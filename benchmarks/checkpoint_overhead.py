@@ -49,6 +49,7 @@ def cases(saved_tensors: int, device: str) -> dict[str, Callable[[], None]]:
         REENTRANT: partial(checkpoint, region, x, use_reentrant=True),
         f"{OURS}, pure Python": partial(python_apply, region, 1, x, weight),
     }
+    calls["checkpoint"] = partial(ms.checkpoint, region, x)
     if _native.available:
         calls[OURS] = partial(ms.CheckpointFunction.apply, region, 1, x, weight)
     timed: dict[str, Callable[[], None]] = {

@@ -6,6 +6,16 @@ from typing import Any
 with_cuda: bool
 
 def checkpoint_apply(function: Callable[..., Any], n: int, /, *args: Any) -> Any: ...
+def checkpoint_region(
+    function: Callable[..., Any],
+    recompute_function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    preserve_rng_state: bool,
+    early_stop: bool,
+    check_determinism: bool,
+    on_error: Callable[[str], str] | None,
+) -> Any: ...
 def is_recomputing() -> bool: ...
 def probe_cuda() -> int: ...
 

@@ -3,15 +3,28 @@
 from . import memory
 from ._version import __version__
 from .batch_norm import BatchNorm1d, BatchNorm2d, BatchNorm3d, CpBatchNorm2d
-from .checkpointing import CheckpointFunction, is_recomputing
+from .checkpointing import (
+    CheckpointError,
+    CheckpointFunction,
+    checkpoint,
+    checkpoint_modules,
+    checkpoint_sequential,
+    is_recomputing,
+    patch_torch_checkpoint,
+)
 
 __all__ = [
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",
+    "CheckpointError",
     "CheckpointFunction",
     "CpBatchNorm2d",
     "__version__",
+    "checkpoint",
+    "checkpoint_modules",
+    "checkpoint_sequential",
     "is_recomputing",
     "memory",
+    "patch_torch_checkpoint",
 ]

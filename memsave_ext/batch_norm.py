@@ -20,16 +20,19 @@ class _CountOnce(_BatchNorm):
         if not (self.training and self.track_running_stats and is_recomputing()):
             return super().forward(input)
         self._check_input_dim(input)
-        # Neither momentum nor running statistics take part in the output of a training forward.
-        return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        # Running statistics take no part in the output of a training forward. Copies take the
+        # update, because a recompute must save as many tensors as the forward did.
+        mean = None if self.running_mean is None else self.running_mean.clone()
+        var = None if self.running_var is None else self.running_var.clone()
+        return F.batch_norm(input, mean, var, self.weight, self.bias, True, 0.1, self.eps)
 
 
 class BatchNorm1d(_CountOnce, torch.nn.BatchNorm1d):
     """Drop-in for :class:`torch.nn.BatchNorm1d`: same arguments, state_dict and results.
 
     Input and output have shape (N, C) or (N, C, L). ``running_mean``, ``running_var`` and
-    ``num_batches_tracked`` are updated in the forward of a :class:`CheckpointFunction` region and
-    not in its recompute. Ioffe and Szegedy 2015, arXiv 1502.03167.
+    ``num_batches_tracked`` are updated in the forward of a :class:`CheckpointFunction` or
+    :func:`checkpoint` region and not in its recompute. Ioffe and Szegedy 2015, arXiv 1502.03167.
     """
 
 

@@ -174,6 +174,12 @@ bool Recompute::save(const at::Tensor& tensor) {
   if (stopped_) return true;  // the function caught the exception that stops it
   const size_t index = count_++;
   if (index >= region_.slots_.size()) return true;
+  if (may_stop_ && index == needed_) {
+    // Nobody needs what is saved from here on, and the last operation that somebody needs has run:
+    // only of the forward's very last save is it known that it may be stopped before.
+    stopped_ = true;
+    return false;
+  }
   const Slot& slot = region_.slots_[index];
   if (region_.options_.check_determinism) {
     if (!same_metadata(slot, tensor)) different_ += describe_difference(index, slot, tensor);
@@ -184,7 +190,7 @@ bool Recompute::save(const at::Tensor& tensor) {
   if (slot.holder != nullptr) {
     region_.find(key_)->tensors[index] = tensor;
   }
-  stopped_ = may_stop_ && index + 1 == needed_;
+  stopped_ = may_stop_ && index + 1 == region_.slots_.size();
   return !stopped_;
 }
 
@@ -197,7 +203,7 @@ void Recompute::check() const {
   if (!different_.empty()) fail(difference_message(different_));
   if (!region_.forward_finished_) return;  // a backward inside the function: it saves more later
   if (count_ > saved) fail(more_saved_message());
-  if (count_ < (stopped_ ? needed_ : saved)) fail(fewer_saved_message(saved, count_));
+  if (!stopped_ && count_ < saved) fail(fewer_saved_message(saved, count_));
 }
 
 }  // namespace memsave_ext

@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from . import unlisted
-from .surroundings import AutocastState, RngState, uncached_autocast
+from .surroundings import AutocastState, Surroundings, is_recomputing, uncached_autocast
 
-_thread = threading.local()
+__all__ = ["checkpoint_apply", "is_recomputing"]
+
 _hook_lock = threading.RLock()
-
-
-def is_recomputing() -> bool:
-    return getattr(_thread, "depth", 0) > 0
 
 
 def checkpoint_apply(*args: Any) -> Any:
@@ -114,12 +111,10 @@ class _Region(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         inputs, parameters = tensors[: call.n], tensors[call.n :]
         versions = [t._version for t in inputs]
-        ctx.autocast = AutocastState.capture()
-        ctx.stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-        rng = RngState.capture()
-        with uncached_autocast(ctx.autocast):
+        ctx.surroundings = Surroundings.capture()
+        with uncached_autocast(ctx.surroundings.autocast):
             call.elements = call.run(inputs)
-        ctx.rng = None if rng == RngState.capture() else rng
+        ctx.surroundings.drop_unused_rng()
         _check_outputs(call.elements)
         for i, (tensor, version) in enumerate(zip(inputs, versions, strict=True)):
             if tensor._version != version:
@@ -153,7 +148,10 @@ class _Region(torch.autograd.Function):
             return (None, *results)
         arguments = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
         mark = unlisted.sequence_number()
-        roots, root_grads = _roots(ctx, _recompute(ctx, arguments), grads)
+        with ctx.surroundings.restored():
+            elements = ctx.call.run(arguments)
+        roots, root_grads = _roots(ctx, elements, grads)
+        del elements
 
         tensors = [*arguments, *parameters]
         wanted: dict[Tensor, int] = {}  # a tensor listed twice gets its gradient once
@@ -190,23 +188,6 @@ class _NoDoubleBackward(torch.autograd.Function):
             "CheckpointFunction does not support double backward: its gradients have no graph. Use "
             "memsave_ext.checkpoint or torch.utils.checkpoint.checkpoint(use_reentrant=False)."
         )
-
-
-def _recompute(ctx: Any, arguments: list[Tensor]) -> list[Any]:
-    with contextlib.ExitStack() as stack:
-        if ctx.stream is not None:
-            stack.enter_context(torch.cuda.stream(ctx.stream))
-        stack.enter_context(uncached_autocast(ctx.autocast))
-        if ctx.rng is not None:
-            stack.callback(RngState.capture().restore)
-            ctx.rng.restore()
-        stack.enter_context(torch.enable_grad())
-        _thread.depth = getattr(_thread, "depth", 0) + 1
-        try:
-            elements: list[Any] = ctx.call.run(arguments)
-        finally:
-            _thread.depth -= 1
-    return elements
 
 
 def _roots(

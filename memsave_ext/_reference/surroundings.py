@@ -1,14 +1,16 @@
-"""What surrounds a forward and must surround its recompute: autocast and random numbers."""
+"""What surrounds a forward and must surround its recompute."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+_thread = threading.local()
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
@@ -65,3 +67,42 @@ class RngState:
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def is_recomputing() -> bool:
+    return getattr(_thread, "depth", 0) > 0
+
+
+@dataclass
+class Surroundings:
+    """What a forward finds and a recompute must find again."""
+
+    autocast: AutocastState
+    rng: RngState | None  # None where the forward drew no random number
+    stream: torch.cuda.Stream | None
+
+    @staticmethod
+    def capture(rng: bool = True) -> Surroundings:
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        return Surroundings(AutocastState.capture(), RngState.capture() if rng else None, stream)
+
+    def drop_unused_rng(self) -> None:
+        if self.rng is not None and self.rng == RngState.capture():
+            self.rng = None
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore them, with grad mode on, for a recompute inside the block."""
+        with contextlib.ExitStack() as stack:
+            if self.stream is not None:
+                stack.enter_context(torch.cuda.stream(self.stream))
+            stack.enter_context(uncached_autocast(self.autocast))
+            if self.rng is not None:
+                stack.callback(RngState.capture().restore)
+                self.rng.restore()
+            stack.enter_context(torch.enable_grad())
+            _thread.depth = getattr(_thread, "depth", 0) + 1
+            try:
+                yield
+            finally:
+                _thread.depth -= 1

@@ -1,15 +1,14 @@
-"""Recompute checkpointing: keep a region's inputs, run it again in backward.
-
-Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
-"""
+"""The explicit form of checkpointing: what is differentiated is listed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from . import _native
-from ._reference import checkpointing as _reference
+import torch
+
+from .. import _native
+from .._reference import checkpointing as _reference
 
 
 class CheckpointFunction:
@@ -64,12 +63,13 @@ class CheckpointFunction:
 
 
 def is_recomputing() -> bool:
-    """Whether this thread is inside the recompute of a :class:`CheckpointFunction` region.
+    """Whether this thread is inside the recompute of a region of this package.
 
     True in everything the recomputed function calls, regions nested in it included; False in the
-    first forward, and in the backward of what was recomputed.
+    first forward, and in the backward of what was recomputed. False under ``torch.compile``, which
+    recomputes inside one compiled graph and calls nothing again.
     """
-    return _is_recomputing()
+    return not torch.compiler.is_compiling() and _is_recomputing()
 
 
 _is_recomputing: Callable[[], bool] = (

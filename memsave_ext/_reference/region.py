@@ -1,0 +1,286 @@
+"""``checkpoint`` in Python: saved-tensor hooks that keep holders; a recompute fills them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .surroundings import Surroundings, uncached_autocast
+from .tail import fills_after_saving
+from .unlisted import sequence_number
+
+_opened_outside = itertools.count()
+
+
+def checkpoint_region(
+    function: Callable[..., Any],
+    recompute_function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    preserve_rng_state: bool,
+    early_stop: bool,
+    check_determinism: bool,
+    on_error: Callable[[str], str] | None,
+) -> Any:
+    kwargs = kwargs or {}
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "checkpoint does not work inside torch.func transforms (grad, vjp, jvp, vmap): torch "
+            "allows no saved-tensor hooks there. Call the function directly."
+        )
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    region = _Region(recompute_function, kwargs, early_stop, check_determinism, on_error)
+    # Before the hooks: arguments belong to what surrounds the region.
+    region.arguments = [_Argument(a) for a in args]
+    region.surroundings = Surroundings.capture(preserve_rng_state)
+    with (
+        uncached_autocast(region.surroundings.autocast),
+        saved_tensors_hooks(region.save, _unpack),
+    ):
+        result = function(*args, **kwargs)
+    region.finish_forward(result)
+    return result
+
+
+class _Stop(BaseException):
+    """Leaves a recompute early. Not an Exception: the function's handlers are not meant for it."""
+
+
+class _Argument:
+    """A positional argument; tensors as autograd keeps them: seen by hooks, checked for changes."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = None if isinstance(value, Tensor) else value
+        self.node: Any = None
+        if isinstance(value, Tensor):
+            # A node of its own is how Python can make autograd save a tensor.
+            with torch.enable_grad():
+                self.node = _Keep.apply(torch.empty(0, requires_grad=True), [value]).grad_fn
+
+    def get(self) -> Any:
+        if self.node is None:
+            return self.value
+        (tensor,) = self.node.saved_tensors
+        return tensor
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, kept: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(*kept)  # in a list: not an input to be differentiated
+        return anchor.detach()
+
+
+@dataclass(eq=False)
+class _Slot:
+    """What the forward saved at one position."""
+
+    holder: weakref.ref[_Holder]
+    metadata: dict[str, Any]
+    storage: StorageWeakRef | None
+    version: int
+
+
+class _Holder:
+    """What autograd keeps in place of a saved tensor."""
+
+    def __init__(self, region: _Region, index: int) -> None:
+        self.region, self.index = region, index
+        self.values: dict[tuple[str, int], Tensor] = {}  # by backward
+
+
+def _unpack(saved: Any) -> Tensor:
+    if not isinstance(saved, _Holder):
+        return saved  # type: ignore[no-any-return]  # saved by a recompute, as it is
+    return saved.region.open(saved)
+
+
+def _metadata(tensor: Tensor) -> dict[str, Any]:
+    shape = None if tensor.is_nested else tensor.shape
+    return {"shape": shape, "dtype": tensor.dtype, "device": tensor.device}
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef | None:
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except (RuntimeError, NotImplementedError):  # sparse, or a subclass without one
+        return None
+
+
+class _Region:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        kwargs: dict[str, Any],
+        early_stop: bool,
+        check: bool,
+        on_error: Callable[[str], str] | None,
+    ) -> None:
+        self.function, self.kwargs, self.check, self.on_error = function, kwargs, check, on_error
+        self.stop_at_last_save = early_stop
+        self.arguments: list[_Argument] = []
+        self.surroundings: Surroundings | None = None
+        self.slots: list[_Slot] = []
+        self.finished = False
+        self.mark = sequence_number()
+        self.lock = threading.Lock()
+        self.recomputing_thread: int | None = None
+
+    def save(self, tensor: Tensor) -> _Holder:
+        holder = _Holder(self, len(self.slots))
+        self.slots.append(
+            _Slot(weakref.ref(holder), _metadata(tensor), _storage(tensor), tensor._version)
+        )
+        return holder
+
+    def finish_forward(self, outputs: Any) -> None:
+        self.finished = True
+        assert self.surroundings is not None
+        self.surroundings.drop_unused_rng()
+        if self.stop_at_last_save:
+            self.stop_at_last_save = not fills_after_saving(outputs, self.mark)
+
+    def open(self, holder: _Holder) -> Tensor:
+        key = _backward_key()
+        if key in holder.values:
+            return holder.values.pop(key)
+        if self.recomputing_thread == threading.get_ident():
+            raise RuntimeError(
+                "memsave_ext.checkpoint: the recompute of a region needs a tensor of the same "
+                "region. The function runs a backward through a graph of an earlier call of itself."
+            )
+        with self.lock:
+            if key not in holder.values:  # else another thread was first
+                self.recomputing_thread = threading.get_ident()
+                try:
+                    self.recompute(key)
+                finally:
+                    self.recomputing_thread = None
+            tensor = holder.values.pop(key)
+            if key[0] == "outside":  # nobody will come for the others
+                self.forget(key)
+            return tensor
+
+    def forget(self, key: tuple[str, int]) -> None:
+        for slot in self.slots:
+            holder = slot.holder()
+            if holder is not None:
+                holder.values.pop(key, None)
+
+    def recompute(self, key: tuple[str, int]) -> None:
+        args = [a.get() for a in self.arguments]
+        run = _Recompute(self, key)
+        assert self.surroundings is not None
+        try:
+            with self.surroundings.restored(), saved_tensors_hooks(run.save, _unpack):
+                self.function(*args, **self.kwargs)
+        except _Stop:
+            if not run.stopped:
+                raise
+        try:
+            run.raise_differences()
+        except BaseException:
+            self.forget(key)
+            raise
+
+
+class _Recompute:
+    """One run of the function for its saved tensors."""
+
+    def __init__(self, region: _Region, key: tuple[str, int]) -> None:
+        self.region, self.key = region, key
+        self.count = 0
+        self.stopped = False
+        self.different: list[str] = []
+        self.mutated: list[str] = []
+        live = [i for i, slot in enumerate(region.slots) if slot.holder() is not None]
+        self.needed = live[-1] + 1 if live else 0
+
+    def save(self, tensor: Tensor) -> Tensor:
+        # Never with a graph: the value would keep the recompute's graph alive.
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        region, index = self.region, self.count
+        if self.stopped:
+            return tensor  # the function caught the exception that stops it
+        self.count += 1
+        if index >= len(region.slots):
+            return tensor
+        slot = region.slots[index]
+        if region.check:
+            self._compare(index, slot, tensor)
+        holder = slot.holder()
+        if holder is not None:
+            holder.values[self.key] = tensor
+        if region.stop_at_last_save and region.finished and self.count == self.needed:
+            self.stopped = True
+            raise _Stop
+        return tensor
+
+    def _compare(self, index: int, slot: _Slot, tensor: Tensor) -> None:
+        metadata = _metadata(tensor)
+        if metadata != slot.metadata:
+            self.different.append(
+                f"tensor at position {index}:\nsaved metadata: {slot.metadata}\n"
+                f"recomputed metadata: {metadata}\n"
+            )
+        outside = slot.storage is not None and slot.storage == _storage(tensor)
+        if outside and tensor._version != slot.version:
+            self.mutated.append(
+                f"tensor at position {index}: {slot.metadata}, version {slot.version} in the "
+                f"forward, {tensor._version} in the recompute\n"
+            )
+
+    def raise_differences(self) -> None:
+        saved = len(self.region.slots)
+        if self.mutated:
+            self._fail(
+                "memsave_ext.checkpoint: tensors from outside the function, which it uses in both "
+                "runs, have been modified by an inplace operation between forward and recompute.\n"
+                + "".join(self.mutated)
+                + "The recompute would give gradients of another function. Change them after "
+                'backward, or clone them inside the function. determinism_check="none" turns this '
+                "check off."
+            )
+        if self.different:
+            self._fail(
+                "torch.utils.checkpoint: Recomputed values for the following tensors have "
+                "different metadata than during the forward pass.\n" + "".join(self.different) + "."
+            )
+        if not self.region.finished:
+            return  # a backward inside the function: it saves more later
+        if self.count > saved:
+            self._fail(
+                "torch.utils.checkpoint: trying to save more tensors during recomputation than "
+                "during the original forward pass."
+            )
+        if not self.stopped and self.count < saved:
+            self._fail(
+                "torch.utils.checkpoint: A different number of tensors was saved during the "
+                "original forward and recomputation.\n"
+                f"Number of tensors saved during forward: {saved}\n"
+                f"Number of tensors saved during recomputation: {self.count}."
+            )
+
+    def _fail(self, message: str) -> None:
+        from ..checkpointing.errors import CheckpointError  # imports this module
+
+        message += "\nTip: pass `debug=True` to see the operators of both runs."
+        raise CheckpointError(self.region.on_error(message) if self.region.on_error else message)
+
+
+def _backward_key() -> tuple[str, int]:
+    group = torch._C._get_graph_exec_group()
+    if group is not None:
+        return ("group", id(group))
+    task = torch._C._current_graph_task_id()
+    return ("task", task) if task != -1 else ("outside", next(_opened_outside))

@@ -1,0 +1,21 @@
+"""Recompute checkpointing: keep a region's inputs, run it again in backward.
+
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+"""
+
+from .errors import CheckpointError
+from .function import CheckpointFunction, is_recomputing
+from .models import CheckpointHandle, checkpoint_modules, checkpoint_sequential
+from .patch import patch_torch_checkpoint
+from .region import checkpoint
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointFunction",
+    "CheckpointHandle",
+    "checkpoint",
+    "checkpoint_modules",
+    "checkpoint_sequential",
+    "is_recomputing",
+    "patch_torch_checkpoint",
+]

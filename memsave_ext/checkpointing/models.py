@@ -1,0 +1,132 @@
+"""Checkpointing whole models: a sequence in segments, or the blocks of a model in place."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from .region import checkpoint
+
+Select = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
+
+
+def checkpoint_sequential(
+    functions: nn.Sequential | Iterable[Callable[..., Any]],
+    segments: int,
+    *inputs: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run ``functions`` one after the other, in ``segments`` checkpointed pieces.
+
+    Args:
+        functions: an nn.Sequential, or callables; each gets what the one before returned, a tuple
+            as several arguments.
+        segments: number of pieces, of sizes that differ by one at most. As in torch, the last one
+            is not checkpointed: its backward comes right away.
+        *inputs: arguments of the first function.
+        **kwargs: options of :func:`checkpoint`.
+
+    Raises:
+        ValueError: ``segments`` is less than 1 or larger than the number of functions.
+        TypeError: ``segments`` is not an int.
+    """
+    steps = list(functions.children() if isinstance(functions, nn.Sequential) else functions)
+    if not isinstance(segments, int) or isinstance(segments, bool):
+        raise TypeError(
+            f"checkpoint_sequential: segments must be an int, got {type(segments).__name__}"
+        )
+    if not 1 <= segments <= len(steps):
+        raise ValueError(
+            f"checkpoint_sequential: segments must be between 1 and {len(steps)}, the number of "
+            f"functions, got {segments}"
+        )
+
+    def run(start: int, end: int) -> Callable[..., Any]:
+        def segment(*values: Any) -> Any:
+            result: Any = values if len(values) != 1 else values[0]
+            for step in steps[start:end]:
+                result = step(*result) if isinstance(result, tuple) else step(result)
+            return result
+
+        return segment
+
+    bounds = [len(steps) * i // segments for i in range(segments + 1)]
+    result: Any = inputs if len(inputs) != 1 else inputs[0]
+    for start, end in itertools.pairwise(bounds[:-1]):
+        values = result if isinstance(result, tuple) else (result,)
+        result = checkpoint(run(start, end), *values, **kwargs)
+    values = result if isinstance(result, tuple) else (result,)
+    return run(bounds[-2], bounds[-1])(*values)
+
+
+class _CheckpointedForward:
+    """Stands in for a module's ``forward``; copied and pickled with the module it belongs to."""
+
+    def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
+        self.module = module
+        self.options = options
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = type(self.module).forward.__get__(self.module)
+        return checkpoint(forward, *args, **self.options, **kwargs)
+
+
+class CheckpointHandle:
+    """What :func:`checkpoint_modules` returns; ``modules`` are those it changed."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.modules = modules
+
+    def remove(self) -> None:
+        """Give the modules their own forward back. A second call does nothing."""
+        for module in self.modules:
+            if isinstance(module.__dict__.get("forward"), _CheckpointedForward):
+                del module.__dict__["forward"]
+        self.modules = []
+
+
+def checkpoint_modules(model: nn.Module, select: Select, **options: Any) -> CheckpointHandle:
+    """Checkpoint every selected block of ``model``, in place.
+
+    Only the blocks' ``forward`` is replaced: classes, names, parameters, hooks and the state_dict
+    stay as they are, and the model can be copied and pickled. Hooks run outside the region.
+
+    Args:
+        model: the model, or a part of one.
+        select: a module class, a tuple of classes, or a predicate called with each module.
+        **options: of :func:`checkpoint`.
+
+    Returns:
+        A handle whose ``remove()`` undoes it.
+
+    Raises:
+        ValueError: nothing is selected, or a selected module has a forward of its own already (it
+            may be checkpointed). Nothing is changed then.
+        TypeError: ``select`` is none of the above.
+    """
+    if isinstance(select, (type, tuple)):
+        kinds = select if isinstance(select, tuple) else (select,)
+        if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
+            raise TypeError(f"checkpoint_modules: select must name module classes, got {select!r}")
+        chosen = [m for m in model.modules() if isinstance(m, kinds)]
+    elif callable(select):
+        chosen = [m for m in model.modules() if select(m)]
+    else:
+        raise TypeError(
+            "checkpoint_modules: select must be a module class, a tuple of classes or a predicate, "
+            f"got {type(select).__name__}"
+        )
+    if not chosen:
+        raise ValueError(f"checkpoint_modules: select={select!r} matches no module of the model")
+    for module in chosen:
+        if "forward" in module.__dict__:
+            raise ValueError(
+                f"checkpoint_modules: {type(module).__name__} has a forward of its own already; "
+                "remove() the handle that set it first"
+            )
+    for module in chosen:
+        module.__dict__["forward"] = _CheckpointedForward(module, options)
+    return CheckpointHandle(chosen)

@@ -1,0 +1,161 @@
+"""``checkpoint``: a drop-in for torch.utils.checkpoint.checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as _torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from .. import _native
+from .._reference import region as _reference
+from .debug import record_operators
+from .offload import keep_inputs_on_cpu
+
+ContextFn = Callable[
+    [], tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
+]
+
+# Taken at import: patch_torch_checkpoint() puts ours in its place.
+_torch_checkpoint = _torch.checkpoint
+_run_region: Callable[..., Any] = (
+    _native.module.checkpoint_region if _native.module else _reference.checkpoint_region
+)
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = False,
+    preserve_rng_state: bool = True,
+    context_fn: ContextFn | None = None,
+    determinism_check: str = "default",
+    early_stop: bool = True,
+    debug: bool = False,
+    offload: str | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Run ``function(*args, **kwargs)`` without keeping what its graph saves; recompute it instead.
+
+    Everything torch.utils.checkpoint.checkpoint(use_reentrant=False) does: arguments and results of
+    any structure, closures, ``autograd.grad``, ``inputs=``, ``retain_graph``, double backward,
+    nesting, hooks. Between forward and backward a region holds its arguments and a few hundred
+    bytes for each tensor its graph would have saved.
+
+    Args:
+        function: called again in backward; must do the same each time. It finds the random numbers,
+            autocast state (with the cast cache off), default device, CUDA device and stream of its
+            forward.
+        *args: its arguments. Tensors among them are kept as autograd keeps tensors.
+        use_reentrant: accepted for code written for torch. True is served by the same path, which
+            does all that torch's reentrant variant does.
+        preserve_rng_state: replay random numbers: of the CPU and of every CUDA device in use.
+        context_fn: returns a pair of context managers, for the forward and for recomputes, such as
+            torch.utils.checkpoint.create_selective_checkpoint_contexts makes.
+        determinism_check: "default" compares shape, dtype and device of every saved tensor with its
+            recomputed one, and raises when a tensor from outside the function was changed in place
+            in between; "none" checks neither.
+        early_stop: end a recompute at the last tensor that is needed. Short tails are run to their
+            end, which is cheaper than stopping.
+            ``torch.utils.checkpoint.set_checkpoint_early_stop`` overrides it.
+        debug: on a mismatch, list the operators of both runs. Slow.
+            ``torch.utils.checkpoint.set_checkpoint_debug_enabled`` overrides it.
+        offload: "cpu" keeps CUDA arguments in pinned host memory until the recompute, copied on a
+            stream of their own. Tensors on the CPU stay where they are.
+        **kwargs: passed to ``function``.
+
+    Returns:
+        What ``function`` returned.
+
+    Raises:
+        ValueError: an unknown ``determinism_check`` or ``offload``; ``debug`` with ``context_fn``.
+        TypeError: ``function`` is not callable.
+        RuntimeError: inside a ``torch.func`` transform, where torch allows no saved-tensor hooks.
+        CheckpointError: in backward, when the recompute differs from the forward.
+
+    Under ``torch.compile`` it hands over to torch's function, which is a higher-order operator
+    there. Source: Chen et al. 2016, arXiv 1604.06174.
+    """
+    if torch.compiler.is_compiling():
+        # Traced into a higher-order operator, which takes no others of the options.
+        if context_fn is None:
+            return _torch_checkpoint(
+                function,
+                *args,
+                use_reentrant=False,
+                preserve_rng_state=preserve_rng_state,
+                **kwargs,
+            )
+        return _torch_checkpoint(
+            function,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=preserve_rng_state,
+            context_fn=context_fn,
+            **kwargs,
+        )
+    if not callable(function):
+        raise TypeError(f"checkpoint: function must be callable, got {type(function).__name__}")
+    if determinism_check not in ("default", "none"):
+        raise ValueError(
+            f"checkpoint: determinism_check must be 'default' or 'none', got {determinism_check!r}"
+        )
+    if offload not in (None, "cpu"):
+        raise ValueError(f"checkpoint: offload must be None or 'cpu', got {offload!r}")
+    if _torch._enable_checkpoint_early_stop is not None:
+        early_stop = _torch._enable_checkpoint_early_stop
+    if _torch._checkpoint_debug_enabled is not None:
+        debug = _torch._checkpoint_debug_enabled
+
+    forward = recompute = function
+    on_error = None
+    if torch.is_grad_enabled():
+        if context_fn is _torch.noop_context_fn:
+            context_fn = None
+        if debug:
+            if context_fn is not None:
+                raise ValueError("checkpoint: debug=True cannot be combined with a context_fn")
+            context_fn, on_error = record_operators()
+        if context_fn is not None:
+            forward_context, recompute_context = context_fn()
+            forward = _inside(forward_context, function)
+            recompute = _inside(recompute_context, function)
+        if torch._C._len_torch_function_stack():
+            recompute = _on_default_device(recompute)
+    with keep_inputs_on_cpu() if offload else contextlib.nullcontext():
+        return _run_region(
+            forward,
+            recompute,
+            args,
+            kwargs or None,
+            preserve_rng_state,
+            early_stop,
+            determinism_check == "default",
+            on_error,
+        )
+
+
+def _inside(
+    context: contextlib.AbstractContextManager[Any], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return function(*args, **kwargs)
+        raise RuntimeError(
+            "checkpoint: a context manager of context_fn suppressed an exception of the function; "
+            "a checkpoint cannot return a value for it"
+        )
+
+    return run
+
+
+def _on_default_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Restores torch.set_default_device, or ``with device:``, on the thread that recomputes."""
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return _inside(mode, function)
+    return function

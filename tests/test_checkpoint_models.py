@@ -1,0 +1,238 @@
+"""Checkpointing whole models: segments, blocks in place, models that call torch's function."""
+
+import copy
+import functools
+import pickle
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import nn
+
+import memsave_ext as ms
+
+
+class Block(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        self.dropout = nn.Dropout(0.2)
+        self.recomputed = 0
+
+    def forward(self, x, *, scale=1.0):
+        self.recomputed += ms.is_recomputing()
+        return self.dropout(self.linear(x * scale)).tanh()
+
+
+class Model(nn.Module):
+    def __init__(self, blocks=3, size=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(blocks))
+        self.head = nn.Linear(size, 2)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, scale=2.0)
+        return self.head(x)
+
+
+def gradients(model, x):
+    torch.manual_seed(3)
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def recomputed(model):
+    return [block.recomputed for block in model.blocks]
+
+
+@pytest.mark.parametrize(
+    "select",
+    [Block, (Block, nn.Conv2d), lambda m: isinstance(m, Block)],
+    ids=["class", "tuple", "fn"],
+)
+def test_blocks_in_place(select):
+    x = torch.randn(5, 4)
+    plain, model = Model(), Model()
+    names, keys = dict(model.named_modules()).keys(), model.state_dict().keys()
+    expected = gradients(plain, x)
+    handle = ms.checkpoint_modules(model, select)
+    for a, b in zip(expected, gradients(model, x), strict=True):
+        assert torch.equal(a, b)
+    assert recomputed(model) == [1, 1, 1]
+    assert dict(model.named_modules()).keys() == names
+    assert model.state_dict().keys() == keys
+    assert type(model.blocks[0]) is Block
+    assert handle.modules == list(model.blocks)
+    handle.remove()
+    handle.remove()
+    gradients(model, x)
+    assert recomputed(model) == [1, 1, 1]
+    assert "forward" not in model.blocks[0].__dict__
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_are_checkpointed_by_themselves(duplicate):
+    x = torch.randn(5, 4)
+    model = Model()
+    ms.checkpoint_modules(model, Block)
+    other = duplicate(model)
+    for a, b in zip(gradients(model, x), gradients(other, x), strict=True):
+        assert torch.equal(a, b)
+    with torch.no_grad():
+        other.blocks[0].linear.weight.zero_()
+    assert not torch.equal(gradients(model, x)[0], gradients(other, x)[0])
+    assert recomputed(model) == [2, 2, 2]
+    assert recomputed(other) == [2, 2, 2]
+
+
+def test_hooks_and_options():
+    model, x = Model(1), torch.randn(5, 4)
+    calls = []
+    model.blocks[0].register_forward_pre_hook(lambda m, a: calls.append("pre"))
+    model.blocks[0].register_forward_hook(lambda m, a, o: calls.append("post"))
+    ms.checkpoint_modules(model, Block, early_stop=False, determinism_check="none")
+    gradients(model, x)
+    assert calls == ["pre", "post"]
+
+
+@pytest.mark.parametrize(
+    ("select", "error", "message"),
+    [
+        (nn.Conv2d, ValueError, "matches no module"),
+        (lambda m: False, ValueError, "matches no module"),
+        ("Block", TypeError, "must be a module class, a tuple of classes or a predicate, got str"),
+        (int, TypeError, "must name module classes"),
+        ((Block, 3), TypeError, "must name module classes"),
+    ],
+)
+def test_bad_selections(select, error, message):
+    with pytest.raises(error, match=message):
+        ms.checkpoint_modules(Model(), select)
+
+
+def test_twice_is_an_error_that_changes_nothing():
+    model = Model()
+    ms.checkpoint_modules(model, lambda m: m is model.blocks[1])
+    with pytest.raises(ValueError, match="has a forward of its own"):
+        ms.checkpoint_modules(model, Block)
+    assert "forward" not in model.blocks[0].__dict__
+
+
+# ---- segments ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3, 5])
+def test_sequential(segments):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block(4) for _ in range(5)])
+    x = torch.randn(3, 4, requires_grad=True)
+    torch.manual_seed(1)
+    expected = torch.autograd.grad(model(x).sum(), (x, *model.parameters()))
+    torch.manual_seed(1)
+    out = ms.checkpoint_sequential(model, segments, x, use_reentrant=False)
+    got = torch.autograd.grad(out.sum(), (x, *model.parameters()))
+    for a, b in zip(expected, got, strict=True):
+        assert torch.equal(a, b)
+    counts = [block.recomputed for block in model]
+    uncheckpointed = -(-5 // segments)
+    assert sum(counts) == 5 - uncheckpointed
+    assert counts[-uncheckpointed:] == [0] * uncheckpointed
+
+
+def test_sequential_with_several_values():
+    functions = [
+        lambda a, b: (a * b, a + b),
+        lambda a, b: (a.sin(), b.exp()),
+        lambda a, b: a * b,
+        torch.tanh,
+    ]
+    a, b = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
+    values = (a, b)
+    for f in functions[:2]:
+        values = f(*values)
+    expected = torch.autograd.grad(functions[3](functions[2](*values)).sum(), (a, b))
+    got = torch.autograd.grad(ms.checkpoint_sequential(functions, 3, a, b).sum(), (a, b))
+    for left, right in zip(expected, got, strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize(
+    ("segments", "error"), [(0, ValueError), (3, ValueError), (1.0, TypeError), (True, TypeError)]
+)
+def test_sequential_bad_segments(segments, error):
+    with pytest.raises(error, match="segments must be"):
+        ms.checkpoint_sequential([torch.sin, torch.cos], segments, torch.ones(1))
+
+
+# ---- models that call torch's checkpoint ------------------------------------------------------
+
+
+@pytest.fixture
+def library():
+    """A module that has imported the name, as model libraries do."""
+    module = types.ModuleType("somebodys_models")
+    exec("from torch.utils.checkpoint import checkpoint as ckpt", module.__dict__)
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+def test_patch(library):
+    original = torch_checkpoint.checkpoint
+    x = torch.randn(4, requires_grad=True)
+    seen = []
+
+    def function(a):
+        seen.append(ms.is_recomputing())
+        return a.exp().sin()
+
+    with ms.patch_torch_checkpoint():
+        assert library.ckpt is ms.checkpoint
+        assert torch.utils.checkpoint.checkpoint is ms.checkpoint
+        assert torch.utils.checkpoint.checkpoint_sequential is ms.checkpoint_sequential
+        library.late = torch_checkpoint.checkpoint
+        library.ckpt(function, x, use_reentrant=True).sum().backward()
+        functools.partial(torch_checkpoint.checkpoint, use_reentrant=False)(function, x)
+    assert seen == [False, True, False]
+    assert library.ckpt is library.late is torch_checkpoint.checkpoint is original
+    handle = ms.patch_torch_checkpoint()
+    assert library.ckpt is ms.checkpoint
+    handle.remove()
+    assert library.ckpt is original
+
+
+def test_patch_is_undone_by_an_exception(library):
+    original = torch_checkpoint.checkpoint
+    with pytest.raises(KeyError), ms.patch_torch_checkpoint():
+        raise KeyError
+    assert library.ckpt is original
+
+
+# ---- torch.compile ----------------------------------------------------------------------------
+
+
+def test_compile_full_graph():
+    """In a process of its own: dynamo's state is global."""
+    code = """
+import torch, memsave_ext as ms
+torch.manual_seed(0)
+bn = ms.BatchNorm1d(4)
+linear = torch.nn.Linear(4, 4)
+x = torch.randn(8, 4, requires_grad=True)
+def model(x):
+    return ms.checkpoint(lambda a: bn(linear(a)).tanh(), x).sum()
+model(x).backward()
+expected, x.grad = x.grad, None
+torch.compile(model, fullgraph=True, backend="aot_eager")(x).backward()
+torch.testing.assert_close(x.grad, expected)
+assert bn.num_batches_tracked == 2, bn.num_batches_tracked
+print("as expected")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip().endswith("as expected"), done.stderr
