@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from data import Images
-from models import LABELS
+from models import LABELS, OURS
 from training import Job, Trainer, one_ulp_away, train
 
 Check = dict[str, Any]  # name, text, and ok: None for what is only reported
@@ -18,29 +18,38 @@ EPS = torch.finfo(torch.float32).eps
 def check(trainers: dict[str, Trainer], images: Images, job: Job) -> list[Check]:
     """Compares memsave_ext with naive, which must agree, and with torch's checkpoints."""
     found: list[Check] = []
-    naive, ours = trainers.get("naive"), trainers.get("memsave_ext")
-    if naive and ours:
-        losses = [abs(a - b) for a, b in zip(ours.losses, naive.losses, strict=True)]
-        stats = statistics_diff(ours, naive)
-        if any(losses) or stats:
-            found += within_noise(losses, stats, naive, images, job)
-        else:
-            for name in ("loss of every step", "running statistics"):
-                found.append(_check(name, True, "bitwise equal to naive's"))
-        wrong = int((ours.updates() != naive.updates()).sum())
-        text = f"{wrong} of {len(ours.norms)} BatchNorms differ from naive's"
-        found.append(_check("num_batches_tracked", wrong == 0, text))
+    naive = trainers.get("naive")
+    ours = {name: trainer for name, trainer in trainers.items() if name in OURS}
+    for name, trainer in ours.items():
+        if naive:
+            found += agreement(name, trainer, naive, images, job)
     for name, trainer in trainers.items():
         if name.startswith("torch"):
-            text = (
-                f"counts its statistics {int(trainer.updates().max()) / job.steps:g} times a step"
-            )
-            if ours:
-                time = median_ratio(ours.seconds[job.skip :], trainer.seconds[job.skip :])
-                memory = ours.memory.peak / trainer.memory.peak
-                text += f"; memsave_ext takes {time:.3f} of its time, {memory:.3f} of its memory"
+            count = int(trainer.updates().max()) / job.steps
+            text = f"counts its statistics {count:g} times a step"
+            for other, better in ours.items():
+                time = median_ratio(better.seconds[job.skip :], trainer.seconds[job.skip :])
+                memory = better.memory.peak / trainer.memory.peak
+                text += (
+                    f"; {LABELS[other]} takes {time:.3f} of its time, {memory:.3f} of its memory"
+                )
             found.append(_check(LABELS[name], None, text))
     return found
+
+
+def agreement(method: str, ours: Trainer, naive: Trainer, images: Images, job: Job) -> list[Check]:
+    """That one method of ours trained as naive did."""
+    losses = [abs(a - b) for a, b in zip(ours.losses, naive.losses, strict=True)]
+    stats = statistics_diff(ours, naive)
+    if any(losses) or stats:
+        found = within_noise(losses, stats, naive, images, job)
+    else:
+        names = ("loss of every step", "running statistics")
+        found = [_check(name, True, "bitwise equal to naive's") for name in names]
+    wrong = int((ours.updates() != naive.updates()).sum())
+    text = f"{wrong} of {len(ours.norms)} BatchNorms differ from naive's"
+    found.append(_check("num_batches_tracked", wrong == 0, text))
+    return [{**item, "name": f"{LABELS[method]}, {item['name']}"} for item in found]
 
 
 def within_noise(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memsave_ext import CheckpointFunction
+import memsave_ext as ms
 
 Region = Callable[..., Tensor]
 Strategy = Callable[[Region, Sequence[Tensor], Sequence[Tensor]], Tensor]
@@ -39,7 +39,13 @@ def _torch_reentrant(
 
 
 def _memsave_ext(region: Region, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
-    return CheckpointFunction.apply(region, len(inputs), *inputs, *parameters)
+    return ms.CheckpointFunction.apply(region, len(inputs), *inputs, *parameters)
+
+
+def _memsave_ext_checkpoint(
+    region: Region, inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> Tensor:
+    return ms.checkpoint(region, *inputs)
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -48,13 +54,16 @@ STRATEGIES: dict[str, Strategy] = {
     "torch_reentrant": _torch_reentrant,
     "torch_no_early_stop": _torch_no_early_stop,
     "memsave_ext": _memsave_ext,
+    "memsave_ext_checkpoint": _memsave_ext_checkpoint,
 }
+OURS = ("memsave_ext", "memsave_ext_checkpoint")
 LABELS = {
     "naive": "naive",
     "torch": "torch checkpoint",
     "torch_reentrant": "torch checkpoint, use_reentrant=True",
     "torch_no_early_stop": "torch checkpoint, early_stop=False",
     "memsave_ext": "memsave_ext.CheckpointFunction",
+    "memsave_ext_checkpoint": "memsave_ext.checkpoint",
 }
 
 

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import matplotlib
 
+from models import OURS
 from readme_tables import TIMES, Record, densenet_caption
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-COLOURS = {"naive": "#8a8f98", "memsave_ext": "#d1495b"}
+COLOURS = {"naive": "#8a8f98"} | dict.fromkeys(OURS, "#d1495b")
 PEER = "#7ea6c9"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import memsave_ext as ms
 from common import balanced_order, bar
 from data import Images
-from models import DenseNet
+from models import OURS, DenseNet
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Trainer:
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.memory = CudaMemory(job.device) if job.device.type == "cuda" else ms.memory.track()
-        norm = ms.BatchNorm2d if method == "memsave_ext" else nn.BatchNorm2d
+        norm = ms.BatchNorm2d if method in OURS else nn.BatchNorm2d
         with self.memory:
             model = DenseNet(
                 job.depth, job.growth_rate, checkpoint=method, norm=norm, seed=job.seed
