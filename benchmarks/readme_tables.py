@@ -84,7 +84,12 @@ def machine_line(record: Record) -> str:
     of = record["machine"]
     threads = record["settings"].get("threads")
     parts = [
-        device_name(of) + (f" ({threads} threads)" if threads and of["device"] == "cpu" else ""),
+        device_name(of)
+        + (
+            f" ({threads} thread{'s' if threads > 1 else ''})"
+            if threads and of["device"] == "cpu"
+            else ""
+        ),
         f"torch {of['torch']}",
         f"memsave_ext {of['memsave_ext']}" + ("" if of["native"] else " without its native part"),
         f"commit {of['commit']}" + (" with changes" if of["dirty"] else "")

@@ -14,6 +14,7 @@ from ._version import __version__
 
 # feature -> (path with the native part, path without it)
 PATHS = {
+    "checkpoint": ("native", "pure Python"),
     "CheckpointFunction": ("native", "pure Python"),
     "BatchNorm": ("torch kernel", "torch kernel"),
     "memory tracking": ("native", "pure Python"),
