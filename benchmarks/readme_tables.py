@@ -83,13 +83,9 @@ def densenet_caption(record: Record) -> str:
 def machine_line(record: Record) -> str:
     of = record["machine"]
     threads = record["settings"].get("threads")
+    count = f" ({threads} thread{'s' if threads != 1 else ''})" if threads else ""
     parts = [
-        device_name(of)
-        + (
-            f" ({threads} thread{'s' if threads > 1 else ''})"
-            if threads and of["device"] == "cpu"
-            else ""
-        ),
+        device_name(of) + (count if of["device"] == "cpu" else ""),
         f"torch {of['torch']}",
         f"memsave_ext {of['memsave_ext']}" + ("" if of["native"] else " without its native part"),
         f"commit {of['commit']}" + (" with changes" if of["dirty"] else "")
