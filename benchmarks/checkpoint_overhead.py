@@ -51,6 +51,7 @@ def cases(saved_tensors: int, device: str) -> dict[str, Callable[[], None]]:
     }
     calls["checkpoint"] = partial(ms.checkpoint, region, x)
     if _native.available:
+        calls["checkpoint, engine hooks"] = partial(with_engine_hooks, region, x)
         calls[OURS] = partial(ms.CheckpointFunction.apply, region, 1, x, weight)
     timed: dict[str, Callable[[], None]] = {
         name: partial(backward, call) for name, call in calls.items()
@@ -60,6 +61,14 @@ def cases(saved_tensors: int, device: str) -> dict[str, Callable[[], None]]:
         region(x)
 
     return {"forward": forward, **timed}
+
+
+def with_engine_hooks(region: Region, x: Tensor) -> Tensor:
+    ms.use_engine_hooks(True)
+    try:
+        return ms.checkpoint(region, x)
+    finally:
+        ms.use_engine_hooks(False)
 
 
 def measure(saved_tensors: int, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 
 #include "checkpoint/apply.h"
 #include "checkpoint/checkpoint.h"
+#include "checkpoint/engine.h"
 #include "checkpoint/hooks.h"
 #include "checkpoint/recomputing.h"
 #include "memory/tracker.h"
@@ -30,6 +31,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   if (PyModule_AddFunctions(m.ptr(), fast_functions) < 0) throw py::error_already_set();
   m.def("is_recomputing", &memsave_ext::is_recomputing);
   m.def("checkpoint_region", &memsave_ext::checkpoint_region);
+  m.def("use_engine_hooks", &memsave_ext::use_engine_hooks);
   memsave_ext::init_hooks();
 
   py::class_<AllocationTracker>(m, "AllocationTracker")

@@ -11,6 +11,7 @@ from .checkpointing import (
     checkpoint_sequential,
     is_recomputing,
     patch_torch_checkpoint,
+    use_engine_hooks,
 )
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "is_recomputing",
     "memory",
     "patch_torch_checkpoint",
+    "use_engine_hooks",
 ]

@@ -11,9 +11,8 @@ STEPS = st.lists(
 )
 
 
-def build(steps, outputs, nest):
-    """A function of three (3, 4) tensors, and its weight. ``nest(f, *tensors)`` runs regions."""
-    weight = torch.linspace(-1, 1, 12).reshape(3, 4).requires_grad_()
+def build(steps, outputs, nest, weight):
+    """A function of three (3, 4) tensors and a weight. ``nest(f, *tensors)`` runs regions."""
 
     def apply_op(op, x, y):
         if op == "a":
@@ -45,16 +44,19 @@ def build(steps, outputs, nest):
             values.append(apply_op(op, values[i % len(values)], values[j % len(values)]))
         return tuple(values[-outputs:])
 
-    return function, weight
+    return function
 
 
-def inputs():
-    return [torch.linspace(0, 2, 12).reshape(3, 4).requires_grad_(i != 1) for i in range(3)]
+def tensors(dtype=torch.float32):
+    """Three inputs, of which the second needs no gradient, and the weight."""
+    values = [torch.linspace(0, 2, 12, dtype=dtype).reshape(3, 4) for _ in range(3)]
+    weight = torch.linspace(-1, 1, 12, dtype=dtype).reshape(3, 4).requires_grad_()
+    return [v.requires_grad_(i != 1) for i, v in enumerate(values)], weight
 
 
 def gradients(outputs, tensors, **kwargs):
     outputs = [o for o in outputs if o.requires_grad]
     if not outputs:
         return [None] * len(tensors)
-    weights = [torch.linspace(-1, 1, o.numel()).reshape(o.shape) for o in outputs]
+    weights = [torch.linspace(-1, 1, o.numel(), dtype=o.dtype).reshape(o.shape) for o in outputs]
     return torch.autograd.grad(outputs, tensors, weights, allow_unused=True, **kwargs)

@@ -36,7 +36,7 @@ py::object checkpoint_region(py::object function, py::object recompute_function,
   py::object result;
   {
     const AutocastGuard uncached(AutocastState::capture().without_cache());
-    const HookGuard hooks(make_packer(region));
+    const HookGuard hooks(make_packer({region, nullptr}));
     result = call();
   }
   region->finish_forward(result.ptr());

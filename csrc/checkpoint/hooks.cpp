@@ -8,6 +8,7 @@
 
 #include <new>
 
+#include "checkpoint/call.h"
 #include "checkpoint/region.h"
 
 namespace memsave_ext {
@@ -16,30 +17,25 @@ namespace py = pybind11;
 
 namespace {
 
-struct Holder {
-  PyObject_HEAD std::shared_ptr<Region> region;
-  size_t index;
+struct HolderObject {
+  PyObject_HEAD Holder holder;
 };
 
-// region is set for a forward, run for a recompute, neither when the hook's scope has ended.
 struct Packer {
   PyObject_HEAD vectorcallfunc vectorcall;
-  std::shared_ptr<Region> region;
-  Recompute* run;
+  Packing packing;
 };
 
 PyObject* stop = nullptr;
 PyObject* unpack_hook = nullptr;
 
 void dealloc_holder(PyObject* self) {
-  auto* holder = reinterpret_cast<Holder*>(self);
-  holder->region->holder_died(holder->index);
-  holder->region.~shared_ptr();
+  reinterpret_cast<HolderObject*>(self)->holder.~Holder();
   Py_TYPE(self)->tp_free(self);
 }
 
 void dealloc_packer(PyObject* self) {
-  reinterpret_cast<Packer*>(self)->region.~shared_ptr();
+  reinterpret_cast<Packer*>(self)->packing.~Packing();
   Py_TYPE(self)->tp_free(self);
 }
 
@@ -48,16 +44,18 @@ PyTypeObject packer_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 PyObject* pack(PyObject* self, PyObject* const* args, size_t, PyObject*) {
   HANDLE_TH_ERRORS
-  auto* packer = reinterpret_cast<Packer*>(self);
+  const Packing& packing = reinterpret_cast<Packer*>(self)->packing;
   const at::Tensor& saved = THPVariable_Unpack(args[0]);
-  if (packer->region) return packer->region->save(saved).release().ptr();
-  if (packer->run == nullptr) {  // out of its scope
+  if (packing.region) {
+    return make_holder(Holder(packing.region, packing.region->save(saved))).release().ptr();
+  }
+  if (packing.run == nullptr) {
     Py_INCREF(args[0]);
     return args[0];
   }
   // Never with a graph: the value would keep the recompute's graph alive.
   const at::Tensor tensor = saved.requires_grad() ? saved.detach() : saved;
-  if (!packer->run->save(tensor)) {
+  if (!packing.run->save(tensor)) {
     PyErr_SetNone(stop);
     return nullptr;
   }
@@ -71,27 +69,17 @@ PyObject* unpack(PyObject*, PyObject* object) {
     Py_INCREF(object);
     return object;
   }
-  auto* holder = reinterpret_cast<Holder*>(object);
-  return THPVariable_Wrap(holder->region->open(holder->index));
+  return THPVariable_Wrap(reinterpret_cast<HolderObject*>(object)->holder.open());
   END_HANDLE_TH_ERRORS
 }
 
 PyMethodDef unpack_definition = {"unpack", unpack, METH_O, nullptr};
 
-Packer* new_packer() {
-  auto* packer = reinterpret_cast<Packer*>(packer_type.tp_alloc(&packer_type, 0));
-  if (packer == nullptr) throw py::error_already_set();
-  packer->vectorcall = pack;
-  new (&packer->region) std::shared_ptr<Region>();
-  packer->run = nullptr;
-  return packer;
-}
-
 }  // namespace
 
 void init_hooks() {
   holder_type.tp_name = "memsave_ext._C.Holder";
-  holder_type.tp_basicsize = sizeof(Holder);
+  holder_type.tp_basicsize = sizeof(HolderObject);
   holder_type.tp_flags = Py_TPFLAGS_DEFAULT;
   holder_type.tp_dealloc = dealloc_holder;
   packer_type.tp_name = "memsave_ext._C.Packer";
@@ -110,27 +98,34 @@ void init_hooks() {
   at::SavedTensorDefaultHooks::lazy_initialize();
 }
 
-py::object make_holder(std::shared_ptr<Region> region, size_t index) {
-  auto* holder = reinterpret_cast<Holder*>(holder_type.tp_alloc(&holder_type, 0));
-  if (holder == nullptr) throw py::error_already_set();
-  new (&holder->region) std::shared_ptr<Region>(std::move(region));
-  holder->index = index;
-  return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(holder));
+py::object make_holder(const Holder& holder) {
+  auto* object = reinterpret_cast<HolderObject*>(holder_type.tp_alloc(&holder_type, 0));
+  if (object == nullptr) throw py::error_already_set();
+  new (&object->holder) Holder(holder);
+  return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(object));
 }
 
-py::object make_packer(std::shared_ptr<Region> region) {
-  Packer* packer = new_packer();
-  packer->region = std::move(region);
+py::object make_packer(Packing packing) {
+  auto* packer = reinterpret_cast<Packer*>(packer_type.tp_alloc(&packer_type, 0));
+  if (packer == nullptr) throw py::error_already_set();
+  packer->vectorcall = pack;
+  new (&packer->packing) Packing(std::move(packing));
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(packer));
 }
 
-py::object make_packer(Recompute& run) {
-  Packer* packer = new_packer();
-  packer->run = &run;
-  return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(packer));
+Packing* as_packing(PyObject* object) {
+  return Py_TYPE(object) == &packer_type ? &reinterpret_cast<Packer*>(object)->packing : nullptr;
 }
+
+PyObject* unpack_function() { return unpack_hook; }
 
 PyObject* stop_exception() { return stop; }
+
+void throw_stop() {
+  const py::gil_scoped_acquire gil;
+  PyErr_SetNone(stop);
+  throw_python_error();
+}
 
 HookGuard::HookGuard(py::object packer) : packer_(std::move(packer)) {
   const auto own = [](PyObject* object) {
@@ -142,9 +137,7 @@ HookGuard::HookGuard(py::object packer) : packer_(std::move(packer)) {
 
 HookGuard::~HookGuard() {
   at::SavedTensorDefaultHooks::pop_hooks();
-  auto* packer = reinterpret_cast<Packer*>(packer_.ptr());
-  packer->region.reset();
-  packer->run = nullptr;
+  *as_packing(packer_.ptr()) = {};
 }
 
 }  // namespace memsave_ext

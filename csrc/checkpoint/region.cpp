@@ -67,75 +67,109 @@ void Region::finish_forward(PyObject* outputs) {
   }
 }
 
-py::object Region::save(const at::Tensor& tensor) {
+Region::~Region() {
+  if (!Py_IsInitialized()) {  // the interpreter takes its objects along
+    recompute_function_.release();
+    kwargs_.release();
+    on_error_.release();
+    for (auto& argument : arguments_) argument.other.release();
+    return;
+  }
+  const py::gil_scoped_acquire gil;
+  recompute_function_ = py::object();
+  kwargs_ = py::object();
+  on_error_ = py::object();
+  arguments_.clear();
+}
+
+size_t Region::save(const at::Tensor& tensor) {
+  Slot slot{0,
+            describe_sizes(tensor),
+            tensor.scalar_type(),
+            tensor.device(),
+            weak_storage(tensor),
+            static_cast<uint32_t>(tensor._version())};
   const uint64_t sequence_nr = at::sequence_number::peek();
+  const std::lock_guard<std::mutex> lock(state_mutex_);
   if (sequence_nr != last_save_sequence_nr_) last_save_numel_ = 0;
   last_save_sequence_nr_ = sequence_nr;
   if (!tensor.is_nested()) last_save_numel_ = std::max(last_save_numel_, tensor.numel());
-
-  py::object holder = make_holder(shared_from_this(), slots_.size());
-  slots_.push_back({holder.ptr(), describe_sizes(tensor), tensor.scalar_type(), tensor.device(),
-                    weak_storage(tensor), static_cast<uint32_t>(tensor._version())});
-  return holder;
+  slots_.push_back(std::move(slot));
+  return slots_.size() - 1;
 }
 
-void Region::holder_died(size_t index) {
-  slots_[index].holder = nullptr;
+void Region::hold(size_t index) {
+  const std::lock_guard<std::mutex> lock(state_mutex_);
+  ++slots_[index].holders;
+}
+
+void Region::let_go(size_t index) {
+  std::vector<at::Tensor> freed;
+  const std::lock_guard<std::mutex> lock(state_mutex_);
+  if (--slots_[index].holders > 0) return;
   for (auto& values : values_) {
-    if (index < values.tensors.size()) values.tensors[index].reset();
+    if (index < values.tensors.size()) freed.push_back(std::move(values.tensors[index]));
   }
 }
 
-Region::Values* Region::find(const BackwardKey& key) {
-  for (auto& values : values_) {
-    if (values.key == key) return &values;
-  }
-  return nullptr;
+std::vector<Region::Values>::iterator Region::find(const BackwardKey& key) {
+  return std::find_if(values_.begin(), values_.end(),
+                      [&](const Values& values) { return values.key == key; });
 }
 
 void Region::forget(const BackwardKey& key) {
-  values_.erase(std::remove_if(values_.begin(), values_.end(),
-                               [&](const Values& values) { return values.key == key; }),
-                values_.end());
+  std::vector<at::Tensor> freed;
+  const std::lock_guard<std::mutex> lock(state_mutex_);
+  const auto values = find(key);
+  if (values == values_.end()) return;
+  freed = std::move(values->tensors);
+  values_.erase(values);
+}
+
+at::Tensor Region::take(const BackwardKey& key, size_t index) {
+  at::Tensor tensor;
+  std::vector<at::Tensor> freed;
+  const std::lock_guard<std::mutex> lock(state_mutex_);
+  const auto values = find(key);
+  if (values == values_.end() || !values->tensors[index].defined()) return tensor;
+  tensor = std::move(values->tensors[index]);
+  const bool last = std::none_of(values->tensors.begin(), values->tensors.end(),
+                                 [](const at::Tensor& other) { return other.defined(); });
+  if (last || key.kind == BackwardKey::kNone) {
+    freed = std::move(values->tensors);
+    values_.erase(values);
+  }
+  return tensor;
 }
 
 at::Tensor Region::open(size_t index) {
   const auto key = BackwardKey::current();
-  const auto take = [&]() -> at::Tensor {
-    Values* values = find(key);
-    if (values == nullptr || !values->tensors[index].defined()) return {};
-    at::Tensor tensor = std::move(values->tensors[index]);
-    const bool last = std::none_of(values->tensors.begin(), values->tensors.end(),
-                                   [](const at::Tensor& other) { return other.defined(); });
-    if (last || key.kind == BackwardKey::kNone) forget(key);
-    return tensor;
-  };
-  if (at::Tensor tensor = take(); tensor.defined()) return tensor;
+  if (at::Tensor tensor = take(key, index); tensor.defined()) return tensor;
 
-  TORCH_CHECK(
-      recomputing_thread_ != std::this_thread::get_id(),
-      "memsave_ext.checkpoint: the recompute of a region needs a tensor of the same region. "
-      "The function runs a backward through a graph of an earlier call of itself.");
-  const auto self = shared_from_this();  // a holder may die on the way
+  TORCH_CHECK(recomputing_thread_.load() != std::this_thread::get_id(),
+              "memsave_ext.checkpoint: the recompute of a region needs a tensor of the same region. "
+              "The function runs a backward through a graph of an earlier call of itself.");
   std::unique_lock<std::mutex> lock(recompute_mutex_, std::try_to_lock);
   if (!lock.owns_lock()) {
-    const py::gil_scoped_release no_gil;  // the thread that recomputes needs it
+    std::optional<py::gil_scoped_release> no_gil;
+    if (PyGILState_Check()) no_gil.emplace();
     lock.lock();
+    if (at::Tensor tensor = take(key, index); tensor.defined()) return tensor;
   }
-  if (at::Tensor tensor = take(); tensor.defined()) return tensor;  // another thread was first
   recomputing_thread_ = std::this_thread::get_id();
   try {
     recompute(key);
   } catch (...) {
-    recomputing_thread_ = {};
+    recomputing_thread_ = std::thread::id();
     forget(key);
     throw;
   }
-  recomputing_thread_ = {};
-  return take();
+  recomputing_thread_ = std::thread::id();
+  return take(key, index);
 }
 
 void Region::recompute(const BackwardKey& key) {
+  const py::gil_scoped_acquire gil;
   py::tuple arguments(arguments_.size());
   for (size_t i = 0; i < arguments_.size(); ++i) {
     arguments[i] =
@@ -144,12 +178,11 @@ void Region::recompute(const BackwardKey& key) {
             : py::reinterpret_steal<py::object>(THPVariable_Wrap(arguments_[i].tensor.unpack()));
   }
   forget(key);
-  values_.push_back({key, std::vector<at::Tensor>(slots_.size())});
   Recompute run(*this, key);
   PyObject* result;
   {
     const RecomputeGuard guard(surroundings_);
-    const HookGuard hooks(make_packer(run));
+    const HookGuard hooks(make_packer({nullptr, &run}));
     result = PyObject_Call(recompute_function_.ptr(), arguments.ptr(),
                            kwargs_.is_none() ? nullptr : kwargs_.ptr());
   }
@@ -162,18 +195,23 @@ void Region::recompute(const BackwardKey& key) {
 }
 
 Recompute::Recompute(Region& region, const BackwardKey& key) : region_(region), key_(key) {
+  const std::lock_guard<std::mutex> lock(region.state_mutex_);
   // A backward inside the function: the node that asks is, in practice, the last that saved.
-  may_stop_ =
-      region.stop_at_last_save_ &&
-      (region.forward_finished_ || !fills_after_saving(*torch::autograd::get_current_node()));
+  may_stop_ = region.stop_at_last_save_ &&
+              (region.forward_finished_ ||
+               !fills_after_saving(*torch::autograd::get_current_node()));
   needed_ = region.slots_.size();
-  while (needed_ > 0 && region.slots_[needed_ - 1].holder == nullptr) --needed_;
+  while (needed_ > 0 && region.slots_[needed_ - 1].holders == 0) --needed_;
+  region.values_.push_back({key, std::vector<at::Tensor>(region.slots_.size())});
 }
 
 bool Recompute::save(const at::Tensor& tensor) {
   if (stopped_) return true;  // the function caught the exception that stops it
   const size_t index = count_++;
-  if (index >= region_.slots_.size()) return true;
+  at::Tensor freed;
+  const std::lock_guard<std::mutex> lock(region_.state_mutex_);
+  const auto values = region_.find(key_);
+  if (index >= values->tensors.size()) return true;
   if (may_stop_ && index == needed_) {
     // Nobody needs what is saved from here on, and the last operation that somebody needs has run:
     // only of the forward's very last save is it known that it may be stopped before.
@@ -187,10 +225,10 @@ bool Recompute::save(const at::Tensor& tensor) {
       mutated_ += describe_mutation(index, slot, tensor);
     }
   }
-  if (slot.holder != nullptr) {
-    region_.find(key_)->tensors[index] = tensor;
+  if (slot.holders > 0) {
+    freed = std::exchange(values->tensors[index], tensor);
   }
-  stopped_ = may_stop_ && index + 1 == region_.slots_.size();
+  stopped_ = may_stop_ && index + 1 == values->tensors.size();
   return !stopped_;
 }
 

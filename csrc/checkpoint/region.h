@@ -8,6 +8,7 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -34,7 +35,7 @@ struct RegionArgument {
 
 // What the forward saved at one position.
 struct Slot {
-  PyObject* holder;  // borrowed; null when autograd has dropped it
+  uint32_t holders;  // none when autograd has dropped it
   c10::SmallVector<int64_t, 4> sizes;
   c10::ScalarType dtype;
   c10::Device device;
@@ -53,12 +54,12 @@ struct BackwardKey {
   static BackwardKey current();
 };
 
-// All state of a region. Touched with the GIL only; the mutex is for recomputing, which releases
-// it.
+// All state of a region. May be used and freed without the GIL.
 class Region : public std::enable_shared_from_this<Region> {
  public:
   Region(pybind11::object recompute_function, pybind11::object kwargs, pybind11::object on_error,
          RegionOptions options);
+  ~Region();
 
   // Before the forward, and before its hooks are pushed. `arguments` is a tuple.
   void save_arguments(PyObject* arguments);
@@ -66,23 +67,26 @@ class Region : public std::enable_shared_from_this<Region> {
   // After the forward: what it did with random numbers, and where a recompute may stop.
   void finish_forward(PyObject* outputs);
 
-  // The forward saves `tensor`; returns the holder that replaces it.
-  pybind11::object save(const at::Tensor& tensor);
+  // The forward saves `tensor`; returns its position.
+  size_t save(const at::Tensor& tensor);
   // Autograd asks for what it saved at `index`. Recomputes when this backward has not yet.
   at::Tensor open(size_t index);
-  void holder_died(size_t index);
 
  private:
   friend class Recompute;
+  friend class Holder;
 
   struct Values {  // of one backward
     BackwardKey key;
     std::vector<at::Tensor> tensors;
   };
 
-  Values* find(const BackwardKey& key);
+  void hold(size_t index);
+  void let_go(size_t index);
+  at::Tensor take(const BackwardKey& key, size_t index);
   void recompute(const BackwardKey& key);
   void forget(const BackwardKey& key);
+  std::vector<Values>::iterator find(const BackwardKey& key);  // with state_mutex_ held
 
   pybind11::object recompute_function_;
   pybind11::object kwargs_;  // a dict, or none
@@ -90,14 +94,34 @@ class Region : public std::enable_shared_from_this<Region> {
   RegionOptions options_;
   std::vector<RegionArgument> arguments_;
   Surroundings surroundings_;
+  // For slots_ and values_. Innermost: nothing is called, and no tensor freed, while it is held.
+  std::mutex state_mutex_;
   std::vector<Slot> slots_;
   std::vector<Values> values_;
   bool forward_finished_ = false;
   bool stop_at_last_save_;
   uint64_t last_save_sequence_nr_ = 0;
   int64_t last_save_numel_ = 0;
-  std::mutex recompute_mutex_;
-  std::thread::id recomputing_thread_;
+  std::mutex recompute_mutex_;  // never waited for with the GIL, which a recompute needs
+  std::atomic<std::thread::id> recomputing_thread_{};
+};
+
+// Keeps one position of a region alive: what autograd holds in place of a saved tensor.
+class Holder {
+ public:
+  Holder(std::shared_ptr<Region> region, size_t index)
+      : region_(std::move(region)), index_(index) {
+    region_->hold(index_);
+  }
+  ~Holder() { region_->let_go(index_); }
+  Holder(const Holder& other) : Holder(other.region_, other.index_) {}
+  Holder& operator=(const Holder&) = delete;
+
+  at::Tensor open() const { return region_->open(index_); }
+
+ private:
+  std::shared_ptr<Region> region_;
+  size_t index_;
 };
 
 // One run of the function for its saved tensors.

@@ -3,6 +3,7 @@
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 """
 
+from .engine_hooks import use_engine_hooks
 from .errors import CheckpointError
 from .function import CheckpointFunction, is_recomputing
 from .models import CheckpointHandle, checkpoint_modules, checkpoint_sequential
@@ -18,4 +19,5 @@ __all__ = [
     "checkpoint_sequential",
     "is_recomputing",
     "patch_torch_checkpoint",
+    "use_engine_hooks",
 ]

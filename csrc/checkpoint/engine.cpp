@@ -1,0 +1,129 @@
+#include "checkpoint/engine.h"
+
+#include "checkpoint/hooks.h"
+#include "checkpoint/region.h"
+#include "compat.h"
+
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+
+#include <atomic>
+#include <mutex>
+
+namespace memsave_ext {
+namespace {
+
+using torch::autograd::Engine;
+using torch::autograd::SavedVariableHooks;
+
+std::atomic<bool> hooks_enabled{false};
+
+class RegionHooks final : public SavedVariableHooks {
+ public:
+  explicit RegionHooks(const Packing& packing) : packing_(packing) {}
+
+  void call_pack_hook(const at::Tensor& saved) override {
+    const Packing packing = std::exchange(packing_, {});
+    if (packing.region) {
+      holder_.emplace(packing.region, packing.region->save(saved));
+      return;
+    }
+    value_ = saved.requires_grad() ? saved.detach() : saved;
+    if (packing.run != nullptr && !packing.run->save(value_)) throw_stop();
+  }
+
+  at::Tensor call_unpack_hook() override { return holder_ ? holder_->open() : value_; }
+
+  // For compiled autograd, which traces hooks in Python only.
+  std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data()
+      const override {
+    const pybind11::gil_scoped_acquire gil;
+    Py_INCREF(unpack_function());
+    pybind11::object data =
+        holder_ ? make_holder(*holder_)
+                : pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(value_));
+    return std::make_pair(c10::SafePyObject(unpack_function(), getPyInterpreter()),
+                          c10::SafePyObject(data.release().ptr(), getPyInterpreter()));
+  }
+
+ private:
+  Packing packing_;
+  std::optional<Holder> holder_;  // set by a forward
+  at::Tensor value_;              // set by a recompute
+};
+
+class RegionEngine final : public Engine {
+ public:
+  explicit RegionEngine(Engine& torchs) : torchs_(torchs) {}
+
+  std::unique_ptr<SavedVariableHooks> get_default_saved_variable_hooks() override {
+    if (hooks_enabled.load(std::memory_order_relaxed)) {
+      const auto& tls = at::SavedTensorDefaultHooks::get_tls_state();
+      if (!tls.stack.empty() && !tls.is_tracing) {
+        const Packing* packing = as_packing(tls.stack.top().first.ptr(getPyInterpreter()));
+        if (packing != nullptr) return std::make_unique<RegionHooks>(*packing);
+      }
+    }
+    return torchs_.get_default_saved_variable_hooks();
+  }
+
+  torch::autograd::variable_list execute(const torch::autograd::edge_list& roots,
+                                         const torch::autograd::variable_list& inputs,
+                                         bool keep_graph, bool create_graph, bool accumulate_grad,
+                                         const torch::autograd::edge_list& outputs) override {
+    return torchs_.execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+  }
+
+  c10::intrusive_ptr<at::ivalue::Future> execute_with_graph_task(
+      const std::shared_ptr<torch::autograd::GraphTask>& graph_task, NodePtr graph_root,
+      torch::autograd::InputBuffer&& input_buffer) override {
+    return torchs_.execute_with_graph_task(graph_task, std::move(graph_root),
+                                           std::move(input_buffer));
+  }
+
+  std::unique_ptr<torch::autograd::AnomalyMetadata> make_anomaly_metadata() override {
+    return torchs_.make_anomaly_metadata();
+  }
+
+  void thread_on_exception(const std::shared_ptr<torch::autograd::GraphTask>& graph_task,
+                           const NodePtr& node, std::exception& error) override {
+    torchs_.thread_on_exception(graph_task, node, error);
+  }
+
+  void thread_init(int device, const std::shared_ptr<torch::autograd::ReadyQueue>& ready_queue,
+                   bool should_increment) override {
+    torchs_.thread_init(device, ready_queue, should_increment);
+  }
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 15
+  std::vector<std::unique_ptr<torch::autograd::NodeCreationHook>> get_node_creation_hooks()
+      override {
+    return torchs_.get_node_creation_hooks();
+  }
+#endif
+
+ private:
+  Engine& torchs_;
+};
+
+RegionEngine* installed = nullptr;
+
+Engine& get_installed() { return *installed; }
+
+}  // namespace
+
+bool use_engine_hooks(bool enabled) {
+  static std::once_flag once;
+  if (enabled) {
+    std::call_once(once, [] {
+      // Never destroyed: autograd's threads may outlive static destruction.
+      installed = new RegionEngine(Engine::get_default_engine());
+      torch::autograd::set_default_engine_stub(get_installed);
+    });
+  }
+  return hooks_enabled.exchange(enabled);
+}
+
+}  // namespace memsave_ext

@@ -1,0 +1,11 @@
+// Saved-tensor hooks of regions without Python: an autograd engine that hands out C++ hooks.
+#pragma once
+
+namespace memsave_ext {
+
+// Puts an engine in front of torch's that, while enabled, gives a region's saved tensors C++ hooks.
+// Everything else it forwards. The engine is installed by the first call with true, process-wide, and
+// stays; disabled, it only forwards. Returns what was set before.
+bool use_engine_hooks(bool enabled);
+
+}  // namespace memsave_ext
