@@ -25,6 +25,7 @@ from memsave_ext import _native
 from memsave_ext._reference.checkpointing import checkpoint_apply as python_apply
 
 Region = Callable[[Tensor], Tensor]
+TORCH = "torch, use_reentrant=False"
 REENTRANT = "torch, use_reentrant=True"
 OURS = "CheckpointFunction"
 
@@ -43,32 +44,28 @@ def cases(saved_tensors: int, device: str) -> dict[str, Callable[[], None]]:
         call().sum().backward()
         x.grad = weight.grad = None
 
-    calls: dict[str, Callable[[], Tensor]] = {
-        "plain": partial(region, x),
-        "torch, use_reentrant=False": partial(checkpoint, region, x, use_reentrant=False),
-        REENTRANT: partial(checkpoint, region, x, use_reentrant=True),
-        f"{OURS}, pure Python": partial(python_apply, region, 1, x, weight),
-    }
-    calls["checkpoint"] = partial(ms.checkpoint, region, x)
-    if _native.available:
-        calls["checkpoint, engine hooks"] = partial(with_engine_hooks, region, x)
-        calls[OURS] = partial(ms.CheckpointFunction.apply, region, 1, x, weight)
+    def with_engine_hooks(call: Callable[[], Tensor]) -> None:
+        ms.use_engine_hooks(True)
+        backward(call)
+        ms.use_engine_hooks(False)
+
+    ours = partial(ms.checkpoint, region, x)
     timed: dict[str, Callable[[], None]] = {
-        name: partial(backward, call) for name, call in calls.items()
+        "plain": partial(backward, partial(region, x)),
+        TORCH: partial(backward, partial(checkpoint, region, x, use_reentrant=False)),
+        REENTRANT: partial(backward, partial(checkpoint, region, x, use_reentrant=True)),
+        f"{OURS}, pure Python": partial(backward, partial(python_apply, region, 1, x, weight)),
+        "checkpoint": partial(backward, ours),
     }
+    if _native.available:
+        timed["checkpoint, engine hooks"] = partial(with_engine_hooks, ours)
+        explicit = partial(ms.CheckpointFunction.apply, region, 1, x, weight)
+        timed[OURS] = partial(backward, explicit)
 
     def forward() -> None:
         region(x)
 
     return {"forward": forward, **timed}
-
-
-def with_engine_hooks(region: Region, x: Tensor) -> Tensor:
-    ms.use_engine_hooks(True)
-    try:
-        return ms.checkpoint(region, x)
-    finally:
-        ms.use_engine_hooks(False)
 
 
 def measure(saved_tensors: int, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -160,7 +160,7 @@ py::object apply(const Arguments& arguments) {
   std::vector<SavedVariable> saved;
   std::vector<uint32_t> versions;
   std::vector<ListedParameter> parameters;
-  std::optional<RngState> rng;
+  std::unique_ptr<RngState> rng;
   if (!differentiable && at::GradMode::is_enabled() && site != nullptr &&
       site->listing == Listing::kUnchecked) {
     return call_and_look(arguments, site);
@@ -183,7 +183,7 @@ py::object apply(const Arguments& arguments) {
       edges.push_back(tensor.requires_grad() && !repeated ? impl::gradient_edge(tensor)
                                                           : torch::autograd::Edge());
     }
-    rng = RngState::capture();
+    rng = std::make_unique<RngState>();
   }
 
   const FunctionResult result = call_without_graph(arguments, autocast);
@@ -198,7 +198,7 @@ py::object apply(const Arguments& arguments) {
                 " in place, so that it could not be run again from it. Clone the "
                 "input inside the function first.");
   }
-  if (*rng == RngState::capture()) rng.reset();
+  if (rng->is_current()) rng.reset();
   auto node = make_node<CheckpointNode>(
       arguments.function, std::move(saved), std::move(parameters),
       Surroundings{autocast, std::move(rng), current_cuda_stream()}, site, std::move(edges));

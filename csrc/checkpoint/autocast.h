@@ -21,25 +21,32 @@ class AutocastState {
   AutocastState without_cache() const;
 
  private:
+  friend class AutocastGuard;
   struct Device {
     bool enabled;
     c10::ScalarType dtype;
   };
-  std::array<Device, kAutocastDevices.size()> devices_;
+  bool any_enabled_;
+  std::array<Device, kAutocastDevices.size()> devices_{};  // not read where none is enabled
   bool cache_enabled_;
 };
 
 class AutocastGuard {
  public:
+  // The usual case, no autocast then or now, costs one look at the dispatcher's keys.
   explicit AutocastGuard(const AutocastState& state) : outer_(AutocastState::capture()) {
-    state.restore();
+    needed_ = state.any_enabled_ || outer_.any_enabled_;
+    if (needed_) state.restore();
   }
-  ~AutocastGuard() { outer_.restore(); }
+  ~AutocastGuard() {
+    if (needed_) outer_.restore();
+  }
   AutocastGuard(const AutocastGuard&) = delete;
   AutocastGuard& operator=(const AutocastGuard&) = delete;
 
  private:
   AutocastState outer_;
+  bool needed_;
 };
 
 }  // namespace memsave_ext

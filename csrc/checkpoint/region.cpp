@@ -54,13 +54,13 @@ void Region::save_arguments(PyObject* arguments) {
 }
 
 void Region::save_surroundings() {
-  surroundings_ = {AutocastState::capture(), std::nullopt, current_cuda_stream()};
-  if (options_.preserve_rng_state) surroundings_.rng = RngState::capture();
+  surroundings_ = {AutocastState::capture(), nullptr, current_cuda_stream()};
+  if (options_.preserve_rng_state) surroundings_.rng = std::make_unique<RngState>();
 }
 
 void Region::finish_forward(PyObject* outputs) {
   forward_finished_ = true;
-  if (surroundings_.rng && *surroundings_.rng == RngState::capture()) surroundings_.rng.reset();
+  if (surroundings_.rng && surroundings_.rng->is_current()) surroundings_.rng.reset();
   if (stop_at_last_save_ && !slots_.empty()) {
     stop_at_last_save_ = worth_stopping(last_save_sequence_nr_, last_save_numel_) &&
                          !last_save_is_filled_later(outputs, last_save_sequence_nr_);

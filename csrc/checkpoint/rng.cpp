@@ -2,6 +2,7 @@
 
 #include <ATen/detail/CUDAHooksInterface.h>
 
+#include <algorithm>
 #include <mutex>
 
 #include "checkpoint/device.h"
@@ -13,36 +14,38 @@ at::CPUGeneratorImpl* cpu_generator() {
   return at::detail::getDefaultCPUGenerator().get<at::CPUGeneratorImpl>();
 }
 
-bool same(const at::mt19937& a, const at::mt19937& b) {
-  const auto left = a.data();
-  const auto right = b.data();
-  return left.left_ == right.left_ && left.next_ == right.next_ && left.seed_ == right.seed_ &&
-         left.state_ == right.state_;
-}
-
 }  // namespace
 
-RngState RngState::capture() {
-  RngState state;
-  {
-    auto* generator = cpu_generator();
-    const std::lock_guard<std::mutex> lock(generator->mutex_);
-    state.cpu_ = {generator->engine(), generator->next_float_normal_sample(),
-                  generator->next_double_normal_sample()};
-  }
-  if (cuda_in_use()) {
-    const auto& cuda = at::detail::getCUDAHooks();
-    for (c10::DeviceIndex device = 0; device < cuda.deviceCount(); ++device) {
-      if (!cuda.hasPrimaryContext(device)) continue;
-      at::Generator generator = cuda.getDefaultGenerator(device);
-      const std::lock_guard<std::mutex> lock(generator.mutex());
-      const uint64_t seed = generator.current_seed();
-      const uint64_t offset = generator.get_offset();
-      state.cuda_.push_back({std::move(generator), seed, offset});
-    }
-  }
-  return state;
+RngState::Cpu RngState::Cpu::current() {
+  auto* generator = cpu_generator();
+  const std::lock_guard<std::mutex> lock(generator->mutex_);
+  return {generator->engine(), generator->next_float_normal_sample(),
+          generator->next_double_normal_sample()};
 }
+
+bool RngState::Cpu::operator==(const Cpu& other) const {
+  const auto a = engine.data();
+  const auto b = other.engine.data();
+  return a.left_ == b.left_ && a.next_ == b.next_ && a.seed_ == b.seed_ && a.state_ == b.state_ &&
+         next_float == other.next_float && next_double == other.next_double;
+}
+
+std::vector<RngState::Philox> RngState::current_cuda() {
+  std::vector<Philox> states;
+  if (!cuda_in_use()) return states;
+  const auto& cuda = at::detail::getCUDAHooks();
+  for (c10::DeviceIndex device = 0; device < cuda.deviceCount(); ++device) {
+    if (!cuda.hasPrimaryContext(device)) continue;
+    at::Generator generator = cuda.getDefaultGenerator(device);
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    const uint64_t seed = generator.current_seed();
+    const uint64_t offset = generator.get_offset();
+    states.push_back({std::move(generator), seed, offset});
+  }
+  return states;
+}
+
+RngState::RngState() : cpu_(Cpu::current()), cuda_(current_cuda()) {}
 
 void RngState::restore() const {
   {
@@ -60,15 +63,13 @@ void RngState::restore() const {
   }
 }
 
-bool RngState::operator==(const RngState& other) const {
-  if (cuda_.size() != other.cuda_.size()) return false;
-  for (size_t i = 0; i < cuda_.size(); ++i) {
-    if (cuda_[i].seed != other.cuda_[i].seed || cuda_[i].offset != other.cuda_[i].offset) {
-      return false;
-    }
-  }
-  return cpu_.next_float == other.cpu_.next_float && cpu_.next_double == other.cpu_.next_double &&
-         same(cpu_.engine, other.cpu_.engine);
+bool RngState::is_current() const {
+  const auto cuda = current_cuda();
+  return cpu_ == Cpu::current() &&
+         std::equal(cuda_.begin(), cuda_.end(), cuda.begin(), cuda.end(),
+                    [](const Philox& a, const Philox& b) {
+                      return a.seed == b.seed && a.offset == b.offset;
+                    });
 }
 
 }  // namespace memsave_ext

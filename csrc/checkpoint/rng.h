@@ -10,17 +10,20 @@
 
 namespace memsave_ext {
 
-// CPU: the Mersenne Twister itself (2.5 KB, no tensor). CUDA: seed and offset of the Philox
-// generator, 16 bytes for every device that has a context, read without synchronising.
+// The present states. CPU: the Mersenne Twister itself (2.5 KB, no tensor). CUDA: seed and offset of
+// the Philox generator, 16 bytes for every device that has a context, read without synchronising.
 class RngState {
  public:
-  static RngState capture();
+  RngState();
 
   void restore() const;
-  bool operator==(const RngState& other) const;
+  bool is_current() const;
 
  private:
   struct Cpu {
+    static Cpu current();
+    bool operator==(const Cpu& other) const;
+
     at::mt19937 engine;
     std::optional<float> next_float;
     std::optional<double> next_double;
@@ -30,6 +33,7 @@ class RngState {
     uint64_t seed;
     uint64_t offset;
   };
+  static std::vector<Philox> current_cuda();
 
   Cpu cpu_;
   std::vector<Philox> cuda_;
@@ -38,7 +42,7 @@ class RngState {
 // Sets `state` for a scope and restores what it found, also when an exception leaves the scope.
 class RngGuard {
  public:
-  explicit RngGuard(const RngState& state) : outer_(RngState::capture()) { state.restore(); }
+  explicit RngGuard(const RngState& state) { state.restore(); }
   ~RngGuard() { outer_.restore(); }
   RngGuard(const RngGuard&) = delete;
   RngGuard& operator=(const RngGuard&) = delete;

@@ -3,6 +3,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <memory>
 #include <optional>
 
 #include "checkpoint/autocast.h"
@@ -14,7 +15,7 @@ namespace memsave_ext {
 
 struct Surroundings {
   AutocastState autocast;
-  std::optional<RngState> rng;  // none where the forward drew no random number
+  std::unique_ptr<RngState> rng;  // none where the forward drew no random number
   std::optional<c10::Stream> stream;
 };
 
