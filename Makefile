@@ -32,6 +32,7 @@ test: $(BUILT)  ## run the tests, native and in pure Python
 
 bench: $(BUILT)  ## run every benchmark
 	$(VENV) benchmarks/checkpoint_overhead.py
+	$(VENV) benchmarks/checkpoint_threads.py
 	$(VENV) benchmarks/densenet.py
 
 lint: $(INSTALLED)  ## check style and types

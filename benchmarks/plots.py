@@ -50,3 +50,24 @@ def _bars(
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="x", alpha=0.3)
     axis.set_axisbelow(True)
+
+
+def plot_overhead(record: Record, path: Path) -> None:
+    """Overhead per region over the number of saved tensors, a line per peer."""
+    figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    chains = [row for row in record["rows"] if row["region"].partition(" ")[0].isdigit()]
+    for peer in dict.fromkeys(row["peer"] for row in chains):
+        mine = [row for row in chains if row["peer"] == peer]
+        counts = [int(row["region"].partition(" ")[0]) for row in mine]
+        colour = PEER if peer.startswith("torch") else COLOURS["memsave_ext"]
+        style = ("-", "--", ":", "-.")[len(axis.lines) % 4]
+        axis.plot(counts, [row["overhead_us"] for row in mine], style, marker="o", color=colour)
+        axis.annotate(f" {peer}", (counts[-1], mine[-1]["overhead_us"]), fontsize=8, va="center")
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("symlog", linthresh=10)  # an explicit region costs less than nothing
+    axis.axhline(0, color="#cccccc", linewidth=0.8)
+    axis.set_xlim(right=axis.get_xlim()[1] * 4)
+    axis.set_xlabel("tensors the region saves")
+    axis.set_ylabel("overhead per region (\N{MICRO SIGN}s)")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -96,28 +96,47 @@ def machine_line(record: Record) -> str:
 
 
 def overhead_table(record: Record) -> str:
-    """Peers down, saved tensors across: microseconds a region costs, and the ratio as recorded."""
-    cells = {(row["peer"], row["saved_tensors"]): row for row in record["rows"]}
-    peers = list(dict.fromkeys(peer for peer, _ in cells))
-    counts = sorted({count for _, count in cells})
+    """Peers down, regions across: microseconds a region costs, and the ratio as recorded."""
+    cells = {(row["peer"], row["region"]): row for row in record["rows"]}
+    regions = list(dict.fromkeys(region for _, region in cells))
 
     def cell(row: Record | None) -> str:
-        return f"{row['overhead_us']:.1f} µs{_times(row.get('ratio'))}" if row else "-"
+        return f"{row['overhead_us']:.1f} µs{_times(row['ratio'])}" if row else "-"
 
-    header = ("overhead per region", *(f"{n} saved tensor{'s' if n != 1 else ''}" for n in counts))
-    return markdown(
-        header, [(peer, *(cell(cells.get((peer, n))) for n in counts)) for peer in peers]
-    )
+    rows = [
+        (peer, *(cell(cells.get((peer, region))) for region in regions))
+        for peer in dict.fromkeys(peer for peer, _ in cells)
+    ]
+    return markdown(("overhead per region", *regions), rows)
 
 
 def overhead_caption(record: Record) -> str:
-    peer = "torch, use_reentrant=True"
-    return f"Minima of interleaved rounds, {TIMES} against {peer}. {machine_line(record)}."
+    return (
+        f"Minima of {record['settings']['rounds']} interleaved rounds, {TIMES} against torch, "
+        f"use_reentrant=False. {machine_line(record)}."
+    )
+
+
+def threads_table(record: Record) -> str:
+    """Peers down, threads across: microseconds per region and thread."""
+    counts = list(dict.fromkeys(row["threads"] for row in record["rows"]))
+    rows = []
+    for peer in dict.fromkeys(row["peer"] for row in record["rows"]):
+        mine = {row["threads"]: row["us"] for row in record["rows"] if row["peer"] == peer}
+        rows.append((peer, *(f"{mine[n]:.0f} µs" for n in counts)))
+    header = [f"{n} thread{'s' if n != 1 else ''}" for n in counts]
+    return markdown(("step of a region, per thread", *header), rows)
+
+
+def threads_caption(record: Record) -> str:
+    of = {**record, "settings": {}}
+    return f"8 saved tensors; median of {record['settings']['rounds']} rounds. {machine_line(of)}."
 
 
 TABLES: dict[str, tuple[Callable[[Record], str], Callable[[Record], str]]] = {
     "densenet": (densenet_table, densenet_caption),
     "checkpoint_overhead": (overhead_table, overhead_caption),
+    "checkpoint_threads": (threads_table, threads_caption),
 }
 
 

@@ -212,12 +212,26 @@ def test_readme_tables_are_those_of_the_results():
     assert readme_tables.main(["--check"]) == 0
 
 
+@pytest.mark.parametrize("name", ["checkpoint_overhead", "checkpoint_threads"])
+def test_overhead_benchmarks_end_to_end(name, densenet, tmp_path, capsys):
+    benchmark = importlib.import_module(name)
+    threads = torch.get_num_threads()
+    try:
+        benchmark.main(["--rounds", "2", "--no-progress", "--save", str(tmp_path)])
+    finally:
+        torch.set_num_threads(threads)
+    (path,) = tmp_path.glob(f"{name}-*.json")
+    (record,) = json.loads(path.read_text())
+    assert {"torch, use_reentrant=False", "checkpoint"} <= {row["peer"] for row in record["rows"]}
+    assert str(path) in capsys.readouterr().out
+
+
 def test_readme_tables_rewrite(tmp_path):
     rows = [
-        {"saved_tensors": 8, "peer": "torch", "overhead_us": 113.0, "ratio": 1.0},
-        {"saved_tensors": 8, "peer": "ours", "overhead_us": 11.0, "ratio": 0.1},
+        {"region": "8 saved tensors", "peer": "torch", "overhead_us": 113.0, "ratio": 1.0},
+        {"region": "8 saved tensors", "peer": "ours", "overhead_us": 11.0, "ratio": 0.1},
     ]
-    record = {"machine": common.machine(), "settings": {}, "rows": rows}
+    record = {"machine": common.machine(), "settings": {"rounds": 3}, "rows": rows}
     path = common.write_record(tmp_path, "checkpoint_overhead", record)
     readme = tmp_path / "README.md"
     before = (
