@@ -14,7 +14,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format cuda-check bench clean
+.PHONY: help demo test lint format cuda-check bench sanitize clean
 # A recipe that fails must not leave a fresh stamp behind.
 .DELETE_ON_ERROR:
 
@@ -48,6 +48,10 @@ format: $(INSTALLED)  ## rewrite the sources in the project's style
 
 cuda-check: $(INSTALLED)  ## compile every CUDA source, without a GPU or a CUDA torch
 	$(VENV) tools/cuda_check.py
+
+sanitize: $(INSTALLED)  ## run the checkpoint tests with address, undefined-behaviour and thread sanitizers
+	$(VENV) tools/sanitize.py address
+	$(VENV) tools/sanitize.py thread
 
 clean:  ## remove what was built, .venv too
 	rm -rf .venv build dist *.egg-info memsave_ext/_C.*.so memsave_ext/_build_info.json

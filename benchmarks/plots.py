@@ -66,7 +66,9 @@ def plot_overhead(record: Record, path: Path) -> None:
     axis.set_xscale("log", base=2)
     axis.set_yscale("symlog", linthresh=10)  # an explicit region costs less than nothing
     axis.axhline(0, color="#cccccc", linewidth=0.8)
-    axis.set_xlim(right=axis.get_xlim()[1] * 4)
+    axis.margins(y=0.08)
+    axis.set_xticks(counts, [str(count) for count in counts])
+    axis.set_xlim(right=axis.get_xlim()[1] * 6)  # room for the names
     axis.set_xlabel("tensors the region saves")
     axis.set_ylabel("overhead per region (\N{MICRO SIGN}s)")
     figure.savefig(path, dpi=150)

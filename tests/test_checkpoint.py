@@ -650,6 +650,43 @@ def test_no_more_memory_than_torch():
     assert kept["ours"][1] <= kept["torch"][1]
 
 
+def test_twenty_levels():
+    """Every level's arguments are held by the level around it."""
+    x, w = leaf(4), leaf(4)
+
+    def nested(depth, run):
+        def function(a):
+            return nested(depth - 1, run)(a).sin() * w if depth else a * w
+
+        return lambda a: run(function, a)
+
+    depth = 20
+    results = []
+    for run in (plain, checkpoint):
+        results.append(torch.autograd.grad(nested(depth, run)(x).sum(), (x, w)))
+    assert_equal(*results)
+
+
+@pytest.mark.skipif(not _native.available, reason="ten times slower, and torch's own objects")
+def test_host_memory_does_not_grow():
+    block, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout()), leaf(2, 4)
+
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    def regions(count):
+        for _ in range(count):
+            torch.autograd.grad(checkpoint(block, x).sum(), x)
+            ms.CheckpointFunction.apply(block, 1, x, *block.parameters()).sum().backward()
+            checkpoint(block, x)
+
+    regions(2000)
+    before = resident()
+    regions(10_000)
+    assert resident() - before < 2**20
+
+
 def test_nothing_grows_and_nothing_is_left():
     class Block(nn.Module):
         def __init__(self):

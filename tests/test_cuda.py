@@ -113,3 +113,64 @@ def test_every_device_is_replayed():
 def test_probe():
     major, minor = torch.cuda.get_device_capability()
     assert 0 < _native.module.probe_cuda() <= major * 100 + minor * 10
+
+
+# ---- checkpoint -------------------------------------------------------------------------------
+
+
+def test_checkpoint_replays_dropout_and_autocast():
+    linear = nn.Linear(64, 64, device="cuda")
+    x = torch.randn(32, 64, device="cuda", requires_grad=True)
+    tensors = (x, *linear.parameters())
+    results = []
+    for run in (lambda f, *a: f(*a), ms.checkpoint):
+        torch.manual_seed(1)
+        with torch.autocast("cuda", torch.bfloat16):
+            output = run(lambda a: region(linear)(a).tanh(), x)
+        results.append((output, *torch.autograd.grad(output.float().sum(), tensors)))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_checkpoint_does_not_synchronise():
+    linear = nn.Linear(8, 8, device="cuda")
+    x = torch.randn(4, 8, device="cuda", requires_grad=True)
+    ms.checkpoint(region(linear), x).sum().backward()  # lazy initialisation
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ms.checkpoint(region(linear), x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_offload_moves_the_inputs_to_pinned_memory_and_back():
+    w = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+    x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+
+    def function(a):
+        return (a @ w).tanh() @ w
+
+    expected = torch.autograd.grad(function(x * 2).sum(), (x, w))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    output = ms.checkpoint(function, x * 2, offload="cpu").sum()
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated() - before
+    got = torch.autograd.grad(output, (x, w))
+    assert held < x.nbytes
+    for a, b in zip(expected, got, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_offloaded_regions_in_a_row_reuse_no_memory_too_early():
+    x = torch.randn(512, 512, device="cuda", requires_grad=True)
+
+    def chain(run):
+        value = x
+        for _ in range(20):
+            value = run(lambda a: (a * 1.01).sin().cos(), value)
+        return torch.autograd.grad(value.sum(), x)[0]
+
+    plain = chain(lambda f, a: f(a))
+    for _ in range(3):
+        assert torch.equal(plain, chain(lambda f, a: ms.checkpoint(f, a, offload="cpu")))

@@ -1,0 +1,99 @@
+"""Builds the native part with a sanitizer and runs the checkpoint tests with it.
+
+    python tools/sanitize.py address    # AddressSanitizer and UndefinedBehaviorSanitizer
+    python tools/sanitize.py thread     # ThreadSanitizer
+
+Everything is put in build/sanitize-KIND; the installed package is left alone. Python and torch are
+not built with the sanitizer. AddressSanitizer sees our own accesses all the same, and every heap
+block. ThreadSanitizer knows of the order that mutexes make, in whatever library; what torch orders
+with atomic operations it cannot see, so accesses made in torch's libraries are not reported.
+"""
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FLAGS = {"address": "-fsanitize=address,undefined", "thread": "-fsanitize=thread"}
+LIBRARIES = {"address": ["libasan.so", "libubsan.so"], "thread": ["libtsan.so"]}
+TESTS = ["tests/test_checkpoint_function.py", "tests/test_checkpoint.py"]
+# Compiling and new processes are torch's business, and slow or impossible under a sanitizer.
+EXPRESSION = {"address": "not compile", "thread": "threads or at_once"}
+SUPPRESSIONS = """\
+called_from_lib:libtorch_cpu.so
+called_from_lib:libtorch_python.so
+called_from_lib:libc10.so
+race:libtorch
+race:libc10
+race:libpython
+race:^Py
+race:^_Py
+"""
+
+
+def library(name: str) -> str:
+    compiler = os.environ.get("CXX", "g++")
+    command = [*shlex.split(compiler), f"-print-file-name={name}"]
+    path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    if not os.path.isabs(path):
+        sys.exit(f"sanitize: {compiler} has no {name}; install its sanitizer libraries")
+    return path
+
+
+def build(kind: str, folder: Path) -> None:
+    package = folder / "memsave_ext"
+    ignored = shutil.ignore_patterns("_C.*.so", "_build_info.json", "__pycache__")
+    shutil.copytree(ROOT / "memsave_ext", package, ignore=ignored, dirs_exist_ok=True)
+    environment = {**os.environ, "MEMSAVE_EXT_CUDA": "0", "CXXFLAGS": f"{FLAGS[kind]} -g1"}
+    environment["LDFLAGS"] = FLAGS[kind]
+    environment["CFLAGS"] = environment["CXXFLAGS"]
+    command = [sys.executable, "setup.py", "-q", "build_ext"]
+    command += ["--build-lib", str(folder), "--build-temp", str(folder / "objects")]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+
+
+def test(kind: str, folder: Path) -> int:
+    suppressions = folder / "suppressions.txt"
+    suppressions.write_text(SUPPRESSIONS)
+    options = {
+        # Python leaves much allocated at exit; our own leaks have tests.
+        "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+        # Free of quotes: a path with a space would end the option.
+        "TSAN_OPTIONS": f"suppressions={suppressions.name}:ignore_noninstrumented_modules=1:"
+        "halt_on_error=0:exitcode=66",
+    }
+    environment = {
+        **os.environ,
+        **options,
+        "LD_PRELOAD": " ".join(library(name) for name in LIBRARIES[kind]),
+        "PYTHONPATH": str(folder),
+        "PYTHONMALLOC": "malloc",  # so that every Python object is a block of its own
+        "MEMSAVE_EXT_NATIVE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["--rootdir", str(ROOT), "-k", EXPRESSION[kind]]
+    command += [str(ROOT / name) for name in TESTS]
+    if kind == "thread" and shutil.which("setarch"):
+        # Its shadow memory needs addresses where they used to be.
+        command = ["setarch", platform.machine(), "-R", *command]
+    return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
+
+
+def main() -> None:
+    kind = sys.argv[1] if len(sys.argv) == 2 else ""
+    if kind not in FLAGS:
+        sys.exit(f"usage: sanitize.py {'|'.join(FLAGS)}")
+    folder = ROOT / "build" / f"sanitize-{kind}"
+    build(kind, folder)
+    print(f"== checkpoint tests under the {kind} sanitizer", flush=True)
+    sys.exit(test(kind, folder))
+
+
+if __name__ == "__main__":
+    main()
