@@ -184,7 +184,7 @@ def library():
 
 
 def test_patch(library):
-    original = torch_checkpoint.checkpoint
+    original, sequential = torch_checkpoint.checkpoint, torch_checkpoint.checkpoint_sequential
     x = torch.randn(4, requires_grad=True)
     seen = []
 
@@ -193,16 +193,18 @@ def test_patch(library):
         return a.exp().sin()
 
     with ms.patch_torch_checkpoint():
-        assert library.ckpt is ms.checkpoint
-        assert torch.utils.checkpoint.checkpoint is ms.checkpoint
-        assert torch.utils.checkpoint.checkpoint_sequential is ms.checkpoint_sequential
+        assert library.ckpt is torch.utils.checkpoint.checkpoint is not original
+        assert torch.utils.checkpoint.checkpoint_sequential is not sequential
         library.late = torch_checkpoint.checkpoint
+        library.ours = ms.checkpoint
         library.ckpt(function, x, use_reentrant=True).sum().backward()
         functools.partial(torch_checkpoint.checkpoint, use_reentrant=False)(function, x)
     assert seen == [False, True, False]
     assert library.ckpt is library.late is torch_checkpoint.checkpoint is original
+    assert torch_checkpoint.checkpoint_sequential is sequential
+    assert library.ours is ms.checkpoint
     handle = ms.patch_torch_checkpoint()
-    assert library.ckpt is ms.checkpoint
+    assert library.ckpt is not original
     handle.remove()
     assert library.ckpt is original
 

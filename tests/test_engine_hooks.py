@@ -47,7 +47,10 @@ def test_all_tests_of_checkpoint_pass_with_it():
         "import sys, pytest, memsave_ext as ms; ms.use_engine_hooks(True); "
         "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', *sys.argv[1:]]))"
     )
-    tests = [str(HERE / name) for name in ("test_checkpoint.py", "test_batch_norm.py")]
+    tests = [
+        str(HERE / name)
+        for name in ("test_checkpoint.py", "test_checkpoint_state.py", "test_checkpoint_errors.py")
+    ]
     done = subprocess.run(
         [sys.executable, "-c", code, *tests], capture_output=True, text=True, check=False
     )

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = {"address": "-fsanitize=address,undefined", "thread": "-fsanitize=thread"}
 LIBRARIES = {"address": ["libasan.so", "libubsan.so"], "thread": ["libtsan.so"]}
-TESTS = ["tests/test_checkpoint_function.py", "tests/test_checkpoint.py"]
+TESTS = ["", "_state", "_errors", "_function", "_function_state", "_function_errors"]
 # Compiling and new processes are torch's business, and slow or impossible under a sanitizer.
 EXPRESSION = {"address": "not compile", "thread": "threads or at_once"}
 SUPPRESSIONS = """\
@@ -78,7 +78,7 @@ def test(kind: str, folder: Path) -> int:
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["--rootdir", str(ROOT), "-k", EXPRESSION[kind]]
-    command += [str(ROOT / name) for name in TESTS]
+    command += [str(ROOT / f"tests/test_checkpoint{name}.py") for name in TESTS]
     if kind == "thread" and shutil.which("setarch"):
         # Its shadow memory needs addresses where they used to be.
         command = ["setarch", platform.machine(), "-R", *command]

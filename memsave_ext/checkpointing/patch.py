@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -11,9 +13,23 @@ import torch.utils.checkpoint as _torch
 from .models import checkpoint_sequential
 from .region import checkpoint
 
+
+def _stand_in(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """An object of its own: undoing the patch must not touch who imported ``ours`` himself."""
+
+    @functools.wraps(theirs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
+
+    return call
+
+
 _REPLACEMENTS = {
-    _torch.checkpoint: checkpoint,
-    _torch.checkpoint_sequential: checkpoint_sequential,
+    theirs: _stand_in(ours, theirs)
+    for theirs, ours in (
+        (_torch.checkpoint, checkpoint),
+        (_torch.checkpoint_sequential, checkpoint_sequential),
+    )
 }
 
 

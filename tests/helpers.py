@@ -1,0 +1,74 @@
+"""What the tests of checkpointing share."""
+
+import contextlib
+import threading
+
+import torch
+
+import memsave_ext as ms
+
+
+def leaf(*shape, dtype=torch.float32):
+    return torch.randn(*shape, dtype=dtype, requires_grad=True)
+
+
+def assert_equal(left, right):
+    """Bitwise, None and NaN included."""
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def plain(function, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+def both(program, tensors, **kwargs):
+    """Gradients of ``program(run)``, run plainly and checkpointed: equal, as are random numbers."""
+    results = []
+    for run in (plain, ms.checkpoint):
+        torch.manual_seed(1)
+        output = program(run)
+        after = torch.rand(2)
+        grads = torch.autograd.grad(output, tensors, allow_unused=True, **kwargs)
+        results.append((output, after, *grads))
+    assert_equal(*results)
+    return results[1]
+
+
+def run_threads(work, count):
+    """``work(i)`` in ``count`` threads; what one raises is raised here."""
+    failures = []
+
+    def guarded(i):
+        try:
+            work(i)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    if failures:
+        raise failures[0]
+
+
+@contextlib.contextmanager
+def state_unchanged():
+    def state():
+        return (
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_cache_enabled(),
+            ms.is_recomputing(),
+            torch._C._autograd._top_saved_tensors_default_hooks(False),
+        )
+
+    before = state()
+    yield
+    assert state() == before

@@ -1,0 +1,172 @@
+"""checkpoint(): recomputes that differ from their forward, context_fn, and bad input."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from helpers import assert_equal, both, leaf, plain
+
+import memsave_ext as ms
+
+checkpoint = ms.checkpoint
+
+
+def changing(first, second):
+    def function(a):
+        return second(a) if ms.is_recomputing() else first(a)
+
+    return function
+
+
+def test_different_metadata():
+    function = changing(lambda a: a[:2].exp().sin(), lambda a: a[:3].exp().sin())
+    out = checkpoint(function, leaf(4))
+    with pytest.raises(ms.CheckpointError) as caught:
+        out.sum().backward()
+    text = str(caught.value)
+    assert text.startswith("torch.utils.checkpoint: Recomputed values for the following tensors")
+    assert "tensor at position 0:\nsaved metadata: {'shape': torch.Size([2])" in text
+    assert "'dtype': torch.float32, 'device': device(type='cpu')}" in text
+    assert "recomputed metadata: {'shape': torch.Size([3])" in text
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_fewer_saved(early_stop):
+    function = changing(lambda a: a.exp().sin(), lambda a: a.exp() + 1)
+    out = checkpoint(function, leaf(200, 200), early_stop=early_stop)
+    with pytest.raises(ms.CheckpointError, match="A different number of tensors was saved") as e:
+        out.sum().backward()
+    assert "during forward: 2" in str(e.value)
+    assert "during recomputation: 1" in str(e.value)
+
+
+def test_more_saved():
+    function = changing(lambda a: a.exp(), lambda a: a.exp().exp())
+    out = checkpoint(function, leaf(4), early_stop=False)
+    with pytest.raises(ms.CheckpointError, match="trying to save more tensors"):
+        out.sum().backward()
+
+
+def test_the_error_is_torchs_too():
+    assert issubclass(ms.CheckpointError, torch_checkpoint.CheckpointError)
+
+
+def test_the_check_can_be_left_out():
+    function = changing(lambda a: a.exp(), lambda a: a.double().exp().float())
+    checkpoint(function, leaf(4), determinism_check="none")
+
+
+@pytest.mark.parametrize("debug", ["argument", "torch's switch"])
+def test_debug_lists_the_operators(debug):
+    function = changing(lambda a: a.exp().sin(), lambda a: a[:2].cos().exp())
+    enabled = torch_checkpoint.set_checkpoint_debug_enabled(True)
+    with enabled if debug == "torch's switch" else contextlib.nullcontext():
+        out = checkpoint(function, leaf(4), debug=debug == "argument")
+    with pytest.raises(ms.CheckpointError) as caught:
+        out.sum().backward()
+    text = str(caught.value)
+    assert "aten.exp.default(float32[4])" in text
+    assert "aten.cos.default(float32[2])" in text
+    assert __file__ in text
+
+
+def test_a_closure_tensor_changed_in_place_is_an_error():
+    """Plain autograd refuses; torch's checkpoint says nothing and is wrong."""
+    x, w = leaf(4), torch.randn(4)
+    out = checkpoint(lambda a: (a * w).exp(), x)
+    w.add_(1)
+    with pytest.raises(ms.CheckpointError, match="modified by an inplace operation") as caught:
+        out.sum().backward()
+    assert "version 0 in the forward, 1 in the recompute" in str(caught.value)
+    out = checkpoint(lambda a: (a * w).exp(), x, determinism_check="none")
+    w.add_(1)
+    out.sum().backward()
+
+
+def test_an_argument_changed_in_place_is_an_error():
+    x = leaf(4) * 1
+    out = checkpoint(lambda a: a.exp().sin(), x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_selective_checkpointing():
+    x, w = leaf(8, 8), leaf(8, 8)
+    ops = [torch.ops.aten.mm.default]
+    counted = []
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            counted.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def program(run):
+        if run is plain:
+            return run(lambda a: (a @ w).sin() @ w, x).sum()
+        return run(
+            lambda a: (a @ w).sin() @ w,
+            x,
+            context_fn=lambda: torch_checkpoint.create_selective_checkpoint_contexts(ops),
+        ).sum()
+
+    both(program, (x, w))
+    out = program(checkpoint)
+    with Count():
+        torch.autograd.grad(out, (x, w))
+    assert counted.count(torch.ops.aten.mm.default) == 4  # those of backward, none recomputed
+
+
+def test_context_fn_runs_around_both():
+    events = []
+
+    @contextlib.contextmanager
+    def note(name):
+        events.append(f"enter {name}")
+        yield
+        events.append(f"exit {name}")
+
+    out = checkpoint(
+        lambda a: a.exp(), leaf(4), context_fn=lambda: (note("forward"), note("recompute"))
+    )
+    assert events == ["enter forward", "exit forward"]
+    out.sum().backward()
+    assert events[2] == "enter recompute"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((3, torch.ones(1)), {}, TypeError, "function must be callable, got int"),
+        (
+            (torch.sin, torch.ones(1)),
+            {"determinism_check": "all"},
+            ValueError,
+            "'default' or 'none'",
+        ),
+        ((torch.sin, torch.ones(1)), {"offload": "disk"}, ValueError, "must be None or 'cpu'"),
+        (
+            (torch.sin, torch.ones(1)),
+            {"debug": True, "context_fn": lambda: (None, None)},
+            ValueError,
+            "debug=True cannot be combined",
+        ),
+    ],
+)
+def test_bad_input(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        checkpoint(*arguments, **options)
+
+
+def test_offload_is_a_no_op_on_the_cpu():
+    x = leaf(4)
+    function = torch.nn.Tanh()
+    out = checkpoint(lambda a: function(a).exp(), x, offload="cpu")
+    expected = torch.autograd.grad(function(x).exp().sum(), x)
+    assert_equal(expected, torch.autograd.grad(out.sum(), x))
+
+
+def test_function_transforms_are_refused():
+    with pytest.raises(RuntimeError, match="torch.func"):
+        torch.func.grad(lambda x: checkpoint(torch.sin, x).sum())(torch.randn(3))

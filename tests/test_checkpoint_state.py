@@ -1,0 +1,317 @@
+"""checkpoint() and what surrounds it: random numbers, autocast, early stop, memory, threads."""
+
+import contextlib
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from helpers import assert_equal, both, leaf, plain, run_threads
+from torch import nn
+from torch.nn import functional as F
+
+import memsave_ext as ms
+from memsave_ext import _native
+
+checkpoint = ms.checkpoint
+
+
+def test_random_numbers_are_left_alone_by_backward():
+    x = leaf(100)
+    out = checkpoint(lambda a: F.dropout(a, 0.5).exp(), x)
+    before = torch.get_rng_state()
+    out.sum().backward()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_random_numbers_can_be_left_out():
+    seen = []
+
+    def function(a):
+        seen.append(torch.rand(3))
+        return (a * seen[-1][0]).exp() * a
+
+    checkpoint(function, leaf(3), preserve_rng_state=False).sum().backward()
+    assert not torch.equal(seen[0], seen[1])
+
+
+def test_autocast_and_default_device():
+    linear, x = nn.Linear(8, 8), leaf(4, 8)
+    seen = []
+
+    def function(a):
+        seen.append((torch.is_autocast_enabled("cpu"), torch.zeros(()).device.type))
+        return linear(a).float().tanh()
+
+    with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        out = checkpoint(function, x)
+    expected = torch.autograd.grad(_autocast(linear, x), (x, *linear.parameters()))
+    assert_equal(expected, torch.autograd.grad(out.sum(), (x, *linear.parameters())))
+    assert seen == [(True, "meta")] * 2
+
+
+def _autocast(linear, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return linear(x).float().tanh().sum()
+
+
+def test_autocast_cache_does_not_change_what_is_saved():
+    linear, x = nn.Linear(8, 8), leaf(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        warm = linear(x)
+        out = checkpoint(lambda a: linear(linear(a)).float(), x)
+    (warm.float().sum() + out.sum()).backward()
+    assert linear.weight.grad is not None
+
+
+def test_is_recomputing():
+    seen = []
+
+    def function(a):
+        seen.append(ms.is_recomputing())
+        return (a * 2).exp().sin()
+
+    checkpoint(function, leaf(3)).sum().backward()
+    assert seen == [False, True]
+    assert not ms.is_recomputing()
+
+
+def test_batch_norm_counts_once():
+    bn, twin, x = ms.BatchNorm1d(4), nn.BatchNorm1d(4), leaf(8, 4)
+    out = checkpoint(lambda a: bn(a).exp().sin(), x).sum()
+    out.backward(retain_graph=True)
+    out.backward()
+    twin(x)
+    assert_equal(list(bn.buffers()), list(twin.buffers()))
+
+
+def test_modules_that_update_buffers_are_no_mutation():
+    """torch's BatchNorm counts twice here, but trains as it does with torch's checkpoint."""
+    bn, x = nn.BatchNorm2d(4), leaf(8, 4, 3, 3)
+    for _ in range(3):
+        checkpoint(lambda a: bn(a).exp().sin(), x).sum().backward()
+
+
+@pytest.mark.parametrize("where", ["forward", "recompute"])
+def test_exceptions_come_out_as_they_are(where):
+    error = KeyError("from the function")
+
+    def function(a):
+        torch.rand(1)
+        if (where == "recompute") == ms.is_recomputing():
+            raise error
+        return a.exp().sin()
+
+    x = leaf(3)
+    rng = torch.get_rng_state()
+
+    def step():
+        nonlocal rng
+        out = checkpoint(function, x)
+        rng = torch.get_rng_state()
+        out.sum().backward()
+
+    with pytest.raises(KeyError) as caught:
+        step()
+    assert caught.value is error
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert not ms.is_recomputing()
+    if where == "recompute":
+        assert torch.equal(rng, torch.get_rng_state())
+
+
+def calls_of(count, function, size=100, **kwargs):
+    """How many of the function's numbered marks a recompute reaches."""
+    reached = []
+
+    def run(a):
+        return function(a, lambda v, i: reached.append(i) or v)
+
+    out = checkpoint(run, leaf(size, size), **kwargs)
+    reached.clear()
+    out.sum().backward()
+    assert len(reached) == count, reached
+
+
+def marks(a, mark):
+    return mark(mark(mark(a, 0).exp(), 1).sin(), 2) + 1
+
+
+def test_early_stop():
+    calls_of(2, marks)
+    calls_of(3, marks, early_stop=False)
+    with torch_checkpoint.set_checkpoint_early_stop(False):
+        calls_of(3, marks)
+    with torch_checkpoint.set_checkpoint_early_stop(True):
+        calls_of(2, marks, early_stop=False)
+
+
+@pytest.mark.skipif(not _native.available, reason="in pure Python every recompute stops early")
+def test_short_tails_are_run_to_their_end():
+    calls_of(3, marks, size=8)
+
+
+def test_handlers_of_the_function_do_not_catch_the_stop():
+    def function(a, mark):
+        try:
+            return mark(a.exp(), 0).sin()
+        except Exception:  # a fallback path, as libraries have them
+            return mark(mark(a, 1), 2)
+
+    calls_of(1, function)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("size", [8, 200])
+def test_rrelu_fills_its_noise_after_saving_it(inplace, size):
+    """pytorch#193671: stopped there, torch's checkpoint gives wrong gradients without a word."""
+    x = leaf(size, size)
+
+    def function(a):
+        torch.full((size, size), 7.0)  # what the noise would find in the memory
+        return F.rrelu(a * 2, training=True, inplace=inplace)
+
+    both(lambda run: run(function, x).sum(), (x,))
+    both(lambda run: run(function, x).view(-1)[1:].sum(), (x,))
+
+
+def test_rrelu_as_the_last_that_is_needed():
+    """What was saved after it has been dropped, so that the recompute could end before it."""
+    x = leaf(100, 100)
+
+    def function(a):
+        y = F.rrelu(a, training=True)
+        (y * y).exp()
+        return y + 1
+
+    both(lambda run: run(function, x).sum(), (x,))
+
+
+def chain(depth=10):
+    w = leaf(128, 128)
+
+    def function(a):
+        for _ in range(depth):
+            a = (a @ w).tanh()
+        return a.sum()
+
+    return function
+
+
+def test_no_more_memory_than_torch():
+    x, function = leaf(128, 128), chain()
+    kept = {}
+    for name, run in (("ours", checkpoint), ("torch", torch_checkpoint.checkpoint)):
+        options = {} if run is checkpoint else {"use_reentrant": False}
+        with ms.memory.track() as t:
+            out = run(function, x.neg(), **options)
+        held = t.live
+        with t:
+            out.backward()
+            del out
+        kept[name] = (held, t.peak)
+        x.grad = None
+    assert kept["ours"][0] <= kept["torch"][0]
+    assert kept["ours"][0] == x.nbytes + 4
+    assert kept["ours"][1] <= kept["torch"][1]
+
+
+def test_twenty_levels():
+    """Every level's arguments are held by the level around it."""
+    x, w = leaf(4), leaf(4)
+
+    def nested(depth, run):
+        def function(a):
+            return nested(depth - 1, run)(a).sin() * w if depth else a * w
+
+        return lambda a: run(function, a)
+
+    depth = 20
+    results = []
+    for run in (plain, checkpoint):
+        results.append(torch.autograd.grad(nested(depth, run)(x).sum(), (x, w)))
+    assert_equal(*results)
+
+
+@pytest.mark.skipif(not _native.available, reason="ten times slower, and torch's own objects")
+def test_host_memory_does_not_grow():
+    block, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout()), leaf(2, 4)
+
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    def regions(count):
+        for _ in range(count):
+            torch.autograd.grad(checkpoint(block, x).sum(), x)
+            ms.CheckpointFunction.apply(block, 1, x, *block.parameters()).sum().backward()
+            checkpoint(block, x)
+
+    regions(2000)
+    before = resident()
+    regions(10_000)
+    assert resident() - before < 2**20
+
+
+def test_nothing_grows_and_nothing_is_left():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, a):
+            return checkpoint(lambda b: F.dropout(self.linear(b)).tanh(), a)
+
+    block, x = Block(), leaf(2, 4)
+    block(x)  # dropped without a backward
+    with ms.memory.track() as t:
+        for _ in range(300):
+            torch.autograd.grad(block(x).sum(), x)
+        gc.collect()
+    assert t.live == 0
+    kept = block(x).sum()
+    kept.backward()
+    reference = weakref.ref(block)
+    del block
+    gc.collect()
+    assert reference() is None
+
+
+def test_eight_threads():
+    linear = nn.Linear(8, 8)
+    parameters = tuple(linear.parameters())
+    inputs = [leaf(4, 8) for _ in range(8)]
+
+    def function(a):
+        return checkpoint(lambda b: linear(b).tanh(), linear(a).sin())
+
+    expected = [torch.autograd.grad(function(x).sum(), (x, *parameters)) for x in inputs]
+
+    def work(i):
+        for _ in range(500 if _native.available else 100):
+            out = checkpoint(function, inputs[i]).sum()
+            assert_equal(expected[i], torch.autograd.grad(out, (inputs[i], *parameters)))
+
+    run_threads(work, 8)
+
+
+def test_one_region_recomputed_by_two_backwards_at_once():
+    x, w = leaf(64), leaf(64)
+    entered = threading.Barrier(2, timeout=20)
+
+    def function(a):
+        if ms.is_recomputing():
+            with contextlib.suppress(threading.BrokenBarrierError):
+                entered.wait(0.05)  # lets the other backward arrive
+        return (a * w).tanh().exp()
+
+    out = checkpoint(function, x).sum()
+    expected = torch.autograd.grad(out, (x, w), retain_graph=True)
+
+    def work(i):
+        for _ in range(5):
+            assert_equal(expected, torch.autograd.grad(out, (x, w), retain_graph=True))
+
+    run_threads(work, 2)
