@@ -43,17 +43,9 @@ def run(code):
 
 @needs_native
 def test_all_tests_of_checkpoint_pass_with_it():
-    code = (
-        "import sys, pytest, memsave_ext as ms; ms.use_engine_hooks(True); "
-        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', *sys.argv[1:]]))"
-    )
-    tests = [
-        str(HERE / name)
-        for name in ("test_checkpoint.py", "test_checkpoint_state.py", "test_checkpoint_errors.py")
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *tests], capture_output=True, text=True, check=False
-    )
+    tests = [str(HERE / f"test_checkpoint{name}.py") for name in ("", "_state", "_errors")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--engine-hooks"]
+    done = subprocess.run([*command, *tests], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
