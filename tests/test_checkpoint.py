@@ -183,6 +183,38 @@ def test_saved_tensors_seen_from_python():
     assert torch.equal(x.grad, x.exp().cos() * x.exp())
 
 
+def test_saved_tensors_seen_from_inside_the_function():
+    x = leaf(4)
+    seen = []
+
+    def function(a):
+        y = a.exp().sin()
+        seen.append(torch.equal(y.grad_fn._saved_self, a.exp()))
+        return y * a
+
+    both(lambda run: run(function, x).sum(), (x,))
+    assert all(seen)
+    assert len(seen) >= 2
+
+
+def test_backwards_inside_the_function_under_one_group():
+    """One recompute serves several backwards, and knows only what was saved before it."""
+    x = leaf(64)
+
+    def function(a):
+        first = a.exp()
+        (g,) = torch.autograd.grad(first.sum(), a, retain_graph=True)
+        second = (first * g).sin()
+        (h,) = torch.autograd.grad(second.sum(), first, retain_graph=True)
+        return a * h.detach() + g.detach()
+
+    def program(run):
+        with torch_checkpoint.GraphExecGroup():
+            return run(function, x * 1).sum()
+
+    both(program, (x,))
+
+
 class SavesTwice(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -315,3 +315,22 @@ def test_one_region_recomputed_by_two_backwards_at_once():
             assert_equal(expected, torch.autograd.grad(out, (x, w), retain_graph=True))
 
     run_threads(work, 2)
+
+
+def test_one_region_opened_by_four_backwards_at_once():
+    """All of a region's state is shared here; with engine hooks, without the GIL."""
+    x, w = leaf(64), leaf(64)
+
+    def function(a):
+        for _ in range(30):
+            a = (a * w).sin()
+        return a
+
+    out = checkpoint(function, x).sum()
+    expected = torch.autograd.grad(out, (x, w), retain_graph=True)
+
+    def work(i):
+        for _ in range(25):
+            assert_equal(expected, torch.autograd.grad(out, (x, w), retain_graph=True))
+
+    run_threads(work, 4)

@@ -9,8 +9,8 @@ AutocastState AutocastState::capture() {
   AutocastState state;
   state.cache_enabled_ = at::autocast::is_autocast_cache_enabled();
   // Autocast is on where its key is not excluded, as it is by default.
-  state.any_enabled_ = !c10::impl::tls_local_dispatch_key_set().excluded_.has_all(
-      c10::autocast_dispatch_keyset);
+  state.any_enabled_ =
+      !c10::impl::tls_local_dispatch_key_set().excluded_.has_all(c10::autocast_dispatch_keyset);
   if (!state.any_enabled_) return state;
   for (size_t i = 0; i < kAutocastDevices.size(); ++i) {
     state.devices_[i] = {at::autocast::is_autocast_enabled(kAutocastDevices[i]),

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/Exceptions.h>
 
 #include "checkpoint/call.h"
 #include "checkpoint/hooks.h"
@@ -14,6 +15,7 @@ namespace py = pybind11;
 py::object checkpoint_region(py::object function, py::object recompute_function,
                              py::tuple arguments, py::object kwargs, bool preserve_rng_state,
                              bool early_stop, bool check_determinism, py::object on_error) {
+  HANDLE_TH_ERRORS
   const auto call = [&] {
     PyObject* result =
         PyObject_Call(function.ptr(), arguments.ptr(), kwargs.is_none() ? nullptr : kwargs.ptr());
@@ -41,6 +43,7 @@ py::object checkpoint_region(py::object function, py::object recompute_function,
   }
   region->finish_forward(result.ptr());
   return result;
+  END_HANDLE_TH_ERRORS_PYBIND
 }
 
 }  // namespace memsave_ext

@@ -1,9 +1,5 @@
 #include "checkpoint/engine.h"
 
-#include "checkpoint/hooks.h"
-#include "checkpoint/region.h"
-#include "compat.h"
-
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -11,6 +7,10 @@
 
 #include <atomic>
 #include <mutex>
+
+#include "checkpoint/hooks.h"
+#include "checkpoint/region.h"
+#include "compat.h"
 
 namespace memsave_ext {
 namespace {

@@ -4,8 +4,8 @@
 namespace memsave_ext {
 
 // Puts an engine in front of torch's that, while enabled, gives a region's saved tensors C++ hooks.
-// Everything else it forwards. The engine is installed by the first call with true, process-wide, and
-// stays; disabled, it only forwards. Returns what was set before.
+// Everything else it forwards. The engine is installed by the first call with true, process-wide,
+// and stays; disabled, it only forwards. Returns what was set before.
 bool use_engine_hooks(bool enabled);
 
 }  // namespace memsave_ext

@@ -131,8 +131,9 @@ at::Tensor Region::take(const BackwardKey& key, size_t index) {
   std::vector<at::Tensor> freed;
   const std::lock_guard<std::mutex> lock(state_mutex_);
   const auto values = find(key);
-  if (values == values_.end() || !values->tensors[index].defined()) return tensor;
+  if (values == values_.end() || index >= values->tensors.size()) return tensor;
   tensor = std::move(values->tensors[index]);
+  if (!tensor.defined()) return tensor;
   const bool last = std::none_of(values->tensors.begin(), values->tensors.end(),
                                  [](const at::Tensor& other) { return other.defined(); });
   if (last || key.kind == BackwardKey::kNone) {
@@ -146,9 +147,10 @@ at::Tensor Region::open(size_t index) {
   const auto key = BackwardKey::current();
   if (at::Tensor tensor = take(key, index); tensor.defined()) return tensor;
 
-  TORCH_CHECK(recomputing_thread_.load() != std::this_thread::get_id(),
-              "memsave_ext.checkpoint: the recompute of a region needs a tensor of the same region. "
-              "The function runs a backward through a graph of an earlier call of itself.");
+  TORCH_CHECK(
+      recomputing_thread_.load() != std::this_thread::get_id(),
+      "memsave_ext.checkpoint: the recompute of a region needs a tensor of the same region. "
+      "The function runs a backward through a graph of an earlier call of itself.");
   std::unique_lock<std::mutex> lock(recompute_mutex_, std::try_to_lock);
   if (!lock.owns_lock()) {
     std::optional<py::gil_scoped_release> no_gil;
@@ -196,10 +198,10 @@ void Region::recompute(const BackwardKey& key) {
 
 Recompute::Recompute(Region& region, const BackwardKey& key) : region_(region), key_(key) {
   const std::lock_guard<std::mutex> lock(region.state_mutex_);
-  // A backward inside the function: the node that asks is, in practice, the last that saved.
+  // Asked from inside the function: in a backward, by the node that, in practice, saved last.
+  const NodePtr asking = torch::autograd::get_current_node();
   may_stop_ = region.stop_at_last_save_ &&
-              (region.forward_finished_ ||
-               !fills_after_saving(*torch::autograd::get_current_node()));
+              (region.forward_finished_ || (asking && !fills_after_saving(*asking)));
   needed_ = region.slots_.size();
   while (needed_ > 0 && region.slots_[needed_ - 1].holders == 0) --needed_;
   region.values_.push_back({key, std::vector<at::Tensor>(region.slots_.size())});

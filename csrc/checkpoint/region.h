@@ -109,8 +109,7 @@ class Region : public std::enable_shared_from_this<Region> {
 // Keeps one position of a region alive: what autograd holds in place of a saved tensor.
 class Holder {
  public:
-  Holder(std::shared_ptr<Region> region, size_t index)
-      : region_(std::move(region)), index_(index) {
+  Holder(std::shared_ptr<Region> region, size_t index) : region_(std::move(region)), index_(index) {
     region_->hold(index_);
   }
   ~Holder() { region_->let_go(index_); }

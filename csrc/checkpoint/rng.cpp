@@ -65,11 +65,10 @@ void RngState::restore() const {
 
 bool RngState::is_current() const {
   const auto cuda = current_cuda();
-  return cpu_ == Cpu::current() &&
-         std::equal(cuda_.begin(), cuda_.end(), cuda.begin(), cuda.end(),
-                    [](const Philox& a, const Philox& b) {
-                      return a.seed == b.seed && a.offset == b.offset;
-                    });
+  return cpu_ == Cpu::current() && std::equal(cuda_.begin(), cuda_.end(), cuda.begin(), cuda.end(),
+                                              [](const Philox& a, const Philox& b) {
+                                                return a.seed == b.seed && a.offset == b.offset;
+                                              });
 }
 
 }  // namespace memsave_ext

@@ -10,8 +10,9 @@
 
 namespace memsave_ext {
 
-// The present states. CPU: the Mersenne Twister itself (2.5 KB, no tensor). CUDA: seed and offset of
-// the Philox generator, 16 bytes for every device that has a context, read without synchronising.
+// The present states. CPU: the Mersenne Twister itself (2.5 KB, no tensor). CUDA: seed and offset
+// of the Philox generator, 16 bytes for every device that has a context, read without
+// synchronising.
 class RngState {
  public:
   RngState();
