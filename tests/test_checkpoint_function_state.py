@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import assert_equal, leaf, state_unchanged
+from helpers import assert_equal, leaf, run_threads, state_unchanged
 from torch import nn
 from torch.nn import functional as F
 
@@ -303,3 +303,22 @@ def test_two_backwards_of_one_graph_at_once():
         thread.join(60)
     for result in results:
         assert_equal(expected, result)
+
+
+def test_two_backwards_at_once_that_free_the_graph():
+    """One of them may find the region released; neither may find half of it."""
+    x, w = leaf(64), leaf(64)
+    errors = []
+    for _ in range(50):
+        output = apply(lambda a: F.dropout(a * w).tanh(), 1, x, w).sum()
+        start = threading.Barrier(2)
+
+        def work(i, output=output, start=start):
+            start.wait()
+            try:
+                torch.autograd.grad(output, (x, w))
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        run_threads(work, 2)
+    assert all("a second time" in error for error in errors)

@@ -160,7 +160,7 @@ py::object apply(const Arguments& arguments) {
   std::vector<SavedVariable> saved;
   std::vector<uint32_t> versions;
   std::vector<ListedParameter> parameters;
-  std::unique_ptr<RngState> rng;
+  std::shared_ptr<const RngState> rng;
   if (!differentiable && at::GradMode::is_enabled() && site != nullptr &&
       site->listing == Listing::kUnchecked) {
     return call_and_look(arguments, site);
@@ -183,7 +183,7 @@ py::object apply(const Arguments& arguments) {
       edges.push_back(tensor.requires_grad() && !repeated ? impl::gradient_edge(tensor)
                                                           : torch::autograd::Edge());
     }
-    rng = std::make_unique<RngState>();
+    rng = std::make_shared<RngState>();
   }
 
   const FunctionResult result = call_without_graph(arguments, autocast);

@@ -18,6 +18,13 @@ using torch::autograd::edge_list;
 using torch::autograd::variable_list;
 namespace impl = torch::autograd::impl;
 
+// What one backward works with.
+struct CheckpointNode::Saved {
+  variable_list inputs;
+  variable_list parameters;
+  Surroundings surroundings;
+};
+
 // The graph of a recompute: where it starts, with which gradients, and where the gradients of the
 // listed tensors are to be captured (an invalid edge where none is wanted).
 struct CheckpointNode::Recomputed {
@@ -60,25 +67,23 @@ void CheckpointNode::release_variables() {
   release_function();
 }
 
-variable_list CheckpointNode::unpack_inputs() {
+CheckpointNode::Saved CheckpointNode::unpack() {
   // Taken without the GIL, which an unpack hook may need.
   const std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
-  variable_list inputs;
-  inputs.reserve(inputs_.size());
+  Saved saved;
+  saved.surroundings = surroundings_;
+  saved.inputs.reserve(inputs_.size());
   for (size_t i = 0; i < inputs_.size(); ++i) {
     try {
-      inputs.push_back(inputs_[i].unpack());
+      saved.inputs.push_back(inputs_[i].unpack());
     } catch (c10::Error& error) {
       error.add_context("while CheckpointFunction read input " + std::to_string(i) +
                         " for its recompute");
       throw;
     }
   }
-  return inputs;
-}
-
-void CheckpointNode::check_parameters() const {
+  saved.parameters.reserve(parameters_.size());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& [tensor, version, repeated] = parameters_[i];
     TORCH_CHECK(tensor._version() == version, "CheckpointFunction: parameter ", i, " (shape ",
@@ -87,24 +92,27 @@ void CheckpointNode::check_parameters() const {
                 ", the forward used version ", version,
                 ". A recompute would differentiate another function; change parameters after "
                 "backward.");
+    saved.parameters.push_back(tensor);
   }
+  return saved;
 }
 
-CheckpointNode::Recomputed CheckpointNode::recompute(const variable_list& inputs,
+CheckpointNode::Recomputed CheckpointNode::recompute(const Saved& saved,
                                                      const variable_list& grads) {
   variable_list arguments;
-  arguments.reserve(inputs.size());
-  for (const auto& input : inputs) {
+  arguments.reserve(saved.inputs.size());
+  for (const auto& input : saved.inputs) {
     arguments.push_back(input.detach());
     if (input.requires_grad()) arguments.back().set_requires_grad(true);
   }
 
   const py::gil_scoped_acquire gil;
   const py::object function = function_;
+  TORCH_CHECK(function, torch::autograd::ERR_BACKWARD_TWICE);
   const RegionMark mark;
   std::optional<FunctionResult> result;
   {
-    const RecomputeGuard guard(surroundings_);
+    const RecomputeGuard guard(saved.surroundings);
     result = FunctionResult::of_call(function, arguments);
   }
   TORCH_CHECK(result->size() == output_numbers_.size(),
@@ -138,7 +146,7 @@ CheckpointNode::Recomputed CheckpointNode::recompute(const variable_list& inputs
   bool hooked = false;
   for (size_t i = 0; i < num_outputs(); ++i) {
     const bool is_input = i < arguments.size();
-    const at::Tensor& tensor = is_input ? arguments[i] : parameters_[i - arguments.size()].tensor;
+    const at::Tensor& tensor = is_input ? arguments[i] : saved.parameters[i - arguments.size()];
     if (!tensor.requires_grad()) continue;
     listed[i] = impl::gradient_edge(tensor);
     if (!is_input && has_tensor_hooks(listed[i])) {
@@ -166,14 +174,13 @@ CheckpointNode::Recomputed CheckpointNode::recompute(const variable_list& inputs
 }
 
 variable_list CheckpointNode::apply(variable_list&& grads) {
-  const variable_list inputs = unpack_inputs();
-  check_parameters();
+  const Saved saved = unpack();
   variable_list results(num_outputs());
   const bool any_grad = std::any_of(grads.begin(), grads.end(),
                                     [](const at::Tensor& grad) { return grad.defined(); });
   if (!any_grad) return results;
 
-  Recomputed graph = recompute(inputs, grads);
+  Recomputed graph = recompute(saved, grads);
   edge_list roots;
   variable_list root_grads;
   for (size_t i = 0; i < graph.roots.size(); ++i) {

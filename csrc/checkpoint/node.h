@@ -41,12 +41,12 @@ class CheckpointNode : public torch::autograd::Node {
   std::string name() const override { return "CheckpointFunctionBackward"; }
 
  private:
+  struct Saved;
   struct Recomputed;
 
-  torch::autograd::variable_list unpack_inputs();
-  void check_parameters() const;
-  Recomputed recompute(const torch::autograd::variable_list& inputs,
-                       const torch::autograd::variable_list& grads);
+  // A copy, because another backward may release the node at any time.
+  Saved unpack();
+  Recomputed recompute(const Saved& saved, const torch::autograd::variable_list& grads);
   void release_function();
   // Makes the gradients raise when they are differentiated again.
   void forbid_double_backward(torch::autograd::variable_list& results,

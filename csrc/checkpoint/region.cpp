@@ -55,7 +55,7 @@ void Region::save_arguments(PyObject* arguments) {
 
 void Region::save_surroundings() {
   surroundings_ = {AutocastState::capture(), nullptr, current_cuda_stream()};
-  if (options_.preserve_rng_state) surroundings_.rng = std::make_unique<RngState>();
+  if (options_.preserve_rng_state) surroundings_.rng = std::make_shared<RngState>();
 }
 
 void Region::finish_forward(PyObject* outputs) {

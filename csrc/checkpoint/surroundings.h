@@ -15,7 +15,7 @@ namespace memsave_ext {
 
 struct Surroundings {
   AutocastState autocast;
-  std::unique_ptr<RngState> rng;  // none where the forward drew no random number
+  std::shared_ptr<const RngState> rng;  // none where the forward drew no random number
   std::optional<c10::Stream> stream;
 };
 
