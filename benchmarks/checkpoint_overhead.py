@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from common import interleave, machine, result_path, write_record
-from models import DenseLayer, _naive
+from models import STRATEGIES, DenseLayer
 from peers import REENTRANT, TORCH, steps
 from plots import plot_overhead
 
@@ -48,7 +48,7 @@ def transformer_block(device: str) -> Region:
 
 def densenet_layer(device: str) -> Region:
     torch.manual_seed(0)
-    layer = DenseLayer(24, 12, _naive, nn.BatchNorm2d).to(device)
+    layer = DenseLayer(24, 12, STRATEGIES["naive"], nn.BatchNorm2d).to(device)
     features = [torch.randn(2, 12, 8, 8, device=device, requires_grad=True) for _ in range(2)]
     return layer.bn_function, features, [*layer.norm1.parameters(), *layer.conv1.parameters()]
 
