@@ -297,40 +297,37 @@ def test_eight_threads():
     run_threads(work, 8)
 
 
-def test_one_region_recomputed_by_two_backwards_at_once():
+def backwards_at_once(function, threads, times):
+    """Every thread runs backwards of one and the same region; all get the same gradients."""
     x, w = leaf(64), leaf(64)
+    out = checkpoint(lambda a: function(a, w), x).sum()
+    expected = torch.autograd.grad(out, (x, w), retain_graph=True)
+
+    def work(i):
+        for _ in range(times):
+            assert_equal(expected, torch.autograd.grad(out, (x, w), retain_graph=True))
+
+    run_threads(work, threads)
+
+
+def test_one_region_recomputed_by_two_backwards_at_once():
     entered = threading.Barrier(2, timeout=20)
 
-    def function(a):
+    def function(a, w):
         if ms.is_recomputing():
             with contextlib.suppress(threading.BrokenBarrierError):
                 entered.wait(0.05)  # lets the other backward arrive
         return (a * w).tanh().exp()
 
-    out = checkpoint(function, x).sum()
-    expected = torch.autograd.grad(out, (x, w), retain_graph=True)
-
-    def work(i):
-        for _ in range(5):
-            assert_equal(expected, torch.autograd.grad(out, (x, w), retain_graph=True))
-
-    run_threads(work, 2)
+    backwards_at_once(function, threads=2, times=5)
 
 
 def test_one_region_opened_by_four_backwards_at_once():
     """All of a region's state is shared here; with engine hooks, without the GIL."""
-    x, w = leaf(64), leaf(64)
 
-    def function(a):
+    def function(a, w):
         for _ in range(30):
             a = (a * w).sin()
         return a
 
-    out = checkpoint(function, x).sum()
-    expected = torch.autograd.grad(out, (x, w), retain_graph=True)
-
-    def work(i):
-        for _ in range(25):
-            assert_equal(expected, torch.autograd.grad(out, (x, w), retain_graph=True))
-
-    run_threads(work, 4)
+    backwards_at_once(function, threads=4, times=25)

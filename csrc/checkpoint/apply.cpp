@@ -149,46 +149,41 @@ py::object call_and_look(const Arguments& arguments, CallSite* site) {
 
 py::object apply(const Arguments& arguments) {
   const AutocastState autocast = AutocastState::capture();
+  if (!at::GradMode::is_enabled()) return call_without_graph(arguments, autocast).object();
   const auto needs_grad = [](const at::Tensor& tensor) { return tensor.requires_grad(); };
-  const bool differentiable =
-      at::GradMode::is_enabled() &&
-      (std::any_of(arguments.inputs.begin(), arguments.inputs.end(), needs_grad) ||
-       std::any_of(arguments.parameters.begin(), arguments.parameters.end(), needs_grad));
   CallSite* site = current_call_site();
+  if (std::none_of(arguments.inputs.begin(), arguments.inputs.end(), needs_grad) &&
+      std::none_of(arguments.parameters.begin(), arguments.parameters.end(), needs_grad)) {
+    const bool unknown = site != nullptr && site->listing == Listing::kUnchecked;
+    return unknown ? call_and_look(arguments, site)
+                   : call_without_graph(arguments, autocast).object();
+  }
 
+  // Before the call: packed by the hooks that surround the region, at the version it starts from.
   edge_list edges;
+  edges.reserve(arguments.inputs.size() + arguments.parameters.size());
   std::vector<SavedVariable> saved;
+  saved.reserve(arguments.inputs.size());
   std::vector<uint32_t> versions;
+  for (const auto& input : arguments.inputs) {
+    saved.emplace_back(input, /*is_output=*/false);
+    versions.push_back(input._version());
+    edges.push_back(input.requires_grad() ? impl::gradient_edge(input) : torch::autograd::Edge());
+  }
   std::vector<ListedParameter> parameters;
-  std::shared_ptr<const RngState> rng;
-  if (!differentiable && at::GradMode::is_enabled() && site != nullptr &&
-      site->listing == Listing::kUnchecked) {
-    return call_and_look(arguments, site);
+  parameters.reserve(arguments.parameters.size());
+  for (const auto& tensor : arguments.parameters) {
+    // Listed before: its gradient goes out once.
+    const bool repeated =
+        std::any_of(parameters.begin(), parameters.end(),
+                    [&](const ListedParameter& other) { return other.tensor.is_same(tensor); });
+    parameters.push_back({tensor, static_cast<uint32_t>(tensor._version())});
+    edges.push_back(tensor.requires_grad() && !repeated ? impl::gradient_edge(tensor)
+                                                        : torch::autograd::Edge());
   }
-  if (differentiable) {
-    // Before the call: packed by the hooks that surround the region, at the version it starts from.
-    edges.reserve(arguments.inputs.size() + arguments.parameters.size());
-    saved.reserve(arguments.inputs.size());
-    for (const auto& input : arguments.inputs) {
-      saved.emplace_back(input, /*is_output=*/false);
-      versions.push_back(input._version());
-      edges.push_back(input.requires_grad() ? impl::gradient_edge(input) : torch::autograd::Edge());
-    }
-    parameters.reserve(arguments.parameters.size());
-    for (const auto& tensor : arguments.parameters) {
-      const bool repeated =
-          std::any_of(parameters.begin(), parameters.end(),
-                      [&](const ListedParameter& other) { return other.tensor.is_same(tensor); });
-      parameters.push_back({tensor, static_cast<uint32_t>(tensor._version()), repeated});
-      edges.push_back(tensor.requires_grad() && !repeated ? impl::gradient_edge(tensor)
-                                                          : torch::autograd::Edge());
-    }
-    rng = std::make_shared<RngState>();
-  }
+  std::shared_ptr<const RngState> rng = std::make_shared<RngState>();
 
   const FunctionResult result = call_without_graph(arguments, autocast);
-  if (!differentiable) return result.object();
-
   check_outputs(result);
   for (size_t i = 0; i < versions.size(); ++i) {
     TORCH_CHECK(arguments.inputs[i]._version() == versions[i],

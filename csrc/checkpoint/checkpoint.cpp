@@ -25,8 +25,7 @@ py::object checkpoint_region(py::object function, py::object recompute_function,
   TORCH_CHECK(
       !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode),
       "checkpoint does not work inside torch.func transforms (grad, vjp, jvp, vmap): torch allows "
-      "no "
-      "saved-tensor hooks there. Call the function directly.");
+      "no saved-tensor hooks there. Call the function directly.");
   if (!at::GradMode::is_enabled()) return call();
 
   const auto region =

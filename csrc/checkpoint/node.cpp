@@ -85,7 +85,7 @@ CheckpointNode::Saved CheckpointNode::unpack() {
   }
   saved.parameters.reserve(parameters_.size());
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    const auto& [tensor, version, repeated] = parameters_[i];
+    const auto& [tensor, version] = parameters_[i];
     TORCH_CHECK(tensor._version() == version, "CheckpointFunction: parameter ", i, " (shape ",
                 tensor.sym_sizes(), ", dtype ", c10::getDtypeNames(tensor.scalar_type()).first,
                 ") has been modified by an inplace operation: it is at version ", tensor._version(),

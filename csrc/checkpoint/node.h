@@ -19,7 +19,6 @@ namespace memsave_ext {
 struct ListedParameter {
   at::Tensor tensor;
   uint32_t version;
-  bool repeated;  // listed before: its gradient goes out once
 };
 
 // One element of what the function returned.
