@@ -6,6 +6,7 @@
 #include "checkpoint/engine.h"
 #include "checkpoint/hooks.h"
 #include "checkpoint/recomputing.h"
+#include "checkpoint/tape.h"
 #include "memory/tracker.h"
 
 #ifdef MEMSAVE_EXT_WITH_CUDA
@@ -31,6 +32,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   if (PyModule_AddFunctions(m.ptr(), fast_functions) < 0) throw py::error_already_set();
   m.def("is_recomputing", &memsave_ext::is_recomputing);
   m.def("checkpoint_region", &memsave_ext::checkpoint_region);
+  m.def("tape_scopes", &memsave_ext::tape_scopes);
+  m.def("pack_hooks", &memsave_ext::pack_hooks);
   m.def("use_engine_hooks", &memsave_ext::use_engine_hooks);
   memsave_ext::init_hooks();
 

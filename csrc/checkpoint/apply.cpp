@@ -183,7 +183,11 @@ py::object apply(const Arguments& arguments) {
   }
   std::shared_ptr<const RngState> rng = std::make_shared<RngState>();
 
-  const FunctionResult result = call_without_graph(arguments, autocast);
+  Tape tape;
+  const FunctionResult result = [&] {
+    const TapeScope scope(tape, TapeScope::kRecording);
+    return call_without_graph(arguments, autocast);
+  }();
   check_outputs(result);
   for (size_t i = 0; i < versions.size(); ++i) {
     TORCH_CHECK(arguments.inputs[i]._version() == versions[i],
@@ -196,7 +200,8 @@ py::object apply(const Arguments& arguments) {
   if (rng->is_current()) rng.reset();
   auto node = make_node<CheckpointNode>(
       arguments.function, std::move(saved), std::move(parameters),
-      Surroundings{autocast, std::move(rng), current_cuda_stream()}, site, std::move(edges));
+      Surroundings{autocast, std::move(rng), current_cuda_stream()}, std::move(tape), site,
+      std::move(edges));
   return connect_outputs(result, arguments.inputs, node.get(), node);
 }
 

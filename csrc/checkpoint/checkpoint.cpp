@@ -38,6 +38,7 @@ py::object checkpoint_region(py::object function, py::object recompute_function,
   {
     const AutocastGuard uncached(AutocastState::capture().without_cache());
     const HookGuard hooks(make_packer({region, nullptr}));
+    const TapeScope scope(region->tape(), TapeScope::kRecording);
     result = call();
   }
   region->finish_forward(result.ptr());

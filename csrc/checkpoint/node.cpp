@@ -36,12 +36,13 @@ struct CheckpointNode::Recomputed {
 CheckpointNode::CheckpointNode(py::object function,
                                std::vector<torch::autograd::SavedVariable> inputs,
                                std::vector<ListedParameter> parameters, Surroundings surroundings,
-                               CallSite* call_site, edge_list next_edges)
+                               Tape tape, CallSite* call_site, edge_list next_edges)
     : Node(std::move(next_edges)),
       function_(std::move(function)),
       inputs_(std::move(inputs)),
       parameters_(std::move(parameters)),
       surroundings_(std::move(surroundings)),
+      tape_(std::move(tape)),
       call_site_(call_site) {}
 
 CheckpointNode::~CheckpointNode() { release_function(); }
@@ -113,6 +114,7 @@ CheckpointNode::Recomputed CheckpointNode::recompute(const Saved& saved,
   std::optional<FunctionResult> result;
   {
     const RecomputeGuard guard(saved.surroundings);
+    const TapeScope scope(tape_, TapeScope::kReplaying);
     result = FunctionResult::of_call(function, arguments);
   }
   TORCH_CHECK(result->size() == output_numbers_.size(),

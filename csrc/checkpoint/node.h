@@ -11,6 +11,7 @@
 
 #include "checkpoint/call_site.h"
 #include "checkpoint/surroundings.h"
+#include "checkpoint/tape.h"
 #include "compat.h"
 
 namespace memsave_ext {
@@ -29,7 +30,7 @@ class CheckpointNode : public torch::autograd::Node {
  public:
   // Next edges are those of the inputs, then of the parameters, in order. Needs the GIL.
   CheckpointNode(pybind11::object function, std::vector<torch::autograd::SavedVariable> inputs,
-                 std::vector<ListedParameter> parameters, Surroundings surroundings,
+                 std::vector<ListedParameter> parameters, Surroundings surroundings, Tape tape,
                  CallSite* call_site, torch::autograd::edge_list next_edges);
   ~CheckpointNode() override;
 
@@ -55,6 +56,7 @@ class CheckpointNode : public torch::autograd::Node {
   std::vector<torch::autograd::SavedVariable> inputs_;
   std::vector<ListedParameter> parameters_;
   Surroundings surroundings_;
+  Tape tape_;
   CallSite* call_site_;
   OutputNumbers output_numbers_;
   bool released_ = false;

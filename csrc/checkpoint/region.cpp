@@ -185,6 +185,7 @@ void Region::recompute(const BackwardKey& key) {
   {
     const RecomputeGuard guard(surroundings_);
     const HookGuard hooks(make_packer({nullptr, &run}));
+    const TapeScope scope(tape_, TapeScope::kReplaying);
     result = PyObject_Call(recompute_function_.ptr(), arguments.ptr(),
                            kwargs_.is_none() ? nullptr : kwargs_.ptr());
   }

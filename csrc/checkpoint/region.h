@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "checkpoint/surroundings.h"
+#include "checkpoint/tape.h"
 
 namespace memsave_ext {
 
@@ -72,6 +73,8 @@ class Region : public std::enable_shared_from_this<Region> {
   // Autograd asks for what it saved at `index`. Recomputes when this backward has not yet.
   at::Tensor open(size_t index);
 
+  Tape& tape() { return tape_; }
+
  private:
   friend class Recompute;
   friend class Holder;
@@ -94,6 +97,7 @@ class Region : public std::enable_shared_from_this<Region> {
   RegionOptions options_;
   std::vector<RegionArgument> arguments_;
   Surroundings surroundings_;
+  Tape tape_;
   // For slots_ and values_. Innermost: nothing is called, and no tensor freed, while it is held.
   std::mutex state_mutex_;
   std::vector<Slot> slots_;

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import unlisted
 from .surroundings import AutocastState, Surroundings, is_recomputing, uncached_autocast
+from .tape import tape_scope
 
 __all__ = ["checkpoint_apply", "is_recomputing"]
 
@@ -112,7 +113,11 @@ class _Region(torch.autograd.Function):
         inputs, parameters = tensors[: call.n], tensors[call.n :]
         versions = [t._version for t in inputs]
         ctx.surroundings = Surroundings.capture()
-        with uncached_autocast(ctx.surroundings.autocast):
+        ctx.tape = {}
+        with (
+            uncached_autocast(ctx.surroundings.autocast),
+            tape_scope(ctx.tape, replaying=False),
+        ):
             call.elements = call.run(inputs)
         ctx.surroundings.drop_unused_rng()
         _check_outputs(call.elements)
@@ -148,7 +153,7 @@ class _Region(torch.autograd.Function):
             return (None, *results)
         arguments = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
         mark = unlisted.sequence_number()
-        with ctx.surroundings.restored():
+        with ctx.surroundings.restored(), tape_scope(ctx.tape, replaying=True):
             elements = ctx.call.run(arguments)
         roots, root_grads = _roots(ctx, elements, grads)
         del elements

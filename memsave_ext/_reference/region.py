@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .surroundings import Surroundings, uncached_autocast
 from .tail import fills_after_saving
+from .tape import Tape, tape_scope
 from .unlisted import sequence_number
 
 _opened_outside = itertools.count()
@@ -46,6 +47,7 @@ def checkpoint_region(
     with (
         uncached_autocast(region.surroundings.autocast),
         saved_tensors_hooks(region.save, _unpack),
+        tape_scope(region.tape, replaying=False),
     ):
         result = function(*args, **kwargs)
     region.finish_forward(result)
@@ -128,6 +130,7 @@ class _Region:
     ) -> None:
         self.function, self.kwargs, self.check, self.on_error = function, kwargs, check, on_error
         self.stop_at_last_save = early_stop
+        self.tape: Tape = {}
         self.arguments: list[_Argument] = []
         self.surroundings: Surroundings | None = None
         self.slots: list[_Slot] = []
@@ -182,7 +185,11 @@ class _Region:
         run = _Recompute(self, key)
         assert self.surroundings is not None
         try:
-            with self.surroundings.restored(), saved_tensors_hooks(run.save, _unpack):
+            with (
+                self.surroundings.restored(),
+                saved_tensors_hooks(run.save, _unpack),
+                tape_scope(self.tape, replaying=True),
+            ):
                 self.function(*args, **self.kwargs)
         except _Stop:
             if not run.stopped:

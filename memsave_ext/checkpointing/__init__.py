@@ -9,6 +9,7 @@ from .function import CheckpointFunction, is_recomputing
 from .models import CheckpointHandle, checkpoint_modules, checkpoint_sequential
 from .patch import patch_torch_checkpoint
 from .region import checkpoint
+from .tapes import count_once_contexts
 
 __all__ = [
     "CheckpointError",
@@ -17,6 +18,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_modules",
     "checkpoint_sequential",
+    "count_once_contexts",
     "is_recomputing",
     "patch_torch_checkpoint",
     "use_engine_hooks",
