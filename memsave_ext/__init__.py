@@ -2,13 +2,21 @@
 
 from . import memory
 from ._version import __version__
-from .batch_norm import BatchNorm1d, BatchNorm2d, BatchNorm3d, CpBatchNorm2d
+from .batch_norm import (
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    CpBatchNorm2d,
+    SyncBatchNorm,
+    convert_batch_norm,
+)
 from .checkpointing import (
     CheckpointError,
     CheckpointFunction,
     checkpoint,
     checkpoint_modules,
     checkpoint_sequential,
+    count_once_contexts,
     is_recomputing,
     patch_torch_checkpoint,
     use_engine_hooks,
@@ -21,10 +29,13 @@ __all__ = [
     "CheckpointError",
     "CheckpointFunction",
     "CpBatchNorm2d",
+    "SyncBatchNorm",
     "__version__",
     "checkpoint",
     "checkpoint_modules",
     "checkpoint_sequential",
+    "convert_batch_norm",
+    "count_once_contexts",
     "is_recomputing",
     "memory",
     "patch_torch_checkpoint",

@@ -1,111 +1,191 @@
-"""BatchNorm: torch.nn's results, and statistics counted once inside a checkpointed region."""
+"""The modules beside torch.nn's: outputs, gradients, buffers, state."""
+
+import copy
+import pickle
 
 import pytest
 import torch
-from torch import nn
+from batch_norms import LAYOUTS, OURS, TORCHS, assert_same_buffers, in_layout, make
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
 
 import memsave_ext as ms
 
-KINDS = {
-    "1d": (ms.BatchNorm1d, nn.BatchNorm1d, (6, 4, 5)),
-    "2d": (ms.BatchNorm2d, nn.BatchNorm2d, (6, 4, 3, 5)),
-    "3d": (ms.BatchNorm3d, nn.BatchNorm3d, (6, 4, 2, 3, 5)),
-}
 OPTIONS = [
-    {},
-    {"momentum": None},
-    {"affine": False},
-    {"track_running_stats": False},
-    {"eps": 1e-2, "momentum": 0.5},
-]
+    {}, {"momentum": None}, {"momentum": 0.0}, {"momentum": 1.0}, {"track_running_stats": False},
+    {"affine": False}, {"affine": False, "track_running_stats": False}, {"eps": 1e-2},
+    {"bias": False},
+]  # fmt: skip
+close = torch.testing.assert_close
 
 
-def make(kind, options):
-    ours, theirs, shape = KINDS[kind]
-    torch.manual_seed(0)
-    a, b = ours(4, **options), theirs(4, **options)
-    if a.affine:
-        nn.init.normal_(a.weight)
-        nn.init.normal_(a.bias)
-    b.load_state_dict(a.state_dict())
-    return a, b, torch.randn(shape)
+def compare_steps(ours, theirs, x, steps=3, **tolerance):
+    """Training steps, then evaluation; gradients and buffers after each."""
+    for step in range(steps + 1):
+        if step == steps:
+            ours.eval()
+            theirs.eval()
+        a = (x * (step - 1.5)).detach().requires_grad_()
+        b = a.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        left, right = ours(a), theirs(b)
+        weight = torch.randn_like(right)
+        close(left, right, **tolerance)
+        assert left.dtype == right.dtype
+        (left * weight).sum().backward()
+        (right * weight).sum().backward()
+        close(a.grad, b.grad, **tolerance)
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert p.grad.dtype == q.grad.dtype
+            close(p.grad, q.grad, **tolerance)
+        for p, q in zip(ours.buffers(), theirs.buffers(), strict=True):
+            close(p, q)
 
 
-def assert_same_buffers(a, b):
-    for (name, left), (_, right) in zip(a.named_buffers(), b.named_buffers(), strict=True):
-        assert torch.equal(left, right), name
-
-
-def region(bn, x):
-    return ms.CheckpointFunction.apply(lambda t: bn(t).relu(), 1, x, *bn.parameters())
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OURS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_three_steps_as_torch_without_checkpoint(kind, options):
-    ours, theirs, x = make(kind, options)
-    for scale in (1.0, 3.0, -2.0):
-        a = (x * scale).requires_grad_()
-        b = a.detach().clone().requires_grad_()
-        left, right = region(ours, a), theirs(b).relu()
-        assert torch.equal(left, right)
-        left.square().sum().backward()
-        right.square().sum().backward()
-        assert torch.equal(a.grad, b.grad)
-        assert_same_buffers(ours, theirs)
-    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
-    ours.eval()
-    theirs.eval()
-    assert torch.equal(region(ours, x), theirs(x).relu())
-    assert_same_buffers(ours, theirs)
+def test_as_torch(kind, options):
+    compare_steps(*make(kind, **options))
 
 
-def test_torch_counts_twice():
-    """What this module is for: pytorch#96136."""
-    bn, x = nn.BatchNorm1d(4), torch.randn(6, 4, requires_grad=True)
-    region(bn, x).sum().backward()
-    assert bn.num_batches_tracked == 2
+@pytest.mark.parametrize("kind", ["2d", "3d"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(kind, layout):
+    ours, theirs, x = make(kind)
+    x = in_layout(x, layout)
+    compare_steps(ours, theirs, x)
+    assert ours(x).stride() == theirs(x).stride()
 
 
-def test_nested_retained_and_shared():
-    ours, theirs, x = make("2d", {})
-    a = x.clone().requires_grad_()
+@given(
+    n=st.integers(1, 9),
+    c=st.integers(1, 40),
+    spatial=st.lists(st.integers(1, 19), max_size=3),
+    last=st.booleans(),
+    activation=st.sampled_from([None, "relu", "leaky_relu"]),
+    with_residual=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_shape(n, c, spatial, last, activation, with_residual):
+    shape = (n + (not spatial), c, *spatial)  # at least two values per channel
+    if torch.Size(shape).numel() == c:
+        shape = (n + 1, c, *spatial)
+    kind = {0: "1d", 1: "1d", 2: "2d", 3: "3d"}[len(spatial)]
+    generator = torch.Generator().manual_seed(n * c)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64) + 3
+    x = in_layout(x, "channels_last" if last else "contiguous").requires_grad_()
+    residual = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+    ours = OURS[kind](c, activation=activation, negative_slope=0.2).double()
+    theirs = TORCHS[kind](c).double()
+    with torch.no_grad():
+        theirs.weight.copy_(ours.weight.uniform_(-1, 1))
+        theirs.bias.copy_(ours.bias.uniform_(-1, 1))
+    left = ours(x, residual) if with_residual else ours(x)
+    right = theirs(x) + (residual if with_residual else 0)
+    if activation:
+        right = F.relu(right) if activation == "relu" else F.leaky_relu(right, 0.2)
+    close(left, right)
+    grad = torch.randn(shape, generator=generator, dtype=torch.float64)
+    sources = [x, *([residual] if with_residual else [])]
+    close(
+        torch.autograd.grad(left, [*sources, *ours.parameters()], grad),
+        torch.autograd.grad(right, [*sources, *theirs.parameters()], grad),
+        rtol=1e-6, atol=1e-9,
+    )  # fmt: skip
+    close(list(ours.buffers()), list(theirs.buffers()))
 
-    def outer(t):
-        return region(ours, region(ours, t) + 1)
 
-    output = ms.CheckpointFunction.apply(outer, 1, a, *ours.parameters())
-    theirs(theirs(x).relu() + 1)
-    assert_same_buffers(ours, theirs)
-    output.sum().backward(retain_graph=True)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("parameters", [torch.float64, torch.float32, torch.bfloat16])
+def test_statistics_are_float32_whatever_the_parameters(dtype, parameters):
+    bn = ms.BatchNorm2d(4).to(parameters)
+    x = torch.randn(3, 4, 5, 2).to(dtype).requires_grad_()
+    output, statistics = torch.ops.memsave_ext.batch_norm_forward(
+        x, bn.weight, bn.bias, None, None, bn.running_mean, bn.running_var, True, 0.1, 1e-5,
+        "none", 0.0, None,
+    )  # fmt: skip
+    assert output.dtype == dtype
+    assert statistics.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     output.sum().backward()
-    assert_same_buffers(ours, theirs)
-    assert ours.num_batches_tracked == 2
+    assert x.grad.dtype == dtype and bn.weight.grad.dtype == parameters
+    mean = x.detach().double().mean((0, 2, 3))
+    close(bn.running_mean.double(), 0.1 * mean, rtol=2e-2, atol=1e-3)
 
 
-def test_a_forward_without_backward_counts():
-    ours, theirs, x = make("2d", {})
-    region(ours, x.requires_grad_())
+def test_an_empty_batch_counts_as_torchs():
+    ours, theirs, _ = make("2d")
+    x = torch.zeros(0, 4, 5, 2, requires_grad=True)
+    ours(x).sum().backward()
     theirs(x)
     assert_same_buffers(ours, theirs)
+    assert x.grad.shape == x.shape
+    assert torch.equal(ours.weight.grad, torch.zeros(4))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OURS)
 def test_state_dict_and_repr(kind):
-    ours, theirs, _ = make(kind, {})
+    ours, theirs, x = make(kind)
+    ours(x)
     theirs.load_state_dict(ours.state_dict())
+    assert_same_buffers(ours, theirs)
     ours.load_state_dict(theirs.state_dict())
     assert repr(ours) == repr(theirs)
     assert isinstance(ours, type(theirs))
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
 
 
-def test_wrong_input_counts_nothing():
+def test_a_state_dict_from_before_num_batches_tracked():
     bn = ms.BatchNorm2d(4)
-    with pytest.raises(ValueError, match="expected 4D input"):
-        bn(torch.randn(2, 4))
-    assert bn.num_batches_tracked == 0
+    old = {k: v for k, v in bn.state_dict().items() if k != "num_batches_tracked"}
+    old = type(bn.state_dict())(old)
+    old._metadata = {"": {"version": 1}}
+    bn.load_state_dict(old)
+
+
+def test_repr_of_an_activation():
+    assert repr(ms.BatchNorm1d(2, activation="leaky_relu", negative_slope=0.2)).endswith(
+        "activation='leaky_relu', negative_slope=0.2)"
+    )
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies(copier):
+    bn = ms.BatchNorm2d(4, activation="relu")
+    bn(torch.randn(2, 4, 3, 3))
+    other = copier(bn)
+    assert_same_buffers(bn, other)
+    x = torch.randn(2, 4, 3, 3)
+    assert torch.equal(bn(x), other(x))
 
 
 def test_the_original_name():
     assert ms.CpBatchNorm2d is ms.BatchNorm2d
+
+
+def test_fused_activation_keeps_no_output():
+    """What is saved: the input, the residual and statistics. Not the output."""
+    bn = ms.BatchNorm2d(4, activation="relu")
+    x, residual = (torch.randn(2, 4, 3, 3, requires_grad=True) for _ in range(2))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        bn(x, residual)
+    assert sum(t.numel() for t in saved) == x.numel() + residual.numel() + 2 * 4 + 4 + 4
+
+
+def test_torch_func_and_forward_mode_run_torchs_kernel():
+    ours, theirs, x = make("2d", track_running_stats=False)
+    grads = [torch.func.grad(lambda t, m=m: m(t).sin().sum())(x) for m in (ours, theirs)]
+    assert torch.equal(*grads)
+    jvps = [torch.func.jvp(m, (x,), (x.cos(),))[1] for m in (ours, theirs)]
+    assert torch.equal(*jvps)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x.cos())
+        close(torch.autograd.forward_ad.unpack_dual(ours(dual)).tangent, jvps[0])
+
+
+def test_lazy_modules_of_functional_call():
+    bn, x = ms.BatchNorm2d(4), torch.randn(2, 4, 3, 3)
+    other = {"weight": torch.full((4,), 2.0), "bias": torch.ones(4)}
+    close(
+        torch.func.functional_call(bn, other, x), F.batch_norm(x, None, None, training=True) * 2 + 1
+    )

@@ -31,8 +31,7 @@ def densenet():
 
 
 def make(method, **shape):
-    norm = ms.BatchNorm2d if method in models.OURS else nn.BatchNorm2d
-    return models.DenseNet(**shape, checkpoint=method, norm=norm)
+    return models.DenseNet(**shape, checkpoint=method, norm=models.norm_of(method))
 
 
 # models
@@ -48,11 +47,13 @@ def test_shape_that_is_no_densenet(depth, growth_rate):
         models.DenseNet(depth, growth_rate)
 
 
-@pytest.mark.parametrize("method", [name for name in models.STRATEGIES if name != "naive"])
+@pytest.mark.parametrize("method", [*models.OURS, "torch", "torch_reentrant"])
 def test_method_changes_nothing_but_memory(method):
     torch.manual_seed(1)
     x, y = torch.randn(4, 3, 32, 32), torch.arange(4)
-    networks = [make(name, depth=16, growth_rate=4) for name in ("naive", method)]
+    networks = [
+        make(name, depth=16, growth_rate=4) for name in (models.without_checkpoint(method), method)
+    ]
     losses = []
     for network in networks:
         losses.append(nn.functional.cross_entropy(network(x), y))
@@ -114,9 +115,9 @@ def test_densenet_end_to_end(densenet, tmp_path, capsys):
         assert row["bn_updates_per_step"] == (2 if name.startswith("torch") else 1)
     for name in models.OURS:
         assert rows[name]["running_stats_max_diff"] == 0
-        assert rows[name]["loss"] == rows["naive"]["loss"]
+        assert rows[name]["loss"] == rows["memsave_ext_batch_norm"]["loss"]
         assert rows[name]["memory_ratio"] < 1
-    assert [check["ok"] for check in record["checks"]] == [True] * 6 + [None] * 3
+    assert [check["ok"] for check in record["checks"]] == [True] * 9 + [None] * 3
 
 
 def test_densenet_fails_where_statistics_are_counted_twice(densenet, monkeypatch, tmp_path, capsys):

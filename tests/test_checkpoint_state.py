@@ -79,7 +79,7 @@ def test_is_recomputing():
 
 
 def test_batch_norm_counts_once():
-    bn, twin, x = ms.BatchNorm1d(4), nn.BatchNorm1d(4), leaf(8, 4)
+    bn, twin, x = ms.BatchNorm1d(4), ms.BatchNorm1d(4), leaf(8, 4)
     out = checkpoint(lambda a: bn(a).exp().sin(), x).sum()
     out.backward(retain_graph=True)
     out.backward()

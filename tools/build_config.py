@@ -122,7 +122,9 @@ def compile_flags(torch_includes: list[str], cuda: bool) -> dict[str, list[str]]
     common = ["-O3", "-g0", "-fvisibility=hidden"]
     # As system headers, torch's own code stays out of our warnings.
     system = [flag for path in torch_includes for flag in ("-isystem", path)]
-    flags = {"cxx": [*common, *WARNINGS, *system]}
+    # For at::parallel_for. Only to compile: the symbols are those of torch's own runtime.
+    openmp = ["-fopenmp"] if sys.platform == "linux" else []
+    flags = {"cxx": [*common, *openmp, *WARNINGS, *system]}
     if cuda:
         flags["nvcc"] = ["-O3", "-Xcompiler=-g0,-fvisibility=hidden"]
     return flags

@@ -1,0 +1,82 @@
+// What each instruction set implements: passes over one piece of a tensor, on
+// one thread.
+//
+// A piece is a block of rows small enough that float sums over it are accurate,
+// as they are merged in double. The same pieces are taken whatever the number
+// of threads.
+#pragma once
+
+#include <cstdint>
+
+#include "batch_norm/kernels.h"
+
+namespace memsave_ext::batch_norm::cpu {
+
+struct Half {
+  uint16_t bits;
+};
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// Statistics and coefficients are double for double tensors, else float.
+template <typename Storage>
+struct StatisticOf {
+  using type = float;
+};
+template <>
+struct StatisticOf<double> {
+  using type = double;
+};
+
+// Rows of the matrix of coefficients, a column per channel.
+enum Coefficient { kMean, kInvstd, kScale, kBias, kGradMean, kDotMean, kCoefficients };
+
+inline int64_t item_size(DType dtype) {
+  return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : 2;
+}
+
+constexpr int64_t kMaxColumns = 512;  // channels of a piece: as columns
+constexpr int64_t kMaxChannels = 64;  // otherwise
+constexpr int64_t kPadding = 16;      // coefficients are read by whole vectors
+
+// In elements. Either each column of the rows is a channel (inner == 1), or
+// each row holds `width` values of each of `channels`, `channel_stride` apart.
+struct Piece {
+  bool columns;
+  bool stream;  // store around the caches
+  int64_t rows;
+  int64_t stride;
+  int64_t channels;
+  int64_t channel_stride;
+  int64_t width;
+  double slope;
+  const void* input;
+  const void* residual;  // may be null
+  const void* grad;
+  void* output;  // also the gradient of the input; either gradient may be null
+  void* grad_residual;
+  const void* coefficients;  // of the piece's first channel
+  int64_t pitch;             // from coefficient to coefficient
+  double* sums;              // two vectors over the channels of the piece
+  int64_t sums_pitch;
+};
+
+struct Passes {
+  void (*moments)(const Piece&);  // sums: mean and m2
+  void (*normalize)(const Piece&);
+  // sums: of the gradient of z, and of its product with input - mean
+  void (*gradient_sums)(const Piece&);
+  void (*input_gradient)(const Piece&);
+};
+
+using PassTable = Passes[4][3];  // [DType][Activation]
+
+extern const PassTable& baseline_passes;
+#if defined(__x86_64__)
+extern const PassTable& avx2_passes;
+extern const PassTable& avx512_passes;
+#endif
+
+}  // namespace memsave_ext::batch_norm::cpu

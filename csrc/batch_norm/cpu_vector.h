@@ -1,0 +1,245 @@
+// Vectors of float or double, and how half and bfloat16 are read into and
+// written from them.
+//
+// Included with MEMSAVE_EXT_ISA, the namespace, and MEMSAVE_EXT_VECTOR_BYTES
+// defined, inside the target region of an instruction set: nothing here may be
+// shared between instruction sets.
+#include "batch_norm/cpu_piece.h"
+
+namespace memsave_ext::batch_norm::cpu::MEMSAVE_EXT_ISA {
+
+#define MEMSAVE_EXT_INLINED __attribute__((always_inline))
+
+template <typename T, int lanes>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(lanes * sizeof(T))));
+};
+template <typename T, int lanes>
+using Vector = typename VectorOf<T, lanes>::type;
+
+template <typename Storage>
+using Statistic = typename StatisticOf<Storage>::type;
+template <typename Storage>
+constexpr int kLanes = MEMSAVE_EXT_VECTOR_BYTES / sizeof(Statistic<Storage>);
+template <typename Storage>
+using Lanes = Vector<Statistic<Storage>, kLanes<Storage>>;
+
+// How much of a vector a load or store is about.
+struct Whole {};
+struct Streamed {};  // whole, and stored around the caches
+struct Part {
+  int64_t lanes;
+};
+
+template <typename V, typename T>
+MEMSAVE_EXT_INLINED inline V broadcast(T value) {
+  return V{} + value;
+}
+
+template <typename V>
+MEMSAVE_EXT_INLINED inline V load_raw(const void* from) {
+  V v;
+  __builtin_memcpy(&v, from, sizeof(v));
+  return v;
+}
+
+// gcc 12 warns of uninitialised values in the unmasked AVX-512 conversions.
+constexpr uint16_t kAll = 0xffff;
+
+MEMSAVE_EXT_INLINED inline uint16_t mask(Part part) {
+  return static_cast<uint16_t>((1u << part.lanes) - 1);
+}
+
+template <typename Storage>
+MEMSAVE_EXT_INLINED inline Lanes<Storage> load(const Storage* from) {
+  constexpr int lanes = kLanes<Storage>;
+  if constexpr (std::is_same_v<Storage, Half>) {
+#if MEMSAVE_EXT_VECTOR_BYTES == 64
+    return (Lanes<Storage>)_mm512_maskz_cvtph_ps(kAll, load_raw<__m256i>(from));
+#elif MEMSAVE_EXT_VECTOR_BYTES == 32
+    return (Lanes<Storage>)_mm256_cvtph_ps(load_raw<__m128i>(from));
+#else
+    Lanes<Storage> v;
+    for (int i = 0; i < lanes; ++i) v[i] = c10::Half(from[i].bits, c10::Half::from_bits());
+    return v;
+#endif
+  } else if constexpr (std::is_same_v<Storage, BFloat16>) {
+    using Bits = Vector<uint32_t, lanes>;
+#if MEMSAVE_EXT_VECTOR_BYTES == 64
+    const auto bits = (Bits)_mm512_maskz_cvtepu16_epi32(kAll, load_raw<__m256i>(from));
+#elif MEMSAVE_EXT_VECTOR_BYTES == 32
+    const auto bits = (Bits)_mm256_cvtepu16_epi32(load_raw<__m128i>(from));
+#else
+    const auto bits = __builtin_convertvector(load_raw<Vector<uint16_t, lanes>>(from), Bits);
+#endif
+    return (Lanes<Storage>)(bits << 16);
+  } else {
+    return load_raw<Lanes<Storage>>(from);
+  }
+}
+
+// As it is stored: rounded to nearest even.
+template <typename Storage>
+MEMSAVE_EXT_INLINED inline auto narrow(Lanes<Storage> v) {
+  constexpr int lanes = kLanes<Storage>;
+  if constexpr (std::is_same_v<Storage, Half>) {
+#if MEMSAVE_EXT_VECTOR_BYTES == 64
+    return _mm512_maskz_cvtps_ph(kAll, (__m512)v, _MM_FROUND_TO_NEAREST_INT);
+#elif MEMSAVE_EXT_VECTOR_BYTES == 32
+    return _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+#else
+    Vector<uint16_t, lanes> bits;
+    for (int i = 0; i < lanes; ++i) bits[i] = c10::Half(v[i]).x;
+    return bits;
+#endif
+  } else if constexpr (std::is_same_v<Storage, BFloat16>) {
+    using Bits = Vector<uint32_t, lanes>;
+    const Bits bits = (Bits)v;
+    const Bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const Bits narrowed = v != v ? Bits{} + 0x7fc0u : rounded;
+#if MEMSAVE_EXT_VECTOR_BYTES == 64
+    return _mm512_maskz_cvtepi32_epi16(kAll, (__m512i)narrowed);
+#elif MEMSAVE_EXT_VECTOR_BYTES == 32
+    const __m256i packed = _mm256_packus_epi32((__m256i)narrowed, (__m256i)narrowed);
+    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+#else
+    return __builtin_convertvector(narrowed, Vector<uint16_t, lanes>);
+#endif
+  } else {
+    return v;
+  }
+}
+
+template <typename Storage>
+MEMSAVE_EXT_INLINED inline Lanes<Storage> load(const Storage* from, Whole) {
+  return load(from);
+}
+
+template <typename Storage>
+MEMSAVE_EXT_INLINED inline Lanes<Storage> load(const Storage* from, Streamed) {
+  return load(from);
+}
+
+// All ones in the lanes of the part.
+template <typename T, int lanes>
+MEMSAVE_EXT_INLINED inline auto lanes_of(Part part) {
+  using Integer = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
+  Vector<Integer, lanes> index;
+  for (int i = 0; i < lanes; ++i) index[i] = i;
+  return index < static_cast<Integer>(part.lanes);
+}
+
+template <typename V>
+MEMSAVE_EXT_INLINED inline V keep(V v, Whole) {
+  return v;
+}
+
+template <typename V>
+MEMSAVE_EXT_INLINED inline V keep(V v, Part part) {
+  using T = std::remove_reference_t<decltype(v[0])>;
+  return lanes_of<T, sizeof(V) / sizeof(T)>(part) ? v : V{};
+}
+
+template <typename Storage>
+MEMSAVE_EXT_INLINED inline void copy(Storage* to, const Storage* from, Part part) {
+  for (int step = kLanes<Storage>; step > 0; step /= 2) {
+    if (!(part.lanes & step)) continue;
+    __builtin_memcpy(to, from, step * sizeof(Storage));
+    to += step;
+    from += step;
+  }
+}
+
+// Lanes past the part are 0.
+template <typename Storage>
+MEMSAVE_EXT_INLINED inline Lanes<Storage> load(const Storage* from, Part part) {
+#if MEMSAVE_EXT_VECTOR_BYTES == 64
+  if constexpr (sizeof(Storage) == 2) {
+    const __m256i whole = _mm256_maskz_loadu_epi16(mask(part), from);
+    return load(reinterpret_cast<const Storage*>(&whole));
+  } else if constexpr (sizeof(Storage) == 4) {
+    return (Lanes<Storage>)_mm512_maskz_loadu_ps(mask(part), from);
+  } else {
+    return (Lanes<Storage>)_mm512_maskz_loadu_pd(mask(part), from);
+  }
+#elif MEMSAVE_EXT_VECTOR_BYTES == 32
+  if constexpr (std::is_same_v<Storage, float>) {
+    return (Lanes<Storage>)_mm256_maskload_ps(from, (__m256i)lanes_of<float, 8>(part));
+  }
+  if constexpr (std::is_same_v<Storage, double>) {
+    return (Lanes<Storage>)_mm256_maskload_pd(from, (__m256i)lanes_of<double, 4>(part));
+  }
+#endif
+  Storage whole[kLanes<Storage>] = {};
+  copy(whole, from, part);
+  return load(whole);
+}
+
+template <typename Storage>
+MEMSAVE_EXT_INLINED inline void store(Storage* to, Lanes<Storage> v, Whole) {
+  const auto stored = narrow<Storage>(v);
+  __builtin_memcpy(to, &stored, sizeof(stored));
+}
+
+template <typename Storage>
+MEMSAVE_EXT_INLINED inline void store(Storage* to, Lanes<Storage> v, Part part) {
+#if MEMSAVE_EXT_VECTOR_BYTES == 64
+  if constexpr (sizeof(Storage) == 2) {
+    _mm256_mask_storeu_epi16(to, mask(part), (__m256i)narrow<Storage>(v));
+  } else if constexpr (sizeof(Storage) == 4) {
+    _mm512_mask_storeu_ps(to, mask(part), (__m512)v);
+  } else {
+    _mm512_mask_storeu_pd(to, mask(part), (__m512d)v);
+  }
+#else
+#if MEMSAVE_EXT_VECTOR_BYTES == 32
+  if constexpr (std::is_same_v<Storage, float>) {
+    return _mm256_maskstore_ps(to, (__m256i)lanes_of<float, 8>(part), (__m256)v);
+  }
+  if constexpr (std::is_same_v<Storage, double>) {
+    return _mm256_maskstore_pd(to, (__m256i)lanes_of<double, 4>(part), (__m256d)v);
+  }
+#endif
+  Storage whole[kLanes<Storage>];
+  store(whole, v, Whole{});
+  copy(to, whole, part);
+#endif
+}
+
+// `to` is aligned to what is stored.
+template <typename Storage>
+MEMSAVE_EXT_INLINED inline void store(Storage* to, Lanes<Storage> v, Streamed) {
+  const auto stored = narrow<Storage>(v);
+#if MEMSAVE_EXT_VECTOR_BYTES == 64
+  if constexpr (sizeof(stored) == 64) {
+    return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), (__m512i)stored);
+  }
+#endif
+#if MEMSAVE_EXT_VECTOR_BYTES >= 32
+  if constexpr (sizeof(stored) == 32) {
+    return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)stored);
+  }
+#endif
+#if defined(__x86_64__)
+  if constexpr (sizeof(stored) == 16) {
+    return _mm_stream_si128(reinterpret_cast<__m128i*>(to), (__m128i)stored);
+  }
+#endif
+  __builtin_memcpy(to, &stored, sizeof(stored));
+}
+
+template <typename V>
+MEMSAVE_EXT_INLINED inline double total(V v) {
+  using T = std::remove_reference_t<decltype(v[0])>;
+  if constexpr (sizeof(V) > 16) {
+    Vector<T, sizeof(V) / sizeof(T) / 2> halves[2];
+    __builtin_memcpy(halves, &v, sizeof(v));
+    return total(halves[0] + halves[1]);
+  } else if constexpr (sizeof(T) == 4) {
+    return (static_cast<double>(v[0]) + v[1]) + (static_cast<double>(v[2]) + v[3]);
+  } else {
+    return v[0] + v[1];
+  }
+}
+
+}  // namespace memsave_ext::batch_norm::cpu::MEMSAVE_EXT_ISA

@@ -1,0 +1,67 @@
+// The arithmetic of batch normalisation, the same for CPU and CUDA. Operators only, so that T may
+// be a scalar or a vector; compilers contract a * b + c, equally wherever it stands.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define MEMSAVE_EXT_INLINE __host__ __device__ __forceinline__
+#else
+#define MEMSAVE_EXT_INLINE inline
+#endif
+
+namespace memsave_ext::batch_norm {
+
+enum class Activation : int { kIdentity, kRelu, kLeakyRelu };
+
+// Count, mean and sum of squared deviations from the mean.
+template <typename T>
+struct Moments {
+  int64_t count = 0;
+  T mean = 0;
+  T m2 = 0;
+};
+
+// Chan, Golub and LeVeque 1983: the moments of two sets from those of each.
+template <typename T>
+MEMSAVE_EXT_INLINE Moments<T> merge(const Moments<T>& a, const Moments<T>& b) {
+  if (b.count == 0) return a;
+  if (a.count == 0) return b;
+  const int64_t count = a.count + b.count;
+  const T share = static_cast<T>(b.count) / static_cast<T>(count);
+  const T delta = b.mean - a.mean;
+  return {count, a.mean + delta * share,
+          a.m2 + b.m2 + delta * delta * share * static_cast<T>(a.count)};
+}
+
+// scale = invstd * weight. Not x * scale + (bias - mean * scale), which cancels for large means.
+template <typename T>
+MEMSAVE_EXT_INLINE T normalize(T x, T mean, T scale, T bias) {
+  return (x - mean) * scale + bias;
+}
+
+// Of z, the normalised value plus the residual. NaN stays NaN.
+template <Activation activation, typename T>
+MEMSAVE_EXT_INLINE T activate(T z, T slope) {
+  if constexpr (activation == Activation::kRelu) return z <= T{} ? T{} : z;
+  if constexpr (activation == Activation::kLeakyRelu) return z > T{} ? z : z * slope;
+  return z;
+}
+
+// The gradient of z from that of activate(z).
+template <Activation activation, typename T>
+MEMSAVE_EXT_INLINE T activate_backward(T grad, T z, T slope) {
+  if constexpr (activation == Activation::kRelu) return z <= T{} ? T{} : grad;
+  if constexpr (activation == Activation::kLeakyRelu) return z > T{} ? grad : grad * slope;
+  return grad;
+}
+
+// The gradient of x from that of z. grad_mean and dot_mean are the means over the channel of the
+// gradient of z and of its product with the normalised x; 0 where statistics are constants.
+template <typename T>
+MEMSAVE_EXT_INLINE T input_gradient(T grad, T x, T mean, T invstd, T scale, T grad_mean,
+                                    T dot_mean) {
+  return scale * (grad - grad_mean - (x - mean) * invstd * dot_mean);
+}
+
+}  // namespace memsave_ext::batch_norm

@@ -1,0 +1,150 @@
+// Which block and thread works on which part of a tensor: by shape alone, so that results are the
+// same in every run. Planes (inner > 1): a block has a chunk of one channel. Rows (inner == 1): a
+// block has a chunk of the rows of a group of channels, lanes_x vectors wide. An item is a vector
+// of a channel in planes, and a row in rows. For host and device, so that it can be checked.
+#pragma once
+
+#include <algorithm>
+#include <climits>
+#include <cstdint>
+#include <stdexcept>
+
+#include "batch_norm/kernels.h"
+
+namespace memsave_ext::batch_norm {
+
+constexpr int kThreads = 256;  // of a block; fewer where lanes_x does not divide it
+
+// Offsets are in vectors, and 64-bit: tensors have more than 2^31 values.
+struct Partition {
+  int64_t width;   // vectors in a plane or row
+  int64_t stride;  // vectors from one plane or row to the next
+  int64_t items;   // of a channel
+  int64_t units;   // channels, or groups of them
+  int64_t per_chunk;
+  int64_t chunks;
+  int lanes_x;
+  int lanes_y;
+  // From an item of a thread to its next one. Planes: where that is in the next plane, `wrap` more.
+  int64_t step_offset;
+  int64_t wrap;
+  int step_within;
+
+  int64_t blocks() const { return units * chunks; }
+  int threads() const { return lanes_x * lanes_y; }
+};
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline bool in_rows(const Problem& problem) { return problem.inner == 1; }
+
+// For chunks and lanes that are set.
+inline void set_steps(Partition& p, bool rows) {
+  if (p.per_chunk > INT_MAX / 2 || (!rows && p.width > INT_MAX / 2)) {
+    throw std::runtime_error("memsave_ext: batch_norm: the tensor is too large");
+  }
+  p.step_offset =
+      rows ? p.lanes_y * p.stride : p.lanes_y / p.width * p.stride + p.lanes_y % p.width;
+  p.wrap = p.stride - p.width;
+  p.step_within = rows ? 0 : static_cast<int>(p.lanes_y % p.width);
+}
+
+// `vector` values to a load, a divisor of a plane's or row's length. For tensors with values.
+inline Partition make_partition(const Problem& problem, int vector) {
+  constexpr int64_t kBlocks = 2048;  // a few waves on the largest devices
+  constexpr int64_t kPerThread = 4;  // items, or a block costs more than its work
+  const bool rows = in_rows(problem);
+  Partition p;
+  p.width = (rows ? problem.channels : problem.inner) / vector;
+  p.stride = rows ? p.width : p.width * problem.channels;
+  p.items = rows ? problem.outer : problem.outer * p.width;
+  p.lanes_x = rows ? static_cast<int>(ceil_div(p.width, ceil_div(p.width, 32))) : 1;
+  p.lanes_y = kThreads / p.lanes_x;
+  p.units = rows ? ceil_div(p.width, p.lanes_x) : problem.channels;
+  const int64_t wanted =
+      std::min(ceil_div(kBlocks, p.units), ceil_div(p.items, p.lanes_y * kPerThread));
+  p.per_chunk = ceil_div(p.items, wanted);
+  p.chunks = ceil_div(p.items, p.per_chunk);
+  set_steps(p, rows);
+  return p;
+}
+
+// Planes, with a channel for each block of `threads`.
+inline Partition make_whole(const Problem& problem, int vector, int threads) {
+  Partition p = make_partition(problem, vector);
+  p.per_chunk = p.items;
+  p.chunks = 1;
+  p.lanes_y = threads;
+  set_steps(p, false);
+  return p;
+}
+
+struct Quotient {
+  int64_t quotient, remainder;
+};
+
+MEMSAVE_EXT_INLINE Quotient divide(int64_t a, int64_t b) {
+  if (((a | b) >> 32) == 0) {  // 64-bit division takes some hundred instructions
+    const uint32_t x = static_cast<uint32_t>(a), y = static_cast<uint32_t>(b);
+    return {x / y, x % y};
+  }
+  return {a / b, a % b};
+}
+
+// The items of a thread: those of its chunk from `item`, counted from the chunk's first one.
+template <bool rows>
+struct Walk {
+  int item, end;
+  int64_t offset;  // of the item
+  int64_t chunk;
+  int64_t column;  // planes: the channel; rows: the vector in a row
+  int within;      // planes: the place in the plane
+
+  MEMSAVE_EXT_INLINE Walk(const Partition& p, uint32_t block, int thread) {
+    const Quotient at = divide(block, p.units);
+    chunk = at.quotient;
+    const int64_t begin = chunk * p.per_chunk;
+    const int64_t left = p.items - begin;
+    end = static_cast<int>(left < p.per_chunk ? left : p.per_chunk);
+    if constexpr (rows) {
+      item = thread / p.lanes_x;
+      column = at.remainder * p.lanes_x + (thread - item * p.lanes_x);
+      offset = (begin + item) * p.stride + column;
+      within = 0;
+      if (!has_channel(p)) end = 0;
+    } else {
+      item = thread;
+      column = at.remainder;
+      const Quotient place = divide(begin + thread, p.width);
+      within = static_cast<int>(place.remainder);
+      offset = place.quotient * p.stride + column * p.width + within;
+    }
+  }
+
+  MEMSAVE_EXT_INLINE bool more() const { return item < end; }
+
+  MEMSAVE_EXT_INLINE void next(const Partition& p) {
+    item += p.lanes_y;
+    offset += p.step_offset;
+    if constexpr (!rows) {
+      const int width = static_cast<int>(p.width);
+      within += p.step_within;
+      if (within >= width) {
+        within -= width;
+        offset += p.wrap;
+      }
+    }
+  }
+
+  // The last group of rows may be narrower than its block.
+  MEMSAVE_EXT_INLINE bool has_channel(const Partition& p) const {
+    return !rows || column < p.width;
+  }
+
+  // Offset of the channel's first item.
+  MEMSAVE_EXT_INLINE int64_t first(const Partition& p) const {
+    return rows ? column : column * p.width;
+  }
+};
+
+}  // namespace memsave_ext::batch_norm

@@ -1,0 +1,83 @@
+"""Putting this package's batch norms in the place of torch's."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar, overload
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .modules import BatchNorm1d, BatchNorm2d, BatchNorm3d, CountOnce
+from .sync import SyncBatchNorm
+
+M = TypeVar("M", bound=nn.Module)
+
+_COUNTERPARTS: dict[type[nn.Module], type[CountOnce]] = {
+    nn.BatchNorm1d: BatchNorm1d,
+    nn.BatchNorm2d: BatchNorm2d,
+    nn.BatchNorm3d: BatchNorm3d,
+    nn.SyncBatchNorm: SyncBatchNorm,
+}
+
+
+@overload
+def convert_batch_norm(
+    model: M, sync: bool = ..., *, process_group: Any = ..., dry_run: Literal[False] = ...
+) -> M: ...
+@overload
+def convert_batch_norm(
+    model: M, sync: bool = ..., *, process_group: Any = ..., dry_run: Literal[True]
+) -> list[tuple[str, str, str]]: ...
+def convert_batch_norm(
+    model: M, sync: bool = False, *, process_group: Any = None, dry_run: bool = False
+) -> M | list[tuple[str, str, str]]:
+    """Turn every batch norm of torch.nn in ``model`` into this package's, in place.
+
+    The modules stay the same objects with the same Parameters, buffers and hooks, so that an
+    optimizer, a shared layer and anything else that refers to them go on working. What is already
+    this package's is left alone.
+
+    Args:
+        model: any module, a batch norm itself included.
+        sync: make them :class:`SyncBatchNorm`, this package's own ones, too.
+        process_group: the group of those that ``sync`` makes.
+        dry_run: change nothing.
+
+    Returns:
+        ``model``, or for a dry run what would change: (name of the module, class, new class).
+
+    Raises:
+        TypeError: subclasses of torch's batch norms that it does not know, by name and class: their
+            own behaviour would be lost. Nothing is changed then.
+    """
+    unknown = []
+    changes: list[tuple[str, nn.Module, type[nn.Module]]] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm):
+            continue
+        kind = type(module)
+        target: type[nn.Module] = _COUNTERPARTS.get(kind, kind)
+        if target not in _COUNTERPARTS.values() or "forward" in vars(module):
+            unknown.append(f"{name or 'the model'} ({kind.__module__}.{kind.__qualname__})")
+            continue
+        if sync:
+            target = SyncBatchNorm
+        if target is not kind:
+            changes.append((name, module, target))
+    if unknown:
+        raise TypeError(
+            "convert_batch_norm: does not know these, whose own behaviour would be lost: "
+            f"{', '.join(unknown)}. Nothing was changed."
+        )
+    if dry_run:
+        return [(name, _name(type(module)), _name(target)) for name, module, target in changes]
+    for _, module, target in changes:
+        if target is SyncBatchNorm and not hasattr(module, "process_group"):
+            module.process_group = process_group
+        module.__class__ = target
+    return model
+
+
+def _name(kind: type[nn.Module]) -> str:
+    package = "torch.nn" if kind.__module__.startswith("torch.nn.") else "memsave_ext"
+    return f"{package}.{kind.__name__}"

@@ -1,0 +1,123 @@
+"""Batch normalisation over the batches of several processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._reference.batch_norm import statistic_dtype, update_running
+from .modules import CountOnce
+
+_moments = torch.ops.memsave_ext.batch_norm_moments.default
+
+
+class SyncBatchNorm(CountOnce):
+    """Drop-in for :class:`torch.nn.SyncBatchNorm`, on CPU (gloo) and CUDA (NCCL).
+
+    Statistics are those of all processes' batches, which may differ in size or be empty. One
+    collective in forward, one in backward, none in the recompute of a checkpointed region; else
+    as :class:`BatchNorm1d`. Without ``torch.distributed``, in a group of one, and in eval mode it
+    is a BatchNorm of its own process.
+
+    Args:
+        num_features, eps, momentum, affine, track_running_stats, device, dtype: as in torch.
+        process_group: a group of torch.distributed; None is the default group.
+        activation, negative_slope: as in :class:`BatchNorm1d`.
+
+    Shapes: input, residual and output (N, C, *).
+
+    Raises: as :class:`BatchNorm1d`, and
+        RuntimeError: ``process_group`` does not exist any more; this process is not in it; double
+            backward, which is not supported.
+    """
+
+    # Not a torch.nn.SyncBatchNorm, which DistributedDataParallel refuses on the CPU.
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        device: Any = None,
+        dtype: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device, dtype, **kwargs
+        )
+        self.process_group = process_group
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def _run_and_count(self, input: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        name = self._group_name()
+        if name is None:
+            return super()._run_and_count(input, residual)
+        with torch.no_grad():
+            moments = self._gather(_moments(input.detach()), name)
+            statistics, mean, var = _combine(moments, input, self.eps)
+        # The errors of the call come before anything is updated.
+        output, _ = self._run(input, residual, statistics, group=name)
+        running_mean, running_var, share = self._running()
+        with torch.no_grad():
+            update_running(running_mean, mean, share)
+            update_running(running_var, var, share)
+        return output, statistics
+
+    def _gather(self, local: Tensor, group_name: str) -> Tensor:
+        """(processes, bytes)"""
+        size, functional = self._group_size(), torch.ops._c10d_functional
+        try:
+            gathered = functional.all_gather_into_tensor(local, size, group_name)
+        except RuntimeError as error:
+            if "resolve the process group" not in str(error):
+                raise
+            raise RuntimeError(f"SyncBatchNorm: its process_group is gone: {error}") from error
+        return functional.wait_tensor(gathered).view(size, -1)  # type: ignore[no-any-return]
+
+    def _group_name(self) -> str | None:
+        if not (self.training and dist.is_available()):
+            return None
+        if not dist.is_initialized():
+            if self.process_group is None:
+                return None
+            raise RuntimeError(
+                "SyncBatchNorm: its process_group is gone: torch.distributed is not initialized"
+            )
+        return None if self._group_size() == 1 else self._group().group_name
+
+    def _group_size(self) -> int:
+        group = self._group()
+        try:
+            size = dist.get_world_size(group)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise RuntimeError(f"SyncBatchNorm: its process_group is gone: {error}") from error
+        if size < 1:
+            raise RuntimeError("SyncBatchNorm: this process is not in its process_group")
+        return size
+
+    def _group(self) -> Any:
+        return self.process_group or dist.group.WORLD
+
+
+def _combine(moments: Tensor, input: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Statistics (2, C), mean (C) and unbiased variance (C) of all batches.
+
+    Chan, Golub and LeVeque 1983, in float64 and in the order of ranks: the same bits everywhere.
+    """
+    dtype = statistic_dtype(input)
+    channels = input.shape[1]
+    counts = moments[:, -8:].view(torch.int64).double()
+    means, m2s = moments[:, :-8].view(dtype).view(-1, 2, channels).double().unbind(1)
+    total = counts.sum().clamp(min=1)
+    mean = (means * counts).sum(0) / total
+    m2 = (m2s + counts * (means - mean).square()).sum(0)
+    statistics = torch.stack([mean, (m2 / total + eps).rsqrt()]).to(dtype)
+    return statistics, mean, m2 / (total - 1)
