@@ -19,7 +19,7 @@ import torch
 from checks import check, median_ratio, statistics_diff
 from common import ROOT, machine, median_and_spread, result_path, write_record
 from data import DataError, Images, load
-from models import LABELS, STRATEGIES
+from models import LABELS, STRATEGIES, without_checkpoint
 from plots import plot_densenet
 from readme_tables import densenet_caption, densenet_table
 from training import Job, Trainer, train
@@ -50,7 +50,8 @@ def measure(trainers: dict[str, Trainer], test: Images, job: Job) -> list[dict[s
             "time_ratio": None,
         }
         if naive:
-            row["running_stats_max_diff"] = statistics_diff(trainer, naive)
+            other = trainers.get(without_checkpoint(name), naive)
+            row["running_stats_max_diff"] = statistics_diff(trainer, other)
             row["memory_ratio"] = trainer.memory.peak / naive.memory.peak
             row["time_ratio"] = median_ratio(seconds, naive.seconds[job.skip :])
         rows.append(row)

@@ -24,11 +24,12 @@ part() {
 }
 
 : >"$OUT/gpu.log"
-part build 150 env MEMSAVE_EXT_CUDA=1 "$PYTHON" setup.py -q build_ext --inplace
-part report 30 "$PYTHON" -m memsave_ext.report
+part build 140 env MEMSAVE_EXT_CUDA=1 "$PYTHON" setup.py -q build_ext --inplace
+part report 20 "$PYTHON" -m memsave_ext.report
 part tests 150 env MEMSAVE_EXT_NATIVE=1 "$PYTHON" -m pytest -q
-part overhead 90 "$PYTHON" benchmarks/checkpoint_overhead.py --save "$OUT"
-part densenet 150 "$PYTHON" benchmarks/densenet.py --save "$OUT"
+part overhead 75 "$PYTHON" benchmarks/checkpoint_overhead.py --save "$OUT"
+part batch_norm 90 "$PYTHON" benchmarks/batch_norm_cuda.py --save "$OUT"
+part densenet 120 "$PYTHON" benchmarks/densenet.py --save "$OUT"
 
 if ((${#failed[@]})); then
   echo "failed: ${failed[*]}"

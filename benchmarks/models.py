@@ -50,21 +50,32 @@ def _memsave_ext_checkpoint(
 
 STRATEGIES: dict[str, Strategy] = {
     "naive": _naive,
+    "memsave_ext_batch_norm": _naive,
     "torch": _torch,
     "torch_reentrant": _torch_reentrant,
     "torch_no_early_stop": _torch_no_early_stop,
     "memsave_ext": _memsave_ext,
     "memsave_ext_checkpoint": _memsave_ext_checkpoint,
 }
-OURS = ("memsave_ext", "memsave_ext_checkpoint")
+OURS = ("memsave_ext", "memsave_ext_checkpoint")  # checkpoints
 LABELS = {
     "naive": "naive",
+    "memsave_ext_batch_norm": "naive with memsave_ext.BatchNorm2d",
     "torch": "torch checkpoint",
     "torch_reentrant": "torch checkpoint, use_reentrant=True",
     "torch_no_early_stop": "torch checkpoint, early_stop=False",
     "memsave_ext": "memsave_ext.CheckpointFunction",
     "memsave_ext_checkpoint": "memsave_ext.checkpoint",
 }
+
+
+def norm_of(method: str) -> type[nn.Module]:
+    return ms.BatchNorm2d if method.startswith("memsave_ext") else nn.BatchNorm2d
+
+
+def without_checkpoint(method: str) -> str:
+    """The method that computes the same, on the same kernels, and keeps everything."""
+    return "memsave_ext_batch_norm" if method in OURS else "naive"
 
 
 class DenseLayer(nn.Module):

@@ -75,8 +75,8 @@ def densenet_caption(record: Record) -> str:
     s = record["settings"]
     return (
         f"DenseNet-BC, depth {s['depth']}, growth rate {s['growth_rate']}, {s['data']}, "
-        f"{s['steps']} steps; median ± half the interquartile range, {TIMES} against naive. "
-        f"{machine_line(record)}."
+        f"{s['steps']} steps; median ± half the interquartile range, {TIMES} against naive; "
+        f"Δ against the run without checkpoint and with the same BatchNorm. {machine_line(record)}."
     )
 
 

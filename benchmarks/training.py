@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import memsave_ext as ms
 from common import balanced_order, bar
 from data import Images
-from models import OURS, DenseNet
+from models import DenseNet, norm_of
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,17 @@ class Trainer:
 
     def __init__(self, method: str, job: Job) -> None:
         self.device = job.device
+        self.norm = norm_of(method)
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.memory = CudaMemory(job.device) if job.device.type == "cuda" else ms.memory.track()
-        norm = ms.BatchNorm2d if method in OURS else nn.BatchNorm2d
         with self.memory:
             model = DenseNet(
-                job.depth, job.growth_rate, checkpoint=method, norm=norm, seed=job.seed
+                job.depth,
+                job.growth_rate,
+                checkpoint=method,
+                norm=self.norm,
+                seed=job.seed,
             )
             self.model = model.to(job.device)
             # As in the DenseNet paper, but for the drop of the rate at half time: in a short run
