@@ -124,7 +124,7 @@ void moments_kernel(const Problem& problem, void* moments, void*) {
     using T = decltype(type);
     auto* out = static_cast<T*>(moments);
     const Coefficients<T> unused(problem);
-    Run run(problem, unused);
+    Run run(problem, unused, true);
     run([&](const Piece& piece) { moments_of(passes, problem.dtype, piece); },
         [&](int64_t first, int64_t channels, double* sums, int64_t pitch) {
           if (problem.count() > 0) merge_moments(run.partition(), channels, sums, pitch);
@@ -145,7 +145,7 @@ void forward_kernel(const Problem& problem, double eps, const Running& running, 
     auto* out = static_cast<T*>(statistics);
     const auto count = static_cast<double>(problem.count());
     Coefficients<T> coefficients(problem);
-    Run run(problem, coefficients);
+    Run run(problem, coefficients, true);
     run.write(output);
     run([&](const Piece& piece) { moments_of(passes, problem.dtype, piece); },
         [&](int64_t first, int64_t channels, double* sums, int64_t pitch) {
@@ -167,7 +167,7 @@ void forward_kernel(const Problem& problem, double eps, const Running& running, 
 void normalize_kernel(const Problem& problem, const void* statistics, void* output, void*) {
   with_statistic_type(problem.dtype, [&](auto type) {
     const Coefficients<decltype(type)> coefficients(problem, statistics);
-    Run(problem, coefficients).write(output)(passes_for(problem).normalize);
+    Run(problem, coefficients, false).write(output)(passes_for(problem).normalize);
   });
 }
 
@@ -180,7 +180,9 @@ void backward_kernel(const Problem& problem, const void* statistics, bool traini
     auto *weight = static_cast<T*>(grad_weight), *bias = static_cast<T*>(grad_bias);
     const auto count = static_cast<double>(problem.count());
     Coefficients<T> coefficients(problem, statistics);
-    Run run(problem, coefficients);
+    const bool sums = grad_weight || grad_bias || (training && grad_input);
+    const bool gradients = grad_input || grad_residual;
+    Run run(problem, coefficients, sums);
     run.read(grad).write(grad_input, grad_residual);
     const auto finish = [&](int64_t first, int64_t channels, double* sums, int64_t pitch) {
       add_sums(run.partition(), channels, sums, pitch);
@@ -193,8 +195,6 @@ void backward_kernel(const Problem& problem, const void* statistics, bool traini
         if (training) coefficients.set_means(channel, sum / count, dot / count);
       }
     };
-    const bool sums = weight || bias || (training && grad_input);
-    const bool gradients = grad_input || grad_residual;
     if (sums && gradients) run(passes.gradient_sums, finish, passes.input_gradient);
     if (sums && !gradients) run(passes.gradient_sums, finish, nothing);
     if (!sums && gradients) run(passes.input_gradient);
@@ -218,7 +218,7 @@ void backward_input_kernel(const Problem& problem, const void* statistics, const
     for (int64_t c = 0; c < problem.channels; ++c) {
       coefficients.set_means(c, given[c], given[problem.channels + c]);
     }
-    Run run(problem, coefficients);
+    Run run(problem, coefficients, false);
     run.read(grad).write(grad_input, grad_residual)(passes_for(problem).input_gradient);
   });
 }

@@ -14,7 +14,8 @@ namespace memsave_ext::batch_norm::cpu {
 // Units of channels times blocks of values.
 class Partition {
  public:
-  explicit Partition(const Problem& problem)
+  // Without sums of channels, pieces need not be of few.
+  Partition(const Problem& problem, bool sums)
       : outer_(problem.outer), inner_(problem.inner), channels_(problem.channels) {
     if (channels_ == 1) {
       inner_ *= outer_;
@@ -23,10 +24,11 @@ class Partition {
     columns_ = inner_ == 1;
     if (columns_) {
       unit_channels_ = std::min(channels_, kMaxColumns);
-      rows_ = std::clamp<int64_t>(32768 / std::max<int64_t>(unit_channels_, 1), 64, 512);
+      rows_ = std::clamp<int64_t>(65536 / std::max<int64_t>(unit_channels_, 1), 128, 512);
     } else {
-      unit_channels_ = std::clamp<int64_t>(kRunValues / std::max<int64_t>(inner_, 1), 1,
-                                           std::min(channels_, kMaxChannels));
+      const int64_t run = (sums ? kRunValues : kPieceValues) / std::max<int64_t>(inner_, 1);
+      const int64_t most = sums ? std::min(channels_, kMaxChannels) : channels_;
+      unit_channels_ = std::clamp<int64_t>(run, 1, most);
       cuts_ = (inner_ + kPieceValues - 1) / kPieceValues;
       rows_ = std::max<int64_t>(kPieceValues / std::max<int64_t>(inner_ * unit_channels_, 1), 1);
     }

@@ -17,9 +17,9 @@
 
 namespace memsave_ext::batch_norm::cpu {
 
-constexpr int64_t kGrain = 32768;             // values worth a thread
-constexpr int64_t kCachedBytes = 2 << 20;     // of a unit that stays in cache between two passes
-constexpr int64_t kStreamedBytes = 24 << 20;  // of an output that would only fill the caches
+constexpr int64_t kGrain = 32768;            // values worth a thread
+constexpr int64_t kCachedBytes = 2 << 20;    // of a unit that stays in cache between two passes
+constexpr int64_t kStreamedBytes = 4 << 20;  // of an output that is written around the caches
 
 // What the passes need to know of each channel.
 template <typename T>
@@ -64,8 +64,8 @@ class Coefficients {
 class Run {
  public:
   template <typename T>
-  Run(const Problem& problem, const Coefficients<T>& coefficients)
-      : problem_(problem), partition_(problem) {
+  Run(const Problem& problem, const Coefficients<T>& coefficients, bool sums)
+      : problem_(problem), partition_(problem, sums) {
     whole_.slope = problem.negative_slope;
     whole_.input = problem.input;
     whole_.residual = problem.residual;
@@ -88,7 +88,7 @@ class Run {
     whole_.grad_residual = grad_residual;
     const auto distance = static_cast<char*>(output) - static_cast<char*>(grad_residual);
     const bool alike = !output || !grad_residual || distance % 64 == 0;
-    whole_.stream = alike && tensor_bytes() >= kStreamedBytes;
+    whole_.stream = alike && tensor_bytes() >= kStreamedBytes && streams_well();
     return *this;
   }
 
@@ -128,6 +128,13 @@ class Run {
   }
 
  private:
+  // A line that is streamed in part, and stored in part, costs many times as much.
+  bool streams_well() const {
+    const int64_t run =
+        (problem_.inner == 1 ? problem_.channels : problem_.inner) * item_size(problem_.dtype);
+    return run % 64 == 0 || run >= 1024;
+  }
+
   static int64_t grain(int64_t values) { return 1 + kGrain / (1 + values); }
 
   int64_t tensor_bytes() const {

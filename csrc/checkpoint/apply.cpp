@@ -198,10 +198,10 @@ py::object apply(const Arguments& arguments) {
                 "input inside the function first.");
   }
   if (rng->is_current()) rng.reset();
-  auto node = make_node<CheckpointNode>(
-      arguments.function, std::move(saved), std::move(parameters),
-      Surroundings{autocast, std::move(rng), current_cuda_stream()}, std::move(tape), site,
-      std::move(edges));
+  auto node =
+      make_node<CheckpointNode>(arguments.function, std::move(saved), std::move(parameters),
+                                Surroundings{autocast, std::move(rng), current_cuda_stream()},
+                                std::move(tape), site, std::move(edges));
   return connect_outputs(result, arguments.inputs, node.get(), node);
 }
 
