@@ -1,6 +1,7 @@
 // The Python module memsave_ext._C: names only, every function is defined in its own room.
 #include <pybind11/pybind11.h>
 
+#include "adam/stepper.h"
 #include "checkpoint/apply.h"
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/engine.h"
@@ -44,6 +45,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("reset_peak", &AllocationTracker::reset_peak)
       .def_property_readonly("live", &AllocationTracker::live)
       .def_property_readonly("peak", &AllocationTracker::peak);
+
+  using memsave_ext::adam::Stepper;
+  py::class_<Stepper, std::shared_ptr<Stepper>>(m, "AdamStepper")
+      .def(py::init<py::object, int64_t, int64_t>())
+      .def("attach", &Stepper::attach)
+      .def("attach_lost", &Stepper::attach_lost)
+      .def("detach", &Stepper::detach)
+      .def("step", &Stepper::step)
+      .def("acknowledge_failure", &Stepper::acknowledge_failure)
+      .def("accumulate", &Stepper::accumulate)
+      .def("forbid", &Stepper::forbid);
 
 #ifdef MEMSAVE_EXT_WITH_CUDA
   m.attr("with_cuda") = true;

@@ -2,6 +2,7 @@
 
 from . import memory
 from ._version import __version__
+from .adam import Adam, AdamW
 from .batch_norm import (
     BatchNorm1d,
     BatchNorm2d,
@@ -23,6 +24,8 @@ from .checkpointing import (
 )
 
 __all__ = [
+    "Adam",
+    "AdamW",
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from . import _native
+from ._reference import adam as _adam
 from ._reference import batch_norm as _reference
 from ._reference import batch_norm_autograd as _autograd
 
@@ -39,13 +40,19 @@ _SCHEMAS = {
     "batch_norm_backward_input": "(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, "
     f"Tensor? residual, Tensor statistics, Tensor means, {_ACTIVATION}, bool[2] output_mask) "
     "-> (Tensor, Tensor)",
+    # One step for all, in place; advances `steps`. `lr_tensor`, where given, in place of `lr`.
+    "adam_step_": "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+    "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] steps, "
+    "Tensor? lr_tensor, float lr, float beta1, float beta2, float eps, float weight_decay, "
+    "bool decoupled_weight_decay, bool amsgrad, bool maximize) -> ()",
 }
 
 _library = torch.library.Library("memsave_ext", "DEF")
 for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema)
     # CompositeExplicitAutograd: chosen where no kernel of csrc fits the device.
-    _library.impl(_name, getattr(_reference, _name), "CompositeExplicitAutograd")
+    _kernel = getattr(_adam if _name.startswith("adam") else _reference, _name)
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
 if not _native.available:
     for _name in ("batch_norm_forward", "batch_norm_backward"):
         _library.impl(_name, getattr(_autograd, _name), "Autograd")
@@ -104,6 +111,10 @@ def _fake_backward_input(grad: Tensor, input: Tensor, *rest: Any) -> tuple[Tenso
     return _wanted(input, mask[0]), _wanted(input, mask[1])
 
 
+def _fake_adam_step_(*args: Any) -> None:
+    return None
+
+
 for _name in _SCHEMAS:
-    _fake = globals()[_name.replace("batch_norm", "_fake")]
+    _fake = globals()[f"_fake_{_name.removeprefix('batch_norm_')}"]
     torch.library.register_fake(f"memsave_ext::{_name}", _fake, lib=_library)

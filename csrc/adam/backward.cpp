@@ -1,0 +1,115 @@
+#include "adam/backward.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "adam/stepper.h"
+
+namespace memsave_ext::adam {
+
+namespace py = pybind11;
+using at::Tensor;
+
+namespace {
+
+std::optional<c10::Stream> current_stream(c10::Device device) {
+  if (device.is_cpu()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+void free_gradient(const Tensor& param, const std::optional<c10::Stream>& made_on) {
+  Tensor& grad = param.mutable_grad();
+  // Its memory must not be given away before what was just queued has read it.
+  if (const auto current = current_stream(param.device()); made_on && made_on != current) {
+    grad.record_stream(*current);
+  }
+  grad.reset();
+}
+
+}  // namespace
+
+Backward::Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> snapshot,
+                   int64_t task)
+    : stepper_(std::move(stepper)), snapshot_(std::move(snapshot)), graph_task_(task) {}
+
+Backward::~Backward() {
+  if (finished_ || !Py_IsInitialized()) return;
+  // Backward raised. Gradients that wait are still in .grad, and what was stepped stays stepped.
+  try {
+    publish();
+  } catch (const std::exception& error) {
+    TORCH_WARN("Adam: could not keep the state of parameters stepped before an error: ",
+               error.what());
+  }
+  std::optional<py::gil_scoped_release> no_gil;
+  if (PyGILState_Check()) no_gil.emplace();
+  const std::lock_guard<std::mutex> lock(stepper_->mutex_);
+  for (auto& bucket : buckets_) {
+    for (Entry* entry : bucket.entries) entry->step = 0;
+  }
+  stepper_->stepped_before_failure_ += stepped_;
+}
+
+Backward::Bucket& Backward::bucket_of(const Tensor& param) {
+  const auto stream = current_stream(param.device());
+  for (auto& bucket : buckets_) {
+    if (bucket.device == param.device() && bucket.stream == stream) return bucket;
+  }
+  return buckets_.emplace_back(Bucket{stream, param.device(), {}, 0});
+}
+
+void Backward::add(Entry& entry, const Tensor& param) {
+  const Update update = checked_update(snapshot_->parameters[entry.position]);
+  entry.step = stepper_->step_;
+  const auto bytes = static_cast<int64_t>(update.grad.nbytes());
+  if (bytes < stepper_->small_bytes_) {
+    Bucket& bucket = bucket_of(param);
+    bucket.entries.push_back(&entry);
+    bucket.bytes += bytes;
+    if (bucket.bytes >= stepper_->bucket_bytes_) flush(bucket);
+    return;
+  }
+  step_all(update);
+  ++stepped_;
+  ++stepper_->stepped_;
+  free_gradient(param, std::nullopt);
+}
+
+void Backward::flush(Bucket& bucket) {
+  std::vector<Update> updates;
+  std::vector<Tensor> params;
+  updates.reserve(bucket.entries.size());
+  for (Entry* entry : bucket.entries) {
+    Parameter& parameter = snapshot_->parameters[entry->position];
+    // A hook may have taken it away.
+    if (parameter.tensor.grad().defined()) updates.push_back(checked_update(parameter));
+  }
+  step_all(updates);
+  for (const auto& update : updates) free_gradient(update.param, bucket.stream);
+  stepped_ += static_cast<int64_t>(updates.size());
+  stepper_->stepped_ += static_cast<int64_t>(updates.size());
+  bucket.entries.clear();
+  bucket.bytes = 0;
+}
+
+void Backward::finish() {
+  {
+    const std::lock_guard<std::mutex> lock(stepper_->mutex_);
+    for (auto& bucket : buckets_) flush(bucket);
+    finished_ = true;
+  }
+  publish();
+}
+
+void Backward::publish() {
+  bool any = false;
+  for (const auto& parameter : snapshot_->parameters) any |= parameter.fresh;
+  if (!any) return;
+  const py::gil_scoped_acquire gil;
+  if (const py::object optimizer = stepper_->optimizer(); !optimizer.is_none()) {
+    publish_states(*snapshot_, optimizer);
+  }
+}
+
+}  // namespace memsave_ext::adam

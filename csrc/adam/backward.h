@@ -1,0 +1,49 @@
+// One backward in which parameters are stepped. Ends in finish(), or unfinished where it raised.
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "adam/snapshot.h"
+
+namespace memsave_ext::adam {
+
+struct Entry;
+class Stepper;
+
+class Backward {
+ public:
+  Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> snapshot, int64_t task);
+  ~Backward();
+
+  int64_t graph_task() const { return graph_task_; }
+  const std::shared_ptr<Snapshot>& snapshot() const { return snapshot_; }
+  // Steps the parameter now, or soon. With the stepper's mutex.
+  void add(Entry& entry, const at::Tensor& param);
+  // What waits, and new states to Python. Without the mutex and the GIL.
+  void finish();
+
+ private:
+  struct Bucket {  // gradients of one stream
+    std::optional<c10::Stream> stream;
+    c10::Device device;
+    std::vector<Entry*> entries;
+    int64_t bytes = 0;
+  };
+
+  Bucket& bucket_of(const at::Tensor& param);
+  void flush(Bucket& bucket);
+  void publish();
+
+  std::shared_ptr<Stepper> stepper_;
+  std::shared_ptr<Snapshot> snapshot_;
+  const int64_t graph_task_;
+  std::vector<Bucket> buckets_;
+  int64_t stepped_ = 0;
+  bool finished_ = false;
+};
+
+}  // namespace memsave_ext::adam

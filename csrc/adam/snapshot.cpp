@@ -1,0 +1,108 @@
+#include "adam/snapshot.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace memsave_ext::adam {
+
+namespace py = pybind11;
+
+namespace {
+
+py::object get(const py::handle& dict, const char* key) {
+  PyObject* value = PyDict_GetItemString(dict.ptr(), key);
+  return value ? py::reinterpret_borrow<py::object>(value) : py::none();
+}
+
+bool is_true(const py::object& value) { return PyObject_IsTrue(value.ptr()) == 1; }
+
+double number(const py::object& value) {
+  if (THPVariable_Check(value.ptr())) {
+    return THPVariable_Unpack(value.ptr()).item<double>();
+  }
+  return value.cast<double>();
+}
+
+at::Tensor tensor(const py::object& value) {
+  return THPVariable_Check(value.ptr()) ? THPVariable_Unpack(value.ptr()) : at::Tensor();
+}
+
+Group read_group(const py::handle& dict) {
+  Group group;
+  const py::tuple betas = get(dict, "betas");
+  const py::object lr = get(dict, "lr");
+  if (const at::Tensor on_device = tensor(lr); on_device.defined() && !on_device.is_cpu()) {
+    group.lr = on_device.to(at::kFloat);
+  } else {
+    group.options.lr = number(lr);
+  }
+  group.options.beta1 = number(betas[0]);
+  group.options.beta2 = number(betas[1]);
+  group.options.eps = number(get(dict, "eps"));
+  group.options.weight_decay = number(get(dict, "weight_decay"));
+  group.options.decoupled_weight_decay = is_true(get(dict, "decoupled_weight_decay"));
+  group.options.amsgrad = is_true(get(dict, "amsgrad"));
+  group.options.maximize = is_true(get(dict, "maximize"));
+  group.step_on_device = is_true(get(dict, "capturable")) || is_true(get(dict, "fused"));
+  return group;
+}
+
+State read_state(const py::handle& dict) {
+  return {tensor(get(dict, "step")), tensor(get(dict, "exp_avg")), tensor(get(dict, "exp_avg_sq")),
+          tensor(get(dict, "max_exp_avg_sq"))};
+}
+
+}  // namespace
+
+Snapshot read_optimizer(const py::handle& optimizer) {
+  Snapshot snapshot;
+  const py::object states = optimizer.attr("state");
+  for (const py::handle group : py::list(optimizer.attr("param_groups"))) {
+    const Group* options = &snapshot.groups.emplace_back(read_group(group));
+    for (const py::handle param : py::list(get(group, "params"))) {
+      auto& parameter = snapshot.parameters.emplace_back();
+      parameter.tensor = THPVariable_Unpack(param.ptr());
+      parameter.group = options;
+      PyObject* state = PyDict_GetItemWithError(states.ptr(), param.ptr());
+      if (state == nullptr && PyErr_Occurred()) throw py::error_already_set();
+      if (state != nullptr && PyDict_Size(state) > 0) parameter.state = read_state(state);
+    }
+  }
+  return snapshot;
+}
+
+Update checked_update(Parameter& parameter) {
+  Update update{parameter.tensor, parameter.tensor.grad(), parameter.state, parameter.group};
+  const bool fresh = !update.state.defined();
+  if (fresh) update.state = make_state(update.param, *update.group);
+  check_update(update);
+  if (fresh) {
+    parameter.state = update.state;
+    parameter.fresh = true;
+  }
+  return update;
+}
+
+void publish_states(Snapshot& snapshot, const py::handle& optimizer) {
+  py::object states;
+  for (auto& parameter : snapshot.parameters) {
+    if (!parameter.fresh) continue;
+    if (!states) states = optimizer.attr("state");
+    py::dict state;
+    const auto put = [&](const char* name, const at::Tensor& value) {
+      if (value.defined()) {
+        state[name] = py::reinterpret_steal<py::object>(THPVariable_Wrap(value));
+      }
+    };
+    put("step", parameter.state.step);
+    put("exp_avg", parameter.state.exp_avg);
+    put("exp_avg_sq", parameter.state.exp_avg_sq);
+    put("max_exp_avg_sq", parameter.state.max_exp_avg_sq);
+    const auto param = py::reinterpret_steal<py::object>(THPVariable_Wrap(parameter.tensor));
+    if (PyObject_SetItem(states.ptr(), param.ptr(), state.ptr()) < 0) {
+      throw py::error_already_set();
+    }
+    parameter.fresh = false;
+  }
+}
+
+}  // namespace memsave_ext::adam

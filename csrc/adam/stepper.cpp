@@ -1,0 +1,201 @@
+#include "adam/stepper.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <map>
+
+#include "adam/backward.h"
+#include "adam/hook.h"
+
+namespace memsave_ext::adam {
+
+namespace py = pybind11;
+using at::Tensor;
+
+Stepper::Stepper(py::object optimizer, int64_t small_bytes, int64_t bucket_bytes)
+    : optimizer_(py::weakref(optimizer)), small_bytes_(small_bytes), bucket_bytes_(bucket_bytes) {}
+
+Stepper::~Stepper() {
+  if (!Py_IsInitialized()) {
+    optimizer_.release();
+    return;
+  }
+  const py::gil_scoped_acquire gil;
+  optimizer_ = py::object();
+}
+
+py::object Stepper::optimizer() const { return optimizer_(); }
+
+template <typename Body>
+void Stepper::for_parameters(const Body& body) const {
+  const py::object owner = optimizer();
+  if (owner.is_none()) return;
+  for (const py::handle group : py::list(owner.attr("param_groups"))) {
+    for (const py::handle param : py::list(group["params"])) body(param);
+  }
+}
+
+void Stepper::attach(const py::list& params) {
+  for (const py::handle param : params) {
+    const Hook* hook = find_hook(THPVariable_Unpack(param.ptr()));
+    TORCH_CHECK_VALUE(hook == nullptr || hook->stepper() == this, "a parameter of shape ",
+                      THPVariable_Unpack(param.ptr()).sizes(),
+                      " is stepped in backward by another optimizer already: call its "
+                      "remove_hooks() first, or let each parameter be in one optimizer");
+  }
+  for (const py::handle param : params) {
+    if (find_hook(THPVariable_Unpack(param.ptr())) == nullptr) {
+      install_hook(py::reinterpret_borrow<py::object>(param), shared_from_this());
+    }
+  }
+  attached_ = true;
+}
+
+void Stepper::detach() {
+  attached_ = false;
+  for_parameters([&](const py::handle& param) {
+    const Tensor& tensor = THPVariable_Unpack(param.ptr());
+    if (const Hook* hook = find_hook(tensor); hook && hook->stepper() == this) remove_hook(param);
+  });
+}
+
+int64_t Stepper::attach_lost() {
+  if (!attached_) return 0;
+  py::list lost;
+  for_parameters([&](const py::handle& param) {
+    const Hook* hook = find_hook(THPVariable_Unpack(param.ptr()));
+    if (hook == nullptr || hook->stepper() != this) lost.append(param);
+  });
+  attach(lost);
+  return static_cast<int64_t>(lost.size());
+}
+
+std::shared_ptr<Snapshot> Stepper::take_snapshot() {
+  const py::gil_scoped_acquire gil;
+  const py::object owner = optimizer();
+  if (owner.is_none()) return nullptr;
+  auto snapshot = std::make_shared<Snapshot>(read_optimizer(owner));
+  for (size_t i = 0; i < snapshot->parameters.size(); ++i) {
+    if (Hook* hook = find_hook(snapshot->parameters[i].tensor); hook && hook->stepper() == this) {
+      hook->entry()->snapshot = snapshot.get();
+      hook->entry()->position = i;
+    }
+  }
+  return snapshot;
+}
+
+std::shared_ptr<Backward> Stepper::current_backward() {
+  const int64_t task = torch::autograd::get_current_graph_task_id();
+  const auto find = [&]() -> std::shared_ptr<Backward> {
+    // Only this thread's own is made strong here: none may die with the mutex held.
+    for (const auto& [of_task, backward] : backwards_) {
+      if (of_task == task) return backward.lock();
+    }
+    return nullptr;
+  };
+  std::shared_ptr<Snapshot> snapshot;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (auto backward = find()) return backward;
+    snapshot = snapshot_.lock();  // of an outer backward that is under way
+  }
+  if (!snapshot) snapshot = take_snapshot();
+  if (!snapshot) return nullptr;
+  std::shared_ptr<Backward> backward;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (auto other = find()) return other;  // of another device's thread
+    backward = std::make_shared<Backward>(shared_from_this(), snapshot, task);
+    snapshot_ = snapshot;
+    backwards_.erase(std::remove_if(backwards_.begin(), backwards_.end(),
+                                    [](const auto& other) { return other.second.expired(); }),
+                     backwards_.end());
+    backwards_.emplace_back(task, backward);
+  }
+  // Held by the graph task alone: an error drops it unfinished.
+  torch::autograd::Engine::get_default_engine().queue_callback([backward] { backward->finish(); });
+  return backward;
+}
+
+std::string Stepper::name(const Entry& entry, const Tensor& param) {
+  return c10::str("parameter ", entry.position, " of the optimizer (shape ", param.sizes(), ")");
+}
+
+void Stepper::check_not_failed() {
+  TORCH_CHECK(stepped_before_failure_ == 0, "Adam: a backward raised after ",
+              stepped_before_failure_,
+              " parameters had been stepped; the others were not. Call zero_grad() to go on from "
+              "there, or load a checkpoint.");
+}
+
+void Stepper::ready(Entry& entry, const Tensor& param) {
+  if (!param.grad().defined() || accumulating_ > 0) return;
+  if (torch::autograd::get_current_graph_task_id() == -1) return;  // step() will apply it
+  TORCH_CHECK(!forbidden_,
+              "Adam: the closure given to step() runs a backward, which with in_backward=True "
+              "steps the parameters itself. Call backward() first, and then step() without it.");
+  const auto backward = current_backward();
+  if (!backward) return;  // the optimizer is gone
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_not_failed();
+  if (entry.snapshot != backward->snapshot().get()) return;  // not in param_groups any more
+  TORCH_CHECK(entry.step != step_, "Adam: ", name(entry, param),
+              " receives a second gradient in one step. Either backward() ran twice before "
+              "opt.step(): put `with opt.accumulate():` around all but the last. Or it is used in "
+              "several regions of torch.utils.checkpoint(use_reentrant=True), which deliver their "
+              "gradients one by one: use use_reentrant=False, or memsave_ext.checkpoint.");
+  backward->add(entry, param);
+}
+
+int64_t Stepper::step() {
+  {
+    const py::gil_scoped_release no_gil;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    check_not_failed();
+  }
+  const auto snapshot = take_snapshot();
+  TORCH_CHECK(snapshot, "Adam: the optimizer is gone");
+  int64_t stepped = 0;
+  const py::gil_scoped_release no_gil;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    // By device: each has its kernels.
+    std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::vector<Update>> updates;
+    for (auto& parameter : snapshot->parameters) {
+      const Tensor& grad = parameter.tensor.grad();
+      if (!grad.defined()) continue;
+      if (const Hook* hook = find_hook(parameter.tensor); hook && hook->stepper() == this) {
+        TORCH_CHECK(hook->entry()->step != step_, "Adam: ", name(*hook->entry(), parameter.tensor),
+                    " was stepped in backward and has a gradient again, which would be a second "
+                    "step. Set .grad before backward(), or after step().");
+      }
+      const auto device = parameter.tensor.device();
+      updates[{device.type(), device.index()}].push_back(checked_update(parameter));
+    }
+    for (const auto& [device, of_device] : updates) step_all(of_device);
+    if (attached_) {
+      for (const auto& [device, of_device] : updates) {
+        for (const auto& update : of_device) update.param.mutable_grad().reset();
+      }
+    }
+    for (const auto& [device, of_device] : updates) stepped_ += of_device.size();
+    ++step_;
+    stepped = std::exchange(stepped_, 0);
+  }
+  const py::gil_scoped_acquire gil;
+  publish_states(*snapshot, optimizer());
+  return stepped;
+}
+
+void Stepper::acknowledge_failure() {
+  const py::gil_scoped_release no_gil;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (stepped_before_failure_ == 0) return;
+  stepped_before_failure_ = 0;
+  ++step_;
+}
+
+}  // namespace memsave_ext::adam

@@ -1,0 +1,81 @@
+// Steps an optimizer's parameters: in backward, as their gradients arrive, or all together.
+//
+// The mutex is never awaited with the GIL held, and the GIL is never awaited with it held.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+#include <pybind11/pybind11.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "adam/snapshot.h"
+
+namespace memsave_ext::adam {
+
+class Backward;
+class Hook;
+
+// What is known of a parameter with a hook. No pointer to it: torch swaps tensors only where there
+// is none.
+struct Entry {
+  // Where the parameter stands in the snapshot that was taken last.
+  const Snapshot* snapshot = nullptr;
+  size_t position = 0;
+  // The step it took part in last. Its gradient may still wait in a bucket.
+  uint64_t step = 0;
+  bool made_dict = false;  // of Python hooks, which was not there
+};
+
+class Stepper : public std::enable_shared_from_this<Stepper> {
+ public:
+  // Keeps a weak reference to the optimizer. Gradients of fewer than `small_bytes` wait until
+  // there are `bucket_bytes` of them, or backward ends.
+  Stepper(pybind11::object optimizer, int64_t small_bytes, int64_t bucket_bytes);
+  ~Stepper();
+
+  // Called from Python.
+  void attach(const pybind11::list& params);  // all or none
+  void detach();
+  int64_t attach_lost();  // hooks that something else has displaced; how many
+  // Steps what has a gradient, and lets every parameter be stepped again. Returns how many have
+  // been stepped since the last call.
+  int64_t step();
+  void acknowledge_failure();
+  void accumulate(bool enabled) { accumulating_ += enabled ? 1 : -1; }
+  void forbid(bool enabled) { forbidden_ = enabled; }
+
+  // Called by hooks, without the GIL: the gradient of a parameter is complete.
+  void ready(Entry& entry, const at::Tensor& param);
+
+ private:
+  friend class Backward;
+
+  template <typename Body>
+  void for_parameters(const Body& body) const;
+  pybind11::object optimizer() const;         // none when it is gone. Needs the GIL
+  std::shared_ptr<Snapshot> take_snapshot();  // null when the optimizer is gone
+  std::shared_ptr<Backward> current_backward();
+  static std::string name(const Entry& entry, const at::Tensor& param);
+  void check_not_failed();
+
+  pybind11::object optimizer_;  // a weak reference
+  const int64_t small_bytes_, bucket_bytes_;
+  std::atomic<int> accumulating_{0};
+  std::atomic<bool> forbidden_{false};
+
+  std::mutex mutex_;       // for what follows, and for Entry
+  bool attached_ = false;  // that any parameter has a hook
+  std::vector<std::pair<int64_t, std::weak_ptr<Backward>>> backwards_;  // by graph task
+  std::weak_ptr<Snapshot> snapshot_;
+  uint64_t step_ = 1;
+  int64_t stepped_ = 0;  // since step()
+  int64_t stepped_before_failure_ = 0;
+};
+
+}  // namespace memsave_ext::adam
