@@ -33,6 +33,8 @@ test: $(BUILT)  ## run the tests, native and in pure Python
 bench: $(BUILT)  ## run every benchmark
 	$(VENV) benchmarks/checkpoint_overhead.py
 	$(VENV) benchmarks/checkpoint_threads.py
+	$(VENV) benchmarks/batch_norm.py
+	$(VENV) benchmarks/adam.py
 	$(VENV) benchmarks/densenet.py
 
 lint: $(INSTALLED)  ## check style and types

@@ -45,7 +45,9 @@ def set_memory(name: str) -> bool:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         return False
-    set_ = (libc.mallopt(which, MEMORIES[name]) for which in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD))
+    set_ = [libc.mallopt(which, MEMORIES[name]) for which in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD)]
+    # Or blocks that an earlier row has freed would serve this one.
+    libc.malloc_trim(0)
     return all(set_)
 
 

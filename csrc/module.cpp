@@ -53,7 +53,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("attach_lost", &Stepper::attach_lost)
       .def("detach", &Stepper::detach)
       .def("step", &Stepper::step)
-      .def("acknowledge_failure", &Stepper::acknowledge_failure)
+      .def("zero_grad", &Stepper::zero_grad)
       .def("accumulate", &Stepper::accumulate)
       .def("forbid", &Stepper::forbid);
 

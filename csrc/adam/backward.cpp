@@ -4,6 +4,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+
 #include "adam/stepper.h"
 
 namespace memsave_ext::adam {
@@ -56,16 +58,17 @@ Backward::Bucket& Backward::bucket_of(const Tensor& param) {
   for (auto& bucket : buckets_) {
     if (bucket.device == param.device() && bucket.stream == stream) return bucket;
   }
-  return buckets_.emplace_back(Bucket{stream, param.device(), {}, 0});
+  return buckets_.emplace_back(Bucket{stream, param.device(), {}, {}, 0});
 }
 
 void Backward::add(Entry& entry, const Tensor& param) {
-  const Update update = checked_update(snapshot_->parameters[entry.position]);
+  Update update = checked_update(snapshot_->parameters[entry.position]);
   entry.step = stepper_->step_;
   const auto bytes = static_cast<int64_t>(update.grad.nbytes());
   if (bytes < stepper_->small_bytes_) {
     Bucket& bucket = bucket_of(param);
     bucket.entries.push_back(&entry);
+    bucket.updates.push_back(std::move(update));
     bucket.bytes += bytes;
     if (bucket.bytes >= stepper_->bucket_bytes_) flush(bucket);
     return;
@@ -77,14 +80,16 @@ void Backward::add(Entry& entry, const Tensor& param) {
 }
 
 void Backward::flush(Bucket& bucket) {
-  std::vector<Update> updates;
-  std::vector<Tensor> params;
-  updates.reserve(bucket.entries.size());
-  for (Entry* entry : bucket.entries) {
-    Parameter& parameter = snapshot_->parameters[entry->position];
-    // A hook may have taken it away.
-    if (parameter.tensor.grad().defined()) updates.push_back(checked_update(parameter));
+  auto updates = std::exchange(bucket.updates, {});
+  for (size_t i = 0; i < updates.size(); ++i) {
+    if (updates[i].param.grad().is_same(updates[i].grad)) continue;
+    // Somebody else has put another one there, or taken it away.
+    Parameter& parameter = snapshot_->parameters[bucket.entries[i]->position];
+    updates[i] = parameter.tensor.grad().defined() ? checked_update(parameter) : Update{};
   }
+  updates.erase(std::remove_if(updates.begin(), updates.end(),
+                               [](const Update& update) { return !update.param.defined(); }),
+                updates.end());
   step_all(updates);
   for (const auto& update : updates) free_gradient(update.param, bucket.stream);
   stepped_ += static_cast<int64_t>(updates.size());

@@ -31,6 +31,7 @@ class Backward {
     std::optional<c10::Stream> stream;
     c10::Device device;
     std::vector<Entry*> entries;
+    std::vector<Update> updates;  // of the entries
     int64_t bytes = 0;
   };
 

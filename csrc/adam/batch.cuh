@@ -50,14 +50,16 @@ class Batcher {
   void add(const Item& item) {
     if (item.numel == 0) return;
     if (batch_.tensor_count == Batch::kTensors) finish();
-    if (!shares_recipe(item)) {
-      if (recipe_count_ == Batch::kRecipes) finish();
-      add_recipe(item);
+    int recipe = find_recipe(item);
+    if (recipe == Batch::kRecipes) {
+      finish();
+      recipe = 0;
     }
-    batch_.tensors[batch_.tensor_count++] = {
-        item.param,          item.grad,        item.exp_avg, item.exp_avg_sq,
-        item.max_exp_avg_sq, item.device_step, item.numel,   0,
-        recipe_count_ - 1};
+    if (recipe == recipe_count_) add_recipe(item);
+    BatchedTensor& tensor = batch_.tensors[batch_.tensor_count++];
+    tensor = {item.param,          item.grad,        item.exp_avg, item.exp_avg_sq,
+              item.max_exp_avg_sq, item.device_step, item.numel};
+    tensor.recipe = recipe;
     elements_ += item.numel;
   }
 
@@ -77,31 +79,35 @@ class Batcher {
   void clear() {
     batch_.tensor_count = recipe_count_ = 0;
     elements_ = 0;
-    options_ = nullptr;
   }
 
-  // With the last one: neighbours usually share options and step.
-  bool shares_recipe(const Item& item) const {
-    if (recipe_count_ == 0) return false;
-    const Recipe& last = batch_.recipes[recipe_count_ - 1];
-    return item.options == options_ && item.device_lr == last.device_lr &&
-           (item.device_step != nullptr || item.step == last.step);
+  // The number of recipes where none of them is the item's.
+  int find_recipe(const Item& item) const {
+    int i = 0;
+    for (; i < recipe_count_; ++i) {
+      const Recipe& recipe = batch_.recipes[i];
+      if (item.options == options_[i] && item.device_lr == recipe.device_lr &&
+          (item.device_step != nullptr || item.step == recipe.step)) {
+        break;
+      }
+    }
+    return i;
   }
 
   void add_recipe(const Item& item) {
-    options_ = item.options;
+    options_[recipe_count_] = item.options;
     Recipe& recipe = batch_.recipes[recipe_count_++];
-    recipe.options = *options_;
+    recipe.options = *item.options;
     recipe.device_lr = item.device_lr;
     recipe.step = item.device_step != nullptr ? 0 : item.step;  // 0: no other item's step
-    if (item.device_step == nullptr) recipe.powers = powers(*options_, item.step);
+    if (item.device_step == nullptr) recipe.powers = powers(*item.options, item.step);
   }
 
   const Launch& launch_;
   Batch batch_;
   int recipe_count_;
   int64_t elements_;
-  const Options* options_;  // of the last recipe
+  const Options* options_[Batch::kRecipes];  // of the recipes
 };
 
 }  // namespace memsave_ext::adam

@@ -31,22 +31,30 @@ Step step_of(const Item& item) {
   return table[static_cast<int>(item.param_type)][float_states][item.max_exp_avg_sq != nullptr];
 }
 
-// Neighbours usually share options and step.
-class LastCoefficients {
+// Of the last few options and steps: items alternate between parameter groups.
+class RecentCoefficients {
  public:
   const Coefficients<double>& of(const Item& item) {
-    if (item.options != options_ || item.step != step_) {
-      options_ = item.options;
-      step_ = item.step;
-      values_ = coefficients(*options_, options_->lr, powers(*options_, step_));
+    for (const Entry& entry : entries_) {
+      if (entry.options == item.options && entry.step == item.step) return entry.values;
     }
-    return values_;
+    Entry& entry = entries_[next_++ % kEntries];
+    const Options& options = *item.options;
+    entry = {&options, item.step, coefficients(options, options.lr, powers(options, item.step))};
+    return entry.values;
   }
 
  private:
-  const Options* options_ = nullptr;
-  double step_ = 0;
-  Coefficients<double> values_;
+  static constexpr unsigned kEntries = 4;
+
+  struct Entry {
+    const Options* options = nullptr;
+    double step;
+    Coefficients<double> values;
+  };
+
+  Entry entries_[kEntries];
+  unsigned next_ = 0;
 };
 
 // Where an item is cut that the border of two ranges falls into, or 0 or all of it.
@@ -57,7 +65,7 @@ int64_t cut(const Item& item, int64_t border) {
 
 // The elements from begin to end of all items in a row.
 void step_range(const Item* item, int64_t begin, int64_t end) {
-  LastCoefficients coefficients;
+  RecentCoefficients coefficients;
   for (int64_t start = 0; start < end; start += item->numel, ++item) {
     const int64_t from = cut(*item, begin - start), to = cut(*item, end - start);
     if (from < to) step_of (*item)(*item, from, to, coefficients.of(*item));

@@ -2,11 +2,28 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <unordered_map>
+
 namespace memsave_ext::adam {
 
 namespace py = pybind11;
 
 namespace {
+
+// Interned, so that a look-up neither makes nor hashes a string.
+struct Keys {
+  static PyObject* intern(const char* name) { return PyUnicode_InternFromString(name); }
+  PyObject* step = intern("step");
+  PyObject* exp_avg = intern("exp_avg");
+  PyObject* exp_avg_sq = intern("exp_avg_sq");
+  PyObject* max_exp_avg_sq = intern("max_exp_avg_sq");
+};
+
+PyObject* find(PyObject* dict, PyObject* key) {  // borrowed
+  PyObject* value = PyDict_GetItemWithError(dict, key);
+  if (value == nullptr && PyErr_Occurred()) throw py::error_already_set();
+  return value;
+}
 
 py::object get(const py::handle& dict, const char* key) {
   PyObject* value = PyDict_GetItemString(dict.ptr(), key);
@@ -46,25 +63,37 @@ Group read_group(const py::handle& dict) {
   return group;
 }
 
-State read_state(const py::handle& dict) {
-  return {tensor(get(dict, "step")), tensor(get(dict, "exp_avg")), tensor(get(dict, "exp_avg_sq")),
-          tensor(get(dict, "max_exp_avg_sq"))};
+State read_state(PyObject* dict) {
+  static const Keys keys;
+  const auto tensor_at = [&](PyObject* key) {
+    PyObject* value = find(dict, key);
+    return value && THPVariable_Check(value) ? THPVariable_Unpack(value) : at::Tensor();
+  };
+  return {tensor_at(keys.step), tensor_at(keys.exp_avg), tensor_at(keys.exp_avg_sq),
+          tensor_at(keys.max_exp_avg_sq)};
 }
 
 }  // namespace
 
 Snapshot read_optimizer(const py::handle& optimizer) {
   Snapshot snapshot;
+  // By address: a tensor's __hash__ is a call into Python.
   const py::object states = optimizer.attr("state");
+  std::unordered_map<PyObject*, PyObject*> state_of;
+  PyObject *key, *value;
+  for (Py_ssize_t position = 0; PyDict_Next(states.ptr(), &position, &key, &value);) {
+    state_of.emplace(key, value);
+  }
   for (const py::handle group : py::list(optimizer.attr("param_groups"))) {
     const Group* options = &snapshot.groups.emplace_back(read_group(group));
     for (const py::handle param : py::list(get(group, "params"))) {
       auto& parameter = snapshot.parameters.emplace_back();
       parameter.tensor = THPVariable_Unpack(param.ptr());
       parameter.group = options;
-      PyObject* state = PyDict_GetItemWithError(states.ptr(), param.ptr());
-      if (state == nullptr && PyErr_Occurred()) throw py::error_already_set();
-      if (state != nullptr && PyDict_Size(state) > 0) parameter.state = read_state(state);
+      const auto state = state_of.find(param.ptr());
+      if (state != state_of.end() && PyDict_Size(state->second) > 0) {
+        parameter.state = read_state(state->second);
+      }
     }
   }
   return snapshot;

@@ -148,6 +148,9 @@ void step_all(c10::ArrayRef<Update> updates) {
     }
     const auto data = [&](const Tensor& tensor) -> void* {
       if (!tensor.defined()) return nullptr;
+      if (!tensor.is_complex() && tensor.strides() == like.strides()) {
+        return tensor.mutable_data_ptr();
+      }
       const Tensor view = as_real(tensor);
       if (view.strides() == like.strides()) return view.mutable_data_ptr();
       reordered.push_back({view, at::empty_strided(like.sizes(), like.strides(), view.options())});

@@ -33,8 +33,8 @@ template <typename Body>
 void Stepper::for_parameters(const Body& body) const {
   const py::object owner = optimizer();
   if (owner.is_none()) return;
-  for (const py::handle group : py::list(owner.attr("param_groups"))) {
-    for (const py::handle param : py::list(group["params"])) body(param);
+  for (const py::handle group : owner.attr("param_groups")) {
+    for (const py::handle param : group["params"]) body(param);
   }
 }
 
@@ -151,6 +151,21 @@ void Stepper::ready(Entry& entry, const Tensor& param) {
 }
 
 int64_t Stepper::step() {
+  bool any = false;
+  for_parameters([&](const py::handle& param) {
+    any = any || THPVariable_Unpack(param.ptr()).grad().defined();
+  });
+  if (!any) {
+    const py::gil_scoped_release no_gil;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    check_not_failed();
+    ++step_;
+    return std::exchange(stepped_, 0);
+  }
+  return step_remaining();
+}
+
+int64_t Stepper::step_remaining() {
   {
     const py::gil_scoped_release no_gil;
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -190,7 +205,11 @@ int64_t Stepper::step() {
   return stepped;
 }
 
-void Stepper::acknowledge_failure() {
+void Stepper::zero_grad(bool to_none) {
+  if (to_none) {
+    for_parameters(
+        [](const py::handle& param) { THPVariable_Unpack(param.ptr()).mutable_grad().reset(); });
+  }
   const py::gil_scoped_release no_gil;
   const std::lock_guard<std::mutex> lock(mutex_);
   if (stepped_before_failure_ == 0) return;

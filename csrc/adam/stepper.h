@@ -46,7 +46,7 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   // Steps what has a gradient, and lets every parameter be stepped again. Returns how many have
   // been stepped since the last call.
   int64_t step();
-  void acknowledge_failure();
+  void zero_grad(bool to_none);  // a failure is acknowledged
   void accumulate(bool enabled) { accumulating_ += enabled ? 1 : -1; }
   void forbid(bool enabled) { forbidden_ = enabled; }
 
@@ -56,6 +56,7 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
  private:
   friend class Backward;
 
+  int64_t step_remaining();
   template <typename Body>
   void for_parameters(const Body& body) const;
   pybind11::object optimizer() const;         // none when it is gone. Needs the GIL

@@ -86,7 +86,10 @@ class AdamStepper:
         self.stepped.clear()
         return count
 
-    def acknowledge_failure(self) -> None:
+    def zero_grad(self, to_none: bool) -> None:
+        if to_none:
+            for param in self._params():
+                param.grad = None
         if self.stepped_before_failure:
             self.stepped_before_failure = 0
             self.stepped.clear()

@@ -135,8 +135,9 @@ class Adam(torch.optim.Adam):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        self._stepper.acknowledge_failure()
+        if not set_to_none:
+            super().zero_grad(set_to_none=False)
+        self._stepper.zero_grad(set_to_none)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
