@@ -51,7 +51,7 @@ format: $(INSTALLED)  ## rewrite the sources in the project's style
 cuda-check: $(INSTALLED)  ## compile every CUDA source, without a GPU or a CUDA torch
 	$(VENV) tools/cuda_check.py
 
-sanitize: $(INSTALLED)  ## run the checkpoint tests with address, undefined-behaviour and thread sanitizers
+sanitize: $(INSTALLED)  ## run the native tests with address, undefined-behaviour and thread sanitizers
 	$(VENV) tools/sanitize.py address
 	$(VENV) tools/sanitize.py thread
 

@@ -133,10 +133,62 @@ def threads_caption(record: Record) -> str:
     return f"8 saved tensors; median of {record['settings']['rounds']} rounds. {machine_line(of)}."
 
 
+def batch_norm_table(record: Record) -> str:
+    """Shapes down; speed against torch, of one thread and memory that is used again."""
+    rows = [r for r in record["rows"] if r["threads"] == 1 and r["memory"] == "reused"]
+    kinds = list(dict.fromkeys((r["dtype"], r["layout"]) for r in rows))
+
+    def cell(row: Record) -> str:
+        ms = row["ms"]
+        pairs = ("torch forward", "forward"), ("torch forward", "reuse"), ("torch step", "step")
+        return " / ".join(f"{ms[a] / ms[b]:.1f}{TIMES}" for a, b in pairs)
+
+    lines = []
+    for shape in dict.fromkeys(tuple(r["shape"]) for r in rows):
+        of = {(r["dtype"], r["layout"]): cell(r) for r in rows if tuple(r["shape"]) == shape}
+        lines.append((TIMES.join(map(str, shape)), *(of[kind] for kind in kinds)))
+    return markdown(("forward / recompute / step", *(" ".join(k) for k in kinds)), lines)
+
+
+def batch_norm_caption(record: Record) -> str:
+    missed = [bar for bar in record["bars"] if not bar["ok"]]
+    goals = "; ".join(f"{b['name']} {b['value']:.2f}, goal {b['bar']:.2f}" for b in missed)
+    of = {**record, "settings": {"threads": 1}}
+    return (
+        f"{TIMES} torch's speed, on one thread; torch's recompute is its forward. Over all rows, "
+        f"those of 2 threads and of memory fresh from the system too: "
+        f"{f'goals missed: {goals}' if missed else 'all goals met'}. {machine_line(of)}."
+    )
+
+
+def adam_table(record: Record) -> str:
+    rows = [
+        (
+            row["method"],
+            f"{row['us_per_parameter']:.1f} µs",
+            f"{row['large_ms']:.1f} ms",
+            f"{row['real_ms']:.0f} ms",
+            f"{row['peak_bytes'] / 2**20:.1f} MiB",
+        )
+        for row in record["rows"]
+    ]
+    header = ("AdamW", "per tiny parameter", "19 M elements", "whole step", "peak over state")
+    return markdown(header, rows)
+
+
+def adam_caption(record: Record) -> str:
+    return (
+        "292 parameters of a transformer; the first two columns over a backward with an empty "
+        f"hook. Medians of {record['settings']['rounds']} rounds. {machine_line(record)}."
+    )
+
+
 TABLES: dict[str, tuple[Callable[[Record], str], Callable[[Record], str]]] = {
     "densenet": (densenet_table, densenet_caption),
     "checkpoint_overhead": (overhead_table, overhead_caption),
     "checkpoint_threads": (threads_table, threads_caption),
+    "batch_norm": (batch_norm_table, batch_norm_caption),
+    "adam": (adam_table, adam_caption),
 }
 
 

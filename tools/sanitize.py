@@ -1,4 +1,4 @@
-"""Builds the native part with a sanitizer and runs the checkpoint tests with it.
+"""Builds the native part with a sanitizer and runs its tests with it.
 
     python tools/sanitize.py address    # AddressSanitizer and UndefinedBehaviorSanitizer
     python tools/sanitize.py thread     # ThreadSanitizer
@@ -20,9 +20,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = {"address": "-fsanitize=address,undefined", "thread": "-fsanitize=thread"}
 LIBRARIES = {"address": ["libasan.so", "libubsan.so"], "thread": ["libtsan.so"]}
-TESTS = ["", "_state", "_errors", "_function", "_function_state", "_function_errors"]
+CHECKPOINT = ["", "_state", "_errors", "_function", "_function_state", "_function_errors"]
+TESTS = [f"checkpoint{name}" for name in CHECKPOINT]
+TESTS += ["batch_norm", "batch_norm_numerics", "batch_norm_once", "batch_norm_errors"]
+TESTS += ["adam", "adam_in_backward", "adam_op"]
 # AddressSanitizer keeps freed memory for a while, which that test would take for growth.
-EXPRESSION = {"address": "not host_memory", "thread": "threads or at_once"}
+# The threads of OpenMP have an order that ThreadSanitizer does not see.
+EXPRESSION = {
+    "address": "not host_memory",
+    "thread": "(threads or at_once) and not number_of_threads",
+}
 # By the innermost frame: torch and Python are on every stack, ours included.
 SUPPRESSIONS = """\
 race_top:libtorch
@@ -79,7 +86,7 @@ def test(kind: str, folder: Path) -> int:
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["--rootdir", str(ROOT), "-k", EXPRESSION[kind]]
-    command += [str(ROOT / f"tests/test_checkpoint{name}.py") for name in TESTS]
+    command += [str(ROOT / f"tests/test_{name}.py") for name in TESTS]
     if kind == "thread" and shutil.which("setarch"):
         # Its shadow memory needs addresses where they used to be.
         command = ["setarch", platform.machine(), "-R", *command]
@@ -99,7 +106,7 @@ def main() -> None:
         sys.exit(f"usage: sanitize.py {'|'.join(FLAGS)}")
     folder = ROOT / "build" / f"sanitize-{kind}"
     build(kind, folder)
-    print(f"== checkpoint tests under the {kind} sanitizer", flush=True)
+    print(f"== tests under the {kind} sanitizer", flush=True)
     sys.exit(test(kind, folder))
 
 

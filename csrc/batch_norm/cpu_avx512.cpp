@@ -1,5 +1,4 @@
-// The passes for AVX512, for CPUs that report it: nothing else is compiled in
-// the target region.
+// The passes for AVX512, for CPUs that report it: nothing else is compiled in the target region.
 #if defined(__x86_64__)
 #include <immintrin.h>
 

@@ -1,5 +1,4 @@
-// The passes for any CPU, with the vectors of 16 bytes that x86-64 and aarch64
-// always have.
+// The passes for any CPU, with the vectors of 16 bytes that x86-64 and aarch64 always have.
 #include <c10/util/Half.h>
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -20,8 +20,8 @@ MEMSAVE_EXT_INLINED inline void for_groups(int64_t rows, const Body& body) {
   for (; row < rows; ++row) body(row, Group<1>{});
 }
 
-// Calls body(column, size, k) for the vectors of `width` values, of which the first has `head`;
-// k counts up to `unroll`, again and again.
+// Calls body(column, size, k) for the vectors of `width` values, of which the first has `head`; k
+// counts up to `unroll`, again and again.
 template <typename Storage, int unroll, typename Size, typename Body>
 MEMSAVE_EXT_INLINED inline void for_vectors(int64_t head, int64_t width, Size size,
                                             const Body& body) {

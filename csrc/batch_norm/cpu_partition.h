@@ -1,5 +1,5 @@
-// How a tensor is cut into pieces: by its shape alone, so that results are the
-// same bits whatever the number of threads.
+// How a tensor is cut into pieces: by its shape alone, so that results are the same bits whatever
+// the number of threads.
 #pragma once
 
 #include <algorithm>

@@ -1,9 +1,7 @@
-// The passes over a piece, for the instruction set whose target region this is
-// included in.
+// The passes over a piece, for the instruction set whose target region this is included in.
 //
-// Every value goes through the same vector code, tails too, so that its result
-// does not depend on where it stands: forward and recompute write the same
-// bits.
+// Every value goes through the same vector code, tails too, so that its result does not depend on
+// where it stands: forward and recompute write the same bits.
 #include "batch_norm/cpu_loops.h"
 
 namespace memsave_ext::batch_norm::cpu::MEMSAVE_EXT_ISA {
@@ -43,8 +41,8 @@ struct Tensors {
   V slope;
 };
 
-// For each channel the mean of some values: near enough that the squares of the
-// others' distances to it do not cancel, even if one of them is an outlier.
+// For each channel the mean of some values: near enough that the squares of the others' distances
+// to it do not cancel, even if one of them is an outlier.
 template <typename Storage, bool columns>
 MEMSAVE_EXT_INLINED inline void near_means(const Piece& piece, const Storage* input,
                                            Statistic<Storage>* means) {

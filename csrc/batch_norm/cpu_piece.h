@@ -1,9 +1,7 @@
-// What each instruction set implements: passes over one piece of a tensor, on
-// one thread.
+// What each instruction set implements: passes over one piece of a tensor, on one thread.
 //
-// A piece is a block of rows small enough that float sums over it are accurate,
-// as they are merged in double. The same pieces are taken whatever the number
-// of threads.
+// A piece is a block of rows small enough that float sums over it are accurate, as they are merged
+// in double. The same pieces are taken whatever the number of threads.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +39,8 @@ constexpr int64_t kMaxColumns = 512;  // channels of a piece: as columns
 constexpr int64_t kMaxChannels = 64;  // otherwise
 constexpr int64_t kPadding = 16;      // coefficients are read by whole vectors
 
-// In elements. Either each column of the rows is a channel (inner == 1), or
-// each row holds `width` values of each of `channels`, `channel_stride` apart.
+// In elements. Either each column of the rows is a channel (inner == 1), or each row holds `width`
+// values of each of `channels`, `channel_stride` apart.
 struct Piece {
   bool columns;
   bool stream;  // store around the caches

@@ -1,8 +1,8 @@
 // Runs passes over the pieces of a tensor, on torch's threads.
 //
-// A channel goes from its sums to its output while it is in a core's cache,
-// where it fits and there are channels enough for all threads; else all sums
-// come first, and then the output backwards, from what was read last.
+// A channel goes from its sums to its output while it is in a core's cache, where it fits and there
+// are channels enough for all threads; else all sums come first, and then the output backwards,
+// from what was read last.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -98,8 +98,8 @@ class Run {
     for_pieces(false, apply);
   }
 
-  // reduce(piece) sets piece.sums. finish(first channel, channels, sums, pitch)
-  // takes those of all blocks. Then apply(piece).
+  // reduce(piece) sets piece.sums. finish(first channel, channels, sums, pitch) takes those of all
+  // blocks. Then apply(piece).
   template <typename Reduce, typename Finish, typename Apply>
   void operator()(const Reduce& reduce, const Finish& finish, const Apply& apply) const {
     const int64_t units = partition_.units(), blocks = partition_.blocks();

@@ -1,9 +1,7 @@
-// Vectors of float or double, and how half and bfloat16 are read into and
-// written from them.
+// Vectors of float or double, and how half and bfloat16 are read into and written from them.
 //
-// Included with MEMSAVE_EXT_ISA, the namespace, and MEMSAVE_EXT_VECTOR_BYTES
-// defined, inside the target region of an instruction set: nothing here may be
-// shared between instruction sets.
+// Included with MEMSAVE_EXT_ISA, the namespace, and MEMSAVE_EXT_VECTOR_BYTES defined, inside the
+// target region of an instruction set: nothing here may be shared between instruction sets.
 #include "batch_norm/cpu_piece.h"
 
 namespace memsave_ext::batch_norm::cpu::MEMSAVE_EXT_ISA {
