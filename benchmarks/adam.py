@@ -16,6 +16,7 @@ optimizer step into the backward pass": a dictionary of optimizers, one for each
 
 import argparse
 import copy
+import gc
 import statistics
 import sys
 from collections.abc import Callable, Iterable
@@ -194,6 +195,9 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     count = len(shapes(1))
     jobs = {"tiny": handed_out(9_700, steps=20), "large": handed_out(options.elements, steps=1)}
     jobs["real"], peaks = real(options.threads)
+    # What the jobs hold is not to be looked through again and again.
+    gc.collect()
+    gc.freeze()
     median: dict[str, dict[str, float]] = {}
     for job, cases in jobs.items():
         seconds = interleave(cases, options.rounds, 3, options.progress)

@@ -32,7 +32,8 @@ OTHERS = [(256, 64, 32, 32), (64, 256, 14, 14), (32, 1024, 7, 7)]
 SHAPES = [*OTHERS, *RESNET50, *DENSENET]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LAYOUTS = {"NCHW": torch.contiguous_format, "NHWC": torch.channels_last}
-MEMORIES = {"reused": 2**31 - 1, "fresh": 32 << 20}  # bytes from which the system is asked
+MEMORIES = {"reused": 2**31 - 1, "fresh": 1 << 20}  # bytes from which the system is asked
+FRESH = 32 << 20  # what glibc takes from the system at every call, left to itself
 SLACK = 1.03  # of a row that must not be slower
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 Row = dict[str, Any]
@@ -92,7 +93,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
     settings = list(itertools.product(MEMORIES, options.threads, options.shapes, DTYPES, LAYOUTS))
     for memory, threads, shape, dtype, layout in bar(settings, show=options.progress):
         size = torch.Size(shape).numel() * DTYPES[dtype].itemsize
-        if not set_memory(memory) or (memory == "fresh" and size <= MEMORIES["fresh"]):
+        if not set_memory(memory) or (memory == "fresh" and size <= FRESH):
             continue
         torch.set_num_threads(threads)
         seconds = interleave(cases(shape, dtype, layout), options.rounds, 2, progress=False)

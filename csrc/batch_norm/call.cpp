@@ -3,9 +3,14 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
+#include <cstdint>
 #include <utility>
 
 #include "batch_norm/ops.h"
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 namespace memsave_ext::batch_norm {
 
@@ -40,6 +45,19 @@ void check_like_input(const char* name, const Tensor& tensor, const Tensor& inpu
   TORCH_CHECK(tensor.sizes() == input.sizes() && tensor.scalar_type() == input.scalar_type(),
               "batch_norm: ", name, " must have the shape and dtype of input, ", input.sizes(), " ",
               input.scalar_type(), ", got ", tensor.sizes(), " ", tensor.scalar_type());
+}
+
+// What this large comes from the system a page at a time, and that takes longer than the kernel:
+// asks for pages of 2 MiB, which the kernel of Linux by default gives only to who asks.
+void prefer_large_pages([[maybe_unused]] const Tensor& tensor) {
+#ifdef __linux__
+  constexpr uintptr_t kPage = 2 << 20;
+  if (!tensor.is_cpu() || tensor.nbytes() < (32 << 20)) return;
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr());
+  const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
+  const uintptr_t last = (begin + tensor.nbytes()) / kPage * kPage;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
 }
 
 }  // namespace
@@ -112,7 +130,11 @@ void* Call::stream() const {
   return nullptr;
 }
 
-Tensor Call::empty() const { return at::empty_like(input_, {}, format_); }
+Tensor Call::empty() const {
+  Tensor tensor = at::empty_like(input_, {}, format_);
+  prefer_large_pages(tensor);
+  return tensor;
+}
 
 at::TensorOptions Call::statistic_options() const {
   return input_.options().dtype(statistic_type_);
