@@ -16,7 +16,8 @@ from ._version import __version__
 PATHS = {
     "checkpoint": ("native", "pure Python"),
     "CheckpointFunction": ("native", "pure Python"),
-    "BatchNorm": ("torch kernel", "torch kernel"),
+    "BatchNorm": ("native on CPU and, where built, CUDA", "torch operators"),
+    "Adam": ("native on CPU and, where built, CUDA", "torch operators"),
     "memory tracking": ("native", "pure Python"),
 }
 
