@@ -123,6 +123,27 @@ def test_python_hooks_before_and_after_see_the_gradient(small_bytes):
     assert [name for name, *_ in seen] == ["before", "after", "before"]
 
 
+def test_a_waiting_gradient_that_is_replaced_or_taken_away():
+    params, optimizer = make()
+    before = values(params)
+    seen = []
+
+    def hook(param):
+        seen.append(param)
+        if len(seen) == 3:  # the others wait
+            seen[0].grad = None
+            seen[1].grad = torch.full((10,), -1.0)  # the other way
+
+    for p in params:
+        p.register_post_accumulate_grad_hook(hook)
+    loss(params).backward()
+    optimizer.step()
+    taken, replaced, last = (next(i for i, p in enumerate(params) if p is q) for q in seen)
+    assert torch.equal(params[taken], before[taken]) and params[taken] not in optimizer.state
+    assert (params[replaced] > before[replaced]).all()
+    assert (params[last] < before[last]).all()
+
+
 # rule 3
 
 
@@ -212,6 +233,7 @@ def test_a_backward_that_raises(small_bytes):
     for i in (0, 1):
         assert torch.equal(params[i], before[i])
     if waits:  # nothing was stepped: as after any backward that raised
+        assert not optimizer.state
         optimizer.step()
         assert not torch.equal(params[2], before[2])
         return

@@ -4,8 +4,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <algorithm>
-
 #include "adam/stepper.h"
 
 namespace memsave_ext::adam {
@@ -31,26 +29,30 @@ void free_gradient(const Tensor& param, const std::optional<c10::Stream>& made_o
 
 }  // namespace
 
-Backward::Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> snapshot,
-                   int64_t task)
-    : stepper_(std::move(stepper)), snapshot_(std::move(snapshot)), graph_task_(task) {}
+Backward::Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> snapshot)
+    : stepper_(std::move(stepper)), snapshot_(std::move(snapshot)) {}
 
 Backward::~Backward() {
   if (finished_ || !Py_IsInitialized()) return;
   // Backward raised. Gradients that wait are still in .grad, and what was stepped stays stepped.
+  {
+    std::optional<py::gil_scoped_release> no_gil;
+    if (PyGILState_Check()) no_gil.emplace();
+    const std::lock_guard<std::mutex> lock(stepper_->mutex_);
+    for (auto& bucket : buckets_) {
+      for (const auto& waiting : bucket.waiting) {
+        waiting.entry->step = 0;
+        forget_fresh_state(snapshot_->parameters[waiting.entry->position]);
+      }
+    }
+    stepper_->stepped_before_failure_ += stepped_;
+  }
   try {
     publish();
   } catch (const std::exception& error) {
     TORCH_WARN("Adam: could not keep the state of parameters stepped before an error: ",
                error.what());
   }
-  std::optional<py::gil_scoped_release> no_gil;
-  if (PyGILState_Check()) no_gil.emplace();
-  const std::lock_guard<std::mutex> lock(stepper_->mutex_);
-  for (auto& bucket : buckets_) {
-    for (Entry* entry : bucket.entries) entry->step = 0;
-  }
-  stepper_->stepped_before_failure_ += stepped_;
 }
 
 Backward::Bucket& Backward::bucket_of(const Tensor& param) {
@@ -58,7 +60,7 @@ Backward::Bucket& Backward::bucket_of(const Tensor& param) {
   for (auto& bucket : buckets_) {
     if (bucket.device == param.device() && bucket.stream == stream) return bucket;
   }
-  return buckets_.emplace_back(Bucket{stream, param.device(), {}, {}, 0});
+  return buckets_.emplace_back(Bucket{stream, param.device(), {}, 0});
 }
 
 void Backward::add(Entry& entry, const Tensor& param) {
@@ -67,8 +69,7 @@ void Backward::add(Entry& entry, const Tensor& param) {
   const auto bytes = static_cast<int64_t>(update.grad.nbytes());
   if (bytes < stepper_->small_bytes_) {
     Bucket& bucket = bucket_of(param);
-    bucket.entries.push_back(&entry);
-    bucket.updates.push_back(std::move(update));
+    bucket.waiting.push_back({&entry, std::move(update)});
     bucket.bytes += bytes;
     if (bucket.bytes >= stepper_->bucket_bytes_) flush(bucket);
     return;
@@ -80,21 +81,26 @@ void Backward::add(Entry& entry, const Tensor& param) {
 }
 
 void Backward::flush(Bucket& bucket) {
-  auto updates = std::exchange(bucket.updates, {});
-  for (size_t i = 0; i < updates.size(); ++i) {
-    if (updates[i].param.grad().is_same(updates[i].grad)) continue;
+  std::vector<Update> updates;
+  updates.reserve(bucket.waiting.size());
+  for (auto& [entry, update] : bucket.waiting) {
+    if (update.param.grad().is_same(update.grad)) {
+      updates.push_back(std::move(update));
+      continue;
+    }
     // Somebody else has put another one there, or taken it away.
-    Parameter& parameter = snapshot_->parameters[bucket.entries[i]->position];
-    updates[i] = parameter.tensor.grad().defined() ? checked_update(parameter) : Update{};
+    Parameter& parameter = snapshot_->parameters[entry->position];
+    if (parameter.tensor.grad().defined()) {
+      updates.push_back(checked_update(parameter));
+    } else {
+      forget_fresh_state(parameter);
+    }
   }
-  updates.erase(std::remove_if(updates.begin(), updates.end(),
-                               [](const Update& update) { return !update.param.defined(); }),
-                updates.end());
   step_all(updates);
   for (const auto& update : updates) free_gradient(update.param, bucket.stream);
   stepped_ += static_cast<int64_t>(updates.size());
   stepper_->stepped_ += static_cast<int64_t>(updates.size());
-  bucket.entries.clear();
+  bucket.waiting.clear();
   bucket.bytes = 0;
 }
 

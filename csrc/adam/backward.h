@@ -16,10 +16,9 @@ class Stepper;
 
 class Backward {
  public:
-  Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> snapshot, int64_t task);
+  Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> snapshot);
   ~Backward();
 
-  int64_t graph_task() const { return graph_task_; }
   const std::shared_ptr<Snapshot>& snapshot() const { return snapshot_; }
   // Steps the parameter now, or soon. With the stepper's mutex.
   void add(Entry& entry, const at::Tensor& param);
@@ -27,11 +26,14 @@ class Backward {
   void finish();
 
  private:
+  struct Waiting {
+    Entry* entry;
+    Update update;
+  };
   struct Bucket {  // gradients of one stream
     std::optional<c10::Stream> stream;
     c10::Device device;
-    std::vector<Entry*> entries;
-    std::vector<Update> updates;  // of the entries
+    std::vector<Waiting> waiting;
     int64_t bytes = 0;
   };
 
@@ -41,7 +43,6 @@ class Backward {
 
   std::shared_ptr<Stepper> stepper_;
   std::shared_ptr<Snapshot> snapshot_;
-  const int64_t graph_task_;
   std::vector<Bucket> buckets_;
   int64_t stepped_ = 0;
   bool finished_ = false;

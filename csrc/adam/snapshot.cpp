@@ -111,6 +111,12 @@ Update checked_update(Parameter& parameter) {
   return update;
 }
 
+void forget_fresh_state(Parameter& parameter) {
+  if (!parameter.fresh) return;
+  parameter.state = State{};
+  parameter.fresh = false;
+}
+
 void publish_states(Snapshot& snapshot, const py::handle& optimizer) {
   py::object states;
   for (auto& parameter : snapshot.parameters) {

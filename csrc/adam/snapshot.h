@@ -21,6 +21,9 @@ struct Parameter {
 // step cannot be made; nothing is changed then.
 Update checked_update(Parameter& parameter);
 
+// Undoes that a state was made, for a parameter that is not stepped after all.
+void forget_fresh_state(Parameter& parameter);
+
 struct Snapshot {
   std::deque<Group> groups;
   std::vector<Parameter> parameters;

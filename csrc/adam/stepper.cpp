@@ -108,7 +108,7 @@ std::shared_ptr<Backward> Stepper::current_backward() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (auto other = find()) return other;  // of another device's thread
-    backward = std::make_shared<Backward>(shared_from_this(), snapshot, task);
+    backward = std::make_shared<Backward>(shared_from_this(), snapshot);
     snapshot_ = snapshot;
     backwards_.erase(std::remove_if(backwards_.begin(), backwards_.end(),
                                     [](const auto& other) { return other.second.expired(); }),
