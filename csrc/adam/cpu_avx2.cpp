@@ -1,27 +1,10 @@
-// The steps for AVX2, for CPUs that report it: nothing else is compiled in the
-// target region.
+// The steps for AVX2.
 #if defined(__x86_64__)
-#include <immintrin.h>
-
-#include <cmath>
-#include <cstddef>
-#include <cstdint>
-#include <type_traits>
-
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
-#define MEMSAVE_EXT_ISA avx2
-#define MEMSAVE_EXT_VECTOR_BYTES 32
+#include "vector/target_avx2.h"
+//
 #include "adam/cpu_vector_step.h"
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+//
+#include "vector/target_end.h"
 
 namespace memsave_ext::adam::cpu {
 

@@ -1,29 +1,10 @@
-// The steps for AVX512, for CPUs that report it: nothing else is compiled in
-// the target region.
+// The steps for AVX512.
 #if defined(__x86_64__)
-#include <immintrin.h>
-
-#include <cmath>
-#include <cstddef>
-#include <cstdint>
-#include <type_traits>
-
-#ifdef __clang__
-#pragma clang attribute push(                                                    \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \
-    apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
-#endif
-#define MEMSAVE_EXT_ISA avx512
-#define MEMSAVE_EXT_VECTOR_BYTES 64
+#include "vector/target_avx512.h"
+//
 #include "adam/cpu_vector_step.h"
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+//
+#include "vector/target_end.h"
 
 namespace memsave_ext::adam::cpu {
 

@@ -1,17 +1,6 @@
-// The steps for any CPU, with the vectors of 16 bytes that x86-64 and aarch64
-// always have.
-#include <c10/util/Half.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-#include <cmath>
-#include <cstddef>
-#include <cstdint>
-#include <type_traits>
-
-#define MEMSAVE_EXT_ISA baseline
-#define MEMSAVE_EXT_VECTOR_BYTES 16
+// The steps for any CPU.
+#include "vector/target_baseline.h"
+//
 #include "adam/cpu_vector_step.h"
 
 namespace memsave_ext::adam::cpu {

@@ -3,13 +3,13 @@
 // Every element goes through the same vector code, tails too, so that its result does not depend
 // on where it stands.
 #include "adam/cpu_steps.h"
-#include "batch_norm/cpu_vector.h"
+#include "vector/cpu.h"
 
 namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA {
 
-namespace vector = batch_norm::cpu::MEMSAVE_EXT_ISA;
-using batch_norm::cpu::BFloat16;
-using batch_norm::cpu::Half;
+namespace isa = vector::MEMSAVE_EXT_ISA;
+using vector::BFloat16;
+using vector::Half;
 
 struct Math {
   template <typename V>
@@ -42,7 +42,7 @@ struct Math {
     constexpr bool doubles = sizeof(v[0]) == 8;
 #if MEMSAVE_EXT_VECTOR_BYTES == 64
     if constexpr (doubles) return (V)_mm512_maskz_sqrt_pd(0xff, (__m512d)v);
-    if constexpr (!doubles) return (V)_mm512_maskz_sqrt_ps(vector::kAll, (__m512)v);
+    if constexpr (!doubles) return (V)_mm512_maskz_sqrt_ps(isa::kAll, (__m512)v);
 #elif MEMSAVE_EXT_VECTOR_BYTES == 32
     if constexpr (doubles) return (V)_mm256_sqrt_pd((__m256d)v);
     if constexpr (!doubles) return (V)_mm256_sqrt_ps((__m256)v);
@@ -66,7 +66,7 @@ struct Math {
 template <typename V>
 struct Broadcast {
   MEMSAVE_EXT_INLINED V operator()(double value) const {
-    return vector::broadcast<V>(static_cast<std::remove_reference_t<decltype(V{}[0])>>(value));
+    return isa::broadcast<V>(static_cast<std::remove_reference_t<decltype(V{}[0])>>(value));
   }
 };
 
@@ -79,9 +79,9 @@ MEMSAVE_EXT_INLINED inline void prefetch(const T* from) {
 
 template <typename Param, typename State, bool amsgrad>
 void step(const Item& item, int64_t begin, int64_t end, const Coefficients<double>& scalars) {
-  using V = vector::Lanes<Param>;
-  static_assert(std::is_same_v<V, vector::Lanes<State>>);
-  constexpr int64_t lanes = vector::kLanes<Param>;
+  using V = isa::Lanes<Param>;
+  static_assert(std::is_same_v<V, isa::Lanes<State>>);
+  constexpr int64_t lanes = isa::kLanes<Param>;
   const auto c = convert<V>(scalars, Broadcast<V>{});
   auto* const param = static_cast<Param*>(item.param);
   const auto* const grad = static_cast<const Param*>(item.grad);
@@ -90,15 +90,15 @@ void step(const Item& item, int64_t begin, int64_t end, const Coefficients<doubl
   auto* const max_exp_avg_sq = static_cast<State*>(item.max_exp_avg_sq);
   const auto update_at = [&](int64_t i, auto size) MEMSAVE_EXT_INLINED {
     Values<V> x;
-    x.param = vector::load(param + i, size);
-    x.exp_avg = vector::load(exp_avg + i, size);
-    x.exp_avg_sq = vector::load(exp_avg_sq + i, size);
-    if constexpr (amsgrad) x.max_exp_avg_sq = vector::load(max_exp_avg_sq + i, size);
-    update<Math, amsgrad>(c, vector::load(grad + i, size), x);
-    vector::store(param + i, x.param, size);
-    vector::store(exp_avg + i, x.exp_avg, size);
-    vector::store(exp_avg_sq + i, x.exp_avg_sq, size);
-    if constexpr (amsgrad) vector::store(max_exp_avg_sq + i, x.max_exp_avg_sq, size);
+    x.param = isa::load(param + i, size);
+    x.exp_avg = isa::load(exp_avg + i, size);
+    x.exp_avg_sq = isa::load(exp_avg_sq + i, size);
+    if constexpr (amsgrad) x.max_exp_avg_sq = isa::load(max_exp_avg_sq + i, size);
+    update<Math, amsgrad>(c, isa::load(grad + i, size), x);
+    isa::store(param + i, x.param, size);
+    isa::store(exp_avg + i, x.exp_avg, size);
+    isa::store(exp_avg_sq + i, x.exp_avg_sq, size);
+    if constexpr (amsgrad) isa::store(max_exp_avg_sq + i, x.max_exp_avg_sq, size);
   };
   int64_t i = begin;
   for (; i + lanes <= end; i += lanes) {
@@ -107,9 +107,9 @@ void step(const Item& item, int64_t begin, int64_t end, const Coefficients<doubl
     prefetch(exp_avg + i);
     prefetch(exp_avg_sq + i);
     if constexpr (amsgrad) prefetch(max_exp_avg_sq + i);
-    update_at(i, vector::Whole{});
+    update_at(i, isa::Whole{});
   }
-  if (i < end) update_at(i, vector::Part{end - i});
+  if (i < end) update_at(i, isa::Part{end - i});
 }
 
 #define MEMSAVE_EXT_STEPS(Param, State) {step<Param, State, false>, step<Param, State, true>}

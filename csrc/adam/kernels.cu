@@ -6,12 +6,12 @@
 #include <string>
 
 #include "adam/batch.cuh"
-#include "batch_norm/vector.cuh"
+#include "vector/cuda.cuh"
 
 namespace memsave_ext::adam {
 namespace {
 
-using batch_norm::ValueOf;
+using vector::ValueOf;
 
 constexpr int kThreads = 256;
 
@@ -53,7 +53,7 @@ __device__ __forceinline__ Coefficients<double> coefficients_of(const Recipe& re
 // values would not fit into registers beside the old ones.
 template <typename T, int size, int word>
 struct alignas(sizeof(T) * size) Words {
-  using Word = batch_norm::Vector<T, word>;
+  using Word = vector::Vector<T, word>;
   Word words[size / word];
 };
 
@@ -67,12 +67,12 @@ __device__ __forceinline__ void step_vectors(const BatchedTensor& tensor, int64_
   using States = Words<State, size, kWord>;
 #pragma unroll 1
   for (int64_t i = from / size + threadIdx.x; i < to / size; i += kThreads) {
-    auto param = batch_norm::load<Params>(tensor.param, i);
-    const auto grad = batch_norm::load<Params>(tensor.grad, i);
-    auto exp_avg = batch_norm::load<States>(tensor.exp_avg, i);
-    auto exp_avg_sq = batch_norm::load<States>(tensor.exp_avg_sq, i);
+    auto param = vector::load<Params>(tensor.param, i);
+    const auto grad = vector::load<Params>(tensor.grad, i);
+    auto exp_avg = vector::load<States>(tensor.exp_avg, i);
+    auto exp_avg_sq = vector::load<States>(tensor.exp_avg_sq, i);
     States max_exp_avg_sq;
-    if constexpr (amsgrad) max_exp_avg_sq = batch_norm::load<States>(tensor.max_exp_avg_sq, i);
+    if constexpr (amsgrad) max_exp_avg_sq = vector::load<States>(tensor.max_exp_avg_sq, i);
 #pragma unroll
     for (int w = 0; w < size / kWord; ++w) {
       Value params[kWord], first[kWord], second[kWord], largest[kWord];
@@ -91,10 +91,10 @@ __device__ __forceinline__ void step_vectors(const BatchedTensor& tensor, int64_
       exp_avg_sq.words[w] = States::Word::from(second);
       if constexpr (amsgrad) max_exp_avg_sq.words[w] = States::Word::from(largest);
     }
-    batch_norm::store(tensor.param, i, param);
-    batch_norm::store(tensor.exp_avg, i, exp_avg);
-    batch_norm::store(tensor.exp_avg_sq, i, exp_avg_sq);
-    if constexpr (amsgrad) batch_norm::store(tensor.max_exp_avg_sq, i, max_exp_avg_sq);
+    vector::store(tensor.param, i, param);
+    vector::store(tensor.exp_avg, i, exp_avg);
+    vector::store(tensor.exp_avg_sq, i, exp_avg_sq);
+    if constexpr (amsgrad) vector::store(tensor.max_exp_avg_sq, i, max_exp_avg_sq);
   }
 }
 

@@ -7,7 +7,7 @@
 
 namespace memsave_ext::adam {
 
-enum class DType : int { kDouble, kFloat, kHalf, kBFloat16 };
+using vector::DType;
 
 // A parameter with its gradient and state: dense, all in the same order of elements. Computed in
 // float, and in double where the parameter is double.

@@ -6,11 +6,7 @@
 
 #include <cmath>
 
-#ifdef __CUDACC__
-#define MEMSAVE_EXT_INLINE __host__ __device__ __forceinline__
-#else
-#define MEMSAVE_EXT_INLINE inline
-#endif
+#include "vector/types.h"
 
 namespace memsave_ext::adam {
 

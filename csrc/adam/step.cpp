@@ -12,7 +12,7 @@
 #include <vector>
 
 #ifdef MEMSAVE_EXT_WITH_CUDA
-#include "adam/cuda.h"
+#include "cuda_stream.h"
 #endif
 
 namespace memsave_ext::adam {

@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <utility>
 
-#include "batch_norm/ops.h"
+#ifdef MEMSAVE_EXT_WITH_CUDA
+#include "cuda_stream.h"
+#endif
 
 #ifdef __linux__
 #include <sys/mman.h>

@@ -1,9 +1,15 @@
 // The loops over a piece: that sum, or that write.
 //
-// Included in the target region of an instruction set, as cpu_vector.h.
-#include "batch_norm/cpu_vector.h"
+// Included in the target region of an instruction set, as vector/cpu.h.
+#include "batch_norm/cpu_piece.h"
+#include "vector/cpu.h"
 
 namespace memsave_ext::batch_norm::cpu::MEMSAVE_EXT_ISA {
+
+using namespace vector::MEMSAVE_EXT_ISA;
+using vector::BFloat16;
+using vector::Half;
+using vector::ValueOf;
 
 constexpr int kUnroll = 4;  // independent sums; rows of columns whose coefficients are loaded once
 
@@ -54,7 +60,7 @@ struct Coefficients {
   using V = Lanes<Storage>;
 
   MEMSAVE_EXT_INLINED Coefficients(const Piece& piece, int64_t channel) {
-    const auto* from = static_cast<const Statistic<Storage>*>(piece.coefficients) + channel;
+    const auto* from = static_cast<const ValueOf<Storage>*>(piece.coefficients) + channel;
     for (int c = 0; c < kCoefficients; ++c, from += piece.pitch) {
       values[c] = columns ? load_raw<V>(from) : broadcast<V>(*from);
     }

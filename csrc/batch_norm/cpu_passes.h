@@ -17,7 +17,7 @@ struct Tensors {
         grad(static_cast<const Storage*>(piece.grad)),
         output(static_cast<Storage*>(piece.output)),
         grad_residual(static_cast<Storage*>(piece.grad_residual)),
-        slope(broadcast<V>(static_cast<Statistic<Storage>>(piece.slope))) {}
+        slope(broadcast<V>(static_cast<ValueOf<Storage>>(piece.slope))) {}
 
   // Before the activation.
   template <typename Of, typename Size>
@@ -45,8 +45,8 @@ struct Tensors {
 // to it do not cancel, even if one of them is an outlier.
 template <typename Storage, bool columns>
 MEMSAVE_EXT_INLINED inline void near_means(const Piece& piece, const Storage* input,
-                                           Statistic<Storage>* means) {
-  using T = Statistic<Storage>;
+                                           ValueOf<Storage>* means) {
+  using T = ValueOf<Storage>;
   using V = Lanes<Storage>;
   constexpr int64_t lanes = kLanes<Storage>;
   if constexpr (columns) {
@@ -90,7 +90,7 @@ struct Shift {
   using V = Lanes<Storage>;
 
   MEMSAVE_EXT_INLINED Shift(const Piece& piece, int64_t channel) {
-    const auto* from = static_cast<const Statistic<Storage>*>(piece.coefficients) + channel;
+    const auto* from = static_cast<const ValueOf<Storage>*>(piece.coefficients) + channel;
     value = columns ? load_raw<V>(from) : broadcast<V>(*from);
   }
 
@@ -101,7 +101,7 @@ template <typename Storage, bool columns>
 void moments_of(const Piece of) {
   using V = Lanes<Storage>;
   const auto* input = static_cast<const Storage*>(of.input);
-  Statistic<Storage> shifts[columns ? kMaxColumns : kMaxChannels];
+  ValueOf<Storage> shifts[columns ? kMaxColumns : kMaxChannels];
   near_means<Storage, columns>(of, input, shifts);
   const int64_t ahead = rows_ahead<columns>(of) * of.stride;
   Piece piece = of;

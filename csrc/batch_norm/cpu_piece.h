@@ -10,30 +10,10 @@
 
 namespace memsave_ext::batch_norm::cpu {
 
-struct Half {
-  uint16_t bits;
-};
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-// Statistics and coefficients are double for double tensors, else float.
-template <typename Storage>
-struct StatisticOf {
-  using type = float;
-};
-template <>
-struct StatisticOf<double> {
-  using type = double;
-};
+using vector::item_size;
 
 // Rows of the matrix of coefficients, a column per channel.
 enum Coefficient { kMean, kInvstd, kScale, kBias, kGradMean, kDotMean, kCoefficients };
-
-inline int64_t item_size(DType dtype) {
-  return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : 2;
-}
 
 constexpr int64_t kMaxColumns = 512;  // channels of a piece: as columns
 constexpr int64_t kMaxChannels = 64;  // otherwise

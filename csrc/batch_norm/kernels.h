@@ -13,7 +13,7 @@
 
 namespace memsave_ext::batch_norm {
 
-enum class DType : int { kDouble, kFloat, kHalf, kBFloat16 };
+using vector::DType;
 
 struct Problem {
   DType dtype;

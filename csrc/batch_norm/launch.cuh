@@ -9,8 +9,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "batch_norm/access.cuh"
 #include "batch_norm/partition.cuh"
-#include "batch_norm/vector.cuh"
 
 namespace memsave_ext::batch_norm {
 

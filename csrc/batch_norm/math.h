@@ -4,11 +4,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define MEMSAVE_EXT_INLINE __host__ __device__ __forceinline__
-#else
-#define MEMSAVE_EXT_INLINE inline
-#endif
+#include "vector/types.h"
 
 namespace memsave_ext::batch_norm {
 

@@ -8,8 +8,4 @@ namespace memsave_ext::batch_norm {
 
 void register_operators(torch::Library& library);
 
-#ifdef MEMSAVE_EXT_WITH_CUDA
-void* current_cuda_stream(c10::Device device);
-#endif
-
 }  // namespace memsave_ext::batch_norm

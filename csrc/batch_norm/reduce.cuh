@@ -6,8 +6,8 @@
 
 #include <cuda_runtime.h>
 
+#include "batch_norm/access.cuh"
 #include "batch_norm/partition.cuh"
-#include "batch_norm/vector.cuh"
 
 namespace memsave_ext::batch_norm {
 

@@ -2,7 +2,7 @@
 // same bits everywhere.
 #pragma once
 
-#include "batch_norm/vector.cuh"
+#include "batch_norm/access.cuh"
 
 namespace memsave_ext::batch_norm {
 

@@ -1,4 +1,4 @@
-// Values in memory and in registers: loads of up to 16 bytes, conversions, vectors of channels.
+// Values in memory and in registers on CUDA: loads of up to 16 bytes, and conversions.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,12 +7,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "batch_norm/kernels.h"
+#include "vector/types.h"
 
-namespace memsave_ext::batch_norm {
-
-template <typename T>
-using ValueOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
+namespace memsave_ext::vector {
 
 __device__ __forceinline__ double widen(double x) { return x; }
 __device__ __forceinline__ float widen(float x) { return x; }
@@ -90,49 +87,4 @@ __device__ __forceinline__ void store(void* to, int64_t offset, const Vec& vecto
   static_cast<Vec*>(to)[offset] = vector;
 }
 
-template <typename Value>
-struct Pair {
-  Value first, second;
-};
-
-// How a kernel sees a tensor. Rows: the values of a vector are of different channels.
-template <typename T, int vector, bool rows>
-struct Access {
-  using Value = ValueOf<T>;
-  using Vec = Vector<T, vector>;
-  static constexpr bool kRows = rows;
-  static constexpr int kVector = vector;
-  static constexpr int kChannels = rows ? vector : 1;  // of a thread
-  static constexpr int kUnroll = vector == 1 ? 8 : 4;  // loads in flight
-
-  // The channel of a vector's value, among those of the thread.
-  static constexpr __device__ int channel(int value) { return rows ? value : 0; }
-};
-
-// Of a dense vector over the channels; `fallback` where there is none.
-template <typename Value, int count>
-__device__ __forceinline__ void load_channels(const void* from, int64_t channel, Value fallback,
-                                              Value (&to)[count]) {
-  if (from == nullptr) {
-#pragma unroll
-    for (int i = 0; i < count; ++i) to[i] = fallback;
-    return;
-  }
-  const Value* values = static_cast<const Value*>(from) + channel;
-  constexpr int kWide = 16 / sizeof(Value);
-  if constexpr (count % kWide == 0) {
-    if (reinterpret_cast<uintptr_t>(values) % 16 == 0) {
-#pragma unroll
-      for (int i = 0; i < count; i += kWide) {
-        const auto wide = load<Vector<Value, kWide>>(values + i, 0);
-#pragma unroll
-        for (int j = 0; j < kWide; ++j) to[i + j] = wide[j];
-      }
-      return;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < count; ++i) to[i] = values[i];
-}
-
-}  // namespace memsave_ext::batch_norm
+}  // namespace memsave_ext::vector

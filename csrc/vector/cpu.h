@@ -1,10 +1,11 @@
 // Vectors of float or double, and how half and bfloat16 are read into and written from them.
 //
-// Included with MEMSAVE_EXT_ISA, the namespace, and MEMSAVE_EXT_VECTOR_BYTES defined, inside the
-// target region of an instruction set: nothing here may be shared between instruction sets.
-#include "batch_norm/cpu_piece.h"
+// Included inside the target region of an instruction set (target_*.h), which defines
+// MEMSAVE_EXT_ISA, the namespace, and MEMSAVE_EXT_VECTOR_BYTES: nothing here may be shared between
+// instruction sets.
+#include "vector/types.h"
 
-namespace memsave_ext::batch_norm::cpu::MEMSAVE_EXT_ISA {
+namespace memsave_ext::vector::MEMSAVE_EXT_ISA {
 
 #define MEMSAVE_EXT_INLINED __attribute__((always_inline))
 
@@ -16,11 +17,9 @@ template <typename T, int lanes>
 using Vector = typename VectorOf<T, lanes>::type;
 
 template <typename Storage>
-using Statistic = typename StatisticOf<Storage>::type;
+constexpr int kLanes = MEMSAVE_EXT_VECTOR_BYTES / sizeof(ValueOf<Storage>);
 template <typename Storage>
-constexpr int kLanes = MEMSAVE_EXT_VECTOR_BYTES / sizeof(Statistic<Storage>);
-template <typename Storage>
-using Lanes = Vector<Statistic<Storage>, kLanes<Storage>>;
+using Lanes = Vector<ValueOf<Storage>, kLanes<Storage>>;
 
 // How much of a vector a load or store is about.
 struct Whole {};
@@ -240,4 +239,4 @@ MEMSAVE_EXT_INLINED inline double total(V v) {
   }
 }
 
-}  // namespace memsave_ext::batch_norm::cpu::MEMSAVE_EXT_ISA
+}  // namespace memsave_ext::vector::MEMSAVE_EXT_ISA
