@@ -1,6 +1,8 @@
 // The Python module memsave_ext._C: names only, every function is defined in its own room.
 #include <pybind11/pybind11.h>
 
+#include "adam/backward.h"
+#include "adam/hook.h"
 #include "adam/stepper.h"
 #include "checkpoint/apply.h"
 #include "checkpoint/checkpoint.h"
@@ -55,7 +57,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("step", &Stepper::step)
       .def("zero_grad", &Stepper::zero_grad)
       .def("accumulate", &Stepper::accumulate)
-      .def("forbid", &Stepper::forbid);
+      .def("forbid", &Stepper::forbid)
+      .def("hand_to_ddp", &Stepper::hand_to_ddp)
+      .def("begin_reduced", &Stepper::begin_reduced)
+      .def("step_reduced", &Stepper::step_reduced);
+  using memsave_ext::adam::Backward;
+  py::class_<Backward, std::shared_ptr<Backward>>(m, "AdamBackward");
+  using memsave_ext::adam::DTensorHook;
+  py::class_<DTensorHook>(m, "AdamDTensorHook").def("__call__", &DTensorHook::operator());
 
 #ifdef MEMSAVE_EXT_WITH_CUDA
   m.attr("with_cuda") = true;

@@ -497,7 +497,7 @@ def test_the_model_dies_first():
 
 
 def test_no_growth():
-    params, optimizer = make(2)
+    params, optimizer = make(2, size=4)
 
     def steps(count):
         for _ in range(count):
@@ -507,7 +507,7 @@ def test_no_growth():
 
     steps(20)
     with ms.memory.track() as tracked:
-        steps(200)
+        steps(10_000)
     assert tracked.live <= 0
     gc.collect()
     objects = len(gc.get_objects())

@@ -35,9 +35,9 @@ Backward::Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> s
 Backward::~Backward() {
   if (finished_ || !Py_IsInitialized()) return;
   // Backward raised. Gradients that wait are still in .grad, and what was stepped stays stepped.
+  std::optional<py::gil_scoped_release> no_gil;
+  if (PyGILState_Check()) no_gil.emplace();
   {
-    std::optional<py::gil_scoped_release> no_gil;
-    if (PyGILState_Check()) no_gil.emplace();
     const std::lock_guard<std::mutex> lock(stepper_->mutex_);
     for (auto& bucket : buckets_) {
       for (const auto& waiting : bucket.waiting) {
@@ -63,41 +63,47 @@ Backward::Bucket& Backward::bucket_of(const Tensor& param) {
   return buckets_.emplace_back(Bucket{stream, param.device(), {}, 0});
 }
 
-void Backward::add(Entry& entry, const Tensor& param) {
-  Update update = checked_update(snapshot_->parameters[entry.position]);
+void Backward::add(Entry& entry, Tensor grad, bool may_flush) {
+  Parameter& parameter = snapshot_->parameters[entry.position];
+  Update update = checked_update(parameter, std::move(grad));
   entry.step = stepper_->step_;
   const auto bytes = static_cast<int64_t>(update.grad.nbytes());
-  if (bytes < stepper_->small_bytes_) {
-    Bucket& bucket = bucket_of(param);
-    bucket.waiting.push_back({&entry, std::move(update)});
+  if (!finished_ && (bytes < stepper_->small_bytes_ || !may_flush)) {
+    Bucket& bucket = bucket_of(update.param);
+    bucket.waiting.push_back({&entry, parameter.tensor.grad(), std::move(update)});
     bucket.bytes += bytes;
-    if (bucket.bytes >= stepper_->bucket_bytes_) flush(bucket);
+    if (bucket.bytes >= stepper_->bucket_bytes_ && may_flush) flush(bucket);
     return;
   }
   step_all(update);
   ++stepped_;
   ++stepper_->stepped_;
-  free_gradient(param, std::nullopt);
+  free_gradient(parameter.tensor, std::nullopt);
 }
 
 void Backward::flush(Bucket& bucket) {
   std::vector<Update> updates;
+  std::vector<const Parameter*> stepped;
   updates.reserve(bucket.waiting.size());
-  for (auto& [entry, update] : bucket.waiting) {
-    if (update.param.grad().is_same(update.grad)) {
+  stepped.reserve(bucket.waiting.size());
+  for (auto& [entry, grad, update] : bucket.waiting) {
+    Parameter& parameter = snapshot_->parameters[entry->position];
+    const Tensor& now = parameter.tensor.grad();
+    if (now.is_same(grad)) {
       updates.push_back(std::move(update));
+    } else if (now.defined() && parameter.local.is_same(parameter.tensor)) {
+      // Somebody has put another one there.
+      updates.push_back(checked_update(parameter, now));
+    } else {
+      // Or has taken it away; or another DTensor, which step() will look into.
+      forget_fresh_state(parameter);
+      if (now.defined()) entry->step = 0;
       continue;
     }
-    // Somebody else has put another one there, or taken it away.
-    Parameter& parameter = snapshot_->parameters[entry->position];
-    if (parameter.tensor.grad().defined()) {
-      updates.push_back(checked_update(parameter));
-    } else {
-      forget_fresh_state(parameter);
-    }
+    stepped.push_back(&parameter);
   }
   step_all(updates);
-  for (const auto& update : updates) free_gradient(update.param, bucket.stream);
+  for (const Parameter* parameter : stepped) free_gradient(parameter->tensor, bucket.stream);
   stepped_ += static_cast<int64_t>(updates.size());
   stepper_->stepped_ += static_cast<int64_t>(updates.size());
   bucket.waiting.clear();
@@ -113,13 +119,37 @@ void Backward::finish() {
   publish();
 }
 
+void Backward::step_reduced(const std::vector<Entry*>& entries, const std::vector<Tensor>& grads) {
+  {
+    const std::lock_guard<std::mutex> lock(stepper_->mutex_);
+    stepper_->check_not_failed();
+    std::vector<Update> updates;
+    for (size_t i = 0; i < entries.size(); ++i) {
+      if (entries[i]->snapshot != snapshot_.get()) continue;  // not in param_groups any more
+      updates.push_back(checked_update(snapshot_->parameters[entries[i]->position], grads[i]));
+    }
+    step_all(updates);
+    for (Entry* entry : entries) {
+      if (entry->snapshot != snapshot_.get()) continue;
+      entry->step = stepper_->step_;
+      snapshot_->parameters[entry->position].tensor.mutable_grad().reset();
+    }
+    stepped_ += static_cast<int64_t>(updates.size());
+    stepper_->stepped_ += static_cast<int64_t>(updates.size());
+  }
+  publish();
+}
+
 void Backward::publish() {
-  bool any = false;
-  for (const auto& parameter : snapshot_->parameters) any |= parameter.fresh;
-  if (!any) return;
+  std::vector<const Parameter*> fresh;
+  {
+    const std::lock_guard<std::mutex> lock(stepper_->mutex_);
+    fresh = snapshot_->take_fresh();
+  }
+  if (fresh.empty()) return;
   const py::gil_scoped_acquire gil;
   if (const py::object optimizer = stepper_->optimizer(); !optimizer.is_none()) {
-    publish_states(*snapshot_, optimizer);
+    publish_states(fresh, optimizer);
   }
 }
 

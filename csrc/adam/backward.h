@@ -20,14 +20,18 @@ class Backward {
   ~Backward();
 
   const std::shared_ptr<Snapshot>& snapshot() const { return snapshot_; }
-  // Steps the parameter now, or soon. With the stepper's mutex.
-  void add(Entry& entry, const at::Tensor& param);
-  // What waits, and new states to Python. Without the mutex and the GIL.
+  // Steps the parameter now, or soon; with `may_flush` false, not now. With the stepper's mutex.
+  void add(Entry& entry, at::Tensor grad, bool may_flush);
+  // Without the mutex and the GIL, both of these.
+  // Steps parameters whose gradients, given here, were reduced over processes.
+  void step_reduced(const std::vector<Entry*>& entries, const std::vector<at::Tensor>& grads);
+  // What waits, and new states to Python.
   void finish();
 
  private:
   struct Waiting {
     Entry* entry;
+    at::Tensor grad;  // as it is in .grad: not that of `update` where it is a DTensor
     Update update;
   };
   struct Bucket {  // gradients of one stream

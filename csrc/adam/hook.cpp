@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "adam/dtensor.h"
 #include "adam/stepper.h"
 
 namespace memsave_ext::adam {
@@ -11,30 +12,72 @@ namespace py = pybind11;
 namespace impl = torch::autograd::impl;
 
 namespace {
+
 constexpr const char* kPythonHooks = "_post_accumulate_grad_hooks";
+constexpr const char* kOurs = "memsave_ext.adam";  // the key in that dict
+
+Hook* hook_in_slot(const at::Tensor& param) {
+  return dynamic_cast<Hook*>(impl::post_acc_grad_hooks(param).get());
 }
+
+// None where there is no dict.
+py::object hooks_of(const py::handle& param) { return param.attr(kPythonHooks); }
+
+py::object hook_in_dict(const py::handle& param) {
+  const py::object hooks = hooks_of(param);
+  return hooks.is_none() ? hooks : hooks.attr("get")(kOurs);
+}
+
+// Makes the dict where there is none.
+py::object make_hooks(const py::object& param, Entry& entry) {
+  py::object hooks = hooks_of(param);
+  if (!hooks.is_none()) return hooks;
+  entry.made_dict = true;
+  hooks = py::module_::import("collections").attr("OrderedDict")();
+  param.attr(kPythonHooks) = hooks;
+  return hooks;
+}
+
+}  // namespace
 
 void Hook::operator()(const at::Tensor& param) {
   // The dict's size without the GIL: one word, and a hook registered at this very moment may be
   // early or late.
   if (PyDict_GET_SIZE(python_hooks_) > 0) (*calls_them_)(param);
-  stepper_->ready(*entry_, param);
+  stepper_->ready(*entry_, param, param.grad(), true);
 }
 
-Hook* find_hook(const at::Tensor& param) {
-  return dynamic_cast<Hook*>(impl::post_acc_grad_hooks(param).get());
+void DTensorHook::operator()(const py::object& param) const {
+  const at::Tensor& tensor = THPVariable_Unpack(param.ptr());
+  const at::Tensor grad = local_gradient(param);
+  const py::object hooks = hooks_of(param);
+  const bool is_last = py::object(py::list(hooks)[py::len(hooks) - 1]).equal(py::str(kOurs));
+  const py::gil_scoped_release no_gil;
+  stepper->ready(*entry, tensor, grad, is_last);
+}
+
+Attachment find_hook(const py::handle& param) {
+  if (is_dtensor(param)) {
+    const py::object found = hook_in_dict(param);
+    if (found.is_none()) return {};
+    const auto& hook = found.cast<const DTensorHook&>();
+    return {hook.stepper.get(), hook.entry};
+  }
+  const Hook* hook = hook_in_slot(THPVariable_Unpack(param.ptr()));
+  if (hook == nullptr) return {};
+  return {hook->stepper(), hook->entry()};
 }
 
 void install_hook(const py::object& param, std::shared_ptr<Stepper> stepper) {
   const at::Tensor& tensor = THPVariable_Unpack(param.ptr());
-  auto entry = std::make_unique<Entry>();
-  py::object hooks = param.attr(kPythonHooks);
-  if (hooks.is_none()) {
-    hooks = py::module_::import("collections").attr("OrderedDict")();
-    entry->made_dict = true;
+  auto entry = std::make_shared<Entry>();
+  const py::object hooks = make_hooks(param, *entry);
+  if (is_dtensor(param)) {
+    hooks[kOurs] = DTensorHook{std::move(stepper), std::move(entry)};
+    return;
   }
-  // Also fills the slot, which is empty where tensors were swapped.
-  if (entry->made_dict || !impl::post_acc_grad_hooks(tensor)) param.attr(kPythonHooks) = hooks;
+  // Fills the slot again where it is empty because tensors were swapped.
+  if (!impl::post_acc_grad_hooks(tensor)) param.attr(kPythonHooks) = hooks;
   auto calls_them = std::move(impl::post_acc_grad_hooks(tensor));
   TORCH_CHECK(calls_them != nullptr, "torch made no slot for post-accumulate hooks");
   impl::set_post_acc_grad_hooks(tensor, std::make_unique<Hook>(std::move(stepper), std::move(entry),
@@ -43,15 +86,19 @@ void install_hook(const py::object& param, std::shared_ptr<Stepper> stepper) {
 
 void remove_hook(const py::handle& param) {
   const at::Tensor& tensor = THPVariable_Unpack(param.ptr());
-  Hook* hook = find_hook(tensor);
-  const bool made_dict = hook->entry()->made_dict;
-  auto calls_them = hook->release();
-  const py::object hooks = param.attr(kPythonHooks);
+  const bool made_dict = find_hook(param).entry->made_dict;
+  const py::object hooks = hooks_of(param);
+  std::unique_ptr<torch::autograd::PostAccumulateGradHook> calls_them;
+  if (is_dtensor(param)) {
+    hooks.attr("pop")(kOurs);
+  } else {
+    calls_them = hook_in_slot(tensor)->release();
+  }
   if (made_dict && (hooks.is_none() || py::len(hooks) == 0)) {
     param.attr(kPythonHooks) = py::none();
     calls_them.reset();
   }
-  impl::set_post_acc_grad_hooks(tensor, std::move(calls_them));
+  if (!is_dtensor(param)) impl::set_post_acc_grad_hooks(tensor, std::move(calls_them));
 }
 
 }  // namespace memsave_ext::adam

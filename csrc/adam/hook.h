@@ -2,7 +2,8 @@
 //
 // A tensor has one slot for such hooks, and Python's registration fills it with an object that
 // calls the hooks in a dict. Ours takes the slot and keeps that object, so that Python hooks
-// registered before and after run.
+// registered before and after run. Only a DTensor's is in the dict itself: FSDP2 calls what is
+// there, and never the slot.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -39,13 +40,28 @@ class Hook : public torch::autograd::PostAccumulateGradHook {
   std::unique_ptr<torch::autograd::PostAccumulateGradHook> calls_them_;
 };
 
-// The hook in a parameter's slot, if it is one of these.
-Hook* find_hook(const at::Tensor& param);
+// The hook of a DTensor: a Python callable.
+struct DTensorHook {
+  std::shared_ptr<Stepper> stepper;
+  std::shared_ptr<Entry> entry;
 
-// Needs the GIL. There must be none of these in the slot yet.
+  void operator()(const pybind11::object& param) const;
+};
+
+// A parameter's hook, of whichever kind; empty where it has none.
+struct Attachment {
+  const Stepper* stepper = nullptr;
+  std::shared_ptr<Entry> entry;
+};
+
+// All need the GIL.
+
+Attachment find_hook(const pybind11::handle& param);
+
+// There must be none yet.
 void install_hook(const pybind11::object& param, std::shared_ptr<Stepper> stepper);
 
-// Gives the slot back as it was. Needs the GIL; the hook must be one of these.
+// Gives the slot back as it was. There must be one.
 void remove_hook(const pybind11::handle& param);
 
 }  // namespace memsave_ext::adam

@@ -3,6 +3,9 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <unordered_map>
+#include <utility>
+
+#include "adam/dtensor.h"
 
 namespace memsave_ext::adam {
 
@@ -67,7 +70,7 @@ State read_state(PyObject* dict) {
   static const Keys keys;
   const auto tensor_at = [&](PyObject* key) {
     PyObject* value = find(dict, key);
-    return value && THPVariable_Check(value) ? THPVariable_Unpack(value) : at::Tensor();
+    return value && THPVariable_Check(value) ? local_tensor(value) : at::Tensor();
   };
   return {tensor_at(keys.step), tensor_at(keys.exp_avg), tensor_at(keys.exp_avg_sq),
           tensor_at(keys.max_exp_avg_sq)};
@@ -89,6 +92,7 @@ Snapshot read_optimizer(const py::handle& optimizer) {
     for (const py::handle param : py::list(get(group, "params"))) {
       auto& parameter = snapshot.parameters.emplace_back();
       parameter.tensor = THPVariable_Unpack(param.ptr());
+      parameter.local = local_tensor(param);
       parameter.group = options;
       const auto state = state_of.find(param.ptr());
       if (state != state_of.end() && PyDict_Size(state->second) > 0) {
@@ -99,8 +103,8 @@ Snapshot read_optimizer(const py::handle& optimizer) {
   return snapshot;
 }
 
-Update checked_update(Parameter& parameter) {
-  Update update{parameter.tensor, parameter.tensor.grad(), parameter.state, parameter.group};
+Update checked_update(Parameter& parameter, at::Tensor grad) {
+  Update update{parameter.local, std::move(grad), parameter.state, parameter.group};
   const bool fresh = !update.state.defined();
   if (fresh) update.state = make_state(update.param, *update.group);
   check_update(update);
@@ -117,26 +121,30 @@ void forget_fresh_state(Parameter& parameter) {
   parameter.fresh = false;
 }
 
-void publish_states(Snapshot& snapshot, const py::handle& optimizer) {
-  py::object states;
-  for (auto& parameter : snapshot.parameters) {
-    if (!parameter.fresh) continue;
-    if (!states) states = optimizer.attr("state");
+std::vector<const Parameter*> Snapshot::take_fresh() {
+  std::vector<const Parameter*> taken;
+  for (auto& parameter : parameters) {
+    if (std::exchange(parameter.fresh, false)) taken.push_back(&parameter);
+  }
+  return taken;
+}
+
+void publish_states(const std::vector<const Parameter*>& parameters, const py::handle& optimizer) {
+  if (parameters.empty()) return;
+  const py::object states = optimizer.attr("state");
+  for (const Parameter* parameter : parameters) {
+    const auto param = py::reinterpret_steal<py::object>(THPVariable_Wrap(parameter->tensor));
     py::dict state;
+    state["step"] = py::reinterpret_steal<py::object>(THPVariable_Wrap(parameter->state.step));
     const auto put = [&](const char* name, const at::Tensor& value) {
-      if (value.defined()) {
-        state[name] = py::reinterpret_steal<py::object>(THPVariable_Wrap(value));
-      }
+      if (value.defined()) state[name] = as_placed(param, value);
     };
-    put("step", parameter.state.step);
-    put("exp_avg", parameter.state.exp_avg);
-    put("exp_avg_sq", parameter.state.exp_avg_sq);
-    put("max_exp_avg_sq", parameter.state.max_exp_avg_sq);
-    const auto param = py::reinterpret_steal<py::object>(THPVariable_Wrap(parameter.tensor));
+    put("exp_avg", parameter->state.exp_avg);
+    put("exp_avg_sq", parameter->state.exp_avg_sq);
+    put("max_exp_avg_sq", parameter->state.max_exp_avg_sq);
     if (PyObject_SetItem(states.ptr(), param.ptr(), state.ptr()) < 0) {
       throw py::error_already_set();
     }
-    parameter.fresh = false;
   }
 }
 

@@ -4,22 +4,27 @@
 #include <pybind11/pybind11.h>
 
 #include <deque>
+#include <memory>
 #include <vector>
 
 #include "adam/step.h"
 
 namespace memsave_ext::adam {
 
+struct Entry;
+
 struct Parameter {
   at::Tensor tensor;
-  State state;  // undefined where it has none yet
+  at::Tensor local;  // what is stepped: of a DTensor the part that is here, else the parameter
+  State state;       // likewise; undefined where it has none yet
   const Group* group;
-  bool fresh = false;  // the state is not in the optimizer's yet
+  std::shared_ptr<Entry> entry;  // of its hook; null without
+  bool fresh = false;            // the state is not in the optimizer's yet
 };
 
-// The step of a parameter that has a gradient. Makes its state where it has none. Throws where the
-// step cannot be made; nothing is changed then.
-Update checked_update(Parameter& parameter);
+// The step of a parameter with a gradient. Makes its state where it has none. Throws where the step
+// cannot be made; nothing is changed then.
+Update checked_update(Parameter& parameter, at::Tensor grad);
 
 // Undoes that a state was made, for a parameter that is not stepped after all.
 void forget_fresh_state(Parameter& parameter);
@@ -27,12 +32,16 @@ void forget_fresh_state(Parameter& parameter);
 struct Snapshot {
   std::deque<Group> groups;
   std::vector<Parameter> parameters;
+
+  // Those whose states were made since; from now on they count as the optimizer's.
+  std::vector<const Parameter*> take_fresh();
 };
 
 // Needs the GIL.
 Snapshot read_optimizer(const pybind11::handle& optimizer);
 
-// Puts the states made since into the optimizer's. Needs the GIL.
-void publish_states(Snapshot& snapshot, const pybind11::handle& optimizer);
+// Puts these parameters' states into the optimizer's. Needs the GIL.
+void publish_states(const std::vector<const Parameter*>& parameters,
+                    const pybind11::handle& optimizer);
 
 }  // namespace memsave_ext::adam

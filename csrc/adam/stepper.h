@@ -12,6 +12,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "adam/snapshot.h"
@@ -19,7 +20,6 @@
 namespace memsave_ext::adam {
 
 class Backward;
-class Hook;
 
 // What is known of a parameter with a hook. No pointer to it: torch swaps tensors only where there
 // is none.
@@ -30,6 +30,10 @@ struct Entry {
   // The step it took part in last. Its gradient may still wait in a bucket.
   uint64_t step = 0;
   bool made_dict = false;  // of Python hooks, which was not there
+  // DistributedDataParallel reduces its gradient and then says so, and its hook only notes that
+  // there is one.
+  bool reduced_by_ddp = false;
+  bool has_local_gradient = false;  // since the last step
 };
 
 class Stepper : public std::enable_shared_from_this<Stepper> {
@@ -50,8 +54,16 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   void accumulate(bool enabled) { accumulating_ += enabled ? 1 : -1; }
   void forbid(bool enabled) { forbidden_ = enabled; }
 
-  // Called by hooks, without the GIL: the gradient of a parameter is complete.
-  void ready(Entry& entry, const at::Tensor& param);
+  // For DistributedDataParallel's communication hook, which has the GIL.
+  void hand_to_ddp(const pybind11::list& params, bool enabled);
+  // Before the reduction of these parameters' gradients. What it returns goes to step_reduced().
+  std::shared_ptr<Backward> begin_reduced(const pybind11::list& params);
+  void step_reduced(const std::shared_ptr<Backward>& backward, const pybind11::list& params,
+                    const pybind11::list& grads);
+
+  // Called by hooks, without the GIL: the gradient of a parameter is complete, and `grad` is the
+  // part of it that is here. With `may_step` false others are still to see it.
+  void ready(Entry& entry, const at::Tensor& param, const at::Tensor& grad, bool may_step);
 
  private:
   friend class Backward;
@@ -63,7 +75,10 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   std::shared_ptr<Snapshot> take_snapshot();  // null when the optimizer is gone
   std::shared_ptr<Backward> current_backward();
   static std::string name(const Entry& entry, const at::Tensor& param);
+  std::shared_ptr<Entry> own_entry(const pybind11::handle& param) const;  // null without a hook
   void check_not_failed();
+  void check_not_stepped(const Entry& entry, const at::Tensor& param);
+  void check_not_forbidden() const;
 
   pybind11::object optimizer_;  // a weak reference
   const int64_t small_bytes_, bucket_bytes_;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..adam import dtensor
 from . import adam
 
+_SPARSE = "Adam does not support sparse gradients, please consider SparseAdam instead"
 _MARK = "_memsave_ext_stepper"
 _HOOKS = "_post_accumulate_grad_hooks"
 
@@ -23,6 +26,8 @@ class AdamStepper:
         self._attached = False
         self._accumulating = 0
         self._forbidden = False
+        self._reduced_by_ddp: set[int] = set()
+        self._unreduced: set[int] = set()  # of these, those with a gradient of this process alone
         self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
         self.stepped: set[int] = set()  # in this step, or waiting
         self.stepped_before_failure = 0
@@ -64,21 +69,30 @@ class AdamStepper:
 
     def step(self) -> int:
         self.check_not_failed()
-        updates = []
+        updates, left = [], []
         for group in self._groups():
             for param in group["params"]:
                 if param.grad is None:
                     continue
-                if self._attached and id(param) in self.stepped:
+                left.append(param)
+                stepped = self._attached and id(param) in self.stepped
+                if stepped and id(param) in self._reduced_by_ddp:  # what the reducer left
+                    continue
+                if id(param) in self._unreduced:
+                    raise RuntimeError(
+                        f"Adam: the gradient of {self.name(param)} has not been reduced over the "
+                        "processes. The last backward of a step must be outside of ddp.no_sync()."
+                    )
+                if stepped:
                     raise RuntimeError(
                         f"Adam: {self.name(param)} was stepped in backward and has a gradient "
                         "again, which would be a second step. Set .grad before backward(), or "
                         "after step()."
                     )
-                updates.append((param, group))
+                updates.append((param, group, param.grad))
         self.update(updates)
         if self._attached:
-            for param, _ in updates:
+            for param in left:
                 param.grad = None
                 # Where the tensor was swapped, its hooks are there and are not called any more.
                 setattr(param, _HOOKS, getattr(param, _HOOKS))
@@ -100,23 +114,96 @@ class AdamStepper:
     def forbid(self, enabled: bool) -> None:
         self._forbidden = enabled
 
+    # called by DistributedDataParallel's communication hook
+
+    def hand_to_ddp(self, params: list[Tensor], enabled: bool) -> None:
+        change = self._reduced_by_ddp.update if enabled else self._reduced_by_ddp.difference_update
+        change(id(param) for param in params)
+
+    def begin_reduced(self, params: list[Tensor]) -> _Backward | None:
+        self._check_not_forbidden()
+        if self._accumulating:
+            raise RuntimeError(
+                "Adam: opt.accumulate() around a backward whose gradients DistributedDataParallel "
+                "reduces. Use `with ddp.no_sync(), opt.accumulate():`."
+            )
+        self.check_not_failed()
+        for param in params:
+            self._check_not_stepped(param)
+        self._unreduced.difference_update(id(param) for param in params)
+        return self._current_backward()
+
+    def step_reduced(
+        self, backward: _Backward | None, params: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        if backward is None:
+            return
+        updates = []
+        for param, grad in zip(params, grads, strict=True):
+            if (group := self._group_of(param)) is not None:
+                updates.append((param, group, grad))
+        self.update(updates)
+        backward.stepped += len(updates)
+        for param, *_ in updates:
+            self.stepped.add(id(param))
+            param.grad = None
+
     # called by hooks
 
     def ready(self, param: Tensor, is_last: bool) -> None:
-        task = torch._C._current_graph_task_id()
-        if param.grad is None or self._accumulating or task == -1:
+        if param.grad is None:
             return
+        if id(param) in self._reduced_by_ddp:
+            self._unreduced.add(id(param))
+            return
+        if self._accumulating or torch._C._current_graph_task_id() == -1:
+            return
+        self._check_not_forbidden()
+        backward = self._current_backward()
+        if backward is None:
+            return
+        if id(param) in backward.of_ddp:
+            raise RuntimeError(
+                f"Adam: a parameter of shape {list(param.shape)} belongs to a "
+                "DistributedDataParallel module, which reduces its gradient after it would be "
+                "stepped here. Call opt.attach(ddp) once, before training."
+            )
+        self.check_not_failed()
+        group = self._group_of(param)
+        if group is None:  # not in param_groups any more
+            return
+        self._check_not_stepped(param)
+        if param.grad.is_sparse:
+            raise RuntimeError(_SPARSE)
+        backward.add(param, group, wait=not is_last or param.grad.nbytes < self._small_bytes)
+
+    def _current_backward(self) -> _Backward | None:
+        if self._optimizer() is None:
+            return None
+        task = torch._C._current_graph_task_id()
+        backward = self._backwards.get(task)
+        if backward is None:
+            self._backwards[task] = backward = _Backward(self, self._ddp_params())
+            torch.autograd.Variable._execution_engine.queue_callback(backward.finish)
+        return backward
+
+    def _ddp_params(self) -> set[int]:
+        """Parameters whose gradients a reducer reduces: its hooks cannot be seen from Python."""
+        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            return set()
+        from torch.nn.parallel import DistributedDataParallel
+
+        modules = [m for m in gc.get_objects() if type(m) is DistributedDataParallel]
+        return {id(p) for module in modules for p in module.parameters()}
+
+    def _check_not_forbidden(self) -> None:
         if self._forbidden:
             raise RuntimeError(
                 "Adam: the closure given to step() runs a backward, which with in_backward=True "
                 "steps the parameters itself. Call backward() first, and then step() without it."
             )
-        if self._optimizer() is None:
-            return
-        self.check_not_failed()
-        group = next((g for g in self._groups() if any(p is param for p in g["params"])), None)
-        if group is None:  # not in param_groups any more
-            return
+
+    def _check_not_stepped(self, param: Tensor) -> None:
         if id(param) in self.stepped:
             raise RuntimeError(
                 f"Adam: {self.name(param)} receives a second gradient in one step. Either "
@@ -125,44 +212,39 @@ class AdamStepper:
                 "torch.utils.checkpoint(use_reentrant=True), which deliver their gradients one by "
                 "one: use use_reentrant=False, or memsave_ext.checkpoint."
             )
-        if param.grad.is_sparse:
-            raise RuntimeError(
-                "Adam does not support sparse gradients, please consider SparseAdam instead"
-            )
-        backward = self._backwards.get(task)
-        if backward is None:
-            self._backwards[task] = backward = _Backward(self)
-            torch.autograd.Variable._execution_engine.queue_callback(backward.finish)
-        backward.add(param, group, wait=not is_last or param.grad.nbytes < self._small_bytes)
 
-    def update(self, updates: list[tuple[Tensor, dict[str, Any]]]) -> None:
+    def _group_of(self, param: Tensor) -> dict[str, Any] | None:
+        groups = (g for g in self._groups() if any(p is param for p in g["params"]))
+        return next(groups, None)
+
+    def update(self, updates: list[tuple[Tensor, dict[str, Any], Tensor]]) -> None:
         """Steps these parameters; those of a group together. Checks all first."""
         optimizer = self._optimizer()
         assert optimizer is not None
         fresh = []
-        for param, group in updates:
-            if param.grad is not None and param.grad.is_sparse:
-                raise RuntimeError(
-                    "Adam does not support sparse gradients, please consider SparseAdam instead"
-                )
+        for param, group, grad in updates:
+            if grad.is_sparse:
+                raise RuntimeError(_SPARSE)
             if not optimizer.state.get(param):
                 optimizer.state[param] = make_state(param, group)
                 fresh.append(param)
             state = optimizer.state[param]
-            assert param.grad is not None
             try:
-                adam.check(param, param.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
+                adam.check(param, grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
             except BaseException:
                 for made in fresh:
                     del optimizer.state[made]
                 raise
-        for group in {id(g): g for _, g in updates}.values():
-            params = [p for p, of in updates if of is group]
-            states = [optimizer.state[p] for p in params]
+        for group in {id(g): g for _, g, _ in updates}.values():
+            chosen = [(p, grad) for p, of, grad in updates if of is group]
+            states = [
+                {name: dtensor.local_tensor(value) for name, value in optimizer.state[p].items()}
+                for p, _ in chosen
+            ]
             lr, betas = group["lr"], group["betas"]
             adam.adam_step_(
-                params,
-                [p.grad for p in params],  # type: ignore[misc]
+                [dtensor.local_tensor(p) for p, _ in chosen],
+                [dtensor.local_gradient(p, grad) for p, grad in chosen],
                 [s["exp_avg"] for s in states],
                 [s["exp_avg_sq"] for s in states],
                 [s["max_exp_avg_sq"] for s in states] if group["amsgrad"] else [],
@@ -230,8 +312,9 @@ class AdamStepper:
 class _Backward:
     """One backward in which parameters are stepped. Held by its graph task alone."""
 
-    def __init__(self, stepper: AdamStepper) -> None:
+    def __init__(self, stepper: AdamStepper, of_ddp: set[int]) -> None:
         self.stepper = stepper
+        self.of_ddp = of_ddp  # parameters whose gradients are reduced later
         self.waiting: list[tuple[Tensor, dict[str, Any]]] = []
         self.bytes = 0
         self.stepped = 0
@@ -257,7 +340,7 @@ class _Backward:
 
     def _flush(self, updates: list[tuple[Tensor, dict[str, Any]]]) -> None:
         updates = [u for u in updates if u[0].grad is not None]
-        self.stepper.update(updates)
+        self.stepper.update([(p, group, p.grad) for p, group in updates if p.grad is not None])
         for param, _ in updates:
             param.grad = None
         self.stepped += len(updates)

@@ -31,6 +31,9 @@ class Adam(torch.optim.Adam):
         opt.zero_grad()
         scheduler.step()       # param_groups are read at each backward
 
+    FSDP2's parameters are stepped when their gradients have been reduced and scattered;
+    DistributedDataParallel's after :meth:`attach`.
+
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize, capturable,
             decoupled_weight_decay: as in torch. A tensor ``lr`` on CUDA is read on the device.
@@ -153,8 +156,46 @@ class Adam(torch.optim.Adam):
         finally:
             self._stepper.accumulate(False)
 
+    def attach(self, ddp: Any, hook: Any = None, state: Any = None) -> None:
+        """Step the parameters of a DistributedDataParallel module when they have been reduced.
+
+        Once, before training; the optimizer can be older or younger than ``ddp``. Accumulate with
+        ``with ddp.no_sync(), opt.accumulate():``. FSDP2 needs no call.
+
+        Args:
+            ddp: the ``torch.nn.parallel.DistributedDataParallel``.
+            hook, state: a communication hook to reduce with, as for ``ddp.register_comm_hook``,
+                for instance one that compresses; torch's all-reduce otherwise.
+
+        Raises:
+            TypeError: ``ddp`` is something else.
+            ValueError: not ``in_backward``, or no parameter of ``ddp`` is in this optimizer.
+            RuntimeError: ``ddp`` has a communication hook.
+        """
+        from torch.nn.parallel import DistributedDataParallel
+
+        if not isinstance(ddp, DistributedDataParallel):
+            raise TypeError(
+                "ddp must be a torch.nn.parallel.DistributedDataParallel, got "
+                f"{type(ddp).__name__}. FSDP2's parameters need no attach()."
+            )
+        if not self._in_backward:
+            raise ValueError(
+                "attach() is for in_backward=True: without it step() finds reduced gradients"
+            )
+        ours = {id(p) for g in self.param_groups for p in g["params"]}
+        params: list[Tensor] = [p for p in ddp.parameters() if id(p) in ours]
+        if not params:
+            raise ValueError("ddp has no parameter that is in this optimizer")
+        from .ddp import attach
+
+        self._reductions.append(attach(self, ddp, params, hook, state))
+
     def remove_hooks(self) -> None:
         """Give the parameters back as they were; the optimizer goes on as an ordinary one."""
+        for reduction in self._reductions:
+            reduction.detach()
+        self._reductions.clear()
         self._stepper.detach()
         self._in_backward = False
 
@@ -168,6 +209,7 @@ class Adam(torch.optim.Adam):
     def _make_stepper(self) -> None:
         kind = _native.module.AdamStepper if _native.module else _ReferenceStepper
         self._stepper = kind(self, self._small_bytes, self._bucket_bytes)
+        self._reductions: list[Any] = []  # of DistributedDataParallel modules
 
     def _check_not_orphaned(self) -> None:
         """No parameter has had a gradient: are they still those of a model?"""

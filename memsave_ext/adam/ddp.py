@@ -1,0 +1,146 @@
+"""Adam stepped in backward under DistributedDataParallel: when a bucket has been reduced.
+
+The reducer calls a communication hook with each bucket of gradients, and writes what it returns to
+``.grad`` at the end of backward. Here the bucket's parameters are stepped as soon as its gradients
+are there, and ``.grad`` is left empty.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+Hook = Callable[[Any, Any], Any]
+
+
+_hooks: weakref.WeakKeyDictionary[DistributedDataParallel, StepReduced]
+_hooks = weakref.WeakKeyDictionary()  # a module has one for life
+
+
+def attach(
+    optimizer: Any,
+    ddp: DistributedDataParallel,
+    params: list[Tensor],
+    hook: Hook | None,
+    state: Any,
+) -> StepReduced:
+    """Have ``optimizer`` step these parameters of ``ddp``, reduced by ``hook`` or as usual."""
+    step_reduced = _hooks.get(ddp)
+    if step_reduced is None:
+        step_reduced = StepReduced(ddp)
+        _hooks[ddp] = step_reduced
+    elif step_reduced.stepper is not None:
+        raise RuntimeError(
+            "ddp is attached to another optimizer: call its remove_hooks() first. One optimizer "
+            "with several param_groups can step all of it."
+        )
+    step_reduced.attach(optimizer, params, hook, state)
+    return step_reduced
+
+
+class StepReduced:
+    """The communication hook of a module; without an optimizer, it fills ``.grad``."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._optimizer: Callable[[], Any] = lambda: None
+        self._params: dict[int, Tensor] = {}  # that it steps, by id
+        self._group = ddp.process_group
+        # Otherwise every process uses every parameter.
+        self._some_unused = ddp.find_unused_parameters or ddp.static_graph
+        self._reducer_writes = True
+        self._set_reduction(None, None)
+        self._register(ddp)
+
+    @property
+    def stepper(self) -> Any:
+        """Of the optimizer; None when there is none any more."""
+        optimizer = self._optimizer()
+        return None if optimizer is None else optimizer._stepper
+
+    def attach(
+        self, optimizer: Any, params: Sequence[Tensor], hook: Hook | None, state: Any
+    ) -> None:
+        self._set_reduction(hook, state)
+        self._optimizer, self._params = weakref.ref(optimizer), {id(p): p for p in params}
+        self.stepper.hand_to_ddp(list(params), True)
+
+    def detach(self) -> None:
+        if (stepper := self.stepper) is not None:
+            stepper.hand_to_ddp(list(self._params.values()), False)
+        self._optimizer, self._params = lambda: None, {}
+
+    def _set_reduction(self, hook: Hook | None, state: Any) -> None:
+        self._reduce: Hook = allreduce_hook if hook is None else hook
+        self._state = self._group if hook is None else state
+
+    def _register(self, ddp: DistributedDataParallel) -> None:
+        def memsave_ext_adam(state: Any, bucket):  # type: ignore[no-untyped-def]
+            return self._run(bucket)
+
+        try:
+            ddp.register_comm_hook(None, memsave_ext_adam)
+        except RuntimeError as error:
+            if "can only be called once" not in str(error):
+                raise
+            raise RuntimeError(
+                "ddp has a communication hook already, and there can be one. Register none and "
+                "hand yours over: opt.attach(ddp, hook=..., state=...)"
+            ) from error
+        if hasattr(ddp.reducer, "_set_optimizer_in_backward"):
+            # Nothing is copied back into .grad, where all of it would be there at once.
+            ddp.reducer._set_optimizer_in_backward()
+            self._reducer_writes = False
+
+    def _run(self, bucket: Any) -> Any:
+        stepper = self.stepper
+        buffer: Tensor = bucket.buffer()
+        pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+        used = [param.grad is not None for param, _ in pairs]
+        ours = [id(param) in self._params for param, _ in pairs]
+        backward = None
+        if stepper is not None:
+            mine = [param for (param, _), own in zip(pairs, ours, strict=True) if own]
+            backward = stepper.begin_reduced(mine)
+            for param in mine:
+                param.grad = None  # the bucket has it
+            if self._reducer_writes and bucket.is_last():
+                # What writes is queued after this call: two callbacks later it has been.
+                engine = torch.autograd.Variable._execution_engine
+                engine.queue_callback(lambda: engine.queue_callback(self._clear_gradients))
+        futures = [self._reduce(self._state, bucket)]
+        if self._some_unused:
+            # What no process used arrives as zeros, which a used one's gradient may also be.
+            flags = torch.tensor(used, dtype=torch.int32, device=buffer.device)
+            work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            assert work is not None
+            futures.append(work.get_future())
+
+        def finish(done: Any) -> Tensor:
+            reduced: Any = done.value()[0].value()
+            reduced = reduced[0] if isinstance(reduced, (list, tuple)) else reduced
+            if reduced.data_ptr() != buffer.data_ptr():
+                buffer.copy_(reduced)
+            chosen = flags.tolist() if self._some_unused else [True] * len(pairs)
+            step = []
+            for pair, use, own in zip(pairs, chosen, ours, strict=True):
+                if use and own and stepper is not None:
+                    step.append(pair)
+                elif use and not self._reducer_writes:
+                    param, grad = pair
+                    param.grad = grad.clone()
+            if step:
+                stepper.step_reduced(backward, [p for p, _ in step], [g for _, g in step])
+            return buffer
+
+        return torch.futures.collect_all(futures).then(finish)
+
+    def _clear_gradients(self) -> None:
+        for param in self._params.values():
+            param.grad = None

@@ -1,0 +1,330 @@
+"""Adam stepped in backward under DistributedDataParallel, on gloo ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import memsave_ext as ms
+
+STEPS = 4
+
+
+class Net(nn.Module):
+    """``branch`` is used where ``use`` says so; ``shared`` twice; ``never`` not at all."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.shared = nn.Linear(6, 8), nn.Linear(8, 8)
+        self.branch, self.never, self.last = nn.Linear(8, 8), nn.Linear(2, 2), nn.Linear(8, 1)
+
+    def forward(self, x, use=True):
+        x = self.shared(self.shared(self.first(x)).tanh()).tanh()
+        return self.last(self.branch(x) if use else x)
+
+
+def data(step):
+    return torch.randn(12, 6, generator=torch.Generator().manual_seed(step))
+
+
+def part(step):
+    return data(step).chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def loss(net, x, **kwargs):
+    return (net(x, **kwargs) - 1).square().mean()
+
+
+def values(net):
+    return {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+def used_always(net):
+    net.never.requires_grad_(False)
+    return net
+
+
+def train(ddp, optimizer, loop=None):
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(ddp, part(step)).backward()
+        assert all(p.grad is None for p in ddp.parameters())
+        optimizer.step()
+    return values(ddp.module)
+
+
+def optimizer_after_ddp():
+    ddp = DistributedDataParallel(used_always(Net()))
+    optimizer = ms.AdamW(ddp.parameters(), lr=0.01, in_backward=True)
+    optimizer.attach(ddp)
+    return train(ddp, optimizer)
+
+
+def optimizer_before_ddp():
+    net = used_always(Net())
+    optimizer = ms.AdamW(net.parameters(), lr=0.01, in_backward=True)
+    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    optimizer.attach(ddp)
+    return train(ddp, optimizer)
+
+
+def many_buckets():
+    ddp = DistributedDataParallel(used_always(Net()), bucket_cap_mb=0.0001)
+    optimizer = ms.AdamW(ddp.parameters(), lr=0.01, in_backward=True)
+    optimizer.attach(ddp)
+    return train(ddp, optimizer)
+
+
+def own_hook():
+    ddp = DistributedDataParallel(used_always(Net()))
+    optimizer = ms.AdamW(ddp.parameters(), lr=0.01, in_backward=True)
+    buckets = []
+
+    def hook(state, bucket):
+        buckets.append(state)
+        return default_hooks.allreduce_hook(None, bucket)
+
+    optimizer.attach(ddp, hook, "state")
+    result = train(ddp, optimizer)
+    assert set(buckets) == {"state"}
+    return result
+
+
+def reducer_that_writes():
+    """As where torch has no way to keep the reducer from it."""
+    ddp = DistributedDataParallel(used_always(Net()), gradient_as_bucket_view=True)
+    ddp.reducer = _WithoutSwitch(ddp.reducer)
+    optimizer = ms.AdamW(ddp.parameters(), lr=0.01, in_backward=True)
+    optimizer.attach(ddp)
+    return train(ddp, optimizer)
+
+
+class _WithoutSwitch:
+    def __init__(self, reducer):
+        self._reducer = reducer
+
+    def __getattr__(self, name):
+        if name == "_set_optimizer_in_backward":
+            raise AttributeError(name)
+        return getattr(self._reducer, name)
+
+
+def micro_batches():
+    ddp = DistributedDataParallel(used_always(Net()))
+    optimizer = ms.AdamW(ddp.parameters(), lr=0.01, in_backward=True)
+    optimizer.attach(ddp)
+    for step in range(STEPS):
+        first, second = part(step).chunk(2)
+        with ddp.no_sync(), optimizer.accumulate():
+            (loss(ddp, first) / 2).backward()
+        (loss(ddp, second) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(ddp.module)
+
+
+WHOLE_BATCH = [
+    optimizer_after_ddp, optimizer_before_ddp, many_buckets, own_hook, reducer_that_writes,
+    micro_batches,
+]  # fmt: skip
+
+
+def with_unused(**kwargs):
+    """The branch is used by one rank, by both, by none."""
+    ddp = DistributedDataParallel(Net(), find_unused_parameters=True, **kwargs)
+    optimizer = ms.AdamW(ddp.parameters(), lr=0.01, weight_decay=0.1, in_backward=True)
+    optimizer.attach(ddp)
+    for step, uses in enumerate([(True, False, False), (True,) * 3, (False,) * 3]):
+        optimizer.zero_grad()
+        loss(ddp, part(step), use=uses[dist.get_rank()]).backward()
+        optimizer.step()
+    steps = {n: optimizer.state[p]["step"] for n, p in ddp.module.named_parameters()
+             if p in optimizer.state}  # fmt: skip
+    return values(ddp.module), steps
+
+
+def with_unused_and_views():
+    return with_unused(gradient_as_bucket_view=True)
+
+
+def static_graph():
+    ddp = DistributedDataParallel(Net(), static_graph=True)
+    optimizer = ms.AdamW(ddp.parameters(), lr=0.01, in_backward=True)
+    optimizer.attach(ddp)
+    result = train(ddp, optimizer)
+    assert not any(p in optimizer.state for p in ddp.module.never.parameters())
+    return result
+
+
+def checkpointed_with_static_graph():
+    net = Net()
+    forward = net.shared.forward
+    net.shared.forward = lambda x: ms.checkpoint(forward, x)
+    ddp = DistributedDataParallel(net, static_graph=True)
+    optimizer = ms.AdamW(ddp.parameters(), lr=0.01, in_backward=True)
+    optimizer.attach(ddp)
+    return train(ddp, optimizer)
+
+
+def refusals():
+    """What raises, on every rank alike."""
+    messages = {}
+
+    def note(name, function):
+        try:
+            function()
+        except Exception as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+
+    net = used_always(Net())
+    ddp = DistributedDataParallel(net)
+    optimizer = ms.AdamW(net.parameters(), in_backward=True)
+    before = values(net)
+    note("not attached", lambda: loss(ddp, part(0)).backward())
+    assert all(torch.equal(v, before[n]) for n, v in values(net).items())
+    optimizer.zero_grad()
+
+    ddp = DistributedDataParallel(net)
+    optimizer.attach(ddp)
+
+    def accumulate():
+        with optimizer.accumulate():
+            loss(ddp, part(0)).backward()
+
+    note("twice", lambda: optimizer.attach(ddp))
+    with ddp.no_sync():
+        loss(ddp, part(0)).backward()
+    note("not reduced", optimizer.step)
+    optimizer.zero_grad()
+    note("accumulate", accumulate)
+    taken = DistributedDataParallel(net)
+    taken.register_comm_hook(None, default_hooks.allreduce_hook)
+    note("hook taken", lambda: optimizer.attach(taken))
+    note("not a ddp", lambda: optimizer.attach(net))
+    stranger = DistributedDataParallel(nn.Linear(2, 2))
+    note("stranger", lambda: optimizer.attach(stranger))
+    note("ordinary", lambda: ms.AdamW(nn.Linear(1, 1).parameters()).attach(ddp))
+    return messages
+
+
+def second_backward():
+    ddp = DistributedDataParallel(used_always(Net()))
+    optimizer = ms.AdamW(ddp.parameters(), in_backward=True)
+    optimizer.attach(ddp)
+    loss(ddp, part(0)).backward()
+    try:
+        loss(ddp, part(0)).backward()
+    except RuntimeError as error:
+        return str(error)
+
+
+def removed_and_attached_again():
+    """After remove_hooks() gradients are reduced into .grad, and another optimizer can have it."""
+    ddp = DistributedDataParallel(used_always(Net()))
+    optimizer = ms.AdamW(ddp.parameters(), lr=0.01, in_backward=True)
+    optimizer.attach(ddp)
+    for step in range(STEPS):
+        if step == 1:
+            optimizer.remove_hooks()
+        if step == 2:
+            saved = optimizer.state_dict()
+            del optimizer
+            optimizer = ms.AdamW(ddp.parameters(), in_backward=True)
+            optimizer.load_state_dict(saved)
+            optimizer.attach(ddp)
+        loss(ddp, part(step)).backward()
+        assert all((p.grad is None) == (step != 1) for p in ddp.parameters() if p.requires_grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(ddp.module)
+
+
+def part_of_the_parameters():
+    """The others' gradients are reduced as usual."""
+    ddp = DistributedDataParallel(used_always(Net()))
+    net = ddp.module
+    optimizer = ms.AdamW(net.first.parameters(), lr=0.01, in_backward=True)
+    optimizer.attach(ddp)
+    rest = [p for p in net.parameters() if p.requires_grad and p not in optimizer.state]
+    rest = [p for p in rest if not any(p is q for q in net.first.parameters())]
+    other = torch.optim.AdamW(rest, lr=0.01)
+    for step in range(STEPS):
+        other.zero_grad()
+        loss(ddp, part(step)).backward()
+        optimizer.step()
+        other.step()
+    return values(net)
+
+
+SAME = [*WHOLE_BATCH, static_graph, checkpointed_with_static_graph, removed_and_attached_again,
+        part_of_the_parameters]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def results(request):
+    functions = [*SAME, with_unused, with_unused_and_views, refusals, second_backward]
+    return run_ranks(request.param, functions)
+
+
+def alone():
+    net = used_always(Net())
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(net, data(step)).backward()
+        optimizer.step()
+    return values(net)
+
+
+@pytest.mark.parametrize("name", [f.__name__ for f in SAME])
+def test_equals_one_process_with_the_whole_batch(results, name):
+    expected = alone()
+    for rank in results[name]:
+        assert isinstance(rank, dict), rank
+        for parameter, value in rank.items():
+            torch.testing.assert_close(value, expected[parameter], rtol=1e-5, atol=1e-6)
+            assert torch.equal(value, results[name][0][parameter])
+
+
+@pytest.mark.parametrize("name", ["with_unused", "with_unused_and_views"])
+def test_only_what_some_rank_used_is_stepped(results, name):
+    world = len(results[name])
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
+    for step, uses in enumerate([(True, False, False), (True,) * 3, (False,) * 3]):
+        optimizer.zero_grad()
+        parts = data(step).chunk(world)
+        losses = [loss(net, x, use=use) for x, use in zip(parts, uses, strict=False)]
+        (sum(losses) / world).backward()
+        optimizer.step()
+    for rank in results[name]:
+        assert isinstance(rank, tuple), rank
+        parameters, steps = rank
+        for parameter, value in parameters.items():
+            torch.testing.assert_close(
+                value, net.get_parameter(parameter).detach(), rtol=1e-5, atol=1e-6
+            )
+        assert steps["branch.weight"] == 2 and steps["last.weight"] == 3
+        assert "never.weight" not in steps
+
+
+def test_refusals(results):
+    for messages in results["refusals"]:
+        assert isinstance(messages, dict), messages
+        assert "Call opt.attach(ddp) once, before training" in messages["not attached"]
+        assert "outside of ddp.no_sync()" in messages["not reduced"]
+        assert "with ddp.no_sync(), opt.accumulate():" in messages["accumulate"]
+        assert "attached to another optimizer" in messages["twice"]
+        assert "opt.attach(ddp, hook=..., state=...)" in messages["hook taken"]
+        assert messages["not a ddp"].startswith("TypeError: ddp must be")
+        assert messages["stranger"].startswith("ValueError: ddp has no parameter")
+        assert messages["ordinary"].startswith("ValueError: attach() is for in_backward=True")
+
+
+def test_a_second_backward_is_refused(results):
+    for message in results["second_backward"]:
+        assert "receives a second gradient in one step" in message
