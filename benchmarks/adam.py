@@ -1,246 +1,246 @@
-"""What a step of Adam costs, in backward and after it: time per parameter, per step, and memory.
+"""What a step of AdamW costs, in backward and after it: time per parameter, per step, and memory.
 
-Three jobs, each of some 300 parameters shaped like a vision transformer's:
+Four jobs; the first three have the 296 parameters of a ViT-L/16, made smaller:
 
-- ``tiny``: gradients handed out by one node, to parameters of 10 k elements in all: what the host
-  does for each of them. Microseconds per parameter over a backward with an empty hook.
-- ``large``: likewise with 19 M elements: the time of the optimizer alone.
-- ``real``: 24 transformer blocks of width 256 trained on one sequence of 17: a whole step, and the
+- ``tiny``: 10 k elements in all: what the host does for each parameter. On a GPU the host runs
+  ahead. Microseconds per parameter over a backward with an empty hook.
+- ``large``: 19 M elements: the time of the optimizer, over an empty hook.
+- ``real``: a transformer of 19 M elements trained on an image of 17 tokens: a whole step, and the
   peak of live bytes beyond parameters and states, which are there before.
+- ``huge``: one parameter of 100 M elements, over an empty hook. On a GPU its floor is the bytes
+  that must move, 28 for each element, at the speed of a copy in the same run. (On a CPU a copy is
+  no floor: it also reads what it overwrites, which a step has to read anyway.)
 
-All methods take turns in one process; medians. The tutorial is "How to save memory by fusing the
-optimizer step into the backward pass": a dictionary of optimizers, one for each parameter.
+Except in ``real``, gradients are made before the clock starts, and a node hands them out. All
+methods take turns in one process; medians. The memory of a ViT-L/16 itself: adam_memory.py.
 
     python benchmarks/adam.py --save benchmarks/results
 """
 
 import argparse
-import copy
 import gc
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.optim import _apply_optimizer_in_backward
 
 import memsave_ext as ms
-from common import ROOT, interleave, machine, write_record
+from adam_methods import (
+    AFTER,
+    BASE,
+    FOREACH,
+    FUSED,
+    IN_BACKWARD,
+    METHODS,
+    TUTORIAL,
+    VisionTransformer,
+    available,
+    reasons,
+)
+from common import ROOT, balanced_order, bar, copy_bandwidth, machine, write_record
+from training import CudaMemory
 
-LR = 1e-4
-Step = Callable[[Callable[[], None]], None]  # runs a backward and steps
-
-
-def after(make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Callable[[list[Tensor]], Step]:
-    """The ordinary loop."""
-
-    def prepare(params: list[Tensor]) -> Step:
-        optimizer = make(params)
-
-        def step(backward: Callable[[], None]) -> None:
-            backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    return prepare
-
-
-def tutorial(**options: Any) -> Callable[[list[Tensor]], Step]:
-    def prepare(params: list[Tensor]) -> Step:
-        optimizers = {p: torch.optim.AdamW([p], lr=LR, **options) for p in params}
-
-        def hook(param: Tensor) -> None:
-            optimizers[param].step()
-            optimizers[param].zero_grad()
-
-        for p in params:
-            p.register_post_accumulate_grad_hook(hook)
-        return lambda backward: backward()
-
-    return prepare
+HUGE = [BASE, FOREACH, FUSED, TUTORIAL, AFTER, IN_BACKWARD]
+BYTES_MOVED = 28  # of an element: gradient read, parameter and two states read and written
+Run = Callable[[], Any]
+Clock = Callable[[Run], float]  # seconds that a call takes
+Cases = dict[str, Callable[[], float]]
 
 
-def torch_distributed(params: list[Tensor]) -> Step:
-    _apply_optimizer_in_backward(torch.optim.AdamW, params, {"lr": LR})
-    return lambda backward: backward()
+def host_time(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
-def nobody(params: list[Tensor]) -> Step:
-    for p in params:
-        p.register_post_accumulate_grad_hook(lambda param: None)
+def whole_time(run: Run) -> float:
+    """Until the GPU is done, too."""
+    torch.cuda.synchronize()
 
-    def step(backward: Callable[[], None]) -> None:
-        backward()
-        for p in params:
-            p.grad = None
+    def until_done() -> None:
+        run()
+        torch.cuda.synchronize()
 
-    return step
-
-
-def optimi(params: list[Tensor]) -> Step:
-    from optimi import AdamW, prepare_for_gradient_release
-
-    model = nn.ParameterList(params)
-    optimizer = AdamW(model.parameters(), lr=LR, gradient_release=True)
-    prepare_for_gradient_release(model, optimizer)
-
-    def step(backward: Callable[[], None]) -> None:
-        backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return host_time(until_done)
 
 
-METHODS: dict[str, Callable[[list[Tensor]], Step]] = {
-    "an empty hook": nobody,
-    "torch, for-loop": after(lambda p: torch.optim.AdamW(p, lr=LR, foreach=False)),
-    "torch, foreach": after(lambda p: torch.optim.AdamW(p, lr=LR, foreach=True)),
-    "torch, fused": after(lambda p: torch.optim.AdamW(p, lr=LR, fused=True)),
-    "tutorial": tutorial(foreach=False),
-    "tutorial, fused": tutorial(fused=True),
-    "torch.distributed in backward": torch_distributed,
-    "optimi, gradient release": optimi,
-    "AdamW": after(lambda p: ms.AdamW(p, lr=LR)),
-    "AdamW(in_backward=True)": after(lambda p: ms.AdamW(p, lr=LR, in_backward=True)),
-}
-OPTIONAL = {"optimi, gradient release": "optimi"}
+class DeviceTime:
+    """The GPU's own time, from cold caches. It is kept busy meanwhile: no wait for the host."""
+
+    def __init__(self) -> None:
+        self.buffer = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+
+    def __call__(self, run: Run) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(3):
+            self.buffer.zero_()
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3
 
 
 class HandOut(torch.autograd.Function):
-    """A node whose backward gives every parameter a gradient that is there already."""
+    """A node whose backward gives the parameters gradients that are there already: away."""
 
     @staticmethod
     def forward(ctx: Any, grads: list[Tensor], *params: Tensor) -> Tensor:
         ctx.grads = grads
-        return torch.zeros(())
+        return params[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
-        return None, *(g.clone() for g in ctx.grads)
+        # Nobody else may hold one, or it is copied.
+        grads = tuple(ctx.grads)
+        ctx.grads.clear()
+        return None, *grads
 
 
-def transformer(width: int) -> nn.Module:
-    layers = [
-        nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
-        for _ in range(24)
-    ]
-    return nn.Sequential(nn.Linear(48, width), *layers, nn.Linear(width, 10))
+def shapes(elements: int, depth: int = 24) -> list[torch.Size]:
+    """A ViT-L/16's, with the width reduced to about so many elements in all."""
+    with torch.device("meta"):
+        sizes = [p.shape for p in VisionTransformer(depth=depth).parameters()]
+    scale = (elements / sum(size.numel() for size in sizes)) ** 0.5
+    return [torch.Size(max(1, round(n * scale)) for n in size) for size in sizes]
 
 
-def shapes(elements: int) -> list[torch.Size]:
-    """A transformer's, reduced to about so many elements in all."""
-    model = transformer(256)
-    total = sum(p.numel() for p in model.parameters())
-    scale = (elements / total) ** 0.5
-    return [torch.Size(max(1, round(n * scale)) for n in p.shape) for p in model.parameters()]
-
-
-def handed_out(elements: int, steps: int) -> dict[str, Callable[[], None]]:
+def handed_out(
+    sizes: list[torch.Size], methods: Iterable[str], device: str, clock: Clock, steps: int = 1
+) -> Cases:
     """``steps`` at a time: none starts from the caches of another."""
+    source = [torch.randn(size, device=device) for size in sizes]
+
+    def case(step: Any, params: list[Tensor]) -> float:
+        seconds = 0.0
+        for _ in range(steps):
+            loss = HandOut.apply([g.clone() for g in source], *params)
+            seconds += clock(lambda loss=loss: step(loss.backward))
+        return seconds / steps
+
     cases = {}
-    for name in available():
-        params: list[Tensor] = [nn.Parameter(torch.randn(s)) for s in shapes(elements)]
-        grads = [torch.randn_like(p) for p in params]
-        step = METHODS[name](params)
-
-        def run(step: Step = step, params: Any = params, grads: Any = grads) -> None:
-            for _ in range(steps):
-                step(lambda: HandOut.apply(grads, *params).backward())
-
-        cases[name] = run
+    for name in methods:
+        params: list[Tensor] = [nn.Parameter(torch.randn_like(g)) for g in source]
+        cases[name] = partial(case, METHODS[name](params), params)
     return cases
 
 
-def real(threads: int) -> tuple[dict[str, Callable[[], None]], dict[str, int]]:
-    x = torch.randn(1, 17, 48)
-    start = transformer(256)
+def real(device: str, depth: int, clock: Clock) -> tuple[Cases, dict[str, int]]:
     cases, peaks = {}, {}
-    for name in available():
-        model = copy.deepcopy(start)
+    for name in available(device):
+        torch.manual_seed(0)
+        with torch.device(device):
+            model, x = VisionTransformer(16, 4, 256, 4, depth), torch.randn(1, 3, 16, 16)
         step = METHODS[name](list(model.parameters()))
 
-        def run(step: Step = step, model: nn.Module = model) -> None:
+        def run(step: Any = step, model: nn.Module = model, x: Tensor = x) -> None:
             step(lambda: model(x).square().mean().backward())
 
         run()  # makes the states
-        with ms.memory.track() as tracked:
+        with CudaMemory(x.device) if x.is_cuda else ms.memory.track() as tracked:
             run()
-        cases[name], peaks[name] = run, tracked.peak
+        cases[name], peaks[name] = partial(clock, run), tracked.peak
     return cases, peaks
 
 
-def available() -> Iterable[str]:
-    for name in METHODS:
-        module = OPTIONAL.get(name)
-        if module is not None and not _importable(module):
-            continue
-        yield name
-
-
-def _importable(module: str) -> bool:
-    try:
-        __import__(module)
-    except ImportError:
-        return False
-    return True
-
-
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    count = len(shapes(1))
-    jobs = {"tiny": handed_out(9_700, steps=20), "large": handed_out(options.elements, steps=1)}
-    jobs["real"], peaks = real(options.threads)
-    # What the jobs hold is not to be looked through again and again.
+def medians(cases: Cases, options: argparse.Namespace) -> dict[str, float]:
+    """Of the seconds that each case returns; a few rounds more come first and do not count."""
+    warmup = 3
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    # What the cases hold is not to be looked through again and again.
     gc.collect()
     gc.freeze()
-    median: dict[str, dict[str, float]] = {}
-    for job, cases in jobs.items():
-        seconds = interleave(cases, options.rounds, 3, options.progress)
-        median[job] = {name: statistics.median(values) for name, values in seconds.items()}
-    median["tiny"] = {name: seconds / 20 for name, seconds in median["tiny"].items()}
-    alone = "an empty hook"
-    return [
+    for round_ in bar(range(warmup + options.rounds), show=options.progress):
+        for name in balanced_order(list(cases), round_):
+            if options.device == "cuda":
+                torch.cuda.synchronize()
+            seconds[name].append(cases[name]())
+    gc.unfreeze()
+    return {name: statistics.median(values[warmup:]) for name, values in seconds.items()}
+
+
+def floor(options: argparse.Namespace, clock: Clock) -> float:
+    """Seconds that the huge job takes at least, on a GPU."""
+
+    def time_of(copy: Run) -> float:
+        return statistics.median(clock(copy) for _ in range(options.rounds))
+
+    return BYTES_MOVED * options.huge / copy_bandwidth(time_of)
+
+
+def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], float | None]:
+    """A row for each method, and the floor of the huge job in milliseconds."""
+    device, methods = options.device, available(options.device)
+    whole, gpu, floor_ms, steps = host_time, host_time, None, 20
+    if device == "cuda":
+        whole, gpu, steps = whole_time, DeviceTime(), 5
+        floor_ms = floor(options, gpu) * 1e3
+    tiny, large = shapes(9_700, options.depth), shapes(options.elements, options.depth)
+    huge = [torch.Size([options.huge])]
+    took = {"tiny": medians(handed_out(tiny, methods, device, host_time, steps), options)}
+    took["large"] = medians(handed_out(large, methods, device, whole), options)
+    cases, peaks = real(device, options.depth, whole)
+    took["real"] = medians(cases, options)
+    took["huge"] = medians(handed_out(huge, HUGE, device, gpu), options)
+
+    def over_base(job: str, name: str) -> float:
+        return took[job][name] - took[job][BASE]
+
+    rows = [
         {
             "method": name,
-            "us_per_parameter": (median["tiny"][name] - median["tiny"][alone]) / count * 1e6,
-            "large_ms": (median["large"][name] - median["large"][alone]) * 1e3,
-            "real_ms": median["real"][name] * 1e3,
+            "us_per_parameter": over_base("tiny", name) / len(tiny) * 1e6,
+            "large_ms": over_base("large", name) * 1e3,
+            "huge_ms": over_base("huge", name) * 1e3 if name in HUGE else None,
+            "real_ms": took["real"][name] * 1e3,
             "peak_bytes": peaks[name],
         }
-        for name in median["tiny"]
+        for name in methods
     ]
+    return rows, floor_ms
 
 
-def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def bars(rows: list[dict[str, Any]], floor_ms: float | None) -> list[dict[str, Any]]:
     of = {row["method"]: row for row in rows}
-    ours, fused = of["AdamW(in_backward=True)"], of["torch, fused"]
-    figures = [
-        ("µs per tiny parameter", ours["us_per_parameter"], 1.0),
-        ("optimizer time over torch fused", ours["large_ms"] / fused["large_ms"], 0.85),
-        ("real step over the tutorial's", ours["real_ms"] / of["tutorial"]["real_ms"], 0.6),
-        ("real step over torch fused", ours["real_ms"] / fused["real_ms"], 0.9),
-    ]
+    ours, fused = of[IN_BACKWARD], of[FUSED]
+    if floor_ms:
+        figures = [
+            ("µs per tiny parameter", ours["us_per_parameter"], 2.0),
+            ("huge step over its floor", ours["huge_ms"] / floor_ms, 1 / 0.85),
+        ]
+    else:
+        figures = [
+            ("µs per tiny parameter", ours["us_per_parameter"], 1.0),
+            ("optimizer time over torch fused", ours["large_ms"] / fused["large_ms"], 0.85),
+            ("real step over the tutorial's", ours["real_ms"] / of[TUTORIAL]["real_ms"], 0.6),
+            ("real step over torch fused", ours["real_ms"] / fused["real_ms"], 0.9),
+        ]
     return [
         {"name": name, "value": value, "bar": at_most, "ok": value <= at_most}
         for name, value, at_most in figures
     ]
 
 
-def show(rows: list[dict[str, Any]], held: list[dict[str, Any]]) -> None:
-    print(f"{'':32}{'µs/parameter':>14}{'large, ms':>12}{'real, ms':>12}{'peak MiB':>12}")
-    for row in rows:
+def show(record: dict[str, Any]) -> None:
+    names = ("µs/parameter", "large, ms", "huge, ms", "real, ms", "peak MiB")
+    print(f"{'':32}" + "".join(f"{name:>14}" for name in names))
+    for row in record["rows"]:
+        huge = "-" if row["huge_ms"] is None else f"{row['huge_ms']:.1f}"
         print(
-            f"{row['method']:32}{row['us_per_parameter']:14.2f}{row['large_ms']:12.1f}"
-            f"{row['real_ms']:12.1f}{row['peak_bytes'] / 2**20:12.1f}"
+            f"{row['method']:32}{row['us_per_parameter']:14.2f}{row['large_ms']:14.1f}"
+            f"{huge:>14}{row['real_ms']:14.1f}{row['peak_bytes'] / 2**20:14.1f}"
         )
-    for name in sorted(set(METHODS) - {row["method"] for row in rows}):
-        print(f"{name:32} (not installed)")
-    for figure in held:
+    for name, reason in record["left_out"].items():
+        print(f"{name:32} left out: {reason}")
+    if record["floor_ms"]:
+        print(f"{'floor of huge':60}{record['floor_ms']:14.1f}")
+    for figure in record["bars"]:
         verdict = "ok" if figure["ok"] else "MISSED"
         print(
             f"{figure['name']:32} {figure['value']:6.2f}  (at most {figure['bar']:.2f}) {verdict}"
@@ -249,19 +249,33 @@ def show(rows: list[dict[str, Any]], held: list[dict[str, Any]]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--elements", type=int, default=19_500_000, help="of the large job")
+    parser.add_argument("--huge", type=int, default=100_000_000, help="elements of the huge job")
+    parser.add_argument("--depth", type=int, default=24, help="of the transformer")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
     parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a CUDA device")
+    if reason := reasons(options.device).get(IN_BACKWARD):
+        parser.error(reason)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    rows = measure(options)
-    held = bars(rows)
-    show(rows, held)
-    settings = {name: getattr(options, name) for name in ("rounds", "elements", "threads")}
-    record = {"machine": machine(), "settings": settings, "rows": rows, "bars": held}
+    rows, floor_ms = measure(options)
+    names = ("rounds", "elements", "huge", "depth", "threads")
+    record = {
+        "machine": machine(options.device),
+        "settings": {name: getattr(options, name) for name in names},
+        "parameters": len(shapes(1, options.depth)),
+        "floor_ms": floor_ms,
+        "rows": rows,
+        "left_out": reasons(options.device),
+        "bars": bars(rows, floor_ms),
+    }
+    show(record)
     print(write_record(options.save, "adam", record))
     return 0
 

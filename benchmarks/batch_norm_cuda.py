@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import memsave_ext as ms
-from common import balanced_order, bar, machine, write_record
+from common import balanced_order, bar, copy_bandwidth, machine, write_record
 
 RESNET50 = [
     (256, 64, 112, 112),
@@ -66,15 +66,6 @@ def medians(cases: Cases, rounds: int, buffer: Tensor) -> dict[str, float]:
     }
 
 
-def copy_bandwidth(rounds: int, buffer: Tensor) -> float:
-    """Bytes read and written per microsecond."""
-    source = torch.randint(256, (1 << 30,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return (
-        2 * source.nbytes / medians({"copy": lambda: target.copy_(source)}, rounds, buffer)["copy"]
-    )
-
-
 def forward(x: Tensor, weight: Tensor, bias: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
     return torch.ops.memsave_ext.batch_norm_forward(
         x, weight, bias, None, kept, None, None, True, 0.1, 1e-5, "none", 0.0, None
@@ -107,7 +98,7 @@ def passes(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Iterator[
 
 def measure(options: argparse.Namespace) -> tuple[float, list[dict[str, Any]]]:
     buffer = flush_buffer()
-    bandwidth = copy_bandwidth(options.rounds, buffer)
+    bandwidth = copy_bandwidth(lambda copy: medians({"copy": copy}, options.rounds, buffer)["copy"])
     settings = [(s, d, layout) for s in options.shapes for d in DTYPES for layout in LAYOUTS]
     rows = []
     for shape, dtype, layout in bar(settings, show=options.progress):

@@ -164,3 +164,12 @@ def bar(rounds: Iterable[int], show: bool = True) -> Any:
 
     interval = 0.1 if sys.stderr.isatty() else 15.0
     return tqdm(rounds, disable=not show, unit="round", mininterval=interval, dynamic_ncols=True)
+
+
+def copy_bandwidth(time_of: Callable[[Callable[[], Any]], float]) -> float:
+    """Bytes that a GPU's copy reads and writes, per unit of what ``time_of`` returns."""
+    import torch
+
+    source = torch.randint(256, (1 << 30,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / time_of(lambda: target.copy_(source))

@@ -25,11 +25,15 @@ part() {
 
 : >"$OUT/gpu.log"
 part build 140 env MEMSAVE_EXT_CUDA=1 "$PYTHON" setup.py -q build_ext --inplace
-part report 20 "$PYTHON" -m memsave_ext.report
-part tests 150 env MEMSAVE_EXT_NATIVE=1 "$PYTHON" -m pytest -q
-part overhead 75 "$PYTHON" benchmarks/checkpoint_overhead.py --save "$OUT"
-part batch_norm 90 "$PYTHON" benchmarks/batch_norm_cuda.py --save "$OUT"
-part densenet 120 "$PYTHON" benchmarks/densenet.py --save "$OUT"
+part report 15 "$PYTHON" -m memsave_ext.report
+part tests 130 env MEMSAVE_EXT_NATIVE=1 "$PYTHON" -m pytest -q
+# Again, apart from the others, which may run out of their time.
+part adam_tests 20 env MEMSAVE_EXT_NATIVE=1 "$PYTHON" -m pytest -q tests/test_adam_cuda.py
+part adam 65 "$PYTHON" benchmarks/adam.py --device cuda --rounds 10 --save "$OUT"
+part adam_memory 40 "$PYTHON" benchmarks/adam_memory.py --device cuda --repeats 2 --save "$OUT"
+part overhead 50 "$PYTHON" benchmarks/checkpoint_overhead.py --rounds 500 --save "$OUT"
+part batch_norm 70 "$PYTHON" benchmarks/batch_norm_cuda.py --rounds 10 --save "$OUT"
+part densenet 65 "$PYTHON" benchmarks/densenet.py --save "$OUT"
 
 if ((${#failed[@]})); then
   echo "failed: ${failed[*]}"

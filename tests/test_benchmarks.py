@@ -1,10 +1,12 @@
 """The benchmarks at toy size: their models, their checks, their files."""
 
+import gc
 import importlib
 import itertools
 import json
 import sys
 import types
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -13,12 +15,14 @@ import torch
 from torch import nn
 
 import memsave_ext as ms
+from memsave_ext import _native
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # they are scripts, and import one another by plain names
 common = importlib.import_module("common")
 models = importlib.import_module("models")
 readme_tables = importlib.import_module("readme_tables")
+adam_methods = importlib.import_module("adam_methods")
 
 TINY = ["--depth", "10", "--growth-rate", "2", "--batch-size", "256", "--device", "cpu"]
 
@@ -225,6 +229,86 @@ def test_overhead_benchmarks_end_to_end(name, densenet, tmp_path, capsys):
     (record,) = json.loads(path.read_text())
     assert {"torch, use_reentrant=False", "checkpoint"} <= {row["peer"] for row in record["rows"]}
     assert str(path) in capsys.readouterr().out
+
+
+@pytest.fixture
+def benchmark_of(tmp_path, capsys):
+    """Runs an Adam benchmark at toy size and returns its rows by method, and its record."""
+    pytest.importorskip("tqdm")
+    threads = torch.get_num_threads()
+
+    def run(name, *options):
+        common_options = ["--threads", "1", "--no-progress", "--save", str(tmp_path)]
+        assert importlib.import_module(name).main([*options, *common_options]) == 0
+        (path,) = tmp_path.glob(f"{name}-*.json")
+        assert str(path) in capsys.readouterr().out
+        (record,) = json.loads(path.read_text())
+        table, caption = readme_tables.TABLES[name]
+        assert all(row["method"] in table(record) for row in record["rows"])
+        assert torch.__version__ in caption(record)
+        return {row["method"]: row for row in record["rows"]}, record
+
+    yield run
+    torch.set_num_threads(threads)
+
+
+def test_adam_benchmark_end_to_end(benchmark_of):
+    sizes = ["--elements", "9000", "--huge", "9000", "--depth", "2"]
+    rows, record = benchmark_of("adam", "--rounds", "1", *sizes)
+    assert rows.keys() | record["left_out"].keys() == adam_methods.METHODS.keys()
+    assert rows[adam_methods.BASE]["large_ms"] == 0
+    ours, fused = rows[adam_methods.IN_BACKWARD], rows[adam_methods.FUSED]
+    if _native.available:  # pure Python has temporaries
+        assert ours["peak_bytes"] < fused["peak_bytes"] / 3
+    assert len(record["bars"]) == 4
+
+
+def test_adam_memory_benchmark_end_to_end(benchmark_of):
+    sizes = ["--width", "256", "--depth", "4", "--image", "32", "--batch-size", "32"]
+    rows, _ = benchmark_of("adam_memory", *sizes)
+    peaks = {name: row["peak_bytes"] for name, row in rows.items()}
+    ours = adam_methods.IN_BACKWARD
+    assert peaks[adam_methods.FUSED] < peaks[adam_methods.FOREACH]
+    if _native.available:
+        assert peaks[ours] < peaks[adam_methods.FUSED]
+        assert peaks[f"{ours} + checkpoint"] < peaks[ours]
+
+
+def test_vit_l_16_has_the_published_number_of_parameters():
+    with torch.device("meta"):
+        sizes = [p.numel() for p in adam_methods.VisionTransformer().parameters()]
+    assert (len(sizes), sum(sizes)) == (296, 304_326_632)
+
+
+@pytest.mark.parametrize("name", [n for n in adam_methods.METHODS if n != adam_methods.BASE])
+def test_adam_method_steps_as_torch_and_lets_go(name):
+    if reason := adam_methods.reasons("cpu").get(name):
+        pytest.skip(reason)
+    results = []
+    for method in (adam_methods.FUSED, name):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        step = adam_methods.METHODS[method](list(net.parameters()))
+        for _ in range(5):
+            x = torch.randn(8, 3)
+            step(lambda net=net, x=x: net(x).square().mean().backward())
+        assert all(p.grad is None for p in net.parameters())
+        results.append([p.detach().clone() for p in net.parameters()])
+        adam_methods.release(net.parameters())
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    weak = weakref.ref(net)
+    del net, step
+    gc.collect()
+    assert weak() is None
+
+
+def test_adam_benchmark_hands_out_gradients_uncopied():
+    pytest.importorskip("tqdm")
+    adam = importlib.import_module("adam")
+    param, grads = nn.Parameter(torch.ones(3)), [torch.ones(3)]
+    address = grads[0].data_ptr()
+    adam.HandOut.apply(grads, param).backward()
+    assert param.grad.data_ptr() == address
 
 
 def test_readme_tables_rewrite(tmp_path):

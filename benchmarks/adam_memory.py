@@ -1,0 +1,143 @@
+"""Peak memory of training a ViT-L/16 with AdamW, stepped after backward and in it.
+
+A model of 304 M float32 parameters learns an image of 224 x 224; the peak counts every byte of
+tensors: parameters, states, gradients, activations and temporaries. The methods come one at a time,
+and each frees its model. On a GPU they come ``--repeats`` times, and the median time of the steps
+after the first one is shown, too; on a CPU a few steps, minutes apart, would say little.
+
+    python benchmarks/adam_memory.py --save benchmarks/results
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import memsave_ext as ms
+from adam_methods import (
+    AFTER,
+    FOREACH,
+    FUSED,
+    IN_BACKWARD,
+    METHODS,
+    TUTORIAL,
+    VisionTransformer,
+    reasons,
+    release,
+)
+from common import ROOT, bar, machine, write_record
+from training import CudaMemory
+
+CHECKPOINTED = f"{IN_BACKWARD} + checkpoint"
+NAMES = [FOREACH, FUSED, TUTORIAL, "tutorial, fused", AFTER, IN_BACKWARD, CHECKPOINTED]
+
+
+def train(name: str, options: argparse.Namespace) -> tuple[int, list[float]]:
+    """Peak bytes, and the seconds of each step but the first."""
+    device = torch.device(options.device)
+    torch.manual_seed(0)
+    images = torch.randn(options.batch_size, 3, options.image, options.image, device=device)
+    labels = torch.zeros(options.batch_size, dtype=torch.int64, device=device)
+    seconds = []
+    with CudaMemory(device) if images.is_cuda else ms.memory.track() as memory:
+        with device:
+            model = VisionTransformer(options.image, width=options.width, depth=options.depth)
+        if name == CHECKPOINTED:
+            ms.checkpoint_modules(model, nn.TransformerEncoderLayer)
+        step = METHODS[IN_BACKWARD if name == CHECKPOINTED else name](list(model.parameters()))
+        for _ in range(1 + options.steps):
+            start = time.perf_counter()
+            step(lambda: nn.functional.cross_entropy(model(images), labels).backward())
+            if images.is_cuda:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+    release(model.parameters())
+    return memory.peak, seconds[1:]
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    on_cuda = options.device == "cuda"
+    peaks: dict[str, list[int]] = {name: [] for name in NAMES}
+    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+    for name in bar(NAMES * options.repeats, show=options.progress):
+        peak, taken = train(name, options)
+        peaks[name].append(peak)
+        seconds[name] += taken
+        gc.collect()
+    return [
+        {
+            "method": name,
+            "peak_bytes": max(peaks[name]),
+            "step_ms": statistics.median(seconds[name]) * 1e3 if on_cuda else None,
+        }
+        for name in NAMES
+    ]
+
+
+def bars(rows: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
+    if device != "cuda":
+        return []
+    of = {row["method"]: row["step_ms"] for row in rows}
+    ratio = of[IN_BACKWARD] / of[FUSED]
+    return [{"name": "step over torch fused", "value": ratio, "bar": 1.0, "ok": ratio <= 1.0}]
+
+
+def show(record: dict[str, Any]) -> None:
+    base = record["rows"][0]
+    for row in record["rows"]:
+        cells = [f"{row['peak_bytes'] / 2**30:8.2f} GiB", _times(row, base, "peak_bytes")]
+        if row["step_ms"]:
+            cells += [f"{row['step_ms']:8.1f} ms", _times(row, base, "step_ms")]
+        print(f"{row['method']:36}{' '.join(cells)}")
+    for figure in record["bars"]:
+        verdict = "ok" if figure["ok"] else "MISSED"
+        print(f"{figure['name']}: {figure['value']:.2f} (at most {figure['bar']:.2f}) {verdict}")
+
+
+def _times(row: dict[str, Any], base: dict[str, Any], key: str) -> str:
+    return f"({row[key] / base[key]:.2f}x)"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--batch-size", type=int, help="default 1, on a GPU 8")
+    parser.add_argument("--steps", type=int, help="default 1, on a GPU 10")
+    parser.add_argument("--repeats", type=int, help="default 1, on a GPU 3")
+    parser.add_argument("--image", type=int, default=224)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--depth", type=int, default=24)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
+    parser.add_argument("--no-progress", dest="progress", action="store_false")
+    options = parser.parse_args(arguments)
+    on_cuda = options.device == "cuda"
+    if on_cuda and not torch.cuda.is_available():
+        parser.error("--device cuda needs a CUDA device")
+    if reason := reasons(options.device).get(IN_BACKWARD):
+        parser.error(reason)
+    for name, value in {"batch_size": 8, "steps": 10, "repeats": 3}.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value if on_cuda else 1)
+    torch.set_num_threads(options.threads)
+    rows = measure(options)
+    names = ("batch_size", "steps", "repeats", "image", "width", "depth", "threads")
+    record = {
+        "machine": machine(options.device),
+        "settings": {name: getattr(options, name) for name in names},
+        "rows": rows,
+        "bars": bars(rows, options.device),
+    }
+    show(record)
+    print(write_record(options.save, "adam_memory", record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
