@@ -14,16 +14,20 @@ namespace memsave_ext::adam {
 struct Entry;
 class Stepper;
 
+// What becomes of gradients.
+enum class Task { kStep, kFold, kMeasure };
+
 class Backward {
  public:
-  Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> snapshot);
+  Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> snapshot, Task task);
   ~Backward();
 
   const std::shared_ptr<Snapshot>& snapshot() const { return snapshot_; }
-  // Steps the parameter now, or soon; with `may_flush` false, not now. With the stepper's mutex.
+  // Does it to the parameter's now, or soon; with `may_flush` false, not now. With the stepper's
+  // mutex.
   void add(Entry& entry, at::Tensor grad, bool may_flush);
   // Without the mutex and the GIL, both of these.
-  // Steps parameters whose gradients, given here, were reduced over processes.
+  // Does it to gradients, given here, that were reduced over processes.
   void step_reduced(const std::vector<Entry*>& entries, const std::vector<at::Tensor>& grads);
   // What waits, and new states to Python.
   void finish();
@@ -41,14 +45,18 @@ class Backward {
     int64_t bytes = 0;
   };
 
+  Update make_update(const Entry& entry, at::Tensor grad);
   Bucket& bucket_of(const at::Tensor& param);
   void flush(Bucket& bucket);
+  void apply(c10::ArrayRef<Update> updates, c10::ArrayRef<Entry*> entries);
   void publish();
+  void fail();
 
   std::shared_ptr<Stepper> stepper_;
   std::shared_ptr<Snapshot> snapshot_;
+  const Task task_;
   std::vector<Bucket> buckets_;
-  int64_t stepped_ = 0;
+  int64_t stepped_ = 0;  // or folded
   bool finished_ = false;
 };
 

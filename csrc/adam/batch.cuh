@@ -1,5 +1,5 @@
-// What a launch is given by value: neither copies to the device nor memory that would have to
-// outlive the call, so that a CUDA graph can capture it.
+// What a launch of steps is given by value: neither copies to the device nor memory that would have
+// to outlive the call, so that a CUDA graph can capture it.
 #pragma once
 
 #include <cstdint>
@@ -9,29 +9,45 @@
 
 namespace memsave_ext::adam {
 
+// Of these the count of steps has not been advanced yet.
+MEMSAVE_EXT_INLINE bool is_fold(Phase phase) {
+  return phase == Phase::kFirstFold || phase == Phase::kFold;
+}
+
 // What tensors of one group share.
 struct Recipe {
   Options options;
   double step;
   Powers powers;  // of the step, where it is not on the device
   const float* device_lr;
+  Phase phase;
 };
 
+// As in Item. One kind for all formats: they need different fields, but launches of fewer tensors
+// cost less than another kind of batch would.
 struct BatchedTensor {
   void* param;
+  void* param_rest;
   const void* grad;
   void* exp_avg;
   void* exp_avg_sq;
-  void* max_exp_avg_sq;
+  union {  // blocks know no amsgrad
+    void* max_exp_avg_sq;
+    float* exp_avg_scale;
+  };
+  float* exp_avg_sq_scale;
   const float* device_step;
-  int64_t numel;
+  const float* factor;
+  const float* skip;
+  int64_t numel : 56;
+  int64_t recipe : 8;
   uint32_t first_chunk;
-  int recipe;
+  uint32_t position;
 };
 
 struct Batch {
-  static constexpr int kRecipes = 8;
-  static constexpr int kTensors = 53;
+  static constexpr int kRecipes = 5;
+  static constexpr int kTensors = 37;
 
   int64_t chunk_length;
   int tensor_count;
@@ -56,10 +72,7 @@ class Batcher {
       recipe = 0;
     }
     if (recipe == recipe_count_) add_recipe(item);
-    BatchedTensor& tensor = batch_.tensors[batch_.tensor_count++];
-    tensor = {item.param,          item.grad,        item.exp_avg, item.exp_avg_sq,
-              item.max_exp_avg_sq, item.device_step, item.numel};
-    tensor.recipe = recipe;
+    add_tensor(item, recipe);
     elements_ += item.numel;
   }
 
@@ -69,7 +82,7 @@ class Batcher {
     uint32_t chunks = 0;
     for (int i = 0; i < batch_.tensor_count; ++i) {
       batch_.tensors[i].first_chunk = chunks;
-      chunks += chunks_of(batch_.tensors[i].numel, batch_.chunk_length);
+      chunks += static_cast<uint32_t>(chunks_of(batch_.tensors[i].numel, batch_.chunk_length));
     }
     launch_(batch_, chunks);
     clear();
@@ -87,7 +100,7 @@ class Batcher {
     for (; i < recipe_count_; ++i) {
       const Recipe& recipe = batch_.recipes[i];
       if (item.options == options_[i] && item.device_lr == recipe.device_lr &&
-          (item.device_step != nullptr || item.step == recipe.step)) {
+          item.phase == recipe.phase && (item.device_step != nullptr || item.step == recipe.step)) {
         break;
       }
     }
@@ -99,8 +112,30 @@ class Batcher {
     Recipe& recipe = batch_.recipes[recipe_count_++];
     recipe.options = *item.options;
     recipe.device_lr = item.device_lr;
+    recipe.phase = item.phase;
     recipe.step = item.device_step != nullptr ? 0 : item.step;  // 0: no other item's step
     if (item.device_step == nullptr) recipe.powers = powers(*item.options, item.step);
+  }
+
+  void add_tensor(const Item& item, int recipe) {
+    BatchedTensor& tensor = batch_.tensors[batch_.tensor_count++];
+    tensor.param = item.param;
+    tensor.param_rest = item.param_rest;
+    tensor.grad = item.grad;
+    tensor.exp_avg = item.exp_avg;
+    tensor.exp_avg_sq = item.exp_avg_sq;
+    if (item.state_format == StateFormat::kBlocks) {
+      tensor.exp_avg_scale = item.exp_avg_scale;
+    } else {
+      tensor.max_exp_avg_sq = item.max_exp_avg_sq;
+    }
+    tensor.exp_avg_sq_scale = item.exp_avg_sq_scale;
+    tensor.device_step = item.device_step;
+    tensor.factor = item.factor;
+    tensor.skip = item.skip;
+    tensor.numel = item.numel;
+    tensor.recipe = recipe;
+    tensor.position = item.position;
   }
 
   const Launch& launch_;

@@ -19,7 +19,7 @@ inline int64_t chunk_length(int64_t elements) {
   return length;
 }
 
-inline int64_t chunks_of(int64_t elements, int64_t length) {
+MEMSAVE_EXT_INLINE int64_t chunks_of(int64_t elements, int64_t length) {
   return (elements + length - 1) / length;
 }
 

@@ -4,52 +4,78 @@
 
 #include <string>
 
-#include "adam/cpu_steps.h"
+#include "adam/cpu_loops.h"
+#include "adam/cpu_measure.h"
 
 namespace memsave_ext::adam {
+namespace cpu {
 namespace {
 
-using cpu::Step;
-using cpu::StepTable;
-
-constexpr int64_t kGrain = 32768;  // elements worth a thread
-constexpr int64_t kUnit = 64;      // elements: threads do not write to the same cache line
-
 // As torch chose, so that ATEN_CPU_CAPABILITY limits both.
-const StepTable& step_table() {
+const Loops& choose_loops() {
 #if defined(__x86_64__)
   const std::string capability = at::get_cpu_capability();
-  if (capability == "AVX512") return cpu::avx512_steps;
-  if (capability == "AVX2") return cpu::avx2_steps;
+  if (capability == "AVX512") return avx512_loops;
+  if (capability == "AVX2") return avx2_loops;
 #endif
-  return cpu::baseline_steps;
+  return baseline_loops;
 }
 
-Step step_of(const Item& item) {
-  static const StepTable& table = step_table();
-  const bool float_states = item.state_type == DType::kFloat;
-  return table[static_cast<int>(item.param_type)][float_states][item.max_exp_avg_sq != nullptr];
+}  // namespace
+
+const Loops& loops() {
+  static const Loops& chosen = choose_loops();
+  return chosen;
 }
 
-// Of the last few options and steps: items alternate between parameter groups.
+}  // namespace cpu
+
+namespace {
+
+constexpr int64_t kGrain = 32768;  // elements worth a thread
+
+cpu::Step step_of(const Item& item) {
+  if (item.phase == Phase::kFirstFold || item.phase == Phase::kFold) {
+    return cpu::loops().folds[static_cast<int>(item.param_type)];
+  }
+  return cpu::loops().steps[static_cast<int>(item.param_type)][static_cast<int>(item.param_format)]
+                           [static_cast<int>(item.state_format)][item.max_exp_avg_sq != nullptr]
+                           [item.phase == Phase::kClose];
+}
+
+// Of the last few items: they alternate between parameter groups.
 class RecentCoefficients {
  public:
   const Coefficients<double>& of(const Item& item) {
+    const Key key = {item.options, item.step, item.phase,
+                     item.factor != nullptr ? *item.factor : 1};
     for (const Entry& entry : entries_) {
-      if (entry.options == item.options && entry.step == item.step) return entry.values;
+      if (entry.key == key) return entry.values;
     }
     Entry& entry = entries_[next_++ % kEntries];
-    const Options& options = *item.options;
-    entry = {&options, item.step, coefficients(options, options.lr, powers(options, item.step))};
+    const Options& options = *key.options;
+    entry = {key,
+             coefficients(options, options.lr, powers(options, key.step), key.phase, key.factor)};
     return entry.values;
   }
 
  private:
   static constexpr unsigned kEntries = 4;
 
-  struct Entry {
+  struct Key {
     const Options* options = nullptr;
     double step;
+    Phase phase;
+    float factor;
+
+    bool operator==(const Key& other) const {
+      return options == other.options && step == other.step && phase == other.phase &&
+             factor == other.factor;
+    }
+  };
+
+  struct Entry {
+    Key key;
     Coefficients<double> values;
   };
 
@@ -57,10 +83,11 @@ class RecentCoefficients {
   unsigned next_ = 0;
 };
 
-// Where an item is cut that the border of two ranges falls into, or 0 or all of it.
+// Where an item is cut that the border of two ranges falls into, or 0 or all of it. Blocks of
+// states are whole, and threads do not write to the same cache line.
 int64_t cut(const Item& item, int64_t border) {
   if (border >= item.numel) return item.numel;
-  return border > 0 ? border / kUnit * kUnit : 0;
+  return border > 0 ? border / kBlock * kBlock : 0;
 }
 
 // The elements from begin to end of all items in a row.
@@ -68,7 +95,8 @@ void step_range(const Item* item, int64_t begin, int64_t end) {
   RecentCoefficients coefficients;
   for (int64_t start = 0; start < end; start += item->numel, ++item) {
     const int64_t from = cut(*item, begin - start), to = cut(*item, end - start);
-    if (from < to) step_of (*item)(*item, from, to, coefficients.of(*item));
+    if (from >= to || (item->skip != nullptr && *item->skip != 0)) continue;
+    step_of (*item)(*item, from, to, coefficients.of(*item));
   }
 }
 
@@ -81,6 +109,6 @@ void step_kernel(const Item* items, int64_t count, void*) {
 
 }  // namespace
 
-const Kernels cpu_kernels = {step_kernel, nullptr};
+const Kernels cpu_kernels = {step_kernel, nullptr, cpu::measure, cpu::measure_workspace};
 
 }  // namespace memsave_ext::adam

@@ -1,14 +1,14 @@
-// The steps for AVX2.
+// The loops for AVX2.
 #if defined(__x86_64__)
 #include "vector/target_avx2.h"
 //
-#include "adam/cpu_vector_step.h"
+#include "adam/cpu_vector_loops.h"
 //
 #include "vector/target_end.h"
 
 namespace memsave_ext::adam::cpu {
 
-const StepTable& avx2_steps = avx2::kSteps;
+const Loops& avx2_loops = avx2::kLoops;
 
 }  // namespace memsave_ext::adam::cpu
 #endif

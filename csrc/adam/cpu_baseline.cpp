@@ -1,10 +1,10 @@
-// The steps for any CPU.
+// The loops for any CPU.
 #include "vector/target_baseline.h"
 //
-#include "adam/cpu_vector_step.h"
+#include "adam/cpu_vector_loops.h"
 
 namespace memsave_ext::adam::cpu {
 
-const StepTable& baseline_steps = baseline::kSteps;
+const Loops& baseline_loops = baseline::kLoops;
 
 }  // namespace memsave_ext::adam::cpu

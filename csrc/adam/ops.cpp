@@ -2,6 +2,7 @@
 #include "adam/ops.h"
 
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "adam/step.h"
@@ -23,7 +24,9 @@ void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList exp_
   check_length("exp_avg_sqs", exp_avg_sqs);
   check_length("steps", steps);
   if (amsgrad) check_length("max_exp_avg_sqs", max_exp_avg_sqs);
-  Group group{{lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, amsgrad, maximize}};
+  Group group;
+  group.options = {lr,      beta1,    beta2, eps, weight_decay, decoupled_weight_decay,
+                   amsgrad, maximize, 0};
   if (lr_tensor) {
     if (lr_tensor->is_cpu()) {
       group.options.lr = lr_tensor->item<double>();
@@ -33,11 +36,12 @@ void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList exp_
   }
   std::vector<Update> updates;
   for (size_t i = 0; i < params.size(); ++i) {
-    updates.push_back(
-        {params[i],
-         grads[i],
-         {steps[i], exp_avgs[i], exp_avg_sqs[i], amsgrad ? max_exp_avg_sqs[i] : at::Tensor()},
-         &group});
+    State state;
+    state.step = steps[i];
+    state.exp_avg = exp_avgs[i];
+    state.exp_avg_sq = exp_avg_sqs[i];
+    if (amsgrad) state.max_exp_avg_sq = max_exp_avg_sqs[i];
+    updates.push_back({params[i], grads[i], std::move(state), &group});
     check_update(updates.back());
     TORCH_CHECK_VALUE(params[i].device() == params[0].device(),
                       "adam_step_: params must lie on one device, got ", params[0].device(),

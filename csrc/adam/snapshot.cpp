@@ -2,6 +2,9 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <array>
+#include <iterator>
+#include <string>
 #include <unordered_map>
 #include <utility>
 
@@ -13,14 +16,17 @@ namespace py = pybind11;
 
 namespace {
 
-// Interned, so that a look-up neither makes nor hashes a string.
-struct Keys {
-  static PyObject* intern(const char* name) { return PyUnicode_InternFromString(name); }
-  PyObject* step = intern("step");
-  PyObject* exp_avg = intern("exp_avg");
-  PyObject* exp_avg_sq = intern("exp_avg_sq");
-  PyObject* max_exp_avg_sq = intern("max_exp_avg_sq");
-};
+// Interned, so that a look-up neither makes, hashes nor compares a string.
+const std::array<PyObject*, std::size(kStateNames)>& keys() {
+  static const auto of_names = [] {
+    std::array<PyObject*, std::size(kStateNames)> made{};
+    for (size_t i = 0; i < made.size(); ++i) {
+      made[i] = PyUnicode_InternFromString(kStateNames[i].name);
+    }
+    return made;
+  }();
+  return of_names;
+}
 
 PyObject* find(PyObject* dict, PyObject* key) {  // borrowed
   PyObject* value = PyDict_GetItemWithError(dict, key);
@@ -46,6 +52,26 @@ at::Tensor tensor(const py::object& value) {
   return THPVariable_Check(value.ptr()) ? THPVariable_Unpack(value.ptr()) : at::Tensor();
 }
 
+// What Python has checked. Absent where the defaults are used.
+void read_modes(const py::handle& dict, Group& group) {
+  if (const py::object mode = get(dict, "bf16"); !mode.is_none()) {
+    const auto name = mode.cast<std::string>();
+    group.bf16 = name == "stochastic" ? ParamFormat::kStochastic
+                 : name == "kahan"    ? ParamFormat::kKahan
+                                      : ParamFormat::kSplit;
+  }
+  if (const py::object dtype = get(dict, "state_dtype"); !dtype.is_none()) {
+    group.state_dtype =
+        py::isinstance<py::str>(dtype) ? StateDtype::kBlocks : StateDtype::kBFloat16;
+  }
+  if (const py::object seed = get(dict, "seed"); !seed.is_none()) {
+    group.options.seed = seed.cast<uint64_t>();
+  }
+  if (const py::object norm = get(dict, "max_grad_norm"); !norm.is_none()) {
+    group.max_grad_norm = number(norm);
+  }
+}
+
 Group read_group(const py::handle& dict) {
   Group group;
   const py::tuple betas = get(dict, "betas");
@@ -63,20 +89,26 @@ Group read_group(const py::handle& dict) {
   group.options.amsgrad = is_true(get(dict, "amsgrad"));
   group.options.maximize = is_true(get(dict, "maximize"));
   group.step_on_device = is_true(get(dict, "capturable")) || is_true(get(dict, "fused"));
+  read_modes(dict, group);
   return group;
 }
 
 State read_state(PyObject* dict) {
-  static const Keys keys;
-  const auto tensor_at = [&](PyObject* key) {
-    PyObject* value = find(dict, key);
-    return value && THPVariable_Check(value) ? local_tensor(value) : at::Tensor();
-  };
-  return {tensor_at(keys.step), tensor_at(keys.exp_avg), tensor_at(keys.exp_avg_sq),
-          tensor_at(keys.max_exp_avg_sq)};
+  State state;
+  for (size_t i = 0; i < keys().size(); ++i) {
+    PyObject* value = find(dict, keys()[i]);
+    if (value && THPVariable_Check(value)) state.*kStateNames[i].tensor = local_tensor(value);
+  }
+  return state;
 }
 
 }  // namespace
+
+at::Tensor read_loss_scale(const py::handle& optimizer) {
+  const py::object scaler = optimizer.attr("grad_scaler");
+  if (scaler.is_none() || !is_true(scaler.attr("is_enabled")())) return {};
+  return tensor(scaler.attr("_get_scale_async")());
+}
 
 Snapshot read_optimizer(const py::handle& optimizer) {
   Snapshot snapshot;
@@ -94,17 +126,20 @@ Snapshot read_optimizer(const py::handle& optimizer) {
       parameter.tensor = THPVariable_Unpack(param.ptr());
       parameter.local = local_tensor(param);
       parameter.group = options;
+      parameter.position = static_cast<uint32_t>(snapshot.parameters.size() - 1);
       const auto state = state_of.find(param.ptr());
       if (state != state_of.end() && PyDict_Size(state->second) > 0) {
         parameter.state = read_state(state->second);
       }
     }
   }
+  snapshot.loss_scale = read_loss_scale(optimizer);
   return snapshot;
 }
 
-Update checked_update(Parameter& parameter, at::Tensor grad) {
-  Update update{parameter.local, std::move(grad), parameter.state, parameter.group};
+Update checked_update(Parameter& parameter, at::Tensor grad, Phase phase) {
+  Update update{parameter.local, std::move(grad), parameter.state,
+                parameter.group, phase,           parameter.position};
   const bool fresh = !update.state.defined();
   if (fresh) update.state = make_state(update.param, *update.group);
   check_update(update);
@@ -135,13 +170,15 @@ void publish_states(const std::vector<const Parameter*>& parameters, const py::h
   for (const Parameter* parameter : parameters) {
     const auto param = py::reinterpret_steal<py::object>(THPVariable_Wrap(parameter->tensor));
     py::dict state;
-    state["step"] = py::reinterpret_steal<py::object>(THPVariable_Wrap(parameter->state.step));
-    const auto put = [&](const char* name, const at::Tensor& value) {
-      if (value.defined()) state[name] = as_placed(param, value);
-    };
-    put("exp_avg", parameter->state.exp_avg);
-    put("exp_avg_sq", parameter->state.exp_avg_sq);
-    put("max_exp_avg_sq", parameter->state.max_exp_avg_sq);
+    for (size_t i = 0; i < keys().size(); ++i) {
+      const at::Tensor& value = parameter->state.*kStateNames[i].tensor;
+      if (!value.defined()) continue;
+      // Scalars and scales are not placed as the parameter is.
+      const bool like_param = value.sizes() == parameter->local.sizes() && value.dim() > 0;
+      state[py::handle(keys()[i])] =
+          like_param ? as_placed(param, value)
+                     : py::reinterpret_steal<py::object>(THPVariable_Wrap(value));
+    }
     if (PyObject_SetItem(states.ptr(), param.ptr(), state.ptr()) < 0) {
       throw py::error_already_set();
     }

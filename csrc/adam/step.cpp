@@ -1,11 +1,10 @@
 #include "adam/step.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/view_as_real.h>
-#include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -21,12 +20,8 @@ using at::Tensor;
 
 namespace {
 
-bool is_kernel_type(at::ScalarType type) {
-  return type == at::kDouble || type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
-}
-
 DType dtype_of(at::ScalarType type) {
-  switch (type) {
+  switch (c10::toRealValueType(type)) {
     case at::kDouble:
       return DType::kDouble;
     case at::kFloat:
@@ -47,25 +42,138 @@ const Kernels& kernels_for(c10::Device device) {
   return cpu_kernels;
 }
 
+void* stream_of([[maybe_unused]] c10::Device device) {
+#ifdef MEMSAVE_EXT_WITH_CUDA
+  if (device.is_cuda()) return current_cuda_stream(device);
+#endif
+  return nullptr;
+}
+
 Tensor as_real(const Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
 }
 
-// A copy in the parameter's order of elements, of a tensor in another.
-struct Reordered {
-  Tensor original, copy;
+// Memory of tensors in the order of elements of their parameter: their own, or copies that are
+// written back.
+class Operands {
+ public:
+  void* read(const Tensor& tensor, const Tensor& like) { return of(tensor, like, false); }
+  void* change(const Tensor& tensor, const Tensor& like) { return of(tensor, like, true); }
+
+  void write_back() {
+    for (const auto& [original, copy] : copies_) {
+      if (original.defined()) original.copy_(copy);
+    }
+  }
+
+ private:
+  struct Copy {
+    Tensor original, copy;
+  };
+
+  void* of(const Tensor& tensor, const Tensor& like, bool changes) {
+    if (!tensor.defined()) return nullptr;
+    if (!tensor.is_complex() && tensor.strides() == like.strides()) {
+      return tensor.mutable_data_ptr();
+    }
+    const Tensor view = as_real(tensor);
+    if (view.strides() == like.strides()) return view.mutable_data_ptr();
+    const Tensor copy = at::empty_strided(like.sizes(), like.strides(), view.options());
+    copy.copy_(view);
+    copies_.push_back({changes ? view : Tensor(), copy});
+    return copy.mutable_data_ptr();
+  }
+
+  std::vector<Copy> copies_;
 };
 
-void check_state(const char* name, const Tensor& tensor, const Tensor& param, at::ScalarType type) {
-  TORCH_CHECK(tensor.defined(), "Adam: the state of a parameter has no ", name);
-  TORCH_CHECK(tensor.device() == param.device() && tensor.sizes() == param.sizes(),
-              "Adam: the state ", name, " of a parameter is a tensor of shape ", tensor.sizes(),
-              " on ", tensor.device(), ", the parameter one of shape ", param.sizes(), " on ",
-              param.device(),
-              ". Move the model before making the optimizer, or load the optimizer's state_dict() "
-              "into it again.");
-  TORCH_CHECK(tensor.scalar_type() == type, "Adam: the state ", name, " of a parameter is ",
-              tensor.scalar_type(), ", exp_avg is ", type);
+Item item_of(const Update& update, Operands& operands) {
+  const auto& [param, grad, state, group, phase, position] = update;
+  Tensor like = as_real(param);
+  if (!param.is_non_overlapping_and_dense()) {
+    like = at::empty_like(like, at::MemoryFormat::Contiguous);
+  }
+  Item item{};
+  item.grad = operands.read(grad, like);
+  item.param = operands.change(param, like);
+  item.param_rest = operands.change(state.param_rest, like);
+  item.exp_avg = operands.change(state.exp_avg, like);
+  item.exp_avg_sq = operands.change(state.exp_avg_sq, like);
+  if (group->options.amsgrad) item.max_exp_avg_sq = operands.change(state.max_exp_avg_sq, like);
+  item.numel = like.numel();
+  item.param_type = dtype_of(param.scalar_type());
+  item.param_format = param_format(param, *group);
+  item.state_format = state_format(param, state, *group);
+  if (item.state_format == StateFormat::kBlocks) {
+    item.exp_avg_scale = state.exp_avg_scale.mutable_data_ptr<float>();
+    item.exp_avg_sq_scale = state.exp_avg_sq_scale.mutable_data_ptr<float>();
+  }
+  item.phase = phase;
+  item.position = position;
+  item.options = &group->options;
+  if (group->lr.defined()) item.device_lr = group->lr.const_data_ptr<float>();
+  return item;
+}
+
+// Factors and skips of items, and the memory they are in.
+class Factors {
+ public:
+  Factors(const Kernels& kernels, c10::Device device, void* stream)
+      : kernels_(kernels), device_(device), stream_(stream) {}
+
+  void find(std::vector<Item>& items, const std::vector<const Update*>& updates,
+            const Scaling& scaling) {
+    if (scaling.factor.defined()) {
+      for (auto& item : items) {
+        item.factor = scaling.factor.const_data_ptr<float>();
+        if (scaling.skip.defined()) item.skip = scaling.skip.const_data_ptr<float>();
+      }
+      return;
+    }
+    // Runs of items that are clipped to the same norm.
+    for (size_t first = 0, end; first < items.size(); first = end) {
+      const double max_norm = updates[first]->group->max_grad_norm;
+      end = first + 1;
+      while (end < items.size() && updates[end]->group->max_grad_norm == max_norm) ++end;
+      if (max_norm > 0 || scaling.loss_scale.defined()) {
+        measure(items.data() + first, static_cast<int64_t>(end - first), max_norm, scaling);
+      }
+    }
+  }
+
+ private:
+  void measure(Item* items, int64_t count, double max_norm, const Scaling& scaling) {
+    const auto bytes = kernels_.measure_workspace(items, count);
+    const Tensor workspace = at::empty({bytes}, at::TensorOptions(device_).dtype(at::kByte));
+    const Tensor results = at::empty({2, count}, at::TensorOptions(device_).dtype(at::kFloat));
+    kept_.push_back(results);
+    Measure measure{};
+    measure.max_norm = max_norm;
+    measure.factors = results.mutable_data_ptr<float>();
+    const bool skips = scaling.loss_scale.defined();
+    if (skips) {
+      measure.loss_scale = scaling.loss_scale.const_data_ptr<float>();
+      measure.skips = measure.factors + count;
+      measure.found = scaling.found.mutable_data_ptr<float>();
+    }
+    kernels_.measure(items, count, measure, workspace.mutable_data_ptr(), stream_);
+    for (int64_t i = 0; i < count; ++i) {
+      items[i].factor = measure.factors + i;
+      if (skips) items[i].skip = measure.skips + i;
+    }
+  }
+
+  const Kernels& kernels_;
+  const c10::Device device_;
+  void* const stream_;
+  std::vector<Tensor> kept_;
+};
+
+bool is_folded(Phase phase) { return phase == Phase::kFirstFold || phase == Phase::kFold; }
+
+double read_on_cpu(const Tensor& step) {
+  return step.scalar_type() == at::kDouble ? *step.const_data_ptr<double>()
+                                           : *step.const_data_ptr<float>();
 }
 
 void advance_on_cpu(const Tensor& step) {
@@ -76,124 +184,113 @@ void advance_on_cpu(const Tensor& step) {
   }
 }
 
-double read_on_cpu(const Tensor& step) {
-  return step.scalar_type() == at::kDouble ? *step.const_data_ptr<double>()
-                                           : *step.const_data_ptr<float>();
+// The number of the step that each item makes. On CPUs, items that are skipped go.
+void advance_steps(std::vector<Item>& items, std::vector<const Update*>& updates,
+                   const Kernels& kernels, bool on_cpu, void* stream) {
+  std::vector<float*> steps;
+  std::vector<const float*> skips;
+  size_t kept = 0;
+  for (size_t i = 0; i < items.size(); ++i) {
+    Item item = items[i];
+    if (on_cpu && item.skip != nullptr && *item.skip != 0) continue;
+    const Tensor& step = updates[i]->state.step;
+    const bool advances = !is_folded(item.phase);
+    if (step.device().is_cpu()) {
+      if (advances) advance_on_cpu(step);
+      item.step = read_on_cpu(step) + !advances;
+    } else {
+      item.device_step = step.const_data_ptr<float>();
+      if (advances) {
+        steps.push_back(step.mutable_data_ptr<float>());
+        skips.push_back(item.skip);
+      }
+    }
+    updates[kept] = updates[i];
+    items[kept++] = item;
+  }
+  items.resize(kept);
+  updates.resize(kept);
+  if (steps.empty()) return;
+  kernels.advance(steps.data(), skips.data(), static_cast<int64_t>(steps.size()), stream);
 }
 
 }  // namespace
 
-State make_state(const Tensor& param, const Group& group) {
-  const at::NoGradGuard no_grad;
-  const auto type = param.scalar_type();
-  const bool short_type = type == at::kHalf || type == at::kBFloat16;
-  const auto options = param.options().dtype(short_type ? at::kFloat : type);
-  const auto zeros = [&] { return at::zeros_like(param, options, at::MemoryFormat::Preserve); };
-  const auto device = group.step_on_device ? param.device() : c10::Device(c10::kCPU);
-  return {at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(device)), zeros(), zeros(),
-          group.options.amsgrad ? zeros() : Tensor()};
-}
-
 void check_update(const Update& u) {
-  TORCH_CHECK(!u.grad.is_sparse(),
-              "Adam does not support sparse gradients, please consider SparseAdam instead");
-  TORCH_CHECK(u.grad.sizes() == u.param.sizes() && u.grad.device() == u.param.device() &&
-                  u.grad.scalar_type() == u.param.scalar_type(),
-              "Adam: a gradient must have the shape, dtype and device of its parameter, ",
-              u.param.sizes(), " ", u.param.scalar_type(), " ", u.param.device(), ", got ",
-              u.grad.sizes(), " ", u.grad.scalar_type(), " ", u.grad.device());
-  const auto type = c10::toRealValueType(u.param.scalar_type());
-  TORCH_CHECK(is_kernel_type(type), "Adam: parameters must be floating-point or complex, got ",
-              u.param.scalar_type());
-  const auto& state = u.state;
-  TORCH_CHECK(
-      state.step.defined() && state.step.numel() == 1 &&
-          (state.step.device().is_cpu()
-               ? state.step.scalar_type() == at::kFloat || state.step.scalar_type() == at::kDouble
-               : state.step.device() == u.param.device() && state.step.scalar_type() == at::kFloat),
-      "Adam: the state step of a parameter must be a floating-point scalar tensor on the "
-      "CPU, or float32 on the parameter's device");
-  TORCH_CHECK(state.exp_avg.defined(), "Adam: the state of a parameter has no exp_avg");
-  const auto state_type = state.exp_avg.scalar_type();
-  const auto real_state = c10::toRealValueType(state_type);
-  TORCH_CHECK(real_state == type || (real_state == at::kFloat && type != at::kDouble),
-              "Adam: the state exp_avg of a ", u.param.scalar_type(),
-              " parameter must be of its type or float, got ", state_type);
-  check_state("exp_avg", state.exp_avg, u.param, state_type);
-  check_state("exp_avg_sq", state.exp_avg_sq, u.param, state_type);
-  if (u.group->options.amsgrad) {
-    check_state("max_exp_avg_sq", state.max_exp_avg_sq, u.param, state_type);
+  if (u.grad.defined()) {
+    TORCH_CHECK(!u.grad.is_sparse(),
+                "Adam does not support sparse gradients, please consider SparseAdam instead");
+    TORCH_CHECK(u.grad.sizes() == u.param.sizes() && u.grad.device() == u.param.device() &&
+                    u.grad.scalar_type() == u.param.scalar_type(),
+                "Adam: a gradient must have the shape, dtype and device of its parameter, ",
+                u.param.sizes(), " ", u.param.scalar_type(), " ", u.param.device(), ", got ",
+                u.grad.sizes(), " ", u.grad.scalar_type(), " ", u.grad.device());
   }
+  check_state(u.param, u.state, *u.group);
+  if (u.phase == Phase::kWhole) return;
+  const auto type = c10::toRealValueType(u.state.exp_avg.scalar_type());
+  TORCH_CHECK(type == at::kFloat || type == at::kDouble,
+              "Adam: accumulate(fold=True) needs states of float32 or float64, got ",
+              u.state.exp_avg.scalar_type(), ". Use accumulate() or state_dtype=None.");
 }
 
-void step_all(c10::ArrayRef<Update> updates) {
+void step_all(c10::ArrayRef<Update> updates, const Scaling& scaling) {
   if (updates.empty()) return;
   const auto device = updates.front().param.device();
   const auto& kernels = kernels_for(device);
+  void* const stream = stream_of(device);
   const at::NoGradGuard no_grad;
   const c10::DeviceGuard on_device(device);
 
+  Operands operands;
   std::vector<Item> items;
+  std::vector<const Update*> of_items;
   items.reserve(updates.size());
-  std::vector<Reordered> reordered;
-  std::vector<float*> device_steps;
-  for (const auto& [param, grad, state, group] : updates) {
-    if (param.numel() == 0) {
-      if (state.step.device().is_cpu()) advance_on_cpu(state.step);
-      continue;
-    }
-    Tensor like = as_real(param);
-    if (!param.is_non_overlapping_and_dense()) {
+  of_items.reserve(updates.size());
+  for (const auto& update : updates) {
+    items.push_back(item_of(update, operands));
+    of_items.push_back(&update);
+  }
+  Factors factors(kernels, device, stream);
+  factors.find(items, of_items, scaling);
+  advance_steps(items, of_items, kernels, device.is_cpu(), stream);
+  kernels.step(items.data(), static_cast<int64_t>(items.size()), stream);
+  operands.write_back();
+  for (const Update* update : of_items) {
+    if (is_folded(update->phase) || update->param.is_inference()) continue;
+    torch::autograd::impl::bump_version(update->param);
+  }
+}
+
+Tensor sum_of_squares(c10::ArrayRef<Tensor> grads) {
+  const auto device = grads.front().device();
+  const auto& kernels = kernels_for(device);
+  const at::NoGradGuard no_grad;
+  const c10::DeviceGuard on_device(device);
+  Operands operands;
+  std::vector<Item> items;
+  for (const Tensor& grad : grads) {
+    TORCH_CHECK(!grad.is_sparse(),
+                "Adam does not support sparse gradients, please consider SparseAdam instead");
+    Tensor like = as_real(grad);
+    if (!grad.is_non_overlapping_and_dense()) {
       like = at::empty_like(like, at::MemoryFormat::Contiguous);
     }
-    const auto data = [&](const Tensor& tensor) -> void* {
-      if (!tensor.defined()) return nullptr;
-      if (!tensor.is_complex() && tensor.strides() == like.strides()) {
-        return tensor.mutable_data_ptr();
-      }
-      const Tensor view = as_real(tensor);
-      if (view.strides() == like.strides()) return view.mutable_data_ptr();
-      reordered.push_back({view, at::empty_strided(like.sizes(), like.strides(), view.options())});
-      reordered.back().copy.copy_(view);
-      return reordered.back().copy.mutable_data_ptr();
-    };
     Item item{};
-    item.grad = data(grad);
-    if (!reordered.empty() && reordered.back().copy.const_data_ptr() == item.grad) {
-      reordered.back().original = Tensor();  // not written back
-    }
-    item.param = data(param);
-    item.exp_avg = data(state.exp_avg);
-    item.exp_avg_sq = data(state.exp_avg_sq);
-    item.max_exp_avg_sq = group->options.amsgrad ? data(state.max_exp_avg_sq) : nullptr;
+    item.grad = operands.read(grad, like);
     item.numel = like.numel();
-    item.param_type = dtype_of(like.scalar_type());
-    item.state_type = dtype_of(c10::toRealValueType(state.exp_avg.scalar_type()));
-    item.options = &group->options;
-    if (group->lr.defined()) item.device_lr = group->lr.const_data_ptr<float>();
-    if (state.step.device().is_cpu()) {
-      advance_on_cpu(state.step);
-      item.step = read_on_cpu(state.step);
-    } else {
-      device_steps.push_back(state.step.mutable_data_ptr<float>());
-      item.device_step = device_steps.back();
-    }
+    item.param_type = dtype_of(grad.scalar_type());
     items.push_back(item);
   }
-  void* stream = nullptr;
-#ifdef MEMSAVE_EXT_WITH_CUDA
-  if (device.is_cuda()) stream = current_cuda_stream(device);
-#endif
-  if (!device_steps.empty()) {
-    kernels.advance(device_steps.data(), static_cast<int64_t>(device_steps.size()), stream);
-  }
-  kernels.step(items.data(), static_cast<int64_t>(items.size()), stream);
-  for (const auto& [original, copy] : reordered) {
-    if (original.defined()) original.copy_(copy);
-  }
-  for (const auto& update : updates) {
-    if (!update.param.is_inference()) torch::autograd::impl::bump_version(update.param);
-  }
+  const auto count = static_cast<int64_t>(items.size());
+  const auto options = at::TensorOptions(device);
+  const auto bytes = kernels.measure_workspace(items.data(), count);
+  const Tensor workspace = at::empty({bytes}, options.dtype(at::kByte));
+  const Tensor squares = at::empty({count}, options.dtype(at::kDouble));
+  Measure measure{};
+  measure.squares = squares.mutable_data_ptr<double>();
+  kernels.measure(items.data(), count, measure, workspace.mutable_data_ptr(), stream_of(device));
+  return squares.sum();
 }
 
 }  // namespace memsave_ext::adam

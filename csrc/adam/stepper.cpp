@@ -1,5 +1,7 @@
 #include "adam/stepper.h"
 
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -7,7 +9,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <map>
 
 #include "adam/backward.h"
 #include "adam/dtensor.h"
@@ -125,7 +126,10 @@ std::shared_ptr<Backward> Stepper::current_backward() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (auto other = find()) return other;  // of another device's thread
-    backward = std::make_shared<Backward>(shared_from_this(), snapshot);
+    backward = std::make_shared<Backward>(shared_from_this(), snapshot,
+                                          measuring_     ? Task::kMeasure
+                                          : folding_ > 0 ? Task::kFold
+                                                         : Task::kStep);
     snapshot_ = snapshot;
     backwards_.erase(std::remove_if(backwards_.begin(), backwards_.end(),
                                     [](const auto& other) { return other.second.expired(); }),
@@ -149,11 +153,15 @@ void Stepper::check_not_failed() {
 }
 
 void Stepper::check_not_stepped(const Entry& entry, const Tensor& param) {
-  TORCH_CHECK(entry.step != step_, "Adam: ", name(entry, param),
+  const bool again = measuring_ ? entry.measured == step_ : entry.step == step_;
+  TORCH_CHECK(!again, "Adam: ", name(entry, param),
               " receives a second gradient in one step. Either backward() ran twice before "
               "opt.step(): put `with opt.accumulate():` around all but the last. Or it is used in "
               "several regions of torch.utils.checkpoint(use_reentrant=True), which deliver their "
               "gradients one by one: use use_reentrant=False, or memsave_ext.checkpoint.");
+  TORCH_CHECK(measuring_ || !norm_ || entry.measured == step_, "Adam: ", name(entry, param),
+              " has a gradient now, but had none in norm_pass(), whose norm it would be clipped "
+              "by. Both must run the backward of the same loss.");
 }
 
 void Stepper::check_not_forbidden() const {
@@ -169,11 +177,15 @@ std::shared_ptr<Entry> Stepper::own_entry(const py::handle& param) const {
 
 void Stepper::ready(Entry& entry, const Tensor& param, const Tensor& grad, bool may_step) {
   if (!grad.defined()) return;
+  const bool folds = folding_ > 0;
   if (entry.reduced_by_ddp) {
+    TORCH_CHECK(!folds,
+                "Adam: accumulate(fold=True) would fold gradients of one process, which "
+                "DistributedDataParallel has not reduced. Use accumulate().");
     entry.has_local_gradient = true;
     return;
   }
-  if (accumulating_ > 0) return;
+  if (accumulating_ > 0 && !folds) return;
   if (torch::autograd::get_current_graph_task_id() == -1) return;  // step() will apply it
   check_not_forbidden();
   TORCH_CHECK(!is_reduced_by_ddp(param), "Adam: a parameter of shape ", param.sizes(),
@@ -186,6 +198,82 @@ void Stepper::ready(Entry& entry, const Tensor& param, const Tensor& grad, bool 
   if (entry.snapshot != backward->snapshot().get()) return;  // not in param_groups any more
   check_not_stepped(entry, param);
   backward->add(entry, grad, may_step);
+}
+
+Scaling Stepper::scaling(const Snapshot& snapshot, c10::Device device) {
+  if (norm_) return norm_->scaling(device);
+  if (!snapshot.loss_scale.defined()) return {};
+  Tensor& found = found_[device];
+  if (!found.defined()) found = at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
+  return {snapshot.loss_scale.to(device), found, {}, {}};
+}
+
+void Stepper::accumulate(bool enabled, bool fold) {
+  (fold ? folding_ : accumulating_) += enabled ? 1 : -1;
+}
+
+void Stepper::begin_norm_pass() {
+  bool any = false;
+  for_parameters([&](const py::handle& param) {
+    any = any || THPVariable_Unpack(param.ptr()).grad().defined();
+  });
+  TORCH_CHECK(!any && accumulating_ == 0 && folding_ == 0,
+              "Adam: norm_pass() while gradients are accumulated: it drops those that it "
+              "measures. Use clip_global_norm=, which keeps them.");
+  const py::gil_scoped_release no_gil;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_not_failed();
+  TORCH_CHECK(!norm_ && stepped_ == 0,
+              "Adam: norm_pass() must come before the backward that steps, once in each step");
+  norm_ = std::make_unique<GradNorm>();
+  measuring_ = true;
+}
+
+void Stepper::end_norm_pass(const py::object& max_norm) {
+  const bool finished = !max_norm.is_none();
+  const double value = finished ? max_norm.cast<double>() : 0;
+  Tensor loss_scale;
+  if (const py::object owner = optimizer(); !owner.is_none()) loss_scale = read_loss_scale(owner);
+  const py::gil_scoped_release no_gil;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  measuring_ = false;
+  if (finished) {
+    norm_->finish(value, loss_scale);
+  } else {
+    norm_.reset();
+    ++step_;
+  }
+}
+
+int64_t Stepper::folded() {
+  const py::gil_scoped_release no_gil;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return folded_;
+}
+
+py::object Stepper::grad_norm() {
+  const Tensor& norm = norm_ && norm_->norm().defined() ? norm_->norm() : last_norm_;
+  if (!norm.defined()) return py::none();
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(norm));
+}
+
+py::list Stepper::found() {
+  py::list tensors;
+  for (const Tensor& found : last_found_) {
+    tensors.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(found)));
+  }
+  return tensors;
+}
+
+void Stepper::end_step() {
+  ++step_;
+  last_found_.clear();
+  for (const auto& [device, found] : found_) last_found_.push_back(found);
+  found_.clear();
+  if (!norm_) return;
+  last_norm_ = norm_->norm();
+  if (norm_->found().defined()) last_found_.push_back(norm_->found());
+  norm_.reset();
 }
 
 void Stepper::hand_to_ddp(const py::list& params, bool enabled) {
@@ -234,7 +322,7 @@ void Stepper::step_reduced(const std::shared_ptr<Backward>& backward, const py::
   backward->step_reduced(entries, of_entries);
 }
 
-int64_t Stepper::step() {
+int64_t Stepper::step(double max_norm, bool unscaled) {
   bool any = false;
   for_parameters([&](const py::handle& param) {
     any = any || THPVariable_Unpack(param.ptr()).grad().defined();
@@ -243,13 +331,15 @@ int64_t Stepper::step() {
     const py::gil_scoped_release no_gil;
     const std::lock_guard<std::mutex> lock(mutex_);
     check_not_failed();
-    ++step_;
-    return std::exchange(stepped_, 0);
+    if (folded_ == 0) {
+      end_step();
+      return std::exchange(stepped_, 0);
+    }
   }
-  return step_remaining();
+  return step_remaining(max_norm, unscaled);
 }
 
-int64_t Stepper::step_remaining() {
+int64_t Stepper::step_remaining(double max_norm, bool unscaled) {
   {
     const py::gil_scoped_release no_gil;
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -257,6 +347,9 @@ int64_t Stepper::step_remaining() {
   }
   const auto snapshot = take_snapshot();
   TORCH_CHECK(snapshot, "Adam: the optimizer is gone");
+  if (unscaled && snapshot->loss_scale.defined()) {
+    snapshot->loss_scale = at::ones_like(snapshot->loss_scale);
+  }
   std::vector<Tensor> grads;
   for (const auto& parameter : snapshot->parameters) {
     grads.push_back(
@@ -268,13 +361,15 @@ int64_t Stepper::step_remaining() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     // By device: each has its kernels.
-    std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::vector<Update>> updates;
-    std::vector<const Parameter*> with_gradient;
+    ByDevice<std::vector<Update>> updates;
+    std::vector<Parameter*> remaining;
     for (size_t i = 0; i < grads.size(); ++i) {
       auto& parameter = snapshot->parameters[i];
-      if (!grads[i].defined()) continue;
-      with_gradient.push_back(&parameter);
-      if (const Entry* entry = parameter.entry.get()) {
+      const Entry* entry = parameter.entry.get();
+      const bool folded = entry != nullptr && entry->folds > 0;
+      if (!grads[i].defined() && !folded) continue;
+      remaining.push_back(&parameter);
+      if (entry != nullptr && grads[i].defined()) {
         if (entry->reduced_by_ddp && entry->step == step_) continue;  // what the reducer left
         TORCH_CHECK(!entry->has_local_gradient, "Adam: the gradient of ",
                     name(*entry, parameter.tensor),
@@ -284,15 +379,27 @@ int64_t Stepper::step_remaining() {
                     " was stepped in backward and has a gradient again, which would be a second "
                     "step. Set .grad before backward(), or after step().");
       }
-      const auto device = parameter.local.device();
-      updates[{device.type(), device.index()}].push_back(checked_update(parameter, grads[i]));
+      updates[parameter.local.device()].push_back(
+          checked_update(parameter, grads[i], folded ? Phase::kClose : Phase::kWhole));
     }
-    for (const auto& [device, of_device] : updates) step_all(of_device);
-    if (attached_) {
-      for (const Parameter* parameter : with_gradient) parameter->tensor.mutable_grad().reset();
+    if (max_norm > 0) {
+      norm_ = std::make_unique<GradNorm>();
+      for (const auto& [device, of_device] : updates) {
+        std::vector<Tensor> measured;
+        for (const auto& update : of_device) measured.push_back(update.grad);
+        norm_->add(measured);
+      }
+      norm_->finish(max_norm, snapshot->loss_scale);
     }
-    for (const auto& [device, of_device] : updates) stepped_ += of_device.size();
-    ++step_;
+    for (const auto& [device, of_device] : updates) {
+      step_all(of_device, scaling(*snapshot, device));
+      stepped_ += static_cast<int64_t>(of_device.size());
+    }
+    for (const Parameter* parameter : remaining) {
+      if (attached_) parameter->tensor.mutable_grad().reset();
+      if (Entry* entry = parameter->entry.get()) folded_ -= std::exchange(entry->folds, 0) > 0;
+    }
+    end_step();
     stepped = std::exchange(stepped_, 0);
     fresh = snapshot->take_fresh();
   }
@@ -310,7 +417,7 @@ void Stepper::zero_grad(bool to_none) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (stepped_before_failure_ == 0) return;
   stepped_before_failure_ = 0;
-  ++step_;
+  end_step();
 }
 
 }  // namespace memsave_ext::adam

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "adam/grad_norm.h"
 #include "adam/snapshot.h"
 
 namespace memsave_ext::adam {
@@ -29,6 +30,9 @@ struct Entry {
   size_t position = 0;
   // The step it took part in last. Its gradient may still wait in a bucket.
   uint64_t step = 0;
+  uint64_t measured = 0;   // likewise, in a norm pass
+  bool waits = false;      // in a bucket
+  int64_t folds = 0;       // gradients folded into its moments since its last step
   bool made_dict = false;  // of Python hooks, which was not there
   // DistributedDataParallel reduces its gradient and then says so, and its hook only notes that
   // there is one.
@@ -49,9 +53,20 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   int64_t attach_lost();  // hooks that something else has displaced; how many
   // Steps what has a gradient, and lets every parameter be stepped again. Returns how many have
   // been stepped since the last call.
-  int64_t step();
+  // With `max_norm`, all gradients together are clipped to it; `unscaled`: they are not multiples
+  // of the loss scale any more.
+  int64_t step(double max_norm, bool unscaled);
   void zero_grad(bool to_none);  // a failure is acknowledged
-  void accumulate(bool enabled) { accumulating_ += enabled ? 1 : -1; }
+  void accumulate(bool enabled, bool fold);
+  // Gradients of the backwards between are measured and dropped. What is measured clips the step
+  // that follows; where `max_norm` is None it is forgotten.
+  void begin_norm_pass();
+  void end_norm_pass(const pybind11::object& max_norm);
+  // How many parameters have gradients in their moments that are not stepped yet.
+  int64_t folded();
+  pybind11::object grad_norm();  // of the last step whose norm was measured, or None
+  // Of the last step with a loss scale: for each device, 1 where a gradient was not finite.
+  pybind11::list found();
   void forbid(bool enabled) { forbidden_ = enabled; }
 
   // For DistributedDataParallel's communication hook, which has the GIL.
@@ -68,7 +83,9 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
  private:
   friend class Backward;
 
-  int64_t step_remaining();
+  int64_t step_remaining(double max_norm, bool unscaled);
+  void end_step();
+  Scaling scaling(const Snapshot& snapshot, c10::Device device);
   template <typename Body>
   void for_parameters(const Body& body) const;
   pybind11::object optimizer() const;         // none when it is gone. Needs the GIL
@@ -82,7 +99,8 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
 
   pybind11::object optimizer_;  // a weak reference
   const int64_t small_bytes_, bucket_bytes_;
-  std::atomic<int> accumulating_{0};
+  std::atomic<int> accumulating_{0}, folding_{0};
+  std::atomic<bool> measuring_{false};
   std::atomic<bool> forbidden_{false};
 
   std::mutex mutex_;       // for what follows, and for Entry
@@ -91,6 +109,11 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   std::weak_ptr<Snapshot> snapshot_;
   uint64_t step_ = 1;
   int64_t stepped_ = 0;  // since step()
+  int64_t folded_ = 0;
+  std::unique_ptr<GradNorm> norm_;  // of this step
+  at::Tensor last_norm_;
+  ByDevice<at::Tensor> found_;
+  std::vector<at::Tensor> last_found_;
   int64_t stepped_before_failure_ = 0;
 };
 

@@ -20,6 +20,7 @@ template <typename Storage>
 constexpr int kLanes = MEMSAVE_EXT_VECTOR_BYTES / sizeof(ValueOf<Storage>);
 template <typename Storage>
 using Lanes = Vector<ValueOf<Storage>, kLanes<Storage>>;
+using Bits = Vector<uint32_t, kLanes<float>>;  // of floats
 
 // How much of a vector a load or store is about.
 struct Whole {};
@@ -47,9 +48,32 @@ MEMSAVE_EXT_INLINED inline uint16_t mask(Part part) {
   return static_cast<uint16_t>((1u << part.lanes) - 1);
 }
 
+// As many as there are floats in a vector, of 16 bits each.
+MEMSAVE_EXT_INLINED inline Bits load_halves(const void* from) {
+#if MEMSAVE_EXT_VECTOR_BYTES == 64
+  return (Bits)_mm512_maskz_cvtepu16_epi32(kAll, load_raw<__m256i>(from));
+#elif MEMSAVE_EXT_VECTOR_BYTES == 32
+  return (Bits)_mm256_cvtepu16_epi32(load_raw<__m128i>(from));
+#else
+  return __builtin_convertvector(load_raw<Vector<uint16_t, kLanes<float>>>(from), Bits);
+#endif
+}
+
+// The lower 16 bits of each, of which none are set above.
+MEMSAVE_EXT_INLINED inline auto narrow_halves(Bits bits) {
+#if MEMSAVE_EXT_VECTOR_BYTES == 64
+  return _mm512_maskz_cvtepi32_epi16(kAll, (__m512i)bits);
+#elif MEMSAVE_EXT_VECTOR_BYTES == 32
+  const __m256i packed = _mm256_packus_epi32((__m256i)bits, (__m256i)bits);
+  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+#else
+  return __builtin_convertvector(bits, Vector<uint16_t, kLanes<float>>);
+#endif
+}
+
 template <typename Storage>
 MEMSAVE_EXT_INLINED inline Lanes<Storage> load(const Storage* from) {
-  constexpr int lanes = kLanes<Storage>;
+  [[maybe_unused]] constexpr int lanes = kLanes<Storage>;
   if constexpr (std::is_same_v<Storage, Half>) {
 #if MEMSAVE_EXT_VECTOR_BYTES == 64
     return (Lanes<Storage>)_mm512_maskz_cvtph_ps(kAll, load_raw<__m256i>(from));
@@ -61,24 +85,23 @@ MEMSAVE_EXT_INLINED inline Lanes<Storage> load(const Storage* from) {
     return v;
 #endif
   } else if constexpr (std::is_same_v<Storage, BFloat16>) {
-    using Bits = Vector<uint32_t, lanes>;
-#if MEMSAVE_EXT_VECTOR_BYTES == 64
-    const auto bits = (Bits)_mm512_maskz_cvtepu16_epi32(kAll, load_raw<__m256i>(from));
-#elif MEMSAVE_EXT_VECTOR_BYTES == 32
-    const auto bits = (Bits)_mm256_cvtepu16_epi32(load_raw<__m128i>(from));
-#else
-    const auto bits = __builtin_convertvector(load_raw<Vector<uint16_t, lanes>>(from), Bits);
-#endif
-    return (Lanes<Storage>)(bits << 16);
+    return (Lanes<Storage>)(load_halves(from) << 16);
   } else {
     return load_raw<Lanes<Storage>>(from);
   }
 }
 
+// Rounded to the nearest even bfloat16.
+MEMSAVE_EXT_INLINED inline Bits bfloat16_bits(Lanes<float> v) {
+  const Bits bits = (Bits)v;
+  const Bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return v != v ? Bits{} + 0x7fc0u : rounded;
+}
+
 // As it is stored: rounded to nearest even.
 template <typename Storage>
 MEMSAVE_EXT_INLINED inline auto narrow(Lanes<Storage> v) {
-  constexpr int lanes = kLanes<Storage>;
+  [[maybe_unused]] constexpr int lanes = kLanes<Storage>;
   if constexpr (std::is_same_v<Storage, Half>) {
 #if MEMSAVE_EXT_VECTOR_BYTES == 64
     return _mm512_maskz_cvtps_ph(kAll, (__m512)v, _MM_FROUND_TO_NEAREST_INT);
@@ -90,18 +113,7 @@ MEMSAVE_EXT_INLINED inline auto narrow(Lanes<Storage> v) {
     return bits;
 #endif
   } else if constexpr (std::is_same_v<Storage, BFloat16>) {
-    using Bits = Vector<uint32_t, lanes>;
-    const Bits bits = (Bits)v;
-    const Bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const Bits narrowed = v != v ? Bits{} + 0x7fc0u : rounded;
-#if MEMSAVE_EXT_VECTOR_BYTES == 64
-    return _mm512_maskz_cvtepi32_epi16(kAll, (__m512i)narrowed);
-#elif MEMSAVE_EXT_VECTOR_BYTES == 32
-    const __m256i packed = _mm256_packus_epi32((__m256i)narrowed, (__m256i)narrowed);
-    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
-#else
-    return __builtin_convertvector(narrowed, Vector<uint16_t, lanes>);
-#endif
+    return narrow_halves(bfloat16_bits(v));
   } else {
     return v;
   }
@@ -200,6 +212,44 @@ MEMSAVE_EXT_INLINED inline void store(Storage* to, Lanes<Storage> v, Part part) 
   Storage whole[kLanes<Storage>];
   store(whole, v, Whole{});
   copy(to, whole, part);
+#endif
+}
+
+MEMSAVE_EXT_INLINED inline void store_halves(void* to, Bits bits, Whole) {
+  const auto stored = narrow_halves(bits);
+  __builtin_memcpy(to, &stored, sizeof(stored));
+}
+
+MEMSAVE_EXT_INLINED inline void store_halves(void* to, Bits bits, Part part) {
+  BFloat16 whole[kLanes<float>];
+  store_halves(whole, bits, Whole{});
+  copy(static_cast<BFloat16*>(to), whole, part);
+}
+
+// Bytes, as halves.
+MEMSAVE_EXT_INLINED inline Bits load_bytes(const uint8_t* from) {
+#if MEMSAVE_EXT_VECTOR_BYTES == 64
+  return (Bits)_mm512_maskz_cvtepu8_epi32(kAll, load_raw<__m128i>(from));
+#elif MEMSAVE_EXT_VECTOR_BYTES == 32
+  return (Bits)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+  return __builtin_convertvector(load_raw<Vector<uint8_t, kLanes<float>>>(from), Bits);
+#endif
+}
+
+MEMSAVE_EXT_INLINED inline void store_bytes(uint8_t* to, Bits bits) {
+#if MEMSAVE_EXT_VECTOR_BYTES == 64
+  const __m128i stored = _mm512_maskz_cvtepi32_epi8(kAll, (__m512i)bits);
+  __builtin_memcpy(to, &stored, sizeof(stored));
+#elif MEMSAVE_EXT_VECTOR_BYTES == 32
+  const __m256i halves = _mm256_packus_epi32((__m256i)bits, (__m256i)bits);
+  const __m256i bytes = _mm256_packus_epi16(halves, halves);
+  const __m128i high = _mm256_extracti128_si256(bytes, 1);
+  const __m128i stored = _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), high);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), stored);
+#else
+  const auto stored = __builtin_convertvector(bits, Vector<uint8_t, kLanes<float>>);
+  __builtin_memcpy(to, &stored, sizeof(stored));
 #endif
 }
 

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "vector/types.h"
@@ -85,6 +86,40 @@ __device__ __forceinline__ Vec load(const void* from, int64_t offset) {
 template <typename Vec>
 __device__ __forceinline__ void store(void* to, int64_t offset, const Vec& vector) {
   static_cast<Vec*>(to)[offset] = vector;
+}
+
+// A vector that lies anywhere, or of which only the first `count` elements are there.
+struct Part {
+  int64_t begin;  // in elements
+  int count;
+};
+
+// Vec::Element is the type of its elements. What is not there is 0.
+template <typename Vec>
+__device__ __forceinline__ Vec load(const void* from, Part part) {
+  using T = typename Vec::Element;
+  constexpr int size = sizeof(Vec) / sizeof(T);
+  T elements[size];
+  memset(elements, 0, sizeof(elements));
+#pragma unroll
+  for (int i = 0; i < size; ++i) {
+    if (i < part.count) elements[i] = static_cast<const T*>(from)[part.begin + i];
+  }
+  Vec vector;
+  memcpy(&vector, elements, sizeof(vector));
+  return vector;
+}
+
+template <typename Vec>
+__device__ __forceinline__ void store(void* to, Part part, const Vec& vector) {
+  using T = typename Vec::Element;
+  constexpr int size = sizeof(Vec) / sizeof(T);
+  T elements[size];
+  memcpy(elements, &vector, sizeof(vector));
+#pragma unroll
+  for (int i = 0; i < size; ++i) {
+    if (i < part.count) static_cast<T*>(to)[part.begin + i] = elements[i];
+  }
 }
 
 }  // namespace memsave_ext::vector

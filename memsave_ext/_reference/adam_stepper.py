@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from ..adam import dtensor
-from . import adam
+from . import adam_update
 
 _SPARSE = "Adam does not support sparse gradients, please consider SparseAdam instead"
 _MARK = "_memsave_ext_stepper"
 _HOOKS = "_post_accumulate_grad_hooks"
+
+Update = tuple[Tensor, dict[str, Any], Tensor | None]  # parameter, group, gradient
 
 
 class AdamStepper:
@@ -24,13 +26,20 @@ class AdamStepper:
         self._optimizer = weakref.ref(optimizer)
         self._small_bytes, self._bucket_bytes = small_bytes, bucket_bytes
         self._attached = False
-        self._accumulating = 0
+        self._accumulating = self._folding = 0
         self._forbidden = False
         self._reduced_by_ddp: set[int] = set()
         self._unreduced: set[int] = set()  # of these, those with a gradient of this process alone
         self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
         self.stepped: set[int] = set()  # in this step, or waiting
         self.stepped_before_failure = 0
+        self._folds: set[int] = set()  # parameters with gradients in their moments
+        self._measuring = False
+        self._squares: dict[int, Tensor] | None = None  # of a norm pass, by parameter
+        self._clip: tuple[Tensor, Tensor | None] | None = None  # factor and skip of all gradients
+        self._norm: Tensor | None = None
+        self._found: dict[torch.device, Tensor] = {}
+        self._last_found: list[Tensor] = []
 
     # called by the optimizer
 
@@ -67,38 +76,47 @@ class AdamStepper:
                 if hook.made_dict and not hooks:
                     setattr(param, _HOOKS, None)
 
-    def step(self) -> int:
+    def step(self, max_norm: float, unscaled: bool) -> int:
         self.check_not_failed()
-        updates, left = [], []
+        updates: list[Update] = []
+        left = []
         for group in self._groups():
             for param in group["params"]:
-                if param.grad is None:
-                    continue
-                left.append(param)
-                stepped = self._attached and id(param) in self.stepped
-                if stepped and id(param) in self._reduced_by_ddp:  # what the reducer left
-                    continue
-                if id(param) in self._unreduced:
-                    raise RuntimeError(
-                        f"Adam: the gradient of {self.name(param)} has not been reduced over the "
-                        "processes. The last backward of a step must be outside of ddp.no_sync()."
-                    )
-                if stepped:
-                    raise RuntimeError(
-                        f"Adam: {self.name(param)} was stepped in backward and has a gradient "
-                        "again, which would be a second step. Set .grad before backward(), or "
-                        "after step()."
-                    )
-                updates.append((param, group, param.grad))
-        self.update(updates)
+                if param.grad is not None:
+                    left.append(param)
+                    stepped = self._attached and id(param) in self.stepped
+                    if stepped and id(param) in self._reduced_by_ddp:  # what the reducer left
+                        continue
+                    self._check_reduced(param)
+                    if stepped:
+                        raise RuntimeError(
+                            f"Adam: {self.name(param)} was stepped in backward and has a gradient "
+                            "again, which would be a second step. Set .grad before backward(), or "
+                            "after step()."
+                        )
+                if param.grad is not None or id(param) in self._folds:
+                    updates.append((param, group, param.grad))
+        scale = self._loss_scale()
+        scale = torch.ones_like(scale) if unscaled and scale is not None else scale
+        if max_norm > 0 and updates:
+            squares = [_square(grad) for param, _, grad in updates if grad is not None]
+            self._finish_norm(squares, max_norm, scale)
+        self.update(updates, "step", scale)
         if self._attached:
             for param in left:
                 param.grad = None
                 # Where the tensor was swapped, its hooks are there and are not called any more.
                 setattr(param, _HOOKS, getattr(param, _HOOKS))
         count = len(self.stepped) + len(updates)
-        self.stepped.clear()
+        self._end_step()
         return count
+
+    def _end_step(self) -> None:
+        self.stepped.clear()
+        self._last_found = list(self._found.values())
+        if self._clip is not None and self._clip[1] is not None:
+            self._last_found.append(self._clip[1])
+        self._found, self._clip, self._squares = {}, None, None
 
     def zero_grad(self, to_none: bool) -> None:
         if to_none:
@@ -106,10 +124,83 @@ class AdamStepper:
                 param.grad = None
         if self.stepped_before_failure:
             self.stepped_before_failure = 0
-            self.stepped.clear()
+            self._end_step()
 
-    def accumulate(self, enabled: bool) -> None:
-        self._accumulating += 1 if enabled else -1
+    def accumulate(self, enabled: bool, fold: bool) -> None:
+        if fold:
+            self._folding += 1 if enabled else -1
+        else:
+            self._accumulating += 1 if enabled else -1
+
+    def begin_norm_pass(self) -> None:
+        if self._accumulating or self._folding or any(p.grad is not None for p in self._params()):
+            raise RuntimeError(
+                "Adam: norm_pass() while gradients are accumulated: it drops those that it "
+                "measures. Use clip_global_norm=, which keeps them."
+            )
+        self.check_not_failed()
+        if self._squares is not None or self.stepped:
+            raise RuntimeError(
+                "Adam: norm_pass() must come before the backward that steps, once in each step"
+            )
+        self._squares, self._measuring = {}, True
+
+    def end_norm_pass(self, max_norm: float | None) -> None:
+        self._measuring = False
+        assert self._squares is not None
+        if max_norm is None:
+            self._squares = None
+        else:
+            self._finish_norm(list(self._squares.values()), max_norm, self._loss_scale())
+
+    def grad_norm(self) -> Tensor | None:
+        return self._norm
+
+    def found(self) -> list[Tensor]:
+        return self._last_found
+
+    def folded(self) -> int:
+        return len(self._folds)
+
+    def _loss_scale(self) -> Tensor | None:
+        scaler = getattr(self._optimizer(), "grad_scaler", None)
+        if scaler is None or not scaler.is_enabled():
+            return None
+        return scaler._get_scale_async()  # type: ignore[no-any-return]
+
+    def _finish_norm(self, squares: list[Tensor], max_norm: float, scale: Tensor | None) -> None:
+        total = sum((s.to(squares[0].device) for s in squares), torch.zeros((), dtype=torch.double))
+        norm = total.sqrt()
+        skip = None
+        if scale is not None:
+            scale = scale.to(norm.device, torch.double)
+            norm = norm / scale
+            skip = norm.isfinite().logical_not().float()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1)
+        self._clip = (factor if scale is None else factor / scale).float(), skip
+        self._norm = norm.float()
+
+    def _scaling(
+        self, grad: Tensor | None, group: dict[str, Any], scale: Tensor | None
+    ) -> tuple[Tensor | None, bool]:
+        """What a gradient is multiplied by, and whether it is left out."""
+        if self._clip is not None:
+            clip, skip_all = self._clip
+            return clip, skip_all is not None and bool(skip_all)
+        max_norm = group.get("max_grad_norm")
+        if grad is None or (scale is None and max_norm is None):
+            return None, False
+        square = _square(grad)
+        inverse = torch.ones((), dtype=torch.double) if scale is None else 1 / scale.double()
+        factor = inverse.to(square.device)
+        if max_norm is not None:
+            factor = factor * (max_norm / (square.sqrt() * factor + 1e-6)).clamp(max=1)
+        if scale is None:
+            return factor.float(), False
+        found = self._found.setdefault(grad.device, torch.zeros((), device=grad.device))
+        if skip := not bool(square.isfinite()):
+            found.fill_(1)
+        return factor.float(), skip
 
     def forbid(self, enabled: bool) -> None:
         self._forbidden = enabled
@@ -129,7 +220,7 @@ class AdamStepper:
             )
         self.check_not_failed()
         for param in params:
-            self._check_not_stepped(param)
+            self._check_fires_once(param)
         self._unreduced.difference_update(id(param) for param in params)
         return self._current_backward()
 
@@ -138,14 +229,15 @@ class AdamStepper:
     ) -> None:
         if backward is None:
             return
-        updates = []
+        updates: list[Update] = []
         for param, grad in zip(params, grads, strict=True):
             if (group := self._group_of(param)) is not None:
                 updates.append((param, group, grad))
-        self.update(updates)
+        self.update(updates, backward.task, self._loss_scale())
         backward.stepped += len(updates)
         for param, *_ in updates:
-            self.stepped.add(id(param))
+            if backward.task == "step":
+                self.stepped.add(id(param))
             param.grad = None
 
     # called by hooks
@@ -154,9 +246,14 @@ class AdamStepper:
         if param.grad is None:
             return
         if id(param) in self._reduced_by_ddp:
+            if self._folding:
+                raise RuntimeError(
+                    "Adam: accumulate(fold=True) would fold gradients of one process, which "
+                    "DistributedDataParallel has not reduced. Use accumulate()."
+                )
             self._unreduced.add(id(param))
             return
-        if self._accumulating or torch._C._current_graph_task_id() == -1:
+        if (self._accumulating and not self._folding) or torch._C._current_graph_task_id() == -1:
             return
         self._check_not_forbidden()
         backward = self._current_backward()
@@ -172,7 +269,9 @@ class AdamStepper:
         group = self._group_of(param)
         if group is None:  # not in param_groups any more
             return
-        self._check_not_stepped(param)
+        if backward.task == "fold" and any(p is param for p, _ in backward.waiting):
+            return  # a second region's part: it is in .grad too
+        self._check_fires_once(param)
         if param.grad.is_sparse:
             raise RuntimeError(_SPARSE)
         backward.add(param, group, wait=not is_last or param.grad.nbytes < self._small_bytes)
@@ -183,7 +282,8 @@ class AdamStepper:
         task = torch._C._current_graph_task_id()
         backward = self._backwards.get(task)
         if backward is None:
-            self._backwards[task] = backward = _Backward(self, self._ddp_params())
+            kind = "measure" if self._measuring else "fold" if self._folding else "step"
+            self._backwards[task] = backward = _Backward(self, self._ddp_params(), kind)
             torch.autograd.Variable._execution_engine.queue_callback(backward.finish)
         return backward
 
@@ -203,8 +303,16 @@ class AdamStepper:
                 "steps the parameters itself. Call backward() first, and then step() without it."
             )
 
-    def _check_not_stepped(self, param: Tensor) -> None:
-        if id(param) in self.stepped:
+    def _check_reduced(self, param: Tensor) -> None:
+        if id(param) in self._unreduced:
+            raise RuntimeError(
+                f"Adam: the gradient of {self.name(param)} has not been reduced over the "
+                "processes. The last backward of a step must be outside of ddp.no_sync()."
+            )
+
+    def _check_fires_once(self, param: Tensor) -> None:
+        measured = self._squares or {}
+        if id(param) in (measured if self._measuring else self.stepped):
             raise RuntimeError(
                 f"Adam: {self.name(param)} receives a second gradient in one step. Either "
                 "backward() ran twice before opt.step(): put `with opt.accumulate():` around all "
@@ -212,53 +320,61 @@ class AdamStepper:
                 "torch.utils.checkpoint(use_reentrant=True), which deliver their gradients one by "
                 "one: use use_reentrant=False, or memsave_ext.checkpoint."
             )
+        if not self._measuring and self._squares is not None and id(param) not in measured:
+            raise RuntimeError(
+                f"Adam: {self.name(param)} has a gradient now, but had none in norm_pass(), whose "
+                "norm it would be clipped by. Both must run the backward of the same loss."
+            )
 
     def _group_of(self, param: Tensor) -> dict[str, Any] | None:
         groups = (g for g in self._groups() if any(p is param for p in g["params"]))
         return next(groups, None)
 
-    def update(self, updates: list[tuple[Tensor, dict[str, Any], Tensor]]) -> None:
-        """Steps these parameters; those of a group together. Checks all first."""
+    def update(self, updates: list[Update], task: str, scale: Tensor | None) -> None:
+        """Does it to these parameters, all of which are checked first."""
         optimizer = self._optimizer()
         assert optimizer is not None
+        if task == "measure":
+            assert self._squares is not None
+            for param, _, grad in updates:
+                self._squares[id(param)] = _square(grad)
+            return
         fresh = []
+        try:
+            for param, group, grad in updates:
+                if not optimizer.state.get(param):
+                    optimizer.state[param] = adam_update.make_state(param, group)
+                    fresh.append(param)
+                state, phase = optimizer.state[param], self._phase(param, task)
+                adam_update.check(param, grad, state, group, phase)
+        except BaseException:
+            for made in fresh:
+                del optimizer.state[made]
+            raise
+        positions = {id(param): i for i, param in enumerate(self._params())}
         for param, group, grad in updates:
-            if grad.is_sparse:
-                raise RuntimeError(_SPARSE)
-            if not optimizer.state.get(param):
-                optimizer.state[param] = make_state(param, group)
-                fresh.append(param)
-            state = optimizer.state[param]
-            try:
-                adam.check(param, grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
-            except BaseException:
-                for made in fresh:
-                    del optimizer.state[made]
-                raise
-        for group in {id(g): g for _, g, _ in updates}.values():
-            chosen = [(p, grad) for p, of, grad in updates if of is group]
-            states = [
-                {name: dtensor.local_tensor(value) for name, value in optimizer.state[p].items()}
-                for p, _ in chosen
-            ]
-            lr, betas = group["lr"], group["betas"]
-            adam.adam_step_(
-                [dtensor.local_tensor(p) for p, _ in chosen],
-                [dtensor.local_gradient(p, grad) for p, grad in chosen],
-                [s["exp_avg"] for s in states],
-                [s["exp_avg_sq"] for s in states],
-                [s["max_exp_avg_sq"] for s in states] if group["amsgrad"] else [],
-                [s["step"] for s in states],
-                lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else None,
-                float(lr),
-                float(betas[0]),
-                float(betas[1]),
-                group["eps"],
-                group["weight_decay"],
-                group["decoupled_weight_decay"],
-                group["amsgrad"],
-                group["maximize"],
+            factor, skip = self._scaling(grad, group, scale)
+            phase = self._phase(param, task)
+            change = self._folds.add if task == "fold" else self._folds.discard
+            change(id(param))
+            if skip:
+                continue
+            local = dtensor.local_tensor
+            adam_update.update(
+                local(param),
+                None if grad is None else dtensor.local_gradient(param, grad),
+                {name: local(value) for name, value in optimizer.state[param].items()},
+                group,
+                position=positions[id(param)],
+                phase=phase,
+                factor=factor,
             )
+
+    def _phase(self, param: Tensor, task: str) -> adam_update.Phase:
+        folded = id(param) in self._folds
+        if task == "fold":
+            return "fold" if folded else "first_fold"
+        return "close" if folded else "whole"
 
     def check_not_failed(self) -> None:
         if self.stepped_before_failure:
@@ -312,8 +428,9 @@ class AdamStepper:
 class _Backward:
     """One backward in which parameters are stepped. Held by its graph task alone."""
 
-    def __init__(self, stepper: AdamStepper, of_ddp: set[int]) -> None:
+    def __init__(self, stepper: AdamStepper, of_ddp: set[int], task: str) -> None:
         self.stepper = stepper
+        self.task = task  # what becomes of gradients: step, fold or measure
         self.of_ddp = of_ddp  # parameters whose gradients are reduced later
         self.waiting: list[tuple[Tensor, dict[str, Any]]] = []
         self.bytes = 0
@@ -323,7 +440,8 @@ class _Backward:
     def add(self, param: Tensor, group: dict[str, Any], wait: bool) -> None:
         assert param.grad is not None
         self.waiting.append((param, group))
-        self.stepper.stepped.add(id(param))
+        if self.task == "step":
+            self.stepper.stepped.add(id(param))
         self.bytes += param.grad.nbytes
         if not wait:
             self._flush([self.waiting.pop()])
@@ -340,7 +458,9 @@ class _Backward:
 
     def _flush(self, updates: list[tuple[Tensor, dict[str, Any]]]) -> None:
         updates = [u for u in updates if u[0].grad is not None]
-        self.stepper.update([(p, group, p.grad) for p, group in updates if p.grad is not None])
+        self.stepper.update(
+            [(p, group, p.grad) for p, group in updates], self.task, self.stepper._loss_scale()
+        )
         for param, _ in updates:
             param.grad = None
         self.stepped += len(updates)
@@ -351,12 +471,10 @@ class _Backward:
             self.stepper.stepped -= {id(p) for p, _ in self.waiting}
 
 
-def make_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-    """Zeros. In float32 for types of 16 bits, else in the parameter's."""
-    dtype = torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
-    device = param.device if group["capturable"] or group["fused"] else "cpu"
-    names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
-    state = {"step": torch.zeros((), dtype=torch.float32, device=device)}
-    for name in names:
-        state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-    return state
+def _square(grad: Tensor | None) -> Tensor:
+    """The sum of squares."""
+    assert grad is not None
+    if grad.is_sparse:
+        raise RuntimeError(_SPARSE)
+    values = torch.view_as_real(grad) if grad.is_complex() else grad
+    return dtensor.local_tensor(values).double().square().sum()

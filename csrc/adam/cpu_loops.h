@@ -1,0 +1,34 @@
+// What each instruction set implements: loops over a part of one tensor, on one thread.
+#pragma once
+
+#include <cstdint>
+
+#include "adam/kernels.h"
+
+namespace memsave_ext::adam::cpu {
+
+// Elements from begin to end; begin is a multiple of kBlock, and end is one or the item's.
+using Step = void (*)(const Item& item, int64_t begin, int64_t end,
+                      const Coefficients<double>& coefficients);
+
+// The sum of squares of these values. The same for all instruction sets, but of doubles.
+using SumSquares = double (*)(const void* values, int64_t count);
+
+struct Loops {
+  // By DType of the parameter, ParamFormat, StateFormat, amsgrad and whether folds are closed; null
+  // where there is no such step.
+  Step steps[4][4][4][2][2];
+  Step folds[4];              // by DType, of micro-gradients, with states that are float or double
+  SumSquares sum_squares[4];  // by DType
+};
+
+extern const Loops& baseline_loops;
+#if defined(__x86_64__)
+extern const Loops& avx2_loops;
+extern const Loops& avx512_loops;
+#endif
+
+// Those for this CPU.
+const Loops& loops();
+
+}  // namespace memsave_ext::adam::cpu

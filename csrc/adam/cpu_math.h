@@ -1,0 +1,161 @@
+// Math of math.h, philox.h and code8.h over vectors, for the instruction set whose target region
+// this is included in.
+#pragma once
+
+#include "adam/math.h"
+#include "vector/cpu.h"
+
+namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA {
+
+namespace isa = vector::MEMSAVE_EXT_ISA;
+
+using Floats = isa::Lanes<float>;
+using Doubles = isa::Lanes<double>;
+using Wide = isa::Vector<uint64_t, isa::kLanes<double>>;
+
+struct Product {
+  Wide high, low;  // of numbers of 32 bits, to be looked for in the lower halves
+};
+
+struct Math {
+  template <typename V>
+  static MEMSAVE_EXT_INLINED V product(V a, V b) {
+    V rounded = a * b;
+#if defined(__x86_64__)
+    asm("" : "+v"(rounded));  // out of the compiler's sight, which would fuse it with a sum
+#elif defined(__aarch64__)
+    asm("" : "+w"(rounded));
+#endif
+    return rounded;
+  }
+
+  template <typename V>
+  static MEMSAVE_EXT_INLINED V fused(V a, V b, V c) {
+    [[maybe_unused]] constexpr bool doubles = sizeof(a[0]) == 8;
+#if MEMSAVE_EXT_VECTOR_BYTES == 64
+    if constexpr (doubles) return (V)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+    if constexpr (!doubles) return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif MEMSAVE_EXT_VECTOR_BYTES == 32
+    if constexpr (doubles) return (V)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+    if constexpr (!doubles) return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+  }
+
+  template <typename V>
+  static MEMSAVE_EXT_INLINED V square_root(V v) {
+    constexpr bool doubles = sizeof(v[0]) == 8;
+#if MEMSAVE_EXT_VECTOR_BYTES == 64
+    if constexpr (doubles) return (V)_mm512_maskz_sqrt_pd(0xff, (__m512d)v);
+    if constexpr (!doubles) return (V)_mm512_maskz_sqrt_ps(isa::kAll, (__m512)v);
+#elif MEMSAVE_EXT_VECTOR_BYTES == 32
+    if constexpr (doubles) return (V)_mm256_sqrt_pd((__m256d)v);
+    if constexpr (!doubles) return (V)_mm256_sqrt_ps((__m256)v);
+#elif defined(__x86_64__)
+    if constexpr (doubles) return (V)_mm_sqrt_pd((__m128d)v);
+    if constexpr (!doubles) return (V)_mm_sqrt_ps((__m128)v);
+#else
+    constexpr int lanes = sizeof(V) / sizeof(v[0]);
+    for (int i = 0; i < lanes; ++i) v[i] = doubles ? __builtin_sqrt(v[i]) : __builtin_sqrtf(v[i]);
+    return v;
+#endif
+  }
+
+  template <typename V>
+  static MEMSAVE_EXT_INLINED V maximum(V a, V b) {
+    const V larger = a > b ? a : b;
+    return a != a ? a : larger;
+  }
+
+  static MEMSAVE_EXT_INLINED Floats smaller(Floats a, Floats b) {
+#if MEMSAVE_EXT_VECTOR_BYTES == 64
+    return (Floats)_mm512_maskz_min_ps(isa::kAll, (__m512)a, (__m512)b);
+#elif MEMSAVE_EXT_VECTOR_BYTES == 32
+    return (Floats)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return a < b ? a : b;
+#endif
+  }
+
+  static MEMSAVE_EXT_INLINED Floats larger(Floats a, Floats b) {
+#if MEMSAVE_EXT_VECTOR_BYTES == 64
+    return (Floats)_mm512_maskz_max_ps(isa::kAll, (__m512)a, (__m512)b);
+#elif MEMSAVE_EXT_VECTOR_BYTES == 32
+    return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+  }
+
+  static MEMSAVE_EXT_INLINED isa::Bits bits(Floats v) { return (isa::Bits)v; }
+  static MEMSAVE_EXT_INLINED Floats from_bits(isa::Bits bits) { return (Floats)bits; }
+
+  // Of integers below 2^22.
+  static MEMSAVE_EXT_INLINED isa::Bits nearest(Floats v) {
+    constexpr float one_is_last_bit = 8388608;
+    return bits(v + one_is_last_bit) ^ bits(Floats{} + one_is_last_bit);
+  }
+
+  static MEMSAVE_EXT_INLINED isa::Bits truncated(Floats v) {
+    return (isa::Bits) __builtin_convertvector(v, Integers);
+  }
+
+  static MEMSAVE_EXT_INLINED Floats number(isa::Bits integers) {
+    return __builtin_convertvector((Integers)integers, Floats);
+  }
+
+  // A shuffle moves the upper halves down: shifts compete with multiplications.
+  static MEMSAVE_EXT_INLINED Product multiply(uint32_t a, Wide b) {
+#if MEMSAVE_EXT_VECTOR_BYTES == 64
+    const __m512i product = _mm512_maskz_mul_epu32(0xff, _mm512_set1_epi64(a), (__m512i)b);
+    return {(Wide)_mm512_maskz_shuffle_epi32(isa::kAll, product, _MM_PERM_DDBB), (Wide)product};
+#elif MEMSAVE_EXT_VECTOR_BYTES == 32
+    const __m256i product = _mm256_mul_epu32(_mm256_set1_epi64x(a), (__m256i)b);
+    return {(Wide)_mm256_shuffle_epi32(product, 0xf5), (Wide)product};
+#elif defined(__x86_64__)
+    const __m128i product = _mm_mul_epu32(_mm_set1_epi64x(a), (__m128i)b);
+    return {(Wide)_mm_shuffle_epi32(product, 0xf5), (Wide)product};
+#else
+    const Wide product = (b & 0xffffffffu) * a;
+    return {product >> 32, product};
+#endif
+  }
+
+  // random: 16 bits.
+  static MEMSAVE_EXT_INLINED Floats pack(Packed<Floats> moments, isa::Bits random) {
+    const Floats squares = moments.exp_avg_sq;
+    const isa::Bits rounded = (bits(squares) + (random >> 1)) >> 15;
+    const isa::Bits low = squares != squares ? isa::Bits{} + 0xff80u : rounded & 0xffffu;
+    return from_bits(isa::bfloat16_bits(moments.exp_avg) << 16 | low);
+  }
+
+  static MEMSAVE_EXT_INLINED Packed<Floats> unpack(Floats packed) {
+    const isa::Bits both = bits(packed);
+    return {from_bits(both & 0xffff0000u), from_bits((both & 0xffffu) << 15)};
+  }
+
+  static MEMSAVE_EXT_INLINED Doubles pack(Packed<Doubles> moments, isa::Bits) {
+    return (Doubles)(bits_of_floats(moments.exp_avg) << 32 | bits_of_floats(moments.exp_avg_sq));
+  }
+
+  static MEMSAVE_EXT_INLINED Packed<Doubles> unpack(Doubles packed) {
+    const Wide both = (Wide)packed;
+    return {floats_of_bits(both >> 32), floats_of_bits(both & 0xffffffffu)};
+  }
+
+ private:
+  using Integers = isa::Vector<int32_t, isa::kLanes<float>>;
+  using HalfFloats = isa::Vector<float, isa::kLanes<double>>;
+  using HalfBits = isa::Vector<uint32_t, isa::kLanes<double>>;
+
+  static MEMSAVE_EXT_INLINED Wide bits_of_floats(Doubles v) {
+    return __builtin_convertvector((HalfBits) __builtin_convertvector(v, HalfFloats), Wide);
+  }
+
+  static MEMSAVE_EXT_INLINED Doubles floats_of_bits(Wide bits) {
+    return __builtin_convertvector((HalfFloats) __builtin_convertvector(bits, HalfBits), Doubles);
+  }
+};
+
+}  // namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA

@@ -1,0 +1,44 @@
+#include "adam/grad_norm.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/zeros.h>
+
+namespace memsave_ext::adam {
+
+using at::Tensor;
+
+void GradNorm::add(c10::ArrayRef<Tensor> grads) {
+  if (grads.empty()) return;
+  const at::NoGradGuard no_grad;
+  const Tensor squares = sum_of_squares(grads);
+  Tensor& sum = squares_[squares.device()];
+  sum = sum.defined() ? sum + squares : squares;
+}
+
+void GradNorm::finish(double max_norm, const Tensor& loss_scale) {
+  const at::NoGradGuard no_grad;
+  Tensor total;
+  for (const auto& [device, squares] : squares_) {
+    total = total.defined() ? total + squares.to(total.device()) : squares;
+  }
+  if (!total.defined()) total = at::zeros({}, at::kDouble);
+  Tensor norm = total.sqrt(), scale;
+  if (loss_scale.defined()) {
+    scale = loss_scale.to(norm.device(), at::kDouble);
+    norm = norm / scale;
+    skip_ = norm.isfinite().logical_not().to(at::kFloat);
+  }
+  // As torch.nn.utils.clip_grad_norm_ does.
+  Tensor factor = (max_norm / (norm + 1e-6)).clamp_max(1);
+  if (scale.defined()) factor = factor / scale;
+  norm_ = norm.to(at::kFloat);
+  factor_ = factor.to(at::kFloat);
+}
+
+Scaling GradNorm::scaling(c10::Device device) const {
+  return {{}, {}, factor_.to(device), skip_.defined() ? skip_.to(device) : Tensor()};
+}
+
+}  // namespace memsave_ext::adam

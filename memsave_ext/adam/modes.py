@@ -1,0 +1,152 @@
+"""Options of a param group beyond torch's: how parameters and states are stored, and clipping.
+
+They stand in a group only where they differ from these defaults, so that a ``state_dict`` without
+them is torch's.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._reference import adam_formats as formats
+from .._reference import adam_update
+from .dtensor import is_dtensor
+
+DEFAULTS: dict[str, Any] = {"bf16": None, "state_dtype": None, "seed": 0, "max_grad_norm": None}
+_STORAGE = ("bf16", "state_dtype")  # decide what a state consists of
+_BF16 = (None, "stochastic", "kahan", "split")
+_STATE_DTYPES = (None, torch.float32, torch.bfloat16, "8bit")
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)  # what other states are for
+_SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+def of_group(group: dict[str, Any], name: str) -> Any:
+    """None where it is torch's."""
+    value = group.get(name, DEFAULTS[name])
+    return None if value is torch.float32 else value  # which is what None means, where it can
+
+
+def check_norm(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        raise ValueError(f"{name} must be a number above 0, got {value!r}")
+
+
+def check_group(group: dict[str, Any], amsgrad: bool) -> None:
+    """Raises ValueError where the group's parameters cannot be stepped with its options."""
+    bf16, state_dtype = group.get("bf16"), group.get("state_dtype")
+    if bf16 not in _BF16:
+        allowed = "None, 'stochastic', 'kahan' or 'split'"
+        raise ValueError(f"bf16 must be {allowed}, got {bf16!r}")
+    if not any(state_dtype is allowed or state_dtype == allowed for allowed in _STATE_DTYPES):
+        raise ValueError(
+            f"state_dtype must be None, torch.float32, torch.bfloat16 or '8bit', got "
+            f"{state_dtype!r}"
+        )
+    seed = group.get("seed", 0)
+    if not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise ValueError(f"seed must be an int from 0 to 2**64 - 1, got {seed!r}")
+    if (norm := group.get("max_grad_norm")) is not None:
+        check_norm("max_grad_norm", norm)
+    if state_dtype == "8bit" and amsgrad:
+        raise ValueError("state_dtype='8bit' cannot be combined with amsgrad=True: choose one")
+    params = group["params"]
+    for param in [params] if isinstance(params, Tensor) else params:
+        if isinstance(param, Tensor):
+            _check_param(param, bf16, of_group(group, "state_dtype"), norm)
+
+
+def _check_param(param: Tensor, bf16: Any, state_dtype: Any, norm: Any) -> None:
+    got = f"a parameter of {param.dtype} and shape {list(param.shape)}"
+    own = "Put it into a param group of its own, with"
+    if bf16 is not None and param.dtype != torch.bfloat16:
+        raise ValueError(f"bf16={bf16!r} is for bfloat16 parameters, got {got}. {own} bf16=None.")
+    if state_dtype is not None and param.dtype not in _NARROW:
+        raise ValueError(
+            f"state_dtype={state_dtype!r} is for float32, float16 and bfloat16 parameters, got "
+            f"{got}. {own} state_dtype=None."
+        )
+    if not is_dtensor(param):
+        return
+    if state_dtype == "8bit":
+        raise ValueError(
+            "state_dtype='8bit' keeps a scale for each block of memory, which cannot be sharded "
+            f"anew: not for DTensors, got {got}. {own} state_dtype=torch.bfloat16."
+        )
+    if norm is not None:
+        raise ValueError(
+            f"max_grad_norm={norm!r} would clip each process's part of a DTensor to its own norm, "
+            f"got {got}. {own} max_grad_norm=None."
+        )
+
+
+def check_loadable(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
+    """States convert from torch's, not from one mode to another."""
+    for theirs, ours in zip(saved, own, strict=False):
+        modes = [{name: of_group(group, name) for name in _STORAGE} for group in (theirs, ours)]
+        if modes[0] == modes[1] or not any(modes[0].values()):
+            continue
+        names = [", ".join(f"{name}={value!r}" for name, value in mode.items()) for mode in modes]
+        raise ValueError(
+            f"state_dict was saved with {names[0]}, this optimizer has {names[1]}. Make this one "
+            "with the same, or load the other's to_fp32_state_dict()."
+        )
+
+
+def keep(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> None:
+    """What a loaded state_dict does not say stays as it was."""
+    for before, after in zip(old, new, strict=True):
+        for name in DEFAULTS:
+            if name in before and name not in after:
+                after[name] = before[name]
+
+
+def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """A state as torch keeps it becomes one of the group's mode; one of that mode stays."""
+    state_dtype, bf16 = of_group(group, "state_dtype"), of_group(group, "bf16")
+    exp_avg = state.get("exp_avg")
+    if exp_avg is None:
+        return
+    if bf16 in ("kahan", "split") and "param_rest" not in state:
+        dtype = torch.bfloat16 if bf16 == "kahan" else torch.int16
+        state["param_rest"] = torch.zeros_like(param, dtype=dtype)
+    if state_dtype is torch.bfloat16:
+        for name in _MOMENTS:
+            if name in state:
+                state[name] = state[name].to(torch.bfloat16)
+    small = param.numel() < formats.SMALLEST_OF_BLOCKS
+    if state_dtype == "8bit" and exp_avg.dtype != torch.uint8 and not small:
+        adam_update.to_blocks(state, param)
+
+
+def to_fp32(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state_dict as torch's, with moments of at least float32."""
+    groups = [
+        {name: value for name, value in group.items() if name not in DEFAULTS}
+        for group in copy.deepcopy(state_dict["param_groups"])
+    ]
+    states = {}
+    for index, state in state_dict["state"].items():
+        plain = {n: v for n, v in state.items() if n not in (*_SCALES, "param_rest")}
+        for name in _MOMENTS:
+            if name not in plain:
+                continue
+            if plain[name].dtype == torch.uint8:
+                plain[name] = adam_update.from_blocks(state, name)
+            elif plain[name].dtype in (torch.bfloat16, torch.float16):
+                plain[name] = plain[name].float()
+        states[index] = plain
+    return {**state_dict, "state": states, "param_groups": groups}
+
+
+def fp32_parameter(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    """A copy, with what is kept beside its 16 bits."""
+    rest = state.get("param_rest")
+    if rest is None:
+        return param.detach().to(torch.float32, copy=True)
+    join = formats.unkahan if of_group(group, "bf16") == "kahan" else formats.unsplit
+    return join(param.detach(), rest)
