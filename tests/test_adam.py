@@ -85,6 +85,23 @@ def test_resume_from_torch_and_back(kind, torchs, amsgrad, in_backward):
     assert optimizer.state_dict()["state"].keys() == expected.state_dict()["state"].keys()
 
 
+def test_named_parameters():
+    net = model()
+    optimizer = ms.AdamW(net.named_parameters(), in_backward=True)
+    train(net, optimizer, 1)
+    assert optimizer.param_groups[0]["param_names"][0] == "0.weight"
+    with pytest.raises(ValueError, match="bf16='split' is for bfloat16 parameters"):
+        ms.AdamW(net.named_parameters(), bf16="split")
+
+
+@pytest.mark.parametrize(
+    "mode", [{"seed": 3}, {"max_grad_norm": 1.0}, {"clip_global_norm": 1.0}], ids=str
+)
+def test_differentiable_has_no_modes(mode):
+    with pytest.raises(ValueError, match="differentiable=True, .*has no " + next(iter(mode))):
+        ms.Adam(model().parameters(), differentiable=True, **mode)
+
+
 def test_state_dict_has_torchs_keys():
     ours, theirs = (kind(model().parameters()) for kind in (ms.Adam, torch.optim.Adam))
     assert ours.state_dict()["param_groups"] == theirs.state_dict()["param_groups"]

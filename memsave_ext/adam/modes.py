@@ -54,10 +54,15 @@ def check_group(group: dict[str, Any], amsgrad: bool) -> None:
         check_norm("max_grad_norm", norm)
     if state_dtype == "8bit" and amsgrad:
         raise ValueError("state_dtype='8bit' cannot be combined with amsgrad=True: choose one")
-    params = group["params"]
-    for param in [params] if isinstance(params, Tensor) else params:
-        if isinstance(param, Tensor):
-            _check_param(param, bf16, of_group(group, "state_dtype"), norm)
+    for param in listed(group["params"]):
+        _check_param(param, bf16, of_group(group, "state_dtype"), norm)
+
+
+def listed(params: Any) -> list[Tensor]:
+    """Of what torch takes: a tensor, or several, each alone or with its name."""
+    several = [params] if isinstance(params, Tensor) else params
+    tensors = [param[1] if isinstance(param, tuple) else param for param in several]
+    return [param for param in tensors if isinstance(param, Tensor)]  # torch refuses the others
 
 
 def _check_param(param: Tensor, bf16: Any, state_dtype: Any, norm: Any) -> None:

@@ -1,0 +1,218 @@
+"""What an optimizer has for steps in backward."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import modes
+from .dtensor import is_dtensor
+
+
+class InBackward(torch.optim.Optimizer):
+    """Methods of :class:`~memsave_ext.Adam`; ``_stepper`` does what they say."""
+
+    _in_backward = False
+    clip_global_norm: float | None = None
+    grad_scaler: torch.amp.GradScaler | None = None
+    _stepper: Any
+    _reductions: list[Any]  # of DistributedDataParallel modules
+
+    def _make_stepper(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether parameters are stepped in backward."""
+        return self._in_backward
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Of all gradients in the last step, before they were clipped: a float32 scalar. None where
+        neither ``clip_global_norm`` nor :meth:`norm_pass` has measured it."""
+        norm: Tensor | None = self._stepper.grad_norm()
+        return norm
+
+    @contextlib.contextmanager
+    def accumulate(self, fold: bool = False) -> Iterator[None]:
+        """Let gradients add up in ``.grad`` inside the block.
+
+        Around all but the last backward of a step. The last one then steps with the sum, as with
+        one backward over the whole batch; a parameter that it does not reach is stepped by
+        :meth:`step`.
+
+        Args:
+            fold: add them to the moments instead, at once, so that there is no memory of gradients
+                at all. The first moment is exact. The second needs the square of the sum, and gets
+                it from the first, of which meanwhile only 16 bits of the old value are kept, as of
+                the second's: off by less than one percent of Adam's step. States of float32 or
+                float64 only.
+
+        Raises:
+            ValueError: ``fold`` without ``in_backward``, or with what needs the sum of gradients
+                before they are folded: a grad_scaler, max_grad_norm, clip_global_norm; or with
+                another state_dtype.
+        """
+        if fold:
+            self._check_foldable()
+        self._stepper.accumulate(True, fold)
+        try:
+            yield
+        finally:
+            self._stepper.accumulate(False, fold)
+
+    def _check_foldable(self) -> None:
+        def refuse(other: str, way_out: str) -> None:
+            raise ValueError(f"accumulate(fold=True) cannot be combined with {other}: {way_out}")
+
+        if self.clip_global_norm is not None:
+            refuse("clip_global_norm", "the norm is that of whole gradients. Use accumulate().")
+        if not self._in_backward:
+            refuse("in_backward=False", "gradients are folded in backward. Use accumulate().")
+        if self.grad_scaler is not None:
+            refuse("grad_scaler", "an infinity would stay in the moments. Use accumulate().")
+        for group in self.param_groups:
+            if group.get("max_grad_norm") is not None:
+                refuse("max_grad_norm", "the norm is that of whole gradients. Use accumulate().")
+            if (dtype := modes.of_group(group, "state_dtype")) is not None:
+                refuse(f"state_dtype={dtype!r}", "folding takes the bits of a float32 state.")
+
+    @contextlib.contextmanager
+    def norm_pass(self, max_norm: float) -> Iterator[None]:
+        """Measure the norm of all gradients, and drop them, so that the next backward is clipped.
+
+        Exact, without the memory of all gradients, for the time of a second backward::
+
+            with opt.norm_pass(max_norm=1.0):
+                loss.backward(retain_graph=True)
+            loss.backward()                        # clipped by the norm of all
+            opt.step()
+
+        Instead of ``retain_graph`` the forward can be run again. :attr:`grad_norm` is the norm.
+
+        Raises:
+            ValueError: not ``in_backward``, or with ``clip_global_norm``; DTensors.
+            RuntimeError: gradients are being accumulated, or were stepped already.
+        """
+        modes.check_norm("max_norm", max_norm)
+        if self.clip_global_norm is not None:
+            raise ValueError(
+                "norm_pass() cannot be combined with clip_global_norm, which clips in one backward "
+                "and keeps the gradients: leave one of them out"
+            )
+        if not self._in_backward:
+            raise ValueError("norm_pass() is for in_backward=True: use clip_global_norm=")
+        params = [p for g in self.param_groups for p in g["params"]]
+        self._refuse_dtensors("norm_pass()", params)
+        self._stepper.begin_norm_pass()
+        finished = False
+        try:
+            yield
+            finished = True
+        finally:
+            self._stepper.end_norm_pass(max_norm if finished else None)
+
+    @staticmethod
+    def _refuse_dtensors(what: str, params: Any) -> None:
+        if any(is_dtensor(param) for param in modes.listed(params)):
+            raise ValueError(
+                f"{what} would measure each process's part of DTensors alone: use "
+                "torch.nn.utils.clip_grad_norm_ and an optimizer without in_backward"
+            )
+
+    def attach(self, ddp: Any, hook: Any = None, state: Any = None) -> None:
+        """Step the parameters of a DistributedDataParallel module when they have been reduced.
+
+        Once, before training; the optimizer can be older or younger than ``ddp``. Accumulate with
+        ``with ddp.no_sync(), opt.accumulate():``. FSDP2 needs no call.
+
+        Args:
+            ddp: the ``torch.nn.parallel.DistributedDataParallel``.
+            hook, state: a communication hook to reduce with, as for ``ddp.register_comm_hook``,
+                for instance one that compresses; torch's all-reduce otherwise.
+
+        Raises:
+            TypeError: ``ddp`` is something else.
+            ValueError: not ``in_backward``, or no parameter of ``ddp`` is in this optimizer.
+            RuntimeError: ``ddp`` has a communication hook.
+        """
+        from torch.nn.parallel import DistributedDataParallel
+
+        if not isinstance(ddp, DistributedDataParallel):
+            raise TypeError(
+                "ddp must be a torch.nn.parallel.DistributedDataParallel, got "
+                f"{type(ddp).__name__}. FSDP2's parameters need no attach()."
+            )
+        if not self._in_backward:
+            raise ValueError(
+                "attach() is for in_backward=True: without it step() finds reduced gradients"
+            )
+        ours = {id(p) for g in self.param_groups for p in g["params"]}
+        params: list[Tensor] = [p for p in ddp.parameters() if id(p) in ours]
+        if not params:
+            raise ValueError("ddp has no parameter that is in this optimizer")
+        from .ddp import attach
+
+        self._reductions.append(attach(self, ddp, params, hook, state))
+
+    def remove_hooks(self) -> None:
+        """Give the parameters back as they were; the optimizer goes on as an ordinary one."""
+        for reduction in self._reductions:
+            reduction.detach()
+        self._reductions.clear()
+        self._stepper.detach()
+        self._in_backward = False
+        self._choose_unscaling()
+
+    def _attach(self, params: Iterable[Tensor]) -> None:
+        params = list(params)
+        for param in params:
+            if not param.is_leaf:
+                raise ValueError("in_backward=True: can't step a non-leaf Tensor in backward")
+        self._stepper.attach(params)
+
+    def _check_not_orphaned(self) -> None:
+        """No parameter has had a gradient: are they still those of a model?"""
+        params = [p for g in self.param_groups for p in g["params"]]
+        (in_a_list,) = _reference_counts([torch.empty(0)])
+        for param, count in zip(params, _reference_counts(params), strict=True):
+            if count > in_a_list + 1 + (param in self.state):  # one more for the group's list
+                return
+        raise RuntimeError(
+            "Adam: no parameter has received a gradient, and nothing but the optimizer refers to "
+            "them: the model has other ones by now, as after load_state_dict(assign=True). Make "
+            "the optimizer anew, and load_state_dict() this one's state_dict() into it."
+        )
+
+    def _choose_unscaling(self) -> None:
+        """Whether torch.amp.GradScaler leaves it to :meth:`step`, as for torch's fused Adam."""
+        self._step_supports_amp_scaling = self._in_backward or self.grad_scaler is not None
+
+    def _check_scaler(self) -> bool:
+        """Whether gradients in ``.grad`` have been unscaled. ``GradScaler.step`` sets grad_scale
+        around this call, to None where they have."""
+        if not hasattr(self, "grad_scale"):
+            return False
+        if self.grad_scaler is None:
+            raise RuntimeError(
+                "Adam: GradScaler.step() for an optimizer that has stepped in backward, with "
+                "gradients multiplied by the scale. Hand it over when making the optimizer: "
+                f"{type(self).__name__}(..., in_backward=True, grad_scaler=scaler)"
+            )
+        return self.grad_scale is None
+
+    def _report_to_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """What ``scaler.update()`` adapts the scale by."""
+        found = self._stepper.found() or [torch.zeros_like(scaler._get_scale_async())]  # type: ignore[arg-type]
+        # GradScaler has no public way: this is what its unscale_() fills.
+        state = scaler._per_optimizer_states[id(self)]
+        state["found_inf_per_device"] = {tensor.device: tensor for tensor in found}
+
+
+def _reference_counts(tensors: list[Tensor]) -> list[int]:
+    return [sys.getrefcount(t) for t in tensors]

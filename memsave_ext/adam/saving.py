@@ -1,0 +1,85 @@
+"""Saving an optimizer, loading it, and what its states and parameters are in float32."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import modes
+from .in_backward import InBackward
+
+
+class Saving(InBackward):
+    """Methods of :class:`~memsave_ext.Adam`."""
+
+    def fp32_parameters(self) -> list[Tensor]:
+        """Copies of the parameters, as ``param_groups`` has them, in float32: for bfloat16 ones
+        with what ``bf16="kahan"`` or ``"split"`` keeps beside them."""
+        return [
+            modes.fp32_parameter(param, self.state.get(param, {}), group)
+            for group in self.param_groups
+            for param in group["params"]
+        ]
+
+    def to_fp32_state_dict(self) -> dict[str, Any]:
+        """The ``state_dict`` as torch's Adam would have it, to be loaded by any: moments of 8 and
+        16 bits in float32, without this class's options. For parameters, see
+        :meth:`fp32_parameters`."""
+        return modes.to_fp32(self.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        self._check_not_folding()
+        return super().state_dict()
+
+    def _check_not_folding(self) -> None:
+        if count := self._stepper.folded():
+            raise RuntimeError(
+                f"Adam: {count} parameters have gradients folded into their moments that are not "
+                "stepped yet. Finish the step first."
+            )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but state keeps its own dtype (pytorch#43706)."""
+        groups = self.param_groups
+
+        def look(_: Any, loaded: dict[str, Any]) -> None:  # at what other pre-hooks leave
+            modes.check_loadable(loaded["param_groups"], groups)
+            self._loading = loaded
+
+        handle = self.register_load_state_dict_pre_hook(look)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self.__dict__.pop("_loading", None)
+
+    def _finish_loading(self, loaded: dict[str, Any], old_groups: list[dict[str, Any]]) -> None:
+        modes.keep(old_groups, self.param_groups)
+        saved = itertools.chain.from_iterable(g["params"] for g in loaded["param_groups"])
+        for group in self.param_groups:
+            for param in group["params"]:
+                for key, value in loaded["state"].get(next(saved), {}).items():
+                    if key != "step" and torch.is_tensor(value) and value.dtype != param.dtype:
+                        self.state[param][key] = value.detach().to(param.device, copy=True)
+                if self.state.get(param):
+                    modes.convert_loaded(param, self.state[param], group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_not_folding()
+        own = ("_in_backward", "_small_bytes", "_bucket_bytes", "_modes", "clip_global_norm")
+        return super().__getstate__() | {name: getattr(self, name) for name in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        old_groups = self.__dict__.get("param_groups", [])
+        super().__setstate__(state)
+        if hasattr(self, "_loading"):
+            self._finish_loading(self._loading, old_groups)
+        if "_stepper" not in self.__dict__:  # a copy, or one that was pickled
+            self.grad_scaler = None
+            self._make_stepper()
+            if self._in_backward:
+                self._attach(p for g in self.param_groups for p in g["params"])
+            self._choose_unscaling()
