@@ -23,7 +23,7 @@ LIBRARIES = {"address": ["libasan.so", "libubsan.so"], "thread": ["libtsan.so"]}
 CHECKPOINT = ["", "_state", "_errors", "_function", "_function_state", "_function_errors"]
 TESTS = [f"checkpoint{name}" for name in CHECKPOINT]
 TESTS += ["batch_norm", "batch_norm_numerics", "batch_norm_once", "batch_norm_errors"]
-TESTS += ["adam", "adam_in_backward", "adam_op"]
+TESTS += ["adam", "adam_in_backward", "adam_modes", "adam_op"]
 # AddressSanitizer keeps freed memory for a while, which that test would take for growth.
 # The threads of OpenMP have an order that ThreadSanitizer does not see.
 EXPRESSION = {

@@ -146,7 +146,7 @@ MEMSAVE_EXT_INLINE void average_grad(const Coefficients<T>& c, T grad, T& exp_av
 // A micro-gradient of a step that update() closes, with the last one or none.
 template <typename Math, typename T, typename Random>
 MEMSAVE_EXT_INLINE void fold(const Coefficients<T>& c, T grad, Values<T>& x, Random random) {
-  grad = grad * c.grad_factor;
+  grad = Math::product(grad, c.grad_factor);
   if (c.phase == Phase::kFirstFold) {
     const Packed<T> before = {x.exp_avg, x.exp_avg_sq};
     average_grad<Math>(c, grad, x.exp_avg);
@@ -159,7 +159,7 @@ MEMSAVE_EXT_INLINE void fold(const Coefficients<T>& c, T grad, Values<T>& x, Ran
 // clamps: where the states are rounded so coarsely that a step could be any size.
 template <typename Math, bool amsgrad, bool clamps = false, typename T>
 MEMSAVE_EXT_INLINE void update(const Coefficients<T>& c, T grad, Values<T>& x) {
-  grad = grad * c.grad_factor;
+  grad = Math::product(grad, c.grad_factor);
   if (c.decays_grad) grad = Math::fused(x.param, c.grad_decay, grad);
   T exp_avg_sq = x.exp_avg_sq;
   if (c.phase == Phase::kClose) {

@@ -196,6 +196,8 @@ void advance_steps(std::vector<Item>& items, std::vector<const Update*>& updates
     const Tensor& step = updates[i]->state.step;
     const bool advances = !is_folded(item.phase);
     if (step.device().is_cpu()) {
+      TORCH_CHECK(on_cpu || item.skip == nullptr,
+                  "Adam: with a GradScaler the state step of a parameter must be on its device");
       if (advances) advance_on_cpu(step);
       item.step = read_on_cpu(step) + !advances;
     } else {

@@ -121,8 +121,8 @@ class InBackward(torch.optim.Optimizer):
     def _refuse_dtensors(what: str, params: Any) -> None:
         if any(is_dtensor(param) for param in modes.listed(params)):
             raise ValueError(
-                f"{what} would measure each process's part of DTensors alone: use "
-                "torch.nn.utils.clip_grad_norm_ and an optimizer without in_backward"
+                f"{what} would look at each process's part of DTensors alone: use torch's "
+                "clip_grad_norm_ or GradScaler.unscale_ and an optimizer without in_backward"
             )
 
     def attach(self, ddp: Any, hook: Any = None, state: Any = None) -> None:

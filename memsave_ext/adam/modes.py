@@ -102,9 +102,12 @@ def check_loadable(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> No
         )
 
 
-def keep(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> None:
-    """What a loaded state_dict does not say stays as it was."""
+def keep(old: list[dict[str, Any]], new: list[dict[str, Any]], scaled: bool) -> None:
+    """What a loaded state_dict does not say stays as it was; and, with a GradScaler (``scaled``),
+    where steps are counted."""
     for before, after in zip(old, new, strict=True):
+        if scaled:
+            after["fused"] = before["fused"]
         for name in DEFAULTS:
             if name in before and name not in after:
                 after[name] = before[name]

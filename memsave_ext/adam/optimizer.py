@@ -140,8 +140,9 @@ class Adam(Saving, torch.optim.Adam):
                 param_group.setdefault(name, value)
             amsgrad = param_group.get("amsgrad", self.defaults["amsgrad"])
             modes.check_group(param_group, amsgrad)
-            if self.clip_global_norm is not None:
-                self._refuse_dtensors("clip_global_norm", param_group["params"])
+            for name in ("clip_global_norm", "grad_scaler"):
+                if getattr(self, name) is not None:
+                    self._refuse_dtensors(name, param_group["params"])
         super().add_param_group(param_group)
         if self._in_backward:
             try:

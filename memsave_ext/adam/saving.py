@@ -57,15 +57,18 @@ class Saving(InBackward):
             self.__dict__.pop("_loading", None)
 
     def _finish_loading(self, loaded: dict[str, Any], old_groups: list[dict[str, Any]]) -> None:
-        modes.keep(old_groups, self.param_groups)
+        modes.keep(old_groups, self.param_groups, scaled=self.grad_scaler is not None)
         saved = itertools.chain.from_iterable(g["params"] for g in loaded["param_groups"])
         for group in self.param_groups:
             for param in group["params"]:
                 for key, value in loaded["state"].get(next(saved), {}).items():
                     if key != "step" and torch.is_tensor(value) and value.dtype != param.dtype:
                         self.state[param][key] = value.detach().to(param.device, copy=True)
-                if self.state.get(param):
-                    modes.convert_loaded(param, self.state[param], group)
+                state = self.state.get(param)
+                if state:
+                    modes.convert_loaded(param, state, group)
+                if state and self.grad_scaler is not None:  # whether it advances is known there
+                    state["step"] = state["step"].to(param.device, torch.float32)
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_not_folding()

@@ -1,0 +1,189 @@
+// The states of a part of a tensor, in blocks, for the instruction set whose target region this is
+// included in; see states.h.
+#pragma once
+
+#include "adam/code8.h"
+#include "adam/cpu/formats.h"
+
+namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA {
+
+// The largest, where none is negative.
+template <typename V>
+MEMSAVE_EXT_INLINED inline uint32_t largest(V v) {
+  constexpr int lanes = sizeof(V) / sizeof(v[0]);
+  if constexpr (lanes == 1) {
+    return static_cast<uint32_t>(v[0]);
+  } else {
+    isa::Vector<int32_t, lanes / 2> halves[2];
+    __builtin_memcpy(halves, &v, sizeof(v));
+    return largest(halves[0] > halves[1] ? halves[0] : halves[1]);
+  }
+}
+
+// Numbers wait in `values` until all of their block are known: exp_avg_sq, when it has been read,
+// and its root, to be written.
+template <Draw what>
+struct Coded {
+  static constexpr int lanes = isa::kLanes<float>;
+  using Integers = isa::Vector<int32_t, lanes>;
+  using Numbers = Several<Floats>;
+  using Words = Several<isa::Bits>;
+  static constexpr int kGroup = lanes * Numbers::kCount;
+  static_assert(kBlock % kGroup == 0);
+
+  uint8_t* codes;
+  float* scales;
+  uint8_t* block;  // codes of the block that is open
+  Floats scale;    // of these
+  Floats inverse;  // of the new scale
+  bool finite;     // that is
+  alignas(64) float values[kBlock];
+  uint8_t last[kBlock];  // codes of a block that is not whole
+
+  MEMSAVE_EXT_INLINED Coded(void* codes, float* scales)
+      : codes(static_cast<uint8_t*>(codes)), scales(scales) {}
+
+  MEMSAVE_EXT_INLINED void open(int64_t from, int64_t to) {
+    for (int64_t i = 0; i < kBlock; i += 64) prefetch(codes + from + i);
+    block = codes + from;
+    if (to - from < kBlock) {
+      __builtin_memset(last, 0, sizeof(last));
+      __builtin_memcpy(last, block, to - from);
+      block = last;
+    }
+    scale = Floats{} + scales[from / kBlock];
+  }
+
+  // In the order of offsets. Groups are decoded between updates, whose divisions take the time.
+  MEMSAVE_EXT_INLINED Floats load(int64_t offset) {
+    if (offset % kGroup == 0) {
+      Words words;
+      for (int k = 0; k < words.kCount; ++k) {
+        words.of[k] = isa::load_bytes(block + offset + k * lanes);
+      }
+      const Numbers numbers = decode(words);
+      for (int k = 0; k < numbers.kCount; ++k) keep(offset + k * lanes, numbers.of[k]);
+    }
+    return kept(offset);
+  }
+
+  template <typename Size>
+  MEMSAVE_EXT_INLINED void store(int64_t offset, Floats v, Size size) {
+    keep(offset, isa::keep(v, size));
+  }
+
+  // After the last of a block is stored.
+  MEMSAVE_EXT_INLINED void find_scale(int64_t from, int64_t to) {
+    uint32_t bits = largest_magnitude(to - from);
+    finite = bits < 0x7f800000u;
+    if (!finite) bits = 0x7fc00000u;  // shown by all of the block
+    float& new_scale = scales[from / kBlock];
+    __builtin_memcpy(&new_scale, &bits, sizeof(bits));
+    inverse = inverse_scale<Math>(Floats{} + new_scale);
+  }
+
+  MEMSAVE_EXT_INLINED void close(int64_t from, int64_t to, const Noise& noise) {
+    if (!finite) {
+      __builtin_memset(codes + from, 0, to - from);
+      return;
+    }
+    for (int64_t i = 0; i < to - from; i += kGroup) {
+      Numbers numbers;
+      Words random;
+      for (int k = 0; k < numbers.kCount; ++k) {
+        numbers.of[k] = kept(i + k * lanes);
+        random.of[k] = random_bits(noise.of + i + k * lanes);
+      }
+      const Words words = encode(numbers, random);
+      for (int k = 0; k < words.kCount; ++k) isa::store_bytes(block + i + k * lanes, words.of[k]);
+    }
+    if (block == last) __builtin_memcpy(codes + from, last, to - from);
+  }
+
+ private:
+  MEMSAVE_EXT_INLINED Floats kept(int64_t offset) const { return isa::load(values + offset); }
+
+  // Bits of magnitudes are in the order of the numbers, with infinity and what is no number behind
+  // them.
+  MEMSAVE_EXT_INLINED uint32_t largest_magnitude(int64_t count) const {
+    Integers maximum{};
+    for (int64_t i = 0; i < count; i += lanes) {
+      const Integers magnitudes = (Integers)kept(i) & 0x7fffffff;
+      maximum = magnitudes > maximum ? magnitudes : maximum;
+    }
+    return largest(maximum);
+  }
+
+  MEMSAVE_EXT_INLINED void keep(int64_t offset, Floats v) {
+    __builtin_memcpy(values + offset, &v, sizeof(v));
+  }
+
+  MEMSAVE_EXT_INLINED Numbers decode(const Words& words) const {
+    if constexpr (what == Draw::kExpAvg) {
+      return decode_exp_avg<SeveralMath>(words, scale);
+    } else {
+      return decode_exp_avg_sq<SeveralMath>(words, scale);
+    }
+  }
+
+  MEMSAVE_EXT_INLINED Words encode(const Numbers& numbers, const Words& random) const {
+    if constexpr (what == Draw::kExpAvg) {
+      return encode_exp_avg<SeveralMath>(numbers, inverse, random);
+    } else {
+      return encode_root<SeveralMath>(numbers, inverse, random);
+    }
+  }
+};
+
+// A chunk is a block.
+struct InBlocks {
+  using V = Floats;
+  static constexpr bool kAmsgrad = false;
+  static constexpr bool kClamps = true;
+  static constexpr bool kInBlocks = true;
+  static constexpr bool kRandom[] = {false, false, false, false};  // draws for itself
+
+  const Item& item;
+  Coded<Draw::kExpAvg> exp_avg;
+  Coded<Draw::kExpAvgSq> exp_avg_sq;
+
+  MEMSAVE_EXT_INLINED explicit InBlocks(const Item& item)
+      : item(item),
+        exp_avg(item.exp_avg, item.exp_avg_scale),
+        exp_avg_sq(item.exp_avg_sq, item.exp_avg_sq_scale) {}
+
+  MEMSAVE_EXT_INLINED void prefetch_at(int64_t) const {}
+
+  MEMSAVE_EXT_INLINED void open(int64_t from, int64_t to) {
+    exp_avg.open(from, to);
+    exp_avg_sq.open(from, to);
+  }
+
+  template <typename Size>
+  MEMSAVE_EXT_INLINED void load(Values<V>& x, int64_t, int64_t offset, Size) {
+    x.exp_avg = exp_avg.load(offset);
+    x.exp_avg_sq = exp_avg_sq.load(offset);
+  }
+
+  template <typename Size>
+  MEMSAVE_EXT_INLINED void store(const Values<V>& x, int64_t, int64_t offset, Size size,
+                                 const Noise*) {
+    exp_avg.store(offset, x.exp_avg, size);
+    exp_avg_sq.store(offset, Math::square_root(x.exp_avg_sq), size);
+  }
+
+  // Between the scales and what waits for them there are random numbers to draw.
+  MEMSAVE_EXT_INLINED void close(int64_t from, int64_t to, const Noise*) {
+    exp_avg.find_scale(from, to);
+    exp_avg_sq.find_scale(from, to);
+    if constexpr (kRandomExpAvg) draw(item, Draw::kExpAvg, from, to, noise);
+    if constexpr (kRandomRoots) draw(item, Draw::kExpAvgSq, from, to, noise_sq);
+    exp_avg.close(from, to, noise);
+    exp_avg_sq.close(from, to, noise_sq);
+  }
+
+ private:
+  Noise noise, noise_sq;
+};
+
+}  // namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA

@@ -1,0 +1,114 @@
+// Steps on CPUs: all elements of all items are one range, which threads share.
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+
+#include <string>
+
+#include "adam/cpu/loops.h"
+#include "adam/cpu/measure.h"
+
+namespace memsave_ext::adam {
+namespace cpu {
+namespace {
+
+// As torch chose, so that ATEN_CPU_CAPABILITY limits both.
+const Loops& choose_loops() {
+#if defined(__x86_64__)
+  const std::string capability = at::get_cpu_capability();
+  if (capability == "AVX512") return avx512_loops;
+  if (capability == "AVX2") return avx2_loops;
+#endif
+  return baseline_loops;
+}
+
+}  // namespace
+
+const Loops& loops() {
+  static const Loops& chosen = choose_loops();
+  return chosen;
+}
+
+}  // namespace cpu
+
+namespace {
+
+constexpr int64_t kGrain = 32768;  // elements worth a thread
+
+cpu::Step step_of(const Item& item) {
+  if (item.phase == Phase::kFirstFold || item.phase == Phase::kFold) {
+    return cpu::loops().folds[static_cast<int>(item.param_type)];
+  }
+  return cpu::loops().steps[static_cast<int>(item.param_type)][static_cast<int>(item.param_format)]
+                           [static_cast<int>(item.state_format)][item.max_exp_avg_sq != nullptr]
+                           [item.phase == Phase::kClose];
+}
+
+// Of the last few items: they alternate between parameter groups.
+class RecentCoefficients {
+ public:
+  const Coefficients<double>& of(const Item& item) {
+    const Key key = {item.options, item.step, item.phase,
+                     item.factor != nullptr ? *item.factor : 1};
+    for (const Entry& entry : entries_) {
+      if (entry.key == key) return entry.values;
+    }
+    Entry& entry = entries_[next_++ % kEntries];
+    const Options& options = *key.options;
+    entry = {key,
+             coefficients(options, options.lr, powers(options, key.step), key.phase, key.factor)};
+    return entry.values;
+  }
+
+ private:
+  static constexpr unsigned kEntries = 4;
+
+  struct Key {
+    const Options* options = nullptr;
+    double step;
+    Phase phase;
+    float factor;
+
+    bool operator==(const Key& other) const {
+      return options == other.options && step == other.step && phase == other.phase &&
+             factor == other.factor;
+    }
+  };
+
+  struct Entry {
+    Key key;
+    Coefficients<double> values;
+  };
+
+  Entry entries_[kEntries];
+  unsigned next_ = 0;
+};
+
+// Where an item is cut that the border of two ranges falls into, or 0 or all of it. Blocks of
+// states are whole, and threads do not write to the same cache line.
+int64_t cut(const Item& item, int64_t border) {
+  if (border >= item.numel) return item.numel;
+  return border > 0 ? border / kBlock * kBlock : 0;
+}
+
+// The elements from begin to end of all items in a row.
+void step_range(const Item* item, int64_t begin, int64_t end) {
+  RecentCoefficients coefficients;
+  for (int64_t start = 0; start < end; start += item->numel, ++item) {
+    const int64_t from = cut(*item, begin - start), to = cut(*item, end - start);
+    if (from >= to || (item->skip != nullptr && *item->skip != 0)) continue;
+    step_of (*item)(*item, from, to, coefficients.of(*item));
+  }
+}
+
+void step_kernel(const Item* items, int64_t count, void*) {
+  int64_t elements = 0;
+  for (int64_t i = 0; i < count; ++i) elements += items[i].numel;
+  at::parallel_for(0, elements, kGrain,
+                   [&](int64_t begin, int64_t end) { step_range(items, begin, end); });
+}
+
+}  // namespace
+
+const Kernels cpu_kernels = {step_kernel, nullptr, cpu::measure, cpu::measure_workspace};
+
+}  // namespace memsave_ext::adam

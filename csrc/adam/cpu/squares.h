@@ -1,0 +1,63 @@
+// Sums of squares, for the instruction set whose target region this is included in.
+#pragma once
+
+#include "adam/cpu/math.h"
+
+namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA {
+
+// The upper or lower half, as double.
+MEMSAVE_EXT_INLINED inline Doubles widen(isa::Lanes<float> v, int half) {
+  isa::Vector<float, isa::kLanes<double>> halves[2];
+  __builtin_memcpy(halves, &v, sizeof(v));
+#if MEMSAVE_EXT_VECTOR_BYTES == 64  // gcc 12 makes more of a conversion than its instruction
+  return (Doubles)_mm512_maskz_cvtps_pd(0xff, (__m256)halves[half]);
+#elif MEMSAVE_EXT_VECTOR_BYTES == 32
+  return (Doubles)_mm256_cvtps_pd((__m128)halves[half]);
+#else
+  return __builtin_convertvector(halves[half], Doubles);
+#endif
+}
+
+MEMSAVE_EXT_INLINED inline Doubles widen(Doubles v, int) { return v; }
+
+// The squares of values i, i + kSums, ... are summed into sum i, on every instruction set: squares
+// of floats are doubles without rounding, so that it does not matter whether a sum is fused.
+template <typename Storage>
+__attribute__((flatten)) double sum_squares(const void* values, int64_t count) {
+  constexpr int kSums = 16;
+  constexpr int lanes = isa::kLanes<Storage>;
+  constexpr int wide_lanes = isa::kLanes<double>;
+  const auto* const from = static_cast<const Storage*>(values);
+  Doubles sums[kSums / wide_lanes] = {};
+  const auto add = [&](int64_t i, auto size_at) MEMSAVE_EXT_INLINED {
+    for (int k = 0; k < kSums; k += lanes) {
+      const auto v = isa::load(from + i + k, size_at(k));
+      for (int half = 0; half < lanes / wide_lanes; ++half) {
+        Doubles& sum = sums[k / wide_lanes + half];
+        const Doubles wide = widen(v, half);
+        sum = Math::fused(wide, wide, sum);
+      }
+    }
+  };
+  int64_t i = 0;
+  for (; i + kSums <= count; i += kSums) add(i, [](int) { return isa::Whole{}; });
+  if (i < count) {
+    add(i, [&](int k) {
+      const int64_t rest = count - i - k;
+      return isa::Part{rest < 0 ? 0 : rest < lanes ? rest : lanes};
+    });
+  }
+  double parts[kSums], total = 0;
+  __builtin_memcpy(parts, sums, sizeof(parts));
+  for (int k = 0; k < kSums; ++k) total += parts[k];
+  return total;
+}
+
+constexpr void set_sums(SumSquares (&sums)[4]) {
+  sums[static_cast<int>(DType::kDouble)] = sum_squares<double>;
+  sums[static_cast<int>(DType::kFloat)] = sum_squares<float>;
+  sums[static_cast<int>(DType::kHalf)] = sum_squares<vector::Half>;
+  sums[static_cast<int>(DType::kBFloat16)] = sum_squares<vector::BFloat16>;
+}
+
+}  // namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA

@@ -1,0 +1,57 @@
+// The states of a part of a tensor, each by itself, for the instruction set whose target region
+// this is included in: what a step over vectors reads and writes beside the parameter. A chunk is
+// opened, its vectors are loaded and stored, and it is closed.
+#pragma once
+
+#include "adam/cpu/formats.h"
+
+namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA {
+
+// State: a format.
+template <typename State, bool amsgrad>
+struct Separate {
+  using V = typename State::Vector;
+  static constexpr bool kAmsgrad = amsgrad;
+  static constexpr bool kClamps = false;
+  static constexpr bool kInBlocks = false;
+  // Which are rounded at random, by Draw; the first is the parameter.
+  static constexpr bool kRandom[] = {false, State::kRandom, State::kRandom,
+                                     State::kRandom && amsgrad};
+
+  State exp_avg, exp_avg_sq, max_exp_avg_sq;
+
+  MEMSAVE_EXT_INLINED explicit Separate(const Item& item)
+      : exp_avg(item.exp_avg), exp_avg_sq(item.exp_avg_sq), max_exp_avg_sq(item.max_exp_avg_sq) {}
+
+  MEMSAVE_EXT_INLINED void prefetch_at(int64_t i) const {
+    exp_avg.prefetch_at(i);
+    exp_avg_sq.prefetch_at(i);
+    if constexpr (amsgrad) max_exp_avg_sq.prefetch_at(i);
+  }
+
+  MEMSAVE_EXT_INLINED void open(int64_t, int64_t) {}
+
+  // offset: of i in the chunk.
+  template <typename Size>
+  MEMSAVE_EXT_INLINED void load(Values<V>& x, int64_t i, int64_t, Size size) const {
+    x.exp_avg = exp_avg.load(i, size);
+    x.exp_avg_sq = exp_avg_sq.load(i, size);
+    if constexpr (amsgrad) x.max_exp_avg_sq = max_exp_avg_sq.load(i, size);
+  }
+
+  // noise: of the chunk, by Draw.
+  template <typename Size>
+  MEMSAVE_EXT_INLINED void store(const Values<V>& x, int64_t i, int64_t offset, Size size,
+                                 const Noise* noise) {
+    const auto of = [&](Draw draw) { return noise[static_cast<int>(draw)].of + offset; };
+    exp_avg.store(i, x.exp_avg, size, of(Draw::kExpAvg));
+    exp_avg_sq.store(i, x.exp_avg_sq, size, of(Draw::kExpAvgSq));
+    if constexpr (amsgrad) {
+      max_exp_avg_sq.store(i, x.max_exp_avg_sq, size, of(Draw::kMaxExpAvgSq));
+    }
+  }
+
+  MEMSAVE_EXT_INLINED void close(int64_t, int64_t, const Noise*) {}
+};
+
+}  // namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA

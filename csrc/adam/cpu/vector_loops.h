@@ -1,0 +1,18 @@
+// All loops, for the instruction set whose target region this is included in.
+#include "adam/cpu/loops.h"
+#include "adam/cpu/squares.h"
+#include "adam/cpu/vector_step.h"
+
+namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA {
+
+constexpr Loops all_loops() {
+  Loops loops{};
+  set_steps(loops.steps);
+  set_folds(loops.folds);
+  set_sums(loops.sum_squares);
+  return loops;
+}
+
+constexpr Loops kLoops = all_loops();
+
+}  // namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA

@@ -1,0 +1,169 @@
+// The step over vectors, for the instruction set whose target region this is included in.
+//
+// Every element goes through the same vector code, tails too, so that its result does not depend
+// on where it stands.
+#pragma once
+
+#include "adam/cpu/blocks.h"
+#include "adam/cpu/loops.h"
+#include "adam/cpu/states.h"
+
+namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA {
+
+template <typename V>
+struct Broadcast {
+  MEMSAVE_EXT_INLINED V operator()(double value) const {
+    return isa::broadcast<V>(static_cast<std::remove_reference_t<decltype(V{}[0])>>(value));
+  }
+};
+
+// In place of a gradient.
+template <typename Grad>
+alignas(64) constexpr Grad kZeros[kBlock] = {};
+
+// Param: a format. closes: Phase::kClose, else kWhole; known to the compiler, because branches in
+// the loop are not lost in the time for memory.
+template <typename Param, typename States, bool closes>
+__attribute__((flatten)) void step(const Item& item, int64_t begin, int64_t end,
+                                   const Coefficients<double>& scalars) {
+  using V = typename Param::Vector;
+  static_assert(std::is_same_v<V, typename States::V>);
+  using Value = std::remove_reference_t<decltype(V{}[0])>;
+  using Grad = std::remove_pointer_t<decltype(Param::values)>;
+  constexpr int64_t lanes = sizeof(V) / sizeof(Value);
+  constexpr const bool* random = States::kRandom;
+  constexpr bool in_chunks =
+      States::kInBlocks || Param::kRandom || random[1] || random[2] || random[3];
+  auto c = convert<V>(scalars, Broadcast<V>{});
+  c.phase = closes ? Phase::kClose : Phase::kWhole;
+  const Param param(item.param, item.param_rest);
+  States states(item);
+  Noise noise[4];  // by Draw
+
+  const auto draw_chunk = [&](int64_t from, int64_t to) MEMSAVE_EXT_INLINED {
+    for (int what = 0; what < 4; ++what) {
+      if (what == static_cast<int>(Draw::kParam) ? Param::kRandom : States::kRandom[what]) {
+        draw(item, static_cast<Draw>(what), from, to, noise[what]);
+      }
+    }
+  };
+  // grad: of the chunk, in which i has this offset.
+  const auto update_at = [&](const Grad* grad, int64_t i, int64_t offset,
+                             auto size) MEMSAVE_EXT_INLINED {
+    Values<V> x;
+    x.param = param.load(i, size);
+    states.load(x, i, offset, size);
+    update<Math, States::kAmsgrad, States::kClamps>(c, isa::load(grad + offset, size), x);
+    param.store(i, x.param, size, noise[static_cast<int>(Draw::kParam)].of + offset);
+    states.store(x, i, offset, size, noise);
+  };
+  const auto update_chunk = [&](const Grad* grad, int64_t from, int64_t to) MEMSAVE_EXT_INLINED {
+    int64_t i = from;
+    for (; i + lanes <= to; i += lanes) {
+      param.prefetch_at(i);
+      prefetch(grad + (i - from));
+      states.prefetch_at(i);
+      update_at(grad, i, i - from, isa::Whole{});
+    }
+    if (i < to) update_at(grad, i, i - from, isa::Part{to - i});
+  };
+
+  const auto* const grad = static_cast<const Grad*>(item.grad);
+  const int64_t chunk = in_chunks || grad == nullptr ? kBlock : end - begin;
+  for (int64_t from = begin; from < end; from += chunk) {
+    const int64_t to = end - from < chunk ? end : from + chunk;
+    draw_chunk(from, to);
+    states.open(from, to);
+    update_chunk(grad != nullptr ? grad + from : kZeros<Grad>, from, to);
+    states.close(from, to, noise);
+  }
+}
+
+// Micro-gradients into the moments, which are of the type that gradients are computed in.
+template <typename Grad>
+__attribute__((flatten)) void fold_grads(const Item& item, int64_t begin, int64_t end,
+                                         const Coefficients<double>& scalars) {
+  using V = isa::Lanes<Grad>;
+  using State = Nearest<vector::ValueOf<Grad>>;
+  constexpr int64_t lanes = isa::kLanes<Grad>;
+  const auto c = convert<V>(scalars, Broadcast<V>{});
+  const bool first = c.phase == Phase::kFirstFold;
+  constexpr bool random = std::is_same_v<V, Floats>;  // what both moments were is rounded
+  const auto* const grad = static_cast<const Grad*>(item.grad);
+  const State exp_avg(item.exp_avg), exp_avg_sq(item.exp_avg_sq);
+  Noise noise;
+
+  const auto fold_at = [&](int64_t i, int64_t offset, auto size) MEMSAVE_EXT_INLINED {
+    Values<V> x{};
+    x.exp_avg = exp_avg.load(i, size);
+    if (first) x.exp_avg_sq = exp_avg_sq.load(i, size);
+    const V micro_grad = grad == nullptr ? V{} : isa::load(grad + i, size);
+    isa::Bits bits{};
+    if constexpr (random) {
+      if (first) bits = random_bits(noise.of + offset);
+    }
+    fold<Math>(c, micro_grad, x, bits);
+    exp_avg.store(i, x.exp_avg, size, nullptr);
+    if (first) exp_avg_sq.store(i, x.exp_avg_sq, size, nullptr);
+  };
+  for (int64_t from = begin; from < end; from += kBlock) {
+    const int64_t to = end - from < kBlock ? end : from + kBlock;
+    if (first && random) draw(item, Draw::kExpAvgSq, from, to, noise);
+    int64_t i = from;
+    for (; i + lanes <= to; i += lanes) {
+      prefetch(grad + i);
+      exp_avg.prefetch_at(i);
+      if (first) exp_avg_sq.prefetch_at(i);
+      fold_at(i, i - from, isa::Whole{});
+    }
+    if (i < to) fold_at(i, i - from, isa::Part{to - i});
+  }
+}
+
+using Steps = Step[4][4][4][2][2];
+
+template <typename Param, typename State>
+constexpr void set_steps(Step (&steps)[2][2]) {
+  steps[false][false] = step<Param, Separate<State, false>, false>;
+  steps[true][false] = step<Param, Separate<State, true>, false>;
+  using Value = std::remove_reference_t<decltype(typename State::Vector{}[0])>;
+  if constexpr (std::is_same_v<State, Nearest<Value>>) {
+    steps[false][true] = step<Param, Separate<State, false>, true>;
+    steps[true][true] = step<Param, Separate<State, true>, true>;
+  }
+}
+
+// Of a parameter that is computed in float.
+template <typename Storage, typename Param>
+constexpr void set_steps(Step (&steps)[4][2][2]) {
+  set_steps<Param, Nearest<Storage>>(steps[static_cast<int>(StateFormat::kAsParam)]);
+  set_steps<Param, Nearest<float>>(steps[static_cast<int>(StateFormat::kFloat)]);
+  set_steps<Param, Stochastic>(steps[static_cast<int>(StateFormat::kBFloat16)]);
+  steps[static_cast<int>(StateFormat::kBlocks)][false][false] = step<Param, InBlocks, false>;
+}
+
+template <typename Storage>
+constexpr void set_steps(Step (&steps)[4][4][2][2]) {
+  set_steps<Storage, Nearest<Storage>>(steps[static_cast<int>(ParamFormat::kPlain)]);
+  if constexpr (std::is_same_v<Storage, BFloat16>) {
+    set_steps<Storage, Stochastic>(steps[static_cast<int>(ParamFormat::kStochastic)]);
+    set_steps<Storage, Kahan>(steps[static_cast<int>(ParamFormat::kKahan)]);
+    set_steps<Storage, Split>(steps[static_cast<int>(ParamFormat::kSplit)]);
+  }
+}
+
+constexpr void set_steps(Steps& steps) {
+  set_steps<Nearest<double>, Nearest<double>>(steps[static_cast<int>(DType::kDouble)][0][0]);
+  set_steps<float>(steps[static_cast<int>(DType::kFloat)]);
+  set_steps<Half>(steps[static_cast<int>(DType::kHalf)]);
+  set_steps<BFloat16>(steps[static_cast<int>(DType::kBFloat16)]);
+}
+
+constexpr void set_folds(Step (&folds)[4]) {
+  folds[static_cast<int>(DType::kDouble)] = fold_grads<double>;
+  folds[static_cast<int>(DType::kFloat)] = fold_grads<float>;
+  folds[static_cast<int>(DType::kHalf)] = fold_grads<Half>;
+  folds[static_cast<int>(DType::kBFloat16)] = fold_grads<BFloat16>;
+}
+
+}  // namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA

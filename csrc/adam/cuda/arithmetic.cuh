@@ -1,0 +1,141 @@
+// What math.h and philox.h ask of a device, and what a block needs to know of its step.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "adam/cuda/batch.cuh"
+#include "adam/philox.h"
+
+namespace memsave_ext::adam {
+
+// One NaN for all, to whose bits others can be added.
+__device__ __forceinline__ uint32_t float_bits(float value) {
+  return value == value ? __float_as_uint(value) : 0x7fc00000u;
+}
+
+// The values of IEEE, whatever flags compile them.
+struct Math {
+  static __device__ __forceinline__ float product(float a, float b) { return __fmul_rn(a, b); }
+  static __device__ __forceinline__ double product(double a, double b) { return __dmul_rn(a, b); }
+  static __device__ __forceinline__ float fused(float a, float b, float c) {
+    return __fmaf_rn(a, b, c);
+  }
+  static __device__ __forceinline__ double fused(double a, double b, double c) {
+    return __fma_rn(a, b, c);
+  }
+  static __device__ __forceinline__ float square_root(float x) { return __fsqrt_rn(x); }
+  static __device__ __forceinline__ double square_root(double x) { return __dsqrt_rn(x); }
+
+  template <typename T>
+  static __device__ __forceinline__ T maximum(T a, T b) {
+    return a != a || a > b ? a : b;
+  }
+
+  static __device__ __forceinline__ float smaller(float a, float b) { return fminf(a, b); }
+  static __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
+  static __device__ __forceinline__ uint32_t bits(float x) { return __float_as_uint(x); }
+  static __device__ __forceinline__ float from_bits(uint32_t x) { return __uint_as_float(x); }
+
+  // Of integers of 8 bits, which in a float of 2^23 are its lowest: a sum is cheaper than a
+  // conversion.
+  static __device__ __forceinline__ float number(uint32_t x) {
+    return __fsub_rn(__uint_as_float(x | 0x4b000000u), 0x1p23f);
+  }
+  static __device__ __forceinline__ uint32_t nearest(float x) {
+    return __float_as_uint(__fadd_rn(x, 0x1p23f)) & 0xff;
+  }
+  static __device__ __forceinline__ uint32_t truncated(float x) {
+    return __float_as_uint(__fadd_rz(x, 0x1p23f)) & 0xff;
+  }
+
+  static __device__ __forceinline__ float pack(Packed<float> x, uint32_t random) {
+    const uint32_t upper = __bfloat16_as_ushort(__float2bfloat16_rn(x.exp_avg));
+    const uint32_t lower = ((float_bits(x.exp_avg_sq) & 0x7fffffffu) + (random >> 1)) >> 15;
+    return __uint_as_float(upper << 16 | lower);
+  }
+  static __device__ __forceinline__ Packed<float> unpack(float x) {
+    const uint32_t packed = __float_as_uint(x);
+    return {__uint_as_float(packed & 0xffff0000u), __uint_as_float((packed & 0xffff) << 15)};
+  }
+  static __device__ __forceinline__ double pack(Packed<double> x, uint32_t) {
+    return __hiloint2double(__float_as_int(__double2float_rn(x.exp_avg)),
+                            __float_as_int(__double2float_rn(x.exp_avg_sq)));
+  }
+  static __device__ __forceinline__ Packed<double> unpack(double x) {
+    return {__int_as_float(__double2hiint(x)), __int_as_float(__double2loint(x))};
+  }
+
+  struct Halves {
+    uint32_t high, low;
+  };
+  static __device__ __forceinline__ Halves multiply(uint32_t a, uint32_t b) {
+    const uint64_t product = static_cast<uint64_t>(a) * b;  // by one instruction
+    return {static_cast<uint32_t>(product >> 32), static_cast<uint32_t>(product)};
+  }
+};
+
+template <typename Value>
+struct Rounded {
+  __device__ __forceinline__ Value operator()(double value) const {
+    return static_cast<Value>(value);
+  }
+};
+
+// Shared by the threads of a block.
+template <typename Value>
+struct Start {
+  Coefficients<Value> coefficients;
+  uint32_t step;
+};
+
+// Called by one thread. Without clamps their bound is not needed.
+template <typename Value, bool clamps = false>
+__device__ __forceinline__ Start<Value> start_of(const Batch& batch, const BatchedTensor& tensor) {
+  const Recipe& recipe = batch.recipes[tensor.recipe];
+  const bool on_device = tensor.device_step != nullptr;
+  double step = recipe.step;
+  if (on_device) step = *tensor.device_step + (is_fold(recipe.phase) ? 1 : 0);
+  const double lr = recipe.device_lr != nullptr ? *recipe.device_lr : recipe.options.lr;
+  const double factor = tensor.factor != nullptr ? *tensor.factor : 1;
+  Coefficients<double> c =
+      coefficients(recipe.options, lr, on_device ? powers(recipe.options, step) : recipe.powers,
+                   recipe.phase, factor);
+  if constexpr (!clamps) c.update_bound = 0;
+  return {convert<Value>(c, Rounded<Value>{}), static_cast<uint32_t>(step)};
+}
+
+__device__ __forceinline__ bool is_skipped(const BatchedTensor& tensor) {
+  return tensor.skip != nullptr && *tensor.skip != 0;
+}
+
+// The random bits of a tensor's elements, as formats.h says.
+class Random {
+ public:
+  __device__ __forceinline__ Random(const Batch& batch, const BatchedTensor& tensor, uint32_t step)
+      : seed_(batch.recipes[tensor.recipe].options.seed), position_(tensor.position), step_(step) {}
+
+  // For elements from 8 * group.
+  __device__ __forceinline__ Words4<uint32_t> group(Draw draw, int64_t group) const {
+    return philox<Math>(Words4<uint32_t>{{static_cast<uint32_t>(group), position_, step_,
+                                          static_cast<uint32_t>(draw)}},
+                        seed_);
+  }
+
+  // For one, in the lower half.
+  __device__ __forceinline__ uint32_t element(Draw draw, int64_t i) const {
+    const Words4<uint32_t> words = group(draw, i / 8);
+    const uint32_t low = i & 2 ? words.of[1] : words.of[0];
+    const uint32_t high = i & 2 ? words.of[3] : words.of[2];
+    const uint32_t word = i & 4 ? high : low;
+    return i & 1 ? word >> 16 : word & 0xffff;
+  }
+
+ private:
+  uint64_t seed_;
+  uint32_t position_, step_;
+};
+
+}  // namespace memsave_ext::adam

@@ -1,0 +1,148 @@
+// What a launch of steps is given by value: neither copies to the device nor memory that would have
+// to outlive the call, so that a CUDA graph can capture it.
+#pragma once
+
+#include <cstdint>
+
+#include "adam/cuda/chunks.cuh"
+#include "adam/kernels.h"
+
+namespace memsave_ext::adam {
+
+// Of these the count of steps has not been advanced yet.
+MEMSAVE_EXT_INLINE bool is_fold(Phase phase) {
+  return phase == Phase::kFirstFold || phase == Phase::kFold;
+}
+
+// What tensors of one group share.
+struct Recipe {
+  Options options;
+  double step;
+  Powers powers;  // of the step, where it is not on the device
+  const float* device_lr;
+  Phase phase;
+};
+
+// As in Item. One kind for all formats: they need different fields, but launches of fewer tensors
+// cost less than another kind of batch would.
+struct BatchedTensor {
+  void* param;
+  void* param_rest;
+  const void* grad;
+  void* exp_avg;
+  void* exp_avg_sq;
+  union {  // blocks know no amsgrad
+    void* max_exp_avg_sq;
+    float* exp_avg_scale;
+  };
+  float* exp_avg_sq_scale;
+  const float* device_step;
+  const float* factor;
+  const float* skip;
+  int64_t numel : 56;
+  int64_t recipe : 8;
+  uint32_t first_chunk;
+  uint32_t position;
+};
+
+struct Batch {
+  static constexpr int kRecipes = 5;
+  static constexpr int kTensors = 37;
+
+  int64_t chunk_length;
+  int tensor_count;
+  Recipe recipes[kRecipes];
+  BatchedTensor tensors[kTensors];
+};
+
+static_assert(sizeof(Batch) <= 4096, "what every device takes as a kernel's arguments");
+
+// Fills batches with items, and gives launch(batch, blocks) those that are full.
+template <typename Launch>
+class Batcher {
+ public:
+  explicit Batcher(const Launch& launch) : launch_(launch) { clear(); }
+
+  void add(const Item& item) {
+    if (item.numel == 0) return;
+    if (batch_.tensor_count == Batch::kTensors) finish();
+    int recipe = find_recipe(item);
+    if (recipe == Batch::kRecipes) {
+      finish();
+      recipe = 0;
+    }
+    if (recipe == recipe_count_) add_recipe(item);
+    add_tensor(item, recipe);
+    elements_ += item.numel;
+  }
+
+  void finish() {
+    if (batch_.tensor_count == 0) return;
+    batch_.chunk_length = chunk_length(elements_);
+    uint32_t chunks = 0;
+    for (int i = 0; i < batch_.tensor_count; ++i) {
+      batch_.tensors[i].first_chunk = chunks;
+      chunks += static_cast<uint32_t>(chunks_of(batch_.tensors[i].numel, batch_.chunk_length));
+    }
+    launch_(batch_, chunks);
+    clear();
+  }
+
+ private:
+  void clear() {
+    batch_.tensor_count = recipe_count_ = 0;
+    elements_ = 0;
+  }
+
+  // The number of recipes where none of them is the item's.
+  int find_recipe(const Item& item) const {
+    int i = 0;
+    for (; i < recipe_count_; ++i) {
+      const Recipe& recipe = batch_.recipes[i];
+      if (item.options == options_[i] && item.device_lr == recipe.device_lr &&
+          item.phase == recipe.phase && (item.device_step != nullptr || item.step == recipe.step)) {
+        break;
+      }
+    }
+    return i;
+  }
+
+  void add_recipe(const Item& item) {
+    options_[recipe_count_] = item.options;
+    Recipe& recipe = batch_.recipes[recipe_count_++];
+    recipe.options = *item.options;
+    recipe.device_lr = item.device_lr;
+    recipe.phase = item.phase;
+    recipe.step = item.device_step != nullptr ? 0 : item.step;  // 0: no other item's step
+    if (item.device_step == nullptr) recipe.powers = powers(*item.options, item.step);
+  }
+
+  void add_tensor(const Item& item, int recipe) {
+    BatchedTensor& tensor = batch_.tensors[batch_.tensor_count++];
+    tensor.param = item.param;
+    tensor.param_rest = item.param_rest;
+    tensor.grad = item.grad;
+    tensor.exp_avg = item.exp_avg;
+    tensor.exp_avg_sq = item.exp_avg_sq;
+    if (item.state_format == StateFormat::kBlocks) {
+      tensor.exp_avg_scale = item.exp_avg_scale;
+    } else {
+      tensor.max_exp_avg_sq = item.max_exp_avg_sq;
+    }
+    tensor.exp_avg_sq_scale = item.exp_avg_sq_scale;
+    tensor.device_step = item.device_step;
+    tensor.factor = item.factor;
+    tensor.skip = item.skip;
+    tensor.numel = item.numel;
+    tensor.recipe = recipe;
+    tensor.position = item.position;
+  }
+
+  const Launch& launch_;
+  Batch batch_;
+  int recipe_count_;
+  int64_t elements_;
+  const Options* options_[Batch::kRecipes];  // of the recipes
+};
+
+}  // namespace memsave_ext::adam

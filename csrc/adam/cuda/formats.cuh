@@ -1,0 +1,188 @@
+// Parameters and states in registers: read as values, rounded as formats.h says, word by word.
+#pragma once
+
+#include "adam/cuda/arithmetic.cuh"
+#include "vector/cuda.cuh"
+
+namespace memsave_ext::adam {
+
+using vector::Part;
+using vector::ValueOf;
+
+// A combination of formats. Of states in blocks the type is not looked at.
+template <typename ParamType, ParamFormat format, StateFormat states, bool with_amsgrad>
+struct Mode {
+  using Param = ParamType;
+  using Value = ValueOf<Param>;
+  using State = std::conditional_t<
+      states == StateFormat::kAsParam, Param,
+      std::conditional_t<states == StateFormat::kBFloat16, __nv_bfloat16, float>>;
+  static constexpr ParamFormat kFormat = format;
+  static constexpr bool kAmsgrad = with_amsgrad;
+  static constexpr bool kHasRest = format == ParamFormat::kKahan || format == ParamFormat::kSplit;
+  static constexpr bool kRandomParam = format == ParamFormat::kStochastic;
+  static constexpr bool kRandomStates = states == StateFormat::kBFloat16;
+  static constexpr bool kFolds = sizeof(State) >= 4 && states != StateFormat::kBlocks;
+  // Elements of a thread: loads of 16 bytes; with random bits, those of one draw.
+  static constexpr int kSize = kRandomParam || kRandomStates || states == StateFormat::kBlocks
+                                   ? 8
+                                   : 16 / static_cast<int>(sizeof(State));
+  // Of threads, at least, on a multiprocessor: draws side by side would take more than 64
+  // registers.
+  static constexpr int kMinBlocks =
+      kAmsgrad && kRandomStates && (kRandomParam || sizeof(Param) == 4) ? 3 : 0;
+  // Elements of a word, of at least 4 bytes.
+  template <int size>
+  static constexpr int kWord = size > 1 && (sizeof(Param) == 2 || sizeof(State) == 2) ? 2 : 1;
+};
+
+// A vector whose words are updated in place, one after the other: as all new values would not fit
+// into registers beside the old ones.
+template <typename T, int size, int word>
+struct alignas(sizeof(T) * size < 16 ? sizeof(T) * size : 16) Words {
+  using Element = T;
+  using Word = vector::Vector<T, word>;
+  Word words[size / word];
+};
+
+// Random bits of `size` elements, 1 or the 8 of one draw: 16 of each, lower ones first.
+template <int size>
+struct Bits {
+  static constexpr int kWords = size == 1 ? 1 : size / 2;
+  uint32_t words[kWords];
+
+  // Of one element, in the lower half.
+  __device__ __forceinline__ uint32_t of(int i) const {
+    return size == 1 ? words[0] : words[i / 2] >> (16 * (i % 2)) & 0xffff;
+  }
+
+  // i: in vectors.
+  static __device__ __forceinline__ Bits draw(const Random& random, Draw what, int64_t i) {
+    if constexpr (size == 1) {
+      return {{random.element(what, i)}};
+    } else {
+      static_assert(size == 8);
+      const Words4<uint32_t> drawn = random.group(what, i);
+      return {{drawn.of[0], drawn.of[1], drawn.of[2], drawn.of[3]}};
+    }
+  }
+};
+
+// Words of one or two bfloat16 from bits, and back.
+template <int word>
+using Word16 = vector::Vector<__nv_bfloat16, word>;
+
+template <int word>
+__device__ __forceinline__ Word16<word> upper_halves(const uint32_t (&bits)[word]) {
+  if constexpr (word == 1) {
+    return {{__ushort_as_bfloat16(static_cast<uint16_t>(bits[0] >> 16))}};
+  } else {
+    return {{__byte_perm(bits[0], bits[1], 0x7632)}};
+  }
+}
+
+template <int word>
+__device__ __forceinline__ Word16<word> lower_halves(const uint32_t (&bits)[word]) {
+  if constexpr (word == 1) {
+    return {{__ushort_as_bfloat16(static_cast<uint16_t>(bits[0]))}};
+  } else {
+    return {{__byte_perm(bits[0], bits[1], 0x5410)}};
+  }
+}
+
+// Of element i, in the upper half.
+template <int word>
+__device__ __forceinline__ uint32_t bits_of(const Word16<word>& values, int i) {
+  if constexpr (word == 1) {
+    return static_cast<uint32_t>(__bfloat16_as_ushort(values.values[0])) << 16;
+  } else {
+    return i == 0 ? values.words[0] << 16 : values.words[0] & 0xffff0000u;
+  }
+}
+
+// Up or down, up in proportion to the distance from below. Infinity stays: it has no lower bits.
+template <int word>
+__device__ __forceinline__ Word16<word> round_at_random(const float (&values)[word],
+                                                        uint32_t random) {
+  uint32_t bits[word];
+#pragma unroll
+  for (int i = 0; i < word; ++i) {
+    bits[i] = float_bits(values[i]) + (i == 0 ? random & 0xffff : random >> 16);
+  }
+  return upper_halves<word>(bits);
+}
+
+template <typename M, int size>
+struct Params {
+  using Value = typename M::Value;
+  static constexpr int kWord = M::template kWord<size>;
+  using Stored = Words<typename M::Param, size, kWord>;
+  using Word = typename Stored::Word;
+  Stored stored, rest;
+
+  __device__ __forceinline__ Value get(int w, int i) const {
+    if constexpr (M::kFormat == ParamFormat::kKahan) {
+      return stored.words[w][i] + rest.words[w][i];
+    } else if constexpr (M::kFormat == ParamFormat::kSplit) {
+      const int32_t lower = static_cast<int32_t>(bits_of<kWord>(rest.words[w], i)) >> 16;
+      return __uint_as_float(bits_of<kWord>(stored.words[w], i) + static_cast<uint32_t>(lower));
+    } else {
+      return stored.words[w][i];
+    }
+  }
+
+  // Random: of the word's elements, with kStochastic.
+  __device__ __forceinline__ void set(int w, const Value (&values)[kWord], uint32_t random) {
+    Word& word = stored.words[w];
+    if constexpr (M::kFormat == ParamFormat::kStochastic) {
+      word = round_at_random<kWord>(values, random);
+    } else if constexpr (M::kFormat == ParamFormat::kKahan) {
+      word = Word::from(values);
+      float lost[kWord];
+#pragma unroll
+      for (int i = 0; i < kWord; ++i) {
+        const float kept = word[i];
+        lost[i] = isfinite(kept) ? values[i] - kept : 0;
+      }
+      rest.words[w] = Word::from(lost);
+    } else if constexpr (M::kFormat == ParamFormat::kSplit) {
+      uint32_t bits[kWord], rounded[kWord];
+#pragma unroll
+      for (int i = 0; i < kWord; ++i) {
+        bits[i] = float_bits(values[i]);
+        rounded[i] = bits[i] + 0x8000u;
+      }
+      word = upper_halves<kWord>(rounded);
+      rest.words[w] = lower_halves<kWord>(bits);
+    } else {
+      word = Word::from(values);
+    }
+  }
+};
+
+template <typename M, int size>
+struct States {
+  using Value = typename M::Value;
+  static constexpr int kWord = M::template kWord<size>;
+  using Stored = Words<typename M::State, size, kWord>;
+  Stored stored;
+
+  __device__ __forceinline__ Value get(int w, int i) const { return stored.words[w][i]; }
+
+  __device__ __forceinline__ void set(int w, const Value (&values)[kWord], uint32_t random) {
+    if constexpr (M::kRandomStates) {
+      stored.words[w] = round_at_random<kWord>(values, random);
+    } else {
+      stored.words[w] = Stored::Word::from(values);
+    }
+  }
+};
+
+// Whether vectors of `size` elements, or of 16 bytes of them, may be loaded from all of these.
+template <typename T, int size, typename... Pointers>
+__device__ __forceinline__ bool is_aligned(Pointers... pointers) {
+  constexpr uintptr_t kBytes = alignof(Words<T, size, 1>);
+  return ((reinterpret_cast<uintptr_t>(pointers) | ...) & (kBytes - 1)) == 0;
+}
+
+}  // namespace memsave_ext::adam

@@ -1,0 +1,82 @@
+// Steps on CUDA: which kernels are launched for which items; and counts of steps.
+#include <algorithm>
+#include <vector>
+
+#include "adam/cuda/launch.cuh"
+#include "adam/kernels.h"
+
+namespace memsave_ext::adam {
+namespace {
+
+struct Steps {
+  static constexpr int kCount = 250;
+
+  float* of[kCount];
+  const float* skips[kCount];
+  int count;
+};
+
+static_assert(sizeof(Steps) <= 4096, "what every device takes as a kernel's arguments");
+
+__global__ void __launch_bounds__(kThreads) advance_kernel(const __grid_constant__ Steps steps) {
+  const int i = blockIdx.x * kThreads + threadIdx.x;
+  if (i >= steps.count || (steps.skips[i] != nullptr && *steps.skips[i] != 0)) return;
+  *steps.of[i] += 1;
+}
+
+void launch_advance(float* const* steps, const float* const* skips, int64_t count, void* stream) {
+  for (int64_t first = 0; first < count; first += Steps::kCount) {
+    Steps some;
+    some.count = static_cast<int>(count - first < Steps::kCount ? count - first : Steps::kCount);
+    for (int i = 0; i < some.count; ++i) {
+      some.of[i] = steps[first + i];
+      some.skips[i] = skips != nullptr ? skips[first + i] : nullptr;
+    }
+    launch(advance_kernel, (some.count + kThreads - 1) / kThreads, stream, some);
+  }
+}
+
+StepKernel kernel_for(const Item& item) {
+  if (is_fold(item.phase)) return fold_kernel_of(item.param_type, item.state_format);
+  const bool amsgrad = item.max_exp_avg_sq != nullptr;
+  switch (item.state_format) {
+    case StateFormat::kAsParam:
+      return step_as_param(item.param_type, item.param_format, amsgrad);
+    case StateFormat::kFloat:
+      // Of float, too, it is the parameter's type.
+      return item.param_type == DType::kFloat
+                 ? step_as_param(item.param_type, item.param_format, amsgrad)
+                 : step_float(item.param_type, item.param_format, amsgrad);
+    case StateFormat::kBFloat16:
+      return step_bfloat16(item.param_type, item.param_format, amsgrad);
+    case StateFormat::kBlocks:
+      return step_blocks(item.param_type, item.param_format);
+  }
+  return nullptr;
+}
+
+void launch_steps(const Item* items, int64_t count, void* stream) {
+  std::vector<StepKernel> kernels(count), distinct;
+  for (int64_t i = 0; i < count; ++i) {
+    kernels[i] = kernel_for(items[i]);
+    if (std::find(distinct.begin(), distinct.end(), kernels[i]) == distinct.end()) {
+      distinct.push_back(kernels[i]);
+    }
+  }
+  for (const StepKernel kernel : distinct) {
+    const auto launch_batch = [&](const Batch& batch, uint32_t chunks) {
+      launch(kernel, chunks, stream, batch);
+    };
+    Batcher batcher(launch_batch);
+    for (int64_t i = 0; i < count; ++i) {
+      if (kernels[i] == kernel) batcher.add(items[i]);
+    }
+    batcher.finish();
+  }
+}
+
+}  // namespace
+
+const Kernels cuda_kernels = {launch_steps, launch_advance, launch_measure, measure_workspace};
+
+}  // namespace memsave_ext::adam

@@ -1,0 +1,104 @@
+// The step of all formats but states in blocks: the tensors of one combination of formats by one
+// launch, each block on a chunk of one of them.
+#pragma once
+
+#include "adam/cuda/formats.cuh"
+#include "adam/cuda/launch.cuh"
+
+namespace memsave_ext::adam {
+
+// The block's part of a tensor, in vectors of `size` elements; from and to are elements.
+template <typename M, int size>
+__device__ __forceinline__ void step_vectors(const BatchedTensor& tensor, int64_t from, int64_t to,
+                                             const Coefficients<typename M::Value>& c,
+                                             const Random& random) {
+  using Value = typename M::Value;
+  using Param = Params<M, size>;
+  using State = States<M, size>;
+  using Draws = Bits<M::kRandomParam || M::kRandomStates ? size : 1>;
+  constexpr int kWord = Param::kWord;
+#pragma unroll 1
+  for (int64_t i = from / size + threadIdx.x; i < to / size; i += kThreads) {
+    Param param;
+    param.stored = vector::load<typename Param::Stored>(tensor.param, i);
+    if constexpr (M::kHasRest) {
+      param.rest = vector::load<typename Param::Stored>(tensor.param_rest, i);
+    }
+    typename Param::Stored grad{};
+    if (tensor.grad != nullptr) grad = vector::load<typename Param::Stored>(tensor.grad, i);
+    State exp_avg, exp_avg_sq, max_exp_avg_sq;
+    exp_avg.stored = vector::load<typename State::Stored>(tensor.exp_avg, i);
+    exp_avg_sq.stored = vector::load<typename State::Stored>(tensor.exp_avg_sq, i);
+    if constexpr (M::kAmsgrad) {
+      max_exp_avg_sq.stored = vector::load<typename State::Stored>(tensor.max_exp_avg_sq, i);
+    }
+    Draws of_param{}, of_exp_avg{}, of_exp_avg_sq{}, of_max{};
+    if constexpr (M::kRandomParam) of_param = Draws::draw(random, Draw::kParam, i);
+    if constexpr (M::kRandomStates) {
+      of_exp_avg = Draws::draw(random, Draw::kExpAvg, i);
+      of_exp_avg_sq = Draws::draw(random, Draw::kExpAvgSq, i);
+      if constexpr (M::kAmsgrad) of_max = Draws::draw(random, Draw::kMaxExpAvgSq, i);
+    }
+#pragma unroll
+    for (int w = 0; w < size / kWord; ++w) {
+      Value params[kWord], first[kWord], second[kWord], largest[kWord];
+#pragma unroll
+      for (int k = 0; k < kWord; ++k) {
+        Values<Value> x = {param.get(w, k), exp_avg.get(w, k), exp_avg_sq.get(w, k)};
+        if constexpr (M::kAmsgrad) x.max_exp_avg_sq = max_exp_avg_sq.get(w, k);
+        update<Math, M::kAmsgrad>(c, grad.words[w][k], x);
+        params[k] = x.param;
+        first[k] = x.exp_avg;
+        second[k] = x.exp_avg_sq;
+        largest[k] = x.max_exp_avg_sq;
+      }
+      const int drawn = w % Draws::kWords;  // w itself, where any are drawn
+      param.set(w, params, of_param.words[drawn]);
+      exp_avg.set(w, first, of_exp_avg.words[drawn]);
+      exp_avg_sq.set(w, second, of_exp_avg_sq.words[drawn]);
+      if constexpr (M::kAmsgrad) max_exp_avg_sq.set(w, largest, of_max.words[drawn]);
+    }
+    vector::store(tensor.param, i, param.stored);
+    if constexpr (M::kHasRest) vector::store(tensor.param_rest, i, param.rest);
+    vector::store(tensor.exp_avg, i, exp_avg.stored);
+    vector::store(tensor.exp_avg_sq, i, exp_avg_sq.stored);
+    if constexpr (M::kAmsgrad) vector::store(tensor.max_exp_avg_sq, i, max_exp_avg_sq.stored);
+  }
+}
+
+template <typename M>
+__device__ __forceinline__ bool takes_vectors(const BatchedTensor& tensor) {
+  return is_aligned<typename M::Param, M::kSize>(tensor.param, tensor.grad, tensor.param_rest) &&
+         is_aligned<typename M::State, M::kSize>(tensor.exp_avg, tensor.exp_avg_sq,
+                                                 tensor.max_exp_avg_sq);
+}
+
+template <typename M>
+__global__ void __launch_bounds__(kThreads, M::kMinBlocks)
+    step_kernel(const __grid_constant__ Batch batch) {
+  static_assert(kShortestChunk % M::kSize == 0);
+  const Chunk chunk = find_chunk(batch.tensors, batch.tensor_count, batch.chunk_length, blockIdx.x);
+  const BatchedTensor& tensor = batch.tensors[chunk.tensor];
+  if (is_skipped(tensor)) return;
+  __shared__ Start<typename M::Value> shared;
+  if (threadIdx.x == 0) shared = start_of<typename M::Value>(batch, tensor);
+  __syncthreads();
+  const Random random(batch, tensor, shared.step);
+  const int64_t end = chunk.begin + chunk.count;
+  const int64_t last = takes_vectors<M>(tensor) ? end / M::kSize * M::kSize : chunk.begin;
+  const auto step = [&](const Coefficients<typename M::Value>& c) {
+    step_vectors<M, M::kSize>(tensor, chunk.begin, last, c, random);
+    step_vectors<M, 1>(tensor, last, end, c, random);
+  };
+  // The phase is known to the compiler in either: whole steps do not pay for the others.
+  Coefficients<typename M::Value> c = shared.coefficients;
+  if (M::kFolds && c.phase == Phase::kClose) {
+    c.phase = Phase::kClose;
+    step(c);
+  } else {
+    c.phase = Phase::kWhole;
+    step(c);
+  }
+}
+
+}  // namespace memsave_ext::adam

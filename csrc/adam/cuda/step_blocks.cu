@@ -1,0 +1,182 @@
+// Steps with states in blocks: each block of one by a warp, because its scale is known only when
+// all of its new values are.
+#include "adam/code8.h"
+#include "adam/cuda/formats.cuh"
+#include "adam/cuda/launch.cuh"
+
+namespace memsave_ext::adam {
+namespace {
+
+using Draws = Bits<8>;
+
+constexpr int kWarp = 32;
+constexpr int kOfThread = 8;  // elements
+static_assert(kOfThread * kWarp == kBlock && kShortestChunk % kBlock == 0);
+
+// Codes of a thread's elements.
+struct alignas(kOfThread) Codes {
+  using Element = uint8_t;
+  uint32_t words[kOfThread / 4];
+
+  __device__ __forceinline__ uint32_t operator[](int i) const {
+    return words[i / 4] >> (8 * (i % 4)) & 0xff;
+  }
+  __device__ __forceinline__ void set(int i, uint32_t code) {
+    if (i % 4 == 0) words[i / 4] = 0;
+    words[i / 4] |= code << (8 * (i % 4));
+  }
+};
+
+// The largest of a warp's magnitudes, compared as integers: infinity and NaN are behind numbers,
+// and are shown by all of the block.
+__device__ __forceinline__ float warp_scale(uint32_t bits) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    bits = max(bits, __shfl_xor_sync(~0u, bits, distance));
+  }
+  return __uint_as_float(bits < 0x7f800000u ? bits : 0x7fc00000u);
+}
+
+template <typename M>
+struct Group {
+  using Param = Params<M, kOfThread>;
+  using Stored = typename Param::Stored;
+  Param param;
+  Stored grad{};
+  Codes exp_avg, exp_avg_sq;
+
+  // place: of a whole vector, or a Part.
+  template <typename Place>
+  __device__ __forceinline__ void load(const BatchedTensor& tensor, Place place) {
+    param.stored = vector::load<Stored>(tensor.param, place);
+    if constexpr (M::kHasRest) param.rest = vector::load<Stored>(tensor.param_rest, place);
+    if (tensor.grad != nullptr) grad = vector::load<Stored>(tensor.grad, place);
+    exp_avg = vector::load<Codes>(tensor.exp_avg, place);
+    exp_avg_sq = vector::load<Codes>(tensor.exp_avg_sq, place);
+  }
+
+  template <typename Place>
+  __device__ __forceinline__ void store(const BatchedTensor& tensor, Place place) const {
+    vector::store(tensor.param, place, param.stored);
+    if constexpr (M::kHasRest) vector::store(tensor.param_rest, place, param.rest);
+    vector::store(tensor.exp_avg, place, exp_avg);
+    vector::store(tensor.exp_avg_sq, place, exp_avg_sq);
+  }
+};
+
+// i: of the warp's block in the tensor. `vectors`: whether they are aligned.
+template <typename M>
+__device__ __forceinline__ void step_block(const BatchedTensor& tensor, int64_t i, bool vectors,
+                                           const Coefficients<float>& c, const Random& random) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t group = i * kWarp + lane, left = tensor.numel - group * kOfThread;
+  const Part part = {group * kOfThread, static_cast<int>(left < 0           ? 0
+                                                         : left < kOfThread ? left
+                                                                            : kOfThread)};
+  const bool whole = vectors && part.count == kOfThread;
+  Group<M> x;
+  float scale = tensor.exp_avg_scale[i], scale_sq = tensor.exp_avg_sq_scale[i];
+  if (whole) {
+    x.load(tensor, group);
+  } else {
+    x.load(tensor, part);
+  }
+  Draws of_param{}, of_exp_avg{}, of_roots{};
+  if constexpr (M::kRandomParam) of_param = Draws::draw(random, Draw::kParam, group);
+
+  float exp_avg[kOfThread], roots[kOfThread];
+  uint32_t largest = 0, largest_sq = 0;
+  constexpr int kWord = Group<M>::Param::kWord;
+#pragma unroll
+  for (int w = 0; w < kOfThread / kWord; ++w) {
+    float params[kWord];
+#pragma unroll
+    for (int k = 0; k < kWord; ++k) {
+      const int e = w * kWord + k;
+      Values<float> values = {x.param.get(w, k), decode_exp_avg<Math>(x.exp_avg[e], scale),
+                              decode_exp_avg_sq<Math>(x.exp_avg_sq[e], scale_sq)};
+      update<Math, false, true>(c, x.grad.words[w][k], values);
+      params[k] = values.param;
+      exp_avg[e] = values.exp_avg;
+      roots[e] = Math::square_root(values.exp_avg_sq);
+      if (e < part.count) {
+        largest = max(largest, __float_as_uint(exp_avg[e]) & 0x7fffffffu);
+        largest_sq = max(largest_sq, __float_as_uint(roots[e]) & 0x7fffffffu);
+      }
+    }
+    x.param.set(w, params, of_param.words[w % Draws::kWords]);
+  }
+  if constexpr (kRandomExpAvg) of_exp_avg = Draws::draw(random, Draw::kExpAvg, group);
+  if constexpr (kRandomRoots) of_roots = Draws::draw(random, Draw::kExpAvgSq, group);
+  scale = warp_scale(largest);
+  scale_sq = warp_scale(largest_sq);
+  const float inverse = inverse_scale<Math>(scale), inverse_sq = inverse_scale<Math>(scale_sq);
+#pragma unroll
+  for (int e = 0; e < kOfThread; ++e) {
+    const uint32_t code = encode_exp_avg<Math>(exp_avg[e], inverse, of_exp_avg.of(e));
+    const uint32_t code_sq = encode_root<Math>(roots[e], inverse_sq, of_roots.of(e));
+    x.exp_avg.set(e, scale == scale ? code : 0);
+    x.exp_avg_sq.set(e, scale_sq == scale_sq ? code_sq : 0);
+  }
+  if (whole) {
+    x.store(tensor, group);
+  } else {
+    x.store(tensor, part);
+  }
+  if (lane == 0) {
+    tensor.exp_avg_scale[i] = scale;
+    tensor.exp_avg_sq_scale[i] = scale_sq;
+  }
+}
+
+template <typename M>
+__global__ void __launch_bounds__(kThreads, 3) blocks_kernel(const __grid_constant__ Batch batch) {
+  const Chunk chunk = find_chunk(batch.tensors, batch.tensor_count, batch.chunk_length, blockIdx.x);
+  const BatchedTensor& tensor = batch.tensors[chunk.tensor];
+  if (is_skipped(tensor)) return;
+  __shared__ Start<float> shared;
+  if (threadIdx.x == 0) shared = start_of<float, true>(batch, tensor);
+  __syncthreads();
+  const Random random(batch, tensor, shared.step);
+  const bool vectors =
+      is_aligned<typename M::Param, kOfThread>(tensor.param, tensor.grad, tensor.param_rest) &&
+      is_aligned<uint8_t, kOfThread>(tensor.exp_avg, tensor.exp_avg_sq);
+  const int64_t end = (chunk.begin + chunk.count + kBlock - 1) / kBlock;
+  Coefficients<float> c = shared.coefficients;
+  c.phase = Phase::kWhole;  // there are no folds into blocks
+#pragma unroll 1
+  for (int64_t i = chunk.begin / kBlock + threadIdx.x / kWarp; i < end; i += kThreads / kWarp) {
+    step_block<M>(tensor, i, vectors, c, random);
+  }
+}
+
+template <typename Param, ParamFormat format = ParamFormat::kPlain>
+constexpr StepKernel kKernel = blocks_kernel<Mode<Param, format, StateFormat::kBlocks, false>>;
+
+}  // namespace
+
+StepKernel step_blocks(DType param, ParamFormat format) {
+  switch (param) {
+    case DType::kDouble:
+      return nullptr;
+    case DType::kFloat:
+      return format == ParamFormat::kPlain ? kKernel<float> : nullptr;
+    case DType::kHalf:
+      return format == ParamFormat::kPlain ? kKernel<__half> : nullptr;
+    case DType::kBFloat16:
+      break;
+  }
+  switch (format) {
+    case ParamFormat::kPlain:
+      return kKernel<__nv_bfloat16>;
+    case ParamFormat::kStochastic:
+      return kKernel<__nv_bfloat16, ParamFormat::kStochastic>;
+    case ParamFormat::kKahan:
+      return kKernel<__nv_bfloat16, ParamFormat::kKahan>;
+    case ParamFormat::kSplit:
+      return kKernel<__nv_bfloat16, ParamFormat::kSplit>;
+  }
+  return nullptr;
+}
+
+}  // namespace memsave_ext::adam

@@ -1,0 +1,231 @@
+// Batch normalisation on CPUs: what is computed from the sums over a channel.
+#include <ATen/Version.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+#include <type_traits>
+
+#include "batch_norm/cpu/run.h"
+
+namespace memsave_ext::batch_norm {
+namespace {
+
+using cpu::Coefficients;
+using cpu::Partition;
+using cpu::Passes;
+using cpu::PassTable;
+using cpu::Piece;
+using cpu::Run;
+
+// As torch chose, so that ATEN_CPU_CAPABILITY limits both.
+const PassTable& pass_table() {
+#if defined(__x86_64__)
+  const std::string capability = at::get_cpu_capability();
+  if (capability == "AVX512") return cpu::avx512_passes;
+  if (capability == "AVX2") return cpu::avx2_passes;
+#endif
+  return cpu::baseline_passes;
+}
+
+const Passes& passes_for(const Problem& problem) {
+  static const PassTable& table = pass_table();
+  return table[static_cast<int>(problem.dtype)][static_cast<int>(problem.activation)];
+}
+
+// Calls body with a value of the statistics' type.
+template <typename Body>
+void with_statistic_type(DType dtype, const Body& body) {
+  dtype == DType::kDouble ? body(double{}) : body(float{});
+}
+
+// In double, where the sums in float overflowed or a value is not finite.
+template <typename T>
+void exact_moments(const Piece& piece, int64_t channel) {
+  const auto* input =
+      static_cast<const T*>(piece.input) + channel * (piece.columns ? 1 : piece.channel_stride);
+  const int64_t width = piece.columns ? 1 : piece.width;
+  const auto sum_of = [&](double mean, auto term) {
+    double sum = 0;
+    for (int64_t row = 0; row < piece.rows; ++row) {
+      for (int64_t i = 0; i < width; ++i) {
+        sum += term(static_cast<double>(input[row * piece.stride + i]) - mean);
+      }
+    }
+    return sum;
+  };
+  const double mean = sum_of(0, [](double x) { return x; }) / (piece.rows * width);
+  piece.sums[channel] = mean;
+  piece.sums[piece.sums_pitch + channel] = sum_of(mean, [](double x) { return x * x; });
+}
+
+void moments_of(const Passes& passes, DType dtype, const Piece& piece) {
+  passes.moments(piece);
+  for (int64_t channel = 0; channel < piece.channels; ++channel) {
+    if (std::isfinite(piece.sums[piece.sums_pitch + channel])) continue;
+    switch (dtype) {
+      case DType::kDouble:
+        exact_moments<double>(piece, channel);
+        break;
+      case DType::kFloat:
+        exact_moments<float>(piece, channel);
+        break;
+      case DType::kHalf:
+        exact_moments<c10::Half>(piece, channel);
+        break;
+      case DType::kBFloat16:
+        exact_moments<c10::BFloat16>(piece, channel);
+    }
+  }
+}
+
+// Into the first block's, always in the same order.
+void merge_moments(const Partition& partition, int64_t channels, double* sums, int64_t pitch) {
+  double *mean = sums, *m2 = sums + pitch;
+  int64_t count = partition.blocks() > 0 ? partition.count(0) : 0;
+  for (int64_t block = 1; block < partition.blocks(); ++block) {
+    const double* other = sums + 2 * pitch * block;
+    const int64_t other_count = partition.count(block);
+    for (int64_t c = 0; c < channels; ++c) {
+      const Moments<double> merged =
+          merge<double>({count, mean[c], m2[c]}, {other_count, other[c], other[pitch + c]});
+      // An infinite mean stays what the sum is; m2 is NaN already.
+      mean[c] = std::isfinite(merged.mean) ? merged.mean : mean[c] + other[c];
+      m2[c] = merged.m2;
+    }
+    count += other_count;
+  }
+}
+
+void add_sums(const Partition& partition, int64_t channels, double* sums, int64_t pitch) {
+  for (int64_t block = 1; block < partition.blocks(); ++block) {
+    const double* other = sums + 2 * pitch * block;
+    for (int64_t c = 0; c < channels; ++c) {
+      sums[c] += other[c];
+      sums[pitch + c] += other[pitch + c];
+    }
+  }
+}
+
+template <typename T>
+void update(void* running, int64_t channel, double momentum, double value) {
+  if (!running) return;
+  T& old = static_cast<T*>(running)[channel];
+  old = static_cast<T>((1 - momentum) * old + momentum * value);
+}
+
+void nothing(const Piece&) {}
+
+void moments_kernel(const Problem& problem, void* moments, void*) {
+  const Passes& passes = passes_for(problem);
+  with_statistic_type(problem.dtype, [&](auto type) {
+    using T = decltype(type);
+    auto* out = static_cast<T*>(moments);
+    const Coefficients<T> unused(problem);
+    Run run(problem, unused, true);
+    run([&](const Piece& piece) { moments_of(passes, problem.dtype, piece); },
+        [&](int64_t first, int64_t channels, double* sums, int64_t pitch) {
+          if (problem.count() > 0) merge_moments(run.partition(), channels, sums, pitch);
+          for (int64_t c = 0; c < channels; ++c) {
+            out[first + c] = static_cast<T>(sums[c]);
+            out[problem.channels + first + c] = static_cast<T>(sums[pitch + c]);
+          }
+        },
+        nothing);
+  });
+}
+
+void forward_kernel(const Problem& problem, double eps, const Running& running, void* statistics,
+                    void* output, void*) {
+  const Passes& passes = passes_for(problem);
+  with_statistic_type(problem.dtype, [&](auto type) {
+    using T = decltype(type);
+    auto* out = static_cast<T*>(statistics);
+    const auto count = static_cast<double>(problem.count());
+    Coefficients<T> coefficients(problem);
+    Run run(problem, coefficients, true);
+    run.write(output);
+    run([&](const Piece& piece) { moments_of(passes, problem.dtype, piece); },
+        [&](int64_t first, int64_t channels, double* sums, int64_t pitch) {
+          merge_moments(run.partition(), channels, sums, pitch);
+          for (int64_t c = 0; c < channels; ++c) {
+            const double mean = sums[c], m2 = sums[pitch + c];
+            const int64_t channel = first + c;
+            out[channel] = static_cast<T>(mean);
+            out[problem.channels + channel] = static_cast<T>(1 / std::sqrt(m2 / count + eps));
+            coefficients.set(channel, out[channel], out[problem.channels + channel]);
+            update<T>(running.mean, channel, running.momentum, mean);
+            update<T>(running.var, channel, running.momentum, m2 / (count - 1));
+          }
+        },
+        passes.normalize);
+  });
+}
+
+void normalize_kernel(const Problem& problem, const void* statistics, void* output, void*) {
+  with_statistic_type(problem.dtype, [&](auto type) {
+    const Coefficients<decltype(type)> coefficients(problem, statistics);
+    Run(problem, coefficients, false).write(output)(passes_for(problem).normalize);
+  });
+}
+
+void backward_kernel(const Problem& problem, const void* statistics, bool training,
+                     const void* grad, void* grad_input, void* grad_residual, void* grad_weight,
+                     void* grad_bias, void*) {
+  const Passes& passes = passes_for(problem);
+  with_statistic_type(problem.dtype, [&](auto type) {
+    using T = decltype(type);
+    auto *weight = static_cast<T*>(grad_weight), *bias = static_cast<T*>(grad_bias);
+    const auto count = static_cast<double>(problem.count());
+    Coefficients<T> coefficients(problem, statistics);
+    const bool sums = grad_weight || grad_bias || (training && grad_input);
+    const bool gradients = grad_input || grad_residual;
+    Run run(problem, coefficients, sums);
+    run.read(grad).write(grad_input, grad_residual);
+    const auto finish = [&](int64_t first, int64_t channels, double* sums, int64_t pitch) {
+      add_sums(run.partition(), channels, sums, pitch);
+      for (int64_t c = 0; c < channels; ++c) {
+        const int64_t channel = first + c;
+        const double sum = sums[c];
+        const double dot = sums[pitch + c] * coefficients.get(cpu::kInvstd, channel);
+        if (weight) weight[channel] = static_cast<T>(dot);
+        if (bias) bias[channel] = static_cast<T>(sum);
+        if (training) coefficients.set_means(channel, sum / count, dot / count);
+      }
+    };
+    if (sums && gradients) run(passes.gradient_sums, finish, passes.input_gradient);
+    if (sums && !gradients) run(passes.gradient_sums, finish, nothing);
+    if (!sums && gradients) run(passes.input_gradient);
+  });
+}
+
+void backward_sums_kernel(const Problem& problem, const void* statistics, const void* grad,
+                          void* sums, void*) {
+  auto* bias = static_cast<char*>(sums);
+  const int64_t size = problem.dtype == DType::kDouble ? 8 : 4;
+  backward_kernel(problem, statistics, false, grad, nullptr, nullptr,
+                  bias + problem.channels * size, bias, nullptr);
+}
+
+void backward_input_kernel(const Problem& problem, const void* statistics, const void* means,
+                           const void* grad, void* grad_input, void* grad_residual, void*) {
+  with_statistic_type(problem.dtype, [&](auto type) {
+    using T = decltype(type);
+    const auto* given = static_cast<const T*>(means);
+    Coefficients<T> coefficients(problem, statistics);
+    for (int64_t c = 0; c < problem.channels; ++c) {
+      coefficients.set_means(c, given[c], given[problem.channels + c]);
+    }
+    Run run(problem, coefficients, false);
+    run.read(grad).write(grad_input, grad_residual)(passes_for(problem).input_gradient);
+  });
+}
+
+}  // namespace
+
+const Kernels cpu_kernels = {moments_kernel,  forward_kernel,       normalize_kernel,
+                             backward_kernel, backward_sums_kernel, backward_input_kernel};
+
+}  // namespace memsave_ext::batch_norm

@@ -1,0 +1,176 @@
+// The loops over a piece: that sum, or that write.
+//
+// Included in the target region of an instruction set, as vector/cpu.h.
+#include "batch_norm/cpu/piece.h"
+#include "vector/cpu.h"
+
+namespace memsave_ext::batch_norm::cpu::MEMSAVE_EXT_ISA {
+
+using namespace vector::MEMSAVE_EXT_ISA;
+using vector::BFloat16;
+using vector::Half;
+using vector::ValueOf;
+
+constexpr int kUnroll = 4;  // independent sums; rows of columns whose coefficients are loaded once
+
+template <int rows>
+struct Group {
+  static constexpr int kRows = rows;
+};
+
+// Calls body(first row, Group) for all rows.
+template <typename Body>
+MEMSAVE_EXT_INLINED inline void for_groups(int64_t rows, const Body& body) {
+  int64_t row = 0;
+  for (; row + kUnroll <= rows; row += kUnroll) body(row, Group<kUnroll>{});
+  for (; row < rows; ++row) body(row, Group<1>{});
+}
+
+// Calls body(column, size, k) for the vectors of `width` values, of which the first has `head`; k
+// counts up to `unroll`, again and again.
+template <typename Storage, int unroll, typename Size, typename Body>
+MEMSAVE_EXT_INLINED inline void for_vectors(int64_t head, int64_t width, Size size,
+                                            const Body& body) {
+  constexpr int64_t lanes = kLanes<Storage>;
+  if (head > 0) body(int64_t{0}, Part{head}, 0);
+  int64_t column = head;
+  for (; column + unroll * lanes <= width; column += unroll * lanes) {
+    for (int k = 0; k < unroll; ++k) body(column + k * lanes, size, k);
+  }
+  for (int k = 0; k < unroll - 1 && column + lanes <= width; ++k, column += lanes) {
+    body(column, size, k);
+  }
+  if (column < width) body(column, Part{width - column}, unroll - 1);
+}
+
+// Calls body(place, channel) for the runs of values of one channel.
+template <typename Body>
+MEMSAVE_EXT_INLINED inline void for_runs(const Piece& piece, const Body& body) {
+  for (int64_t row = 0; row < piece.rows; ++row) {
+    for (int64_t channel = 0; channel < piece.channels; ++channel) {
+      body(row * piece.stride + channel * piece.channel_stride, channel);
+    }
+  }
+}
+
+// The coefficients of one channel, or with `columns` those of the channels from one on. Loaded at
+// once: as far as a compiler can tell, a store could change them.
+template <typename Storage, bool columns>
+struct Coefficients {
+  using V = Lanes<Storage>;
+
+  MEMSAVE_EXT_INLINED Coefficients(const Piece& piece, int64_t channel) {
+    const auto* from = static_cast<const ValueOf<Storage>*>(piece.coefficients) + channel;
+    for (int c = 0; c < kCoefficients; ++c, from += piece.pitch) {
+      values[c] = columns ? load_raw<V>(from) : broadcast<V>(*from);
+    }
+  }
+  MEMSAVE_EXT_INLINED V operator[](Coefficient which) const { return values[which]; }
+
+  V values[kCoefficients];
+};
+
+// Two sums for each channel of a piece: of what term(place, size, of, first, second) sets, where
+// `of` is an Of(piece, channel).
+template <typename Storage, typename Of, bool columns>
+class Sums {
+ public:
+  using V = Lanes<Storage>;
+
+  template <typename Term>
+  MEMSAVE_EXT_INLINED Sums(const Piece& piece, const Term& term) {
+    if constexpr (columns) {
+      for_groups(piece.rows, [&](int64_t row, auto group) MEMSAVE_EXT_INLINED {
+        for_vectors<Storage, 1>(0, piece.width, Whole{},
+                                [&](int64_t column, auto size, int) MEMSAVE_EXT_INLINED {
+                                  const Of of(piece, column);
+                                  V* sums = values_[column / kLanes<Storage>];
+                                  V first = sums[0], second = sums[1];
+                                  for (int k = 0; k < decltype(group)::kRows; ++k) {
+                                    V a, b;
+                                    term((row + k) * piece.stride + column, size, of, a, b);
+                                    first += a;
+                                    second += b;
+                                  }
+                                  sums[0] = first;
+                                  sums[1] = second;
+                                });
+      });
+    } else {
+      for_runs(piece, [&](int64_t start, int64_t channel) MEMSAVE_EXT_INLINED {
+        const Of of(piece, channel);
+        V first[kUnroll]{}, second[kUnroll]{};
+        for_vectors<Storage, kUnroll>(0, piece.width, Whole{},
+                                      [&](int64_t column, auto size, int k) MEMSAVE_EXT_INLINED {
+                                        V a, b;
+                                        term(start + column, size, of, a, b);
+                                        first[k] += a;
+                                        second[k] += b;
+                                      });
+        values_[channel][0] += (first[0] + first[1]) + (first[2] + first[3]);
+        values_[channel][1] += (second[0] + second[1]) + (second[2] + second[3]);
+      });
+    }
+  }
+
+  double get(int64_t channel, int which) const {
+    constexpr int64_t lanes = kLanes<Storage>;
+    if constexpr (columns) return values_[channel / lanes][which][channel % lanes];
+    return total(values_[channel][which]);
+  }
+
+ private:
+  V values_[columns ? kMaxColumns / kLanes<Storage> : kMaxChannels][2] = {};
+};
+
+// Calls body(place, size, coefficients) for all vectors of a piece, which it writes at `to` +
+// place.
+template <typename Storage, bool columns, typename Body>
+MEMSAVE_EXT_INLINED inline void for_written(const Piece& piece, const void* to, const Body& body) {
+  constexpr auto lanes = kLanes<Storage>;
+  const auto rows = [&](int64_t row, auto group, int64_t head, auto whole) MEMSAVE_EXT_INLINED {
+    for_vectors<Storage, 1>(head, piece.width, whole,
+                            [&](int64_t column, auto size, int) MEMSAVE_EXT_INLINED {
+                              const Coefficients<Storage, true> of(piece, column);
+                              for (int k = 0; k < decltype(group)::kRows; ++k) {
+                                body((row + k) * piece.stride + column, size, of);
+                              }
+                            });
+  };
+  // The coefficients of the next run are asked for early: a load can wait long behind streaming.
+  const auto runs = [&](const auto& head, auto whole) MEMSAVE_EXT_INLINED {
+    Coefficients<Storage, false> next(piece, 0);
+    for_runs(piece, [&](int64_t start, int64_t channel) MEMSAVE_EXT_INLINED {
+      const Coefficients<Storage, false> of = next;
+      next = Coefficients<Storage, false>(piece, channel + 1 < piece.channels ? channel + 1 : 0);
+      for_vectors<Storage, 1>(head(start), piece.width, whole,
+                              [&](int64_t column, auto size, int)
+                                  MEMSAVE_EXT_INLINED { body(start + column, size, of); });
+    });
+  };
+  // Values before the first address that is fit for streaming.
+  const auto offset = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) / sizeof(Storage));
+  const auto head = [&](int64_t place) {
+    const int64_t left = -(offset + place) & (lanes - 1);
+    return left < piece.width ? left : piece.width;
+  };
+  if constexpr (columns) {
+    if (!piece.stream) {
+      for_groups(piece.rows, [&](int64_t row, auto group)
+                                 MEMSAVE_EXT_INLINED { rows(row, group, 0, Whole{}); });
+    } else {
+      for (int64_t row = 0; row < piece.rows; ++row) {
+        rows(row, Group<1>{}, head(row * piece.stride), Streamed{});
+      }
+    }
+  } else if (!piece.stream) {
+    runs([](int64_t) { return int64_t{0}; }, Whole{});
+  } else {
+    runs(head, Streamed{});
+  }
+#if defined(__x86_64__)
+  if (piece.stream) _mm_sfence();
+#endif
+}
+
+}  // namespace memsave_ext::batch_norm::cpu::MEMSAVE_EXT_ISA

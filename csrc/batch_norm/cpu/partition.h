@@ -1,0 +1,84 @@
+// How a tensor is cut into pieces: by its shape alone, so that results are the same bits whatever
+// the number of threads.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+#include "batch_norm/cpu/piece.h"
+#include "batch_norm/kernels.h"
+
+namespace memsave_ext::batch_norm::cpu {
+
+// Units of channels times blocks of values.
+class Partition {
+ public:
+  // Without sums of channels, pieces need not be of few.
+  Partition(const Problem& problem, bool sums)
+      : outer_(problem.outer), inner_(problem.inner), channels_(problem.channels) {
+    if (channels_ == 1) {
+      inner_ *= outer_;
+      outer_ = 1;
+    }
+    columns_ = inner_ == 1;
+    if (columns_) {
+      unit_channels_ = std::min(channels_, kMaxColumns);
+      rows_ = std::clamp<int64_t>(65536 / std::max<int64_t>(unit_channels_, 1), 128, 512);
+    } else {
+      const int64_t run = (sums ? kRunValues : kPieceValues) / std::max<int64_t>(inner_, 1);
+      const int64_t most = sums ? std::min(channels_, kMaxChannels) : channels_;
+      unit_channels_ = std::clamp<int64_t>(run, 1, most);
+      cuts_ = (inner_ + kPieceValues - 1) / kPieceValues;
+      rows_ = std::max<int64_t>(kPieceValues / std::max<int64_t>(inner_ * unit_channels_, 1), 1);
+    }
+    blocks_ = (outer_ + rows_ - 1) / rows_ * cuts_;
+    units_ = (channels_ + unit_channels_ - 1) / unit_channels_;
+  }
+
+  int64_t units() const { return units_; }
+  int64_t blocks() const { return blocks_; }
+  int64_t unit_channels() const { return unit_channels_; }
+  int64_t channel(int64_t unit) const { return unit * unit_channels_; }
+  int64_t channels_of(int64_t unit) const {
+    return std::min(unit_channels_, channels_ - channel(unit));
+  }
+
+  // Values of a channel in a block.
+  int64_t count(int64_t block) const { return rows(block) * (columns_ ? 1 : width(block)); }
+
+  // In the order of addresses, as far as there is one.
+  std::pair<int64_t, int64_t> unit_and_block(int64_t piece) const {
+    return {piece % units_, piece / units_};
+  }
+
+  // Sets the extent of a piece, and returns its place in the tensor.
+  int64_t place(Piece& piece, int64_t unit, int64_t block) const {
+    piece.columns = columns_;
+    piece.rows = rows(block);
+    piece.stride = channels_ * inner_;
+    piece.channels = channels_of(unit);
+    piece.channel_stride = inner_;
+    piece.width = columns_ ? piece.channels : width(block);
+    const int64_t row = block / cuts_ * rows_;
+    return row * piece.stride + channel(unit) * inner_ + block % cuts_ * kPieceValues;
+  }
+
+ private:
+  static constexpr int64_t kPieceValues = 32768;  // of one channel, or of neighbours
+  static constexpr int64_t kRunValues = 1024;     // contiguous, where channels have few
+
+  int64_t rows(int64_t block) const { return std::min(rows_, outer_ - block / cuts_ * rows_); }
+  int64_t width(int64_t block) const {
+    return std::min(kPieceValues, inner_ - block % cuts_ * kPieceValues);
+  }
+
+  int64_t outer_, inner_, channels_;
+  bool columns_;
+  int64_t unit_channels_ = 1;
+  int64_t rows_;
+  int64_t cuts_ = 1;  // pieces of a row
+  int64_t blocks_, units_;
+};
+
+}  // namespace memsave_ext::batch_norm::cpu

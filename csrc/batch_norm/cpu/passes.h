@@ -1,0 +1,200 @@
+// The passes over a piece, for the instruction set whose target region this is included in.
+//
+// Every value goes through the same vector code, tails too, so that its result does not depend on
+// where it stands: forward and recompute write the same bits.
+#include "batch_norm/cpu/loops.h"
+
+namespace memsave_ext::batch_norm::cpu::MEMSAVE_EXT_ISA {
+
+// A piece's tensors by their type.
+template <typename Storage, Activation activation>
+struct Tensors {
+  using V = Lanes<Storage>;
+
+  MEMSAVE_EXT_INLINED explicit Tensors(const Piece& piece)
+      : input(static_cast<const Storage*>(piece.input)),
+        residual(static_cast<const Storage*>(piece.residual)),
+        grad(static_cast<const Storage*>(piece.grad)),
+        output(static_cast<Storage*>(piece.output)),
+        grad_residual(static_cast<Storage*>(piece.grad_residual)),
+        slope(broadcast<V>(static_cast<ValueOf<Storage>>(piece.slope))) {}
+
+  // Before the activation.
+  template <typename Of, typename Size>
+  MEMSAVE_EXT_INLINED V z(V x, const Of& of, int64_t place, Size size) const {
+    const V normalized = normalize(x, of[kMean], of[kScale], of[kBias]);
+    return residual ? normalized + load(residual + place, size) : normalized;
+  }
+
+  template <typename Of, typename Size>
+  MEMSAVE_EXT_INLINED V z_gradient(V x, const Of& of, int64_t place, Size size) const {
+    const V gradient = load(grad + place, size);
+    if constexpr (activation == Activation::kIdentity) return gradient;
+    return activate_backward<activation>(gradient, z(x, of, place, size), slope);
+  }
+
+  const Storage* input;
+  const Storage* residual;
+  const Storage* grad;
+  Storage* output;
+  Storage* grad_residual;
+  V slope;
+};
+
+// For each channel the mean of some values: near enough that the squares of the others' distances
+// to it do not cancel, even if one of them is an outlier.
+template <typename Storage, bool columns>
+MEMSAVE_EXT_INLINED inline void near_means(const Piece& piece, const Storage* input,
+                                           ValueOf<Storage>* means) {
+  using T = ValueOf<Storage>;
+  using V = Lanes<Storage>;
+  constexpr int64_t lanes = kLanes<Storage>;
+  if constexpr (columns) {
+    const int64_t rows = piece.rows < 8 ? piece.rows : 8 + (piece.rows - 8) / 32;
+    for (int64_t column = 0; column < piece.width; column += lanes) {
+      const int64_t left = piece.width - column;
+      const Part part{left < lanes ? left : lanes};
+      V sum{};
+      for (int64_t r = 0; r < rows; ++r) sum += load(input + r * piece.stride + column, part);
+      sum /= static_cast<T>(rows);
+      __builtin_memcpy(means + column, &sum, sizeof(sum));
+    }
+  } else {
+    constexpr int64_t wanted = 128 / lanes;
+    const Part part{piece.width < lanes ? piece.width : lanes};
+    for (int64_t channel = 0; channel < piece.channels; ++channel) {
+      V sum{};
+      int64_t vectors = 0;
+      for (int64_t column = 0; column + part.lanes <= piece.width; column += lanes) {
+        const Storage* from = input + channel * piece.channel_stride + column;
+        for (int64_t row = 0; row < piece.rows && vectors < wanted; ++row, ++vectors) {
+          sum += load(from + row * piece.stride, part);
+        }
+        if (vectors == wanted) break;
+      }
+      means[channel] = static_cast<T>(total(sum) / (vectors * part.lanes));
+    }
+  }
+}
+
+// How far ahead to prefetch. Processors do it less well: they do not follow several rows, nor one
+// past the end of its page.
+template <bool columns>
+MEMSAVE_EXT_INLINED inline int64_t rows_ahead(const Piece& piece) {
+  if (!columns) return piece.rows > 1;
+  return kUnroll * (1 + 4096 / (kUnroll * piece.stride));
+}
+
+template <typename Storage, bool columns>
+struct Shift {
+  using V = Lanes<Storage>;
+
+  MEMSAVE_EXT_INLINED Shift(const Piece& piece, int64_t channel) {
+    const auto* from = static_cast<const ValueOf<Storage>*>(piece.coefficients) + channel;
+    value = columns ? load_raw<V>(from) : broadcast<V>(*from);
+  }
+
+  V value;
+};
+
+template <typename Storage, bool columns>
+void moments_of(const Piece of) {
+  using V = Lanes<Storage>;
+  const auto* input = static_cast<const Storage*>(of.input);
+  ValueOf<Storage> shifts[columns ? kMaxColumns : kMaxChannels];
+  near_means<Storage, columns>(of, input, shifts);
+  const int64_t ahead = rows_ahead<columns>(of) * of.stride;
+  Piece piece = of;
+  piece.coefficients = shifts;
+  const Sums<Storage, Shift<Storage, columns>, columns> sums(
+      piece, [&](int64_t place, auto size, const auto& shift, V& deviation, V& square)
+                 MEMSAVE_EXT_INLINED {
+                   __builtin_prefetch(input + place + ahead);
+                   deviation = keep(load(input + place, size) - shift.value, size);
+                   square = deviation * deviation;
+                 });
+  const double share = 1.0 / static_cast<double>(columns ? piece.rows : piece.rows * piece.width);
+  for (int64_t c = 0; c < piece.channels; ++c) {
+    const double sum = sums.get(c, 0);
+    const double m2 = sums.get(c, 1) - sum * sum * share;
+    piece.sums[c] = shifts[c] + sum * share;
+    piece.sums[piece.sums_pitch + c] = m2 < 0 ? 0 : m2;
+  }
+}
+
+template <typename Storage, Activation activation, bool columns>
+void gradient_sums_of(const Piece piece) {
+  using V = Lanes<Storage>;
+  const Tensors<Storage, activation> tensors(piece);
+  const int64_t ahead = rows_ahead<columns>(piece) * piece.stride;
+  const Sums<Storage, Coefficients<Storage, columns>, columns> sums(
+      piece,
+      [&](int64_t place, auto size, const auto& of, V& gradient, V& product) MEMSAVE_EXT_INLINED {
+        __builtin_prefetch(tensors.input + place + ahead);
+        __builtin_prefetch(tensors.grad + place + ahead);
+        const V x = load(tensors.input + place, size);
+        gradient = tensors.z_gradient(x, of, place, size);
+        product = gradient * (x - of[kMean]);
+      });
+  for (int64_t c = 0; c < piece.channels; ++c) {
+    piece.sums[c] = sums.get(c, 0);
+    piece.sums[piece.sums_pitch + c] = sums.get(c, 1);
+  }
+}
+
+template <typename Storage, Activation activation, bool columns>
+void normalize_piece(const Piece piece) {
+  const Tensors<Storage, activation> tensors(piece);
+  for_written<Storage, columns>(
+      piece, piece.output, [&](int64_t place, auto size, const auto& of) MEMSAVE_EXT_INLINED {
+        const auto z = tensors.z(load(tensors.input + place, size), of, place, size);
+        store(tensors.output + place, activate<activation>(z, tensors.slope), size);
+      });
+}
+
+template <typename Storage, Activation activation, bool columns>
+void input_gradient_piece(const Piece piece) {
+  const Tensors<Storage, activation> tensors(piece);
+  for_written<Storage, columns>(piece, piece.output ? piece.output : piece.grad_residual,
+                                [&](int64_t place, auto size, const auto& of) MEMSAVE_EXT_INLINED {
+                                  const auto x = load(tensors.input + place, size);
+                                  const auto gradient = tensors.z_gradient(x, of, place, size);
+                                  if (tensors.grad_residual)
+                                    store(tensors.grad_residual + place, gradient, size);
+                                  if (!tensors.output) return;
+                                  const auto of_input =
+                                      input_gradient(gradient, x, of[kMean], of[kInvstd],
+                                                     of[kScale], of[kGradMean], of[kDotMean]);
+                                  store(tensors.output + place, of_input, size);
+                                });
+}
+
+template <typename Storage, Activation activation>
+struct PassesOf {
+  static void moments(const Piece& piece) {
+    piece.columns ? moments_of<Storage, true>(piece) : moments_of<Storage, false>(piece);
+  }
+  static void normalize(const Piece& piece) {
+    piece.columns ? normalize_piece<Storage, activation, true>(piece)
+                  : normalize_piece<Storage, activation, false>(piece);
+  }
+  static void gradient_sums(const Piece& piece) {
+    piece.columns ? gradient_sums_of<Storage, activation, true>(piece)
+                  : gradient_sums_of<Storage, activation, false>(piece);
+  }
+  static void input_gradient(const Piece& piece) {
+    piece.columns ? input_gradient_piece<Storage, activation, true>(piece)
+                  : input_gradient_piece<Storage, activation, false>(piece);
+  }
+  static constexpr Passes kPasses{moments, normalize, gradient_sums, input_gradient};
+};
+
+#define MEMSAVE_EXT_PASSES(Storage)                   \
+  {PassesOf<Storage, Activation::kIdentity>::kPasses, \
+   PassesOf<Storage, Activation::kRelu>::kPasses,     \
+   PassesOf<Storage, Activation::kLeakyRelu>::kPasses}
+
+constexpr PassTable kPasses = {MEMSAVE_EXT_PASSES(double), MEMSAVE_EXT_PASSES(float),
+                               MEMSAVE_EXT_PASSES(Half), MEMSAVE_EXT_PASSES(BFloat16)};
+
+}  // namespace memsave_ext::batch_norm::cpu::MEMSAVE_EXT_ISA

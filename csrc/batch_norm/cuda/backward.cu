@@ -1,0 +1,129 @@
+// Gradients: two sums over every channel, of chunks and then of their channel; then one pass that
+// computes the gradient of the input from them.
+#include "batch_norm/cuda/launch.cuh"
+#include "batch_norm/cuda/reduce.cuh"
+#include "batch_norm/cuda/values.cuh"
+
+namespace memsave_ext::batch_norm {
+namespace {
+
+// partials (C, chunks)
+template <typename A>
+__global__ void __launch_bounds__(kThreads)
+    chunk_sums_kernel(Problem problem, Partition p, const void* statistics, const void* grad,
+                      double2* partials) {
+  using Vec = typename A::Vec;
+  using Value = typename A::Value;
+  constexpr int kUnroll = A::kUnroll / 2;  // of two tensors
+  Walk<A::kRows> walk(p, blockIdx.x, threadIdx.x);
+  double2 sums[A::kChannels] = {};
+  if (walk.more()) {
+    const Affine<A> affine(problem, statistics, walk.column * A::kChannels);
+    const bool with_residual = masks_with_residual(problem);
+    ThreadSums<A> of_thread;
+    while (walk.more()) {
+      Vec x[kUnroll], dy[kUnroll], residual[kUnroll];
+      int64_t offset[kUnroll];
+      bool there[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        there[u] = walk.more();
+        offset[u] = there[u] ? walk.offset : offset[0];  // a load twice costs less than a branch
+        x[u] = load<Vec>(problem.input, offset[u]);
+        dy[u] = load<Vec>(grad, offset[u]);
+        walk.next(p);
+      }
+      load_residual(with_residual, problem, offset, residual);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (there[u]) add_gradients(problem, affine, dy[u], x[u], residual[u], of_thread);
+      }
+    }
+    of_thread.fold(sums);
+#pragma unroll
+    for (int c = 0; c < A::kChannels; ++c) sums[c].y *= affine.invstd[c];
+  }
+  if (!sum_channels<A>(sums, p) || !walk.has_channel(p)) return;
+#pragma unroll
+  for (int c = 0; c < A::kChannels; ++c) {
+    partials[(walk.column * A::kChannels + c) * p.chunks + walk.chunk] = sums[c];
+  }
+}
+
+// A channel for each block.
+template <typename Value>
+__global__ void channel_sums_kernel(const double2* partials, int64_t chunks, ChannelSums to) {
+  const double2 sums = sum_chunks(partials, chunks);
+  if (threadIdx.x == 0) write_sums<Value>(to, blockIdx.x, sums);
+}
+
+template <typename A>
+__global__ void __launch_bounds__(kThreads)
+    backward_input_kernel(Problem problem, Partition p, const void* statistics, const void* means,
+                          const void* grad, void* grad_input, void* grad_residual) {
+  using Vec = typename A::Vec;
+  using Value = typename A::Value;
+  constexpr int kUnroll = A::kUnroll / 2;
+  // In reverse: what the sums have read last is still in the cache.
+  Walk<A::kRows> walk(p, gridDim.x - 1 - blockIdx.x, threadIdx.x);
+  if (!walk.more()) return;
+  const int64_t channel = walk.column * A::kChannels;
+  const Affine<A> affine(problem, statistics, channel);
+  const Value* values = static_cast<const Value*>(means);
+  GradientMeans<A> of_channel;
+  load_channels(values, channel, Value(0), of_channel.grad);
+  load_channels(values == nullptr ? nullptr : values + problem.channels, channel, Value(0),
+                of_channel.dot);
+  const bool with_residual = masks_with_residual(problem);
+  while (walk.more()) {
+    Vec x[kUnroll], dy[kUnroll], residual[kUnroll];
+    int64_t offset[kUnroll];
+    bool there[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      there[u] = walk.more();
+      offset[u] = there[u] ? walk.offset : offset[0];
+      x[u] = load<Vec>(problem.input, offset[u]);
+      dy[u] = load<Vec>(grad, offset[u]);
+      walk.next(p);
+    }
+    load_residual(with_residual, problem, offset, residual);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (there[u]) {
+        write_gradients(problem, affine, of_channel, dy[u], x[u], residual[u], offset[u],
+                        grad_input, grad_residual);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void launch_backward_sums(const Problem& problem, const void* statistics, const void* grad,
+                          const ChannelSums& to, void* stream) {
+  const int vector = widest_vector(problem, {problem.input, problem.residual, grad});
+  const Partition p = make_partition(problem, vector);
+  double2* partials = Workspace(problem).partials;
+  with_access(problem, vector, [&](auto access) {
+    launch(chunk_sums_kernel<decltype(access)>, p.blocks(), p.threads(), 0, stream, problem, p,
+           statistics, grad, partials);
+  });
+  with_statistic(problem.dtype, [&](auto value) {
+    launch(channel_sums_kernel<decltype(value)>, problem.channels, merging_threads(p), 0, stream,
+           partials, p.chunks, to);
+  });
+}
+
+void launch_backward_input(const Problem& problem, const void* statistics, const void* means,
+                           const void* grad, void* grad_input, void* grad_residual, void* stream) {
+  const int vector =
+      widest_vector(problem, {problem.input, problem.residual, grad, grad_input, grad_residual});
+  const Partition p = make_partition(problem, vector);
+  with_access(problem, vector, [&](auto access) {
+    launch(backward_input_kernel<decltype(access)>, p.blocks(), p.threads(), 0, stream, problem, p,
+           statistics, means, grad, grad_input, grad_residual);
+  });
+}
+
+}  // namespace memsave_ext::batch_norm

@@ -1,0 +1,70 @@
+// Mean and sum of squared deviations of every channel: sums of chunks, then of their channel.
+#include "batch_norm/cuda/launch.cuh"
+#include "batch_norm/cuda/reduce.cuh"
+
+namespace memsave_ext::batch_norm {
+namespace {
+
+// partials (C, chunks), and the origins (C) that they are about.
+template <typename A>
+__global__ void __launch_bounds__(kThreads)
+    chunk_moments_kernel(const void* input, Partition p, double2* partials, double* origins) {
+  using Vec = typename A::Vec;
+  Walk<A::kRows> walk(p, blockIdx.x, threadIdx.x);
+  Vec origin = {};
+  if (walk.has_channel(p)) origin = load<Vec>(input, walk.first(p));
+  ThreadMoments<A> moments;
+  while (walk.more()) {
+    Vec x[A::kUnroll];
+    bool there[A::kUnroll];
+    const int64_t offset = walk.offset;
+#pragma unroll
+    for (int u = 0; u < A::kUnroll; ++u) {
+      there[u] = walk.more();
+      // A load twice costs less than a branch.
+      x[u] = load<Vec>(input, there[u] ? walk.offset : offset);
+      walk.next(p);
+    }
+#pragma unroll
+    for (int u = 0; u < A::kUnroll; ++u) {
+      if (there[u]) moments.add(x[u]);
+    }
+  }
+
+  double2 sums[A::kChannels];
+  moments.fold_about(origin, sums);
+  if (!sum_channels<A>(sums, p) || !walk.has_channel(p)) return;
+#pragma unroll
+  for (int c = 0; c < A::kChannels; ++c) {
+    const int64_t channel = walk.column * A::kChannels + c;
+    partials[channel * p.chunks + walk.chunk] = sums[c];
+    if (walk.chunk == 0) origins[channel] = origin[c];
+  }
+}
+
+// A channel for each block.
+template <typename Value>
+__global__ void channel_moments_kernel(const double2* partials, int64_t chunks,
+                                       const double* origins, Summary to) {
+  const double2 sums = sum_chunks(partials, chunks);
+  if (threadIdx.x == 0) write_moments<Value>(to, blockIdx.x, sums, origins[blockIdx.x]);
+}
+
+}  // namespace
+
+void launch_moments(const Problem& problem, const Summary& to, void* stream) {
+  const int vector = widest_vector(problem, {problem.input});
+  const Partition p = make_partition(problem, vector);
+  const Workspace workspace(problem);
+  double* origins = static_cast<double*>(workspace.vectors);
+  with_access(problem, vector, [&](auto access) {
+    launch(chunk_moments_kernel<decltype(access)>, p.blocks(), p.threads(), 0, stream,
+           problem.input, p, workspace.partials, origins);
+  });
+  with_statistic(problem.dtype, [&](auto value) {
+    launch(channel_moments_kernel<decltype(value)>, problem.channels, merging_threads(p), 0, stream,
+           workspace.partials, p.chunks, origins, to);
+  });
+}
+
+}  // namespace memsave_ext::batch_norm

@@ -1,0 +1,48 @@
+// output = activate(normalize(input) + residual), from statistics.
+#include "batch_norm/cuda/launch.cuh"
+#include "batch_norm/cuda/values.cuh"
+
+namespace memsave_ext::batch_norm {
+namespace {
+
+template <typename A>
+__global__ void __launch_bounds__(kThreads)
+    normalize_kernel(Problem problem, Partition p, const void* statistics, void* output) {
+  using Vec = typename A::Vec;
+  // In reverse: what the kernel before has read last is still in the cache.
+  Walk<A::kRows> walk(p, gridDim.x - 1 - blockIdx.x, threadIdx.x);
+  if (!walk.more()) return;
+  const Affine<A> affine(problem, statistics, walk.column * A::kChannels);
+  while (walk.more()) {
+    Vec x[A::kUnroll], residual[A::kUnroll];
+    int64_t offset[A::kUnroll];
+    bool there[A::kUnroll];
+#pragma unroll
+    for (int u = 0; u < A::kUnroll; ++u) {
+      there[u] = walk.more();
+      offset[u] = there[u] ? walk.offset : offset[0];  // a load twice costs less than a branch
+      x[u] = load<Vec>(problem.input, offset[u]);
+      walk.next(p);
+    }
+    load_residual(problem.residual != nullptr, problem, offset, residual);
+#pragma unroll
+    for (int u = 0; u < A::kUnroll; ++u) {
+      if (there[u]) {
+        store(output, offset[u], output_of(problem, affine, x[u], residual[u]));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void launch_normalize(const Problem& problem, const void* statistics, void* output, void* stream) {
+  const int vector = widest_vector(problem, {problem.input, problem.residual, output});
+  const Partition p = make_partition(problem, vector);
+  with_access(problem, vector, [&](auto access) {
+    launch(normalize_kernel<decltype(access)>, p.blocks(), p.threads(), 0, stream, problem, p,
+           statistics, output);
+  });
+}
+
+}  // namespace memsave_ext::batch_norm

@@ -1,0 +1,196 @@
+// Sums over threads, blocks and chunks, in a fixed order, and the moments of a channel from them.
+// A thread sums deviations from its own first value, in float. Beyond a thread they are deviations
+// from the channel's first value, in double: plain sums, accurate whatever that value is, because
+// one far from the others is itself the larger part of the variance.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "batch_norm/cuda/access.cuh"
+#include "batch_norm/cuda/partition.cuh"
+
+namespace memsave_ext::batch_norm {
+
+__device__ __forceinline__ double2 operator+(double2 a, double2 b) {
+  return make_double2(a.x + b.x, a.y + b.y);
+}
+
+__device__ __forceinline__ double2 sum_warp(double2 value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    value = value + make_double2(__shfl_xor_sync(~0u, value.x, distance),
+                                 __shfl_xor_sync(~0u, value.y, distance));
+  }
+  return value;
+}
+
+// Over a block of whole warps, for the threads of the first warp. Once in a kernel.
+__device__ __forceinline__ double2 sum_block(double2 value) {
+  __shared__ double2 of_warps[32];
+  const int lane = threadIdx.x % 32;
+  value = sum_warp(value);
+  if (lane == 0) of_warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  if (threadIdx.x >= 32) return value;
+  return sum_warp(lane < blockDim.x / 32 ? of_warps[lane] : make_double2(0, 0));
+}
+
+// Over lanes_y, for the threads of the first row. Once in a kernel.
+template <int count>
+__device__ __forceinline__ void sum_rows(double2 (&values)[count], int lanes_x, int lanes_y) {
+  __shared__ double2 upper[count][kThreads / 2];
+  const int thread = threadIdx.x, y = thread / lanes_x;
+  for (int rows = lanes_y; rows > 1;) {
+    const int half = (rows + 1) / 2;
+    if (y >= half && y < rows) {
+#pragma unroll
+      for (int i = 0; i < count; ++i) upper[i][thread - half * lanes_x] = values[i];
+    }
+    __syncthreads();
+    if (y + half < rows) {
+#pragma unroll
+      for (int i = 0; i < count; ++i) values[i] = values[i] + upper[i][thread];
+    }
+    __syncthreads();
+    rows = half;
+  }
+}
+
+// Over the block, for each channel of a thread; true where this thread has the result.
+template <typename A>
+__device__ __forceinline__ bool sum_channels(double2 (&sums)[A::kChannels], const Partition& p) {
+  if constexpr (A::kRows) {
+    sum_rows(sums, p.lanes_x, p.lanes_y);
+    return threadIdx.x < p.lanes_x;
+  } else {
+    sums[0] = sum_block(sums[0]);
+    return threadIdx.x == 0;
+  }
+}
+
+// Over the chunks of the block's channel, for the first thread.
+__device__ __forceinline__ double2 sum_chunks(const double2* partials, int64_t chunks) {
+  double2 sums = {0, 0};
+  for (int64_t chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
+    sums = sums + partials[blockIdx.x * chunks + chunk];
+  }
+  return sum_block(sums);
+}
+
+// Two sums over the values of a thread, for each place in a vector.
+template <typename A>
+struct ThreadSums {
+  using Value = typename A::Value;
+  Value first[A::kVector] = {}, second[A::kVector] = {};
+
+  // For each channel of the thread.
+  __device__ __forceinline__ void fold(double2 (&to)[A::kChannels]) const {
+    Value a[A::kChannels] = {}, b[A::kChannels] = {};
+#pragma unroll
+    for (int i = 0; i < A::kVector; ++i) {
+      a[A::channel(i)] += first[i];
+      b[A::channel(i)] += second[i];
+    }
+#pragma unroll
+    for (int c = 0; c < A::kChannels; ++c) to[c] = make_double2(a[c], b[c]);
+  }
+};
+
+// Sums of deviations from the thread's first value, and of their squares.
+template <typename A>
+struct ThreadMoments : ThreadSums<A> {
+  using Value = typename A::Value;
+  Value shift[A::kChannels] = {};
+  int items = 0;
+
+  __device__ __forceinline__ void add(const typename A::Vec& x) {
+    if (items == 0) {
+#pragma unroll
+      for (int c = 0; c < A::kChannels; ++c) shift[c] = x[c];
+    }
+    ++items;
+#pragma unroll
+    for (int i = 0; i < A::kVector; ++i) {
+      const Value deviation = x[i] - shift[A::channel(i)];
+      this->first[i] += deviation;
+      this->second[i] += deviation * deviation;
+    }
+  }
+
+  // The same of deviations from origin.
+  __device__ __forceinline__ void fold_about(const typename A::Vec& origin,
+                                             double2 (&sums)[A::kChannels]) const {
+    this->fold(sums);
+    if (items == 0) return;
+    const double count = static_cast<double>(items) * (A::kVector / A::kChannels);
+#pragma unroll
+    for (int c = 0; c < A::kChannels; ++c) {
+      const double distance = static_cast<double>(shift[c]) - static_cast<double>(origin[c]);
+      sums[c].y += distance * (2 * sums[c].x + count * distance);
+      sums[c].x += count * distance;
+    }
+  }
+};
+
+// Where the moments of a channel go, and what else follows from them.
+struct Summary {
+  void* out;    // (2, C)
+  bool invstd;  // mean and 1 / sqrt(m2 / count + eps), not mean and m2
+  double eps;
+  Running running;
+  int64_t channels;
+  int64_t count;
+};
+
+template <typename Value>
+__device__ __forceinline__ void update(void* running, int64_t channel, double momentum,
+                                       double batch) {
+  if (running == nullptr) return;
+  Value& value = static_cast<Value*>(running)[channel];
+  value = static_cast<Value>((1 - momentum) * value + momentum * batch);
+}
+
+// From the sums of deviations from origin and of their squares. Returns what went out.
+template <typename Value>
+__device__ __forceinline__ Pair<Value> write_moments(const Summary& to, int64_t channel,
+                                                     double2 sums, double origin) {
+  const double count = static_cast<double>(to.count);
+  const double distance = sums.x / count;
+  const double rounded = sums.y - sums.x * distance;
+  const double m2 = rounded < 0 ? 0 : rounded;
+  const double mean = m2 == m2 ? origin + distance : m2;  // NaN as one where a value is not finite
+  const Pair<Value> out = {static_cast<Value>(mean),
+                           static_cast<Value>(to.invstd ? 1 / sqrt(m2 / count + to.eps) : m2)};
+  static_cast<Value*>(to.out)[channel] = out.first;
+  static_cast<Value*>(to.out)[to.channels + channel] = out.second;
+  update<Value>(to.running.mean, channel, to.running.momentum, mean);
+  update<Value>(to.running.var, channel, to.running.momentum, m2 / (count - 1));
+  return out;
+}
+
+// Where a channel's sums over the gradient of z, and over its product with the normalised x, go.
+// Any may be null.
+struct ChannelSums {
+  void* sum;
+  void* dot;
+  void* means;  // (2, C): both over count
+  int64_t channels;
+  int64_t count;
+};
+
+template <typename Value>
+__device__ __forceinline__ Pair<Value> write_sums(const ChannelSums& to, int64_t channel,
+                                                  double2 sums) {
+  const double count = static_cast<double>(to.count);
+  const Pair<Value> means = {static_cast<Value>(sums.x / count),
+                             static_cast<Value>(sums.y / count)};
+  if (to.sum != nullptr) static_cast<Value*>(to.sum)[channel] = static_cast<Value>(sums.x);
+  if (to.dot != nullptr) static_cast<Value*>(to.dot)[channel] = static_cast<Value>(sums.y);
+  if (to.means != nullptr) {
+    static_cast<Value*>(to.means)[channel] = means.first;
+    static_cast<Value*>(to.means)[to.channels + channel] = means.second;
+  }
+  return means;
+}
+
+}  // namespace memsave_ext::batch_norm
