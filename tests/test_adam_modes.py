@@ -424,6 +424,62 @@ def test_seeds(mode):
         assert not all(torch.equal(a, b) for a, b in zip(run()[0], run(seed=other)[0], strict=True))
 
 
+@pytest.mark.parametrize("mode", ["stochastic", "fp32, states bf16", "fp32, states 8bit"])
+def test_every_parameter_has_its_own_random_bits(mode):
+    dtype, options = MODES[mode]
+    params = [nn.Parameter(torch.ones(4096, dtype=dtype)) for _ in range(2)]
+    optimizer = ms.Adam(params, **options)
+    for param in params:
+        param.grad = torch.linspace(0.1, 1, 4096).to(dtype)
+    optimizer.step()
+    one, other = ({"param": p, **optimizer.state[p]} for p in params)
+    assert not all(torch.equal(one[name], other[name]) for name in one)
+
+
+@every_mode
+def test_elements_are_in_the_order_of_memory(mode):
+    """Blocks and random bits do not depend on a tensor's shape; with gaps, on its indices."""
+    dtype, options = MODES[mode]
+    torch.manual_seed(1)
+    flat = torch.randn(8192).to(dtype)
+    shaped = {
+        "flat": flat.clone(),
+        "channels_last": flat.view(8, 16, 16, 4).permute(0, 3, 1, 2).clone(),
+        "transposed": flat.view(64, 128).t().clone(),
+    }
+    if options.get("state_dtype") != "8bit":
+        shaped["strided"] = torch.stack([flat, flat], 1).view(32, 256, 2)[:, :, 0]
+    back = {
+        "flat": lambda t: t,
+        "channels_last": lambda t: t.permute(0, 2, 3, 1).reshape(-1),
+        "transposed": lambda t: t.t().reshape(-1),
+        "strided": lambda t: t.reshape(-1),
+    }
+    assert shaped["transposed"].stride() == (1, 128)
+    runs = []
+    for name, start in shaped.items():
+        param = nn.Parameter(torch.empty(0, dtype=dtype))
+        param.data = start
+        optimizer = ms.Adam([param], lr=1e-2, **options)
+        for number in range(2):
+            (grad,) = gradients([flat], number)
+            param.grad = torch.empty_like(param)
+            param.grad.copy_(_like(grad, start, name))
+            optimizer.step()
+        state = {n: v for n, v in optimizer.state[param].items() if v.shape == param.shape}
+        runs.append({n: back[name](v) for n, v in {"param": param.detach(), **state}.items()})
+    for run in runs[1:]:
+        assert run.keys() == runs[0].keys()
+        assert all(torch.equal(value, runs[0][name]) for name, value in run.items())
+
+
+def _like(flat, tensor, name):
+    """The flat gradient in the indices of the tensor of that name."""
+    if name == "channels_last":
+        return flat.view(8, 16, 16, 4).permute(0, 3, 1, 2)
+    return flat.view(64, 128).t() if name == "transposed" else flat.view(tensor.shape)
+
+
 # states
 
 
@@ -451,6 +507,31 @@ def test_low_precision_states_stay_near_exact_adam(mode):
     for one in ((params, optimizer), (exact, expected)):
         train(*one, 60)
     assert distance(params, exact, start) < 0.05
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.95, 0.9), (0.5, 0.5)])
+def test_the_bound_of_an_8bit_step_is_what_adam_can_reach(betas):
+    """By gradients that rise as (beta2 / beta1)^i. Here exp_avg is more than they can have left."""
+    beta1, beta2 = betas
+    for steps in (1, 2, 10, 100, 20_000):
+        i = torch.arange(steps, dtype=FP64)
+        grads = (beta1 / beta2) ** i  # the last one first
+        if not grads.isfinite().all():
+            continue
+        first = (1 - beta1) * (beta1**i * grads).sum()
+        second = (1 - beta2) * (beta2**i * grads**2).sum() / (1 - beta2**steps)
+        reached = (first / second.sqrt()).item()
+        param = nn.Parameter(torch.zeros(4096))
+        optimizer = ms.Adam([param], lr=1.0, betas=betas, eps=0, state_dtype="8bit")
+        param.grad = torch.full_like(param, 1e-20)
+        optimizer.step()
+        state = optimizer.state[param]
+        state["step"].fill_(steps - 1)
+        state["exp_avg_scale"].fill_(1.0)
+        start = param.detach().clone()
+        optimizer.step()
+        step = (start - param.detach()).abs().max().item() * (1 - beta1**steps)
+        assert step == pytest.approx(reached, rel=1e-3)
 
 
 @pytest.mark.parametrize("state_dtype", [BF16, "8bit"])
@@ -977,3 +1058,70 @@ def test_a_parameter_twice_in_a_norm_pass():
         loss(params, 0).backward()
         with pytest.raises(RuntimeError, match="receives a second gradient"):
             loss(params, 0).backward()
+
+
+def test_nothing_is_loaded_in_the_middle_of_folding():
+    p = nn.Parameter(torch.ones(8))
+    optimizer = ms.Adam([p], in_backward=True)
+    saved = optimizer.state_dict()
+    with optimizer.accumulate(fold=True):
+        p.sum().backward()
+    with pytest.raises(RuntimeError, match="1 parameters have gradients folded"):
+        optimizer.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="norm_pass"), optimizer.norm_pass(1.0):
+        p.sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_a_norm_pass_is_of_one_backward(fold):
+    p = nn.Parameter(torch.ones(8))
+    optimizer = ms.Adam([p], in_backward=True)
+    with optimizer.norm_pass(1.0):
+        p.sum().backward()
+    with pytest.raises(RuntimeError, match="after norm_pass"), optimizer.accumulate(fold=fold):
+        pass
+    p.sum().backward()
+    optimizer.step()
+    with optimizer.accumulate(fold=fold):
+        p.sum().backward()
+
+
+def test_clipping_a_gradient_that_is_no_number_is_torchs():
+    ours, theirs = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer, expected = ms.Adam([ours], max_grad_norm=1.0), torch.optim.Adam([theirs])
+    for p in (ours, theirs):
+        p.grad = torch.tensor([1.0, float("nan"), 2.0])
+    torch.nn.utils.clip_grad_norm_([theirs], 1.0)
+    optimizer.step()
+    expected.step()
+    assert torch.equal(ours.isnan(), theirs.isnan()) and ours.isnan().all()
+
+
+def test_8bit_states_and_memory_formats():
+    same_order = nn.Parameter(torch.randn(64, 128, 1, 1))
+    other = nn.Parameter(torch.randn(64, 16, 3, 3))
+    gaps = nn.Parameter(torch.randn(8192)[::2])
+    optimizer = ms.Adam([same_order, other, gaps], state_dtype="8bit")
+
+    def step():
+        for p in (same_order, other, gaps):
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+    step()
+    assert optimizer.state[gaps]["exp_avg"].dtype == torch.float32
+    assert optimizer.state[other]["exp_avg"].dtype == torch.uint8
+    same_order.data = same_order.data.to(memory_format=torch.channels_last)
+    step()
+    other.data = other.data.to(memory_format=torch.channels_last)
+    with pytest.raises(RuntimeError, match="Load to_fp32_state_dict"):
+        step()
+
+
+def test_an_amsgrad_state_is_not_for_8bit():
+    p = nn.Parameter(torch.ones(8))
+    saved = torch.optim.Adam([p], amsgrad=True).state_dict()
+    with pytest.raises(ValueError, match="amsgrad=True, this optimizer has state_dtype='8bit'"):
+        ms.Adam([p], state_dtype="8bit").load_state_dict(saved)

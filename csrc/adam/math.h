@@ -61,10 +61,11 @@ struct Coefficients {
 // inequality over the gradients that both are sums of. States that were rounded can.
 MEMSAVE_EXT_INLINE double update_bound(const Options& o, Powers powers) {
   const double ratio = o.beta1 * o.beta1 / o.beta2;
-  const double steps = ratio == 1 ? 1e30 : (1 - powers.beta1 * powers.beta1 / powers.beta2);
+  // Once a power has vanished, as far as it goes.
+  const double power = powers.beta2 > 0 ? powers.beta1 * powers.beta1 / powers.beta2 : 0;
   const double bound =
-      (1 - o.beta1) * sqrt((1 - powers.beta2) / (1 - o.beta2) * steps / (1 - ratio));
-  return bound > 0 ? bound * 1.0001 : 1e30;
+      (1 - o.beta1) * sqrt((1 - powers.beta2) / (1 - o.beta2) * (1 - power) / (1 - ratio));
+  return bound > 0 && (powers.beta2 > 0 || ratio < 1) ? bound * 1.0001 : 1e30;
 }
 
 MEMSAVE_EXT_INLINE Coefficients<double> coefficients(const Options& o, double lr, Powers powers,
@@ -186,7 +187,7 @@ MEMSAVE_EXT_INLINE void update(const Coefficients<T>& c, T grad, Values<T>& x) {
 // What clips a gradient of this norm, as torch.nn.utils.clip_grad_norm_ does.
 MEMSAVE_EXT_INLINE double clip_factor(double norm, double max_norm) {
   const double factor = max_norm / (norm + 1e-6);
-  return factor < 1 ? factor : 1;  // 1 for a NaN, which is not made finite by that
+  return factor > 1 ? 1 : factor;  // also where it is no number
 }
 
 }  // namespace memsave_ext::adam

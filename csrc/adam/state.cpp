@@ -31,6 +31,14 @@ void check_tensor(const char* name, const Tensor& tensor, const Tensor& param,
               tensor.scalar_type(), ", expected ", type);
 }
 
+// Whose elements follow each other alike.
+bool in_same_order(const Tensor& a, const Tensor& b) {
+  for (int64_t i = 0; i < a.dim(); ++i) {
+    if (a.size(i) > 1 && a.stride(i) != b.stride(i)) return false;
+  }
+  return true;
+}
+
 void check_step(const Tensor& step, const Tensor& param) {
   TORCH_CHECK(step.defined() && step.numel() == 1 &&
                   (step.device().is_cpu()
@@ -63,7 +71,8 @@ State make_state(const Tensor& param, const Group& group) {
   state.step = at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(step_device));
   auto moments = short_type ? at::kFloat : type;
   if (group.state_dtype == StateDtype::kBFloat16) moments = at::kBFloat16;
-  if (group.state_dtype == StateDtype::kBlocks && param.numel() >= kSmallestOfBlocks) {
+  if (group.state_dtype == StateDtype::kBlocks && param.numel() >= kSmallestOfBlocks &&
+      param.is_non_overlapping_and_dense()) {
     moments = at::kByte;
     const auto scales = [&] {
       return at::zeros({blocks_of(param.numel())}, param.options().dtype(at::kFloat));
@@ -118,12 +127,11 @@ void check_state(const Tensor& param, const State& state, const Group& group) {
     check_scale("exp_avg_scale", state.exp_avg_scale, param);
     check_scale("exp_avg_sq_scale", state.exp_avg_sq_scale, param);
     // Blocks follow memory.
-    TORCH_CHECK(state.exp_avg.strides() == param.strides() &&
-                    state.exp_avg_sq.strides() == param.strides() &&
-                    param.is_non_overlapping_and_dense(),
-                "Adam: 8-bit states need a dense parameter in the memory format it had when they "
-                "were made: strides ",
-                state.exp_avg.strides(), " then, ", param.strides(), " now");
+    TORCH_CHECK(in_same_order(state.exp_avg, param) && in_same_order(state.exp_avg_sq, param),
+                "Adam: 8-bit states need a parameter in the memory format it had when they were "
+                "made: strides ",
+                state.exp_avg.strides(), " then, ", param.strides(),
+                " now. Load to_fp32_state_dict() into a new optimizer.");
   }
   if (const auto format = param_format(param, group); has_rest(format)) {
     check_tensor("param_rest", state.param_rest, param,

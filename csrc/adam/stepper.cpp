@@ -209,6 +209,13 @@ Scaling Stepper::scaling(const Snapshot& snapshot, c10::Device device) {
 }
 
 void Stepper::accumulate(bool enabled, bool fold) {
+  if (enabled) {
+    const py::gil_scoped_release no_gil;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!norm_,
+                "Adam: accumulate() after norm_pass(), whose norm is that of one backward. Use "
+                "clip_global_norm=, which clips the sum.");
+  }
   (fold ? folding_ : accumulating_) += enabled ? 1 : -1;
 }
 
@@ -223,7 +230,7 @@ void Stepper::begin_norm_pass() {
   const py::gil_scoped_release no_gil;
   const std::lock_guard<std::mutex> lock(mutex_);
   check_not_failed();
-  TORCH_CHECK(!norm_ && stepped_ == 0,
+  TORCH_CHECK(!norm_ && stepped_ == 0 && folded_ == 0,
               "Adam: norm_pass() must come before the backward that steps, once in each step");
   norm_ = std::make_unique<GradNorm>();
   measuring_ = true;

@@ -127,6 +127,11 @@ class AdamStepper:
             self._end_step()
 
     def accumulate(self, enabled: bool, fold: bool) -> None:
+        if enabled and self._squares is not None:
+            raise RuntimeError(
+                "Adam: accumulate() after norm_pass(), whose norm is that of one backward. Use "
+                "clip_global_norm=, which clips the sum."
+            )
         if fold:
             self._folding += 1 if enabled else -1
         else:
@@ -139,7 +144,7 @@ class AdamStepper:
                 "measures. Use clip_global_norm=, which keeps them."
             )
         self.check_not_failed()
-        if self._squares is not None or self.stepped:
+        if self._squares is not None or self.stepped or self._folds:
             raise RuntimeError(
                 "Adam: norm_pass() must come before the backward that steps, once in each step"
             )

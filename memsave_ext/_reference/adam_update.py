@@ -229,7 +229,9 @@ def _update_bound(group: Mapping[str, Any], number: float | Tensor) -> Tensor:
         number = torch.tensor(number, dtype=torch.float64)
     ratio = beta1 * beta1 / torch.full_like(number, beta2)
     left1, left2 = beta1**number, beta2**number
-    steps = 1 - left1 * left1 / left2
+    # ratio**number, of which nothing is left where both powers are too small for a number.
+    left = torch.where(left2 > 0, left1 * left1 / left2, torch.where(ratio < 1, 0.0, torch.inf))
+    steps = 1 - left
     bound = (1 - beta1) * ((1 - left2) / (1 - beta2) * steps / (1 - ratio)).sqrt()
     return torch.where(bound > 0, bound * 1.0001, 1e30).float()
 
@@ -246,7 +248,8 @@ class _Elements:
     def __init__(self, param: Tensor) -> None:
         param = _real(param)
         dims = sorted(range(param.dim()), key=param.stride, reverse=True)
-        if not param.permute(dims).is_contiguous():
+        self.dense = param.permute(dims).is_contiguous()
+        if not self.dense:
             dims = list(range(param.dim()))
         self._dims = dims
         self._shape = param.permute(dims).shape
@@ -281,7 +284,7 @@ def make_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     scales = {}
     if state_dtype == torch.bfloat16:
         dtype = torch.bfloat16
-    elif state_dtype == "8bit" and param.numel() >= formats.SMALLEST_OF_BLOCKS:
+    elif state_dtype == "8bit" and takes_blocks(param):
         dtype = torch.uint8
         for name in ("exp_avg_scale", "exp_avg_sq_scale"):
             scales[name] = torch.zeros(_blocks_of(param), dtype=torch.float32, device=param.device)
@@ -291,6 +294,12 @@ def make_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     if (rest := _rest(param, group)) is not None:
         state["param_rest"] = _zeros(param, rest)
     return state
+
+
+def takes_blocks(param: Tensor) -> bool:
+    """Whether its moments can be of 8 bits: blocks follow memory, and are not worth it in small
+    ones."""
+    return param.numel() >= formats.SMALLEST_OF_BLOCKS and _Elements(param).dense
 
 
 def check(
@@ -382,10 +391,16 @@ def _check_blocks(param: Tensor, state: Mapping[str, Tensor]) -> None:
                 f"contiguous float32 tensor of {_blocks_of(param)} elements on its device"
             )
     # Blocks follow memory.
-    if state["exp_avg"].stride() != param.stride():
+    if any(
+        size > 1 and then != now
+        for size, then, now in zip(
+            param.shape, state["exp_avg"].stride(), param.stride(), strict=True
+        )
+    ):
         raise RuntimeError(
-            "Adam: 8-bit states need a dense parameter in the memory format it had when they were "
-            f"made: strides {state['exp_avg'].stride()} then, {param.stride()} now"
+            "Adam: 8-bit states need a parameter in the memory format it had when they were made: "
+            f"strides {state['exp_avg'].stride()} then, {param.stride()} now. Load "
+            "to_fp32_state_dict() into a new optimizer."
         )
 
 

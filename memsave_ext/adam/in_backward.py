@@ -50,8 +50,8 @@ class InBackward(torch.optim.Optimizer):
             fold: add them to the moments instead, at once, so that there is no memory of gradients
                 at all. The first moment is exact. The second needs the square of the sum, and gets
                 it from the first, of which meanwhile only 16 bits of the old value are kept, as of
-                the second's: off by less than one percent of Adam's step. States of float32 or
-                float64 only.
+                the second's: off by some percent of Adam's step at most. States of float32 or
+                float64 only. :meth:`zero_grad` does not take back what has been folded.
 
         Raises:
             ValueError: ``fold`` without ``in_backward``, or with what needs the sum of gradients

@@ -92,6 +92,11 @@ def _check_param(param: Tensor, bf16: Any, state_dtype: Any, norm: Any) -> None:
 def check_loadable(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
     """States convert from torch's, not from one mode to another."""
     for theirs, ours in zip(saved, own, strict=False):
+        if ours.get("state_dtype") == "8bit" and theirs.get("amsgrad"):
+            raise ValueError(
+                "state_dict was saved with amsgrad=True, this optimizer has state_dtype='8bit', "
+                "which cannot be combined: make this one with another state_dtype"
+            )
         modes = [{name: of_group(group, name) for name in _STORAGE} for group in (theirs, ours)]
         if modes[0] == modes[1] or not any(modes[0].values()):
             continue
@@ -126,8 +131,7 @@ def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) 
         for name in _MOMENTS:
             if name in state:
                 state[name] = state[name].to(torch.bfloat16)
-    small = param.numel() < formats.SMALLEST_OF_BLOCKS
-    if state_dtype == "8bit" and exp_avg.dtype != torch.uint8 and not small:
+    if state_dtype == "8bit" and exp_avg.dtype != torch.uint8 and adam_update.takes_blocks(param):
         adam_update.to_blocks(state, param)
 
 

@@ -43,6 +43,7 @@ class Saving(InBackward):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but state keeps its own dtype (pytorch#43706)."""
+        self._check_not_folding()
         groups = self.param_groups
 
         def look(_: Any, loaded: dict[str, Any]) -> None:  # at what other pre-hooks leave
