@@ -1,8 +1,13 @@
-"""Runs functions in several processes of one torch.distributed group, on the CPU."""
+"""Runs functions in several processes of one torch.distributed group, on the CPU.
+
+Processes are forked from one that has imported what takes seconds.
+"""
 
 import datetime
+import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from pathlib import Path
 
@@ -10,24 +15,74 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+IMPORTS = ["memsave_ext", "torch._dynamo", "torch.distributed.fsdp"]
+
 
 def run_ranks(world, functions):
     """{function's name: [what it returned on each rank]}; what one raises is returned as text.
 
-    One start for all: starting a process takes seconds. Functions are called in order, on all
-    ranks, and must be importable.
+    Functions, a list or a dict by name, are called in order, on all ranks, and must be importable.
     """
+    if not isinstance(functions, dict):
+        functions = {function.__name__: function for function in functions}
+    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTS)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (world, folder, functions), nprocs=world)
+        arguments = world, folder, dict(os.environ), functions
+        mp.start_processes(_rank, arguments, nprocs=world, start_method="forkserver")
         ranks = [
             torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world)
         ]
     return {name: [results[name] for results in ranks] for name in ranks[0]}
 
 
-def _rank(rank, world, folder, functions):
-    torch.set_num_threads(1)
+def _rank(rank, world, folder, environment, functions):
+    _join(rank, world, folder, environment)
+    results = {}
+    for name, function in functions.items():
+        torch.manual_seed(0)
+        try:
+            results[name] = function()
+        except Exception:
+            results[name] = traceback.format_exc()
+        dist.barrier()
+    torch.save(results, Path(folder, f"{rank}.pt"))
+    dist.destroy_process_group()
+
+
+def errors_of_ranks(world, function, timeout=60):
+    """[the error that ended each rank; None: it ended without one, or was killed after a while]."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTS)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = world, folder, dict(os.environ), function
+        ranks = [
+            context.Process(target=_rank_that_fails, args=(rank, *arguments))
+            for rank in range(world)
+        ]
+        for rank in ranks:
+            rank.start()
+        end = time.monotonic() + timeout
+        for rank in ranks:
+            rank.join(max(end - time.monotonic(), 0))
+            rank.kill()
+            rank.join()
+        files = [Path(folder, f"{rank}.txt") for rank in range(world)]
+        return [file.read_text() if file.exists() else None for file in files]
+
+
+def _rank_that_fails(rank, world, folder, environment, function):
+    _join(rank, world, folder, environment)
+    try:
+        function()
+    except Exception:
+        Path(folder, f"{rank}.txt").write_text(traceback.format_exc())
+        os._exit(1)  # the others notice when the connections are gone
+
+
+def _join(rank, world, folder, environment):
+    os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/init",
@@ -35,13 +90,3 @@ def _rank(rank, world, folder, functions):
         world_size=world,
         timeout=datetime.timedelta(seconds=120),
     )
-    results = {}
-    for function in functions:
-        torch.manual_seed(0)
-        try:
-            results[function.__name__] = function()
-        except Exception:
-            results[function.__name__] = traceback.format_exc()
-        dist.barrier()
-    torch.save(results, Path(folder, f"{rank}.pt"))
-    dist.destroy_process_group()

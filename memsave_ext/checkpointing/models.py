@@ -69,6 +69,21 @@ class _CheckpointedForward:
         self.module = module
         self.options = options
 
+    def install(self) -> None:
+        self.module.__dict__["forward"] = self
+        self.module.__dict__["_replicate_for_data_parallel"] = self.replicate
+
+    @staticmethod
+    def remove(module: nn.Module) -> None:
+        if isinstance(module.__dict__.get("forward"), _CheckpointedForward):
+            del module.__dict__["forward"], module.__dict__["_replicate_for_data_parallel"]
+
+    def replicate(self) -> nn.Module:
+        """A replica has a copy of ``__dict__``, and would run the forward of this module."""
+        replica: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
+        _CheckpointedForward(replica, self.options).install()
+        return replica
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = type(self.module).forward.__get__(self.module)
         return checkpoint(forward, *args, **self.options, **kwargs)
@@ -83,8 +98,7 @@ class CheckpointHandle:
     def remove(self) -> None:
         """Give the modules their own forward back. A second call does nothing."""
         for module in self.modules:
-            if isinstance(module.__dict__.get("forward"), _CheckpointedForward):
-                del module.__dict__["forward"]
+            _CheckpointedForward.remove(module)
         self.modules = []
 
 
@@ -128,5 +142,5 @@ def checkpoint_modules(model: nn.Module, select: Select, **options: Any) -> Chec
                 "remove() the handle that set it first"
             )
     for module in chosen:
-        module.__dict__["forward"] = _CheckpointedForward(module, options)
+        _CheckpointedForward(module, options).install()
     return CheckpointHandle(chosen)
