@@ -35,7 +35,9 @@ bench: $(BUILT)  ## run every benchmark
 	$(VENV) benchmarks/checkpoint_threads.py
 	$(VENV) benchmarks/batch_norm.py
 	$(VENV) benchmarks/adam.py
+	$(VENV) benchmarks/adam_modes.py
 	$(VENV) benchmarks/adam_memory.py
+	$(VENV) benchmarks/distributed.py
 	$(VENV) benchmarks/densenet.py
 
 lint: $(INSTALLED)  ## check style and types

@@ -73,8 +73,9 @@ def _commit() -> dict[str, Any]:
         git("ls-files", "--error-unmatch", "setup.py") is None
     ):  # not a checkout, or another project's
         return {"commit": None, "dirty": None}
-    # Results and the README are written from runs: they must not mark the next run as dirty.
-    changes = git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!README.md")
+    # Results, README and docs are written from runs: they must not mark the next run as dirty.
+    written = ":!benchmarks/results", ":!README.md", ":!docs"
+    changes = git("status", "--porcelain", "--", ".", *written)
     return {"commit": git("rev-parse", "--short=12", "HEAD"), "dirty": bool(changes)}
 
 

@@ -25,15 +25,17 @@ part() {
 
 : >"$OUT/gpu.log"
 part build 140 env MEMSAVE_EXT_CUDA=1 "$PYTHON" setup.py -q build_ext --inplace
-part report 15 "$PYTHON" -m memsave_ext.report
-part tests 130 env MEMSAVE_EXT_NATIVE=1 "$PYTHON" -m pytest -q
+part report 10 "$PYTHON" -m memsave_ext.report
+part tests 110 env MEMSAVE_EXT_NATIVE=1 "$PYTHON" -m pytest -q
 # Again, apart from the others, which may run out of their time.
-part adam_tests 20 env MEMSAVE_EXT_NATIVE=1 "$PYTHON" -m pytest -q tests/test_adam_cuda.py
-part adam 65 "$PYTHON" benchmarks/adam.py --device cuda --rounds 10 --save "$OUT"
+part adam_tests 30 env MEMSAVE_EXT_NATIVE=1 "$PYTHON" -m pytest -q tests/test_adam_cuda.py
+part adam 60 "$PYTHON" benchmarks/adam.py --device cuda --rounds 10 --save "$OUT"
+part adam_modes 65 "$PYTHON" benchmarks/adam_modes.py --device cuda --rounds 8 --seeds 1 \
+  --loss-steps 100 --save "$OUT"
 part adam_memory 40 "$PYTHON" benchmarks/adam_memory.py --device cuda --repeats 2 --save "$OUT"
-part overhead 50 "$PYTHON" benchmarks/checkpoint_overhead.py --rounds 500 --save "$OUT"
-part batch_norm 70 "$PYTHON" benchmarks/batch_norm_cuda.py --rounds 10 --save "$OUT"
-part densenet 65 "$PYTHON" benchmarks/densenet.py --save "$OUT"
+part overhead 40 "$PYTHON" benchmarks/checkpoint_overhead.py --rounds 400 --save "$OUT"
+part batch_norm 50 "$PYTHON" benchmarks/batch_norm_cuda.py --rounds 7 --save "$OUT"
+part densenet 50 "$PYTHON" benchmarks/densenet.py --save "$OUT"
 
 if ((${#failed[@]})); then
   echo "failed: ${failed[*]}"

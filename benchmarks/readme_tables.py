@@ -1,9 +1,10 @@
-"""Writes the README's tables from committed results, so that no figure is typed by hand.
+"""Writes the tables of README and docs from committed results: no figure is typed by hand.
 
     python benchmarks/readme_tables.py            # rewrite what stands between the markers
-    python benchmarks/readme_tables.py --check    # exit 1 where the README differs
+    python benchmarks/readme_tables.py --check    # exit 1 where a page differs
 
-A table stands between ``<!-- claim:begin -->`` and ``<!-- claim:end -->``. Needs no torch.
+A table stands between ``<!-- claim:begin -->`` and ``<!-- claim:end -->``, or, one of several from
+the same results, ``<!-- claim:table:begin -->``. Needs no torch.
 """
 
 import argparse
@@ -215,6 +216,145 @@ def adam_memory_caption(record: Record) -> str:
     )
 
 
+KINDS = ("in backward", "after")
+
+
+def modes_distance_table(record: Record, page: str) -> str:
+    """Of the modes of one page of docs/adam, below the core."""
+    rows = [r for r in record["rows"] if r["page"] == page or r["method"] == "fp32"]
+    snrs = list(next(r["distance"] for r in rows if "distance" in r))
+
+    def distance(row: Record, snr: str) -> str:
+        return f"{row['distance'][snr]:.1g}" if "distance" in row else "-"
+
+    def loss(row: Record) -> str:
+        return f"{row['loss']:.4f} ± {row['loss_spread']:.4f}" if "loss" in row else "-"
+
+    lines = [
+        (row["method"], *(distance(row, snr) for snr in snrs), loss(row))
+        for row in rows
+        if "distance" in row or "loss" in row
+    ]
+    return markdown(("distance from exact Adam", *(f"snr {s}" for s in snrs), "ViT's loss"), lines)
+
+
+def modes_distance_caption(record: Record) -> str:
+    s = record["settings"]
+    theirs = next(row for row in record["rows"] if row["method"] == "torch, fp32")
+    return (
+        f"Distance after {s['steps']} steps at signal/noise (snr); loss of a small ViT on digits, "
+        f"mean of its last 50 of {s['loss_steps']} steps, ± deviation between {s['seeds']} seeds "
+        f"(torch's AdamW: {theirs['loss']:.4f} ± {theirs['loss_spread']:.4f}). "
+        f"{machine_line(record)}."
+    )
+
+
+def modes_loss_table(record: Record) -> str:
+    def change(value: float) -> str:
+        return f"{value:+.4f}" if abs(value) >= 5e-5 else "0"
+
+    rows = [
+        (r["method"], f"{r['loss']:.4f}", f"{r['loss_spread']:.4f}", change(r["loss_change"]))
+        for r in record["rows"]
+        if "loss" in r
+    ]
+    header = ("AdamW", "loss", "between seeds", "over torch's with the same seeds")
+    return markdown(header, rows)
+
+
+def modes_loss_caption(record: Record) -> str:
+    s = record["settings"]
+    return (
+        f"A small ViT learns the digits: mean loss of the last 50 of {s['loss_steps']} steps, "
+        f"{s['seeds']} seeds; modes that clip beside torch's that clips likewise. "
+        f"{machine_line(record)}."
+    )
+
+
+def modes_bytes_table(record: Record) -> str:
+    def figure(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f}"
+
+    rows = [
+        (r["method"], *map(figure, (r["stored"], r["measured"], *map(r["peak"].get, KINDS))))
+        for r in record["rows"]
+        if "measured" in r
+    ]
+    header = ("bytes for each parameter", "arithmetic", "measured", "peak, stepped in backward",
+              "peak, stepped after")  # fmt: skip
+    return markdown(header, rows)
+
+
+def modes_bytes_caption(record: Record) -> str:
+    s = record["settings"]
+    return (
+        "Parameter and states; at the peak of a step, gradients too, of a model of "
+        f"{s['layers']} equal layers. {machine_line(record)}."
+    )
+
+
+def modes_time_table(record: Record) -> str:
+    jobs = {"one": "1 tensor", "vit": "ViT"}
+
+    def cell(row: Record, job: str, kind: str) -> str:
+        taken = row.get(job, {}).get(kind)
+        return f"{taken['ms']:.1f} ms{_times(taken['ratio'])}" if taken else "-"
+
+    rows = [
+        (row["method"], *(cell(row, job, kind) for job in jobs for kind in KINDS))
+        for row in record["rows"]
+        if "one" in row
+    ]
+    header = [f"{name}, {kind}" for name in jobs.values() for kind in KINDS]
+    return markdown(("time of a step", *header), rows)
+
+
+def modes_time_caption(record: Record) -> str:
+    s = record["settings"]
+    missing = ", ".join(f"{name} ({reason})" for name, reason in record["left_out"].items())
+    return (
+        f"{s['elements'] / 1e6:.0f} M elements, in 1 tensor and in the 296 of a ViT, over a "
+        f"backward with an empty hook; {TIMES} fp32's, of folding accumulate()'s. Medians of "
+        f"{s['rounds']} rounds. "
+        + (f"Left out: {missing}. " if missing else "")
+        + f"{machine_line(record)}."
+    )
+
+
+def _modes_page(page: str) -> tuple[Callable[[Record], str], Callable[[Record], str]]:
+    return lambda record: modes_distance_table(record, page), modes_distance_caption
+
+
+def distributed_table(record: Record) -> str:
+    rows = record["rows"]
+    naive = {(r["network"], r["engine"]): r for r in rows if r["method"] == "naive"}
+    lines = []
+    for row in rows:
+        base = naive[row["network"], row["engine"]]
+        seconds, peak = row["seconds_per_step"], row["peak_memory_bytes"]
+        lines.append(
+            (
+                f"{row['network']}, {row['engine']}: {row['method']}",
+                f"{seconds * 1e3:.0f} ms" + _times(seconds / base["seconds_per_step"]),
+                f"{peak / 2**20:.1f} MiB" + _times(peak / base["peak_memory_bytes"]),
+                str(row["collectives"]),
+                f"{row['bytes_sent'] / 2**20:.2f} MiB",
+            )
+        )
+    header = ("one step of one process", "time", "peak memory", "collectives", "sent")
+    return markdown(header, lines)
+
+
+def distributed_caption(record: Record) -> str:
+    s = record["settings"]
+    return (
+        f"{s['ranks']} processes, {s['backend']}; DenseNet-BC of depth {s['depth']} with "
+        f"SyncBatchNorm, {s['batch']} images each; ViT of width {s['vit_width']} and depth "
+        f"{s['vit_depth']}, {s['vit_batch']} images each. Medians of {s['rounds']} interleaved "
+        f"rounds, {TIMES} against naive. {machine_line(record)}."
+    )
+
+
 TABLES: dict[str, tuple[Callable[[Record], str], Callable[[Record], str]]] = {
     "densenet": (densenet_table, densenet_caption),
     "checkpoint_overhead": (overhead_table, overhead_caption),
@@ -222,6 +362,14 @@ TABLES: dict[str, tuple[Callable[[Record], str], Callable[[Record], str]]] = {
     "batch_norm": (batch_norm_table, batch_norm_caption),
     "adam": (adam_table, adam_caption),
     "adam_memory": (adam_memory_table, adam_memory_caption),
+    "distributed": (distributed_table, distributed_caption),
+    "adam_modes:bytes": (modes_bytes_table, modes_bytes_caption),
+    "adam_modes:time": (modes_time_table, modes_time_caption),
+    "adam_modes:loss": (modes_loss_table, modes_loss_caption),
+    **{
+        f"adam_modes:{page}": _modes_page(page)
+        for page in ("clipping", "loss_scaling", "bfloat16", "states", "folding")
+    },
 }
 
 
@@ -229,7 +377,7 @@ def section(claim: str, results: Path) -> str | None:
     """The newest run of every machine's file, or None where there is no file."""
     table, caption = TABLES[claim]
     parts = []
-    for path in sorted(results.glob(f"{claim}-*.json")):
+    for path in sorted(results.glob(f"{claim.partition(':')[0]}-*.json")):
         newest = json.loads(path.read_text())[-1]
         parts.append(
             f"{table(newest)}\n\n{caption(newest)} Source: `benchmarks/results/{path.name}`."
@@ -237,43 +385,53 @@ def section(claim: str, results: Path) -> str | None:
     return "\n\n".join(parts) or None
 
 
-def rewrite(readme: str, results: Path) -> tuple[str, list[str]]:
-    """The README with its tables renewed, and what was left out."""
-    skipped = []
+def rewrite(page: str, results: Path) -> tuple[str, set[str], list[str]]:
+    """The page with its tables renewed, the claims that it has, and those without a result."""
+    found: set[str] = set()
+    without = []
     for claim in TABLES:
         begin, end = f"<!-- {claim}:begin -->", f"<!-- {claim}:end -->"
         pattern = re.compile(f"({re.escape(begin)})(.*?)({re.escape(end)})", re.DOTALL)
+        if not pattern.search(page):
+            continue
+        found.add(claim)
         text = section(claim, results)
-        if not pattern.search(readme):
-            skipped.append(f"{claim}: no {begin} ... {end} in the README")
-        elif text is None:
-            skipped.append(f"{claim}: no result")
+        if text is None:
+            without.append(claim)
         else:
-            readme = pattern.sub(lambda m, text=text: f"{m[1]}\n{text}\n{m[3]}", readme)
-    return readme, skipped
+            page = pattern.sub(lambda m, text=text: f"{m[1]}\n{text}\n{m[3]}", page)
+    return page, found, without
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--check", action="store_true", help="write nothing, exit 1 where the README differs"
+        "--check", action="store_true", help="write nothing, exit 1 where a page differs"
     )
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--readme", type=Path, help="one page instead of README and docs")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args(argv)
 
-    before = args.readme.read_text(encoding="utf-8")
-    after, skipped = rewrite(before, args.results)
-    for line in skipped:
-        print(f"skipped {line}")
-    if args.check and after != before:
-        print(
-            f"{args.readme.name} differs from its results: run python benchmarks/readme_tables.py"
-        )
-        return 1
-    if not args.check:
-        args.readme.write_text(after, encoding="utf-8")
-    return 0
+    everywhere: set[str] = set()
+    differs = False
+    for path in [args.readme] if args.readme else pages():
+        before = path.read_text(encoding="utf-8")
+        after, found, without = rewrite(before, args.results)
+        everywhere |= found
+        for claim in without:
+            print(f"skipped {claim}: no result")
+        if args.check and after != before:
+            differs = True
+            print(f"{path.name} differs from its results: run python benchmarks/readme_tables.py")
+        elif after != before:
+            path.write_text(after, encoding="utf-8")
+    for claim in sorted(TABLES.keys() - everywhere):
+        print(f"skipped {claim}: <!-- {claim}:begin --> ... <!-- {claim}:end --> is in no page")
+    return int(differs)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import math
+import pickle
 import re
 
 import pytest
@@ -1125,3 +1126,31 @@ def test_an_amsgrad_state_is_not_for_8bit():
     saved = torch.optim.Adam([p], amsgrad=True).state_dict()
     with pytest.raises(ValueError, match="amsgrad=True, this optimizer has state_dtype='8bit'"):
         ms.Adam([p], state_dtype="8bit").load_state_dict(saved)
+
+
+def test_a_copy_is_given_the_scaler_again():
+    params, copies_ = [nn.Parameter(torch.ones(3))], [nn.Parameter(torch.ones(3))]
+    scaler, other = (torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2))
+    optimizer = pickle.loads(pickle.dumps(ms.Adam(params, lr=0.1, grad_scaler=scaler)))
+    params = optimizer.param_groups[0]["params"]
+    expected = torch.optim.Adam(copies_, lr=0.1, eps=1.0)
+    optimizer.param_groups[0]["eps"] = 1.0  # so that a wrong scale shows
+    assert optimizer.grad_scaler is None
+    optimizer.grad_scaler = scaler
+    for used, step, of in ((scaler, optimizer, params), (other, expected, copies_)):
+        used.scale((of[0] * 3).sum()).backward()
+        used.step(step)
+        used.update()
+    torch.testing.assert_close(params[0], copies_[0])
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_norm_set_by_hand_is_checked(in_backward):
+    p = nn.Parameter(torch.ones(3))
+    optimizer = ms.Adam([p], in_backward=in_backward)
+    optimizer.param_groups[0]["max_grad_norm"] = -1.0
+    if not in_backward:
+        p.grad = torch.ones(3)
+    with pytest.raises(ValueError, match="max_grad_norm must be a number above 0"):
+        p.sum().backward() if in_backward else optimizer.step()
+    assert torch.equal(p, torch.ones(3))

@@ -274,6 +274,59 @@ def test_adam_memory_benchmark_end_to_end(benchmark_of):
         assert peaks[f"{ours} + checkpoint"] < peaks[ours]
 
 
+def test_adam_modes_benchmark_end_to_end(densenet, tmp_path, capsys):
+    benchmark, modes = (importlib.import_module(name) for name in ("adam_modes", "adam_mode_list"))
+    sizes = ["--elements", "9000", "--depth", "1", "--width", "256", "--layers", "8"]
+    steps = ["--rounds", "1", "--steps", "10", "--seeds", "2", "--loss-steps", "3"]
+    options = ["--no-progress", "--save", str(tmp_path)]
+    threads = torch.get_num_threads()
+    try:
+        assert benchmark.main([*sizes, *steps, *options]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    (path,) = tmp_path.glob("adam_modes-*.json")
+    printed = capsys.readouterr().out
+    assert str(path) in printed
+    (record,) = json.loads(path.read_text())
+    rows = {row["method"]: row for row in record["rows"]}
+    # Distances: what is exact, what is near, and what is something else.
+    worst = {name: max(row["distance"].values()) for name, row in rows.items() if "distance" in row}
+    for name in ("fp32", "fp32, max_grad_norm", "fp32, norm_pass()", "fp32, grad_scaler",
+                 "bf16 split"):  # fmt: skip
+        assert worst[name] < 1e-4, name
+    assert worst["bf16 kahan"] < 1e-3 < 0.3 < worst["bf16"]
+    assert worst["fp32, accumulate(fold=True)"] < 0.01
+    assert worst["squares of micro-gradients (AdamA)"] > 0.5
+    assert worst["torch's clip_grad_norm_, in backward"] > 0.1
+    assert worst["fp32, 8-bit states"] < 0.1 < worst["fp32, 8-bit states, spread 3"]
+    for mode in modes.OURS:
+        row = rows[mode.name]
+        assert mode.name in printed
+        assert row["one"].keys() == row["vit"].keys() == row["peak"].keys() == set(mode.kinds)
+        assert row["measured"] == pytest.approx(mode.stored, rel=0.01), mode.name
+        if _native.available and "in backward" in mode.kinds and mode.way != "accumulate":
+            # A layer's gradient and that of the next, of 8.
+            assert row["peak"]["in backward"] < mode.stored + 0.3 * mode.dtype.itemsize, mode.name
+        assert row["loss"] > 0
+    for name in ("fp32, norm_pass()", "fp32, clip_global_norm"):
+        assert abs(rows[name]["loss_change"]) < 1e-5
+    assert rows["bf16"]["loss_spread"] > 0
+    claims = [claim for claim in readme_tables.TABLES if claim.startswith("adam_modes")]
+    assert len(claims) == 8
+    for claim in claims:
+        table, caption = readme_tables.TABLES[claim]
+        assert "fp32" in table(record)
+        assert torch.__version__ in caption(record)
+
+
+def test_each_peer_of_the_modes_runs_or_says_why_not():
+    modes = importlib.import_module("adam_mode_list")
+    peers = {mode.name for mode in modes.PEERS}
+    left_out = modes.reasons("cpu")
+    assert left_out.keys() <= peers - {"torch, fused", "torch, fused, bf16"}
+    assert all(left_out.values())
+
+
 def test_vit_l_16_has_the_published_number_of_parameters():
     with torch.device("meta"):
         sizes = [p.numel() for p in adam_methods.VisionTransformer().parameters()]
@@ -309,6 +362,32 @@ def test_adam_benchmark_hands_out_gradients_uncopied():
     address = grads[0].data_ptr()
     adam.HandOut.apply(grads, param).backward()
     assert param.grad.data_ptr() == address
+
+
+def test_distributed_benchmark_end_to_end(tmp_path, capsys):
+    pytest.importorskip("tqdm")
+    distributed = importlib.import_module("distributed")
+    assert distributed.main(["--quick", "--no-progress", "--save", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("distributed-*.json")
+    (record,) = json.loads(path.read_text())
+    table, caption = readme_tables.TABLES["distributed"]
+    assert table(record) in capsys.readouterr().out
+    assert torch.__version__ in caption(record)
+    jobs = {(row["network"], row["engine"]) for row in record["rows"]}
+    assert jobs == set(distributed.JOBS) and not record["left_out"]
+    assert len(record["rows"]) == len(jobs) * len(distributed.METHODS)
+    # A number of collectives and bytes depends on nothing but the job.
+    for job in jobs:
+        rows = [row for row in record["rows"] if (row["network"], row["engine"]) == job]
+        assert len({(row["collectives"], row["bytes_sent"]) for row in rows}) == 1
+        assert all(row["seconds_in_regions"] > 0 for row in rows if row["method"] != "naive")
+    blocks, parameters = distributed.QUICK.vit_depth, rows_of(record, "DDP", "ViT")[0]
+    assert rows_of(record, "FSDP2", "ViT")[0]["collectives"] == 3 * blocks + 2
+    assert parameters["bytes_sent"] == parameters["parameter_bytes"]  # by two processes
+
+
+def rows_of(record, engine, network):
+    return [r for r in record["rows"] if (r["network"], r["engine"]) == (network, engine)]
 
 
 def test_readme_tables_rewrite(tmp_path):

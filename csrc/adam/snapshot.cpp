@@ -69,6 +69,8 @@ void read_modes(const py::handle& dict, Group& group) {
   }
   if (const py::object norm = get(dict, "max_grad_norm"); !norm.is_none()) {
     group.max_grad_norm = number(norm);
+    TORCH_CHECK_VALUE(group.max_grad_norm > 0, "max_grad_norm must be a number above 0, got ",
+                      group.max_grad_norm);
   }
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..adam import dtensor
+from ..adam import dtensor, modes
 from . import adam_update
 
 _SPARSE = "Adam does not support sparse gradients, please consider SparseAdam instead"
@@ -193,6 +193,8 @@ class AdamStepper:
             clip, skip_all = self._clip
             return clip, skip_all is not None and bool(skip_all)
         max_norm = group.get("max_grad_norm")
+        if max_norm is not None:
+            modes.check_norm("max_grad_norm", max_norm)
         if grad is None or (scale is None and max_norm is None):
             return None, False
         square = _square(grad)

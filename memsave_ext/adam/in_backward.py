@@ -19,9 +19,19 @@ class InBackward(torch.optim.Optimizer):
 
     _in_backward = False
     clip_global_norm: float | None = None
-    grad_scaler: torch.amp.GradScaler | None = None
+    _grad_scaler: torch.amp.GradScaler | None = None
     _stepper: Any
     _reductions: list[Any]  # of DistributedDataParallel modules
+
+    @property
+    def grad_scaler(self) -> torch.amp.GradScaler | None:
+        """That of the training loop; a copied or unpickled optimizer is to be given one again."""
+        return self._grad_scaler
+
+    @grad_scaler.setter
+    def grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self._grad_scaler = scaler
+        self._choose_unscaling()
 
     def _make_stepper(self) -> None:
         raise NotImplementedError
@@ -191,7 +201,7 @@ class InBackward(torch.optim.Optimizer):
 
     def _choose_unscaling(self) -> None:
         """Whether torch.amp.GradScaler leaves it to :meth:`step`, as for torch's fused Adam."""
-        self._step_supports_amp_scaling = self._in_backward or self.grad_scaler is not None
+        self._step_supports_amp_scaling = self._in_backward or self._grad_scaler is not None
 
     def _check_scaler(self) -> bool:
         """Whether gradients in ``.grad`` have been unscaled. ``GradScaler.step`` sets grad_scale

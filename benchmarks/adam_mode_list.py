@@ -1,0 +1,221 @@
+"""Adam's modes and their peers, as the benchmark of modes steps them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import memsave_ext as ms
+
+FP32, BF16 = torch.float32, torch.bfloat16
+MICRO_BATCHES = 4
+SCALES = 8 / 256  # bytes of an element's share of two float32 scales, one for each block of 256
+Optimizer = Any  # torch's, or a peer's that is like one
+Loss = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What is made of some parameters, and what a step of it should cost.
+
+    ``stored`` are the bytes of a parameter and its states, ``moved`` those that a step reads and
+    writes, the gradient's included; both for one element.
+    """
+
+    name: str
+    page: str  # of docs/adam
+    stored: float | None
+    moved: float | None
+    dtype: torch.dtype = FP32
+    options: dict[str, Any] = field(default_factory=dict)
+    way: str = ""  # of the loop: one of "accumulate", "fold", "norm_pass"
+    clip: str = ""  # "each" or "all": the norm that is limited to options' or norm_pass's
+    scaled: bool = False
+    kinds: tuple[str, ...] = ("in backward", "after")
+    against: str = "fp32"  # whose time is 1
+    bar: float = 1.3
+    make: Callable[[list[Tensor]], Optimizer] | None = None  # a peer's
+
+    @property
+    def backwards(self) -> int:
+        """How many a step has."""
+        return {"accumulate": MICRO_BATCHES, "fold": MICRO_BATCHES, "norm_pass": 2}.get(self.way, 1)
+
+    @property
+    def peer(self) -> bool:
+        return self.make is not None
+
+
+def low(name: str, page: str, dtype: torch.dtype, stored: float, **options: Any) -> Mode:
+    """A gradient is read, of the parameter's type; all that is stored is read and written."""
+    bar = 2.0 if options.get("state_dtype") == "8bit" else 1.3
+    return Mode(name, page, stored, dtype.itemsize + 2 * stored, dtype, options, bar=bar)
+
+
+def peer(name: str, dtype: torch.dtype, stored: float | None, make: Any) -> Mode:
+    return Mode(name, "", stored, None, dtype, kinds=("after",), make=make)
+
+
+def _torch_fused(params: list[Tensor]) -> Optimizer:
+    return torch.optim.AdamW(params, lr=LR, fused=True)
+
+
+def _optimi(params: list[Tensor]) -> Optimizer:
+    from optimi import AdamW
+
+    return AdamW(params, lr=LR, weight_decay=DECAY, eps=1e-8, betas=(0.9, 0.999))
+
+
+def _flashoptim(params: list[Tensor]) -> Optimizer:
+    from flashoptim import FlashAdamW
+
+    return FlashAdamW(params, lr=LR)
+
+
+def _torchao(kind: str) -> Callable[[list[Tensor]], Optimizer]:
+    def make(params: list[Tensor]) -> Optimizer:
+        import torchao.optim
+
+        return getattr(torchao.optim, kind)(params, lr=LR)
+
+    return make
+
+
+def _bitsandbytes(params: list[Tensor]) -> Optimizer:
+    import bitsandbytes
+
+    return bitsandbytes.optim.AdamW8bit(params, lr=LR, weight_decay=DECAY)
+
+
+LR, DECAY = 1e-4, 1e-2
+STOCHASTIC, KAHAN, SPLIT = ({"bf16": kind} for kind in ("stochastic", "kahan", "split"))
+BF16_STATES, BLOCKS = {"state_dtype": BF16}, {"state_dtype": "8bit"}
+CORE = Mode("fp32", "", 12, 28)
+ACCUMULATE = "fp32, accumulate()"
+# A norm needs another look at the gradient; folding moves 20, 12 and 12 bytes, and 28 at the end,
+# where accumulating moves 0, 12, 12 and 12, and 28.
+OURS = [
+    CORE,
+    Mode("fp32, max_grad_norm", "clipping", 12, 32, options={"max_grad_norm": 1.0}, clip="each"),
+    Mode(
+        "fp32, clip_global_norm", "clipping", 12, 32, options={"clip_global_norm": 1.0},
+        clip="all", kinds=("after",),
+    ),
+    Mode("fp32, norm_pass()", "clipping", 12, 32, way="norm_pass", clip="all",
+         kinds=("in backward",)),
+    Mode("fp32, grad_scaler", "loss_scaling", 12, 32, scaled=True),
+    Mode(ACCUMULATE, "folding", 12, 64, way="accumulate", against=ACCUMULATE),
+    Mode("fp32, accumulate(fold=True)", "folding", 12, 72, way="fold", kinds=("in backward",),
+         against=ACCUMULATE),
+    low("bf16", "bfloat16", BF16, 10),
+    low("bf16 stochastic", "bfloat16", BF16, 10, **STOCHASTIC),
+    low("bf16 kahan", "bfloat16", BF16, 12, **KAHAN),
+    low("bf16 split", "bfloat16", BF16, 12, **SPLIT),
+    low("fp32, bf16 states", "states", FP32, 8, **BF16_STATES),
+    low("bf16 stochastic, bf16 states", "states", BF16, 6, **STOCHASTIC, **BF16_STATES),
+    low("bf16 kahan, bf16 states", "states", BF16, 8, **KAHAN, **BF16_STATES),
+    low("bf16 split, bf16 states", "states", BF16, 8, **SPLIT, **BF16_STATES),
+    low("fp32, 8-bit states", "states", FP32, 6 + SCALES, **BLOCKS),
+    low("bf16 stochastic, 8-bit states", "states", BF16, 4 + SCALES, **STOCHASTIC, **BLOCKS),
+    low("bf16 kahan, 8-bit states", "states", BF16, 6 + SCALES, **KAHAN, **BLOCKS),
+    low("bf16 split, 8-bit states", "states", BF16, 6 + SCALES, **SPLIT, **BLOCKS),
+]  # fmt: skip
+PEERS = [
+    peer("torch, fused", FP32, 12, _torch_fused),
+    peer("torch, fused, bf16", BF16, 6, _torch_fused),
+    peer("optimi, bf16 kahan", BF16, 8, _optimi),
+    peer("flashoptim, bf16", BF16, None, _flashoptim),
+    peer("torchao, 8-bit", FP32, 6 + SCALES, _torchao("AdamW8bit")),
+    peer("torchao, 4-bit", FP32, 5 + 8 / 128, _torchao("AdamW4bit")),
+    peer("torchao, fp8", FP32, 6 + SCALES, _torchao("AdamWFp8")),
+    peer("bitsandbytes, 8-bit", FP32, 6 + SCALES, _bitsandbytes),
+]
+
+
+class Stepper:
+    """A mode's optimizer, and the training loop that it needs."""
+
+    def __init__(
+        self,
+        mode: Mode,
+        params: Sequence[Tensor],
+        kind: str,
+        lr: float = LR,
+        max_norm: float = 1.0,
+    ) -> None:
+        self.mode, self.params, self.max_norm = mode, list(params), max_norm
+        device = self.params[0].device.type
+        self.scaler = torch.amp.GradScaler(device, init_scale=1024.0) if mode.scaled else None
+        if mode.make is not None:
+            self.optimizer = mode.make(self.params)
+            for group in self.optimizer.param_groups:
+                # torchao's is a tensor, which compiled code reads.
+                group["lr"].fill_(lr) if isinstance(group["lr"], Tensor) else group.update(lr=lr)
+            return
+        norms = {"max_grad_norm", "clip_global_norm"} & mode.options.keys()
+        options = {**mode.options, **dict.fromkeys(norms, max_norm)}
+        if self.scaler is not None:
+            options["grad_scaler"] = self.scaler
+        self.optimizer = ms.AdamW(
+            self.params, lr=lr, weight_decay=DECAY, in_backward=kind == "in backward", **options
+        )
+
+    def __call__(self, losses: Sequence[Loss]) -> None:
+        """One step: ``losses`` of its micro-batches, or of one batch and of the same again."""
+        way = self.mode.way
+        if way == "norm_pass":
+            with self.optimizer.norm_pass(self.max_norm):
+                self._backward(losses[0])
+            self._backward(losses[-1])
+        else:
+            if way:
+                with self.optimizer.accumulate(**({"fold": True} if way == "fold" else {})):
+                    for loss in losses[:-1]:
+                        self._backward(loss)
+            self._backward(losses[-1])
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def _backward(self, loss: Loss) -> None:
+        value = loss()
+        (value if self.scaler is None else self.scaler.scale(value)).backward()
+
+    def parameters(self) -> list[Tensor]:
+        """With what is kept beside their 16 bits."""
+        if not self.mode.peer:
+            return self.optimizer.fp32_parameters()
+        states = [self.optimizer.state[p] for p in self.params]
+        return [
+            p.detach().float() + (0 if (rest := s.get("kahan_comp")) is None else rest.float())
+            for p, s in zip(self.params, states, strict=True)
+        ]
+
+
+@functools.cache
+def reasons(device: str) -> dict[str, str]:
+    """Why some peers are left out: what they say to a step of a small parameter."""
+    found = {}
+    for mode in PEERS:
+        param = nn.Parameter(torch.ones(8192, dtype=mode.dtype, device=device))
+        try:
+            step = Stepper(mode, [param], "after", lr=0.1)
+            step([lambda p=param: p.sum()])
+        except Exception as error:
+            found[mode.name] = str(error).partition("\n")[0]
+            continue
+        if param[0].item() == 1:
+            found[mode.name] = "it made no step"
+    return found
+
+
+def available(device: str) -> list[Mode]:
+    return [*OURS, *(mode for mode in PEERS if mode.name not in reasons(device))]
