@@ -56,6 +56,14 @@ void Stepper::for_parameters(const Body& body) const {
   }
 }
 
+bool Stepper::any_gradient() const {
+  bool any = false;
+  for_parameters([&](const py::handle& param) {
+    any = any || THPVariable_Unpack(param.ptr()).grad().defined();
+  });
+  return any;
+}
+
 void Stepper::attach(const py::list& params) {
   for (const py::handle param : params) {
     const Stepper* stepper = find_hook(param).stepper;
@@ -220,11 +228,7 @@ void Stepper::accumulate(bool enabled, bool fold) {
 }
 
 void Stepper::begin_norm_pass() {
-  bool any = false;
-  for_parameters([&](const py::handle& param) {
-    any = any || THPVariable_Unpack(param.ptr()).grad().defined();
-  });
-  TORCH_CHECK(!any && accumulating_ == 0 && folding_ == 0,
+  TORCH_CHECK(!any_gradient() && accumulating_ == 0 && folding_ == 0,
               "Adam: norm_pass() while gradients are accumulated: it drops those that it "
               "measures. Use clip_global_norm=, which keeps them.");
   const py::gil_scoped_release no_gil;
@@ -330,11 +334,7 @@ void Stepper::step_reduced(const std::shared_ptr<Backward>& backward, const py::
 }
 
 int64_t Stepper::step(double max_norm, bool unscaled) {
-  bool any = false;
-  for_parameters([&](const py::handle& param) {
-    any = any || THPVariable_Unpack(param.ptr()).grad().defined();
-  });
-  if (!any) {
+  if (!any_gradient()) {
     const py::gil_scoped_release no_gil;
     const std::lock_guard<std::mutex> lock(mutex_);
     check_not_failed();

@@ -88,6 +88,7 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   Scaling scaling(const Snapshot& snapshot, c10::Device device);
   template <typename Body>
   void for_parameters(const Body& body) const;
+  bool any_gradient() const;                  // in .grad. Needs the GIL
   pybind11::object optimizer() const;         // none when it is gone. Needs the GIL
   std::shared_ptr<Snapshot> take_snapshot();  // null when the optimizer is gone
   std::shared_ptr<Backward> current_backward();
