@@ -46,6 +46,23 @@ def test_backward_steps_and_frees(small_bytes):
     assert [optimizer.state[p]["step"].item() for p in params] == [1, 1, 1]
 
 
+def test_a_parameter_that_never_required_a_gradient():
+    """Such a one has nothing of autograd's; it can begin to require gradients later."""
+    frozen, trained = nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(3))
+    ms.Adam([frozen, trained], lr=0.1).zero_grad()
+    optimizer = ms.Adam([frozen, trained], lr=0.1, in_backward=True)
+    for _ in range(2):
+        (frozen * trained).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert frozen.eq(1).all()
+    assert trained.lt(0.9).all()
+    frozen.requires_grad_()
+    (frozen * trained).sum().backward()
+    assert frozen.ne(1).all()
+    optimizer.remove_hooks()
+
+
 # rule 1
 
 

@@ -17,6 +17,8 @@ constexpr const char* kPythonHooks = "_post_accumulate_grad_hooks";
 constexpr const char* kOurs = "memsave_ext.adam";  // the key in that dict
 
 Hook* hook_in_slot(const at::Tensor& param) {
+  // A parameter that never required a gradient has no slot.
+  if (impl::get_autograd_meta(param) == nullptr) return nullptr;
   return dynamic_cast<Hook*>(impl::post_acc_grad_hooks(param).get());
 }
 
@@ -76,6 +78,7 @@ void install_hook(const py::object& param, std::shared_ptr<Stepper> stepper) {
     hooks[kOurs] = DTensorHook{std::move(stepper), std::move(entry)};
     return;
   }
+  impl::materialize_autograd_meta(tensor);
   // Fills the slot again where it is empty because tensors were swapped.
   if (!impl::post_acc_grad_hooks(tensor)) param.attr(kPythonHooks) = hooks;
   auto calls_them = std::move(impl::post_acc_grad_hooks(tensor));

@@ -417,8 +417,11 @@ int64_t Stepper::step_remaining(double max_norm, bool unscaled) {
 
 void Stepper::zero_grad(bool to_none) {
   if (to_none) {
-    for_parameters(
-        [](const py::handle& param) { THPVariable_Unpack(param.ptr()).mutable_grad().reset(); });
+    for_parameters([](const py::handle& param) {
+      const Tensor& tensor = THPVariable_Unpack(param.ptr());
+      // One that never required a gradient has no place for it either.
+      if (tensor.grad().defined()) tensor.mutable_grad().reset();
+    });
   }
   const py::gil_scoped_release no_gil;
   const std::lock_guard<std::mutex> lock(mutex_);
