@@ -1,5 +1,7 @@
 // The Python module memsave_ext._C: names only, every function is defined in its own room.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "adam/backward.h"
 #include "adam/hook.h"
@@ -10,6 +12,7 @@
 #include "checkpoint/hooks.h"
 #include "checkpoint/recomputing.h"
 #include "checkpoint/tape.h"
+#include "memory/active.h"
 #include "memory/tracker.h"
 
 #ifdef MEMSAVE_EXT_WITH_CUDA
@@ -30,7 +33,6 @@ PyMethodDef fast_functions[] = {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   namespace py = pybind11;
-  using memsave_ext::AllocationTracker;
 
   if (PyModule_AddFunctions(m.ptr(), fast_functions) < 0) throw py::error_already_set();
   m.def("is_recomputing", &memsave_ext::is_recomputing);
@@ -40,13 +42,29 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("use_engine_hooks", &memsave_ext::use_engine_hooks);
   memsave_ext::init_hooks();
 
-  py::class_<AllocationTracker>(m, "AllocationTracker")
-      .def(py::init<>())
-      .def("start", &AllocationTracker::start)
-      .def("stop", &AllocationTracker::stop)
-      .def("reset_peak", &AllocationTracker::reset_peak)
-      .def_property_readonly("live", &AllocationTracker::live)
-      .def_property_readonly("peak", &AllocationTracker::peak);
+  using memsave_ext::memory::Tracker;
+  m.def("pause_tracking", &memsave_ext::memory::pause_tracking);
+  py::class_<Tracker>(m, "MemoryTracker")
+      .def(py::init<at::Device, std::vector<int32_t>, bool, int64_t>())
+      .def("start", &Tracker::start)
+      .def("stop", &Tracker::stop)
+      .def("enter_module", &Tracker::enter_module)
+      .def("exit_module", &Tracker::exit_module)
+      .def("inside_module", &Tracker::inside_module)
+      .def("begin_optimizer", &Tracker::begin_optimizer)
+      .def("end_optimizer", &Tracker::end_optimizer)
+      .def("end_step", &Tracker::end_step)
+      .def("label", &Tracker::label)
+      .def("reset_peak", &Tracker::reset_peak)
+      .def("record", &Tracker::record)
+      .def_property_readonly("live", &Tracker::live)
+      .def_property_readonly("peak", &Tracker::peak);
+  using memsave_ext::memory::Record;
+  py::class_<Record, std::shared_ptr<Record>>(m, "MemoryRecord")
+      .def_readonly("changes", &Record::changes)
+      .def_readonly("blocks", &Record::blocks)
+      .def_readonly("regions", &Record::regions)
+      .def("stack", &Record::stack);
 
   using memsave_ext::adam::Stepper;
   py::class_<Stepper, std::shared_ptr<Stepper>>(m, "AdamStepper")

@@ -1,6 +1,8 @@
-"""The allocation tracker against sizes computed by hand."""
+"""What memory.track() counts: the allocations of which threads, between which moments."""
 
 import gc
+import multiprocessing
+import os
 import threading
 
 import pytest
@@ -9,6 +11,14 @@ from torch import nn
 
 import memsave_ext as ms
 from memsave_ext import _native
+from memsave_ext.memory import tracking
+
+native_only = pytest.mark.skipif(
+    not _native.available, reason="in pure Python it is torch's profiler, one for each thread"
+)
+python_only = pytest.mark.skipif(
+    _native.available, reason="natively they do not exclude each other"
+)
 
 
 def test_live_and_peak():
@@ -74,6 +84,7 @@ def test_reset_peak():
         kept = torch.empty(10)
     t.reset_peak()
     assert t.peak == t.live == kept.nbytes
+    assert sum(t.at_peak.values()) == t.peak
 
 
 def test_exceptions_leave_nothing_installed():
@@ -83,11 +94,173 @@ def test_exceptions_leave_nothing_installed():
 
     with pytest.raises(KeyError):
         fail()
+    assert tracking.running() == []
     with ms.memory.track() as t:
         kept = torch.empty(1)
     assert t.live == kept.nbytes
 
 
+def test_a_track_runs_once_at_a_time():
+    t = ms.memory.track()
+    with pytest.raises(RuntimeError, match="cannot stop: this track is not running"):
+        t.__exit__(None, None, None)
+    with t:
+        with pytest.raises(RuntimeError, match="cannot start: this track is running already"):
+            t.__enter__()
+        kept = torch.empty(5)
+    assert t.live == kept.nbytes
+
+
+@native_only
+def test_nested():
+    with ms.memory.track() as outer:
+        a = torch.empty(100)
+        with ms.memory.track() as inner:
+            b = torch.empty(10)
+            del a
+        torch.empty(50)
+    assert (inner.live, inner.peak) == (b.nbytes, b.nbytes)
+    assert (outer.live, outer.peak) == (b.nbytes, 440)
+
+
+@native_only
+def test_overlapping():
+    first, second = ms.memory.track(), ms.memory.track()
+    first.__enter__()
+    a = torch.empty(10)
+    second.__enter__()
+    b = torch.empty(20)
+    first.__exit__(None, None, None)
+    c = torch.empty(30)
+    second.__exit__(None, None, None)
+    assert (first.live, second.live) == (a.nbytes + b.nbytes, b.nbytes + c.nbytes)
+
+
+@native_only
+def test_every_thread_counts():
+    kept = []
+    with ms.memory.track() as t:
+        threads = [threading.Thread(target=lambda: kept.append(torch.empty(100))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert (t.live, t.peak) == (3200, 3200)
+
+
+@native_only
+def test_freed_by_another_thread_and_left_on_another_thread():
+    t = ms.memory.track()
+    t.__enter__()
+    kept = [torch.empty(100)]
+
+    def work():
+        kept.clear()
+        t.__exit__(None, None, None)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert (t.live, t.peak) == (0, 400)
+
+
+@native_only
+def test_many_threads_start_and_stop_while_others_allocate():
+    """Nothing is lost, mixed up or deadlocked."""
+    wrong = []
+
+    def work(k):
+        for _ in range(30):
+            with ms.memory.track() as t:
+                block = torch.empty(1000 + k)
+                at_least = t.live
+                del block
+            if not (block_bytes := 4 * (1000 + k)) <= at_least or t.peak < block_bytes:
+                wrong.append((k, at_least, t.peak))
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(6)]
+    with ms.memory.track() as outer:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+    assert outer.live == 0
+
+
+@native_only
+def test_blocks_that_outlive_the_tracking():
+    """They free themselves as ever, when nothing or another track looks on."""
+    with ms.memory.track():
+        a, b = torch.ones(1000), torch.ones(1000)
+    del a
+    with ms.memory.track() as t:
+        b.resize_(5000)
+        assert b[:1000].eq(1).all()
+    c = b.clone()
+    del b
+    assert c[:1000].eq(1).all()
+    assert t.peak >= 20_000
+
+
+@native_only
+def test_lazy_copies_and_foreign_memory():
+    with ms.memory.track() as t:
+        a = torch.ones(1000)
+        copy = torch._lazy_clone(a)
+        assert t.live == 4000
+        copy[0] = 2
+        assert t.live == 8000
+        from_numpy = torch.from_numpy(a.numpy())  # no memory of its own
+        assert t.live == 8000
+    assert from_numpy[0] == 1
+    assert copy[0] == 2
+
+
+@native_only
+def test_beside_torchs_profiler():
+    profiler = torch.autograd.profiler.profile(profile_memory=True)
+    with profiler, ms.memory.track() as t:
+        kept = torch.empty(1000)
+    assert t.live == kept.nbytes
+    assert any(event.cpu_memory_usage == kept.nbytes for event in profiler.function_events)
+    with ms.memory.track() as t, torch.autograd.profiler.profile(profile_memory=True):
+        kept = torch.empty(1000)
+    assert t.live == kept.nbytes
+
+
+def _in_child(pipe):
+    pipe.send(torch.ones(1000).sum().item())
+
+
+@native_only
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_inside():
+    """The child of a DataLoader neither waits for a lock nor tracks."""
+    stop = threading.Event()
+
+    def allocate():
+        while not stop.is_set():
+            torch.empty(10)
+
+    thread = threading.Thread(target=allocate)
+    context = multiprocessing.get_context("fork")
+    with ms.memory.track() as t:
+        thread.start()
+        for _ in range(10):
+            here, there = context.Pipe()
+            child = context.Process(target=_in_child, args=(there,))
+            child.start()
+            assert here.poll(60), "the child hangs"
+            assert here.recv() == 1000
+            child.join()
+        stop.set()
+        thread.join()
+    assert t.live == 0
+
+
+@python_only
 def test_it_cannot_be_nested():
     with (
         ms.memory.track() as outer,
@@ -96,31 +269,15 @@ def test_it_cannot_be_nested():
     ):
         pass
     assert outer.live == 0
+    assert tracking.running() == []
 
 
+@python_only
 def test_it_cannot_start_inside_the_profiler():
     profiler = torch.autograd.profiler.profile(profile_memory=True)
     with profiler, pytest.raises(RuntimeError, match="torch's profiler"), ms.memory.track():
         pass
-
-
-def test_it_cannot_stop_on_another_thread():
-    t = ms.memory.track()
-    errors = []
-
-    def leave():
-        try:
-            t.__exit__(None, None, None)
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    with t:
-        thread = threading.Thread(target=leave)
-        thread.start()
-        thread.join()
-        kept = torch.empty(5)
-    assert t.live == kept.nbytes
-    assert errors == ["memory tracking cannot stop: it was not started on this thread"]
+    assert tracking.running() == []
 
 
 def test_python_autograd_functions_run_inside():
@@ -142,7 +299,37 @@ def test_python_autograd_functions_run_inside():
     assert t.peak > 0
 
 
-@pytest.mark.skipif(not _native.available, reason="in pure Python it is torch's profiler")
+@native_only
 def test_torch_does_not_take_it_for_its_profiler():
     with ms.memory.track():
         assert not torch._C._autograd._profiler_enabled()
+
+
+@native_only
+def test_usage_on_the_cpu():
+    with pytest.raises(RuntimeError, match="knows no figures"):
+        ms.memory.usage("cpu")
+    with ms.memory.track() as outer:
+        torch.empty(1000)
+        with ms.memory.track():
+            kept = torch.empty(10)
+            assert ms.memory.usage() == ms.memory.Usage(kept.nbytes, 4000, None)
+    assert outer.peak == 4000
+    with pytest.raises(ValueError, match="must be a CUDA device or the CPU, got meta"):
+        ms.memory.usage("meta")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"model": 3}, TypeError, "model must be a torch.nn.Module or None, got int"),
+        ({"optimizer": 3}, TypeError, "optimizer must be a torch.optim.Optimizer, .*, got int"),
+        ({"optimizer": ["x"]}, TypeError, "optimizer must be .*, got str"),
+        ({"device": "meta"}, ValueError, "device must be the CPU or a CUDA device, got meta"),
+        ({"max_events": 0}, ValueError, "max_events must be a positive int, got 0"),
+        ({"max_events": 1.5}, ValueError, "max_events must be a positive int, got 1.5"),
+    ],
+)
+def test_wrong_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        ms.memory.track(**arguments)

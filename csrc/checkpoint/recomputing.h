@@ -1,18 +1,34 @@
 // Whether this thread is running a function again for its gradients.
 #pragma once
 
+#include <atomic>
+
 namespace memsave_ext {
 
 inline thread_local int recompute_depth = 0;
 
 inline bool is_recomputing() { return recompute_depth > 0; }
 
+// Told of the begin and the end of every recompute while memory is tracked, null otherwise.
+inline std::atomic<void (*)(bool begins)> recompute_observer{nullptr};
+
 class RecomputeScope {
  public:
-  RecomputeScope() { ++recompute_depth; }
-  ~RecomputeScope() { --recompute_depth; }
+  RecomputeScope() {
+    ++recompute_depth;
+    tell(true);
+  }
+  ~RecomputeScope() {
+    --recompute_depth;
+    tell(false);
+  }
   RecomputeScope(const RecomputeScope&) = delete;
   RecomputeScope& operator=(const RecomputeScope&) = delete;
+
+ private:
+  static void tell(bool begins) {
+    if (const auto observer = recompute_observer.load(std::memory_order_relaxed)) observer(begins);
+  }
 };
 
 }  // namespace memsave_ext

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _thread = threading.local()
+# Told of the begin and the end of every recompute while memory is tracked, None otherwise.
+recompute_observer: Callable[[bool], None] | None = None
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
@@ -101,8 +103,22 @@ class Surroundings:
                 stack.callback(RngState.capture().restore)
                 self.rng.restore()
             stack.enter_context(torch.enable_grad())
-            _thread.depth = getattr(_thread, "depth", 0) + 1
-            try:
-                yield
-            finally:
-                _thread.depth -= 1
+            stack.enter_context(_recomputing())
+            yield
+
+
+@contextlib.contextmanager
+def _recomputing() -> Iterator[None]:
+    _thread.depth = getattr(_thread, "depth", 0) + 1
+    _tell(True)
+    try:
+        yield
+    finally:
+        _thread.depth -= 1
+        _tell(False)
+
+
+def _tell(begins: bool) -> None:
+    observer = recompute_observer
+    if observer is not None:
+        observer(begins)

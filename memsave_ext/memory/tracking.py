@@ -1,37 +1,182 @@
-"""Seeing memory: how many bytes of tensors a piece of training holds, at its peak and now."""
+"""Following the memory of training: what lives, whose it is, when, and what the peak is made of."""
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
+from typing import Any, TextIO
 
-from . import _native
-from ._reference import memory as _reference
+import torch
+from torch import nn
+from torch.optim import Optimizer
 
-_Tracker = _native.module.AllocationTracker if _native.module else _reference.AllocationTracker
+from .. import _native
+from .._reference import memory as _reference
+from .account import Account, Region, Step, TensorAtPeak, Timeline
+from .hooks import Hooks, Modules, Names
+
+_Tracker: Any = _native.module.MemoryTracker if _native.module else _reference.MemoryTracker
+_pause = _native.module.pause_tracking if _native.module else _reference.pause_tracking
+
+_running: list[Track] = []
+_running_lock = threading.Lock()
+
+
+def running() -> list[Track]:
+    """The tracks of this process that run now, the outermost first."""
+    with _running_lock:
+        return list(_running)
+
+
+@contextmanager
+def untracked() -> Iterator[None]:
+    """What this thread allocates inside is not counted: for the work of tracking itself."""
+    _pause(True)
+    try:
+        yield
+    finally:
+        _pause(False)
 
 
 class Track:
-    """What :func:`track` returns: the bytes of CPU tensors allocated inside its ``with`` blocks."""
+    """What :func:`track` returns. Its figures can be read at any time, inside the block too."""
 
-    def __init__(self) -> None:
-        self._tracker = _Tracker()
+    def __init__(
+        self,
+        model: nn.Module | None,
+        optimizers: list[Optimizer],
+        device: torch.device,
+        stacks: bool,
+        max_events: int,
+    ) -> None:
+        self.device = device
+        self.stacks = stacks
+        self._modules = Modules(model)
+        self._names = Names()
+        self._tracker: Any = _Tracker(device, self._modules.parents, stacks, max_events)
+        self._hooks = Hooks(self._tracker, model, self._modules, optimizers, self._names)
+        self._installed: ExitStack | None = None
+        self._final: Account | None = None
 
     @property
     def live(self) -> int:
-        """Bytes allocated minus bytes freed inside the blocks so far."""
-        return self._tracker.live
+        """Bytes that live now, or lived when the block was left."""
+        return int(self._tracker.live)
 
     @property
     def peak(self) -> int:
         """The largest :attr:`live` has been, in bytes."""
-        return self._tracker.peak
+        return int(self._tracker.peak)
 
     def reset_peak(self) -> None:
-        """Make the present :attr:`live` the new :attr:`peak`."""
+        """Make the present :attr:`live` the new :attr:`peak`, and forget what was before."""
         self._tracker.reset_peak()
+        self._final = None
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """The peak's bytes by category: parameters (with buffers), gradients (of parameters),
+        optimizer (its states), activations (made by a forward or a recompute, and alive after it)
+        and other (inputs, temporaries, gradients of activations). Their sum is :attr:`peak`."""
+        return self._account().at_peak
+
+    @property
+    def peak_phase(self) -> str:
+        """What training did at the peak: forward, backward, recompute, optimizer or other."""
+        return self._account().peak_phase
+
+    @property
+    def peak_step(self) -> int:
+        """The training step of the peak, from 0."""
+        return self._account().peak_step
+
+    @property
+    def peak_time(self) -> float:
+        """When the peak was, in seconds since tracking began."""
+        return self._account().peak_time
+
+    @property
+    def timeline(self) -> Timeline:
+        """Live bytes by category over time."""
+        return self._account().timeline
+
+    @property
+    def steps(self) -> list[Step]:
+        """The training steps that are in the timeline, with time and peak."""
+        return self._account().steps
+
+    @property
+    def regions(self) -> list[Region]:
+        """The checkpointed regions: what each saved, and what its recomputes cost. Those of other
+        packages' checkpoints are seen module by module."""
+        return self._account().regions
+
+    def top(self, n: int = 10) -> list[TensorAtPeak]:
+        """The ``n`` largest tensors at the peak, the largest first."""
+        if n < 0:
+            raise ValueError(f"n must not be negative, got {n}")
+        with untracked():
+            return self._account().top(n)
+
+    def report(self, *, top: int = 10, file: TextIO | None = None) -> None:
+        """Print the peak, what it was made of, its ``top`` largest tensors, steps and regions."""
+        from .report import print_report
+
+        with untracked():
+            print_report(self, top=top, file=file)
+
+    def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
+        """Draw the timeline: live bytes by category, the phases, the peak. Needs matplotlib."""
+        from .plot import plot_track
+
+        with untracked():
+            plot_track(self, path, title=title)
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+        """Everything above as plain numbers and strings; written to ``path`` where one is given."""
+        from .report import as_json
+
+        with untracked():
+            return as_json(self, path)
+
+    def snapshot(self, path: str | os.PathLike[str]) -> None:
+        """Write torch's snapshot of the CUDA device's memory, for https://pytorch.org/memory_viz
+        and :func:`plot_snapshot`. It has a history where the block ran with ``stacks=True``.
+
+        Raises:
+            RuntimeError: the memory tracked is not a CUDA device's.
+        """
+        from .snapshot import save_snapshot
+
+        save_snapshot(self.device, path)
+
+    def _account(self) -> Account:
+        if self._final is not None:
+            return self._final
+        with untracked():
+            account = Account(self._tracker.record(), self._names.texts, self._modules.names)
+        if self._installed is None:
+            self._final = account
+        return account
 
     def __enter__(self) -> Track:
-        self._tracker.start()
+        if self._installed is not None:
+            raise RuntimeError("memory tracking cannot start: this track is running already")
+        cuda = self.device.type == "cuda"
+        with ExitStack() as stack, untracked():
+            self._hooks.label()
+            self._tracker.start(torch.cuda.memory_allocated(self.device) if cuda else None)
+            stack.callback(self._tracker.stop)
+            if cuda and self.stacks:
+                stack.enter_context(_history())
+            stack.push(self._hooks.install())
+            with _running_lock:
+                _running.append(self)
+            self._final = None
+            self._installed = stack.pop_all()
         return self
 
     def __exit__(
@@ -40,26 +185,105 @@ class Track:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._tracker.stop()
+        if self._installed is None:
+            raise RuntimeError("memory tracking cannot stop: this track is not running")
+        self._installed.close()
+        self._installed = None
+        with _running_lock:
+            _running.remove(self)
 
 
-def track() -> Track:
-    """Count the bytes of CPU tensors inside a ``with`` block.
+@contextmanager
+def _history() -> Iterator[None]:
+    torch.cuda.memory._record_memory_history(context="all", stacks="python")
+    try:
+        yield
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def track(
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    stacks: bool = False,
+    max_events: int = 500_000,
+) -> Track:
+    """Follow the memory of any number of training steps in a ``with`` block.
 
     Example::
 
-        with memsave_ext.memory.track() as t:
-            model = make_model()
-            train_step(model)
-        print(t.peak)
+        with memsave_ext.memory.track(model, optimizer) as t:
+            for batch in batches:
+                train_step(batch)
+        t.report()
+        t.plot("timeline.png")
+        print(t.peak, t.at_peak)
 
-    The object can be entered again and goes on counting. Every CPU allocation of the thread and of
-    the autograd threads of its backwards counts, temporaries inside kernels included; threads
-    started from Python inside the block do not. Memory from before tracking began does not count,
-    and what is freed between two blocks is not noticed.
+    On the CPU every allocation of a tensor's memory counts, temporaries inside kernels included,
+    whatever thread of this process makes it. Memory from before counts where it is the model's or
+    the optimizer's. On CUDA the figures are the caching allocator's; what it does for this thread
+    and its backwards is followed block by block, the rest is in "other". Blocks may be nested and
+    may run in several threads at once: each sees everything between its own beginning and end.
+
+    An object can be entered again and goes on counting; what is freed between is not noticed.
+
+    Args:
+        model: whose parameters, buffers and gradients are told apart. Its forwards give phases,
+            activations and the names of modules. Hooks are on its modules and parameters inside the
+            block only; modules added there are not seen.
+        optimizer: whose states are told apart; several in the order of their steps. A training step
+            ends with the step of the last one, without any where the model's next forward begins.
+        device: what to follow. None: where the model's, else the optimizer's first parameter is,
+            without either the CPU.
+        stacks: record the Python stack of every allocation, for :attr:`TensorAtPeak.line` and
+            :meth:`Track.snapshot`. Costs several times the rest.
+        max_events: how many allocations and frees are kept, about: of more than that the steps
+            before the latest, but for the one with the peak, are forgotten. 90 bytes each.
 
     Raises:
-        RuntimeError: on entry, when this thread is tracked already or torch's profiler runs on it:
-            the two share one slot in torch.
+        TypeError, ValueError: on a wrong argument, named.
+        RuntimeError: on entry, when torch's profiler runs on this thread (on CUDA and in pure
+            Python, where they share one slot); in pure Python also when another track runs on it.
     """
-    return Track()
+    optimizers = _optimizers(optimizer)
+    _check(model, max_events)
+    return Track(model, optimizers, _device(device, model, optimizers), stacks, max_events)
+
+
+def _check(model: Any, max_events: Any) -> None:
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
+    if isinstance(max_events, bool) or not isinstance(max_events, int) or max_events < 1:
+        raise ValueError(f"max_events must be a positive int, got {max_events!r}")
+
+
+def _optimizers(optimizer: Any) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    several = isinstance(optimizer, Iterable) and not isinstance(optimizer, Optimizer)
+    optimizers = list(optimizer) if several else [optimizer]
+    for item in optimizers:
+        if not isinstance(item, Optimizer):
+            raise TypeError(
+                "optimizer must be a torch.optim.Optimizer, several of them or None, got "
+                f"{type(item).__name__}"
+            )
+    return optimizers
+
+
+def _device(
+    device: torch.device | str | None, model: nn.Module | None, optimizers: list[Optimizer]
+) -> torch.device:
+    if device is None:
+        params = list(model.parameters()) if model is not None else []
+        params += [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        device = params[0].device if params else "cpu"
+    chosen = torch.device(device)
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be the CPU or a CUDA device, got {chosen}")
+    index: int | None = chosen.index
+    if chosen.type == "cuda" and index is None:
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    return chosen

@@ -1,0 +1,112 @@
+"""The tables of the benchmarks of memory.track()."""
+
+from tables import TIMES, Record, machine_line, markdown
+
+MIB = 2**20
+
+
+def account_table(record: Record) -> str:
+    """Loops down; the peak, when it was and what it was made of across."""
+    rows = [
+        (
+            row["loop"],
+            f"{row['peak'] / MIB:.1f} MiB",
+            row["peak_phase"],
+            *(f"{bytes_ / MIB:.1f}" for bytes_ in row["at_peak"].values()),
+        )
+        for row in record["rows"]
+    ]
+    header = ("loop", "peak", "in", *(f"{name}, MiB" for name in record["rows"][0]["at_peak"]))
+    return markdown(header, rows)
+
+
+def account_caption(record: Record) -> str:
+    of = record["settings"]
+    scaled = "" if record["machine"]["device"] == "cuda" else ", the tutorial's model scaled down"
+    return (
+        f"A vision transformer of width {of['width']}, depth {of['depth']}{scaled}, patches of 16; "
+        f"{of['image']} {TIMES} {of['image']}, batch {of['batch_size']}, AdamW in float32, "
+        f"{of['steps']} steps. {machine_line(record)}."
+    )
+
+
+def account_text(record: Record) -> str:
+    """The account in sentences, each with its number."""
+    ordinary, in_backward, checkpointed = record["rows"]
+
+    def mib(row: Record, name: str) -> str:
+        return f"{row['at_peak'][name] / MIB:.1f} MiB"
+
+    def fall(row: Record, than: Record) -> str:
+        return f"{100 * (1 - row['peak'] / than['peak']):.0f} %"
+
+    others = ordinary["at_peak"]["other"] / ordinary["at_peak"]["parameters"]
+    in_flight = in_backward["at_peak"]["gradients"] / in_backward["at_peak"]["parameters"]
+    begun = _share_of_backward(in_backward)
+    return "\n".join(
+        [
+            f"- The ordinary loop peaks in the phase *{ordinary['peak_phase']}* at "
+            f"{ordinary['peak'] / MIB:.1f} MiB: parameters {mib(ordinary, 'parameters')}, their "
+            f"gradients {mib(ordinary, 'gradients')}, Adam's two states "
+            f"{mib(ordinary, 'optimizer')}, and {mib(ordinary, 'other')} of intermediates, "
+            f"{others:.2f} {TIMES} the parameters, which the foreach step makes. Activations are "
+            f"down to {mib(ordinary, 'activations')} by then.",
+            f"- With the step in backward the peak is in the phase *{in_backward['peak_phase']}*, "
+            f"{100 * begun:.0f} % of the way through it, at {in_backward['peak'] / MIB:.1f} MiB, "
+            f"{fall(in_backward, ordinary)} lower: gradients in flight are "
+            f"{mib(in_backward, 'gradients')}, {100 * in_flight:.0f} % of the parameters, and no "
+            f"intermediates are made. What is left beside parameters and states is "
+            f"{mib(in_backward, 'activations')} of activations.",
+            f"- With checkpointing added activations at the peak fall to "
+            f"{mib(checkpointed, 'activations')}, and the peak to "
+            f"{checkpointed['peak'] / MIB:.1f} MiB, {fall(checkpointed, ordinary)} below the "
+            f"ordinary loop. {_regions(checkpointed)}",
+        ]
+    )
+
+
+def _share_of_backward(row: Record) -> float:
+    """How far into its backward the peak is, 0 to 1, by time."""
+    timeline = row["timeline"]
+    backward = timeline["phases"].index("backward")
+    times = [
+        time
+        for time, phase, step in zip(
+            timeline["time"], timeline["phase"], timeline["step"], strict=True
+        )
+        if phase == backward and step == row["peak_step"]
+    ]
+    return (row["peak_time"] - times[0]) / (times[-1] - times[0])
+
+
+def _regions(row: Record) -> str:
+    regions = row["regions"]
+    saved = max(region["saved_bytes"] for region in regions) / MIB
+    seconds = sum(region["seconds"] for region in regions) / len(row["steps"])
+    step = sum(step["seconds"] for step in row["steps"]) / len(row["steps"])
+    return (
+        f"Each of its {len(regions)} regions brings back {saved:.1f} MiB when its turn comes, "
+        f"and all recomputes together are {100 * seconds / step:.0f} % of the step's time."
+    )
+
+
+def overhead_table(record: Record) -> str:
+    rows = [
+        (
+            row["case"],
+            f"{row['step_ms']:.1f} ± {row['spread_ms'] / 2:.1f} ms",
+            f"{row['ratio']:.3f}{TIMES}",
+            str(row["changes"] or "-"),
+        )
+        for row in record["rows"]
+    ]
+    return markdown(("step of a DenseNet", "time", "ratio", "allocations and frees"), rows)
+
+
+def overhead_caption(record: Record) -> str:
+    of = record["settings"]
+    return (
+        f"DenseNet-BC, depth {of['depth']}, growth rate {of['growth_rate']}, batch "
+        f"{of['batch_size']}; medians ± half the interquartile range of "
+        f"{of['rounds'] * of['steps']} interleaved steps. {machine_line(record)}."
+    )

@@ -1,0 +1,99 @@
+#include "memory/active.h"
+
+#ifndef _WIN32
+#include <pthread.h>
+#endif
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "checkpoint/recomputing.h"
+
+namespace memsave_ext::memory {
+namespace {
+
+std::vector<Log*> active;
+std::atomic<int> active_count{0};
+std::atomic<int> stack_count{0};
+thread_local int paused_depth = 0;
+
+bool watching() { return active_count.load(std::memory_order_relaxed) > 0 && paused_depth == 0; }
+
+void set_counts() {
+  active_count = static_cast<int>(active.size());
+  stack_count = static_cast<int>(
+      std::count_if(active.begin(), active.end(), [](const Log* log) { return log->stacks(); }));
+}
+
+void observe_recompute(bool begins) {
+  const Moment moment = Moment::now();
+  const std::lock_guard<std::mutex> lock(tracking_mutex());
+  for (Log* log : active) {
+    if (begins)
+      log->threads().begin_recompute(moment);
+    else
+      log->threads().end_recompute(moment);
+  }
+}
+
+// A child that is forked while another thread holds the lock would wait for ever, and what it
+// allocates is no part of what is tracked.
+void survive_forks() {
+#ifndef _WIN32
+  static const int installed =
+      pthread_atfork([] { tracking_mutex().lock(); }, [] { tracking_mutex().unlock(); },
+                     [] {
+                       active.clear();
+                       set_counts();
+                       recompute_observer = nullptr;
+                       tracking_mutex().unlock();
+                     });
+  (void)installed;
+#endif
+}
+
+}  // namespace
+
+std::mutex& tracking_mutex() {
+  static auto* mutex = new std::mutex;  // outlives every thread that frees memory
+  return *mutex;
+}
+
+void add_active(Log* log) {
+  survive_forks();
+  active.push_back(log);
+  set_counts();
+  recompute_observer = &observe_recompute;
+}
+
+void remove_active(Log* log) {
+  active.erase(std::remove(active.begin(), active.end(), log), active.end());
+  set_counts();
+  if (active.empty()) recompute_observer = nullptr;
+}
+
+bool any_active(c10::DeviceType type) {
+  return std::any_of(active.begin(), active.end(),
+                     [&](const Log* log) { return log->device().type() == type; });
+}
+
+void report_allocated(c10::Device device, void* ptr, int64_t size, std::optional<int64_t> total) {
+  if (!watching()) return;
+  const Moment moment = Moment::now(stack_count.load(std::memory_order_relaxed) > 0);
+  const std::lock_guard<std::mutex> lock(tracking_mutex());
+  for (Log* log : active)
+    if (log->device() == device) log->allocated(moment, ptr, size, total);
+}
+
+void report_freed(c10::Device device, void* ptr, std::optional<int64_t> total) {
+  if (!watching()) return;
+  const Moment moment = Moment::now();
+  const std::lock_guard<std::mutex> lock(tracking_mutex());
+  for (Log* log : active)
+    if (log->device() == device) log->freed(moment, ptr, total);
+}
+
+void pause_tracking(bool paused) { paused_depth += paused ? 1 : -1; }
+
+}  // namespace memsave_ext::memory

@@ -1,0 +1,36 @@
+// The trackers that run in this process, and the one lock that all of them share.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <mutex>
+#include <optional>
+
+#include "memory/log.h"
+
+namespace memsave_ext::memory {
+
+// Held while a log is read or changed. Whoever holds it never waits for the GIL.
+std::mutex& tracking_mutex();
+
+void add_active(Log* log);  // under the mutex, as all below but the reports
+void remove_active(Log* log);
+bool any_active(c10::DeviceType type);
+
+// What the allocators report. `total` is the allocator's own figure, where it has one.
+void report_allocated(c10::Device device, void* ptr, int64_t size, std::optional<int64_t> total);
+void report_freed(c10::Device device, void* ptr, std::optional<int64_t> total);
+
+// Allocations of this thread do not count while it is paused: those of the tracking itself.
+void pause_tracking(bool paused);
+
+class PauseTracking {
+ public:
+  PauseTracking() { pause_tracking(true); }
+  ~PauseTracking() { pause_tracking(false); }
+  PauseTracking(const PauseTracking&) = delete;
+  PauseTracking& operator=(const PauseTracking&) = delete;
+};
+
+}  // namespace memsave_ext::memory

@@ -1,0 +1,141 @@
+#include "memory/log.h"
+
+#include <torch/csrc/profiler/combined_traceback.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "memory/active.h"
+
+namespace memsave_ext::memory {
+
+Category Block::category() const {
+  if (label != Category::kNone) return label;
+  const bool made_by_forward = phase == Phase::kForward || phase == Phase::kRecompute;
+  return made_by_forward && !temporary ? Category::kActivations : Category::kOther;
+}
+
+Log::Log(at::Device device, std::vector<int32_t> parents, bool stacks, int64_t max_events)
+    : device_(device),
+      stacks_(stacks),
+      max_events_(static_cast<size_t>(max_events)),
+      threads_(std::move(parents)) {}
+
+void Log::allocated(const Moment& moment, void* ptr, int64_t size, std::optional<int64_t> total) {
+  // A known address that is allocated again was freed while nobody looked.
+  if (const auto known = live_.find(ptr); known != live_.end())
+    remove(moment, known, total.has_value() ? std::optional(total_) : std::nullopt);
+  const Where where = threads_.where(moment);
+  auto block = std::make_shared<Block>();
+  block->size = size;
+  block->phase = where.phase;
+  block->span = where.span;
+  block->module = where.module;
+  if (stacks_) block->stack = moment.stack;
+  if (where.phase == Phase::kRecompute) threads_.count(where.span, size);
+  live_.emplace(ptr, block);
+  total_ = total.value_or(total_ + size);
+  add_event(moment, std::move(block), where.phase, false);
+}
+
+void Log::freed(const Moment& moment, void* ptr, std::optional<int64_t> total) {
+  if (const auto known = live_.find(ptr); known != live_.end()) {
+    remove(moment, known, total);
+  } else if (total.has_value() && total_ != *total) {
+    total_ = *total;
+    add_event(moment, nullptr, threads_.where(moment).phase, true);
+  }
+}
+
+void Log::remove(const Moment& moment,
+                 std::unordered_map<void*, std::shared_ptr<Block>>::iterator it,
+                 std::optional<int64_t> total) {
+  std::shared_ptr<Block> block = std::move(it->second);
+  live_.erase(it);
+  const Where where = threads_.where(moment);
+  block->temporary = block->phase == where.phase && block->span == where.span;
+  if (block->phase == Phase::kRecompute) threads_.count(block->span, -block->size);
+  total_ = total.value_or(total_ - block->size);
+  add_event(moment, std::move(block), where.phase, true);
+}
+
+void Log::add_event(const Moment& moment, std::shared_ptr<Block> block, Phase phase, bool freed) {
+  if (parts_.back().events.size() >= max_events_ / 4 + 1) begin_part(std::nullopt);
+  Part& part = parts_.back();
+  part.events.push_back({moment.time, std::move(block), total_, phase, freed});
+  part.peak = std::max(part.peak, total_);
+  peak_ = std::max(peak_, total_);
+  ++events_;
+}
+
+void Log::label(const at::Tensor& tensor, Category category, int32_t name) {
+  if (!tensor.defined() || !tensor.has_storage() || tensor.device() != device_) return;
+  const at::Storage& storage = tensor.storage();
+  void* ptr = const_cast<void*>(storage.data());
+  if (ptr == nullptr || storage.nbytes() == 0) return;
+  auto known = live_.find(ptr);
+  if (known == live_.end()) {
+    const Moment moment = Moment::now();
+    auto block = std::make_shared<Block>();
+    block->size = static_cast<int64_t>(storage.nbytes());
+    known = live_.emplace(ptr, block).first;
+    older_.push_back({ptr, storage.getWeakStorageImpl()});
+    // An allocator's own figure holds it already.
+    if (device_.is_cpu()) total_ += block->size;
+    if (!parts_.empty()) add_event(moment, std::move(block), threads_.where(moment).phase, false);
+  }
+  Block& block = *known->second;
+  if (block.label != Category::kNone) return;
+  block.label = category;
+  block.name = name;
+}
+
+void Log::look() {
+  if (parts_.empty()) return;
+  // The last reference to a storage may be ours for a moment: its end must not come back here.
+  const PauseTracking paused;
+  const auto gone = [&](const Older& older) {
+    const auto storage = older.storage.lock();
+    if (storage && storage->data() == older.ptr) return false;
+    const auto known = live_.find(older.ptr);
+    if (known != live_.end())
+      remove(Moment::now(), known, device_.is_cpu() ? std::nullopt : std::optional(total_));
+    return true;
+  };
+  older_.erase(std::remove_if(older_.begin(), older_.end(), gone), older_.end());
+}
+
+void Log::begin_part(std::optional<int64_t> total) {
+  total_ = total.value_or(total_);
+  peak_ = std::max(peak_, total_);
+  Part part{part_++, step_, Moment::now().time, total_, {}, {}, total_};
+  part.live.reserve(live_.size());
+  for (const auto& [ptr, block] : live_) part.live.push_back(block);
+  events_ += part.live.size();
+  parts_.push_back(std::move(part));
+  drop_parts();
+}
+
+void Log::end_step() {
+  ++step_;
+  threads_.end_step();
+  begin_part(std::nullopt);
+}
+
+void Log::reset_peak() {
+  peak_ = total_;
+  parts_.clear();
+  events_ = 0;
+  begin_part(std::nullopt);
+}
+
+void Log::drop_parts() {
+  while (events_ > max_events_ && parts_.size() > 2) {
+    // The oldest, unless it holds the peak.
+    const size_t oldest = parts_.front().peak == peak_ ? 1 : 0;
+    events_ -= parts_[oldest].events.size() + parts_[oldest].live.size();
+    parts_.erase(parts_.begin() + static_cast<int64_t>(oldest));
+  }
+}
+
+}  // namespace memsave_ext::memory

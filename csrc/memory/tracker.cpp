@@ -1,0 +1,121 @@
+#include "memory/tracker.h"
+
+#include <ATen/SequenceNumber.h>
+#include <c10/util/Exception.h>
+
+#include "memory/active.h"
+#include "memory/cpu_allocator.h"
+#include "memory/cuda_reports.h"
+
+namespace memsave_ext::memory {
+
+using Lock = std::lock_guard<std::mutex>;
+
+Tracker::Tracker(at::Device device, std::vector<int32_t> parents, bool stacks, int64_t max_events)
+    : log_(device, std::move(parents), stacks, max_events) {}
+
+Tracker::~Tracker() {
+  const Lock lock(tracking_mutex());
+  if (!running_) return;
+  remove_active(&log_);
+  if (log_.device().is_cpu() && !any_active(c10::DeviceType::CPU)) unwatch_cpu_allocator();
+}
+
+void Tracker::start(std::optional<int64_t> total) {
+  TORCH_CHECK(!running_, "memory tracking cannot start: this tracker is running already");
+  const Lock lock(tracking_mutex());
+  if (log_.device().is_cpu())
+    watch_cpu_allocator();
+  else
+    watch_cuda_reports();
+  log_.threads().clear();
+  log_.begin_part(total);
+  add_active(&log_);
+  running_ = true;
+}
+
+void Tracker::stop() {
+  TORCH_CHECK(running_, "memory tracking cannot stop: it is not running");
+  TORCH_CHECK(log_.device().is_cpu() || watches_cuda_reports(),
+              "memory tracking of a CUDA device cannot stop: it was not started on this thread");
+  const Lock lock(tracking_mutex());
+  log_.look();
+  remove_active(&log_);
+  log_.threads().clear();
+  running_ = false;
+  if (!log_.device().is_cpu())
+    unwatch_cuda_reports();
+  else if (!any_active(c10::DeviceType::CPU))
+    unwatch_cpu_allocator();
+}
+
+void Tracker::enter_module(int32_t module) {
+  const Moment moment = Moment::now();
+  const Lock lock(tracking_mutex());
+  if (!log_.threads().inside_module(moment)) log_.look();
+  log_.threads().enter_module(moment, module, at::sequence_number::peek());
+}
+
+void Tracker::exit_module(int32_t module) {
+  const Moment moment = Moment::now();
+  const Lock lock(tracking_mutex());
+  log_.threads().exit_module(moment, module, at::sequence_number::peek());
+}
+
+bool Tracker::inside_module() const {
+  const Lock lock(tracking_mutex());
+  return log_.threads().inside_module(Moment::now());
+}
+
+void Tracker::begin_optimizer() {
+  const Lock lock(tracking_mutex());
+  log_.look();
+  log_.threads().begin_optimizer(Moment::now());
+}
+
+void Tracker::end_optimizer(bool step) {
+  const Lock lock(tracking_mutex());
+  log_.look();
+  log_.threads().end_optimizer(Moment::now());
+  if (step) log_.end_step();
+}
+
+void Tracker::end_step() {
+  const Lock lock(tracking_mutex());
+  log_.look();
+  log_.end_step();
+}
+
+void Tracker::label(const std::vector<at::Tensor>& tensors, int64_t category,
+                    const std::vector<int32_t>& names) {
+  TORCH_CHECK(names.size() == tensors.size(), "one name for each tensor");
+  const Lock lock(tracking_mutex());
+  for (size_t i = 0; i < tensors.size(); ++i)
+    log_.label(tensors[i], static_cast<Category>(category), names[i]);
+}
+
+int64_t Tracker::live() {
+  const Lock lock(tracking_mutex());
+  log_.look();
+  return log_.live();
+}
+
+int64_t Tracker::peak() {
+  const Lock lock(tracking_mutex());
+  return log_.peak();
+}
+
+void Tracker::reset_peak() {
+  const Lock lock(tracking_mutex());
+  log_.look();
+  log_.reset_peak();
+}
+
+std::shared_ptr<Record> Tracker::record() {
+  const PauseTracking paused;
+  const Lock lock(tracking_mutex());
+  log_.look();
+  return std::make_shared<Record>(log_);
+}
+
+}  // namespace memsave_ext::memory

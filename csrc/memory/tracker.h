@@ -1,0 +1,45 @@
+// A log with its start and stop, and the calls of the Python hooks.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "memory/log.h"
+#include "memory/record.h"
+
+namespace memsave_ext::memory {
+
+class Tracker {
+ public:
+  Tracker(at::Device device, std::vector<int32_t> parents, bool stacks, int64_t max_events);
+  ~Tracker();
+  Tracker(const Tracker&) = delete;
+  Tracker& operator=(const Tracker&) = delete;
+
+  // `total`: what the device's allocator holds, for CUDA.
+  void start(std::optional<int64_t> total);
+  void stop();
+
+  void enter_module(int32_t module);
+  void exit_module(int32_t module);
+  void begin_optimizer();
+  // `step`: with it a training step ends.
+  void end_optimizer(bool step);
+  void end_step();
+  bool inside_module() const;
+  void label(const std::vector<at::Tensor>& tensors, int64_t category,
+             const std::vector<int32_t>& names);
+
+  int64_t live();
+  int64_t peak();
+  void reset_peak();
+  std::shared_ptr<Record> record();
+
+ private:
+  Log log_;
+  bool running_ = false;
+};
+
+}  // namespace memsave_ext::memory

@@ -1,0 +1,26 @@
+"""Seeing memory: how much there is, what it is made of, and when."""
+
+from .account import CATEGORIES, PHASES, Region, Step, TensorAtPeak, Timeline
+from .compare import Comparison, compare
+from .footprint import Footprint, footprint
+from .snapshot import plot_snapshot
+from .tracking import Track, track
+from .usage import Usage, usage
+
+__all__ = [
+    "CATEGORIES",
+    "PHASES",
+    "Comparison",
+    "Footprint",
+    "Region",
+    "Step",
+    "TensorAtPeak",
+    "Timeline",
+    "Track",
+    "Usage",
+    "compare",
+    "footprint",
+    "plot_snapshot",
+    "track",
+    "usage",
+]

@@ -1,0 +1,162 @@
+"""Profile the memory of a training step: ``python -m memsave_ext.memory MODULE:FUNCTION``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from .plot import plot_track
+from .report import as_json, print_report, write_json
+from .subjects import UsageError, find_model, find_optimizer, load_function, load_instance
+from .tracking import Track, track
+
+_PROGRAM = "python -m memsave_ext.memory"
+_HELP = """
+FUNCTION takes no arguments. It makes one training step; its first call is a warm-up, and the model
+and the optimizer are those among the names it uses. Or it returns a tuple (model, optimizer or
+None, step), and step, which takes no arguments, makes one training step.
+
+Written to DIR: report.txt, timeline.json and, where matplotlib is installed, timeline.png.
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit status; ``arguments`` None are those of the process.
+
+    What the user's code raises passes.
+    """
+    options = _parser().parse_args(arguments)
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # Python was told to leave it out
+    sys.argv[1:] = []  # the user's module may read arguments of its own
+    try:
+        _profile(options)
+    except UsageError as error:
+        print(f"{_PROGRAM}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM,
+        description="Profile the memory of a training step: its peak, and what it was made of.",
+        epilog=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("function", metavar="MODULE:FUNCTION", help="what makes a training step")
+    parser.add_argument(
+        "--steps", type=_count(1), default=3, metavar="N", help="steps to track (3)"
+    )
+    parser.add_argument(
+        "--warmup", type=_count(0), default=1, metavar="N", help="steps before, not tracked (1)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("memory-profile"),
+        metavar="DIR",
+        help="folder to write to (memory-profile)",
+    )
+    parser.add_argument("--model", metavar="MODULE:NAME", help="the model, if it is not found")
+    parser.add_argument("--optimizer", metavar="MODULE:NAME", help="the optimizer, likewise")
+    parser.add_argument("--stacks", action="store_true", help="record lines of code; slower")
+    return parser
+
+
+def _count(least: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
+
+    convert.__name__ = "int"  # argparse's messages show it
+    return convert
+
+
+def _profile(options: argparse.Namespace) -> None:
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out: {options.out} cannot be made a folder: {error}") from None
+    function = load_function(options.function)
+    model = load_instance(options.model, "--model", nn.Module) if options.model else None
+    optimizer = (
+        load_instance(options.optimizer, "--optimizer", Optimizer) if options.optimizer else None
+    )
+    made = function()
+    if _is_variant(made):
+        variant: Any = made
+        model = variant[0] if model is None else model
+        optimizer = variant[1] if optimizer is None else optimizer
+        step, warmup = variant[2], options.warmup
+        del variant
+    else:
+        step, warmup = function, max(options.warmup - 1, 0)  # that was the first one
+        if model is None:
+            model = find_model(function, options.function)
+        if optimizer is None:
+            optimizer = find_optimizer(function, options.function)
+    del made
+    if model is None:
+        print(
+            f"{_PROGRAM}: no model found: its parameters and gradients cannot be told apart; "
+            "say which with --model MODULE:NAME",
+            file=sys.stderr,
+        )
+    for _ in range(warmup):
+        step()
+    with track(model, optimizer, stacks=options.stacks) as tracked:
+        for _ in _progress(options.steps):
+            step()
+    _write(tracked, options.out)
+
+
+def _is_variant(made: Any) -> bool:
+    if not isinstance(made, tuple) or len(made) != 3:
+        return False
+    model, optimizer, step = made
+    fits = optimizer is None or isinstance(optimizer, Optimizer)
+    return isinstance(model, nn.Module) and fits and callable(step)
+
+
+def _progress(steps: int) -> Iterator[int]:
+    """Count the steps, on stderr: with tqdm where installed."""
+    seldom = not sys.stderr.isatty()  # in a file every update stays
+    try:
+        tqdm = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        for step in range(steps):
+            yield step
+            if not seldom or step == steps - 1:
+                start, end = ("", "\n") if seldom else ("\r", "\n" if step == steps - 1 else "")
+                print(f"{start}tracked {step + 1} of {steps} steps", end=end, file=sys.stderr)
+                sys.stderr.flush()
+    else:
+        yield from tqdm(range(steps), unit="step", mininterval=15.0 if seldom else 0.1)
+
+
+def _write(tracked: Track, folder: Path) -> None:
+    print_report(tracked)
+    with open(folder / "report.txt", "w", encoding="utf-8") as file:
+        print_report(tracked, file=file)
+    write_json(as_json(tracked), folder / "timeline.json")
+    written = ["report.txt", "timeline.json"]
+    try:
+        plot_track(tracked, folder / "timeline.png")
+        written.append("timeline.png")
+    except ImportError as error:
+        print(f"{_PROGRAM}: no picture: {error}", file=sys.stderr)
+    print(f"{_PROGRAM}: wrote {', '.join(written)} to {folder}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

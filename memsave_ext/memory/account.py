@@ -1,0 +1,237 @@
+"""Adding up what a tracker recorded: live bytes by category over time, and the peak."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "other")
+PHASES = ("other", "forward", "backward", "recompute", "optimizer")
+
+_THERE = 2  # the change that says what lived when a part of the record began
+_PACKAGES = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep
+    for path in (torch.__file__, os.path.dirname(__file__))
+)
+
+
+class Record(Protocol):
+    """What a tracker gives, native or not; csrc/memory/record.h describes the columns."""
+
+    @property
+    def changes(self) -> Tensor: ...
+    @property
+    def blocks(self) -> Tensor: ...
+    @property
+    def regions(self) -> Sequence[tuple[int, int, int, float]]: ...
+    def stack(self, block: int) -> Sequence[tuple[str, int, str]]: ...
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Live bytes after every allocation and every free, in order of time.
+
+    Attributes:
+        time: float64 ``[n]``, seconds since tracking began.
+        live: int64 ``[n, 5]``, bytes by category, columns as ``CATEGORIES``; the sum of a row is
+            what lived.
+        phase: int64 ``[n]``, index into ``PHASES``: what the thread was doing that changed it.
+        step: int64 ``[n]``, the training step, from 0.
+        gaps: rows before which whole steps were left out, because the record is bounded.
+    """
+
+    time: Tensor
+    live: Tensor
+    phase: Tensor
+    step: Tensor
+    gaps: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorAtPeak:
+    """Memory of one tensor that lived at the peak; ``""`` stands for what is not known.
+
+    Attributes:
+        bytes: its size.
+        category: one of ``CATEGORIES``.
+        phase: one of ``PHASES``, in which it was made.
+        name: of the parameter, the gradient's parameter or the optimizer's state.
+        module: dotted name of the module whose forward or backward made it.
+        line: ``"file.py:12 in function"``, where stacks were recorded.
+    """
+
+    bytes: int
+    category: str
+    phase: str
+    name: str
+    module: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Region:
+    """A checkpointed region, over all steps.
+
+    Attributes:
+        name: of the module that holds everything it ran.
+        calls: number of recomputes.
+        saved_bytes: the most that one recompute brought back for backward, which is what the region
+            did not keep meanwhile.
+        seconds: of all recomputes.
+    """
+
+    name: str
+    calls: int
+    saved_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step: its number, its time and its peak in bytes."""
+
+    index: int
+    seconds: float
+    peak: int
+
+
+class Account:
+    """What a record says, added up once.
+
+    Args:
+        record: of a tracker that has started.
+        names: of blocks, by the numbers given to the tracker.
+        modules: names of modules, likewise.
+    """
+
+    def __init__(self, record: Record, names: Sequence[str], modules: Sequence[str]) -> None:
+        self._record = record
+        self._names = names
+        self._modules = modules
+        time, step, block, change, phase, total = record.changes.unbind(1)
+        size, category = record.blocks[:, 0], record.blocks[:, 1]
+        known = block >= 0
+        sign = torch.where(known, change.clamp(max=1), 0)
+        rows = torch.where(known, block, 0)
+        bytes_ = size[rows] * sign if len(size) else torch.zeros_like(block)
+        of = category[rows] if len(size) else torch.full_like(block, -1)
+
+        head = (change == _THERE) & ~known
+        part = head.cumsum(0) - 1
+        starts = head.nonzero().flatten()
+        columns = []
+        for index in range(len(CATEGORIES) - 1):
+            live = torch.where(of == index, bytes_, 0).cumsum(0)
+            # Each part is complete in itself: it begins from nothing with what lived then.
+            columns.append(live - live[starts][part])
+        known_live = torch.stack(columns, 1)
+        live = torch.cat([known_live, (total - known_live.sum(1)).unsqueeze(1)], 1)
+
+        # A part that follows the one before adds no row of its own.
+        numbers = phase[starts]
+        follows = torch.zeros(len(starts), dtype=torch.bool)
+        follows[1:] = numbers[1:] == numbers[:-1] + 1
+        last_there = torch.ones_like(head)
+        last_there[:-1] = change[1:] != _THERE
+        last_there[:-1] |= head[1:]
+        keep = (change != _THERE) | (last_there & ~follows[part])
+        shown = keep.nonzero().flatten()
+        gaps = [
+            int((shown < start).sum())
+            for start, joined in zip(starts.tolist()[1:], follows.tolist()[1:], strict=True)
+            if not joined
+        ]
+        there = change[shown] == _THERE
+        self.timeline = Timeline(
+            time=(time[shown] - time[0]).double() * 1e-9,
+            live=live[shown],
+            phase=torch.where(there, 0, phase[shown]),
+            step=step[shown],
+            gaps=tuple(gaps),
+        )
+        self.peak_row = int(total[shown].argmax())
+        self._sign, self._block = sign, block
+        self._peak_part = int(starts[part[shown[self.peak_row]]]), int(shown[self.peak_row])
+        self._step_times = [(int(step[s]), int(time[s])) for s in starts]
+        self._end = int(time[-1])
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        live = self.timeline.live[self.peak_row].tolist()
+        return dict(zip(CATEGORIES, live, strict=True))
+
+    @property
+    def peak(self) -> int:
+        return sum(self.at_peak.values())
+
+    @property
+    def peak_phase(self) -> str:
+        return PHASES[int(self.timeline.phase[self.peak_row])]
+
+    @property
+    def peak_step(self) -> int:
+        return int(self.timeline.step[self.peak_row])
+
+    @property
+    def peak_time(self) -> float:
+        return float(self.timeline.time[self.peak_row])
+
+    def top(self, n: int) -> list[TensorAtPeak]:
+        """The ``n`` largest blocks at the peak, the largest first."""
+        first, last = self._peak_part
+        block, sign = self._block[first : last + 1], self._sign[first : last + 1]
+        lives = torch.zeros(len(self._record.blocks), dtype=torch.int64)
+        lives.index_add_(0, block[block >= 0], sign[block >= 0])
+        rows = (lives > 0).nonzero().flatten()
+        order = self._record.blocks[rows, 0].argsort(descending=True, stable=True)
+        return [self._tensor(int(row)) for row in rows[order[:n]]]
+
+    def _tensor(self, row: int) -> TensorAtPeak:
+        size, category, phase, name, module = self._record.blocks[row].tolist()
+        return TensorAtPeak(
+            bytes=size,
+            category=CATEGORIES[category],
+            phase=PHASES[phase],
+            name=self._names[name] if name >= 0 else "",
+            module=self._modules[module] if module >= 0 else "",
+            line=_line(self._record.stack(row)),
+        )
+
+    @property
+    def regions(self) -> list[Region]:
+        """The one that saves most first."""
+        regions = [
+            Region(self._modules[module] if module >= 0 else "", calls, saved, seconds)
+            for module, calls, saved, seconds in self._record.regions
+        ]
+        return sorted(regions, key=lambda region: -region.saved_bytes)
+
+    @property
+    def steps(self) -> list[Step]:
+        """Those that are still in the record; what came after the last one is none."""
+        timeline = self.timeline
+        steps = []
+        for index in timeline.step.unique().tolist():
+            rows = timeline.step == index
+            if not timeline.phase[rows].any() and index == timeline.step[-1]:
+                continue
+            begin = min(time for step, time in self._step_times if step == index)
+            later = [time for step, time in self._step_times if step == index + 1]
+            end = min(later) if later else self._end
+            peak = int(timeline.live[rows].sum(1).max())
+            steps.append(Step(index, (end - begin) * 1e-9, peak))
+        return steps
+
+
+def _line(stack: Sequence[tuple[str, int, str]]) -> str:
+    """The innermost line that is neither torch's nor this package's."""
+    for file, line, function in stack:
+        if not os.path.abspath(file).startswith(_PACKAGES) and not file.startswith("<"):
+            relative = os.path.relpath(file)
+            return f"{file if relative.startswith('..') else relative}:{line} in {function}"
+    return ""

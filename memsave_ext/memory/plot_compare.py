@@ -1,0 +1,117 @@
+"""The picture of a comparison: memory over a step, peak against time, what the peaks hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .account import CATEGORIES
+from .axes import bytes_axis, new_figure, save, seconds_axis
+from .plot import COLOURS
+from .series import peak_row
+from .table import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from .compare import Comparison, Row
+
+# Okabe and Ito's, as in plot.py; a second round of them is dashed.
+_LINES = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_MARKERS = "osD^vP*"
+
+
+def plot_comparison(
+    comparison: Comparison, path: str | os.PathLike[str], title: str | None = None
+) -> None:
+    """Draw ``comparison`` into the file ``path``; see :meth:`Comparison.plot`."""
+    rows = comparison.rows
+    figure = new_figure((11, 6.4 + 0.28 * len(rows)))
+    grid = figure.add_gridspec(2, 2, height_ratios=(3, 2 + 0.25 * len(rows)))
+    styles = [_style(place) for place in range(len(rows))]
+    _draw_courses(figure.add_subplot(grid[0, :]), rows, styles)
+    _draw_times(figure.add_subplot(grid[1, 0]), rows, styles)
+    _draw_peaks(figure.add_subplot(grid[1, 1]), rows)
+    figure.suptitle(
+        title or f"Training steps on {comparison.device}", x=0.01, ha="left", fontsize=12
+    )
+    save(figure, path)
+
+
+def _style(place: int) -> dict[str, Any]:
+    turn, place = divmod(place, len(_LINES))
+    line = ("-", (0, (4, 1.5)), (0, (1, 1)))[turn % 3]
+    return {"color": _LINES[place], "linestyle": line, "marker": _MARKERS[place]}
+
+
+def _draw_courses(axes: Axes, rows: Sequence[Row], styles: Sequence[dict[str, Any]]) -> None:
+    """Live bytes over one step, a line for each variant, its peak marked."""
+    longest = 0.0
+    for row, style in zip(rows, styles, strict=True):
+        if not len(row.timeline.time):
+            continue
+        seconds, total = row.timeline.time.tolist(), row.timeline.live.sum(1).tolist()
+        peak = peak_row(row.timeline)
+        label = f"{row.name}: {format_bytes(row.peak)} in {row.peak_phase}"
+        line = {**style, "markevery": [peak], "markersize": 6, "linewidth": 1.4}
+        axes.step(seconds, total, where="post", label=label, **line)
+        longest = max(longest, seconds[-1])
+    axes.set_xlim(0, longest or 1)
+    axes.set_ylim(0, 1.1 * max(1, *(row.peak for row in rows)))
+    bytes_axis(axes.yaxis, axes.get_ylim()[1], "live memory")
+    seconds_axis(axes.xaxis, longest or 1, "time in the step with the peak, while tracked")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=9)
+    _tidy(axes)
+
+
+def _draw_times(axes: Axes, rows: Sequence[Row], styles: Sequence[dict[str, Any]]) -> None:
+    """Peak against time per step."""
+    slowest, largest = max(row.seconds for row in rows), max(1, *(row.peak for row in rows))
+    labels: list[tuple[float, float]] = []
+    for row, style in zip(rows, styles, strict=True):
+        axes.plot(row.seconds, row.peak, **style, markersize=8)
+        left = row.seconds > 0.6 * slowest
+        beside: dict[str, Any] = {"xytext": (-8 if left else 8, 0), "textcoords": "offset points"}
+        height = row.peak + 0.06 * largest
+        while any(
+            abs(row.seconds - x) < 0.5 * slowest and abs(height - y) < 0.07 * largest
+            for x, y in labels
+        ):
+            height += 0.01 * largest  # until its label is on no other
+        labels.append((row.seconds, height))
+        where = {"ha": "right" if left else "left", "va": "center", "color": style["color"]}
+        axes.annotate(row.name, (row.seconds, height), fontsize=9, **where, **beside)
+    axes.set_xlim(0, 1.1 * slowest)
+    axes.set_ylim(0, 1.3 * largest)
+    bytes_axis(axes.yaxis, axes.get_ylim()[1], "peak memory")
+    seconds_axis(axes.xaxis, axes.get_xlim()[1], "time per step")
+    _tidy(axes)
+
+
+def _draw_peaks(axes: Axes, rows: Sequence[Row]) -> None:
+    """What each peak is made of, a bar for each variant."""
+    names = [row.name for row in rows]
+    ends = [0] * len(rows)
+    for category in CATEGORIES:
+        sizes = [row.at_peak[category] for row in rows]
+        if any(sizes):
+            style: dict[str, Any] = {"color": COLOURS[category], "label": category, "height": 0.6}
+            axes.barh(range(len(rows)), sizes, left=ends, **style)
+            ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+    for place, row in enumerate(rows):
+        ratio = f" ({row.peak / rows[0].peak:.2f}\N{MULTIPLICATION SIGN})" if rows[0].peak else ""
+        axes.text(row.peak, place, f" {format_bytes(row.peak)}{ratio}", fontsize=9, va="center")
+    axes.set_yticks(range(len(rows)), names)
+    axes.invert_yaxis()  # the first on top
+    axes.set_xlim(0, 1.45 * max(1, *ends))  # room for the figures
+    bytes_axis(axes.xaxis, max(1, *ends), "peak memory")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=9)
+    _tidy(axes)
+    axes.grid(visible=False, axis="y")
+
+
+def _tidy(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)

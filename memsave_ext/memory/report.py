@@ -1,0 +1,244 @@
+"""A track as tables for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+
+from .._version import __version__
+from .account import CATEGORIES, PHASES, Region, TensorAtPeak, Timeline
+from .checks import check_count
+from .series import thin
+from .table import format_bytes, print_table
+
+if TYPE_CHECKING:
+    from .tracking import Track
+
+FORMAT = "memsave_ext.memory.track"
+VERSION = 1
+_STEPS = 12  # more are summed up
+
+
+def print_report(track: Track, *, top: int = 10, file: TextIO | None = None) -> None:
+    """Print what the peak was made of, its largest tensors, checkpointed regions and steps.
+
+    Args:
+        track: what was tracked.
+        top: how many tensors, modules and regions to list at most.
+        file: where to; None for ``sys.stdout``.
+
+    Raises:
+        ValueError: ``top`` is not an int of at least 0.
+    """
+    check_count("report: top", top, 0)
+    at_peak = track.at_peak
+    peak = sum(at_peak.values())
+    made_of = [(c, format_bytes(at_peak[c]), _share(at_peak[c], peak)) for c in CATEGORIES]
+    print(f"{_headline(track, peak)}\n", file=file)
+    print_table("What the peak was made of", ["category", "memory", "share"], made_of, file)
+    if top:
+        _print_tensors(track, peak, top, file)
+    if track.regions:
+        _print_regions(track, top, file)
+    if track.steps:
+        _print_steps(track, file)
+
+
+def _headline(track: Track, peak: int) -> str:
+    when = f"in {track.peak_phase}" if track.peak_phase != "other" else "outside the phases"
+    step = f" of step {track.peak_step}" if len(track.steps) > 1 else ""
+    now = f"{format_bytes(track.live)} live at the end"
+    return f"Peak {format_bytes(peak)} on {track.device}, {when}{step}; {now}"
+
+
+def _print_tensors(track: Track, peak: int, top: int, file: TextIO | None) -> None:
+    everything = track.top(1 << 62)
+    rows = [
+        (format_bytes(t.bytes), _share(t.bytes, peak), t.category, t.phase, *_origin(t))
+        for t in everything[:top]
+    ]
+    names = ["tensor", "share", "category", "made in", "name", "module", "line"]
+    _print_filled(f"Largest of {_count(everything, 'tensor')} at the peak", names, rows, file)
+    made_by: dict[tuple[str, ...], list[int]] = {}
+    for tensor in everything:
+        if tensor.module or tensor.line:
+            made_by.setdefault((tensor.module, tensor.line), []).append(tensor.bytes)
+    largest = sorted(made_by.items(), key=lambda entry: -sum(entry[1]))
+    sums = [
+        (*maker, format_bytes(sum(sizes)), _share(sum(sizes), peak), len(sizes))
+        for maker, sizes in largest[:top]
+    ]
+    if sums:
+        columns = ["module", "line", "at the peak", "share", "tensors"]
+        _print_filled("Where the tensors at the peak were made", columns, sums, file)
+
+
+def _origin(tensor: TensorAtPeak) -> tuple[str, str, str]:
+    return tensor.name, tensor.module, tensor.line
+
+
+def _print_filled(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], file: TextIO | None
+) -> None:
+    """Print a table without the columns that are empty."""
+    shown = [i for i in range(len(columns)) if any(row[i] != "" for row in rows)]
+    if rows:
+        cells = [[row[i] for i in shown] for row in rows]
+        print_table(title, [columns[i] for i in shown], cells, file)
+
+
+def _print_regions(track: Track, top: int, file: TextIO | None) -> None:
+    # Left-out steps have no times, and regions are those of all steps.
+    trained = 0.0 if track.timeline.gaps else sum(step.seconds for step in track.steps)
+
+    def row(name: str, regions: Sequence[Region]) -> tuple[object, ...]:
+        calls = sum(region.calls for region in regions)
+        saved = sum(region.saved_bytes for region in regions)
+        seconds = sum(region.seconds for region in regions)
+        per_call = format_seconds(seconds / calls) if calls else "-"
+        time = format_seconds(seconds), per_call, _share(seconds, trained)
+        return (name, calls, format_bytes(saved), *time)
+
+    regions = sorted(track.regions, key=lambda region: -region.saved_bytes)
+    rows = [row(region.name or "-", [region]) for region in regions[:top]]
+    if others := regions[top:]:
+        rows.append(row(_count(others, "other"), others))
+    if len(regions) > 1:
+        rows.append(row("all", regions))
+    columns = ["region", "calls", "memory saved", "recompute", "per call", "of all time"]
+    print_table("Checkpointed regions", columns, rows, file)
+
+
+def _print_steps(track: Track, file: TextIO | None) -> None:
+    steps = track.steps
+    if len(steps) <= _STEPS:
+        rows = [(s.index, format_seconds(s.seconds), format_bytes(s.peak)) for s in steps]
+        print_table("Training steps", ["step", "time", "peak"], rows, file)
+        return
+    seconds, peaks = [s.seconds for s in steps], [s.peak for s in steps]
+    rows_of_all = [
+        (name, format_seconds(of(seconds)), format_bytes(int(of(peaks))))
+        for name, of in (("least", min), ("median", statistics.median), ("most", max))
+    ]
+    print_table(f"{len(steps)} training steps", ["", "time", "peak"], rows_of_all, file)
+
+
+def as_json(
+    track: Track,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    points: int = 1000,
+    top: int = 20,
+) -> dict[str, Any]:
+    """``track`` as numbers, strings, lists and dicts, which :mod:`json` writes and reads unchanged.
+
+    Keys (all times in seconds, all sizes in bytes):
+
+    - ``format``: ``"memsave_ext.memory.track"``; ``version``: 1, another where a key changes its
+      meaning; ``memsave_ext``, ``torch``: versions; ``device``.
+    - ``live``, ``peak``; ``at_peak``: bytes by category, which sum to ``peak``; ``peak_phase``,
+      ``peak_step``, ``peak_time``: where the peak was.
+    - ``steps``: ``index``, ``seconds`` and ``peak`` of each.
+    - ``regions``: ``name``, ``calls``, ``saved_bytes`` and ``seconds`` of each checkpointed region.
+    - ``top``: the largest tensors at the peak: ``bytes``, ``category``, ``phase``, ``name``,
+      ``module`` and ``line``, strings that are not known being empty.
+    - ``timeline``: columns of equal length, ``time``, ``phase`` (names in ``phases``, by number),
+      ``step``, and in ``live`` one for each category; ``gaps``, the rows before which steps were
+      left out; ``rows``, how many it had before it was thinned out for this document.
+
+    Args:
+        track: what was tracked.
+        path: where to write it too; None for nowhere.
+        points: about how many rows of the timeline to keep; the peak is among them.
+        top: how many tensors.
+    """
+    at_peak = track.at_peak
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "memsave_ext": __version__,
+        "torch": str(torch.__version__),
+        "device": str(track.device),
+        "live": track.live,
+        "peak": track.peak,
+        "at_peak": {category: at_peak[category] for category in CATEGORIES},
+        "peak_phase": track.peak_phase,
+        "peak_step": track.peak_step,
+        "peak_time": track.peak_time,
+        "steps": [asdict(step) for step in track.steps],
+        "regions": [asdict(region) for region in track.regions],
+        "top": [asdict(tensor) for tensor in track.top(top)],
+        "timeline": timeline_as_json(track.timeline, points),
+    }
+    if path is not None:
+        write_json(document, path)
+    return document
+
+
+def timeline_as_json(timeline: Timeline, points: int = 1000) -> dict[str, Any]:
+    """The ``timeline`` of :func:`as_json`'s documents."""
+    small = thin(timeline, points)
+    columns = small.live.T.tolist()
+    return {
+        "rows": len(timeline.time),
+        "phases": list(PHASES),
+        "time": [round(seconds, 7) for seconds in small.time.tolist()],
+        "phase": small.phase.tolist(),
+        "step": small.step.tolist(),
+        "live": dict(zip(CATEGORIES, columns, strict=True)),
+        "gaps": list(small.gaps),
+    }
+
+
+def timeline_from_json(columns: Mapping[str, Any]) -> Timeline:
+    """The timeline that was written as ``columns``, ``document["timeline"]``, to draw it again.
+
+    Raises:
+        ValueError: a column is missing, or categories are not those of this version.
+    """
+    wanted = ("phases", "time", "phase", "step", "live", "gaps")
+    if missing := [name for name in wanted if name not in columns]:
+        raise ValueError(f"columns must have {', '.join(wanted)}; missing: {', '.join(missing)}")
+    if set(columns["live"]) != set(CATEGORIES):
+        raise ValueError(
+            f"live must have the columns {', '.join(CATEGORIES)}, got {', '.join(columns['live'])}"
+        )
+    live = [columns["live"][category] for category in CATEGORIES]
+    phase = [PHASES.index(columns["phases"][number]) for number in columns["phase"]]
+    return Timeline(
+        time=torch.tensor(columns["time"], dtype=torch.float64),
+        live=torch.tensor(live, dtype=torch.int64).T.contiguous(),
+        phase=torch.tensor(phase, dtype=torch.int64),
+        step=torch.tensor(columns["step"], dtype=torch.int64),
+        gaps=tuple(columns["gaps"]),
+    )
+
+
+def write_json(document: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write ``document`` to ``path``, as one line."""
+    Path(path).write_text(json.dumps(document, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else "-"
+
+
+def format_seconds(seconds: float) -> str:
+    """``"12.3 ms"``: three significant digits."""
+    value, unit = seconds, "s"
+    for per_second, smaller in ((1e3, "ms"), (1e6, "\N{MICRO SIGN}s")):
+        if value < 0.9995:
+            value, unit = seconds * per_second, smaller
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {unit}"
+
+
+def _count(things: Sequence[object], name: str) -> str:
+    return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"

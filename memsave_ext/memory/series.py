@@ -1,0 +1,114 @@
+"""Timelines made small enough to draw and to send."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .account import Timeline
+from .checks import check_count
+
+
+def thin(timeline: Timeline, points: int) -> Timeline:
+    """At most about ``points`` rows of ``timeline`` that look the same when drawn.
+
+    They are those of :func:`telling_rows`, so the peak is always among them; the rows beside gaps;
+    and those where steps and phases begin, as long as these are fewer than ``points``.
+    """
+    check_count("points", points, 4)
+    rows = len(timeline.time)
+    if rows <= points:
+        return timeline
+    keep = telling_rows(timeline.time, timeline.live.sum(1), points)
+    for gap in timeline.gaps:
+        keep[gap - 1 : gap + 1] = True
+    for column in (timeline.step, timeline.phase):
+        begins = column[1:] != column[:-1]
+        if int(begins.sum()) < points:
+            keep[1:] |= begins
+    chosen = keep.nonzero().flatten()
+    return Timeline(
+        time=timeline.time[chosen],
+        live=timeline.live[chosen],
+        phase=timeline.phase[chosen],
+        step=timeline.step[chosen],
+        gaps=tuple(int((chosen == gap).nonzero()) for gap in timeline.gaps),
+    )
+
+
+def telling_rows(time: Tensor, total: Tensor, points: int) -> Tensor:
+    """A mask of at most ``points`` rows that show the course of ``total``, int64, over ``time``.
+
+    The time is cut into ``points // 4`` equal bins. Of each the first and the last row stay, and
+    the first of those with the least and with the most.
+    """
+    bins = points // 4
+    span = max(float(time[-1] - time[0]), 1e-300)
+    bin_of = ((time - time[0]) * (bins / span)).long().clamp(0, bins - 1)
+    rows = torch.arange(len(time))
+
+    def per_bin(values: Tensor, reduce: str) -> Tensor:
+        initial = torch.zeros(bins, dtype=values.dtype)
+        return initial.scatter_reduce(0, bin_of, values, reduce, include_self=False)
+
+    chosen = [rows == per_bin(rows, reduce)[bin_of] for reduce in ("amin", "amax")]
+    for reduce in ("amin", "amax"):
+        extreme = total == per_bin(total, reduce)[bin_of]
+        chosen.append(rows == per_bin(rows.where(extreme, len(time)), "amin")[bin_of])
+    return torch.stack(chosen).any(0)
+
+
+def step_of(timeline: Timeline, index: int) -> Timeline:
+    """The rows of training step ``index``, its time from 0; empty where there is no such step."""
+    rows = (timeline.step == index).nonzero().flatten()
+    time = timeline.time[rows]
+    return Timeline(
+        time=time - time[0] if len(time) else time,
+        live=timeline.live[rows],
+        phase=timeline.phase[rows],
+        step=timeline.step[rows],
+        gaps=(),
+    )
+
+
+def step_peaks(timeline: Timeline) -> Timeline:
+    """Each step as a row where it begins, with what was live, and in which phase, at its peak.
+
+    For pictures of so many steps that none of them can be seen. Steps before a gap, and the last
+    one, have a second row where they end.
+    """
+    rows = len(timeline.step)
+    begins = torch.ones(rows, dtype=torch.bool)
+    begins[1:] = timeline.step[1:] != timeline.step[:-1]
+    starts = begins.nonzero().flatten().tolist()
+    total = timeline.live.sum(1)
+    peaks = [a + first_largest(total[a:b]) for a, b in pairwise([*starts, rows])]
+    closing = {gap - 1 for gap in timeline.gaps} | {rows - 1}
+    chosen = sorted({*starts, *closing})
+    at = torch.tensor([peaks[bisect_right(starts, row) - 1] for row in chosen])
+    return Timeline(
+        time=timeline.time[chosen],
+        live=timeline.live[at],
+        phase=timeline.phase[at],
+        step=timeline.step[chosen],
+        gaps=tuple(chosen.index(gap) for gap in timeline.gaps),
+    )
+
+
+def peak_row(timeline: Timeline) -> int:
+    """The first row with the most live bytes.
+
+    Raises:
+        ValueError: the timeline is empty.
+    """
+    if not len(timeline.time):
+        raise ValueError("an empty timeline has no peak")
+    return first_largest(timeline.live.sum(1))
+
+
+def first_largest(values: Tensor) -> int:
+    """The first index of the largest value; ``argmax`` may return any."""
+    return int((values == values.max()).nonzero()[0])

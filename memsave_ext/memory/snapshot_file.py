@@ -1,0 +1,244 @@
+"""What a snapshot of torch's CUDA allocator tells: who held how many bytes when.
+
+The format is that of ``torch.cuda.memory._snapshot()``, whose docstring describes it, pickled. A
+trace's sizes are those asked for; segments are what the allocator got from CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BEFORE = "(allocated before the trace begins)"
+NO_STACK = "(no stack)"
+NO_PYTHON = "(no Python code, as in most of backward)"
+_ALLOCATED = "active_allocated"
+_WAITING = ("active_pending_free", "active_awaiting_free")  # for another stream
+_RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+# Frames that call the allocator for others: this package, torch installed or in a checkout, the
+# standard library.
+_NOT_USERS = re.compile(
+    r"^<|/memsave_ext/(_reference|adam|batch_norm|checkpointing|memory|_[a-z]+\.py)"
+    r"|/(site|dist)-packages/(torch|torchgen|functorch)/|/lib/python3[^/]*/(?!site-packages)"
+    r"|/torch/(nn|optim|autograd|utils|amp|cuda|fx|distributed|_[a-z]+|[a-z_]+\.py)(/|$)"
+)
+
+
+@dataclass(frozen=True)
+class History:
+    """The bytes of one device: row 0 before the trace, row i after its i-th event."""
+
+    device: int
+    time: Tensor | None  # float64 [n], seconds since the first event; None where unknown
+    allocated: Tensor  # int64 [n], bytes in blocks that are in use, or wait for another stream
+    reserved: Tensor  # int64 [n], bytes that the allocator holds
+    changes: Tensor  # int64 [n], what each row adds to ``allocated``
+    line: Tensor  # int64 [n], by whom: an index into ``lines``
+    lines: list[str]
+    before: dict[int, int]  # bytes at row 0, by line
+    out_of_memory: list[tuple[int, int]]  # rows at which memory ran out, and bytes asked for
+    unexplained: int  # bytes allocated at the end by the trace, less those by the segments
+
+    def by_line(self, row: int) -> dict[str, int]:
+        """Bytes at ``row`` by line, the largest first."""
+        size = torch.zeros(len(self.lines), dtype=torch.int64)
+        size.index_add_(0, self.line[: row + 1], self.changes[: row + 1])
+        for line, held in self.before.items():
+            size[line] += held
+        order = size.sort(descending=True, stable=True).indices.tolist()
+        return {self.lines[i]: int(size[i]) for i in order if size[i]}
+
+    def of_line(self, name: str) -> Tensor:
+        """Bytes of one line at each row, int64 [n]."""
+        line = self.lines.index(name)
+        return self.changes.where(self.line == line, 0).cumsum(0) + self.before.get(line, 0)
+
+
+class _Plain(pickle.Unpickler):
+    """Reads plain data, and refuses classes and functions, which could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(
+            f"it asks for {module}.{name}, and a snapshot holds only plain data"
+        )
+
+
+def read_snapshot(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Load the snapshot in the file ``path``, without running any code that it may hold.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: it is no pickle, holds more than plain data, or is no snapshot.
+    """
+    with open(path, "rb") as file:
+        try:
+            snapshot: dict[str, Any] = _Plain(file).load()
+        except Exception as error:  # a damaged pickle can raise nearly anything
+            raise ValueError(f"{os.fspath(path)} cannot be read as a snapshot: {error}") from error
+    for key in ("segments", "device_traces"):
+        if not isinstance(snapshot, dict) or not isinstance(snapshot.get(key), list):
+            raise ValueError(
+                f"{os.fspath(path)} is no snapshot of torch's CUDA allocator: there must be a dict "
+                "with lists 'segments' and 'device_traces'"
+            )
+    return snapshot
+
+
+def histories(snapshot: Mapping[str, Any], name: str = "the snapshot") -> list[History]:
+    """The history of each device of which the snapshot tells anything; ``name`` is for errors.
+
+    Raises:
+        ValueError: entries are not as torch writes them.
+    """
+    found = []
+    traces = snapshot["device_traces"]
+    try:
+        used = {segment["device"] for segment in snapshot["segments"] if segment["blocks"]}
+        used |= {device for device, trace in enumerate(traces) if trace}
+        for device in sorted(used):
+            segments = [s for s in snapshot["segments"] if s["device"] == device]
+            trace = traces[device] if device < len(traces) else []
+            found.append(_history(device, segments, trace))
+    except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{name} has entries that are not as torch writes them: {what}") from error
+    return found
+
+
+def _history(
+    device: int, segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]
+) -> History:
+    lines = _Lines()
+    at_end = dict(_blocks(segments, lines))
+    frees = _freeing_action(segments, trace)
+    before = _undo(trace, at_end, frees, lines)
+
+    live = dict(before)
+    rows: list[tuple[int, int, int]] = [(0, 0, 0)]  # line, allocated, reserved: changes
+    out_of_memory = []
+    for row, event in enumerate(trace, 1):
+        action, size = event["action"], event.get("size", 0)
+        line = change = 0
+        if action == "alloc":
+            line, change = lines.of(event.get("frames")), size
+            live[event["addr"]] = (line, size)
+        elif action == frees:
+            line, freed = live.pop(event["addr"], (0, 0))
+            change = -freed
+        elif action == "oom":
+            out_of_memory.append((row, size))
+        rows.append((line, change, _RESERVES.get(action, 0) * size))
+    line_of, changes, reserved = torch.tensor(rows, dtype=torch.int64).unbind(1)
+    held: dict[int, int] = {}
+    for line, size in before.values():
+        held[line] = held.get(line, 0) + size
+    allocated = changes.cumsum(0) + sum(held.values())
+    reserved = reserved.cumsum(0)
+    reserved += sum(segment["total_size"] for segment in segments) - reserved[-1]
+    return History(
+        device=device,
+        time=_time(trace),
+        allocated=allocated,
+        reserved=reserved,
+        changes=changes,
+        line=line_of,
+        lines=lines.names,
+        before=held,
+        out_of_memory=out_of_memory,
+        unexplained=int(allocated[-1]) - sum(size for _, size in at_end.values()),
+    )
+
+
+def _blocks(
+    segments: Sequence[Mapping[str, Any]], lines: _Lines
+) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Address, line and size of each block that is in use when the snapshot is taken."""
+    for address, block in _places(segments):
+        if block["state"] == _ALLOCATED or block["state"] in _WAITING:
+            size = block.get("requested_size", block["size"])
+            yield address, (lines.of(block.get("frames")), size)
+
+
+def _places(segments: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for segment in segments:
+        address = segment["address"]
+        for block in segment["blocks"]:
+            address = block.get("address", address)
+            yield address, block
+            address += block["size"]
+
+
+def _freeing_action(
+    segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]
+) -> str:
+    """The action that ends a block: its completed free, unless these were left out of the trace."""
+    if any(event["action"] == "free_completed" for event in trace):
+        return "free_completed"
+    waiting = {address for address, block in _places(segments) if block["state"] in _WAITING}
+    requested = (event["addr"] for event in trace if event["action"] == "free_requested")
+    return "free_completed" if waiting.issuperset(requested) else "free_requested"
+
+
+def _undo(
+    trace: Sequence[Mapping[str, Any]],
+    at_end: Mapping[int, tuple[int, int]],
+    frees: str,
+    lines: _Lines,
+) -> dict[int, tuple[int, int]]:
+    """The blocks in use before the trace, which begins late or forgets its oldest events."""
+    live = dict(at_end)
+    for event in reversed(trace):
+        if event["action"] == "alloc":
+            live.pop(event["addr"], None)
+        elif event["action"] == frees:  # its stack is the free's
+            live[event["addr"]] = (lines.named(BEFORE), event["size"])
+    return live
+
+
+def _time(trace: Sequence[Mapping[str, Any]]) -> Tensor | None:
+    if not trace or not all("time_us" in event for event in trace):
+        return None
+    time = torch.tensor([event["time_us"] for event in trace], dtype=torch.int64)
+    time = ((time - time[0]).double() / 1e6).cummax(0).values  # threads' clocks differ a little
+    return torch.cat([time[:1], time])
+
+
+class _Lines:
+    """Numbers for the lines of code that allocate."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._of_stack: dict[int, int] = {}  # by id: a snapshot shares its lists of frames
+
+    def named(self, name: str) -> int:
+        if name not in self._numbers:
+            self._numbers[name] = len(self.names)
+            self.names.append(name)
+        return self._numbers[name]
+
+    def of(self, frames: Sequence[Mapping[str, Any]] | None) -> int:
+        if not frames:
+            return self.named(NO_STACK)
+        if id(frames) not in self._of_stack:
+            self._of_stack[id(frames)] = self.named(line_of(frames))
+        return self._of_stack[id(frames)]
+
+
+def line_of(frames: Sequence[Mapping[str, Any]]) -> str:
+    """``"net.py:12 in forward"``: of a stack, innermost first, the innermost line of the user's.
+
+    Where all Python is torch's, the innermost of that.
+    """
+    python = [f for f in frames if f["filename"].endswith(".py") or f["filename"].startswith("<")]
+    users = [frame for frame in python if not _NOT_USERS.search(frame["filename"])]
+    for frame in (users or python)[:1]:
+        return f"{frame['filename'].rpartition('/')[2]}:{frame['line']} in {frame['name']}"
+    return NO_PYTHON
