@@ -107,6 +107,30 @@ def test_gradients_from_before_are_seen_to_end():
     check_sums(t)
 
 
+def test_gradients_from_before_end_before_backward():
+    """Their addresses may be given to others, which must not be taken for them."""
+    model = mlp(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(BATCH, N)
+
+    def step():
+        out = model(x).sum()
+        optimizer.zero_grad()
+        out.backward()
+        optimizer.step()
+
+    step()
+    for _ in range(3):
+        with ms.memory.track(model, optimizer) as t:
+            step()
+        check_sums(t)
+        assert t.live == 2 * 8 * WEIGHT
+        assert column(t, "gradients")[-1] == 8 * WEIGHT
+        if _native.available:
+            # Between forward and backward there are none.
+            assert column(t, "gradients")[rows_of(t, "backward")].min() <= WEIGHT
+
+
 @native_only
 def test_every_point_equals_the_allocators_own_reports():
     model = nn.Sequential(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from memsave_ext import _native
 from memsave_ext.memory import __main__ as command
 from memsave_ext.memory import subjects
 from memsave_ext.memory.report import timeline_from_json
@@ -139,6 +140,30 @@ def test_a_function_that_builds_a_variant(demo, tmp_path, capsys):
     document = json.loads((tmp_path / "timeline.json").read_text())
     assert document["at_peak"]["parameters"] == 400
     assert document["peak"] == 400 + 2000
+
+
+def test_the_model_that_is_meant_and_its_lines(demo, tmp_path, capsys):
+    code = f"""
+        import torch
+        from {demo} import model
+
+        teacher = torch.nn.Linear(64, 8)
+        x = torch.randn(1000, 64)
+
+        def distill():
+            (model(x) - teacher(x).detach()).square().sum().backward()
+    """
+    (tmp_path / f"{demo}_two.py").write_text(textwrap.dedent(code))
+    assert run(f"{demo}_two:distill") == 2
+    assert "uses several models, model (Sequential), teacher (Linear)" in capsys.readouterr().err
+    chosen = "--model", f"{demo}_two:model", "--stacks", "--out", tmp_path
+    assert run(f"{demo}_two:distill", "--steps", 1, *chosen) == 0
+    document = json.loads((tmp_path / "timeline.json").read_text())
+    assert document["at_peak"]["parameters"] == PARAMETERS
+    largest = document["top"][0]  # of 1000 x 256 floats
+    assert largest["bytes"] == 1000 * 256 * 4
+    if _native.available:  # the tracker in pure Python records no stacks
+        assert f"{demo}_two.py:9 in distill" in largest["line"]
 
 
 def test_without_matplotlib(demo, tmp_path, monkeypatch, capsys):

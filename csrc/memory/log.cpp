@@ -26,6 +26,9 @@ void Log::allocated(const Moment& moment, void* ptr, int64_t size, std::optional
   if (const auto known = live_.find(ptr); known != live_.end())
     remove(moment, known, total.has_value() ? std::optional(total_) : std::nullopt);
   const Where where = threads_.where(moment);
+  // Gradients from before end between forward and backward, where nothing else is told.
+  if (where.phase == Phase::kBackward && phase_ != Phase::kBackward) look();
+  phase_ = where.phase;
   auto block = std::make_shared<Block>();
   block->size = size;
   block->phase = where.phase;
@@ -62,7 +65,8 @@ void Log::remove(const Moment& moment,
 void Log::add_event(const Moment& moment, std::shared_ptr<Block> block, Phase phase, bool freed) {
   if (parts_.back().events.size() >= max_events_ / 4 + 1) begin_part(std::nullopt);
   Part& part = parts_.back();
-  part.events.push_back({moment.time, std::move(block), total_, phase, freed});
+  time_ = std::max(time_, moment.time);
+  part.events.push_back({time_, std::move(block), total_, phase, freed});
   part.peak = std::max(part.peak, total_);
   peak_ = std::max(peak_, total_);
   ++events_;
@@ -79,7 +83,7 @@ void Log::label(const at::Tensor& tensor, Category category, int32_t name) {
     auto block = std::make_shared<Block>();
     block->size = static_cast<int64_t>(storage.nbytes());
     known = live_.emplace(ptr, block).first;
-    older_.push_back({ptr, storage.getWeakStorageImpl()});
+    older_.push_back({ptr, block, storage.getWeakStorageImpl()});
     // An allocator's own figure holds it already.
     if (device_.is_cpu()) total_ += block->size;
     if (!parts_.empty()) add_event(moment, std::move(block), threads_.where(moment).phase, false);
@@ -98,7 +102,8 @@ void Log::look() {
     const auto storage = older.storage.lock();
     if (storage && storage->data() == older.ptr) return false;
     const auto known = live_.find(older.ptr);
-    if (known != live_.end())
+    // Unless its address was given to another since.
+    if (known != live_.end() && known->second == older.block)
       remove(Moment::now(), known, device_.is_cpu() ? std::nullopt : std::optional(total_));
     return true;
   };
@@ -108,7 +113,8 @@ void Log::look() {
 void Log::begin_part(std::optional<int64_t> total) {
   total_ = total.value_or(total_);
   peak_ = std::max(peak_, total_);
-  Part part{part_++, step_, Moment::now().time, total_, {}, {}, total_};
+  time_ = std::max(time_, Moment::now().time);
+  Part part{part_++, step_, time_, total_, {}, {}, total_};
   part.live.reserve(live_.size());
   for (const auto& [ptr, block] : live_) part.live.push_back(block);
   events_ += part.live.size();

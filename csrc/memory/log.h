@@ -81,6 +81,7 @@ class Log {
  private:
   struct Older {
     void* ptr;
+    std::shared_ptr<Block> block;
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   };
 
@@ -92,9 +93,11 @@ class Log {
   at::Device device_;
   bool stacks_;
   size_t max_events_;
-  size_t events_ = 0;  // of all parts, with what lived when they began
+  Phase phase_ = Phase::kOther;  // of the latest allocation
+  size_t events_ = 0;            // of all parts, with what lived when they began
   int64_t step_ = 0;
   int64_t part_ = 0;
+  int64_t time_ = 0;  // of the latest event: threads may come out of order
   int64_t total_ = 0;
   int64_t peak_ = 0;
   std::unordered_map<void*, std::shared_ptr<Block>> live_;

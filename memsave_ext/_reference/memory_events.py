@@ -52,7 +52,8 @@ def marks_and_changes(profile: torch.autograd.profiler.profile, begun: int) -> l
         if number == _NODE_LEFT:
             callbacks.discard(thread)
         elif number == AFTER_BACKWARD:
-            callbacks.add(thread)
+            if not event.moment.in_backward:  # else of a backward inside a node
+                callbacks.add(thread)
         else:
             if thread in callbacks:
                 event = event._replace(moment=event.moment._replace(in_backward=True))

@@ -34,8 +34,9 @@ class Adam(Saving, torch.optim.Adam):
     DistributedDataParallel's after :meth:`attach`.
 
     Args:
-        params, lr, betas, eps, weight_decay, amsgrad, maximize, capturable,
-            decoupled_weight_decay: as in torch. A tensor ``lr`` on CUDA is read on the device.
+        params, lr, betas, eps, weight_decay, amsgrad, maximize: as in torch, and so are
+            ``capturable`` and ``decoupled_weight_decay``. A tensor ``lr`` on CUDA is read on the
+            device.
         in_backward: step in backward. One step per parameter between two calls of :meth:`step`.
         small_bytes, bucket_bytes: gradients of fewer than ``small_bytes`` wait in ``.grad`` until
             there are ``bucket_bytes`` of them, or backward ends, and are stepped together.

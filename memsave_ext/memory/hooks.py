@@ -126,7 +126,7 @@ class Hooks:
 
         first = before_root if module is self._model else before
         stack.callback(module.register_forward_pre_hook(first, prepend=True).remove)
-        # Also where the forward raises, as that of a recompute which is stopped early.
+        # Also where the forward raises.
         stack.callback(module.register_forward_hook(after, always_call=True).remove)
 
     def _gradient_hook(self, number: int) -> Callable[[Tensor], None]:
