@@ -22,20 +22,30 @@ from torch import nn
 import memsave_ext as ms
 from adam_methods import (
     AFTER,
+    FLASHOPTIM,
+    FOR_LOOP,
     FOREACH,
     FUSED,
     IN_BACKWARD,
     METHODS,
+    OPTIMI,
     TUTORIAL,
     VisionTransformer,
-    reasons,
+    reason,
     release,
 )
 from common import ROOT, bar, machine, write_record
+from plot import draw
 from training import CudaMemory
 
 CHECKPOINTED = f"{IN_BACKWARD} + checkpoint"
-NAMES = [FOREACH, FUSED, TUTORIAL, "tutorial, fused", AFTER, IN_BACKWARD, CHECKPOINTED]
+PEERS = [OPTIMI, FLASHOPTIM]
+NAMES = [FOREACH, FOR_LOOP, FUSED, TUTORIAL, "tutorial, fused", *PEERS, AFTER, IN_BACKWARD,
+         CHECKPOINTED]  # fmt: skip
+
+
+def left_out(device: str) -> dict[str, str]:
+    return {name: why for name in NAMES if name in METHODS and (why := reason(name, device))}
 
 
 def train(name: str, options: argparse.Namespace) -> tuple[int, list[float]]:
@@ -63,9 +73,10 @@ def train(name: str, options: argparse.Namespace) -> tuple[int, list[float]]:
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     on_cuda = options.device == "cuda"
-    peaks: dict[str, list[int]] = {name: [] for name in NAMES}
-    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
-    for name in bar(NAMES * options.repeats, show=options.progress):
+    names = [name for name in NAMES if name not in left_out(options.device)]
+    peaks: dict[str, list[int]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for name in bar(names * options.repeats, show=options.progress):
         peak, taken = train(name, options)
         peaks[name].append(peak)
         seconds[name] += taken
@@ -76,7 +87,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             "peak_bytes": max(peaks[name]),
             "step_ms": statistics.median(seconds[name]) * 1e3 if on_cuda else None,
         }
-        for name in NAMES
+        for name in names
     ]
 
 
@@ -95,6 +106,8 @@ def show(record: dict[str, Any]) -> None:
         if row["step_ms"]:
             cells += [f"{row['step_ms']:8.1f} ms", _times(row, base, "step_ms")]
         print(f"{row['method']:36}{' '.join(cells)}")
+    for name, why in record["left_out"].items():
+        print(f"{name} left out: {why}")
     for figure in record["bars"]:
         verdict = "ok" if figure["ok"] else "MISSED"
         print(f"{figure['name']}: {figure['value']:.2f} (at most {figure['bar']:.2f}) {verdict}")
@@ -120,8 +133,8 @@ def main(arguments: list[str] | None = None) -> int:
     on_cuda = options.device == "cuda"
     if on_cuda and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA device")
-    if reason := reasons(options.device).get(IN_BACKWARD):
-        parser.error(reason)
+    if why := reason(IN_BACKWARD, options.device):
+        parser.error(why)
     for name, value in {"batch_size": 8, "steps": 10, "repeats": 3}.items():
         if getattr(options, name) is None:
             setattr(options, name, value if on_cuda else 1)
@@ -132,10 +145,12 @@ def main(arguments: list[str] | None = None) -> int:
         "machine": machine(options.device),
         "settings": {name: getattr(options, name) for name in names},
         "rows": rows,
+        "left_out": left_out(options.device),
         "bars": bars(rows, options.device),
     }
     show(record)
-    print(write_record(options.save, "adam_memory", record))
+    path = write_record(options.save, "adam_memory", record)
+    print(f"{path}\n{draw(path)}")
     return 0
 
 

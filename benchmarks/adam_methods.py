@@ -98,36 +98,41 @@ def flashoptim(params: list[Tensor]) -> Step:
 
 
 BASE, FOREACH, FUSED, TUTORIAL = "an empty hook", "torch, foreach", "torch, fused", "tutorial"
+FOR_LOOP, OPTIMI, FLASHOPTIM = (
+    "torch, for-loop",
+    "optimi, gradient release",
+    "flashoptim, gradient release",
+)
 AFTER, IN_BACKWARD = "AdamW", "AdamW(in_backward=True)"
 METHODS: dict[str, Method] = {
     BASE: empty_hook,
-    "torch, for-loop": after(lambda p: torch.optim.AdamW(p, lr=LR, foreach=False)),
+    FOR_LOOP: after(lambda p: torch.optim.AdamW(p, lr=LR, foreach=False)),
     FOREACH: after(lambda p: torch.optim.AdamW(p, lr=LR, foreach=True)),
     FUSED: after(lambda p: torch.optim.AdamW(p, lr=LR, fused=True)),
     TUTORIAL: tutorial(foreach=False),
     "tutorial, fused": tutorial(fused=True),
     "torch.distributed in backward": torch_distributed,
-    "optimi, gradient release": optimi,
-    "flashoptim, gradient release": flashoptim,
+    OPTIMI: optimi,
+    FLASHOPTIM: flashoptim,
     AFTER: after(lambda p: ms.AdamW(p, lr=LR)),
     IN_BACKWARD: after(lambda p: ms.AdamW(p, lr=LR, in_backward=True)),
 }
 
 
 @functools.cache
+def reason(name: str, device: str) -> str | None:
+    """Why a method cannot run here: what it says to a step of one element."""
+    param = nn.Parameter(torch.ones(1, device=device))
+    try:
+        METHODS[name]([param])(lambda: param.sum().backward())
+    except Exception as error:
+        return str(error).partition("\n")[0]
+    return "it made no step" if name != BASE and param.item() == 1 else None
+
+
 def reasons(device: str) -> dict[str, str]:
-    """Why some methods cannot run here: what they say to a step of one element."""
-    found = {}
-    for name, prepare in METHODS.items():
-        param = nn.Parameter(torch.ones(1, device=device))
-        try:
-            prepare([param])(lambda p=param: p.sum().backward())
-        except Exception as error:
-            found[name] = str(error).partition("\n")[0]
-            continue
-        if name != BASE and param.item() == 1:
-            found[name] = "it made no step"
-    return found
+    """Of the methods that cannot run here."""
+    return {name: why for name in METHODS if (why := reason(name, device))}
 
 
 def available(device: str) -> list[str]:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common import interleave, machine, result_path, write_record
-from models import STRATEGIES, DenseLayer
+from common import ROOT, interleave, machine, write_record
+from models import STRATEGIES, DenseLayer, reasons
 from peers import REENTRANT, TORCH, steps
-from plots import plot_overhead
+from plot import draw
 
 Region = tuple[Callable[..., Tensor], list[Tensor], list[Tensor]]  # with inputs and parameters
 
@@ -84,9 +84,9 @@ def show(rows: list[dict[str, Any]]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--saved-tensors", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=600)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--save", type=Path, default=Path("benchmarks/out"), metavar="DIR")
+    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
     parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -107,11 +107,12 @@ def main(arguments: list[str] | None = None) -> None:
         "machine": machine(options.device),
         "settings": {"rounds": options.rounds, "threads": 1, "regions": list(regions)},
         "rows": rows,
+        "left_out": reasons(),
     }
+    for name, reason in record["left_out"].items():
+        print(f"{name} left out: {reason}")
     path = write_record(options.save, "checkpoint_overhead", record)
-    picture = result_path(options.save, "checkpoint_overhead", record["machine"], ".png")
-    plot_overhead(record, picture)
-    print(f"{path}\n{picture}")
+    print(f"{path}\n{draw(path)}")
 
 
 if __name__ == "__main__":

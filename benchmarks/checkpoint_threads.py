@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 
 from checkpoint_overhead import chain
-from common import balanced_order, bar, machine, median_and_spread, write_record
-from peers import CHECKPOINT, ENGINE_HOOKS, EXPLICIT, REENTRANT, TORCH, steps
+from common import ROOT, balanced_order, bar, machine, median_and_spread, write_record
+from models import reasons
+from peers import CHECKPOINT, ENGINE_HOOKS, EXPLICIT, FAIRSCALE, REENTRANT, TORCH, steps
 
-PEERS = ("plain", TORCH, REENTRANT, CHECKPOINT, ENGINE_HOOKS, EXPLICIT)
+PEERS = ("plain", TORCH, REENTRANT, FAIRSCALE, CHECKPOINT, ENGINE_HOOKS, EXPLICIT)
 
 
 def run(step: list[Callable[[], None]], calls: int) -> float:
@@ -46,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--calls", type=int, default=100)
-    parser.add_argument("--save", type=Path, default=Path("benchmarks/out"), metavar="DIR")
+    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
     parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -69,7 +70,9 @@ def main(arguments: list[str] | None = None) -> None:
             for n, value in zip(options.threads, medians, strict=True)
         ]
     settings = {"rounds": options.rounds, "calls": options.calls, "threads": options.threads}
-    record = {"machine": machine(), "settings": settings, "rows": rows}
+    for name, reason in reasons().items():
+        print(f"{name} left out: {reason}")
+    record = {"machine": machine(), "settings": settings, "rows": rows, "left_out": reasons()}
     print(write_record(options.save, "checkpoint_threads", record))
 
 

@@ -74,7 +74,7 @@ def within_noise(
     10 is for rounding that differs in every step, where the twin's differs before the first only.
     """
     twin = one_ulp_away(job)
-    train({"one ulp away": twin}, images, job)
+    train({"one ulp away": twin}, images, job, progress=False)
     apart = (abs(a - b) for a, b in zip(twin.losses, naive.losses, strict=True))
     noise = itertools.accumulate(apart, max)  # once reached, a level of noise is there to stay
     bounds = [10 * n + 8 * EPS * abs(loss) for n, loss in zip(noise, naive.losses, strict=True)]

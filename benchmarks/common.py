@@ -89,31 +89,45 @@ def result_path(folder: Path, claim: str, of: dict[str, Any], suffix: str = ".js
     return folder / f"{claim}-{slug}{suffix}"
 
 
-# A run replaces an earlier one only where all of these, and its settings, are the same.
-_SAME = ("device", "cpu", "cores", "gpu", "torch", "native")
+# What two runs must share, and their settings, for the later one to be the earlier one repeated.
+_SAME = ("device", "cpu", "cores", "gpu", "torch", "native", "commit")
 
 
 def write_record(folder: Path, claim: str, record: dict[str, Any]) -> Path:
     """Add ``record`` to its file, a list of runs with the newest last.
 
     ``record`` holds ``machine`` (of :func:`machine`), ``settings`` and what was measured.
+
+    Each kind of machine has a file of its own, and there the runs of other commits, versions of
+    torch and settings stay as history. Replaced are only an earlier run of the same commit with the
+    same settings, which has been repeated, and runs of a changed tree, which nobody can repeat.
     """
 
     def key(run: dict[str, Any]) -> tuple[Any, ...]:
         return run["settings"], *(run["machine"].get(name) for name in _SAME)
+
+    def replaced(run: dict[str, Any]) -> bool:
+        unrepeatable = run["machine"].get("dirty") and run["settings"] == record["settings"]
+        return bool(unrepeatable) or key(run) == key(record)
 
     record = json.loads(
         json.dumps({"claim": claim, "date": _today(), **record})
     )  # tuples as JSON will have them
     path = result_path(folder, claim, record["machine"])
     runs = json.loads(path.read_text()) if path.exists() else []
-    runs = [run for run in runs if key(run) != key(record)] + [record]
+    runs = [run for run in runs if not replaced(run)] + [record]
     folder.mkdir(parents=True, exist_ok=True)
     # Written aside and renamed: an interrupted run must not cost the earlier results.
     aside = path.with_suffix(".tmp")
     aside.write_text(json.dumps(runs, indent=1) + "\n")
     aside.replace(path)
     return path
+
+
+def newest(path: Path) -> dict[str, Any]:
+    """The run of a file that tables and pictures show."""
+    run: dict[str, Any] = json.loads(path.read_text())[-1]
+    return run
 
 
 def _today() -> str:

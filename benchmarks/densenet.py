@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from checks import check, median_ratio, statistics_diff
-from common import ROOT, machine, median_and_spread, result_path, write_record
+from common import ROOT, machine, median_and_spread, write_record
 from data import DataError, Images, load
-from models import LABELS, STRATEGIES, without_checkpoint
-from plots import plot_densenet
-from readme_tables import densenet_caption, densenet_table
+from models import LABELS, STRATEGIES, available, reasons, without_checkpoint
+from plot import draw
+from tables_training import densenet_caption, densenet_table
 from training import Job, Trainer, train
 
 SETTINGS = ("data", "depth", "growth_rate", "batch_size", "epochs", "seed")
@@ -69,7 +69,7 @@ def option_parser() -> argparse.ArgumentParser:
     add("--root", metavar="PATH", help="folder of CIFAR-10, for --data cifar10")
     both = {"type": str.lower, "choices": ("true", "false")}
     add("--efficient", **both, help="train memsave_ext alone (true) or naive alone (false)")
-    add("--methods", metavar="A,B", default=",".join(STRATEGIES), help="what to train")
+    add("--methods", metavar="A,B", default=",".join(available()), help="what to train")
     add("--depth", **whole, default=64, help="layers, 6 * n + 4")
     add("--growth-rate", **whole, default=6, help="channels each layer adds")
     add("--batch-size", **whole, default=16, help="images per step")
@@ -78,6 +78,7 @@ def option_parser() -> argparse.ArgumentParser:
     add("--threads", **whole, default=torch.get_num_threads(), help="of torch on CPU")
     add("--device", default=device, help="where to train")
     add("--save", metavar="DIR", type=Path, default=ROOT / "benchmarks/out", help="for the results")
+    add("--no-progress", dest="progress", action="store_false", help="no progress bar")
     return parser
 
 
@@ -89,6 +90,8 @@ def prepare(args: argparse.Namespace) -> tuple[list[str], Job, Images, Images]:
     for name in methods:
         if name not in STRATEGIES:
             raise ValueError(f"--methods: unknown {name!r}, choose from {','.join(STRATEGIES)}")
+        if name in reasons():
+            raise ValueError(f"--methods: {name} cannot run here: {reasons()[name]}")
     for name in ("batch_size", "epochs", "growth_rate", "threads"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
@@ -115,13 +118,14 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
 
     trainers = {name: Trainer(name, job) for name in methods}
-    train(trainers, images, job)
+    train(trainers, images, job, args.progress)
     settings = {name: getattr(args, name) for name in SETTINGS}
     settings |= {"steps": job.steps, "threads": args.threads, "methods": methods}
     record = {
         "machine": machine(args.device),
         "settings": settings,
         "rows": measure(trainers, test, job),
+        "left_out": reasons(),
         "checks": check(trainers, images, job),
     }
 
@@ -129,10 +133,10 @@ def main(argv: list[str] | None = None) -> int:
     for item in record["checks"]:
         state = {True: "ok", False: "FAILED", None: "note"}[item["ok"]]
         print(f"{state:6}  {item['name']}: {item['text']}")
+    for name, reason in record["left_out"].items():
+        print(f"{name} left out: {reason}")
     path = write_record(args.save, "densenet", record)
-    picture = result_path(args.save, "densenet", record["machine"], ".png")
-    plot_densenet(record, picture)
-    print(f"\n{path}\n{picture}")
+    print(f"\n{path}\n{draw(path)}")
     return 1 if any(item["ok"] is False for item in record["checks"]) else 0
 
 

@@ -50,7 +50,7 @@ import memsave_ext as ms
 from adam_methods import VisionTransformer
 from common import ROOT, balanced_order, bar, machine, median_and_spread, write_record
 from models import DenseLayer, DenseNet
-from readme_tables import distributed_table
+from tables_training import distributed_table
 from training import CudaMemory
 
 NAIVE, TORCH = "naive", "torch checkpoint"

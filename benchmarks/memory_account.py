@@ -22,6 +22,7 @@ import memsave_ext as ms
 from adam_methods import VisionTransformer
 from common import ROOT, bar, machine, write_record
 from memsave_ext.memory.report import as_json
+from plot import draw
 
 LR = 1e-4
 POINTS = 200  # of each timeline
@@ -88,7 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
     for row in rows:
         parts = ", ".join(f"{key} {value / 2**20:.1f}" for key, value in row["at_peak"].items())
         print(f"{row['loop']:30}{row['peak'] / 2**20:9.1f} MiB in {row['peak_phase']}: {parts}")
-    print(write_record(options.save, "memory_account", record))
+    path = write_record(options.save, "memory_account", record)
+    print(f"{path}\n{draw(path)}")
     return 0
 
 

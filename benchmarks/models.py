@@ -6,6 +6,8 @@ is recomputed follows Pleiss et al., "Memory-Efficient Implementation of DenseNe
 grow with the square of the depth.
 """
 
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -38,6 +40,30 @@ def _torch_reentrant(
     return checkpoint(region, *inputs, use_reentrant=True)
 
 
+# A wrapped region for each layer. Not kept in the layer: a copy of that would have this one's.
+_wrapped: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
+
+
+def _fairscale(region: Region, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+    from fairscale.nn.checkpoint import checkpoint_wrapper
+
+    layer = region.__self__
+    if layer not in _wrapped:
+        _wrapped[layer] = checkpoint_wrapper(_Bottleneck(layer))
+    return _wrapped[layer](*inputs)
+
+
+class _Bottleneck(nn.Module):
+    """A layer's region as a module, which is what fairscale wraps."""
+
+    def __init__(self, layer: "DenseLayer") -> None:
+        super().__init__()
+        self.norm1, self.relu1, self.conv1 = layer.norm1, layer.relu1, layer.conv1
+
+    def forward(self, *features: Tensor) -> Tensor:
+        return self.conv1(self.relu1(self.norm1(torch.cat(features, dim=1))))
+
+
 def _memsave_ext(region: Region, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
     return ms.CheckpointFunction.apply(region, len(inputs), *inputs, *parameters)
 
@@ -54,6 +80,7 @@ STRATEGIES: dict[str, Strategy] = {
     "torch": _torch,
     "torch_reentrant": _torch_reentrant,
     "torch_no_early_stop": _torch_no_early_stop,
+    "fairscale": _fairscale,
     "memsave_ext": _memsave_ext,
     "memsave_ext_checkpoint": _memsave_ext_checkpoint,
 }
@@ -64,9 +91,24 @@ LABELS = {
     "torch": "torch checkpoint",
     "torch_reentrant": "torch checkpoint, use_reentrant=True",
     "torch_no_early_stop": "torch checkpoint, early_stop=False",
+    "fairscale": "fairscale checkpoint_wrapper",
     "memsave_ext": "memsave_ext.CheckpointFunction",
     "memsave_ext_checkpoint": "memsave_ext.checkpoint",
 }
+
+
+@functools.cache
+def reasons() -> dict[str, str]:
+    """Why some methods cannot run here."""
+    try:
+        import fairscale.nn.checkpoint  # noqa: F401
+    except Exception as error:  # one built for another torch may raise anything
+        return {"fairscale": str(error).partition("\n")[0]}
+    return {}
+
+
+def available() -> list[str]:
+    return [name for name in STRATEGIES if name not in reasons()]
 
 
 def norm_of(method: str) -> type[nn.Module]:

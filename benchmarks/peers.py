@@ -4,19 +4,32 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import memsave_ext as ms
 from memsave_ext import _native
 from memsave_ext._reference.checkpointing import checkpoint_apply as python_apply
+from models import reasons
 
 TORCH = "torch, use_reentrant=False"
 REENTRANT = "torch, use_reentrant=True"
+FAIRSCALE = "fairscale"
 CHECKPOINT = "checkpoint"
 ENGINE_HOOKS = "checkpoint, engine hooks"
 EXPLICIT = "CheckpointFunction"
 PURE_PYTHON = "CheckpointFunction, pure Python"
+
+
+class _Module(nn.Module):
+    """A region as a module."""
+
+    def __init__(self, region: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.region = region
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.region(*inputs)
 
 
 def steps(
@@ -48,6 +61,10 @@ def steps(
         PURE_PYTHON: partial(backward, partial(python_apply, *explicit)),
         CHECKPOINT: partial(backward, ours),
     }
+    if FAIRSCALE not in reasons():
+        from fairscale.nn.checkpoint import checkpoint_wrapper
+
+        peers[FAIRSCALE] = partial(backward, partial(checkpoint_wrapper(_Module(region)), *inputs))
     if _native.available:
         peers[ENGINE_HOOKS] = partial(with_engine_hooks, ours)
         peers[EXPLICIT] = partial(backward, partial(ms.CheckpointFunction.apply, *explicit))

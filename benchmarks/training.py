@@ -1,9 +1,11 @@
 """Training of several methods in lock step, each with its own account of memory and time."""
 
+import contextlib
 import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +30,11 @@ class Job:
 
     @property
     def skip(self) -> int:
-        """Steps left out of timings: the first ones pay for allocators and caches."""
-        return min(5, self.steps // 4)
+        """Steps left out of timings: the first ones pay for allocators and caches.
+
+        Memory is measured in these alone, as that takes time, too; the second one has the momenta.
+        """
+        return min(5, self.steps // 2)
 
 
 class CudaMemory:
@@ -50,6 +55,26 @@ class CudaMemory:
         self.live = torch.cuda.memory_allocated(self.device) - self._others
 
 
+def memory_of(device: torch.device) -> Any:
+    """Counts the bytes of tensors in its ``with`` blocks: ``live`` and ``peak``."""
+    return CudaMemory(device) if device.type == "cuda" else ms.memory.track()
+
+
+def network(method: str, job: Job) -> DenseNet:
+    model = DenseNet(
+        job.depth, job.growth_rate, checkpoint=method, norm=norm_of(method), seed=job.seed
+    )
+    return model.to(job.device)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    # As in the DenseNet paper, but for the drop of the rate at half time: in a short run it would
+    # come before the network has learnt much.
+    return torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4
+    )
+
+
 class Trainer:
     """One method's model, optimizer and readings.
 
@@ -58,24 +83,14 @@ class Trainer:
 
     def __init__(self, method: str, job: Job) -> None:
         self.device = job.device
+        self.watched = max(1, job.skip)
         self.norm = norm_of(method)
         self.losses: list[float] = []
         self.seconds: list[float] = []
-        self.memory = CudaMemory(job.device) if job.device.type == "cuda" else ms.memory.track()
+        self.memory = memory_of(job.device)
         with self.memory:
-            model = DenseNet(
-                job.depth,
-                job.growth_rate,
-                checkpoint=method,
-                norm=self.norm,
-                seed=job.seed,
-            )
-            self.model = model.to(job.device)
-            # As in the DenseNet paper, but for the drop of the rate at half time: in a short run
-            # it would come before the network has learnt much.
-            self.optimizer = torch.optim.SGD(
-                self.model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4
-            )
+            self.model = network(method, job)
+            self.optimizer = sgd(self.model)
         drop = max(1, job.steps * 3 // 4)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, drop, gamma=0.1)
         self.norms = [
@@ -86,7 +101,7 @@ class Trainer:
         torch.manual_seed(
             seed
         )  # the methods share one generator: each must find it at the same place
-        with self.memory:
+        with self.memory if len(self.seconds) < self.watched else contextlib.nullcontext():
             self._synchronize()
             start = time.perf_counter()
             loss = self._train(x, y)
@@ -124,12 +139,12 @@ class Trainer:
         return torch.stack([norm.num_batches_tracked for norm in self.norms])
 
 
-def train(trainers: dict[str, Trainer], images: Images, job: Job) -> None:
+def train(trainers: dict[str, Trainer], images: Images, job: Job, progress: bool = True) -> None:
     """Every trainer makes a step, in an order that favours none, before the next step begins."""
     epochs = (
         images.epoch(job.batch_size, job.device, job.seed + epoch) for epoch in range(job.epochs)
     )
-    rounds = bar(range(job.steps))
+    rounds = bar(range(job.steps), progress)
     for step, (x, y) in zip(rounds, itertools.chain.from_iterable(epochs), strict=False):
         for name in balanced_order(list(trainers), step):
             trainers[name].step(x, y, job.seed + step)

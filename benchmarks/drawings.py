@@ -1,0 +1,224 @@
+"""What the pictures of the benchmarks look like; plot.py draws them."""
+
+from collections.abc import Callable, Sequence
+
+import matplotlib
+
+from readme_tables import TABLES
+from tables import TIMES, Record, size
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib import ticker
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+OURS, PEER, NAIVE, GREY = "#d1495b", "#7ea6c9", "#8a8f98", "#444444"
+SHADES = {  # of methods side by side
+    "torch": "#4f7cac",
+    "torch_reentrant": "#a9c4de",
+    "fairscale": "#c9c2a5",
+    "memsave_ext": "#d1495b",
+    "memsave_ext_checkpoint": "#ec9ca7",
+}
+
+
+def caption(record: Record) -> str:
+    return TABLES[record["claim"]][1](record)
+
+
+def colour(name: str) -> str:
+    if name == "naive" or name.startswith("naive, "):
+        return NAIVE
+    ours = ("memsave_ext", "checkpoint", "CheckpointFunction", "AdamW", "ours")
+    return OURS if name.startswith(ours) and name != "memsave_ext_batch_norm" else PEER
+
+
+def plot_densenet(record: Record) -> Figure:
+    """Peak memory and time per step of each method, side by side."""
+    rows = record["rows"]
+    extent = (11, 1.6 + 0.5 * len(rows))
+    figure, (memory, time) = plt.subplots(1, 2, sharey=True, figsize=extent, layout="constrained")
+    mebibytes = [row["peak_memory_bytes"] / 2**20 for row in rows]
+    _bars(memory, rows, mebibytes, ratios=[row["memory_ratio"] for row in rows])
+    memory.set_xlabel("peak memory (MiB)")
+    milliseconds = [row["seconds_per_step"] * 1e3 for row in rows]
+    half_iqr = [row["seconds_per_step_iqr"] * 500 for row in rows]
+    _bars(time, rows, milliseconds, half_iqr, [row["time_ratio"] for row in rows])
+    time.set_xlabel("time per step (ms)")
+    memory.invert_yaxis()  # the axes share it: the first row on top
+    _caption(figure, record)
+    return figure
+
+
+def _bars(
+    axis: Axes,
+    rows: Sequence[Record],
+    values: Sequence[float],
+    spread: Sequence[float] = (),
+    ratios: Sequence[float | None] = (),
+    form: str = "{:.0f}",
+) -> None:
+    """A bar for each row, with its figure and ratio beside it."""
+    labels = [row.get("label", row["method"]) for row in rows]
+    axis.barh(labels, values, color=[colour(row["method"]) for row in rows], height=0.62)
+    halves = list(spread) or [0.0] * len(values)
+    ends = [value + half for value, half in zip(values, halves, strict=True)]
+    if any(halves):
+        axis.errorbar(values, labels, xerr=halves, fmt="none", color="#333333", capsize=3, lw=1)
+    for place, (value, end) in enumerate(zip(values, ends, strict=True)):
+        text = form.format(value)
+        if ratios and ratios[place]:
+            text += f"  ({ratios[place]:.2f}{TIMES})"
+        beside = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+        axis.annotate(text, (end, place), fontsize=9, **beside)
+    axis.set_xlim(0, 1.32 * max(ends))  # room for the figures
+    _tidy(axis)
+
+
+def _tidy(axis: Axes) -> None:
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_axisbelow(True)
+
+
+def _caption(figure: Figure, record: Record) -> None:
+    figure.suptitle(caption(record), fontsize=9, color=GREY, wrap=True)
+
+
+def plot_overhead(record: Record) -> Figure:
+    """Overhead per region over the number of saved tensors, a line per peer."""
+    figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    chains = [row for row in record["rows"] if row["region"].partition(" ")[0].isdigit()]
+    for peer in dict.fromkeys(row["peer"] for row in chains):
+        mine = [row for row in chains if row["peer"] == peer]
+        counts = [int(row["region"].partition(" ")[0]) for row in mine]
+        style = ("-", "--", ":", "-.")[len(axis.lines) % 4]
+        values = [row["overhead_us"] for row in mine]
+        axis.plot(counts, values, style, marker="o", color=colour(peer))
+        axis.annotate(f" {peer}", (counts[-1], values[-1]), fontsize=8, va="center")
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("symlog", linthresh=10)  # an explicit region costs less than nothing
+    axis.axhline(0, color="#cccccc", linewidth=0.8)
+    axis.margins(y=0.08)
+    axis.set_xticks(counts, [str(count) for count in counts])
+    axis.set_xlim(right=axis.get_xlim()[1] * 6)  # room for the names
+    axis.set_xlabel("tensors the region saves")
+    axis.set_ylabel("overhead per region (\N{MICRO SIGN}s)")
+    return figure
+
+
+def plot_data_parallel(record: Record) -> Figure:
+    """Memory and time against naive; a diamond is what the original repository had there."""
+    rows = [row for row in record["rows"] if row["time_ratio"]]
+    places = list(dict.fromkeys((row["devices"], row["batch_size"]) for row in rows))
+    shown = [m for m in SHADES if any(row["method"] == m for row in rows)]
+    figure, axes = plt.subplots(2, 1, figsize=(11, 6.5), layout="constrained", sharex=True)
+    width = 0.8 / max(1, len(shown))
+    handles: dict[str, Artist] = {}
+    for axis, name in zip(axes, ("memory", "time"), strict=True):
+        for i, method in enumerate(shown):
+            mine = [row for row in rows if row["method"] == method]
+            x = [places.index((row["devices"], row["batch_size"])) for row in mine]
+            x = [place + (i + 0.5) * width - 0.4 for place in x]
+            bars = axis.bar(x, [row[f"{name}_ratio"] for row in mine], width, edgecolor="white",
+                            color=SHADES[method])  # fmt: skip
+            handles[mine[0]["label"]] = bars
+            axis.bar_label(bars, fmt="%.2f", fontsize=7)
+            if name == "time":
+                theirs = [row.get("original_time_ratio") or float("nan") for row in mine]
+                handles["the original's"] = axis.scatter(
+                    x, theirs, marker="D", s=16, facecolor="none", edgecolor="black"
+                )
+        axis.axhline(1, color=NAIVE, linewidth=1)
+        axis.set_ylabel(f"{name}, {TIMES} naive")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[1].set_yscale("log")
+    axes[1].yaxis.set_major_locator(ticker.FixedLocator([1, 2, 5, 10]))
+    axes[1].yaxis.set_major_formatter("{x:g}")
+    axes[1].yaxis.set_minor_locator(ticker.NullLocator())
+    ticks = [f"{n} device{'s' if n > 1 else ''}, batch {batch}" for n, batch in places]
+    axes[1].set_xticks(range(len(places)), ticks, fontsize=8)
+    axes[1].set_ylim(bottom=0.5)
+    figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, ncols=3,
+                  loc="outside lower center")  # fmt: skip
+    _caption(figure, record)
+    return figure
+
+
+def plot_largest_model(record: Record) -> Figure:
+    """The largest depth and batch of each method, a row of pictures for each budget."""
+    budgets = list(dict.fromkeys(row["budget_bytes"] for row in record["rows"]))
+    methods = len({row["method"] for row in record["rows"]})
+    extent = (11, len(budgets) * (0.9 + 0.45 * methods) + 0.6)
+    figure, axes = plt.subplots(
+        len(budgets), 2, sharey=True, squeeze=False, figsize=extent, layout="constrained"
+    )
+    for pair, budget in zip(axes, budgets, strict=True):
+        rows = [row for row in record["rows"] if row["budget_bytes"] == budget]
+        base = rows[0]
+        for axis, of, count, scale, label in (
+            (pair[0], "depth", "parameters", 1e6, "million parameters of the deepest model"),
+            (pair[1], "batch", "largest", 1, "images of the largest batch"),
+        ):
+            values = [row[of][count] / scale for row in rows]
+            ratios = [row[of]["largest"] / base[of]["largest"] if base[of]["largest"] else None
+                      for row in rows]  # fmt: skip
+            _bars(axis, rows, values, ratios=ratios, form="{:.0f}" if scale == 1 else "{:.1f}")
+            axis.set_xlabel(label)
+        pair[0].invert_yaxis()
+        pair[0].set_ylabel(size(budget))
+    _caption(figure, record)
+    return figure
+
+
+def plot_adam_memory(record: Record) -> Figure:
+    rows = record["rows"]
+    figure, axis = plt.subplots(figsize=(9, 0.8 + 0.42 * len(rows)), layout="constrained")
+    peaks = [row["peak_bytes"] / 2**30 for row in rows]
+    _bars(axis, rows, peaks, ratios=[peak / peaks[0] for peak in peaks], form="{:.2f}")
+    axis.invert_yaxis()
+    axis.set_xlabel("peak memory (GiB)")
+    return figure
+
+
+MEMORY = {  # colours of categories, in the order in which they are stacked
+    "parameters": "#4f7cac",
+    "optimizer": "#a9c4de",
+    "gradients": "#e0a458",
+    "activations": "#d1495b",
+    "other": "#b9bec5",
+}
+
+
+def plot_memory_account(record: Record) -> Figure:
+    """Live bytes by category over the changes of memory, not over time: as long on any machine."""
+    rows = record["rows"]
+    figure, axes = plt.subplots(
+        1, len(rows), sharey=True, squeeze=False, figsize=(12, 4.2), layout="constrained"
+    )
+    for axis, row in zip(axes[0], rows, strict=True):
+        live = {name: [b / 2**20 for b in row["timeline"]["live"][name]] for name in MEMORY}
+        x = range(len(live["parameters"]))
+        layers = axis.stackplot(x, *live.values(), colors=MEMORY.values(), step="post")
+        axis.axhline(row["peak"] / 2**20, color="#333333", linewidth=0.8, linestyle="--")
+        axis.set_title(f"{row['loop']}: {row['peak'] / 2**20:.0f} MiB", fontsize=9)
+        axis.set_xlabel(f"{len(row['steps'])} steps")
+        axis.set_xticks([])
+        axis.margins(x=0)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("live memory (MiB)")
+    figure.legend(layers, MEMORY, fontsize=8, frameon=False, ncols=5, loc="outside lower center")
+    _caption(figure, record)
+    return figure
+
+
+DRAWINGS: dict[str, Callable[[Record], Figure]] = {
+    "densenet": plot_densenet,
+    "data_parallel": plot_data_parallel,
+    "checkpoint_overhead": plot_overhead,
+    "adam_memory": plot_adam_memory,
+    "largest_model": plot_largest_model,
+    "memory_account": plot_memory_account,
+}
