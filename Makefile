@@ -1,44 +1,47 @@
 # make demo and make test set up .venv themselves, once; `make` lists the targets.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# Processes that run tests; 0: the one that make starts.
+WORKERS ?= auto
 
 # All paths are relative: make cannot handle a space in a checkout's path.
 VENV := .venv/bin/python
 INSTALLED := .venv/.installed
 BUILT := .venv/.built
+LINKED := .venv/.linked
+DOCS := .venv/.docs
 NATIVE_SOURCES := $(shell find csrc -type f)
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(NATIVE_SOURCES))
+PYTEST := $(VENV) -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadgroup
 
 # torch looks for ninja on PATH.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format cuda-check bench sanitize clean
+.PHONY: help build demo test lint format cuda-check bench docs guide sanitize clean
 # A recipe that fails must not leave a fresh stamp behind.
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+: .*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
-demo: $(BUILT)  ## train a DenseNet three ways and print the table
+build: $(BUILT) $(LINKED)  ## compile the native part and install the package from here
+
+demo: build  ## train a DenseNet three ways and print the table
 	$(VENV) benchmarks/densenet.py
 
-test: $(BUILT)  ## run the tests, native and in pure Python
+test: build  ## run the tests, native and in pure Python
 	@echo "== tests with the native part"
-	MEMSAVE_EXT_NATIVE=1 $(VENV) -m pytest -q
+	MEMSAVE_EXT_NATIVE=1 $(PYTEST)
 	@echo "== tests in pure Python"
-	MEMSAVE_EXT_NATIVE=0 $(VENV) -m pytest -q
+	MEMSAVE_EXT_NATIVE=0 $(PYTEST)
 
-bench: $(BUILT)  ## run every benchmark
-	$(VENV) benchmarks/checkpoint_overhead.py
-	$(VENV) benchmarks/checkpoint_threads.py
-	$(VENV) benchmarks/batch_norm.py
-	$(VENV) benchmarks/adam.py
-	$(VENV) benchmarks/adam_modes.py
-	$(VENV) benchmarks/adam_memory.py
-	$(VENV) benchmarks/distributed.py
-	$(VENV) benchmarks/densenet.py
+bench: build  ## run every benchmark, in a quarter of an hour on two cores
+	$(VENV) benchmarks/run_all.py
+
+guide: build  ## run the guide's cells, write what they print into docs/guide.md and docs/guide.ipynb
+	$(VENV) tools/guide.py
 
 lint: $(INSTALLED)  ## check style and types
 	$(VENV) -m ruff check .
@@ -54,25 +57,37 @@ format: $(INSTALLED)  ## rewrite the sources in the project's style
 cuda-check: $(INSTALLED)  ## compile every CUDA source, without a GPU or a CUDA torch
 	$(VENV) tools/cuda_check.py
 
+docs: $(DOCS)  ## build the pages in site/; a warning is an error
+	$(VENV) -m mkdocs build --strict
+
 sanitize: $(INSTALLED)  ## run the native tests with address, undefined-behaviour and thread sanitizers
 	$(VENV) tools/sanitize.py address
 	$(VENV) tools/sanitize.py thread
 
 clean:  ## remove what was built, .venv too
-	rm -rf .venv build dist *.egg-info memsave_ext/_C.*.so memsave_ext/_build_info.json
+	rm -rf .venv build dist site *.egg-info memsave_ext/_C.*.so memsave_ext/_build_info.json
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-# Two stamps: a change in csrc compiles again, and does not install again.
+# Three stamps: checks of style need no build, and a change in csrc compiles and does not install.
 $(INSTALLED): pyproject.toml
 	@echo "== making .venv with $(PYTHON)"
 	@$(PYTHON) -m venv .venv
-	@echo "== installing $(TORCH) and the build tools"
+	@echo "== installing $(TORCH) and what builds, checks and tests"
 	@$(VENV) -m pip install -q '$(TORCH)' 'setuptools>=77' wheel ninja
-	@echo "== building memsave_ext (about a minute) and installing what it is tested with"
-	@$(VENV) -m pip install -q --no-build-isolation -e '.[test,bench,lint]'
+	@$(VENV) tools/requirements.py test bench lint > .venv/requirements.txt
+	@$(VENV) -m pip install -q -r .venv/requirements.txt
 	@touch $@
 
-$(BUILT): $(INSTALLED) setup.py tools/build_config.py $(NATIVE_SOURCES)
-	@echo "== building the native part"
+$(BUILT): $(INSTALLED) setup.py $(wildcard tools/build_*.py) $(NATIVE_SOURCES)
+	@echo "== building the native part (minutes, the first time)"
 	@$(VENV) setup.py -q build_ext --inplace
+	@touch $@
+
+$(LINKED): $(INSTALLED) | $(BUILT)
+	@$(VENV) -m pip install -q --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(DOCS): pyproject.toml | $(INSTALLED)
+	@$(VENV) tools/requirements.py docs > .venv/requirements.txt
+	@$(VENV) -m pip install -q -r .venv/requirements.txt
 	@touch $@

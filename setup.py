@@ -3,24 +3,26 @@
 MEMSAVE_EXT_CUDA=auto|0|1 chooses between C++ and C++ with CUDA; tools/build_config.py decides.
 """
 
-import json
-import os
-import platform
-import shlex
 import sys
 from pathlib import Path
 
 import setuptools
+
+# What makes an sdist, in whose isolated environment there is no torch.
+WITHOUT_TORCH = ("egg_info", "sdist")
 
 try:
     import torch
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
-    sys.exit(
-        "memsave_ext needs torch to build: install torch first, "
-        "then run `pip install --no-build-isolation .`"
-    )
+    torch = None
+    command = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
+    if command not in WITHOUT_TORCH:
+        sys.exit(
+            "memsave_ext needs torch to build: install torch first, "
+            "then run `pip install --no-build-isolation .`"
+        )
 
 if int(setuptools.__version__.split(".")[0]) < 77:
     # Without build isolation nobody else checks it, and a new venv may come with an older one.
@@ -29,82 +31,11 @@ if int(setuptools.__version__.split(".")[0]) < 77:
         "run `pip install -U setuptools`"
     )
 
-ROOT = Path(__file__).resolve().parent
-# A PEP 517 front end does not put the project on sys.path.
-sys.path.insert(0, str(ROOT / "tools"))
-import build_config  # noqa: E402
+if torch is None:
+    setuptools.setup()
+else:
+    # A PEP 517 front end does not put the project on sys.path.
+    sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
+    import build_native
 
-DECISION = build_config.decide(torch.__version__, torch.version.cuda)
-if DECISION.cuda:
-    # Both are read by torch.utils.cpp_extension, the first when it is imported.
-    os.environ["CUDA_HOME"] = str(DECISION.cuda_home)
-    os.environ["TORCH_CUDA_ARCH_LIST"] = str(DECISION.archs)
-
-from torch.utils import cpp_extension  # noqa: E402
-
-
-class BuildExtension(cpp_extension.BuildExtension):
-    """torch's build_ext, which also writes what was built beside the compiled file."""
-
-    def finalize_options(self):
-        if self.build_temp is None:
-            # One place for every kind of build, so that an editable install and a later build_ext
-            # share objects; per torch, because objects of another torch must not be linked.
-            name = f"temp.{sys.implementation.cache_tag}-torch{torch.__version__}"
-            self.build_temp = os.path.join("build", name)
-        super().finalize_options()
-
-    def run(self):
-        print(DECISION.sentence, flush=True)
-        super().run()
-
-    def build_extension(self, ext):
-        compiled = Path(self.get_ext_fullpath(ext.name))
-        info = self._build_info(compiled.name)
-        path = compiled.with_name("_build_info.json")
-        if not path.exists() or path.read_text() != info:
-            # Without ninja an older file would pass as up to date, whatever it was built for.
-            self.force = True
-        path.unlink(missing_ok=True)
-        super().build_extension(ext)
-        path.write_text(info)
-
-    def copy_extensions_to_source(self):
-        super().copy_extensions_to_source()
-        for ext in self.extensions:
-            built = Path(self.build_lib, *ext.name.split(".")).with_name("_build_info.json")
-            self.copy_file(str(built), str(ROOT / "memsave_ext" / built.name))
-
-    def _build_info(self, compiled_name):
-        info = {
-            "version": self.distribution.get_version(),
-            "file": compiled_name,
-            "torch": torch.__version__,
-            "torch_cuda": torch.version.cuda,
-            "cuda": DECISION.cuda,
-            "archs": DECISION.archs,
-            "compiler": build_config.compiler_version(
-                shlex.split(cpp_extension.get_cxx_compiler())
-            ),
-            "python": platform.python_version(),
-            "decision": DECISION.sentence,
-        }
-        return json.dumps(info, indent=2) + "\n"
-
-
-EXTENSION = cpp_extension.CUDAExtension if DECISION.cuda else cpp_extension.CppExtension
-setuptools.setup(
-    ext_modules=[
-        EXTENSION(
-            "memsave_ext._C",
-            sources=build_config.sources(ROOT, DECISION.cuda),
-            depends=build_config.headers(ROOT),
-            include_dirs=[str(ROOT / "csrc")],
-            define_macros=[("MEMSAVE_EXT_WITH_CUDA", "1")] if DECISION.cuda else [],
-            extra_compile_args=build_config.compile_flags(
-                cpp_extension.include_paths(), DECISION.cuda
-            ),
-        )
-    ],
-    cmdclass={"build_ext": BuildExtension},
-)
+    setuptools.setup(ext_modules=[build_native.EXTENSION], cmdclass=build_native.COMMANDS)

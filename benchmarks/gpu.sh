@@ -1,43 +1,241 @@
 #!/usr/bin/env bash
 # Build, test and measure on a machine with a CUDA torch; nothing is installed there.
-# Results go to $OUT (default benchmarks/results). A part that fails or hangs does not stop the
-# next one, but the script then exits non-zero. The limits add up to less than ten minutes.
+#
+#   benchmarks/gpu.sh              the first set: build, report, tests, kernels, tables
+#   benchmarks/gpu.sh SET|PART...  other sets, or parts; the build comes first by itself
+#   benchmarks/gpu.sh --list       what there is, with the seconds each may take
+#
+# Each set ends within ten minutes. A part that fails or hangs does not stop the next one, but the
+# script then exits non-zero. In $OUT (default benchmarks/out/gpu) it leaves two files: gpu.log, and
+# gpu-results.tar.gz with the records of the benchmarks, for benchmarks/results.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONUNBUFFERED=1
 PYTHON=${PYTHON:-python3}
-OUT=${OUT:-benchmarks/results}
-mkdir -p "$OUT"
-failed=()
+OUT=${OUT:-benchmarks/out/gpu}
+RECORDS=$OUT/records
+LOG=$OUT/gpu.log
+BANDWIDTH=
+failed=() skipped=()
 
-# part NAME SECONDS COMMAND...: the last lines are shown, all of them go to $OUT/gpu.log.
-part() {
-  local name=$1 limit=$2 start=$SECONDS status=0
-  shift 2
-  echo "== $name" | tee -a "$OUT/gpu.log"
-  timeout "$limit" "$@" </dev/null >"$OUT/part.log" 2>&1 || status=$?
-  # A progress bar rewrites its line: keep what it showed last.
-  sed 's/.*\r//' "$OUT/part.log" | tee -a "$OUT/gpu.log" | tail -n 40
-  rm -f "$OUT/part.log"
-  echo "== $name: exit $status after $((SECONDS - start)) s" | tee -a "$OUT/gpu.log"
-  ((status == 0)) || failed+=("$name")
+# What a part runs: its limit in seconds, and what it is for.
+declare -A LIMIT=(
+  [build]=140 [report]=10 [copy]=10 [tests]=120 [adam]=55 [batch_norm]=55 [checkpoint]=55
+  [adam_host]=35 [adam_memory]=40 [densenet]=45
+  [suite]=240 [python]=60 [blocking]=110 [cpu_build]=140 [overhead]=30
+  [memcheck]=140 [racecheck]=120 [initcheck]=100 [synccheck]=70
+  [sizes]=200 [largest_model]=200 [adam_modes]=110 [threads]=20 [distributed]=60
+)
+declare -A ABOUT=(
+  [build]="compile for this GPU" [report]="what was built, and a kernel of it"
+  [copy]="bandwidth of a copy, for every floor"
+  [tests]="the tests of the GPU, but for tensors of more than 2^31 elements"
+  [adam]="Adam's kernels beside their floors, 1 M to 500 M elements"
+  [batch_norm]="batch norm's kernels beside their floors"
+  [checkpoint]="DenseNet at batch 4 and 256, replicas in threads"
+  [adam_host]="Adam: 296 tiny parameters, a whole step" [adam_memory]="ViT-L/16: memory and time"
+  [densenet]="the main job, DenseNet-BC 100, k = 12"
+  [suite]="all other tests, with CUDA on" [python]="the tests of the GPU in pure Python"
+  [blocking]="the tests of the GPU with CUDA_LAUNCH_BLOCKING=1"
+  [cpu_build]="a build without CUDA beside the GPU: its messages"
+  [overhead]="the host's cost of a region"
+  [memcheck]="compute-sanitizer: accesses" [racecheck]="compute-sanitizer: shared memory"
+  [initcheck]="compute-sanitizer: memory that nobody wrote"
+  [synccheck]="compute-sanitizer: barriers"
+  [sizes]="tests of tensors of more than 2^31 elements"
+  [largest_model]="largest ViT in 16, 40 and 80 GB" [adam_modes]="every mode: error, time, bytes"
+  [threads]="several Python threads on the CPU" [distributed]="two processes, by gloo"
+)
+declare -A SETS=(
+  [first]="report copy tests adam batch_norm checkpoint adam_host adam_memory densenet"
+  [second]="report suite blocking python"
+  [sanitize]="memcheck racecheck initcheck synccheck"
+  [big]="sizes largest_model"
+  [more]="cpu_build adam_modes distributed overhead threads"
+)
+ORDER="first second sanitize big more"
+
+list() {
+  local set part total
+  for set in $ORDER; do
+    total=${LIMIT[build]}
+    for part in ${SETS[$set]}; do total=$((total + LIMIT[$part])); done
+    echo "$set (at most $total s with the build)"
+    for part in ${SETS[$set]}; do printf '  %-15s%5d s  %s\n' "$part" "${LIMIT[$part]}" "${ABOUT[$part]}"; done
+  done
 }
 
-: >"$OUT/gpu.log"
-part build 140 env MEMSAVE_EXT_CUDA=1 "$PYTHON" setup.py -q build_ext --inplace
-part report 10 "$PYTHON" -m memsave_ext.report
-part tests 110 env MEMSAVE_EXT_NATIVE=1 "$PYTHON" -m pytest -q
-# Again, apart from the others, which may run out of their time.
-part adam_tests 30 env MEMSAVE_EXT_NATIVE=1 "$PYTHON" -m pytest -q tests/test_adam_cuda.py
-part adam 60 "$PYTHON" benchmarks/adam.py --device cuda --rounds 10 --save "$OUT"
-part adam_modes 65 "$PYTHON" benchmarks/adam_modes.py --device cuda --rounds 8 --seeds 1 \
-  --loss-steps 100 --save "$OUT"
-part adam_memory 40 "$PYTHON" benchmarks/adam_memory.py --device cuda --repeats 2 --save "$OUT"
-part overhead 40 "$PYTHON" benchmarks/checkpoint_overhead.py --rounds 400 --save "$OUT"
-part batch_norm 50 "$PYTHON" benchmarks/batch_norm_cuda.py --rounds 7 --save "$OUT"
-part densenet 50 "$PYTHON" benchmarks/densenet.py --save "$OUT"
+say() { echo "$*" | tee -a "$LOG"; }
 
+# run NAME COMMAND...: the last lines are shown, all of them are logged.
+run() {
+  local name=$1 start=$SECONDS status=0
+  shift
+  say "== $name: ${ABOUT[$name]}"
+  timeout -k 5 "${LIMIT[$name]}" "$@" </dev/null >"$OUT/part.log" 2>&1 || status=$?
+  # A progress bar rewrites its line: keep what it showed last.
+  sed 's/.*\r//' "$OUT/part.log" | tee -a "$LOG" | tail -n "${LINES_SHOWN:-40}"
+  rm -f "$OUT/part.log"
+  say "== $name: exit $status after $((SECONDS - start)) s"
+  ((status == 0)) || failed+=("$name")
+  return "$status"
+}
+
+has() { "$PYTHON" -c "import $1" 2>/dev/null; }
+
+# pytest ARGUMENTS...: without files that need hypothesis where there is none.
+pytest() {
+  local name=$1 file
+  shift
+  local arguments=(-q -rf -p no:cacheprovider)
+  if ! has hypothesis; then
+    for file in $(grep -lE '^(from|import) (hypothesis|programs)' tests/test_*.py); do
+      arguments+=("--ignore=$file")
+    done
+  fi
+  run "$name" env MEMSAVE_EXT_NATIVE=1 "${EXTRA[@]}" "$PYTHON" -m pytest "${arguments[@]}" "$@"
+}
+
+record() { # record NAME SCRIPT ARGUMENTS...
+  local name=$1 script=$2
+  shift 2
+  run "$name" "$PYTHON" "benchmarks/$script" --save "$RECORDS" "$@"
+}
+
+# Only our kernels are looked at; without torch's cache each tensor is an allocation of its own, so
+# that an access beside it is seen. Graphs need the cache. A small choice: each launch is slowed down
+# by a hundred.
+sanitizer() {
+  local name=$1
+  shift
+  local tool
+  tool=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
+  if [[ -z $tool ]]; then
+    say "== $name: skipped, there is no compute-sanitizer"
+    skipped+=("$name")
+    return
+  fi
+  local ours=(--kernel-name kns=memsave_ext)
+  "$tool" "${ours[@]}" true >/dev/null 2>&1 || ours=()  # an older one knows no such option
+  EXTRA=(PYTORCH_NO_CUDA_MEMORY_CACHING=1)
+  run "$name" env MEMSAVE_EXT_NATIVE=1 "${EXTRA[@]}" "$tool" --tool "$name" "${ours[@]}" \
+    --target-processes all --error-exitcode 99 "$@" \
+    "$PYTHON" -m pytest -q -x -p no:cacheprovider tests/sanitized_kernels.py
+}
+
+prepare_build() {
+  if [[ -z ${TORCH_CUDA_ARCH_LIST:-} ]]; then
+    TORCH_CUDA_ARCH_LIST=$("$PYTHON" -c \
+      'import torch; print("%d.%d" % torch.cuda.get_device_capability())') || unset TORCH_CUDA_ARCH_LIST
+    export TORCH_CUDA_ARCH_LIST
+  fi
+}
+
+part_build() {
+  prepare_build
+  run build env MEMSAVE_EXT_CUDA=1 "$PYTHON" setup.py -q build_ext --inplace
+}
+part_report() { run report "$PYTHON" -m memsave_ext.report; }
+part_copy() {
+  run copy "$PYTHON" benchmarks/cuda_timing.py &&
+    BANDWIDTH=$(grep -E '^[0-9.]+$' "$LOG" | tail -n 1)
+}
+known_bandwidth() { [[ -n $BANDWIDTH ]] && echo --bandwidth "$BANDWIDTH"; }
+
+GPU_TESTS=(tests/test_*cuda*.py)
+NOT_LARGE="not 2_to_the_31"
+part_tests() { pytest tests "${GPU_TESTS[@]}" -k "$NOT_LARGE"; }
+part_blocking() {
+  EXTRA=(CUDA_LAUNCH_BLOCKING=1)
+  # Overlap is what this variable takes away, and captures need it unset.
+  pytest blocking "${GPU_TESTS[@]}" -k "$NOT_LARGE and not overlaps and not captur and not graph"
+  EXTRA=()
+}
+part_python() {
+  run python env MEMSAVE_EXT_NATIVE=0 "$PYTHON" -m pytest -q -rf -p no:cacheprovider \
+    "${GPU_TESTS[@]}" -k "$NOT_LARGE"
+}
+part_suite() {
+  local file arguments=()
+  for file in "${GPU_TESTS[@]}"; do arguments+=("--ignore=$file"); done
+  has xdist && arguments+=(-n 8 --dist loadfile)
+  EXTRA=(OMP_NUM_THREADS=2)
+  pytest suite "${arguments[@]}"
+  EXTRA=()
+}
+part_sizes() { pytest sizes "${GPU_TESTS[@]}" -k "2_to_the_31"; }
+
+part_adam() { record adam adam_cuda.py $(known_bandwidth); }
+part_batch_norm() { LINES_SHOWN=110 record batch_norm batch_norm_cuda.py --rounds 9 $(known_bandwidth); }
+part_checkpoint() { record checkpoint checkpoint_cuda.py; }
+part_adam_host() { record adam_host adam.py --device cuda --rounds 8; }
+part_adam_memory() { record adam_memory adam_memory.py --device cuda --repeats 2; }
+part_densenet() { record densenet densenet.py --depth 100 --growth-rate 12 --batch-size 64; }
+part_adam_modes() {
+  record adam_modes adam_modes.py --device cuda --rounds 8 --seeds 1 --loss-steps 100
+}
+part_overhead() { record overhead checkpoint_overhead.py --device cuda --rounds 300; }
+part_threads() { record threads checkpoint_threads.py --rounds 10; }
+part_distributed() { record distributed distributed.py --device cuda; }
+part_largest_model() {
+  if [[ ! -e benchmarks/largest_model.py ]]; then
+    say "== largest_model: skipped, there is no such benchmark"
+    skipped+=(largest_model)
+    return
+  fi
+  record largest_model largest_model.py --device cuda --budget 16 40 80
+}
+
+# Elsewhere, so that the build with CUDA stays.
+part_cpu_build() {
+  local tree
+  tree=$(mktemp -d)
+  git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t "$tree"
+  run cpu_build env -C "$tree" PYTHONPATH="$tree" MEMSAVE_EXT_CUDA=0 MEMSAVE_EXT_NATIVE=auto bash -c '
+    "$0" setup.py -q build_ext --inplace && "$0" -m memsave_ext.report &&
+      MEMSAVE_EXT_NATIVE=1 "$0" -m pytest -q -rs -p no:cacheprovider tests/test_cpu_build_cuda.py \
+        tests/test_native.py' "$PYTHON"
+  rm -rf "$tree"
+}
+
+part_memcheck() { sanitizer memcheck --leak-check no; }
+part_racecheck() { sanitizer racecheck --racecheck-report all; }
+part_initcheck() { sanitizer initcheck; }
+part_synccheck() { sanitizer synccheck; }
+
+if [[ ${1:-} == --list ]]; then
+  list
+  exit
+fi
+parts=()
+for name in "${@:-first}"; do
+  if [[ -n ${SETS[$name]:-} ]]; then
+    read -ra chosen <<<"${SETS[$name]}"
+    parts+=("${chosen[@]}")
+  elif [[ -n ${LIMIT[$name]:-} ]]; then
+    [[ $name == build ]] || parts+=("$name")
+  else
+    echo "gpu.sh: no set or part $name; those there are:" >&2
+    list >&2
+    exit 2
+  fi
+done
+EXTRA=()
+rm -rf "$RECORDS"
+mkdir -p "$RECORDS"
+: >"$LOG"
+if part_build; then
+  for name in "${parts[@]}"; do "part_$name"; done
+else
+  say "not run without a build: ${parts[*]}"
+fi
+
+if [[ -n $(ls "$RECORDS") ]]; then tar -C "$RECORDS" -czf "$OUT/gpu-results.tar.gz" .; fi
+rm -rf "$RECORDS"
+((${#skipped[@]})) && say "skipped: ${skipped[*]}"
 if ((${#failed[@]})); then
-  echo "failed: ${failed[*]}"
+  say "failed: ${failed[*]}"
   exit 1
 fi
+say "all passed in $SECONDS s"

@@ -80,7 +80,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("folded", &Stepper::folded)
       .def("grad_norm", &Stepper::grad_norm)
       .def("found", &Stepper::found)
-      .def("forbid", &Stepper::forbid)
+      .def("ask", &Stepper::ask)
+      .def("count_used", &Stepper::count_used)
       .def("hand_to_ddp", &Stepper::hand_to_ddp)
       .def("begin_reduced", &Stepper::begin_reduced)
       .def("step_reduced", &Stepper::step_reduced);

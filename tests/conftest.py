@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 
@@ -13,6 +15,28 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--engine-hooks"):
         ms.use_engine_hooks(True)
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    if workers > 1:
+        # Threads of OpenMP spin while they wait: more of them than cores, and all are many times
+        # slower.
+        threads = max(1, _cores() // workers)
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that tests start
+
+
+def _cores():
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
+def pytest_collection_modifyitems(items):
+    for item in items:
+        # What tests share is often minutes of processes: one worker makes it, once.
+        fixtures = item._fixtureinfo.name2fixturedefs.values()
+        if any(definitions[-1].scope in ("class", "module") for definitions in fixtures):
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
 
 
 @pytest.fixture(autouse=True)

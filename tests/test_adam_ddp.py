@@ -127,9 +127,26 @@ def micro_batches():
     return values(ddp.module)
 
 
+def micro_batches_by_condition():
+    ddp = DistributedDataParallel(used_always(Net()))
+    optimizer = ms.AdamW(ddp.parameters(), lr=0.01, in_backward=True)
+    optimizer.attach(ddp)
+    optimizer.accumulate_when(lambda: not ddp.require_backward_grad_sync)
+    for step in range(STEPS):
+        first, second = part(step).chunk(2)
+        with ddp.no_sync():
+            (loss(ddp, first) / 2).backward()
+        (loss(ddp, second) / 2).backward()
+        with pytest.raises(RuntimeError, match="have been stepped in backward by memsave_ext.Ada"):
+            nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(ddp.module)
+
+
 WHOLE_BATCH = [
     optimizer_after_ddp, optimizer_before_ddp, many_buckets, own_hook, reducer_that_writes,
-    micro_batches,
+    micro_batches, micro_batches_by_condition,
 ]  # fmt: skip
 
 
@@ -207,6 +224,14 @@ def refusals():
     note("not a ddp", lambda: optimizer.attach(net))
     stranger = DistributedDataParallel(nn.Linear(2, 2))
     note("stranger", lambda: optimizer.attach(stranger))
+    small = DistributedDataParallel(nn.Linear(6, 2))
+    asking = ms.AdamW(small.parameters(), in_backward=True)
+    asking.accumulate_when(lambda: True, fold=True)
+    note("folding", lambda: asking.attach(small))
+    asking.accumulate_when(lambda: True)
+    asking.attach(small)
+    note("fold", lambda: asking.accumulate_when(lambda: True, fold=True))
+    note("condition", lambda: small(part(0)).sum().backward())
     note("ordinary", lambda: ms.AdamW(nn.Linear(1, 1).parameters()).attach(ddp))
     return messages
 
@@ -318,6 +343,9 @@ def test_refusals(results):
         assert "Call opt.attach(ddp) once, before training" in messages["not attached"]
         assert "outside of ddp.no_sync()" in messages["not reduced"]
         assert "with ddp.no_sync(), opt.accumulate():" in messages["accumulate"]
+        assert "or accumulate_when() says so" in messages["condition"]
+        for name in ("fold", "folding"):
+            assert messages[name].startswith("ValueError: accumulate_when(fold=True) cannot be")
         assert "attached to another optimizer" in messages["twice"]
         assert "opt.attach(ddp, hook=..., state=...)" in messages["hook taken"]
         assert messages["not a ddp"].startswith("TypeError: ddp must be")

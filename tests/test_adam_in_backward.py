@@ -464,24 +464,6 @@ def test_deepcopy_of_a_parameter_alone_has_no_hook():
     assert other.grad is not None
 
 
-def test_a_closure_that_runs_backward():
-    params, optimizer = make()
-
-    def closure():
-        value = loss(params)
-        value.backward()
-        return value
-
-    before = values(params)
-    with pytest.raises(RuntimeError, match=r"the closure given to step\(\) runs a backward"):
-        optimizer.step(closure)
-    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
-    optimizer.zero_grad()
-    assert optimizer.step(lambda: 3) == 3
-    loss(params).backward()
-    assert params[0].grad is None
-
-
 # lifetimes
 
 

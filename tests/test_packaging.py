@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.utils import parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parents[1]
-pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree")
+pytestmark = [
+    pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree"),
+    pytest.mark.skipif(
+        os.environ.get("MEMSAVE_EXT_NATIVE") == "0", reason="no different in pure Python"
+    ),
+]
 
 
 def load_tool(name: str, monkeypatch: pytest.MonkeyPatch):
@@ -79,8 +88,9 @@ class TestSetup:
             "import sys, types; sys.modules['setuptools'] = types.ModuleType('setuptools'); "
             "__file__ = 'setup.py'; exec(open('setup.py').read())"
         )
-        result = run_setup("-S", "-I", "-c", code)
-        assert_one_sentence(result, "install torch first", "--no-build-isolation")
+        for command in ((), ("bdist_wheel",), ("-q", "dist_info"), ("build_ext", "--inplace")):
+            result = run_setup("-S", "-I", "-c", code, *command)
+            assert_one_sentence(result, "install torch first", "--no-build-isolation")
 
     @pytest.mark.skipif(torch.version.cuda is not None, reason="needs a CPU build of torch")
     def test_cuda_wanted_from_a_cpu_torch(self):
@@ -92,6 +102,72 @@ class TestSetup:
     def test_invalid_choice(self):
         result = run_setup("setup.py", "--version", MEMSAVE_EXT_CUDA="yes")
         assert_one_sentence(result, "MEMSAVE_EXT_CUDA must be auto, 0 or 1, got 'yes'")
+
+
+NOT_IN_THE_SDIST = {".ci/run", ".gitignore", "examples/.gitignore"}
+MADE = re.compile(r"PKG-INFO|setup\.cfg|memsave_ext\.egg-info/.*")
+
+
+class TestSdist:
+    @pytest.fixture(scope="class")
+    def names(self, tmp_path_factory):
+        """What is in it, made from a copy of the checkout, without torch; and what should be."""
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        if not (ROOT / ".git").exists() or not shutil.which("git"):
+            pytest.skip("needs a git checkout")
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        files = {name for name in listed.stdout.split("\0") if (ROOT / name).is_file()}
+        checkout = tmp_path_factory.mktemp("sdist") / "a checkout"
+        for name in files:
+            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, checkout / name)
+        # An entry of None is an import that fails.
+        code = (
+            "import sys; sys.modules['torch'] = None; __file__ = 'setup.py'; "
+            "exec(open('setup.py').read())"
+        )
+        command = [sys.executable, "-c", code, "-q", "sdist"]
+        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        (sdist,) = (checkout / "dist").glob("memsave_ext-*.tar.gz")
+        with tarfile.open(sdist) as archive:
+            names = {entry.name.partition("/")[2] for entry in archive if entry.isfile()}
+        return names, files
+
+    def test_has_every_file_of_the_checkout(self, names):
+        there, files = names
+        assert files - there == NOT_IN_THE_SDIST
+
+    def test_has_nothing_else(self, names):
+        there, files = names
+        assert not [name for name in there - files if not MADE.fullmatch(name)]
+
+
+class TestWheel:
+    @pytest.mark.parametrize(
+        ("torch_version", "cuda", "tag"),
+        [
+            ("2.13.0+cpu", None, "1torch2.13.cpu"),
+            ("2.15.1", None, "1torch2.15.cpu"),
+            ("2.11.0+cu130", "13.0", "1torch2.11.cu130"),
+        ],
+    )
+    def test_build_tag(self, config, torch_version, cuda, tag):
+        assert config.build_tag(torch_version, cuda) == tag
+
+    def test_its_name_says_which_torch_it_fits(self):
+        code = (
+            "import sys; sys.path.insert(0, 'tools'); import build_native, setuptools; "
+            "of = setuptools.Distribution({'name': 'memsave_ext', 'version': '1.2'}); "
+            "wheel = build_native.BdistWheel(of); wheel.ensure_finalized(); "
+            "print(wheel.wheel_dist_name)"
+        )
+        done = run_setup("-c", code, MEMSAVE_EXT_CUDA="0")
+        assert done.returncode == 0, done.stderr
+        name, version, build, _ = parse_wheel_filename(f"{done.stdout.strip()}-py3-none-any.whl")
+        assert (name, str(version)) == ("memsave-ext", "1.2")
+        minor = ".".join(torch.__version__.split(".")[:2])
+        assert build == (1, f"torch{minor}.cpu")
 
 
 class TestDecision:

@@ -85,6 +85,7 @@ Update Backward::make_update(const Entry& entry, Tensor grad) {
       return checked_update(parameter, std::move(grad),
                             entry.folds > 0 ? Phase::kFold : Phase::kFirstFold);
     case Task::kStep:
+    case Task::kAccumulate:  // makes no update
       break;
   }
   return checked_update(parameter, std::move(grad),

@@ -15,7 +15,7 @@ struct Entry;
 class Stepper;
 
 // What becomes of gradients.
-enum class Task { kStep, kFold, kMeasure };
+enum class Task { kStep, kFold, kMeasure, kAccumulate };
 
 class Backward {
  public:
@@ -23,6 +23,7 @@ class Backward {
   ~Backward();
 
   const std::shared_ptr<Snapshot>& snapshot() const { return snapshot_; }
+  Task task() const { return task_; }
   // Does it to the parameter's now, or soon; with `may_flush` false, not now. With the stepper's
   // mutex.
   void add(Entry& entry, at::Tensor grad, bool may_flush);

@@ -49,6 +49,13 @@ void Hook::operator()(const at::Tensor& param) {
   stepper_->ready(*entry_, param, param.grad(), true);
 }
 
+void Hook::compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, "Adam: compiled autograd cannot trace a step in backward. Leave it off, ",
+      "torch._dynamo.config.compiled_autograd = False, or the optimizer's in_backward=True out. ",
+      "torch.compile() of the model alone works.");
+}
+
 void DTensorHook::operator()(const py::object& param) const {
   const at::Tensor& tensor = THPVariable_Unpack(param.ptr());
   const at::Tensor grad = local_gradient(param);

@@ -26,6 +26,8 @@ class Hook : public torch::autograd::PostAccumulateGradHook {
         calls_them_(std::move(calls_them)) {}
 
   void operator()(const at::Tensor& param) override;
+  // Compiled autograd would trace it: an error that says so.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override;
 
   const Stepper* stepper() const { return stepper_.get(); }
   const std::shared_ptr<Entry>& entry() const { return entry_; }

@@ -130,14 +130,12 @@ std::shared_ptr<Backward> Stepper::current_backward() {
   }
   if (!snapshot) snapshot = take_snapshot();
   if (!snapshot) return nullptr;
+  const Task use = next_task();
   std::shared_ptr<Backward> backward;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (auto other = find()) return other;  // of another device's thread
-    backward = std::make_shared<Backward>(shared_from_this(), snapshot,
-                                          measuring_     ? Task::kMeasure
-                                          : folding_ > 0 ? Task::kFold
-                                                         : Task::kStep);
+    backward = std::make_shared<Backward>(shared_from_this(), snapshot, use);
     snapshot_ = snapshot;
     backwards_.erase(std::remove_if(backwards_.begin(), backwards_.end(),
                                     [](const auto& other) { return other.second.expired(); }),
@@ -147,6 +145,17 @@ std::shared_ptr<Backward> Stepper::current_backward() {
   // Held by the graph task alone: an error drops it unfinished.
   torch::autograd::Engine::get_default_engine().queue_callback([backward] { backward->finish(); });
   return backward;
+}
+
+Task Stepper::next_task() {
+  if (measuring_) return Task::kMeasure;
+  if (folding_ > 0) return Task::kFold;
+  if (!asks_) return Task::kStep;
+  const py::gil_scoped_acquire gil;
+  const py::object owner = optimizer();
+  if (owner.is_none()) return Task::kStep;
+  const auto answer = owner.attr("_on_gradients")().cast<std::string>();
+  return answer == "fold" ? Task::kFold : answer == "keep" ? Task::kAccumulate : Task::kStep;
 }
 
 std::string Stepper::name(const Entry& entry, const Tensor& param) {
@@ -162,20 +171,22 @@ void Stepper::check_not_failed() {
 
 void Stepper::check_not_stepped(const Entry& entry, const Tensor& param) {
   const bool again = measuring_ ? entry.measured == step_ : entry.step == step_;
-  TORCH_CHECK(!again, "Adam: ", name(entry, param),
-              " receives a second gradient in one step. Either backward() ran twice before "
-              "opt.step(): put `with opt.accumulate():` around all but the last. Or it is used in "
-              "several regions of torch.utils.checkpoint(use_reentrant=True), which deliver their "
-              "gradients one by one: use use_reentrant=False, or memsave_ext.checkpoint.");
+  TORCH_CHECK(
+      !again, "Adam: ", name(entry, param),
+      " receives a second gradient in one step. Either backward() ran twice before "
+      "opt.step(): put `with opt.accumulate():` around all but the last, or, where a "
+      "trainer runs it, call opt.accumulate_when() once. Or the parameter is used in several "
+      "regions of torch.utils.checkpoint(use_reentrant=True), which deliver their gradients "
+      "one by one: use use_reentrant=False, or memsave_ext.checkpoint.");
   TORCH_CHECK(measuring_ || !norm_ || entry.measured == step_, "Adam: ", name(entry, param),
               " has a gradient now, but had none in norm_pass(), whose norm it would be clipped "
               "by. Both must run the backward of the same loss.");
 }
 
-void Stepper::check_not_forbidden() const {
-  TORCH_CHECK(!forbidden_,
-              "Adam: the closure given to step() runs a backward, which with in_backward=True "
-              "steps the parameters itself. Call backward() first, and then step() without it.");
+void Stepper::check_accumulates_after_no_norm() const {
+  TORCH_CHECK(!norm_,
+              "Adam: gradients are accumulated after norm_pass(), whose norm is that of one "
+              "backward. Use clip_global_norm=, which clips the sum.");
 }
 
 std::shared_ptr<Entry> Stepper::own_entry(const py::handle& param) const {
@@ -195,13 +206,13 @@ void Stepper::ready(Entry& entry, const Tensor& param, const Tensor& grad, bool 
   }
   if (accumulating_ > 0 && !folds) return;
   if (torch::autograd::get_current_graph_task_id() == -1) return;  // step() will apply it
-  check_not_forbidden();
   TORCH_CHECK(!is_reduced_by_ddp(param), "Adam: a parameter of shape ", param.sizes(),
               " belongs to a DistributedDataParallel module, which reduces its gradient after it "
               "would be stepped here. Call opt.attach(ddp) once, before training.");
   const auto backward = current_backward();
   if (!backward) return;  // the optimizer is gone
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (backward->task() == Task::kAccumulate) return check_accumulates_after_no_norm();
   check_not_failed();
   if (entry.snapshot != backward->snapshot().get()) return;  // not in param_groups any more
   check_not_stepped(entry, param);
@@ -220,9 +231,7 @@ void Stepper::accumulate(bool enabled, bool fold) {
   if (enabled) {
     const py::gil_scoped_release no_gil;
     const std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(!norm_,
-                "Adam: accumulate() after norm_pass(), whose norm is that of one backward. Use "
-                "clip_global_norm=, which clips the sum.");
+    check_accumulates_after_no_norm();
   }
   (fold ? folding_ : accumulating_) += enabled ? 1 : -1;
 }
@@ -262,6 +271,16 @@ int64_t Stepper::folded() {
   return folded_;
 }
 
+int64_t Stepper::count_used(const py::list& params) {
+  std::vector<std::shared_ptr<Entry>> entries;
+  for (const py::handle param : params) entries.push_back(own_entry(param));
+  const py::gil_scoped_release no_gil;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::count_if(entries.begin(), entries.end(), [&](const auto& entry) {
+    return entry != nullptr && (entry->step == step_ || entry->folds > 0);
+  });
+}
+
 py::object Stepper::grad_norm() {
   const Tensor& norm = norm_ && norm_->norm().defined() ? norm_->norm() : last_norm_;
   if (!norm.defined()) return py::none();
@@ -294,10 +313,6 @@ void Stepper::hand_to_ddp(const py::list& params, bool enabled) {
 }
 
 std::shared_ptr<Backward> Stepper::begin_reduced(const py::list& params) {
-  check_not_forbidden();
-  TORCH_CHECK(accumulating_ == 0,
-              "Adam: opt.accumulate() around a backward whose gradients DistributedDataParallel "
-              "reduces. Use `with ddp.no_sync(), opt.accumulate():`.");
   std::vector<std::shared_ptr<Entry>> entries;
   std::vector<Tensor> tensors;
   for (const py::handle param : params) {
@@ -306,6 +321,10 @@ std::shared_ptr<Backward> Stepper::begin_reduced(const py::list& params) {
   }
   const py::gil_scoped_release no_gil;
   auto backward = current_backward();
+  TORCH_CHECK(
+      accumulating_ == 0 && !(backward && backward->task() == Task::kAccumulate),
+      "Adam: opt.accumulate() around a backward whose gradients DistributedDataParallel "
+      "reduces, or accumulate_when() says so. Use `with ddp.no_sync(), opt.accumulate():`.");
   const std::lock_guard<std::mutex> lock(mutex_);
   check_not_failed();
   for (size_t i = 0; i < entries.size(); ++i) {

@@ -21,6 +21,7 @@
 namespace memsave_ext::adam {
 
 class Backward;
+enum class Task;
 
 // What is known of a parameter with a hook. No pointer to it: torch swaps tensors only where there
 // is none.
@@ -58,6 +59,8 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   int64_t step(double max_norm, bool unscaled);
   void zero_grad(bool to_none);  // a failure is acknowledged
   void accumulate(bool enabled, bool fold);
+  // Whether each backward asks the optimizer what becomes of its gradients: its _on_gradients().
+  void ask(bool enabled) { asks_ = enabled; }
   // Gradients of the backwards between are measured and dropped. What is measured clips the step
   // that follows; where `max_norm` is None it is forgotten.
   void begin_norm_pass();
@@ -67,7 +70,8 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   pybind11::object grad_norm();  // of the last step whose norm was measured, or None
   // Of the last step with a loss scale: for each device, 1 where a gradient was not finite.
   pybind11::list found();
-  void forbid(bool enabled) { forbidden_ = enabled; }
+  // How many of these parameters had a gradient that was stepped with, or folded, since step().
+  int64_t count_used(const pybind11::list& params);
 
   // For DistributedDataParallel's communication hook, which has the GIL.
   void hand_to_ddp(const pybind11::list& params, bool enabled);
@@ -92,17 +96,18 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   pybind11::object optimizer() const;         // none when it is gone. Needs the GIL
   std::shared_ptr<Snapshot> take_snapshot();  // null when the optimizer is gone
   std::shared_ptr<Backward> current_backward();
+  Task next_task();  // of a backward that begins
   static std::string name(const Entry& entry, const at::Tensor& param);
   std::shared_ptr<Entry> own_entry(const pybind11::handle& param) const;  // null without a hook
   void check_not_failed();
   void check_not_stepped(const Entry& entry, const at::Tensor& param);
-  void check_not_forbidden() const;
+  void check_accumulates_after_no_norm() const;
 
   pybind11::object optimizer_;  // a weak reference
   const int64_t small_bytes_, bucket_bytes_;
   std::atomic<int> accumulating_{0}, folding_{0};
   std::atomic<bool> measuring_{false};
-  std::atomic<bool> forbidden_{false};
+  std::atomic<bool> asks_{false};
 
   std::mutex mutex_;       // for what follows, and for Entry
   bool attached_ = false;  // that any parameter has a hook

@@ -38,14 +38,23 @@ std::vector<RngState::Philox> RngState::current_cuda() {
     if (!cuda.hasPrimaryContext(device)) continue;
     at::Generator generator = cuda.getDefaultGenerator(device);
     const std::lock_guard<std::mutex> lock(generator.mutex());
-    const uint64_t seed = generator.current_seed();
-    const uint64_t offset = generator.get_offset();
-    states.push_back({std::move(generator), seed, offset});
+    try {
+      const uint64_t seed = generator.current_seed();
+      const uint64_t offset = generator.get_offset();
+      states.push_back({std::move(generator), seed, offset});
+    } catch (c10::Error& error) {
+      error.add_context(
+          "memsave_ext: in a CUDA graph, random numbers of a region can be replayed by a build of "
+          "memsave_ext with CUDA; without, pass preserve_rng_state=False to checkpoint");
+      throw;
+    }
   }
   return states;
 }
 
-RngState::RngState() : cpu_(Cpu::current()), cuda_(current_cuda()) {}
+RngState::RngState() : cpu_(Cpu::current()), graph_(GraphRng::current()) {
+  if (!graph_) cuda_ = current_cuda();
+}
 
 void RngState::restore() const {
   {
@@ -64,11 +73,35 @@ void RngState::restore() const {
 }
 
 bool RngState::is_current() const {
-  const auto cuda = current_cuda();
-  return cpu_ == Cpu::current() && std::equal(cuda_.begin(), cuda_.end(), cuda.begin(), cuda.end(),
-                                              [](const Philox& a, const Philox& b) {
-                                                return a.seed == b.seed && a.offset == b.offset;
-                                              });
+  const RngState now;
+  return cpu_ == now.cpu_ && graph_ == now.graph_ &&
+         std::equal(cuda_.begin(), cuda_.end(), now.cuda_.begin(), now.cuda_.end(),
+                    [](const Philox& a, const Philox& b) {
+                      return a.seed == b.seed && a.offset == b.offset;
+                    });
 }
+
+RngGuard::RngGuard(const RngState& state) {
+  const bool captured = state.graph_.has_value();
+  const bool capturing = outer_.graph_.has_value();
+  // Without a device's state there is nothing that a capture would keep from being set.
+  const bool possible = captured ? capturing && state.graph_->capture == outer_.graph_->capture
+                                 : !capturing || state.cuda_.empty();
+  TORCH_CHECK(
+      possible,
+      "memsave_ext: the forward of a checkpointed region, which draws random numbers, ran ",
+      captured ? "while a CUDA graph was captured" : "outside of a CUDA graph",
+      ", and its recompute ", capturing ? "while another was captured" : "outside of it",
+      ", where it would draw others. Capture forward and backward in one graph "
+      "(torch.cuda.make_graphed_callables makes two), or draw no random numbers in the region.");
+  if (captured) graph_.emplace(*state.graph_);
+  state.restore();
+}
+
+#ifndef MEMSAVE_EXT_WITH_CUDA
+std::optional<GraphRng> GraphRng::current() { return std::nullopt; }
+GraphRngScope::GraphRngScope(const GraphRng&) {}
+GraphRngScope::~GraphRngScope() = default;
+#endif
 
 }  // namespace memsave_ext

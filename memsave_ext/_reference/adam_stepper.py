@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -27,7 +28,7 @@ class AdamStepper:
         self._small_bytes, self._bucket_bytes = small_bytes, bucket_bytes
         self._attached = False
         self._accumulating = self._folding = 0
-        self._forbidden = False
+        self._asks = False
         self._reduced_by_ddp: set[int] = set()
         self._unreduced: set[int] = set()  # of these, those with a gradient of this process alone
         self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
@@ -127,11 +128,8 @@ class AdamStepper:
             self._end_step()
 
     def accumulate(self, enabled: bool, fold: bool) -> None:
-        if enabled and self._squares is not None:
-            raise RuntimeError(
-                "Adam: accumulate() after norm_pass(), whose norm is that of one backward. Use "
-                "clip_global_norm=, which clips the sum."
-            )
+        if enabled:
+            self._check_accumulates_after_no_norm()
         if fold:
             self._folding += 1 if enabled else -1
         else:
@@ -209,8 +207,12 @@ class AdamStepper:
             found.fill_(1)
         return factor.float(), skip
 
-    def forbid(self, enabled: bool) -> None:
-        self._forbidden = enabled
+    def ask(self, enabled: bool) -> None:
+        self._asks = enabled
+
+    def count_used(self, params: list[Tensor]) -> int:
+        used = self.stepped | self._folds if self._attached else set()
+        return sum(id(param) in used for param in params)
 
     # called by DistributedDataParallel's communication hook
 
@@ -219,17 +221,18 @@ class AdamStepper:
         change(id(param) for param in params)
 
     def begin_reduced(self, params: list[Tensor]) -> _Backward | None:
-        self._check_not_forbidden()
-        if self._accumulating:
+        backward = self._current_backward()
+        if self._accumulating or (backward is not None and backward.task == "keep"):
             raise RuntimeError(
                 "Adam: opt.accumulate() around a backward whose gradients DistributedDataParallel "
-                "reduces. Use `with ddp.no_sync(), opt.accumulate():`."
+                "reduces, or accumulate_when() says so. Use `with ddp.no_sync(), "
+                "opt.accumulate():`."
             )
         self.check_not_failed()
         for param in params:
             self._check_fires_once(param)
         self._unreduced.difference_update(id(param) for param in params)
-        return self._current_backward()
+        return backward
 
     def step_reduced(
         self, backward: _Backward | None, params: list[Tensor], grads: list[Tensor]
@@ -262,7 +265,6 @@ class AdamStepper:
             return
         if (self._accumulating and not self._folding) or torch._C._current_graph_task_id() == -1:
             return
-        self._check_not_forbidden()
         backward = self._current_backward()
         if backward is None:
             return
@@ -272,6 +274,9 @@ class AdamStepper:
                 "DistributedDataParallel module, which reduces its gradient after it would be "
                 "stepped here. Call opt.attach(ddp) once, before training."
             )
+        if backward.task == "keep":
+            self._check_accumulates_after_no_norm()
+            return
         self.check_not_failed()
         group = self._group_of(param)
         if group is None:  # not in param_groups any more
@@ -284,12 +289,16 @@ class AdamStepper:
         backward.add(param, group, wait=not is_last or param.grad.nbytes < self._small_bytes)
 
     def _current_backward(self) -> _Backward | None:
-        if self._optimizer() is None:
+        optimizer: Any = self._optimizer()
+        if optimizer is None:
             return None
+        _check_not_compiled_autograd()
         task = torch._C._current_graph_task_id()
         backward = self._backwards.get(task)
         if backward is None:
             kind = "measure" if self._measuring else "fold" if self._folding else "step"
+            if kind == "step" and self._asks:
+                kind = optimizer._on_gradients()
             self._backwards[task] = backward = _Backward(self, self._ddp_params(), kind)
             torch.autograd.Variable._execution_engine.queue_callback(backward.finish)
         return backward
@@ -303,11 +312,11 @@ class AdamStepper:
         modules = [m for m in gc.get_objects() if type(m) is DistributedDataParallel]
         return {id(p) for module in modules for p in module.parameters()}
 
-    def _check_not_forbidden(self) -> None:
-        if self._forbidden:
+    def _check_accumulates_after_no_norm(self) -> None:
+        if self._squares is not None:
             raise RuntimeError(
-                "Adam: the closure given to step() runs a backward, which with in_backward=True "
-                "steps the parameters itself. Call backward() first, and then step() without it."
+                "Adam: gradients are accumulated after norm_pass(), whose norm is that of one "
+                "backward. Use clip_global_norm=, which clips the sum."
             )
 
     def _check_reduced(self, param: Tensor) -> None:
@@ -323,7 +332,8 @@ class AdamStepper:
             raise RuntimeError(
                 f"Adam: {self.name(param)} receives a second gradient in one step. Either "
                 "backward() ran twice before opt.step(): put `with opt.accumulate():` around all "
-                "but the last. Or it is used in several regions of "
+                "but the last, or, where a trainer runs it, call opt.accumulate_when() once. Or "
+                "the parameter is used in several regions of "
                 "torch.utils.checkpoint(use_reentrant=True), which deliver their gradients one by "
                 "one: use use_reentrant=False, or memsave_ext.checkpoint."
             )
@@ -437,7 +447,7 @@ class _Backward:
 
     def __init__(self, stepper: AdamStepper, of_ddp: set[int], task: str) -> None:
         self.stepper = stepper
-        self.task = task  # what becomes of gradients: step, fold or measure
+        self.task = task  # what becomes of gradients: step, fold, measure or keep
         self.of_ddp = of_ddp  # parameters whose gradients are reduced later
         self.waiting: list[tuple[Tensor, dict[str, Any]]] = []
         self.bytes = 0
@@ -476,6 +486,17 @@ class _Backward:
         if not self.finished:  # backward raised
             self.stepper.stepped_before_failure += self.stepped
             self.stepper.stepped -= {id(p) for p, _ in self.waiting}
+
+
+def _check_not_compiled_autograd() -> None:
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    # Once while it is traced, and where that has failed once more, run.
+    if torch.compiler.is_compiling() or getattr(module, "in_compiled_autograd_region", False):
+        raise NotImplementedError(
+            "Adam: compiled autograd cannot trace a step in backward. Leave it off, "
+            "torch._dynamo.config.compiled_autograd = False, or the optimizer's in_backward=True "
+            "out. torch.compile() of the model alone works."
+        )
 
 
 def _square(grad: Tensor | None) -> Tensor:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import modes
+from . import clip_guard, modes
 from .dtensor import is_dtensor
 
 
@@ -22,16 +22,36 @@ class InBackward(torch.optim.Optimizer):
     _grad_scaler: torch.amp.GradScaler | None = None
     _stepper: Any
     _reductions: list[Any]  # of DistributedDataParallel modules
+    _accumulate_when: Callable[[], object] | None = None
+    _folds_when = False
 
     @property
     def grad_scaler(self) -> torch.amp.GradScaler | None:
-        """That of the training loop; a copied or unpickled optimizer is to be given one again."""
+        """That of the training loop. It can be set later, before training, as where a trainer makes
+        it; a copied or unpickled optimizer is to be given one again."""
         return self._grad_scaler
 
     @grad_scaler.setter
     def grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        groups: list[dict[str, Any]] = self.__dict__.get("param_groups", [])
+        if scaler is not None:
+            if self.__dict__.get("defaults", {}).get("differentiable"):
+                raise ValueError(
+                    "differentiable=True, which is torch's implementation, has no grad_scaler"
+                )
+            self._refuse_dtensors("grad_scaler", [p for g in groups for p in g["params"]])
+            self._count_on_device(groups)
         self._grad_scaler = scaler
         self._choose_unscaling()
+
+    def _count_on_device(self, groups: list[dict[str, Any]]) -> None:
+        """Whether a step is made is known there: so is how many have been."""
+        for group in groups:
+            if not group.get("capturable") and not group.get("foreach"):
+                group["fused"] = True
+            for param in group["params"]:
+                if state := self.state.get(param):
+                    state["step"] = state["step"].to(param.device, torch.float32)
 
     def _make_stepper(self) -> None:
         raise NotImplementedError
@@ -75,6 +95,56 @@ class InBackward(torch.optim.Optimizer):
             yield
         finally:
             self._stepper.accumulate(False, fold)
+
+    def accumulate_when(
+        self, condition: Callable[[], object] | None, *, fold: bool = False
+    ) -> None:
+        """As :meth:`accumulate`, where a trainer runs the loop: decided by each backward.
+
+        Once, before training::
+
+            opt.accumulate_when(lambda: not accelerator.sync_gradients)
+
+        A copied or unpickled optimizer is to be told again.
+
+        Args:
+            condition: called when the first gradient of a backward arrives; true where the backward
+                is not the last of its step. None: no condition any more.
+            fold: as in :meth:`accumulate`.
+
+        Raises:
+            TypeError: ``condition`` is neither callable nor None.
+            ValueError: as from :meth:`accumulate`; ``fold`` after :meth:`attach`.
+        """
+        if condition is not None and not callable(condition):
+            raise TypeError(
+                "accumulate_when: condition must be a function without arguments, or None, got "
+                f"{type(condition).__name__}"
+            )
+        if condition is not None and fold:
+            self._check_foldable()
+            self._refuse_folding_before_reduction(bool(self._reductions))
+        self._accumulate_when = condition
+        self._folds_when = condition is not None and fold
+        self._stepper.ask(condition is not None)
+
+    def _on_gradients(self) -> str:
+        """What a backward does with its gradients: "step", "fold" or "keep" them."""
+        if self._accumulate_when is None or not self._accumulate_when():
+            return "step"
+        if not self._folds_when:
+            return "keep"
+        self._check_foldable()
+        return "fold"
+
+    @staticmethod
+    def _refuse_folding_before_reduction(refused: bool) -> None:
+        if refused:
+            raise ValueError(
+                "accumulate_when(fold=True) cannot be combined with attach(): gradients of one "
+                "process, which DistributedDataParallel has not reduced, would be folded. Use "
+                "fold=False."
+            )
 
     def _check_foldable(self) -> None:
         def refuse(other: str, way_out: str) -> None:
@@ -166,6 +236,7 @@ class InBackward(torch.optim.Optimizer):
         params: list[Tensor] = [p for p in ddp.parameters() if id(p) in ours]
         if not params:
             raise ValueError("ddp has no parameter that is in this optimizer")
+        self._refuse_folding_before_reduction(self._folds_when)
         from .ddp import attach
 
         self._reductions.append(attach(self, ddp, params, hook, state))
@@ -185,6 +256,7 @@ class InBackward(torch.optim.Optimizer):
             if not param.is_leaf:
                 raise ValueError("in_backward=True: can't step a non-leaf Tensor in backward")
         self._stepper.attach(params)
+        clip_guard.watch(self)
 
     def _check_not_orphaned(self) -> None:
         """No parameter has had a gradient: are they still those of a model?"""
@@ -211,8 +283,10 @@ class InBackward(torch.optim.Optimizer):
         if self.grad_scaler is None:
             raise RuntimeError(
                 "Adam: GradScaler.step() for an optimizer that has stepped in backward, with "
-                "gradients multiplied by the scale. Hand it over when making the optimizer: "
-                f"{type(self).__name__}(..., in_backward=True, grad_scaler=scaler)"
+                "gradients multiplied by the scale. Hand it over before training: "
+                f"{type(self).__name__}(..., in_backward=True, grad_scaler=scaler), or "
+                "opt.grad_scaler = scaler where a trainer has made it (trainer.accelerator.scaler, "
+                "trainer.precision_plugin.scaler)."
             )
         return self.grad_scale is None
 

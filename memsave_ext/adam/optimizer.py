@@ -67,9 +67,10 @@ class Adam(Saving, torch.optim.Adam):
             :meth:`accumulate`; a sparse gradient. From :meth:`step`, a backward that raised after
             some parameters were stepped, until :meth:`zero_grad`.
 
-    torch's ``clip_grad_norm_`` sees no gradients with ``in_backward`` and clips nothing. Source:
-    Kingma and Ba 2015, arXiv 1412.6980; Loshchilov and Hutter 2019, arXiv 1711.05101; 8-bit states:
-    Dettmers et al. 2022, arXiv 2110.02861.
+    With ``in_backward`` torch's ``clip_grad_norm_`` and ``clip_grad_value_`` would find no
+    gradients and clip nothing: they raise for parameters that were stepped. Source: Kingma and Ba
+    2015, arXiv 1412.6980; Loshchilov and Hutter 2019, arXiv 1711.05101; 8-bit states: Dettmers et
+    al. 2022, arXiv 2110.02861.
     """
 
     _small_bytes = SMALL_BYTES
@@ -156,8 +157,8 @@ class Adam(Saving, torch.optim.Adam):
         """Step every parameter that has a gradient; with ``in_backward``, close the step.
 
         Args:
-            closure: evaluates the model again and returns the loss. With ``in_backward`` it must
-                not call backward.
+            closure: evaluates the model again, runs backward and returns the loss. With
+                ``in_backward`` that steps, and this closes the step.
 
         Returns:
             What ``closure`` returned.
@@ -166,12 +167,8 @@ class Adam(Saving, torch.optim.Adam):
             return super().step(closure)
         loss = None
         if closure is not None:
-            self._stepper.forbid(self._in_backward)
-            try:
-                with torch.enable_grad():
-                    loss = closure()
-            finally:
-                self._stepper.forbid(False)
+            with torch.enable_grad():
+                loss = closure()
         if self._in_backward and (lost := self._stepper.attach_lost()):
             warnings.warn(
                 f"memsave_ext: {lost} parameters had lost their hook (their tensors were swapped, "

@@ -149,8 +149,9 @@ template <typename... Parameters, typename... Arguments>
 void launch_fit(void (*kernel)(Parameters...), const Problem& problem, const Fit& fit, void* stream,
                 const Arguments&... arguments) {
   if (fit.bytes > (size_t{48} << 10)) {  // more than a kernel gets unasked
+    // Not fit.bytes: another thread, with another shape, could lower it again before the launch.
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(fit.bytes)));
+                               static_cast<int>(most_shared_bytes())));
   }
   launch(kernel, problem.channels, fit.threads, fit.bytes, stream, arguments...);
 }

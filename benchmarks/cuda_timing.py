@@ -1,0 +1,135 @@
+"""Times of CUDA kernels beside the least they could take: the bytes they must move, as a copy does.
+
+Device events; medians; cases take turns. Before each call a buffer of a gibibyte is written: no
+case finds its tensors in the cache, and the host has queued all of a call when the device comes to
+it. The speed of a copy of a gibibyte, read and written, is measured in the same way, once: as a
+script this prints it, and the benchmarks take it by --bandwidth.
+
+    python benchmarks/cuda_timing.py
+
+On the CPU, to try the benchmarks where there is no GPU, by the host's clock.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from common import balanced_order, device_name, machine
+
+Cases = dict[str, Callable[[], Any]]
+Row = dict[str, Any]
+WARMUP = 3
+SHARE = 0.85  # of the floor that kernels should reach
+
+
+class Timer:
+    def __init__(self, device: str, rounds: int, flush_bytes: int = 1 << 30) -> None:
+        self.device, self.rounds = device, rounds
+        self.on_cuda = device.startswith("cuda")
+        size = flush_bytes if self.on_cuda else 1
+        self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def medians(self, cases: Cases) -> dict[str, float]:
+        """Microseconds of each case; a few rounds more come first and do not count."""
+        timed: dict[str, list[Callable[[], float]]] = {name: [] for name in cases}
+        for round_ in range(WARMUP + self.rounds):
+            for name in balanced_order(list(cases), round_):
+                self.buffer.zero_()
+                taken = self._events(cases[name]) if self.on_cuda else self._clock(cases[name])
+                if round_ >= WARMUP:
+                    timed[name].append(taken)
+        if self.on_cuda:
+            torch.cuda.synchronize()
+        return {name: statistics.median(of() for of in values) for name, values in timed.items()}
+
+    def _events(self, run: Callable[[], Any]) -> Callable[[], float]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        return lambda: start.elapsed_time(end) * 1e3
+
+    def _clock(self, run: Callable[[], Any]) -> Callable[[], float]:
+        start = time.perf_counter()
+        run()
+        taken = time.perf_counter() - start
+        return lambda: taken * 1e6
+
+    def bandwidth(self) -> float:
+        """Bytes that a copy reads and writes in a microsecond."""
+        source = torch.randint(
+            256, (1 << 30 if self.on_cuda else 1 << 20,), dtype=torch.uint8, device=self.device
+        )
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / self.medians({"copy": lambda: target.copy_(source)})["copy"]
+
+
+def add_options(parser: argparse.ArgumentParser, rounds: int) -> None:
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument(
+        "--bandwidth", type=float, metavar="GB/S", help="of a copy; measured where it is not given"
+    )
+
+
+def prepare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[Timer, float]:
+    """A timer, and bytes per microsecond of a copy."""
+    import memsave_ext as ms
+
+    if options.device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            parser.error(f"--device {options.device} needs a CUDA device")
+        native = ms._native.module
+        if not (native and native.with_cuda):
+            parser.error(f"--device {options.device} needs a native build with CUDA")
+    torch.manual_seed(0)
+    timer = Timer(options.device, options.rounds)
+    return timer, options.bandwidth * 1e3 if options.bandwidth else timer.bandwidth()
+
+
+def make_row(times: dict[str, float], moved: float, bandwidth: float, **names: Any) -> Row:
+    """Of one kernel: ``times`` of "ours" and, where there is one, "torch", in microseconds."""
+    floor = moved / bandwidth
+    return {
+        **names,
+        "ours_us": times["ours"],
+        "torch_us": times.get("torch"),
+        "floor_us": floor,
+        "share": floor / times["ours"],
+    }
+
+
+def cell(row: Row) -> str:
+    """Time, floor, share of it, and times torch's speed."""
+    beside = f"{row['torch_us'] / row['ours_us']:5.2f}x" if row["torch_us"] else f"{'':6}"
+    return f"{row['ours_us']:9.1f} /{row['floor_us']:9.1f} {row['share']:5.0%} {beside}"
+
+
+def figure(name: str, value: float, bar: float, at_least: bool = True) -> dict[str, Any]:
+    ok = value >= bar if at_least else value <= bar
+    return {"name": name, "value": value, "bar": bar, "at_least": at_least, "ok": ok}
+
+
+def show_bars(bars: list[dict[str, Any]]) -> None:
+    for item in bars:
+        word = "at least" if item["at_least"] else "at most"
+        verdict = "ok" if item["ok"] else "MISSED"
+        print(f"{item['name']:64} {item['value']:6.2f} ({word} {item['bar']:.2f}) {verdict}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    bandwidth = Timer(options.device, options.rounds).bandwidth()
+    print(f"{device_name(machine(options.device))}: a copy moves, in GB/s")
+    print(f"{bandwidth / 1e3:.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+// GraphRng of a build with CUDA, by what torch's generators offer in public. They do not let a
+// captured generator be set back, but its state can be exchanged (graphsafe_set_state), also for
+// one made by hand, as it is here: with the same addresses, at another place.
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <mutex>
+#include <type_traits>
+#include <utility>
+
+#include "checkpoint/device.h"
+#include "checkpoint/graph_rng.h"
+
+namespace memsave_ext {
+namespace {
+
+at::TensorBase scalar_at(int64_t* address, c10::Device device) {
+  return at::for_blob(address, {1})
+      .options(c10::TensorOptions(device).dtype(at::kLong))
+      .target_device(device)
+      .make_tensor();
+}
+
+// From torch 2.12 on a state has one for each capture.
+template <typename State>
+auto set_place(State& state, const GraphRng& rng) -> decltype(void(state.capture_states_)) {
+  auto& captured = state.capture_states_[rng.capture];
+  using Captured = typename std::remove_reference_t<decltype(captured)>::element_type;
+  captured = c10::make_intrusive<Captured>();
+  captured->rng_state_seed_extragraph_ = scalar_at(rng.seed, rng.generator.device());
+  captured->rng_state_offset_extragraph_ = scalar_at(rng.offset, rng.generator.device());
+  captured->offset_intragraph_ = rng.place;
+}
+
+template <typename State>
+auto set_place(State& state, const GraphRng& rng) -> decltype(void(state.capturing_)) {
+  state.capturing_ = true;
+  state.seed_extragraph_ = scalar_at(rng.seed, rng.generator.device());
+  state.offset_extragraph_ = scalar_at(rng.offset, rng.generator.device());
+  state.offset_intragraph_ = rng.place;
+}
+
+void exchange_state(at::Generator& generator, const at::Generator& state) {
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.graphsafe_set_state(state);
+}
+
+}  // namespace
+
+std::optional<GraphRng> GraphRng::current() {
+  if (!cuda_in_use()) return std::nullopt;
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  if (!c10::cuda::hasPrimaryContext(stream.device_index())) return std::nullopt;
+  cudaStreamCaptureStatus status{};
+  unsigned long long capture = 0;
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream.stream(), &status, &capture));
+  if (status != cudaStreamCaptureStatusActive) return std::nullopt;
+  at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(stream.device_index());
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  // Asked for no numbers, it only says where the next ones would be from.
+  const auto now = generator.get<at::CUDAGeneratorImpl>()->philox_cuda_state(0);
+  return GraphRng{capture, generator, now.seed_.ptr, now.offset_.ptr, now.offset_intragraph_};
+}
+
+GraphRngScope::GraphRngScope(const GraphRng& rng)
+    : generator_(rng.generator), outer_(generator_.graphsafe_get_state()) {
+  auto state = c10::make_intrusive<at::CUDAGeneratorState>();
+  set_place(*state, rng);
+  exchange_state(generator_, at::make_generator<at::CUDAGeneratorImpl>(generator_.device().index(),
+                                                                       std::move(state)));
+}
+
+GraphRngScope::~GraphRngScope() { exchange_state(generator_, outer_); }
+
+}  // namespace memsave_ext

@@ -1,0 +1,70 @@
+"""torch's clipping finds no gradients where parameters were stepped in backward: an error.
+
+Trainers clip by default, and torch says nothing where it clips nothing (torchtune#1934).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.utils.clip_grad as _torch
+from torch import Tensor
+
+_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+_guarded: set[str] = set()
+
+
+def watch(optimizer: Any) -> None:
+    """Make torch's functions raise where this optimizer has stepped their parameters already."""
+    _guard("_clip_grads_with_norm_", "clip_grad_norm_", "max_norm")  # the former is in the latter
+    _guard("clip_grad_value_", "clip_grad_value_", "clip_value")
+    _optimizers.add(optimizer)
+
+
+def _check(name: str, params: list[Tensor], limit: float) -> None:
+    if limit == math.inf:  # the norm is asked for
+        return
+    for optimizer in _optimizers:
+        if count := optimizer._stepper.count_used(params):
+            kind = type(optimizer).__name__
+            raise RuntimeError(
+                f"{name}: {count} of {len(params)} parameters have been stepped in backward by "
+                f"memsave_ext.{kind}: their gradients are gone, and would not be clipped. Switch "
+                "this clipping off (transformers: max_grad_norm=0, Lightning: gradient_clip_val="
+                f"None), and have the optimizer clip: {kind}(max_grad_norm=...) each gradient, or "
+                "clip_global_norm= or norm_pass() all together."
+            )
+
+
+def _guard(function: str, name: str, limit: str) -> None:
+    if function in _guarded:
+        return
+    wrapper = getattr(_torch, function)
+    variables = wrapper.__code__.co_freevars
+    if "func" not in variables:  # not torch's decorator
+        return
+    # Into the decorator around it: this reaches those who imported the function, too.
+    cell = wrapper.__closure__[variables.index("func")]
+    inner: Callable[..., Any] = cell.cell_contents
+    signature = inspect.signature(inner)
+
+    @functools.wraps(inner)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not _optimizers:
+            return inner(*args, **kwargs)
+        call = signature.bind(*args, **kwargs)
+        params = call.arguments["parameters"]
+        # Read twice: it may be a generator.
+        params = [params] if isinstance(params, Tensor) else list(params)
+        call.arguments["parameters"] = params
+        _check(name, params, float(call.arguments[limit]))
+        return inner(*call.args, **call.kwargs)
+
+    cell.cell_contents = guarded
+    _guarded.add(function)

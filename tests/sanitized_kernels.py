@@ -1,0 +1,172 @@
+"""Every kernel, once or a few times, on small tensors: what compute-sanitizer is run over.
+
+Not among the tests by its name; benchmarks/gpu.sh gives it to the sanitizer. Sizes are odd, tails
+not full, addresses not aligned. What the kernels compute, other tests check: here only that it is
+finite.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from on_device import HAS_CUDA
+from torch import nn
+
+import memsave_ext as ms
+from memsave_ext import _native
+
+DEVICE = "cuda" if HAS_CUDA else "cpu"
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+ops = torch.ops.memsave_ext
+
+
+def finite(*tensors):
+    for tensor in tensors:
+        assert tensor.isfinite().all()
+
+
+# ---- batch norm ---------------------------------------------------------------------------------
+
+# Planes on chip, with more than 48 KiB too, and in chunks; rows in groups that are not full.
+SHAPES = [(1, 1, 1, 2), (2, 3, 5, 7), (4, 130, 14, 14), (64, 128, 7, 7), (3, 5, 65, 127)]
+LAYOUTS = {"planes": torch.contiguous_format, "rows": torch.channels_last}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [FP64, FP32, FP16, BF16], ids=str)
+def test_batch_norm(dtype, shape, layout):
+    x, residual, grad = (
+        torch.randn(shape, device=DEVICE).to(dtype).contiguous(memory_format=LAYOUTS[layout])
+        for _ in range(3)
+    )
+    kind = FP64 if dtype == FP64 else FP32
+    weight, bias, mean, var = torch.rand(4, shape[1], device=DEVICE, dtype=kind)
+    for activation, added in (("none", None), ("leaky_relu", residual)):
+        given = (x, weight, bias, added)
+        tail = (activation, 0.1)
+        output, statistics = ops.batch_norm_forward(
+            *given, None, mean, var, True, 0.1, 1e-5, *tail, None
+        )
+        again, _ = ops.batch_norm_forward(*given, statistics, None, None, True, 0.1, 1e-5, *tail,
+                                          None)  # fmt: skip
+        assert torch.equal(output, again)
+        mask = [True, added is not None, True, True]
+        finite(
+            output,
+            *ops.batch_norm_backward(grad, *given, statistics, True, 1e-5, *tail, mask),
+            *ops.batch_norm_backward(grad, *given, statistics, False, 1e-5, *tail, mask),
+        )
+        sums = ops.batch_norm_backward_sums(grad, *given, statistics, *tail)
+        finite(sums, *ops.batch_norm_backward_input(grad, *given, statistics, sums, *tail,
+                                                    mask[:2]))  # fmt: skip
+    channels = shape[1] * kind.itemsize
+    finite(ops.batch_norm_moments(x)[: 2 * channels].view(kind))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batch_norm_of_an_address_that_is_not_aligned(layout):
+    aligned = torch.randn(4, 16, 8, 8, device=DEVICE).to(BF16)
+    aligned = aligned.contiguous(memory_format=LAYOUTS[layout])
+    storage = torch.zeros(aligned.numel() + 1, device=DEVICE, dtype=BF16)
+    x = storage.as_strided(aligned.shape, aligned.stride(), 1)
+    x.copy_(aligned)
+    finite(*ops.batch_norm_forward(
+        x, None, None, None, None, None, None, True, 0.1, 1e-5, "relu", 0.0, None
+    ))  # fmt: skip
+
+
+# ---- Adam ---------------------------------------------------------------------------------------
+
+SIZES = [1, 31, 255, 257, 4095, 4096, 5001, 70_003]
+MODES = {
+    "fp64": (FP64, {}),
+    "fp32": (FP32, {}),
+    "fp32, amsgrad": (FP32, {"amsgrad": True, "maximize": True}),
+    "fp32, clipped": (FP32, {"max_grad_norm": 0.5}),
+    "fp32, all clipped": (FP32, {"clip_global_norm": 0.5}),
+    "fp32, states bf16": (FP32, {"state_dtype": BF16, "amsgrad": True}),
+    "fp32, states 8bit": (FP32, {"state_dtype": "8bit"}),
+    "fp16": (FP16, {"max_grad_norm": 0.5}),
+    "fp16, states bf16": (FP16, {"state_dtype": BF16}),
+    "fp16, states 8bit": (FP16, {"state_dtype": "8bit"}),
+    "bf16": (BF16, {}),
+    "bf16, states bf16": (BF16, {"state_dtype": BF16}),
+    "bf16, states 8bit": (BF16, {"state_dtype": "8bit"}),
+    **{
+        f"{kind}, states {state or 'fp32'}": (BF16, {"bf16": kind, "state_dtype": state})
+        for kind in ("stochastic", "kahan", "split")
+        for state in (None, BF16, "8bit")
+    },
+}
+
+
+def parameters(dtype):
+    """Every other one at an address that no vector may be loaded from."""
+    made = []
+    for i, size in enumerate(SIZES):
+        whole = torch.randn(size + 1, device=DEVICE).to(dtype)
+        made.append(nn.Parameter(whole[i % 2 :][:size]))
+    return made
+
+
+def backward(params, scale=1.0):
+    (sum((p * p.detach().cos()).sum().float() for p in params) * scale).backward()
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["", "steps on the device"])
+@pytest.mark.parametrize("mode", MODES)
+def test_adam(mode, on_device):
+    dtype, options = MODES[mode]
+    params = parameters(dtype)
+    optimizer = ms.AdamW(params, lr=1e-3, in_backward=True, fused=on_device, **options)
+    for _ in range(2):
+        backward(params)
+        optimizer.step()
+        optimizer.zero_grad()
+    finite(*params, *optimizer.fp32_parameters())
+
+
+@pytest.mark.parametrize("mode", ["fp64", "fp32", "fp32, amsgrad", "bf16", "split, states fp32"])
+def test_adam_folds(mode):
+    dtype, options = MODES[mode]
+    params = parameters(dtype)
+    optimizer = ms.AdamW(params, lr=1e-3, in_backward=True, **options)
+    for _ in range(2):
+        for last in (False, False, True):
+            with contextlib.nullcontext() if last else optimizer.accumulate(fold=True):
+                backward(params)
+        optimizer.step()
+    finite(*params)
+
+
+@pytest.mark.parametrize("mode", ["fp64", "fp32", "fp16", "fp32, states 8bit"])
+def test_adam_under_a_scaler(mode):
+    dtype, options = MODES[mode]
+    params = parameters(dtype)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0)
+    optimizer = ms.AdamW(params, lr=1e-3, in_backward=True, grad_scaler=scaler, **options)
+    for factor in (1.0, float("inf"), 1.0):
+        backward(params, 8.0 * factor)
+        scaler.scale(torch.ones((), device=DEVICE))  # makes the scale
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    finite(*params)
+
+
+def test_adam_norm_pass():
+    params = parameters(FP32)
+    optimizer = ms.AdamW(params, lr=1e-3, in_backward=True)
+    with optimizer.norm_pass(1.0):
+        backward(params)
+    backward(params)
+    optimizer.step()
+    finite(optimizer.grad_norm, *params)
+
+
+@pytest.mark.skipif(
+    not (HAS_CUDA and _native.module and _native.module.with_cuda), reason="needs a build with CUDA"
+)
+def test_probe():
+    assert _native.module.probe_cuda() > 0

@@ -1,0 +1,100 @@
+"""The native part as setuptools builds it: the extension, and what is written of the build.
+
+setup.py imports it, where torch is installed.
+"""
+
+import json
+import os
+import platform
+import shlex
+import sys
+from pathlib import Path
+
+import build_config
+import torch
+from setuptools.command.bdist_wheel import bdist_wheel
+
+ROOT = Path(__file__).resolve().parents[1]
+DECISION = build_config.decide(torch.__version__, torch.version.cuda)
+if DECISION.cuda:
+    # Both are read by torch.utils.cpp_extension, the first when it is imported.
+    os.environ["CUDA_HOME"] = str(DECISION.cuda_home)
+    os.environ["TORCH_CUDA_ARCH_LIST"] = str(DECISION.archs)
+
+from torch.utils import cpp_extension  # noqa: E402
+
+
+class BuildExtension(cpp_extension.BuildExtension):
+    """torch's build_ext, which also writes what was built beside the compiled file."""
+
+    def finalize_options(self):
+        if self.build_temp is None:
+            # One place for every kind of build, so that an editable install and a later build_ext
+            # share objects; per torch, because objects of another torch must not be linked.
+            name = f"temp.{sys.implementation.cache_tag}-torch{torch.__version__}"
+            self.build_temp = os.path.join("build", name)
+        super().finalize_options()
+
+    def run(self):
+        print(DECISION.sentence, flush=True)
+        super().run()
+
+    def build_extension(self, ext):
+        compiled = Path(self.get_ext_fullpath(ext.name))
+        info = self._build_info(compiled.name)
+        path = compiled.with_name("_build_info.json")
+        if not path.exists() or path.read_text() != info:
+            # Without ninja an older file would pass as up to date, whatever it was built for.
+            self.force = True
+        path.unlink(missing_ok=True)
+        super().build_extension(ext)
+        path.write_text(info)
+
+    def copy_extensions_to_source(self):
+        super().copy_extensions_to_source()
+        for ext in self.extensions:
+            built = Path(self.build_lib, *ext.name.split(".")).with_name("_build_info.json")
+            self.copy_file(str(built), str(ROOT / "memsave_ext" / built.name))
+
+    def _build_info(self, compiled_name):
+        info = {
+            "version": self.distribution.get_version(),
+            "file": compiled_name,
+            "torch": torch.__version__,
+            "torch_cuda": torch.version.cuda,
+            "cuda": DECISION.cuda,
+            "archs": DECISION.archs,
+            "compiler": build_config.compiler_version(
+                shlex.split(cpp_extension.get_cxx_compiler())
+            ),
+            "python": platform.python_version(),
+            "decision": DECISION.sentence,
+        }
+        return json.dumps(info, indent=2) + "\n"
+
+
+class BdistWheel(bdist_wheel):
+    """bdist_wheel, whose build tag says which torch the compiled file fits.
+
+    Not a local version, as prebuilt wheels of other projects have: pip would then refuse an sdist
+    from an index, because the version that is built is not the one of the file's name.
+    """
+
+    def finalize_options(self):
+        if self.build_number is None:
+            self.build_number = build_config.build_tag(
+                torch.__version__, torch.version.cuda if DECISION.cuda else None
+            )
+        super().finalize_options()
+
+
+_KIND = cpp_extension.CUDAExtension if DECISION.cuda else cpp_extension.CppExtension
+EXTENSION = _KIND(
+    "memsave_ext._C",
+    sources=build_config.sources(ROOT, DECISION.cuda),
+    depends=build_config.headers(ROOT),
+    include_dirs=[str(ROOT / "csrc")],
+    define_macros=[("MEMSAVE_EXT_WITH_CUDA", "1")] if DECISION.cuda else [],
+    extra_compile_args=build_config.compile_flags(cpp_extension.include_paths(), DECISION.cuda),
+)
+COMMANDS = {"bdist_wheel": BdistWheel, "build_ext": BuildExtension}
