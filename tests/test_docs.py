@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGES = [*sorted((DOCS / "adam").glob("*.md")), DOCS / "choosing.md"]
+PAGES = [*sorted((DOCS / "adam").glob("*.md")), DOCS / "choosing.md", DOCS / "memory.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_python_blocks_run_one_after_the_other(page):
+def test_python_blocks_run_one_after_the_other(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # they may write files
     if not page.is_file():
         pytest.skip("no docs")
     text = page.read_text(encoding="utf-8")
