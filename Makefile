@@ -58,7 +58,7 @@ cuda-check: $(INSTALLED)  ## compile every CUDA source, without a GPU or a CUDA 
 	$(VENV) tools/cuda_check.py
 
 docs: $(DOCS)  ## build the pages in site/; a warning is an error
-	$(VENV) -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV) -m mkdocs build --strict
 
 sanitize: $(INSTALLED)  ## run the native tests with address, undefined-behaviour and thread sanitizers
 	$(VENV) tools/sanitize.py address
@@ -78,13 +78,14 @@ $(INSTALLED): pyproject.toml
 	@$(VENV) -m pip install -q -r .venv/requirements.txt
 	@touch $@
 
+# Without MAKEFLAGS, in which ninja finds a jobserver that it cannot use (of make before 4.4).
 $(BUILT): $(INSTALLED) setup.py $(wildcard tools/build_*.py) $(NATIVE_SOURCES)
 	@echo "== building the native part (minutes, the first time)"
-	@$(VENV) setup.py -q build_ext --inplace
+	@MAKEFLAGS= $(VENV) setup.py -q build_ext --inplace
 	@touch $@
 
 $(LINKED): $(INSTALLED) | $(BUILT)
-	@$(VENV) -m pip install -q --no-build-isolation --no-deps -e .
+	@MAKEFLAGS= $(VENV) -m pip install -q --no-build-isolation --no-deps -e .
 	@touch $@
 
 $(DOCS): pyproject.toml | $(INSTALLED)

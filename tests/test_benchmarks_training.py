@@ -192,6 +192,7 @@ SMALL = ["--budget-gb", "0.004", "--image", "16", "--patch", "4", "--width", "64
          "--depth", "2", "--batch-size", "4", "--threads", "1"]  # fmt: skip
 
 
+@pytest.mark.skipif(not _native.available, reason="in pure Python Adam's temporaries need more")
 def test_largest_model_benchmark_end_to_end(main, monkeypatch):
     pytest.importorskip("matplotlib")
     module = importlib.import_module("largest_model")
