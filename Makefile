@@ -9,6 +9,7 @@ VENV := .venv/bin/python
 INSTALLED := .venv/.installed
 BUILT := .venv/.built
 LINKED := .venv/.linked
+TRAINERS := .venv/.trainers
 DOCS := .venv/.docs
 NATIVE_SOURCES := $(shell find csrc -type f)
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(NATIVE_SOURCES))
@@ -31,7 +32,7 @@ build: $(BUILT) $(LINKED)  ## compile the native part and install the package fr
 demo: build  ## train a DenseNet three ways and print the table
 	$(VENV) benchmarks/densenet.py
 
-test: build  ## run the tests, native and in pure Python
+test: build $(TRAINERS)  ## run the tests, native and in pure Python
 	@echo "== tests with the native part"
 	MEMSAVE_EXT_NATIVE=1 $(PYTEST)
 	@echo "== tests in pure Python"
@@ -86,6 +87,13 @@ $(BUILT): $(INSTALLED) setup.py $(wildcard tools/build_*.py) $(NATIVE_SOURCES)
 
 $(LINKED): $(INSTALLED) | $(BUILT)
 	@MAKEFLAGS= $(VENV) -m pip install -q --no-build-isolation --no-deps -e .
+	@touch $@
+
+# torch is named again: torchvision would bring the torch that it fits.
+$(TRAINERS): pyproject.toml | $(INSTALLED)
+	@echo "== installing the libraries that train models, for tests/integrations"
+	@$(VENV) tools/requirements.py integrations > .venv/requirements.txt
+	@$(VENV) -m pip install -q -r .venv/requirements.txt '$(TORCH)'
 	@touch $@
 
 $(DOCS): pyproject.toml | $(INSTALLED)
