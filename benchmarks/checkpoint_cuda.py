@@ -211,6 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
             name: getattr(options, name)
             for name in ("depth", "growth", "batches", "rounds", "threads", "steps")
         },
+        "labels": {method: label(method) for method in METHODS},
         "overhead": [row for batch in options.batches for row in overhead(batch, options)],
         "replicas": [row for batch in options.batches for row in replicas(batch, options)],
     }

@@ -25,7 +25,7 @@ declare -A LIMIT=(
   [adam_host]=35 [adam_memory]=40 [densenet]=45
   [suite]=240 [python]=60 [blocking]=110 [cpu_build]=140 [overhead]=30
   [memcheck]=140 [racecheck]=120 [initcheck]=100 [synccheck]=70
-  [sizes]=200 [largest_model]=200 [adam_modes]=110 [threads]=20 [distributed]=60
+  [sizes]=200 [data_parallel]=100 [largest_model]=420 [adam_modes]=110 [threads]=20 [distributed]=60
 )
 declare -A ABOUT=(
   [build]="compile for this GPU" [report]="what was built, and a kernel of it"
@@ -44,6 +44,7 @@ declare -A ABOUT=(
   [initcheck]="compute-sanitizer: memory that nobody wrote"
   [synccheck]="compute-sanitizer: barriers"
   [sizes]="tests of tensors of more than 2^31 elements"
+  [data_parallel]="the original table: DenseNet at batch 4, 256 and 512"
   [largest_model]="largest ViT in 16, 40 and 80 GB" [adam_modes]="every mode: error, time, bytes"
   [threads]="several Python threads on the CPU" [distributed]="two processes, by gloo"
 )
@@ -51,10 +52,11 @@ declare -A SETS=(
   [first]="report copy tests adam batch_norm checkpoint adam_host adam_memory densenet"
   [second]="report suite blocking python"
   [sanitize]="memcheck racecheck initcheck synccheck"
-  [big]="sizes largest_model"
+  [big]="sizes data_parallel"
+  [largest]="largest_model"
   [more]="cpu_build adam_modes distributed overhead threads"
 )
-ORDER="first second sanitize big more"
+ORDER="first second sanitize big largest more"
 
 list() {
   local set part total
@@ -178,14 +180,11 @@ part_adam_modes() {
 part_overhead() { record overhead checkpoint_overhead.py --device cuda --rounds 300; }
 part_threads() { record threads checkpoint_threads.py --rounds 10; }
 part_distributed() { record distributed distributed.py --device cuda; }
-part_largest_model() {
-  if [[ ! -e benchmarks/largest_model.py ]]; then
-    say "== largest_model: skipped, there is no such benchmark"
-    skipped+=(largest_model)
-    return
-  fi
-  record largest_model largest_model.py --device cuda --budget 16 40 80
+part_data_parallel() {
+  record data_parallel data_parallel.py --device cuda --rounds 4 \
+    --methods naive torch torch_reentrant memsave_ext memsave_ext_checkpoint
 }
+part_largest_model() { record largest_model largest_model.py --device cuda --budget-gb 16 40 80; }
 
 # Elsewhere, so that the build with CUDA stays.
 part_cpu_build() {

@@ -20,8 +20,6 @@ from tables import (
     Pair,
     Record,
     batch_norm_caption,
-    batch_norm_cuda_caption,
-    batch_norm_cuda_table,
     batch_norm_table,
     overhead_caption,
     overhead_table,
@@ -40,6 +38,14 @@ from tables_adam import (
     modes_page,
     modes_time_caption,
     modes_time_table,
+)
+from tables_cuda import (
+    adam_cuda_caption,
+    adam_cuda_table,
+    batch_norm_cuda_caption,
+    batch_norm_cuda_table,
+    checkpoint_cuda_caption,
+    checkpoint_cuda_table,
 )
 from tables_training import (
     data_parallel_caption,
@@ -61,6 +67,8 @@ TABLES: dict[str, Pair] = {
     "checkpoint_threads": (threads_table, threads_caption),
     "batch_norm": (batch_norm_table, batch_norm_caption),
     "batch_norm_cuda": (batch_norm_cuda_table, batch_norm_cuda_caption),
+    "checkpoint_cuda": (checkpoint_cuda_table, checkpoint_cuda_caption),
+    "adam_cuda": (adam_cuda_table, adam_cuda_caption),
     "adam": (adam_table, adam_caption),
     "adam_memory": (adam_memory_table, adam_memory_caption),
     "largest_model": (largest_model_table, largest_model_caption),

@@ -132,28 +132,3 @@ def _in_place_abn(record: Record) -> str:
         f"InPlace-ABN in float32: forward {forward}, step {step} on average, where ours has "
         f"{our_forward} and {our_step}. "
     )
-
-
-def batch_norm_cuda_table(record: Record) -> str:
-    """Shapes down, passes across: microseconds, share of the floor, times torch's speed."""
-    rows = record["rows"]
-    passes = list(dict.fromkeys(row["pass"] for row in rows))
-    of = {(tuple(r["shape"]), r["dtype"], r["layout"], r["pass"]): r for r in rows}
-
-    def cell(row: Record) -> str:
-        share, speed = row["floor_us"] / row["ours_us"], row["torch_us"] / row["ours_us"]
-        return f"{row['ours_us']:.0f} µs, {share:.0%}{times(speed)}"
-
-    lines = [
-        (f"{TIMES.join(map(str, shape))} {dtype} {layout}",
-         *(cell(of[shape, dtype, layout, name]) for name in passes))
-        for shape, dtype, layout in dict.fromkeys(key[:3] for key in of)
-    ]  # fmt: skip
-    return markdown(("batch norm on a GPU", *passes), lines)
-
-
-def batch_norm_cuda_caption(record: Record) -> str:
-    return (
-        "Time, share of the floor (each tensor moved once at the speed of a copy), and times "
-        f"torch's speed. Medians of {record['settings']['rounds']} rounds. {machine_line(record)}."
-    )

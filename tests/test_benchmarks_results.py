@@ -116,17 +116,6 @@ def test_tables_are_rewritten(tmp_path):
     )  # no result: left alone
 
 
-def test_table_of_batch_norm_on_a_gpu():
-    rows = [
-        {"shape": [2, 3], "dtype": "fp32", "layout": "NCHW", "pass": name, "ours_us": 20.0,
-         "torch_us": 50.0, "floor_us": 15.0}
-        for name in ("forward", "reuse", "backward")
-    ]  # fmt: skip
-    table, caption = readme_tables.TABLES["batch_norm_cuda"]
-    assert table(record(rows=rows)).count("20 µs, 75% (2.50") == 3
-    assert "3 rounds" in caption(record(rows=rows))
-
-
 # pictures
 
 
