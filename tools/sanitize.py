@@ -24,6 +24,7 @@ CHECKPOINT = ["", "_state", "_errors", "_function", "_function_state", "_functio
 TESTS = [f"checkpoint{name}" for name in CHECKPOINT]
 TESTS += ["batch_norm", "batch_norm_numerics", "batch_norm_once", "batch_norm_errors"]
 TESTS += ["adam", "adam_in_backward", "adam_modes", "adam_op"]
+TESTS += ["memory", "memory_account"]
 # AddressSanitizer keeps freed memory for a while, which that test would take for growth.
 # The threads of OpenMP have an order that ThreadSanitizer does not see.
 EXPRESSION = {

@@ -104,7 +104,7 @@ def _draw_peaks(axes: Axes, rows: Sequence[Row]) -> None:
         axes.text(row.peak, place, f" {format_bytes(row.peak)}{ratio}", fontsize=9, va="center")
     axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()  # the first on top
-    axes.set_xlim(0, 1.45 * max(1, *ends))  # room for the figures
+    axes.set_xlim(0, 1.6 * max(1, *ends))  # room for the figures
     bytes_axis(axes.xaxis, max(1, *ends), "peak memory")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=9)
     _tidy(axes)

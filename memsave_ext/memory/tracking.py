@@ -229,6 +229,9 @@ def track(
 
     An object can be entered again and goes on counting; what is freed between is not noticed.
 
+    In pure Python the allocations are torch's profiler's, read when the block is left: until then
+    ``live`` and ``peak`` are what they were on entry, and other threads do not count.
+
     Args:
         model: whose parameters, buffers and gradients are told apart. Its forwards give phases,
             activations and the names of modules. Hooks are on its modules and parameters inside the
@@ -238,7 +241,7 @@ def track(
         device: what to follow. None: where the model's, else the optimizer's first parameter is,
             without either the CPU.
         stacks: record the Python stack of every allocation, for :attr:`TensorAtPeak.line` and
-            :meth:`Track.snapshot`. Costs several times the rest.
+            :meth:`Track.snapshot`. Costs several times the rest. Pure Python records none.
         max_events: how many allocations and frees are kept, about: of more than that the steps
             before the latest, but for the one with the peak, are forgotten. 90 bytes each.
 
