@@ -30,15 +30,6 @@ def _cores():
     return os.cpu_count() or 1
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in the same hook
-def pytest_collection_modifyitems(items):
-    for item in items:
-        # What tests share is often minutes of processes: one worker makes it, once.
-        fixtures = item._fixtureinfo.name2fixturedefs.values()
-        if any(definitions[-1].scope in ("class", "module") for definitions in fixtures):
-            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
-
-
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

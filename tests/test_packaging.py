@@ -253,11 +253,11 @@ def test_cuda_check_reads_ptxas(config, monkeypatch):
         "ptxas info    : Compiling entry function 'update_kernel' for 'sm_90'\n"
         "    16 bytes stack frame, 12 bytes spill stores, 4 bytes spill loads\n"
         "ptxas info    : Used 40 registers, used 1 barriers, 1024 bytes smem\n"
-        "ptxas info    : Compiling entry function 'probe_kernel' for 'sm_90'\n"
+        "ptxas info    : Compiling entry function 'probe_kernel' for 'sm_80'\n"
         "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
         "ptxas info    : Used 8 registers, used 0 barriers\n"
     )
     assert cuda_check.parse_ptxas(output) == [
-        ("update_kernel", 40, 16, 1024),
-        ("probe_kernel", 8, 0, 0),
+        ("update_kernel", "sm_90", 40, 16, 1024),
+        ("probe_kernel", "sm_80", 8, 0, 0),
     ]

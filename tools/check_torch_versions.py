@@ -87,7 +87,8 @@ class Check:
         name = "native" if native == "1" else "pure"
         results = self.folder / f"{name}.xml"
         results.unlink(missing_ok=True)
-        options = ("-q", "-n", self.workers, "--dist", "loadgroup", f"--junit-xml={results}")
+        processes = ("-n", self.workers, "--dist", "loadfile", "--no-loadscope-reorder")
+        options = ("-q", *processes, f"--junit-xml={results}")
         try:
             self.run(name, self.python, "-m", "pytest", *options, MEMSAVE_EXT_NATIVE=native)
         except Failure:

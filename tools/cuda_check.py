@@ -29,23 +29,23 @@ def main() -> None:
     if cuda_home is None:
         print(f"cuda-check: skipped, {missing}.")
         return
-    kernels = [(path, arch) for path in sorted(ROOT.glob("csrc/**/*.cu")) for arch in ARCHS]
+    kernels = sorted(ROOT.glob("csrc/**/*.cu"))
     bindings = sorted(ROOT.glob("csrc/**/cuda.cpp"))
-    commands = [kernel_command(cuda_home, path, arch) for path, arch in kernels]
+    commands = [kernel_command(cuda_home, path) for path in kernels]
     commands += [binding_command(cuda_home, path) for path in bindings]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(run, commands))
 
     problems = 0
     print(ROW.format("kernel", "arch", "registers", "spill bytes", "shared bytes"))
-    for (path, arch), (compiled, output) in zip(kernels, results, strict=False):
+    for path, (compiled, output) in zip(kernels, results, strict=False):
         if not compiled:
             problems += 1
-            print(f"{path.relative_to(ROOT)} does not compile for sm_{arch}:\n{output}")
+            print(f"{path.relative_to(ROOT)} does not compile:\n{output}")
             continue
-        for name, registers, spill, shared in parse_ptxas(output):
+        for name, arch, registers, spill, shared in parse_ptxas(output):
             problems += spill > 0
-            print(ROW.format(name, f"sm_{arch}", registers, spill, shared))
+            print(ROW.format(name, arch, registers, spill, shared))
     for path, (compiled, output) in zip(bindings, results[len(kernels) :], strict=True):
         problems += not compiled
         print(f"{path.relative_to(ROOT)}: {'compiles' if compiled else 'does not compile'}")
@@ -54,8 +54,9 @@ def main() -> None:
         sys.exit(f"cuda-check: {problems} sources that do not compile or kernels that spill.")
 
 
-def kernel_command(cuda_home: str, path: Path, arch: str) -> list[str]:
-    command = [f"{cuda_home}/bin/nvcc", "-c", str(path), "-o", os.devnull, f"-arch=sm_{arch}"]
+def kernel_command(cuda_home: str, path: Path) -> list[str]:
+    command = [f"{cuda_home}/bin/nvcc", "-c", str(path), "-o", os.devnull]
+    command += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
     command += ["-O3", "-Xptxas", "-v", f"-I{ROOT / 'csrc'}", torch_std()]
     return [*command, "--compiler-options", "-fPIC", *cpp_extension.COMMON_NVCC_FLAGS]
 
@@ -80,16 +81,18 @@ def run(command: list[str]) -> tuple[bool, str]:
     return done.returncode == 0, done.stdout + done.stderr
 
 
-def parse_ptxas(output: str) -> list[tuple[str, int, int, int]]:
-    """(kernel, registers, spill bytes, static shared bytes) per entry function of `-Xptxas -v`."""
+def parse_ptxas(output: str) -> list[tuple[str, str, int, int, int]]:
+    """(kernel, arch, registers, spill bytes, static shared bytes) per entry of `-Xptxas -v`."""
     rows = []
     for block in re.split(r"Compiling entry function '", output)[1:]:
+        mangled, arch = re.match(r"([^']*)' for '([^']*)'", block).groups()
         registers = re.search(r"Used (\d+) registers", block)
         spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", block)
         shared = re.search(r"(\d+) bytes smem", block)
         rows.append(
             (
-                demangle(block.split("'")[0]),
+                demangle(mangled),
+                arch,
                 int(registers.group(1)) if registers else 0,
                 sum(map(int, spills)),
                 int(shared.group(1)) if shared else 0,
