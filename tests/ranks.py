@@ -4,6 +4,7 @@ Processes are forked from one that has imported what takes seconds.
 """
 
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -80,6 +81,7 @@ def _rank_that_fails(rank, world, folder, environment, function):
 
 
 def _join(rank, world, folder, environment):
+    faulthandler.enable()  # a rank that crashes says where
     os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
