@@ -317,20 +317,20 @@ def test_what_the_picture_draws():
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    from memsave_ext.memory import plot_compare
+    from memsave_ext.memory.pictures import comparison
 
     rows = made_up().rows
-    styles = [plot_compare._style(i) for i in range(3)]
+    styles = [comparison._style(i) for i in range(3)]
     courses, times, peaks = Figure().subplots(3)
-    plot_compare._draw_courses(courses, rows, styles)
+    comparison._draw_courses(courses, rows, styles)
     for row, line in zip(rows, courses.lines, strict=True):
         assert line.get_ydata().tolist() == row.timeline.live.sum(1).tolist()
         assert line.get_ydata()[line.get_markevery()[0]] == row.peak
-    plot_compare._draw_times(times, rows, styles)
+    comparison._draw_times(times, rows, styles)
     places = [(line.get_xdata()[0], line.get_ydata()[0]) for line in times.lines]
     assert places == [(row.seconds, row.peak) for row in rows]
     assert [text.get_text() for text in times.texts] == [row.name for row in rows]
-    plot_compare._draw_peaks(peaks, rows)
+    comparison._draw_peaks(peaks, rows)
     for place, row in enumerate(rows):
         bars = [
             bar for bar in peaks.patches if bar.get_y() < place < bar.get_y() + bar.get_height()
@@ -339,7 +339,7 @@ def test_what_the_picture_draws():
         assert [bar.get_width() for bar in bars] == held  # nobody has gradients then
         assert bars[-1].get_x() + bars[-1].get_width() == row.peak
     seen = {
-        str((style["color"], style["linestyle"])) for style in map(plot_compare._style, range(20))
+        str((style["color"], style["linestyle"])) for style in map(comparison._style, range(20))
     }
     assert len(seen) == 20
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import memsave_ext as ms
 from memsave_ext import _native
 from memsave_ext.memory import table
-from memsave_ext.memory.holdings import KINDS, Amount, Inventory
+from memsave_ext.memory.prediction.holdings import KINDS, Amount, Inventory
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

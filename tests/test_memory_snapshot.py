@@ -301,7 +301,7 @@ def test_the_areas_are_the_lines(tmp_path):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    from memsave_ext.memory.plot_history import draw_history
+    from memsave_ext.memory.pictures.history import draw_history
 
     allocator = busy(3)
     (history,) = histories(allocator.snapshot())
@@ -333,7 +333,7 @@ def test_long_traces_keep_their_peaks(tmp_path):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    from memsave_ext.memory.plot_history import draw_history
+    from memsave_ext.memory.pictures.history import draw_history
 
     size = [(i * 7919) % 1000 + 1 for i in range(5000)]
     trace = []

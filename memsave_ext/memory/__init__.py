@@ -2,7 +2,7 @@
 
 from .account import CATEGORIES, PHASES, Region, Step, TensorAtPeak, Timeline
 from .compare import Comparison, compare
-from .footprint import Footprint, footprint
+from .prediction.footprint import Footprint, footprint
 from .snapshot import plot_snapshot
 from .tracking import Track, track
 from .usage import Usage, usage

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from .plot import plot_track
+from .pictures.timeline import plot_track
 from .report import as_json, print_report, write_json
 from .subjects import UsageError, find_model, find_optimizer, load_function, load_instance
 from .tracking import Track, track

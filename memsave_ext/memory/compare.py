@@ -84,7 +84,7 @@ class Comparison:
             ImportError: matplotlib is not installed.
             ValueError: matplotlib cannot write that format.
         """
-        from .plot_compare import plot_comparison
+        from .pictures.comparison import plot_comparison
 
         plot_comparison(self, path, title)
 

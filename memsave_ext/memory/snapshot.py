@@ -11,8 +11,8 @@ from typing import TextIO
 
 import torch
 
-from .axes import new_figure, save
-from .plot_history import draw_history
+from .pictures.axes import new_figure, save
+from .pictures.history import draw_history
 from .series import first_largest
 from .snapshot_file import History, histories, read_snapshot
 from .table import format_bytes, print_table

@@ -130,7 +130,7 @@ class Track:
 
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
         """Draw the timeline: live bytes by category, the phases, the peak. Needs matplotlib."""
-        from .plot import plot_track
+        from .pictures.timeline import plot_track
 
         with untracked():
             plot_track(self, path, title=title)

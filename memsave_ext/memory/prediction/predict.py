@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
-from .._reference import adam_update
-from ..adam import Adam, AdamW, modes
-from ..adam.dtensor import as_placed
-from ..adam.optimizer import BUCKET_BYTES, SMALL_BYTES
+from ..._reference import adam_update
+from ...adam import Adam, AdamW, modes
+from ...adam.dtensor import as_placed
+from ...adam.optimizer import BUCKET_BYTES, SMALL_BYTES
 from . import gradients
 from .dry_step import dry_step
 from .holdings import Amount, Entry, Holding, Inventory, Slot, Tally

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..series import first_largest, telling_rows
+from ..snapshot_file import History
+from ..table import format_bytes
 from .axes import bytes_axis, seconds_axis
-from .series import first_largest, telling_rows
-from .snapshot_file import History
-from .table import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's, as in plot.py, for lines of code; all others are grey.
+# Okabe and Ito's, as in timeline.py, for lines of code; all others are grey.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#F0E442", "#D55E00")
 _OTHERS = "#BBBBBB"
 _POINTS = 4000  # more than a picture has pixels across

@@ -6,18 +6,18 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .account import CATEGORIES
+from ..account import CATEGORIES
+from ..series import peak_row
+from ..table import format_bytes
 from .axes import bytes_axis, new_figure, save, seconds_axis
-from .plot import COLOURS
-from .series import peak_row
-from .table import format_bytes
+from .timeline import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from .compare import Comparison, Row
+    from ..compare import Comparison, Row
 
-# Okabe and Ito's, as in plot.py; a second round of them is dashed.
+# Okabe and Ito's, as in timeline.py; a second round of them is dashed.
 _LINES = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = "osD^vP*"
 

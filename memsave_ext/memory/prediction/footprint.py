@@ -11,9 +11,9 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
+from ..table import format_bytes, print_table
 from .holdings import KINDS, Amount, Holding, Inventory
 from .predict import IN_BACKWARD, Prediction, Predictor
-from .table import format_bytes, print_table
 
 __all__ = ["Amount", "Footprint", "Holding", "Prediction", "footprint"]
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .account import CATEGORIES, PHASES, Timeline
+from ..account import CATEGORIES, PHASES, Timeline
+from ..series import peak_row, step_peaks, thin
+from ..table import format_bytes
 from .axes import below, bytes_axis, distance, new_figure, save, seconds_unit
-from .series import peak_row, step_peaks, thin
-from .table import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-    from .tracking import Track
+    from ..tracking import Track
 
 # Okabe and Ito's colours, for colour-blind readers too. Vermillion is kept for recomputes.
 COLOURS = {

@@ -1,0 +1,1 @@
+"""What memory/ draws, with matplotlib, which only these files import."""
