@@ -63,16 +63,17 @@ class _Argument:
 
     def __init__(self, value: Any) -> None:
         self.value = None if isinstance(value, Tensor) else value
-        self.node: Any = None
+        self.keeper: Any = None
         if isinstance(value, Tensor):
-            # A node of its own is how Python can make autograd save a tensor.
+            # A node of its own is how Python can make autograd save a tensor. In torch 2.11 the
+            # node's tensors go with its output.
             with torch.enable_grad():
-                self.node = _Keep.apply(torch.empty(0, requires_grad=True), [value]).grad_fn
+                self.keeper = _Keep.apply(torch.empty(0, requires_grad=True), [value])
 
     def get(self) -> Any:
-        if self.node is None:
+        if self.keeper is None:
             return self.value
-        (tensor,) = self.node.saved_tensors
+        (tensor,) = self.keeper.grad_fn.saved_tensors
         return tensor
 
 

@@ -85,8 +85,8 @@ class _CheckpointedForward:
         return replica
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = type(self.module).forward.__get__(self.module)
-        return checkpoint(forward, *args, **self.options, **kwargs)
+        # Not bound to the module: torch.compile of torch 2.11 cannot trace that.
+        return checkpoint(type(self.module).forward, self.module, *args, **self.options, **kwargs)
 
 
 class CheckpointHandle:
