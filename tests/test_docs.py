@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGES = [*sorted((DOCS / "adam").glob("*.md")), DOCS / "choosing.md", DOCS / "memory.md"]
@@ -22,6 +24,33 @@ def test_python_blocks_run_one_after_the_other(page, monkeypatch, tmp_path):
         # Errors name the page and its line.
         line = text.count("\n", 0, block.start(1))
         exec(compile("\n" * line + block[1], str(page), "exec"), namespace)
+
+
+class TransformerBlock(nn.Sequential):
+    pass
+
+
+def test_the_first_block_of_the_readme_trains():
+    readme = DOCS.parent / "README.md"
+    if not readme.is_file():
+        pytest.skip("no README")
+    block = re.search(r"^```python\n(.*?)^```$", readme.read_text("utf-8"), re.DOTALL | re.M)
+    made, step = block[1].split("\n\n", 2)[1:]
+    blocks = [TransformerBlock(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)]
+    names = {
+        "TransformerBlock": TransformerBlock,
+        "model": nn.Sequential(*blocks, nn.Linear(4, 3)),
+        "loss": nn.functional.cross_entropy,
+        "x": torch.randn(6, 4),
+        "y": torch.arange(6) % 3,
+    }
+    exec(f"import memsave_ext as ms\n{made}", names)
+    before = names["loss"](names["model"](names["x"]), names["y"]).item()
+    for _ in range(20):
+        exec(step, names)
+    assert all(p.grad is None for p in names["model"].parameters())
+    assert {int(block[1].num_batches_tracked) for block in blocks} == {21}
+    assert names["loss"](names["model"](names["x"]), names["y"]).item() < before
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
