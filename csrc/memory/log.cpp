@@ -50,6 +50,10 @@ void Log::freed(const Moment& moment, void* ptr, std::optional<int64_t> total) {
   }
 }
 
+void Log::mark_phase(const Moment& moment) {
+  if (!parts_.empty()) add_event(moment, nullptr, threads_.where(moment).phase, true);
+}
+
 void Log::remove(const Moment& moment,
                  std::unordered_map<void*, std::shared_ptr<Block>>::iterator it,
                  std::optional<int64_t> total) {

@@ -32,7 +32,7 @@ struct Block {
 
 struct Event {
   int64_t time;
-  std::shared_ptr<Block> block;  // null: a block of before tracking was freed
+  std::shared_ptr<Block> block;  // null: one of before tracking was freed, or a phase began
   int64_t total;                 // live bytes after it
   Phase phase;
   bool freed;
@@ -61,6 +61,8 @@ class Log {
   // `total` is the allocator's figure; without one it is kept here (CPU).
   void allocated(const Moment& moment, void* ptr, int64_t size, std::optional<int64_t> total);
   void freed(const Moment& moment, void* ptr, std::optional<int64_t> total);
+  // A row without a change: what may allocate nothing begins or ends.
+  void mark_phase(const Moment& moment);
 
   // Gives the memory of a tensor a category and a name. Memory that is not known was there before
   // tracking began; its end is noticed at the next look().

@@ -70,13 +70,17 @@ bool Tracker::inside_module() const {
 void Tracker::begin_optimizer() {
   const Lock lock(tracking_mutex());
   log_.look();
-  log_.threads().begin_optimizer(Moment::now());
+  const Moment moment = Moment::now();
+  log_.threads().begin_optimizer(moment);
+  log_.mark_phase(moment);
 }
 
 void Tracker::end_optimizer(bool step) {
   const Lock lock(tracking_mutex());
   log_.look();
-  log_.threads().end_optimizer(Moment::now());
+  const Moment moment = Moment::now();
+  log_.threads().end_optimizer(moment);
+  log_.mark_phase(moment);
   if (step) log_.end_step();
 }
 

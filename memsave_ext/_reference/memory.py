@@ -122,10 +122,12 @@ class MemoryTracker:
     def begin_optimizer(self) -> None:
         self._look()
         self._note(self._log.threads.begin_optimizer)
+        self._note(self._log.mark_phase)
 
     def end_optimizer(self, step: bool) -> None:
         self._look()
         self._note(self._log.threads.end_optimizer)
+        self._note(self._log.mark_phase)
         if step:
             self._note(self._log.end_step)
 

@@ -108,6 +108,10 @@ class Log:
         elif total is not None and total != self.total:
             self._change(None, _FREED, total, self.threads.where(moment).phase, moment)
 
+    def mark_phase(self, moment: Moment) -> None:
+        """A row without a change: what may allocate nothing begins or ends."""
+        self._change(None, _FREED, self.total, self.threads.where(moment).phase, moment)
+
     def label(self, memories: Iterable[tuple[Memory, int]], category: int, moment: Moment) -> None:
         """Give memory a category and a name. What is not known was there before tracking."""
         for memory, name in memories:
