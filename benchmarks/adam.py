@@ -250,7 +250,7 @@ def show(record: dict[str, Any]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--elements", type=int, default=19_500_000, help="of the large job")
     parser.add_argument("--huge", type=int, default=100_000_000, help="elements of the huge job")
     parser.add_argument("--depth", type=int, default=24, help="of the transformer")

@@ -281,7 +281,7 @@ QUICK = {
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--elements", type=int, help="default 20 M, on a GPU 100 M")
     parser.add_argument("--depth", type=int, default=24, help="of the ViT whose shapes are stepped")
     parser.add_argument("--steps", type=int, default=100, help="of the distance")

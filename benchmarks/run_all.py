@@ -20,18 +20,18 @@ from common import ROOT
 
 # Seconds on two cores of an AMD EPYC, by which the bar advances.
 SECONDS = {
-    "checkpoint_overhead": 60,
-    "checkpoint_threads": 30,
-    "batch_norm": 100,
-    "adam": 100,
-    "adam_memory": 90,
-    "adam_modes": 170,
-    "distributed": 60,
-    "densenet": 90,
-    "data_parallel": 60,
-    "largest_model": 45,
-    "memory_account": 15,
-    "memory_overhead": 40,
+    "checkpoint_overhead": 40,
+    "checkpoint_threads": 38,
+    "batch_norm": 110,
+    "adam": 115,
+    "adam_memory": 110,
+    "adam_modes": 190,
+    "distributed": 80,
+    "densenet": 110,
+    "data_parallel": 75,
+    "largest_model": 25,
+    "memory_account": 8,
+    "memory_overhead": 30,
 }
 
 
