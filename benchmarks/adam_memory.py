@@ -34,7 +34,7 @@ from adam_methods import (
     reason,
     release,
 )
-from common import ROOT, bar, machine, write_record
+from common import ROOT, bar, machine, show_bars, show_left_out, write_record
 from plot import draw
 from training import CudaMemory
 
@@ -106,11 +106,8 @@ def show(record: dict[str, Any]) -> None:
         if row["step_ms"]:
             cells += [f"{row['step_ms']:8.1f} ms", _times(row, base, "step_ms")]
         print(f"{row['method']:36}{' '.join(cells)}")
-    for name, why in record["left_out"].items():
-        print(f"{name} left out: {why}")
-    for figure in record["bars"]:
-        verdict = "ok" if figure["ok"] else "MISSED"
-        print(f"{figure['name']}: {figure['value']:.2f} (at most {figure['bar']:.2f}) {verdict}")
+    show_left_out(record["left_out"])
+    show_bars(record["bars"])
 
 
 def _times(row: dict[str, Any], base: dict[str, Any], key: str) -> str:

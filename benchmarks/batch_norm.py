@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import memsave_ext as ms
-from common import ROOT, bar, interleave, machine, write_record
+from common import ROOT, bar, interleave, machine, show_left_out, write_record
 
 RESNET50 = [(32, 64, 112, 112), (32, 256, 56, 56), (32, 512, 28, 28)]
 DENSENET = [(64, 60, 32, 32), (64, 342, 8, 8)]  # DenseNet-BC 100, k = 12
@@ -211,8 +211,7 @@ def show(rows: Sequence[Row], held: Sequence[dict[str, Any]]) -> None:
         if known:
             value = statistics.geometric_mean(ratios(known, f"torch {name.split()[-1]}", name))
             print(f"{name}, times torch's: mean {value:.2f}")
-    for name, reason in reasons().items():
-        print(f"{name} left out: {reason}")
+    show_left_out(reasons())
 
 
 def shape_of(text: str) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common import ROOT, interleave, machine, write_record
+from common import ROOT, interleave, machine, show_left_out, write_record
 from models import STRATEGIES, DenseLayer, reasons
 from peers import REENTRANT, TORCH, steps
 from plot import draw
@@ -109,8 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
         "rows": rows,
         "left_out": reasons(),
     }
-    for name, reason in record["left_out"].items():
-        print(f"{name} left out: {reason}")
+    show_left_out(record["left_out"])
     path = write_record(options.save, "checkpoint_overhead", record)
     print(f"{path}\n{draw(path)}")
 

@@ -16,7 +16,15 @@ from pathlib import Path
 import torch
 
 from checkpoint_overhead import chain
-from common import ROOT, balanced_order, bar, machine, median_and_spread, write_record
+from common import (
+    ROOT,
+    balanced_order,
+    bar,
+    machine,
+    median_and_spread,
+    show_left_out,
+    write_record,
+)
 from models import reasons
 from peers import CHECKPOINT, ENGINE_HOOKS, EXPLICIT, FAIRSCALE, REENTRANT, TORCH, steps
 
@@ -70,8 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
             for n, value in zip(options.threads, medians, strict=True)
         ]
     settings = {"rounds": options.rounds, "calls": options.calls, "threads": options.threads}
-    for name, reason in reasons().items():
-        print(f"{name} left out: {reason}")
+    show_left_out(reasons())
     record = {"machine": machine(), "settings": settings, "rows": rows, "left_out": reasons()}
     print(write_record(options.save, "checkpoint_threads", record))
 

@@ -181,6 +181,20 @@ def bar(rounds: Iterable[int], show: bool = True) -> Any:
     return tqdm(rounds, disable=not show, unit="round", mininterval=interval, dynamic_ncols=True)
 
 
+def show_left_out(reasons: dict[str, str]) -> None:
+    """Peers that cannot run here, and why; run_all.py repeats these lines at its end."""
+    for name, reason in reasons.items():
+        print(f"{name} left out: {reason}")
+
+
+def show_bars(bars: Iterable[dict[str, Any]], word: str = "at most", digits: int = 2) -> None:
+    """Each bar, its figure and whether it is held; run_all.py repeats what is missed."""
+    for each in bars:
+        verdict = "ok" if each["ok"] else "MISSED"
+        value = f"{each['value']:.{digits}f}"
+        print(f"{each['name']}: {value} ({word} {each['bar']:.2f}) {verdict}")
+
+
 def copy_bandwidth(time_of: Callable[[Callable[[], Any]], float]) -> float:
     """Bytes that a GPU's copy reads and writes, per unit of what ``time_of`` returns."""
     import torch

@@ -24,7 +24,16 @@ from typing import Any
 import torch
 
 from checks import median_ratio
-from common import ROOT, bar, interleave, machine, median_and_spread, write_record
+from common import (
+    ROOT,
+    bar,
+    interleave,
+    machine,
+    median_and_spread,
+    show_bars,
+    show_left_out,
+    write_record,
+)
 from models import LABELS, STRATEGIES, reasons
 from plot import draw
 from replicas import DataParallel, Replicas
@@ -176,11 +185,8 @@ def main(arguments: list[str] | None = None) -> int:
         "bars": bars(rows),
     }
     print(f"\n{data_parallel_rows(record)}\n\n{data_parallel_caption(record)}\n")
-    for name, reason in record["left_out"].items():
-        print(f"{name} left out: {reason}")
-    for figure in record["bars"]:
-        verdict = "ok" if figure["ok"] else "MISSED"
-        print(f"{figure['name']}: {figure['value']:.2f} (at most {figure['bar']:.2f}) {verdict}")
+    show_left_out(record["left_out"])
+    show_bars(record["bars"])
     path = write_record(options.save, "data_parallel", record)
     print(f"{path}\n{draw(path)}")
     return 0

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from checks import check, median_ratio, statistics_diff
-from common import ROOT, machine, median_and_spread, write_record
+from common import ROOT, machine, median_and_spread, show_left_out, write_record
 from data import DataError, Images, load
 from models import LABELS, STRATEGIES, available, reasons, without_checkpoint
 from plot import draw
@@ -135,8 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     for item in record["checks"]:
         state = {True: "ok", False: "FAILED", None: "note"}[item["ok"]]
         print(f"{state:6}  {item['name']}: {item['text']}")
-    for name, reason in record["left_out"].items():
-        print(f"{name} left out: {reason}")
+    show_left_out(record["left_out"])
     path = write_record(args.save, "densenet", record)
     print(f"\n{path}\n{draw(path)}")
     return 1 if any(item["ok"] is False for item in record["checks"]) else 0

@@ -48,7 +48,15 @@ from torch.utils.checkpoint import checkpoint
 
 import memsave_ext as ms
 from adam_methods import VisionTransformer
-from common import ROOT, balanced_order, bar, machine, median_and_spread, write_record
+from common import (
+    ROOT,
+    balanced_order,
+    bar,
+    machine,
+    median_and_spread,
+    show_left_out,
+    write_record,
+)
 from models import DenseLayer, DenseNet
 from tables_training import distributed_table
 from training import CudaMemory
@@ -411,8 +419,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(distributed_table(record))
     for line in saved_in_backward(rows):
         print(line)
-    for name, reason in left_out.items():
-        print(f"left out: {name}: {reason}")
+    show_left_out(left_out)
     for figure in record["bars"]:
         verdict = "ok" if figure["ok"] else "MISSED"
         print(f"{figure['name']}: {figure['value']:.3g} (at most {figure['bar']:g}) {verdict}")

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import adam_methods
 import memsave_ext as ms
 from adam_methods import FOREACH, FUSED, IN_BACKWARD, LR, METHODS, VisionTransformer, after
-from common import ROOT, bar, machine, write_record
+from common import ROOT, bar, machine, show_bars, write_record
 from plot import draw
 from search import largest
 from tables import size
@@ -210,9 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
         "bars": bars(rows),
     }
     print(f"\n{largest_model_table(record)}\n\n{largest_model_caption(record)}\n")
-    for figure in record["bars"]:
-        verdict = "ok" if figure["ok"] else "MISSED"
-        print(f"{figure['name']}: {figure['value']:.2f} (at least {figure['bar']:.2f}) {verdict}")
+    show_bars(record["bars"], "at least")
     path = write_record(options.save, "largest_model", record)
     print(f"{path}\n{draw(path)}")
     return 0

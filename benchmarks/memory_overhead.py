@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import memsave_ext as ms
-from common import ROOT, balanced_order, bar, machine, median_and_spread, write_record
+from common import ROOT, balanced_order, bar, machine, median_and_spread, show_bars, write_record
 from models import DenseNet
 
 OFF = "not tracked"
@@ -108,9 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"{row['case']:38}{row['step_ms']:8.1f} ± {row['spread_ms'] / 2:.1f} ms"
             f" ({row['ratio']:.3f}x)  {changes}"
         )
-    for figure in record["bars"]:
-        verdict = "ok" if figure["ok"] else "MISSED"
-        print(f"{figure['name']}: {figure['value']:.3f} (at most {figure['bar']:.2f}) {verdict}")
+    show_bars(record["bars"], digits=3)
     print(write_record(options.save, "memory_overhead", record))
     return 0
 
