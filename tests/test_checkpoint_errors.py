@@ -1,6 +1,7 @@
 """checkpoint(): recomputes that differ from their forward, context_fn, and bad input."""
 
 import contextlib
+import runpy
 
 import pytest
 import torch
@@ -69,6 +70,21 @@ def test_debug_lists_the_operators(debug):
     assert "aten.exp.default(float32[4])" in text
     assert "aten.cos.default(float32[2])" in text
     assert __file__ in text
+
+
+def test_debug_names_the_users_line_in_a_folder_named_as_a_library(tmp_path):
+    for folder in ("memsave_ext", "torch"):
+        path = tmp_path / folder / "users.py"
+        path.parent.mkdir()
+        path.write_text(
+            "def first(a):\n    return a.exp()\ndef second(a):\n    return a[:2].exp()\n"
+        )
+        scope = runpy.run_path(str(path))
+        out = checkpoint(changing(scope["first"], scope["second"]), leaf(4), debug=True)
+        with pytest.raises(ms.CheckpointError) as caught:
+            out.sum().backward()
+        assert f"{path}:2" in str(caught.value)
+        assert f"{path}:4" in str(caught.value)
 
 
 def test_a_closure_tensor_changed_in_place_is_an_error():

@@ -91,6 +91,45 @@ def test_copies_are_checkpointed_by_themselves(duplicate):
     assert recomputed(other) == [2, 2, 2]
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_shallow_copy_runs_its_own_forward(hooked):
+    block = Block(4).eval()
+    ms.checkpoint_modules(block, Block)
+    other = copy.copy(block)
+    other._modules = {**block._modules, "linear": nn.Linear(4, 4)}
+    if hooked:
+        other.register_forward_hook(lambda m, a, o: None)
+    x = torch.randn(5, 4)
+    assert torch.equal(other(x), other.linear(x).tanh())
+    assert torch.equal(block(x), block.linear(x).tanh())
+    block.recomputed = other.recomputed = 0
+    other(x).sum().backward()
+    assert (block.recomputed, other.recomputed) == (0, 1)
+    assert block.linear.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"determinism_check": "x"}, ValueError, "'default' or 'none', got 'x'"),
+        ({"offload": "disk"}, ValueError, "None or 'cpu', got 'disk'"),
+        ({"early_stop": "no"}, TypeError, "early_stop must be a bool, got 'no'"),
+        ({"preserve_rng_state": 1}, TypeError, "preserve_rng_state must be a bool, got 1"),
+    ],
+)
+def test_bad_options_are_refused_at_once(options, error, message):
+    model = Model()
+    with pytest.raises(error, match=message):
+        ms.checkpoint_modules(model, Block, **options)
+    assert "forward" not in model.blocks[0].__dict__
+    with pytest.raises(error, match=message):
+        ms.checkpoint_sequential(model.blocks, 2, torch.randn(1, 4), **options)
+    with pytest.raises(error, match=message):
+        torch.compile(lambda x: ms.checkpoint(torch.sin, x, **options), backend="eager")(
+            torch.randn(2, requires_grad=True)
+        )
+
+
 def test_hooks_and_options():
     model, x = Model(1), torch.randn(5, 4)
     calls = []
@@ -162,6 +201,18 @@ def test_sequential_with_several_values():
         assert torch.equal(left, right)
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False, None])
+def test_sequential_as_torch_is_called(use_reentrant):
+    functions = [torch.sin, torch.exp, torch.tanh]
+    x = torch.randn(4, requires_grad=True)
+    expected = torch_checkpoint.checkpoint_sequential(functions, 2, x, False)
+    assert torch.equal(ms.checkpoint_sequential(functions, 2, x, use_reentrant), expected)
+    with pytest.raises(TypeError, match="use_reentrant is given twice"):
+        ms.checkpoint_sequential(functions, 2, x, use_reentrant, use_reentrant=False)
+    flagged = [lambda a, flag: a if flag else -a, torch.exp]
+    assert torch.equal(ms.checkpoint_sequential(flagged, 2, (x, False)), (-x).exp())
+
+
 @pytest.mark.parametrize(
     ("segments", "error"), [(0, ValueError), (3, ValueError), (1.0, TypeError), (True, TypeError)]
 )
@@ -207,6 +258,17 @@ def test_patch(library):
     assert library.ckpt is not original
     handle.remove()
     assert library.ckpt is original
+
+
+def test_patches_nest(library):
+    original = torch_checkpoint.checkpoint
+    outer = ms.patch_torch_checkpoint()
+    with ms.patch_torch_checkpoint() as inner:
+        pass
+    inner.remove()
+    assert library.ckpt is torch_checkpoint.checkpoint is not original
+    outer.remove()
+    assert library.ckpt is torch_checkpoint.checkpoint is original
 
 
 def test_patch_is_undone_by_an_exception(library):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from allocator import SEGMENT, Allocator, frames
 
+import memsave_ext as ms
 from memsave_ext.memory import table
 from memsave_ext.memory.snapshot import _of_device, plot_snapshot, save_snapshot
 from memsave_ext.memory.snapshot_file import (
@@ -173,7 +174,14 @@ def test_other_events_change_nothing():
         ((("/home/me/pytorch/torch/nn/functional.py", 5, "relu"), MODEL), "net.py:12 in forward"),
         ((("/usr/lib/python3.10/contextlib.py", 81, "inner"), MODEL), "net.py:12 in forward"),
         ((("<string>", 1, "f"), ("<frozen runpy>", 8, "g"), MODEL), "net.py:12 in forward"),
-        ((("/home/me/torch/my.py", 4, "f"), TRAIN), "train.py:3 in main"),
+        ((("/home/me/torch/my.py", 4, "f"), TRAIN), "my.py:4 in f"),
+        ((("/home/me/torch/nn/my.py", 4, "f"), TRAIN), "my.py:4 in f"),
+        ((("/home/me/memsave_ext/memory/my.py", 4, "f"), TRAIN), "my.py:4 in f"),
+        (
+            (("/c/memsave_ext/memsave_ext/adam/optimizer.py", 9, "step"), TRAIN),
+            "train.py:3 in main",
+        ),
+        (((ms.memory.__file__, 9, "step"), (torch.__file__, 2, "g"), TRAIN), "train.py:3 in main"),
         (
             (("/x/site-packages/memsave_ext/adam/optimizer.py", 9, "step"), TRAIN),
             "train.py:3 in main",

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import traceback
+import os
+import sys
 from collections.abc import Callable
 from itertools import zip_longest
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+# By the real folders: a checkout, or the user's own folder, may have one of these names, too.
+_NOT_USERS = tuple(
+    os.path.join(folder, "")
+    for folder in (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__))
+)
 
 
 class _Recorder(TorchDispatchMode):
@@ -36,9 +44,11 @@ class _Recorder(TorchDispatchMode):
 
 
 def _caller() -> str:
-    for frame in reversed(traceback.extract_stack()):
-        if "/torch/" not in frame.filename and "/memsave_ext/" not in frame.filename:
-            return f"{frame.filename}:{frame.lineno}"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_NOT_USERS):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
     return "?"
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
-from .region import checkpoint
+from .region import check_options, checkpoint
 
 Select = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 
@@ -26,7 +28,9 @@ def checkpoint_sequential(
             as several arguments.
         segments: number of pieces, of sizes that differ by one at most. As in torch, the last one
             is not checkpointed: its backward comes right away.
-        *inputs: arguments of the first function.
+        *inputs: arguments of the first function. A bool or None in the second place is torch's
+            ``use_reentrant``, which stands there in torch's signature; where the first function
+            takes one as its second argument, give all of them as one tuple.
         **kwargs: options of :func:`checkpoint`.
 
     Raises:
@@ -43,6 +47,12 @@ def checkpoint_sequential(
             f"checkpoint_sequential: segments must be between 1 and {len(steps)}, the number of "
             f"functions, got {segments}"
         )
+
+    if len(inputs) == 2 and (inputs[1] is None or isinstance(inputs[1], bool)):
+        if "use_reentrant" in kwargs:
+            raise TypeError("checkpoint_sequential: use_reentrant is given twice")
+        inputs, kwargs["use_reentrant"] = inputs[:1], inputs[1]
+    check_options(**kwargs)
 
     def run(start: int, end: int) -> Callable[..., Any]:
         def segment(*values: Any) -> Any:
@@ -85,8 +95,15 @@ class _CheckpointedForward:
         return replica
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        if not torch.compiler.is_compiling():
+            # A shallow copy of the module has this same object in its __dict__; only the caller
+            # says which of them is meant.
+            caller = sys._getframe(1).f_locals.get("self")
+            if isinstance(caller, nn.Module) and caller.__dict__.get("forward") is self:
+                module = caller
         # Not bound to the module: torch.compile of torch 2.11 cannot trace that.
-        return checkpoint(type(self.module).forward, self.module, *args, **self.options, **kwargs)
+        return checkpoint(type(module).forward, module, *args, **self.options, **kwargs)
 
 
 class CheckpointHandle:
@@ -120,7 +137,9 @@ def checkpoint_modules(model: nn.Module, select: Select, **options: Any) -> Chec
         ValueError: nothing is selected, or a selected module has a forward of its own already (it
             may be checkpointed). Nothing is changed then.
         TypeError: ``select`` is none of the above.
+        ValueError, TypeError: an option that :func:`checkpoint` refuses.
     """
+    check_options(**options)
     if isinstance(select, (type, tuple)):
         kinds = select if isinstance(select, tuple) else (select,)
         if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):

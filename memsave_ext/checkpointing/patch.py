@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -49,12 +50,25 @@ def _swap(replacements: dict[Any, Any]) -> None:
 class _Patch:
     """What :func:`patch_torch_checkpoint` returns: ``remove()``, or leaving ``with``, undoes it."""
 
+    _count = 0  # of patches that hold: the last one that is removed puts torch's functions back
+    _lock = threading.Lock()
+
     def __init__(self) -> None:
-        _swap(_REPLACEMENTS)
+        self._holds = True
+        with _Patch._lock:
+            _Patch._count += 1
+            _swap(_REPLACEMENTS)
 
     def remove(self) -> None:
-        """Put torch's functions back, also where they were imported since."""
-        _swap({new: old for old, new in _REPLACEMENTS.items()})
+        """Put torch's functions back, also where they were imported since, unless another patch
+        holds. A second call does nothing."""
+        with _Patch._lock:
+            if not self._holds:
+                return
+            self._holds = False
+            _Patch._count -= 1
+            if _Patch._count == 0:
+                _swap({new: old for old, new in _REPLACEMENTS.items()})
 
     def __enter__(self) -> _Patch:
         return self
@@ -78,7 +92,7 @@ def patch_torch_checkpoint() -> _Patch:
             model.gradient_checkpointing_enable()
             train(model)
 
-    References kept elsewhere (in an object, a closure, a functools.partial) are not found: patch
+    Patches nest: torch's functions are back when all of them are undone. References kept elsewhere (in an object, a closure, a functools.partial) are not found: patch
     before they are made.
     """
     return _Patch()

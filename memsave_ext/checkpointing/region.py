@@ -73,13 +73,14 @@ def checkpoint(
 
     Raises:
         ValueError: an unknown ``determinism_check`` or ``offload``; ``debug`` with ``context_fn``.
-        TypeError: ``function`` is not callable.
+        TypeError: ``function`` is not callable; a flag is not a bool.
         RuntimeError: inside a ``torch.func`` transform, where torch allows no saved-tensor hooks.
         CheckpointError: in backward, when the recompute differs from the forward.
 
     Under ``torch.compile`` it hands over to torch's function, which is a higher-order operator
     there. Source: Chen et al. 2016, arXiv 1604.06174.
     """
+    check_options(determinism_check, early_stop, preserve_rng_state, debug, offload)
     if torch.compiler.is_compiling():
         # Traced into a higher-order operator, which takes no others of the options.
         if context_fn is None:
@@ -100,12 +101,6 @@ def checkpoint(
         )
     if not callable(function):
         raise TypeError(f"checkpoint: function must be callable, got {type(function).__name__}")
-    if determinism_check not in ("default", "none"):
-        raise ValueError(
-            f"checkpoint: determinism_check must be 'default' or 'none', got {determinism_check!r}"
-        )
-    if offload not in (None, "cpu"):
-        raise ValueError(f"checkpoint: offload must be None or 'cpu', got {offload!r}")
     if _torch._enable_checkpoint_early_stop is not None:
         early_stop = _torch._enable_checkpoint_early_stop
     if _torch._checkpoint_debug_enabled is not None:
@@ -137,6 +132,31 @@ def checkpoint(
             determinism_check == "default",
             on_error,
         )
+
+
+def check_options(
+    determinism_check: object = "default",
+    early_stop: object = True,
+    preserve_rng_state: object = True,
+    debug: object = False,
+    offload: object = None,
+    **_: object,
+) -> None:
+    """Raises where one of these options of :func:`checkpoint` is not one of its values."""
+    if determinism_check not in ("default", "none"):
+        raise ValueError(
+            f"checkpoint: determinism_check must be 'default' or 'none', got {determinism_check!r}"
+        )
+    if offload not in (None, "cpu"):
+        raise ValueError(f"checkpoint: offload must be None or 'cpu', got {offload!r}")
+    flags = (
+        ("early_stop", early_stop),
+        ("preserve_rng_state", preserve_rng_state),
+        ("debug", debug),
+    )
+    for name, value in flags:
+        if not isinstance(value, bool):
+            raise TypeError(f"checkpoint: {name} must be a bool, got {value!r}")
 
 
 def _inside(

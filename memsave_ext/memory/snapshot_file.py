@@ -22,12 +22,17 @@ NO_PYTHON = "(no Python code, as in most of backward)"
 _ALLOCATED = "active_allocated"
 _WAITING = ("active_pending_free", "active_awaiting_free")  # for another stream
 _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-# Frames that call the allocator for others: this package, torch installed or in a checkout, the
-# standard library.
+# Frames that call the allocator for others: this package and torch, installed, in a checkout or
+# where they are here, and the standard library. A snapshot may come from another machine. A folder
+# of the user's that is called torch or memsave_ext holds the user's code.
+_HERE = "|".join(
+    re.escape(os.path.join(folder, ""))
+    for folder in (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__))
+)
 _NOT_USERS = re.compile(
-    r"^<|/memsave_ext/(_reference|adam|batch_norm|checkpointing|memory|_[a-z]+\.py)"
-    r"|/(site|dist)-packages/(torch|torchgen|functorch)/|/lib/python3[^/]*/(?!site-packages)"
-    r"|/torch/(nn|optim|autograd|utils|amp|cuda|fx|distributed|_[a-z]+|[a-z_]+\.py)(/|$)"
+    rf"^<|^({_HERE})|/memsave_ext/memsave_ext/|/pytorch/(torch|torchgen|functorch)/"
+    r"|/(site|dist)-packages/(memsave_ext|torch|torchgen|functorch)/"
+    r"|/lib/python3[^/]*/(?!(site|dist)-packages)"
 )
 
 
