@@ -1,5 +1,6 @@
 """CheckpointFunction against plain autograd: the same values and gradients, bitwise."""
 
+import warnings
 from collections import namedtuple
 
 import programs
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memsave_ext as ms
+from memsave_ext import _native
 
 apply = ms.CheckpointFunction.apply
 
@@ -248,3 +250,120 @@ def test_random_programs(steps, outputs):
             assert a is b or not (b if a is None else a).any()
         else:
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+# ---- what the function returns, and what it uses -------------------------------------------------
+
+
+def wrapped(function):
+    """One code object, and so one call site, for every function."""
+    return lambda *tensors: ms.CheckpointFunction.apply(function, len(tensors), *tensors)
+
+
+def test_each_function_at_a_line_is_looked_at():
+    a, b = torch.randn(4, requires_grad=True), torch.randn(5, requires_grad=True)
+    warned = []
+    for function in (lambda x: x.sin(), lambda x: x * a, lambda x: x[:1] * b, lambda x: x * a):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            wrapped(function)(torch.randn(4, requires_grad=True)).sum().backward()
+        warned.append([f"shape [{n}]" in str(w.message) for w in caught for n in (4, 5)])
+    assert warned == [[], [True, False], [False, True], []]  # each of them once
+
+
+@pytest.mark.parametrize("first", ["complete", "incomplete"])
+def test_what_was_seen_before_does_not_decide(first):
+    """A graph from outside is neither run nor freed, whatever was called at this line before."""
+    x, w = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
+    outside = w * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = wrapped(lambda x: x.sin() if first == "complete" else x * outside)
+        run(x).sum().backward()
+        out = wrapped(lambda x: x * outside)(x)
+        x.grad = None
+        (out.sum() + outside.sum()).backward()
+    torch.testing.assert_close(x.grad, outside.detach())
+    assert w.grad.tolist() == [2] * 4
+
+
+def test_a_tensor_from_outside_stays_as_it_is():
+    w, b = torch.nn.Parameter(torch.ones(3)), torch.ones(3)
+    y, same = ms.CheckpointFunction.apply(lambda a: (a * b, b), 1, w)
+    assert not b.requires_grad
+    assert b.grad_fn is None
+    assert same.data_ptr() == b.data_ptr()
+    y.sum().backward()  # the recompute reads b again
+    assert w.grad.tolist() == [1] * 3
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h, p: h,
+        lambda h, p: h[1:],
+        lambda h, p: p,
+        lambda h, p: p.view(2, 2),
+        lambda h, p: (lambda y: (y, y))(h * p)[0:2],
+        lambda h, p: (lambda y: (y, y[1:]))(h * p),
+    ],
+    ids=["input", "view of input", "parameter", "view of parameter", "twice", "with a view"],
+)
+def test_memory_with_another_history_cannot_be_changed_in_place(function):
+    x, p = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
+    h = x * 2
+    result = ms.CheckpointFunction.apply(lambda h: function(h, p), 1, h, p)
+    outputs = result if isinstance(result, tuple) else (result,)
+
+    def change():
+        for output in outputs[::-1]:
+            output.mul_(2)
+        sum(o.sum() for o in (*outputs, h)).backward()
+
+    with pytest.raises(RuntimeError, match="view|in-place"):
+        change()
+
+
+def test_outputs_of_its_own_can_be_changed_in_place():
+    x = torch.randn(4, 3, requires_grad=True)
+    for function in (lambda x: x.sin(), lambda x: x.sin().t(), lambda x: x.sin()[1:]):
+        y = ms.CheckpointFunction.apply(function, 1, x).mul_(3).exp()
+        expected = torch.autograd.grad((function(x) * 3).exp().sum(), x)
+        assert_equal(expected, torch.autograd.grad(y.sum(), x))
+
+
+class Named(torch.Tensor):
+    """A subclass without memory or operators of its own."""
+
+
+def test_subclasses_of_tensor():
+    seen = []
+
+    def function(a):
+        seen.append(type(a))
+        return a.sin(), a, a[1:]
+
+    x = torch.randn(4).as_subclass(Named).requires_grad_()
+    outputs = ms.CheckpointFunction.apply(function, 1, x)
+    assert [type(o) for o in outputs] == [Named] * 3
+    sum(o.sum() for o in outputs).backward()
+    assert seen == [Named, Named]
+    expected = (x.detach().cos() + 1 + torch.tensor([0.0, 1, 1, 1])).as_subclass(torch.Tensor)
+    torch.testing.assert_close(x.grad.as_subclass(torch.Tensor), expected)
+    frozen = ms.CheckpointFunction.apply(lambda a: a.sin(), 1, x.detach())
+    assert type(frozen) is Named
+    plain = ms.CheckpointFunction.apply(lambda a: a, 1, torch.nn.Parameter(torch.ones(2)))
+    assert type(plain) is torch.Tensor
+
+
+@pytest.mark.parametrize("made", [lambda w: w + 0, lambda w: w * 2])
+def test_a_listed_tensor_that_was_computed_from_another(made):
+    w, x = torch.nn.Parameter(torch.ones(3)), torch.ones(3, requires_grad=True)
+    v = made(w)
+    y = ms.CheckpointFunction.apply(lambda a: a * v * w, 1, x, v, w)
+    if not _native.available:
+        with pytest.raises(RuntimeError, match="computed from another that is listed"):
+            y.sum().backward()
+        return
+    expected = torch.autograd.grad((x * made(w) * w).sum(), (x, w))
+    assert_equal(expected, torch.autograd.grad(y.sum(), (x, w)))

@@ -331,3 +331,42 @@ def test_one_region_opened_by_four_backwards_at_once():
         return a
 
     backwards_at_once(function, threads=4, times=25)
+
+
+def explicit(function, x):
+    return ms.CheckpointFunction.apply(function, 1, x)
+
+
+@pytest.mark.parametrize("run", [ms.checkpoint, explicit])
+def test_random_numbers_that_the_function_restores_by_itself(run):
+    def function(a):
+        with torch.random.fork_rng():
+            return (a * torch.rand(4)).sin()
+
+    x = leaf(4)
+    torch.manual_seed(5)
+    expected = torch.autograd.grad(function(x).sum(), x)
+    torch.manual_seed(5)
+    out = run(function, x)
+    torch.rand(3)  # others' numbers in between
+    after = torch.random.get_rng_state()
+    assert_equal(expected, torch.autograd.grad(out.sum(), x))
+    assert torch.equal(after, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("size", [4, 40000])
+def test_a_recompute_that_saves_more_after_the_last_needed_tensor(size, early_stop):
+    """As in torch: an error where it runs to the end."""
+
+    def function(a):
+        y = a.exp()
+        return y.sin() if ms.is_recomputing() else y
+
+    x = leaf(size)
+    out = ms.checkpoint(function, x, early_stop=early_stop)
+    if early_stop:
+        assert_equal(torch.autograd.grad(out.sum(), x), [x.detach().exp()])
+    else:
+        with pytest.raises(ms.CheckpointError, match="save more tensors"):
+            out.sum().backward()

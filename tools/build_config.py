@@ -119,7 +119,8 @@ def headers(root: Path) -> list[str]:
 
 def compile_flags(torch_includes: list[str], cuda: bool) -> dict[str, list[str]]:
     """Flags per compiler. No -std: torch knows which standard its headers need."""
-    common = ["-O3", "-g0", "-fvisibility=hidden"]
+    # NDEBUG as in torch's own builds: headers that check what only debug builds keep would raise.
+    common = ["-O3", "-g0", "-DNDEBUG", "-fvisibility=hidden"]
     # As system headers, torch's own code stays out of our warnings.
     system = [flag for path in torch_includes for flag in ("-isystem", path)]
     # For at::parallel_for. Only to compile: the symbols are those of torch's own runtime.

@@ -10,6 +10,8 @@
 
 #include <vector>
 
+#include "checkpoint/stepped.h"
+
 #ifdef MEMSAVE_EXT_WITH_CUDA
 #include "cuda_stream.h"
 #endif
@@ -261,6 +263,7 @@ void step_all(c10::ArrayRef<Update> updates, const Scaling& scaling) {
   for (const Update* update : of_items) {
     if (is_folded(update->phase) || update->param.is_inference()) continue;
     torch::autograd::impl::bump_version(update->param);
+    note_step(update->param, update->position);
   }
 }
 

@@ -1,6 +1,7 @@
 #include "checkpoint/apply.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/ones.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -90,8 +91,40 @@ void check_outputs(const FunctionResult& result) {
   }
 }
 
-// Connects the outputs to the node. A tensor that is not this region's own to mark (an input handed
-// through, a view, a tensor with a graph, one returned twice) is replaced by an alias.
+Py_ssize_t references_to_base(const at::Tensor& view) {
+  const at::TensorBase& base = view._base();
+  const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(at::Tensor(base)));
+  return Py_REFCNT(object.ptr()) + static_cast<Py_ssize_t>(base.use_count());
+}
+
+// Whether anybody but this view keeps what it is a view of. A base that nobody keeps tells how many
+// references are torch's own, which differs between its versions.
+bool shares_base(const at::Tensor& view) {
+  static const Py_ssize_t of_nobody = [] {
+    const at::Tensor orphan = at::ones({2}).narrow(0, 0, 1);
+    return references_to_base(orphan);
+  }();
+  return references_to_base(view) > of_nobody;
+}
+
+bool is_returned_twice(const FunctionResult& result, size_t index) {
+  for (size_t i = 0; i < result.size(); ++i) {
+    if (i != index && result[i] == result[index]) return true;
+  }
+  return false;
+}
+
+// What the region returns in place of an output, which may be others': an input handed through, a
+// tensor from a closure, a view. Where a change in place would have to enter a history that the
+// region does not see, torch refuses it, as it does for such outputs of custom Functions.
+at::Tensor alias_of(const at::Tensor& output, bool has_other_history) {
+  if (!has_other_history || output.is_inference()) return output.detach();
+  const at::NoGradGuard no_grad;
+  const at::AutoFwGradMode no_forward_grad(false);
+  return output.view_as(output);
+}
+
+// Connects the outputs to the node.
 py::object connect_outputs(const FunctionResult& result, const variable_list& inputs,
                            CheckpointNode* node, const NodePtr& owner) {
   OutputNumbers numbers;
@@ -107,12 +140,18 @@ py::object connect_outputs(const FunctionResult& result, const variable_list& in
     const bool is_input = std::any_of(inputs.begin(), inputs.end(), [&](const at::Tensor& input) {
       return input.is_same(output);
     });
-    if (is_input || output.is_view() || output.requires_grad()) {
-      output = output.detach();
-      elements.back() = py::reinterpret_steal<py::object>(THPVariable_Wrap(output));
-    }
+    const bool has_other_history = is_input || output.requires_grad() ||
+                                   is_returned_twice(result, i) ||
+                                   (output.is_view() && shares_base(output));
+    const py::object type = subclass_of(output);
+    elements.back() = wrap_as(alias_of(output, has_other_history), type);
+    output = THPVariable_Unpack(elements.back().ptr());
     numbers.back() = static_cast<int>(node->add_input_metadata(output));
     impl::set_gradient_edge(output, {owner, static_cast<uint32_t>(numbers.back())});
+    if (has_other_history && output.is_view()) {
+      impl::get_view_autograd_meta(output)->set_creation_meta(
+          torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION);
+    }
   }
   node->set_outputs(std::move(numbers));
   return result.rebuild(std::move(elements));
@@ -125,8 +164,9 @@ FunctionResult call_without_graph(const Arguments& arguments, const AutocastStat
 }
 
 // Nothing listed needs a gradient, so no backward will ever look for what was forgotten: the
-// forward of a call site not yet known does it, once. The outputs need no gradient either way.
-py::object call_and_look(const Arguments& arguments, CallSite* site) {
+// forward does. Where nothing was forgotten it builds no graph. The outputs need no gradient.
+py::object call_and_look(const Arguments& arguments, const AutocastState& autocast) {
+  const AutocastGuard uncached(autocast.without_cache());
   const RegionMark mark;
   const FunctionResult result = FunctionResult::of_call(arguments.function, arguments.inputs);
   edge_list roots;
@@ -137,13 +177,9 @@ py::object call_and_look(const Arguments& arguments, CallSite* site) {
     const at::Tensor& output = THPVariable_Unpack(result[i]);
     if (!output.requires_grad()) continue;
     roots.push_back(impl::gradient_edge(output));
-    elements.back() = py::reinterpret_steal<py::object>(THPVariable_Wrap(output.detach()));
+    elements.back() = wrap_as(output.detach(), subclass_of(output));
   }
-  const auto unlisted = close_region(mark, roots, {}, {});
-  if (!unlisted.empty()) {
-    site->listing = Listing::kIncomplete;
-    warn_unlisted(unlisted, *site);
-  }
+  if (!roots.empty()) warn_unlisted(close_region(mark, roots, {}, {}), current_call_site());
   return result.rebuild(std::move(elements));
 }
 
@@ -151,12 +187,9 @@ py::object apply(const Arguments& arguments) {
   const AutocastState autocast = AutocastState::capture();
   if (!at::GradMode::is_enabled()) return call_without_graph(arguments, autocast).object();
   const auto needs_grad = [](const at::Tensor& tensor) { return tensor.requires_grad(); };
-  CallSite* site = current_call_site();
   if (std::none_of(arguments.inputs.begin(), arguments.inputs.end(), needs_grad) &&
       std::none_of(arguments.parameters.begin(), arguments.parameters.end(), needs_grad)) {
-    const bool unknown = site != nullptr && site->listing == Listing::kUnchecked;
-    return unknown ? call_and_look(arguments, site)
-                   : call_without_graph(arguments, autocast).object();
+    return call_and_look(arguments, autocast);
   }
 
   // Before the call: packed by the hooks that surround the region, at the version it starts from.
@@ -165,8 +198,10 @@ py::object apply(const Arguments& arguments) {
   std::vector<SavedVariable> saved;
   saved.reserve(arguments.inputs.size());
   std::vector<uint32_t> versions;
+  std::vector<py::object> types;
   for (const auto& input : arguments.inputs) {
     saved.emplace_back(input, /*is_output=*/false);
+    types.push_back(subclass_of(input));
     versions.push_back(input._version());
     edges.push_back(input.requires_grad() ? impl::gradient_edge(input) : torch::autograd::Edge());
   }
@@ -181,7 +216,7 @@ py::object apply(const Arguments& arguments) {
     edges.push_back(tensor.requires_grad() && !repeated ? impl::gradient_edge(tensor)
                                                         : torch::autograd::Edge());
   }
-  std::shared_ptr<const RngState> rng = std::make_shared<RngState>();
+  const auto rng = std::make_shared<RngState>();
 
   Tape tape;
   const FunctionResult result = [&] {
@@ -197,11 +232,11 @@ py::object apply(const Arguments& arguments) {
                 " in place, so that it could not be run again from it. Clone the "
                 "input inside the function first.");
   }
-  if (rng->is_current()) rng.reset();
-  auto node =
-      make_node<CheckpointNode>(arguments.function, std::move(saved), std::move(parameters),
-                                Surroundings{autocast, std::move(rng), current_cuda_stream()},
-                                std::move(tape), site, std::move(edges));
+  rng->forget_unused_capture();
+  auto node = make_node<CheckpointNode>(arguments.function, std::move(saved), std::move(types),
+                                        std::move(parameters),
+                                        Surroundings{autocast, rng, current_cuda_stream()},
+                                        std::move(tape), current_call_site(), std::move(edges));
   return connect_outputs(result, arguments.inputs, node.get(), node);
 }
 

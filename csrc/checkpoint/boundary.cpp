@@ -51,7 +51,8 @@ std::vector<std::string> close_region(const RegionMark& mark, std::vector<Edge>&
                                       const std::vector<Edge>& sinks) {
   std::vector<std::string> unlisted;
   std::unordered_set<Edge> reported;
-  std::unordered_set<Node*> visited;
+  // By sequence number: there is one for each node that was made since the mark.
+  std::vector<bool> visited(at::sequence_number::peek() - mark.first_sequence_nr());
   std::vector<Node*> pending;
 
   const auto follow = [&](Node* user, const Edge& edge) -> Edge {
@@ -66,7 +67,9 @@ std::vector<std::string> close_region(const RegionMark& mark, std::vector<Edge>&
       if (reported.insert(edge).second) unlisted.push_back(describe(edge, user));
       return leaf ? edge : Edge();
     }
-    if (visited.insert(node).second) pending.push_back(node);
+    const uint64_t number = node->sequence_nr() - mark.first_sequence_nr();
+    if (!visited[number]) pending.push_back(node);
+    visited[number] = true;
     return edge;
   };
 

@@ -15,6 +15,7 @@ class RegionMark {
  public:
   RegionMark();
   bool contains(const torch::autograd::Node& node) const;
+  uint64_t first_sequence_nr() const { return first_sequence_nr_; }
 
  private:
   uint64_t thread_id_;

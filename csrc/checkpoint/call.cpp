@@ -1,5 +1,6 @@
 #include "checkpoint/call.h"
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -11,6 +12,24 @@ void throw_python_error() {
   python_error error;
   error.persist();
   throw std::move(error);
+}
+
+py::object subclass_of(const at::Tensor& tensor) {
+  const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+  if (THPVariable_CheckExact(object.ptr())) return {};
+  static PyObject* const parameter =
+      py::object(py::module_::import("torch.nn").attr("Parameter")).release().ptr();
+  const py::object type = py::type::of(object);
+  return PyObject_IsSubclass(type.ptr(), parameter) == 1 ? py::object() : type;
+}
+
+py::object wrap_as(const at::Tensor& alias, const py::object& type) {
+  auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(alias));
+  if (!type || py::type::of(object).is(type)) return object;
+  const at::NoGradGuard no_grad;
+  py::object converted = object.attr("as_subclass")(type);
+  if (alias.requires_grad()) THPVariable_Unpack(converted.ptr()).set_requires_grad(true);
+  return converted;
 }
 
 FunctionResult::FunctionResult(py::object object)

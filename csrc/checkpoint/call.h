@@ -30,6 +30,11 @@ class FunctionResult {
   bool is_sequence_;
 };
 
+// The subclass of torch.Tensor that a tensor is of; null for torch's own and Parameters.
+pybind11::object subclass_of(const at::Tensor& tensor);
+// An alias made in C++ as an object of `type`, which it is not by itself; null: torch.Tensor.
+pybind11::object wrap_as(const at::Tensor& alias, const pybind11::object& type);
+
 // Throws the Python exception that is set, in a form that survives a change of thread.
 [[noreturn]] void throw_python_error();
 

@@ -32,13 +32,15 @@ std::string CallSite::where() const {
   return std::string(name == nullptr ? "?" : name) + ":" + std::to_string(line);
 }
 
-void warn_unlisted(const std::vector<std::string>& unlisted, const CallSite& site) {
+void warn_unlisted(const std::vector<std::string>& unlisted, CallSite* site) {
+  if (unlisted.empty() || site == nullptr) return;
   std::string message =
-      "CheckpointFunction.apply at " + site.where() +
+      "CheckpointFunction.apply at " + site->where() +
       ": the function uses tensors that need a gradient but were not listed; they get none from "
       "this region: ";
   for (size_t i = 0; i < unlisted.size(); ++i) message += (i ? "; " : "") + unlisted[i];
   message += ". List them: CheckpointFunction.apply(function, n, *inputs, *parameters).";
+  if (!site->warnings.insert(message).second) return;
   if (PyErr_WarnEx(PyExc_UserWarning, message.c_str(), 1) < 0) throw_python_error();
 }
 

@@ -34,6 +34,7 @@ py::object checkpoint_region(py::object function, py::object recompute_function,
   // Before the hooks: arguments belong to what surrounds the region.
   region->save_arguments(arguments.ptr());
   region->save_surroundings();
+  region->note_outside();
   py::object result;
   {
     const AutocastGuard uncached(AutocastState::capture().without_cache());

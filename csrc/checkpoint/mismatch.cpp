@@ -37,7 +37,7 @@ c10::SmallVector<int64_t, 4> describe_sizes(const at::Tensor& tensor) {
 }
 
 c10::weak_intrusive_ptr<c10::StorageImpl> weak_storage(const at::Tensor& tensor) {
-  if (!tensor.has_storage()) {
+  if (!tensor.defined() || !tensor.has_storage()) {
     return c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>());
   }
   return tensor.storage().getWeakStorageImpl();
@@ -62,9 +62,9 @@ std::string describe_difference(size_t index, const Slot& slot, const at::Tensor
 
 std::string describe_mutation(size_t index, const Slot& slot, const at::Tensor& tensor) {
   return "tensor at position " + std::to_string(index) + ": " +
-         describe(slot.sizes, slot.dtype, slot.device) + ", version " +
-         std::to_string(slot.version) + " in the forward, " + std::to_string(tensor._version()) +
-         " in the recompute\n";
+         describe(slot.sizes, slot.dtype, slot.device) +
+         ", modified by an inplace operation: version " + std::to_string(slot.version) +
+         " in the forward, " + std::to_string(tensor._version()) + " in the recompute\n";
 }
 
 std::string difference_message(const std::string& differences) {
@@ -74,12 +74,12 @@ std::string difference_message(const std::string& differences) {
 }
 
 std::string mutation_message(const std::string& mutations) {
-  return "memsave_ext.checkpoint: tensors from outside the function, which it uses in both runs, "
-         "have "
-         "been modified by an inplace operation between forward and recompute.\n" +
+  return "memsave_ext: tensors from outside the checkpointed function, which it uses in both runs, "
+         "have changed between forward and recompute.\n" +
          mutations +
          "The recompute would give gradients of another function. Change them after backward, or "
-         "clone them inside the function. determinism_check=\"none\" turns this check off.";
+         "give the function a clone of them; let an optimizer without in_backward step a parameter "
+         "that a region reads without a gradient.";
 }
 
 std::string more_saved_message() {

@@ -9,6 +9,8 @@
 
 #include "checkpoint/boundary.h"
 #include "checkpoint/call.h"
+#include "checkpoint/mismatch.h"
+#include "checkpoint/outside.h"
 
 namespace memsave_ext {
 
@@ -35,25 +37,29 @@ struct CheckpointNode::Recomputed {
 
 CheckpointNode::CheckpointNode(py::object function,
                                std::vector<torch::autograd::SavedVariable> inputs,
+                               std::vector<py::object> input_types,
                                std::vector<ListedParameter> parameters, Surroundings surroundings,
                                Tape tape, CallSite* call_site, edge_list next_edges)
     : Node(std::move(next_edges)),
       function_(std::move(function)),
       inputs_(std::move(inputs)),
+      input_types_(std::move(input_types)),
       parameters_(std::move(parameters)),
       surroundings_(std::move(surroundings)),
       tape_(std::move(tape)),
       call_site_(call_site) {}
 
-CheckpointNode::~CheckpointNode() { release_function(); }
+CheckpointNode::~CheckpointNode() { release_python(); }
 
-void CheckpointNode::release_function() {
+void CheckpointNode::release_python() {
   if (!function_) return;
   if (Py_IsInitialized()) {
     const py::gil_scoped_acquire gil;
     py::object(std::move(function_));
+    input_types_.clear();
   } else {
     function_.release();
+    for (auto& type : input_types_) type.release();
   }
 }
 
@@ -65,7 +71,7 @@ void CheckpointNode::release_variables() {
     parameters_.clear();
     surroundings_.rng.reset();
   }
-  release_function();
+  release_python();
 }
 
 CheckpointNode::Saved CheckpointNode::unpack() {
@@ -110,13 +116,24 @@ CheckpointNode::Recomputed CheckpointNode::recompute(const Saved& saved,
   const py::gil_scoped_acquire gil;
   const py::object function = function_;
   TORCH_CHECK(function, torch::autograd::ERR_BACKWARD_TWICE);
+  std::vector<py::object> owners;  // which keep the types of `arguments`
+  for (size_t i = 0; i < input_types_.size(); ++i) {
+    if (!input_types_[i]) continue;
+    owners.push_back(wrap_as(arguments[i], input_types_[i]));
+    arguments[i] = THPVariable_Unpack(owners.back().ptr());
+  }
   const RegionMark mark;
   std::optional<FunctionResult> result;
+  std::string reads;
   {
+    std::optional<ReadObserver> observer;
+    if (pending_.any_stepped()) observer.emplace(std::vector<ChangedTensor>(), pending_);
     const RecomputeGuard guard(saved.surroundings);
     const TapeScope scope(tape_, TapeScope::kReplaying);
     result = FunctionResult::of_call(function, arguments);
+    if (observer) reads = observer->reads();
   }
+  if (!reads.empty()) throw_checkpoint_error(mutation_message(reads), py::none());
   TORCH_CHECK(result->size() == output_numbers_.size(),
               "CheckpointFunction: the recompute returned ", result->size(),
               " outputs, the forward ", output_numbers_.size(),
@@ -145,26 +162,18 @@ CheckpointNode::Recomputed CheckpointNode::recompute(const Saved& saved,
   // ask for it.
   edge_list listed(num_outputs());
   edge_list sinks(num_outputs());
-  bool hooked = false;
   for (size_t i = 0; i < num_outputs(); ++i) {
     const bool is_input = i < arguments.size();
     const at::Tensor& tensor = is_input ? arguments[i] : saved.parameters[i - arguments.size()];
     if (!tensor.requires_grad()) continue;
     listed[i] = impl::gradient_edge(tensor);
-    if (!is_input && has_tensor_hooks(listed[i])) {
+    // The engine would run the hooks of a parameter, and, of one that was computed, on through the
+    // graph that computed it.
+    if (!is_input && (has_tensor_hooks(listed[i]) || !tensor.is_leaf())) {
       sinks[i] = make_sink(tensor);
-      hooked = true;
     }
   }
-
-  const Listing listing = call_site_ == nullptr ? Listing::kUnchecked : call_site_->listing;
-  if (hooked || listing != Listing::kComplete) {
-    const auto unlisted = close_region(mark, graph.roots, listed, sinks);
-    if (call_site_ != nullptr && listing == Listing::kUnchecked) {
-      call_site_->listing = unlisted.empty() ? Listing::kComplete : Listing::kIncomplete;
-      if (!unlisted.empty()) warn_unlisted(unlisted, *call_site_);
-    }
-  }
+  warn_unlisted(close_region(mark, graph.roots, listed, sinks), call_site_);
 
   graph.targets.resize(num_outputs());
   for (size_t i = 0; i < num_outputs(); ++i) {

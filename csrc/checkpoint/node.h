@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "checkpoint/call_site.h"
+#include "checkpoint/stepped.h"
 #include "checkpoint/surroundings.h"
 #include "checkpoint/tape.h"
 #include "compat.h"
@@ -29,9 +30,11 @@ using OutputNumbers = std::vector<int>;  // input number of the node, or kNotDif
 class CheckpointNode : public torch::autograd::Node {
  public:
   // Next edges are those of the inputs, then of the parameters, in order. Needs the GIL.
+  // `input_types` are those of inputs that are of a subclass of torch.Tensor, null for the others.
   CheckpointNode(pybind11::object function, std::vector<torch::autograd::SavedVariable> inputs,
-                 std::vector<ListedParameter> parameters, Surroundings surroundings, Tape tape,
-                 CallSite* call_site, torch::autograd::edge_list next_edges);
+                 std::vector<pybind11::object> input_types, std::vector<ListedParameter> parameters,
+                 Surroundings surroundings, Tape tape, CallSite* call_site,
+                 torch::autograd::edge_list next_edges);
   ~CheckpointNode() override;
 
   void set_outputs(OutputNumbers numbers) { output_numbers_ = std::move(numbers); }
@@ -47,18 +50,20 @@ class CheckpointNode : public torch::autograd::Node {
   // A copy, because another backward may release the node at any time.
   Saved unpack();
   Recomputed recompute(const Saved& saved, const torch::autograd::variable_list& grads);
-  void release_function();
+  void release_python();
   // Makes the gradients raise when they are differentiated again.
   void forbid_double_backward(torch::autograd::variable_list& results,
                               const torch::autograd::variable_list& grads) const;
 
   pybind11::object function_;
   std::vector<torch::autograd::SavedVariable> inputs_;
+  std::vector<pybind11::object> input_types_;
   std::vector<ListedParameter> parameters_;
   Surroundings surroundings_;
   Tape tape_;
   CallSite* call_site_;
   OutputNumbers output_numbers_;
+  const PendingRegion pending_;
   bool released_ = false;
 };
 

@@ -58,9 +58,27 @@ void Region::save_surroundings() {
   if (options_.preserve_rng_state) surroundings_.rng = std::make_shared<RngState>();
 }
 
+std::vector<PyObject*> Region::roots() const {
+  std::vector<PyObject*> roots;
+  for (const auto& argument : arguments_) {
+    if (argument.other) roots.push_back(argument.other.ptr());
+  }
+  if (!kwargs_.is_none()) roots.push_back(kwargs_.ptr());
+  roots.push_back(recompute_function_.ptr());
+  return roots;
+}
+
+void Region::note_outside() {
+  if (options_.check_determinism) outside_.note(roots());
+}
+
 void Region::finish_forward(PyObject* outputs) {
   forward_finished_ = true;
-  if (surroundings_.rng && surroundings_.rng->is_current()) surroundings_.rng.reset();
+  if (surroundings_.rng) surroundings_.rng->forget_unused_capture();
+  if (!slots_.empty()) {
+    if (options_.check_determinism) outside_.leave_out_own_changes(roots());
+    pending_.emplace();
+  }
   if (stop_at_last_save_ && !slots_.empty()) {
     stop_at_last_save_ = worth_stopping(last_save_sequence_nr_, last_save_numel_) &&
                          !last_save_is_filled_later(outputs, last_save_sequence_nr_);
@@ -182,19 +200,28 @@ void Region::recompute(const BackwardKey& key) {
   forget(key);
   Recompute run(*this, key);
   PyObject* result;
+  std::string reads;
   {
+    std::optional<ReadObserver> observer;
+    if (options_.check_determinism && pending_) {
+      auto changed = outside_.find_changed(roots());
+      if (!changed.empty() || pending_->any_stepped()) {
+        observer.emplace(std::move(changed), *pending_);
+      }
+    }
     const RecomputeGuard guard(surroundings_);
     const HookGuard hooks(make_packer({nullptr, &run}));
     const TapeScope scope(tape_, TapeScope::kReplaying);
     result = PyObject_Call(recompute_function_.ptr(), arguments.ptr(),
                            kwargs_.is_none() ? nullptr : kwargs_.ptr());
+    if (observer) reads = observer->reads();
   }
   if (result == nullptr) {
     if (!run.stopped() || !PyErr_ExceptionMatches(stop_exception())) throw_python_error();
     PyErr_Clear();
   }
   Py_XDECREF(result);
-  run.check();
+  run.check(reads);
 }
 
 Recompute::Recompute(Region& region, const BackwardKey& key) : region_(region), key_(key) {
@@ -235,15 +262,19 @@ bool Recompute::save(const at::Tensor& tensor) {
   return !stopped_;
 }
 
-void Recompute::check() const {
+void Recompute::check(const std::string& reads) const {
   const auto fail = [&](const std::string& message) {
     throw_checkpoint_error(message, region_.on_error_);
   };
   const size_t saved = region_.slots_.size();
-  if (!mutated_.empty()) fail(mutation_message(mutated_));
+  if (!mutated_.empty() || !reads.empty()) {
+    fail(mutation_message(mutated_ + reads) + " determinism_check=\"none\" turns this check off.");
+  }
   if (!different_.empty()) fail(difference_message(different_));
   if (!region_.forward_finished_) return;  // a backward inside the function: it saves more later
-  if (count_ > saved) fail(more_saved_message());
+  // With early_stop the last tensor that is needed ends a recompute, also where running on was
+  // cheaper: what comes after it is nobody's business.
+  if (count_ > saved && !region_.options_.early_stop) fail(more_saved_message());
   if (!stopped_ && count_ < saved) fail(fewer_saved_message(saved, count_));
 }
 

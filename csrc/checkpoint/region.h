@@ -11,10 +11,12 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "checkpoint/outside.h"
 #include "checkpoint/surroundings.h"
 #include "checkpoint/tape.h"
 
@@ -65,6 +67,8 @@ class Region : public std::enable_shared_from_this<Region> {
   // Before the forward, and before its hooks are pushed. `arguments` is a tuple.
   void save_arguments(PyObject* arguments);
   void save_surroundings();
+  // Likewise: tensors that the function may read beside its positional arguments.
+  void note_outside();
   // After the forward: what it did with random numbers, and where a recompute may stop.
   void finish_forward(PyObject* outputs);
 
@@ -84,6 +88,7 @@ class Region : public std::enable_shared_from_this<Region> {
     std::vector<at::Tensor> tensors;
   };
 
+  std::vector<PyObject*> roots() const;  // what leads to tensors from outside. Borrowed
   void hold(size_t index);
   void let_go(size_t index);
   at::Tensor take(const BackwardKey& key, size_t index);
@@ -97,6 +102,8 @@ class Region : public std::enable_shared_from_this<Region> {
   RegionOptions options_;
   std::vector<RegionArgument> arguments_;
   Surroundings surroundings_;
+  OutsideTensors outside_;
+  std::optional<PendingRegion> pending_;  // once the forward has ended, and has saved anything
   Tape tape_;
   // For slots_ and values_. Innermost: nothing is called, and no tensor freed, while it is held.
   std::mutex state_mutex_;
@@ -135,7 +142,8 @@ class Recompute {
   // The recompute saves `tensor`. Returns false when it was the last one needed: time to stop.
   bool save(const at::Tensor& tensor);
   bool stopped() const { return stopped_; }
-  void check() const;  // throws where forward and recompute differ
+  // Throws where forward and recompute differ. `reads`: of tensors that have changed in between.
+  void check(const std::string& reads) const;
 
  private:
   Region& region_;

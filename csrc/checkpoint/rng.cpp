@@ -2,7 +2,6 @@
 
 #include <ATen/detail/CUDAHooksInterface.h>
 
-#include <algorithm>
 #include <mutex>
 
 #include "checkpoint/device.h"
@@ -21,13 +20,6 @@ RngState::Cpu RngState::Cpu::current() {
   const std::lock_guard<std::mutex> lock(generator->mutex_);
   return {generator->engine(), generator->next_float_normal_sample(),
           generator->next_double_normal_sample()};
-}
-
-bool RngState::Cpu::operator==(const Cpu& other) const {
-  const auto a = engine.data();
-  const auto b = other.engine.data();
-  return a.left_ == b.left_ && a.next_ == b.next_ && a.seed_ == b.seed_ && a.state_ == b.state_ &&
-         next_float == other.next_float && next_double == other.next_double;
 }
 
 std::vector<RngState::Philox> RngState::current_cuda() {
@@ -72,13 +64,8 @@ void RngState::restore() const {
   }
 }
 
-bool RngState::is_current() const {
-  const RngState now;
-  return cpu_ == now.cpu_ && graph_ == now.graph_ &&
-         std::equal(cuda_.begin(), cuda_.end(), now.cuda_.begin(), now.cuda_.end(),
-                    [](const Philox& a, const Philox& b) {
-                      return a.seed == b.seed && a.offset == b.offset;
-                    });
+void RngState::forget_unused_capture() {
+  if (graph_ && graph_ == GraphRng::current()) graph_.reset();
 }
 
 RngGuard::RngGuard(const RngState& state) {

@@ -1,5 +1,6 @@
-// Random number generator states around a recomputed region: what the forward started from is kept
-// only when the forward drew from it, and put back for the length of the recompute.
+// Random number generator states around a recomputed region: what the forward started from is kept,
+// and put back for the length of the recompute. Also where the states are the same after the
+// forward: the function may have drawn numbers and restored them itself (torch.random.fork_rng).
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -19,13 +20,14 @@ class RngState {
  public:
   RngState();
 
-  bool is_current() const;
+  // After the forward: a capture in which it drew no number need not be that of the recompute.
+  // (Nothing can restore numbers that were drawn in a capture.)
+  void forget_unused_capture();
 
  private:
   friend class RngGuard;
   struct Cpu {
     static Cpu current();
-    bool operator==(const Cpu& other) const;
 
     at::mt19937 engine;
     std::optional<float> next_float;

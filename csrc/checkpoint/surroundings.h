@@ -15,7 +15,7 @@ namespace memsave_ext {
 
 struct Surroundings {
   AutocastState autocast;
-  std::shared_ptr<const RngState> rng;  // none where the forward drew no random number
+  std::shared_ptr<RngState> rng;  // null where random numbers are not replayed
   std::optional<c10::Stream> stream;
 };
 

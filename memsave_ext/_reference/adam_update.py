@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import adam_formats as formats
 from .adam_formats import BLOCK, Draw
+from .stepped import note_step
 
 # A step is made whole, or in parts: micro-gradients are folded into the moments, the last of them
 # with an update of the parameter.
@@ -63,6 +64,7 @@ def update(
         _fold(c, g, stored, first=phase == "first_fold")
     else:
         _step(c, g, stored, closes=phase == "close")
+        note_step(param, position)
 
 
 def _fold(c: _Coefficients, grad: Tensor, stored: _Stored, first: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from . import unlisted
+from .outside import ReadObserver, mutation_message
+from .stepped import PendingRegion
 from .surroundings import AutocastState, Surroundings, is_recomputing, uncached_autocast
 from .tape import tape_scope
 
@@ -33,9 +36,9 @@ def checkpoint_apply(*args: Any) -> Any:
         outputs = _Region.apply(call, *inputs, *parameters)
         # Only tensors pass through torch's Function; the rest of the result travels in the call.
         for position, output in zip(call.positions, outputs, strict=True):
-            call.elements[position] = output
+            call.elements[position] = _as_type(output, type(call.elements[position]))
         return _rebuild(call)
-    if torch.is_grad_enabled() and call.site not in unlisted.complete:
+    if torch.is_grad_enabled():
         return _call_and_look(call, inputs)
     with torch.no_grad(), uncached_autocast(AutocastState.capture()):
         return call.function(*inputs)
@@ -95,9 +98,10 @@ def _parse(
 
 
 def _call_and_look(call: _Call, inputs: tuple[Tensor, ...]) -> Any:
-    """Nothing listed needs a gradient: no backward will ever look, so the forward does, once."""
+    """Nothing listed needs a gradient: no backward will ever look, so the forward does."""
     mark = unlisted.sequence_number()
-    elements = call.run(inputs)
+    with uncached_autocast(AutocastState.capture()):
+        elements = call.run(inputs)
     roots = [e for e in elements if isinstance(e, Tensor) and e.requires_grad]
     if roots:
         unlisted.look(roots, (), mark, call.site)
@@ -119,7 +123,6 @@ class _Region(torch.autograd.Function):
             tape_scope(ctx.tape, replaying=False),
         ):
             call.elements = call.run(inputs)
-        ctx.surroundings.drop_unused_rng()
         _check_outputs(call.elements)
         for i, (tensor, version) in enumerate(zip(inputs, versions, strict=True)):
             if tensor._version != version:
@@ -133,10 +136,19 @@ class _Region(torch.autograd.Function):
                 element.is_floating_point() or element.is_complex()
             ):
                 call.positions.append(i)
-                shared = element._is_view() or element.requires_grad
-                seen = any(element is other for other in (*inputs, *outputs))
-                outputs.append(element.detach() if shared or seen else element)
+                has_other_history = (
+                    element.requires_grad
+                    or any(element is other for other in inputs)
+                    or sum(element is other for other in call.elements) > 1
+                    or (element._is_view() and _shares_base(element))
+                )
+                # Views of others' memory: torch refuses to change them in place.
+                with torch.no_grad():
+                    outputs.append(
+                        element.view_as(element) if has_other_history else element.detach()
+                    )
         ctx.call, ctx.size = call, len(call.elements)
+        ctx.pending = PendingRegion()
         ctx.save_for_backward(*inputs)
         # Apart from the inputs: a hook such as save_on_cpu would copy parameters for nothing.
         ctx.parameters = [(t, t._version) for t in parameters]
@@ -151,10 +163,19 @@ class _Region(torch.autograd.Function):
         results: list[Tensor | None] = [None] * (len(inputs) + len(parameters))
         if all(grad is None for grad in grads):
             return (None, *results)
-        arguments = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
+        arguments = [_as_type(t.detach(), type(t)).requires_grad_(t.requires_grad) for t in inputs]
         mark = unlisted.sequence_number()
-        with ctx.surroundings.restored(), tape_scope(ctx.tape, replaying=True):
+        observer = ReadObserver([], ctx.pending) if ctx.pending.any_stepped() else None
+        with (
+            ctx.surroundings.restored(),
+            tape_scope(ctx.tape, replaying=True),
+            observer or contextlib.nullcontext(),
+        ):
             elements = ctx.call.run(arguments)
+        if observer is not None and observer.reads:
+            from ..checkpointing.errors import CheckpointError  # imports this module
+
+            raise CheckpointError(mutation_message(observer.reads))
         roots, root_grads = _roots(ctx, elements, grads)
         del elements
 
@@ -164,8 +185,8 @@ class _Region(torch.autograd.Function):
             if ctx.needs_input_grad[i + 1]:
                 wanted.setdefault(tensor, i)
         if roots and wanted:
-            on_thread = threading.get_ident() == ctx.call.thread
-            if on_thread and ctx.call.site not in unlisted.complete:
+            unlisted.check_not_computed_from_listed(parameters)
+            if threading.get_ident() == ctx.call.thread:
                 unlisted.look(roots, tensors, mark, ctx.call.site)
             with _silent_tensor_hooks(parameters):
                 captured = torch.autograd.grad(roots, [*wanted], root_grads, allow_unused=True)
@@ -254,6 +275,31 @@ def _check_parameters(parameters: list[tuple[Tensor, int]]) -> None:
                 f"{version}. A recompute would differentiate another function; change parameters "
                 "after backward."
             )
+
+
+def _as_type(alias: Tensor, kind: type[Tensor]) -> Tensor:
+    """An alias of a tensor of a subclass, which it is not by itself. A Parameter's is a Tensor."""
+    if type(alias) is kind or issubclass(kind, torch.nn.Parameter):
+        return alias
+    return alias.as_subclass(kind)
+
+
+def _references_to_base(view: Tensor) -> int:
+    base = view._base
+    assert base is not None
+    uses: int = base._use_count()  # type: ignore[attr-defined]
+    return sys.getrefcount(base) + uses
+
+
+@functools.cache
+def _references_of_nobody() -> int:
+    """To the base of a view that nobody else keeps: torch's own, which differ between versions."""
+    return _references_to_base(torch.ones(2)[1:])
+
+
+def _shares_base(view: Tensor) -> bool:
+    """Whether anybody but this view keeps what it is a view of."""
+    return _references_to_base(view) > _references_of_nobody()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import weakref
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .outside import OutsideTensors, ReadObserver, mutation_message
+from .stepped import PendingRegion
 from .surroundings import Surroundings, uncached_autocast
 from .tail import fills_after_saving
 from .tape import Tape, tape_scope
@@ -44,6 +47,8 @@ def checkpoint_region(
     # Before the hooks: arguments belong to what surrounds the region.
     region.arguments = [_Argument(a) for a in args]
     region.surroundings = Surroundings.capture(preserve_rng_state)
+    if check_determinism:
+        region.outside.note(region.roots())
     with (
         uncached_autocast(region.surroundings.autocast),
         saved_tensors_hooks(region.save, _unpack),
@@ -130,7 +135,9 @@ class _Region:
         on_error: Callable[[str], str] | None,
     ) -> None:
         self.function, self.kwargs, self.check, self.on_error = function, kwargs, check, on_error
-        self.stop_at_last_save = early_stop
+        self.early_stop = self.stop_at_last_save = early_stop
+        self.outside = OutsideTensors()
+        self.pending: PendingRegion | None = None  # once the forward has ended
         self.tape: Tape = {}
         self.arguments: list[_Argument] = []
         self.surroundings: Surroundings | None = None
@@ -149,10 +156,17 @@ class _Region:
 
     def finish_forward(self, outputs: Any) -> None:
         self.finished = True
-        assert self.surroundings is not None
-        self.surroundings.drop_unused_rng()
+        if self.slots:
+            if self.check:
+                self.outside.leave_out_own_changes(self.roots())
+            self.pending = PendingRegion()
         if self.stop_at_last_save:
             self.stop_at_last_save = not fills_after_saving(outputs, self.mark)
+
+    def roots(self) -> list[Any]:
+        """What leads to tensors from outside of the function."""
+        others = [a.value for a in self.arguments if a.keeper is None]
+        return [*others, self.kwargs, self.function]
 
     def open(self, holder: _Holder) -> Tensor:
         key = _backward_key()
@@ -185,18 +199,24 @@ class _Region:
         args = [a.get() for a in self.arguments]
         run = _Recompute(self, key)
         assert self.surroundings is not None
+        observer: ReadObserver | None = None
+        if self.check and self.pending is not None:
+            changed = self.outside.find_changed(self.roots())
+            if changed or self.pending.any_stepped():
+                observer = ReadObserver(changed, self.pending)
         try:
             with (
                 self.surroundings.restored(),
                 saved_tensors_hooks(run.save, _unpack),
                 tape_scope(self.tape, replaying=True),
+                observer or contextlib.nullcontext(),
             ):
                 self.function(*args, **self.kwargs)
         except _Stop:
             if not run.stopped:
                 raise
         try:
-            run.raise_differences()
+            run.raise_differences(observer.reads if observer else "")
         except BaseException:
             self.forget(key)
             raise
@@ -244,20 +264,16 @@ class _Recompute:
         outside = slot.storage is not None and slot.storage == _storage(tensor)
         if outside and tensor._version != slot.version:
             self.mutated.append(
-                f"tensor at position {index}: {slot.metadata}, version {slot.version} in the "
-                f"forward, {tensor._version} in the recompute\n"
+                f"tensor at position {index}: {slot.metadata}, modified by an inplace operation: "
+                f"version {slot.version} in the forward, {tensor._version} in the recompute\n"
             )
 
-    def raise_differences(self) -> None:
+    def raise_differences(self, reads: str) -> None:
         saved = len(self.region.slots)
-        if self.mutated:
+        if self.mutated or reads:
             self._fail(
-                "memsave_ext.checkpoint: tensors from outside the function, which it uses in both "
-                "runs, have been modified by an inplace operation between forward and recompute.\n"
-                + "".join(self.mutated)
-                + "The recompute would give gradients of another function. Change them after "
-                'backward, or clone them inside the function. determinism_check="none" turns this '
-                "check off."
+                mutation_message("".join(self.mutated) + reads)
+                + ' determinism_check="none" turns this check off.'
             )
         if self.different:
             self._fail(
@@ -266,7 +282,7 @@ class _Recompute:
             )
         if not self.region.finished:
             return  # a backward inside the function: it saves more later
-        if self.count > saved:
+        if self.count > saved and not self.region.early_stop:
             self._fail(
                 "torch.utils.checkpoint: trying to save more tensors during recomputation than "
                 "during the original forward pass."

@@ -47,28 +47,19 @@ def uncached_autocast(state: AutocastState) -> Iterator[None]:
 
 
 class RngState:
-    def __init__(self, cpu: Tensor, cuda: dict[int, Tensor]) -> None:
-        self.cpu, self.cuda = cpu, cuda
+    def __init__(self, cpu: torch.Generator, cuda: dict[int, Tensor]) -> None:
+        self.cpu, self.cuda = cpu, cuda  # a generator is no tensor, which would count as memory
 
     @staticmethod
     def capture() -> RngState:
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)
-        return RngState(torch.get_rng_state(), {d: torch.cuda.get_rng_state(d) for d in devices})
+        cpu = torch.default_generator.clone_state()
+        return RngState(cpu, {d: torch.cuda.get_rng_state(d) for d in devices})
 
     def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
+        torch.set_rng_state(self.cpu.get_state())
         for device, state in self.cuda.items():
             torch.cuda.set_rng_state(state, device)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, RngState)
-            and torch.equal(self.cpu, other.cpu)
-            and self.cuda.keys() == other.cuda.keys()
-            and all(torch.equal(state, other.cuda[d]) for d, state in self.cuda.items())
-        )
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def is_recomputing() -> bool:
@@ -80,17 +71,13 @@ class Surroundings:
     """What a forward finds and a recompute must find again."""
 
     autocast: AutocastState
-    rng: RngState | None  # None where the forward drew no random number
+    rng: RngState | None  # None where random numbers are not replayed
     stream: torch.cuda.Stream | None
 
     @staticmethod
     def capture(rng: bool = True) -> Surroundings:
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         return Surroundings(AutocastState.capture(), RngState.capture() if rng else None, stream)
-
-    def drop_unused_rng(self) -> None:
-        if self.rng is not None and self.rng == RngState.capture():
-            self.rng = None
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:

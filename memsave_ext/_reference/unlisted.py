@@ -26,8 +26,7 @@ class CallSite:
         return CallSite(frame.f_code, frame.f_lasti, frame.f_lineno)
 
 
-# Whether all that needs a gradient was listed there, for the sites that were looked at.
-complete: dict[CallSite, bool] = {}
+_warned: set[str] = set()
 
 
 def sequence_number() -> int:
@@ -41,16 +40,36 @@ def sequence_number() -> int:
 def look(roots: Sequence[Tensor], listed: Sequence[Tensor], mark: int, site: CallSite) -> None:
     """Warn about what the graph of ``roots``, made since ``mark``, uses without being listed."""
     unlisted = _find(roots, listed, mark)
-    complete[site] = not unlisted
-    if unlisted:
-        warnings.warn(
-            f"CheckpointFunction.apply at {site.code.co_filename}:{site.line}: the function uses "
-            "tensors that need a gradient but were not listed; they get none from this region: "
-            f"{'; '.join(unlisted)}. List them: "
-            "CheckpointFunction.apply(function, n, *inputs, *parameters).",
-            UserWarning,
-            stacklevel=2,
-        )
+    message = (
+        f"CheckpointFunction.apply at {site.code.co_filename}:{site.line}: the function uses "
+        "tensors that need a gradient but were not listed; they get none from this region: "
+        f"{'; '.join(unlisted)}. List them: "
+        "CheckpointFunction.apply(function, n, *inputs, *parameters)."
+    )
+    if unlisted and message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def check_not_computed_from_listed(listed: Sequence[Tensor]) -> None:
+    """A listed tensor that was computed from another: torch's engine would go on through the graph
+    that computed it, and count the other twice. csrc cuts the recompute's graph there."""
+    nodes = {get_gradient_edge(t).node for t in listed if t.requires_grad}
+    for tensor in listed:
+        pending = [] if tensor.grad_fn is None else [n for n, _ in tensor.grad_fn.next_functions]
+        seen: set[Any] = set()
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            if node in nodes:
+                raise RuntimeError(
+                    "CheckpointFunction: a listed tensor was computed from another that is listed, "
+                    "which the pure-Python path cannot tell apart. Compute it inside the function, "
+                    "or pass it as an input."
+                )
+            seen.add(node)
+            pending += [following for following, _ in node.next_functions]
 
 
 def _find(roots: Sequence[Tensor], listed: Sequence[Tensor], mark: int) -> list[str]:

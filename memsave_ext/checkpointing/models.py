@@ -51,7 +51,8 @@ def checkpoint_sequential(
     if len(inputs) == 2 and (inputs[1] is None or isinstance(inputs[1], bool)):
         if "use_reentrant" in kwargs:
             raise TypeError("checkpoint_sequential: use_reentrant is given twice")
-        inputs, kwargs["use_reentrant"] = inputs[:1], inputs[1]
+        kwargs["use_reentrant"] = inputs[1]
+        inputs = (inputs[0],)
     check_options(**kwargs)
 
     def run(start: int, end: int) -> Callable[..., Any]:

@@ -92,7 +92,7 @@ def patch_torch_checkpoint() -> _Patch:
             model.gradient_checkpointing_enable()
             train(model)
 
-    Patches nest: torch's functions are back when all of them are undone. References kept elsewhere (in an object, a closure, a functools.partial) are not found: patch
-    before they are made.
+    Patches nest: torch's functions are back when all of them are undone. References kept elsewhere
+    (in an object, a closure, a functools.partial) are not found: patch before they are made.
     """
     return _Patch()

@@ -1,0 +1,201 @@
+#include "checkpoint/outside.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <sstream>
+#include <string_view>
+#include <unordered_map>
+
+#include "checkpoint/mismatch.h"
+
+namespace memsave_ext {
+namespace {
+
+// Wrappers, such as DTensors, have no memory of their own.
+bool is_wrapper(const at::Tensor& tensor) {
+  return !tensor.has_storage() || tensor.layout() != at::kStrided ||
+         tensor.key_set().has(c10::DispatchKey::Python);
+}
+
+uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
+}
+
+const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return is_wrapper(tensor) ? nullptr : tensor.storage().unsafeGetStorageImpl();
+}
+
+void walk(const std::vector<PyObject*>& roots, TensorWalk& tensors) {
+  for (PyObject* root : roots) tensors.visit(root);
+}
+
+std::string describe(const at::Tensor& tensor, const std::string& name) {
+  std::ostringstream text;
+  text << name << " (shape " << tensor.sym_sizes() << ", dtype "
+       << c10::getDtypeNames(tensor.scalar_type()).first << ")";
+  return text.str();
+}
+
+ChangedTensor changed_tensor(const at::Tensor& tensor, const std::string& name,
+                             const std::string& what) {
+  const auto range = is_wrapper(tensor) ? ByteRange{0, 0} : ByteRange::of(tensor);
+  return {tensor.unsafeGetTensorImpl(), storage_of(tensor), range,
+          describe(tensor, name) + ": " + what};
+}
+
+std::string describe_versions(uint32_t before, uint32_t now) {
+  return "modified by an inplace operation: version " + std::to_string(before) +
+         " in the forward, " + std::to_string(now) + " in the recompute";
+}
+
+constexpr const char* kReplaced = "replaced: the forward had another tensor there";
+
+}  // namespace
+
+OutsideTensors::Noted OutsideTensors::Noted::of(const at::Tensor& tensor) {
+  return {tensor.unsafeGetTensorImpl(),
+          is_wrapper(tensor) ? weak_storage(at::Tensor()) : weak_storage(tensor),
+          version_of(tensor), false};
+}
+
+bool OutsideTensors::Noted::is(const at::Tensor& other) const {
+  return tensor == other.unsafeGetTensorImpl() &&
+         (is_wrapper(other) || storage._unsafe_get_target() == storage_of(other));
+}
+
+bool OutsideTensors::Noted::is_as_it_was(const at::Tensor& other) const {
+  return is(other) && version == version_of(other);
+}
+
+void OutsideTensors::note(const std::vector<PyObject*>& roots) {
+  TensorWalk tensors(
+      [&](PyObject* tensor) { noted_.push_back(Noted::of(THPVariable_Unpack(tensor))); });
+  walk(roots, tensors);
+}
+
+void OutsideTensors::leave_out_own_changes(const std::vector<PyObject*>& roots) {
+  size_t index = 0;
+  TensorWalk tensors([&](PyObject* object) {
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    if (index == noted_.size()) {  // made by the forward
+      noted_.push_back(Noted::of(tensor));
+      same_places_ = false;
+    }
+    if (!noted_[index].is_as_it_was(tensor)) noted_[index].changed_by_forward = true;
+    ++index;
+  });
+  walk(roots, tensors);
+  same_places_ = same_places_ && index == noted_.size();
+}
+
+std::vector<ChangedTensor> OutsideTensors::find_changed(const std::vector<PyObject*>& roots) const {
+  std::vector<ChangedTensor> changed;
+  bool same_places = same_places_;
+  size_t index = 0;
+  TensorWalk tensors([&](PyObject* object) {
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    const bool known = same_places && index < noted_.size();
+    const Noted* noted = known ? &noted_[index++] : nullptr;
+    if (noted != nullptr && (noted->changed_by_forward || noted->is_as_it_was(tensor))) return;
+    if (noted == nullptr || !noted->is(tensor)) {
+      const auto same = std::find_if(noted_.begin(), noted_.end(),
+                                     [&](const Noted& other) { return other.is(tensor); });
+      noted = same == noted_.end() ? nullptr : &*same;
+    }
+    if (noted != nullptr) {
+      if (noted->changed_by_forward || noted->is_as_it_was(tensor)) return;
+      changed.push_back(changed_tensor(tensor, tensors.name(),
+                                       describe_versions(noted->version, version_of(tensor))));
+      return;
+    }
+    // What holds parts of parameters elsewhere (FSDP, offloading) puts others in their places.
+    if (!known || is_wrapper(tensor) || tensor.is_meta() || tensor.numel() == 0) return;
+    const Noted& before = noted_[index - 1];
+    const auto* storage = before.storage._unsafe_get_target();
+    if (storage == nullptr || storage == storage_of(tensor)) return;
+    changed.push_back(changed_tensor(tensor, tensors.name(), kReplaced));
+  });
+  walk(roots, tensors);
+  return changed;
+}
+
+namespace {
+
+thread_local ReadObserver* observer = nullptr;  // the innermost of this thread
+
+// Operators that read a tensor's shape alone.
+bool reads_no_values(std::string_view name) {
+  const auto ends_with = [&](std::string_view end) {
+    return name.size() >= end.size() && name.substr(name.size() - end.size()) == end;
+  };
+  return name.rfind("aten::new_", 0) == 0 || ends_with("_like");
+}
+
+bool writes(const at::RecordFunction& operator_, size_t argument) {
+  const auto schema = operator_.operator_schema();
+  if (!schema || argument >= schema->arguments().size()) return false;
+  const auto* alias = schema->arguments()[argument].alias_info();
+  return alias != nullptr && alias->isWrite();
+}
+
+}  // namespace
+
+ReadObserver::ReadObserver(std::vector<ChangedTensor> changed, const PendingRegion& region)
+    : changed_(std::move(changed)), region_(region), outer_(observer) {
+  if (outer_ == nullptr) {
+    callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(on_operator)
+                                               .needsInputs(true)
+                                               .scopes({at::RecordScope::FUNCTION}));
+  }
+  observer = this;
+}
+
+ReadObserver::~ReadObserver() {
+  observer = outer_;
+  if (outer_ == nullptr) at::removeCallback(callback_);
+}
+
+std::unique_ptr<at::ObserverContext> ReadObserver::on_operator(
+    const at::RecordFunction& operator_) {
+  for (ReadObserver* active = observer; active != nullptr; active = active->outer_) {
+    const auto inputs = operator_.inputs();
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (inputs[i].isTensor()) {
+        active->look(operator_, i, inputs[i].toTensor());
+      } else if (inputs[i].isTensorList()) {
+        for (const at::Tensor& tensor : inputs[i].toTensorVector()) {
+          active->look(operator_, i, tensor);
+        }
+      } else if (inputs[i].isOptionalTensorList()) {
+        for (const std::optional<at::Tensor>& tensor : inputs[i].toOptionalTensorVector()) {
+          if (tensor) active->look(operator_, i, *tensor);
+        }
+      }
+    }
+  }
+  return nullptr;
+}
+
+void ReadObserver::look(const at::RecordFunction& operator_, size_t argument,
+                        const at::Tensor& tensor) {
+  if (!tensor.defined()) return;
+  const auto* storage = storage_of(tensor);
+  std::string what;
+  for (const auto& changed : changed_) {
+    const bool same = storage == nullptr ? changed.tensor == tensor.unsafeGetTensorImpl()
+                                         : changed.storage == storage &&
+                                               changed.range.overlaps(ByteRange::of(tensor));
+    if (same) what = changed.description;
+  }
+  if (const auto stepped = region_.stepped(tensor)) {
+    what = what.empty() ? describe(tensor, *stepped) : what + "; " + *stepped;
+  }
+  if (what.empty()) return;
+  if (reads_no_values(operator_.name()) || writes(operator_, argument)) return;
+  if (reads_.find(what) == std::string::npos) {
+    reads_ += what + ", read by " + operator_.name() + "\n";
+  }
+}
+
+}  // namespace memsave_ext

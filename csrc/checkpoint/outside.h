@@ -1,0 +1,73 @@
+// Tensors from outside of a region's function that it may read: which of them have changed between
+// forward and recompute, and whether the recompute reads one that has.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
+#include <c10/core/Storage.h>
+#include <pybind11/pybind11.h>
+
+#include <string>
+#include <vector>
+
+#include "checkpoint/stepped.h"
+#include "checkpoint/walk.h"
+
+namespace memsave_ext {
+
+struct ChangedTensor {
+  const c10::TensorImpl* tensor;    // of one without a storage of its own
+  const c10::StorageImpl* storage;  // of every other
+  ByteRange range;
+  std::string description;
+};
+
+class OutsideTensors {
+ public:
+  // `roots` are what the function is called with, and the function itself. All need the GIL.
+  // Before the forward.
+  void note(const std::vector<PyObject*>& roots);
+  // After it: what the forward has changed by itself is not looked at any more.
+  void leave_out_own_changes(const std::vector<PyObject*>& roots);
+  // What is not as it was.
+  std::vector<ChangedTensor> find_changed(const std::vector<PyObject*>& roots) const;
+
+ private:
+  struct Noted {
+    const c10::TensorImpl* tensor;  // to be compared only
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    uint32_t version;
+    bool changed_by_forward;
+
+    static Noted of(const at::Tensor& tensor);
+    bool is(const at::Tensor& tensor) const;
+    bool is_as_it_was(const at::Tensor& tensor) const;
+  };
+
+  std::vector<Noted> noted_;
+  bool same_places_ = true;  // before and after the forward
+};
+
+// Notes, for a scope, operators of this thread that read tensors which have changed.
+class ReadObserver {
+ public:
+  ReadObserver(std::vector<ChangedTensor> changed, const PendingRegion& region);
+  ~ReadObserver();
+  ReadObserver(const ReadObserver&) = delete;
+  ReadObserver& operator=(const ReadObserver&) = delete;
+
+  // A line for each that was read, with the first operator that did; empty when none was.
+  const std::string& reads() const { return reads_; }
+
+ private:
+  static std::unique_ptr<at::ObserverContext> on_operator(const at::RecordFunction& operator_);
+  void look(const at::RecordFunction& operator_, size_t argument, const at::Tensor& tensor);
+
+  std::vector<ChangedTensor> changed_;
+  const PendingRegion& region_;
+  ReadObserver* outer_;
+  at::CallbackHandle callback_ = 0;
+  std::string reads_;
+};
+
+}  // namespace memsave_ext

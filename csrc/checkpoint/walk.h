@@ -1,0 +1,44 @@
+// The tensors that a function can reach without being given them as arguments.
+#pragma once
+
+#include <Python.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace memsave_ext {
+
+// Visits, always in the same order, tensors in: tuples, lists, dicts and dataclasses, nested, of up
+// to 1000 elements; parameters of modules; what functions close over and the globals that they
+// name, if these are tensors or modules; the objects that bound methods belong to; the parts of
+// functools.partial. A tensor that is found twice is visited twice. Needs the GIL.
+class TensorWalk {
+ public:
+  // Called with each tensor. name() tells where it was found.
+  using Visitor = std::function<void(PyObject* tensor)>;
+
+  explicit TensorWalk(Visitor visitor) : visitor_(std::move(visitor)) {}
+
+  void visit(PyObject* object, PyObject* key = nullptr, Py_ssize_t index = -1);
+  // Of the tensor that is being visited, such as "linear.weight" or "mask[0]".
+  std::string name() const;
+
+ private:
+  // How a value was reached: by a name, or by a position.
+  struct Step {
+    PyObject* key;
+    Py_ssize_t index;
+  };
+
+  void visit_inside(PyObject* object);
+  void visit_sequence(PyObject* object);
+  void visit_dict(PyObject* dict);
+  void visit_module(PyObject* module);
+  void visit_function(PyObject* function);
+
+  Visitor visitor_;
+  std::vector<Step> path_;
+};
+
+}  // namespace memsave_ext

@@ -1,0 +1,281 @@
+"""Tensors from outside of a region that change between its forward and its recompute."""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+
+import pytest
+import torch
+from helpers import assert_equal, leaf, state_unchanged
+from torch import nn
+
+import memsave_ext as ms
+
+
+@dataclasses.dataclass
+class Batch:
+    mask: torch.Tensor
+    more: object = None
+
+
+class Method:
+    def __init__(self, block):
+        self.block = block
+
+    def run(self, x):
+        return self.block(x).sin()
+
+
+factor = torch.ones(4)  # a global that functions below name
+
+
+def x_and_m():
+    return torch.ones(4, requires_grad=True), torch.ones(4)
+
+
+# Programs that read m from outside, where no graph saves the storage of m: (x, m) -> output.
+READS = {
+    "keyword": lambda x, m: ms.checkpoint(lambda x, m: x * (m + 1), x, m=m),
+    "in a list": lambda x, m: ms.checkpoint(lambda x, ms: x * (ms[0] + 1), x, [m]),
+    "in a dict": lambda x, m: ms.checkpoint(lambda x, d: x * (d["a"]["b"] + 1), x, {"a": {"b": m}}),
+    "in a dataclass": lambda x, m: ms.checkpoint(
+        lambda x, b: x * (b.more[0].mask + 1), x, Batch(x, (Batch(m),))
+    ),
+    "closure": lambda x, m: ms.checkpoint(lambda x: x * (m + 1), x),
+    "closure of a closure": lambda x, m: ms.checkpoint(
+        functools.partial(lambda f, x: f(x), lambda x: x * (m + 1)), x
+    ),
+    "closure, in a list": lambda x, m: (lambda held: ms.checkpoint(lambda x: x * (held[0] + 1), x))(
+        [m]
+    ),
+    "default device": lambda x, m: ms.checkpoint(
+        lambda x: x * (m + 1), x, context_fn=lambda: (contextlib.nullcontext(),) * 2
+    ),
+    "a list of tensors": lambda x, m: ms.checkpoint(lambda x: x * torch.stack([m, m]).sum(0), x),
+    "indices": lambda x, m: ms.checkpoint(lambda x: x * (x.detach()[m.long() - 1] + 1), x),
+    "a view": lambda x, m: ms.checkpoint(lambda x: x[:2] * (m[2:] + 1), x),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_tensor_changed_in_place_is_an_error(name):
+    x, m = x_and_m()
+    out = READS[name](x, m)
+    with state_unchanged():
+        m.add_(1)
+        with pytest.raises(ms.CheckpointError, match="modified by an inplace operation: version"):
+            out.sum().backward()
+    assert x.grad is None
+    m = torch.ones(4)
+    READS[name](x, m).sum().backward()  # unchanged
+    assert x.grad.sum() != 0
+
+
+def test_a_global_changed_in_place_is_an_error():
+    x = leaf(4)
+    out = ms.checkpoint(lambda x: x * (factor + 1), x)
+    factor.add_(1)
+    with pytest.raises(ms.CheckpointError, match=r"factor \(shape \[4\], dtype float32\).*read by"):
+        out.sum().backward()
+
+
+def blocks():
+    linear = nn.Linear(4, 4)
+    yield "the module", linear, lambda x: ms.checkpoint(linear, x)
+    yield "a method", linear, lambda x: ms.checkpoint(linear.forward, x)
+    yield "in a closure", linear, lambda x: ms.checkpoint(lambda x: linear(x).tanh(), x)
+    sequence = nn.Sequential(linear, nn.Tanh())
+    yield "inside a module", linear, lambda x: ms.checkpoint(sequence, x)
+    ms.checkpoint_modules(sequence, nn.Sequential)
+    yield "checkpoint_modules", linear, lambda x: sequence(x)
+
+
+def with_grad(f, linear):
+    """The output of f, and what backward raises."""
+    x = leaf(3, 4)
+    out = f(x).exp()
+    return x, out
+
+
+@pytest.mark.parametrize("index", range(5))
+@pytest.mark.parametrize("what", ["bias in place", "bias", "weight", "data"])
+def test_parameters_changed_or_replaced(index, what):
+    _, linear, run = list(blocks())[index]
+    # What follows the linear layer needs its output: so its bias matters.
+    x = leaf(3, 4)
+    out = ms.checkpoint(lambda x: run(x).sin().exp(), x) if index < 3 else run(x).exp()
+    with torch.no_grad():
+        if what == "bias in place":
+            linear.bias.add_(1)
+        elif what == "bias":
+            linear.bias = nn.Parameter(linear.bias + 1)
+        elif what == "weight":
+            linear.weight = nn.Parameter(linear.weight + 1)
+        else:
+            linear.weight.data = linear.weight.data + 1
+    message = "modified by an inplace" if what == "bias in place" else "replaced: the forward had"
+    with pytest.raises(ms.CheckpointError, match=message):
+        out.sum().backward()
+
+
+def test_functional_call_around_a_region():
+    linear, x = nn.Linear(4, 4), leaf(3, 4)
+    sequence = nn.Sequential(linear, nn.Tanh())
+    ms.checkpoint_modules(sequence, nn.Sequential)
+    others = {name: p.detach() + 1 for name, p in sequence.named_parameters()}
+    out = torch.func.functional_call(sequence, others, (x,))
+    with pytest.raises(ms.CheckpointError, match=r"weight \(shape \[4, 4\].*replaced"):
+        out.sum().backward()
+    # Inside of the region the recompute swaps them in again.
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    out = ms.checkpoint(lambda x: torch.func.functional_call(plain, others, (x,)), x)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    y = (x @ others["0.weight"].t() + others["0.bias"]).tanh()
+    torch.testing.assert_close(grad, torch.autograd.grad(y.sum(), x)[0])
+
+
+# What must go on working.
+
+
+def test_what_the_recompute_does_not_read_may_change():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x, unread = leaf(3, 4), torch.ones(4)
+    out = ms.checkpoint(
+        lambda x, d: model[0](x).sin() * d["a"], x, {"a": torch.ones(4), "b": unread}
+    )
+    expected = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    with torch.no_grad():
+        unread.add_(1)
+        model[1].weight.add_(1)
+        model[1].bias = nn.Parameter(torch.zeros(4))
+    assert_equal(expected, torch.autograd.grad(out.sum(), x))
+
+
+def test_what_the_function_changes_by_itself_may_change():
+    count, loss, kept = torch.zeros(()), torch.zeros(()), []
+
+    def function(x):
+        nonlocal loss
+        count.add_(1)
+        loss = loss + x.detach().mean()
+        kept.append(x.detach())
+        return x.exp().sin()
+
+    x = leaf(4)
+    expected = torch.autograd.grad(x.exp().sin().exp().sin().sum(), x)
+    out = ms.checkpoint(function, ms.checkpoint(function, x))
+    assert_equal(expected, torch.autograd.grad(out.sum(), x))
+
+
+def test_shapes_of_changed_tensors_and_writes_to_them_are_no_reads():
+    x, like, total = leaf(4), torch.ones(4), torch.zeros(4)
+
+    def function(x):
+        total.add_(x.detach())
+        return (x + torch.zeros_like(like)).exp().sin()
+
+    out = ms.checkpoint(function, x)
+    expected = torch.autograd.grad(x.exp().sin().sum(), x)
+    like.add_(1)
+    total.zero_()
+    assert_equal(expected, torch.autograd.grad(out.sum(), x))
+
+
+def test_without_the_check():
+    x, m = x_and_m()
+    out = ms.checkpoint(lambda x, m: x * (m + 1), x, m=m, determinism_check="none")
+    m.add_(1)
+    out.sum().backward()
+    assert x.grad.tolist() == [3] * 4  # of another function, as in torch
+
+
+def test_odd_containers():
+    loop: list = [leaf(4)]
+    loop.append(loop)
+    m = torch.ones(4)
+    out = ms.checkpoint(
+        lambda x, *rest: x * (rest[1][0] + 1), leaf(4), loop, (m, [None] * 2000), {3: m}
+    )
+    m.add_(1)
+    with pytest.raises(ms.CheckpointError, match="modified"):
+        out.sum().backward()
+
+
+# An optimizer that steps in backward.
+
+
+def stepped(run, in_backward, **options):
+    """Parameters w and v after one step of a program whose region reads w without a gradient."""
+    torch.manual_seed(0)
+    w, v = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(5))
+    opt = ms.Adam([w, v], lr=0.5, in_backward=in_backward, **options)
+    x = torch.ones(5, requires_grad=True)
+    h = run(lambda x: (x * (w.detach() * 2) * v).sin(), x, v)
+    (h * w).sum().backward()
+    opt.step()
+    return x.grad, w, v
+
+
+def explicit(function, x, v):
+    return ms.CheckpointFunction.apply(function, 1, x, v)
+
+
+def implicit(function, x, v):
+    return ms.checkpoint(function, x)
+
+
+@pytest.mark.parametrize("run", [explicit, implicit])
+@pytest.mark.parametrize("engine_hooks", [False, True])
+def test_a_parameter_stepped_before_a_region_reads_it_again(run, engine_hooks):
+    before = ms.use_engine_hooks(engine_hooks)
+    try:
+        with (
+            state_unchanged(),
+            pytest.raises(
+                ms.CheckpointError,
+                match="parameter 0 of an optimizer, which stepped it",
+            ),
+        ):
+            stepped(run, True, small_bytes=0)
+    finally:
+        ms.use_engine_hooks(before)
+    expected = stepped(lambda f, x, v: f(x), False)
+    assert_equal(expected, stepped(run, True))  # small: they wait until backward ends
+    assert_equal(expected, stepped(run, False))
+
+
+def test_parameters_in_one_storage_are_told_apart():
+    flat = torch.randn(10)
+    w, v = (nn.Parameter(part.data) for part in flat.split(5))  # versions of their own
+    opt = ms.Adam([w, v], lr=0.5, in_backward=True, small_bytes=0)
+    x = torch.ones(5, requires_grad=True)
+    h = ms.checkpoint(lambda x: (x * 2 * v).sin(), x)
+    plain = copy.deepcopy([w, v])
+    expected = torch.autograd.grad(((x * 2 * plain[1]).sin() * plain[0]).sum(), x)
+    (h * w).sum().backward()
+    opt.step()
+    assert_equal(expected, [x.grad])
+
+
+def test_steps_after_backward_are_noticed():
+    w = nn.Parameter(torch.randn(5))
+    opt = ms.Adam([w], lr=0.5)
+    x = leaf(5)
+    out = ms.checkpoint(lambda x: (x + Holder.of(w).detach()).sin(), x)
+    w.grad = torch.ones(5)
+    opt.step()
+    with pytest.raises(ms.CheckpointError, match="which stepped it"):
+        out.sum().backward()
+
+
+class Holder:
+    """Nothing that looks for tensors looks in here."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def of(tensor):
+        holder = Holder()
+        holder.held = tensor
+        return holder.held
