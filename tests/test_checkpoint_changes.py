@@ -279,3 +279,21 @@ class Holder:
         holder = Holder()
         holder.held = tensor
         return holder.held
+
+
+@pytest.mark.parametrize("around", ["offload", "hooks", "save_on_cpu"])
+def test_arguments_that_hooks_hand_on_as_they_are(around):
+    """Autograd itself looks at no versions there."""
+    x, m = x_and_m()
+    contexts = {
+        "offload": contextlib.nullcontext(),
+        "hooks": torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+        "save_on_cpu": torch.autograd.graph.save_on_cpu(),
+    }
+    options = {"offload": "cpu"} if around == "offload" else {}
+    with contexts[around]:
+        out = ms.checkpoint(lambda x, m: x * (m + 1), x, m, **options)
+    torch.autograd.grad(out.sum(), x, retain_graph=True)
+    m.mul_(10)
+    with pytest.raises(ms.CheckpointError, match="argument 1: modified by an inplace operation"):
+        out.sum().backward()

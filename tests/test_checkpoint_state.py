@@ -370,3 +370,23 @@ def test_a_recompute_that_saves_more_after_the_last_needed_tensor(size, early_st
     else:
         with pytest.raises(ms.CheckpointError, match="save more tensors"):
             out.sum().backward()
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_backward_inside_the_function_runs_nothing_that_has_not_run(early_stop):
+    w, after = leaf(3, 4), []
+    norm = ms.BatchNorm1d(4)
+
+    def function(x):
+        h = x * w
+        (g,) = torch.autograd.grad(h.sin().sum(), h, create_graph=True)
+        after.append(ms.is_recomputing())
+        return norm(g * h)
+
+    x = leaf(3, 4)
+    out = checkpoint(function, x, early_stop=early_stop)
+    assert after == [False]
+    assert norm.num_batches_tracked == 1
+    expected = torch.autograd.grad(norm((x * w).cos() * (x * w)).square().sum(), (x, w))
+    for a, b in zip(expected, torch.autograd.grad(out.square().sum(), (x, w)), strict=True):
+        torch.testing.assert_close(a, b)

@@ -43,6 +43,10 @@ c10::weak_intrusive_ptr<c10::StorageImpl> weak_storage(const at::Tensor& tensor)
   return tensor.storage().getWeakStorageImpl();
 }
 
+uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
+}
+
 bool same_metadata(const Slot& slot, const at::Tensor& tensor) {
   return slot.dtype == tensor.scalar_type() && slot.device == tensor.device() &&
          (tensor.is_nested() || tensor.sizes().equals(slot.sizes));
@@ -60,11 +64,15 @@ std::string describe_difference(size_t index, const Slot& slot, const at::Tensor
          describe(describe_sizes(tensor), tensor.scalar_type(), tensor.device()) + "\n";
 }
 
+std::string describe_versions(uint32_t in_forward, uint32_t in_recompute) {
+  return "modified by an inplace operation: version " + std::to_string(in_forward) +
+         " in the forward, " + std::to_string(in_recompute) + " in the recompute";
+}
+
 std::string describe_mutation(size_t index, const Slot& slot, const at::Tensor& tensor) {
   return "tensor at position " + std::to_string(index) + ": " +
-         describe(slot.sizes, slot.dtype, slot.device) +
-         ", modified by an inplace operation: version " + std::to_string(slot.version) +
-         " in the forward, " + std::to_string(tensor._version()) + " in the recompute\n";
+         describe(slot.sizes, slot.dtype, slot.device) + ", " +
+         describe_versions(slot.version, version_of(tensor)) + "\n";
 }
 
 std::string difference_message(const std::string& differences) {

@@ -18,10 +18,6 @@ bool is_wrapper(const at::Tensor& tensor) {
          tensor.key_set().has(c10::DispatchKey::Python);
 }
 
-uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
-}
-
 const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return is_wrapper(tensor) ? nullptr : tensor.storage().unsafeGetStorageImpl();
 }
@@ -42,11 +38,6 @@ ChangedTensor changed_tensor(const at::Tensor& tensor, const std::string& name,
   const auto range = is_wrapper(tensor) ? ByteRange{0, 0} : ByteRange::of(tensor);
   return {tensor.unsafeGetTensorImpl(), storage_of(tensor), range,
           describe(tensor, name) + ": " + what};
-}
-
-std::string describe_versions(uint32_t before, uint32_t now) {
-  return "modified by an inplace operation: version " + std::to_string(before) +
-         " in the forward, " + std::to_string(now) + " in the recompute";
 }
 
 constexpr const char* kReplaced = "replaced: the forward had another tensor there";

@@ -45,11 +45,14 @@ void Region::save_arguments(PyObject* arguments) {
   arguments_.reserve(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* argument = PyTuple_GET_ITEM(arguments, i);
-    if (THPVariable_Check(argument)) {
-      arguments_.push_back({SavedVariable(THPVariable_Unpack(argument), /*is_output=*/false), {}});
-    } else {
-      arguments_.push_back({SavedVariable(), py::reinterpret_borrow<py::object>(argument)});
+    if (!THPVariable_Check(argument)) {
+      arguments_.push_back(
+          {SavedVariable(), weak_storage({}), 0, py::reinterpret_borrow<py::object>(argument)});
+      continue;
     }
+    const at::Tensor& tensor = THPVariable_Unpack(argument);
+    arguments_.push_back(
+        {SavedVariable(tensor, /*is_output=*/false), weak_storage(tensor), version_of(tensor), {}});
   }
 }
 
@@ -188,15 +191,33 @@ at::Tensor Region::open(size_t index) {
   return take(key, index);
 }
 
+py::tuple Region::unpack_arguments() const {
+  py::tuple arguments(arguments_.size());
+  std::string mutated;
+  for (size_t i = 0; i < arguments_.size(); ++i) {
+    const auto& [saved, storage, version, other] = arguments_[i];
+    if (other) {
+      arguments[i] = other;
+      continue;
+    }
+    const at::Tensor tensor = saved.unpack();
+    const bool same = tensor.defined() && tensor.has_storage() &&
+                      storage._unsafe_get_target() == tensor.storage().unsafeGetStorageImpl();
+    if (same && version_of(tensor) != version) {
+      mutated += "argument " + std::to_string(i) + ": " +
+                 describe_versions(version, version_of(tensor)) + "\n";
+    }
+    arguments[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+  }
+  if (options_.check_determinism && !mutated.empty()) {
+    throw_checkpoint_error(mutation_message(mutated), on_error_);
+  }
+  return arguments;
+}
+
 void Region::recompute(const BackwardKey& key) {
   const py::gil_scoped_acquire gil;
-  py::tuple arguments(arguments_.size());
-  for (size_t i = 0; i < arguments_.size(); ++i) {
-    arguments[i] =
-        arguments_[i].other
-            ? arguments_[i].other
-            : py::reinterpret_steal<py::object>(THPVariable_Wrap(arguments_[i].tensor.unpack()));
-  }
+  const py::tuple arguments = unpack_arguments();
   forget(key);
   Recompute run(*this, key);
   PyObject* result;
@@ -224,12 +245,16 @@ void Region::recompute(const BackwardKey& key) {
   run.check(reads);
 }
 
-Recompute::Recompute(Region& region, const BackwardKey& key) : region_(region), key_(key) {
+Recompute::Recompute(Region& region, const BackwardKey& key)
+    : region_(region), key_(key), forward_finished_(region.forward_finished_) {
   const std::lock_guard<std::mutex> lock(region.state_mutex_);
-  // Asked from inside the function: in a backward, by the node that, in practice, saved last.
-  const NodePtr asking = torch::autograd::get_current_node();
-  may_stop_ = region.stop_at_last_save_ &&
-              (region.forward_finished_ || (asking && !fills_after_saving(*asking)));
+  may_stop_ = region.stop_at_last_save_;
+  if (!forward_finished_) {
+    // Asked from inside the function, in a backward: it must not run further than the forward has,
+    // whatever the options are. The node that asks is, in practice, the one that saved last.
+    const NodePtr asking = torch::autograd::get_current_node();
+    may_stop_ = asking && !fills_after_saving(*asking);
+  }
   needed_ = region.slots_.size();
   while (needed_ > 0 && region.slots_[needed_ - 1].holders == 0) --needed_;
   region.values_.push_back({key, std::vector<at::Tensor>(region.slots_.size())});
@@ -241,7 +266,10 @@ bool Recompute::save(const at::Tensor& tensor) {
   at::Tensor freed;
   const std::lock_guard<std::mutex> lock(region_.state_mutex_);
   const auto values = region_.find(key_);
-  if (index >= values->tensors.size()) return true;
+  if (index >= values->tensors.size()) {
+    stopped_ = !forward_finished_;
+    return !stopped_;
+  }
   if (may_stop_ && index == needed_) {
     // Nobody needs what is saved from here on, and the last operation that somebody needs has run:
     // only of the forward's very last save is it known that it may be stopped before.
@@ -271,7 +299,7 @@ void Recompute::check(const std::string& reads) const {
     fail(mutation_message(mutated_ + reads) + " determinism_check=\"none\" turns this check off.");
   }
   if (!different_.empty()) fail(difference_message(different_));
-  if (!region_.forward_finished_) return;  // a backward inside the function: it saves more later
+  if (!forward_finished_) return;  // a backward inside the function: it saves more later
   // With early_stop the last tensor that is needed ends a recompute, also where running on was
   // cheaper: what comes after it is nobody's business.
   if (count_ > saved && !region_.options_.early_stop) fail(more_saved_message());

@@ -30,9 +30,12 @@ struct RegionOptions {
 };
 
 // A positional argument: tensors are kept as autograd keeps them, so that hooks of enclosing
-// regions and of save_on_cpu see them, and a change in place is noticed.
+// regions and of save_on_cpu see them, and a change in place is noticed. Autograd does not look at
+// versions where there are hooks; they may hand the tensor itself on.
 struct RegionArgument {
   torch::autograd::SavedVariable tensor;
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  uint32_t version;
   pybind11::object other;  // set when the argument is not a tensor
 };
 
@@ -88,6 +91,7 @@ class Region : public std::enable_shared_from_this<Region> {
     std::vector<at::Tensor> tensors;
   };
 
+  pybind11::tuple unpack_arguments() const;
   std::vector<PyObject*> roots() const;  // what leads to tensors from outside. Borrowed
   void hold(size_t index);
   void let_go(size_t index);
@@ -150,6 +154,7 @@ class Recompute {
   BackwardKey key_;
   size_t needed_;  // number of positions up to the last one with a holder
   size_t count_ = 0;
+  const bool forward_finished_;
   bool may_stop_;
   bool stopped_ = false;
   std::string different_;  // descriptions of tensors that differ

@@ -81,7 +81,8 @@ def _storage(tensor: Tensor) -> int | None:
     return None if _is_wrapper(tensor) else tensor.untyped_storage()._cdata
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """0 of inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -95,14 +96,14 @@ class _Noted:
     @staticmethod
     def of(tensor: Tensor) -> _Noted:
         storage = None if _is_wrapper(tensor) else StorageWeakRef(tensor.untyped_storage())
-        return _Noted(id(tensor), storage, _version(tensor))
+        return _Noted(id(tensor), storage, version_of(tensor))
 
     def is_(self, tensor: Tensor) -> bool:
         before = None if self.storage is None else self.storage.cdata
         return self.tensor == id(tensor) and before == _storage(tensor)
 
     def is_as_it_was(self, tensor: Tensor) -> bool:
-        return self.is_(tensor) and self.version == _version(tensor)
+        return self.is_(tensor) and self.version == version_of(tensor)
 
 
 @dataclass
@@ -163,10 +164,7 @@ class OutsideTensors:
             if known is not None:
                 if known.changed_by_forward or known.is_as_it_was(tensor):
                     return
-                what = (
-                    f"modified by an inplace operation: version {known.version} in the forward, "
-                    f"{_version(tensor)} in the recompute"
-                )
+                what = describe_versions(known.version, version_of(tensor))
             else:
                 # What holds parts of parameters elsewhere (FSDP, offloading) puts others in their
                 # places.
@@ -238,4 +236,11 @@ def mutation_message(mutations: str) -> str:
         "The recompute would give gradients of another function. Change them after backward, or "
         "give the function a clone of them; let an optimizer without in_backward step a parameter "
         "that a region reads without a gradient."
+    )
+
+
+def describe_versions(in_forward: int, in_recompute: int) -> str:
+    return (
+        f"modified by an inplace operation: version {in_forward} in the forward, {in_recompute} in "
+        "the recompute"
     )

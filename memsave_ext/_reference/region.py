@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .outside import OutsideTensors, ReadObserver, mutation_message
+from .outside import (
+    OutsideTensors,
+    ReadObserver,
+    describe_versions,
+    mutation_message,
+    version_of,
+)
 from .stepped import PendingRegion
 from .surroundings import Surroundings, uncached_autocast
 from .tail import fills_after_saving
@@ -70,6 +76,8 @@ class _Argument:
         self.value = None if isinstance(value, Tensor) else value
         self.keeper: Any = None
         if isinstance(value, Tensor):
+            # Autograd does not look at versions where hooks are called with what it saves.
+            self.storage, self.version = _storage(value), version_of(value)
             # A node of its own is how Python can make autograd save a tensor. In torch 2.11 the
             # node's tensors go with its output.
             with torch.enable_grad():
@@ -80,6 +88,13 @@ class _Argument:
             return self.value
         (tensor,) = self.keeper.grad_fn.saved_tensors
         return tensor
+
+    def mutation(self, tensor: Any) -> str:
+        """What was done in place to the argument, which ``tensor`` is now; empty for nothing."""
+        if self.keeper is None or self.storage is None or self.storage != _storage(tensor):
+            return ""
+        now = version_of(tensor)
+        return describe_versions(self.version, now) if now != self.version else ""
 
 
 class _Keep(torch.autograd.Function):
@@ -189,6 +204,12 @@ class _Region:
                 self.forget(key)
             return tensor
 
+    def fail(self, message: str) -> None:
+        from ..checkpointing.errors import CheckpointError  # imports this module
+
+        message += "\nTip: pass `debug=True` to see the operators of both runs."
+        raise CheckpointError(self.on_error(message) if self.on_error else message)
+
     def forget(self, key: tuple[str, int]) -> None:
         for slot in self.slots:
             holder = slot.holder()
@@ -197,6 +218,10 @@ class _Region:
 
     def recompute(self, key: tuple[str, int]) -> None:
         args = [a.get() for a in self.arguments]
+        mutated = [a.mutation(value) for a, value in zip(self.arguments, args, strict=True)]
+        if self.check and any(mutated):
+            lines = "".join(f"argument {i}: {what}\n" for i, what in enumerate(mutated) if what)
+            self.fail(mutation_message(lines))
         run = _Recompute(self, key)
         assert self.surroundings is not None
         observer: ReadObserver | None = None
@@ -227,10 +252,16 @@ class _Recompute:
 
     def __init__(self, region: _Region, key: tuple[str, int]) -> None:
         self.region, self.key = region, key
-        self.count = 0
+        self.count, self.saved = 0, len(region.slots)
         self.stopped = False
         self.different: list[str] = []
         self.mutated: list[str] = []
+        # In a backward inside the function it must not run further than the forward has.
+        self.finished = region.finished
+        self.may_stop = region.stop_at_last_save
+        if not self.finished:
+            node = torch._C._current_autograd_node()
+            self.may_stop = node is not None and not node.name().startswith("RreluWithNoise")
         live = [i for i, slot in enumerate(region.slots) if slot.holder() is not None]
         self.needed = live[-1] + 1 if live else 0
 
@@ -241,7 +272,8 @@ class _Recompute:
         if self.stopped:
             return tensor  # the function caught the exception that stops it
         self.count += 1
-        if index >= len(region.slots):
+        if index >= self.saved:
+            self._stop_if(not self.finished)
             return tensor
         slot = region.slots[index]
         if region.check:
@@ -249,10 +281,13 @@ class _Recompute:
         holder = slot.holder()
         if holder is not None:
             holder.values[self.key] = tensor
-        if region.stop_at_last_save and region.finished and self.count == self.needed:
+        self._stop_if(self.may_stop and self.count == self.needed)
+        return tensor
+
+    def _stop_if(self, stop: bool) -> None:
+        if stop:
             self.stopped = True
             raise _Stop
-        return tensor
 
     def _compare(self, index: int, slot: _Slot, tensor: Tensor) -> None:
         metadata = _metadata(tensor)
@@ -264,42 +299,36 @@ class _Recompute:
         outside = slot.storage is not None and slot.storage == _storage(tensor)
         if outside and tensor._version != slot.version:
             self.mutated.append(
-                f"tensor at position {index}: {slot.metadata}, modified by an inplace operation: "
-                f"version {slot.version} in the forward, {tensor._version} in the recompute\n"
+                f"tensor at position {index}: {slot.metadata}, "
+                f"{describe_versions(slot.version, tensor._version)}\n"
             )
 
     def raise_differences(self, reads: str) -> None:
         saved = len(self.region.slots)
         if self.mutated or reads:
-            self._fail(
+            self.region.fail(
                 mutation_message("".join(self.mutated) + reads)
                 + ' determinism_check="none" turns this check off.'
             )
         if self.different:
-            self._fail(
+            self.region.fail(
                 "torch.utils.checkpoint: Recomputed values for the following tensors have "
                 "different metadata than during the forward pass.\n" + "".join(self.different) + "."
             )
-        if not self.region.finished:
+        if not self.finished:
             return  # a backward inside the function: it saves more later
         if self.count > saved and not self.region.early_stop:
-            self._fail(
+            self.region.fail(
                 "torch.utils.checkpoint: trying to save more tensors during recomputation than "
                 "during the original forward pass."
             )
         if not self.stopped and self.count < saved:
-            self._fail(
+            self.region.fail(
                 "torch.utils.checkpoint: A different number of tensors was saved during the "
                 "original forward and recomputation.\n"
                 f"Number of tensors saved during forward: {saved}\n"
                 f"Number of tensors saved during recomputation: {self.count}."
             )
-
-    def _fail(self, message: str) -> None:
-        from ..checkpointing.errors import CheckpointError  # imports this module
-
-        message += "\nTip: pass `debug=True` to see the operators of both runs."
-        raise CheckpointError(self.region.on_error(message) if self.region.on_error else message)
 
 
 def _backward_key() -> tuple[str, int]:
