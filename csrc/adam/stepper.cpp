@@ -12,6 +12,7 @@
 
 #include "adam/backward.h"
 #include "adam/dtensor.h"
+#include "adam/grad_lock.h"
 #include "adam/hook.h"
 
 namespace memsave_ext::adam {
@@ -102,15 +103,22 @@ std::shared_ptr<Snapshot> Stepper::take_snapshot() {
   const py::object owner = optimizer();
   if (owner.is_none()) return nullptr;
   auto snapshot = std::make_shared<Snapshot>(read_optimizer(owner));
-  for (size_t i = 0; i < snapshot->parameters.size(); ++i) {
-    auto& parameter = snapshot->parameters[i];
+  for (auto& parameter : snapshot->parameters) {
     const auto param = py::reinterpret_steal<py::object>(THPVariable_Wrap(parameter.tensor));
     parameter.entry = own_entry(param);
-    if (!parameter.entry) continue;
-    parameter.entry->snapshot = snapshot.get();
-    parameter.entry->position = i;
   }
   return snapshot;
+}
+
+void Stepper::use_snapshot(const std::shared_ptr<Snapshot>& snapshot) {
+  snapshot_ = snapshot;
+  snapshot->number = ++snapshots_;
+  for (size_t i = 0; i < snapshot->parameters.size(); ++i) {
+    const auto& entry = snapshot->parameters[i].entry;
+    if (!entry) continue;
+    entry->snapshot = snapshot->number;
+    entry->position = i;
+  }
 }
 
 std::shared_ptr<Backward> Stepper::current_backward() {
@@ -122,21 +130,27 @@ std::shared_ptr<Backward> Stepper::current_backward() {
     }
     return nullptr;
   };
-  std::shared_ptr<Snapshot> snapshot;
+  std::shared_ptr<Snapshot> taken, discarded;  // no tensor of theirs may die with the mutex held
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (auto backward = find()) return backward;
-    snapshot = snapshot_.lock();  // of an outer backward that is under way
+    taken = snapshot_.lock();  // of an outer backward that is under way
   }
-  if (!snapshot) snapshot = take_snapshot();
-  if (!snapshot) return nullptr;
+  if (!taken) taken = take_snapshot();
+  if (!taken) return nullptr;
   const Task use = next_task();
   std::shared_ptr<Backward> backward;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (auto other = find()) return other;  // of another device's thread
-    backward = std::make_shared<Backward>(shared_from_this(), snapshot, use);
-    snapshot_ = snapshot;
+    // Another thread's backward has begun meanwhile: they share one.
+    if (auto other = snapshot_.lock()) {
+      discarded = std::exchange(taken, std::move(other));
+    } else {
+      use_snapshot(taken);
+    }
+    backward = std::make_shared<Backward>(shared_from_this(), taken, use);
+    ++running_;
     backwards_.erase(std::remove_if(backwards_.begin(), backwards_.end(),
                                     [](const auto& other) { return other.second.expired(); }),
                      backwards_.end());
@@ -169,15 +183,23 @@ void Stepper::check_not_failed() {
               "there, or load a checkpoint.");
 }
 
+void Stepper::check_none_runs() {
+  TORCH_CHECK(running_ == 0,
+              "Adam: step() while a backward is under way, in another thread or around this call. "
+              "Wait until all of a step's backwards have ended.");
+}
+
 void Stepper::check_not_stepped(const Entry& entry, const Tensor& param) {
   const bool again = measuring_ ? entry.measured == step_ : entry.step == step_;
   TORCH_CHECK(
       !again, "Adam: ", name(entry, param),
       " receives a second gradient in one step. Either backward() ran twice before "
       "opt.step(): put `with opt.accumulate():` around all but the last, or, where a "
-      "trainer runs it, call opt.accumulate_when() once. Or the parameter is used in several "
-      "regions of torch.utils.checkpoint(use_reentrant=True), which deliver their gradients "
-      "one by one: use use_reentrant=False, or memsave_ext.checkpoint.");
+      "trainer runs it, call opt.accumulate_when() once. Or one of them was of a loss that is not "
+      "to train this parameter, as a GAN's generator's for the discriminator: put `with "
+      "opt.paused():` around it. Or the parameter is used in several regions of "
+      "torch.utils.checkpoint(use_reentrant=True), which deliver their gradients one by one: use "
+      "use_reentrant=False, or memsave_ext.checkpoint.");
   TORCH_CHECK(measuring_ || !norm_ || entry.measured == step_, "Adam: ", name(entry, param),
               " has a gradient now, but had none in norm_pass(), whose norm it would be clipped "
               "by. Both must run the backward of the same loss.");
@@ -194,8 +216,11 @@ std::shared_ptr<Entry> Stepper::own_entry(const py::handle& param) const {
   return attachment.stepper == this ? attachment.entry : nullptr;
 }
 
-void Stepper::ready(Entry& entry, const Tensor& param, const Tensor& grad, bool may_step) {
-  if (!grad.defined()) return;
+void Stepper::ready(Entry& entry, const Tensor& param, bool may_step, const Tensor& local_grad) {
+  if (!local_grad.defined()) {
+    const GradLock lock(param);
+    if (!param.grad().defined()) return;
+  }
   const bool folds = folding_ > 0;
   if (entry.reduced_by_ddp) {
     TORCH_CHECK(!folds,
@@ -214,9 +239,14 @@ void Stepper::ready(Entry& entry, const Tensor& param, const Tensor& grad, bool 
   const std::lock_guard<std::mutex> lock(mutex_);
   if (backward->task() == Task::kAccumulate) return check_accumulates_after_no_norm();
   check_not_failed();
-  if (entry.snapshot != backward->snapshot().get()) return;  // not in param_groups any more
-  check_not_stepped(entry, param);
-  backward->add(entry, grad, may_step);
+  if (entry.snapshot != backward->snapshot()->number) return;  // not in param_groups any more
+  try {
+    check_not_stepped(entry, param);
+  } catch (...) {
+    backward->forget_waiting(entry);
+    throw;
+  }
+  backward->add(entry, local_grad, may_step);
 }
 
 Scaling Stepper::scaling(const Snapshot& snapshot, c10::Device device) {
@@ -243,7 +273,7 @@ void Stepper::begin_norm_pass() {
   const py::gil_scoped_release no_gil;
   const std::lock_guard<std::mutex> lock(mutex_);
   check_not_failed();
-  TORCH_CHECK(!norm_ && stepped_ == 0 && folded_ == 0,
+  TORCH_CHECK(!norm_ && stepped_ == 0 && records_.folded() == 0,
               "Adam: norm_pass() must come before the backward that steps, once in each step");
   norm_ = std::make_unique<GradNorm>();
   measuring_ = true;
@@ -268,7 +298,7 @@ void Stepper::end_norm_pass(const py::object& max_norm) {
 int64_t Stepper::folded() {
   const py::gil_scoped_release no_gil;
   const std::lock_guard<std::mutex> lock(mutex_);
-  return folded_;
+  return records_.folded();
 }
 
 int64_t Stepper::count_used(const py::list& params) {
@@ -277,7 +307,7 @@ int64_t Stepper::count_used(const py::list& params) {
   const py::gil_scoped_release no_gil;
   const std::lock_guard<std::mutex> lock(mutex_);
   return std::count_if(entries.begin(), entries.end(), [&](const auto& entry) {
-    return entry != nullptr && (entry->step == step_ || entry->folds > 0);
+    return entry != nullptr && (entry->step == step_ || entry->folded == step_);
   });
 }
 
@@ -357,7 +387,8 @@ int64_t Stepper::step(double max_norm, bool unscaled) {
     const py::gil_scoped_release no_gil;
     const std::lock_guard<std::mutex> lock(mutex_);
     check_not_failed();
-    if (folded_ == 0) {
+    check_none_runs();
+    if (records_.folded() == 0) {
       end_step();
       return std::exchange(stepped_, 0);
     }
@@ -370,6 +401,7 @@ int64_t Stepper::step_remaining(double max_norm, bool unscaled) {
     const py::gil_scoped_release no_gil;
     const std::lock_guard<std::mutex> lock(mutex_);
     check_not_failed();
+    check_none_runs();
   }
   const auto snapshot = take_snapshot();
   TORCH_CHECK(snapshot, "Adam: the optimizer is gone");
@@ -386,13 +418,14 @@ int64_t Stepper::step_remaining(double max_norm, bool unscaled) {
   const py::gil_scoped_release no_gil;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    use_snapshot(snapshot);  // which names parameters
     // By device: each has its kernels.
     ByDevice<std::vector<Update>> updates;
     std::vector<Parameter*> remaining;
     for (size_t i = 0; i < grads.size(); ++i) {
       auto& parameter = snapshot->parameters[i];
       const Entry* entry = parameter.entry.get();
-      const bool folded = entry != nullptr && entry->folds > 0;
+      const bool folded = records_.is_folded(parameter.state);
       if (!grads[i].defined() && !folded) continue;
       remaining.push_back(&parameter);
       if (entry != nullptr && grads[i].defined()) {
@@ -418,13 +451,13 @@ int64_t Stepper::step_remaining(double max_norm, bool unscaled) {
       norm_->finish(max_norm, snapshot->loss_scale);
     }
     for (const auto& [device, of_device] : updates) {
-      step_all(of_device, scaling(*snapshot, device));
+      records_.step(of_device, scaling(*snapshot, device));
       stepped_ += static_cast<int64_t>(of_device.size());
     }
     for (const Parameter* parameter : remaining) {
       if (attached_) parameter->tensor.mutable_grad().reset();
-      if (Entry* entry = parameter->entry.get()) folded_ -= std::exchange(entry->folds, 0) > 0;
     }
+    records_.forget_folded();  // of parameters that are not in param_groups any more
     end_step();
     stepped = std::exchange(stepped_, 0);
     fresh = snapshot->take_fresh();
