@@ -65,18 +65,18 @@ bool Stepper::any_gradient() const {
   return any;
 }
 
+py::object Stepper::owner(const py::object& param) {
+  const auto [stepper, entry] = find_hook(param);
+  if (stepper == nullptr) return py::none();
+  py::object optimizer = stepper->optimizer();
+  if (optimizer.is_none()) remove_hook(param);
+  return optimizer;
+}
+
 void Stepper::attach(const py::list& params) {
-  for (const py::handle param : params) {
-    const Stepper* stepper = find_hook(param).stepper;
-    TORCH_CHECK_VALUE(stepper == nullptr || stepper == this, "a parameter of shape ",
-                      THPVariable_Unpack(param.ptr()).sizes(),
-                      " is stepped in backward by another optimizer already: call its "
-                      "remove_hooks() first, or let each parameter be in one optimizer");
-  }
-  for (const py::handle param : params) {
-    if (find_hook(param).stepper == nullptr) {
-      install_hook(py::reinterpret_borrow<py::object>(param), shared_from_this());
-    }
+  for (const py::handle handle : params) {
+    const auto param = py::reinterpret_borrow<py::object>(handle);
+    if (owner(param).is_none()) install_hook(param, shared_from_this());
   }
   attached_ = true;
 }
@@ -88,14 +88,13 @@ void Stepper::detach() {
   });
 }
 
-int64_t Stepper::attach_lost() {
-  if (!attached_) return 0;
+py::list Stepper::lost() const {
   py::list lost;
+  if (!attached_) return lost;
   for_parameters([&](const py::handle& param) {
     if (find_hook(param).stepper != this) lost.append(param);
   });
-  attach(lost);
-  return static_cast<int64_t>(lost.size());
+  return lost;
 }
 
 std::shared_ptr<Snapshot> Stepper::take_snapshot() {
@@ -221,6 +220,13 @@ void Stepper::ready(Entry& entry, const Tensor& param, bool may_step, const Tens
     const GradLock lock(param);
     if (!param.grad().defined()) return;
   }
+  if (keeping_ > 0) return;
+  if (dropping_ > 0) {
+    if (!may_step) return;  // to be seen by others
+    const GradLock lock(param);
+    param.mutable_grad().reset();
+    return;
+  }
   const bool folds = folding_ > 0;
   if (entry.reduced_by_ddp) {
     TORCH_CHECK(!folds,
@@ -250,7 +256,14 @@ void Stepper::ready(Entry& entry, const Tensor& param, bool may_step, const Tens
 }
 
 Scaling Stepper::scaling(const Snapshot& snapshot, c10::Device device) {
-  if (norm_) return norm_->scaling(device);
+  if (norm_) {
+    for (const auto& group : snapshot.groups) {
+      TORCH_CHECK_VALUE(group.max_grad_norm == 0,
+                        "max_grad_norm, of each parameter, cannot be combined with "
+                        "clip_global_norm or norm_pass(), of all: leave one of them out");
+    }
+    return norm_->scaling(device);
+  }
   if (!snapshot.loss_scale.defined()) return {};
   Tensor& found = found_[device];
   if (!found.defined()) found = at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
@@ -264,6 +277,15 @@ void Stepper::accumulate(bool enabled, bool fold) {
     check_accumulates_after_no_norm();
   }
   (fold ? folding_ : accumulating_) += enabled ? 1 : -1;
+}
+
+void Stepper::pause(bool enabled, bool keep) {
+  if (enabled && keep) {
+    const py::gil_scoped_release no_gil;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    check_accumulates_after_no_norm();
+  }
+  (keep ? keeping_ : dropping_) += enabled ? 1 : -1;
 }
 
 void Stepper::begin_norm_pass() {
@@ -312,7 +334,12 @@ int64_t Stepper::count_used(const py::list& params) {
 }
 
 py::object Stepper::grad_norm() {
-  const Tensor& norm = norm_ && norm_->norm().defined() ? norm_->norm() : last_norm_;
+  Tensor norm;
+  {
+    const py::gil_scoped_release no_gil;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    norm = norm_ && norm_->norm().defined() ? norm_->norm() : last_norm_;
+  }
   if (!norm.defined()) return py::none();
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(norm));
 }
@@ -349,6 +376,10 @@ std::shared_ptr<Backward> Stepper::begin_reduced(const py::list& params) {
     entries.push_back(own_entry(param));
     tensors.push_back(THPVariable_Unpack(param.ptr()));
   }
+  TORCH_CHECK(keeping_ == 0,
+              "Adam: opt.paused(keep=True) around a backward whose gradients "
+              "DistributedDataParallel reduces. Use `with ddp.no_sync(), opt.paused(keep=True):`.");
+  if (dropping_ > 0) return nullptr;
   const py::gil_scoped_release no_gil;
   auto backward = current_backward();
   TORCH_CHECK(

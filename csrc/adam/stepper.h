@@ -52,9 +52,12 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   ~Stepper();
 
   // Called from Python.
-  void attach(const pybind11::list& params);  // all or none
+  void attach(const pybind11::list& params);  // which no other living optimizer owns
   void detach();
-  int64_t attach_lost();  // hooks that something else has displaced; how many
+  pybind11::list lost() const;  // parameters whose hook something else has displaced
+  // The optimizer that steps a parameter in backward, or None. The hook of one that is gone is
+  // removed.
+  static pybind11::object owner(const pybind11::object& param);
   // Steps what has a gradient, and lets every parameter be stepped again. Returns how many have
   // been stepped since the last call.
   // With `max_norm`, all gradients together are clipped to it; `unscaled`: they are not multiples
@@ -62,6 +65,8 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   int64_t step(double max_norm, bool unscaled);
   void zero_grad(bool to_none);  // a failure is acknowledged
   void accumulate(bool enabled, bool fold);
+  // Nothing is stepped or folded; gradients are kept in .grad, or dropped.
+  void pause(bool enabled, bool keep);
   // Whether each backward asks the optimizer what becomes of its gradients: its _on_gradients().
   void ask(bool enabled) { asks_ = enabled; }
   // Gradients of the backwards between are measured and dropped. What is measured clips the step
@@ -113,12 +118,12 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
 
   pybind11::object optimizer_;  // a weak reference
   const int64_t small_bytes_, bucket_bytes_;
-  std::atomic<int> accumulating_{0}, folding_{0};
+  std::atomic<int> accumulating_{0}, folding_{0}, keeping_{0}, dropping_{0};
   std::atomic<bool> measuring_{false};
   std::atomic<bool> asks_{false};
 
-  std::mutex mutex_;       // for what follows, and for Entry
-  bool attached_ = false;  // that any parameter has a hook
+  std::mutex mutex_;                   // for what follows, and for Entry
+  std::atomic<bool> attached_{false};  // that any parameter has a hook
   std::vector<std::pair<int64_t, std::weak_ptr<Backward>>> backwards_;  // by graph task
   int64_t running_ = 0;                                                 // of these
   std::weak_ptr<Snapshot> snapshot_;
