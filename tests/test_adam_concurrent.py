@@ -49,9 +49,7 @@ def test_gradients_of_all_threads_are_summed(kind, small_bytes):
     """Whole numbers: in float64 their sums do not depend on the order."""
     for run in range(12):
         params, optimizer = make(SIZES, small_bytes=small_bytes, bucket_bytes=1 << 20)
-        weights = [
-            [torch.randint(-9, 9, p.shape).double() for p in params] for _ in range(THREADS)
-        ]
+        weights = [[torch.randint(-9, 9, p.shape).double() for p in params] for _ in range(THREADS)]
 
         def work(i, params=params, weights=weights):
             order = list(zip(params, weights[i], strict=True))

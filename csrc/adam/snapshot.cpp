@@ -88,6 +88,7 @@ void read_modes(const py::handle& dict, Group& group) {
 Group read_checked_group(const py::handle& dict) {
   Group group;
   const py::tuple betas = get(dict, "betas");
+  if (betas.size() != 2) throw py::type_error("betas");
   const py::object lr = get(dict, "lr");
   if (const at::Tensor on_device = tensor(lr); on_device.defined() && !on_device.is_cpu()) {
     group.lr = on_device.to(at::kFloat);

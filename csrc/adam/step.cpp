@@ -112,8 +112,10 @@ Item item_of(const Update& update, Operands& operands) {
   const Tensor like = layout_of(param);
   Item item{};
   item.grad = operands.read(grad, like);
-  item.param = operands.change(param, like);
-  item.param_rest = operands.change(state.param_rest, like);
+  // A fold leaves them as they are, their versions too.
+  item.param = is_fold(phase) ? operands.read(param, like) : operands.change(param, like);
+  item.param_rest = is_fold(phase) ? operands.read(state.param_rest, like)
+                                   : operands.change(state.param_rest, like);
   item.exp_avg = operands.change(state.exp_avg, like);
   item.exp_avg_sq = operands.change(state.exp_avg_sq, like);
   if (group->options.amsgrad) item.max_exp_avg_sq = operands.change(state.max_exp_avg_sq, like);

@@ -216,7 +216,6 @@ class AdamStepper:
     ) -> tuple[Tensor | None, bool]:
         """What a gradient is multiplied by, and whether it is left out."""
         if self._clip is not None:
-            modes.refuse_two_norms(self._groups())
             clip, skip_all = self._clip
             return clip, skip_all is not None and bool(skip_all)
         max_norm = group.get("max_grad_norm")
@@ -410,6 +409,8 @@ class AdamStepper:
         fresh = []
         for checked in {id(group): group for _, group, _ in updates}.values():
             modes.check_options(checked)
+        if self._clip is not None:
+            modes.refuse_two_norms(self._groups())
         try:
             for param, group, grad in updates:
                 if not optimizer.state.get(param):

@@ -324,11 +324,10 @@ class InBackward(torch.optim.Optimizer):
         for param in params:
             if not param.is_leaf:
                 raise ValueError("in_backward=True: can't step a non-leaf Tensor in backward")
-        taken = self._first_of_another(params)
-        if taken is not None:
+        if self._first_of_another(params) is not None:
             # Schedulers and optimizers refer to each other: what is gone may wait for a collection.
             gc.collect()
-            taken = self._first_of_another(params)
+        taken = self._first_of_another(params)
         if taken is not None:
             param, owner = taken
             raise ValueError(
@@ -425,7 +424,9 @@ def remove_hooks(params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:
             owner.remove_hooks()
 
 
-_NO_PARAMS = "remove_hooks: params must be a module, a parameter or an iterable of parameters, got {}"
+_NO_PARAMS = (
+    "remove_hooks: params must be a module, a parameter or an iterable of parameters, got {}"
+)
 
 
 def stepper_class() -> Any:

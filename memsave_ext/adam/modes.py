@@ -108,6 +108,17 @@ def listed(params: Any) -> list[Tensor]:
     return [param for param in tensors if isinstance(param, Tensor)]  # torch refuses the others
 
 
+def refuse_twice(params: Any) -> None:
+    """torch would step a parameter twice where it is twice in a group."""
+    seen: set[int] = set()
+    for param in listed(params):
+        if id(param) in seen:
+            raise ValueError(
+                f"a parameter of shape {list(param.shape)} is twice in a param group: leave one out"
+            )
+        seen.add(id(param))
+
+
 def _check_param(param: Tensor, bf16: Any, state_dtype: Any, norm: Any) -> None:
     got = f"a parameter of {param.dtype} and shape {list(param.shape)}"
     own = "Put it into a param group of its own, with"
@@ -170,6 +181,8 @@ def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) 
     if bf16 in ("kahan", "split") and "param_rest" not in state:
         dtype = torch.bfloat16 if bf16 == "kahan" else torch.int16
         state["param_rest"] = torch.zeros_like(param, dtype=dtype)
+    elif "param_rest" in state:  # a tensor of its own: it belongs to weights that were loaded, too
+        state["param_rest"] = state["param_rest"].clone()
     if state_dtype is torch.bfloat16:
         for name in _MOMENTS:
             if name in state:

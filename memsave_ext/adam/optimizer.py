@@ -107,7 +107,9 @@ class Adam(Saving, torch.optim.Adam):
             )
         for name, value in (("small_bytes", small_bytes), ("bucket_bytes", bucket_bytes)):
             if not isinstance(value, int) or not 0 <= value < 2**63:
-                raise ValueError(f"{name} must be an int from 0 to 2**63 - 1, got {value!r}")
+                raise ValueError(
+                    f"{name} must be an int and at least 0, below 2**63, got {value!r}"
+                )
         self._small_bytes, self._bucket_bytes = small_bytes, bucket_bytes
         self.clip_global_norm, self.grad_scaler = clip_global_norm, grad_scaler
         given: dict[str, Any] = {
@@ -150,6 +152,7 @@ class Adam(Saving, torch.optim.Adam):
                 param_group["params"] = list(params)  # read more than once
             for name, value in self._modes.items():
                 param_group.setdefault(name, value)
+            modes.refuse_twice(param_group["params"])
             complete = {**self.defaults, **param_group}
             modes.check_options(complete)
             modes.check_group(param_group, complete["amsgrad"])
@@ -177,6 +180,11 @@ class Adam(Saving, torch.optim.Adam):
             What ``closure`` returned.
         """
         self._check_not_paused()
+        if closure is not None and not callable(closure):
+            raise TypeError(
+                "closure must be a function without arguments, or None, got "
+                f"{type(closure).__name__}"
+            )
         if self.defaults["differentiable"]:
             return super().step(closure)
         loss = None
@@ -200,6 +208,7 @@ class Adam(Saving, torch.optim.Adam):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        modes.check_bool("set_to_none", set_to_none)
         if not set_to_none:
             super().zero_grad(set_to_none=False)
         self._stepper.zero_grad(set_to_none)
