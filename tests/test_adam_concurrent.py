@@ -47,7 +47,7 @@ KINDS = pytest.mark.parametrize("kind", ["fold", "accumulate"])
 @pytest.mark.parametrize("small_bytes", [0, 1 << 16, 1 << 20], ids=["at once", "some", "waiting"])
 def test_gradients_of_all_threads_are_summed(kind, small_bytes):
     """Whole numbers: in float64 their sums do not depend on the order."""
-    for run in range(12):
+    for _ in range(12):
         params, optimizer = make(SIZES, small_bytes=small_bytes, bucket_bytes=1 << 20)
         weights = [[torch.randint(-9, 9, p.shape).double() for p in params] for _ in range(THREADS)]
 
@@ -56,9 +56,9 @@ def test_gradients_of_all_threads_are_summed(kind, small_bytes):
             sum((p * w).sum() for p, w in (order if i % 2 else order[::-1])).backward()
 
         if kind == "fold" and not ms._native.available:  # which needs torch's lock of a gradient
-            with pytest.raises(RuntimeError, match="gradients from several threads in one step"):
-                with optimizer.accumulate(fold=True):
-                    together(work)
+            match = "gradients from several threads in one step"
+            with pytest.raises(RuntimeError, match=match), optimizer.accumulate(fold=True):
+                together(work)
             return
         with optimizer.accumulate(fold=kind == "fold"):
             together(work)

@@ -23,7 +23,7 @@ OPTIONS = {
     "lr of several": ({"lr": torch.ones(2)}, TypeError, f"lr {NUMBER}tensor"),
     "betas": ({"betas": None}, TypeError, "betas must be two numbers, got None"),
     "one beta": ({"betas": 0.9}, TypeError, "betas must be two numbers, got 0.9"),
-    "three betas": ({"betas": (0.9, 0.9, 0.9)}, TypeError, "betas must be two numbers, got (0.9, "),
+    "three betas": ({"betas": (0.9, 0.9, 0.9)}, TypeError, "betas must be two numbers, got (0"),
     "betas of text": ({"betas": "ab"}, TypeError, "betas must be two numbers, got 'ab'"),
     "a beta": ({"betas": (0.9, "x")}, TypeError, f"betas {NUMBER}'x'"),
     "eps": ({"eps": "x"}, TypeError, f"eps {NUMBER}'x'"),
@@ -50,7 +50,7 @@ CONSTRUCTOR = {
     "bucket_bytes": ({"bucket_bytes": 2**63}, ValueError, "bucket_bytes must be an int and at"),
     "small_bytes text": ({"small_bytes": "x"}, ValueError, "small_bytes must be an int and at"),
     "in_backward": ({"in_backward": "no"}, TypeError, "in_backward must be True or False, got 'no'"),
-    "grad_scaler": ({"grad_scaler": 3}, TypeError, "grad_scaler must be a torch.amp.GradScaler or"),
+    "grad_scaler": ({"grad_scaler": 3}, TypeError, "grad_scaler must be a torch.amp.Grad"),
     "clip_global_norm": (
         {"clip_global_norm": "x"}, ValueError, "clip_global_norm must be a number above 0, got 'x'",
     ),
@@ -105,9 +105,13 @@ def test_set_later(case, in_backward):
     optimizer.zero_grad()
     before = p.detach().clone(), optimizer.state[p]["step"].item()
     optimizer.param_groups[0].update(options)
-    with refused(error, message):
+
+    def use():
         p.sum().backward()
         optimizer.step()
+
+    with refused(error, message):
+        use()
     assert torch.equal(p, before[0]) and optimizer.state[p]["step"] == before[1]
 
 
@@ -117,9 +121,13 @@ def test_removed_later(name, in_backward):
     p = param()
     optimizer = ms.Adam([p], in_backward=in_backward)
     del optimizer.param_groups[0][name]
-    with pytest.raises(TypeError, match=f"{name} must be .*, got None"):
+
+    def use():
         p.sum().backward()
         optimizer.step()
+
+    with pytest.raises(TypeError, match=f"{name} must be .*, got None"):
+        use()
     assert torch.equal(p, param())
 
 
@@ -230,14 +238,14 @@ def test_states_of_another_dtype(case):
 
 
 METHODS = {
-    "fold": (lambda o: o.accumulate("no").__enter__(), TypeError, "fold must be True or False, got 'no'"),
-    "fold when": (lambda o: o.accumulate_when(print, fold=3), TypeError, "fold must be True or False"),
+    "fold": (lambda o: o.accumulate("no").__enter__(), TypeError, "fold must be True or"),
+    "fold when": (lambda o: o.accumulate_when(print, fold=3), TypeError, "fold must be True or"),
     "condition": (lambda o: o.accumulate_when(3), TypeError, "condition must be a function"),
     "keep": (lambda o: o.paused(keep="no").__enter__(), TypeError, "keep must be True or False"),
-    "norm": (lambda o: o.norm_pass("x").__enter__(), ValueError, "max_norm must be a number above 0"),
-    "norm none": (lambda o: o.norm_pass(None).__enter__(), ValueError, "max_norm must be a number"),
-    "ddp": (lambda o: o.attach(nn.Linear(1, 1)), TypeError, "ddp must be a torch.nn.parallel.Dis"),
-    "grad_scaler": (lambda o: setattr(o, "grad_scaler", 3), TypeError, "grad_scaler must be a torch"),
+    "norm": (lambda o: o.norm_pass("x").__enter__(), ValueError, "max_norm must be"),
+    "norm none": (lambda o: o.norm_pass(None).__enter__(), ValueError, "max_norm must be"),
+    "ddp": (lambda o: o.attach(nn.Linear(1, 1)), TypeError, "ddp must be a torch"),
+    "grad_scaler": (lambda o: setattr(o, "grad_scaler", 3), TypeError, "grad_scaler must be"),
     "closure": (lambda o: o.step(3), TypeError, "closure must be a function without arguments"),
     "set_to_none": (lambda o: o.zero_grad("no"), TypeError, "set_to_none must be True or False"),
 }  # fmt: skip

@@ -194,8 +194,8 @@ class Adam(Saving, torch.optim.Adam):
         if self._in_backward and (lost := self._stepper.lost()):
             self._attach(lost)
             warnings.warn(
-                f"memsave_ext: {len(lost)} parameters had lost their hook (their tensors were swapped, "
-                "or something else took its place). It is attached again; this step is made from "
+                f"memsave_ext: {len(lost)} parameters had lost their hook (their tensors were "
+                "swapped, or something else took its place). It is attached again; this step is made from "
                 "what is in .grad.",
                 RuntimeWarning,
                 stacklevel=3,
