@@ -101,7 +101,6 @@ def test_second_gradients_of_a_step_are_refused(small_bytes):
             assert torch.equal(param, before)
         assert (used + left == 2**THREADS - 1).all()
         assert used.unique().numel() == 1  # never a part of a gradient
-        assert not failures or left.any()
         optimizer.remove_hooks()
 
 

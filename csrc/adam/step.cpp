@@ -239,9 +239,17 @@ void check_dense(const Tensor& grad) {
               "Adam does not support sparse gradients, please consider SparseAdam instead");
 }
 
+void check_memory(const char* name, const Tensor& tensor) {
+  if (tensor.numel() == 0 || tensor._is_zerotensor()) return;
+  TORCH_CHECK(tensor.has_storage() && tensor.storage().data() != nullptr, "Adam: ", name,
+              " is a tensor subclass without memory of its own, which kernels cannot step. Use "
+              "torch.optim.Adam for it.");
+}
+
 }  // namespace
 
 void check_update(const Update& u) {
+  check_memory("a parameter", u.param);
   if (u.grad.defined()) {
     check_dense(u.grad);
     TORCH_CHECK(u.grad.sizes() == u.param.sizes() && u.grad.device() == u.param.device() &&
@@ -249,6 +257,7 @@ void check_update(const Update& u) {
                 "Adam: a gradient must have the shape, dtype and device of its parameter, ",
                 u.param.sizes(), " ", u.param.scalar_type(), " ", u.param.device(), ", got ",
                 u.grad.sizes(), " ", u.grad.scalar_type(), " ", u.grad.device());
+    check_memory("a gradient", u.grad);
   }
   check_state(u.param, u.state, *u.group);
   if (u.phase == Phase::kWhole) return;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _native
-from .._reference.adam_stepper import AdamStepper as _ReferenceStepper
-from . import clip_guard, modes
+from . import clip_guard, modes, owners
 from .dtensor import is_dtensor
 
 
@@ -324,25 +321,9 @@ class InBackward(torch.optim.Optimizer):
         for param in params:
             if not param.is_leaf:
                 raise ValueError("in_backward=True: can't step a non-leaf Tensor in backward")
-        if self._first_of_another(params) is not None:
-            # Schedulers and optimizers refer to each other: what is gone may wait for a collection.
-            gc.collect()
-        taken = self._first_of_another(params)
-        if taken is not None:
-            param, owner = taken
-            raise ValueError(
-                f"{_name_in(self, param) or _name_in(owner, param) or 'a parameter'} of shape "
-                f"{list(param.shape)} is stepped in backward by another optimizer already, of "
-                f"{type(owner).__name__}. Let each parameter be in one optimizer, or call "
-                "memsave_ext.remove_hooks(model) before this one is made: the other goes on as an "
-                "ordinary one"
-            )
+        owners.refuse_taken(self, params)
         self._stepper.attach(params)
         clip_guard.watch(self)
-
-    def _first_of_another(self, params: list[Tensor]) -> tuple[Tensor, Any] | None:
-        owners = ((param, self._stepper.owner(param)) for param in params)
-        return next((pair for pair in owners if pair[1] not in (None, self)), None)
 
     def _check_not_orphaned(self) -> None:
         """No parameter has had a gradient: are they still those of a model?"""
@@ -382,55 +363,6 @@ class InBackward(torch.optim.Optimizer):
         # GradScaler has no public way: this is what its unscale_() fills.
         state = scaler._per_optimizer_states[id(self)]
         state["found_inf_per_device"] = {tensor.device: tensor for tensor in found}
-
-
-def _name_in(optimizer: Any, param: Tensor) -> str:
-    """Empty where ``optimizer`` was not given names."""
-    for group in optimizer.param_groups:
-        for name, other in zip(group.get("param_names", ()), group["params"], strict=False):
-            if other is param:
-                return f"parameter {name!r}"
-    return ""
-
-
-def remove_hooks(params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:
-    """Give parameters back that optimizers step in backward: before another one is made for them.
-
-    Those optimizers go on as ordinary ones, with all of their parameters, as after their own
-    ``remove_hooks()``. Where a trainer makes optimizers anew, in each of its runs::
-
-        def configure_optimizers(self):
-            ms.remove_hooks(self)
-            return ms.AdamW(self.parameters(), in_backward=True)
-
-    Args:
-        params: a module, a parameter, or several parameters.
-
-    Raises:
-        TypeError: something else.
-    """
-    if isinstance(params, torch.nn.Module):
-        params = params.parameters()
-    elif isinstance(params, Tensor):
-        params = [params]
-    elif not isinstance(params, Iterable):
-        raise TypeError(_NO_PARAMS.format(type(params).__name__))
-    listed = list(params)
-    for param in listed:
-        if not isinstance(param, Tensor):
-            raise TypeError(_NO_PARAMS.format(f"one with a {type(param).__name__}"))
-    for param in listed:
-        if (owner := stepper_class().owner(param)) is not None:
-            owner.remove_hooks()
-
-
-_NO_PARAMS = (
-    "remove_hooks: params must be a module, a parameter or an iterable of parameters, got {}"
-)
-
-
-def stepper_class() -> Any:
-    return _native.module.AdamStepper if _native.module else _ReferenceStepper
 
 
 def _reference_counts(tensors: list[Tensor]) -> list[int]:

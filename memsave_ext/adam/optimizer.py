@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import modes
-from .in_backward import stepper_class
+from .owners import stepper_class
 from .saving import Saving
 
 SMALL_BYTES = 1 << 16
@@ -195,8 +195,8 @@ class Adam(Saving, torch.optim.Adam):
             self._attach(lost)
             warnings.warn(
                 f"memsave_ext: {len(lost)} parameters had lost their hook (their tensors were "
-                "swapped, or something else took its place). It is attached again; this step is made from "
-                "what is in .grad.",
+                "swapped, or something else took its place). It is attached again; this step is "
+                "made from what is in .grad.",
                 RuntimeWarning,
                 stacklevel=3,
             )
