@@ -2,7 +2,7 @@
 
 from . import memory
 from ._version import __version__
-from .adam import Adam, AdamW
+from .adam import Adam, AdamW, remove_hooks
 from .batch_norm import (
     BatchNorm1d,
     BatchNorm2d,
@@ -42,5 +42,6 @@ __all__ = [
     "is_recomputing",
     "memory",
     "patch_torch_checkpoint",
+    "remove_hooks",
     "use_engine_hooks",
 ]

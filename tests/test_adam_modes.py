@@ -41,6 +41,8 @@ MODES = {
     "split, states 8bit": (BF16, {"bf16": "split", "state_dtype": "8bit"}),
 }  # fmt: skip
 
+# clip_global_norm with in_backward=True.
+nothing_in_backward = pytest.mark.filterwarnings("ignore:memsave_ext. clip_global_norm needs")
 every_mode = pytest.mark.parametrize("mode", MODES)
 both_ways = pytest.mark.parametrize("in_backward", [False, True], ids=["after", "in backward"])
 
@@ -582,6 +584,7 @@ def test_max_grad_norm_clips_each(max_norm, in_backward):
     assert_close_to(params, exact)
 
 
+@nothing_in_backward
 @both_ways
 @pytest.mark.parametrize("dtype", [FP32, FP64])
 @pytest.mark.parametrize("max_norm", [0.3, 1e6])
@@ -726,6 +729,7 @@ def test_an_infinity_skips_its_parameter(in_backward, options):
     assert all(p.isfinite().all() for p in params)
 
 
+@nothing_in_backward
 @both_ways
 def test_an_infinity_skips_all_with_clip_global_norm(in_backward):
     params, optimizer, scaler = make_scaled(in_backward=in_backward, clip_global_norm=1.0)
@@ -746,6 +750,7 @@ def test_an_infinity_in_the_first_step():
     assert [optimizer.state[p]["step"].item() for p in params] == [1] * 4
 
 
+@nothing_in_backward
 @both_ways
 @pytest.mark.parametrize("clip", ["max_grad_norm", "clip_global_norm"])
 def test_grad_scaler_with_clipping(clip, in_backward):
@@ -1018,6 +1023,7 @@ UNFOLDABLE = {
 }
 
 
+@nothing_in_backward
 @pytest.mark.parametrize("case", UNFOLDABLE)
 def test_what_cannot_be_folded(case):
     options, named = UNFOLDABLE[case]

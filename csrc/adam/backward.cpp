@@ -4,8 +4,10 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <deque>
 #include <utility>
 
+#include "adam/grad_lock.h"
 #include "adam/stepper.h"
 
 namespace memsave_ext::adam {
@@ -36,7 +38,12 @@ Backward::Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> s
 
 Backward::~Backward() {
   if (!Py_IsInitialized()) return;
-  if (!finished_) fail();
+  {
+    std::optional<py::gil_scoped_release> no_gil;
+    if (PyGILState_Check()) no_gil.emplace();
+    if (!finished_) fail();
+    if (!ended_) end();
+  }
   // Every tensor with a Python object would take it by itself.
   const py::gil_scoped_acquire gil;
   snapshot_.reset();
@@ -44,15 +51,11 @@ Backward::~Backward() {
 
 // Backward raised. Gradients that wait are still in .grad, and what was stepped stays stepped.
 void Backward::fail() {
-  std::optional<py::gil_scoped_release> no_gil;
-  if (PyGILState_Check()) no_gil.emplace();
   {
     const std::lock_guard<std::mutex> lock(stepper_->mutex_);
     for (auto& bucket : buckets_) {
       for (const auto& waiting : bucket.waiting) {
-        waiting.entry->waits = false;
-        waiting.entry->step = 0;
-        forget_fresh_state(snapshot_->parameters[waiting.entry->position]);
+        if (waiting.entry->waits_in == this) forget_waiting(*waiting.entry);
       }
       bucket.waiting.clear();
     }
@@ -78,32 +81,38 @@ Backward::Bucket& Backward::bucket_of(const Tensor& param) {
 
 Update Backward::make_update(const Entry& entry, Tensor grad) {
   Parameter& parameter = snapshot_->parameters[entry.position];
+  const bool folded = stepper_->records_.is_folded(parameter.state);
   switch (task_) {
     case Task::kMeasure:
       return {parameter.local, std::move(grad), {}, parameter.group};
     case Task::kFold:
-      return checked_update(parameter, std::move(grad),
-                            entry.folds > 0 ? Phase::kFold : Phase::kFirstFold);
+      return checked_update(parameter, std::move(grad), folded ? Phase::kFold : Phase::kFirstFold);
     case Task::kStep:
     case Task::kAccumulate:  // makes no update
       break;
   }
-  return checked_update(parameter, std::move(grad),
-                        entry.folds > 0 ? Phase::kClose : Phase::kWhole);
+  return checked_update(parameter, std::move(grad), folded ? Phase::kClose : Phase::kWhole);
 }
 
 void Backward::add(Entry& entry, Tensor grad, bool may_flush) {
-  if (entry.waits) return;  // a second region's part: it is in .grad too
   Parameter& parameter = snapshot_->parameters[entry.position];
+  std::optional<GradLock> lock;
+  if (!grad.defined()) {
+    lock.emplace(parameter.tensor);
+    grad = parameter.tensor.grad();
+    if (!grad.defined()) return;  // another thread has stepped with it, as part of a sum
+  }
+  if (entry.waits_in != nullptr) return;  // a second region's or thread's part: it is in .grad too
   Update update = make_update(entry, std::move(grad));
   if (task_ == Task::kStep) entry.step = stepper_->step_;
   if (task_ == Task::kMeasure) entry.measured = stepper_->step_;
   const auto bytes = static_cast<int64_t>(update.grad.nbytes());
   if (!finished_ && (bytes < stepper_->small_bytes_ || !may_flush)) {
     Bucket& bucket = bucket_of(update.param);
-    entry.waits = true;
+    entry.waits_in = this;
     bucket.waiting.push_back({&entry, parameter.tensor.grad(), std::move(update)});
     bucket.bytes += bytes;
+    lock.reset();
     if (bucket.bytes >= stepper_->bucket_bytes_ && may_flush) flush(bucket);
     return;
   }
@@ -111,23 +120,33 @@ void Backward::add(Entry& entry, Tensor grad, bool may_flush) {
   free_gradient(parameter.tensor, std::nullopt);
 }
 
+void Backward::forget_waiting(Entry& entry) {
+  if (std::exchange(entry.waits_in, nullptr) == nullptr) return;
+  entry.step = entry.measured = 0;
+  forget_fresh_state(snapshot_->parameters[entry.position]);
+}
+
 void Backward::flush(Bucket& bucket) {
   std::vector<Update> updates;
   std::vector<Entry*> entries;
+  std::deque<GradLock> locks;  // until the gradients are freed
   updates.reserve(bucket.waiting.size());
   entries.reserve(bucket.waiting.size());
   for (auto& [entry, grad, update] : bucket.waiting) {
+    if (entry->waits_in != this) continue;  // refused since
     Parameter& parameter = snapshot_->parameters[entry->position];
+    const bool is_local = parameter.local.is_same(parameter.tensor);
+    if (is_local) locks.emplace_back(parameter.tensor);
     const Tensor& now = parameter.tensor.grad();
     if (now.is_same(grad)) {
       updates.push_back(std::move(update));
-    } else if (now.defined() && parameter.local.is_same(parameter.tensor)) {
+    } else if (now.defined() && is_local) {
       // Somebody has put another one there.
       updates.push_back(make_update(*entry, now));
     } else {
       // Or has taken it away; or another DTensor, which step() will look into.
       forget_fresh_state(parameter);
-      entry->waits = false;
+      entry->waits_in = nullptr;
       if (now.defined()) entry->step = 0;
       continue;
     }
@@ -135,7 +154,7 @@ void Backward::flush(Bucket& bucket) {
   }
   apply(updates, entries);
   for (Entry* entry : entries) {
-    entry->waits = false;
+    entry->waits_in = nullptr;
     free_gradient(snapshot_->parameters[entry->position].tensor, bucket.stream);
   }
   bucket.waiting.clear();
@@ -150,13 +169,12 @@ void Backward::apply(c10::ArrayRef<Update> updates, c10::ArrayRef<Entry*> entrie
     stepper_->norm_->add(grads);
     return;
   }
-  step_all(updates, stepper_->scaling(*snapshot_, updates.front().param.device()));
+  stepper_->records_.step(updates, stepper_->scaling(*snapshot_, updates.front().param.device()));
   stepped_ += static_cast<int64_t>(updates.size());
   if (task_ == Task::kStep) {
     stepper_->stepped_ += static_cast<int64_t>(updates.size());
-    for (Entry* entry : entries) stepper_->folded_ -= std::exchange(entry->folds, 0) > 0;
   } else {
-    for (Entry* entry : entries) stepper_->folded_ += entry->folds++ == 0;
+    for (Entry* entry : entries) entry->folded = stepper_->step_;
   }
 }
 
@@ -167,6 +185,14 @@ void Backward::finish() {
     finished_ = true;
   }
   publish();
+  end();
+}
+
+void Backward::end() {
+  ended_ = true;
+  const std::lock_guard<std::mutex> lock(stepper_->mutex_);
+  // Where others run, they may have states in it that are not the optimizer's yet.
+  if (--stepper_->running_ == 0) stepper_->snapshot_.reset();
 }
 
 void Backward::step_reduced(const std::vector<Entry*>& entries, const std::vector<Tensor>& grads) {
@@ -176,7 +202,7 @@ void Backward::step_reduced(const std::vector<Entry*>& entries, const std::vecto
     std::vector<Update> updates;
     std::vector<Entry*> present;
     for (size_t i = 0; i < entries.size(); ++i) {
-      if (entries[i]->snapshot != snapshot_.get()) continue;  // not in param_groups any more
+      if (entries[i]->snapshot != snapshot_->number) continue;  // not in param_groups any more
       updates.push_back(make_update(*entries[i], grads[i]));
       present.push_back(entries[i]);
     }

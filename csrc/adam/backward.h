@@ -24,9 +24,12 @@ class Backward {
 
   const std::shared_ptr<Snapshot>& snapshot() const { return snapshot_; }
   Task task() const { return task_; }
-  // Does it to the parameter's now, or soon; with `may_flush` false, not now. With the stepper's
-  // mutex.
+  // Does it to the parameter's now, or soon; with `may_flush` false, not now. `grad` is the part of
+  // a DTensor's that is here; undefined for others. With the stepper's mutex.
   void add(Entry& entry, at::Tensor grad, bool may_flush);
+  // A parameter whose gradient waits is not stepped: it is part of a sum by now, say. With the
+  // stepper's mutex.
+  void forget_waiting(Entry& entry);
   // Without the mutex and the GIL, both of these.
   // Does it to gradients, given here, that were reduced over processes.
   void step_reduced(const std::vector<Entry*>& entries, const std::vector<at::Tensor>& grads);
@@ -52,13 +55,14 @@ class Backward {
   void apply(c10::ArrayRef<Update> updates, c10::ArrayRef<Entry*> entries);
   void publish();
   void fail();
+  void end();
 
   std::shared_ptr<Stepper> stepper_;
   std::shared_ptr<Snapshot> snapshot_;
   const Task task_;
   std::vector<Bucket> buckets_;
   int64_t stepped_ = 0;  // or folded
-  bool finished_ = false;
+  bool finished_ = false, ended_ = false;
 };
 
 }  // namespace memsave_ext::adam

@@ -34,7 +34,7 @@ void GradNorm::finish(double max_norm, const Tensor& loss_scale) {
   Tensor factor = (max_norm / (norm + 1e-6)).clamp_max(1);
   if (scale.defined()) factor = factor / scale;
   norm_ = norm.to(at::kFloat);
-  factor_ = factor.to(at::kFloat);
+  factor_ = factor;
 }
 
 Scaling GradNorm::scaling(c10::Device device) const {

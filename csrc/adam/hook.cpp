@@ -45,8 +45,12 @@ py::object make_hooks(const py::object& param, Entry& entry) {
 void Hook::operator()(const at::Tensor& param) {
   // The dict's size without the GIL: one word, and a hook registered at this very moment may be
   // early or late.
-  if (PyDict_GET_SIZE(python_hooks_) > 0) (*calls_them_)(param);
-  stepper_->ready(*entry_, param, param.grad(), true);
+  if (PyDict_GET_SIZE(python_hooks_) > 0) {
+    (*calls_them_)(param);
+    // One of them may have removed this hook, which is gone then.
+    if (impl::post_acc_grad_hooks(param).get() != this) return;
+  }
+  stepper_->ready(*entry_, param, true);
 }
 
 void Hook::compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const {
@@ -62,7 +66,7 @@ void DTensorHook::operator()(const py::object& param) const {
   const py::object hooks = hooks_of(param);
   const bool is_last = py::object(py::list(hooks)[py::len(hooks) - 1]).equal(py::str(kOurs));
   const py::gil_scoped_release no_gil;
-  stepper->ready(*entry, tensor, grad, is_last);
+  if (grad.defined()) stepper->ready(*entry, tensor, is_last, grad);
 }
 
 Attachment find_hook(const py::handle& param) {

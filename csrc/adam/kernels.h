@@ -30,7 +30,7 @@ struct Item {
   double step;               // the number of this step, from 1
   const float* device_step;  // on CUDA: read there in place of `step`, where not null
   const float* device_lr;    // on CUDA: read there in place of options->lr, where not null
-  const float* factor;       // the gradient is multiplied by it; null: by 1
+  const double* factor;      // the gradient is multiplied by it; null: by 1
   const float* skip;         // nothing is done where this is not 0; may be null
   const Options* options;
 };
@@ -40,7 +40,7 @@ struct Measure {
   const float* loss_scale;  // what the gradients are divided by; null: 1
   double max_norm;          // then clipped to this norm, as torch's clip_grad_norm_ does; 0: not
   double* squares;          // the sums, of the gradients as they are; any of these may be null
-  float* factors;           // what the gradients are to be multiplied by
+  double* factors;          // what the gradients are to be multiplied by
   float* skips;             // 1 where a gradient has a value that is not finite, else 0
   float* found;             // set to 1 where any has; left as it is otherwise
 };

@@ -27,6 +27,11 @@ struct Options {
 // with an update of the parameter.
 enum class Phase : int { kWhole, kFirstFold, kFold, kClose };
 
+// The parameter and the count of steps stay as they are.
+MEMSAVE_EXT_INLINE bool is_fold(Phase phase) {
+  return phase == Phase::kFirstFold || phase == Phase::kFold;
+}
+
 // What is left of the moments' zeros, from which they start.
 struct Powers {
   double beta1;

@@ -1,8 +1,10 @@
 #include "adam/snapshot.h"
 
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <array>
+#include <exception>
 #include <iterator>
 #include <string>
 #include <unordered_map>
@@ -39,7 +41,10 @@ py::object get(const py::handle& dict, const char* key) {
   return value ? py::reinterpret_borrow<py::object>(value) : py::none();
 }
 
-bool is_true(const py::object& value) { return PyObject_IsTrue(value.ptr()) == 1; }
+bool is_true(const py::object& value) {
+  if (PyUnicode_Check(value.ptr())) throw py::type_error("a text");  // "no", say
+  return PyObject_IsTrue(value.ptr()) == 1;
+}
 
 double number(const py::object& value) {
   if (THPVariable_Check(value.ptr())) {
@@ -52,31 +57,38 @@ at::Tensor tensor(const py::object& value) {
   return THPVariable_Check(value.ptr()) ? THPVariable_Unpack(value.ptr()) : at::Tensor();
 }
 
-// What Python has checked. Absent where the defaults are used.
+// Absent where the defaults are used.
 void read_modes(const py::handle& dict, Group& group) {
   if (const py::object mode = get(dict, "bf16"); !mode.is_none()) {
     const auto name = mode.cast<std::string>();
     group.bf16 = name == "stochastic" ? ParamFormat::kStochastic
                  : name == "kahan"    ? ParamFormat::kKahan
                                       : ParamFormat::kSplit;
+    if (name != "stochastic" && name != "kahan" && name != "split") throw py::value_error("bf16");
   }
   if (const py::object dtype = get(dict, "state_dtype"); !dtype.is_none()) {
-    group.state_dtype =
-        py::isinstance<py::str>(dtype) ? StateDtype::kBlocks : StateDtype::kBFloat16;
+    if (THPDtype_Check(dtype.ptr())) {
+      const auto type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+      if (type == at::kBFloat16) group.state_dtype = StateDtype::kBFloat16;
+      if (type != at::kBFloat16 && type != at::kFloat) throw py::value_error("state_dtype");
+    } else {
+      if (dtype.cast<std::string>() != "8bit") throw py::value_error("state_dtype");
+      group.state_dtype = StateDtype::kBlocks;
+    }
   }
   if (const py::object seed = get(dict, "seed"); !seed.is_none()) {
     group.options.seed = seed.cast<uint64_t>();
   }
   if (const py::object norm = get(dict, "max_grad_norm"); !norm.is_none()) {
     group.max_grad_norm = number(norm);
-    TORCH_CHECK_VALUE(group.max_grad_norm > 0, "max_grad_norm must be a number above 0, got ",
-                      group.max_grad_norm);
+    if (!(group.max_grad_norm > 0)) throw py::value_error("max_grad_norm");
   }
 }
 
-Group read_group(const py::handle& dict) {
+Group read_checked_group(const py::handle& dict) {
   Group group;
   const py::tuple betas = get(dict, "betas");
+  if (betas.size() != 2) throw py::type_error("betas");
   const py::object lr = get(dict, "lr");
   if (const at::Tensor on_device = tensor(lr); on_device.defined() && !on_device.is_cpu()) {
     group.lr = on_device.to(at::kFloat);
@@ -93,6 +105,16 @@ Group read_group(const py::handle& dict) {
   group.step_on_device = is_true(get(dict, "capturable")) || is_true(get(dict, "fused"));
   read_modes(dict, group);
   return group;
+}
+
+// Options are set between steps: what cannot be read is said as when the optimizer is made.
+Group read_group(const py::handle& dict) {
+  try {
+    return read_checked_group(dict);
+  } catch (const std::exception&) {
+    py::module_::import("memsave_ext.adam.modes").attr("check_options")(dict);
+    throw;
+  }
 }
 
 State read_state(PyObject* dict) {

@@ -31,6 +31,7 @@ Update checked_update(Parameter& parameter, at::Tensor grad, Phase phase);
 void forget_fresh_state(Parameter& parameter);
 
 struct Snapshot {
+  uint64_t number = 0;  // each that is used has its own
   std::deque<Group> groups;
   std::vector<Parameter> parameters;
   at::Tensor loss_scale;  // of the optimizer's GradScaler; undefined without one

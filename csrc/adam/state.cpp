@@ -4,6 +4,9 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <algorithm>
+#include <vector>
+
 namespace memsave_ext::adam {
 
 using at::Tensor;
@@ -110,13 +113,19 @@ void check_state(const Tensor& param, const State& state, const Group& group) {
   check_step(state.step, param);
   TORCH_CHECK(state.exp_avg.defined(), "Adam: the state of a parameter has no exp_avg");
   const auto moments = state.exp_avg.scalar_type();
-  const auto real = c10::toRealValueType(moments);
-  const bool allowed =
-      real == type || (type != at::kDouble &&
-                       (real == at::kFloat || real == at::kByte ||
-                        (real == at::kBFloat16 && group.state_dtype == StateDtype::kBFloat16)));
-  TORCH_CHECK(allowed, "Adam: the state exp_avg of a ", param.scalar_type(),
-              " parameter must be of its type or float, or what state_dtype says, got ", moments);
+  std::vector<at::ScalarType> allowed = {param.scalar_type()};
+  if (!param.is_complex() && type != at::kDouble) {
+    if (type != at::kFloat) allowed.push_back(at::kFloat);
+    if (group.state_dtype == StateDtype::kBFloat16 && type != at::kBFloat16) {
+      allowed.push_back(at::kBFloat16);
+    }
+    allowed.push_back(at::kByte);  // with scales
+  }
+  TORCH_CHECK(std::find(allowed.begin(), allowed.end(), moments) != allowed.end(),
+              "Adam: the state exp_avg of a ", param.scalar_type(), " parameter must be ",
+              c10::Join(" or ", allowed), ", got ", moments,
+              ". Convert the model before making the optimizer, or load the optimizer's "
+              "state_dict() into it again.");
   check_tensor("exp_avg", state.exp_avg, param, moments);
   check_tensor("exp_avg_sq", state.exp_avg_sq, param, moments);
   if (group.options.amsgrad) {

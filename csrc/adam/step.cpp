@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/variable.h>
@@ -55,6 +56,20 @@ Tensor as_real(const Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
 }
 
+// Whose memory is not what it stands for: conjugate and negative views, and zeros without memory.
+bool is_lazy(const Tensor& tensor) {
+  return tensor.is_conj() || tensor.is_neg() || tensor._is_zerotensor();
+}
+
+// A tensor of real numbers in the order in which kernels are given those of `tensor`.
+Tensor layout_of(const Tensor& tensor) {
+  if (!tensor.is_non_overlapping_and_dense()) {
+    return as_real(at::empty_like(tensor, at::MemoryFormat::Contiguous));
+  }
+  if (!tensor.is_complex() || !is_lazy(tensor)) return as_real(tensor);
+  return as_real(at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options()));
+}
+
 // Memory of tensors in the order of elements of their parameter: their own, or copies that are
 // written back.
 class Operands {
@@ -75,14 +90,19 @@ class Operands {
 
   void* of(const Tensor& tensor, const Tensor& like, bool changes) {
     if (!tensor.defined()) return nullptr;
-    if (!tensor.is_complex() && tensor.strides() == like.strides()) {
-      return tensor.mutable_data_ptr();
+    if (!is_lazy(tensor)) {
+      if (!tensor.is_complex() && tensor.strides() == like.strides()) {
+        return tensor.mutable_data_ptr();
+      }
+      const Tensor view = as_real(tensor);
+      if (view.strides() == like.strides()) return view.mutable_data_ptr();
     }
-    const Tensor view = as_real(tensor);
-    if (view.strides() == like.strides()) return view.mutable_data_ptr();
-    const Tensor copy = at::empty_strided(like.sizes(), like.strides(), view.options());
-    copy.copy_(view);
-    copies_.push_back({changes ? view : Tensor(), copy});
+    const auto real = c10::toRealValueType(tensor.scalar_type());
+    const Tensor copy =
+        at::empty_strided(like.sizes(), like.strides(), tensor.options().dtype(real));
+    const Tensor same = tensor.is_complex() ? at::view_as_complex(copy) : copy;
+    same.copy_(tensor);
+    copies_.push_back({changes ? tensor : Tensor(), same});
     return copy.mutable_data_ptr();
   }
 
@@ -91,14 +111,13 @@ class Operands {
 
 Item item_of(const Update& update, Operands& operands) {
   const auto& [param, grad, state, group, phase, position] = update;
-  Tensor like = as_real(param);
-  if (!param.is_non_overlapping_and_dense()) {
-    like = at::empty_like(like, at::MemoryFormat::Contiguous);
-  }
+  const Tensor like = layout_of(param);
   Item item{};
   item.grad = operands.read(grad, like);
-  item.param = operands.change(param, like);
-  item.param_rest = operands.change(state.param_rest, like);
+  // A fold leaves them as they are, their versions too.
+  item.param = is_fold(phase) ? operands.read(param, like) : operands.change(param, like);
+  item.param_rest = is_fold(phase) ? operands.read(state.param_rest, like)
+                                   : operands.change(state.param_rest, like);
   item.exp_avg = operands.change(state.exp_avg, like);
   item.exp_avg_sq = operands.change(state.exp_avg_sq, like);
   if (group->options.amsgrad) item.max_exp_avg_sq = operands.change(state.max_exp_avg_sq, like);
@@ -127,7 +146,7 @@ class Factors {
             const Scaling& scaling) {
     if (scaling.factor.defined()) {
       for (auto& item : items) {
-        item.factor = scaling.factor.const_data_ptr<float>();
+        item.factor = scaling.factor.const_data_ptr<double>();
         if (scaling.skip.defined()) item.skip = scaling.skip.const_data_ptr<float>();
       }
       return;
@@ -147,15 +166,16 @@ class Factors {
   void measure(Item* items, int64_t count, double max_norm, const Scaling& scaling) {
     const auto bytes = kernels_.measure_workspace(items, count);
     const Tensor workspace = at::empty({bytes}, at::TensorOptions(device_).dtype(at::kByte));
-    const Tensor results = at::empty({2, count}, at::TensorOptions(device_).dtype(at::kFloat));
-    kept_.push_back(results);
+    const auto kept = [&](at::ScalarType type) {
+      return kept_.emplace_back(at::empty({count}, at::TensorOptions(device_).dtype(type)));
+    };
     Measure measure{};
     measure.max_norm = max_norm;
-    measure.factors = results.mutable_data_ptr<float>();
+    measure.factors = kept(at::kDouble).mutable_data_ptr<double>();
     const bool skips = scaling.loss_scale.defined();
     if (skips) {
       measure.loss_scale = scaling.loss_scale.const_data_ptr<float>();
-      measure.skips = measure.factors + count;
+      measure.skips = kept(at::kFloat).mutable_data_ptr<float>();
       measure.found = scaling.found.mutable_data_ptr<float>();
     }
     kernels_.measure(items, count, measure, workspace.mutable_data_ptr(), stream_);
@@ -170,8 +190,6 @@ class Factors {
   void* const stream_;
   std::vector<Tensor> kept_;
 };
-
-bool is_folded(Phase phase) { return phase == Phase::kFirstFold || phase == Phase::kFold; }
 
 double read_on_cpu(const Tensor& step) {
   return step.scalar_type() == at::kDouble ? *step.const_data_ptr<double>()
@@ -196,7 +214,7 @@ void advance_steps(std::vector<Item>& items, std::vector<const Update*>& updates
     Item item = items[i];
     if (on_cpu && item.skip != nullptr && *item.skip != 0) continue;
     const Tensor& step = updates[i]->state.step;
-    const bool advances = !is_folded(item.phase);
+    const bool advances = !is_fold(item.phase);
     if (step.device().is_cpu()) {
       TORCH_CHECK(on_cpu || item.skip == nullptr,
                   "Adam: with a GradScaler the state step of a parameter must be on its device");
@@ -218,17 +236,30 @@ void advance_steps(std::vector<Item>& items, std::vector<const Update*>& updates
   kernels.advance(steps.data(), skips.data(), static_cast<int64_t>(steps.size()), stream);
 }
 
+void check_dense(const Tensor& grad) {
+  TORCH_CHECK(grad.layout() == at::kStrided,
+              "Adam does not support sparse gradients, please consider SparseAdam instead");
+}
+
+void check_memory(const char* name, const Tensor& tensor) {
+  if (tensor.numel() == 0 || tensor._is_zerotensor()) return;
+  TORCH_CHECK(tensor.has_storage() && tensor.storage().data() != nullptr, "Adam: ", name,
+              " is a tensor subclass without memory of its own, which kernels cannot step. Use "
+              "torch.optim.Adam for it.");
+}
+
 }  // namespace
 
 void check_update(const Update& u) {
+  check_memory("a parameter", u.param);
   if (u.grad.defined()) {
-    TORCH_CHECK(!u.grad.is_sparse(),
-                "Adam does not support sparse gradients, please consider SparseAdam instead");
+    check_dense(u.grad);
     TORCH_CHECK(u.grad.sizes() == u.param.sizes() && u.grad.device() == u.param.device() &&
                     u.grad.scalar_type() == u.param.scalar_type(),
                 "Adam: a gradient must have the shape, dtype and device of its parameter, ",
                 u.param.sizes(), " ", u.param.scalar_type(), " ", u.param.device(), ", got ",
                 u.grad.sizes(), " ", u.grad.scalar_type(), " ", u.grad.device());
+    check_memory("a gradient", u.grad);
   }
   check_state(u.param, u.state, *u.group);
   if (u.phase == Phase::kWhole) return;
@@ -261,7 +292,7 @@ void step_all(c10::ArrayRef<Update> updates, const Scaling& scaling) {
   kernels.step(items.data(), static_cast<int64_t>(items.size()), stream);
   operands.write_back();
   for (const Update* update : of_items) {
-    if (is_folded(update->phase) || update->param.is_inference()) continue;
+    if (is_fold(update->phase) || update->param.is_inference()) continue;
     torch::autograd::impl::bump_version(update->param);
     note_step(update->param, update->position);
   }
@@ -275,12 +306,8 @@ Tensor sum_of_squares(c10::ArrayRef<Tensor> grads) {
   Operands operands;
   std::vector<Item> items;
   for (const Tensor& grad : grads) {
-    TORCH_CHECK(!grad.is_sparse(),
-                "Adam does not support sparse gradients, please consider SparseAdam instead");
-    Tensor like = as_real(grad);
-    if (!grad.is_non_overlapping_and_dense()) {
-      like = at::empty_like(like, at::MemoryFormat::Contiguous);
-    }
+    check_dense(grad);
+    const Tensor like = layout_of(grad);
     Item item{};
     item.grad = operands.read(grad, like);
     item.numel = like.numel();

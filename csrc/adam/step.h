@@ -17,8 +17,8 @@ struct Update {
   uint32_t position = 0;  // of the parameter in the optimizer
 };
 
-// What is known of gradients before they are stepped with. float scalars on their device, all
-// undefined where there is nothing.
+// What is known of gradients before they are stepped with. Scalars on their device, the factor of
+// double and the others of float, all undefined where there is nothing.
 struct Scaling {
   at::Tensor loss_scale;  // the gradients are multiples of it
   at::Tensor found;       // set to 1 where one is not finite, which is then not stepped with

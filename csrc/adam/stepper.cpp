@@ -1,7 +1,5 @@
 #include "adam/stepper.h"
 
-#include <ATen/ops/ones_like.h>
-#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -12,6 +10,7 @@
 
 #include "adam/backward.h"
 #include "adam/dtensor.h"
+#include "adam/grad_lock.h"
 #include "adam/hook.h"
 
 namespace memsave_ext::adam {
@@ -64,18 +63,18 @@ bool Stepper::any_gradient() const {
   return any;
 }
 
+py::object Stepper::owner(const py::object& param) {
+  const auto [stepper, entry] = find_hook(param);
+  if (stepper == nullptr) return py::none();
+  py::object optimizer = stepper->optimizer();
+  if (optimizer.is_none()) remove_hook(param);
+  return optimizer;
+}
+
 void Stepper::attach(const py::list& params) {
-  for (const py::handle param : params) {
-    const Stepper* stepper = find_hook(param).stepper;
-    TORCH_CHECK_VALUE(stepper == nullptr || stepper == this, "a parameter of shape ",
-                      THPVariable_Unpack(param.ptr()).sizes(),
-                      " is stepped in backward by another optimizer already: call its "
-                      "remove_hooks() first, or let each parameter be in one optimizer");
-  }
-  for (const py::handle param : params) {
-    if (find_hook(param).stepper == nullptr) {
-      install_hook(py::reinterpret_borrow<py::object>(param), shared_from_this());
-    }
+  for (const py::handle handle : params) {
+    const auto param = py::reinterpret_borrow<py::object>(handle);
+    if (owner(param).is_none()) install_hook(param, shared_from_this());
   }
   attached_ = true;
 }
@@ -87,14 +86,13 @@ void Stepper::detach() {
   });
 }
 
-int64_t Stepper::attach_lost() {
-  if (!attached_) return 0;
+py::list Stepper::lost() const {
   py::list lost;
+  if (!attached_) return lost;
   for_parameters([&](const py::handle& param) {
     if (find_hook(param).stepper != this) lost.append(param);
   });
-  attach(lost);
-  return static_cast<int64_t>(lost.size());
+  return lost;
 }
 
 std::shared_ptr<Snapshot> Stepper::take_snapshot() {
@@ -102,15 +100,22 @@ std::shared_ptr<Snapshot> Stepper::take_snapshot() {
   const py::object owner = optimizer();
   if (owner.is_none()) return nullptr;
   auto snapshot = std::make_shared<Snapshot>(read_optimizer(owner));
-  for (size_t i = 0; i < snapshot->parameters.size(); ++i) {
-    auto& parameter = snapshot->parameters[i];
+  for (auto& parameter : snapshot->parameters) {
     const auto param = py::reinterpret_steal<py::object>(THPVariable_Wrap(parameter.tensor));
     parameter.entry = own_entry(param);
-    if (!parameter.entry) continue;
-    parameter.entry->snapshot = snapshot.get();
-    parameter.entry->position = i;
   }
   return snapshot;
+}
+
+void Stepper::use_snapshot(const std::shared_ptr<Snapshot>& snapshot) {
+  snapshot_ = snapshot;
+  snapshot->number = ++snapshots_;
+  for (size_t i = 0; i < snapshot->parameters.size(); ++i) {
+    const auto& entry = snapshot->parameters[i].entry;
+    if (!entry) continue;
+    entry->snapshot = snapshot->number;
+    entry->position = i;
+  }
 }
 
 std::shared_ptr<Backward> Stepper::current_backward() {
@@ -122,21 +127,27 @@ std::shared_ptr<Backward> Stepper::current_backward() {
     }
     return nullptr;
   };
-  std::shared_ptr<Snapshot> snapshot;
+  std::shared_ptr<Snapshot> taken, discarded;  // no tensor of theirs may die with the mutex held
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (auto backward = find()) return backward;
-    snapshot = snapshot_.lock();  // of an outer backward that is under way
+    taken = snapshot_.lock();  // of an outer backward that is under way
   }
-  if (!snapshot) snapshot = take_snapshot();
-  if (!snapshot) return nullptr;
+  if (!taken) taken = take_snapshot();
+  if (!taken) return nullptr;
   const Task use = next_task();
   std::shared_ptr<Backward> backward;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (auto other = find()) return other;  // of another device's thread
-    backward = std::make_shared<Backward>(shared_from_this(), snapshot, use);
-    snapshot_ = snapshot;
+    // Another thread's backward has begun meanwhile: they share one.
+    if (auto other = snapshot_.lock()) {
+      discarded = std::exchange(taken, std::move(other));
+    } else {
+      use_snapshot(taken);
+    }
+    backward = std::make_shared<Backward>(shared_from_this(), taken, use);
+    ++running_;
     backwards_.erase(std::remove_if(backwards_.begin(), backwards_.end(),
                                     [](const auto& other) { return other.second.expired(); }),
                      backwards_.end());
@@ -175,9 +186,11 @@ void Stepper::check_not_stepped(const Entry& entry, const Tensor& param) {
       !again, "Adam: ", name(entry, param),
       " receives a second gradient in one step. Either backward() ran twice before "
       "opt.step(): put `with opt.accumulate():` around all but the last, or, where a "
-      "trainer runs it, call opt.accumulate_when() once. Or the parameter is used in several "
-      "regions of torch.utils.checkpoint(use_reentrant=True), which deliver their gradients "
-      "one by one: use use_reentrant=False, or memsave_ext.checkpoint.");
+      "trainer runs it, call opt.accumulate_when() once. Or one of them was of a loss that is not "
+      "to train this parameter, as a GAN's generator's for the discriminator: put `with "
+      "opt.paused():` around it. Or the parameter is used in several regions of "
+      "torch.utils.checkpoint(use_reentrant=True), which deliver their gradients one by one: use "
+      "use_reentrant=False, or memsave_ext.checkpoint.");
   TORCH_CHECK(measuring_ || !norm_ || entry.measured == step_, "Adam: ", name(entry, param),
               " has a gradient now, but had none in norm_pass(), whose norm it would be clipped "
               "by. Both must run the backward of the same loss.");
@@ -194,8 +207,18 @@ std::shared_ptr<Entry> Stepper::own_entry(const py::handle& param) const {
   return attachment.stepper == this ? attachment.entry : nullptr;
 }
 
-void Stepper::ready(Entry& entry, const Tensor& param, const Tensor& grad, bool may_step) {
-  if (!grad.defined()) return;
+void Stepper::ready(Entry& entry, const Tensor& param, bool may_step, const Tensor& local_grad) {
+  if (!local_grad.defined()) {
+    const GradLock lock(param);
+    if (!param.grad().defined()) return;
+  }
+  if (keeping_ > 0) return;
+  if (dropping_ > 0) {
+    if (!may_step) return;  // to be seen by others
+    const GradLock lock(param);
+    param.mutable_grad().reset();
+    return;
+  }
   const bool folds = folding_ > 0;
   if (entry.reduced_by_ddp) {
     TORCH_CHECK(!folds,
@@ -214,17 +237,14 @@ void Stepper::ready(Entry& entry, const Tensor& param, const Tensor& grad, bool 
   const std::lock_guard<std::mutex> lock(mutex_);
   if (backward->task() == Task::kAccumulate) return check_accumulates_after_no_norm();
   check_not_failed();
-  if (entry.snapshot != backward->snapshot().get()) return;  // not in param_groups any more
-  check_not_stepped(entry, param);
-  backward->add(entry, grad, may_step);
-}
-
-Scaling Stepper::scaling(const Snapshot& snapshot, c10::Device device) {
-  if (norm_) return norm_->scaling(device);
-  if (!snapshot.loss_scale.defined()) return {};
-  Tensor& found = found_[device];
-  if (!found.defined()) found = at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
-  return {snapshot.loss_scale.to(device), found, {}, {}};
+  if (entry.snapshot != backward->snapshot()->number) return;  // not in param_groups any more
+  try {
+    check_not_stepped(entry, param);
+  } catch (...) {
+    backward->forget_waiting(entry);
+    throw;
+  }
+  backward->add(entry, local_grad, may_step);
 }
 
 void Stepper::accumulate(bool enabled, bool fold) {
@@ -236,39 +256,19 @@ void Stepper::accumulate(bool enabled, bool fold) {
   (fold ? folding_ : accumulating_) += enabled ? 1 : -1;
 }
 
-void Stepper::begin_norm_pass() {
-  TORCH_CHECK(!any_gradient() && accumulating_ == 0 && folding_ == 0,
-              "Adam: norm_pass() while gradients are accumulated: it drops those that it "
-              "measures. Use clip_global_norm=, which keeps them.");
-  const py::gil_scoped_release no_gil;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  check_not_failed();
-  TORCH_CHECK(!norm_ && stepped_ == 0 && folded_ == 0,
-              "Adam: norm_pass() must come before the backward that steps, once in each step");
-  norm_ = std::make_unique<GradNorm>();
-  measuring_ = true;
-}
-
-void Stepper::end_norm_pass(const py::object& max_norm) {
-  const bool finished = !max_norm.is_none();
-  const double value = finished ? max_norm.cast<double>() : 0;
-  Tensor loss_scale;
-  if (const py::object owner = optimizer(); !owner.is_none()) loss_scale = read_loss_scale(owner);
-  const py::gil_scoped_release no_gil;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  measuring_ = false;
-  if (finished) {
-    norm_->finish(value, loss_scale);
-  } else {
-    norm_.reset();
-    ++step_;
+void Stepper::pause(bool enabled, bool keep) {
+  if (enabled && keep) {
+    const py::gil_scoped_release no_gil;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    check_accumulates_after_no_norm();
   }
+  (keep ? keeping_ : dropping_) += enabled ? 1 : -1;
 }
 
 int64_t Stepper::folded() {
   const py::gil_scoped_release no_gil;
   const std::lock_guard<std::mutex> lock(mutex_);
-  return folded_;
+  return records_.folded();
 }
 
 int64_t Stepper::count_used(const py::list& params) {
@@ -277,12 +277,17 @@ int64_t Stepper::count_used(const py::list& params) {
   const py::gil_scoped_release no_gil;
   const std::lock_guard<std::mutex> lock(mutex_);
   return std::count_if(entries.begin(), entries.end(), [&](const auto& entry) {
-    return entry != nullptr && (entry->step == step_ || entry->folds > 0);
+    return entry != nullptr && (entry->step == step_ || entry->folded == step_);
   });
 }
 
 py::object Stepper::grad_norm() {
-  const Tensor& norm = norm_ && norm_->norm().defined() ? norm_->norm() : last_norm_;
+  Tensor norm;
+  {
+    const py::gil_scoped_release no_gil;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    norm = norm_ && norm_->norm().defined() ? norm_->norm() : last_norm_;
+  }
   if (!norm.defined()) return py::none();
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(norm));
 }
@@ -293,17 +298,6 @@ py::list Stepper::found() {
     tensors.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(found)));
   }
   return tensors;
-}
-
-void Stepper::end_step() {
-  ++step_;
-  last_found_.clear();
-  for (const auto& [device, found] : found_) last_found_.push_back(found);
-  found_.clear();
-  if (!norm_) return;
-  last_norm_ = norm_->norm();
-  if (norm_->found().defined()) last_found_.push_back(norm_->found());
-  norm_.reset();
 }
 
 void Stepper::hand_to_ddp(const py::list& params, bool enabled) {
@@ -319,6 +313,10 @@ std::shared_ptr<Backward> Stepper::begin_reduced(const py::list& params) {
     entries.push_back(own_entry(param));
     tensors.push_back(THPVariable_Unpack(param.ptr()));
   }
+  TORCH_CHECK(keeping_ == 0,
+              "Adam: opt.paused(keep=True) around a backward whose gradients "
+              "DistributedDataParallel reduces. Use `with ddp.no_sync(), opt.paused(keep=True):`.");
+  if (dropping_ > 0) return nullptr;
   const py::gil_scoped_release no_gil;
   auto backward = current_backward();
   TORCH_CHECK(
@@ -350,88 +348,6 @@ void Stepper::step_reduced(const std::shared_ptr<Backward>& backward, const py::
   }
   const py::gil_scoped_release no_gil;
   backward->step_reduced(entries, of_entries);
-}
-
-int64_t Stepper::step(double max_norm, bool unscaled) {
-  if (!any_gradient()) {
-    const py::gil_scoped_release no_gil;
-    const std::lock_guard<std::mutex> lock(mutex_);
-    check_not_failed();
-    if (folded_ == 0) {
-      end_step();
-      return std::exchange(stepped_, 0);
-    }
-  }
-  return step_remaining(max_norm, unscaled);
-}
-
-int64_t Stepper::step_remaining(double max_norm, bool unscaled) {
-  {
-    const py::gil_scoped_release no_gil;
-    const std::lock_guard<std::mutex> lock(mutex_);
-    check_not_failed();
-  }
-  const auto snapshot = take_snapshot();
-  TORCH_CHECK(snapshot, "Adam: the optimizer is gone");
-  if (unscaled && snapshot->loss_scale.defined()) {
-    snapshot->loss_scale = at::ones_like(snapshot->loss_scale);
-  }
-  std::vector<Tensor> grads;
-  for (const auto& parameter : snapshot->parameters) {
-    grads.push_back(
-        local_gradient(py::reinterpret_steal<py::object>(THPVariable_Wrap(parameter.tensor))));
-  }
-  int64_t stepped = 0;
-  std::vector<const Parameter*> fresh;
-  const py::gil_scoped_release no_gil;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    // By device: each has its kernels.
-    ByDevice<std::vector<Update>> updates;
-    std::vector<Parameter*> remaining;
-    for (size_t i = 0; i < grads.size(); ++i) {
-      auto& parameter = snapshot->parameters[i];
-      const Entry* entry = parameter.entry.get();
-      const bool folded = entry != nullptr && entry->folds > 0;
-      if (!grads[i].defined() && !folded) continue;
-      remaining.push_back(&parameter);
-      if (entry != nullptr && grads[i].defined()) {
-        if (entry->reduced_by_ddp && entry->step == step_) continue;  // what the reducer left
-        TORCH_CHECK(!entry->has_local_gradient, "Adam: the gradient of ",
-                    name(*entry, parameter.tensor),
-                    " has not been reduced over the processes. The last backward of a step must "
-                    "be outside of ddp.no_sync().");
-        TORCH_CHECK(entry->step != step_, "Adam: ", name(*entry, parameter.tensor),
-                    " was stepped in backward and has a gradient again, which would be a second "
-                    "step. Set .grad before backward(), or after step().");
-      }
-      updates[parameter.local.device()].push_back(
-          checked_update(parameter, grads[i], folded ? Phase::kClose : Phase::kWhole));
-    }
-    if (max_norm > 0) {
-      norm_ = std::make_unique<GradNorm>();
-      for (const auto& [device, of_device] : updates) {
-        std::vector<Tensor> measured;
-        for (const auto& update : of_device) measured.push_back(update.grad);
-        norm_->add(measured);
-      }
-      norm_->finish(max_norm, snapshot->loss_scale);
-    }
-    for (const auto& [device, of_device] : updates) {
-      step_all(of_device, scaling(*snapshot, device));
-      stepped_ += static_cast<int64_t>(of_device.size());
-    }
-    for (const Parameter* parameter : remaining) {
-      if (attached_) parameter->tensor.mutable_grad().reset();
-      if (Entry* entry = parameter->entry.get()) folded_ -= std::exchange(entry->folds, 0) > 0;
-    }
-    end_step();
-    stepped = std::exchange(stepped_, 0);
-    fresh = snapshot->take_fresh();
-  }
-  const py::gil_scoped_acquire gil;
-  publish_states(fresh, optimizer());
-  return stepped;
 }
 
 void Stepper::zero_grad(bool to_none) {

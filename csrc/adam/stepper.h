@@ -1,6 +1,8 @@
 // Steps an optimizer's parameters: in backward, as their gradients arrive, or all together.
 //
-// The mutex is never awaited with the GIL held, and the GIL is never awaited with it held.
+// Backwards of several threads share parameters. The mutex is never awaited with the GIL held, and
+// the GIL is never awaited with it held. With it, torch's locks of gradients are awaited, never the
+// other way round.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,6 +18,7 @@
 #include <vector>
 
 #include "adam/grad_norm.h"
+#include "adam/records.h"
 #include "adam/snapshot.h"
 
 namespace memsave_ext::adam {
@@ -27,14 +30,14 @@ enum class Task;
 // is none.
 struct Entry {
   // Where the parameter stands in the snapshot that was taken last.
-  const Snapshot* snapshot = nullptr;
+  uint64_t snapshot = 0;  // its number
   size_t position = 0;
   // The step it took part in last. Its gradient may still wait in a bucket.
   uint64_t step = 0;
-  uint64_t measured = 0;   // likewise, in a norm pass
-  bool waits = false;      // in a bucket
-  int64_t folds = 0;       // gradients folded into its moments since its last step
-  bool made_dict = false;  // of Python hooks, which was not there
+  uint64_t measured = 0;               // likewise, in a norm pass
+  uint64_t folded = 0;                 // likewise, into its moments
+  const Backward* waits_in = nullptr;  // a bucket of this one
+  bool made_dict = false;              // of Python hooks, which was not there
   // DistributedDataParallel reduces its gradient and then says so, and its hook only notes that
   // there is one.
   bool reduced_by_ddp = false;
@@ -49,9 +52,12 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   ~Stepper();
 
   // Called from Python.
-  void attach(const pybind11::list& params);  // all or none
+  void attach(const pybind11::list& params);  // which no other living optimizer owns
   void detach();
-  int64_t attach_lost();  // hooks that something else has displaced; how many
+  pybind11::list lost() const;  // parameters whose hook something else has displaced
+  // The optimizer that steps a parameter in backward, or None. The hook of one that is gone is
+  // removed.
+  static pybind11::object owner(const pybind11::object& param);
   // Steps what has a gradient, and lets every parameter be stepped again. Returns how many have
   // been stepped since the last call.
   // With `max_norm`, all gradients together are clipped to it; `unscaled`: they are not multiples
@@ -59,6 +65,8 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   int64_t step(double max_norm, bool unscaled);
   void zero_grad(bool to_none);  // a failure is acknowledged
   void accumulate(bool enabled, bool fold);
+  // Nothing is stepped or folded; gradients are kept in .grad, or dropped.
+  void pause(bool enabled, bool keep);
   // Whether each backward asks the optimizer what becomes of its gradients: its _on_gradients().
   void ask(bool enabled) { asks_ = enabled; }
   // Gradients of the backwards between are measured and dropped. What is measured clips the step
@@ -80,9 +88,10 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   void step_reduced(const std::shared_ptr<Backward>& backward, const pybind11::list& params,
                     const pybind11::list& grads);
 
-  // Called by hooks, without the GIL: the gradient of a parameter is complete, and `grad` is the
-  // part of it that is here. With `may_step` false others are still to see it.
-  void ready(Entry& entry, const at::Tensor& param, const at::Tensor& grad, bool may_step);
+  // Called by hooks, without the GIL: the gradient of a parameter is complete. `local_grad` is the
+  // part of a DTensor's that is here. With `may_step` false others are still to see it.
+  void ready(Entry& entry, const at::Tensor& param, bool may_step,
+             const at::Tensor& local_grad = {});
 
  private:
   friend class Backward;
@@ -92,30 +101,36 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   Scaling scaling(const Snapshot& snapshot, c10::Device device);
   template <typename Body>
   void for_parameters(const Body& body) const;
-  bool any_gradient() const;                  // in .grad. Needs the GIL
-  pybind11::object optimizer() const;         // none when it is gone. Needs the GIL
-  std::shared_ptr<Snapshot> take_snapshot();  // null when the optimizer is gone
+  bool any_gradient() const;           // in .grad. Needs the GIL
+  pybind11::object optimizer() const;  // none when it is gone. Needs the GIL
+  // Null when the optimizer is gone.
+  std::shared_ptr<Snapshot> take_snapshot();
+  // From now on entries say where they stand in it. With the mutex.
+  void use_snapshot(const std::shared_ptr<Snapshot>& snapshot);
   std::shared_ptr<Backward> current_backward();
   Task next_task();  // of a backward that begins
   static std::string name(const Entry& entry, const at::Tensor& param);
   std::shared_ptr<Entry> own_entry(const pybind11::handle& param) const;  // null without a hook
   void check_not_failed();
+  void check_none_runs();
   void check_not_stepped(const Entry& entry, const at::Tensor& param);
   void check_accumulates_after_no_norm() const;
 
   pybind11::object optimizer_;  // a weak reference
   const int64_t small_bytes_, bucket_bytes_;
-  std::atomic<int> accumulating_{0}, folding_{0};
+  std::atomic<int> accumulating_{0}, folding_{0}, keeping_{0}, dropping_{0};
   std::atomic<bool> measuring_{false};
   std::atomic<bool> asks_{false};
 
-  std::mutex mutex_;       // for what follows, and for Entry
-  bool attached_ = false;  // that any parameter has a hook
+  std::mutex mutex_;                   // for what follows, and for Entry
+  std::atomic<bool> attached_{false};  // that any parameter has a hook
   std::vector<std::pair<int64_t, std::weak_ptr<Backward>>> backwards_;  // by graph task
+  int64_t running_ = 0;                                                 // of these
   std::weak_ptr<Snapshot> snapshot_;
+  uint64_t snapshots_ = 0;
   uint64_t step_ = 1;
   int64_t stepped_ = 0;  // since step()
-  int64_t folded_ = 0;
+  Records records_;
   std::unique_ptr<GradNorm> norm_;  // of this step
   at::Tensor last_norm_;
   ByDevice<at::Tensor> found_;

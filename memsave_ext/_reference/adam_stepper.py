@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ..adam import dtensor, modes
 from . import adam_update
+from .adam_backward import Backward, check_not_compiled_autograd
+from .adam_records import Records
 
 _SPARSE = "Adam does not support sparse gradients, please consider SparseAdam instead"
 _MARK = "_memsave_ext_stepper"
@@ -31,10 +33,14 @@ class AdamStepper:
         self._asks = False
         self._reduced_by_ddp: set[int] = set()
         self._unreduced: set[int] = set()  # of these, those with a gradient of this process alone
-        self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
+        self._backwards: weakref.WeakValueDictionary[int, Backward] = weakref.WeakValueDictionary()
         self.stepped: set[int] = set()  # in this step, or waiting
         self.stepped_before_failure = 0
-        self._folds: set[int] = set()  # parameters with gradients in their moments
+        self._folds: set[int] = set()  # parameters with gradients in their moments, in this step
+        self._records = Records()
+        self._keeping = self._dropping = 0  # of blocks that pause
+        self._threads: dict[int, int] = {}  # whose backward stepped a parameter, or folded, by id
+        self.running: set[int] = set()  # backwards
         self._measuring = False
         self._squares: dict[int, Tensor] | None = None  # of a norm pass, by parameter
         self._clip: tuple[Tensor, Tensor | None] | None = None  # factor and skip of all gradients
@@ -45,25 +51,30 @@ class AdamStepper:
     # called by the optimizer
 
     def attach(self, params: Iterable[Tensor]) -> None:
-        params = list(params)
         for param in params:
-            if (other := self._hook_of(param)) is not None and other is not self:
-                raise ValueError(
-                    f"a parameter of shape {list(param.shape)} is stepped in backward by another "
-                    "optimizer already: call its remove_hooks() first, or let each parameter be in "
-                    "one optimizer"
-                )
-        for param in params:
-            if self._hook_of(param) is None:
+            if self.owner(param) is None:
                 self._install(param)
         self._attached = True
 
-    def attach_lost(self) -> int:
-        if not self._attached:
-            return 0
-        lost = [p for p in self._params() if self._hook_of(p) is not self]
-        self.attach(lost)
-        return len(lost)
+    def lost(self) -> list[Tensor]:
+        """Parameters whose hook something else has displaced."""
+        optimizer = self._optimizer()
+        return [p for p in self._params() if self._attached and self.owner(p) is not optimizer]
+
+    @staticmethod
+    def owner(param: Tensor) -> Any:
+        """The optimizer that steps it in backward. The hook of one that is gone is removed."""
+        hooks = getattr(param, _HOOKS) or {}
+        for key, hook in list(hooks.items()):
+            reference: Callable[[], AdamStepper | None] | None = getattr(hook, _MARK, None)
+            if reference is None:
+                continue
+            stepper = reference()
+            optimizer = None if stepper is None else stepper._optimizer()
+            if optimizer is not None:
+                return optimizer
+            _remove(param, key)
+        return None
 
     def detach(self) -> None:
         self._attached = False
@@ -71,14 +82,16 @@ class AdamStepper:
             hooks = getattr(param, _HOOKS) or {}
             for key, hook in list(hooks.items()):
                 reference = getattr(hook, _MARK, None)
-                if reference is None or reference() is not self:
-                    continue
-                del hooks[key]
-                if hook.made_dict and not hooks:
-                    setattr(param, _HOOKS, None)
+                if reference is not None and reference() is self:
+                    _remove(param, key)
 
     def step(self, max_norm: float, unscaled: bool) -> int:
         self.check_not_failed()
+        if self.running:
+            raise RuntimeError(
+                "Adam: step() while a backward is under way, in another thread or around this "
+                "call. Wait until all of a step's backwards have ended."
+            )
         updates: list[Update] = []
         left = []
         for group in self._groups():
@@ -95,7 +108,7 @@ class AdamStepper:
                             "again, which would be a second step. Set .grad before backward(), or "
                             "after step()."
                         )
-                if param.grad is not None or id(param) in self._folds:
+                if param.grad is not None or self._is_folded(param):
                     updates.append((param, group, param.grad))
         scale = self._loss_scale()
         scale = torch.ones_like(scale) if unscaled and scale is not None else scale
@@ -109,6 +122,7 @@ class AdamStepper:
                 # Where the tensor was swapped, its hooks are there and are not called any more.
                 setattr(param, _HOOKS, getattr(param, _HOOKS))
         count = len(self.stepped) + len(updates)
+        self._records.forget_folded()  # of parameters that are not in param_groups any more
         self._end_step()
         return count
 
@@ -118,6 +132,8 @@ class AdamStepper:
         if self._clip is not None and self._clip[1] is not None:
             self._last_found.append(self._clip[1])
         self._found, self._clip, self._squares = {}, None, None
+        self._folds.clear()
+        self._threads.clear()
 
     def zero_grad(self, to_none: bool) -> None:
         if to_none:
@@ -135,6 +151,14 @@ class AdamStepper:
         else:
             self._accumulating += 1 if enabled else -1
 
+    def pause(self, enabled: bool, keep: bool) -> None:
+        if enabled and keep:
+            self._check_accumulates_after_no_norm()
+        if keep:
+            self._keeping += 1 if enabled else -1
+        else:
+            self._dropping += 1 if enabled else -1
+
     def begin_norm_pass(self) -> None:
         if self._accumulating or self._folding or any(p.grad is not None for p in self._params()):
             raise RuntimeError(
@@ -142,7 +166,7 @@ class AdamStepper:
                 "measures. Use clip_global_norm=, which keeps them."
             )
         self.check_not_failed()
-        if self._squares is not None or self.stepped or self._folds:
+        if self._squares is not None or self.stepped or self.folded():
             raise RuntimeError(
                 "Adam: norm_pass() must come before the backward that steps, once in each step"
             )
@@ -163,7 +187,11 @@ class AdamStepper:
         return self._last_found
 
     def folded(self) -> int:
-        return len(self._folds)
+        return self._records.folded()
+
+    def _is_folded(self, param: Tensor) -> bool:
+        optimizer = self._optimizer()
+        return optimizer is not None and self._records.is_folded(optimizer.state.get(param, {}))
 
     def _loss_scale(self) -> Tensor | None:
         scaler = getattr(self._optimizer(), "grad_scaler", None)
@@ -180,7 +208,7 @@ class AdamStepper:
             norm = norm / scale
             skip = norm.isfinite().logical_not().float()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1)
-        self._clip = (factor if scale is None else factor / scale).float(), skip
+        self._clip = factor if scale is None else factor / scale, skip
         self._norm = norm.float()
 
     def _scaling(
@@ -191,8 +219,6 @@ class AdamStepper:
             clip, skip_all = self._clip
             return clip, skip_all is not None and bool(skip_all)
         max_norm = group.get("max_grad_norm")
-        if max_norm is not None:
-            modes.check_norm("max_grad_norm", max_norm)
         if grad is None or (scale is None and max_norm is None):
             return None, False
         square = _square(grad)
@@ -201,11 +227,11 @@ class AdamStepper:
         if max_norm is not None:
             factor = factor * (max_norm / (square.sqrt() * factor + 1e-6)).clamp(max=1)
         if scale is None:
-            return factor.float(), False
+            return factor, False
         found = self._found.setdefault(grad.device, torch.zeros((), device=grad.device))
         if skip := not bool(square.isfinite()):
             found.fill_(1)
-        return factor.float(), skip
+        return factor, skip
 
     def ask(self, enabled: bool) -> None:
         self._asks = enabled
@@ -220,7 +246,14 @@ class AdamStepper:
         change = self._reduced_by_ddp.update if enabled else self._reduced_by_ddp.difference_update
         change(id(param) for param in params)
 
-    def begin_reduced(self, params: list[Tensor]) -> _Backward | None:
+    def begin_reduced(self, params: list[Tensor]) -> Backward | None:
+        if self._keeping:
+            raise RuntimeError(
+                "Adam: opt.paused(keep=True) around a backward whose gradients "
+                "DistributedDataParallel reduces. Use `with ddp.no_sync(), opt.paused(keep=True):`."
+            )
+        if self._dropping:
+            return None
         backward = self._current_backward()
         if self._accumulating or (backward is not None and backward.task == "keep"):
             raise RuntimeError(
@@ -235,7 +268,7 @@ class AdamStepper:
         return backward
 
     def step_reduced(
-        self, backward: _Backward | None, params: list[Tensor], grads: list[Tensor]
+        self, backward: Backward | None, params: list[Tensor], grads: list[Tensor]
     ) -> None:
         if backward is None:
             return
@@ -253,9 +286,13 @@ class AdamStepper:
     # called by hooks
 
     def ready(self, param: Tensor, is_last: bool) -> None:
-        if param.grad is None:
+        if self._keeping:
             return
-        if id(param) in self._reduced_by_ddp:
+        if self._dropping:
+            if is_last:  # to be seen by others
+                param.grad = None
+            return
+        if param.grad is not None and id(param) in self._reduced_by_ddp:
             if self._folding:
                 raise RuntimeError(
                     "Adam: accumulate(fold=True) would fold gradients of one process, which "
@@ -264,6 +301,16 @@ class AdamStepper:
             self._unreduced.add(id(param))
             return
         if (self._accumulating and not self._folding) or torch._C._current_graph_task_id() == -1:
+            return
+        # Before .grad is looked at: another thread may have taken part of this gradient.
+        thread = threading.get_ident()
+        if self._threads.get(id(param), thread) != thread:
+            raise RuntimeError(
+                f"Adam: {self.name(param)} receives gradients from several threads in one step. "
+                "Python has no access to torch's lock of a gradient: run the step's backwards in "
+                "one thread, use accumulate(), or the compiled memsave_ext."
+            )
+        if param.grad is None:
             return
         backward = self._current_backward()
         if backward is None:
@@ -284,22 +331,23 @@ class AdamStepper:
         if backward.task == "fold" and any(p is param for p, _ in backward.waiting):
             return  # a second region's part: it is in .grad too
         self._check_fires_once(param)
-        if param.grad.is_sparse:
+        if param.grad.layout != torch.strided:
             raise RuntimeError(_SPARSE)
+        self._threads[id(param)] = thread
         backward.add(param, group, wait=not is_last or param.grad.nbytes < self._small_bytes)
 
-    def _current_backward(self) -> _Backward | None:
+    def _current_backward(self) -> Backward | None:
         optimizer: Any = self._optimizer()
         if optimizer is None:
             return None
-        _check_not_compiled_autograd()
+        check_not_compiled_autograd()
         task = torch._C._current_graph_task_id()
         backward = self._backwards.get(task)
         if backward is None:
             kind = "measure" if self._measuring else "fold" if self._folding else "step"
             if kind == "step" and self._asks:
                 kind = optimizer._on_gradients()
-            self._backwards[task] = backward = _Backward(self, self._ddp_params(), kind)
+            self._backwards[task] = backward = Backward(self, self._ddp_params(), kind)
             torch.autograd.Variable._execution_engine.queue_callback(backward.finish)
         return backward
 
@@ -333,7 +381,9 @@ class AdamStepper:
                 f"Adam: {self.name(param)} receives a second gradient in one step. Either "
                 "backward() ran twice before opt.step(): put `with opt.accumulate():` around all "
                 "but the last, or, where a trainer runs it, call opt.accumulate_when() once. Or "
-                "the parameter is used in several regions of "
+                "one of them was of a loss that is not to train this parameter, as a GAN's "
+                "generator's for the discriminator: put `with opt.paused():` around it. Or the "
+                "parameter is used in several regions of "
                 "torch.utils.checkpoint(use_reentrant=True), which deliver their gradients one by "
                 "one: use use_reentrant=False, or memsave_ext.checkpoint."
             )
@@ -357,6 +407,10 @@ class AdamStepper:
                 self._squares[id(param)] = _square(grad)
             return
         fresh = []
+        for checked in {id(group): group for _, group, _ in updates}.values():
+            modes.check_options(checked)
+        if self._clip is not None:
+            modes.refuse_two_norms(self._groups())
         try:
             for param, group, grad in updates:
                 if not optimizer.state.get(param):
@@ -372,23 +426,29 @@ class AdamStepper:
         for param, group, grad in updates:
             factor, skip = self._scaling(grad, group, scale)
             phase = self._phase(param, task)
-            change = self._folds.add if task == "fold" else self._folds.discard
-            change(id(param))
+            if task == "fold":
+                self._folds.add(id(param))
+            self._records.set_folded(optimizer.state[param], task == "fold")
             if skip:
                 continue
             local = dtensor.local_tensor
+            state = {name: local(value) for name, value in optimizer.state[param].items()}
+            if task == "step":
+                self._records.drop_stale_rest(local(param), state)
             adam_update.update(
                 local(param),
                 None if grad is None else dtensor.local_gradient(param, grad),
-                {name: local(value) for name, value in optimizer.state[param].items()},
+                state,
                 group,
                 position=positions[id(param)],
                 phase=phase,
                 factor=factor,
             )
+            if task == "step":
+                self._records.note_versions(local(param), state)
 
     def _phase(self, param: Tensor, task: str) -> adam_update.Phase:
-        folded = id(param) in self._folds
+        folded = self._is_folded(param)
         if task == "fold":
             return "fold" if folded else "first_fold"
         return "close" if folded else "whole"
@@ -422,8 +482,8 @@ class AdamStepper:
 
         def hook(param: Tensor) -> None:
             stepper = stepper_ref()
-            if stepper is not None:
-                hooks = list(getattr(param, _HOOKS).values())
+            hooks = list((getattr(param, _HOOKS) or {}).values())
+            if stepper is not None and hook in hooks:  # not removed by one before it
                 stepper.ready(param, is_last=hooks[-1] is hook)
 
         setattr(hook, _MARK, stepper_ref)
@@ -432,77 +492,19 @@ class AdamStepper:
         param.requires_grad_().register_post_accumulate_grad_hook(hook)
         param.requires_grad_(required)
 
-    @staticmethod
-    def _hook_of(param: Tensor) -> AdamStepper | None:
-        """The stepper whose hook the parameter has."""
-        for hook in (param._post_accumulate_grad_hooks or {}).values():
-            reference: Callable[[], AdamStepper | None] | None = getattr(hook, _MARK, None)
-            if reference is not None and (stepper := reference()) is not None:
-                return stepper
-        return None
 
-
-class _Backward:
-    """One backward in which parameters are stepped. Held by its graph task alone."""
-
-    def __init__(self, stepper: AdamStepper, of_ddp: set[int], task: str) -> None:
-        self.stepper = stepper
-        self.task = task  # what becomes of gradients: step, fold, measure or keep
-        self.of_ddp = of_ddp  # parameters whose gradients are reduced later
-        self.waiting: list[tuple[Tensor, dict[str, Any]]] = []
-        self.bytes = 0
-        self.stepped = 0
-        self.finished = False
-
-    def add(self, param: Tensor, group: dict[str, Any], wait: bool) -> None:
-        assert param.grad is not None
-        self.waiting.append((param, group))
-        if self.task == "step":
-            self.stepper.stepped.add(id(param))
-        self.bytes += param.grad.nbytes
-        if not wait:
-            self._flush([self.waiting.pop()])
-        elif self.bytes >= self.stepper.bucket_bytes:
-            # All but this one, whose later hooks are still to run.
-            self._flush(self.waiting[:-1])
-            self.waiting = self.waiting[-1:]
-            self.bytes = param.grad.nbytes
-
-    def finish(self) -> None:
-        self._flush(self.waiting)
-        self.waiting = []
-        self.finished = True
-
-    def _flush(self, updates: list[tuple[Tensor, dict[str, Any]]]) -> None:
-        updates = [u for u in updates if u[0].grad is not None]
-        self.stepper.update(
-            [(p, group, p.grad) for p, group in updates], self.task, self.stepper._loss_scale()
-        )
-        for param, _ in updates:
-            param.grad = None
-        self.stepped += len(updates)
-
-    def __del__(self) -> None:
-        if not self.finished:  # backward raised
-            self.stepper.stepped_before_failure += self.stepped
-            self.stepper.stepped -= {id(p) for p, _ in self.waiting}
-
-
-def _check_not_compiled_autograd() -> None:
-    module = sys.modules.get("torch._dynamo.compiled_autograd")
-    # Once while it is traced, and where that has failed once more, run.
-    if torch.compiler.is_compiling() or getattr(module, "in_compiled_autograd_region", False):
-        raise NotImplementedError(
-            "Adam: compiled autograd cannot trace a step in backward. Leave it off, "
-            "torch._dynamo.config.compiled_autograd = False, or the optimizer's in_backward=True "
-            "out. torch.compile() of the model alone works."
-        )
+def _remove(param: Tensor, key: int) -> None:
+    hooks = getattr(param, _HOOKS)
+    hook = hooks.pop(key)
+    if hook.made_dict and not hooks:
+        setattr(param, _HOOKS, None)
 
 
 def _square(grad: Tensor | None) -> Tensor:
     """The sum of squares."""
     assert grad is not None
-    if grad.is_sparse:
+    if grad.layout != torch.strided:
         raise RuntimeError(_SPARSE)
-    values = torch.view_as_real(grad) if grad.is_complex() else grad
-    return dtensor.local_tensor(values).double().square().sum()
+    values = adam_update.plain(dtensor.local_tensor(grad))
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return values.double().square().sum()

@@ -41,8 +41,25 @@ def update(
         state: as the optimizer has it; changed in place.
         group: of ``param_groups``.
         position: of the parameter in the optimizer.
-        factor: what the gradient is multiplied by, in float32.
+        factor: what the gradient is multiplied by.
     """
+    own = param, dict(state)
+    param, state = plain(param), {name: plain(value) for name, value in state.items()}
+    _update(param, grad, state, group, position, phase, factor)
+    for original, changed in ((own[0], param), *((own[1][n], v) for n, v in state.items())):
+        if original is not changed:
+            original.copy_(changed)
+
+
+def _update(
+    param: Tensor,
+    grad: Tensor | None,
+    state: Mapping[str, Tensor],
+    group: Mapping[str, Any],
+    position: int,
+    phase: Phase,
+    factor: float | Tensor | None,
+) -> None:
     folds = phase in ("first_fold", "fold")
     step = state["step"]
     if not folds:
@@ -54,10 +71,10 @@ def update(
     number = number + 1 if folds else number
     stored = _Stored(param, state, group, position, number)
     c = _coefficients(group, number, stored.compute, param.device)
-    g = torch.zeros_like(param) if grad is None else grad
+    g = torch.zeros_like(param) if grad is None else plain(grad)
     g = _real(g).to(stored.compute)
     if factor is not None:
-        g = g * torch.as_tensor(factor, dtype=torch.float32)
+        g = g * (factor.to(g) if isinstance(factor, Tensor) else factor)
     if group["maximize"]:
         g = -g
     if folds:
@@ -131,7 +148,7 @@ class _Stored:
 
     def random(self, draw: Draw) -> Tensor:
         bits = formats.random_bits(
-            self._param.numel(),
+            _real(self._param).numel(),
             seed=self.group.get("seed", 0),
             position=self._position,
             step=self.number if isinstance(self.number, Tensor) else int(self.number),
@@ -264,6 +281,14 @@ class _Elements:
         return flat.view(self._shape).permute(self._back)
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy where its memory is not what it stands for: conjugate and
+    negative views, and zeros without memory."""
+    if torch._is_zerotensor(tensor):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.resolve_conj().resolve_neg()
+
+
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
@@ -326,12 +351,14 @@ def check(
     dtype = state["exp_avg"].dtype
     allowed = [param.dtype]
     if not param.is_complex() and param.dtype != torch.float64:
-        allowed += [torch.float32, torch.uint8]
-        allowed += [torch.bfloat16] if group.get("state_dtype") == torch.bfloat16 else []
+        own_mode = [torch.bfloat16] if group.get("state_dtype") == torch.bfloat16 else []
+        others = [torch.float32, *own_mode, torch.uint8]  # the last with scales
+        allowed += [other for other in others if other != param.dtype]
     if dtype not in allowed:
         raise RuntimeError(
-            f"Adam: the state exp_avg of a {param.dtype} parameter must be of its type or float, "
-            f"or what state_dtype says, got {dtype}"
+            f"Adam: the state exp_avg of a {param.dtype} parameter must be "
+            f"{' or '.join(map(str, allowed))}, got {dtype}. Convert the model before making the "
+            "optimizer, or load the optimizer's state_dict() into it again."
         )
     for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
         if dtype == torch.uint8 and name == "max_exp_avg_sq":
@@ -349,7 +376,7 @@ def check(
 
 
 def _check_grad(param: Tensor, grad: Tensor) -> None:
-    if grad.is_sparse:
+    if grad.layout != torch.strided:
         raise RuntimeError(
             "Adam does not support sparse gradients, please consider SparseAdam instead"
         )

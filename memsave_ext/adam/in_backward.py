@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import clip_guard, modes
+from . import clip_guard, modes, owners
 from .dtensor import is_dtensor
 
 
@@ -18,12 +18,31 @@ class InBackward(torch.optim.Optimizer):
     """Methods of :class:`~memsave_ext.Adam`; ``_stepper`` does what they say."""
 
     _in_backward = False
-    clip_global_norm: float | None = None
+    _clip_global_norm: float | None = None
+    _pauses = 0  # blocks that have been entered
     _grad_scaler: torch.amp.GradScaler | None = None
     _stepper: Any
     _reductions: list[Any]  # of DistributedDataParallel modules
     _accumulate_when: Callable[[], object] | None = None
     _folds_when = False
+
+    @property
+    def clip_global_norm(self) -> float | None:
+        """The norm that all gradients together are clipped to in :meth:`step`; None: not."""
+        return self._clip_global_norm
+
+    @clip_global_norm.setter
+    def clip_global_norm(self, norm: float | None) -> None:
+        if norm is not None:
+            modes.check_norm("clip_global_norm", norm)
+            if self._in_backward:
+                raise ValueError(
+                    "clip_global_norm needs all gradients, which in_backward=True frees as they "
+                    "arrive: give it when the optimizer is made, call remove_hooks() first, or use "
+                    "norm_pass()"
+                )
+            modes.refuse_two_norms(self.__dict__.get("param_groups", []))
+        self._clip_global_norm = norm
 
     @property
     def grad_scaler(self) -> torch.amp.GradScaler | None:
@@ -34,6 +53,8 @@ class InBackward(torch.optim.Optimizer):
     @grad_scaler.setter
     def grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         groups: list[dict[str, Any]] = self.__dict__.get("param_groups", [])
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise TypeError(f"grad_scaler must be a torch.amp.GradScaler or None, got {scaler!r}")
         if scaler is not None:
             if self.__dict__.get("defaults", {}).get("differentiable"):
                 raise ValueError(
@@ -88,6 +109,7 @@ class InBackward(torch.optim.Optimizer):
                 before they are folded: a grad_scaler, max_grad_norm, clip_global_norm; or with
                 another state_dtype.
         """
+        modes.check_bool("fold", fold)
         if fold:
             self._check_foldable()
         self._stepper.accumulate(True, fold)
@@ -95,6 +117,45 @@ class InBackward(torch.optim.Optimizer):
             yield
         finally:
             self._stepper.accumulate(False, fold)
+
+    @contextlib.contextmanager
+    def paused(self, *, keep: bool = False) -> Iterator[None]:
+        """Step nothing in the backwards inside the block: of losses that are not to train this.
+
+        Around the generator's step of a GAN for the discriminator's optimizer, say::
+
+            with opt_d.paused():
+                loss_g(discriminator(generator(z))).backward()
+
+        For backwards of all threads, as :meth:`accumulate`.
+
+        Args:
+            keep: leave gradients in ``.grad``, to which later ones are added. They are dropped
+                otherwise, each as it arrives, and what was in ``.grad`` before is there after.
+
+        Raises:
+            RuntimeError: ``keep`` after :meth:`norm_pass`; from :meth:`step` inside.
+        """
+        modes.check_bool("keep", keep)
+        params = [p for g in self.param_groups for p in g["params"]]
+        self._stepper.pause(True, keep)
+        self._pauses += 1
+        before: list[Tensor | None] = []
+        if not keep:
+            for param in params:
+                before.append(param.grad)
+                param.grad = None
+        try:
+            yield
+        finally:
+            for param, grad in zip(params, before, strict=not keep):
+                param.grad = grad
+            self._pauses -= 1
+            self._stepper.pause(False, keep)
+
+    def _check_not_paused(self) -> None:
+        if self._pauses:
+            raise RuntimeError("Adam: step() inside of paused(), where nothing is stepped")
 
     def accumulate_when(
         self, condition: Callable[[], object] | None, *, fold: bool = False
@@ -121,6 +182,7 @@ class InBackward(torch.optim.Optimizer):
                 "accumulate_when: condition must be a function without arguments, or None, got "
                 f"{type(condition).__name__}"
             )
+        modes.check_bool("fold", fold)
         if condition is not None and fold:
             self._check_foldable()
             self._refuse_folding_before_reduction(bool(self._reductions))
@@ -176,7 +238,8 @@ class InBackward(torch.optim.Optimizer):
         Instead of ``retain_graph`` the forward can be run again. :attr:`grad_norm` is the norm.
 
         Raises:
-            ValueError: not ``in_backward``, or with ``clip_global_norm``; DTensors.
+            ValueError: not ``in_backward``, or with ``clip_global_norm`` or ``max_grad_norm``;
+                DTensors.
             RuntimeError: gradients are being accumulated, or were stepped already.
         """
         modes.check_norm("max_norm", max_norm)
@@ -187,6 +250,7 @@ class InBackward(torch.optim.Optimizer):
             )
         if not self._in_backward:
             raise ValueError("norm_pass() is for in_backward=True: use clip_global_norm=")
+        modes.refuse_two_norms(self.param_groups)
         params = [p for g in self.param_groups for p in g["params"]]
         self._refuse_dtensors("norm_pass()", params)
         self._stepper.begin_norm_pass()
@@ -229,8 +293,10 @@ class InBackward(torch.optim.Optimizer):
                 f"{type(ddp).__name__}. FSDP2's parameters need no attach()."
             )
         if not self._in_backward:
+            clips = ", which clip_global_norm has switched off" if self.clip_global_norm else ""
             raise ValueError(
-                "attach() is for in_backward=True: without it step() finds reduced gradients"
+                f"attach() is for in_backward=True{clips}: without it step() finds reduced "
+                "gradients"
             )
         ours = {id(p) for g in self.param_groups for p in g["params"]}
         params: list[Tensor] = [p for p in ddp.parameters() if id(p) in ours]
@@ -255,6 +321,7 @@ class InBackward(torch.optim.Optimizer):
         for param in params:
             if not param.is_leaf:
                 raise ValueError("in_backward=True: can't step a non-leaf Tensor in backward")
+        owners.refuse_taken(self, params)
         self._stepper.attach(params)
         clip_guard.watch(self)
 

@@ -7,7 +7,8 @@ them is torch's.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -36,8 +37,44 @@ def check_norm(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a number above 0, got {value!r}")
 
 
-def check_group(group: dict[str, Any], amsgrad: bool) -> None:
-    """Raises ValueError where the group's parameters cannot be stepped with its options."""
+def refuse_two_norms(groups: list[dict[str, Any]]) -> None:
+    if any(group.get("max_grad_norm") is not None for group in groups):
+        raise ValueError(
+            "max_grad_norm, of each parameter, cannot be combined with clip_global_norm or "
+            "norm_pass(), of all: leave one of them out"
+        )
+
+
+def check_bool(name: str, value: Any, *, none: bool = False) -> None:
+    try:
+        allowed = bool(value in (True, False)) or (none and value is None)
+    except Exception:  # which comparing arrays raises
+        allowed = False
+    if not allowed:
+        choices = "True, False or None" if none else "True or False"
+        raise TypeError(f"{name} must be {choices}, got {value!r}")
+
+
+def _check_number(name: str, value: Any) -> None:
+    """As torch: also tensors of one element, and numpy's numbers."""
+    one = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, SupportsFloat)
+    if not one or isinstance(value, complex):
+        raise TypeError(f"{name} must be a number or a tensor of one element, got {value!r}")
+
+
+def check_options(group: dict[str, Any]) -> None:
+    """Raises TypeError or ValueError where an option of the group, defaults included, is none."""
+    for name in ("lr", "eps", "weight_decay"):
+        _check_number(name, group.get(name))
+    betas = group.get("betas")
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
+        raise TypeError(f"betas must be two numbers, got {betas!r}")
+    for beta in betas:
+        _check_number("betas", beta)
+    for name in ("amsgrad", "maximize", "capturable", "decoupled_weight_decay", "differentiable"):
+        check_bool(name, group.get(name, False))
+    for name in ("foreach", "fused"):
+        check_bool(name, group.get(name), none=True)
     bf16, state_dtype = group.get("bf16"), group.get("state_dtype")
     if bf16 not in _BF16:
         allowed = "None, 'stochastic', 'kahan' or 'split'"
@@ -52,6 +89,12 @@ def check_group(group: dict[str, Any], amsgrad: bool) -> None:
         raise ValueError(f"seed must be an int from 0 to 2**64 - 1, got {seed!r}")
     if (norm := group.get("max_grad_norm")) is not None:
         check_norm("max_grad_norm", norm)
+
+
+def check_group(group: dict[str, Any], amsgrad: bool) -> None:
+    """Raises where the group's parameters cannot be stepped with its options."""
+    bf16, state_dtype = group.get("bf16"), group.get("state_dtype")
+    norm = group.get("max_grad_norm")
     if state_dtype == "8bit" and amsgrad:
         raise ValueError("state_dtype='8bit' cannot be combined with amsgrad=True: choose one")
     for param in listed(group["params"]):
@@ -63,6 +106,17 @@ def listed(params: Any) -> list[Tensor]:
     several = [params] if isinstance(params, Tensor) else params
     tensors = [param[1] if isinstance(param, tuple) else param for param in several]
     return [param for param in tensors if isinstance(param, Tensor)]  # torch refuses the others
+
+
+def refuse_twice(params: Any) -> None:
+    """torch would step a parameter twice where it is twice in a group."""
+    seen: set[int] = set()
+    for param in listed(params):
+        if id(param) in seen:
+            raise ValueError(
+                f"a parameter of shape {list(param.shape)} is twice in a param group: leave one out"
+            )
+        seen.add(id(param))
 
 
 def _check_param(param: Tensor, bf16: Any, state_dtype: Any, norm: Any) -> None:
@@ -127,6 +181,8 @@ def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) 
     if bf16 in ("kahan", "split") and "param_rest" not in state:
         dtype = torch.bfloat16 if bf16 == "kahan" else torch.int16
         state["param_rest"] = torch.zeros_like(param, dtype=dtype)
+    elif "param_rest" in state:  # a tensor of its own: it belongs to weights that were loaded, too
+        state["param_rest"] = state["param_rest"].clone()
     if state_dtype is torch.bfloat16:
         for name in _MOMENTS:
             if name in state:

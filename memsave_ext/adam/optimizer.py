@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _native
-from .._reference.adam_stepper import AdamStepper as _ReferenceStepper
 from . import modes
+from .owners import stepper_class
 from .saving import Saving
 
 SMALL_BYTES = 1 << 16
@@ -96,16 +95,21 @@ class Adam(Saving, torch.optim.Adam):
         grad_scaler: torch.amp.GradScaler | None = None,
         **options: Any,
     ) -> None:
+        modes.check_bool("in_backward", in_backward)
+        modes.check_options(
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+            | options
+        )
         if in_backward and options.get("differentiable"):
             raise ValueError(
                 "differentiable=True cannot be combined with in_backward=True: a step in backward "
                 "has no graph. Leave one of them out."
             )
         for name, value in (("small_bytes", small_bytes), ("bucket_bytes", bucket_bytes)):
-            if not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} must be an int and at least 0, got {value!r}")
-        if clip_global_norm is not None:
-            modes.check_norm("clip_global_norm", clip_global_norm)
+            if not isinstance(value, int) or not 0 <= value < 2**63:
+                raise ValueError(
+                    f"{name} must be an int and at least 0, below 2**63, got {value!r}"
+                )
         self._small_bytes, self._bucket_bytes = small_bytes, bucket_bytes
         self.clip_global_norm, self.grad_scaler = clip_global_norm, grad_scaler
         given: dict[str, Any] = {
@@ -131,6 +135,14 @@ class Adam(Saving, torch.optim.Adam):
         if in_backward and clip_global_norm is None:
             self._attach(p for g in self.param_groups for p in g["params"])
             self._in_backward = True
+        elif in_backward:
+            warnings.warn(
+                "memsave_ext: clip_global_norm needs all gradients, so that in_backward=True steps "
+                "nothing in backward: leave in_backward out, or use max_grad_norm or norm_pass() "
+                "in place of clip_global_norm",
+                UserWarning,
+                stacklevel=2 if type(self) is Adam else 3,
+            )
         self._choose_unscaling()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -140,8 +152,12 @@ class Adam(Saving, torch.optim.Adam):
                 param_group["params"] = list(params)  # read more than once
             for name, value in self._modes.items():
                 param_group.setdefault(name, value)
-            amsgrad = param_group.get("amsgrad", self.defaults["amsgrad"])
-            modes.check_group(param_group, amsgrad)
+            modes.refuse_twice(param_group["params"])
+            complete = {**self.defaults, **param_group}
+            modes.check_options(complete)
+            modes.check_group(param_group, complete["amsgrad"])
+            if self.clip_global_norm is not None:
+                modes.refuse_two_norms([param_group])
             for name in ("clip_global_norm", "grad_scaler"):
                 if getattr(self, name) is not None:
                     self._refuse_dtensors(name, param_group["params"])
@@ -163,17 +179,24 @@ class Adam(Saving, torch.optim.Adam):
         Returns:
             What ``closure`` returned.
         """
+        self._check_not_paused()
+        if closure is not None and not callable(closure):
+            raise TypeError(
+                "closure must be a function without arguments, or None, got "
+                f"{type(closure).__name__}"
+            )
         if self.defaults["differentiable"]:
             return super().step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._in_backward and (lost := self._stepper.attach_lost()):
+        if self._in_backward and (lost := self._stepper.lost()):
+            self._attach(lost)
             warnings.warn(
-                f"memsave_ext: {lost} parameters had lost their hook (their tensors were swapped, "
-                "or something else took its place). It is attached again; this step is made from "
-                "what is in .grad.",
+                f"memsave_ext: {len(lost)} parameters had lost their hook (their tensors were "
+                "swapped, or something else took its place). It is attached again; this step is "
+                "made from what is in .grad.",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -185,13 +208,13 @@ class Adam(Saving, torch.optim.Adam):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        modes.check_bool("set_to_none", set_to_none)
         if not set_to_none:
             super().zero_grad(set_to_none=False)
         self._stepper.zero_grad(set_to_none)
 
     def _make_stepper(self) -> None:
-        kind = _native.module.AdamStepper if _native.module else _ReferenceStepper
-        self._stepper = kind(self, self._small_bytes, self._bucket_bytes)
+        self._stepper = stepper_class()(self, self._small_bytes, self._bucket_bytes)
         self._reductions = []
 
 

@@ -73,7 +73,7 @@ class Saving(InBackward):
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_not_folding()
-        own = ("_in_backward", "_small_bytes", "_bucket_bytes", "_modes", "clip_global_norm")
+        own = ("_in_backward", "_small_bytes", "_bucket_bytes", "_modes", "_clip_global_norm")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

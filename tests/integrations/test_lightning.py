@@ -154,3 +154,43 @@ def test_a_scaler():
             plugins=[mixed()],
             gradient_clip_val=0.1,
         )
+
+
+def anew(net):
+    ms.remove_hooks(net)  # of the optimizer of the run before, which the trainer still has
+    return ours(net)
+
+
+@pytest.mark.parametrize("first", ["fit", "lr_find", "another trainer"])
+def test_a_second_run(first, tmp_path):
+    nets = [net_class()(make, 0) for make in (torchs, anew)]
+    for net in nets:
+        rows = torch.randn(10, 4, generator=torch.Generator().manual_seed(1))
+        data = torch.utils.data.DataLoader(rows, batch_size=2)
+        options = {
+            "accelerator": "cpu", "logger": False, "enable_checkpointing": False,
+            "enable_progress_bar": False, "enable_model_summary": False,
+            "default_root_dir": tmp_path,
+        }  # fmt: skip
+        trainer = pytorch.Trainer(max_epochs=1, **options)
+        if first == "lr_find":
+            net.lr = 0.05
+            pytorch.tuner.Tuner(trainer).lr_find(net, data, num_training=5, update_attr=False)
+            net.losses.clear()
+        else:
+            trainer.fit(net, data)
+        if first == "another trainer":
+            trainer = pytorch.Trainer(max_epochs=2, **options)
+        else:
+            trainer.fit_loop.max_epochs = 2
+        trainer.fit(net, data)
+        assert all(p.grad is None for p in net.parameters()) or net is nets[0]
+    assert nets[1].losses == pytest.approx(nets[0].losses, rel=1e-4)
+    assert_same(*nets, rtol=1e-4, atol=1e-5)
+
+
+def test_a_second_fit_without_it_says_what_to_do():
+    net, trainer = fit(ours, epochs=1)
+    trainer.fit_loop.max_epochs = 2
+    with pytest.raises(ValueError, match=r"call memsave_ext.remove_hooks\(model\) before this one"):
+        trainer.fit(net, torch.utils.data.DataLoader(torch.randn(4, 4), batch_size=2))

@@ -192,3 +192,23 @@ def test_accumulation_that_it_was_not_told_of_is_an_error(tmp_path):
         RuntimeError, match=r"where a trainer runs it, call opt.accumulate_when\(\)"
     ):
         trainer.train()
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["gone", "still there"])
+def test_a_second_trainer(tmp_path, kept):
+    runs = []
+    for kind, options in ((torch.optim.AdamW, {}), (ms.AdamW, {"in_backward": True})):
+        model, trainers, losses = gpt2(), [], []
+        for _ in range(2):
+            trainer = transformers.Trainer(
+                model=model,
+                args=trainer_of(tmp_path, model).args,
+                train_dataset=tokens(),
+                optimizer_cls_and_kwargs=(kind, {"lr": 1e-2, **options}),
+            )
+            if kept:
+                trainers.append(trainer)
+                ms.remove_hooks(model)
+            losses += train(trainer)[0]
+        runs.append(losses)
+    assert len(runs[0]) == 10 and runs[1] == pytest.approx(runs[0], rel=1e-3)

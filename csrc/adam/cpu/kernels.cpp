@@ -35,7 +35,7 @@ namespace {
 constexpr int64_t kGrain = 32768;  // elements worth a thread
 
 cpu::Step step_of(const Item& item) {
-  if (item.phase == Phase::kFirstFold || item.phase == Phase::kFold) {
+  if (is_fold(item.phase)) {
     return cpu::loops().folds[static_cast<int>(item.param_type)];
   }
   return cpu::loops().steps[static_cast<int>(item.param_type)][static_cast<int>(item.param_format)]
@@ -66,7 +66,7 @@ class RecentCoefficients {
     const Options* options = nullptr;
     double step;
     Phase phase;
-    float factor;
+    double factor;
 
     bool operator==(const Key& other) const {
       return options == other.options && step == other.step && phase == other.phase &&

@@ -41,7 +41,7 @@ void conclude(const Measure& measure, int64_t item, double square) {
   double factor = 1 / scale;
   if (measure.max_norm != 0) factor *= clip_factor(std::sqrt(square) / scale, measure.max_norm);
   if (measure.squares != nullptr) measure.squares[item] = square;
-  if (measure.factors != nullptr) measure.factors[item] = static_cast<float>(factor);
+  if (measure.factors != nullptr) measure.factors[item] = factor;
   if (measure.skips != nullptr) measure.skips[item] = finite ? 0 : 1;
   if (measure.found != nullptr && !finite) *measure.found = 1;
 }

@@ -9,11 +9,6 @@
 
 namespace memsave_ext::adam {
 
-// Of these the count of steps has not been advanced yet.
-MEMSAVE_EXT_INLINE bool is_fold(Phase phase) {
-  return phase == Phase::kFirstFold || phase == Phase::kFold;
-}
-
 // What tensors of one group share.
 struct Recipe {
   Options options;
@@ -37,7 +32,7 @@ struct BatchedTensor {
   };
   float* exp_avg_sq_scale;
   const float* device_step;
-  const float* factor;
+  const double* factor;
   const float* skip;
   int64_t numel : 56;
   int64_t recipe : 8;

@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads)
     const double scale = to.loss_scale != nullptr ? *to.loss_scale : 1;
     double factor = 1 / scale;
     if (to.max_norm != 0) factor *= clip_factor(sqrt(sum) / scale, to.max_norm);
-    to.factors[item] = static_cast<float>(factor);
+    to.factors[item] = factor;
   }
   if (to.skips != nullptr) to.skips[item] = finite ? 0 : 1;
   if (to.found != nullptr && !finite) *to.found = 1;

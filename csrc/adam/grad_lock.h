@@ -1,0 +1,28 @@
+// torch's lock of a gradient, with which it adds to it. Hooks run after that, without it.
+#pragma once
+
+#include <torch/csrc/autograd/variable.h>
+
+#include <mutex>
+
+#include "compat.h"
+
+namespace memsave_ext::adam {
+
+class GradLock {
+ public:
+  explicit GradLock(const at::Tensor& param)
+      : accumulator_(torch::autograd::impl::grad_accumulator(param)) {
+    if (accumulator_) lock_ = std::unique_lock((*accumulator_).*OfNode::mutex());
+  }
+
+ private:
+  struct OfNode : torch::autograd::Node {
+    static auto mutex() -> std::mutex torch::autograd::Node::* { return &OfNode::mutex_; }
+  };
+
+  NodePtr accumulator_;  // none where the parameter requires no gradient
+  std::unique_lock<std::mutex> lock_;
+};
+
+}  // namespace memsave_ext::adam

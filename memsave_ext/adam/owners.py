@@ -1,0 +1,84 @@
+"""Which optimizer steps a parameter in backward: there is one at most."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _native
+from .._reference.adam_stepper import AdamStepper as _ReferenceStepper
+
+_NO_PARAMS = (
+    "remove_hooks: params must be a module, a parameter or an iterable of parameters, got {}"
+)
+
+
+def stepper_class() -> Any:
+    return _native.module.AdamStepper if _native.module else _ReferenceStepper
+
+
+def remove_hooks(params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:
+    """Give parameters back that optimizers step in backward: before another one is made for them.
+
+    Those optimizers go on as ordinary ones, with all of their parameters, as after their own
+    ``remove_hooks()``. Where a trainer makes optimizers anew, in each of its runs::
+
+        def configure_optimizers(self):
+            ms.remove_hooks(self)
+            return ms.AdamW(self.parameters(), in_backward=True)
+
+    Args:
+        params: a module, a parameter, or several parameters.
+
+    Raises:
+        TypeError: something else.
+    """
+    if isinstance(params, torch.nn.Module):
+        params = params.parameters()
+    elif isinstance(params, Tensor):
+        params = [params]
+    elif not isinstance(params, Iterable):
+        raise TypeError(_NO_PARAMS.format(type(params).__name__))
+    listed = list(params)
+    for param in listed:
+        if not isinstance(param, Tensor):
+            raise TypeError(_NO_PARAMS.format(f"one with a {type(param).__name__}"))
+    for param in listed:
+        if (owner := stepper_class().owner(param)) is not None:
+            owner.remove_hooks()
+
+
+def refuse_taken(optimizer: Any, params: list[Tensor]) -> None:
+    """Raises ValueError where another one that lives steps one of these."""
+    if _first_of_another(optimizer, params) is not None:
+        # Schedulers and optimizers refer to each other: what is gone may wait for a collection.
+        gc.collect()
+    taken = _first_of_another(optimizer, params)
+    if taken is None:
+        return
+    param, owner = taken
+    name = _name_in(optimizer, param) or _name_in(owner, param) or "a parameter"
+    raise ValueError(
+        f"{name} of shape {list(param.shape)} is stepped in backward by another optimizer already, "
+        f"of {type(owner).__name__}. Let each parameter be in one optimizer, or call "
+        "memsave_ext.remove_hooks(model) before this one is made: the other goes on as an "
+        "ordinary one"
+    )
+
+
+def _first_of_another(optimizer: Any, params: list[Tensor]) -> tuple[Tensor, Any] | None:
+    owners = ((param, stepper_class().owner(param)) for param in params)
+    return next(((p, owner) for p, owner in owners if owner not in (None, optimizer)), None)
+
+
+def _name_in(optimizer: Any, param: Tensor) -> str:
+    """Empty where ``optimizer`` was not given names."""
+    for group in optimizer.param_groups:
+        for name, other in zip(group.get("param_names", ()), group["params"], strict=False):
+            if other is param:
+                return f"parameter {name!r}"
+    return ""
