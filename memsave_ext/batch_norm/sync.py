@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._reference.batch_norm import statistic_dtype, update_running
-from .modules import CountOnce
+from .modules import CountOnce, Running, run
+from .record import Settings, Tensors
 
 _moments = torch.ops.memsave_ext.batch_norm_moments.default
 
@@ -56,16 +57,17 @@ class SyncBatchNorm(CountOnce):
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
-    def _run_and_count(self, input: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        name = self._group_name()
-        if name is None:
-            return super()._run_and_count(input, residual)
+    def _run_and_count(
+        self, tensors: Tensors, settings: Settings, running: Running
+    ) -> tuple[Tensor, Tensor]:
+        if settings.group is None:
+            return super()._run_and_count(tensors, settings, running)
         with torch.no_grad():
-            moments = self._gather(_moments(input.detach()), name)
-            statistics, mean, var = _combine(moments, input, self.eps)
+            moments = self._gather(_moments(tensors.input.detach()), settings.group)
+            statistics, mean, var = _combine(moments, tensors.input, settings.eps)
         # The errors of the call come before anything is updated.
-        output, _ = self._run(input, residual, statistics, group=name)
-        running_mean, running_var, share = self._running()
+        output, _ = run(tensors, settings, statistics)
+        running_mean, running_var, share = running
         with torch.no_grad():
             update_running(running_mean, mean, share)
             update_running(running_var, var, share)
