@@ -100,6 +100,8 @@ def gradients(run, change, training, **options):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_module_changed_in_between(change, training, name):
+    if not training and name in ("reentrant", "fairscale", "original"):
+        pytest.skip("in eval mode the forwards of other people's Functions are not looked for")
     if change in (statistics, another_batch) and not training:
         # Plain autograd refuses, or does not notice; the recompute is that of the first forward.
         expected = gradients(plain, lambda net: None, training)
@@ -194,6 +196,7 @@ def test_a_parametrized_weight(kind, name):
         kind(net.norm)
         for _ in range(5):
             run(lambda t: net(net(t)), x, list(net.parameters())).sum().backward()
+        vars(net.norm).pop("weight", None)  # of a graph that would keep net alive
         return net, [x.grad, *(p.grad for p in net.parameters())]
 
     (ours, grads), (expected, expected_grads) = results(CHECKPOINTS[name]), results(plain)

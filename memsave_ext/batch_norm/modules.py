@@ -59,7 +59,9 @@ class CountOnce(_BatchNorm):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         self._check_input_dim(input)
-        around = tapes.NOTHING if torch.compiler.is_compiling() else tapes.enclosing()
+        around = tapes.NOTHING
+        if not torch.compiler.is_compiling():
+            around = tapes.enclosing(functions=self.training)
         if _must_use_torch():
             of = self if around.replay is None else uncounted.copy_of(self)
             output = _BatchNorm.forward(of, input)

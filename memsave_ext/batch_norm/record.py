@@ -113,7 +113,7 @@ class _Parameter(NamedTuple):
 
     def check(self, module: _BatchNorm, name: str, tensor: Tensor | None) -> None:
         if tensor is None or self.reference is None:
-            same = tensor is self.reference
+            same = tensor is None and self.reference is None
         else:
             same = tensor is self.reference()
         if same and self.version != _version(tensor):
@@ -147,7 +147,7 @@ def _storage(tensor: Tensor | None) -> int:
     if tensor is None:
         return 0
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # a subclass without one
         return 0
 

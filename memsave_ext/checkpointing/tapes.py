@@ -54,20 +54,24 @@ class Enclosing(NamedTuple):
 NOTHING = Enclosing([], None)
 
 
-def enclosing() -> Enclosing:
-    """The tapes to be filled, and the one to be read: that of the innermost recompute."""
+def enclosing(functions: bool = True) -> Enclosing:
+    """The tapes to be filled, and the one to be read: that of the innermost recompute.
+
+    Forwards of other people's autograd Functions are looked for on the Python stack where there is
+    no graph; without ``functions`` they are not, which is what inference can afford.
+    """
     scopes = _tape_scopes()
     contexts: tuple[_reference.Scope, ...] = getattr(_thread, "scopes", ())
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     task = torch._C._current_graph_task_id()
-    grad_enabled = torch.is_grad_enabled()
-    if not scopes and not contexts and not hooked and task == -1 and grad_enabled:
+    look_for_forwards = functions and not torch.is_grad_enabled()
+    if not scopes and not contexts and not hooked and task == -1 and not look_for_forwards:
         return NOTHING
 
     recording: list[Tape] = []
     replay: Replay | None = None
-    if task != -1 or not grad_enabled:
-        recording, replay = _function_tapes(look_for_forwards=not grad_enabled)
+    if task != -1 or look_for_forwards:
+        recording, replay = _function_tapes(look_for_forwards)
     for tape, positions, of_task in (*contexts, *_torch_scopes(hooked), *scopes):
         if positions is None:
             recording.append(tape)

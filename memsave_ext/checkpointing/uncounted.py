@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -28,12 +28,13 @@ M = TypeVar("M", bound=nn.Module)
 def copy_of(module: M) -> M:
     """``module`` with the same parameters, submodules and hooks, and copies of its buffers."""
     copy: M = object.__new__(type(module))
-    buffers = {k: None if b is None else b.detach().clone() for k, b in module._buffers.items()}
+    with torch.no_grad():
+        buffers = {k: None if b is None else b.clone() for k, b in module._buffers.items()}
     copy.__dict__.update(module.__dict__, _buffers=buffers)
     return copy
 
 
-def _counts(module: object) -> bool:
+def _counts(module: object) -> TypeGuard[_NormBase]:
     # Those that have a _call_impl of their own find by themselves what a recompute is.
     return isinstance(module, _NormBase) and type(module)._call_impl is _call
 
@@ -45,7 +46,7 @@ def _call(self: _NormBase, *args: Any, **kwargs: Any) -> Any:
     return nn.Module._call_impl(self, *args, **kwargs)
 
 
-_NormBase._call_impl = _call  # type: ignore[method-assign]
+_NormBase._call_impl = _call  # type: ignore[assignment, method-assign]
 
 
 def for_recompute(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
@@ -58,12 +59,11 @@ def for_recompute(function: Callable[..., Any], args: tuple[Any, ...]) -> Callab
         if inner is function.func:
             return function
         return functools.partial(inner, *function.args, **function.keywords)
+    norm: object = None
     if isinstance(function, types.MethodType):
         norm, forward, given = function.__self__, function.__func__, 0
     elif args:
         norm, forward, given = args[0], function, 1
-    else:
-        return function
     if not _counts(norm) or forward is not type(norm).forward:
         return function
 
