@@ -66,12 +66,14 @@ def find(module: _BatchNorm, tensors: Tensors, replay: tapes.Replay | None) -> R
     """
     if replay is None:
         return None
-    tape, positions = replay
+    tape, positions, is_complete = replay
+    reference = weakref.ref(module)
+    own = tape.get(reference)
+    if own is None and not module.training and not is_complete:
+        return None  # in eval mode its forward was not recorded
     place = positions.get(_CALLS, 0)
     positions[_CALLS] = place + 1
     taken: dict[Record, object] = positions.setdefault(_TAKEN, {})
-    reference = weakref.ref(module)
-    own = tape.get(reference)
     calls = tape.get(_CALLS, ())[place : place + 1] if own is None else own
     free = (r for r in calls if r not in taken and r.fits(module, tensors.input))
     record: Record | None = next(free, None)

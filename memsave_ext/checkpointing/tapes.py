@@ -44,6 +44,7 @@ _thread = threading.local()
 class Replay(NamedTuple):
     tape: Tape
     positions: Tape  # lives as long as one recompute
+    is_complete: bool = True  # forwards were recorded that looked for no Functions, too
 
 
 class Enclosing(NamedTuple):
@@ -147,7 +148,7 @@ def _function_tapes(look_for_forwards: bool) -> tuple[list[Tape], Replay | None]
         if code.co_argcount and code.co_varnames[0] == "ctx":
             ctx = frame.f_locals.get("ctx")
             if ctx is not None and ctx is node:
-                return recording[::-1], Replay(_tape_of(ctx), _positions_of(ctx))
+                return recording[::-1], Replay(_tape_of(ctx), _positions_of(ctx), False)
             if look_for_forwards and isinstance(ctx, FunctionCtx):
                 recording.append(_tape_of(ctx))
         frame = frame.f_back
