@@ -14,6 +14,8 @@ from torch.nn.utils import parametrizations, parametrize
 import memsave_ext as ms
 
 KINDS = "checkpoint", "CheckpointFunction", "non-reentrant", "non-reentrant context_fn", "reentrant"
+FUNCTIONS = "reentrant", "fairscale", "original"
+NOT_LOOKED_FOR = "in eval mode the forwards of other people's Functions are not looked for"
 SAVED = "selective, all saved"  # recomputes nothing
 
 
@@ -100,8 +102,8 @@ def gradients(run, change, training, **options):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_module_changed_in_between(change, training, name):
-    if not training and name in ("reentrant", "fairscale", "original"):
-        pytest.skip("in eval mode the forwards of other people's Functions are not looked for")
+    if not training and name in FUNCTIONS:
+        pytest.skip(NOT_LOOKED_FOR)
     if change in (statistics, another_batch) and not training:
         # Plain autograd refuses, or does not notice; the recompute is that of the first forward.
         expected = gradients(plain, lambda net: None, training)
@@ -268,6 +270,9 @@ def evaluated(norm):
 @pytest.mark.parametrize("name", [n for n in CHECKPOINTS if n != SAVED])
 @pytest.mark.parametrize("make", [copies, copies_and_the_original, kept, evaluated, None])
 def test_modules_made_inside_the_function(make, name):
+    if make is evaluated and name in FUNCTIONS:
+        pytest.skip(NOT_LOOKED_FOR)
+
     def result(run):
         torch.manual_seed(4)
         norm, x = ms.BatchNorm2d(4), torch.randn(3, 4, 5, 5, requires_grad=True)
