@@ -200,14 +200,23 @@ def update_running(running: Tensor | None, batch: Tensor, momentum: float) -> No
         running.copy_((1 - momentum) * running.double() + momentum * batch)
 
 
-def _sums(grad: Tensor, input: Tensor, statistics: Tensor) -> Tensor:
+def _row_sums(grad: Tensor, input: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor]:
     dims = _reduced(input)
     products = grad * _normalized(input, statistics)
-    return torch.stack([grad.double().sum(dims), products.double().sum(dims)]).to(grad.dtype)
+    sums = grad.double().sum(dims), products.double().sum(dims)
+    return sums[0].to(grad.dtype), sums[1].to(grad.dtype)
+
+
+def _sums(grad: Tensor, input: Tensor, statistics: Tensor) -> Tensor:
+    return torch.stack(_row_sums(grad, input, statistics))
 
 
 def _grad_input(
-    grad: Tensor, input: Tensor, weight: Tensor | None, statistics: Tensor, means: Tensor | None
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    statistics: Tensor,
+    means: Tensor | tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     scale = _per_channel(statistics[1], input)
     if weight is not None:
@@ -306,6 +315,8 @@ def gradients(
     negative_slope: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Those of input, residual, weight and bias; differentiable as often as one likes."""
+    # Not through stacked rows: the zeros that one row's gradient has for the other would meet
+    # infinities there.
     if training:  # again as functions of the input
         x, dims = input.to(statistics.dtype), _reduced(input)
         mean = x.mean(dims, keepdim=True)
@@ -314,6 +325,7 @@ def gradients(
     grad = _grad_before_activation(
         grad, input, weight, bias, residual, statistics, activation, negative_slope
     )
-    sums = _sums(grad, input, statistics)
-    means = sums / max(_count(input), 1) if training else None
+    sums = _row_sums(grad, input, statistics)
+    count = max(_count(input), 1)
+    means = (sums[0] / count, sums[1] / count) if training else None
     return _grad_input(grad, input, weight, statistics, means), grad, sums[1], sums[0]
