@@ -126,6 +126,6 @@ def test_leaky_relu_at_values_that_are_not_finite(value):
     """Where z is NaN the slope applies, in the kernels and in the double backward."""
     x, residual, weight, bias, grad = tensors()
     residual[1, 1, 1] = value
-    leaves, grad, grads = first(x, residual, weight, bias, grad, True, "leaky_relu", True)
+    _, grad, grads = first(x, residual, weight, bias, grad, True, "leaky_relu", True)
     (of_grad,) = torch.autograd.grad(grads[1].sum(), grad)
     assert of_grad[1, 1, 1].item() == (1 if value == INF else 0.25)

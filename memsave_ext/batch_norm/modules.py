@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import numbers
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from .record import Settings, Tensors
 
 Running = tuple[Tensor | None, Tensor | None, float]
 NO_RUNNING: Running = None, None, 0.0
+
+DOUBLE = torch.float64
 
 _forward = torch.ops.memsave_ext.batch_norm_forward.default
 
@@ -53,12 +57,45 @@ class CountOnce(_BatchNorm):
                 f"{type(self).__name__}: activation must be None, 'relu' or 'leaky_relu', got "
                 f"{activation!r}"
             )
+        num_features = args[0] if args else kwargs.get("num_features", 0)
+        if isinstance(num_features, bool) or not isinstance(num_features, int):
+            raise TypeError(
+                f"{type(self).__name__}: num_features must be an int, got "
+                f"{type(num_features).__name__}"
+            )
+        if num_features < 0:
+            raise ValueError(
+                f"{type(self).__name__}: num_features must not be negative, got {num_features}"
+            )
         super().__init__(*args, **kwargs)
         self.activation = activation
         self.negative_slope = negative_slope
+        self._check_options()
+
+    def _check_options(self) -> None:
+        """What torch takes without a word. An eps that is too small is torch's error of a call."""
+        names = ["eps", "negative_slope"] + ["momentum"] * (self.momentum is not None)
+        for name in names:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Real):
+                kind = "a number or None" if name == "momentum" else "a number"
+                raise TypeError(
+                    f"{type(self).__name__}: {name} must be {kind}, got {type(value).__name__}"
+                )
+            if not math.isfinite(value):
+                raise ValueError(f"{type(self).__name__}: {name} must be finite, got {value}")
+        if self.momentum is not None and not 0 <= self.momentum <= 1:
+            raise ValueError(
+                f"{type(self).__name__}: momentum must be between 0 and 1, got {self.momentum}"
+            )
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         self._check_input_dim(input)
+        if residual is not None and not isinstance(residual, Tensor):
+            raise TypeError(
+                f"{type(self).__name__}: residual must be a tensor or None, got "
+                f"{type(residual).__name__}"
+            )
         around = tapes.NOTHING
         if not torch.compiler.is_compiling():
             around = tapes.enclosing(functions=self.training)
@@ -68,6 +105,12 @@ class CountOnce(_BatchNorm):
             return self._activate(output if residual is None else output + residual)
         # Read once: a parametrized weight is computed by each look.
         tensors = Tensors(input, self.weight, self.bias, residual)
+        for name, tensor in (("weight", tensors.weight), ("running_mean", self.running_mean)):
+            if tensor is not None and (tensor.dtype is DOUBLE) is not (input.dtype is DOUBLE):
+                raise RuntimeError(
+                    f"{type(self).__name__}: both or none of input and {name} must be float64, got "
+                    f"{input.dtype} and {tensor.dtype}"
+                )
         found = record.find(self, tensors, around.replay)
         if found is not None:
             output, _ = run(tensors, found.settings, found.statistics)
@@ -80,6 +123,12 @@ class CountOnce(_BatchNorm):
         if found is not None:
             record.keep(self, found, around.recording)
         return output
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise RuntimeError(
+            f"torch.jit.script cannot compile memsave_ext.{type(self).__name__}. Use torch.compile "
+            "or torch.export, or load its state_dict into torch.nn's module and script that."
+        )
 
     def extra_repr(self) -> str:
         text: str = super().extra_repr()
@@ -160,13 +209,21 @@ class BatchNorm1d(CountOnce, torch.nn.BatchNorm1d):
             affine, track_running_stats, device, dtype, bias.
 
     Shapes: input, residual and output (N, C) or (N, C, L), of one floating-point dtype. Statistics
-    are computed in float32 (float64 for float64), whatever the dtype of the parameters.
+    are computed in float32, whatever the dtype of the parameters, and in float64 where the input
+    and the parameters are float64.
+
+    A recompute does what its forward did, whatever was changed in the module in between: mode,
+    running statistics, options. Its weight and bias must be those of the forward.
 
     Raises:
-        ValueError: an unknown activation; another number of dimensions; one value per channel in
-            training.
+        TypeError: an option that is no number, ``num_features`` that is no int.
+        ValueError: an unknown activation; ``momentum`` outside of 0 and 1; options that are
+            negative, infinite or NaN; in a call: eps that is not positive (in eval mode: negative);
+            another number of dimensions; one value per channel in training.
         RuntimeError: another number of channels, a residual of another shape or dtype, tensors on
-            several devices; in a recompute: weight or bias changed since the forward.
+            several devices, float64 beside other types; in a recompute: weight or bias changed or
+            replaced since the forward, batch norms called in another order than in the forward.
+            torch.jit.script, which cannot compile it.
 
     Under torch.func transforms, forward-mode derivatives and torch.export torch's kernel runs.
     Source: Ioffe and Szegedy 2015, arXiv 1502.03167.
