@@ -67,7 +67,9 @@ def _statistics(input: Tensor) -> Tensor:
 
 
 def _wanted(input: Tensor, wanted: bool) -> Tensor:
-    return _empty_like(input) if wanted else _reference.nothing(input)
+    if not wanted:
+        return _reference.nothing(input)
+    return torch.empty_like(input, memory_format=_reference.grad_memory_format(input))
 
 
 def _channels(input: Tensor, of: Tensor | None, wanted: bool) -> Tensor:

@@ -191,3 +191,22 @@ def test_lazy_modules_of_functional_call():
     close(
         torch.func.functional_call(bn, other, x), F.batch_norm(x, None, None, training=True) * 2 + 1
     )
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize(("batch", "channels"), [(2, 1), (1, 3), (2, 3), (3, 2)])
+def test_strides_as_torchs(batch, channels, sizes, layout, training):
+    """Where a size is 1 the same memory is contiguous in several ways."""
+    for shape in ((batch, channels, *sizes), (batch, channels, *sizes, 1)):
+        if training and batch * sizes[0] * sizes[1] == 1:
+            continue
+        x = in_layout(torch.randn(shape), layout).requires_grad_()
+        kind = f"{len(shape) - 2}d"
+        found = []
+        for of in (OURS, TORCHS):
+            y = of[kind](channels).train(training)(x)
+            (grad,) = torch.autograd.grad(y.sum(), x)
+            found.append((y.stride(), grad.stride()))
+        assert found[0] == found[1]

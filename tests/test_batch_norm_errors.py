@@ -78,6 +78,96 @@ def test_an_unknown_activation(activation):
         ms.BatchNorm2d(4, activation=activation)
 
 
+KINDS = [ms.BatchNorm1d, ms.BatchNorm2d, ms.BatchNorm3d, ms.SyncBatchNorm]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"eps": "x"}, TypeError, "eps must be a number, got str"),
+        ({"eps": None}, TypeError, "eps must be a number, got NoneType"),
+        ({"eps": float("nan")}, ValueError, "eps must be finite, got nan"),
+        ({"momentum": "x"}, TypeError, "momentum must be a number or None, got str"),
+        ({"momentum": True}, TypeError, "momentum must be a number or None, got bool"),
+        ({"momentum": -0.1}, ValueError, "momentum must be between 0 and 1, got -0.1"),
+        ({"momentum": 1.5}, ValueError, "momentum must be between 0 and 1, got 1.5"),
+        ({"momentum": float("inf")}, ValueError, "momentum must be finite, got inf"),
+        ({"negative_slope": "x"}, TypeError, "negative_slope must be a number, got str"),
+        ({"negative_slope": float("nan")}, ValueError, "negative_slope must be finite, got nan"),
+        ({"num_features": "x"}, TypeError, "num_features must be an int, got str"),
+        ({"num_features": 3.0}, TypeError, "num_features must be an int, got float"),
+        ({"num_features": -3}, ValueError, "num_features must not be negative, got -3"),
+    ],
+)
+def test_options(kind, options, error, message):
+    with pytest.raises(error, match=f"^{kind.__name__}: {message}"):
+        kind(**{"num_features": 4, **options})
+
+
+@pytest.mark.parametrize("kind", ["1d", "2d", "3d"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("eps", [-1.0, -1, 0.0, 0, 1e-300])
+def test_eps_as_torch(eps, training, kind):
+    """torch raises in the call, and 0 is allowed in eval mode."""
+    x = torch.randn({"1d": (4, 4), "2d": X.shape, "3d": (2, 4, 3, 3, 2)}[kind])
+    ours, theirs = (m[kind](4, eps=eps).train(training) for m in (OURS, TORCHS))
+    if eps < 0 or (eps == 0 and training):
+        before = copy.deepcopy(ours)
+        a, b = raised(ours, x), raised(theirs, x)
+        assert type(a) is type(b) and str(a) == str(b)
+        assert_same_buffers(ours, before)
+    else:
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+def test_float64_beside_float32(affine, training):
+    ours, theirs = (m["2d"](4, affine=affine).train(training) for m in (OURS, TORCHS))
+    before = copy.deepcopy(ours)
+    name = "weight" if affine else "running_mean"
+    assert type(raised(theirs, X.double())) is RuntimeError
+    error = raised(ours, X.double())
+    assert f"both or none of input and {name} must be float64, got torch.float64" in str(error)
+    assert "float64, got torch.float32 and torch.float64" in str(raised(ours.double(), X))
+    assert_same_buffers(ours.float(), before)
+
+
+def test_a_residual_that_is_no_tensor():
+    with pytest.raises(TypeError, match="BatchNorm2d: residual must be a tensor or None, got int"):
+        ms.BatchNorm2d(4)(X, 3)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_torch_jit_script():
+    model = torch.nn.Sequential(torch.nn.Conv2d(4, 4, 1), ms.BatchNorm2d(4))
+    for module in (model, model[1]):
+        with pytest.raises(RuntimeError, match="cannot compile memsave_ext.BatchNorm2d. Use torch"):
+            torch.jit.script(module)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"sync": "x"}, TypeError, "sync must be True or False, got 'x'"),
+        ({"sync": 1}, TypeError, "sync must be True or False, got 1"),
+        ({"dry_run": "no"}, TypeError, "dry_run must be True or False, got 'no'"),
+        (
+            {"sync": True, "process_group": 3},
+            TypeError,
+            "process_group must be a torch.distributed.ProcessGroup or None, got int",
+        ),
+        ({"model": 3}, TypeError, "model must be a torch.nn.Module, got int"),
+    ],
+)
+def test_convert_batch_norm(options, error, message):
+    model = torch.nn.BatchNorm2d(4)
+    with pytest.raises(error, match=f"^convert_batch_norm: {message}"):
+        ms.convert_batch_norm(**{"model": model, **options})
+    assert type(model) is torch.nn.BatchNorm2d
+
+
 def forward(**changes):
     arguments = {
         "input": X, "weight": None, "bias": None, "residual": None, "statistics": None,

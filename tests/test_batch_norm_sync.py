@@ -150,6 +150,32 @@ def bad_channels():
         return str(error), int(bn.num_batches_tracked), bn.running_mean
 
 
+def values_in_the_group(counts):
+    """Error and buffers where the ranks have so many values per channel; then an ordinary batch."""
+    x = torch.randn(counts[dist.get_rank()], 5, requires_grad=True)
+    bn = module()
+    message = ""
+    try:
+        bn(x).square().sum().backward()
+    except ValueError as error:
+        message = str(error)
+    buffers = [b.clone() for b in bn.buffers()]
+    bn(own_part(batch()[0]))  # all of them go on
+    return message, buffers, bn.running_var
+
+
+def one_value():
+    return values_in_the_group([0, 1, 0])
+
+
+def no_value():
+    return values_in_the_group([0, 0, 0])
+
+
+def two_values():
+    return values_in_the_group([1, 0, 1])
+
+
 def converted_ddp():
     """In a model under DistributedDataParallel, checkpointed; parameters after a step."""
     model = ms.convert_batch_norm(Model(nn.BatchNorm2d), sync=True)
@@ -174,7 +200,8 @@ class Model(nn.Module):
 
 SCENARIOS = [
     plain, fused_activation, cumulative, bfloat16, collectives, sub_group, evaluation,
-    double_backward, not_in_the_group, group_that_is_gone, bad_channels, converted_ddp,
+    double_backward, not_in_the_group, group_that_is_gone, bad_channels, converted_ddp, one_value,
+    no_value, two_values,
 ]  # fmt: skip
 
 
@@ -269,6 +296,31 @@ def test_nothing_is_updated_by_an_error(ranks):
         assert batches == 0 and not mean.any()
 
 
+def test_one_value_in_the_whole_group(ranks):
+    """Each process raises; nobody has updated anything, and nobody waits for another."""
+    for message, (mean, var, batches), after in ranks["one_value"]:
+        assert message.startswith("Expected more than 1 value per channel when training, got input")
+        assert message.endswith("and 1 value in the whole process group")
+        assert not mean.any() and torch.equal(var, torch.ones(5)) and batches == 0
+        assert after.isfinite().all()
+
+
+def test_no_value_in_the_whole_group(ranks):
+    """As an empty batch of a BatchNorm."""
+    alone = module(ms.BatchNorm2d)
+    alone(torch.randn(0, 5, 1, 1))
+    for message, buffers, after in ranks["no_value"]:
+        assert message == ""
+        for a, b in zip(buffers, alone.buffers(), strict=True):
+            assert torch.equal(a, b)
+        assert after.isfinite().all()
+
+
+def test_two_values_on_two_processes(ranks):
+    for message, (_, var, batches), _ in ranks["two_values"]:
+        assert message == "" and var.isfinite().all() and batches == 1
+
+
 def test_a_converted_model_under_ddp(ranks):
     model = Model(ms.BatchNorm2d)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -296,6 +348,8 @@ def test_as_torchs():
     with pytest.raises(ValueError, match="expected at least 2D input"):
         ours(torch.randn(5))
     copy.deepcopy(ours)
+    with pytest.raises(ValueError, match="number of input channels should be non-zero"):
+        ms.SyncBatchNorm(0)(torch.randn(2, 0))
 
 
 def test_a_group_without_torch_distributed():

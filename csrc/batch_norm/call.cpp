@@ -49,6 +49,15 @@ void check_like_input(const char* name, const Tensor& tensor, const Tensor& inpu
               input.scalar_type(), ", got ", tensor.sizes(), " ", tensor.scalar_type());
 }
 
+// Of the output. Dense inputs keep their layout.
+at::MemoryFormat layout_of(const Tensor& input) {
+  if (input.is_contiguous()) return at::MemoryFormat::Contiguous;
+  for (const auto format : {at::MemoryFormat::ChannelsLast, at::MemoryFormat::ChannelsLast3d}) {
+    if (input.is_contiguous(format)) return format;
+  }
+  return input.suggest_memory_format();
+}
+
 // What this large comes from the system a page at a time, and that takes longer than the kernel:
 // asks for pages of 2 MiB, which the kernel of Linux by default gives only to who asks.
 void prefer_large_pages([[maybe_unused]] const Tensor& tensor) {
@@ -86,8 +95,7 @@ Call::Call(const Tensor& input, const MaybeTensor& weight, const MaybeTensor& bi
            const MaybeTensor& residual, std::string_view activation, double negative_slope)
     : device_(input.device()),
       statistic_type_(input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat),
-      format_(input.is_contiguous() ? at::MemoryFormat::Contiguous
-                                    : input.suggest_memory_format()) {
+      format_(layout_of(input)) {
   TORCH_CHECK(input.dim() >= 2, "batch_norm: expected an input of shape (N, C, *), got ",
               input.sizes());
   problem_.dtype = dtype_of(input);
@@ -134,6 +142,15 @@ void* Call::stream() const {
 
 Tensor Call::empty() const {
   Tensor tensor = at::empty_like(input_, {}, format_);
+  prefer_large_pages(tensor);
+  return tensor;
+}
+
+Tensor Call::empty_grad() const {
+  // Where a size is 1 the same memory may be contiguous in both ways.
+  const auto format = input_.suggest_memory_format();
+  if (!input_.is_contiguous(format)) return empty();
+  Tensor tensor = at::empty_like(input_, {}, format);
   prefer_large_pages(tensor);
   return tensor;
 }

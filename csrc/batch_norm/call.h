@@ -33,6 +33,7 @@ class Call {
   void* stream() const;
 
   at::Tensor empty() const;             // like the input
+  at::Tensor empty_grad() const;        // like the input, with the strides of torch's gradient
   at::Tensor empty_channels() const;    // (C), in the statistics' type
   at::Tensor empty_statistics() const;  // (2, C)
   at::TensorOptions statistic_options() const;

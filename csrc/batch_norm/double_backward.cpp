@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/alias.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <vector>
@@ -44,8 +45,9 @@ Gradients gradients(const BackwardInputs& of, const Tensor& statistics, bool tra
     Tensor z = of.weight ? normalized * per_channel(*of.weight) : normalized;
     if (of.bias) z = z + per_channel(*of.bias);
     if (of.residual) z = z + of.residual->to(z.scalar_type());
-    const double slope = activation == "relu" ? 0 : negative_slope;
-    grad = at::where(z > 0, grad, grad * slope);
+    // Selected as activate_backward selects: no product of 0 and infinity, and NaN passes relu.
+    grad = activation == "relu" ? at::where(z <= 0, at::zeros({}, grad.options()), grad)
+                                : at::where(z > 0, grad, grad * negative_slope);
   }
   const Tensor product = grad * normalized;
   Tensor grad_input = scale * grad;

@@ -53,11 +53,13 @@ MEMSAVE_EXT_INLINE T activate_backward(T grad, T z, T slope) {
 }
 
 // The gradient of x from that of z. grad_mean and dot_mean are the means over the channel of the
-// gradient of z and of its product with the normalised x; 0 where statistics are constants.
+// gradient of z and of its product with the normalised x; 0 where statistics are constants. There
+// an infinite x has no effect on its gradient, which a product with 0 would turn into NaN.
 template <typename T>
 MEMSAVE_EXT_INLINE T input_gradient(T grad, T x, T mean, T invstd, T scale, T grad_mean,
                                     T dot_mean) {
-  return scale * (grad - grad_mean - (x - mean) * invstd * dot_mean);
+  const T product = dot_mean == T{} ? T{} : (x - mean) * invstd * dot_mean;
+  return scale * (grad - grad_mean - product);
 }
 
 }  // namespace memsave_ext::batch_norm

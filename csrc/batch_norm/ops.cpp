@@ -80,7 +80,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& input, const MaybeTensor& weigh
 
 // An output that is wanted, or one that is empty.
 struct Wanted {
-  Wanted(bool wanted, const Call& call) : tensor(wanted ? call.empty() : none(call)) {}
+  Wanted(bool wanted, const Call& call) : tensor(wanted ? call.empty_grad() : none(call)) {}
   static Tensor none(const Call& call) { return at::empty({0}, call.statistic_options()); }
   void* data() const { return tensor.numel() > 0 ? tensor.mutable_data_ptr() : nullptr; }
   Tensor tensor;

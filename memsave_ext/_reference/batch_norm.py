@@ -16,7 +16,18 @@ def memory_format(input: Tensor) -> torch.memory_format:
     """Of the output. Dense inputs keep their layout."""
     if input.is_contiguous():
         return torch.contiguous_format
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim())
+    if last is not None and input.is_contiguous(memory_format=last):
+        return last
     return torch._prims_common.suggest_memory_format(input)
+
+
+def grad_memory_format(input: Tensor) -> torch.memory_format:
+    """Of the gradient. Where a size is 1 the same memory may be contiguous in both ways."""
+    suggested = torch._prims_common.suggest_memory_format(input)
+    if input.is_contiguous(memory_format=suggested):
+        return suggested
+    return memory_format(input)
 
 
 def nothing(input: Tensor) -> Tensor:
@@ -146,8 +157,8 @@ def _grad_before_activation(
     return torch.where(z > 0, grad, grad * negative_slope)
 
 
-def _as_input(tensor: Tensor, input: Tensor) -> Tensor:
-    return tensor.to(input.dtype).contiguous(memory_format=memory_format(input))
+def _as_input(tensor: Tensor, input: Tensor, layout: torch.memory_format) -> Tensor:
+    return torch.empty_like(input, memory_format=layout).copy_(tensor)
 
 
 def batch_norm_forward(
@@ -192,7 +203,9 @@ def batch_norm_forward(
         update_running(running_mean, mean, momentum)
         update_running(running_var, m2 / (count - 1), momentum)
     z = _before_activation(input, weight, bias, residual, statistics)
-    return _as_input(_activate(z, activation, negative_slope), input), statistics
+    return _as_input(
+        _activate(z, activation, negative_slope), input, memory_format(input)
+    ), statistics
 
 
 def update_running(running: Tensor | None, batch: Tensor, momentum: float) -> None:
@@ -200,14 +213,23 @@ def update_running(running: Tensor | None, batch: Tensor, momentum: float) -> No
         running.copy_((1 - momentum) * running.double() + momentum * batch)
 
 
-def _sums(grad: Tensor, input: Tensor, statistics: Tensor) -> Tensor:
+def _row_sums(grad: Tensor, input: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor]:
     dims = _reduced(input)
     products = grad * _normalized(input, statistics)
-    return torch.stack([grad.double().sum(dims), products.double().sum(dims)]).to(grad.dtype)
+    sums = grad.double().sum(dims), products.double().sum(dims)
+    return sums[0].to(grad.dtype), sums[1].to(grad.dtype)
+
+
+def _sums(grad: Tensor, input: Tensor, statistics: Tensor) -> Tensor:
+    return torch.stack(_row_sums(grad, input, statistics))
 
 
 def _grad_input(
-    grad: Tensor, input: Tensor, weight: Tensor | None, statistics: Tensor, means: Tensor | None
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    statistics: Tensor,
+    means: Tensor | tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     scale = _per_channel(statistics[1], input)
     if weight is not None:
@@ -215,7 +237,7 @@ def _grad_input(
     if means is not None:
         products = _normalized(input, statistics) * _per_channel(means[1], input)
         grad = grad - _per_channel(means[0], input) - products
-    return _as_input(scale * grad, input)
+    return _as_input(scale * grad, input, grad_memory_format(input))
 
 
 def batch_norm_backward(
@@ -242,7 +264,7 @@ def batch_norm_backward(
 
     return (
         _grad_input(grad, input, weight, statistics, means) if output_mask[0] else nothing(input),
-        _as_input(grad, input).clone() if output_mask[1] else nothing(input),
+        _as_input(grad, input, grad_memory_format(input)) if output_mask[1] else nothing(input),
         channels(1, weight) if output_mask[2] else nothing(input),
         channels(0, bias) if output_mask[3] else nothing(input),
     )
@@ -289,7 +311,7 @@ def batch_norm_backward_input(
     )
     return (
         _grad_input(grad, input, weight, statistics, means) if output_mask[0] else nothing(input),
-        _as_input(grad, input).clone() if output_mask[1] else nothing(input),
+        _as_input(grad, input, grad_memory_format(input)) if output_mask[1] else nothing(input),
     )
 
 
@@ -306,6 +328,8 @@ def gradients(
     negative_slope: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Those of input, residual, weight and bias; differentiable as often as one likes."""
+    # Not through stacked rows: the zeros that one row's gradient has for the other would meet
+    # infinities there.
     if training:  # again as functions of the input
         x, dims = input.to(statistics.dtype), _reduced(input)
         mean = x.mean(dims, keepdim=True)
@@ -314,6 +338,7 @@ def gradients(
     grad = _grad_before_activation(
         grad, input, weight, bias, residual, statistics, activation, negative_slope
     )
-    sums = _sums(grad, input, statistics)
-    means = sums / max(_count(input), 1) if training else None
+    sums = _row_sums(grad, input, statistics)
+    count = max(_count(input), 1)
+    means = (sums[0] / count, sums[1] / count) if training else None
     return _grad_input(grad, input, weight, statistics, means), grad, sums[1], sums[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeVar, overload
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -47,9 +48,25 @@ def convert_batch_norm(
         ``model``, or for a dry run what would change: (name of the module, class, new class).
 
     Raises:
-        TypeError: subclasses of torch's batch norms that it does not know, by name and class: their
-            own behaviour would be lost. Nothing is changed then.
+        ValueError: ``process_group`` without ``sync``.
+        TypeError: an argument of another type; subclasses of torch's batch norms that it does not
+            know, by name and class: their own behaviour would be lost. Nothing is changed then.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"convert_batch_norm: model must be a torch.nn.Module, got {type(model).__name__}"
+        )
+    for name, flag in (("sync", sync), ("dry_run", dry_run)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"convert_batch_norm: {name} must be True or False, got {flag!r}")
+    if process_group is not None:
+        if not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
+            raise TypeError(
+                "convert_batch_norm: process_group must be a torch.distributed.ProcessGroup or "
+                f"None, got {type(process_group).__name__}"
+            )
+        if not sync:
+            raise ValueError("convert_batch_norm: process_group is given, and sync is not True")
     unknown = []
     changes: list[tuple[str, nn.Module, type[nn.Module]]] = []
     for name, module in model.named_modules():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import numbers
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,10 +13,27 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import _ops  # noqa: F401  # defines the operators
-from ..checkpointing import tapes
+from ..checkpointing import tapes, uncounted
 from . import record
+from .record import Settings, Tensors
+
+Running = tuple[Tensor | None, Tensor | None, float]
+NO_RUNNING: Running = None, None, 0.0
+
+DOUBLE = torch.float64
 
 _forward = torch.ops.memsave_ext.batch_norm_forward.default
+
+
+def run(
+    tensors: Tensors, settings: Settings, statistics: Tensor | None, running: Running = NO_RUNNING
+) -> tuple[Tensor, Tensor]:
+    training, eps, activation, negative_slope, group = settings
+    mean, var, momentum = running
+    result: tuple[Tensor, Tensor] = _forward(
+        *tensors, statistics, mean, var, training, momentum, eps, activation, negative_slope, group
+    )
+    return result
 
 
 class CountOnce(_BatchNorm):
@@ -23,6 +42,8 @@ class CountOnce(_BatchNorm):
     # Of a converted module, which was not made by __init__.
     activation: str | None = None
     negative_slope: float = 0.01
+    # These find what their forward computed by themselves: recomputes call them as they are.
+    _call_impl = torch.nn.Module._call_impl
 
     def __init__(
         self,
@@ -36,18 +57,78 @@ class CountOnce(_BatchNorm):
                 f"{type(self).__name__}: activation must be None, 'relu' or 'leaky_relu', got "
                 f"{activation!r}"
             )
+        num_features = args[0] if args else kwargs.get("num_features", 0)
+        if isinstance(num_features, bool) or not isinstance(num_features, int):
+            raise TypeError(
+                f"{type(self).__name__}: num_features must be an int, got "
+                f"{type(num_features).__name__}"
+            )
+        if num_features < 0:
+            raise ValueError(
+                f"{type(self).__name__}: num_features must not be negative, got {num_features}"
+            )
         super().__init__(*args, **kwargs)
         self.activation = activation
         self.negative_slope = negative_slope
+        self._check_options()
+
+    def _check_options(self) -> None:
+        """What torch takes without a word. An eps that is too small is torch's error of a call."""
+        names = ["eps", "negative_slope"] + ["momentum"] * (self.momentum is not None)
+        for name in names:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Real):
+                kind = "a number or None" if name == "momentum" else "a number"
+                raise TypeError(
+                    f"{type(self).__name__}: {name} must be {kind}, got {type(value).__name__}"
+                )
+            if not math.isfinite(value):
+                raise ValueError(f"{type(self).__name__}: {name} must be finite, got {value}")
+        if self.momentum is not None and not 0 <= self.momentum <= 1:
+            raise ValueError(
+                f"{type(self).__name__}: momentum must be between 0 and 1, got {self.momentum}"
+            )
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         self._check_input_dim(input)
+        if residual is not None and not isinstance(residual, Tensor):
+            raise TypeError(
+                f"{type(self).__name__}: residual must be a tensor or None, got "
+                f"{type(residual).__name__}"
+            )
+        around = tapes.NOTHING
+        if not torch.compiler.is_compiling():
+            around = tapes.enclosing(functions=self.training)
         if _must_use_torch():
-            output = super().forward(input)
+            of = self if around.replay is None else uncounted.copy_of(self)
+            output = _BatchNorm.forward(of, input)
             return self._activate(output if residual is None else output + residual)
-        if not self.training and self.running_mean is not None and self.running_var is not None:
-            return self._run(input, residual, None, training=False)[0]
-        return self._with_batch_statistics(input, residual)
+        # Read once: a parametrized weight is computed by each look.
+        tensors = Tensors(input, self.weight, self.bias, residual)
+        for name, tensor in (("weight", tensors.weight), ("running_mean", self.running_mean)):
+            if tensor is not None and (tensor.dtype is DOUBLE) is not (input.dtype is DOUBLE):
+                raise RuntimeError(
+                    f"{type(self).__name__}: both or none of input and {name} must be float64, got "
+                    f"{input.dtype} and {tensor.dtype}"
+                )
+        found = record.find(self, tensors, around.replay)
+        if found is not None:
+            output, _ = run(tensors, found.settings, found.statistics)
+        else:
+            settings = self._settings()
+            is_recompute = around.replay is not None
+            output, statistics = self._compute(tensors, settings, count=not is_recompute)
+            if around.recording:
+                found = record.Record.of(self, tensors, statistics, settings)
+        if found is not None:
+            record.keep(self, found, around.recording)
+        return output
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise RuntimeError(
+            f"torch.jit.script cannot compile memsave_ext.{type(self).__name__}. Use torch.compile "
+            "or torch.export, or load its state_dict into torch.nn's module and script that."
+        )
 
     def extra_repr(self) -> str:
         text: str = super().extra_repr()
@@ -57,55 +138,44 @@ class CountOnce(_BatchNorm):
             text += f", negative_slope={self.negative_slope}"
         return text
 
-    def _with_batch_statistics(self, input: Tensor, residual: Tensor | None) -> Tensor:
-        around = tapes.NOTHING if torch.compiler.is_compiling() else tapes.enclosing()
-        found = record.find(self, input, around.replay)
-        if found is not None:
-            output, _ = self._run(input, residual, found.statistics, group=self._group_name())
-        else:
-            output, statistics = self._run_and_count(input, residual)
-            if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-                self.num_batches_tracked.add_(1)
-            if around.recording:
-                found = record.Record.of(self, input, statistics)
-        if found is not None:
-            record.keep(self, found, around.recording)
-        return output
+    def _settings(self) -> Settings:
+        training = self.training or self.running_mean is None or self.running_var is None
+        eps = self.eps
+        if eps <= 0 and (training or eps < 0):  # torch's messages
+            kind = "positive during training" if training else "non-negative"
+            raise ValueError(f"batch_norm eps must be {kind}, but got {eps}")
+        activation = self.activation or "none"
+        return Settings(
+            training, eps, activation, self.negative_slope, self._group_name() if training else None
+        )
 
-    def _run_and_count(self, input: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self._run(input, residual, None, running=self._running())
+    def _compute(self, tensors: Tensors, settings: Settings, count: bool) -> tuple[Tensor, Tensor]:
+        """Output and statistics; with ``count``, the batch enters the running ones in training."""
+        if not settings.training:
+            running = self.running_mean, self.running_var, 0.0
+            return run(tensors, settings, None, running)
+        count = count and self.training and self.track_running_stats
+        result = self._run_and_count(tensors, settings, self._running() if count else NO_RUNNING)
+        if count and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        return result
+
+    def _run_and_count(
+        self, tensors: Tensors, settings: Settings, running: Running
+    ) -> tuple[Tensor, Tensor]:
+        return run(tensors, settings, None, running)
 
     def _group_name(self) -> str | None:
         """Of the processes whose statistics are shared."""
         return None
 
-    def _running(self) -> tuple[Tensor | None, Tensor | None, float]:
+    def _running(self) -> Running:
         """The buffers to update, and the share of the batch in them."""
-        if not (self.training and self.track_running_stats):
-            return None, None, 0.0
         if self.momentum is not None:
             return self.running_mean, self.running_var, self.momentum
         count = self.num_batches_tracked
         share = 0.0 if count is None else 1.0 / (float(count) + 1.0)
         return self.running_mean, self.running_var, share
-
-    def _run(
-        self,
-        input: Tensor,
-        residual: Tensor | None,
-        statistics: Tensor | None,
-        training: bool = True,
-        running: tuple[Tensor | None, Tensor | None, float] | None = None,
-        group: str | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        if not training:
-            running = self.running_mean, self.running_var, 0.0
-        mean, var, momentum = running or (None, None, 0.0)
-        result: tuple[Tensor, Tensor] = _forward(
-            input, self.weight, self.bias, residual, statistics, mean, var, training, momentum,
-            self.eps, self.activation or "none", self.negative_slope, group,
-        )  # fmt: skip
-        return result
 
     def _activate(self, z: Tensor) -> Tensor:
         if self.activation == "relu":
@@ -139,13 +209,21 @@ class BatchNorm1d(CountOnce, torch.nn.BatchNorm1d):
             affine, track_running_stats, device, dtype, bias.
 
     Shapes: input, residual and output (N, C) or (N, C, L), of one floating-point dtype. Statistics
-    are computed in float32 (float64 for float64), whatever the dtype of the parameters.
+    are computed in float32, whatever the dtype of the parameters, and in float64 where the input
+    and the parameters are float64.
+
+    A recompute does what its forward did, whatever was changed in the module in between: mode,
+    running statistics, options. Its weight and bias must be those of the forward.
 
     Raises:
-        ValueError: an unknown activation; another number of dimensions; one value per channel in
-            training.
+        TypeError: an option that is no number, ``num_features`` that is no int.
+        ValueError: an unknown activation; ``momentum`` outside of 0 and 1; options that are
+            negative, infinite or NaN; in a call: eps that is not positive (in eval mode: negative);
+            another number of dimensions; one value per channel in training.
         RuntimeError: another number of channels, a residual of another shape or dtype, tensors on
-            several devices; in a recompute: weight or bias changed since the forward.
+            several devices, float64 beside other types; in a recompute: weight or bias changed or
+            replaced since the forward, batch norms called in another order than in the forward.
+            torch.jit.script, which cannot compile it.
 
     Under torch.func transforms, forward-mode derivatives and torch.export torch's kernel runs.
     Source: Ioffe and Szegedy 2015, arXiv 1502.03167.

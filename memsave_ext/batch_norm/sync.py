@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._reference.batch_norm import statistic_dtype, update_running
-from .modules import CountOnce
+from .modules import NO_RUNNING, CountOnce, Running, run
+from .record import Settings, Tensors
 
 _moments = torch.ops.memsave_ext.batch_norm_moments.default
 
@@ -29,7 +30,9 @@ class SyncBatchNorm(CountOnce):
 
     Shapes: input, residual and output (N, C, *).
 
-    Raises: as :class:`BatchNorm1d`, and
+    Raises: as :class:`BatchNorm1d` (one value per channel: in all processes together, on each of
+        them; batches that are all empty update no statistics), and
+        ValueError: no channels.
         RuntimeError: ``process_group`` does not exist any more; this process is not in it; double
             backward, which is not supported.
     """
@@ -55,17 +58,30 @@ class SyncBatchNorm(CountOnce):
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+        if input.size(1) == 0:
+            raise ValueError("SyncBatchNorm number of input channels should be non-zero")
 
-    def _run_and_count(self, input: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        name = self._group_name()
-        if name is None:
-            return super()._run_and_count(input, residual)
+    def _run_and_count(
+        self, tensors: Tensors, settings: Settings, running: Running
+    ) -> tuple[Tensor, Tensor]:
+        if settings.group is None:
+            return super()._run_and_count(tensors, settings, running)
         with torch.no_grad():
-            moments = self._gather(_moments(input.detach()), name)
-            statistics, mean, var = _combine(moments, input, self.eps)
+            moments = self._gather(_moments(tensors.input.detach()), settings.group)
+            # Asked for, which waits for the device, only where the others could matter.
+            if _values(tensors.input) < 2:
+                total = int(_counts(moments).sum())
+                if total == 1:  # on every process
+                    raise ValueError(
+                        "Expected more than 1 value per channel when training, got input size "
+                        f"{tensors.input.shape}, and 1 value in the whole process group"
+                    )
+                if total == 0:  # counts nothing
+                    running = NO_RUNNING
+            statistics, mean, var = _combine(moments, tensors.input, settings.eps)
         # The errors of the call come before anything is updated.
-        output, _ = self._run(input, residual, statistics, group=name)
-        running_mean, running_var, share = self._running()
+        output, _ = run(tensors, settings, statistics)
+        running_mean, running_var, share = running
         with torch.no_grad():
             update_running(running_mean, mean, share)
             update_running(running_var, var, share)
@@ -107,6 +123,16 @@ class SyncBatchNorm(CountOnce):
         return self.process_group or dist.group.WORLD
 
 
+def _values(input: Tensor) -> int:
+    """Per channel, on this process."""
+    return input.numel() // input.shape[1]
+
+
+def _counts(moments: Tensor) -> Tensor:
+    """(processes, 1)"""
+    return moments[:, -8:].view(torch.int64)
+
+
 def _combine(moments: Tensor, input: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Statistics (2, C), mean (C) and unbiased variance (C) of all batches.
 
@@ -114,7 +140,7 @@ def _combine(moments: Tensor, input: Tensor, eps: float) -> tuple[Tensor, Tensor
     """
     dtype = statistic_dtype(input)
     channels = input.shape[1]
-    counts = moments[:, -8:].view(torch.int64).double()
+    counts = _counts(moments).double()
     means, m2s = moments[:, :-8].view(dtype).view(-1, 2, channels).double().unbind(1)
     total = counts.sum().clamp(min=1)
     mean = (means * counts).sum(0) / total

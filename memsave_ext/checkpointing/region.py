@@ -13,6 +13,7 @@ from torch.utils._device import DeviceContext
 
 from .. import _native
 from .._reference import region as _reference
+from . import uncounted
 from .debug import record_operators
 from .offload import keep_inputs_on_cpu
 
@@ -111,7 +112,8 @@ def checkpoint(
     if _torch._checkpoint_debug_enabled is not None:
         debug = _torch._checkpoint_debug_enabled
 
-    forward = recompute = function
+    forward = function
+    recompute = uncounted.for_recompute(function, args)
     on_error = None
     if torch.is_grad_enabled():
         if context_fn is _torch.noop_context_fn:
@@ -123,7 +125,7 @@ def checkpoint(
         if context_fn is not None:
             forward_context, recompute_context = context_fn()
             forward = _inside(forward_context, function)
-            recompute = _inside(recompute_context, function)
+            recompute = _inside(recompute_context, recompute)
         if torch._C._len_torch_function_stack():
             recompute = _on_default_device(recompute)
     with keep_inputs_on_cpu() if offload else contextlib.nullcontext():

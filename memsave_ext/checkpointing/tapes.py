@@ -44,6 +44,7 @@ _thread = threading.local()
 class Replay(NamedTuple):
     tape: Tape
     positions: Tape  # lives as long as one recompute
+    is_complete: bool = True  # forwards were recorded that looked for no Functions, too
 
 
 class Enclosing(NamedTuple):
@@ -54,20 +55,24 @@ class Enclosing(NamedTuple):
 NOTHING = Enclosing([], None)
 
 
-def enclosing() -> Enclosing:
-    """The tapes to be filled, and the one to be read: that of the innermost recompute."""
+def enclosing(functions: bool = True) -> Enclosing:
+    """The tapes to be filled, and the one to be read: that of the innermost recompute.
+
+    Forwards of other people's autograd Functions are looked for on the Python stack where there is
+    no graph; without ``functions`` they are not, which is what inference can afford.
+    """
     scopes = _tape_scopes()
     contexts: tuple[_reference.Scope, ...] = getattr(_thread, "scopes", ())
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     task = torch._C._current_graph_task_id()
-    grad_enabled = torch.is_grad_enabled()
-    if not scopes and not contexts and not hooked and task == -1 and grad_enabled:
+    look_for_forwards = functions and not torch.is_grad_enabled()
+    if not scopes and not contexts and not hooked and task == -1 and not look_for_forwards:
         return NOTHING
 
     recording: list[Tape] = []
     replay: Replay | None = None
-    if task != -1 or not grad_enabled:
-        recording, replay = _function_tapes(look_for_forwards=not grad_enabled)
+    if task != -1 or look_for_forwards:
+        recording, replay = _function_tapes(look_for_forwards)
     for tape, positions, of_task in (*contexts, *_torch_scopes(hooked), *scopes):
         if positions is None:
             recording.append(tape)
@@ -143,7 +148,7 @@ def _function_tapes(look_for_forwards: bool) -> tuple[list[Tape], Replay | None]
         if code.co_argcount and code.co_varnames[0] == "ctx":
             ctx = frame.f_locals.get("ctx")
             if ctx is not None and ctx is node:
-                return recording[::-1], Replay(_tape_of(ctx), _positions_of(ctx))
+                return recording[::-1], Replay(_tape_of(ctx), _positions_of(ctx), False)
             if look_for_forwards and isinstance(ctx, FunctionCtx):
                 recording.append(_tape_of(ctx))
         frame = frame.f_back
