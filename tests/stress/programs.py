@@ -233,6 +233,8 @@ class Writer:
                 v = self.new("v")
                 if op.name.startswith("inplace"):  # not of what surrounds the function
                     x = own[-1 - op.i % len(own)]
+                if op.name == "differs" and self.explicit:  # which promises no check of it
+                    op = dataclasses.replace(op, name="sin")
                 self.statement(op, x, y, v, indent)
             made.append(v)
         return made
@@ -253,6 +255,7 @@ class Writer:
         leaves = kind == "explicit" and not self.program.closures
         scope = [*(["x0", "x1"] if leaves else names), *inner]
         start = len(self.lines)
+        self.explicit |= kind == "explicit"
         if keyword:
             signature += ", *, m"
             call += f", m={{'t': {names[op.j % len(names)]}, 'l': [{names[0]}]}}"
