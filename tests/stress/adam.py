@@ -8,6 +8,7 @@ import copy
 import io
 import pickle
 import random
+import traceback
 import warnings
 from typing import Any
 
@@ -352,7 +353,9 @@ def guarded(case: Case) -> str:
             warnings.simplefilter("ignore")
             return check(case)
     except Exception as error:
-        import traceback
+        both = case["max_grad_norm"] and (case["clip_global_norm"] or case["norm_pass"])
+        if isinstance(error, ValueError) and both:
+            return f"refused: {error}"
         frames = traceback.extract_tb(error.__traceback__)[-3:]
         return f"error: {type(error).__name__}: {error} ({', '.join(f'{f.name}:{f.lineno}' for f in frames)})"
 
@@ -375,8 +378,8 @@ def shrink(case: Case, verdict: str) -> Case:
 def run_seed(seed: int, without: list[str], shrinks: bool) -> tuple[str, str]:
     case = generate(seed, without)
     verdict = guarded(case)
-    if not verdict:
-        return "", ""
+    if not verdict or verdict.startswith("refused"):
+        return verdict, ""
     if shrinks:
         case = shrink(case, verdict)
         verdict = guarded(case)

@@ -116,8 +116,8 @@ BACKWARDS = {
     "partial": "{x}.requires_grad and {x}.sum().backward(retain_graph=True)",
     "double": (
         "out = torch.autograd.grad(loss, [x0, w0], create_graph=True, allow_unused=True)\n"
-        "out = [g for g in out if g is not None and g.requires_grad]\n"
-        "out and sum(g.square().sum() for g in out).backward(retain_graph=True)"
+        "again = [g for g in out if g is not None and g.requires_grad]\n"
+        "again and sum(g.square().sum() for g in again).backward(retain_graph=True)"
     ),
     "thread": "in_thread(lambda: loss.backward(retain_graph=True))",
     "autocast": "with torch.autocast('cpu', torch.bfloat16):\n    loss.backward(retain_graph=True)",
@@ -221,7 +221,7 @@ class Writer:
         return f"{prefix}{self.count}"
 
     def block(self, ops: list[Op], scope: list[str], indent: int, kind: str = "") -> list[str]:
-        """What the operations make; ``kind`` is that of the region they are in."""
+        """What the operations make; ``kind``: of the regions they are in."""
         made: list[str] = []
         for op in ops:
             names = scope + made
@@ -247,12 +247,15 @@ class Writer:
 
     def region(self, op: Op, names: list[str], indent: int, outer: str) -> str:
         kind, v, f = op.name.removeprefix("region:"), self.new("v"), self.new("f")
+        if kind == "reentrant" and "explicit" in outer:  # which torch refuses
+            kind = "torch"
         given = [names[-1 - op.i % len(names)], names[-1 - op.j % len(names)]][: 1 + op.k % 2]
         inner = [self.new("a") for _ in given]
         keyword = kind in ("checkpoint", "torch") and op.k % 5 == 0
         signature, call = ", ".join(inner), ", ".join(given)
         # Outer names are seen through the closure.
-        leaves = kind == "explicit" and not self.program.closures
+        # torch's reentrant checkpoint would run and free what computed them.
+        leaves = kind == "reentrant" or kind == "explicit" and not self.program.closures
         scope = [*(["x0", "x1"] if leaves else names), *inner]
         start = len(self.lines)
         self.explicit |= kind == "explicit"
@@ -263,7 +266,7 @@ class Writer:
         if keyword:
             scope.append(m := self.new("a"))
             self.add(f"{m} = m['t'] + m['l'][0]", indent + 1)
-        made = self.block(op.body, scope, indent + 1, kind)
+        made = self.block(op.body, scope, indent + 1, f"{outer} {kind}")
         several = op.k % 7 == 0 and kind != "sequential"
         self.add(f"return {', '.join(made[-2:])}" + ("," if several else "")
                  if several else f"return {made[-1]}", indent + 1)  # fmt: skip
@@ -288,7 +291,9 @@ class Writer:
                 f"{result}ms.CheckpointFunction.apply({f}, {len(given)}, {call}, *{listed})", indent
             )
         elif kind in ("torch", "reentrant"):
-            self.inexact |= kind == "reentrant"
+            if kind == "reentrant":
+                self.inexact = True
+                call = f"0 * x0 + {call}"  # which must need a gradient
             self.add(f"{result}cp.checkpoint({f}, {call}, use_reentrant={kind == 'reentrant'})", indent)
         elif kind == "sequential":
             self.add(f"{result}ms.checkpoint_sequential([m0, {f}, m1], 2, {given[0]})"
