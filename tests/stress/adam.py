@@ -100,6 +100,8 @@ def settled(case: Case) -> Case:
         case["fold"] = False
     if case["scaler"] and case["interlude"]:
         case["interlude"] = None
+    if case["bf16"] in ("kahan", "split") and case["interlude"] and case["interlude"][0] == "fp32":
+        case["interlude"] = None  # which is without what these keep beside a parameter
     if case["scaler"]:  # which torch has for real numbers only
         swap = {torch.complex64: torch.float32, torch.complex128: torch.float64}
         case["params"] = [(swap.get(p[0], p[0]), *p[1:]) for p in case["params"]]

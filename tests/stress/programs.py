@@ -226,6 +226,7 @@ class Writer:
         for op in ops:
             names = scope + made
             own = made or scope[-1:]
+            ours = made or kind and "explicit" not in kind
             x, y = names[-1 - op.i % len(names)], names[-1 - op.j % len(names)]
             if op.name.startswith("region:"):
                 v = self.region(op, names, indent, kind)
@@ -233,6 +234,7 @@ class Writer:
                 v = self.new("v")
                 if op.name.startswith("inplace"):  # not of what surrounds the function
                     x = own[-1 - op.i % len(own)]
+                    op = op if ours else dataclasses.replace(op, name="part")
                 if op.name == "differs" and self.explicit:  # which promises no check of it
                     op = dataclasses.replace(op, name="sin")
                 self.statement(op, x, y, v, indent)

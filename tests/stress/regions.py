@@ -204,6 +204,10 @@ def all_same(a: list[Any], b: list[Any], exact: bool) -> bool:
     return len(a) == len(b) and all(same(x, y, exact) for x, y in zip(a, b, strict=True))
 
 
+# Its own limits: no inputs=, and no region whose result needs no gradient.
+REENTRANT = ("checkpoint is incompatible with .grad()", "this checkpoint() is not necessary")
+
+
 def compare(ours: list[Step], plain: list[Step], unchanged: list[Step], writer: Writer) -> str:
     """Nothing, or what is wrong. ``unchanged``: the plain run without the changes. An error that
     the program allows is "refused: ..."."""
@@ -218,6 +222,8 @@ def compare(ours: list[Step], plain: list[Step], unchanged: list[Step], writer: 
                 return "refused: plain torch refuses it, too"
             if isinstance(error, RuntimeError) and writer.hazards:
                 return f"refused: {' '.join(sorted(writer.hazards))}"
+            if any(limit in str(error) for limit in REENTRANT):
+                return "refused: by torch's reentrant checkpoint"
             return f"error: {type(error).__name__}: {error}"
         expected = [s[1] for s in (theirs, without) if s[0] == label]
         if label != "backward":
