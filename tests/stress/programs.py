@@ -123,6 +123,7 @@ BACKWARDS = {
     "autocast": "with torch.autocast('cpu', torch.bfloat16):\n    loss.backward(retain_graph=True)",
     "no_grad": "with torch.no_grad():\n    loss.backward(retain_graph=True)",
 }  # fmt: skip
+VIEWS = ("alias", "same", "reshape", "inplace", "inplace_view")
 TABLES = {**PURE, **RANDOM, **ROUGH}
 
 
@@ -223,21 +224,22 @@ class Writer:
     def block(self, ops: list[Op], scope: list[str], indent: int, kind: str = "") -> list[str]:
         """What the operations make; ``kind``: of the regions they are in."""
         made: list[str] = []
+        # What may be changed in place: not what surrounds the function, nor a view of it.
+        own = scope[-1:] if kind and "explicit" not in kind else []
         for op in ops:
             names = scope + made
-            own = made or scope[-1:]
-            ours = made or kind and "explicit" not in kind
             x, y = names[-1 - op.i % len(names)], names[-1 - op.j % len(names)]
             if op.name.startswith("region:"):
                 v = self.region(op, names, indent, kind)
             else:
                 v = self.new("v")
-                if op.name.startswith("inplace"):  # not of what surrounds the function
-                    x = own[-1 - op.i % len(own)]
-                    op = op if ours else dataclasses.replace(op, name="part")
+                if op.name.startswith("inplace"):
+                    x = own[-1 - op.i % len(own)] if own else x
+                    op = op if own else dataclasses.replace(op, name="part")
                 if op.name == "differs" and self.explicit:  # which promises no check of it
                     op = dataclasses.replace(op, name="sin")
                 self.statement(op, x, y, v, indent)
+                own += [v] * (op.name not in VIEWS)
             made.append(v)
         return made
 
