@@ -66,7 +66,7 @@ ROUGH = {
         "{v} = torch.autograd.grad({v}.sin().sum(), {v}, create_graph=True)[0] * {v}"
     ),
     "boom": "if ms.is_recomputing():\n    raise Boom('in the recompute')\n{v} = {x} * 1",
-    "differs": "{v} = {x}.sin() if ms.is_recomputing() else {x}.sin().cos()",
+    "differs": "{v} = torch.cat([{x}] * (2 if ms.is_recomputing() else 1)).sin()[:4]",
 }
 # As often as they are named.
 REGIONS = (
