@@ -3,6 +3,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Processes that run tests; 0: the one that make starts.
 WORKERS ?= auto
+# How long random programs are run, and what else tests/stress/run.py takes, such as --part adam.
+MINUTES ?= 10
+STRESS ?=
 
 # All paths are relative: make cannot handle a space in a checkout's path.
 VENV := .venv/bin/python
@@ -22,7 +25,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test lint format cuda-check bench docs guide sanitize clean
+.PHONY: help build demo test stress lint format cuda-check bench docs guide sanitize clean
 # A recipe that fails must not leave a fresh stamp behind.
 .DELETE_ON_ERROR:
 
@@ -39,6 +42,9 @@ test: build $(TRAINERS)  ## run the tests, native and in pure Python
 	MEMSAVE_EXT_NATIVE=1 $(PYTEST)
 	@echo "== tests in pure Python"
 	MEMSAVE_EXT_NATIVE=0 $(PYTEST)
+
+stress: build  ## run random programs against plain torch and float64, MINUTES=10
+	$(VENV) tests/stress/run.py --minutes $(MINUTES) $(STRESS)
 
 bench: build  ## run every benchmark, in a quarter of an hour on two cores
 	$(VENV) benchmarks/run_all.py

@@ -96,6 +96,11 @@ def test(kind: str, folder: Path) -> int:
         abs(subprocess.run([*command, *more], cwd=folder, env=environment, check=False).returncode)
         for more in ([], ["--engine-hooks"])
     )
+    stress = [sys.executable, str(ROOT / "tests/stress/run.py"), "--part", "backwards"]
+    stress += ["--native", "1", "--count", "40", "--minutes", "10", "--seed", "0"]
+    stress = [*command[: command.index(sys.executable)], *stress]  # with setarch, where it is used
+    print("== concurrent backwards", flush=True)
+    status = max(status, subprocess.run(stress, cwd=folder, env=environment, check=False).returncode)
     for report in folder.glob("report.*"):  # in files: pytest swallows what a passing test prints
         print(report.read_text())
     return status

@@ -1,0 +1,369 @@
+"""Random nested programs of regions, as source that prints readably and runs anywhere.
+
+A program is a list of :class:`Op`. Names of operands are indices taken modulo what is there, so that
+any operation can be left out and the rest is still a program: that is what the shrinker does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from collections.abc import Sequence
+
+# What a statement is: {x} and {y} are earlier values of shape (4, 3), {v} is the new one.
+PURE = {
+    "sin": "{v} = {x}.sin()",
+    "tanh": "{v} = {x}.tanh()",
+    "sigmoid": "{v} = {x}.sigmoid()",
+    "relu": "{v} = {x}.relu()",
+    "add": "{v} = {x} + {y}",
+    "sub": "{v} = {x} - {y} * 0.5",
+    "mul": "{v} = {x} * {y}",
+    "weight": "{v} = {x} * w0",
+    "bias": "{v} = {x} + w1",
+    "matmul": "{v} = ({x} @ w2).tanh()",
+    "linear": "{v} = F.linear({x}, w2, w1).sigmoid()",
+    "buffer": "{v} = {x} * (b0 + 1)",
+    "member": "{v} = {x} * d0['a'] + d0['b'][0]",
+    "cat": "{v} = torch.cat([{x}[:2], {y}[2:]])",
+    "where": "{v} = torch.where({x} > 0, {x}, {y})",
+    "norm": "{v} = F.layer_norm({x}, (3,), w1)",
+    "softmax": "{v} = {x}.softmax(1)",
+    "view": "{v} = {x}.t()[:, [1, 0, 3, 2]].t()",
+    "reshape": "{v} = {x}.reshape(2, 6).view(4, 3)",
+    "expand": "{v} = {x}[:1].expand(4, 3) * {y}",
+    "alias": "{v} = {x}[:]",
+    "same": "{v} = {x}",
+    "temporary": "{v} = ({x} * 1).mul_({y})",
+    "part": "{v} = {x} * 1\n{v}[1:].mul_({y}[:3])",
+    "ones": "{v} = {x} * torch.ones(3)",
+    "detach": "{v} = {x}.sin() * {y}.detach()",
+    "no_grad": "with torch.no_grad():\n    {v} = {x} * 2\n{v} = {v} * {y}",
+    "autocast": "with torch.autocast('cpu', torch.bfloat16):\n    {v} = ({x} @ w2).to({x}.dtype).sin()",
+    "offload": "with torch.autograd.graph.save_on_cpu():\n    {v} = {x}.sin() * {y}",
+    "hook": "{v} = {x} * 1\n{v}.requires_grad and {v}.register_hook(twice)",
+    "custom": "{v} = Cube.apply({x})",
+    "module": "{v} = m{k}({x})",
+    "call": "{v} = torch.func.functional_call(m0, {{'0.bias': w1}}, ({x},))",
+}
+RANDOM = {
+    "dropout": "{v} = F.dropout({x}, 0.4)",
+    "rand": "{v} = {x} * torch.rand(4, 3, dtype={x}.dtype)",
+    "rrelu": "{v} = F.rrelu({x}, training=True)",
+    "bernoulli": "{v} = {x} * torch.bernoulli(torch.full((4, 3), 0.5, dtype={x}.dtype))",
+    "fork": "with torch.random.fork_rng(devices=[]):\n    {v} = F.dropout({x}, 0.4)",
+    "reseed": "torch.manual_seed(7)\n{v} = F.dropout({x}, 0.4)",
+}
+# What breaks the rules that a function does the same each time and leaves its inputs alone: a
+# program with one of these may be refused.
+ROUGH = {
+    "inplace": "{x}.mul_(1.5)\n{v} = {x}",
+    "inplace_view": "{x}[1:].add_({y}[:3])\n{v} = {x} * 1",
+    "stop": "{v} = {x} * w0.detach() * 2",
+    "inner_grad": (
+        "{v} = {x} + 0 * w0\n"
+        "{v} = torch.autograd.grad({v}.sin().sum(), {v}, create_graph=True)[0] * {v}"
+    ),
+    "boom": "if ms.is_recomputing():\n    raise Boom('in the recompute')\n{v} = {x} * 1",
+    "differs": "{v} = torch.cat([{x}] * (2 if ms.is_recomputing() else 1)).sin()[:4]",
+}
+# As often as they are named.
+REGIONS = (
+    10 * ["checkpoint"] + 5 * ["explicit"] + 3 * ["torch", "reentrant", "sequential", "modules"]
+    + 2 * ["raises"] + ["patched"]
+)  # fmt: skip
+SHARED = "w0, w1, w2, d0['b'][0], m0, m1"
+OPTIONS = ["", "", "", "", "", "early_stop=False", "debug=True", "use_reentrant=True",
+           "context_fn=ms.count_once_contexts", "offload='cpu'", "preserve_rng_state=True"]  # fmt: skip
+MODULES = [
+    "nn.Sequential(nn.Linear(3, 3), nn.Tanh())",
+    "nn.Sequential(nn.Linear(3, 3), ms.BatchNorm1d(3), nn.Sigmoid())",
+    "nn.Sequential(ms.BatchNorm1d(3, activation='relu'), nn.Linear(3, 3), nn.Dropout(0.3))",
+    "nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh())",
+    "nn.Sequential(ms.BatchNorm1d(3, momentum=None), nn.Tanh())",
+]
+# Between forward and backward. Those of CHANGES change what a recompute may read.
+CHANGES = {
+    "leaf": "with torch.no_grad():\n    x{k}.mul_(3)",
+    "weight": "with torch.no_grad():\n    w{k}.add_(1)",
+    "buffer": "b0.mul_(10)",
+    "member": "d0['a'].mul_(5)",
+    "of_list": "d0['b'][0].detach().add_(1)",
+    "replaced_member": "d0['a'] = torch.full((4, 3), 3.0, dtype=DTYPE)",
+    "value": "with torch.no_grad():\n    {x}.mul_(2)",
+    "rebound": "{x} = {x}.detach() * 3",
+    "module_weight": "with torch.no_grad():\n    m{m}[0].weight.mul_(2)",
+    "replaced_weight": "m{m}[0].weight = P(torch.full_like(m{m}[0].weight, 0.5))",
+    "weight_data": "w{k}.data = torch.full_like(w{k}, 0.25)",
+    "frozen": "w{k}.requires_grad_(False)",
+    "eval": "m{m}.eval()",
+    "train": "m{m}.eval()\nm{m}.train()",
+    "default_dtype": "torch.set_default_dtype(torch.float16)",
+    "statistics": "for b in m{m}.buffers():\n    b.mul_(2)",
+}
+HARMLESS = {
+    "draw": "torch.rand(5)",
+    "seed": "torch.manual_seed(11)",
+    "detached": "{x}.detach().clone().mul_(3)",
+    "forward": "with torch.no_grad():\n    m{m}(x1)",
+}
+BACKWARDS = {
+    "backward": "loss.backward()",
+    "retained": "loss.backward(retain_graph=True)",
+    "inputs": "loss.backward(inputs=[x0, w0], retain_graph=True)",
+    "grad": "out = torch.autograd.grad(loss, [x0, w0, w1, w2], allow_unused=True, retain_graph=True)",
+    "partial": "{x}.requires_grad and {x}.sum().backward(retain_graph=True)",
+    "double": (
+        "out = torch.autograd.grad(loss, [x0, w0], create_graph=True, allow_unused=True)\n"
+        "again = [g for g in out if g is not None and g.requires_grad]\n"
+        "again and sum(g.square().sum() for g in again).backward(retain_graph=True)"
+    ),
+    "thread": "in_thread(lambda: loss.backward(retain_graph=True))",
+    "autocast": "with torch.autocast('cpu', torch.bfloat16):\n    loss.backward(retain_graph=True)",
+    "no_grad": "with torch.no_grad():\n    loss.backward(retain_graph=True)",
+}  # fmt: skip
+VIEWS = ("alias", "same", "reshape", "inplace", "inplace_view")
+TABLES = {**PURE, **RANDOM, **ROUGH}
+
+
+@dataclasses.dataclass
+class Op:
+    name: str
+    i: int = 0
+    j: int = 0
+    k: int = 0
+    body: list[Op] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Program:
+    seed: int
+    dtype: str
+    modules: list[str]
+    body: list[Op]
+    events: list[Op]
+    adam: str = ""  # options; none where empty
+    rounds: int = 1
+    engine_hooks: bool = False
+    checkpointed: bool = False  # module m1, by checkpoint_modules
+    closures: bool = True  # explicit regions read computed tensors of the surroundings, too
+
+
+def generate(seed: int, without: Sequence[str] = (), threads: bool = False) -> Program:
+    """The program of a seed. ``threads``: one that several threads can run at once."""
+    rng = random.Random(seed)
+    rough = rng.random() < 0.3
+    names = list(PURE) + (list(RANDOM) if not threads else []) + (list(ROUGH) if rough else [])
+    names = [n for n in names if n not in without]
+    regions = [r for r in REGIONS if r not in without and not (threads and r == "patched")]
+
+    def body(depth: int, most: int) -> list[Op]:
+        ops = []
+        for _ in range(rng.randint(1, most)):
+            op = Op("", rng.randrange(24), rng.randrange(24), rng.randrange(1000))
+            if depth < 3 and rng.random() < (0.45 if depth == 0 else 0.2):
+                op.name = "region:" + rng.choice(regions)
+                op.body = body(depth + 1, 4)
+            else:
+                op.name = rng.choice(names)
+            ops.append(op)
+        return ops
+
+    changes = [c for c in CHANGES if c not in without and not (threads and c == "default_dtype")]
+    harmless = [h for h in HARMLESS if h not in without and not threads]
+    adam = rng.random() < 0.15 and "adam" not in without
+    events = []
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        if rng.random() < 0.3:
+            events.append(Op("change:" + rng.choice(changes)))
+        if rng.random() < 0.2 and harmless:
+            events.append(Op("harmless:" + rng.choice(harmless)))
+        backward = rng.choice(["backward", rng.choice([b for b in BACKWARDS if b not in without])])
+        events.append(Op("backward:" + ("backward" if adam else backward)))
+        if adam:
+            break
+    # Seldom a second backward through a graph that is gone.
+    for event in events[:-1] if rng.random() < 0.95 else []:
+        event.name = event.name.replace("backward:backward", "backward:retained")
+    for event in events:
+        event.i, event.k = rng.randrange(24), rng.randrange(1000)
+    modules = [m for m in MODULES if not (threads and "Dropout" in m)]
+    if "torch_batch_norm" in without:
+        modules = [m for m in modules if "nn.BatchNorm1d" not in m.replace("ms.Batch", "")]
+    return Program(
+        seed=seed,
+        dtype=rng.choice(["float32", "float64"]),
+        modules=[rng.choice(modules) for _ in range(2)],
+        body=body(0, 6),
+        events=events,
+        adam=rng.choice(["small_bytes=0", "lr=0.1", "small_bytes=0, amsgrad=True"]) if adam else "",
+        rounds=rng.choice([1, 2]) if adam else 1,
+        engine_hooks=rng.random() < 0.3 and not threads,
+        checkpointed=rng.random() < 0.3,
+        closures=rng.random() < 0.3 and "closures" not in without,
+    )
+
+
+class Writer:
+    """Writes a program's source. ``hazards``: why it may be refused; ``inexact``: why it need not
+    have the same bits."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.lines, self.count = program, [], 0
+        self.hazards: set[str] = set()
+        self.inexact = self.explicit = False
+
+    def add(self, text: str, indent: int) -> None:
+        self.lines += ["    " * indent + line for line in text.split("\n")]
+
+    def new(self, prefix: str) -> str:
+        self.count += 1
+        return f"{prefix}{self.count}"
+
+    def block(self, ops: list[Op], scope: list[str], indent: int, kind: str = "") -> list[str]:
+        """What the operations make; ``kind``: of the regions they are in."""
+        made: list[str] = []
+        # What may be changed in place: not what surrounds the function, nor a view of it.
+        own = scope[-1:] if kind and "explicit" not in kind else []
+        for op in ops:
+            names = scope + made
+            x, y = names[-1 - op.i % len(names)], names[-1 - op.j % len(names)]
+            if op.name.startswith("region:"):
+                v = self.region(op, names, indent, kind)
+            else:
+                v = self.new("v")
+                if op.name.startswith("inplace"):
+                    x = own[-1 - op.i % len(own)] if own else x
+                    op = op if own else dataclasses.replace(op, name="part")
+                if op.name == "differs" and self.explicit:  # which promises no check of it
+                    op = dataclasses.replace(op, name="sin")
+                self.statement(op, x, y, v, indent)
+                own += [v] * (op.name not in VIEWS)
+            made.append(v)
+        return made
+
+    def statement(self, op: Op, x: str, y: str, v: str, indent: int) -> None:
+        if op.name in ROUGH:
+            self.hazards.add(op.name)
+        text = TABLES[op.name].format(x=x, y=y, v=v, k=op.k % len(self.program.modules))
+        self.add(text, indent)
+
+    def region(self, op: Op, names: list[str], indent: int, outer: str) -> str:
+        kind, v, f = op.name.removeprefix("region:"), self.new("v"), self.new("f")
+        if kind == "reentrant" and "explicit" in outer:  # which torch refuses
+            kind = "torch"
+        given = [names[-1 - op.i % len(names)], names[-1 - op.j % len(names)]][: 1 + op.k % 2]
+        inner = [self.new("a") for _ in given]
+        keyword = kind in ("checkpoint", "torch") and op.k % 5 == 0
+        signature, call = ", ".join(inner), ", ".join(given)
+        # Outer names are seen through the closure.
+        # torch's reentrant checkpoint would run and free what computed them.
+        leaves = kind == "reentrant" or kind == "explicit" and not self.program.closures
+        scope = [*(["x0", "x1"] if leaves else names), *inner]
+        start = len(self.lines)
+        self.explicit |= kind == "explicit"
+        if keyword:
+            signature += ", *, m"
+            call += f", m={{'t': {names[op.j % len(names)]}, 'l': [{names[0]}]}}"
+        self.add(f"def {f}({signature}):", indent)
+        if keyword:
+            scope.append(m := self.new("a"))
+            self.add(f"{m} = m['t'] + m['l'][0]", indent + 1)
+        made = self.block(op.body, scope, indent + 1, f"{outer} {kind}")
+        several = op.k % 7 == 0 and kind != "sequential"
+        self.add(f"return {', '.join(made[-2:])}" + ("," if several else "")
+                 if several else f"return {made[-1]}", indent + 1)  # fmt: skip
+        result = f"({v},) = " if several and len(made) == 1 else f"{v}, _ = " if several else f"{v} = "
+        option = OPTIONS[op.k // 7 % len(OPTIONS)]
+        words = set(re.findall(r"\w+", "\n".join(self.lines[start + 1 :])))
+        read = [n for n in dict.fromkeys(names) if n in words]
+        self.call(kind, f, given, call, result, option, read, indent)
+        return v
+
+    def call(
+        self, kind: str, f: str, given: list[str], call: str, result: str, option: str,
+        read: list[str], indent: int,
+    ) -> None:  # fmt: skip
+        option = f", {option}" if option else ""
+        if kind == "checkpoint":
+            self.add(f"{result}ms.checkpoint({f}, {call}{option})", indent)
+        elif kind == "explicit":
+            self.inexact = self.explicit = True
+            listed = f"listed({', '.join([*read, SHARED])})"
+            self.add(
+                f"{result}ms.CheckpointFunction.apply({f}, {len(given)}, {call}, *{listed})", indent
+            )
+        elif kind in ("torch", "reentrant"):
+            if kind == "reentrant":
+                self.inexact = True
+                call = f"0 * x0 + {call}"  # which must need a gradient
+            self.add(f"{result}cp.checkpoint({f}, {call}, use_reentrant={kind == 'reentrant'})", indent)
+        elif kind == "sequential":
+            self.add(f"{result}ms.checkpoint_sequential([m0, {f}, m1], 2, {given[0]})"
+                     if len(given) == 1 else f"{result}ms.checkpoint({f}, {call})", indent)  # fmt: skip
+        elif kind == "patched":
+            self.add("with ms.patch_torch_checkpoint():", indent)
+            self.add(f"{result}cp.checkpoint({f}, {call}, use_reentrant=False)", indent + 1)
+        elif kind == "modules":
+            self.add(f"{result}checkpointed(Calls({f}))({call})", indent)
+        elif kind == "raises":
+            self.add(f"def raising(*args):\n    {f}(*args)\n    raise Boom('in the forward')", indent)
+            self.add(f"try:\n    ms.checkpoint(raising, {call})\nexcept Boom:\n    {result}{f}({call})", indent)
+
+    def source(self) -> str:
+        """A generator function: what it yields is compared, and what is sent to it says whether
+        a change is made."""
+        program = self.program
+        self.add("def program():", 0)
+        self.add(LEAVES, 1)
+        for i, module in enumerate(program.modules):
+            self.add(f"m{i} = {module}.to(DTYPE)", 1)
+        if program.checkpointed:
+            self.add("ms.checkpoint_modules(m1, lambda m: m is m1)", 1)
+        if program.adam:
+            self.hazards.add("adam")
+            params = "[w0, w1, w2, *m0.parameters(), *m1.parameters()]"
+            self.add(f"opt = ms.Adam({params}, in_backward=True, {program.adam})", 1)
+        if program.rounds > 1:
+            self.add(f"for _ in range({program.rounds}):", 1)
+        indent = 2 if program.rounds > 1 else 1
+        scope = ["x0", "x1"]
+        scope += self.block(program.body, scope, indent)
+        self.add(f"loss = (x0 * RAMP).sum() + ({scope[-1]} * RAMP).sum()", indent)
+        self.add(f"yield 'forward', [loss, {scope[-1]}]", indent)
+        for event in program.events:
+            self.event(event, scope, indent)
+        self.add(STATE, 1)
+        return "\n".join(self.lines) + "\n"
+
+    def event(self, event: Op, scope: list[str], indent: int) -> None:
+        kind, name = event.name.split(":")
+        values = {"x": scope[-1 - event.i % len(scope)], "m": event.k % 2}
+        if kind == "backward":
+            if self.explicit and name == "double":
+                self.hazards.add("double")
+            self.add("out = []", indent)
+            self.add(BACKWARDS[name].format(**values), indent)
+            left = "d0['b'][0]" if self.program.adam else SHARED  # the others are freed
+            self.add(f"yield 'backward', [*out, *grads(x0, {left})]", indent)
+            if self.program.adam:
+                self.add("opt.step()\nopt.zero_grad()", indent)
+                self.add("yield 'step', [w0, w1, w2, *m0.parameters(), *m1.parameters()]", indent)
+        elif kind == "change":
+            self.hazards.add(name)
+            self.add("if (yield 'change', []):", indent)
+            self.add(CHANGES[name].format(k=event.k % 2, **values), indent + 1)
+        else:
+            self.add(HARMLESS[name].format(k=event.k % 2, **values), indent)
+            self.add("yield 'harmless', []", indent)
+
+
+LEAVES = """\
+x0, x1 = leaf(0, 4, 3).requires_grad_(), leaf(1, 4, 3)
+w0, w1, w2 = P(leaf(2, 4, 3)), P(leaf(3, 3)), P(leaf(4, 3, 3))
+b0, d0 = leaf(5, 4, 3), {'a': leaf(6, 4, 3), 'b': [leaf(7, 4, 3).requires_grad_()]}"""
+STATE = """\
+yield 'values', [x0, x1, w0, w1, w2, b0, d0['a'], d0['b'][0], *parameters(m0, m1)]
+yield 'statistics', statistics(m0, m1)
+yield 'torch_statistics', torch_statistics(m0, m1)"""

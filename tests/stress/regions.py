@@ -1,0 +1,329 @@
+"""Random programs of regions, compared with plain torch without any: the same bits, or an error
+where a program did what a recompute cannot follow, with nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import memsave_ext as ms
+
+from . import programs
+from .programs import Program, Writer, generate
+
+
+class Boom(RuntimeError):
+    """What programs raise."""
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * 3 * x**2
+
+
+class Calls(nn.Module):
+    """A module around a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def plain_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    for option in OPTIONS:
+        kwargs.pop(option, None)
+    return function(*args, **kwargs)
+
+
+OPTIONS = ("use_reentrant preserve_rng_state context_fn determinism_check early_stop debug "
+           "offload").split()  # fmt: skip
+
+
+def plain_sequential(functions: list[Callable[..., Any]], segments: int, *inputs: Any) -> Any:
+    for function in functions:
+        inputs = (function(*inputs),)
+    return inputs[0]
+
+
+def plain_adam(params: Any, in_backward: bool, **options: Any) -> torch.optim.Optimizer:
+    options.pop("small_bytes", None)
+    return ms.Adam(params, **options)
+
+
+PLAIN = SimpleNamespace(
+    checkpoint=plain_checkpoint,
+    CheckpointFunction=SimpleNamespace(apply=lambda f, n, *args: f(*args[:n])),
+    checkpoint_sequential=plain_sequential,
+    checkpoint_modules=lambda model, select: None,
+    patch_torch_checkpoint=contextlib.nullcontext,
+    count_once_contexts=None,
+    is_recomputing=lambda: False,
+    BatchNorm1d=ms.BatchNorm1d,
+    Adam=plain_adam,
+)
+PLAIN_TORCH = SimpleNamespace(checkpoint=plain_checkpoint)
+
+
+def flat(things: tuple[Any, ...]) -> list[Tensor]:
+    """Tensors, and modules' parameters, each once."""
+    tensors = []
+    for thing in things:
+        tensors += thing.parameters() if isinstance(thing, nn.Module) else [thing]
+    return list({id(t): t for t in tensors}.values())
+
+
+def statistics(*modules: nn.Module) -> list[Tensor]:
+    norms = [m for module in modules for m in module if isinstance(m, ms.BatchNorm1d)]
+    return [b for norm in norms for b in norm.buffers()]
+
+
+def torch_statistics(*modules: nn.Module) -> list[Tensor]:
+    norms = [m for module in modules for m in module if isinstance(m, nn.BatchNorm1d)]
+    return [b for norm in norms if not isinstance(norm, ms.BatchNorm1d) for b in norm.buffers()]
+
+
+def in_thread(work: Callable[[], Any]) -> None:
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def namespace(program: Program, mode: str) -> dict[str, Any]:
+    """What a program's source sees. ``mode``: "ours", "plain", or "torch": torch's regions only."""
+    dtype = getattr(torch, program.dtype)
+
+    def leaf(number: int, *shape: int) -> Tensor:
+        generator = torch.Generator().manual_seed(number + 1)
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    def checkpointed(module: nn.Module) -> nn.Module:
+        if mode == "ours":
+            ms.checkpoint_modules(module, lambda m: m is module)
+        return module
+
+    return {
+        "torch": torch, "nn": nn, "F": F, "P": nn.Parameter, "Cube": Cube, "Boom": Boom,
+        "Calls": Calls, "DTYPE": dtype, "leaf": leaf, "checkpointed": checkpointed,
+        "RAMP": torch.linspace(-1, 1, 12, dtype=dtype).view(4, 3),
+        "ms": ms if mode == "ours" else PLAIN,
+        "cp": PLAIN_TORCH if mode == "plain" else torch.utils.checkpoint,
+        "listed": lambda *things: [t for t in flat(things) if t.requires_grad],
+        "grads": lambda *things: [t.grad for t in flat(things)],
+        "parameters": lambda *modules: flat(modules),
+        "statistics": statistics, "torch_statistics": torch_statistics, "in_thread": in_thread,
+        "twice": lambda g: g if g is None else g * 2,
+    }  # fmt: skip
+
+
+def state() -> tuple[Any, ...]:
+    """Of this thread and process: what nothing may leave changed."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+        torch.is_inference_mode_enabled(),
+        ms.is_recomputing(),
+        torch._C._autograd._top_saved_tensors_default_hooks(True),
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+    )
+
+
+Step = tuple[str, list[Any]]
+
+
+def keep(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def run(program: Program, code: Any, mode: str, changes: bool) -> list[Step]:
+    """What it yielded, step by step; the last one can be ("error", [exception])."""
+    space = namespace(program, mode)
+    exec(code, space)
+    torch.manual_seed(program.seed)
+    steps: list[Step] = []
+    generator = space["program"]()
+    answer = None
+    try:
+        while True:
+            label, values = generator.send(answer)
+            answer = changes
+            steps.append((label, [*map(keep, values), torch.get_rng_state()]))
+    except StopIteration:
+        pass
+    except Exception as error:
+        steps.append(("error", [error, torch.get_rng_state()]))
+    return steps
+
+
+def same(a: Any, b: Any, exact: bool) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        # Every output of an explicit region is differentiable, by what is 0 there.
+        return a is b is None or not exact and all(t is None or not t.any() for t in (a, b))
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if exact or a.dtype not in (torch.float32, torch.float64):
+        return torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    tolerance = 1e-4 if a.dtype == torch.float32 else 1e-10
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def all_same(a: list[Any], b: list[Any], exact: bool) -> bool:
+    return len(a) == len(b) and all(same(x, y, exact) for x, y in zip(a, b, strict=True))
+
+
+# Its own limits: no inputs=, and no region whose result needs no gradient.
+REENTRANT = ("checkpoint is incompatible with .grad()", "this checkpoint() is not necessary")
+
+
+def compare(ours: list[Step], plain: list[Step], unchanged: list[Step], writer: Writer) -> str:
+    """Nothing, or what is wrong. ``unchanged``: the plain run without the changes. An error that
+    the program allows is "refused: ..."."""
+    exact = not writer.inexact
+    for i, (label, values) in enumerate(ours):
+        theirs, without = (s[i] if i < len(s) else ("end", []) for s in (plain, unchanged))
+        if label == "error":
+            error, random_state = values
+            if i and "forward" in [s[0] for s in ours] and not torch.equal(random_state, ours[i - 1][1][-1]):
+                return "leak: random state after an error"
+            if theirs[0] == "error":
+                return "refused: plain torch refuses it, too"
+            if isinstance(error, RuntimeError) and writer.hazards:
+                return f"refused: {' '.join(sorted(writer.hazards))}"
+            if any(limit in str(error) for limit in REENTRANT):
+                return "refused: by torch's reentrant checkpoint"
+            return f"error: {type(error).__name__}: {error}"
+        expected = [s[1] for s in (theirs, without) if s[0] == label]
+        if label != "backward":
+            expected = expected[:1]
+        if any(all_same(values, e, exact) for e in expected):
+            continue
+        if theirs[0] == "error":
+            if any(hazard.startswith("inplace") for hazard in writer.hazards):
+                return "refused: by plain torch, where a recompute has the values of before"
+            return f"silent: plain torch raises {theirs[1][0]!r}, these gradients are not forward's"
+        return f"silent: other {label}"
+    return ""
+
+
+class Failure(Exception):
+    pass
+
+
+def check(program: Program) -> str:
+    """What is wrong with a program; "refused: ..." or nothing where nothing is."""
+    writer = Writer(program)
+    code = compile(writer.source(), f"<program {program.seed}>", "exec")
+    before = state()
+    default = torch.get_default_dtype()
+    hooks = ms.use_engine_hooks(program.engine_hooks)
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            results = []
+            for mode, changes in (("plain", True), ("plain", False), ("ours", True)):
+                if mode == "plain" and not changes and not any(e.name.startswith("change") for e in program.events):
+                    results.append(results[0])
+                    continue
+                results.append(run(program, code, mode, changes))
+                torch.set_default_dtype(default)
+                if state() != before:
+                    return f"leak: {mode} {before} {state()}"
+            plain, unchanged, ours = results
+            verdict = compare(ours, plain, unchanged, writer)
+            if "torch_statistics" in verdict and any("BatchNorm" in str(w.message) for w in warned):
+                return "refused: with a warning, torch's BatchNorm of a module that is not known"
+            if verdict and not verdict.startswith("refused") and ("cp." in "".join(writer.lines)):
+                theirs = compare(run(program, code, "torch", True), plain, unchanged, writer)
+                torch.set_default_dtype(default)
+                if theirs.split(":")[0] not in ("", "refused"):
+                    return f"refused: torch's own regions: {theirs}"
+            return verdict
+    finally:
+        ms.use_engine_hooks(hooks)
+        torch.set_default_dtype(default)
+
+
+def children(ops):
+    for i, op in enumerate(ops):
+        yield ops[:i] + ops[i + 1 :]
+        if op.body:
+            yield ops[:i] + op.body + ops[i + 1 :]
+            for body in children(op.body):
+                if body:
+                    yield ops[:i] + [dataclasses.replace(op, body=body)] + ops[i + 1 :]
+        for name in "ijk":
+            if getattr(op, name):
+                yield ops[:i] + [dataclasses.replace(op, **{name: 0})] + ops[i + 1 :]
+
+
+def smaller(program: Program) -> Iterator[Program]:
+    for body in children(program.body):
+        if body:
+            yield dataclasses.replace(program, body=body)
+    for events in children(program.events):
+        if any(e.name.startswith("backward") for e in events):
+            yield dataclasses.replace(program, events=events)
+    for simpler in ({"rounds": 1}, {"adam": ""}, {"engine_hooks": False}, {"checkpointed": False}, {"dtype": "float32"}):
+        other = dataclasses.replace(program, **simpler)
+        if other != program:
+            yield other
+
+
+def shrink(program: Program, verdict: str, seconds: float = 10) -> Program:
+    """A program as small as can be found that fails in the same way."""
+    end = time.monotonic() + seconds
+    progress = True
+    while progress and time.monotonic() < end:
+        progress = False
+        for other in smaller(program):
+            if check(other)[:20] == verdict[:20]:
+                program, progress = other, True
+                break
+            if time.monotonic() > end:
+                break
+    return program
+
+
+def run_seed(seed: int, without: list[str], shrinks: bool) -> tuple[str, str]:
+    """The verdict on the program of a seed, and what it is where it failed."""
+    program = generate(seed, without)
+    verdict = check(program)
+    if not verdict or verdict.startswith("refused"):
+        return verdict, ""
+    if shrinks:
+        program = shrink(program, verdict)
+    hooks = "ms.use_engine_hooks(True)\n" if program.engine_hooks else ""
+    return verdict, f"# {program.dtype}\n{hooks}{Writer(program).source()}"
