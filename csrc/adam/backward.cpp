@@ -191,6 +191,7 @@ void Backward::finish() {
 void Backward::end() {
   ended_ = true;
   const std::lock_guard<std::mutex> lock(stepper_->mutex_);
+  ++stepper_->ended_;
   // Where others run, they may have states in it that are not the optimizer's yet.
   if (--stepper_->running_ == 0) stepper_->snapshot_.reset();
 }

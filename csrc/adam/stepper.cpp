@@ -127,29 +127,36 @@ std::shared_ptr<Backward> Stepper::current_backward() {
     }
     return nullptr;
   };
-  std::shared_ptr<Snapshot> taken, discarded;  // no tensor of theirs may die with the mutex held
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (auto backward = find()) return backward;
-    taken = snapshot_.lock();  // of an outer backward that is under way
   }
-  if (!taken) taken = take_snapshot();
-  if (!taken) return nullptr;
   const Task use = next_task();
   std::shared_ptr<Backward> backward;
-  {
+  while (!backward) {
+    std::shared_ptr<Snapshot> taken, other;  // no tensor of theirs may die with the mutex held
+    uint64_t ended;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      taken = snapshot_.lock();  // of an outer backward that is under way
+      ended = ended_;
+    }
+    if (!taken) taken = take_snapshot();
+    if (!taken) return nullptr;
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (auto other = find()) return other;  // of another device's thread
-    // Another thread's backward has begun meanwhile: they share one.
-    if (auto other = snapshot_.lock()) {
-      discarded = std::exchange(taken, std::move(other));
+    if (auto of_another_devices_thread = find()) return of_another_devices_thread;
+    other = snapshot_.lock();
+    if (other) {  // another thread's backward has begun meanwhile: they share one
+      taken.swap(other);
+    } else if (ended != ended_) {  // or has ended, whose states are not in it
+      continue;
     } else {
       use_snapshot(taken);
     }
     backward = std::make_shared<Backward>(shared_from_this(), taken, use);
     ++running_;
     backwards_.erase(std::remove_if(backwards_.begin(), backwards_.end(),
-                                    [](const auto& other) { return other.second.expired(); }),
+                                    [](const auto& of) { return of.second.expired(); }),
                      backwards_.end());
     backwards_.emplace_back(task, backward);
   }

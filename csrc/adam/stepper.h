@@ -125,6 +125,7 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   std::mutex mutex_;                   // for what follows, and for Entry
   std::atomic<bool> attached_{false};  // that any parameter has a hook
   std::vector<std::pair<int64_t, std::weak_ptr<Backward>>> backwards_;  // by graph task
+  uint64_t ended_ = 0;                                                  // backwards
   int64_t running_ = 0;                                                 // of these
   std::weak_ptr<Snapshot> snapshot_;
   uint64_t snapshots_ = 0;
