@@ -13,151 +13,17 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import memsave_ext as ms
 
+from .adam_cases import DEFAULTS, KINDS, Case, Give, generate, gradient, parameter, settled
 from .adam_oracle import Oracle, clip_factor, too_far, wide
 
-Case = dict[str, Any]
-DTYPES = [torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16,
-          torch.bfloat16, torch.complex64, torch.complex128]  # fmt: skip
-SHAPES = [(), (1,), (3,), (4, 5), (2, 3, 4, 5), (17, 33), (70, 70), (0, 3), (257,)]
-LAYOUTS = ["contiguous", "contiguous", "transposed", "sliced"]
-KINDS = ["plain", "plain", "plain", "expanded", "conj", "neg", "strided"]  # of gradients
-DEFAULTS: Case = {
-    "bf16": None, "state_dtype": None, "amsgrad": False, "maximize": False, "weight_decay": 0.0,
-    "decoupled": False, "eps": 1e-8, "betas": (0.9, 0.999), "lr_tensor": False, "scheduler": None,
-    "max_grad_norm": None, "clip_global_norm": None, "norm_pass": False, "scaler": False,
-    "micro": 1, "fold": False, "accumulate_when": False, "small_bytes": 1 << 16,
-    "bucket_bytes": 1 << 20, "add_group": None, "interlude": None, "zero_to_none": True,
-    "missing": False, "seed": 0, "kinds": False,
-}  # fmt: skip
-
-
-def generate(seed: int, without: list[str]) -> Case:
-    rng = random.Random(seed)
-
-    def some(value: Any, chance: float, otherwise: Any) -> Any:
-        return value if rng.random() < chance else otherwise
-
-    case: Case = {
-        "bf16": some(rng.choice(["stochastic", "kahan", "split"]), 0.3, None),
-        "state_dtype": some(rng.choice(["8bit", torch.bfloat16]), 0.3, None),
-        "amsgrad": some(True, 0.2, False),
-        "maximize": some(True, 0.2, False),
-        "weight_decay": some(rng.choice([0.01, 0.3]), 0.5, 0.0),
-        "decoupled": some(True, 0.5, False),
-        "eps": rng.choice([1e-8, 1e-8, 1e-4, 1e-12]),
-        "betas": rng.choice([(0.9, 0.999), (0.9, 0.999), (0.5, 0.9), (0.0, 0.99), (0.95, 0.95)]),
-        "lr_tensor": some(True, 0.15, False),
-        "scheduler": some(rng.choice(["step", "exponential", "by hand"]), 0.3, None),
-        "max_grad_norm": some(rng.choice([0.5, 100.0]), 0.2, None),
-        "clip_global_norm": some(rng.choice([0.5, 100.0]), 0.15, None),
-        "norm_pass": some(True, 0.15, False),
-        "scaler": some(True, 0.15, False),
-        "micro": some(rng.choice([2, 3]), 0.4, 1),
-        "fold": some(True, 0.5, False),
-        "accumulate_when": some(True, 0.4, False),
-        "small_bytes": rng.choice([0, 100, 1 << 16]),
-        "bucket_bytes": rng.choice([0, 64, 1 << 20]),
-        "add_group": some(rng.randrange(4), 0.2, None),
-        "interlude": some(
-            (rng.choice(["save", "deepcopy", "pickle", "remove_hooks", "fp32"]), rng.randrange(1, 4)),
-            0.4, None,
-        ),
-        "zero_to_none": some(False, 0.2, True),
-        "missing": some(True, 0.3, False),
-        "seed": rng.choice([0, 5, 2**63]),
-        "kinds": some(True, 0.3, False),
-    }  # fmt: skip
-    for name in without:
-        if name in case:
-            case[name] = DEFAULTS[name]
-    case.update(number=seed, steps=rng.randint(1, 6), params=[])
-    for _ in range(rng.randint(1, 5)):
-        dtype = rng.choice(DTYPES)
-        if case["bf16"]:
-            dtype = torch.bfloat16
-        elif case["state_dtype"]:
-            dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16])
-        shape, layout = rng.choice(SHAPES), rng.choice(LAYOUTS)
-        layout = "contiguous" if case["state_dtype"] == "8bit" else layout
-        case["params"].append((dtype, shape, layout, rng.randrange(2)))
-    return settled(case)
-
-
-def settled(case: Case) -> Case:
-    """Without what is documented not to be combined."""
-    if case["state_dtype"] == "8bit":
-        case["amsgrad"] = False
-    if case["clip_global_norm"] is not None:
-        case["norm_pass"] = False
-    if case["norm_pass"]:
-        case["micro"] = 1
-    refuses = ("max_grad_norm", "clip_global_norm", "state_dtype")
-    if case["scaler"] or case["micro"] == 1 or any(case[name] is not None for name in refuses):
-        case["fold"] = False
-    if case["scaler"] and case["interlude"]:
-        case["interlude"] = None
-    if case["bf16"] in ("kahan", "split") and case["interlude"] and case["interlude"][0] == "fp32":
-        case["interlude"] = None  # which is without what these keep beside a parameter
-    if case["scaler"]:  # which torch has for real numbers only
-        swap = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-        case["params"] = [(swap.get(p[0], p[0]), *p[1:]) for p in case["params"]]
-    if case["missing"]:  # or gradients of zeros stay after backward, and none in it
-        case["zero_to_none"] = True
-    return case
-
-
-class Give(torch.autograd.Function):
-    """A number whose gradient is what was given."""
-
-    @staticmethod
-    def forward(ctx: Any, param: Tensor, grad: Tensor) -> Tensor:
-        ctx.grad = grad
-        return torch.zeros((), dtype=torch.float64)
-
-    @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> Any:
-        grad = ctx.grad
-        return (grad if scale.item() == 1 else grad * scale.to(grad.real.dtype)), None
-
-
-def parameter(dtype: torch.dtype, shape: Any, layout: str, number: int) -> nn.Parameter:
-    generator = torch.Generator().manual_seed(number)
-    value = torch.randn(shape, generator=generator, dtype=torch.float64)
-    if dtype.is_complex:
-        value = torch.complex(value, value.flip(0) if value.dim() else value + 1)
-    value = value.to(dtype)
-    if layout == "transposed" and value.dim() == 4:
-        value = value.contiguous(memory_format=torch.channels_last)
-    elif layout == "transposed" and value.dim() == 2:
-        value = value.t().contiguous().t()
-    elif layout == "sliced" and value.dim():
-        value = torch.stack([value, value], -1)[..., 0]
-    return nn.Parameter(value)
-
-
-def gradient(param: Tensor, kind: str, rng: random.Random) -> Tensor:
-    generator = torch.Generator().manual_seed(rng.randrange(2**40))
-    base = param.detach()
-    real = torch.randn(base.shape, generator=generator) * 10 ** rng.uniform(-2, 1)
-    if base.is_complex():
-        other = torch.randn(base.shape, generator=generator)
-        value = torch.complex(real, other).to(base.dtype)
-        return value.conj() if kind == "conj" else value
-    value = real.to(base.dtype)
-    if kind == "neg":
-        pair = torch.complex(value.double(), value.double()).conj().imag
-        return pair if base.dtype == torch.float64 else value
-    if kind == "neg32" or kind == "conj":
-        return value
-    if kind == "expanded" and base.dim():
-        return value[:1].expand(base.shape) if base.shape[0] else value
-    if kind == "strided" and base.dim():
-        return torch.stack([value, value], -1)[..., 1]
-    return value
+NAMES = [
+    "amsgrad", "maximize", "weight_decay", "eps", "betas", "bf16", "state_dtype", "seed",
+    "max_grad_norm", "clip_global_norm", "small_bytes", "bucket_bytes",
+]  # fmt: skip
 
 
 class Training:
@@ -185,9 +51,7 @@ class Training:
 
     def make(self, groups: Any) -> Any:
         case = self.case
-        names = ("amsgrad maximize weight_decay eps betas bf16 state_dtype seed max_grad_norm "
-                 "clip_global_norm small_bytes bucket_bytes").split()  # fmt: skip
-        options = {name: case[name] for name in names}
+        options = {name: case[name] for name in NAMES}
         groups = [dict(g) for g in groups]
         if case["lr_tensor"]:
             for group in groups:
@@ -218,7 +82,8 @@ class Training:
             torch.save(saved, file)
             file.seek(0)
             old.remove_hooks()
-            self.optimizer = self.make({k: g[k] for k in ("params", "lr")} for g in old.param_groups)
+            groups = old.param_groups
+            self.optimizer = self.make({"params": g["params"], "lr": g["lr"]} for g in groups)
             self.optimizer.load_state_dict(torch.load(file, weights_only=False))
         else:
             both = (self.params, self.later, old)
@@ -226,6 +91,13 @@ class Training:
             self.params, self.later, self.optimizer = copied
         if self.scheduler is not None:
             self.scheduler.optimizer = self.optimizer
+
+    def values(self) -> dict[int, Tensor]:
+        """Of parameters that have more bits than they show."""
+        if self.case["bf16"] not in ("kahan", "split"):
+            return {}
+        params = (p for g in self.optimizer.param_groups for p in g["params"])
+        return dict(zip(map(id, params), self.optimizer.fp32_parameters(), strict=True))
 
     def losses(self, number: int) -> list[tuple[Tensor, list[Tensor | None]]]:
         """Of a step's micro-batches: the loss and the gradients it will give."""
@@ -258,7 +130,9 @@ class Training:
                 self.scheduler.base_lrs.append(0.02)
         if case["scheduler"] == "by hand":
             for group in optimizer.param_groups:
-                group["lr"] = torch.tensor(0.03 / (number + 1), dtype=torch.float64) if case["lr_tensor"] else 0.03 / (number + 1)
+                rate = 0.03 / (number + 1)
+                as_tensor = torch.tensor(rate, dtype=torch.float64)
+                group["lr"] = as_tensor if case["lr_tensor"] else rate
         rates = {id(p): float(g["lr"]) for g in optimizer.param_groups for p in g["params"]}
         losses = self.losses(number)
         for i, (loss, _) in enumerate(losses):
@@ -297,11 +171,12 @@ def expected(case: Case, training: Training, oracles: list[Oracle], grads: Any, 
     """The step in float64."""
     sums: list[Tensor | None] = []
     for column in zip(*grads, strict=True):
-        present = [g for g in column if g is not None]
-        total = sum((g.resolve_conj().resolve_neg() for g in present[1:]), present[0]) if present else None
-        sums.append(None if total is None else wide(total))
+        present = [g.resolve_conj().resolve_neg() for g in column if g is not None]
+        sums.append(wide(sum(present[1:], present[0])) if present else None)
     infinite = [g is not None and not bool(g.isfinite().all()) for g in sums]
-    everything = case["clip_global_norm"] is not None or case["norm_pass"] and training.in_backward
+    everything = case["clip_global_norm"] is not None or (
+        case["norm_pass"] and training.in_backward
+    )
     if case["scaler"] and everything and any(infinite):
         return
     limit = case["clip_global_norm"] or (0.7 if everything else None)
@@ -321,7 +196,8 @@ def expected(case: Case, training: Training, oracles: list[Oracle], grads: Any, 
 
 def storage(case: Case, dtype: torch.dtype) -> str:
     parts = [case["bf16"] or ""] if dtype == torch.bfloat16 else []
-    parts += ["8bit"] if case["state_dtype"] == "8bit" else ["states"] if case["state_dtype"] else []
+    if case["state_dtype"]:
+        parts.append("8bit" if case["state_dtype"] == "8bit" else "states")
     return "+".join([*parts, "fold"] if case["fold"] else parts)
 
 
@@ -336,15 +212,15 @@ def check(case: Case) -> str:
             grads, rates = training.step(number)
             expected(case, training, own, grads, rates)
             where = f"step {number}, {'in' if training is trainings[0] else 'after'} backward"
-            exact = training.optimizer.fp32_parameters() if case["bf16"] in ("kahan", "split") else None
-            order = {id(p): i for i, p in enumerate(p for g in training.optimizer.param_groups for p in g["params"])}
+            values = training.values()
             for param, oracle, about in zip(training.params, own, case["params"], strict=True):
-                value = exact[order[id(param)]] if exact and id(param) in order else param
+                value = values.get(id(param), param)
                 if wrong := too_far(value, oracle, storage(case, about[0]), about[0]):
                     return f"wrong: {where}: {about}: {wrong}"
         if bitwise:
-            for a, b, about in zip(trainings[0].params, trainings[1].params, case["params"], strict=True):
-                if not torch.equal(wide(a), wide(b)) and not torch.allclose(wide(a), wide(b), 0, 0, True):
+            both = (training.params for training in trainings)
+            for a, b, about in zip(*both, case["params"], strict=True):
+                if not torch.allclose(wide(a), wide(b), 0, 0, equal_nan=True):
                     return f"other bits in backward than after it: step {number}: {about}"
     return ""
 
@@ -359,7 +235,8 @@ def guarded(case: Case) -> str:
         if isinstance(error, ValueError) and both:
             return f"refused: {error}"
         frames = traceback.extract_tb(error.__traceback__)[-3:]
-        return f"error: {type(error).__name__}: {error} ({', '.join(f'{f.name}:{f.lineno}' for f in frames)})"
+        where = ", ".join(f"{frame.name}:{frame.lineno}" for frame in frames)
+        return f"error: {type(error).__name__}: {error} ({where})"
 
 
 def shrink(case: Case, verdict: str) -> Case:

@@ -90,11 +90,12 @@ def check(case: Case) -> str:
     weights = [nn.Parameter(torch.zeros(size, dtype=dtype)) for _ in range(count)]
     oracles = [Oracle(w) for w in weights]
     generator = torch.Generator().manual_seed(case["seed"])
-    # Small integers: sums are exact in any order, and none is 0 or near it, where Adam magnifies rounding.
-    inputs = [
-        [torch.randint(1, 9, (size,), generator=generator).to(dtype) for _ in range(case["repeats"])]
-        for _ in range(threads)
-    ]
+
+    def draw() -> Tensor:
+        # Sums are exact in any order, and none is 0 or near it, where Adam magnifies rounding.
+        return torch.randint(1, 9, (size,), generator=generator).to(dtype)
+
+    inputs = [[draw() for _ in range(case["repeats"])] for _ in range(threads)]
     mode = case["mode"]
     options = {"in_backward": mode != "gradients", "small_bytes": case["small_bytes"]}
     optimizer = ms.Adam(weights, lr=0.01, **options)

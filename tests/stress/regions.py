@@ -3,147 +3,20 @@ where a program did what a recompute cannot follow, with nothing left behind."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 import memsave_ext as ms
 
-from . import programs
-from .programs import Program, Writer, generate
-
-
-class Boom(RuntimeError):
-    """What programs raise."""
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * 3 * x**2
-
-
-class Calls(nn.Module):
-    """A module around a function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(*args)
-
-
-def plain_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    for option in OPTIONS:
-        kwargs.pop(option, None)
-    return function(*args, **kwargs)
-
-
-OPTIONS = ("use_reentrant preserve_rng_state context_fn determinism_check early_stop debug "
-           "offload").split()  # fmt: skip
-
-
-def plain_sequential(functions: list[Callable[..., Any]], segments: int, *inputs: Any) -> Any:
-    for function in functions:
-        inputs = (function(*inputs),)
-    return inputs[0]
-
-
-def plain_adam(params: Any, in_backward: bool, **options: Any) -> torch.optim.Optimizer:
-    options.pop("small_bytes", None)
-    return ms.Adam(params, **options)
-
-
-PLAIN = SimpleNamespace(
-    checkpoint=plain_checkpoint,
-    CheckpointFunction=SimpleNamespace(apply=lambda f, n, *args: f(*args[:n])),
-    checkpoint_sequential=plain_sequential,
-    checkpoint_modules=lambda model, select: None,
-    patch_torch_checkpoint=contextlib.nullcontext,
-    count_once_contexts=None,
-    is_recomputing=lambda: False,
-    BatchNorm1d=ms.BatchNorm1d,
-    Adam=plain_adam,
-)
-PLAIN_TORCH = SimpleNamespace(checkpoint=plain_checkpoint)
-
-
-def flat(things: tuple[Any, ...]) -> list[Tensor]:
-    """Tensors, and modules' parameters, each once."""
-    tensors = []
-    for thing in things:
-        tensors += thing.parameters() if isinstance(thing, nn.Module) else [thing]
-    return list({id(t): t for t in tensors}.values())
-
-
-def statistics(*modules: nn.Module) -> list[Tensor]:
-    norms = [m for module in modules for m in module if isinstance(m, ms.BatchNorm1d)]
-    return [b for norm in norms for b in norm.buffers()]
-
-
-def torch_statistics(*modules: nn.Module) -> list[Tensor]:
-    norms = [m for module in modules for m in module if isinstance(m, nn.BatchNorm1d)]
-    return [b for norm in norms if not isinstance(norm, ms.BatchNorm1d) for b in norm.buffers()]
-
-
-def in_thread(work: Callable[[], Any]) -> None:
-    errors: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-
-
-def namespace(program: Program, mode: str) -> dict[str, Any]:
-    """What a program's source sees. ``mode``: "ours", "plain", or "torch": torch's regions only."""
-    dtype = getattr(torch, program.dtype)
-
-    def leaf(number: int, *shape: int) -> Tensor:
-        generator = torch.Generator().manual_seed(number + 1)
-        return torch.randn(*shape, generator=generator, dtype=dtype)
-
-    def checkpointed(module: nn.Module) -> nn.Module:
-        if mode == "ours":
-            ms.checkpoint_modules(module, lambda m: m is module)
-        return module
-
-    return {
-        "torch": torch, "nn": nn, "F": F, "P": nn.Parameter, "Cube": Cube, "Boom": Boom,
-        "Calls": Calls, "DTYPE": dtype, "leaf": leaf, "checkpointed": checkpointed,
-        "RAMP": torch.linspace(-1, 1, 12, dtype=dtype).view(4, 3),
-        "ms": ms if mode == "ours" else PLAIN,
-        "cp": PLAIN_TORCH if mode == "plain" else torch.utils.checkpoint,
-        "listed": lambda *things: [t for t in flat(things) if t.requires_grad],
-        "grads": lambda *things: [t.grad for t in flat(things)],
-        "parameters": lambda *modules: flat(modules),
-        "statistics": statistics, "torch_statistics": torch_statistics, "in_thread": in_thread,
-        "twice": lambda g: g if g is None else g * 2,
-    }  # fmt: skip
+from .programs import Op, Program, Writer, generate
+from .worlds import namespace
 
 
 def state() -> tuple[Any, ...]:
@@ -168,11 +41,14 @@ def keep(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def run(program: Program, code: Any, mode: str, changes: bool) -> list[Step]:
-    """What it yielded, step by step; the last one can be ("error", [exception])."""
+def run(program: Program, code: Any, mode: str, changes: bool, alone: bool = True) -> list[Step]:
+    """What it yielded, step by step; the last one can be ("error", [exception]). Random state is
+    looked at where it runs ``alone``."""
     space = namespace(program, mode)
     exec(code, space)
-    torch.manual_seed(program.seed)
+    random_state = torch.get_rng_state if alone else lambda: torch.zeros(1)
+    if alone:
+        torch.manual_seed(program.seed)
     steps: list[Step] = []
     generator = space["program"]()
     answer = None
@@ -180,18 +56,18 @@ def run(program: Program, code: Any, mode: str, changes: bool) -> list[Step]:
         while True:
             label, values = generator.send(answer)
             answer = changes
-            steps.append((label, [*map(keep, values), torch.get_rng_state()]))
+            steps.append((label, [*map(keep, values), random_state()]))
     except StopIteration:
         pass
     except Exception as error:
-        steps.append(("error", [error, torch.get_rng_state()]))
+        steps.append(("error", [error, random_state()]))
     return steps
 
 
 def same(a: Any, b: Any, exact: bool) -> bool:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         # Every output of an explicit region is differentiable, by what is 0 there.
-        return a is b is None or not exact and all(t is None or not t.any() for t in (a, b))
+        return a is b is None or (not exact and all(t is None or not t.any() for t in (a, b)))
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if exact or a.dtype not in (torch.float32, torch.float64):
@@ -216,7 +92,8 @@ def compare(ours: list[Step], plain: list[Step], unchanged: list[Step], writer: 
         theirs, without = (s[i] if i < len(s) else ("end", []) for s in (plain, unchanged))
         if label == "error":
             error, random_state = values
-            if i and "forward" in [s[0] for s in ours] and not torch.equal(random_state, ours[i - 1][1][-1]):
+            begun = any(name == "forward" for name, _ in ours)
+            if begun and not torch.equal(random_state, ours[i - 1][1][-1]):
                 return "leak: random state after an error"
             if theirs[0] == "error":
                 return "refused: plain torch refuses it, too"
@@ -238,10 +115,6 @@ def compare(ours: list[Step], plain: list[Step], unchanged: list[Step], writer: 
     return ""
 
 
-class Failure(Exception):
-    pass
-
-
 def check(program: Program) -> str:
     """What is wrong with a program; "refused: ..." or nothing where nothing is."""
     writer = Writer(program)
@@ -253,8 +126,9 @@ def check(program: Program) -> str:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             results = []
+            changing = any(event.name.startswith("change") for event in program.events)
             for mode, changes in (("plain", True), ("plain", False), ("ours", True)):
-                if mode == "plain" and not changes and not any(e.name.startswith("change") for e in program.events):
+                if mode == "plain" and not changes and not changing:
                     results.append(results[0])
                     continue
                 results.append(run(program, code, mode, changes))
@@ -265,7 +139,7 @@ def check(program: Program) -> str:
             verdict = compare(ours, plain, unchanged, writer)
             if "torch_statistics" in verdict and any("BatchNorm" in str(w.message) for w in warned):
                 return "refused: with a warning, torch's BatchNorm of a module that is not known"
-            if verdict and not verdict.startswith("refused") and ("cp." in "".join(writer.lines)):
+            if verdict and not verdict.startswith("refused") and "cp." in "".join(writer.lines):
                 theirs = compare(run(program, code, "torch", True), plain, unchanged, writer)
                 torch.set_default_dtype(default)
                 if theirs.split(":")[0] not in ("", "refused"):
@@ -276,7 +150,8 @@ def check(program: Program) -> str:
         torch.set_default_dtype(default)
 
 
-def children(ops):
+def children(ops: list[Op]) -> Iterator[list[Op]]:
+    """With one operation less, or one region, or one option."""
     for i, op in enumerate(ops):
         yield ops[:i] + ops[i + 1 :]
         if op.body:
@@ -296,10 +171,16 @@ def smaller(program: Program) -> Iterator[Program]:
     for events in children(program.events):
         if any(e.name.startswith("backward") for e in events):
             yield dataclasses.replace(program, events=events)
-    for simpler in ({"rounds": 1}, {"adam": ""}, {"engine_hooks": False}, {"checkpointed": False}, {"dtype": "float32"}):
+    for simpler in SIMPLER:
         other = dataclasses.replace(program, **simpler)
         if other != program:
             yield other
+
+
+SIMPLER: list[dict[str, Any]] = [
+    {"rounds": 1}, {"adam": ""}, {"engine_hooks": False}, {"checkpointed": False},
+    {"dtype": "float32"},
+]  # fmt: skip
 
 
 def shrink(program: Program, verdict: str, seconds: float = 10) -> Program:
@@ -317,8 +198,40 @@ def shrink(program: Program, verdict: str, seconds: float = 10) -> Program:
     return program
 
 
+def check_threads(together: list[Program]) -> str:
+    """Of programs that several threads run at once."""
+    writers = [Writer(program) for program in together]
+    codes = [compile(w.source(), f"<program {w.program.seed}>", "exec") for w in writers]
+    several = [*zip(together, codes, strict=True)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = [run(*one, "plain", True, alone=False) for one in several]
+        unchanged = [run(*one, "plain", False, alone=False) for one in several]
+        torchs = [run(*one, "torch", True, alone=False) for one in several]
+        ours: dict[int, list[Step]] = {}
+
+        def work(i: int) -> None:
+            ours[i] = run(*several[i], "ours", True, alone=False)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(together))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for i, writer in enumerate(writers):
+        verdict = compare(ours[i], plain[i], unchanged[i], writer)
+        excused = compare(torchs[i], plain[i], unchanged[i], writer)
+        if verdict and not verdict.startswith("refused") and not excused:
+            return f"{verdict} (of program {together[i].seed}, in a thread)"
+    return ""
+
+
 def run_seed(seed: int, without: list[str], shrinks: bool) -> tuple[str, str]:
     """The verdict on the program of a seed, and what it is where it failed."""
+    if seed % 20 == 19:
+        together = [generate(seed * 4 + i, without, threads=True) for i in range(4)]
+        verdict = check_threads(together)
+        return verdict, "\n".join(Writer(p).source() for p in together) if verdict else ""
     program = generate(seed, without)
     verdict = check(program)
     if not verdict or verdict.startswith("refused"):

@@ -67,13 +67,12 @@ class Tally:
 def supervise(part: str, native: str, options: argparse.Namespace, end: float, tally: Tally) -> int:
     """Runs one part until ``end``, in as many processes as die. Returns the seed after the last."""
     seed, last = options.seed, options.seed + options.count
+    package = os.environ.get("PYTHONPATH", str(HERE.parents[2]))
     environment = {
         **os.environ,
         "MEMSAVE_EXT_NATIVE": native,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(
-            [str(HERE.parents[1]), *os.environ.get("PYTHONPATH", str(HERE.parents[2])).split(os.pathsep)]
-        ),
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), package]),
     }
     while seed < last and (left := end - time.monotonic()) > 0:
         command = [sys.executable, "-m", "stress.run", "--worker", "--part", part]
@@ -90,7 +89,8 @@ def supervise(part: str, native: str, options: argparse.Namespace, end: float, t
                 continue
             told: dict[str, Any] = json.loads(line)
             if "seed" in told:
-                tally.add(replay(part, native, told["seed"], options), told["verdict"], told["text"])
+                again = replay(part, native, told["seed"], options)
+                tally.add(again, told["verdict"], told["text"])
                 seed = told["seed"] + 1
             else:
                 seed = told["begin"]
@@ -112,7 +112,8 @@ def replay(part: str, native: str, seed: int, options: argparse.Namespace) -> st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    help_format = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=help_format)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--part", choices=PARTS, help="only this one")
     parser.add_argument("--native", choices=("0", "1"), help="only the native part, or pure Python")
