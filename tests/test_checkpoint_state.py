@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -390,3 +392,32 @@ def test_a_backward_inside_the_function_runs_nothing_that_has_not_run(early_stop
     expected = torch.autograd.grad(norm((x * w).cos() * (x * w)).square().sum(), (x, w))
     for a, b in zip(expected, torch.autograd.grad(out.square().sum(), (x, w)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_threads_whose_regions_share_a_parameter():
+    """torch takes a leaf's mutex before the GIL: nothing here may wait for it with the GIL held."""
+    code = """
+import faulthandler, sys, threading
+import torch, memsave_ext as ms
+faulthandler.dump_traceback_later(100, exit=True)
+sys.setswitchinterval(1e-5)
+one, f = torch.ones(20_000), lambda w, o: w * o
+runs = [
+    lambda w: w * one,
+    lambda w: ms.CheckpointFunction.apply(f, 2, w, one),
+    lambda w: ms.checkpoint(f, w, one),
+    lambda w: ms.checkpoint(lambda w: w[1:], w),
+]
+def work(i, w, start):
+    start.wait()
+    for _ in range(3):
+        runs[i % 4](w).sum().backward()
+for r in range(300):
+    w, start = torch.nn.Parameter(torch.zeros(20_000)), threading.Barrier(8)
+    threads = [threading.Thread(target=work, args=(i, w, start)) for i in range(8)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+print("done")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "done", done.stderr[-4000:]

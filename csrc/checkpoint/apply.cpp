@@ -118,7 +118,8 @@ bool is_returned_twice(const FunctionResult& result, size_t index) {
 // tensor from a closure, a view. Where a change in place would have to enter a history that the
 // region does not see, torch refuses it, as it does for such outputs of custom Functions.
 at::Tensor alias_of(const at::Tensor& output, bool has_other_history) {
-  if (!has_other_history || output.is_inference()) return output.detach();
+  if (!has_other_history || output.is_inference()) return detach(output);
+  const py::gil_scoped_release no_gil;
   const at::NoGradGuard no_grad;
   const at::AutoFwGradMode no_forward_grad(false);
   return output.view_as(output);
@@ -176,8 +177,8 @@ py::object call_and_look(const Arguments& arguments, const AutocastState& autoca
     if (!THPVariable_Check(result[i])) continue;
     const at::Tensor& output = THPVariable_Unpack(result[i]);
     if (!output.requires_grad()) continue;
-    roots.push_back(impl::gradient_edge(output));
-    elements.back() = wrap_as(output.detach(), subclass_of(output));
+    roots.push_back(gradient_edge(output));
+    elements.back() = wrap_as(detach(output), subclass_of(output));
   }
   if (!roots.empty()) warn_unlisted(close_region(mark, roots, {}, {}), current_call_site());
   return result.rebuild(std::move(elements));
@@ -200,10 +201,10 @@ py::object apply(const Arguments& arguments) {
   std::vector<uint32_t> versions;
   std::vector<py::object> types;
   for (const auto& input : arguments.inputs) {
-    saved.emplace_back(input, /*is_output=*/false);
+    saved.push_back(save_input(input));
     types.push_back(subclass_of(input));
     versions.push_back(input._version());
-    edges.push_back(input.requires_grad() ? impl::gradient_edge(input) : torch::autograd::Edge());
+    edges.push_back(gradient_edge(input));
   }
   std::vector<ListedParameter> parameters;
   parameters.reserve(arguments.parameters.size());
@@ -213,8 +214,7 @@ py::object apply(const Arguments& arguments) {
         std::any_of(parameters.begin(), parameters.end(),
                     [&](const ListedParameter& other) { return other.tensor.is_same(tensor); });
     parameters.push_back({tensor, static_cast<uint32_t>(tensor._version())});
-    edges.push_back(tensor.requires_grad() && !repeated ? impl::gradient_edge(tensor)
-                                                        : torch::autograd::Edge());
+    edges.push_back(repeated ? torch::autograd::Edge() : gradient_edge(tensor));
   }
   const auto rng = std::make_shared<RngState>();
 

@@ -14,6 +14,22 @@ void throw_python_error() {
   throw std::move(error);
 }
 
+at::Tensor detach(const at::Tensor& tensor) {
+  const py::gil_scoped_release no_gil;
+  return tensor.detach();
+}
+
+torch::autograd::Edge gradient_edge(const at::Tensor& tensor) {
+  if (!tensor.requires_grad()) return {};
+  const py::gil_scoped_release no_gil;
+  return torch::autograd::impl::gradient_edge(tensor);
+}
+
+torch::autograd::SavedVariable save_input(const at::Tensor& tensor) {
+  const py::gil_scoped_release no_gil;
+  return torch::autograd::SavedVariable(tensor, /*is_output=*/false);
+}
+
 py::object subclass_of(const at::Tensor& tensor) {
   const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
   if (THPVariable_CheckExact(object.ptr())) return {};

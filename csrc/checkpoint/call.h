@@ -3,6 +3,7 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <vector>
@@ -29,6 +30,13 @@ class FunctionResult {
   pybind11::object object_;
   bool is_sequence_;
 };
+
+// Autograd's own look at a tensor that others use, too (its history, its forward gradient) waits
+// for the tensor's mutex, which torch's operators hold while they wait for the GIL. So these calls
+// leave the GIL to others. They need it.
+at::Tensor detach(const at::Tensor& tensor);
+torch::autograd::Edge gradient_edge(const at::Tensor& tensor);  // invalid where none is required
+torch::autograd::SavedVariable save_input(const at::Tensor& tensor);
 
 // The subclass of torch.Tensor that a tensor is of; null for torch's own and Parameters.
 pybind11::object subclass_of(const at::Tensor& tensor);

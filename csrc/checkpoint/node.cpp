@@ -154,7 +154,7 @@ CheckpointNode::Recomputed CheckpointNode::recompute(const Saved& saved,
                 " of the recompute has shape ", output.sym_sizes(), ", in the forward it had ",
                 grad.sym_sizes(), ". The function must do the same each time it is called.");
     if (!output.requires_grad()) continue;
-    graph.roots.push_back(impl::gradient_edge(output));
+    graph.roots.push_back(gradient_edge(output));
     graph.root_grads.push_back(grad);
   }
 
@@ -166,7 +166,7 @@ CheckpointNode::Recomputed CheckpointNode::recompute(const Saved& saved,
     const bool is_input = i < arguments.size();
     const at::Tensor& tensor = is_input ? arguments[i] : saved.parameters[i - arguments.size()];
     if (!tensor.requires_grad()) continue;
-    listed[i] = impl::gradient_edge(tensor);
+    listed[i] = gradient_edge(tensor);
     // The engine would run the hooks of a parameter, and, of one that was computed, on through the
     // graph that computed it.
     if (!is_input && (has_tensor_hooks(listed[i]) || !tensor.is_leaf())) {

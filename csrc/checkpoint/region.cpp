@@ -51,8 +51,7 @@ void Region::save_arguments(PyObject* arguments) {
       continue;
     }
     const at::Tensor& tensor = THPVariable_Unpack(argument);
-    arguments_.push_back(
-        {SavedVariable(tensor, /*is_output=*/false), weak_storage(tensor), version_of(tensor), {}});
+    arguments_.push_back({save_input(tensor), weak_storage(tensor), version_of(tensor), {}});
   }
 }
 
@@ -200,7 +199,10 @@ py::tuple Region::unpack_arguments() const {
       arguments[i] = other;
       continue;
     }
-    const at::Tensor tensor = saved.unpack();
+    const at::Tensor tensor = [&saved = saved] {
+      const py::gil_scoped_release no_gil;
+      return saved.unpack();
+    }();
     const bool same = tensor.defined() && tensor.has_storage() &&
                       storage._unsafe_get_target() == tensor.storage().unsafeGetStorageImpl();
     if (same && version_of(tensor) != version) {
