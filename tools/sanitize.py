@@ -31,7 +31,8 @@ EXPRESSION = {
     "address": "not host_memory",
     "thread": "(threads or at_once) and not number_of_threads",
 }
-# By the innermost frame: torch and Python are on every stack, ours included.
+# By the innermost frame: torch and Python are on every stack, ours included. The last one is glibc's
+# own: it frees the thread-local memory of a thread that has ended in another that takes its stack.
 SUPPRESSIONS = """\
 race_top:libtorch
 race_top:libc10
@@ -40,6 +41,7 @@ race_top:^Py
 race_top:^_Py
 mutex:native_sharding_propagator
 mutex:capsule_dealloc
+race:_dl_deallocate_tls
 """
 
 

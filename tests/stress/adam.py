@@ -174,9 +174,8 @@ def expected(case: Case, training: Training, oracles: list[Oracle], grads: Any, 
         present = [g.resolve_conj().resolve_neg() for g in column if g is not None]
         sums.append(wide(sum(present[1:], present[0])) if present else None)
     infinite = [g is not None and not bool(g.isfinite().all()) for g in sums]
-    everything = case["clip_global_norm"] is not None or (
-        case["norm_pass"] and training.in_backward
-    )
+    measured = case["norm_pass"] and training.in_backward
+    everything = case["clip_global_norm"] is not None or measured
     if case["scaler"] and everything and any(infinite):
         return
     limit = case["clip_global_norm"] or (0.7 if everything else None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .vocabulary import (
     BACKWARDS,
@@ -52,59 +52,69 @@ class Program:
     closures: bool = True  # explicit regions read computed tensors of the surroundings, too
 
 
+# What programs that run at once would disturb each other by.
+NOT_IN_THREADS = [*RANDOM, "patched", "default_dtype", *HARMLESS, "engine_hooks", "dropout_module"]
+
+
 def generate(seed: int, without: Sequence[str] = (), threads: bool = False) -> Program:
-    """The program of a seed. ``threads``: one that several threads can run at once."""
+    """The program of a seed; what is left out becomes something simpler, and the rest stays.
+    ``threads``: one that several threads can run at once."""
     rng = random.Random(seed)
-    rough = rng.random() < 0.3
-    names = list(PURE) + (list(RANDOM) if not threads else []) + (list(ROUGH) if rough else [])
-    names = [n for n in names if n not in without]
-    regions = [r for r in REGIONS if r not in without and not (threads and r == "patched")]
+    out = {*without, *(NOT_IN_THREADS if threads else [])}
+    names = [*PURE, *RANDOM, *(ROUGH if rng.random() < 0.3 else [])]
+
+    def one(choices: Sequence[str], otherwise: str) -> str:
+        chosen = rng.choice(choices)
+        return otherwise if chosen in out else chosen
+
+    def chance(probability: float, name: str) -> bool:
+        return rng.random() < probability and name not in out
 
     def body(depth: int, most: int) -> list[Op]:
         ops = []
         for _ in range(rng.randint(1, most)):
             op = Op("", rng.randrange(24), rng.randrange(24), rng.randrange(1000))
             if depth < 3 and rng.random() < (0.45 if depth == 0 else 0.2):
-                op.name = "region:" + rng.choice(regions)
+                op.name = "region:" + one(REGIONS, "checkpoint")
                 op.body = body(depth + 1, 4)
             else:
-                op.name = rng.choice(names)
+                op.name = one(names, "sin")
             ops.append(op)
         return ops
 
-    changes = [c for c in CHANGES if c not in without and not (threads and c == "default_dtype")]
-    harmless = [h for h in HARMLESS if h not in without and not threads]
-    adam = rng.random() < 0.15 and "adam" not in without
-    events = []
-    for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        if rng.random() < 0.3 and changes:
-            events.append(Op("change:" + rng.choice(changes)))
-        if rng.random() < 0.2 and harmless:
-            events.append(Op("harmless:" + rng.choice(harmless)))
-        backward = rng.choice(["backward", rng.choice([b for b in BACKWARDS if b not in without])])
-        events.append(Op("backward:" + ("backward" if adam else backward)))
-        if adam:
-            break
-    # Seldom a second backward through a graph that is gone.
-    for event in events[:-1] if rng.random() < 0.95 else []:
-        event.name = event.name.replace("backward:backward", "backward:retained")
-    for event in events:
-        event.i, event.k = rng.randrange(24), rng.randrange(1000)
-    modules = [m for m in MODULES if not (threads and "Dropout" in m)]
-    if "torch_batch_norm" in without:
-        modules = [m for m in modules if "nn.BatchNorm1d" not in m.replace("ms.Batch", "")]
+    adam = chance(0.15, "adam")
     return Program(
         seed=seed,
         dtype=rng.choice(["float32", "float64"]),
-        modules=[rng.choice(modules) for _ in range(2)],
+        modules=[MODULES[one([*MODULES], "linear")] for _ in range(2)],
         body=body(0, 6),
-        events=events,
+        events=drawn_events(rng, one, adam),
         adam=rng.choice(["small_bytes=0", "lr=0.1", "small_bytes=0, amsgrad=True"]) if adam else "",
         rounds=rng.choice([1, 2]) if adam else 1,
-        engine_hooks=rng.random() < 0.3 and not threads,
-        checkpointed=rng.random() < 0.3,
-        closures=rng.random() < 0.3 and "closures" not in without,
+        engine_hooks=chance(0.3, "engine_hooks"),
+        checkpointed=chance(0.3, "checkpointed"),
+        closures=chance(0.3, "closures"),
     )
+
+
+def drawn_events(
+    rng: random.Random, one: Callable[[Sequence[str], str], str], adam: bool
+) -> list[Op]:
+    """Of after the forward."""
+    names = []
+    for _ in range(1 if adam else rng.choice([1, 1, 1, 2, 3])):
+        if rng.random() < 0.3:
+            names.append("change:" + one([*CHANGES], ""))
+        if rng.random() < 0.2:
+            names.append("harmless:" + one([*HARMLESS], ""))
+        backward = rng.choice(["backward", one([*BACKWARDS], "backward")])
+        names.append("backward:" + ("backward" if adam else backward))
+    # Seldom a second backward through a graph that is gone.
+    if rng.random() < 0.95:
+        keep = [n.replace("backward:backward", "backward:retained") for n in names[:-1]]
+        names = [*keep, names[-1]]
+    events = [Op(name, rng.randrange(24), 0, rng.randrange(1000)) for name in names]
+    return [event for event in events if not event.name.endswith(":")]
 
 
 class Writer:
@@ -157,12 +167,12 @@ class Writer:
             kind = "torch"
         given = [names[-1 - op.i % len(names)], names[-1 - op.j % len(names)]][: 1 + op.k % 2]
         inner = [self.new("a") for _ in given]
-        keyword = kind in ("checkpoint", "torch") and op.k % 5 == 0
+        keyword = kind in ("checkpoint", "torch") and op.k % 5 == 3
         signature, call = ", ".join(inner), ", ".join(given)
         # Outer names are seen through the closure.
         # torch's reentrant checkpoint would run and free what computed them.
         leaves = kind == "reentrant" or (kind == "explicit" and not self.program.closures)
-        scope = [*(["x0", "x1"] if leaves else names), *inner]
+        scope = [*(["x1", "x0"] if leaves else names), *inner]
         start = len(self.lines)
         self.explicit |= kind == "explicit"
         if keyword:
@@ -173,7 +183,7 @@ class Writer:
             scope.append(m := self.new("a"))
             self.add(f"{m} = m['t'] + m['l'][0]", indent + 1)
         made = self.block(op.body, scope, indent + 1, f"{outer} {kind}")
-        several = op.k % 7 == 0 and kind != "sequential"
+        several = op.k % 7 == 3 and kind != "sequential"
         returned = f"{', '.join(made[-2:])}," if several else made[-1]
         self.add(f"return {returned}", indent + 1)
         target = (f"({v},)" if len(made) == 1 else f"{v}, _") if several else v
@@ -235,7 +245,7 @@ class Writer:
         if program.rounds > 1:
             self.add(f"for _ in range({program.rounds}):", 1)
         indent = 2 if program.rounds > 1 else 1
-        scope = ["x0", "x1"]
+        scope = ["x1", "x0"]
         scope += self.block(program.body, scope, indent)
         self.add(f"loss = (x0 * RAMP).sum() + ({scope[-1]} * RAMP).sum()", indent)
         self.add(f"yield 'forward', [loss, {scope[-1]}]", indent)

@@ -158,10 +158,10 @@ def children(ops: list[Op]) -> Iterator[list[Op]]:
             yield ops[:i] + op.body + ops[i + 1 :]
             for body in children(op.body):
                 if body:
-                    yield ops[:i] + [dataclasses.replace(op, body=body)] + ops[i + 1 :]
+                    yield [*ops[:i], dataclasses.replace(op, body=body), *ops[i + 1 :]]
         for name in "ijk":
             if getattr(op, name):
-                yield ops[:i] + [dataclasses.replace(op, **{name: 0})] + ops[i + 1 :]
+                yield [*ops[:i], dataclasses.replace(op, **{name: 0}), *ops[i + 1 :]]
 
 
 def smaller(program: Program) -> Iterator[Program]:

@@ -75,7 +75,7 @@ def supervise(part: str, native: str, options: argparse.Namespace, end: float, t
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), package]),
     }
     while seed < last and (left := end - time.monotonic()) > 0:
-        command = [sys.executable, "-m", "stress.run", "--worker", "--part", part]
+        command = [sys.executable, str(HERE), "--worker", "--part", part]
         command += ["--seed", str(seed), "--count", str(last - seed), "--minutes", str(left / 60)]
         command += ["--without", ",".join(options.without)] + ["--shrink"] * options.shrink
         process = subprocess.Popen(

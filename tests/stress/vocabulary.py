@@ -66,14 +66,17 @@ REGIONS = (
 )  # fmt: skip
 SHARED = "w0, w1, w2, d0['b'][0], m0, m1"
 OPTIONS = ["", "", "", "", "", "early_stop=False", "debug=True", "use_reentrant=True",
-           "context_fn=ms.count_once_contexts", "offload='cpu'", "preserve_rng_state=True"]  # fmt: skip
-MODULES = [
-    "nn.Sequential(nn.Linear(3, 3), nn.Tanh())",
-    "nn.Sequential(nn.Linear(3, 3), ms.BatchNorm1d(3), nn.Sigmoid())",
-    "nn.Sequential(ms.BatchNorm1d(3, activation='relu'), nn.Linear(3, 3), nn.Dropout(0.3))",
-    "nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh())",
-    "nn.Sequential(ms.BatchNorm1d(3, momentum=None), nn.Tanh())",
-]
+           "context_fn=ms.count_once_contexts", "offload='cpu'",
+           "preserve_rng_state=True"]  # fmt: skip
+MODULES = {
+    "linear": "nn.Sequential(nn.Linear(3, 3), nn.Tanh())",
+    "batch_norm": "nn.Sequential(nn.Linear(3, 3), ms.BatchNorm1d(3), nn.Sigmoid())",
+    "torch_batch_norm": "nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh())",
+    "cumulative": "nn.Sequential(ms.BatchNorm1d(3, momentum=None), nn.Tanh())",
+    "dropout_module": (
+        "nn.Sequential(ms.BatchNorm1d(3, activation='relu'), nn.Linear(3, 3), nn.Dropout(0.3))"
+    ),
+}
 # Between forward and backward. Those of CHANGES change what a recompute may read.
 CHANGES = {
     "leaf": "with torch.no_grad():\n    x{k}.mul_(3)",

@@ -51,7 +51,10 @@ def plain_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return function(*args, **kwargs)
 
 
-OPTIONS = ["use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "early_stop", "debug", "offload"]  # fmt: skip
+OPTIONS = [
+    "use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "early_stop", "debug",
+    "offload",
+]  # fmt: skip
 
 
 def plain_sequential(functions: list[Callable[..., Any]], segments: int, *inputs: Any) -> Any:
