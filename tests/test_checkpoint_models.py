@@ -296,6 +296,15 @@ expected, x.grad = x.grad, None
 torch.compile(model, fullgraph=True, backend="aot_eager")(x).backward()
 torch.testing.assert_close(x.grad, expected)
 assert bn.num_batches_tracked == 2, bn.num_batches_tracked
+norm = torch.nn.BatchNorm1d(4)
+for run in (ms.checkpoint, torch.utils.checkpoint.checkpoint):
+    with ms.patch_torch_checkpoint():
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            lambda x: run(norm, x, use_reentrant=False).sum(), fullgraph=True, backend="aot_eager"
+        )
+        compiled(x).backward()
+assert norm.num_batches_tracked == 2, norm.num_batches_tracked
 print("as expected")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

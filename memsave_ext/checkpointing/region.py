@@ -17,12 +17,13 @@ from . import uncounted
 from .debug import record_operators
 from .offload import keep_inputs_on_cpu
 
+# Taken at import: patch_torch_checkpoint() puts ours in its place.
+_torch_checkpoint = _torch.checkpoint
+
 ContextFn = Callable[
     [], tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 ]
 
-# Taken at import: patch_torch_checkpoint() puts ours in its place.
-_torch_checkpoint = _torch.checkpoint
 _run_region: Callable[..., Any] = (
     _native.module.checkpoint_region if _native.module else _reference.checkpoint_region
 )
@@ -88,16 +89,19 @@ def checkpoint(
     """
     check_options(determinism_check, early_stop, preserve_rng_state, debug, offload)
     if torch.compiler.is_compiling():
-        # Traced into a higher-order operator, which takes no others of the options.
+        # Traced into a higher-order operator, which takes no others of the options. Dynamo knows it
+        # by what is torch.utils.checkpoint.checkpoint now; what it made of it runs torch's own.
+        dynamo = torch.compiler.is_dynamo_compiling()
+        torchs = _torch.checkpoint if dynamo else _torch_checkpoint
         if context_fn is None:
-            return _torch_checkpoint(
+            return torchs(
                 function,
                 *args,
                 use_reentrant=False,
                 preserve_rng_state=preserve_rng_state,
                 **kwargs,
             )
-        return _torch_checkpoint(
+        return torchs(
             function,
             *args,
             use_reentrant=False,

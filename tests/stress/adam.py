@@ -35,7 +35,8 @@ class Training:
         self.params = [parameter(*p[:3], number=i) for i, p in enumerate(case["params"])]
         self.scaler = None
         if case["scaler"]:
-            self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+            # Small, so that only those gradients are infinite that were given so.
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
         later = case["add_group"]
         self.later = self.params[-1:] if later is not None and len(self.params) > 1 else []
         count = len(self.params) - len(self.later)

@@ -74,7 +74,7 @@ def too_far(param: Tensor, oracle: Oracle, storage: str, dtype: torch.dtype) -> 
     count = oracle.param.numel()
     real = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
     per_step = 64 * ULP[real]  # of a learning rate: moments are weighted sums of several gradients
-    bound = oracle.path * per_step + oracle.step * size * ULP[real]
+    bound = oracle.path * per_step + 2 * oracle.step * size * ULP[real]
     if dtype in (torch.float16, torch.bfloat16):
         rounding = {"kahan": 2.0**-15, "split": ULP[torch.float32]}
         relative = next((rounding[s] for s in rounding if s in storage), ULP[dtype])
