@@ -4,8 +4,10 @@
 #include <Python.h>
 #include <torch/version.h>
 
+// Whether Engine has get_node_creation_hooks, which one that forwards to another must hand on.
+#define MEMSAVE_EXT_HAS_NODE_CREATION_HOOKS (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 15)
+
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 13
-#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/node.h>
 #else
 #include <torch/csrc/autograd/function.h>
@@ -13,6 +15,10 @@
 #include <memory>
 #endif
 
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstdint>
+#include <type_traits>
 #include <utility>
 
 namespace memsave_ext {
@@ -33,6 +39,29 @@ std::shared_ptr<T> make_node(Args&&... args) {
   return std::shared_ptr<T>(new T(std::forward<Args>(args)...), torch::autograd::deleteNode);
 }
 #endif
+
+// Where the captured state of a CUDA generator draws from: an at::CUDAGeneratorState, of which only
+// builds with CUDA have the header. From torch 2.12 on it has such a place for each capture.
+template <typename State, typename Scalar>
+auto set_captured_place(State& state, unsigned long long capture, const Scalar& seed,
+                        const Scalar& offset, uint64_t place)
+    -> decltype(void(state.capture_states_)) {
+  auto& captured = state.capture_states_[capture];
+  using Captured = typename std::remove_reference_t<decltype(captured)>::element_type;
+  captured = c10::make_intrusive<Captured>();
+  captured->rng_state_seed_extragraph_ = seed;
+  captured->rng_state_offset_extragraph_ = offset;
+  captured->offset_intragraph_ = place;
+}
+
+template <typename State, typename Scalar>
+auto set_captured_place(State& state, unsigned long long, const Scalar& seed, const Scalar& offset,
+                        uint64_t place) -> decltype(void(state.capturing_)) {
+  state.capturing_ = true;
+  state.seed_extragraph_ = seed;
+  state.offset_extragraph_ = offset;
+  state.offset_intragraph_ = place;
+}
 
 // The instruction a frame is at: tells two calls on one line apart where Python says so.
 inline int frame_instruction(PyFrameObject* frame) {

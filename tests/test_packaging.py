@@ -242,6 +242,76 @@ def test_cuda_sources_are_left_out_of_a_cpu_build(config, tmp_path):
     assert config.headers(tmp_path) == ["csrc/adam/math.h"]
 
 
+class TestUnits:
+    @pytest.fixture
+    def units(self, monkeypatch):
+        return load_tool("build_units", monkeypatch)
+
+    @pytest.mark.parametrize("cuda", [False, True])
+    def test_every_source_is_compiled_once(self, config, units, cuda):
+        sources = config.sources(ROOT, cuda)
+        alone, texts = units.units(sources, config.headers(ROOT))
+        within = re.findall(r'#include "(.+\.cpp)"', "".join(texts.values()))
+        assert sorted([*alone, *(f"csrc/{path}" for path in within)]) == sources
+        assert all(
+            path.endswith((".cu", "/cuda.cpp")) or path == "csrc/module.cpp" for path in alone
+        )
+
+    def test_loops_over_vectors_are_compiled_for_each_instruction_set(self, config, units):
+        _, texts = units.units([], config.headers(ROOT))
+        rooms = {name.rpartition("_")[0] for name in texts}
+        assert rooms == {"adam", "batch_norm"}
+        for room in rooms:
+            for isa in ("baseline", "avx2", "avx512"):
+                included = re.findall(r'#include "(.+)"', texts[f"{room}_{isa}.cpp"])
+                assert included[:2] == [f"vector/target_{isa}.h", f"{room}/cpu/vector_loops.h"]
+                assert all((ROOT / "csrc" / path).exists() for path in included)
+
+    def test_an_unchanged_file_keeps_its_time(self, units, tmp_path):
+        (path,) = units.write_units(tmp_path / "units", {"room.cpp": "one"})
+        os.utime(path, (1, 1))
+        units.write_units(tmp_path / "units", {"room.cpp": "one"})
+        assert path.stat().st_mtime == 1
+        units.write_units(tmp_path / "units", {"room.cpp": "two"})
+        assert path.stat().st_mtime > 1
+        assert path.read_text() == "two"
+
+
+class TestProgress:
+    OUTPUT = (
+        "[1/3] ccache c++ -MMD -I'/a b/csrc' -c -c '/a b/build/units/adam.cpp' -o /o/adam.o -O3\n"
+        "/a b/csrc/adam/step.cpp:3: warning: unused\n"
+        "[2/3] /cuda/bin/nvcc -c /a/csrc/adam/cuda/kernels.cu -o /o/kernels.o\n"
+        "FAILED: [code=1] /o/memory.o \n"
+        "c++ -c /a/build/units/memory.cpp -o /o/memory.o -O3\n"
+        "/a/csrc/memory/log.cpp:9: error: expected ';'\n"
+    )
+    SHORT = (
+        "[1/3] adam\n"
+        "/a b/csrc/adam/step.cpp:3: warning: unused\n"
+        "[2/3] csrc/adam/cuda/kernels.cu\n"
+        "FAILED: [code=1] /o/memory.o \n"
+        "/a/csrc/memory/log.cpp:9: error: expected ';'\n"
+    )
+
+    def test_commands_are_left_out_and_messages_are_not(self, monkeypatch):
+        progress = load_tool("build_progress", monkeypatch)
+        assert "".join(progress.shortened(self.OUTPUT.splitlines(keepends=True))) == self.SHORT
+
+    def test_what_child_processes_print(self):
+        code = (
+            "import subprocess, sys; sys.path.insert(0, 'tools'); import build_progress\n"
+            "try:\n"
+            "    with build_progress.short_output():\n"
+            f"        subprocess.run(['printf', '%s', {self.OUTPUT!r}], check=True)\n"
+            "        raise KeyError\n"
+            "except KeyError:\n"
+            "    print('after')\n"
+        )
+        done = run_setup("-c", code)
+        assert (done.returncode, done.stdout) == (0, self.SHORT + "after\n"), done.stderr
+
+
 def test_no_flag_chooses_the_language_standard(config):
     flags = config.compile_flags(["include"], cuda=True)
     assert not any(flag.startswith("-std") for flags in flags.values() for flag in flags)

@@ -3,6 +3,8 @@
 setup.py imports it, where torch is installed.
 """
 
+import contextlib
+import copy
 import json
 import os
 import platform
@@ -11,6 +13,8 @@ import sys
 from pathlib import Path
 
 import build_config
+import build_progress
+import build_units
 import torch
 from setuptools.command.bdist_wheel import bdist_wheel
 
@@ -47,8 +51,21 @@ class BuildExtension(cpp_extension.BuildExtension):
             # Without ninja an older file would pass as up to date, whatever it was built for.
             self.force = True
         path.unlink(missing_ok=True)
-        super().build_extension(ext)
+        # A copy: what an sdist has is asked of the extension, too.
+        compiled_at_once = copy.copy(ext)
+        compiled_at_once.sources = self._units(ext.sources)
+        commands = self.distribution.verbose > 1
+        with contextlib.nullcontext() if commands else build_progress.short_output():
+            super().build_extension(compiled_at_once)
         path.write_text(info)
+
+    def _units(self, sources):
+        """What is compiled, relative to where setup.py runs, as far as it can be."""
+        alone, texts = build_units.units(sources, build_config.headers(ROOT))
+        written = build_units.write_units(Path(self.build_temp).absolute() / "units", texts)
+        here = Path.cwd()
+        within = [p.relative_to(here) if p.is_relative_to(here) else p for p in written]
+        return [*map(str, within), *alone]
 
     def copy_extensions_to_source(self):
         super().copy_extensions_to_source()
@@ -92,7 +109,7 @@ _KIND = cpp_extension.CUDAExtension if DECISION.cuda else cpp_extension.CppExten
 EXTENSION = _KIND(
     "memsave_ext._C",
     sources=build_config.sources(ROOT, DECISION.cuda),
-    depends=build_config.headers(ROOT),
+    depends=[*build_config.headers(ROOT), *build_config.sources(ROOT, DECISION.cuda)],
     include_dirs=[str(ROOT / "csrc")],
     define_macros=[("MEMSAVE_EXT_WITH_CUDA", "1")] if DECISION.cuda else [],
     extra_compile_args=build_config.compile_flags(cpp_extension.include_paths(), DECISION.cuda),

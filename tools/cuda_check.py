@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -66,7 +67,8 @@ def binding_command(cuda_home: str, path: Path) -> list[str]:
     command = [os.environ.get("CXX", "c++"), "-fsyntax-only", torch_std(), str(path)]
     command += ["-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE", "-DMEMSAVE_EXT_WITH_CUDA=1"]
     command += [*build_config.WARNINGS, f"-I{ROOT / 'csrc'}", "-isystem", f"{cuda_home}/include"]
-    return command + [f for path in cpp_extension.include_paths() for f in ("-isystem", path)]
+    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    return command + [f for path in includes for f in ("-isystem", path)]
 
 
 def torch_std() -> str:

@@ -7,15 +7,13 @@
 #include <algorithm>
 #include <vector>
 
+#include "vector/dtype.h"
+
 namespace memsave_ext::adam {
 
 using at::Tensor;
 
 namespace {
-
-bool is_kernel_type(at::ScalarType type) {
-  return type == at::kDouble || type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
-}
 
 bool has_rest(ParamFormat format) {
   return format == ParamFormat::kKahan || format == ParamFormat::kSplit;
@@ -108,7 +106,7 @@ StateFormat state_format(const Tensor& param, const State& state, const Group& g
 
 void check_state(const Tensor& param, const State& state, const Group& group) {
   const auto type = c10::toRealValueType(param.scalar_type());
-  TORCH_CHECK(is_kernel_type(type), "Adam: parameters must be floating-point or complex, got ",
+  TORCH_CHECK(vector::dtype_of(type), "Adam: parameters must be floating-point or complex, got ",
               param.scalar_type());
   check_step(state.step, param);
   TORCH_CHECK(state.exp_avg.defined(), "Adam: the state of a parameter has no exp_avg");

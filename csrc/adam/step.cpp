@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "checkpoint/stepped.h"
+#include "vector/dtype.h"
 
 #ifdef MEMSAVE_EXT_WITH_CUDA
 #include "cuda_stream.h"
@@ -23,17 +24,11 @@ using at::Tensor;
 
 namespace {
 
-DType dtype_of(at::ScalarType type) {
-  switch (c10::toRealValueType(type)) {
-    case at::kDouble:
-      return DType::kDouble;
-    case at::kFloat:
-      return DType::kFloat;
-    case at::kHalf:
-      return DType::kHalf;
-    default:
-      return DType::kBFloat16;
-  }
+// Complex values are pairs of real ones.
+DType real_dtype(at::ScalarType type) {
+  const auto dtype = vector::dtype_of(c10::toRealValueType(type));
+  TORCH_CHECK(dtype, "Adam: tensors must be floating-point or complex, got ", type);
+  return *dtype;
 }
 
 const Kernels& kernels_for(c10::Device device) {
@@ -122,7 +117,7 @@ Item item_of(const Update& update, Operands& operands) {
   item.exp_avg_sq = operands.change(state.exp_avg_sq, like);
   if (group->options.amsgrad) item.max_exp_avg_sq = operands.change(state.max_exp_avg_sq, like);
   item.numel = like.numel();
-  item.param_type = dtype_of(param.scalar_type());
+  item.param_type = real_dtype(param.scalar_type());
   item.param_format = param_format(param, *group);
   item.state_format = state_format(param, state, *group);
   if (item.state_format == StateFormat::kBlocks) {
@@ -311,7 +306,7 @@ Tensor sum_of_squares(c10::ArrayRef<Tensor> grads) {
     Item item{};
     item.grad = operands.read(grad, like);
     item.numel = like.numel();
-    item.param_type = dtype_of(grad.scalar_type());
+    item.param_type = real_dtype(grad.scalar_type());
     items.push_back(item);
   }
   const auto count = static_cast<int64_t>(items.size());

@@ -123,7 +123,7 @@ struct BackwardNode : torch::autograd::Node {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor> differentiable_backward(
     const Tensor& grad, const Tensor& input, const MaybeTensor& weight, const MaybeTensor& bias,
     const MaybeTensor& residual, const Tensor& statistics, bool training, double eps,
     std::string_view activation, double negative_slope, std::array<bool, 4> mask) {
@@ -220,12 +220,11 @@ struct ForwardNode : torch::autograd::Node {
   }
 };
 
-std::tuple<Tensor, Tensor> forward(const Tensor& input, const MaybeTensor& weight,
-                                   const MaybeTensor& bias, const MaybeTensor& residual,
-                                   const MaybeTensor& statistics, const MaybeTensor& running_mean,
-                                   const MaybeTensor& running_var, bool training, double momentum,
-                                   double eps, std::string_view activation, double negative_slope,
-                                   std::optional<std::string_view> group) {
+std::tuple<Tensor, Tensor> differentiable_forward(
+    const Tensor& input, const MaybeTensor& weight, const MaybeTensor& bias,
+    const MaybeTensor& residual, const MaybeTensor& statistics, const MaybeTensor& running_mean,
+    const MaybeTensor& running_var, bool training, double momentum, double eps,
+    std::string_view activation, double negative_slope, std::optional<std::string_view> group) {
   static const auto op = find<Forward>("memsave_ext::batch_norm_forward");
   const Tensor residual_ = residual.value_or(Tensor());
   const Tensor weight_ = weight.value_or(Tensor());
@@ -265,8 +264,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& input, const MaybeTensor& weigh
 
 TORCH_LIBRARY_IMPL(memsave_ext, Autograd, library) {
   using namespace memsave_ext::batch_norm;
-  library.impl("batch_norm_forward", forward);
-  library.impl("batch_norm_backward", backward);
+  library.impl("batch_norm_forward", differentiable_forward);
+  library.impl("batch_norm_backward", differentiable_backward);
   for (const char* name :
        {"batch_norm_moments", "batch_norm_backward_sums", "batch_norm_backward_input"}) {
     library.impl(name, torch::autograd::autogradNotImplementedFallback());

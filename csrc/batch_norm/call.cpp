@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <utility>
 
+#include "vector/dtype.h"
+
 #ifdef MEMSAVE_EXT_WITH_CUDA
 #include "cuda_stream.h"
 #endif
@@ -20,20 +22,11 @@ using at::Tensor;
 
 namespace {
 
-DType dtype_of(const Tensor& input) {
-  switch (input.scalar_type()) {
-    case at::kDouble:
-      return DType::kDouble;
-    case at::kFloat:
-      return DType::kFloat;
-    case at::kHalf:
-      return DType::kHalf;
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    default:
-      TORCH_CHECK_NOT_IMPLEMENTED(false, "\"batch_norm\" not implemented for '",
-                                  input.scalar_type(), "'");
-  }
+DType checked_dtype(const Tensor& input) {
+  const auto dtype = vector::dtype_of(input.scalar_type());
+  TORCH_CHECK_NOT_IMPLEMENTED(dtype, "\"batch_norm\" not implemented for '", input.scalar_type(),
+                              "'");
+  return *dtype;
 }
 
 void check_device(const char* name, const Tensor& tensor, const Tensor& input) {
@@ -98,7 +91,7 @@ Call::Call(const Tensor& input, const MaybeTensor& weight, const MaybeTensor& bi
       format_(layout_of(input)) {
   TORCH_CHECK(input.dim() >= 2, "batch_norm: expected an input of shape (N, C, *), got ",
               input.sizes());
-  problem_.dtype = dtype_of(input);
+  problem_.dtype = checked_dtype(input);
   problem_.activation = parse_activation(activation);
   problem_.negative_slope = negative_slope;
   check_channels("weight", weight, input);

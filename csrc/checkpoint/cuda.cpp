@@ -8,11 +8,11 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <mutex>
-#include <type_traits>
 #include <utility>
 
 #include "checkpoint/device.h"
 #include "checkpoint/graph_rng.h"
+#include "compat.h"
 
 namespace memsave_ext {
 namespace {
@@ -22,25 +22,6 @@ at::TensorBase scalar_at(int64_t* address, c10::Device device) {
       .options(c10::TensorOptions(device).dtype(at::kLong))
       .target_device(device)
       .make_tensor();
-}
-
-// From torch 2.12 on a state has one for each capture.
-template <typename State>
-auto set_place(State& state, const GraphRng& rng) -> decltype(void(state.capture_states_)) {
-  auto& captured = state.capture_states_[rng.capture];
-  using Captured = typename std::remove_reference_t<decltype(captured)>::element_type;
-  captured = c10::make_intrusive<Captured>();
-  captured->rng_state_seed_extragraph_ = scalar_at(rng.seed, rng.generator.device());
-  captured->rng_state_offset_extragraph_ = scalar_at(rng.offset, rng.generator.device());
-  captured->offset_intragraph_ = rng.place;
-}
-
-template <typename State>
-auto set_place(State& state, const GraphRng& rng) -> decltype(void(state.capturing_)) {
-  state.capturing_ = true;
-  state.seed_extragraph_ = scalar_at(rng.seed, rng.generator.device());
-  state.offset_extragraph_ = scalar_at(rng.offset, rng.generator.device());
-  state.offset_intragraph_ = rng.place;
 }
 
 void exchange_state(at::Generator& generator, const at::Generator& state) {
@@ -68,7 +49,8 @@ std::optional<GraphRng> GraphRng::current() {
 GraphRngScope::GraphRngScope(const GraphRng& rng)
     : generator_(rng.generator), outer_(generator_.graphsafe_get_state()) {
   auto state = c10::make_intrusive<at::CUDAGeneratorState>();
-  set_place(*state, rng);
+  set_captured_place(*state, rng.capture, scalar_at(rng.seed, rng.generator.device()),
+                     scalar_at(rng.offset, rng.generator.device()), rng.place);
   exchange_state(generator_, at::make_generator<at::CUDAGeneratorImpl>(generator_.device().index(),
                                                                        std::move(state)));
 }

@@ -97,7 +97,7 @@ class RegionEngine final : public Engine {
     torchs_.thread_init(device, ready_queue, should_increment);
   }
 
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 15
+#if MEMSAVE_EXT_HAS_NODE_CREATION_HOOKS
   std::vector<std::unique_ptr<torch::autograd::NodeCreationHook>> get_node_creation_hooks()
       override {
     return torchs_.get_node_creation_hooks();

@@ -1,10 +1,8 @@
 // A kernel that reports which of the compiled images the driver chose.
 #include <cuda_runtime.h>
 
-#include <stdexcept>
-#include <string>
-
 #include "report/probe.h"
+#include "vector/launch.cuh"
 
 namespace memsave_ext {
 namespace {
@@ -15,18 +13,10 @@ __global__ void probe_kernel(int* arch) {
 #endif
 }
 
-void check(cudaError_t status) {
-  if (status != cudaSuccess) {
-    cudaGetLastError();  // Not sticky: the next torch call must not report our failure.
-    throw std::runtime_error(cudaGetErrorString(status));
-  }
-}
-
 int launch_probe(int* device_arch) {
-  probe_kernel<<<1, 1>>>(device_arch);
-  check(cudaGetLastError());
+  launch(probe_kernel, 1, 1, 0, nullptr, device_arch);
   int arch = 0;
-  check(cudaMemcpy(&arch, device_arch, sizeof(int), cudaMemcpyDeviceToHost));
+  check_cuda(cudaMemcpy(&arch, device_arch, sizeof(int), cudaMemcpyDeviceToHost));
   return arch;
 }
 
@@ -34,10 +24,10 @@ int launch_probe(int* device_arch) {
 
 int probe_cuda() {
   int* device_arch = nullptr;
-  check(cudaMalloc(&device_arch, sizeof(int)));
+  check_cuda(cudaMalloc(&device_arch, sizeof(int)));
   try {
     const int arch = launch_probe(device_arch);
-    check(cudaFree(device_arch));
+    check_cuda(cudaFree(device_arch));
     return arch;
   } catch (...) {
     cudaFree(device_arch);

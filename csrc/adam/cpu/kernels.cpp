@@ -1,34 +1,15 @@
 // Steps on CPUs: all elements of all items are one range, which threads share.
 #include <ATen/Parallel.h>
-#include <ATen/Version.h>
-
-#include <string>
 
 #include "adam/cpu/loops.h"
 #include "adam/cpu/measure.h"
 
 namespace memsave_ext::adam {
-namespace cpu {
-namespace {
 
-// As torch chose, so that ATEN_CPU_CAPABILITY limits both.
-const Loops& choose_loops() {
-#if defined(__x86_64__)
-  const std::string capability = at::get_cpu_capability();
-  if (capability == "AVX512") return avx512_loops;
-  if (capability == "AVX2") return avx2_loops;
-#endif
-  return baseline_loops;
-}
-
-}  // namespace
-
-const Loops& loops() {
-  static const Loops& chosen = choose_loops();
+const cpu::Loops& cpu::loops() {
+  static const Loops& chosen = MEMSAVE_EXT_TABLE_OF_THIS_CPU(kLoops);
   return chosen;
 }
-
-}  // namespace cpu
 
 namespace {
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "adam/kernels.h"
+#include "vector/isa.h"
 
 namespace memsave_ext::adam::cpu {
 
@@ -22,11 +23,7 @@ struct Loops {
   SumSquares sum_squares[4];  // by DType
 };
 
-extern const Loops& baseline_loops;
-#if defined(__x86_64__)
-extern const Loops& avx2_loops;
-extern const Loops& avx512_loops;
-#endif
+MEMSAVE_EXT_DECLARE_TABLES(Loops, kLoops)
 
 // Those for this CPU.
 const Loops& loops();

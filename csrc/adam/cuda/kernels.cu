@@ -32,7 +32,7 @@ void launch_advance(float* const* steps, const float* const* skips, int64_t coun
       some.of[i] = steps[first + i];
       some.skips[i] = skips != nullptr ? skips[first + i] : nullptr;
     }
-    launch(advance_kernel, (some.count + kThreads - 1) / kThreads, stream, some);
+    launch(advance_kernel, (some.count + kThreads - 1) / kThreads, kThreads, 0, stream, some);
   }
 }
 
@@ -65,7 +65,7 @@ void launch_steps(const Item* items, int64_t count, void* stream) {
   }
   for (const StepKernel kernel : distinct) {
     const auto launch_batch = [&](const Batch& batch, uint32_t chunks) {
-      launch(kernel, chunks, stream, batch);
+      launch(kernel, chunks, kThreads, 0, stream, batch);
     };
     Batcher batcher(launch_batch);
     for (int64_t i = 0; i < count; ++i) {

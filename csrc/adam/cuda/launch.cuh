@@ -1,26 +1,14 @@
-// A launch and its check, and the table of step kernels.
+// What is launched: the table of step kernels.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 
 #include "adam/cuda/batch.cuh"
+#include "vector/launch.cuh"
 
 namespace memsave_ext::adam {
 
 constexpr int kThreads = 256;
-
-template <typename... Parameters, typename... Arguments>
-void launch(void (*kernel)(Parameters...), uint32_t blocks, void* stream,
-            const Arguments&... arguments) {
-  kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);
-  if (const cudaError_t status = cudaGetLastError(); status != cudaSuccess) {
-    throw std::runtime_error(std::string("memsave_ext: adam: ") + cudaGetErrorString(status));
-  }
-}
 
 using StepKernel = void (*)(Batch);
 

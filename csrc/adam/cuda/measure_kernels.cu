@@ -162,8 +162,8 @@ void launch_measure(const Item* items, int64_t count, const Measure& measure, vo
                     void* stream) {
   auto* const partials = static_cast<double*>(workspace);
   for_batches(items, count, measure, [&](const MeasuredBatch& batch, uint32_t chunks) {
-    if (chunks > 0) launch(sum_kernel, chunks, stream, batch, partials);
-    launch(finish_kernel, batch.count, stream, batch, partials);
+    launch(sum_kernel, chunks, kThreads, 0, stream, batch, partials);
+    launch(finish_kernel, batch.count, kThreads, 0, stream, batch, partials);
   });
 }
 

@@ -1,38 +1,30 @@
 // Batch normalisation on CPUs: what is computed from the sums over a channel.
-#include <ATen/Version.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
 #include <cmath>
 #include <limits>
-#include <string>
 #include <type_traits>
 
 #include "batch_norm/cpu/run.h"
 
 namespace memsave_ext::batch_norm {
+
+const cpu::PassTable& cpu::passes() {
+  static const PassTable& chosen = MEMSAVE_EXT_TABLE_OF_THIS_CPU(kPasses);
+  return chosen;
+}
+
 namespace {
 
 using cpu::Coefficients;
 using cpu::Partition;
 using cpu::Passes;
-using cpu::PassTable;
 using cpu::Piece;
 using cpu::Run;
 
-// As torch chose, so that ATEN_CPU_CAPABILITY limits both.
-const PassTable& pass_table() {
-#if defined(__x86_64__)
-  const std::string capability = at::get_cpu_capability();
-  if (capability == "AVX512") return cpu::avx512_passes;
-  if (capability == "AVX2") return cpu::avx2_passes;
-#endif
-  return cpu::baseline_passes;
-}
-
 const Passes& passes_for(const Problem& problem) {
-  static const PassTable& table = pass_table();
-  return table[static_cast<int>(problem.dtype)][static_cast<int>(problem.activation)];
+  return cpu::passes()[static_cast<int>(problem.dtype)][static_cast<int>(problem.activation)];
 }
 
 // Calls body with a value of the statistics' type.

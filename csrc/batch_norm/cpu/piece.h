@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "batch_norm/kernels.h"
+#include "vector/isa.h"
 
 namespace memsave_ext::batch_norm::cpu {
 
@@ -51,10 +52,9 @@ struct Passes {
 
 using PassTable = Passes[4][3];  // [DType][Activation]
 
-extern const PassTable& baseline_passes;
-#if defined(__x86_64__)
-extern const PassTable& avx2_passes;
-extern const PassTable& avx512_passes;
-#endif
+MEMSAVE_EXT_DECLARE_TABLES(PassTable, kPasses)
+
+// Those for this CPU.
+const PassTable& passes();
 
 }  // namespace memsave_ext::batch_norm::cpu

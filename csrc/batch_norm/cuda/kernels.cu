@@ -9,7 +9,7 @@ namespace {
 void clear(const Problem& problem, void* vectors, int rows, void* stream) {
   const size_t bytes = rows * problem.channels * statistic_bytes(problem.dtype);
   if (vectors == nullptr || bytes == 0) return;
-  check(cudaMemsetAsync(vectors, 0, bytes, static_cast<cudaStream_t>(stream)));
+  check_cuda(cudaMemsetAsync(vectors, 0, bytes, static_cast<cudaStream_t>(stream)));
 }
 
 bool is_empty(const Problem& problem) { return problem.count() == 0 || problem.channels == 0; }

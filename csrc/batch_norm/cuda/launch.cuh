@@ -1,35 +1,15 @@
-// The host's side of a launch: which types, which vectors, the launch and its check.
+// The host's side of a launch: which types and which vectors.
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include <climits>
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
-#include <stdexcept>
-#include <string>
 
 #include "batch_norm/cuda/access.cuh"
 #include "batch_norm/cuda/partition.cuh"
+#include "vector/launch.cuh"
 
 namespace memsave_ext::batch_norm {
-
-inline void check(cudaError_t status) {
-  if (status != cudaSuccess) {
-    cudaGetLastError();  // Not sticky: the next torch call must not report our failure.
-    throw std::runtime_error(std::string("memsave_ext: batch_norm: ") + cudaGetErrorString(status));
-  }
-}
-
-template <typename... Parameters, typename... Arguments>
-void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
-            void* stream, const Arguments&... arguments) {
-  if (blocks == 0) return;
-  if (blocks > INT_MAX) throw std::runtime_error("memsave_ext: batch_norm: too many channels");
-  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes,
-           static_cast<cudaStream_t>(stream)>>>(arguments...);
-  check(cudaGetLastError());
-}
 
 inline int value_bytes(DType dtype) {
   return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : 2;

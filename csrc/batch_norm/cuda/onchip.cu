@@ -120,8 +120,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 
 int64_t most_shared_bytes() {
   int device = 0, bytes = 0;
-  check(cudaGetDevice(&device));
-  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  check_cuda(cudaGetDevice(&device));
+  check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   return bytes - 1024;  // what kernels declare themselves
 }
 
@@ -150,8 +150,8 @@ void launch_fit(void (*kernel)(Parameters...), const Problem& problem, const Fit
                 const Arguments&... arguments) {
   if (fit.bytes > (size_t{48} << 10)) {  // more than a kernel gets unasked
     // Not fit.bytes: another thread, with another shape, could lower it again before the launch.
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(most_shared_bytes())));
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(most_shared_bytes())));
   }
   launch(kernel, problem.channels, fit.threads, fit.bytes, stream, arguments...);
 }

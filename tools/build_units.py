@@ -1,0 +1,66 @@
+"""What is compiled at once: a few sources of a room as one file, written beside the objects.
+
+torch's headers take the compiler ten seconds and more, most of our sources less than one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+# A room's loops over vectors are compiled once for each instruction set.
+INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
+LOOPS = "vector_loops.h"
+# The first source of a file costs fifteen seconds, the others half a second each. With all of a
+# large room in one, every change in it would take longer than that.
+MOST_SOURCES = 6
+
+
+def units(sources: list[str], headers: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The sources that are compiled as they are, and the other files to compile: text by name.
+
+    As they are: module.cpp, which names all rooms, and what needs CUDA, which the tools compile one
+    by one.
+    """
+    alone: list[str] = []
+    rooms: dict[str, list[str]] = {}
+    for source in sources:
+        path = PurePosixPath(source)
+        room = path.parts[1]
+        if path.suffix == ".cu" or path.name == "cuda.cpp" or room == path.name:
+            alone.append(source)
+        else:
+            rooms.setdefault(room, []).append(_include(source))
+    written: dict[str, str] = {}
+    for header in headers:
+        if PurePosixPath(header).name == LOOPS:
+            room = PurePosixPath(header).parts[1]
+            written |= {f"{room}_{isa}.cpp": _loops(header, isa) for isa in INSTRUCTION_SETS}
+    for room, includes in rooms.items():
+        parts = -(-len(includes) // MOST_SOURCES)
+        for i in range(parts):
+            part = includes[i * len(includes) // parts : (i + 1) * len(includes) // parts]
+            written[f"{room}_{i + 1}.cpp"] = "".join(part)
+    return alone, written
+
+
+def write_units(folder: Path, texts: dict[str, str]) -> list[Path]:
+    """Write these files; what is there already keeps its time, which says what to compile."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, text in texts.items():
+        path = folder / name
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+        paths.append(path)
+    return paths
+
+
+def _include(path: str) -> str:
+    return f'#include "{PurePosixPath(path).relative_to("csrc")}"\n'
+
+
+def _loops(header: str, isa: str) -> str:
+    text = f'#include "vector/target_{isa}.h"\n{_include(header)}'
+    if isa == "baseline":
+        return text
+    return f'#if defined(__x86_64__)\n{text}#include "vector/target_end.h"\n#endif\n'
