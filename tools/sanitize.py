@@ -32,7 +32,8 @@ EXPRESSION = {
     "thread": "(threads or at_once) and not number_of_threads",
 }
 # By the innermost frame: torch and Python are on every stack, ours included. The last one is
-# glibc's own: it frees the thread-local memory of a thread that has ended in another that takes its stack.
+# glibc's own: it frees the thread-local memory of a thread that has ended in another that takes
+# its stack.
 SUPPRESSIONS = """\
 race_top:libtorch
 race_top:libc10

@@ -118,7 +118,7 @@ bool is_returned_twice(const FunctionResult& result, size_t index) {
 // tensor from a closure, a view. Where a change in place would have to enter a history that the
 // region does not see, torch refuses it, as it does for such outputs of custom Functions.
 at::Tensor alias_of(const at::Tensor& output, bool has_other_history) {
-  if (!has_other_history || output.is_inference()) return detach(output);
+  if (!has_other_history || output.is_inference()) return detached(output);
   const py::gil_scoped_release no_gil;
   const at::NoGradGuard no_grad;
   const at::AutoFwGradMode no_forward_grad(false);
@@ -178,7 +178,7 @@ py::object call_and_look(const Arguments& arguments, const AutocastState& autoca
     const at::Tensor& output = THPVariable_Unpack(result[i]);
     if (!output.requires_grad()) continue;
     roots.push_back(gradient_edge(output));
-    elements.back() = wrap_as(detach(output), subclass_of(output));
+    elements.back() = wrap_as(detached(output), subclass_of(output));
   }
   if (!roots.empty()) warn_unlisted(close_region(mark, roots, {}, {}), current_call_site());
   return result.rebuild(std::move(elements));

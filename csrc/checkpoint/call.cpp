@@ -14,7 +14,7 @@ void throw_python_error() {
   throw std::move(error);
 }
 
-at::Tensor detach(const at::Tensor& tensor) {
+at::Tensor detached(const at::Tensor& tensor) {
   const py::gil_scoped_release no_gil;
   return tensor.detach();
 }

@@ -34,7 +34,7 @@ class FunctionResult {
 // Autograd's own look at a tensor that others use, too (its history, its forward gradient) waits
 // for the tensor's mutex, which torch's operators hold while they wait for the GIL. So these calls
 // leave the GIL to others. They need it.
-at::Tensor detach(const at::Tensor& tensor);
+at::Tensor detached(const at::Tensor& tensor);
 torch::autograd::Edge gradient_edge(const at::Tensor& tensor);  // invalid where none is required
 torch::autograd::SavedVariable save_input(const at::Tensor& tensor);
 

@@ -54,7 +54,7 @@ PyObject* pack(PyObject* self, PyObject* const* args, size_t, PyObject*) {
     return args[0];
   }
   // Never with a graph: the value would keep the recompute's graph alive.
-  const at::Tensor tensor = saved.requires_grad() ? detach(saved) : saved;
+  const at::Tensor tensor = saved.requires_grad() ? detached(saved) : saved;
   if (!packing.run->save(tensor)) {
     PyErr_SetNone(stop);
     return nullptr;
