@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "batch_norm/activations.h"
 #include "batch_norm/math.h"
 
 namespace memsave_ext::batch_norm {

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._reference.batch_norm import statistic_dtype, update_running
+from .arguments import statistic_dtype
+from .fallback import update_running
 from .modules import NO_RUNNING, CountOnce, Running, run
 from .record import Settings, Tensors
 

@@ -49,7 +49,7 @@ struct Passes {
   void (*input_gradient)(const Piece&);
 };
 
-using PassTable = Passes[4][3];  // [DType][Activation]
+using PassTable = Passes[4][Activations::kCount];  // [DType][Activation]
 
 extern const PassTable& baseline_passes;
 #if defined(__x86_64__)
