@@ -6,8 +6,6 @@ native part, ``_reference`` runs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ._reference import adam as _adam
@@ -22,10 +20,4 @@ _library.define(
 )
 # CompositeExplicitAutograd: chosen where no kernel of csrc fits the device.
 _library.impl("adam_step_", _adam.adam_step_, "CompositeExplicitAutograd")
-
-
-def _fake_adam_step_(*args: Any) -> None:
-    return None
-
-
-torch.library.register_fake("memsave_ext::adam_step_", _fake_adam_step_, lib=_library)
+torch.library.register_fake("memsave_ext::adam_step_", lambda *_: None, lib=_library)

@@ -12,13 +12,16 @@
 namespace memsave_ext::batch_norm {
 
 // What an operator has not is as here, and a tensor that is None is undefined.
-struct Arguments {
-  at::Tensor grad, input, weight, bias, residual, statistics, means, running_mean, running_var;
+struct Options {
   bool training = false;
   double momentum = 0, eps = 0, negative_slope = 0;
   std::string activation = "none";
   std::optional<std::string> group;
   c10::List<bool> output_mask;
+};
+
+struct Arguments : Options {
+  at::Tensor grad, input, weight, bias, residual, statistics, means, running_mean, running_var;
 
   // Values of a channel.
   int64_t count() const { return input.size(1) == 0 ? 0 : input.numel() / input.size(1); }

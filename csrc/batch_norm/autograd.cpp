@@ -41,15 +41,10 @@ class Saved {
       bias_ = SavedVariable(of.bias, false);
       residual_ = SavedVariable(of.residual, false);
     }
-    options_.training = of.training;
-    options_.eps = of.eps;
-    options_.activation = of.activation;
-    options_.negative_slope = of.negative_slope;
-    options_.group = of.group;
-    options_.output_mask = of.output_mask;
+    options_ = of;
   }
   Arguments unpack() const {
-    Arguments of = options_;
+    Arguments of{options_};
     of.grad = grad_.unpack();
     of.input = input_.unpack();
     of.statistics = statistics_.unpack();
@@ -66,7 +61,7 @@ class Saved {
 
  private:
   SavedVariable grad_, input_, statistics_, weight_, bias_, residual_;
-  Arguments options_;  // without tensors
+  Options options_;
 };
 
 struct SavingNode : torch::autograd::Node {

@@ -114,7 +114,7 @@ Call::Call(const Arguments& of)
     residual_ = dense(of.residual);
     problem_.residual = residual_.const_data_ptr();
   }
-  if (kernels().workspace_bytes != nullptr) {
+  if (kernels().workspace_bytes != nullptr && !is_empty()) {
     const auto bytes = static_cast<int64_t>(kernels().workspace_bytes(problem_));
     workspace_ = at::empty({bytes}, input_.options().dtype(at::kByte));
     problem_.workspace = workspace_.mutable_data_ptr();

@@ -18,7 +18,7 @@ class Call {
   explicit Call(const Arguments& of);
 
   const Problem& problem() const { return problem_; }
-  bool is_empty() const { return problem_.count() == 0; }
+  bool is_empty() const { return problem_.count() == 0 || problem_.channels == 0; }
   const Kernels& kernels() const;
   void* stream() const;
 

@@ -28,6 +28,14 @@ MEMSAVE_EXT_INLINE Moments<T> merge(const Moments<T>& a, const Moments<T>& b) {
           a.m2 + b.m2 + delta * delta * share * static_cast<T>(a.count)};
 }
 
+// A running statistic of a channel, where there are any.
+template <typename T>
+MEMSAVE_EXT_INLINE void update(void* running, int64_t channel, double momentum, double batch) {
+  if (running == nullptr) return;
+  T& value = static_cast<T*>(running)[channel];
+  value = static_cast<T>((1 - momentum) * value + momentum * batch);
+}
+
 // scale = invstd * weight. Not x * scale + (bias - mean * scale), which cancels for large means.
 template <typename T>
 MEMSAVE_EXT_INLINE T normalize(T x, T mean, T scale, T bias) {

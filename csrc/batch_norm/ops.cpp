@@ -63,19 +63,17 @@ Results forward(const Arguments& of) {
   return {output, computed};
 }
 
-// An output that is wanted, or one that is empty.
-struct Wanted {
-  Wanted(bool wanted, const Call& call) : tensor(wanted ? call.empty_grad() : none(call)) {}
-  static Tensor none(const Call& call) { return at::empty({0}, call.statistic_options()); }
-  void* data() const { return tensor.numel() > 0 ? tensor.mutable_data_ptr() : nullptr; }
-  Tensor tensor;
-};
+Tensor nothing(const Call& call) { return at::empty({0}, call.statistic_options()); }
+
+// The gradients of input and residual: empty, with a null address, where they are not wanted.
+Results wanted(const Call& call, const c10::List<bool>& mask) {
+  return {mask[0] ? call.empty_grad() : nothing(call), mask[1] ? call.empty_grad() : nothing(call)};
+}
 
 Results backward(const Arguments& of) {
   const Call call(of);
   const Tensor grad = call.dense(of.grad);
-  const Wanted grad_input(of.output_mask[0], call);
-  const Wanted grad_residual(of.output_mask[1], call);
+  Results gradients = wanted(call, of.output_mask);
   // Always both: they are by-products of the sums.
   const Tensor grad_weight = call.empty_channels();
   const Tensor grad_bias = call.empty_channels();
@@ -84,16 +82,17 @@ Results backward(const Arguments& of) {
     grad_bias.zero_();
   } else {
     call.kernels().backward(call.problem(), of.statistics.const_data_ptr(), of.training,
-                            grad.const_data_ptr(), grad_input.data(), grad_residual.data(),
-                            grad_weight.mutable_data_ptr(), grad_bias.mutable_data_ptr(),
-                            call.stream());
+                            grad.const_data_ptr(), gradients[0].mutable_data_ptr(),
+                            gradients[1].mutable_data_ptr(), grad_weight.mutable_data_ptr(),
+                            grad_bias.mutable_data_ptr(), call.stream());
   }
   const auto as = [&](const Tensor& gradient, bool wanted, const Tensor& like) {
-    if (!wanted) return Wanted::none(call);
+    if (!wanted) return nothing(call);
     return like.defined() ? gradient.to(like.scalar_type()) : gradient;
   };
-  return {grad_input.tensor, grad_residual.tensor, as(grad_weight, of.output_mask[2], of.weight),
-          as(grad_bias, of.output_mask[3], of.bias)};
+  gradients.push_back(as(grad_weight, of.output_mask[2], of.weight));
+  gradients.push_back(as(grad_bias, of.output_mask[3], of.bias));
+  return gradients;
 }
 
 // mean (C), m2 (C), count: bytes, so that one collective carries real numbers and an integer.
@@ -123,14 +122,14 @@ Results backward_sums(const Arguments& of) {
 Results backward_input(const Arguments& of) {
   const Call call(of);
   const Tensor grad = call.dense(of.grad);
-  const Wanted grad_input(of.output_mask[0], call);
-  const Wanted grad_residual(of.output_mask[1], call);
+  Results gradients = wanted(call, of.output_mask);
   if (!call.is_empty()) {
     call.kernels().backward_input(call.problem(), of.statistics.const_data_ptr(),
                                   of.means.const_data_ptr(), grad.const_data_ptr(),
-                                  grad_input.data(), grad_residual.data(), call.stream());
+                                  gradients[0].mutable_data_ptr(), gradients[1].mutable_data_ptr(),
+                                  call.stream());
   }
-  return {grad_input.tensor, grad_residual.tensor};
+  return gradients;
 }
 
 // What a kernel cannot take goes to the operator's fallback, which is its kernel for no device at

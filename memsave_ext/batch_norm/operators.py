@@ -44,21 +44,18 @@ def _fake_forward(of: Arguments) -> tuple[Tensor, Tensor]:
     return output, _statistics(of)
 
 
-def _fake_backward_input(of: Arguments) -> tuple[Tensor, Tensor]:
-    def wanted(wanted: bool) -> Tensor:
-        if not wanted:
-            return nothing(of.input)
-        return torch.empty_like(of.input, memory_format=grad_memory_format(of.input))
+def _fake_backward_input(of: Arguments) -> tuple[Tensor, ...]:
+    layout = grad_memory_format(of.input)
+    return tuple(
+        torch.empty_like(of.input, memory_format=layout) if wanted else nothing(of.input)
+        for wanted in of.output_mask[:2]
+    )
 
-    return wanted(of.output_mask[0]), wanted(of.output_mask[1])
 
-
-def _fake_backward(of: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_backward(of: Arguments) -> tuple[Tensor, ...]:
     def channels(like: Tensor | None, wanted: bool) -> Tensor:
-        if not wanted:
-            return nothing(of.input)
-        dtype = statistic_dtype(of.input) if like is None else like.dtype
-        return of.input.new_empty(of.input.shape[1], dtype=dtype)
+        dtype = statistic_dtype(of.input) if like is None or not wanted else like.dtype
+        return of.input.new_empty(of.input.shape[1] if wanted else 0, dtype=dtype)
 
     weight, bias = channels(of.weight, of.output_mask[2]), channels(of.bias, of.output_mask[3])
     return *_fake_backward_input(of), weight, bias

@@ -10,8 +10,6 @@
 
 namespace memsave_ext::batch_norm::cpu {
 
-using vector::item_size;
-
 // Rows of the matrix of coefficients, a column per channel.
 enum Coefficient { kMean, kInvstd, kScale, kBias, kGradMean, kDotMean, kCoefficients };
 
