@@ -399,8 +399,8 @@ def test_threads_whose_regions_share_a_parameter():
     code = """
 import faulthandler, sys, threading
 import torch, memsave_ext as ms
-faulthandler.dump_traceback_later(100, exit=True)
-sys.setswitchinterval(1e-5)
+faulthandler.dump_traceback_later(300, exit=True)
+sys.setswitchinterval(1e-4)
 one, f = torch.ones(20_000), lambda w, o: w * o
 runs = [
     lambda w: w * one,
@@ -412,7 +412,7 @@ def work(i, w, start):
     start.wait()
     for _ in range(3):
         runs[i % 4](w).sum().backward()
-for r in range(60):
+for r in range(15):
     w, start = torch.nn.Parameter(torch.zeros(20_000)), threading.Barrier(8)
     threads = [threading.Thread(target=work, args=(i, w, start)) for i in range(8)]
     for t in threads: t.start()

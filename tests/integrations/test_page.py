@@ -41,7 +41,12 @@ def test_a_block(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     block, line = sections()[name]
     patches, patch = [], ms.patch_torch_checkpoint
-    monkeypatch.setattr(ms, "patch_torch_checkpoint", lambda: patches.append(patch()))
+
+    def kept():
+        patches.append(patch())
+        return patches[-1]
+
+    monkeypatch.setattr(ms, "patch_torch_checkpoint", kept)
     try:
         exec(compile("\n" * line + block, str(PAGE), "exec"), {"__name__": name})
     finally:
