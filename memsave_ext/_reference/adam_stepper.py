@@ -340,7 +340,6 @@ class AdamStepper:
         optimizer: Any = self._optimizer()
         if optimizer is None:
             return None
-        check_not_compiled_autograd()
         task = torch._C._current_graph_task_id()
         backward = self._backwards.get(task)
         if backward is None:
@@ -481,6 +480,7 @@ class AdamStepper:
         stepper_ref = weakref.ref(self)
 
         def hook(param: Tensor) -> None:
+            check_not_compiled_autograd()  # which cannot trace what follows
             stepper = stepper_ref()
             hooks = list((getattr(param, _HOOKS) or {}).values())
             if stepper is not None and hook in hooks:  # not removed by one before it
