@@ -196,6 +196,31 @@ def test_the_operator(changes, message):
         forward(**changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"grad": X[:1]}, "grad must have the shape and dtype of input"),
+        ({"grad": X.double()}, "grad must have the shape and dtype of input"),
+        ({"statistics": torch.randn(4, 2)}, "statistics must be a contiguous Float tensor"),
+        ({"means": torch.randn(2, 3)}, "means must be a contiguous Float tensor"),
+        ({"activation": "gelu"}, "activation must be 'none', 'relu' or 'leaky_relu', got 'gelu'"),
+    ],
+)
+def test_the_operators_of_backward(changes, message):
+    arguments = {
+        "grad": X, "input": X, "weight": None, "bias": None, "residual": None,
+        "statistics": torch.rand(2, 4), "means": torch.rand(2, 4), "activation": "none",
+        "negative_slope": 0.0, "output_mask": [True, True], **changes,
+    }  # fmt: skip
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        torch.ops.memsave_ext.batch_norm_backward_input(**arguments)
+    del arguments["means"]
+    arguments |= {"training": True, "eps": 1e-5, "output_mask": [True] * 4}
+    if "means" not in changes:
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            torch.ops.memsave_ext.batch_norm_backward(**arguments)
+
+
 def test_released_graph():
     y = ms.BatchNorm2d(4)(X.clone().requires_grad_())
     y.sum().backward()

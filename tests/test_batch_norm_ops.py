@@ -6,6 +6,7 @@ from batch_norms import LAYOUTS, in_layout, make
 from torch.library import opcheck
 
 import memsave_ext as ms
+from memsave_ext.batch_norm.activations import ACTIVATIONS
 
 ops = torch.ops.memsave_ext
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -71,6 +72,24 @@ def test_opcheck_of_the_parts(shape, dtype):
         ops.batch_norm_backward_input.default,
         (*before, statistics / 3, "relu", 0.0, [True, True]),
     )
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_of_the_list(activation):
+    """Value, derivative and second derivative: those of the list that the fallback has."""
+    x, weight, bias, residual = (t.detach().double() for t in arguments((4, 3, 5), torch.float64))
+
+    def run(activation, *tensors):
+        return ops.batch_norm_forward(
+            *tensors, None, None, None, True, 0.1, 1e-5, activation, 0.2, None
+        )[0]
+
+    z = run("none", x, weight, bias, residual)
+    expected = ACTIVATIONS[activation].forward(z, 0.2)
+    torch.testing.assert_close(run(activation, x, weight, bias, residual), expected)
+    leaves = [t.requires_grad_() for t in (x, weight, bias, residual)]
+    assert torch.autograd.gradcheck(lambda *t: run(activation, *t), leaves)
+    assert torch.autograd.gradgradcheck(lambda *t: run(activation, *t), leaves)
 
 
 def test_the_parts_make_the_whole():

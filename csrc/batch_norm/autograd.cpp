@@ -1,6 +1,7 @@
 // Autograd of the batch_norm operators.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/core/stack.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
@@ -11,12 +12,9 @@
 #include <torch/library.h>
 
 #include <array>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <tuple>
+#include <utility>
 
-#include "batch_norm/call.h"
+#include "batch_norm/arguments.h"
 #include "batch_norm/double_backward.h"
 #include "batch_norm/group.h"
 #include "compat.h"
@@ -27,236 +25,164 @@ namespace {
 using at::Tensor;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
+using torch::jit::Stack;
 
-using Forward = std::tuple<Tensor, Tensor>(const Tensor&, const MaybeTensor&, const MaybeTensor&,
-                                           const MaybeTensor&, const MaybeTensor&,
-                                           const MaybeTensor&, const MaybeTensor&, bool, double,
-                                           double, std::string_view, double,
-                                           std::optional<std::string_view>);
-using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const Tensor&,
-                                                            const MaybeTensor&, const MaybeTensor&,
-                                                            const MaybeTensor&, const Tensor&, bool,
-                                                            double, std::string_view, double,
-                                                            std::array<bool, 4>);
-using BackwardSums = Tensor(const Tensor&, const Tensor&, const MaybeTensor&, const MaybeTensor&,
-                            const MaybeTensor&, const Tensor&, std::string_view, double);
-using BackwardInput = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const MaybeTensor&,
-                                                 const MaybeTensor&, const MaybeTensor&,
-                                                 const Tensor&, const Tensor&, std::string_view,
-                                                 double, std::array<bool, 2>);
-
-template <typename Signature>
-c10::TypedOperatorHandle<Signature> find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
-void check_no_forward_gradient(std::initializer_list<const Tensor*> tensors) {
-  for (const Tensor* tensor : tensors) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::isFwGradDefined(*tensor),
-                                "memsave_ext: batch_norm has no forward-mode derivative");
-  }
-}
-
-MaybeTensor maybe(Tensor tensor) {
-  return tensor.defined() ? MaybeTensor(std::move(tensor)) : std::nullopt;
-}
-
-struct Options {
-  bool training;
-  double eps;
-  std::string activation;
-  double negative_slope;
-};
-
-// What both nodes keep. Weight is used by every gradient; bias and residual only by the sign of the
-// value before the activation.
-class SavedTensors {
+// What a node keeps of its operator's arguments.
+class Saved {
  public:
-  struct Unpacked {
-    Tensor input, statistics;
-    MaybeTensor weight, bias, residual;
-  };
-
-  void save(const Tensor& input, const Tensor& statistics, const MaybeTensor& weight,
-            const MaybeTensor& bias, const MaybeTensor& residual, const std::string& activation) {
-    input_ = SavedVariable(input, false);
+  // Weight is used by every gradient; bias and residual only by the sign of the value before the
+  // activation.
+  void save(const Arguments& of, const Tensor& statistics) {
+    grad_ = SavedVariable(of.grad, false);
+    input_ = SavedVariable(of.input, false);
     statistics_ = SavedVariable(statistics, false);
-    if (given(weight)) weight_ = SavedVariable(*weight, false);
-    if (activation == "none") return;
-    if (given(bias)) bias_ = SavedVariable(*bias, false);
-    if (given(residual)) residual_ = SavedVariable(*residual, false);
+    weight_ = SavedVariable(of.weight, false);
+    if (of.activation != "none") {
+      bias_ = SavedVariable(of.bias, false);
+      residual_ = SavedVariable(of.residual, false);
+    }
+    options_ = of;
   }
-  Unpacked unpack() const {
-    return {input_.unpack(), statistics_.unpack(), maybe(weight_.unpack()), maybe(bias_.unpack()),
-            maybe(residual_.unpack())};
+  Arguments unpack() const {
+    Arguments of{options_};
+    of.grad = grad_.unpack();
+    of.input = input_.unpack();
+    of.statistics = statistics_.unpack();
+    of.weight = weight_.unpack();
+    of.bias = bias_.unpack();
+    of.residual = residual_.unpack();
+    return of;
   }
   void release() {
-    for (auto* saved : {&input_, &statistics_, &weight_, &bias_, &residual_}) saved->reset_data();
-  }
-
- private:
-  SavedVariable input_, statistics_, weight_, bias_, residual_;
-};
-
-// Differentiates batch_norm_backward: inputs grad, input, residual, weight, bias.
-struct BackwardNode : torch::autograd::Node {
-  SavedVariable grad;
-  SavedTensors saved;
-  Options options;
-  std::array<bool, 4> output_mask;
-
-  std::string name() const override { return "BatchNormBackwardBackward"; }
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    grad.reset_data();
-    saved.release();
-  }
-  variable_list apply(variable_list&& grads) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (size_t i = 0; i < output_mask.size(); ++i) {
-      if (!output_mask[i]) grads[i] = Tensor();
+    for (auto* saved : {&grad_, &input_, &statistics_, &weight_, &bias_, &residual_}) {
+      saved->reset_data();
     }
-    auto of = saved.unpack();
-    return double_backward({grad.unpack(), of.input, of.residual, of.weight, of.bias},
-                           of.statistics, options.training, options.eps, options.activation,
-                           options.negative_slope, grads);
   }
+
+ private:
+  SavedVariable grad_, input_, statistics_, weight_, bias_, residual_;
+  Options options_;
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> differentiable_backward(
-    const Tensor& grad, const Tensor& input, const MaybeTensor& weight, const MaybeTensor& bias,
-    const MaybeTensor& residual, const Tensor& statistics, bool training, double eps,
-    std::string_view activation, double negative_slope, std::array<bool, 4> mask) {
-  static const auto op = find<Backward>("memsave_ext::batch_norm_backward");
-  const Tensor residual_ = residual.value_or(Tensor());
-  const Tensor weight_ = weight.value_or(Tensor());
-  const Tensor bias_ = bias.value_or(Tensor());
-  check_no_forward_gradient({&grad, &input, &residual_, &weight_, &bias_});
-  const bool differentiable =
-      torch::autograd::compute_requires_grad(grad, input, residual_, weight_, bias_);
-  auto results = [&] {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(grad, input, weight, bias, residual, statistics, training, eps, activation,
-                   negative_slope, mask);
-  }();
-  if (!differentiable) return results;
-  auto node = make_node<BackwardNode>();
-  node->set_next_edges(torch::autograd::collect_next_edges(grad, input, residual_, weight_, bias_));
-  node->options = {training, eps, std::string(activation), negative_slope};
-  node->output_mask = mask;
-  node->grad = SavedVariable(grad, false);
-  node->saved.save(input, statistics, weight, bias, residual, node->options.activation);
-  torch::autograd::set_history(variable_list{std::get<0>(results), std::get<1>(results),
-                                             std::get<2>(results), std::get<3>(results)},
-                               node);
-  return results;
-}
+struct SavingNode : torch::autograd::Node {
+  Saved saved;
 
-// Differentiates batch_norm_forward: inputs input, residual, weight, bias.
-struct ForwardNode : torch::autograd::Node {
-  SavedTensors saved;
-  Options options;
-  std::optional<std::string> group;
-
-  std::string name() const override { return "BatchNormBackward"; }
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
     saved.release();
   }
-  variable_list apply(variable_list&& grads) override {
-    static const auto op = find<Backward>("memsave_ext::batch_norm_backward");
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const Tensor& grad = grads[0];
-    const std::array<bool, 4> mask{task_should_compute_output(0), task_should_compute_output(1),
-                                   task_should_compute_output(2), task_should_compute_output(3)};
-    if (!grad.defined()) return variable_list(4);
-    auto of = saved.unpack();
-    if (group) return reduced_backward(grad, of, mask);
-    const auto results =
-        op.call(grad, of.input, of.weight, of.bias, of.residual, of.statistics, options.training,
-                options.eps, options.activation, options.negative_slope, mask);
-    return only(mask, {std::get<0>(results), std::get<1>(results), std::get<2>(results),
-                       std::get<3>(results)});
-  }
 
- private:
-  static variable_list only(const std::array<bool, 4>& mask, variable_list results) {
+ protected:
+  static variable_list only(const c10::List<bool>& mask, variable_list results) {
     for (size_t i = 0; i < results.size(); ++i) {
       if (!mask[i]) results[i] = Tensor();
     }
     return results;
   }
+};
 
-  // One collective, of the sums and, beside them, the number of values they are over.
-  variable_list reduced_backward(const Tensor& grad, const SavedTensors::Unpacked& of,
-                                 const std::array<bool, 4>& mask) {
-    static const auto sums_op = find<BackwardSums>("memsave_ext::batch_norm_backward_sums");
-    static const auto input_op = find<BackwardInput>("memsave_ext::batch_norm_backward_input");
-    const bool create_graph = at::GradMode::is_enabled();
-    const at::NoGradGuard no_grad;
-    const Tensor sums = sums_op.call(grad, of.input, of.weight, of.bias, of.residual, of.statistics,
-                                     options.activation, options.negative_slope);
-    const Tensor count = at::full({1}, of.input.numel() / of.input.size(1), sums.options());
-    const Tensor total = sum_over_group(at::cat({sums.flatten(), count}), *group);
-    const int64_t channels = of.input.size(1);
-    const Tensor means =
-        total.narrow(0, 0, 2 * channels).div(total.narrow(0, 2 * channels, 1)).view({2, channels});
-    const auto [grad_input, grad_residual] =
-        input_op.call(grad, of.input, of.weight, of.bias, of.residual, of.statistics, means,
-                      options.activation, options.negative_slope, {mask[0], mask[1]});
-    auto results = only(mask, {grad_input, grad_residual, sums[1], sums[0]});
-    return create_graph ? forbid_double_backward(std::move(results), grad, of) : results;
+// A node for what has gradients, and none where nothing has.
+template <typename Node, typename... Tensors>
+auto node_for(const Tensors&... tensors) {
+  for (const Tensor* tensor : {&tensors...}) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::isFwGradDefined(*tensor),
+                                "memsave_ext: batch_norm has no forward-mode derivative");
   }
+  decltype(make_node<Node>()) node;
+  if (torch::autograd::compute_requires_grad(tensors...)) {
+    node = make_node<Node>();
+    node->set_next_edges(torch::autograd::collect_next_edges(tensors...));
+  }
+  return node;
+}
 
-  static variable_list forbid_double_backward(variable_list results, const Tensor& grad,
-                                              const SavedTensors::Unpacked& of) {
-    auto node = make_node<torch::autograd::Error>(
-        "memsave_ext.SyncBatchNorm does not support double backward");
-    node->set_next_edges(torch::autograd::collect_next_edges(grad, of.input));
-    for (auto& result : results) {
-      if (result.defined()) torch::autograd::set_history(result, node);
-    }
-    return results;
+void call_below(const c10::OperatorHandle& op, Stack* stack) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  op.callBoxed(stack);
+}
+
+// Differentiates batch_norm_backward: inputs grad, input, residual, weight, bias.
+struct BackwardNode : SavingNode {
+  std::string name() const override { return "BatchNormBackwardBackward"; }
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Arguments of = saved.unpack();
+    return double_backward(of, only(of.output_mask, std::move(grads)));
   }
 };
 
-std::tuple<Tensor, Tensor> differentiable_forward(
-    const Tensor& input, const MaybeTensor& weight, const MaybeTensor& bias,
-    const MaybeTensor& residual, const MaybeTensor& statistics, const MaybeTensor& running_mean,
-    const MaybeTensor& running_var, bool training, double momentum, double eps,
-    std::string_view activation, double negative_slope, std::optional<std::string_view> group) {
-  static const auto op = find<Forward>("memsave_ext::batch_norm_forward");
-  const Tensor residual_ = residual.value_or(Tensor());
-  const Tensor weight_ = weight.value_or(Tensor());
-  const Tensor bias_ = bias.value_or(Tensor());
-  check_no_forward_gradient({&input, &residual_, &weight_, &bias_});
-  decltype(make_node<ForwardNode>()) node;
-  if (torch::autograd::compute_requires_grad(input, residual_, weight_, bias_)) {
-    node = make_node<ForwardNode>();
-    node->set_next_edges(torch::autograd::collect_next_edges(input, residual_, weight_, bias_));
-    node->options = {training, eps, std::string(activation), negative_slope};
-    if (group) node->group = std::string(*group);
+void differentiable_backward(const c10::OperatorHandle& handle, Stack* stack) {
+  static const Operator op(handle);
+  const Arguments of = op.read(*stack);
+  auto node = node_for<BackwardNode>(of.grad, of.input, of.residual, of.weight, of.bias);
+  call_below(handle, stack);
+  if (!node) return;
+  node->saved.save(of, of.statistics);
+  variable_list results;
+  for (const auto& result : torch::jit::last(*stack, 4)) results.push_back(result.toTensor());
+  torch::autograd::set_history(results, node);
+}
+
+// Differentiates batch_norm_forward: inputs input, residual, weight, bias.
+struct ForwardNode : SavingNode {
+  std::string name() const override { return "BatchNormBackward"; }
+  variable_list apply(variable_list&& grads) override {
+    static const Operator op("memsave_ext::batch_norm_backward");
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!grads[0].defined()) return variable_list(4);
+    Arguments of = saved.unpack();
+    of.grad = grads[0];
+    of.output_mask = c10::List<bool>();
+    for (size_t i = 0; i < 4; ++i) of.output_mask.push_back(task_should_compute_output(i));
+    return only(of.output_mask, of.group ? reduced_backward(of) : op(of));
   }
-  const auto save = [&](const Tensor& used) {
-    node->saved.save(input, used, weight, bias, residual, node->options.activation);
-  };
-  // Before the kernel where they are known: the recompute of a checkpoint stops at the last tensor
-  // that is saved, and then needs no kernel.
-  const bool known = statistics.has_value() && statistics->defined();
-  if (node && known) save(*statistics);
-  auto results = [&] {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(input, weight, bias, residual, statistics, running_mean, running_var, training,
-                   momentum, eps, activation, negative_slope, group);
-  }();
-  if (training && !known) {
-    for (const auto* buffer : {&running_mean, &running_var}) {
-      if (given(*buffer)) torch::autograd::increment_version(**buffer);
+
+ private:
+  // One collective, of the sums and, beside them, the number of values they are over.
+  static variable_list reduced_backward(Arguments& of) {
+    static const Operator sums_op("memsave_ext::batch_norm_backward_sums");
+    static const Operator input_op("memsave_ext::batch_norm_backward_input");
+    const bool create_graph = at::GradMode::is_enabled();
+    const at::NoGradGuard no_grad;
+    const Tensor sums = sums_op(of)[0];
+    const Tensor count = at::full({1}, of.input.numel() / of.input.size(1), sums.options());
+    const Tensor total = sum_over_group(at::cat({sums.flatten(), count}), *of.group);
+    const int64_t channels = of.input.size(1);
+    of.means =
+        total.narrow(0, 0, 2 * channels).div(total.narrow(0, 2 * channels, 1)).view({2, channels});
+    const auto gradients = input_op(of);
+    variable_list results = only(of.output_mask, {gradients[0], gradients[1], sums[1], sums[0]});
+    if (create_graph) forbid_double_backward(results, of);
+    return results;
+  }
+
+  static void forbid_double_backward(const variable_list& results, const Arguments& of) {
+    auto node = make_node<torch::autograd::Error>(
+        "memsave_ext.SyncBatchNorm does not support double backward");
+    node->set_next_edges(torch::autograd::collect_next_edges(of.grad, of.input));
+    for (const auto& result : results) {
+      if (result.defined()) torch::autograd::set_history(result, node);
     }
   }
-  if (node && !known) save(std::get<1>(results));
-  if (node) torch::autograd::set_history(std::get<0>(results), node);
-  return results;
+};
+
+void differentiable_forward(const c10::OperatorHandle& handle, Stack* stack) {
+  static const Operator op(handle);
+  const Arguments of = op.read(*stack);
+  auto node = node_for<ForwardNode>(of.input, of.residual, of.weight, of.bias);
+  // Before the kernel where they are known: the recompute of a checkpoint stops at the last tensor
+  // that is saved, and then needs no kernel.
+  const bool known = of.statistics.defined();
+  if (node && known) node->saved.save(of, of.statistics);
+  call_below(handle, stack);
+  if (of.training && !known) {
+    for (const auto* buffer : {&of.running_mean, &of.running_var}) {
+      if (buffer->defined()) torch::autograd::increment_version(*buffer);
+    }
+  }
+  if (!node) return;
+  if (!known) node->saved.save(of, torch::jit::peek(*stack, 1, 2).toTensor());
+  torch::autograd::set_history(torch::jit::peek(*stack, 0, 2).toTensor(), node);
 }
 
 }  // namespace
@@ -264,8 +190,10 @@ std::tuple<Tensor, Tensor> differentiable_forward(
 
 TORCH_LIBRARY_IMPL(memsave_ext, Autograd, library) {
   using namespace memsave_ext::batch_norm;
-  library.impl("batch_norm_forward", differentiable_forward);
-  library.impl("batch_norm_backward", differentiable_backward);
+  library.impl("batch_norm_forward",
+               torch::CppFunction::makeFromBoxedFunction<&differentiable_forward>());
+  library.impl("batch_norm_backward",
+               torch::CppFunction::makeFromBoxedFunction<&differentiable_backward>());
   for (const char* name :
        {"batch_norm_moments", "batch_norm_backward_sums", "batch_norm_backward_input"}) {
     library.impl(name, torch::autograd::autogradNotImplementedFallback());

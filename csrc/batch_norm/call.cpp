@@ -3,7 +3,10 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <initializer_list>
+#include <optional>
 #include <utility>
 
 #include "vector/dtype.h"
@@ -22,24 +25,8 @@ using at::Tensor;
 
 namespace {
 
-DType checked_dtype(const Tensor& input) {
-  const auto dtype = vector::dtype_of(input.scalar_type());
-  TORCH_CHECK_NOT_IMPLEMENTED(dtype, "\"batch_norm\" not implemented for '", input.scalar_type(),
-                              "'");
-  return *dtype;
-}
-
-void check_device(const char* name, const Tensor& tensor, const Tensor& input) {
-  TORCH_CHECK(tensor.device() == input.device(),
-              "batch_norm: expected all tensors to be on the same device, but ", name, " is on ",
-              tensor.device(), " and input on ", input.device());
-}
-
-void check_like_input(const char* name, const Tensor& tensor, const Tensor& input) {
-  check_device(name, tensor, input);
-  TORCH_CHECK(tensor.sizes() == input.sizes() && tensor.scalar_type() == input.scalar_type(),
-              "batch_norm: ", name, " must have the shape and dtype of input, ", input.sizes(), " ",
-              input.scalar_type(), ", got ", tensor.sizes(), " ", tensor.scalar_type());
+at::ScalarType statistic_type(const Tensor& input) {
+  return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 // Of the output. Dense inputs keep their layout.
@@ -66,38 +53,40 @@ void prefer_large_pages([[maybe_unused]] const Tensor& tensor) {
 
 }  // namespace
 
-Activation parse_activation(std::string_view name) {
-  if (name == "none") return Activation::kIdentity;
-  if (name == "relu") return Activation::kRelu;
-  TORCH_CHECK_VALUE(name == "leaky_relu",
-                    "batch_norm: activation must be 'none', 'relu' or 'leaky_relu', got '", name,
-                    "'");
-  return Activation::kLeakyRelu;
+bool can_take(const Arguments& of) {
+  const Tensor& input = of.input;
+  if (input.dim() < 2 || !vector::dtype_of(input.scalar_type()) ||
+      Activations::find(of.activation) == Activation::kUnlisted) {
+    return false;
+  }
+  const auto fits = [&](std::initializer_list<const Tensor*> tensors, const auto& fits_input) {
+    return std::all_of(tensors.begin(), tensors.end(), [&](const Tensor* tensor) {
+      return !tensor->defined() || (tensor->device() == input.device() && fits_input(*tensor));
+    });
+  };
+  const int64_t channels = input.size(1);
+  return fits({&of.weight, &of.bias, &of.running_mean, &of.running_var},
+              [&](const Tensor& vector) {
+                return vector.numel() == channels && vector.is_floating_point();
+              }) &&
+         fits({&of.residual, &of.grad},
+              [&](const Tensor& like) {
+                return like.sizes() == input.sizes() && like.scalar_type() == input.scalar_type();
+              }) &&
+         fits({&of.statistics, &of.means}, [&](const Tensor& rows) {
+           return rows.sizes() == at::IntArrayRef{2, channels} &&
+                  rows.scalar_type() == statistic_type(input) && rows.is_contiguous();
+         });
 }
 
-void check_channels(const char* name, const MaybeTensor& tensor, const Tensor& input) {
-  if (!given(tensor)) return;
-  check_device(name, *tensor, input);
-  TORCH_CHECK(tensor->numel() == input.size(1), name, " should contain ", input.size(1),
-              " elements not ", tensor->numel());
-  TORCH_CHECK(tensor->is_floating_point(), "batch_norm: ", name,
-              " must be a floating-point tensor, got ", tensor->scalar_type());
-}
-
-Call::Call(const Tensor& input, const MaybeTensor& weight, const MaybeTensor& bias,
-           const MaybeTensor& residual, std::string_view activation, double negative_slope)
-    : device_(input.device()),
-      statistic_type_(input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat),
-      format_(layout_of(input)) {
-  TORCH_CHECK(input.dim() >= 2, "batch_norm: expected an input of shape (N, C, *), got ",
-              input.sizes());
-  problem_.dtype = checked_dtype(input);
-  problem_.activation = parse_activation(activation);
-  problem_.negative_slope = negative_slope;
-  check_channels("weight", weight, input);
-  check_channels("bias", bias, input);
-  if (given(residual)) check_like_input("residual", *residual, input);
-
+Call::Call(const Arguments& of)
+    : device_(of.input.device()),
+      statistic_type_(statistic_type(of.input)),
+      format_(layout_of(of.input)) {
+  const Tensor& input = of.input;
+  problem_.dtype = *vector::dtype_of(input.scalar_type());
+  problem_.activation = Activations::find(of.activation);
+  problem_.negative_slope = of.negative_slope;
   problem_.outer = input.size(0);
   problem_.channels = input.size(1);
   problem_.inner = 1;
@@ -106,13 +95,13 @@ Call::Call(const Tensor& input, const MaybeTensor& weight, const MaybeTensor& bi
 
   input_ = dense(input);
   problem_.input = input_.const_data_ptr();
-  problem_.weight = channel_vector(weight_, weight);
-  problem_.bias = channel_vector(bias_, bias);
-  if (given(residual)) {
-    residual_ = dense(*residual);
+  problem_.weight = channel_vector(weight_, of.weight);
+  problem_.bias = channel_vector(bias_, of.bias);
+  if (of.residual.defined()) {
+    residual_ = dense(of.residual);
     problem_.residual = residual_.const_data_ptr();
   }
-  if (kernels().workspace_bytes != nullptr) {
+  if (kernels().workspace_bytes != nullptr && !is_empty()) {
     const auto bytes = static_cast<int64_t>(kernels().workspace_bytes(problem_));
     workspace_ = at::empty({bytes}, input_.options().dtype(at::kByte));
     problem_.workspace = workspace_.mutable_data_ptr();
@@ -158,24 +147,9 @@ Tensor Call::empty_statistics() const {
   return at::empty({2, problem_.channels}, statistic_options());
 }
 
-const void* Call::check_statistics(const char* name, const Tensor& tensor) const {
-  check_device(name, tensor, input_);
-  TORCH_CHECK(tensor.dim() == 2 && tensor.size(0) == 2 && tensor.size(1) == problem_.channels &&
-                  tensor.scalar_type() == statistic_type_ && tensor.is_contiguous(),
-              "batch_norm: ", name, " must be a contiguous ", statistic_type_,
-              " tensor of shape [2, ", problem_.channels, "], got ", tensor.scalar_type(), " ",
-              tensor.sizes());
-  return tensor.const_data_ptr();
-}
-
-Tensor Call::dense_grad(const Tensor& grad) const {
-  check_like_input("grad", grad, input_);
-  return dense(grad);
-}
-
-const void* Call::channel_vector(Tensor& keep, const MaybeTensor& tensor) const {
-  if (!given(tensor)) return nullptr;
-  keep = tensor->to(statistic_type_).contiguous();
+const void* Call::channel_vector(Tensor& keep, const Tensor& tensor) const {
+  if (!tensor.defined()) return nullptr;
+  keep = tensor.to(statistic_type_).contiguous();
   return keep.const_data_ptr();
 }
 

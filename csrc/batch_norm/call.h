@@ -1,34 +1,24 @@
-// The tensors of one batch_norm call: checked, dense, of one layout, and as kernels are told of
-// them.
+// The tensors of one batch_norm call: dense, of one layout, and as kernels are told of them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>
 
-#include <optional>
-#include <string_view>
-
+#include "batch_norm/arguments.h"
 #include "batch_norm/kernels.h"
 
 namespace memsave_ext::batch_norm {
 
-using MaybeTensor = std::optional<at::Tensor>;
-
-inline bool given(const MaybeTensor& tensor) { return tensor.has_value() && tensor->defined(); }
-
-Activation parse_activation(std::string_view name);
-
-// A vector of the input's channels, in any floating-point type.
-void check_channels(const char* name, const MaybeTensor& tensor, const at::Tensor& input);
+// Whether kernels can take them. Where not, the fallback of the operator says what is wrong
+// (check() in memsave_ext/batch_norm/arguments.py).
+bool can_take(const Arguments& of);
 
 class Call {
  public:
-  explicit Call(const at::Tensor& input, const MaybeTensor& weight = {},
-                const MaybeTensor& bias = {}, const MaybeTensor& residual = {},
-                std::string_view activation = "none", double negative_slope = 0);
+  explicit Call(const Arguments& of);
 
   const Problem& problem() const { return problem_; }
-  bool is_empty() const { return problem_.count() == 0; }
+  bool is_empty() const { return problem_.count() == 0 || problem_.channels == 0; }
   const Kernels& kernels() const;
   void* stream() const;
 
@@ -37,14 +27,11 @@ class Call {
   at::Tensor empty_channels() const;    // (C), in the statistics' type
   at::Tensor empty_statistics() const;  // (2, C)
   at::TensorOptions statistic_options() const;
-  // The address of a tensor made by empty_statistics().
-  const void* check_statistics(const char* name, const at::Tensor& tensor) const;
-  // A gradient of the output, in the layout of the others.
-  at::Tensor dense_grad(const at::Tensor& grad) const;
+  // In the layout of the others.
+  at::Tensor dense(const at::Tensor& tensor) const { return tensor.contiguous(format_); }
 
  private:
-  at::Tensor dense(const at::Tensor& tensor) const { return tensor.contiguous(format_); }
-  const void* channel_vector(at::Tensor& keep, const MaybeTensor& tensor) const;
+  const void* channel_vector(at::Tensor& keep, const at::Tensor& tensor) const;
 
   c10::DeviceGuard device_;
   at::ScalarType statistic_type_;

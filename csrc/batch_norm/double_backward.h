@@ -4,25 +4,13 @@
 
 #include <torch/csrc/autograd/variable.h>
 
-#include <array>
-#include <string_view>
-
-#include "batch_norm/call.h"
+#include "batch_norm/arguments.h"
 
 namespace memsave_ext::batch_norm {
 
-// What batch_norm_backward is a function of.
-struct BackwardInputs {
-  at::Tensor grad, input;
-  MaybeTensor residual, weight, bias;
-};
-
-// `grads` belong to the gradients of input, residual, weight and bias; returns those of
-// BackwardInputs, in its order.
-torch::autograd::variable_list double_backward(const BackwardInputs& inputs,
-                                               const at::Tensor& statistics, bool training,
-                                               double eps, std::string_view activation,
-                                               double negative_slope,
+// `of` are the arguments of batch_norm_backward, `grads` belong to the gradients of input,
+// residual, weight and bias. Returns those of grad, input, residual, weight and bias.
+torch::autograd::variable_list double_backward(const Arguments& of,
                                                const torch::autograd::variable_list& grads);
 
 }  // namespace memsave_ext::batch_norm

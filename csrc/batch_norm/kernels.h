@@ -9,11 +9,21 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "batch_norm/activations.h"
 #include "batch_norm/math.h"
 
 namespace memsave_ext::batch_norm {
 
 using vector::DType;
+using vector::item_size;
+
+inline int64_t statistic_bytes(DType dtype) { return dtype == DType::kDouble ? 8 : 4; }
+
+// Calls function with a value of the type of statistics.
+template <typename Function>
+void with_statistic(DType dtype, const Function& function) {
+  dtype == DType::kDouble ? function(double{}) : function(float{});
+}
 
 struct Problem {
   DType dtype;
@@ -38,12 +48,13 @@ struct Running {
   double momentum;
 };
 
-// One for each device; `stream` is a cudaStream_t, null on the CPU. Nothing synchronises.
+// One for each device, for tensors with values; `stream` is a cudaStream_t, null on the CPU.
+// Nothing synchronises.
 //
 // Deterministic: the same bits whatever the number of threads. A value that is not finite makes its
 // channel's variance NaN and its mean what IEEE's sum of the channel is; on CUDA NaN, as torch's.
 struct Kernels {
-  // moments (2, C): mean and m2, the sum of squared deviations. 0 where the tensor is empty.
+  // moments (2, C): mean and m2, the sum of squared deviations.
   void (*moments)(const Problem&, void* moments, void* stream);
 
   // statistics (2, C): mean and 1 / sqrt(m2 / count + eps). Then as normalize.

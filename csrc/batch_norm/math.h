@@ -8,8 +8,6 @@
 
 namespace memsave_ext::batch_norm {
 
-enum class Activation : int { kIdentity, kRelu, kLeakyRelu };
-
 // Count, mean and sum of squared deviations from the mean.
 template <typename T>
 struct Moments {
@@ -30,26 +28,18 @@ MEMSAVE_EXT_INLINE Moments<T> merge(const Moments<T>& a, const Moments<T>& b) {
           a.m2 + b.m2 + delta * delta * share * static_cast<T>(a.count)};
 }
 
+// A running statistic of a channel, where there are any.
+template <typename T>
+MEMSAVE_EXT_INLINE void update(void* running, int64_t channel, double momentum, double batch) {
+  if (running == nullptr) return;
+  T& value = static_cast<T*>(running)[channel];
+  value = static_cast<T>((1 - momentum) * value + momentum * batch);
+}
+
 // scale = invstd * weight. Not x * scale + (bias - mean * scale), which cancels for large means.
 template <typename T>
 MEMSAVE_EXT_INLINE T normalize(T x, T mean, T scale, T bias) {
   return (x - mean) * scale + bias;
-}
-
-// Of z, the normalised value plus the residual. NaN stays NaN.
-template <Activation activation, typename T>
-MEMSAVE_EXT_INLINE T activate(T z, T slope) {
-  if constexpr (activation == Activation::kRelu) return z <= T{} ? T{} : z;
-  if constexpr (activation == Activation::kLeakyRelu) return z > T{} ? z : z * slope;
-  return z;
-}
-
-// The gradient of z from that of activate(z).
-template <Activation activation, typename T>
-MEMSAVE_EXT_INLINE T activate_backward(T grad, T z, T slope) {
-  if constexpr (activation == Activation::kRelu) return z <= T{} ? T{} : grad;
-  if constexpr (activation == Activation::kLeakyRelu) return z > T{} ? grad : grad * slope;
-  return grad;
 }
 
 // The gradient of x from that of z. grad_mean and dot_mean are the means over the channel of the

@@ -1,11 +1,9 @@
 #include "batch_norm/ops.h"
 
+#include <ATen/core/stack.h>
 #include <ATen/ops/empty.h>
 
-#include <array>
-#include <optional>
-#include <string_view>
-#include <tuple>
+#include <vector>
 
 #include "batch_norm/call.h"
 
@@ -13,14 +11,13 @@ namespace memsave_ext::batch_norm {
 namespace {
 
 using at::Tensor;
+using Results = std::vector<Tensor>;
 
 // A running buffer in the type that kernels compute in; written back where that is another.
 class RunningBuffer {
  public:
-  RunningBuffer(const MaybeTensor& buffer, const at::TensorOptions& options) {
-    if (!given(buffer)) return;
-    buffer_ = *buffer;
-    computed_ = buffer_.to(options.dtype()).contiguous();
+  RunningBuffer(const Tensor& buffer, const at::TensorOptions& options) : buffer_(buffer) {
+    if (buffer.defined()) computed_ = buffer.to(options.dtype()).contiguous();
   }
   void* data() const { return computed_.defined() ? computed_.mutable_data_ptr() : nullptr; }
   void store() {
@@ -31,70 +28,52 @@ class RunningBuffer {
   Tensor buffer_, computed_;
 };
 
-Tensor running_statistics(const Call& call, const MaybeTensor& running_mean,
-                          const MaybeTensor& running_var, double eps) {
-  TORCH_CHECK(given(running_mean) && given(running_var),
-              "batch_norm: expected running_mean and running_var to be given when not training");
+Tensor running_statistics(const Call& call, const Arguments& of) {
   Tensor statistics = call.empty_statistics();
-  statistics[0].copy_(*running_mean);
-  statistics[1].copy_(*running_var).add_(eps).rsqrt_();
+  statistics[0].copy_(of.running_mean);
+  statistics[1].copy_(of.running_var).add_(of.eps).rsqrt_();
   return statistics;
 }
 
-std::tuple<Tensor, Tensor> forward(const Tensor& input, const MaybeTensor& weight,
-                                   const MaybeTensor& bias, const MaybeTensor& residual,
-                                   const MaybeTensor& statistics, const MaybeTensor& running_mean,
-                                   const MaybeTensor& running_var, bool training, double momentum,
-                                   double eps, std::string_view activation, double negative_slope,
-                                   std::optional<std::string_view> /*group*/) {
-  const Call call(input, weight, bias, residual, activation, negative_slope);
-  check_channels("running_mean", running_mean, input);
-  check_channels("running_var", running_var, input);
-  Tensor output;
-  if (given(statistics) || !training) {
-    const Tensor used = given(statistics)
-                            ? statistics->clone()
-                            : running_statistics(call, running_mean, running_var, eps);
-    const void* values = call.check_statistics("statistics", used);
-    output = call.empty();
-    if (!call.is_empty()) {
-      call.kernels().normalize(call.problem(), values, output.mutable_data_ptr(), call.stream());
-    }
-    return {output, used};
+Results normalize(const Call& call, const Tensor& statistics) {
+  Tensor output = call.empty();
+  if (!call.is_empty()) {
+    call.kernels().normalize(call.problem(), statistics.const_data_ptr(), output.mutable_data_ptr(),
+                             call.stream());
   }
-  TORCH_CHECK_VALUE(call.problem().count() != 1,
-                    "Expected more than 1 value per channel when training, got input size "
-                    "torch.Size(",
-                    input.sizes(), ")");
-  output = call.empty();
+  return {output, statistics};
+}
+
+Results forward(const Arguments& of) {
+  const bool known = of.statistics.defined();
+  const bool has_running = of.running_mean.defined() && of.running_var.defined();
+  if (!known && (of.training ? of.count() == 1 : !has_running)) return {};
+  const Call call(of);
+  if (known) return normalize(call, of.statistics.clone());
+  if (!of.training) return normalize(call, running_statistics(call, of));
+  Tensor output = call.empty();
   if (call.is_empty()) return {output, call.empty_statistics().zero_()};  // counts nothing
   const Tensor computed = call.empty_statistics();
-  RunningBuffer mean(running_mean, call.statistic_options());
-  RunningBuffer var(running_var, call.statistic_options());
-  call.kernels().forward(call.problem(), eps, {mean.data(), var.data(), momentum},
+  RunningBuffer mean(of.running_mean, call.statistic_options());
+  RunningBuffer var(of.running_var, call.statistic_options());
+  call.kernels().forward(call.problem(), of.eps, {mean.data(), var.data(), of.momentum},
                          computed.mutable_data_ptr(), output.mutable_data_ptr(), call.stream());
   mean.store();
   var.store();
   return {output, computed};
 }
 
-// An output that is wanted, or one that is empty.
-struct Wanted {
-  Wanted(bool wanted, const Call& call) : tensor(wanted ? call.empty_grad() : none(call)) {}
-  static Tensor none(const Call& call) { return at::empty({0}, call.statistic_options()); }
-  void* data() const { return tensor.numel() > 0 ? tensor.mutable_data_ptr() : nullptr; }
-  Tensor tensor;
-};
+Tensor nothing(const Call& call) { return at::empty({0}, call.statistic_options()); }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
-    const Tensor& grad, const Tensor& input, const MaybeTensor& weight, const MaybeTensor& bias,
-    const MaybeTensor& residual, const Tensor& statistics, bool training, double /*eps*/,
-    std::string_view activation, double negative_slope, std::array<bool, 4> mask) {
-  const Call call(input, weight, bias, residual, activation, negative_slope);
-  const void* values = call.check_statistics("statistics", statistics);
-  const Tensor dense_grad = call.dense_grad(grad);
-  const Wanted grad_input(mask[0], call);
-  const Wanted grad_residual(mask[1], call);
+// The gradients of input and residual: empty, with a null address, where they are not wanted.
+Results wanted(const Call& call, const c10::List<bool>& mask) {
+  return {mask[0] ? call.empty_grad() : nothing(call), mask[1] ? call.empty_grad() : nothing(call)};
+}
+
+Results backward(const Arguments& of) {
+  const Call call(of);
+  const Tensor grad = call.dense(of.grad);
+  Results gradients = wanted(call, of.output_mask);
   // Always both: they are by-products of the sums.
   const Tensor grad_weight = call.empty_channels();
   const Tensor grad_bias = call.empty_channels();
@@ -102,71 +81,82 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     grad_weight.zero_();
     grad_bias.zero_();
   } else {
-    call.kernels().backward(call.problem(), values, training, dense_grad.const_data_ptr(),
-                            grad_input.data(), grad_residual.data(), grad_weight.mutable_data_ptr(),
+    call.kernels().backward(call.problem(), of.statistics.const_data_ptr(), of.training,
+                            grad.const_data_ptr(), gradients[0].mutable_data_ptr(),
+                            gradients[1].mutable_data_ptr(), grad_weight.mutable_data_ptr(),
                             grad_bias.mutable_data_ptr(), call.stream());
   }
-  const auto as = [&](const Tensor& gradient, bool wanted, const MaybeTensor& of) {
-    if (!wanted) return Wanted::none(call);
-    return given(of) ? gradient.to(of->scalar_type()) : gradient;
+  const auto as = [&](const Tensor& gradient, bool wanted, const Tensor& like) {
+    if (!wanted) return nothing(call);
+    return like.defined() ? gradient.to(like.scalar_type()) : gradient;
   };
-  return {grad_input.tensor, grad_residual.tensor, as(grad_weight, mask[2], weight),
-          as(grad_bias, mask[3], bias)};
+  gradients.push_back(as(grad_weight, of.output_mask[2], of.weight));
+  gradients.push_back(as(grad_bias, of.output_mask[3], of.bias));
+  return gradients;
 }
 
 // mean (C), m2 (C), count: bytes, so that one collective carries real numbers and an integer.
-Tensor moments(const Tensor& input) {
-  const Call call(input);
+Results moments(const Arguments& of) {
+  const Call call(of);
   const int64_t size = 2 * call.problem().channels * call.statistic_options().dtype().itemsize();
-  Tensor bytes = at::empty({size + 8}, input.options().dtype(at::kByte));
+  Tensor bytes = at::empty({size + 8}, of.input.options().dtype(at::kByte));
   bytes.narrow(0, size, 8).view(at::kLong).fill_(call.problem().count());
   if (call.is_empty()) {
     bytes.narrow(0, 0, size).zero_();
   } else {
     call.kernels().moments(call.problem(), bytes.mutable_data_ptr(), call.stream());
   }
-  return bytes;
+  return {bytes};
 }
 
-Tensor backward_sums(const Tensor& grad, const Tensor& input, const MaybeTensor& weight,
-                     const MaybeTensor& bias, const MaybeTensor& residual, const Tensor& statistics,
-                     std::string_view activation, double negative_slope) {
-  const Call call(input, weight, bias, residual, activation, negative_slope);
-  const void* values = call.check_statistics("statistics", statistics);
-  const Tensor dense_grad = call.dense_grad(grad);
-  if (call.is_empty()) return call.empty_statistics().zero_();
+Results backward_sums(const Arguments& of) {
+  const Call call(of);
+  const Tensor grad = call.dense(of.grad);
+  if (call.is_empty()) return {call.empty_statistics().zero_()};
   Tensor sums = call.empty_statistics();
-  call.kernels().backward_sums(call.problem(), values, dense_grad.const_data_ptr(),
-                               sums.mutable_data_ptr(), call.stream());
-  return sums;
+  call.kernels().backward_sums(call.problem(), of.statistics.const_data_ptr(),
+                               grad.const_data_ptr(), sums.mutable_data_ptr(), call.stream());
+  return {sums};
 }
 
-std::tuple<Tensor, Tensor> backward_input(const Tensor& grad, const Tensor& input,
-                                          const MaybeTensor& weight, const MaybeTensor& bias,
-                                          const MaybeTensor& residual, const Tensor& statistics,
-                                          const Tensor& means, std::string_view activation,
-                                          double negative_slope, std::array<bool, 2> mask) {
-  const Call call(input, weight, bias, residual, activation, negative_slope);
-  const void* values = call.check_statistics("statistics", statistics);
-  const void* mean_values = call.check_statistics("means", means);
-  const Tensor dense_grad = call.dense_grad(grad);
-  const Wanted grad_input(mask[0], call);
-  const Wanted grad_residual(mask[1], call);
+Results backward_input(const Arguments& of) {
+  const Call call(of);
+  const Tensor grad = call.dense(of.grad);
+  Results gradients = wanted(call, of.output_mask);
   if (!call.is_empty()) {
-    call.kernels().backward_input(call.problem(), values, mean_values, dense_grad.const_data_ptr(),
-                                  grad_input.data(), grad_residual.data(), call.stream());
+    call.kernels().backward_input(call.problem(), of.statistics.const_data_ptr(),
+                                  of.means.const_data_ptr(), grad.const_data_ptr(),
+                                  gradients[0].mutable_data_ptr(), gradients[1].mutable_data_ptr(),
+                                  call.stream());
   }
-  return {grad_input.tensor, grad_residual.tensor};
+  return gradients;
+}
+
+// What a kernel cannot take goes to the operator's fallback, which is its kernel for no device at
+// all: so the messages of wrong arguments exist once, there.
+template <Results (*kernel)(const Arguments&)>
+void boxed(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
+  static const Operator op(handle);
+  const Arguments of = op.read(*stack);
+  Results results = can_take(of) ? kernel(of) : Results();
+  if (results.empty()) return handle.redispatchBoxed(c10::DispatchKeySet(), stack);
+  torch::jit::drop(*stack, handle.schema().arguments().size());
+  for (auto& result : results) stack->emplace_back(std::move(result));
+}
+
+template <Results (*kernel)(const Arguments&)>
+torch::CppFunction as_kernel() {
+  return torch::CppFunction::makeFromBoxedFunction<&boxed<kernel>>();
 }
 
 }  // namespace
 
 void register_operators(torch::Library& library) {
-  library.impl("batch_norm_forward", forward);
-  library.impl("batch_norm_backward", backward);
-  library.impl("batch_norm_moments", moments);
-  library.impl("batch_norm_backward_sums", backward_sums);
-  library.impl("batch_norm_backward_input", backward_input);
+  library.impl("batch_norm_forward", as_kernel<forward>());
+  library.impl("batch_norm_backward", as_kernel<backward>());
+  library.impl("batch_norm_moments", as_kernel<moments>());
+  library.impl("batch_norm_backward_sums", as_kernel<backward_sums>());
+  library.impl("batch_norm_backward_input", as_kernel<backward_input>());
 }
 
 }  // namespace memsave_ext::batch_norm

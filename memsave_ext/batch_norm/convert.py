@@ -52,21 +52,7 @@ def convert_batch_norm(
         TypeError: an argument of another type; subclasses of torch's batch norms that it does not
             know, by name and class: their own behaviour would be lost. Nothing is changed then.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"convert_batch_norm: model must be a torch.nn.Module, got {type(model).__name__}"
-        )
-    for name, flag in (("sync", sync), ("dry_run", dry_run)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"convert_batch_norm: {name} must be True or False, got {flag!r}")
-    if process_group is not None:
-        if not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
-            raise TypeError(
-                "convert_batch_norm: process_group must be a torch.distributed.ProcessGroup or "
-                f"None, got {type(process_group).__name__}"
-            )
-        if not sync:
-            raise ValueError("convert_batch_norm: process_group is given, and sync is not True")
+    _check(model, sync, process_group, dry_run)
     unknown = []
     changes: list[tuple[str, nn.Module, type[nn.Module]]] = []
     for name, module in model.named_modules():
@@ -93,6 +79,24 @@ def convert_batch_norm(
             module.process_group = process_group
         module.__class__ = target
     return model
+
+
+def _check(model: object, sync: object, process_group: object, dry_run: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"convert_batch_norm: model must be a torch.nn.Module, got {type(model).__name__}"
+        )
+    for name, flag in (("sync", sync), ("dry_run", dry_run)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"convert_batch_norm: {name} must be True or False, got {flag!r}")
+    if process_group is not None:
+        if not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
+            raise TypeError(
+                "convert_batch_norm: process_group must be a torch.distributed.ProcessGroup or "
+                f"None, got {type(process_group).__name__}"
+            )
+        if not sync:
+            raise ValueError("convert_batch_norm: process_group is given, and sync is not True")
 
 
 def _name(kind: type[nn.Module]) -> str:

@@ -9,12 +9,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .. import _ops  # noqa: F401  # defines the operators
 from ..checkpointing import tapes, uncounted
-from . import record
+from . import operators, record  # noqa: F401  # the first defines the operators
+from .activations import ACTIVATIONS, check_activation
 from .record import Settings, Tensors
 
 Running = tuple[Tensor | None, Tensor | None, float]
@@ -52,11 +51,7 @@ class CountOnce(_BatchNorm):
         negative_slope: float = 0.01,
         **kwargs: Any,
     ) -> None:
-        if activation not in (None, "relu", "leaky_relu"):
-            raise ValueError(
-                f"{type(self).__name__}: activation must be None, 'relu' or 'leaky_relu', got "
-                f"{activation!r}"
-            )
+        check_activation(type(self).__name__, activation, none=None)
         num_features = args[0] if args else kwargs.get("num_features", 0)
         if isinstance(num_features, bool) or not isinstance(num_features, int):
             raise TypeError(
@@ -102,7 +97,8 @@ class CountOnce(_BatchNorm):
         if _must_use_torch():
             of = self if around.replay is None else uncounted.copy_of(self)
             output = _BatchNorm.forward(of, input)
-            return self._activate(output if residual is None else output + residual)
+            z = output if residual is None else output + residual
+            return ACTIVATIONS[self.activation or "none"].forward(z, self.negative_slope)
         # Read once: a parametrized weight is computed by each look.
         tensors = Tensors(input, self.weight, self.bias, residual)
         for name, tensor in (("weight", tensors.weight), ("running_mean", self.running_mean)):
@@ -176,11 +172,6 @@ class CountOnce(_BatchNorm):
         count = self.num_batches_tracked
         share = 0.0 if count is None else 1.0 / (float(count) + 1.0)
         return self.running_mean, self.running_var, share
-
-    def _activate(self, z: Tensor) -> Tensor:
-        if self.activation == "relu":
-            return F.relu(z)
-        return F.leaky_relu(z, self.negative_slope) if self.activation == "leaky_relu" else z
 
 
 def _must_use_torch() -> bool:

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._reference.batch_norm import statistic_dtype, update_running
+from .arguments import Arguments, statistic_dtype
+from .fallback import update_running
 from .modules import NO_RUNNING, CountOnce, Running, run
 from .record import Settings, Tensors
 
@@ -69,7 +70,7 @@ class SyncBatchNorm(CountOnce):
         with torch.no_grad():
             moments = self._gather(_moments(tensors.input.detach()), settings.group)
             # Asked for, which waits for the device, only where the others could matter.
-            if _values(tensors.input) < 2:
+            if Arguments(tensors.input).count < 2:
                 total = int(_counts(moments).sum())
                 if total == 1:  # on every process
                     raise ValueError(
@@ -121,11 +122,6 @@ class SyncBatchNorm(CountOnce):
 
     def _group(self) -> Any:
         return self.process_group or dist.group.WORLD
-
-
-def _values(input: Tensor) -> int:
-    """Per channel, on this process."""
-    return input.numel() // input.shape[1]
 
 
 def _counts(moments: Tensor) -> Tensor:

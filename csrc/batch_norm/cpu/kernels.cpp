@@ -24,13 +24,7 @@ using cpu::Piece;
 using cpu::Run;
 
 const Passes& passes_for(const Problem& problem) {
-  return cpu::passes()[static_cast<int>(problem.dtype)][static_cast<int>(problem.activation)];
-}
-
-// Calls body with a value of the statistics' type.
-template <typename Body>
-void with_statistic_type(DType dtype, const Body& body) {
-  dtype == DType::kDouble ? body(double{}) : body(float{});
+  return cpu::passes().of[static_cast<int>(problem.dtype)][static_cast<int>(problem.activation)];
 }
 
 // In double, where the sums in float overflowed or a value is not finite.
@@ -76,7 +70,7 @@ void moments_of(const Passes& passes, DType dtype, const Piece& piece) {
 // Into the first block's, always in the same order.
 void merge_moments(const Partition& partition, int64_t channels, double* sums, int64_t pitch) {
   double *mean = sums, *m2 = sums + pitch;
-  int64_t count = partition.blocks() > 0 ? partition.count(0) : 0;
+  int64_t count = partition.count(0);
   for (int64_t block = 1; block < partition.blocks(); ++block) {
     const double* other = sums + 2 * pitch * block;
     const int64_t other_count = partition.count(block);
@@ -101,25 +95,18 @@ void add_sums(const Partition& partition, int64_t channels, double* sums, int64_
   }
 }
 
-template <typename T>
-void update(void* running, int64_t channel, double momentum, double value) {
-  if (!running) return;
-  T& old = static_cast<T*>(running)[channel];
-  old = static_cast<T>((1 - momentum) * old + momentum * value);
-}
-
 void nothing(const Piece&) {}
 
 void moments_kernel(const Problem& problem, void* moments, void*) {
   const Passes& passes = passes_for(problem);
-  with_statistic_type(problem.dtype, [&](auto type) {
+  with_statistic(problem.dtype, [&](auto type) {
     using T = decltype(type);
     auto* out = static_cast<T*>(moments);
     const Coefficients<T> unused(problem);
     Run run(problem, unused, true);
     run([&](const Piece& piece) { moments_of(passes, problem.dtype, piece); },
         [&](int64_t first, int64_t channels, double* sums, int64_t pitch) {
-          if (problem.count() > 0) merge_moments(run.partition(), channels, sums, pitch);
+          merge_moments(run.partition(), channels, sums, pitch);
           for (int64_t c = 0; c < channels; ++c) {
             out[first + c] = static_cast<T>(sums[c]);
             out[problem.channels + first + c] = static_cast<T>(sums[pitch + c]);
@@ -132,7 +119,7 @@ void moments_kernel(const Problem& problem, void* moments, void*) {
 void forward_kernel(const Problem& problem, double eps, const Running& running, void* statistics,
                     void* output, void*) {
   const Passes& passes = passes_for(problem);
-  with_statistic_type(problem.dtype, [&](auto type) {
+  with_statistic(problem.dtype, [&](auto type) {
     using T = decltype(type);
     auto* out = static_cast<T*>(statistics);
     const auto count = static_cast<double>(problem.count());
@@ -157,7 +144,7 @@ void forward_kernel(const Problem& problem, double eps, const Running& running, 
 }
 
 void normalize_kernel(const Problem& problem, const void* statistics, void* output, void*) {
-  with_statistic_type(problem.dtype, [&](auto type) {
+  with_statistic(problem.dtype, [&](auto type) {
     const Coefficients<decltype(type)> coefficients(problem, statistics);
     Run(problem, coefficients, false).write(output)(passes_for(problem).normalize);
   });
@@ -167,7 +154,7 @@ void backward_kernel(const Problem& problem, const void* statistics, bool traini
                      const void* grad, void* grad_input, void* grad_residual, void* grad_weight,
                      void* grad_bias, void*) {
   const Passes& passes = passes_for(problem);
-  with_statistic_type(problem.dtype, [&](auto type) {
+  with_statistic(problem.dtype, [&](auto type) {
     using T = decltype(type);
     auto *weight = static_cast<T*>(grad_weight), *bias = static_cast<T*>(grad_bias);
     const auto count = static_cast<double>(problem.count());
@@ -196,14 +183,13 @@ void backward_kernel(const Problem& problem, const void* statistics, bool traini
 void backward_sums_kernel(const Problem& problem, const void* statistics, const void* grad,
                           void* sums, void*) {
   auto* bias = static_cast<char*>(sums);
-  const int64_t size = problem.dtype == DType::kDouble ? 8 : 4;
   backward_kernel(problem, statistics, false, grad, nullptr, nullptr,
-                  bias + problem.channels * size, bias, nullptr);
+                  bias + problem.channels * statistic_bytes(problem.dtype), bias, nullptr);
 }
 
 void backward_input_kernel(const Problem& problem, const void* statistics, const void* means,
                            const void* grad, void* grad_input, void* grad_residual, void*) {
-  with_statistic_type(problem.dtype, [&](auto type) {
+  with_statistic(problem.dtype, [&](auto type) {
     using T = decltype(type);
     const auto* given = static_cast<const T*>(means);
     Coefficients<T> coefficients(problem, statistics);

@@ -11,8 +11,6 @@
 
 namespace memsave_ext::batch_norm::cpu {
 
-using vector::item_size;
-
 // Rows of the matrix of coefficients, a column per channel.
 enum Coefficient { kMean, kInvstd, kScale, kBias, kGradMean, kDotMean, kCoefficients };
 
@@ -50,7 +48,9 @@ struct Passes {
   void (*input_gradient)(const Piece&);
 };
 
-using PassTable = Passes[4][3];  // [DType][Activation]
+struct PassTable {
+  Passes of[4][Activations::kCount];  // [DType][Activation]
+};
 
 MEMSAVE_EXT_DECLARE_TABLES(PassTable, kPasses)
 

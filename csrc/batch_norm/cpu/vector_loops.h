@@ -7,7 +7,7 @@
 namespace memsave_ext::batch_norm::cpu::MEMSAVE_EXT_ISA {
 
 // A piece's tensors by their type.
-template <typename Storage, Activation activation>
+template <typename Storage, typename Activation>
 struct Tensors {
   using V = Lanes<Storage>;
 
@@ -29,8 +29,8 @@ struct Tensors {
   template <typename Of, typename Size>
   MEMSAVE_EXT_INLINED V z_gradient(V x, const Of& of, int64_t place, Size size) const {
     const V gradient = load(grad + place, size);
-    if constexpr (activation == Activation::kIdentity) return gradient;
-    return activate_backward<activation>(gradient, z(x, of, place, size), slope);
+    if constexpr (std::is_same_v<Activation, Identity>) return gradient;
+    return Activation::backward(gradient, z(x, of, place, size), slope);
   }
 
   const Storage* input;
@@ -122,10 +122,10 @@ void moments_of(const Piece of) {
   }
 }
 
-template <typename Storage, Activation activation, bool columns>
+template <typename Storage, typename Activation, bool columns>
 void gradient_sums_of(const Piece piece) {
   using V = Lanes<Storage>;
-  const Tensors<Storage, activation> tensors(piece);
+  const Tensors<Storage, Activation> tensors(piece);
   const int64_t ahead = rows_ahead<columns>(piece) * piece.stride;
   const Sums<Storage, Coefficients<Storage, columns>, columns> sums(
       piece,
@@ -142,19 +142,19 @@ void gradient_sums_of(const Piece piece) {
   }
 }
 
-template <typename Storage, Activation activation, bool columns>
+template <typename Storage, typename Activation, bool columns>
 void normalize_piece(const Piece piece) {
-  const Tensors<Storage, activation> tensors(piece);
+  const Tensors<Storage, Activation> tensors(piece);
   for_written<Storage, columns>(
       piece, piece.output, [&](int64_t place, auto size, const auto& of) MEMSAVE_EXT_INLINED {
         const auto z = tensors.z(load(tensors.input + place, size), of, place, size);
-        store(tensors.output + place, activate<activation>(z, tensors.slope), size);
+        store(tensors.output + place, Activation::forward(z, tensors.slope), size);
       });
 }
 
-template <typename Storage, Activation activation, bool columns>
+template <typename Storage, typename Activation, bool columns>
 void input_gradient_piece(const Piece piece) {
-  const Tensors<Storage, activation> tensors(piece);
+  const Tensors<Storage, Activation> tensors(piece);
   for_written<Storage, columns>(piece, piece.output ? piece.output : piece.grad_residual,
                                 [&](int64_t place, auto size, const auto& of) MEMSAVE_EXT_INLINED {
                                   const auto x = load(tensors.input + place, size);
@@ -169,32 +169,33 @@ void input_gradient_piece(const Piece piece) {
                                 });
 }
 
-template <typename Storage, Activation activation>
+template <typename Storage, typename Activation>
 struct PassesOf {
   static void moments(const Piece& piece) {
     piece.columns ? moments_of<Storage, true>(piece) : moments_of<Storage, false>(piece);
   }
   static void normalize(const Piece& piece) {
-    piece.columns ? normalize_piece<Storage, activation, true>(piece)
-                  : normalize_piece<Storage, activation, false>(piece);
+    piece.columns ? normalize_piece<Storage, Activation, true>(piece)
+                  : normalize_piece<Storage, Activation, false>(piece);
   }
   static void gradient_sums(const Piece& piece) {
-    piece.columns ? gradient_sums_of<Storage, activation, true>(piece)
-                  : gradient_sums_of<Storage, activation, false>(piece);
+    piece.columns ? gradient_sums_of<Storage, Activation, true>(piece)
+                  : gradient_sums_of<Storage, Activation, false>(piece);
   }
   static void input_gradient(const Piece& piece) {
-    piece.columns ? input_gradient_piece<Storage, activation, true>(piece)
-                  : input_gradient_piece<Storage, activation, false>(piece);
+    piece.columns ? input_gradient_piece<Storage, Activation, true>(piece)
+                  : input_gradient_piece<Storage, Activation, false>(piece);
   }
   static constexpr Passes kPasses{moments, normalize, gradient_sums, input_gradient};
 };
 
-#define MEMSAVE_EXT_PASSES(Storage)                   \
-  {PassesOf<Storage, Activation::kIdentity>::kPasses, \
-   PassesOf<Storage, Activation::kRelu>::kPasses,     \
-   PassesOf<Storage, Activation::kLeakyRelu>::kPasses}
-
-constexpr PassTable kPasses = {MEMSAVE_EXT_PASSES(double), MEMSAVE_EXT_PASSES(float),
-                               MEMSAVE_EXT_PASSES(Half), MEMSAVE_EXT_PASSES(BFloat16)};
+template <typename... All>
+struct Table {
+  static constexpr PassTable kPasses = {{{PassesOf<double, All>::kPasses...},
+                                         {PassesOf<float, All>::kPasses...},
+                                         {PassesOf<Half, All>::kPasses...},
+                                         {PassesOf<BFloat16, All>::kPasses...}}};
+};
+const PassTable kPasses = Activations::Into<Table>::kPasses;
 
 }  // namespace memsave_ext::batch_norm::cpu::MEMSAVE_EXT_ISA

@@ -5,27 +5,12 @@
 namespace memsave_ext::batch_norm {
 namespace {
 
-// For tensors without values. A vector (C) or (2, C), or null.
-void clear(const Problem& problem, void* vectors, int rows, void* stream) {
-  const size_t bytes = rows * problem.channels * statistic_bytes(problem.dtype);
-  if (vectors == nullptr || bytes == 0) return;
-  check_cuda(cudaMemsetAsync(vectors, 0, bytes, static_cast<cudaStream_t>(stream)));
-}
-
-bool is_empty(const Problem& problem) { return problem.count() == 0 || problem.channels == 0; }
-
 void run_moments(const Problem& problem, void* out, void* stream) {
-  if (is_empty(problem)) return clear(problem, out, 2, stream);
   launch_moments(problem, {out, false, 0, {}, problem.channels, problem.count()}, stream);
-}
-
-void run_normalize(const Problem& problem, const void* statistics, void* output, void* stream) {
-  if (!is_empty(problem)) launch_normalize(problem, statistics, output, stream);
 }
 
 void run_forward(const Problem& problem, double eps, const Running& running, void* statistics,
                  void* output, void* stream) {
-  if (is_empty(problem)) return clear(problem, statistics, 2, stream);
   const Summary to = {statistics, true, eps, running, problem.channels, problem.count()};
   if (launch_forward_onchip(problem, to, output, stream)) return;
   launch_moments(problem, to, stream);
@@ -35,10 +20,6 @@ void run_forward(const Problem& problem, double eps, const Running& running, voi
 void run_backward(const Problem& problem, const void* statistics, bool training, const void* grad,
                   void* grad_input, void* grad_residual, void* grad_weight, void* grad_bias,
                   void* stream) {
-  if (is_empty(problem)) {
-    clear(problem, grad_weight, 1, stream);
-    return clear(problem, grad_bias, 1, stream);
-  }
   const bool needs_means = training && grad_input != nullptr;
   ChannelSums to = {grad_bias, grad_weight, nullptr, problem.channels, problem.count()};
   if (needs_means &&
@@ -56,20 +37,12 @@ void run_backward(const Problem& problem, const void* statistics, bool training,
 
 void run_backward_sums(const Problem& problem, const void* statistics, const void* grad, void* sums,
                        void* stream) {
-  if (is_empty(problem)) return clear(problem, sums, 2, stream);
   char* dots = static_cast<char*>(sums) + problem.channels * statistic_bytes(problem.dtype);
   launch_backward_sums(problem, statistics, grad,
                        {sums, dots, nullptr, problem.channels, problem.count()}, stream);
 }
 
-void run_backward_input(const Problem& problem, const void* statistics, const void* means,
-                        const void* grad, void* grad_input, void* grad_residual, void* stream) {
-  if (is_empty(problem)) return;
-  launch_backward_input(problem, statistics, means, grad, grad_input, grad_residual, stream);
-}
-
 size_t workspace_bytes(const Problem& problem) {
-  if (is_empty(problem)) return 0;
   size_t bytes = 0;
   const int64_t length = in_rows(problem) ? problem.channels : problem.inner;
   for (const int vector : vectors(problem.dtype)) {
@@ -81,7 +54,8 @@ size_t workspace_bytes(const Problem& problem) {
 
 }  // namespace
 
-const Kernels cuda_kernels = {run_moments,       run_forward,        run_normalize,  run_backward,
-                              run_backward_sums, run_backward_input, workspace_bytes};
+const Kernels cuda_kernels = {run_moments,    run_forward,       launch_normalize,
+                              run_backward,   run_backward_sums, launch_backward_input,
+                              workspace_bytes};
 
 }  // namespace memsave_ext::batch_norm

@@ -11,12 +11,6 @@
 
 namespace memsave_ext::batch_norm {
 
-inline int value_bytes(DType dtype) {
-  return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : 2;
-}
-
-inline int statistic_bytes(DType dtype) { return dtype == DType::kDouble ? 8 : 4; }
-
 // Of a block that merges the chunks of a channel: whole warps.
 inline int merging_threads(const Partition& p) {
   return static_cast<int>(std::min<int64_t>(kThreads, ceil_div(p.chunks, 32) * 32));
@@ -51,7 +45,7 @@ inline int widest_vector(const Problem& problem, std::initializer_list<const voi
     bool fits = length % vector == 0;
     for (const void* tensor : tensors) {
       const auto address = reinterpret_cast<uintptr_t>(tensor);
-      fits = fits && address % (vector * value_bytes(problem.dtype)) == 0;
+      fits = fits && address % (vector * item_size(problem.dtype)) == 0;
     }
     if (fits) return vector;
   }
@@ -81,12 +75,6 @@ template <typename Function>
 void with_access(const Problem& problem, int vector, const Function& function) {
   if (in_rows(problem)) return with_vector<true>(problem.dtype, vector, function);
   return with_vector<false>(problem.dtype, vector, function);
-}
-
-// Calls function with a value of the type of statistics.
-template <typename Function>
-void with_statistic(DType dtype, const Function& function) {
-  return dtype == DType::kDouble ? function(double{}) : function(float{});
 }
 
 // Kernels of more than one file.

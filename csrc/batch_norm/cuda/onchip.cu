@@ -135,7 +135,7 @@ struct Fit {
 Fit fit_onchip(const Problem& problem, int tensors) {
   constexpr int64_t kBusy = 128;                // blocks that keep a device busy, more or less
   constexpr int64_t kSmall = int64_t{1} << 15;  // where two launches cost more than idle processors
-  const int64_t bytes = problem.count() * value_bytes(problem.dtype) * tensors;
+  const int64_t bytes = problem.count() * item_size(problem.dtype) * tensors;
   if (in_rows(problem) || (problem.channels < kBusy && bytes > kSmall)) return {false, 0, 0};
   const int64_t most = most_shared_bytes();
   if (bytes > most) return {false, 0, 0};

@@ -142,14 +142,6 @@ struct Summary {
   int64_t count;
 };
 
-template <typename Value>
-__device__ __forceinline__ void update(void* running, int64_t channel, double momentum,
-                                       double batch) {
-  if (running == nullptr) return;
-  Value& value = static_cast<Value*>(running)[channel];
-  value = static_cast<Value>((1 - momentum) * value + momentum * batch);
-}
-
 // From the sums of deviations from origin and of their squares. Returns what went out.
 template <typename Value>
 __device__ __forceinline__ Pair<Value> write_moments(const Summary& to, int64_t channel,

@@ -36,24 +36,6 @@ struct Affine {
   }
 };
 
-// Activations are chosen at run time: kernels bound by memory have time for it, and are a third as
-// many.
-template <typename Value>
-__device__ __forceinline__ Value activate(Activation activation, Value z, Value slope) {
-  if (activation == Activation::kRelu) return activate<Activation::kRelu>(z, slope);
-  if (activation == Activation::kLeakyRelu) return activate<Activation::kLeakyRelu>(z, slope);
-  return z;
-}
-
-template <typename Value>
-__device__ __forceinline__ Value activate_backward(Activation activation, Value grad, Value z,
-                                                   Value slope) {
-  if (activation == Activation::kRelu) return activate_backward<Activation::kRelu>(grad, z, slope);
-  if (activation == Activation::kLeakyRelu)
-    return activate_backward<Activation::kLeakyRelu>(grad, z, slope);
-  return grad;
-}
-
 // At all offsets, if it is wanted: one branch for them all.
 template <typename Vec, int count>
 __device__ __forceinline__ void load_residual(bool wanted, const Problem& problem,
@@ -86,7 +68,8 @@ __device__ __forceinline__ typename A::Vec output_of(const Problem& problem,
 #pragma unroll
   for (int i = 0; i < A::kVector; ++i) {
     const Value z = preactivation(problem, affine, x, residual, i);
-    output[i] = activate(problem.activation, z, slope);
+    // Chosen at run time: kernels bound by memory have time for it, and are fewer.
+    output[i] = Activations::forward(problem.activation, z, slope);
   }
   return A::Vec::from(output);
 }
@@ -108,7 +91,7 @@ __device__ __forceinline__ typename A::Value gradient_of_z(const Problem& proble
   const Value of_output = grad[i];
   if (problem.activation == Activation::kIdentity) return of_output;
   const Value z = preactivation(problem, affine, x, residual, i);
-  return activate_backward(problem.activation, of_output, z, slope);
+  return Activations::backward(problem.activation, of_output, z, slope);
 }
 
 // Adds the gradients of z, and their products with x less its mean, to a thread's two sums.

@@ -1,0 +1,120 @@
+"""The batch_norm operators: schemas, fakes, and the Python kernels of the fallback.
+
+The contract with csrc: it registers kernels for the devices it was built for, and autograd. On
+every other device, without the native part, and for arguments that do not pass the checks, the
+fallback runs.
+
+Terms. A ``tensor`` has shape (N, C, *). ``statistics``: (2, C), mean and 1 / sqrt(var + eps) per
+channel, float64 for float64 tensors and else float32. ``sums``, ``means``: (2, C) likewise, of the
+gradient before activation and of its product with the normalised input. ``moments``: bytes, to be
+gathered from several processes: mean (C), sum of squared deviations (C), count (int64).
+``activation``: of ``ACTIVATIONS``; ``negative_slope`` belongs to "leaky_relu".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _native
+from . import fallback, fallback_autograd
+from .arguments import (
+    Arguments,
+    check,
+    grad_memory_format,
+    memory_format,
+    nothing,
+    read,
+    statistic_dtype,
+)
+
+_GRAD = "Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, "
+_ACTIVATION = "str activation, float negative_slope"
+
+
+def _statistics(of: Arguments) -> Tensor:
+    return of.input.new_empty((2, of.input.shape[1]), dtype=statistic_dtype(of.input))
+
+
+def _fake_forward(of: Arguments) -> tuple[Tensor, Tensor]:
+    output = torch.empty_like(of.input, memory_format=memory_format(of.input))
+    return output, _statistics(of)
+
+
+def _fake_backward_input(of: Arguments) -> tuple[Tensor, ...]:
+    layout = grad_memory_format(of.input)
+    return tuple(
+        torch.empty_like(of.input, memory_format=layout) if wanted else nothing(of.input)
+        for wanted in of.output_mask[:2]
+    )
+
+
+def _fake_backward(of: Arguments) -> tuple[Tensor, ...]:
+    def channels(like: Tensor | None, wanted: bool) -> Tensor:
+        dtype = statistic_dtype(of.input) if like is None or not wanted else like.dtype
+        return of.input.new_empty(of.input.shape[1] if wanted else 0, dtype=dtype)
+
+    weight, bias = channels(of.weight, of.output_mask[2]), channels(of.bias, of.output_mask[3])
+    return *_fake_backward_input(of), weight, bias
+
+
+def _fake_moments(of: Arguments) -> Tensor:
+    size = 2 * of.input.shape[1] * statistic_dtype(of.input).itemsize + 8
+    return of.input.new_empty(size, dtype=torch.uint8)
+
+
+_Kernel = Callable[[Arguments], Any]
+_OPERATORS: dict[str, tuple[str, _Kernel, _Kernel]] = {
+    # With `statistics`, they are used again: nothing is reduced or updated. Without them and
+    # without `training`, the running ones are used. `group` names the processes whose statistics
+    # they are; its backward then sums over them.
+    "batch_norm_forward": (
+        "(Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? statistics, "
+        "Tensor(a!)? running_mean, Tensor(b!)? running_var, bool training, float momentum, "
+        f"float eps, {_ACTIVATION}, str? group) -> (Tensor output, Tensor statistics)",
+        fallback.forward,
+        _fake_forward,
+    ),
+    # Gradients of input, residual, weight, bias; empty where the mask is False.
+    "batch_norm_backward": (
+        f"({_GRAD}Tensor statistics, bool training, float eps, {_ACTIVATION}, "
+        "bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+        fallback.backward,
+        _fake_backward,
+    ),
+    "batch_norm_moments": ("(Tensor input) -> Tensor", fallback.moments, _fake_moments),
+    "batch_norm_backward_sums": (
+        f"({_GRAD}Tensor statistics, {_ACTIVATION}) -> Tensor",
+        fallback.backward_sums,
+        _statistics,
+    ),
+    "batch_norm_backward_input": (
+        f"({_GRAD}Tensor statistics, Tensor means, {_ACTIVATION}, bool[2] output_mask) "
+        "-> (Tensor, Tensor)",
+        fallback.backward_input,
+        _fake_backward_input,
+    ),
+}
+
+
+def _checked(name: str, kernel: _Kernel) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        of = read(name, args)
+        check(of)
+        return kernel(of)
+
+    return run
+
+
+_library = torch.library.Library("memsave_ext", "FRAGMENT")
+for _name, (_schema, _kernel, _fake) in _OPERATORS.items():
+    _library.define(_name + _schema)
+    # CompositeExplicitAutograd: chosen where no kernel of csrc fits the device.
+    _library.impl(_name, _checked(_name, _kernel), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"memsave_ext::{_name}", _checked(_name, _fake), lib=_library)
+if not _native.available:
+    _library.impl("batch_norm_forward", fallback_autograd.forward, "Autograd")
+    _library.impl("batch_norm_backward", fallback_autograd.backward, "Autograd")
