@@ -91,13 +91,6 @@ def blocks():
     yield "checkpoint_modules", linear, lambda x: sequence(x)
 
 
-def with_grad(f, linear):
-    """The output of f, and what backward raises."""
-    x = leaf(3, 4)
-    out = f(x).exp()
-    return x, out
-
-
 @pytest.mark.parametrize("index", range(5))
 @pytest.mark.parametrize("what", ["bias in place", "bias", "weight", "data"])
 def test_parameters_changed_or_replaced(index, what):
@@ -192,7 +185,7 @@ def test_without_the_check():
 
 def test_odd_containers():
     loop: list = [leaf(4)]
-    loop.append(loop)
+    loop += [loop, loop]  # a walk along each path would not end
     m = torch.ones(4)
     out = ms.checkpoint(
         lambda x, *rest: x * (rest[1][0] + 1), leaf(4), loop, (m, [None] * 2000), {3: m}

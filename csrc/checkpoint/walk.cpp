@@ -9,7 +9,7 @@ namespace py = pybind11;
 
 namespace {
 
-constexpr size_t kDeepest = 64;        // levels, which a cycle reaches, too
+constexpr size_t kDeepest = 64;        // levels
 constexpr Py_ssize_t kLargest = 1000;  // elements
 
 // Looked up once. Never freed: they outlive the interpreter's last region.
@@ -72,6 +72,12 @@ void TensorWalk::visit(PyObject* object, PyObject* key, Py_ssize_t index) {
 }
 
 void TensorWalk::visit_inside(PyObject* object) {
+  if (object == Py_None || PyLong_Check(object) || PyFloat_Check(object) ||
+      PyUnicode_Check(object)) {
+    return;
+  }
+  // Once each: objects that lead to each other would be visited along every path.
+  if (!visited_.insert(object).second) return;
   const Types& types = Types::get();
   if (PyTuple_Check(object) || PyList_Check(object)) return visit_sequence(object);
   if (PyDict_Check(object)) return visit_dict(object);

@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 namespace memsave_ext {
@@ -12,7 +13,7 @@ namespace memsave_ext {
 // Visits, always in the same order, tensors in: tuples, lists, dicts and dataclasses, nested, of up
 // to 1000 elements; parameters of modules; what functions close over and the globals that they
 // name, if these are tensors or modules; the objects that bound methods belong to; the parts of
-// functools.partial. A tensor that is found twice is visited twice. Needs the GIL.
+// functools.partial. What holds tensors is visited once. Needs the GIL.
 class TensorWalk {
  public:
   // Called with each tensor. name() tells where it was found.
@@ -38,6 +39,7 @@ class TensorWalk {
   void visit_function(PyObject* function);
 
   Visitor visitor_;
+  std::unordered_set<PyObject*> visited_;
   std::vector<Step> path_;
 };
 

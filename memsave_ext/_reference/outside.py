@@ -23,16 +23,27 @@ _DEEPEST = 64
 Visitor = Callable[[Tensor, str], None]
 
 
-def walk(value: Any, visitor: Visitor, name: str = "", depth: int = 0) -> None:
-    """Call ``visitor`` with the tensors that ``value`` leads to, always in the same order."""
+def walk(roots: Iterable[Any], visitor: Visitor) -> None:
+    """Call ``visitor`` with the tensors that ``roots`` lead to, always in the same order."""
+    visited: set[int] = set()
+    for root in roots:
+        _walk(root, visitor, visited, "", 0)
+
+
+def _walk(value: Any, visitor: Visitor, visited: set[int], name: str, depth: int) -> None:
     if depth > _DEEPEST:
         return
+    if not isinstance(value, Tensor):
+        # Once each: objects that lead to each other would be visited along every path.
+        if value is None or isinstance(value, (int, float, str)) or id(value) in visited:
+            return
+        visited.add(id(value))
 
     def visit(child: Any, key: object = None, index: int = -1) -> None:
         path = f"{name}[{index}]" if index >= 0 else name
         if key is not None:
             path = f"{path}.{key}" if path else str(key)
-        walk(child, visitor, path, depth + 1)
+        _walk(child, visitor, visited, path, depth + 1)
 
     if isinstance(value, Tensor):
         visitor(value, name)
@@ -127,8 +138,7 @@ class OutsideTensors:
         self._same_places = True  # before and after the forward
 
     def note(self, roots: Iterable[Any]) -> None:
-        for root in roots:
-            walk(root, lambda tensor, _: self._noted.append(_Noted.of(tensor)))
+        walk(roots, lambda tensor, _: self._noted.append(_Noted.of(tensor)))
 
     def leave_out_own_changes(self, roots: Iterable[Any]) -> None:
         index = 0
@@ -142,8 +152,7 @@ class OutsideTensors:
                 self._noted[index].changed_by_forward = True
             index += 1
 
-        for root in roots:
-            walk(root, compare)
+        walk(roots, compare)
         self._same_places = self._same_places and index == len(self._noted)
 
     def find_changed(self, roots: Iterable[Any]) -> list[ChangedTensor]:
@@ -182,8 +191,7 @@ class OutsideTensors:
                 )
             )
 
-        for root in roots:
-            walk(root, compare)
+        walk(roots, compare)
         return changed
 
 
