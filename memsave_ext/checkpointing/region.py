@@ -12,9 +12,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from .. import _native
-from .._reference import region as _reference
 from . import uncounted
 from .debug import record_operators
+from .fallback import region as _fallback
 from .offload import keep_inputs_on_cpu
 
 # Taken at import: patch_torch_checkpoint() puts ours in its place.
@@ -25,7 +25,7 @@ ContextFn = Callable[
 ]
 
 _run_region: Callable[..., Any] = (
-    _native.module.checkpoint_region if _native.module else _reference.checkpoint_region
+    _native.module.checkpoint_region if _native.module else _fallback.checkpoint_region
 )
 
 
@@ -111,6 +111,11 @@ def checkpoint(
         )
     if not callable(function):
         raise TypeError(f"checkpoint: function must be callable, got {type(function).__name__}")
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "checkpoint does not work inside torch.func transforms (grad, vjp, jvp, vmap): torch "
+            "allows no saved-tensor hooks there. Call the function directly."
+        )
     if _torch._enable_checkpoint_early_stop is not None:
         early_stop = _torch._enable_checkpoint_early_stop
     if _torch._checkpoint_debug_enabled is not None:

@@ -14,12 +14,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import _native
-from .._reference import memory as _reference
 from .account import Account, Region, Step, TensorAtPeak, Timeline
+from .fallback import tracker as _fallback
 from .hooks import Hooks, Modules, Names
 
-_Tracker: Any = _native.module.MemoryTracker if _native.module else _reference.MemoryTracker
-_pause = _native.module.pause_tracking if _native.module else _reference.pause_tracking
+_Tracker: Any = _native.module.MemoryTracker if _native.module else _fallback.MemoryTracker
+_pause = _native.module.pause_tracking if _native.module else _fallback.pause_tracking
 
 _running: list[Track] = []
 _running_lock = threading.Lock()
