@@ -17,7 +17,7 @@ from memsave_ext.checkpointing.fallback import apply as fallback_apply
 from memsave_ext.checkpointing.fallback import region as fallback_region
 from memsave_ext.checkpointing.fallback import surroundings
 from memsave_ext.checkpointing.fallback import tape as fallback_tape
-from memsave_ext.memory import tracking
+from memsave_ext.memory import figures as track_figures
 from memsave_ext.memory.fallback import tracker as fallback
 from memsave_ext.memory.fallback.log import Log
 from memsave_ext.memory.fallback.threads import Moment
@@ -38,7 +38,7 @@ def _one_thread():
 def made_by(monkeypatch, native, *args, **kwargs):
     """A track whose tracker is the native one or that of pure Python, however this runs."""
     kind = _native.module.MemoryTracker if native else fallback.MemoryTracker
-    monkeypatch.setattr(tracking, "_Tracker", kind)
+    monkeypatch.setattr(track_figures, "_Tracker", kind)
     return ms.memory.track(*args, **kwargs)
 
 
@@ -49,7 +49,7 @@ def pauses(monkeypatch):
         if _native.available:
             _native.module.pause_tracking(paused)
 
-    monkeypatch.setattr(tracking, "_pause", pause)
+    monkeypatch.setattr(track_figures, "_pause", pause)
 
 
 def mlp():
@@ -479,9 +479,9 @@ def test_what_pauses_does_not_count(monkeypatch, pauses):
     freed = torch.empty(300)
     with track:
         freed = torch.empty(200)
-        with tracking.untracked():
+        with track_figures.untracked():
             kept = [torch.empty(1000)]
-            with tracking.untracked():
+            with track_figures.untracked():
                 del freed  # goes unnoticed
             kept.append(torch.empty(1000))
         kept.append(torch.empty(10))
