@@ -9,6 +9,7 @@
 #include "checkpoint/apply.h"
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/engine.h"
+#include "checkpoint/errors.h"
 #include "checkpoint/hooks.h"
 #include "checkpoint/recomputing.h"
 #include "checkpoint/tape.h"
@@ -39,6 +40,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("checkpoint_region", &memsave_ext::checkpoint_region);
   m.def("tape_scopes", &memsave_ext::tape_scopes);
   m.def("pack_hooks", &memsave_ext::pack_hooks);
+  m.def("register_errors", &memsave_ext::register_errors);
   m.def("use_engine_hooks", &memsave_ext::use_engine_hooks);
   memsave_ext::init_hooks();
 

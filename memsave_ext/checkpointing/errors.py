@@ -6,6 +6,7 @@ functions make of it. csrc/checkpoint calls them by name.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from types import CodeType
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+
+from .. import _native
 
 OnError = Callable[[str], str] | None  # may add to a message
 Metadata = tuple[Sequence[int], torch.dtype, torch.device]  # of a saved tensor
@@ -265,3 +268,7 @@ def _outside_changed(lines: str) -> str:
         "give the function a clone of them; let an optimizer without in_backward step a parameter "
         "that a region reads without a gradient."
     )
+
+
+if _native.module:
+    _native.module.register_errors(sys.modules[__name__])
