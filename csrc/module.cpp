@@ -15,6 +15,7 @@
 #include "checkpoint/tape.h"
 #include "memory/active.h"
 #include "memory/tracker.h"
+#include "remat/bindings.h"
 
 #ifdef MEMSAVE_EXT_WITH_CUDA
 #include "report/probe.h"
@@ -43,6 +44,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("register_errors", &memsave_ext::register_errors);
   m.def("use_engine_hooks", &memsave_ext::use_engine_hooks);
   memsave_ext::init_hooks();
+  memsave_ext::remat::bind(m);
 
   using memsave_ext::memory::Tracker;
   m.def("pause_tracking", &memsave_ext::memory::pause_tracking);
