@@ -14,6 +14,8 @@ namespace {
 // A block with its hooks, as Python enters and leaves it.
 class Scope {
  public:
+  explicit Scope(bool everything) : block_(std::make_shared<Block>(everything)) {}
+
   void enter() {
     install_engine();
     hooks_.emplace(std::make_shared<BlockPacker>(block_));
@@ -47,7 +49,7 @@ class Scope {
   int64_t recorded() const { return block_->recorded(); }
 
  private:
-  std::shared_ptr<Block> block_ = std::make_shared<Block>();
+  const std::shared_ptr<Block> block_;
   std::optional<HookGuard> hooks_;
 };
 
@@ -55,7 +57,7 @@ class Scope {
 
 void bind(py::module_& m) {
   py::class_<Scope>(m, "RematBlock")
-      .def(py::init<>())
+      .def(py::init<bool>())
       .def("enter", &Scope::enter)
       .def("leave", &Scope::leave)
       .def("enter_module", &Scope::enter_module)

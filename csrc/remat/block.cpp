@@ -68,7 +68,7 @@ void Block::decide(const std::shared_ptr<Content>& content) {
   const std::lock_guard<std::mutex> lock(contents_mutex());
   Plan plan;
   if (content->call && !content->external) plan = plan_for(*content, freed);
-  const Verdict verdict = judge(*content, plan);
+  const Verdict verdict = judge(*content, plan, everything_);
   content->decided = true;
   auto& sums = sums_[content->module];
   sums.bytes[static_cast<int>(verdict)] += content->bytes;

@@ -40,6 +40,9 @@ struct Again {  // what was computed again
 
 class Block : public std::enable_shared_from_this<Block> {
  public:
+  // `everything`: whatever can be computed again is dropped, for tests.
+  explicit Block(bool everything = false) : everything_(everything) {}
+
   // Of this thread, until leave(). Blocks nest: the inner one records.
   void enter();
   void leave();
@@ -96,6 +99,7 @@ class Block : public std::enable_shared_from_this<Block> {
   void decide(const std::shared_ptr<Content>& content);
   void sweep();
 
+  const bool everything_;
   std::unordered_map<const c10::StorageImpl*, Entry> table_;
   size_t sweep_at_ = 1024;
   std::vector<Recording*> running_;  // operators of this thread, innermost last

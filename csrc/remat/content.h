@@ -75,12 +75,13 @@ struct Content {
 
   // Held where it is kept or was computed again; null where it is dropped, or nobody saved it.
   c10::intrusive_ptr<c10::StorageImpl> held;
-  bool copied = false;    // `held` is a copy, made before the storage was written
-  bool dropped = false;   // its holders rely on its call
-  bool decided = false;   // kept or dropped
-  int dropped_depth = 0;  // how many dropped ones it is computed from, one after the other
-  int64_t holders = 0;    // saved tensors
-  int64_t pins = 0;       // dropped contents that need it
+  bool overwritten = false;  // the storage holds something else by now
+  bool copied = false;       // `held` is a copy, made before the storage was written
+  bool dropped = false;      // its holders rely on its call
+  bool decided = false;      // kept or dropped
+  int dropped_depth = 0;     // how many dropped ones it is computed from, one after the other
+  int64_t holders = 0;       // saved tensors
+  int64_t pins = 0;          // dropped contents that need it
   std::vector<std::shared_ptr<Content>> needs;  // of a dropped one: what it pins
   uint64_t fill = 0;                            // how often it was computed again
   int64_t unopened = 0;                         // holders that have not opened it since

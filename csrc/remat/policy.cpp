@@ -30,7 +30,8 @@ void add(const Call& call, Plan& plan, Freed& locked, int operators) {
   for (const auto& reference : call.references) {
     const auto& content = reference.content;
     if (std::find(plan.needs.begin(), plan.needs.end(), content) != plan.needs.end()) continue;
-    if (content->held || content->dropped) {
+    const bool lost = content->overwritten && !content->copied;
+    if ((content->held && !lost) || content->dropped) {
       if (content->dropped) {
         plan.dropped_depth = std::max(plan.dropped_depth, content->dropped_depth);
       }
@@ -44,7 +45,7 @@ void add(const Call& call, Plan& plan, Freed& locked, int operators) {
       continue;
     }
     auto storage = content->storage.lock();
-    if (!storage) {
+    if (!storage || lost) {
       plan.possible = false;
       return;
     }
@@ -80,11 +81,12 @@ double seconds_per_byte() {
   return measured;
 }
 
-Verdict judge(const Content& content, const Plan& plan) {
+Verdict judge(const Content& content, const Plan& plan, bool everything) {
   if (content.external) return Verdict::kInput;
   if (!content.call) return Verdict::kNotAgain;
   if (content.call->op->is_heavy) return Verdict::kHeavy;
   if (!plan.possible) return Verdict::kNotAgain;
+  if (everything) return Verdict::kDropped;
   if (plan.dropped_depth >= kMostDropped) return Verdict::kNoGain;
   const int64_t saved = content.bytes - plan.more_bytes;
   if (4 * saved < content.bytes) return Verdict::kNoGain;

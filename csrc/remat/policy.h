@@ -21,8 +21,8 @@ struct Plan {
 // With contents_mutex(). `locked` gets what must stay alive until the mutex is let go.
 Plan plan_for(const Content& content, Freed& locked);
 
-// Whether to go by the plan, and why not.
-Verdict judge(const Content& content, const Plan& plan);
+// Whether to go by the plan, and why not. `everything`: wherever it is possible.
+Verdict judge(const Content& content, const Plan& plan, bool everything);
 
 // How many seconds a byte may take that is computed again.
 double seconds_per_byte();

@@ -73,6 +73,10 @@ bool Block::Recording::writes(const c10::StorageImpl* storage) const {
 Block::Entry& Block::renew(const at::Tensor& tensor) {
   Entry& entry = table_[tensor.storage().unsafeGetStorageImpl()];
   const bool external = entry.content && entry.content->external;
+  if (entry.content) {
+    const std::lock_guard<std::mutex> lock(contents_mutex());
+    entry.content->overwritten = true;
+  }
   entry.content = std::make_shared<Content>(tensor.storage(), external);
   entry.content->module = modules_.back();
   entry.tensor = nullptr;
