@@ -119,12 +119,12 @@ def drawn_events(
 
 class Writer:
     """Writes a program's source. ``hazards``: why it may be refused; ``inexact``: why it need not
-    have the same bits."""
+    have the same bits; ``torchs_own``: it has regions that are none of this package."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.lines, self.count = program, [], 0
         self.hazards: set[str] = set()
-        self.inexact = self.explicit = False
+        self.inexact = self.explicit = self.torchs_own = False
 
     def add(self, text: str, indent: int) -> None:
         self.lines += ["    " * indent + line for line in text.split("\n")]
@@ -183,6 +183,8 @@ class Writer:
             scope.append(m := self.new("a"))
             self.add(f"{m} = m['t'] + m['l'][0]", indent + 1)
         made = self.block(op.body, scope, indent + 1, f"{outer} {kind}")
+        if kind == "reentrant":  # torch makes the output's history that of a tensor handed through
+            self.add(f"{made[-1]} = {made[-1]} * 1", indent + 1)
         several = op.k % 7 == 3 and kind != "sequential"
         returned = f"{', '.join(made[-2:])}," if several else made[-1]
         self.add(f"return {returned}", indent + 1)
@@ -213,6 +215,7 @@ class Writer:
                 call = f"0 * x0 + {call}"  # which must need a gradient
             reentrant = kind == "reentrant"
             self.add(f"{result}cp.checkpoint({f}, {call}, use_reentrant={reentrant})", indent)
+            self.torchs_own = True
         elif kind == "sequential":
             single = f"ms.checkpoint_sequential([m0, {f}, m1], 2, {given[0]})"
             self.add(
