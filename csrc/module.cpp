@@ -13,7 +13,7 @@
 #include "checkpoint/hooks.h"
 #include "checkpoint/recomputing.h"
 #include "checkpoint/tape.h"
-#include "memory/active.h"
+#include "memory/pause.h"
 #include "memory/tracker.h"
 
 #ifdef MEMSAVE_EXT_WITH_CUDA
