@@ -165,6 +165,8 @@ class Writer:
         kind, v, f = op.name.removeprefix("region:"), self.new("v"), self.new("f")
         if kind == "reentrant" and "explicit" in outer:  # which torch refuses
             kind = "torch"
+        if kind in ("torch", "reentrant") and "patched" in outer:  # but not in its recompute
+            kind = "checkpoint"
         given = [names[-1 - op.i % len(names)], names[-1 - op.j % len(names)]][: 1 + op.k % 2]
         inner = [self.new("a") for _ in given]
         keyword = kind in ("checkpoint", "torch") and op.k % 5 == 3
@@ -184,7 +186,9 @@ class Writer:
             self.add(f"{m} = m['t'] + m['l'][0]", indent + 1)
         made = self.block(op.body, scope, indent + 1, f"{outer} {kind}")
         if kind == "reentrant":  # torch makes the output's history that of a tensor handed through
-            self.add(f"{made[-1]} = {made[-1]} * 1", indent + 1)
+            for i in range(-min(len(made), 2), 0):
+                value, made[i] = made[i], self.new("v")
+                self.add(f"{made[i]} = {value} * 1", indent + 1)
         several = op.k % 7 == 3 and kind != "sequential"
         returned = f"{', '.join(made[-2:])}," if several else made[-1]
         self.add(f"return {returned}", indent + 1)

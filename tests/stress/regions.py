@@ -80,8 +80,12 @@ def all_same(a: list[Any], b: list[Any], exact: bool) -> bool:
     return len(a) == len(b) and all(same(x, y, exact) for x, y in zip(a, b, strict=True))
 
 
-# Its own limits: no inputs=, and no region whose result needs no gradient.
-REENTRANT = ("checkpoint is incompatible with .grad()", "this checkpoint() is not necessary")
+# Limits of torch's reentrant checkpoint: no inputs=, and no region whose result needs no gradient.
+# And of the explicit one in pure Python.
+LIMITS = (
+    "checkpoint is incompatible with .grad()", "this checkpoint() is not necessary",
+    "a listed tensor was computed from another that is listed",
+)  # fmt: skip
 
 
 def allowed(error: Exception) -> bool:
@@ -97,7 +101,7 @@ def allowed(error: Exception) -> bool:
 REFUSALS = (
     "modified by an inplace operation", "in-place operation", "inplace operation",
     "does not require grad", "does not support double backward", "modified inplace",
-    "a listed tensor was computed from another", "receives a second gradient in one step",
+    "receives a second gradient in one step",
     "has been replaced between the forward",
 )  # fmt: skip
 
@@ -117,8 +121,8 @@ def compare(ours: list[Step], plain: list[Step], unchanged: list[Step], writer: 
                 return "refused: plain torch refuses it, too"
             if writer.hazards and allowed(error):
                 return f"refused: {' '.join(sorted(writer.hazards))}"
-            if any(limit in str(error) for limit in REENTRANT):
-                return "refused: by torch's reentrant checkpoint"
+            if any(limit in str(error) for limit in LIMITS):
+                return "refused: beyond a documented limit"
             return f"error: {type(error).__name__}: {error}"
         expected = [s[1] for s in (theirs, without) if s[0] == label]
         if label != "backward":
@@ -129,6 +133,8 @@ def compare(ours: list[Step], plain: list[Step], unchanged: list[Step], writer: 
             continue
         if any(all_same(values, e, exact) for e in expected):
             continue
+        if writer.explicit and writer.hazards & {"eval", "train"}:
+            return "refused: an explicit region does not look at the modes of modules"
         if theirs[0] == "error":
             if any(hazard.startswith("inplace") for hazard in writer.hazards):
                 return "refused: by plain torch, where a recompute has the values of before"
