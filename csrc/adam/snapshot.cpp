@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "adam/dtensor.h"
+#include "adam/given.h"
 
 namespace memsave_ext::adam {
 
@@ -112,7 +113,7 @@ Group read_group(const py::handle& dict) {
   try {
     return read_checked_group(dict);
   } catch (const std::exception&) {
-    py::module_::import("memsave_ext.adam.modes").attr("check_options")(dict);
+    given("check_options")(dict);
     throw;
   }
 }

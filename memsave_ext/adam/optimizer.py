@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from . import modes
-from .owners import stepper_class
 from .saving import Saving
+from .stepper import Stepper
 
 SMALL_BYTES = 1 << 16
 BUCKET_BYTES = 1 << 20
@@ -214,7 +214,7 @@ class Adam(Saving, torch.optim.Adam):
         self._stepper.zero_grad(set_to_none)
 
     def _make_stepper(self) -> None:
-        self._stepper = stepper_class()(self, self._small_bytes, self._bucket_bytes)
+        self._stepper = Stepper(self, self._small_bytes, self._bucket_bytes)
         self._reductions = []
 
 

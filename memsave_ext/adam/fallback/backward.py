@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .adam_stepper import AdamStepper
+    from .stepper import AdamStepper
 
 
 class Backward:

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..adam import dtensor, modes
-from . import adam_update
-from .adam_backward import Backward, check_not_compiled_autograd
-from .adam_records import Records
+from .. import dtensor, modes
+from ..elements import plain
+from ..states import Phase, check, check_dense, make_state
+from .backward import Backward, check_not_compiled_autograd
+from .records import Records
+from .update import update
 
-_SPARSE = "Adam does not support sparse gradients, please consider SparseAdam instead"
 _MARK = "_memsave_ext_stepper"
 _HOOKS = "_post_accumulate_grad_hooks"
 
@@ -331,8 +332,7 @@ class AdamStepper:
         if backward.task == "fold" and any(p is param for p, _ in backward.waiting):
             return  # a second region's part: it is in .grad too
         self._check_fires_once(param)
-        if param.grad.layout != torch.strided:
-            raise RuntimeError(_SPARSE)
+        check_dense(param.grad)
         self._threads[id(param)] = thread
         backward.add(param, group, wait=not is_last or param.grad.nbytes < self._small_bytes)
 
@@ -413,10 +413,10 @@ class AdamStepper:
         try:
             for param, group, grad in updates:
                 if not optimizer.state.get(param):
-                    optimizer.state[param] = adam_update.make_state(param, group)
+                    optimizer.state[param] = make_state(param, group)
                     fresh.append(param)
                 state, phase = optimizer.state[param], self._phase(param, task)
-                adam_update.check(param, grad, state, group, phase)
+                check(param, grad, state, group, phase)
         except BaseException:
             for made in fresh:
                 del optimizer.state[made]
@@ -434,7 +434,7 @@ class AdamStepper:
             state = {name: local(value) for name, value in optimizer.state[param].items()}
             if task == "step":
                 self._records.drop_stale_rest(local(param), state)
-            adam_update.update(
+            update(
                 local(param),
                 None if grad is None else dtensor.local_gradient(param, grad),
                 state,
@@ -446,7 +446,7 @@ class AdamStepper:
             if task == "step":
                 self._records.note_versions(local(param), state)
 
-    def _phase(self, param: Tensor, task: str) -> adam_update.Phase:
+    def _phase(self, param: Tensor, task: str) -> Phase:
         folded = self._is_folded(param)
         if task == "fold":
             return "fold" if folded else "first_fold"
@@ -503,8 +503,7 @@ def _remove(param: Tensor, key: int) -> None:
 def _square(grad: Tensor | None) -> Tensor:
     """The sum of squares."""
     assert grad is not None
-    if grad.layout != torch.strided:
-        raise RuntimeError(_SPARSE)
-    values = adam_update.plain(dtensor.local_tensor(grad))
+    check_dense(grad)
+    values = plain(dtensor.local_tensor(grad))
     values = torch.view_as_real(values) if values.is_complex() else values
     return values.double().square().sum()
