@@ -2,71 +2,103 @@
 
 from __future__ import annotations
 
-import sys
+import weakref
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .updates import Update
+
 if TYPE_CHECKING:
     from .stepper import AdamStepper
+
+
+class Task(Enum):
+    """What becomes of gradients."""
+
+    STEP = "step"
+    FOLD = "fold"
+    MEASURE = "measure"
+    KEEP = "keep"
 
 
 class Backward:
     """One backward in which parameters are stepped. Held by its graph task alone."""
 
-    def __init__(self, stepper: AdamStepper, of_ddp: set[int], task: str) -> None:
-        self.stepper = stepper
-        self.task = task  # what becomes of gradients: step, fold, measure or keep
+    def __init__(self, stepper: AdamStepper, task: Task, of_ddp: set[int]) -> None:
+        self.task = task
         self.of_ddp = of_ddp  # parameters whose gradients are reduced later
-        self.waiting: list[tuple[Tensor, dict[str, Any]]] = []
-        self.bytes = 0
-        self.stepped = 0
-        self.finished = False
-        stepper.running.add(id(self))
+        self._stepper = stepper
+        self._waiting: list[tuple[Tensor, dict[str, Any]]] = []
+        self._bytes = 0
+        self._used = 0
+        self._finished = False
 
-    def add(self, param: Tensor, group: dict[str, Any], wait: bool) -> None:
+    def waits_for(self, param: Tensor) -> bool:
+        return any(other is param for other, _ in self._waiting)
+
+    def add(self, param: Tensor, group: dict[str, Any], is_last: bool) -> None:
+        """Uses the gradient now, or soon; where hooks are still to run, not now."""
         assert param.grad is not None
-        self.waiting.append((param, group))
-        if self.task == "step":
-            self.stepper.stepped.add(id(param))
-        self.bytes += param.grad.nbytes
-        if not wait:
-            self._flush([self.waiting.pop()])
-        elif self.bytes >= self.stepper.bucket_bytes:
+        size = param.grad.nbytes
+        if is_last and size >= self._stepper.small_bytes:
+            self._flush([(param, group)])
+            return
+        self._waiting.append((param, group))
+        self._bytes += size
+        if self._bytes >= self._stepper.bucket_bytes:
             # All but this one, whose later hooks are still to run.
-            self._flush(self.waiting[:-1])
-            self.waiting = self.waiting[-1:]
-            self.bytes = param.grad.nbytes
+            self._flush(self._waiting[:-1])
+            self._waiting = self._waiting[-1:]
+            self._bytes = size
+
+    def use_reduced(self, updates: list[Update]) -> None:
+        """Gradients that were reduced over processes."""
+        self._stepper.use(updates, self.task)
+        self._used += len(updates)
+        for param, *_ in updates:
+            param.grad = None
 
     def finish(self) -> None:
-        self._flush(self.waiting)
-        self.waiting = []
-        self.finished = True
-        self.stepper.running.discard(id(self))
+        self._flush(self._waiting)
+        self._waiting = []
+        self._finished = True
+        self._stepper.ended(self)
 
-    def _flush(self, updates: list[tuple[Tensor, dict[str, Any]]]) -> None:
-        updates = [u for u in updates if u[0].grad is not None]
-        self.stepper.update(
-            [(p, group, p.grad) for p, group in updates], self.task, self.stepper._loss_scale()
-        )
-        for param, _ in updates:
+    def _flush(self, waiting: list[tuple[Tensor, dict[str, Any]]]) -> None:
+        updates = [Update(p, group, p.grad) for p, group in waiting if p.grad is not None]
+        self._stepper.use(updates, self.task)
+        for param, *_ in updates:
             param.grad = None
-        self.stepped += len(updates)
+        self._used += len(updates)
 
     def __del__(self) -> None:
-        self.stepper.running.discard(id(self))
-        if not self.finished:  # backward raised
-            self.stepper.stepped_before_failure += self.stepped
-            self.stepper.stepped -= {id(p) for p, _ in self.waiting}
+        self._stepper.ended(self)
+        if not self._finished:  # backward raised
+            self._stepper.raised(self._used, [param for param, _ in self._waiting])
 
 
-def check_not_compiled_autograd() -> None:
-    module = sys.modules.get("torch._dynamo.compiled_autograd")
-    # Once while it is traced, and where that has failed once more, run.
-    if torch.compiler.is_compiling() or getattr(module, "in_compiled_autograd_region", False):
-        raise NotImplementedError(
-            "Adam: compiled autograd cannot trace a step in backward. Leave it off, "
-            "torch._dynamo.config.compiled_autograd = False, or the optimizer's in_backward=True "
-            "out. torch.compile() of the model alone works."
-        )
+class Backwards:
+    """Those that run, by graph task."""
+
+    def __init__(self) -> None:
+        self._by_task: weakref.WeakValueDictionary[int, Backward] = weakref.WeakValueDictionary()
+        self._running: set[int] = set()  # ids: one that raised is told of when it is destroyed
+
+    def current(self) -> Backward | None:
+        return self._by_task.get(torch._C._current_graph_task_id())
+
+    def begin(self, backward: Backward) -> Backward:
+        """In the graph task that runs, which alone holds it."""
+        self._by_task[torch._C._current_graph_task_id()] = backward
+        self._running.add(id(backward))
+        torch.autograd.Variable._execution_engine.queue_callback(backward.finish)
+        return backward
+
+    def ended(self, backward: Backward) -> None:
+        self._running.discard(id(backward))
+
+    def any_runs(self) -> bool:
+        return bool(self._running)

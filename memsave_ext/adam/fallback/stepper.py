@@ -1,271 +1,165 @@
-"""Steps in backward in Python: the rules of csrc/adam/stepper.cpp, at Python's price."""
+"""Steps in backward in Python: the rules of csrc/adam/stepper.cpp, at Python's price.
+
+A hook says that a gradient is complete (:meth:`AdamStepper.ready`), its backward collects small
+ones, and :meth:`AdamStepper.use` steps, folds or measures them.
+"""
 
 from __future__ import annotations
 
-import gc
-import itertools
 import threading
-import weakref
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import dtensor, modes
-from ..elements import plain
-from ..states import Phase, check, check_dense, make_state
-from .backward import Backward, check_not_compiled_autograd
+from ..states import check_dense
+from . import hooks, refusals
+from .backward import Backward, Backwards, Task
+from .ddp import ReducedByDdp, params_of_modules
+from .params import Params
 from .records import Records
-from .update import update
-
-_MARK = "_memsave_ext_stepper"
-_HOOKS = "_post_accumulate_grad_hooks"
-
-Update = tuple[Tensor, dict[str, Any], Tensor | None]  # parameter, group, gradient
+from .scaling import GradNorm, Scaling, loss_scale_of
+from .state_machine import PASS_TOO_LATE, Block, Event, State, StateMachine
+from .updates import Update, apply
 
 
 class AdamStepper:
     def __init__(self, optimizer: torch.optim.Optimizer, small_bytes: int, bucket_bytes: int):
-        self._optimizer = weakref.ref(optimizer)
-        self._small_bytes, self._bucket_bytes = small_bytes, bucket_bytes
-        self._attached = False
-        self._accumulating = self._folding = 0
-        self._asks = False
-        self._reduced_by_ddp: set[int] = set()
-        self._unreduced: set[int] = set()  # of these, those with a gradient of this process alone
-        self._backwards: weakref.WeakValueDictionary[int, Backward] = weakref.WeakValueDictionary()
-        self.stepped: set[int] = set()  # in this step, or waiting
-        self.stepped_before_failure = 0
-        self._folds: set[int] = set()  # parameters with gradients in their moments, in this step
+        self._params = Params(optimizer)
+        self.small_bytes, self.bucket_bytes = small_bytes, bucket_bytes
+        self._attached = self._asks = False
+        self._machine = StateMachine()
+        self._blocks: Counter[Block] = Counter()  # that are open
+        self._backwards = Backwards()
+        self._scaling = Scaling()
         self._records = Records()
-        self._keeping = self._dropping = 0  # of blocks that pause
-        self._threads: dict[int, int] = {}  # whose backward stepped a parameter, or folded, by id
-        self.running: set[int] = set()  # backwards
-        self._measuring = False
-        self._squares: dict[int, Tensor] | None = None  # of a norm pass, by parameter
-        self._clip: tuple[Tensor, Tensor | None] | None = None  # factor and skip of all gradients
-        self._norm: Tensor | None = None
-        self._found: dict[torch.device, Tensor] = {}
-        self._last_found: list[Tensor] = []
+        self._reduced_by_ddp = ReducedByDdp()
+        # Parameters in this step, by id.
+        self._stepped: set[int] = set()  # or waiting to be
+        self._folded: set[int] = set()
+        self._threads: dict[int, int] = {}  # whose backward stepped or folded it
 
     # called by the optimizer
 
+    owner = staticmethod(hooks.owner)
+
+    def optimizer(self) -> Any:
+        """None when it is gone."""
+        return self._params.optimizer()
+
     def attach(self, params: Iterable[Tensor]) -> None:
         for param in params:
-            if self.owner(param) is None:
-                self._install(param)
+            if hooks.owner(param) is None:
+                hooks.install_hook(param, self)
         self._attached = True
 
     def lost(self) -> list[Tensor]:
         """Parameters whose hook something else has displaced."""
-        optimizer = self._optimizer()
-        return [p for p in self._params() if self._attached and self.owner(p) is not optimizer]
-
-    @staticmethod
-    def owner(param: Tensor) -> Any:
-        """The optimizer that steps it in backward. The hook of one that is gone is removed."""
-        hooks = getattr(param, _HOOKS) or {}
-        for key, hook in list(hooks.items()):
-            reference: Callable[[], AdamStepper | None] | None = getattr(hook, _MARK, None)
-            if reference is None:
-                continue
-            stepper = reference()
-            optimizer = None if stepper is None else stepper._optimizer()
-            if optimizer is not None:
-                return optimizer
-            _remove(param, key)
-        return None
+        optimizer = self.optimizer()
+        if not self._attached:
+            return []
+        return [param for param in self._params if hooks.owner(param) is not optimizer]
 
     def detach(self) -> None:
         self._attached = False
-        for param in self._params():
-            hooks = getattr(param, _HOOKS) or {}
-            for key, hook in list(hooks.items()):
-                reference = getattr(hook, _MARK, None)
-                if reference is not None and reference() is self:
-                    _remove(param, key)
-
-    def step(self, max_norm: float, unscaled: bool) -> int:
-        self.check_not_failed()
-        if self.running:
-            raise RuntimeError(
-                "Adam: step() while a backward is under way, in another thread or around this "
-                "call. Wait until all of a step's backwards have ended."
-            )
-        updates: list[Update] = []
-        left = []
-        for group in self._groups():
-            for param in group["params"]:
-                if param.grad is not None:
-                    left.append(param)
-                    stepped = self._attached and id(param) in self.stepped
-                    if stepped and id(param) in self._reduced_by_ddp:  # what the reducer left
-                        continue
-                    self._check_reduced(param)
-                    if stepped:
-                        raise RuntimeError(
-                            f"Adam: {self.name(param)} was stepped in backward and has a gradient "
-                            "again, which would be a second step. Set .grad before backward(), or "
-                            "after step()."
-                        )
-                if param.grad is not None or self._is_folded(param):
-                    updates.append((param, group, param.grad))
-        scale = self._loss_scale()
-        scale = torch.ones_like(scale) if unscaled and scale is not None else scale
-        if max_norm > 0 and updates:
-            squares = [_square(grad) for param, _, grad in updates if grad is not None]
-            self._finish_norm(squares, max_norm, scale)
-        self.update(updates, "step", scale)
-        if self._attached:
-            for param in left:
-                param.grad = None
-                # Where the tensor was swapped, its hooks are there and are not called any more.
-                setattr(param, _HOOKS, getattr(param, _HOOKS))
-        count = len(self.stepped) + len(updates)
-        self._records.forget_folded()  # of parameters that are not in param_groups any more
-        self._end_step()
-        return count
-
-    def _end_step(self) -> None:
-        self.stepped.clear()
-        self._last_found = list(self._found.values())
-        if self._clip is not None and self._clip[1] is not None:
-            self._last_found.append(self._clip[1])
-        self._found, self._clip, self._squares = {}, None, None
-        self._folds.clear()
-        self._threads.clear()
-
-    def zero_grad(self, to_none: bool) -> None:
-        if to_none:
-            for param in self._params():
-                param.grad = None
-        if self.stepped_before_failure:
-            self.stepped_before_failure = 0
-            self._end_step()
-
-    def accumulate(self, enabled: bool, fold: bool) -> None:
-        if enabled:
-            self._check_accumulates_after_no_norm()
-        if fold:
-            self._folding += 1 if enabled else -1
-        else:
-            self._accumulating += 1 if enabled else -1
-
-    def pause(self, enabled: bool, keep: bool) -> None:
-        if enabled and keep:
-            self._check_accumulates_after_no_norm()
-        if keep:
-            self._keeping += 1 if enabled else -1
-        else:
-            self._dropping += 1 if enabled else -1
-
-    def begin_norm_pass(self) -> None:
-        if self._accumulating or self._folding or any(p.grad is not None for p in self._params()):
-            raise RuntimeError(
-                "Adam: norm_pass() while gradients are accumulated: it drops those that it "
-                "measures. Use clip_global_norm=, which keeps them."
-            )
-        self.check_not_failed()
-        if self._squares is not None or self.stepped or self.folded():
-            raise RuntimeError(
-                "Adam: norm_pass() must come before the backward that steps, once in each step"
-            )
-        self._squares, self._measuring = {}, True
-
-    def end_norm_pass(self, max_norm: float | None) -> None:
-        self._measuring = False
-        assert self._squares is not None
-        if max_norm is None:
-            self._squares = None
-        else:
-            self._finish_norm(list(self._squares.values()), max_norm, self._loss_scale())
-
-    def grad_norm(self) -> Tensor | None:
-        return self._norm
-
-    def found(self) -> list[Tensor]:
-        return self._last_found
-
-    def folded(self) -> int:
-        return self._records.folded()
-
-    def _is_folded(self, param: Tensor) -> bool:
-        optimizer = self._optimizer()
-        return optimizer is not None and self._records.is_folded(optimizer.state.get(param, {}))
-
-    def _loss_scale(self) -> Tensor | None:
-        scaler = getattr(self._optimizer(), "grad_scaler", None)
-        if scaler is None or not scaler.is_enabled():
-            return None
-        return scaler._get_scale_async()  # type: ignore[no-any-return]
-
-    def _finish_norm(self, squares: list[Tensor], max_norm: float, scale: Tensor | None) -> None:
-        total = sum((s.to(squares[0].device) for s in squares), torch.zeros((), dtype=torch.double))
-        norm = total.sqrt()
-        skip = None
-        if scale is not None:
-            scale = scale.to(norm.device, torch.double)
-            norm = norm / scale
-            skip = norm.isfinite().logical_not().float()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1)
-        self._clip = factor if scale is None else factor / scale, skip
-        self._norm = norm.float()
-
-    def _scaling(
-        self, grad: Tensor | None, group: dict[str, Any], scale: Tensor | None
-    ) -> tuple[Tensor | None, bool]:
-        """What a gradient is multiplied by, and whether it is left out."""
-        if self._clip is not None:
-            clip, skip_all = self._clip
-            return clip, skip_all is not None and bool(skip_all)
-        max_norm = group.get("max_grad_norm")
-        if grad is None or (scale is None and max_norm is None):
-            return None, False
-        square = _square(grad)
-        inverse = torch.ones((), dtype=torch.double) if scale is None else 1 / scale.double()
-        factor = inverse.to(square.device)
-        if max_norm is not None:
-            factor = factor * (max_norm / (square.sqrt() * factor + 1e-6)).clamp(max=1)
-        if scale is None:
-            return factor, False
-        found = self._found.setdefault(grad.device, torch.zeros((), device=grad.device))
-        if skip := not bool(square.isfinite()):
-            found.fill_(1)
-        return factor, skip
+        for param in self._params:
+            hooks.remove_hooks(param, self)
 
     def ask(self, enabled: bool) -> None:
         self._asks = enabled
 
+    def accumulate(self, enabled: bool, fold: bool) -> None:
+        if enabled:
+            self._machine.check(Event.KEEP_GRADIENTS)
+        self._blocks[Block.FOLD if fold else Block.ACCUMULATE] += 1 if enabled else -1
+
+    def pause(self, enabled: bool, keep: bool) -> None:
+        if enabled and keep:
+            self._machine.check(Event.KEEP_GRADIENTS)
+        self._blocks[Block.KEEP if keep else Block.DROP] += 1 if enabled else -1
+
+    def begin_norm_pass(self) -> None:
+        adds_up = self._blocks[Block.ACCUMULATE] or self._blocks[Block.FOLD]
+        if adds_up or any(param.grad is not None for param in self._params):
+            raise refusals.measures_sums()
+        self._machine.check(Event.BEGIN_NORM_PASS)
+        if self.folded():
+            raise RuntimeError(PASS_TOO_LATE)
+        self._machine.handle(Event.BEGIN_NORM_PASS)
+        self._scaling.norm = GradNorm()
+
+    def end_norm_pass(self, max_norm: float | None) -> None:
+        if max_norm is None:
+            self._machine.handle(Event.DROP_NORM_PASS)
+            self._scaling.norm = None
+        else:
+            self._machine.handle(Event.FINISH_NORM_PASS)
+            self._scaling.finish_norm(max_norm, loss_scale_of(self.optimizer()))
+
+    def step(self, max_norm: float, unscaled: bool) -> int:
+        """Steps what has a gradient, and lets every parameter be stepped again. How many have been
+        since the last call."""
+        self._machine.check(Event.END_STEP)
+        if self._backwards.any_runs():
+            raise refusals.backward_runs()
+        left = [param for param in self._params if param.grad is not None]
+        updates = self._remaining()
+        scale = loss_scale_of(self.optimizer())
+        scale = torch.ones_like(scale) if unscaled and scale is not None else scale
+        if max_norm > 0 and updates:
+            grads = [(param, grad) for param, _, grad in updates if grad is not None]
+            self._scaling.clip_together(grads, max_norm, scale)
+        self._apply(updates, scale, folds=False)
+        if self._attached:
+            for param in left:
+                param.grad = None
+                hooks.renew_hooks(param)
+        count = len(self._stepped) + len(updates)
+        self._records.forget_folded()  # of parameters that are not in param_groups any more
+        self._end_step(Event.END_STEP)
+        return count
+
+    def zero_grad(self, to_none: bool) -> None:
+        if to_none:
+            for param in self._params:
+                param.grad = None
+        if self._machine.state is State.FAILED:
+            self._end_step(Event.ACKNOWLEDGE)
+
+    def grad_norm(self) -> Tensor | None:
+        return self._scaling.last_norm
+
+    def found(self) -> list[Tensor]:
+        return self._scaling.last_found
+
+    def folded(self) -> int:
+        return self._records.folded()
+
     def count_used(self, params: list[Tensor]) -> int:
-        used = self.stepped | self._folds if self._attached else set()
+        used = self._stepped | self._folded if self._attached else set()
         return sum(id(param) in used for param in params)
 
     # called by DistributedDataParallel's communication hook
 
     def hand_to_ddp(self, params: list[Tensor], enabled: bool) -> None:
-        change = self._reduced_by_ddp.update if enabled else self._reduced_by_ddp.difference_update
-        change(id(param) for param in params)
+        self._reduced_by_ddp.hand_over(params, enabled)
 
     def begin_reduced(self, params: list[Tensor]) -> Backward | None:
-        if self._keeping:
-            raise RuntimeError(
-                "Adam: opt.paused(keep=True) around a backward whose gradients "
-                "DistributedDataParallel reduces. Use `with ddp.no_sync(), opt.paused(keep=True):`."
-            )
-        if self._dropping:
+        """Before the reduction of these gradients. What it returns goes to step_reduced()."""
+        if self._blocks[Block.KEEP]:
+            raise refusals.keeps_reduced()
+        if self._blocks[Block.DROP]:
             return None
         backward = self._current_backward()
-        if self._accumulating or (backward is not None and backward.task == "keep"):
-            raise RuntimeError(
-                "Adam: opt.accumulate() around a backward whose gradients DistributedDataParallel "
-                "reduces, or accumulate_when() says so. Use `with ddp.no_sync(), "
-                "opt.accumulate():`."
-            )
-        self.check_not_failed()
+        keeps = backward is not None and backward.task is Task.KEEP
+        if self._blocks[Block.ACCUMULATE] or keeps:
+            raise refusals.accumulates_reduced()
+        self._machine.check(Event.USE_GRADIENT)
         for param in params:
             self._check_fires_once(param)
-        self._unreduced.difference_update(id(param) for param in params)
+        self._reduced_by_ddp.note_reduced(params)
         return backward
 
     def step_reduced(
@@ -275,235 +169,132 @@ class AdamStepper:
             return
         updates: list[Update] = []
         for param, grad in zip(params, grads, strict=True):
-            if (group := self._group_of(param)) is not None:
-                updates.append((param, group, grad))
-        self.update(updates, backward.task, self._loss_scale())
-        backward.stepped += len(updates)
-        for param, *_ in updates:
-            if backward.task == "step":
-                self.stepped.add(id(param))
-            param.grad = None
+            if (group := self._params.group_of(param)) is not None:
+                updates.append(Update(param, group, grad))
+        backward.use_reduced(updates)
+        if backward.task is Task.STEP:
+            self._stepped.update(id(param) for param, *_ in updates)
 
     # called by hooks
 
     def ready(self, param: Tensor, is_last: bool) -> None:
-        if self._keeping:
-            return
-        if self._dropping:
-            if is_last:  # to be seen by others
-                param.grad = None
-            return
-        if param.grad is not None and id(param) in self._reduced_by_ddp:
-            if self._folding:
-                raise RuntimeError(
-                    "Adam: accumulate(fold=True) would fold gradients of one process, which "
-                    "DistributedDataParallel has not reduced. Use accumulate()."
-                )
-            self._unreduced.add(id(param))
-            return
-        if (self._accumulating and not self._folding) or torch._C._current_graph_task_id() == -1:
+        """A gradient is complete. Others are still to see it where this is not the last hook."""
+        if self._stays(param, is_last) or torch._C._current_graph_task_id() == -1:
             return
         # Before .grad is looked at: another thread may have taken part of this gradient.
         thread = threading.get_ident()
         if self._threads.get(id(param), thread) != thread:
-            raise RuntimeError(
-                f"Adam: {self.name(param)} receives gradients from several threads in one step. "
-                "Python has no access to torch's lock of a gradient: run the step's backwards in "
-                "one thread, use accumulate(), or the compiled memsave_ext."
-            )
+            raise refusals.several_threads(self._params.name(param))
         if param.grad is None:
             return
         backward = self._current_backward()
         if backward is None:
             return
         if id(param) in backward.of_ddp:
-            raise RuntimeError(
-                f"Adam: a parameter of shape {list(param.shape)} belongs to a "
-                "DistributedDataParallel module, which reduces its gradient after it would be "
-                "stepped here. Call opt.attach(ddp) once, before training."
-            )
-        if backward.task == "keep":
-            self._check_accumulates_after_no_norm()
+            raise refusals.not_attached(list(param.shape))
+        if backward.task is Task.KEEP:
+            self._machine.check(Event.KEEP_GRADIENTS)
             return
-        self.check_not_failed()
-        group = self._group_of(param)
+        self._machine.check(Event.USE_GRADIENT)
+        group = self._params.group_of(param)
         if group is None:  # not in param_groups any more
             return
-        if backward.task == "fold" and any(p is param for p, _ in backward.waiting):
+        if backward.task is Task.FOLD and backward.waits_for(param):
             return  # a second region's part: it is in .grad too
         self._check_fires_once(param)
         check_dense(param.grad)
         self._threads[id(param)] = thread
-        backward.add(param, group, wait=not is_last or param.grad.nbytes < self._small_bytes)
+        if backward.task is Task.STEP:
+            self._stepped.add(id(param))
+        backward.add(param, group, is_last)
+
+    def _stays(self, param: Tensor, is_last: bool) -> bool:
+        """Whether the gradient is not used here: a block that is open says so, or a reducer."""
+        if self._blocks[Block.KEEP]:
+            return True
+        if self._blocks[Block.DROP]:
+            if is_last:  # to be seen by others
+                param.grad = None
+            return True
+        folds = self._blocks[Block.FOLD] > 0
+        if param.grad is not None and param in self._reduced_by_ddp:
+            if folds:
+                raise refusals.folds_unreduced()
+            self._reduced_by_ddp.note_local(param)
+            return True
+        return self._blocks[Block.ACCUMULATE] > 0 and not folds
+
+    # called by backwards
+
+    def use(self, updates: list[Update], task: Task) -> None:
+        if task is Task.MEASURE:
+            for param, _, grad in updates:
+                assert grad is not None
+                self._scaling.measure(param, grad)
+        elif updates:
+            self._apply(updates, loss_scale_of(self.optimizer()), folds=task is Task.FOLD)
+            if task is Task.STEP:
+                self._machine.handle(Event.STEPPED)
+            else:
+                self._folded.update(id(param) for param, *_ in updates)
+
+    def ended(self, backward: Backward) -> None:
+        self._backwards.ended(backward)
+
+    def raised(self, used: int, waiting: list[Tensor]) -> None:
+        """A backward that had used so many gradients; those that wait are still in .grad."""
+        self._machine.fail(used)
+        self._stepped.difference_update(id(param) for param in waiting)
+
+    # what they share
+
+    def _remaining(self) -> list[Update]:
+        """What step() is to do."""
+        updates = []
+        for group in self._params.groups():
+            for param in group["params"]:
+                if param.grad is not None:
+                    stepped = self._attached and id(param) in self._stepped
+                    if stepped and param in self._reduced_by_ddp:  # what the reducer left
+                        continue
+                    if self._reduced_by_ddp.is_local(param):
+                        raise refusals.not_reduced(self._params.name(param))
+                    if stepped:
+                        raise refusals.stepped_again(self._params.name(param))
+                if param.grad is not None or self._records.is_folded(self._params.state_of(param)):
+                    updates.append(Update(param, group, param.grad))
+        return updates
+
+    def _apply(self, updates: list[Update], scale: Tensor | None, *, folds: bool) -> None:
+        apply(updates, self._params, self._records, self._scaling, scale, folds=folds)
+
+    def _end_step(self, event: Event) -> None:
+        self._machine.handle(event)
+        self._stepped.clear()
+        self._folded.clear()
+        self._threads.clear()
+        self._scaling.end_step()
 
     def _current_backward(self) -> Backward | None:
-        optimizer: Any = self._optimizer()
-        if optimizer is None:
+        if self.optimizer() is None:
             return None
-        task = torch._C._current_graph_task_id()
-        backward = self._backwards.get(task)
-        if backward is None:
-            kind = "measure" if self._measuring else "fold" if self._folding else "step"
-            if kind == "step" and self._asks:
-                kind = optimizer._on_gradients()
-            self._backwards[task] = backward = Backward(self, self._ddp_params(), kind)
-            torch.autograd.Variable._execution_engine.queue_callback(backward.finish)
-        return backward
+        if (backward := self._backwards.current()) is not None:
+            return backward
+        return self._backwards.begin(Backward(self, self._next_task(), params_of_modules()))
 
-    def _ddp_params(self) -> set[int]:
-        """Parameters whose gradients a reducer reduces: its hooks cannot be seen from Python."""
-        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-            return set()
-        from torch.nn.parallel import DistributedDataParallel
-
-        modules = [m for m in gc.get_objects() if type(m) is DistributedDataParallel]
-        return {id(p) for module in modules for p in module.parameters()}
-
-    def _check_accumulates_after_no_norm(self) -> None:
-        if self._squares is not None:
-            raise RuntimeError(
-                "Adam: gradients are accumulated after norm_pass(), whose norm is that of one "
-                "backward. Use clip_global_norm=, which clips the sum."
-            )
-
-    def _check_reduced(self, param: Tensor) -> None:
-        if id(param) in self._unreduced:
-            raise RuntimeError(
-                f"Adam: the gradient of {self.name(param)} has not been reduced over the "
-                "processes. The last backward of a step must be outside of ddp.no_sync()."
-            )
+    def _next_task(self) -> Task:
+        """Of a backward that begins."""
+        if self._machine.state is State.MEASURING:
+            return Task.MEASURE
+        if self._blocks[Block.FOLD]:
+            return Task.FOLD
+        optimizer: Any = self.optimizer()
+        return Task(optimizer._on_gradients()) if self._asks else Task.STEP
 
     def _check_fires_once(self, param: Tensor) -> None:
-        measured = self._squares or {}
-        if id(param) in (measured if self._measuring else self.stepped):
-            raise RuntimeError(
-                f"Adam: {self.name(param)} receives a second gradient in one step. Either "
-                "backward() ran twice before opt.step(): put `with opt.accumulate():` around all "
-                "but the last, or, where a trainer runs it, call opt.accumulate_when() once. Or "
-                "one of them was of a loss that is not to train this parameter, as a GAN's "
-                "generator's for the discriminator: put `with opt.paused():` around it. Or the "
-                "parameter is used in several regions of "
-                "torch.utils.checkpoint(use_reentrant=True), which deliver their gradients one by "
-                "one: use use_reentrant=False, or memsave_ext.checkpoint."
-            )
-        if not self._measuring and self._squares is not None and id(param) not in measured:
-            raise RuntimeError(
-                f"Adam: {self.name(param)} has a gradient now, but had none in norm_pass(), whose "
-                "norm it would be clipped by. Both must run the backward of the same loss."
-            )
-
-    def _group_of(self, param: Tensor) -> dict[str, Any] | None:
-        groups = (g for g in self._groups() if any(p is param for p in g["params"]))
-        return next(groups, None)
-
-    def update(self, updates: list[Update], task: str, scale: Tensor | None) -> None:
-        """Does it to these parameters, all of which are checked first."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        if task == "measure":
-            assert self._squares is not None
-            for param, _, grad in updates:
-                self._squares[id(param)] = _square(grad)
-            return
-        fresh = []
-        for checked in {id(group): group for _, group, _ in updates}.values():
-            modes.check_options(checked)
-        if self._clip is not None:
-            modes.refuse_two_norms(self._groups())
-        try:
-            for param, group, grad in updates:
-                if not optimizer.state.get(param):
-                    optimizer.state[param] = make_state(param, group)
-                    fresh.append(param)
-                state, phase = optimizer.state[param], self._phase(param, task)
-                check(param, grad, state, group, phase)
-        except BaseException:
-            for made in fresh:
-                del optimizer.state[made]
-            raise
-        positions = {id(param): i for i, param in enumerate(self._params())}
-        for param, group, grad in updates:
-            factor, skip = self._scaling(grad, group, scale)
-            phase = self._phase(param, task)
-            if task == "fold":
-                self._folds.add(id(param))
-            self._records.set_folded(optimizer.state[param], task == "fold")
-            if skip:
-                continue
-            local = dtensor.local_tensor
-            state = {name: local(value) for name, value in optimizer.state[param].items()}
-            if task == "step":
-                self._records.drop_stale_rest(local(param), state)
-            update(
-                local(param),
-                None if grad is None else dtensor.local_gradient(param, grad),
-                state,
-                group,
-                position=positions[id(param)],
-                phase=phase,
-                factor=factor,
-            )
-            if task == "step":
-                self._records.note_versions(local(param), state)
-
-    def _phase(self, param: Tensor, task: str) -> Phase:
-        folded = self._is_folded(param)
-        if task == "fold":
-            return "fold" if folded else "first_fold"
-        return "close" if folded else "whole"
-
-    def check_not_failed(self) -> None:
-        if self.stepped_before_failure:
-            raise RuntimeError(
-                f"Adam: a backward raised after {self.stepped_before_failure} parameters had been "
-                "stepped; the others were not. Call zero_grad() to go on from there, or load a "
-                "checkpoint."
-            )
-
-    def name(self, param: Tensor) -> str:
-        position = next(i for i, p in enumerate(self._params()) if p is param)
-        return f"parameter {position} of the optimizer (shape {list(param.shape)})"
-
-    @property
-    def bucket_bytes(self) -> int:
-        return self._bucket_bytes
-
-    def _groups(self) -> list[dict[str, Any]]:
-        optimizer = self._optimizer()
-        return [] if optimizer is None else optimizer.param_groups
-
-    def _params(self) -> Iterable[Tensor]:
-        return itertools.chain.from_iterable(g["params"] for g in self._groups())
-
-    def _install(self, param: Tensor) -> None:
-        made_dict = param._post_accumulate_grad_hooks is None
-        stepper_ref = weakref.ref(self)
-
-        def hook(param: Tensor) -> None:
-            check_not_compiled_autograd()  # which cannot trace what follows
-            stepper = stepper_ref()
-            hooks = list((getattr(param, _HOOKS) or {}).values())
-            if stepper is not None and hook in hooks:  # not removed by one before it
-                stepper.ready(param, is_last=hooks[-1] is hook)
-
-        setattr(hook, _MARK, stepper_ref)
-        hook.made_dict = made_dict  # type: ignore[attr-defined]
-        required = param.requires_grad
-        param.requires_grad_().register_post_accumulate_grad_hook(hook)
-        param.requires_grad_(required)
-
-
-def _remove(param: Tensor, key: int) -> None:
-    hooks = getattr(param, _HOOKS)
-    hook = hooks.pop(key)
-    if hook.made_dict and not hooks:
-        setattr(param, _HOOKS, None)
-
-
-def _square(grad: Tensor | None) -> Tensor:
-    """The sum of squares."""
-    assert grad is not None
-    check_dense(grad)
-    values = plain(dtensor.local_tensor(grad))
-    values = torch.view_as_real(values) if values.is_complex() else values
-    return values.double().square().sum()
+        measures = self._machine.state is State.MEASURING
+        measured = self._scaling.norm is not None and param in self._scaling.norm
+        if measured if measures else id(param) in self._stepped:
+            raise refusals.second_gradient(self._params.name(param))
+        if self._machine.state is State.CLIPPING and not measured:
+            raise refusals.not_measured(self._params.name(param))
