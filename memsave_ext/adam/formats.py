@@ -26,16 +26,17 @@ class ParamFormat:
     """A value of ``bf16=``, for bfloat16 parameters; None is for all.
 
     Attributes:
-        store: from float32 values and a function that draws 16 random bits for each, the parameter
-            and its rest.
+        store: from float32 values, the parameter and its rest; with 16 random bits for each where
+            it is ``at_random``, else None.
         load: the values again, from both. Where there is no rest, they are the parameter's.
         rest: the type of ``state["param_rest"]``; None where there is none.
     """
 
     name: str | None
-    store: Callable[[Tensor, Callable[[], Tensor]], tuple[Tensor, Tensor | None]]
+    store: Callable[[Tensor, Any], tuple[Tensor, Tensor | None]]
     load: Callable[[Tensor, Tensor], Tensor] | None = None
     rest: torch.dtype | None = None
+    at_random: bool = False
 
 
 def round_at_random(values: Tensor, random: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ def _upper(bits: Tensor) -> Tensor:
 
 PARAM_FORMATS = (
     ParamFormat(None, lambda values, _: (values, None)),
-    ParamFormat("stochastic", lambda values, draw: (round_at_random(values, draw()), None)),
+    ParamFormat("stochastic", lambda v, bits: (round_at_random(v, bits), None), at_random=True),
     ParamFormat("kahan", lambda values, _: kahan(values), unkahan, torch.bfloat16),
     ParamFormat("split", lambda values, _: split(values), unsplit, torch.int16),
 )

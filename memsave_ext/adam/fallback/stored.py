@@ -54,7 +54,8 @@ class Stored:
         return real(self._param).to(self.compute)
 
     def store_param(self, values: Tensor) -> None:
-        values, rest = self._format.store(values, lambda: self.random(Draw.PARAM))
+        random = self.random(Draw.PARAM) if self._format.at_random else None
+        values, rest = self._format.store(values, random)
         if rest is not None:
             self._state["param_rest"].copy_(rest)
         real(self._param).copy_(values)
