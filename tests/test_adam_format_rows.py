@@ -156,3 +156,18 @@ def test_the_docs_table_of_states():
     made = [row for row in STATE_FORMATS if row.option is not None or row.dtype]
     expected = [(shown(row.option), f"{row.bytes_per_element(torch.bfloat16):.3g}") for row in made]
     assert table("states.md", "state_dtype") == expected
+
+
+def test_cuda_has_a_table_for_each_format_of_states():
+    """In the order of the rows, filled from all combinations with them."""
+    csrc = DOCS.parent / "csrc" / "adam"
+    if not csrc.is_dir():
+        pytest.skip("no sources")
+    rows = re.findall(r"\{StateFormat::(k\w+), \"", (csrc / "formats.h").read_text())
+    assert len(rows) == len(STATE_FORMATS)
+    kernels = (csrc / "cuda" / "kernels.cu").read_text()
+    tables = re.search(r"kSteps\[\] = \{(.*?)\}", kernels, re.DOTALL)[1].replace("&", "").split(",")
+    for row, table in zip(rows, map(str.strip, tables), strict=True):
+        source = (csrc / "cuda" / table.replace("steps_", "step_", 1)).with_suffix(".cu")
+        assert f"extern const StepKernels {table} = " in source.read_text()
+        assert f"StateFormat::{row}" in source.read_text()

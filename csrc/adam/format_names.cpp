@@ -5,6 +5,8 @@
 
 #include <string>
 
+#include "vector/dtype.h"
+
 namespace memsave_ext::adam {
 
 namespace py = pybind11;
@@ -35,7 +37,7 @@ py::list listed(DTypes dtypes) {
   py::list list;
   for (int i = 0; i < vector::kDTypes; ++i) {
     const auto dtype = static_cast<DType>(i);
-    if (dtypes & bit(dtype)) list.append(scalar_type(dtype));
+    if (dtypes & bit(dtype)) list.append(vector::scalar_type_of(dtype));
   }
   return list;
 }
@@ -56,12 +58,6 @@ at::ScalarType scalar_type(Element element) {
       break;
   }
   TORCH_INTERNAL_ASSERT(false, "no element");
-}
-
-at::ScalarType scalar_type(DType dtype) {
-  constexpr at::ScalarType types[] = {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16};
-  static_assert(sizeof(types) / sizeof(types[0]) == vector::kDTypes);
-  return types[static_cast<int>(dtype)];
 }
 
 ParamFormat param_format_named(const py::handle& bf16) {
@@ -102,7 +98,7 @@ py::dict describe_formats() {
   for (int i = 0; i < kCombinations; ++i) {
     const Combination c = Combination::at(i);
     if (!c.exists()) continue;
-    combinations.append(py::make_tuple(scalar_type(c.param), option_of(row(c.format)),
+    combinations.append(py::make_tuple(vector::scalar_type_of(c.param), option_of(row(c.format)),
                                        row(c.states).name, c.amsgrad, c.closes));
   }
   py::dict all;

@@ -9,7 +9,6 @@
 namespace memsave_ext::adam {
 
 at::ScalarType scalar_type(Element element);  // that is not kNone
-at::ScalarType scalar_type(DType dtype);
 
 // Of a group's bf16=. Throws for a name that no row has.
 ParamFormat param_format_named(const pybind11::handle& bf16);

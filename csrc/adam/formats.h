@@ -50,9 +50,18 @@ using DTypes = uint32_t;  // a bit for each
 
 constexpr DTypes bit(DType dtype) { return 1u << static_cast<int>(dtype); }
 
-constexpr DTypes kShort = bit(DType::kHalf) | bit(DType::kBFloat16);
-constexpr DTypes kNarrow = bit(DType::kFloat) | kShort;  // computed in float
-constexpr DTypes kAll = bit(DType::kDouble) | kNarrow;
+constexpr DTypes of_at_most(int64_t bytes) {
+  DTypes dtypes = 0;
+  for (int i = 0; i < vector::kDTypes; ++i) {
+    const auto dtype = static_cast<DType>(i);
+    if (vector::item_size(dtype) <= bytes) dtypes |= bit(dtype);
+  }
+  return dtypes;
+}
+
+constexpr DTypes kShort = of_at_most(2);
+constexpr DTypes kNarrow = of_at_most(4);  // computed in float
+constexpr DTypes kAll = of_at_most(8);
 
 // What a group's state_dtype is that makes such states: nothing, their dtype or their name.
 enum class Option { kNone, kDtype, kName };

@@ -58,7 +58,7 @@ struct Stored<DType::kBFloat16> {
 template <DType dtype>
 using StorageOf = typename Stored<dtype>::type;
 
-inline int64_t item_size(DType dtype) {
+constexpr int64_t item_size(DType dtype) {
   constexpr int64_t sizes[kDTypes] = {sizeof(StorageOf<DType{0}>), sizeof(StorageOf<DType{1}>),
                                       sizeof(StorageOf<DType{2}>), sizeof(StorageOf<DType{3}>)};
   return sizes[static_cast<int>(dtype)];

@@ -41,7 +41,8 @@ class Adam(Saving, torch.optim.Adam):
             there are ``bucket_bytes`` of them, or backward ends, and are stepped together.
         bf16: how bfloat16 parameters keep what an update adds to less than their precision:
             ``"stochastic"`` rounds at random, ``"kahan"`` keeps the rest in another bfloat16,
-            ``"split"`` the lower half of a float32 in an int16. None rounds to nearest.
+            ``"split"`` the lower half of a float32 in an int16. None rounds to nearest. The page on
+            bfloat16 parameters has all of them.
         state_dtype: of the moments: ``torch.bfloat16``, rounded at random, or ``"8bit"``, in blocks
             of 256 with a scale, from 4096 elements on; None is float32, float64 for float64.
         seed: of random rounding.

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import weakref
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .updates import Update
-
-if TYPE_CHECKING:
-    from .stepper import AdamStepper
 
 
 class Task(Enum):
@@ -24,10 +21,21 @@ class Task(Enum):
     KEEP = "keep"
 
 
+class UsesGradients(Protocol):
+    """A stepper, as its backwards see it."""
+
+    small_bytes: int
+    bucket_bytes: int
+
+    def use(self, updates: list[Update], task: Task) -> None: ...
+    def ended(self, backward: Backward) -> None: ...
+    def raised(self, used: int, waiting: list[Tensor]) -> None: ...
+
+
 class Backward:
     """One backward in which parameters are stepped. Held by its graph task alone."""
 
-    def __init__(self, stepper: AdamStepper, task: Task, of_ddp: set[int]) -> None:
+    def __init__(self, stepper: UsesGradients, task: Task, of_ddp: set[int]) -> None:
         self.task = task
         self.of_ddp = of_ddp  # parameters whose gradients are reduced later
         self._stepper = stepper

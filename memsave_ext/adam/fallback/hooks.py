@@ -5,19 +5,23 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .stepper import AdamStepper
 
 _MARK = "_memsave_ext_stepper"
 _HOOKS = "_post_accumulate_grad_hooks"
 
 
-def install_hook(param: Tensor, stepper: AdamStepper) -> None:
+class TakesGradients(Protocol):
+    """A stepper, as its hooks see it."""
+
+    def optimizer(self) -> Any: ...
+    def ready(self, param: Tensor, is_last: bool) -> None: ...
+
+
+def install_hook(param: Tensor, stepper: TakesGradients) -> None:
     made_dict = param._post_accumulate_grad_hooks is None
     stepper_ref = weakref.ref(stepper)
 
@@ -46,7 +50,7 @@ def owner(param: Tensor) -> Any:
     return None
 
 
-def remove_hooks(param: Tensor, stepper: AdamStepper) -> None:
+def remove_hooks(param: Tensor, stepper: TakesGradients) -> None:
     for key, reference in _ours(param):
         if reference() is stepper:
             _remove(param, key)
@@ -57,7 +61,7 @@ def renew_hooks(param: Tensor) -> None:
     setattr(param, _HOOKS, getattr(param, _HOOKS))
 
 
-def _ours(param: Tensor) -> Iterator[tuple[int, Callable[[], AdamStepper | None]]]:
+def _ours(param: Tensor) -> Iterator[tuple[int, Callable[[], TakesGradients | None]]]:
     for key, hook in list((getattr(param, _HOOKS) or {}).items()):
         if (reference := getattr(hook, _MARK, None)) is not None:
             yield key, reference
