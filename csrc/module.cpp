@@ -11,10 +11,11 @@
 #include "checkpoint/apply.h"
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/engine.h"
+#include "checkpoint/errors.h"
 #include "checkpoint/hooks.h"
 #include "checkpoint/recomputing.h"
 #include "checkpoint/tape.h"
-#include "memory/active.h"
+#include "memory/pause.h"
 #include "memory/tracker.h"
 
 #ifdef MEMSAVE_EXT_WITH_CUDA
@@ -41,6 +42,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("checkpoint_region", &memsave_ext::checkpoint_region);
   m.def("tape_scopes", &memsave_ext::tape_scopes);
   m.def("pack_hooks", &memsave_ext::pack_hooks);
+  m.def("register_errors", &memsave_ext::register_errors);
   m.def("use_engine_hooks", &memsave_ext::use_engine_hooks);
   memsave_ext::init_hooks();
 

@@ -34,6 +34,21 @@ def check_norm(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a number above 0, got {value!r}")
 
 
+def check_bytes(name: str, value: Any) -> None:
+    if not isinstance(value, int) or not 0 <= value < 2**63:
+        raise ValueError(f"{name} must be an int and at least 0, below 2**63, got {value!r}")
+
+
+def refuse_differentiable(options: dict[str, Any]) -> None:
+    """Raises where one of these, which torch's implementation does not know, is given."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(
+                f"differentiable=True, which is torch's implementation, has no {name}: leave one "
+                "of them out"
+            )
+
+
 def refuse_two_norms(groups: list[dict[str, Any]]) -> None:
     if any(group.get("max_grad_norm") is not None for group in groups):
         raise ValueError(

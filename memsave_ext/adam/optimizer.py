@@ -106,11 +106,8 @@ class Adam(Saving, torch.optim.Adam):
                 "differentiable=True cannot be combined with in_backward=True: a step in backward "
                 "has no graph. Leave one of them out."
             )
-        for name, value in (("small_bytes", small_bytes), ("bucket_bytes", bucket_bytes)):
-            if not isinstance(value, int) or not 0 <= value < 2**63:
-                raise ValueError(
-                    f"{name} must be an int and at least 0, below 2**63, got {value!r}"
-                )
+        modes.check_bytes("small_bytes", small_bytes)
+        modes.check_bytes("bucket_bytes", bucket_bytes)
         self._small_bytes, self._bucket_bytes = small_bytes, bucket_bytes
         self.clip_global_norm, self.grad_scaler = clip_global_norm, grad_scaler
         given: dict[str, Any] = {
@@ -118,17 +115,13 @@ class Adam(Saving, torch.optim.Adam):
         }  # fmt: skip
         self._modes = {name: v for name, v in given.items() if v != modes.DEFAULTS[name]}
         if options.get("differentiable"):
-            given = {
-                **self._modes,
-                "clip_global_norm": clip_global_norm,
-                "grad_scaler": grad_scaler,
-            }
-            for name, given_value in given.items():
-                if given_value is not None:
-                    raise ValueError(
-                        f"differentiable=True, which is torch's implementation, has no {name}: "
-                        "leave one of them out"
-                    )
+            modes.refuse_differentiable(
+                {
+                    **self._modes,
+                    "clip_global_norm": clip_global_norm,
+                    "grad_scaler": grad_scaler,
+                }
+            )
         if grad_scaler is not None and not options.get("capturable") and not options.get("foreach"):
             options.setdefault("fused", True)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)

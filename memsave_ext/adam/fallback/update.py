@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._reference.stepped import note_step
+from ...checkpointing.fallback.stepped import note_step
 from ..elements import plain, real
 from ..precise import fused, square_root, wide
 from ..states import Phase

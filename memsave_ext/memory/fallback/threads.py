@@ -1,4 +1,4 @@
-"""What each thread is doing, as the hooks tell: csrc/memory/threads.cpp in Python."""
+"""What each thread is doing, as the hooks tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that an optimizer of this package stepped while regions wait for their recompute."""
+"""Parameters that optimizers of this package step while regions wait."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class PendingRegion:
     def any_stepped(self) -> bool:
         return _steps_noted > self._since
 
-    def stepped(self, tensor: Tensor) -> str | None:
-        """What is known of a step, since this was made, of a parameter that shares its memory."""
+    def stepped(self, tensor: Tensor) -> int | None:
+        """The position of a parameter that shares memory with ``tensor`` and was stepped since."""
         with _lock:
             noted = _steps.get(tensor.untyped_storage()._cdata)
             if noted is None:
@@ -70,7 +70,7 @@ class PendingRegion:
             range_ = ByteRange.of(tensor)
             for other, (number, position) in noted.steps.items():
                 if number > self._since and other.overlaps(range_):
-                    return f"parameter {position} of an optimizer, which stepped it"
+                    return position
         return None
 
 

@@ -11,16 +11,16 @@ from torch.nn import functional as F
 
 import memsave_ext as ms
 from memsave_ext import _native
-from memsave_ext._reference import checkpointing as reference_function
-from memsave_ext._reference import memory as reference
-from memsave_ext._reference import region as reference_region
-from memsave_ext._reference import surroundings
-from memsave_ext._reference import tape as reference_tape
-from memsave_ext._reference.memory_log import Log
-from memsave_ext._reference.memory_threads import Moment
 from memsave_ext.checkpointing import region as region_front
 from memsave_ext.checkpointing import tapes
-from memsave_ext.memory import tracking
+from memsave_ext.checkpointing.fallback import apply as fallback_apply
+from memsave_ext.checkpointing.fallback import region as fallback_region
+from memsave_ext.checkpointing.fallback import surroundings
+from memsave_ext.checkpointing.fallback import tape as fallback_tape
+from memsave_ext.memory import figures as track_figures
+from memsave_ext.memory.fallback import tracker as fallback
+from memsave_ext.memory.fallback.log import Log
+from memsave_ext.memory.fallback.threads import Moment
 
 needs_native = pytest.mark.skipif(not _native.available, reason="compares with the native tracker")
 CPU = torch.device("cpu")
@@ -37,19 +37,19 @@ def _one_thread():
 
 def made_by(monkeypatch, native, *args, **kwargs):
     """A track whose tracker is the native one or that of pure Python, however this runs."""
-    kind = _native.module.MemoryTracker if native else reference.MemoryTracker
-    monkeypatch.setattr(tracking, "_Tracker", kind)
+    kind = _native.module.MemoryTracker if native else fallback.MemoryTracker
+    monkeypatch.setattr(track_figures, "_Tracker", kind)
     return ms.memory.track(*args, **kwargs)
 
 
 @pytest.fixture
 def pauses(monkeypatch):
     def pause(paused):
-        reference.pause_tracking(paused)
+        fallback.pause_tracking(paused)
         if _native.available:
             _native.module.pause_tracking(paused)
 
-    monkeypatch.setattr(tracking, "_pause", pause)
+    monkeypatch.setattr(track_figures, "_pause", pause)
 
 
 def mlp():
@@ -158,7 +158,7 @@ def dense_concat():
 def explicit_region_in_python():
     """The native tracker knows it as somebody's: by modules that run in a backward."""
     return train_dense(
-        lambda f, x: reference_function.checkpoint_apply(f, 1, x, *f.__defaults__[0].parameters())
+        lambda f, x: fallback_apply.checkpoint_apply(f, 1, x, *f.__defaults__[0].parameters())
     )
 
 
@@ -377,10 +377,10 @@ def test_it_says_what_the_native_tracker_says(program, monkeypatch, pauses):
 def figures_of_run(monkeypatch, native):
     """With the checkpointing that tells this tracker of its recomputes, and stops them early."""
     module = _native.module if native else None
-    run_region = (module or reference_region).checkpoint_region
+    run_region = (module or fallback_region).checkpoint_region
     monkeypatch.setattr(region_front, "_run_region", run_region)
-    monkeypatch.setattr(tapes, "_tape_scopes", (module or reference_tape).tape_scopes)
-    monkeypatch.setattr(tapes, "_pack_hooks", (module or reference_tape).pack_hooks)
+    monkeypatch.setattr(tapes, "_tape_scopes", (module or fallback_tape).tape_scopes)
+    monkeypatch.setattr(tapes, "_pack_hooks", (module or fallback_tape).pack_hooks)
     torch.manual_seed(0)
     model, optimizer, step = train_dense(
         lambda f, x: ms.checkpoint(f, x, preserve_rng_state=False), size=24
@@ -479,9 +479,9 @@ def test_what_pauses_does_not_count(monkeypatch, pauses):
     freed = torch.empty(300)
     with track:
         freed = torch.empty(200)
-        with tracking.untracked():
+        with track_figures.untracked():
             kept = [torch.empty(1000)]
-            with tracking.untracked():
+            with track_figures.untracked():
                 del freed  # goes unnoticed
             kept.append(torch.empty(1000))
         kept.append(torch.empty(10))
@@ -490,7 +490,7 @@ def test_what_pauses_does_not_count(monkeypatch, pauses):
 
 def test_one_at_a_time_and_on_its_own_thread():
     def tracker():
-        return reference.MemoryTracker(CPU, [], False, 1)
+        return fallback.MemoryTracker(CPU, [], False, 1)
 
     def refused(_=None):
         for start in (first.start, second.start):
@@ -524,7 +524,7 @@ def test_a_recompute_that_stops_early_leaves_its_modules(monkeypatch, pauses):
     layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model = nn.Sequential(layer)
     f = layer.forward
-    layer.forward = lambda x: reference_region.checkpoint_region(
+    layer.forward = lambda x: fallback_region.checkpoint_region(
         f, f, (x,), {}, False, early_stop=True, check_determinism=True, on_error=None
     )
     with made_by(monkeypatch, False, model) as t:

@@ -1,4 +1,4 @@
-"""Following memory by the events of torch's profiler: csrc/memory/tracker.h in Python."""
+"""Following memory by the events of torch's profiler."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 
-from . import surroundings
-from .memory_events import AFTER_BACKWARD, Mark, marks_and_changes, put_mark
-from .memory_log import Log, Memory, Record, address
-from .memory_threads import Moment
+from ...checkpointing.fallback import surroundings
+from .events import AFTER_BACKWARD, Mark, marks_and_changes, put_mark
+from .log import Log, Memory, Record, address
+from .threads import Moment
 
 _queue = torch.autograd.Variable._execution_engine.queue_callback
 _thread = threading.local()

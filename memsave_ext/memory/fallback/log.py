@@ -1,4 +1,4 @@
-"""Every block that lives, who made it, and the changes in order: csrc/memory/log.cpp in Python."""
+"""Every block that lives, who made it, and the changes in order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .memory_threads import FORWARD, OTHER, RECOMPUTE, Moment, Threads
+from .threads import FORWARD, OTHER, RECOMPUTE, Moment, Threads
 
 # The order of CATEGORIES in memsave_ext/memory/account.py.
 _ACTIVATIONS, _OTHER_CATEGORY = 3, 4

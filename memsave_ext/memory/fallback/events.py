@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._profiler import _EventType, _RecordFunctionFast
 
-from .memory_threads import Moment
+from .threads import Moment
 
 _MARK = "memsave_ext.memory "
 _NODE = "autograd::engine::evaluate_function: "
