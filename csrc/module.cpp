@@ -4,6 +4,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "adam/backward.h"
+#include "adam/format_names.h"
+#include "adam/given.h"
 #include "adam/hook.h"
 #include "adam/stepper.h"
 #include "checkpoint/apply.h"
@@ -13,7 +15,7 @@
 #include "checkpoint/hooks.h"
 #include "checkpoint/recomputing.h"
 #include "checkpoint/tape.h"
-#include "memory/active.h"
+#include "memory/pause.h"
 #include "memory/tracker.h"
 #include "remat/bindings.h"
 
@@ -70,6 +72,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("regions", &Record::regions)
       .def("stack", &Record::stack);
 
+  m.def("give_adam_functions", &memsave_ext::adam::give_functions);
+  m.def("adam_formats", &memsave_ext::adam::describe_formats);
   using memsave_ext::adam::Stepper;
   py::class_<Stepper, std::shared_ptr<Stepper>>(m, "AdamStepper")
       .def(py::init<py::object, int64_t, int64_t>())

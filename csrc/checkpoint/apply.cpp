@@ -214,6 +214,10 @@ py::object apply(const Arguments& arguments) {
   }
   const auto rng = std::make_shared<RngState>();
 
+  const std::vector<PyObject*> roots{arguments.function.ptr()};
+  OutsideTensors outside;
+  outside.note(roots);
+
   Tape tape;
   const FunctionResult result = [&] {
     const RegionScope inside;
@@ -224,9 +228,10 @@ py::object apply(const Arguments& arguments) {
   for (size_t i = 0; i < versions.size(); ++i) {
     if (arguments.inputs[i]._version() != versions[i]) throw_error("input_changed", i);
   }
+  outside.leave_out_own_changes(roots);
   rng->forget_unused_capture();
   auto node = make_node<CheckpointNode>(arguments.function, std::move(saved), std::move(types),
-                                        std::move(parameters),
+                                        std::move(parameters), std::move(outside),
                                         Surroundings{autocast, rng, current_cuda_stream()},
                                         std::move(tape), CallSite::current(), std::move(edges));
   return connect_outputs(result, arguments.inputs, node.get(), node);

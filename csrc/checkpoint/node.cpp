@@ -10,7 +10,6 @@
 #include "checkpoint/boundary.h"
 #include "checkpoint/call.h"
 #include "checkpoint/errors.h"
-#include "checkpoint/outside.h"
 
 namespace memsave_ext {
 
@@ -38,13 +37,15 @@ struct CheckpointNode::Recomputed {
 CheckpointNode::CheckpointNode(py::object function,
                                std::vector<torch::autograd::SavedVariable> inputs,
                                std::vector<py::object> input_types,
-                               std::vector<ListedParameter> parameters, Surroundings surroundings,
-                               Tape tape, CallSite call_site, edge_list next_edges)
+                               std::vector<ListedParameter> parameters, OutsideTensors outside,
+                               Surroundings surroundings, Tape tape, CallSite call_site,
+                               edge_list next_edges)
     : Node(std::move(next_edges)),
       function_(std::move(function)),
       inputs_(std::move(inputs)),
       input_types_(std::move(input_types)),
       parameters_(std::move(parameters)),
+      outside_(std::move(outside)),
       surroundings_(std::move(surroundings)),
       tape_(std::move(tape)),
       call_site_(std::move(call_site)) {}
@@ -125,13 +126,13 @@ FunctionResult CheckpointNode::call_again(const Saved& saved, const variable_lis
   std::optional<FunctionResult> result;
   std::vector<Read> reads;
   {
-    const ReadObserver observer({}, &pending_);
+    const ReadObserver observer(outside_.find_changed({function.ptr()}), &pending_);
     const RecomputeGuard guard(saved.surroundings);
     const TapeScope scope(tape_, TapeScope::kReplaying);
     result = FunctionResult::of_call(function, arguments);
     reads = observer.reads();
   }
-  if (!reads.empty()) throw_error("parameter_stepped", as_list(reads));
+  if (!reads.empty()) throw_error("function_outside_changed", as_list(reads));
   return *std::move(result);
 }
 

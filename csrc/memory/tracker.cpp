@@ -6,6 +6,7 @@
 #include "memory/active.h"
 #include "memory/cpu_allocator.h"
 #include "memory/cuda_reports.h"
+#include "memory/pause.h"
 
 namespace memsave_ext::memory {
 

@@ -191,7 +191,7 @@ def outside_changed(
     return _error(f'{message} determinism_check="none" turns this check off.', on_error)
 
 
-def parameter_stepped(reads: Iterable[Read]) -> CheckpointError:
+def function_outside_changed(reads: Iterable[Read]) -> CheckpointError:
     """The same of a region of CheckpointFunction, which has no such option."""
     return _error(_outside_changed(_describe_reads(reads)), None)
 

@@ -15,7 +15,7 @@ from .. import errors
 from .call import CallSite, Result, as_type, call, is_differentiable
 from .graph import check_not_computed_from_listed, find_unlisted, sequence_number
 from .outputs import alias_of, check_outputs
-from .outside import observed_reads
+from .outside import OutsideTensors, observed_reads
 from .stepped import PendingRegion
 from .surroundings import Surroundings, uncached_autocast
 from .tape import tape_scope
@@ -42,6 +42,8 @@ class Node(torch.autograd.Function):
         versions = [t._version for t in inputs]
         ctx.surroundings = Surroundings.capture()
         ctx.tape = {}
+        ctx.outside = OutsideTensors()
+        ctx.outside.note([forward.function])
         with (
             uncached_autocast(ctx.surroundings.autocast),
             tape_scope(ctx.tape, replaying=False),
@@ -52,6 +54,7 @@ class Node(torch.autograd.Function):
         for i, (tensor, version) in enumerate(zip(inputs, versions, strict=True)):
             if tensor._version != version:
                 raise errors.input_changed(i)
+        ctx.outside.leave_out_own_changes([forward.function])
         forward.positions = [i for i, element in enumerate(elements) if is_differentiable(element)]
         ctx.call, ctx.size = forward, len(elements)
         ctx.pending = PendingRegion()
@@ -111,14 +114,15 @@ class _NoDoubleBackward(torch.autograd.Function):
 
 
 def _recompute(ctx: Any, arguments: Sequence[Tensor]) -> list[Any]:
+    changed = ctx.outside.find_changed([ctx.call.function])
     with (
         ctx.surroundings.restored(),
         tape_scope(ctx.tape, replaying=True),
-        observed_reads([], ctx.pending) as reads,
+        observed_reads(changed, ctx.pending) as reads,
     ):
         elements = call(ctx.call.function, arguments).elements
     if reads:
-        raise errors.parameter_stepped(reads)
+        raise errors.function_outside_changed(reads)
     return elements
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..states import Phase
+
 
 class Records:
     """By the tensors: parameters are swapped, and states are loaded."""
@@ -21,6 +23,12 @@ class Records:
     def is_folded(self, state: Mapping[str, Any]) -> bool:
         """Whether gradients are folded into its moments, which are packed then."""
         return id(state.get("exp_avg_sq")) in self._folded
+
+    def phase(self, state: Mapping[str, Any], *, folds: bool) -> Phase:
+        """Of a step, or of a fold, that is to be made."""
+        if folds:
+            return "fold" if self.is_folded(state) else "first_fold"
+        return "close" if self.is_folded(state) else "whole"
 
     def folded(self) -> int:
         return len(self._folded)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import adam_update
+from ..states import check
+from .update import update
 
 
 @torch.no_grad()
@@ -50,6 +51,6 @@ def adam_step_(
         for i in range(len(params))
     ]
     for param, grad, state in zip(params, grads, states, strict=True):
-        adam_update.check(param, grad, state, group)
+        check(param, grad, state, group)
     for param, grad, state in zip(params, grads, states, strict=True):
-        adam_update.update(param, grad, state, group)
+        update(param, grad, state, group)
