@@ -5,14 +5,14 @@ import threading
 
 import pytest
 import torch
+from stress import programs, regions
+from stress.worlds import namespace
 from torch import nn
 from torch.nn import functional as F
 
 import memsave_ext as ms
 from memsave_ext import _native
 from memsave_ext.rematerialization.block import remat
-from stress import programs, regions
-from stress.worlds import namespace
 
 pytestmark = pytest.mark.skipif(_native.module is None, reason="recorded by the compiled part")
 
@@ -240,3 +240,97 @@ def test_changed_in_place_in_the_block():
         loss = ((x + scale) @ w).sum()
         scale.add_(1)
     assert torch.equal(torch.autograd.grad(loss, w)[0], expected)
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(Attention(64, 0.1), Mlp(64, 0.1, F.gelu)), torch.randn(2, 16, 64)
+
+
+def test_two_backwards_and_two_derivatives():
+    model, x = small()[0][1], torch.randn(2, 16, 64, requires_grad=True)  # twice differentiable
+    results = []
+    for context in (None, remat(_everything=True)):
+        torch.manual_seed(1)
+        if context is not None:
+            context.__enter__()
+        out = model(x).sin()
+        if context is not None:
+            context.__exit__(None, None, None)
+        first = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+        assert torch.equal(first, torch.autograd.grad(out.sum(), x, retain_graph=True)[0])
+        (again,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        results.append([first, again.detach(), *torch.autograd.grad(again.square().sum(), x)])
+    assert all(map(torch.equal, *results))
+
+
+def test_exceptions_leave_nothing_behind():
+    model, x = small()
+    before = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    with pytest.raises(RuntimeError, match="shape"), remat():
+        model(x[..., :5])
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) == before
+    with remat(_everything=True) as block:
+        loss = model(x).sum()
+    loss.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    assert block.kept().recomputed_operators == 0
+    with pytest.raises(RuntimeError, match="entered once"):
+        block.__enter__()
+
+
+def test_nested_blocks_and_regions():
+    model, x = small()
+    torch.manual_seed(1)
+    expected = torch.autograd.grad(model[1](model[0](x)).sum(), list(model.parameters()))
+    for inner in (remat(_everything=True), None):
+        torch.manual_seed(1)
+        with remat(_everything=True):
+            if inner is None:
+                loss = model[1](ms.checkpoint(model[0], x)).sum()
+            else:
+                with inner:
+                    y = model[0](x)
+                loss = model[1](y).sum()
+        assert all(map(torch.equal, expected, torch.autograd.grad(loss, list(model.parameters()))))
+
+
+def test_memory_of_many_steps_in_one_block():
+    model, x = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def step():
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    with remat(_everything=True):
+        for _ in range(100):
+            step()
+        before = resident()
+        for _ in range(300):
+            step()
+        assert resident() - before < 4 << 20
+
+
+def test_in_backward():
+    results = []
+    for blocks in (False, True):
+        model, x = small()
+        optimizer = ms.Adam(model.parameters(), in_backward=True)
+        for i in range(3):
+            torch.manual_seed(i)
+            if blocks:
+                with remat(_everything=True):
+                    loss = model(x).square().mean()
+            else:
+                loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+        results.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *results))

@@ -45,6 +45,7 @@ class Recomputation {
     std::vector<c10::IValue> stack = call.arguments;
     std::unordered_map<const Content*, c10::Storage> copies;  // of what the operator writes
     std::vector<c10::Storage> storages;
+    size_t last_argument = stack.size();
     for (const auto& reference : call.references) {
       c10::Storage storage = memory(reference.content);
       check_unchanged(call, reference, storage);
@@ -54,7 +55,9 @@ class Recomputation {
         storage = copy->second;
       }
       storages.push_back(storage);
-      set(stack, reference, reference.geometry.view(std::move(storage)));
+      set(stack, reference, reference.geometry.view(std::move(storage)),
+          reference.argument != last_argument);
+      last_argument = reference.argument;
     }
     const auto begin = std::chrono::steady_clock::now();
     call.op->handle.callBoxed(stack);
@@ -88,24 +91,19 @@ class Recomputation {
   }
 
   static void set(std::vector<c10::IValue>& stack, const Reference& reference,
-                  const at::Tensor& tensor) {
+                  const at::Tensor& tensor, bool is_first) {
     c10::IValue& argument = stack[reference.argument];
     if (reference.element < 0) {
       argument = tensor;
-    } else if (argument.isOptionalTensorList()) {
-      auto list = argument.toOptionalTensorList();
-      if (reference.element == 0 || argument.use_count() > 1) {
-        list = list.copy();
-        argument = list;
-      }
-      list.set(reference.element, tensor);
+      return;
+    }
+    // The call's own list stays as it is.
+    if (argument.isOptionalTensorList()) {
+      if (is_first) argument = argument.toOptionalTensorList().copy();
+      argument.toOptionalTensorList().set(reference.element, tensor);
     } else {
-      auto list = argument.toTensorList();
-      if (argument.use_count() > 1) {
-        list = list.copy();
-        argument = list;
-      }
-      list.set(reference.element, tensor);
+      if (is_first) argument = argument.toTensorList().copy();
+      argument.toTensorList().set(reference.element, tensor);
     }
   }
 
