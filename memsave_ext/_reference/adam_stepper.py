@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from ..adam import dtensor, modes
-from . import adam_update
+from . import adam, adam_update
 from .adam_backward import Backward, check_not_compiled_autograd
 from .adam_records import Records
 
-_SPARSE = "Adam does not support sparse gradients, please consider SparseAdam instead"
 _MARK = "_memsave_ext_stepper"
 _HOOKS = "_post_accumulate_grad_hooks"
 
@@ -86,6 +85,11 @@ class AdamStepper:
                     _remove(param, key)
 
     def step(self, max_norm: float, unscaled: bool) -> int:
+        if self._measuring:
+            raise RuntimeError(
+                "Adam: step() inside of norm_pass(), which only measures gradients. Run the "
+                "backward again after it, and then step()."
+            )
         self.check_not_failed()
         if self.running:
             raise RuntimeError(
@@ -211,27 +215,15 @@ class AdamStepper:
         self._clip = factor if scale is None else factor / scale, skip
         self._norm = norm.float()
 
-    def _scaling(
-        self, grad: Tensor | None, group: dict[str, Any], scale: Tensor | None
-    ) -> tuple[Tensor | None, bool]:
-        """What a gradient is multiplied by, and whether it is left out."""
+    def _scaling(self, device: torch.device, scale: Tensor | None) -> dict[str, Tensor | None]:
+        """What the operator is told of gradients."""
         if self._clip is not None:
-            clip, skip_all = self._clip
-            return clip, skip_all is not None and bool(skip_all)
-        max_norm = group.get("max_grad_norm")
-        if grad is None or (scale is None and max_norm is None):
-            return None, False
-        square = _square(grad)
-        inverse = torch.ones((), dtype=torch.double) if scale is None else 1 / scale.double()
-        factor = inverse.to(square.device)
-        if max_norm is not None:
-            factor = factor * (max_norm / (square.sqrt() * factor + 1e-6)).clamp(max=1)
+            factor, skip = self._clip
+            return {"factor": factor.to(device), "skip": None if skip is None else skip.to(device)}
         if scale is None:
-            return factor, False
-        found = self._found.setdefault(grad.device, torch.zeros((), device=grad.device))
-        if skip := not bool(square.isfinite()):
-            found.fill_(1)
-        return factor, skip
+            return {}
+        found = self._found.setdefault(device, torch.zeros((), device=device))
+        return {"loss_scale": scale.to(device), "found": found}
 
     def ask(self, enabled: bool) -> None:
         self._asks = enabled
@@ -332,7 +324,7 @@ class AdamStepper:
             return  # a second region's part: it is in .grad too
         self._check_fires_once(param)
         if param.grad.layout != torch.strided:
-            raise RuntimeError(_SPARSE)
+            raise RuntimeError(adam_update.SPARSE)
         self._threads[id(param)] = thread
         backward.add(param, group, wait=not is_last or param.grad.nbytes < self._small_bytes)
 
@@ -422,29 +414,31 @@ class AdamStepper:
                 del optimizer.state[made]
             raise
         positions = {id(param): i for i, param in enumerate(self._params())}
+        prepared: dict[torch.device, list[adam.Prepared]] = {}
         for param, group, grad in updates:
-            factor, skip = self._scaling(grad, group, scale)
-            phase = self._phase(param, task)
-            if task == "fold":
-                self._folds.add(id(param))
-            self._records.set_folded(optimizer.state[param], task == "fold")
-            if skip:
-                continue
             local = dtensor.local_tensor
             state = {name: local(value) for name, value in optimizer.state[param].items()}
             if task == "step":
                 self._records.drop_stale_rest(local(param), state)
-            adam_update.update(
-                local(param),
-                None if grad is None else dtensor.local_gradient(param, grad),
-                state,
-                group,
-                position=positions[id(param)],
-                phase=phase,
-                factor=factor,
+            prepared.setdefault(local(param).device, []).append(
+                adam.Prepared(
+                    local(param),
+                    None if grad is None else dtensor.local_gradient(param, grad),
+                    state,
+                    group,
+                    self._phase(param, task),
+                    positions[id(param)],
+                )
             )
+        for device, of_device in prepared.items():
+            adam.step(of_device, **self._scaling(device, scale))
             if task == "step":
-                self._records.note_versions(local(param), state)
+                for p in of_device:
+                    self._records.note_versions(p.param, p.state)
+        for param, *_ in updates:
+            self._records.set_folded(optimizer.state[param], task == "fold")
+            if task == "fold":
+                self._folds.add(id(param))
 
     def _phase(self, param: Tensor, task: str) -> adam_update.Phase:
         folded = self._is_folded(param)
@@ -501,10 +495,5 @@ def _remove(param: Tensor, key: int) -> None:
 
 
 def _square(grad: Tensor | None) -> Tensor:
-    """The sum of squares."""
     assert grad is not None
-    if grad.layout != torch.strided:
-        raise RuntimeError(_SPARSE)
-    values = adam_update.plain(dtensor.local_tensor(grad))
-    values = torch.view_as_real(values) if values.is_complex() else values
-    return values.double().square().sum()
+    return adam.sum_of_squares(dtensor.local_tensor(grad))

@@ -19,6 +19,7 @@ from .stepped import note_step
 # with an update of the parameter.
 Phase = Literal["whole", "first_fold", "fold", "close"]
 
+SPARSE = "Adam does not support sparse gradients, please consider SparseAdam instead"
 _RESTS = {"kahan": torch.bfloat16, "split": torch.int16}
 _TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -377,9 +378,7 @@ def check(
 
 def _check_grad(param: Tensor, grad: Tensor) -> None:
     if grad.layout != torch.strided:
-        raise RuntimeError(
-            "Adam does not support sparse gradients, please consider SparseAdam instead"
-        )
+        raise RuntimeError(SPARSE)
     if grad.shape != param.shape or grad.device != param.device or grad.dtype != param.dtype:
         raise RuntimeError(
             "Adam: a gradient must have the shape, dtype and device of its parameter, "
