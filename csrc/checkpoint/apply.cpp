@@ -218,6 +218,10 @@ py::object apply(const Arguments& arguments) {
   }
   const auto rng = std::make_shared<RngState>();
 
+  const std::vector<PyObject*> roots{arguments.function.ptr()};
+  OutsideTensors outside;
+  outside.note(roots);
+
   Tape tape;
   const FunctionResult result = [&] {
     const TapeScope scope(tape, TapeScope::kRecording);
@@ -232,9 +236,10 @@ py::object apply(const Arguments& arguments) {
                 " in place, so that it could not be run again from it. Clone the "
                 "input inside the function first.");
   }
+  outside.leave_out_own_changes(roots);
   rng->forget_unused_capture();
   auto node = make_node<CheckpointNode>(arguments.function, std::move(saved), std::move(types),
-                                        std::move(parameters),
+                                        std::move(parameters), std::move(outside),
                                         Surroundings{autocast, rng, current_cuda_stream()},
                                         std::move(tape), current_call_site(), std::move(edges));
   return connect_outputs(result, arguments.inputs, node.get(), node);

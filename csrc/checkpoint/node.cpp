@@ -10,7 +10,6 @@
 #include "checkpoint/boundary.h"
 #include "checkpoint/call.h"
 #include "checkpoint/mismatch.h"
-#include "checkpoint/outside.h"
 
 namespace memsave_ext {
 
@@ -38,13 +37,15 @@ struct CheckpointNode::Recomputed {
 CheckpointNode::CheckpointNode(py::object function,
                                std::vector<torch::autograd::SavedVariable> inputs,
                                std::vector<py::object> input_types,
-                               std::vector<ListedParameter> parameters, Surroundings surroundings,
-                               Tape tape, CallSite* call_site, edge_list next_edges)
+                               std::vector<ListedParameter> parameters, OutsideTensors outside,
+                               Surroundings surroundings, Tape tape, CallSite* call_site,
+                               edge_list next_edges)
     : Node(std::move(next_edges)),
       function_(std::move(function)),
       inputs_(std::move(inputs)),
       input_types_(std::move(input_types)),
       parameters_(std::move(parameters)),
+      outside_(std::move(outside)),
       surroundings_(std::move(surroundings)),
       tape_(std::move(tape)),
       call_site_(call_site) {}
@@ -127,7 +128,8 @@ CheckpointNode::Recomputed CheckpointNode::recompute(const Saved& saved,
   std::string reads;
   {
     std::optional<ReadObserver> observer;
-    if (pending_.any_stepped()) observer.emplace(std::vector<ChangedTensor>(), pending_);
+    auto changed = outside_.find_changed({function.ptr()});
+    if (!changed.empty() || pending_.any_stepped()) observer.emplace(std::move(changed), pending_);
     const RecomputeGuard guard(saved.surroundings);
     const TapeScope scope(tape_, TapeScope::kReplaying);
     result = FunctionResult::of_call(function, arguments);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "checkpoint/call_site.h"
+#include "checkpoint/outside.h"
 #include "checkpoint/stepped.h"
 #include "checkpoint/surroundings.h"
 #include "checkpoint/tape.h"
@@ -33,7 +34,7 @@ class CheckpointNode : public torch::autograd::Node {
   // `input_types` are those of inputs that are of a subclass of torch.Tensor, null for the others.
   CheckpointNode(pybind11::object function, std::vector<torch::autograd::SavedVariable> inputs,
                  std::vector<pybind11::object> input_types, std::vector<ListedParameter> parameters,
-                 Surroundings surroundings, Tape tape, CallSite* call_site,
+                 OutsideTensors outside, Surroundings surroundings, Tape tape, CallSite* call_site,
                  torch::autograd::edge_list next_edges);
   ~CheckpointNode() override;
 
@@ -59,6 +60,7 @@ class CheckpointNode : public torch::autograd::Node {
   std::vector<torch::autograd::SavedVariable> inputs_;
   std::vector<pybind11::object> input_types_;
   std::vector<ListedParameter> parameters_;
+  const OutsideTensors outside_;
   Surroundings surroundings_;
   Tape tape_;
   CallSite* call_site_;

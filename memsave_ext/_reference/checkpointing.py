@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import unlisted
-from .outside import ReadObserver, mutation_message
+from .outside import OutsideTensors, ReadObserver, mutation_message
 from .stepped import PendingRegion
 from .surroundings import AutocastState, Surroundings, is_recomputing, uncached_autocast
 from .tape import tape_scope
@@ -118,6 +118,8 @@ class _Region(torch.autograd.Function):
         versions = [t._version for t in inputs]
         ctx.surroundings = Surroundings.capture()
         ctx.tape = {}
+        ctx.outside = OutsideTensors()
+        ctx.outside.note([call.function])
         with (
             uncached_autocast(ctx.surroundings.autocast),
             tape_scope(ctx.tape, replaying=False),
@@ -130,6 +132,7 @@ class _Region(torch.autograd.Function):
                     f"CheckpointFunction.apply: the function changes input {i} in place, so that "
                     "it could not be run again from it. Clone the input inside the function first."
                 )
+        ctx.outside.leave_out_own_changes([call.function])
         outputs: list[Tensor] = []
         for i, element in enumerate(call.elements):
             if isinstance(element, Tensor) and (
@@ -165,7 +168,9 @@ class _Region(torch.autograd.Function):
             return (None, *results)
         arguments = [_as_type(t.detach(), type(t)).requires_grad_(t.requires_grad) for t in inputs]
         mark = unlisted.sequence_number()
-        observer = ReadObserver([], ctx.pending) if ctx.pending.any_stepped() else None
+        changed = ctx.outside.find_changed([ctx.call.function])
+        observe = bool(changed) or ctx.pending.any_stepped()
+        observer = ReadObserver(changed, ctx.pending) if observe else None
         with (
             ctx.surroundings.restored(),
             tape_scope(ctx.tape, replaying=True),

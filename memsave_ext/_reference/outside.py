@@ -19,6 +19,7 @@ from .stepped import ByteRange, PendingRegion
 
 _LARGEST = 1000  # elements of a container
 _DEEPEST = 64
+_OWN_ATTRIBUTES = frozenset(vars(nn.Module()))  # names that torch gives to every module's
 
 Visitor = Callable[[Tensor, str], None]
 
@@ -58,6 +59,9 @@ def _walk(value: Any, visitor: Visitor, visited: set[int], name: str, depth: int
     elif isinstance(value, nn.Module):
         for key, item in (*value._parameters.items(), *value._modules.items()):
             visit(item, key)
+        for key, item in vars(value).items():
+            if key not in _OWN_ATTRIBUTES:
+                visit(item, key)
     elif isinstance(value, FunctionType):
         _walk_function(value, visit)
     elif isinstance(value, MethodType):

@@ -62,10 +62,10 @@ def checkpoint(
             recomputed one, and raises where the recompute reads a tensor from outside the function
             that has changed in between: in place (of tensors that its graph saves, or that stand
             in its arguments, its closure or the globals it names, nested in tuples, lists, dicts,
-            dataclasses, modules' parameters and functools.partial; containers of more than 1000
-            elements and what compiled code reads are not looked at), by another object in such a
-            place, or by a step of this package's optimizers. What the function changes by itself is
-            left out. "none" checks nothing.
+            dataclasses, modules' parameters and attributes and functools.partial; buffers,
+            containers of more than 1000 elements and what compiled code reads are not looked at),
+            by another object in such a place, or by a step of this package's optimizers. What the
+            function changes by itself is left out. "none" checks nothing.
         early_stop: end a recompute at the last tensor that is needed. Short tails are run to their
             end, which is cheaper than stopping.
             ``torch.utils.checkpoint.set_checkpoint_early_stop`` overrides it.
