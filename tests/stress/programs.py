@@ -186,8 +186,9 @@ class Writer:
             self.add(f"{m} = m['t'] + m['l'][0]", indent + 1)
         made = self.block(op.body, scope, indent + 1, f"{outer} {kind}")
         if kind == "reentrant":  # torch makes the output's history that of a tensor handed through
-            for name in made[-2:]:
-                self.add(f"{name} = {name} * 1", indent + 1)
+            for i in range(-min(len(made), 2), 0):
+                value, made[i] = made[i], self.new("v")
+                self.add(f"{made[i]} = {value} * 1", indent + 1)
         several = op.k % 7 == 3 and kind != "sequential"
         returned = f"{', '.join(made[-2:])}," if several else made[-1]
         self.add(f"return {returned}", indent + 1)
