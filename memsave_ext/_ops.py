@@ -1,7 +1,7 @@
 """Adam's operators in torch's dispatcher: schemas, and the Python kernels of the fallback.
 
 csrc registers kernels for the devices it was built for, and for meta tensors. On every other
-device, and without the native part, the fallback runs.
+device, and without the native part, ``adam/fallback`` runs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from . import _native
-from ._reference import adam as _adam
+from .adam.fallback import operator as _operator
 
 _library = torch.library.Library("memsave_ext", "DEF")
 # Steps parameters of one device, in place, and their states and step counts with them. One call
@@ -20,8 +20,8 @@ _library = torch.library.Library("memsave_ext", "DEF")
 # moments, first and later ones, 3 for the step that closes this; `positions` in the optimizer; and
 # `groups`, which count from 0 here.
 # Of each group: `options` lr, beta1, beta2, eps, weight_decay and max_grad_norm, 0 for none;
-# `modes` decoupled_weight_decay, amsgrad, maximize, the numbers of bf16 and state_dtype, seed, and
-# whether its lr is the next of `lrs`.
+# `modes` decoupled_weight_decay, amsgrad, maximize, the rows of bf16 and state_dtype (formats.py),
+# seed, and whether its lr is the next of `lrs`.
 # Gradients are multiples of `loss_scale`, and `found` becomes 1 where one is not finite; or are
 # multiplied by `factor`, and nothing is done where `skip` is not 0.
 _library.define(
@@ -33,10 +33,10 @@ _library.define(
 _library.define("adam_sum_of_squares(Tensor[] grads) -> Tensor")
 for _name in ("adam_step_", "adam_sum_of_squares"):
     # CompositeExplicitAutograd: chosen where no kernel of csrc fits the device.
-    _library.impl(_name, getattr(_adam, _name), "CompositeExplicitAutograd")
+    _library.impl(_name, getattr(_operator, _name), "CompositeExplicitAutograd")
     for _lazy in ("Conjugate", "Negative", "ZeroTensor"):  # torch would refuse to change such views
         _library.impl(_name, torch.library.fallthrough_kernel, _lazy)
     if not _native.available:
         torch.library.register_fake(
-            f"memsave_ext::{_name}", getattr(_adam, f"fake_{_name}"), lib=_library
+            f"memsave_ext::{_name}", getattr(_operator, f"fake_{_name}"), lib=_library
         )

@@ -2,7 +2,7 @@
 
 import torch
 
-from memsave_ext._reference.adam import Prepared, pack
+from memsave_ext.adam.fallback.arguments import Prepared, pack
 
 NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
 OPTIONS = (1e-2, 0.9, 0.99, 1e-8, 0.1)  # lr, both betas, eps, weight_decay

@@ -26,8 +26,8 @@ void pack_group(const Group& group, PackedStep& into) {
 
 Group unpack_group(const double* options, const int64_t* modes, const Tensor*& lr,
                    const Tensor* end_of_lrs) {
-  const auto format = [](int64_t value, int64_t last) {
-    TORCH_CHECK_VALUE(value >= 0 && value <= last, "adam_step_: no format has the number ", value);
+  const auto format = [](int64_t value, int count) {
+    TORCH_CHECK_VALUE(value >= 0 && value < count, "adam_step_: no format has the number ", value);
     return value;
   };
   Group group;
@@ -35,10 +35,8 @@ Group unpack_group(const double* options, const int64_t* modes, const Tensor*& l
                    options[3],    options[4],    modes[0] != 0,
                    modes[1] != 0, modes[2] != 0, static_cast<uint64_t>(modes[5])};
   group.max_grad_norm = options[5];
-  group.bf16 =
-      static_cast<ParamFormat>(format(modes[3], static_cast<int64_t>(ParamFormat::kSplit)));
-  group.state_dtype =
-      static_cast<StateDtype>(format(modes[4], static_cast<int64_t>(StateDtype::kBlocks)));
+  group.bf16 = static_cast<ParamFormat>(format(modes[3], kParamFormats));
+  group.state_dtype = static_cast<StateFormat>(format(modes[4], kStateFormats));
   if (modes[6] != 0) {
     TORCH_CHECK_VALUE(lr != end_of_lrs && !lr->is_cpu() && lr->scalar_type() == at::kFloat,
                       "adam_step_: lrs must have a float32 scalar on a device for each group whose "

@@ -20,8 +20,11 @@ struct Types {
   PyObject* own_attributes;  // a set of the names that torch gives to every module's
 
   static const Types& get() {
-    static const Types types;
-    return types;
+    // With the GIL. A static would be locked while it is made, and whoever waits for that has the
+    // GIL, which Python code in the constructor may have given up.
+    static const Types* types = nullptr;
+    if (types == nullptr) types = new Types();
+    return *types;
   }
 
  private:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import _native
-from .._reference import checkpointing as _reference
+from .fallback import apply, surroundings
 
 
 class CheckpointFunction:
@@ -58,7 +58,7 @@ class CheckpointFunction:
     """
 
     apply: Callable[..., Any] = staticmethod(
-        _native.module.checkpoint_apply if _native.module else _reference.checkpoint_apply
+        _native.module.checkpoint_apply if _native.module else apply.checkpoint_apply
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> CheckpointFunction:
@@ -78,5 +78,5 @@ def is_recomputing() -> bool:
 
 
 _is_recomputing: Callable[[], bool] = (
-    _native.module.is_recomputing if _native.module else _reference.is_recomputing
+    _native.module.is_recomputing if _native.module else surroundings.is_recomputing
 )

@@ -1,0 +1,103 @@
+"""What gradients are multiplied by: clipping, and the loss scale of torch.amp.GradScaler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import dtensor
+from .operator import sum_of_squares
+
+
+def loss_scale_of(optimizer: Any) -> Tensor | None:
+    scaler = getattr(optimizer, "grad_scaler", None)
+    if scaler is None or not scaler.is_enabled():
+        return None
+    return scaler._get_scale_async()  # type: ignore[no-any-return]
+
+
+class GradNorm:
+    """The norm of all gradients together, and what clips them to it."""
+
+    def __init__(self) -> None:
+        self._squares: dict[int, Tensor] = {}  # by the parameter's id
+        self.value: Tensor | None = None  # before clipping; None before finish()
+        self.factor: Tensor | None = None
+        self.skip: Tensor | None = None  # whether it is not finite; None without a scale
+
+    def add(self, param: Tensor, grad: Tensor) -> None:
+        self._squares[id(param)] = sum_of_squares(dtensor.local_tensor(grad))
+
+    def __contains__(self, param: Tensor) -> bool:
+        return id(param) in self._squares
+
+    def finish(self, max_norm: float, scale: Tensor | None) -> None:
+        """No more are added."""
+        squares = list(self._squares.values())
+        total = sum((s.to(squares[0].device) for s in squares), torch.zeros((), dtype=torch.double))
+        norm = total.sqrt()
+        if scale is not None:
+            scale = scale.to(norm.device, torch.double)
+            norm = norm / scale
+            self.skip = norm.isfinite().logical_not().float()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1)
+        self.factor = factor if scale is None else factor / scale
+        self.value = norm.float()
+
+
+class Scaling:
+    """Of the gradients of a step.
+
+    Attributes:
+        norm: of all of them, where they are clipped together.
+        last_norm: the value of the last one.
+        last_found: of the last step with a loss scale, for each device, 1 where a gradient was not
+            finite.
+    """
+
+    def __init__(self) -> None:
+        self.norm: GradNorm | None = None
+        self.last_norm: Tensor | None = None
+        self.last_found: list[Tensor] = []
+        self._found: dict[torch.device, Tensor] = {}
+
+    @property
+    def clips_all(self) -> bool:
+        return self.norm is not None and self.norm.factor is not None
+
+    def measure(self, param: Tensor, grad: Tensor) -> None:
+        assert self.norm is not None
+        self.norm.add(param, grad)
+
+    def finish_norm(self, max_norm: float, scale: Tensor | None) -> None:
+        assert self.norm is not None
+        self.norm.finish(max_norm, scale)
+        self.last_norm = self.norm.value
+
+    def clip_together(
+        self, grads: Iterable[tuple[Tensor, Tensor]], max_norm: float, scale: Tensor | None
+    ) -> None:
+        """Gradients that are all there, with their parameters."""
+        self.norm = GradNorm()
+        for param, grad in grads:
+            self.norm.add(param, grad)
+        self.finish_norm(max_norm, scale)
+
+    def on(self, device: torch.device, scale: Tensor | None) -> dict[str, Tensor | None]:
+        """What the operator is told of gradients there. ``scale``: what these are multiples of."""
+        if self.norm is not None and self.norm.factor is not None:
+            factor, skip = self.norm.factor, self.norm.skip
+            return {"factor": factor.to(device), "skip": None if skip is None else skip.to(device)}
+        if scale is None:
+            return {}
+        found = self._found.setdefault(device, torch.zeros((), device=device))
+        return {"loss_scale": scale.to(device), "found": found}
+
+    def end_step(self) -> None:
+        self.last_found = list(self._found.values())
+        if self.norm is not None and self.norm.skip is not None:
+            self.last_found.append(self.norm.skip)
+        self._found, self.norm = {}, None

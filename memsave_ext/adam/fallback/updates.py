@@ -1,0 +1,85 @@
+"""Steps of parameters as an optimizer has them, all of which are checked before one is made."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import dtensor, modes
+from ..states import check, make_state
+from .arguments import Prepared
+from .operator import step
+from .params import Params
+from .records import Records
+from .scaling import Scaling
+
+
+class Update(NamedTuple):
+    param: Tensor
+    group: dict[str, Any]
+    grad: Tensor | None  # None for zeros, where folded gradients are closed without another
+
+
+def apply(
+    updates: list[Update],
+    params: Params,
+    records: Records,
+    scaling: Scaling,
+    scale: Tensor | None,
+    *,
+    folds: bool,
+) -> None:
+    """Steps these, of the optimizer of ``params``, or folds their gradients. ``scale``: what these
+    are multiples of."""
+    optimizer = params.optimizer()
+    assert optimizer is not None
+    for group in {id(group): group for _, group, _ in updates}.values():
+        modes.check_options(group)
+    if scaling.clips_all:
+        modes.refuse_two_norms(params.groups())
+    _make_and_check_states(optimizer, updates, records, folds=folds)
+    prepared: dict[torch.device, list[Prepared]] = {}
+    positions = {id(param): i for i, param in enumerate(params)}
+    for made in updates:
+        p = _prepare(made, optimizer, records, folds=folds, position=positions[id(made.param)])
+        prepared.setdefault(p.param.device, []).append(p)
+    for device, of_device in prepared.items():
+        step(of_device, **scaling.on(device, scale))
+        if not folds:
+            for p in of_device:
+                records.note_versions(p.param, p.state)
+    for param, *_ in updates:
+        records.set_folded(optimizer.state[param], folds)
+
+
+def _make_and_check_states(
+    optimizer: torch.optim.Optimizer, updates: list[Update], records: Records, *, folds: bool
+) -> None:
+    """Raises where one cannot be stepped; nothing is changed then."""
+    fresh = []
+    try:
+        for param, group, grad in updates:
+            if not optimizer.state.get(param):
+                optimizer.state[param] = make_state(param, group)
+                fresh.append(param)
+            state = optimizer.state[param]
+            check(param, grad, state, group, records.phase(state, folds=folds))
+    except BaseException:
+        for made in fresh:
+            del optimizer.state[made]
+        raise
+
+
+def _prepare(
+    made: Update, optimizer: torch.optim.Optimizer, records: Records, *, folds: bool, position: int
+) -> Prepared:
+    """Of a DTensor, the part that is in this process."""
+    param, state = dtensor.local_tensor(made.param), optimizer.state[made.param]
+    grad = None if made.grad is None else dtensor.local_gradient(made.param, made.grad)
+    phase = records.phase(state, folds=folds)
+    state = {name: dtensor.local_tensor(value) for name, value in state.items()}
+    if not folds:
+        records.drop_stale_rest(param, state)
+    return Prepared(param, grad, state, made.group, phase, position)
