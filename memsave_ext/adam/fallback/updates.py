@@ -40,18 +40,20 @@ def apply(
     if scaling.clips_all:
         modes.refuse_two_norms(params.groups())
     _make_and_check_states(optimizer, updates, records, folds=folds)
-    prepared: dict[torch.device, list[Prepared]] = {}
-    positions = {id(param): i for i, param in enumerate(params)}
+    by_device: dict[torch.device, list[Update]] = {}
     for made in updates:
-        p = _prepare(made, optimizer, records, folds=folds, position=positions[id(made.param)])
-        prepared.setdefault(p.param.device, []).append(p)
-    for device, of_device in prepared.items():
-        step(of_device, **scaling.on(device, scale))
-        if not folds:
-            for p in of_device:
+        by_device.setdefault(made.param.device, []).append(made)
+    positions = {id(param): i for i, param in enumerate(params)}
+    for device, on_device in by_device.items():
+        prepared = [
+            _prepare(made, optimizer, records, folds=folds, position=positions[id(made.param)])
+            for made in on_device
+        ]
+        step(prepared, **scaling.on(device, scale))
+        for made, p in zip(on_device, prepared, strict=True):
+            records.set_folded(optimizer.state[made.param], folds)
+            if not folds:
                 records.note_versions(p.param, p.state)
-    for param, *_ in updates:
-        records.set_folded(optimizer.state[param], folds)
 
 
 def _make_and_check_states(
