@@ -1,0 +1,13 @@
+// What the emulated kernels are compared with.
+#pragma once
+
+#include "adam/kernels.h"
+
+#define EMULATION_EXPORT __attribute__((visibility("default")))
+
+namespace emulation {
+
+EMULATION_EXPORT const memsave_ext::adam::Kernels& adam_on_cpu();
+EMULATION_EXPORT bool steps_on_cpu(const memsave_ext::adam::Item& item);
+
+}  // namespace emulation
