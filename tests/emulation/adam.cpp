@@ -3,6 +3,7 @@
 
 #include "adam_tensors.h"
 #include "reference/reference.h"
+#include "report/probe.h"
 
 namespace emulation {
 namespace {
@@ -168,5 +169,6 @@ int main(int argc, char** argv) {
     emulation::run_all(options.large);
     emulation::run_measures(options.large);
   }
+  memsave_ext::probe_cuda();
   emulation::finish(options, "Adam");
 }

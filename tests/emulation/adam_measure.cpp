@@ -22,8 +22,9 @@ Results measure(const memsave_ext::adam::Kernels& kernels, const std::vector<Ite
   const auto count = static_cast<int64_t>(items.size());
   Results results(items.size());
   const float loss_scale = 8;
-  const Measure to = {&loss_scale,           max_norm,              results.squares.data(),
-                      results.factors.data(), results.skips.data(), &results.found};
+  const Measure to = {
+      &loss_scale,          max_norm,      results.squares.data(), results.factors.data(),
+      results.skips.data(), &results.found};
   const Memory workspace(Stored::kBits8, kernels.measure_workspace(items.data(), count));
   kernels.measure(items.data(), count, to, workspace.at(), nullptr);
 #ifdef EMULATION_MEMORY
@@ -59,10 +60,11 @@ void compare(DType type, const std::vector<size_t>& sizes, bool finite) {
       if (!close(device.squares[i], cpu.squares[i], sizes[i]) ||
           !close(device.factors[i], cpu.factors[i], sizes[i]) || device.skips[i] != cpu.skips[i] ||
           device.found != cpu.found) {
-        fail("adam, measure: type %d, gradient %zu of %zu elements: %.17g, %.17g, %g, on the CPU "
-             "%.17g, %.17g, %g",
-             static_cast<int>(type), i, sizes[i], device.squares[i], device.factors[i],
-             device.skips[i], cpu.squares[i], cpu.factors[i], cpu.skips[i]);
+        fail(
+            "adam, measure: type %d, gradient %zu of %zu elements: %.17g, %.17g, %g, on the CPU "
+            "%.17g, %.17g, %g",
+            static_cast<int>(type), i, sizes[i], device.squares[i], device.factors[i],
+            device.skips[i], cpu.squares[i], cpu.factors[i], cpu.skips[i]);
       }
       checks += 4;
     }

@@ -20,8 +20,9 @@ struct Format {
 };
 
 enum Operand { kParam, kRest, kGrad, kExpAvg, kExpAvgSq, kMax, kScale, kScaleSq, kOperands };
-constexpr const char* kNames[] = {"param",      "param_rest",     "grad",          "exp_avg",
-                                  "exp_avg_sq", "max_exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"};
+constexpr const char* kNames[] = {"param",         "param_rest",      "grad",
+                                  "exp_avg",       "exp_avg_sq",      "max_exp_avg_sq",
+                                  "exp_avg_scale", "exp_avg_sq_scale"};
 
 inline bool in_blocks(const Format& f) { return f.states == StateFormat::kBlocks; }
 
@@ -41,7 +42,7 @@ inline Stored stored(const Format& f, Operand operand) {
   if (operand == kParam || operand == kGrad || f.states == StateFormat::kAsParam) {
     return stored(f.param);
   }
-  return in_blocks(f)                            ? Stored::kBits8
+  return in_blocks(f)                         ? Stored::kBits8
          : f.states == StateFormat::kBFloat16 ? Stored::kBFloat16
                                               : Stored::kFloat;
 }
@@ -110,11 +111,13 @@ class Tensor {
       const int64_t at = first_difference(cpu_[i], device_[i], nan_bits);
       checks += static_cast<int64_t>(cpu_[i].count());
       if (at < 0) continue;
-      fail("adam, %s: type %d, format %d, states %d, amsgrad %d: element %lld of %zu of %s is %.17g, "
-           "on the CPU %.17g",
-           what, static_cast<int>(format_.param), static_cast<int>(format_.param_format),
-           static_cast<int>(format_.states), format_.amsgrad, static_cast<long long>(at),
-           cpu_[i].count(), kNames[i], device_[i].get(at), cpu_[i].get(at));
+      fail(
+          "adam, %s: type %d, format %d, states %d, amsgrad %d: element %lld of %zu of %s is "
+          "%.17g, "
+          "on the CPU %.17g",
+          what, static_cast<int>(format_.param), static_cast<int>(format_.param_format),
+          static_cast<int>(format_.states), format_.amsgrad, static_cast<long long>(at),
+          cpu_[i].count(), kNames[i], device_[i].get(at), cpu_[i].get(at));
     }
   }
 

@@ -1,10 +1,7 @@
 #include "device.h"
 
-#include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
-
-#include <unistd.h>
 
 #include "fibers.h"
 
@@ -14,13 +11,12 @@ dim3 blockDim, gridDim;
 namespace emulation {
 namespace {
 
-constexpr unsigned kWarp = 32, kMostThreads = 1024;
-constexpr size_t kSharedUnasked = size_t{48} << 10;
+constexpr unsigned kWarp = 32;
 
 enum class State { kRuns, kInBlockBarrier, kInWarp, kEnded };
 
-// What a thread waits with. Plain arrays: this file is not seen by ThreadSanitizer, while members of
-// std::vector may be shared with files that are.
+// What a thread waits with. Plain arrays: this file is not seen by ThreadSanitizer, while members
+// of std::vector may be shared with files that are.
 struct Thread {
   State state;
   Place place;
@@ -35,26 +31,6 @@ struct SharedVariable {
   void* memory;
 };
 
-struct Choice {
-  Order order = Order::kForward;
-  uint64_t state = 0;
-
-  unsigned below(unsigned count) {
-    state = state * 6364136223846793005u + 1442695040888963407u;
-    return static_cast<unsigned>((state >> 33) % count);
-  }
-  // The i-th of `count`, for i from 0; random: any.
-  unsigned pick(unsigned i, unsigned count) {
-    return order == Order::kForward ? i : order == Order::kReverse ? count - 1 - i : below(count);
-  }
-  void permute(unsigned* places, unsigned count) {
-    for (unsigned i = 0; i < count; ++i) places[i] = order == Order::kReverse ? count - 1 - i : i;
-    if (order != Order::kRandom) return;
-    for (unsigned i = count; i > 1; --i) std::swap(places[i - 1], places[below(i)]);
-  }
-};
-
-Choice choice;
 std::function<void()> body;
 std::unique_ptr<Fiber> fibers[kMostThreads];
 Thread threads[kMostThreads];
@@ -68,8 +44,8 @@ char kernel_end;
 
 void describe(unsigned thread) {
   const Thread& t = threads[thread];
-  static const char* const kStates[] = {"runs", "waits in a block's barrier",
-                                        "waits for its warp", "has ended"};
+  static const char* const kStates[] = {"runs", "waits in a block's barrier", "waits for its warp",
+                                        "has ended"};
   fprintf(stderr, "  thread %u %s", thread, kStates[static_cast<int>(t.state)]);
   if (t.state == State::kInBlockBarrier || t.state == State::kInWarp) {
     fprintf(stderr, " at %s:%d", t.place.file, t.place.line);
@@ -104,42 +80,43 @@ void resume(unsigned thread) {
   fibers[thread]->resume();
 }
 
-bool same(const Place& a, const Place& b) { return a.line == b.line && strcmp(a.file, b.file) == 0; }
+bool same(const Place& a, const Place& b) {
+  return a.line == b.line && (a.file == b.file || strcmp(a.file, b.file) == 0);
+}
 
 unsigned warp_end(unsigned warp) {
   const unsigned end = (warp + 1) * kWarp;
   return end < thread_count ? end : thread_count;
 }
 
-bool any_runs(unsigned warp) {
-  for (unsigned i = warp * kWarp; i < warp_end(warp); ++i) {
-    if (threads[i].state == State::kRuns) return true;
-  }
-  return false;
+bool take_part(const Thread& a, const Thread& b) {
+  return b.state == State::kInWarp && a.mask == b.mask && same(a.place, b.place);
 }
 
-// None of the warp runs. Whether all of the mask of a lane that waits for its warp are there.
+// None of the warp runs. Whether all of the mask of a lane that waits for its warp are there: the
+// first of them looks at all, the others at the first.
 void check_lanes(unsigned warp, unsigned waiting) {
   const Thread& t = threads[waiting];
-  if ((t.mask >> (waiting % kWarp) & 1) == 0) {
-    fail_about(waiting, waiting, "a lane is missing from its own mask");
+  const unsigned lane = waiting % kWarp;
+  if ((t.mask >> lane & 1) == 0) fail_about(waiting, waiting, "a lane is not in its own mask");
+  if ((t.mask >> (lane ^ static_cast<unsigned>(t.distance)) & 1) == 0) {
+    fail_about(waiting, waiting, "a lane reads one that is not in the mask");
   }
-  for (unsigned lane = 0; lane < kWarp; ++lane) {
-    if ((t.mask >> lane & 1) == 0) continue;
-    const unsigned other = warp * kWarp + lane;
+  const unsigned first = static_cast<unsigned>(__builtin_ctz(t.mask));
+  for (unsigned i = first; i < (lane == first ? kWarp : first + 1); ++i) {
+    const unsigned other = warp * kWarp + i;
+    if ((t.mask >> i & 1) == 0) continue;
     if (other >= thread_count) fail_about(waiting, other, "a mask has lanes that the warp has not");
-    const Thread& o = threads[other];
-    if (o.state != State::kInWarp || o.mask != t.mask || !same(o.place, t.place)) {
+    if (!take_part(t, threads[other])) {
       fail_about(waiting, other, "a lane of the mask does not take part");
     }
   }
-  if ((t.mask >> ((waiting % kWarp) ^ static_cast<unsigned>(t.distance)) & 1) == 0) {
-    fail_about(waiting, waiting, "a lane reads one that is not in the mask");
-  }
 }
 
-void release_lanes(unsigned warp) {
+// Whether any of the warp runs now.
+bool release_lanes(unsigned warp) {
   uint64_t given[kWarp];
+  bool any = false;
   const unsigned first = warp * kWarp, end = warp_end(warp);
   for (unsigned i = first; i < end; ++i) {
     if (threads[i].state == State::kInWarp) check_lanes(warp, i);
@@ -150,17 +127,33 @@ void release_lanes(unsigned warp) {
     if (t.state != State::kInWarp) continue;
     t.shuffled = given[(i - first) ^ static_cast<unsigned>(t.distance)];
     t.state = State::kRuns;
+    any = true;
   }
+  return any;
 }
 
-void advance_warp(unsigned warp) {
+// To where each lane waits or ends.
+bool advance_warp(unsigned warp) {
   unsigned places[kWarp];
   const unsigned first = warp * kWarp, count = warp_end(warp) - first;
-  choice.permute(places, count);
+  permute(places, count);
   for (unsigned i = 0; i < count; ++i) {
     if (threads[first + places[i]].state == State::kRuns) resume(first + places[i]);
   }
-  release_lanes(warp);
+  return release_lanes(warp);
+}
+
+// To where each thread waits for the block or has ended.
+void advance_block() {
+  unsigned ready[kMostThreads / kWarp];
+  unsigned count = (thread_count + kWarp - 1) / kWarp;
+  for (unsigned warp = 0; warp < count; ++warp) ready[warp] = warp;
+  while (count > 0) {
+    const unsigned i = pick(0, count);
+    if (advance_warp(ready[i])) continue;
+    --count;
+    for (unsigned k = i; k < count; ++k) ready[k] = ready[k + 1];
+  }
 }
 
 // Nothing runs any more. False where the block has ended.
@@ -201,17 +194,8 @@ void run_block() {
     fibers[i]->start();
     threads[i] = {};
   }
-  const unsigned warps = (thread_count + kWarp - 1) / kWarp;
   do {
-    unsigned ready[kMostThreads / kWarp];
-    while (true) {
-      unsigned count = 0;
-      for (unsigned warp = 0; warp < warps; ++warp) {
-        if (any_runs(warp)) ready[count++] = warp;
-      }
-      if (count == 0) break;
-      advance_warp(ready[choice.pick(0, count)]);
-    }
+    advance_block();
   } while (release_block());
   for (int i = 0; i < variable_count; ++i) deallocate(variables[i].memory);
   if (dynamic_memory != nullptr) deallocate(dynamic_memory);
@@ -274,60 +258,7 @@ void* dynamic_shared() { return dynamic_memory; }
 
 // ---- What the host calls ------------------------------------------------------------------------
 
-namespace {
-
-struct Allowed {
-  KernelPointer kernel;
-  size_t bytes;
-};
-
-std::vector<Allowed> allowed;
-std::vector<KernelPointer> kernels;
-
-}  // namespace
-
-const char* name(Order order) {
-  return order == Order::kForward ? "forward" : order == Order::kReverse ? "reverse" : "random";
-}
-
-void use(Order order, uint64_t seed) { choice = {order, seed}; }
-
-void fail(const char* format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  fprintf(stderr, "emulation (%s): ", name(choice.order));
-  vfprintf(stderr, format, arguments);
-  fputc('\n', stderr);
-  va_end(arguments);
-  fflush(nullptr);
-  _exit(1);
-}
-
-void allow_dynamic_shared(KernelPointer kernel, size_t bytes) {
-  if (bytes > kMostSharedBytes) fail("%zu bytes of shared memory are asked for", bytes);
-  for (Allowed& one : allowed) {
-    if (one.kernel == kernel) return void(one.bytes = bytes);
-  }
-  allowed.push_back({kernel, bytes});
-}
-
-const std::vector<KernelPointer>& launched() { return kernels; }
-
-void run(KernelPointer kernel, dim3 grid, dim3 block, size_t dynamic, size_t argument_bytes,
-         const std::function<void()>& thread) {
-  if (kernel == nullptr) fail("a null kernel is launched");
-  if (grid.x == 0 || grid.x > 0x7fffffffu) fail("%u blocks", grid.x);
-  if (block.x == 0 || block.x > kMostThreads) fail("%u threads", block.x);
-  if (argument_bytes > 4096) fail("%zu bytes of arguments", argument_bytes);
-  size_t most = kSharedUnasked;
-  for (const Allowed& one : allowed) {
-    if (one.kernel == kernel) most = one.bytes;
-  }
-  if (dynamic > most) fail("%zu bytes of shared memory, where %zu are allowed", dynamic, most);
-  bool known = false;
-  for (const KernelPointer one : kernels) known = known || one == kernel;
-  if (!known) kernels.push_back(kernel);
-
+void run_blocks(dim3 grid, dim3 block, size_t dynamic, const std::function<void()>& thread) {
   gridDim = grid;
   blockDim = block;
   thread_count = block.x;
@@ -338,7 +269,7 @@ void run(KernelPointer kernel, dim3 grid, dim3 block, size_t dynamic, size_t arg
     threads[running].state = State::kEnded;
   };
   std::vector<unsigned> places(grid.x);
-  choice.permute(places.data(), grid.x);
+  permute(places.data(), grid.x);
   for (const unsigned place : places) {
     blockIdx = {place, 0, 0};
     run_block();

@@ -9,6 +9,8 @@
 #include <memory>
 #include <vector>
 
+#include "order.h"
+
 struct uint3 {
   unsigned x, y, z;
 };
@@ -24,15 +26,6 @@ extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
 
 namespace emulation {
-
-// In which blocks, warps and lanes take turns. Forward: each goes as far as it can before the next.
-enum class Order { kForward, kReverse, kRandom };
-constexpr Order kOrders[] = {Order::kForward, Order::kReverse, Order::kRandom};
-const char* name(Order order);
-void use(Order order, uint64_t seed = 0);
-
-// Prints a line and ends the program.
-[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 // A place in a source, by which barriers are told apart.
 struct Place {
@@ -69,6 +62,12 @@ using KernelPointer = void (*)();
 // As cudaFuncSetAttribute does, to more than 48 KiB.
 void allow_dynamic_shared(KernelPointer kernel, size_t bytes);
 constexpr size_t kMostSharedBytes = size_t{227} << 10;  // of sm_90
+
+constexpr unsigned kMostThreads = 1024;
+constexpr size_t kSharedUnasked = size_t{48} << 10;
+
+// Without the checks of run().
+void run_blocks(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& thread);
 
 void run(KernelPointer kernel, dim3 grid, dim3 block, size_t shared_bytes, size_t argument_bytes,
          const std::function<void()>& thread);

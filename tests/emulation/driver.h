@@ -121,9 +121,7 @@ inline int64_t first_difference(const Memory& a, const Memory& b, bool nan_bits 
 
 using Generator = std::mt19937_64;
 
-inline double normal(Generator& generator) {
-  return std::normal_distribution<double>()(generator);
-}
+inline double normal(Generator& generator) { return std::normal_distribution<double>()(generator); }
 
 inline int below(Generator& generator, int count) {
   return static_cast<int>(generator() % static_cast<unsigned>(count));

@@ -97,11 +97,12 @@ void Fiber::start() {
 #endif
   allocate_stack();
   // As emulation_switch leaves a stack: six registers, and where to return to.
-  auto** top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(stack_ + kStack) & ~uintptr_t{63});
-  top -= 9;  // where a call finds the stack aligned
-  top[0] = top[1] = top[5] = nullptr;  // r15, r14, rbp
-  top[2] = nullptr;                    // r13
-  top[3] = this;                       // r12
+  auto** top =
+      reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(stack_ + kStack) & ~uintptr_t{63});
+  top -= 9;                                         // where a call finds the stack aligned
+  top[0] = top[1] = top[5] = nullptr;               // r15, r14, rbp
+  top[2] = nullptr;                                 // r13
+  top[3] = this;                                    // r12
   top[4] = reinterpret_cast<void*>(&Fiber::enter);  // rbx
   top[6] = reinterpret_cast<void*>(&emulation_enter);
   top[7] = nullptr;

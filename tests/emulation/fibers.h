@@ -27,7 +27,7 @@ class Fiber {
 
   const std::function<void()>& body_;
   char* stack_ = nullptr;
-  void* own_ = nullptr;   // stack pointers of who does not run
+  void* own_ = nullptr;  // stack pointers of who does not run
   void* host_ = nullptr;
   void* as_thread_ = nullptr;  // of ThreadSanitizer
   void* host_thread_ = nullptr;

@@ -1,9 +1,9 @@
 """CUDA sources as C++ for tests/emulation/cuda: only what no macro can is rewritten, in its line.
 
-    kernel<<<grid, block, bytes, stream>>>(...)   emulation::launch(kernel, ...)(...)
-    __shared__ T name[n];                         a reference to the block's memory for it
-    extern __shared__ T name[];                   a macro for the block's dynamic memory
-    __launch_bounds__(n) kernel(...) {            kernel(...) { a check of the launch
+kernel<<<grid, block, bytes, stream>>>(...)   emulation::launch(kernel, ...)(...)
+__shared__ T name[n];                         a reference to the block's memory for it
+extern __shared__ T name[];                   a macro for the block's dynamic memory
+__launch_bounds__(n) kernel(...) {            kernel(...) { a check of the launch
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ KINDS = {
 FLAGS = ["-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-mfma"]
 DRIVERS = {"adam": ["adam", "adam_measure", "driver"], "batch_norm": ["batch_norm", "driver"]}
 # ThreadSanitizer must not take what the executor does for what kernels do.
-EXECUTOR = ["device", "fibers"]
+EXECUTOR = ["device", "fibers", "launch", "order"]
 REFERENCE = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-fopenmp"]
 
 RULES = """\
@@ -75,6 +75,7 @@ class Plan:
         objects = []
         for name in [*DRIVERS[program], *EXECUTOR]:
             own = [flag for flag in flags if name not in EXECUTOR or flag not in seen]
+            own += ["-O2"] if name in EXECUTOR else []
             objects.append(f"{kind}/{program}_objects/{name}.o")
             self._compile(kind, HERE / f"{name}.cpp", objects[-1], ["-Wall", "-Wextra", *own])
         for source in self.sources:
@@ -93,7 +94,9 @@ class Plan:
     def _compile(self, kind: str, source: Path, target: str, flags: list[str]) -> None:
         self._build(kind, "compile", [os.path.relpath(source, self.folder)], target, flags)
 
-    def _build(self, kind: str, rule: str, inputs: list[str], target: str, flags: list[str]) -> None:
+    def _build(
+        self, kind: str, rule: str, inputs: list[str], target: str, flags: list[str]
+    ) -> None:
         self.lines.append(
             f"build {target}: {rule} {' '.join(inputs)}\n"
             f"  cxx = {compiler(kind)}\n  flags = {' '.join(flags)}\n"
