@@ -164,7 +164,7 @@ void run_measures(bool large);
 
 int main(int argc, char** argv) {
   const emulation::Options options = emulation::options_of(argc, argv);
-  for (const emulation::Order order : emulation::kOrders) {
+  for (const emulation::Order order : options.orders) {
     emulation::use(order, 1);
     emulation::run_all(options.large);
     emulation::run_measures(options.large);

@@ -7,13 +7,13 @@
 namespace emulation {
 namespace {
 
-void run(const Case& of) {
+void run(const Case& of, const std::vector<Order>& orders) {
   Run run(of);
   std::vector<Memory> first;
-  for (const Order order : kOrders) {
+  for (const Order order : orders) {
     use(order, of.channels);
-    std::vector<Memory> results = run.results(order == Order::kForward);
-    if (order == Order::kForward) {
+    std::vector<Memory> results = run.results(order == orders[0]);
+    if (order == orders[0]) {
       first = std::move(results);
       continue;
     }
@@ -25,18 +25,20 @@ void run(const Case& of) {
   }
 }
 
-void run_all(bool large) {
+void run_all(const Options& options) {
   // Planes on chip, in chunks, of every width of vectors; rows in groups that are full and not.
   std::vector<Case> shapes = {{{}, 1, 1, 2},   {{}, 2, 3, 35},  {{}, 2, 3, 49},   {{}, 3, 4, 196},
                               {{}, 4, 130, 8}, {{}, 2, 1, 1},   {{}, 2, 2, 8256}, {{}, 5, 3, 1},
                               {{}, 33, 8, 1},  {{}, 40, 67, 1}, {{}, 1, 40, 1},   {{}, 600, 16, 1},
                               {{}, 700, 4, 1}};
-  if (large) {
+  if (options.large) {
     for (const Case& one : {Case{{}, 64, 128, 49}, Case{{}, 16, 130, 196}, Case{{}, 2, 3, 300'000},
                             Case{{}, 100'000, 12, 1}, Case{{}, 2, 128, 20'000}}) {
       shapes.push_back(one);
     }
   }
+  // More than 48 KiB of shared memory.
+  run({DType::kDouble, 41, 128, 50, 1, true, true, 0}, options.orders);
   for (Case of : shapes) {
     for (int dtype = 0; dtype < 4; ++dtype) {
       of.dtype = static_cast<DType>(dtype);
@@ -45,7 +47,7 @@ void run_all(bool large) {
         of.residual = variant % 2 == 1;
         of.affine = variant > 0;
         of.offset = variant == 2 ? 1 : variant == 3 ? 4 : 0;
-        run(of);
+        run(of, options.orders);
       }
     }
   }
@@ -56,7 +58,7 @@ void run_all(bool large) {
 
 int main(int argc, char** argv) {
   const emulation::Options options = emulation::options_of(argc, argv);
-  emulation::run_all(options.large);
+  emulation::run_all(options);
   printf("batch norm: the largest error is %.2f of its bound\n", emulation::worst_share);
   emulation::finish(options, "batch norm");
 }

@@ -65,11 +65,7 @@ void* allocate_shared(size_t bytes, size_t alignment) {
     fail("a block takes %zu bytes of shared memory", shared_bytes);
   }
   // A block of the heap for each, of its own size: sanitizers see what lies beside it.
-  void* memory = allocate(bytes, alignment);
-#ifndef EMULATION_MEMORY
-  memset(memory, 0xff, bytes);  // not a number
-#endif
-  return memory;
+  return allocate(bytes, alignment);
 }
 
 // ---- One block ----------------------------------------------------------------------------------

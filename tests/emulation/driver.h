@@ -130,9 +130,10 @@ inline int below(Generator& generator, int count) {
 // Values that were compared.
 inline int64_t checks = 0;
 
-// `driver [--large]`, and where the addresses of the kernels that ran are written.
+// `driver [--large] [--one-order] FILE`: where the addresses of the kernels that ran are written.
 struct Options {
   bool large = false;
+  std::vector<Order> orders = {Order::kForward, Order::kReverse, Order::kRandom};
   const char* kernels = nullptr;
 };
 Options options_of(int argc, char** argv);

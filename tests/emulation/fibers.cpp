@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 
 #ifdef EMULATION_ADDRESS
 #include <sanitizer/asan_interface.h>
@@ -52,7 +53,7 @@ namespace {
 
 // ThreadSanitizer has to forget a stack at every start, which takes longer the larger it is.
 #ifdef EMULATION_THREAD
-constexpr size_t kStack = size_t{48} << 10;
+constexpr size_t kStack = size_t{24} << 10;
 #else
 constexpr size_t kStack = size_t{256} << 10;
 #endif
@@ -174,8 +175,11 @@ void* allocate(size_t bytes, size_t alignment) {
   void* memory = nullptr;
   AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
   const int status = posix_memalign(&memory, alignment < 16 ? 16 : alignment, bytes);
-  AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
   if (status != 0) abort();
+#ifndef EMULATION_MEMORY
+  memset(memory, 0xff, bytes);  // not a number
+#endif
+  AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
   return memory;
 }
 

@@ -39,6 +39,7 @@ void release(void* at);
 void acquire(void* at);
 
 // Memory of which ThreadSanitizer is not told that it was written when it was allocated or freed.
+// Filled with what is no number, or, for MemorySanitizer, not initialised.
 void* allocate(size_t bytes, size_t alignment);
 void deallocate(void* memory);
 

@@ -7,7 +7,6 @@ namespace emulation {
 
 // In which blocks, warps and lanes take  Forward: each goes as far as it can before the next.
 enum class Order { kForward, kReverse, kRandom };
-constexpr Order kOrders[] = {Order::kForward, Order::kReverse, Order::kRandom};
 const char* name(Order order);
 void use(Order order, uint64_t seed = 0);
 

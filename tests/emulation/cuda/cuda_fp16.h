@@ -14,10 +14,8 @@ inline __half __ushort_as_half(uint16_t bits) { return {bits}; }
 
 inline float __half2float(__half x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16, magnitude = x.bits & 0x7fffu;
-  if (magnitude >= 0x7c00u) {  // a NaN keeps its bits, but is quiet
-    const uint32_t quiet = magnitude > 0x7c00u ? 0x400000u : 0;
-    return __uint_as_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13 | quiet);
-  }
+  if (magnitude > 0x7c00u) return __uint_as_float(0x7fffffffu);  // one NaN for all
+  if (magnitude == 0x7c00u) return __uint_as_float(sign | 0x7f800000u);
   // As a float of the smallest exponents, which the product moves to their place.
   return __uint_as_float(sign | __float_as_uint(__uint_as_float(magnitude << 13) * 0x1p112f));
 }
