@@ -40,7 +40,7 @@ void* dynamic_memory;
 SharedVariable variables[32];
 int variable_count;
 char* orders;  // of the block's memory accesses, and of each warp's: names for release and acquire
-char kernel_end;
+char kernel_begin, kernel_end;
 
 void describe(unsigned thread) {
   const Thread& t = threads[thread];
@@ -260,12 +260,14 @@ void run_blocks(dim3 grid, dim3 block, size_t dynamic, const std::function<void(
   thread_count = block.x;
   dynamic_bytes = dynamic;
   body = [&] {
+    acquire(&kernel_begin);
     thread();
     release(&kernel_end);
     threads[running].state = State::kEnded;
   };
   std::vector<unsigned> places(grid.x);
   permute(places.data(), grid.x);
+  release(&kernel_begin);
   for (const unsigned place : places) {
     blockIdx = {place, 0, 0};
     run_block();

@@ -51,21 +51,14 @@ extern "C" void emulation_enter();
 namespace emulation {
 namespace {
 
-// ThreadSanitizer has to forget a stack at every start, which takes longer the larger it is.
-#ifdef EMULATION_THREAD
-constexpr size_t kStack = size_t{24} << 10;
-#else
 constexpr size_t kStack = size_t{256} << 10;
-#endif
 
 }  // namespace
 
 void Fiber::allocate_stack() {
 #ifdef EMULATION_THREAD
-  stack_ = static_cast<char*>(allocate(kStack, 64));
   as_thread_ = __tsan_create_fiber(0);
-#else
-  if (stack_ != nullptr) return;
+#endif
   constexpr size_t kGuard = 4096;
   void* pages = mmap(nullptr, kStack, PROT_READ | PROT_WRITE,
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -74,29 +67,18 @@ void Fiber::allocate_stack() {
     exit(2);
   }
   stack_ = static_cast<char*>(pages);
-#endif
 }
 
-void Fiber::free_stack() {
-  if (stack_ == nullptr) return;
+Fiber::Fiber(const std::function<void()>& body) : body_(body) { allocate_stack(); }
+
+Fiber::~Fiber() {
 #ifdef EMULATION_THREAD
   __tsan_destroy_fiber(as_thread_);
-  deallocate(stack_);
-#else
-  munmap(stack_, kStack);
 #endif
-  stack_ = nullptr;
+  munmap(stack_, kStack);
 }
 
-Fiber::Fiber(const std::function<void()>& body) : body_(body) {}
-
-Fiber::~Fiber() { free_stack(); }
-
 void Fiber::start() {
-#ifdef EMULATION_THREAD
-  free_stack();
-#endif
-  allocate_stack();
   // As emulation_switch leaves a stack: six registers, and where to return to.
   auto** top =
       reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(stack_ + kStack) & ~uintptr_t{63});

@@ -14,8 +14,7 @@ class Fiber {
   Fiber(const Fiber&) = delete;
   Fiber& operator=(const Fiber&) = delete;
 
-  // Makes a fiber that has ended, or is new, ready for another run. To ThreadSanitizer each run is
-  // a thread of its own, which nothing orders after earlier ones.
+  // Makes a fiber that has ended, or is new, ready for another run.
   void start();
   void resume();  // called by the host: until the fiber yields or ends
   void yield();   // called by the fiber
@@ -23,7 +22,6 @@ class Fiber {
  private:
   static void enter(Fiber* self);
   void allocate_stack();
-  void free_stack();
 
   const std::function<void()>& body_;
   char* stack_ = nullptr;
