@@ -169,6 +169,6 @@ int main(int argc, char** argv) {
     emulation::run_all(options.large);
     emulation::run_measures(options.large);
   }
-  memsave_ext::probe_cuda();
+  if (memsave_ext::probe_cuda() != __CUDA_ARCH__) emulation::fail("probe: no answer");
   emulation::finish(options, "Adam");
 }

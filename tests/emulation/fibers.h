@@ -27,8 +27,8 @@ class Fiber {
   char* stack_ = nullptr;
   void* own_ = nullptr;  // stack pointers of who does not run
   void* host_ = nullptr;
-  void* as_thread_ = nullptr;  // of ThreadSanitizer
-  void* host_thread_ = nullptr;
+  [[maybe_unused]] void* as_thread_ = nullptr;  // of ThreadSanitizer
+  [[maybe_unused]] void* host_thread_ = nullptr;
 };
 
 // Order between memory accesses, as ThreadSanitizer is told of it: what was done before release(at)

@@ -76,8 +76,9 @@ def path_of(kind: str, program: str) -> Path:
 def run_program(path: Path, kind: str, large: bool) -> tuple[int, str]:
     command = [str(path), str(list_of(path))]
     command += ["--large"] if large else []
+    if kind in ("thread", "memory"):
+        command.append("--one-order")  # what they see does not depend on it
     if kind == "thread":
-        command.append("--one-order")  # a race is seen in any, and its fibers take long
         # Its shadow memory needs addresses where they used to be.
         command = ["setarch", platform.machine(), "-R", *command]
     done = subprocess.run(

@@ -11,6 +11,7 @@
 
 #include "device.h"
 
+#define __CUDA_ARCH__ 900
 #define __device__
 #define __forceinline__ inline
 #define __global__
