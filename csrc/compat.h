@@ -72,4 +72,14 @@ inline int frame_instruction(PyFrameObject* frame) {
 #endif
 }
 
+// The line of such an instruction.
+inline int instruction_line(PyCodeObject* code, int instruction) {
+#if PY_VERSION_HEX >= 0x030B0000
+  return PyCode_Addr2Line(code, instruction);
+#else
+  (void)code;
+  return instruction;
+#endif
+}
+
 }  // namespace memsave_ext

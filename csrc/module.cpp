@@ -4,15 +4,18 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "adam/backward.h"
+#include "adam/format_names.h"
+#include "adam/given.h"
 #include "adam/hook.h"
 #include "adam/stepper.h"
 #include "checkpoint/apply.h"
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/engine.h"
+#include "checkpoint/errors.h"
 #include "checkpoint/hooks.h"
 #include "checkpoint/recomputing.h"
 #include "checkpoint/tape.h"
-#include "memory/active.h"
+#include "memory/pause.h"
 #include "memory/tracker.h"
 
 #ifdef MEMSAVE_EXT_WITH_CUDA
@@ -39,6 +42,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("checkpoint_region", &memsave_ext::checkpoint_region);
   m.def("tape_scopes", &memsave_ext::tape_scopes);
   m.def("pack_hooks", &memsave_ext::pack_hooks);
+  m.def("register_errors", &memsave_ext::register_errors);
   m.def("use_engine_hooks", &memsave_ext::use_engine_hooks);
   memsave_ext::init_hooks();
 
@@ -66,6 +70,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("regions", &Record::regions)
       .def("stack", &Record::stack);
 
+  m.def("give_adam_functions", &memsave_ext::adam::give_functions);
+  m.def("adam_formats", &memsave_ext::adam::describe_formats);
   using memsave_ext::adam::Stepper;
   py::class_<Stepper, std::shared_ptr<Stepper>>(m, "AdamStepper")
       .def(py::init<py::object, int64_t, int64_t>())

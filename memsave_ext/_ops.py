@@ -1,14 +1,14 @@
 """Adam's operator in torch's dispatcher: its schema, fake, and the Python kernel of the fallback.
 
 csrc registers kernels for the devices it was built for. On every other device, and without the
-native part, ``_reference`` runs.
+native part, ``adam/fallback`` runs.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ._reference import adam as _adam
+from .adam.fallback.operator import adam_step_
 
 _library = torch.library.Library("memsave_ext", "DEF")
 # One step for all, in place; advances `steps`. `lr_tensor`, where given, in place of `lr`.
@@ -19,5 +19,5 @@ _library.define(
     "bool decoupled_weight_decay, bool amsgrad, bool maximize) -> ()"
 )
 # CompositeExplicitAutograd: chosen where no kernel of csrc fits the device.
-_library.impl("adam_step_", _adam.adam_step_, "CompositeExplicitAutograd")
+_library.impl("adam_step_", adam_step_, "CompositeExplicitAutograd")
 torch.library.register_fake("memsave_ext::adam_step_", lambda *_: None, lib=_library)

@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memsave_ext._reference import adam_formats as formats
-from memsave_ext._reference.adam_formats import BLOCK, Draw
+from memsave_ext.adam import blocks, formats, precise
+from memsave_ext.adam.fallback import packing, random_bits
+from memsave_ext.adam.fallback.random_bits import Draw
+from memsave_ext.adam.formats import BLOCK
 
 CPU = torch.device("cpu")
 UNIT = 2.0**-23
@@ -31,7 +33,9 @@ def floats(values):
 def bits(numel, value=None, seed=3):
     if value is not None:
         return torch.full((numel,), value, dtype=torch.int32)
-    return formats.random_bits(numel, seed=seed, position=1, step=2, draw=Draw.EXP_AVG, device=CPU)
+    return random_bits.random_bits(
+        numel, seed=seed, position=1, step=2, draw=Draw.EXP_AVG, device=CPU
+    )
 
 
 def same(left, right):
@@ -57,7 +61,7 @@ def same(left, right):
     ],
 )  # fmt: skip
 def test_philox_known_answers(word, seed, expected):
-    words = formats.philox(tuple(torch.tensor(w) for w in word), seed)
+    words = random_bits.philox(tuple(torch.tensor(w) for w in word), seed)
     assert " ".join(f"{w.item():08x}" for w in words) == expected
 
 
@@ -72,24 +76,24 @@ def test_philox_in_integers(counter, seed):
         words = [odd >> 32 ^ words[1] ^ low, odd, even >> 32 ^ words[3] ^ high, even]
         words = [w & 0xFFFFFFFF for w in words]
         low, high = low + 0x9E3779B9 & 0xFFFFFFFF, high + 0xBB67AE85 & 0xFFFFFFFF
-    found = formats.philox(tuple(torch.tensor(c) for c in counter), seed)
+    found = random_bits.philox(tuple(torch.tensor(c) for c in counter), seed)
     assert [w.item() for w in found] == words
 
 
 def test_random_bits_are_halves_of_words():
-    drawn = formats.random_bits(
+    drawn = random_bits.random_bits(
         21, seed=5, position=7, step=9, draw=Draw.MAX_EXP_AVG_SQ, device=CPU
     )
     assert drawn.shape == (21,) and drawn.dtype == torch.int32
     for i in range(21):
         counter = tuple(torch.tensor(c) for c in (i // 8, 7, 9, 3))
-        word = formats.philox(counter, 5)[i % 8 // 2].item()
+        word = random_bits.philox(counter, 5)[i % 8 // 2].item()
         assert drawn[i] == (word >> 16 if i % 2 else word & 0xFFFF)
 
 
 def test_random_bits_differ_by_all_that_they_depend_on():
     def draw(seed=0, position=0, step=1, draw=Draw.PARAM):
-        return formats.random_bits(
+        return random_bits.random_bits(
             800, seed=seed, position=position, step=step, draw=draw, device=CPU
         )
 
@@ -171,8 +175,8 @@ def in_blocks(values, random=None, root=False):
     """As read again after values were stored."""
     x = floats(values) if isinstance(values, list) else values
     random = bits(x.numel()) if random is None else random
-    encode = formats.encode_exp_avg_sq if root else formats.encode_exp_avg
-    decode = formats.decode_exp_avg_sq if root else formats.decode_exp_avg
+    encode = blocks.encode_exp_avg_sq if root else blocks.encode_exp_avg
+    decode = blocks.decode_exp_avg_sq if root else blocks.decode_exp_avg
     codes, scale = encode(x, random)
     assert codes.dtype == torch.uint8 and codes.shape == x.shape
     assert scale.dtype == torch.float32 and scale.shape == (-(-x.numel() // BLOCK),)
@@ -181,7 +185,7 @@ def in_blocks(values, random=None, root=False):
 
 @pytest.mark.parametrize("levels", [7, 8])
 def test_numbers_of_codes(levels):
-    numbers = formats._numbers(levels)
+    numbers = blocks._numbers(levels)
     assert numbers[0] == 0 and numbers[-1] == pytest.approx(1, rel=UNIT)
     steps = numbers.diff()
     assert (steps > 0).all()
@@ -190,13 +194,13 @@ def test_numbers_of_codes(levels):
         top = numbers[(2 << level) - 1].double()
         assert top == pytest.approx(10.0 ** (level + 1 - levels), rel=1e-6)
     codes = torch.arange(1 << levels)
-    torch.testing.assert_close(formats._codes(numbers, levels), codes.float(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(blocks._codes(numbers, levels), codes.float(), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("levels", [7, 8])
 def test_codes_rise_with_numbers(levels):
     numbers = torch.cat([torch.linspace(0, 1, 100_001), torch.logspace(-9, 0, 10_001)]).sort()[0]
-    codes = formats._codes(numbers, levels)
+    codes = blocks._codes(numbers, levels)
     assert (codes.diff() >= 0).all()
     assert codes[0] == 0 and codes[-1] == (1 << levels) - 1
 
@@ -245,7 +249,7 @@ def test_blocks_are_near_and_unbiased(root):
 def test_no_root_but_zero_is_zero(values, random):
     x = floats(values).square()
     x = x[x.isfinite()]
-    codes, _ = formats.encode_exp_avg_sq(x, bits(x.numel(), random))
+    codes, _ = blocks.encode_exp_avg_sq(x, bits(x.numel(), random))
     assert torch.equal(codes == 0, x == 0)
 
 
@@ -291,9 +295,9 @@ def test_a_part_of_a_block_is_as_one_with_zeros(numel, root):
 def test_pack(first, second, random):
     n = min(len(first), len(second))
     exp_avg, exp_avg_sq = floats(first[:n]), floats(second[:n]).abs()
-    packed = formats.pack(exp_avg, exp_avg_sq, bits(n, random))
+    packed = packing.pack(exp_avg, exp_avg_sq, bits(n, random))
     assert packed.dtype == torch.float32
-    upper, lower = formats.unpack(packed)
+    upper, lower = packing.unpack(packed)
     assert same(upper, exp_avg.bfloat16().float())
     assert torch.equal(lower.isnan(), exp_avg_sq.isnan())
     assert torch.equal(lower.isinf() & exp_avg_sq.isinf(), exp_avg_sq.isinf())
@@ -309,7 +313,7 @@ def test_pack_is_unbiased():
     exp_avg = torch.zeros(3)
     total = torch.zeros(3, dtype=torch.float64)
     for random in range(0, 1 << 16, 2):
-        total += formats.unpack(formats.pack(exp_avg, exp_avg_sq, bits(3, random)))[1].double()
+        total += packing.unpack(packing.pack(exp_avg, exp_avg_sq, bits(3, random)))[1].double()
     torch.testing.assert_close(total / (1 << 15), exp_avg_sq.double(), rtol=1e-12, atol=0)
 
 
@@ -317,9 +321,9 @@ def test_pack_is_unbiased():
 def test_pack_doubles(first, second):
     n = min(len(first), len(second))
     exp_avg, exp_avg_sq = (torch.tensor(v[:n], dtype=torch.float64) for v in (first, second))
-    packed = formats.pack(exp_avg, exp_avg_sq, None)
+    packed = packing.pack(exp_avg, exp_avg_sq, None)
     assert packed.dtype == torch.float64
-    for found, exact in zip(formats.unpack(packed), (exp_avg, exp_avg_sq), strict=True):
+    for found, exact in zip(packing.unpack(packed), (exp_avg, exp_avg_sq), strict=True):
         assert found.dtype == torch.float64
         assert same(found.float(), exact.float())
 
@@ -332,5 +336,5 @@ def test_fused_rounds_once(a, b, c):
     n = min(len(a), len(b), len(c))
     a, b, c = (floats(v[:n]) for v in (a, b, c))
     exact = a.double() * b.double() + c.double()  # the product is exact, and the sum nearly
-    assert torch.equal(formats.fused(a, b, c), exact.float())
-    assert torch.equal(formats.fused(a[0].item(), b, c), formats.fused(a[0].expand(n), b, c))
+    assert torch.equal(precise.fused(a, b, c), exact.float())
+    assert torch.equal(precise.fused(a[0].item(), b, c), precise.fused(a[0].expand(n), b, c))

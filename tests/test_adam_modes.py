@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import memsave_ext as ms
-from memsave_ext._reference import adam_formats, adam_update
+from memsave_ext.adam import formats
+from memsave_ext.adam.fallback.update import update
+from memsave_ext.adam.states import make_state
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 # Blocks of 8-bit states that are whole and not, too few elements for them, and another order of
@@ -141,7 +143,7 @@ def oracle(params, optimizer, number):
         factor = None
         if (max_norm := group.get("max_grad_norm")) is not None:
             factor = min(1.0, max_norm / (grad.double().norm().item() + 1e-6))
-        adam_update.update(param, grad, state, group, position=position, factor=factor)
+        update(param, grad, state, group, position=position, factor=factor)
         results.append({"param": param, **state})
     return results
 
@@ -167,7 +169,7 @@ def test_a_step_is_the_references(mode, in_backward):
             assert found.keys() == state.keys()
             if "param_rest" in found:  # what both halves stand for
                 kahan = "kahan" in mode
-                join = adam_formats.unkahan if kahan else adam_formats.unsplit
+                join = formats.unkahan if kahan else formats.unsplit
                 values = [join(d["param"], d.pop("param_rest")) for d in (found, state)]
                 unit = 2**-16 if kahan else 5e-7
                 torch.testing.assert_close(*values, rtol=unit, atol=1e-8)
@@ -895,13 +897,13 @@ def test_fold_is_the_references():
     params, optimizer = make(in_backward=True, seed=11, weight_decay=0.1)
     group = optimizer.param_groups[0]
     expected = copies(params)
-    states = [adam_update.make_state(p, group) for p in expected]
+    states = [make_state(p, group) for p in expected]
     for number in range(3):
         folded_step(params, optimizer, number, micro_batches=3)
         for part, phase in enumerate(("first_fold", "fold", "close")):
             grads = gradients(expected, number * 3 + part)
             for position, (p, g, s) in enumerate(zip(expected, grads, states, strict=True)):
-                adam_update.update(p, g, s, group, position=position, phase=phase)
+                update(p, g, s, group, position=position, phase=phase)
         for p, q, state in zip(params, expected, states, strict=True):
             torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-6)
             # Packing rounds to 9 bits, at random, what may differ by an ulp.

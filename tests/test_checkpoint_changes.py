@@ -128,6 +128,46 @@ def test_functional_call_around_a_region():
     torch.testing.assert_close(grad, torch.autograd.grad(y.sum(), x)[0])
 
 
+@pytest.mark.parametrize("change", ["in place", "rebound"])
+def test_what_an_explicit_region_reads(change):
+    scale, x = torch.ones(4), leaf(3, 4)
+    out = ms.CheckpointFunction.apply(lambda x: (x * scale).sin(), 1, x)
+    expected = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+    torch.testing.assert_close(expected, x.cos())
+    if change == "in place":
+        scale.mul_(3)
+    else:
+        scale = torch.zeros(4)
+    what = "modified by an inplace" if change == "in place" else "replaced: the forward had"
+    with pytest.raises(ms.CheckpointError, match=rf"scale \(shape.*{what}.*read by aten.*mul"):
+        out.sum().backward()
+
+
+class Holds(nn.Module):
+    def __init__(self, scale, function):
+        super().__init__()
+        self.scale, self.function = scale, function
+        self.register_buffer("statistics", torch.ones(4))
+
+    def forward(self, x):
+        self.statistics.add_(1)
+        return self.function(x * (self.scale["a"] + 1)) + 0 * self.statistics
+
+
+def test_attributes_of_a_module():
+    scale, bias = torch.ones(4), torch.ones(4)
+    for change in (lambda: scale.mul_(3), lambda: bias.mul_(3)):
+        module = Holds({"a": scale}, lambda x: (x + bias).sin())
+        ms.checkpoint_modules(module, Holds)
+        x = leaf(3, 4)
+        out = module(x)
+        module.statistics.add_(1)  # running statistics move
+        torch.autograd.grad(out.sum(), x, retain_graph=True)
+        change()
+        with pytest.raises(ms.CheckpointError, match=r"modified by an inplace"):
+            out.sum().backward()
+
+
 # What must go on working.
 
 

@@ -8,8 +8,6 @@
 
 namespace memsave_ext::adam {
 
-using vector::DType;
-
 // A parameter with its gradient and state: dense, all in the same order of elements. Computed in
 // float, and in double where the parameter is double. Pointers are to the device's memory.
 struct Item {
@@ -33,6 +31,12 @@ struct Item {
   const double* factor;      // the gradient is multiplied by it; null: by 1
   const float* skip;         // nothing is done where this is not 0; may be null
   const Options* options;
+
+  // What it is stepped by, where it is not a fold.
+  Combination combination() const {
+    return {param_type, param_format, state_format, max_exp_avg_sq != nullptr,
+            phase == Phase::kClose};
+  }
 };
 
 // What is made of the sums of squares of gradients, each by itself. All on the device.

@@ -1,6 +1,5 @@
 #include "adam/snapshot.h"
 
-#include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <array>
@@ -11,6 +10,8 @@
 #include <utility>
 
 #include "adam/dtensor.h"
+#include "adam/format_names.h"
+#include "adam/given.h"
 
 namespace memsave_ext::adam {
 
@@ -59,23 +60,8 @@ at::Tensor tensor(const py::object& value) {
 
 // Absent where the defaults are used.
 void read_modes(const py::handle& dict, Group& group) {
-  if (const py::object mode = get(dict, "bf16"); !mode.is_none()) {
-    const auto name = mode.cast<std::string>();
-    group.bf16 = name == "stochastic" ? ParamFormat::kStochastic
-                 : name == "kahan"    ? ParamFormat::kKahan
-                                      : ParamFormat::kSplit;
-    if (name != "stochastic" && name != "kahan" && name != "split") throw py::value_error("bf16");
-  }
-  if (const py::object dtype = get(dict, "state_dtype"); !dtype.is_none()) {
-    if (THPDtype_Check(dtype.ptr())) {
-      const auto type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
-      if (type == at::kBFloat16) group.state_dtype = StateDtype::kBFloat16;
-      if (type != at::kBFloat16 && type != at::kFloat) throw py::value_error("state_dtype");
-    } else {
-      if (dtype.cast<std::string>() != "8bit") throw py::value_error("state_dtype");
-      group.state_dtype = StateDtype::kBlocks;
-    }
-  }
+  group.bf16 = param_format_named(get(dict, "bf16"));
+  group.state_dtype = state_format_named(get(dict, "state_dtype"));
   if (const py::object seed = get(dict, "seed"); !seed.is_none()) {
     group.options.seed = seed.cast<uint64_t>();
   }
@@ -112,7 +98,7 @@ Group read_group(const py::handle& dict) {
   try {
     return read_checked_group(dict);
   } catch (const std::exception&) {
-    py::module_::import("memsave_ext.adam.modes").attr("check_options")(dict);
+    given("check_options")(dict);
     throw;
   }
 }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "adam/format_names.h"
 #include "vector/dtype.h"
 
 namespace memsave_ext::adam {
@@ -15,8 +16,14 @@ using at::Tensor;
 
 namespace {
 
-bool has_rest(ParamFormat format) {
-  return format == ParamFormat::kKahan || format == ParamFormat::kSplit;
+// Of the states that are made for a parameter.
+StateFormat made_format(const Tensor& param, const Group& group) {
+  const bool takes_blocks =
+      param.numel() >= kSmallestOfBlocks && param.is_non_overlapping_and_dense();
+  const auto& asked = row(group.state_dtype);
+  if (asked.option != Option::kNone && (asked.block == 0 || takes_blocks)) return asked.format;
+  const auto type = param.scalar_type();
+  return type == at::kHalf || type == at::kBFloat16 ? StateFormat::kFloat : StateFormat::kAsParam;
 }
 
 void check_tensor(const char* name, const Tensor& tensor, const Tensor& param,
@@ -62,19 +69,16 @@ void check_scale(const char* name, const Tensor& scale, const Tensor& param) {
 
 State make_state(const Tensor& param, const Group& group) {
   const at::NoGradGuard no_grad;
-  const auto type = param.scalar_type();
-  const bool short_type = type == at::kHalf || type == at::kBFloat16;
   const auto zeros = [&](at::ScalarType of_type) {
     return at::zeros_like(param, param.options().dtype(of_type), at::MemoryFormat::Preserve);
   };
   const auto step_device = group.step_on_device ? param.device() : c10::Device(c10::kCPU);
   State state;
   state.step = at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(step_device));
-  auto moments = short_type ? at::kFloat : type;
-  if (group.state_dtype == StateDtype::kBFloat16) moments = at::kBFloat16;
-  if (group.state_dtype == StateDtype::kBlocks && param.numel() >= kSmallestOfBlocks &&
-      param.is_non_overlapping_and_dense()) {
-    moments = at::kByte;
+  const StateRow& made = row(made_format(param, group));
+  const auto moments =
+      made.moments == Element::kNone ? param.scalar_type() : scalar_type(made.moments);
+  if (made.block > 0) {
     const auto scales = [&] {
       return at::zeros({blocks_of(param.numel())}, param.options().dtype(at::kFloat));
     };
@@ -84,8 +88,8 @@ State make_state(const Tensor& param, const Group& group) {
   state.exp_avg = zeros(moments);
   state.exp_avg_sq = zeros(moments);
   if (group.options.amsgrad) state.max_exp_avg_sq = zeros(moments);
-  if (const auto format = param_format(param, group); has_rest(format)) {
-    state.param_rest = zeros(format == ParamFormat::kKahan ? at::kBFloat16 : at::kShort);
+  if (const Element rest = row(param_format(param, group)).rest; rest != Element::kNone) {
+    state.param_rest = zeros(scalar_type(rest));
   }
   return state;
 }
@@ -96,9 +100,10 @@ ParamFormat param_format(const Tensor& param, const Group& group) {
 
 StateFormat state_format(const Tensor& param, const State& state, const Group& group) {
   const auto type = c10::toRealValueType(state.exp_avg.scalar_type());
-  if (type == at::kByte) return StateFormat::kBlocks;
-  if (type == at::kBFloat16 && group.state_dtype == StateDtype::kBFloat16) {
-    return StateFormat::kBFloat16;
+  for (const StateRow& made : kStateRows) {
+    if (made.option == Option::kNone || type != scalar_type(made.moments)) continue;
+    // Without the option it is the parameter's own type, rounded to nearest.
+    if (!made.at_random || made.format == group.state_dtype) return made.format;
   }
   return type == c10::toRealValueType(param.scalar_type()) ? StateFormat::kAsParam
                                                            : StateFormat::kFloat;
@@ -112,25 +117,27 @@ void check_state(const Tensor& param, const State& state, const Group& group) {
   TORCH_CHECK(state.exp_avg.defined(), "Adam: the state of a parameter has no exp_avg");
   const auto moments = state.exp_avg.scalar_type();
   std::vector<at::ScalarType> allowed = {param.scalar_type()};
-  if (!param.is_complex() && type != at::kDouble) {
-    if (type != at::kFloat) allowed.push_back(at::kFloat);
-    if (group.state_dtype == StateDtype::kBFloat16 && type != at::kBFloat16) {
-      allowed.push_back(at::kBFloat16);
+  for (const StateRow& other : kStateRows) {
+    if (param.is_complex() || other.moments == Element::kNone) continue;
+    const bool fits = (other.params & bit(*vector::dtype_of(type))) != 0;
+    const bool chosen = !other.at_random || other.format == group.state_dtype;
+    if (fits && chosen && scalar_type(other.moments) != type) {
+      allowed.push_back(scalar_type(other.moments));
     }
-    allowed.push_back(at::kByte);  // with scales
   }
   TORCH_CHECK(std::find(allowed.begin(), allowed.end(), moments) != allowed.end(),
               "Adam: the state exp_avg of a ", param.scalar_type(), " parameter must be ",
               c10::Join(" or ", allowed), ", got ", moments,
               ". Convert the model before making the optimizer, or load the optimizer's "
               "state_dict() into it again.");
+  const StateRow& stored = row(state_format(param, state, group));
   check_tensor("exp_avg", state.exp_avg, param, moments);
   check_tensor("exp_avg_sq", state.exp_avg_sq, param, moments);
   if (group.options.amsgrad) {
-    TORCH_CHECK(moments != at::kByte, "Adam: 8-bit states cannot have amsgrad");
+    TORCH_CHECK(stored.amsgrad, "Adam: 8-bit states cannot have amsgrad");
     check_tensor("max_exp_avg_sq", state.max_exp_avg_sq, param, moments);
   }
-  if (moments == at::kByte) {
+  if (stored.block > 0) {
     check_scale("exp_avg_scale", state.exp_avg_scale, param);
     check_scale("exp_avg_sq_scale", state.exp_avg_sq_scale, param);
     // Blocks follow memory.
@@ -140,10 +147,13 @@ void check_state(const Tensor& param, const State& state, const Group& group) {
                 state.exp_avg.strides(), " then, ", param.strides(),
                 " now. Load to_fp32_state_dict() into a new optimizer.");
   }
-  if (const auto format = param_format(param, group); has_rest(format)) {
-    check_tensor("param_rest", state.param_rest, param,
-                 format == ParamFormat::kKahan ? at::kBFloat16 : at::kShort);
+  if (const Element rest = row(param_format(param, group)).rest; rest != Element::kNone) {
+    check_tensor("param_rest", state.param_rest, param, scalar_type(rest));
   }
+  const Combination combination = {*vector::dtype_of(type), param_format(param, group),
+                                   stored.format, group.options.amsgrad, false};
+  TORCH_CHECK(combination.exists(), "Adam: no kernel steps a ", param.scalar_type(),
+              " parameter with states of ", moments);
 }
 
 }  // namespace memsave_ext::adam

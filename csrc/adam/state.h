@@ -7,16 +7,14 @@
 
 namespace memsave_ext::adam {
 
-enum class StateDtype { kDefault, kBFloat16, kBlocks };
-
 // A parameter group's options as they are during one step.
 struct Group {
   Options options{};
   at::Tensor lr;  // where it lies on the parameters' device; else it is in options
   bool step_on_device = false;
-  ParamFormat bf16 = ParamFormat::kPlain;  // of bfloat16 parameters
-  StateDtype state_dtype = StateDtype::kDefault;
-  double max_grad_norm = 0;  // of each parameter; 0: not clipped
+  ParamFormat bf16 = ParamFormat::kPlain;           // of bfloat16 parameters
+  StateFormat state_dtype = StateFormat::kAsParam;  // or kFloat, as the parameter's type says
+  double max_grad_norm = 0;                         // of each parameter; 0: not clipped
 };
 
 // As torch keeps it: step is a scalar, on the CPU or the parameter's device. The scales belong to

@@ -7,9 +7,11 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "checkpoint/boundary.h"
 #include "checkpoint/call.h"
+#include "checkpoint/errors.h"
 #include "checkpoint/node.h"
 
 namespace memsave_ext {
@@ -28,41 +30,38 @@ struct Arguments {
   variable_list parameters;
 };
 
-const char* type_name(PyObject* object) { return Py_TYPE(object)->tp_name; }
-
-Arguments parse(PyObject* const* args, Py_ssize_t nargs) {
-  TORCH_CHECK_TYPE(nargs >= 2,
-                   "CheckpointFunction.apply(function, n, *args): expected a function and "
-                   "the number n of its inputs, got ",
-                   nargs, " arguments");
-  TORCH_CHECK_TYPE(PyCallable_Check(args[0]),
-                   "CheckpointFunction.apply: function must be callable, got ", type_name(args[0]));
-  TORCH_CHECK_TYPE(PyLong_Check(args[1]) && !PyBool_Check(args[1]),
-                   "CheckpointFunction.apply: n must be an int, got ", type_name(args[1]));
+// Nothing where one of them cannot be taken.
+std::optional<Arguments> parse(PyObject* const* args, Py_ssize_t nargs) {
+  if (nargs < 2 || !PyCallable_Check(args[0]) || !PyLong_Check(args[1]) || PyBool_Check(args[1])) {
+    return std::nullopt;
+  }
   const Py_ssize_t count = nargs - 2;
   const Py_ssize_t n = PyLong_AsSsize_t(args[1]);
-  if (n == -1 && PyErr_Occurred()) throw python_error();
-  TORCH_CHECK_VALUE(0 <= n && n <= count, "CheckpointFunction.apply: n must be between 0 and ",
-                    count, ", the number of tensors that follow it, got ", n);
+  PyErr_Clear();  // a number that is too large, which is -1 then
+  if (n < 0 || n > count) return std::nullopt;
   Arguments parsed{py::reinterpret_borrow<py::object>(args[0]), {}, {}};
   parsed.inputs.reserve(n);
   parsed.parameters.reserve(count - n);
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* arg = args[i + 2];
-    TORCH_CHECK_TYPE(THPVariable_Check(arg), "CheckpointFunction.apply: args[", i, "] (",
-                     i < n ? "input " : "parameter ", i < n ? i : i - n,
-                     ") must be a torch.Tensor, got ", type_name(arg),
-                     ". Pass tensors one by one, other values through a closure.");
+    if (!THPVariable_Check(arg)) return std::nullopt;
     (i < n ? parsed.inputs : parsed.parameters).push_back(THPVariable_Unpack(arg));
   }
   return parsed;
 }
 
+// The checks in Python say what is wrong.
+[[noreturn]] void refuse(PyObject* const* args, Py_ssize_t nargs) {
+  py::tuple given(nargs);
+  for (Py_ssize_t i = 0; i < nargs; ++i) given[i] = py::reinterpret_borrow<py::object>(args[i]);
+  call_errors("check_arguments", *given);
+  TORCH_INTERNAL_ASSERT(false, "check_arguments takes what CheckpointFunction.apply does not");
+}
+
 void check_not_transformed() {
-  TORCH_CHECK(
-      !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode),
-      "CheckpointFunction does not work inside torch.func transforms (grad, vjp, jvp, vmap): they "
-      "trace the function themselves. Call the function directly there.");
+  if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
+    throw_error("inside_transform");
+  }
 }
 
 bool holds_tensor(PyObject* object) {
@@ -84,10 +83,7 @@ bool holds_tensor(PyObject* object) {
 
 void check_outputs(const FunctionResult& result) {
   for (size_t i = 0; i < result.size(); ++i) {
-    TORCH_CHECK_TYPE(!holds_tensor(result[i]), "CheckpointFunction.apply: output ", i, " is a ",
-                     type_name(result[i]),
-                     " that holds tensors, which would get no gradient. Return a tensor or a flat "
-                     "tuple of tensors, or use memsave_ext.checkpoint.");
+    if (holds_tensor(result[i])) throw_error("output_holds_tensors", i, py::handle(result[i]));
   }
 }
 
@@ -180,7 +176,7 @@ py::object call_and_look(const Arguments& arguments, const AutocastState& autoca
     roots.push_back(gradient_edge(output));
     elements.back() = wrap_as(detached(output), subclass_of(output));
   }
-  if (!roots.empty()) warn_unlisted(close_region(mark, roots, {}, {}), current_call_site());
+  if (!roots.empty()) warn_unlisted(close_region(mark, roots, {}, {}), CallSite::current());
   return result.rebuild(std::move(elements));
 }
 
@@ -218,6 +214,10 @@ py::object apply(const Arguments& arguments) {
   }
   const auto rng = std::make_shared<RngState>();
 
+  const std::vector<PyObject*> roots{arguments.function.ptr()};
+  OutsideTensors outside;
+  outside.note(roots);
+
   Tape tape;
   const FunctionResult result = [&] {
     const TapeScope scope(tape, TapeScope::kRecording);
@@ -225,18 +225,14 @@ py::object apply(const Arguments& arguments) {
   }();
   check_outputs(result);
   for (size_t i = 0; i < versions.size(); ++i) {
-    TORCH_CHECK(arguments.inputs[i]._version() == versions[i],
-                "CheckpointFunction.apply: the function "
-                "changes input ",
-                i,
-                " in place, so that it could not be run again from it. Clone the "
-                "input inside the function first.");
+    if (arguments.inputs[i]._version() != versions[i]) throw_error("input_changed", i);
   }
+  outside.leave_out_own_changes(roots);
   rng->forget_unused_capture();
   auto node = make_node<CheckpointNode>(arguments.function, std::move(saved), std::move(types),
-                                        std::move(parameters),
+                                        std::move(parameters), std::move(outside),
                                         Surroundings{autocast, rng, current_cuda_stream()},
-                                        std::move(tape), current_call_site(), std::move(edges));
+                                        std::move(tape), CallSite::current(), std::move(edges));
   return connect_outputs(result, arguments.inputs, node.get(), node);
 }
 
@@ -244,9 +240,10 @@ py::object apply(const Arguments& arguments) {
 
 PyObject* checkpoint_apply(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   HANDLE_TH_ERRORS
-  const Arguments arguments = parse(args, nargs);
+  const std::optional<Arguments> arguments = parse(args, nargs);
+  if (!arguments) refuse(args, nargs);
   check_not_transformed();
-  return apply(arguments).release().ptr();
+  return apply(*arguments).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 

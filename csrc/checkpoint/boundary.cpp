@@ -6,7 +6,6 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
-#include <sstream>
 #include <unordered_set>
 
 namespace memsave_ext {
@@ -23,17 +22,12 @@ struct Sink : Node {
   std::string name() const override { return "CheckpointFunctionSink"; }
 };
 
-std::string describe(const Edge& edge, const Node* user) {
+Unlisted unlisted_tensor(const Edge& edge, const Node* user) {
   const auto& metadata = edge.function->input_metadata(edge.input_nr);
-  std::ostringstream text;
-  text << "shape " << metadata.shape_as_dim_vector() << ", dtype "
-       << c10::getDtypeNames(c10::typeMetaToScalarType(metadata.dtype())).first;
-  if (user == nullptr) {
-    text << ", returned as an output";
-  } else {
-    text << ", used by " << user->name();
-  }
-  return text.str();
+  const auto shape = metadata.shape_as_dim_vector();
+  return {{shape.begin(), shape.end()},
+          c10::typeMetaToScalarType(metadata.dtype()),
+          user == nullptr ? std::string() : user->name()};
 }
 
 }  // namespace
@@ -46,10 +40,10 @@ bool RegionMark::contains(const Node& node) const {
   return node.thread_id() == thread_id_ && node.sequence_nr() >= first_sequence_nr_;
 }
 
-std::vector<std::string> close_region(const RegionMark& mark, std::vector<Edge>& roots,
-                                      const std::vector<Edge>& listed,
-                                      const std::vector<Edge>& sinks) {
-  std::vector<std::string> unlisted;
+std::vector<Unlisted> close_region(const RegionMark& mark, std::vector<Edge>& roots,
+                                   const std::vector<Edge>& listed,
+                                   const std::vector<Edge>& sinks) {
+  std::vector<Unlisted> unlisted;
   std::unordered_set<Edge> reported;
   // By sequence number: there is one for each node that was made since the mark.
   std::vector<bool> visited(at::sequence_number::peek() - mark.first_sequence_nr());
@@ -64,7 +58,7 @@ std::vector<std::string> close_region(const RegionMark& mark, std::vector<Edge>&
     Node* node = edge.function.get();
     const bool leaf = dynamic_cast<AccumulateGrad*>(node) != nullptr;
     if (leaf || !mark.contains(*node)) {
-      if (reported.insert(edge).second) unlisted.push_back(describe(edge, user));
+      if (reported.insert(edge).second) unlisted.push_back(unlisted_tensor(edge, user));
       return leaf ? edge : Edge();
     }
     const uint64_t number = node->sequence_nr() - mark.first_sequence_nr();

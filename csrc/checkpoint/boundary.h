@@ -1,6 +1,7 @@
 // The boundary of a region: which edges of a recompute's graph lead out of it.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/edge.h>
 
 #include <string>
@@ -9,6 +10,13 @@
 #include "compat.h"
 
 namespace memsave_ext {
+
+// A tensor that a region uses, and that was not listed.
+struct Unlisted {
+  std::vector<c10::SymInt> shape;
+  c10::ScalarType dtype;
+  std::string user;  // name of the node; empty for an output
+};
 
 // Nodes made by this thread since the mark are the region's; leaves and older nodes are outside.
 class RegionMark {
@@ -25,12 +33,11 @@ class RegionMark {
 // Walks the region's graph from `roots`, which it may edit:
 //  - edges to `listed[i]` become edges to `sinks[i]` where that is set,
 //  - edges to older nodes that are not listed are cut.
-// Returns what the region uses (leaves and older nodes) and `listed` does not name, each as
-// "shape [64, 32], dtype Float, used by AddmmBackward0".
-std::vector<std::string> close_region(const RegionMark& mark,
-                                      std::vector<torch::autograd::Edge>& roots,
-                                      const std::vector<torch::autograd::Edge>& listed,
-                                      const std::vector<torch::autograd::Edge>& sinks);
+// Returns what the region uses (leaves and older nodes) and `listed` does not name.
+std::vector<Unlisted> close_region(const RegionMark& mark,
+                                   std::vector<torch::autograd::Edge>& roots,
+                                   const std::vector<torch::autograd::Edge>& listed,
+                                   const std::vector<torch::autograd::Edge>& sinks);
 
 // A stand-in for the gradient edge of `tensor`, which has hooks: gradients are captured at the
 // stand-in, and the hooks run once, when the outer graph reaches the tensor itself.

@@ -1,7 +1,6 @@
 #include "checkpoint/checkpoint.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Exceptions.h>
 
 #include "checkpoint/call.h"
@@ -22,10 +21,6 @@ py::object checkpoint_region(py::object function, py::object recompute_function,
     if (result == nullptr) throw_python_error();
     return py::reinterpret_steal<py::object>(result);
   };
-  TORCH_CHECK(
-      !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode),
-      "checkpoint does not work inside torch.func transforms (grad, vjp, jvp, vmap): torch allows "
-      "no saved-tensor hooks there. Call the function directly.");
   if (!at::GradMode::is_enabled()) return call();
 
   const auto region =

@@ -9,7 +9,7 @@
 #include <mutex>
 
 #include "checkpoint/hooks.h"
-#include "checkpoint/region.h"
+#include "checkpoint/recompute.h"
 #include "compat.h"
 
 namespace memsave_ext {

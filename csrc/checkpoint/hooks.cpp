@@ -9,7 +9,7 @@
 #include <new>
 
 #include "checkpoint/call.h"
-#include "checkpoint/region.h"
+#include "checkpoint/recompute.h"
 
 namespace memsave_ext {
 

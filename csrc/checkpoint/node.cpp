@@ -9,8 +9,7 @@
 
 #include "checkpoint/boundary.h"
 #include "checkpoint/call.h"
-#include "checkpoint/mismatch.h"
-#include "checkpoint/outside.h"
+#include "checkpoint/errors.h"
 
 namespace memsave_ext {
 
@@ -23,7 +22,7 @@ namespace impl = torch::autograd::impl;
 // What one backward works with.
 struct CheckpointNode::Saved {
   variable_list inputs;
-  variable_list parameters;
+  std::vector<ListedParameter> parameters;
   Surroundings surroundings;
 };
 
@@ -38,16 +37,18 @@ struct CheckpointNode::Recomputed {
 CheckpointNode::CheckpointNode(py::object function,
                                std::vector<torch::autograd::SavedVariable> inputs,
                                std::vector<py::object> input_types,
-                               std::vector<ListedParameter> parameters, Surroundings surroundings,
-                               Tape tape, CallSite* call_site, edge_list next_edges)
+                               std::vector<ListedParameter> parameters, OutsideTensors outside,
+                               Surroundings surroundings, Tape tape, CallSite call_site,
+                               edge_list next_edges)
     : Node(std::move(next_edges)),
       function_(std::move(function)),
       inputs_(std::move(inputs)),
       input_types_(std::move(input_types)),
       parameters_(std::move(parameters)),
+      outside_(std::move(outside)),
       surroundings_(std::move(surroundings)),
       tape_(std::move(tape)),
-      call_site_(call_site) {}
+      call_site_(std::move(call_site)) {}
 
 CheckpointNode::~CheckpointNode() { release_python(); }
 
@@ -56,9 +57,11 @@ void CheckpointNode::release_python() {
   if (Py_IsInitialized()) {
     const py::gil_scoped_acquire gil;
     py::object(std::move(function_));
+    call_site_ = {};
     input_types_.clear();
   } else {
     function_.release();
+    call_site_.code.release();
     for (auto& type : input_types_) type.release();
   }
 }
@@ -80,6 +83,7 @@ CheckpointNode::Saved CheckpointNode::unpack() {
   TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
   Saved saved;
   saved.surroundings = surroundings_;
+  saved.parameters = parameters_;
   saved.inputs.reserve(inputs_.size());
   for (size_t i = 0; i < inputs_.size(); ++i) {
     try {
@@ -89,17 +93,6 @@ CheckpointNode::Saved CheckpointNode::unpack() {
                         " for its recompute");
       throw;
     }
-  }
-  saved.parameters.reserve(parameters_.size());
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const auto& [tensor, version] = parameters_[i];
-    TORCH_CHECK(tensor._version() == version, "CheckpointFunction: parameter ", i, " (shape ",
-                tensor.sym_sizes(), ", dtype ", c10::getDtypeNames(tensor.scalar_type()).first,
-                ") has been modified by an inplace operation: it is at version ", tensor._version(),
-                ", the forward used version ", version,
-                ". A recompute would differentiate another function; change parameters after "
-                "backward.");
-    saved.parameters.push_back(tensor);
   }
   return saved;
 }
@@ -114,8 +107,6 @@ CheckpointNode::Recomputed CheckpointNode::recompute(const Saved& saved,
   }
 
   const py::gil_scoped_acquire gil;
-  const py::object function = function_;
-  TORCH_CHECK(function, torch::autograd::ERR_BACKWARD_TWICE);
   std::vector<py::object> owners;  // which keep the types of `arguments`
   for (size_t i = 0; i < input_types_.size(); ++i) {
     if (!input_types_[i]) continue;
@@ -123,48 +114,58 @@ CheckpointNode::Recomputed CheckpointNode::recompute(const Saved& saved,
     arguments[i] = THPVariable_Unpack(owners.back().ptr());
   }
   const RegionMark mark;
+  Recomputed graph;
+  find_roots(call_again(saved, arguments), grads, graph);
+  find_targets(mark, arguments, saved, graph);
+  return graph;
+}
+
+FunctionResult CheckpointNode::call_again(const Saved& saved, const variable_list& arguments) {
+  const py::object function = function_;
+  TORCH_CHECK(function, torch::autograd::ERR_BACKWARD_TWICE);
   std::optional<FunctionResult> result;
-  std::string reads;
+  std::vector<Read> reads;
   {
-    std::optional<ReadObserver> observer;
-    if (pending_.any_stepped()) observer.emplace(std::vector<ChangedTensor>(), pending_);
+    const ReadObserver observer(outside_.find_changed({function.ptr()}), &pending_);
     const RecomputeGuard guard(saved.surroundings);
     const TapeScope scope(tape_, TapeScope::kReplaying);
     result = FunctionResult::of_call(function, arguments);
-    if (observer) reads = observer->reads();
+    reads = observer.reads();
   }
-  if (!reads.empty()) throw_checkpoint_error(mutation_message(reads), py::none());
-  TORCH_CHECK(result->size() == output_numbers_.size(),
-              "CheckpointFunction: the recompute returned ", result->size(),
-              " outputs, the forward ", output_numbers_.size(),
-              ". The function must do the same each time it is called.");
+  if (!reads.empty()) throw_error("function_outside_changed", as_list(reads));
+  return *std::move(result);
+}
 
-  Recomputed graph;
+void CheckpointNode::find_roots(const FunctionResult& result, const variable_list& grads,
+                                Recomputed& graph) const {
+  if (result.size() != output_numbers_.size()) {
+    throw_error("other_number_of_outputs", result.size(), output_numbers_.size());
+  }
   for (size_t i = 0; i < output_numbers_.size(); ++i) {
     if (output_numbers_[i] == kNotDifferentiable) continue;
     const auto& grad = grads[output_numbers_[i]];
     if (!grad.defined()) continue;
-    PyObject* item = (*result)[i];
-    TORCH_CHECK(
-        THPVariable_Check(item), "CheckpointFunction: output ", i,
-        " of the recompute is not a tensor, in the forward it was. The function must do the "
-        "same each time it is called.");
-    const at::Tensor& output = THPVariable_Unpack(item);
-    TORCH_CHECK(output.sym_sizes() == grad.sym_sizes(), "CheckpointFunction: output ", i,
-                " of the recompute has shape ", output.sym_sizes(), ", in the forward it had ",
-                grad.sym_sizes(), ". The function must do the same each time it is called.");
+    if (!THPVariable_Check(result[i])) throw_error("output_is_no_tensor", i);
+    const at::Tensor& output = THPVariable_Unpack(result[i]);
+    if (output.sym_sizes() != grad.sym_sizes()) {
+      throw_error("output_of_other_shape", i, py::handle(result[i]), grad);
+    }
     if (!output.requires_grad()) continue;
     graph.roots.push_back(gradient_edge(output));
     graph.root_grads.push_back(grad);
   }
+}
 
+void CheckpointNode::find_targets(const RegionMark& mark, const variable_list& arguments,
+                                  const Saved& saved, Recomputed& graph) {
   // Every listed tensor that needs a gradient marks the boundary, also where this backward does not
   // ask for it.
   edge_list listed(num_outputs());
   edge_list sinks(num_outputs());
   for (size_t i = 0; i < num_outputs(); ++i) {
     const bool is_input = i < arguments.size();
-    const at::Tensor& tensor = is_input ? arguments[i] : saved.parameters[i - arguments.size()];
+    const at::Tensor& tensor =
+        is_input ? arguments[i] : saved.parameters[i - arguments.size()].tensor;
     if (!tensor.requires_grad()) continue;
     listed[i] = gradient_edge(tensor);
     // The engine would run the hooks of a parameter, and, of one that was computed, on through the
@@ -181,11 +182,14 @@ CheckpointNode::Recomputed CheckpointNode::recompute(const Saved& saved,
     if (!task_should_compute_output(i)) continue;
     graph.targets[i] = sinks[i].is_valid() ? sinks[i] : listed[i];
   }
-  return graph;
 }
 
 variable_list CheckpointNode::apply(variable_list&& grads) {
   const Saved saved = unpack();
+  for (size_t i = 0; i < saved.parameters.size(); ++i) {
+    const auto& [tensor, version] = saved.parameters[i];
+    if (tensor._version() != version) throw_error("parameter_changed", i, tensor, version);
+  }
   variable_list results(num_outputs());
   const bool any_grad = std::any_of(grads.begin(), grads.end(),
                                     [](const at::Tensor& grad) { return grad.defined(); });
@@ -223,10 +227,11 @@ void CheckpointNode::forbid_double_backward(variable_list& results,
   for (const auto& grad : grads) {
     if (grad.defined() && grad.requires_grad()) edges.push_back(impl::gradient_edge(grad));
   }
-  NodePtr error = make_node<torch::autograd::Error>(
-      "CheckpointFunction does not support double backward: its gradients have no graph. Use "
-      "memsave_ext.checkpoint or torch.utils.checkpoint.checkpoint(use_reentrant=False).",
-      std::move(edges));
+  std::string message = [] {
+    const py::gil_scoped_acquire gil;
+    return registered_errors().attr("DOUBLE_BACKWARD").cast<std::string>();
+  }();
+  NodePtr error = make_node<torch::autograd::Error>(std::move(message), std::move(edges));
   for (auto& result : results) {
     if (!result.defined()) continue;
     result = result.detach();

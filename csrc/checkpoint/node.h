@@ -9,7 +9,9 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/call.h"
 #include "checkpoint/call_site.h"
+#include "checkpoint/outside.h"
 #include "checkpoint/stepped.h"
 #include "checkpoint/surroundings.h"
 #include "checkpoint/tape.h"
@@ -33,7 +35,7 @@ class CheckpointNode : public torch::autograd::Node {
   // `input_types` are those of inputs that are of a subclass of torch.Tensor, null for the others.
   CheckpointNode(pybind11::object function, std::vector<torch::autograd::SavedVariable> inputs,
                  std::vector<pybind11::object> input_types, std::vector<ListedParameter> parameters,
-                 Surroundings surroundings, Tape tape, CallSite* call_site,
+                 OutsideTensors outside, Surroundings surroundings, Tape tape, CallSite call_site,
                  torch::autograd::edge_list next_edges);
   ~CheckpointNode() override;
 
@@ -50,6 +52,12 @@ class CheckpointNode : public torch::autograd::Node {
   // A copy, because another backward may release the node at any time.
   Saved unpack();
   Recomputed recompute(const Saved& saved, const torch::autograd::variable_list& grads);
+  // The parts of it.
+  FunctionResult call_again(const Saved& saved, const torch::autograd::variable_list& arguments);
+  void find_roots(const FunctionResult& result, const torch::autograd::variable_list& grads,
+                  Recomputed& graph) const;
+  void find_targets(const RegionMark& mark, const torch::autograd::variable_list& arguments,
+                    const Saved& saved, Recomputed& graph);
   void release_python();
   // Makes the gradients raise when they are differentiated again.
   void forbid_double_backward(torch::autograd::variable_list& results,
@@ -59,9 +67,10 @@ class CheckpointNode : public torch::autograd::Node {
   std::vector<torch::autograd::SavedVariable> inputs_;
   std::vector<pybind11::object> input_types_;
   std::vector<ListedParameter> parameters_;
+  const OutsideTensors outside_;
   Surroundings surroundings_;
   Tape tape_;
-  CallSite* call_site_;
+  CallSite call_site_;
   OutputNumbers output_numbers_;
   const PendingRegion pending_;
   bool released_ = false;

@@ -3,13 +3,15 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
-#include <sstream>
 #include <string_view>
 #include <unordered_map>
 
-#include "checkpoint/mismatch.h"
+#include "checkpoint/errors.h"
 
 namespace memsave_ext {
+
+namespace py = pybind11;
+
 namespace {
 
 // Wrappers, such as DTensors, have no memory of their own.
@@ -26,21 +28,15 @@ void walk(const std::vector<PyObject*>& roots, TensorWalk& tensors) {
   for (PyObject* root : roots) tensors.visit(root);
 }
 
-std::string describe(const at::Tensor& tensor, const std::string& name) {
-  std::ostringstream text;
-  text << name << " (shape " << tensor.sym_sizes() << ", dtype "
-       << c10::getDtypeNames(tensor.scalar_type()).first << ")";
-  return text.str();
-}
-
-ChangedTensor changed_tensor(const at::Tensor& tensor, const std::string& name,
-                             const std::string& what) {
+// `before` is its version in the forward; without one there was another tensor.
+ChangedTensor changed_tensor(PyObject* object, const std::string& name,
+                             std::optional<uint32_t> before) {
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  const auto description =
+      call_errors("describe_change", py::handle(object), name, before, version_of(tensor));
   const auto range = is_wrapper(tensor) ? ByteRange{0, 0} : ByteRange::of(tensor);
-  return {tensor.unsafeGetTensorImpl(), storage_of(tensor), range,
-          describe(tensor, name) + ": " + what};
+  return {tensor.unsafeGetTensorImpl(), storage_of(tensor), range, py::str(description)};
 }
-
-constexpr const char* kReplaced = "replaced: the forward had another tensor there";
 
 }  // namespace
 
@@ -96,8 +92,7 @@ std::vector<ChangedTensor> OutsideTensors::find_changed(const std::vector<PyObje
     }
     if (noted != nullptr) {
       if (noted->changed_by_forward || noted->is_as_it_was(tensor)) return;
-      changed.push_back(changed_tensor(tensor, tensors.name(),
-                                       describe_versions(noted->version, version_of(tensor))));
+      changed.push_back(changed_tensor(object, tensors.name(), noted->version));
       return;
     }
     // What holds parts of parameters elsewhere (FSDP, offloading) puts others in their places.
@@ -105,7 +100,7 @@ std::vector<ChangedTensor> OutsideTensors::find_changed(const std::vector<PyObje
     const Noted& before = noted_[index - 1];
     const auto* storage = before.storage._unsafe_get_target();
     if (storage == nullptr || storage == storage_of(tensor)) return;
-    changed.push_back(changed_tensor(tensor, tensors.name(), kReplaced));
+    changed.push_back(changed_tensor(object, tensors.name(), std::nullopt));
   });
   walk(roots, tensors);
   return changed;
@@ -132,8 +127,21 @@ bool writes(const at::RecordFunction& operator_, size_t argument) {
 
 }  // namespace
 
-ReadObserver::ReadObserver(std::vector<ChangedTensor> changed, const PendingRegion& region)
-    : changed_(std::move(changed)), region_(region), outer_(observer) {
+py::list as_list(const std::vector<Read>& reads) {
+  py::list list;
+  for (const auto& [name, change, position, metadata] : reads) {
+    const std::vector<int64_t> shape(metadata.sizes.begin(), metadata.sizes.end());
+    list.append(py::make_tuple(name, change, position, shape, metadata.dtype));
+  }
+  return list;
+}
+
+ReadObserver::ReadObserver(std::vector<ChangedTensor> changed, const PendingRegion* region)
+    : changed_(std::move(changed)),
+      region_(region),
+      active_(!changed_.empty() || (region != nullptr && region->any_stepped())) {
+  if (!active_) return;
+  outer_ = observer;
   if (outer_ == nullptr) {
     callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(on_operator)
                                                .needsInputs(true)
@@ -143,6 +151,7 @@ ReadObserver::ReadObserver(std::vector<ChangedTensor> changed, const PendingRegi
 }
 
 ReadObserver::~ReadObserver() {
+  if (!active_) return;
   observer = outer_;
   if (outer_ == nullptr) at::removeCallback(callback_);
 }
@@ -172,21 +181,18 @@ void ReadObserver::look(const at::RecordFunction& operator_, size_t argument,
                         const at::Tensor& tensor) {
   if (!tensor.defined()) return;
   const auto* storage = storage_of(tensor);
-  std::string what;
+  const std::string* change = nullptr;
   for (const auto& changed : changed_) {
     const bool same = storage == nullptr ? changed.tensor == tensor.unsafeGetTensorImpl()
                                          : changed.storage == storage &&
                                                changed.range.overlaps(ByteRange::of(tensor));
-    if (same) what = changed.description;
+    if (same) change = &changed.description;
   }
-  if (const auto stepped = region_.stepped(tensor)) {
-    what = what.empty() ? describe(tensor, *stepped) : what + "; " + *stepped;
-  }
-  if (what.empty()) return;
+  const auto position = region_ == nullptr ? std::nullopt : region_->stepped(tensor);
+  if (change == nullptr && !position) return;
   if (reads_no_values(operator_.name()) || writes(operator_, argument)) return;
-  if (reads_.find(what) == std::string::npos) {
-    reads_ += what + ", read by " + operator_.name() + "\n";
-  }
+  reads_.push_back({operator_.name(), change == nullptr ? std::string() : *change, position,
+                    Metadata::of(tensor)});
 }
 
 }  // namespace memsave_ext

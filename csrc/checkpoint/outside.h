@@ -7,9 +7,11 @@
 #include <c10/core/Storage.h>
 #include <pybind11/pybind11.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "checkpoint/saved.h"
 #include "checkpoint/stepped.h"
 #include "checkpoint/walk.h"
 
@@ -35,7 +37,7 @@ class OutsideTensors {
  private:
   struct Noted {
     const c10::TensorImpl* tensor;  // to be compared only
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    WeakStorage storage;
     uint32_t version;
     bool changed_by_forward;
 
@@ -48,26 +50,38 @@ class OutsideTensors {
   bool same_places_ = true;  // before and after the forward
 };
 
-// Notes, for a scope, operators of this thread that read tensors which have changed.
+// An operator has read a tensor that had changed.
+struct Read {
+  std::string operator_name;
+  std::string change;                // how; empty where no more is known than that it was stepped
+  std::optional<uint32_t> position;  // the parameter's, in an optimizer that has stepped it
+  Metadata metadata;
+};
+
+// As memsave_ext/checkpointing/errors.py takes them. Needs the GIL.
+pybind11::list as_list(const std::vector<Read>& reads);
+
+// Notes, for a scope, operators of this thread that read tensors which have changed, or which an
+// optimizer has stepped while `region`, which may be null, waited. Does nothing if there are none.
 class ReadObserver {
  public:
-  ReadObserver(std::vector<ChangedTensor> changed, const PendingRegion& region);
+  ReadObserver(std::vector<ChangedTensor> changed, const PendingRegion* region);
   ~ReadObserver();
   ReadObserver(const ReadObserver&) = delete;
   ReadObserver& operator=(const ReadObserver&) = delete;
 
-  // A line for each that was read, with the first operator that did; empty when none was.
-  const std::string& reads() const { return reads_; }
+  const std::vector<Read>& reads() const { return reads_; }
 
  private:
   static std::unique_ptr<at::ObserverContext> on_operator(const at::RecordFunction& operator_);
   void look(const at::RecordFunction& operator_, size_t argument, const at::Tensor& tensor);
 
   std::vector<ChangedTensor> changed_;
-  const PendingRegion& region_;
-  ReadObserver* outer_;
+  const PendingRegion* region_;
+  const bool active_;
+  ReadObserver* outer_ = nullptr;
   at::CallbackHandle callback_ = 0;
-  std::string reads_;
+  std::vector<Read> reads_;
 };
 
 }  // namespace memsave_ext

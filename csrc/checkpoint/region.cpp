@@ -10,15 +10,14 @@
 #include <atomic>
 
 #include "checkpoint/call.h"
+#include "checkpoint/errors.h"
 #include "checkpoint/hooks.h"
-#include "checkpoint/mismatch.h"
+#include "checkpoint/recompute.h"
 #include "checkpoint/tail.h"
-#include "compat.h"
 
 namespace memsave_ext {
 
 namespace py = pybind11;
-using torch::autograd::SavedVariable;
 
 BackwardKey BackwardKey::current() {
   // Under torch.utils.checkpoint.GraphExecGroup several backwards share one recompute.
@@ -44,14 +43,7 @@ void Region::save_arguments(PyObject* arguments) {
   const Py_ssize_t count = PyTuple_GET_SIZE(arguments);
   arguments_.reserve(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* argument = PyTuple_GET_ITEM(arguments, i);
-    if (!THPVariable_Check(argument)) {
-      arguments_.push_back(
-          {SavedVariable(), weak_storage({}), 0, py::reinterpret_borrow<py::object>(argument)});
-      continue;
-    }
-    const at::Tensor& tensor = THPVariable_Unpack(argument);
-    arguments_.push_back({save_input(tensor), weak_storage(tensor), version_of(tensor), {}});
+    arguments_.push_back(RegionArgument::of(PyTuple_GET_ITEM(arguments, i)));
   }
 }
 
@@ -103,12 +95,7 @@ Region::~Region() {
 }
 
 size_t Region::save(const at::Tensor& tensor) {
-  Slot slot{0,
-            describe_sizes(tensor),
-            tensor.scalar_type(),
-            tensor.device(),
-            weak_storage(tensor),
-            static_cast<uint32_t>(tensor._version())};
+  Slot slot = Slot::of(tensor);
   const uint64_t sequence_nr = at::sequence_number::peek();
   const std::lock_guard<std::mutex> lock(state_mutex_);
   if (sequence_nr != last_save_sequence_nr_) last_save_numel_ = 0;
@@ -167,10 +154,7 @@ at::Tensor Region::open(size_t index) {
   const auto key = BackwardKey::current();
   if (at::Tensor tensor = take(key, index); tensor.defined()) return tensor;
 
-  TORCH_CHECK(
-      recomputing_thread_.load() != std::this_thread::get_id(),
-      "memsave_ext.checkpoint: the recompute of a region needs a tensor of the same region. "
-      "The function runs a backward through a graph of an earlier call of itself.");
+  if (recomputing_thread_.load() == std::this_thread::get_id()) throw_error("needs_itself");
   std::unique_lock<std::mutex> lock(recompute_mutex_, std::try_to_lock);
   if (!lock.owns_lock()) {
     std::optional<py::gil_scoped_release> no_gil;
@@ -192,27 +176,21 @@ at::Tensor Region::open(size_t index) {
 
 py::tuple Region::unpack_arguments() const {
   py::tuple arguments(arguments_.size());
-  std::string mutated;
+  py::list changes;
   for (size_t i = 0; i < arguments_.size(); ++i) {
-    const auto& [saved, storage, version, other] = arguments_[i];
-    if (other) {
-      arguments[i] = other;
+    const RegionArgument& argument = arguments_[i];
+    if (argument.other) {
+      arguments[i] = argument.other;
       continue;
     }
-    const at::Tensor tensor = [&saved = saved] {
-      const py::gil_scoped_release no_gil;
-      return saved.unpack();
-    }();
-    const bool same = tensor.defined() && tensor.has_storage() &&
-                      storage._unsafe_get_target() == tensor.storage().unsafeGetStorageImpl();
-    if (same && version_of(tensor) != version) {
-      mutated += "argument " + std::to_string(i) + ": " +
-                 describe_versions(version, version_of(tensor)) + "\n";
+    const at::Tensor tensor = argument.unpack();
+    if (const auto versions = argument.change(tensor)) {
+      changes.append(py::make_tuple(i, versions->first, versions->second));
     }
     arguments[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
   }
-  if (options_.check_determinism && !mutated.empty()) {
-    throw_checkpoint_error(mutation_message(mutated), on_error_);
+  if (options_.check_determinism && !changes.empty()) {
+    throw_error("arguments_changed", changes, on_error_);
   }
   return arguments;
 }
@@ -222,22 +200,18 @@ void Region::recompute(const BackwardKey& key) {
   const py::tuple arguments = unpack_arguments();
   forget(key);
   Recompute run(*this, key);
+  const bool check = options_.check_determinism && pending_;
   PyObject* result;
-  std::string reads;
+  std::vector<Read> reads;
   {
-    std::optional<ReadObserver> observer;
-    if (options_.check_determinism && pending_) {
-      auto changed = outside_.find_changed(roots());
-      if (!changed.empty() || pending_->any_stepped()) {
-        observer.emplace(std::move(changed), *pending_);
-      }
-    }
+    ReadObserver observer(check ? outside_.find_changed(roots()) : std::vector<ChangedTensor>(),
+                          check ? &*pending_ : nullptr);
     const RecomputeGuard guard(surroundings_);
     const HookGuard hooks(make_packer({nullptr, &run}));
     const TapeScope scope(tape_, TapeScope::kReplaying);
     result = PyObject_Call(recompute_function_.ptr(), arguments.ptr(),
                            kwargs_.is_none() ? nullptr : kwargs_.ptr());
-    if (observer) reads = observer->reads();
+    reads = observer.reads();
   }
   if (result == nullptr) {
     if (!run.stopped() || !PyErr_ExceptionMatches(stop_exception())) throw_python_error();
@@ -245,67 +219,6 @@ void Region::recompute(const BackwardKey& key) {
   }
   Py_XDECREF(result);
   run.check(reads);
-}
-
-Recompute::Recompute(Region& region, const BackwardKey& key)
-    : region_(region), key_(key), forward_finished_(region.forward_finished_) {
-  const std::lock_guard<std::mutex> lock(region.state_mutex_);
-  may_stop_ = region.stop_at_last_save_;
-  if (!forward_finished_) {
-    // Asked from inside the function, in a backward: it must not run further than the forward has,
-    // whatever the options are. The node that asks is, in practice, the one that saved last.
-    const NodePtr asking = torch::autograd::get_current_node();
-    may_stop_ = asking && !fills_after_saving(*asking);
-  }
-  needed_ = region.slots_.size();
-  while (needed_ > 0 && region.slots_[needed_ - 1].holders == 0) --needed_;
-  region.values_.push_back({key, std::vector<at::Tensor>(region.slots_.size())});
-}
-
-bool Recompute::save(const at::Tensor& tensor) {
-  if (stopped_) return true;  // the function caught the exception that stops it
-  const size_t index = count_++;
-  at::Tensor freed;
-  const std::lock_guard<std::mutex> lock(region_.state_mutex_);
-  const auto values = region_.find(key_);
-  if (index >= values->tensors.size()) {
-    stopped_ = !forward_finished_;
-    return !stopped_;
-  }
-  if (may_stop_ && index == needed_) {
-    // Nobody needs what is saved from here on, and the last operation that somebody needs has run:
-    // only of the forward's very last save is it known that it may be stopped before.
-    stopped_ = true;
-    return false;
-  }
-  const Slot& slot = region_.slots_[index];
-  if (region_.options_.check_determinism) {
-    if (!same_metadata(slot, tensor)) different_ += describe_difference(index, slot, tensor);
-    if (is_storage(slot, tensor) && static_cast<uint32_t>(tensor._version()) != slot.version) {
-      mutated_ += describe_mutation(index, slot, tensor);
-    }
-  }
-  if (slot.holders > 0) {
-    freed = std::exchange(values->tensors[index], tensor);
-  }
-  stopped_ = may_stop_ && index + 1 == values->tensors.size();
-  return !stopped_;
-}
-
-void Recompute::check(const std::string& reads) const {
-  const auto fail = [&](const std::string& message) {
-    throw_checkpoint_error(message, region_.on_error_);
-  };
-  const size_t saved = region_.slots_.size();
-  if (!mutated_.empty() || !reads.empty()) {
-    fail(mutation_message(mutated_ + reads) + " determinism_check=\"none\" turns this check off.");
-  }
-  if (!different_.empty()) fail(difference_message(different_));
-  if (!forward_finished_) return;  // a backward inside the function: it saves more later
-  // With early_stop the last tensor that is needed ends a recompute, also where running on was
-  // cheaper: what comes after it is nobody's business.
-  if (count_ > saved && !region_.options_.early_stop) fail(more_saved_message());
-  if (!stopped_ && count_ < saved) fail(fewer_saved_message(saved, count_));
 }
 
 }  // namespace memsave_ext

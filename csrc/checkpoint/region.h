@@ -3,20 +3,17 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Storage.h>
-#include <c10/util/SmallVector.h>
 #include <pybind11/pybind11.h>
-#include <torch/csrc/autograd/saved_variable.h>
 
 #include <atomic>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
 #include <thread>
 #include <vector>
 
 #include "checkpoint/outside.h"
+#include "checkpoint/saved.h"
 #include "checkpoint/surroundings.h"
 #include "checkpoint/tape.h"
 
@@ -27,28 +24,6 @@ struct RegionOptions {
   bool preserve_rng_state = true;
   bool early_stop = true;
   bool check_determinism = true;
-};
-
-// A positional argument: tensors are kept as autograd keeps them, so that hooks of enclosing
-// regions and of save_on_cpu see them, and a change in place is noticed. Autograd does not look at
-// versions where there are hooks; they may hand the tensor itself on.
-struct RegionArgument {
-  torch::autograd::SavedVariable tensor;
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-  uint32_t version;
-  pybind11::object other;  // set when the argument is not a tensor
-};
-
-// What the forward saved at one position.
-struct Slot {
-  uint32_t holders;  // none when autograd has dropped it
-  c10::SmallVector<int64_t, 4> sizes;
-  c10::ScalarType dtype;
-  c10::Device device;
-  // The storage, kept from being reallocated but not from being freed: a recompute that saves the
-  // same storage saves a tensor from outside, which must not have changed in between.
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-  uint32_t version;
 };
 
 // Which backward a recompute is for.
@@ -136,29 +111,6 @@ class Holder {
  private:
   std::shared_ptr<Region> region_;
   size_t index_;
-};
-
-// One run of the function for its saved tensors.
-class Recompute {
- public:
-  Recompute(Region& region, const BackwardKey& key);
-
-  // The recompute saves `tensor`. Returns false when it was the last one needed: time to stop.
-  bool save(const at::Tensor& tensor);
-  bool stopped() const { return stopped_; }
-  // Throws where forward and recompute differ. `reads`: of tensors that have changed in between.
-  void check(const std::string& reads) const;
-
- private:
-  Region& region_;
-  BackwardKey key_;
-  size_t needed_;  // number of positions up to the last one with a holder
-  size_t count_ = 0;
-  const bool forward_finished_;
-  bool may_stop_;
-  bool stopped_ = false;
-  std::string different_;  // descriptions of tensors that differ
-  std::string mutated_;
 };
 
 }  // namespace memsave_ext

@@ -48,16 +48,14 @@ PendingRegion::~PendingRegion() {
 
 bool PendingRegion::any_stepped() const { return steps_noted > since_; }
 
-std::optional<std::string> PendingRegion::stepped(const at::Tensor& tensor) const {
+std::optional<uint32_t> PendingRegion::stepped(const at::Tensor& tensor) const {
   if (!tensor.has_storage() || tensor.layout() != at::kStrided) return std::nullopt;
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = steps.find(tensor.storage().unsafeGetStorageImpl());
   if (found == steps.end()) return std::nullopt;
   const auto range = ByteRange::of(tensor);
   for (const auto& step : found->second.steps) {
-    if (step.number > since_ && step.range.overlaps(range)) {
-      return "parameter " + std::to_string(step.position) + " of an optimizer, which stepped it";
-    }
+    if (step.number > since_ && step.range.overlaps(range)) return step.position;
   }
   return std::nullopt;
 }

@@ -7,7 +7,6 @@
 #include <atomic>
 #include <cstdint>
 #include <optional>
-#include <string>
 
 namespace memsave_ext {
 
@@ -29,9 +28,9 @@ class PendingRegion {
 
   // Whether any parameter was stepped since this was made.
   bool any_stepped() const;
-  // What is known of the latest step, since this was made, of a parameter that shares memory with
-  // `tensor`; nothing where there was none.
-  std::optional<std::string> stepped(const at::Tensor& tensor) const;
+  // The position, in its optimizer, of a parameter that shares memory with `tensor` and was stepped
+  // since this was made; nothing where none was.
+  std::optional<uint32_t> stepped(const at::Tensor& tensor) const;
 
  private:
   const uint64_t since_;

@@ -17,10 +17,14 @@ struct Types {
   PyTypeObject* module;
   PyTypeObject* partial;
   PyObject *parameters, *modules, *dataclass_fields, *func, *args, *keywords;
+  PyObject* own_attributes;  // a set of the names that torch gives to every module's
 
   static const Types& get() {
-    static const Types types;
-    return types;
+    // With the GIL. A static would be locked while it is made, and whoever waits for that has the
+    // GIL, which Python code in the constructor may have given up.
+    static const Types* types = nullptr;
+    if (types == nullptr) types = new Types();
+    return *types;
   }
 
  private:
@@ -30,6 +34,8 @@ struct Types {
       return reinterpret_cast<PyTypeObject*>(found.release().ptr());
     };
     module = type("torch.nn", "Module");
+    const py::object any_module = py::module_::import("torch.nn").attr("Module")();
+    own_attributes = py::set(any_module.attr("__dict__")).release().ptr();
     partial = type("functools", "partial");
     parameters = PyUnicode_InternFromString("_parameters");
     modules = PyUnicode_InternFromString("_modules");
@@ -39,6 +45,12 @@ struct Types {
     keywords = PyUnicode_InternFromString("keywords");
   }
 };
+
+// What holds nothing.
+bool is_plain(PyObject* object) {
+  return object == Py_None || PyLong_Check(object) || PyFloat_Check(object) ||
+         PyUnicode_Check(object);
+}
 
 bool is_module(PyObject* object) { return PyType_IsSubtype(Py_TYPE(object), Types::get().module); }
 
@@ -72,10 +84,7 @@ void TensorWalk::visit(PyObject* object, PyObject* key, Py_ssize_t index) {
 }
 
 void TensorWalk::visit_inside(PyObject* object) {
-  if (object == Py_None || PyLong_Check(object) || PyFloat_Check(object) ||
-      PyUnicode_Check(object)) {
-    return;
-  }
+  if (is_plain(object)) return;
   // Once each: objects that lead to each other would be visited along every path.
   if (!visited_.insert(object).second) return;
   const Types& types = Types::get();
@@ -120,6 +129,13 @@ void TensorWalk::visit_module(PyObject* module) {
   for (PyObject* name : {Types::get().parameters, Types::get().modules}) {
     PyObject* members = PyDict_GetItemWithError(dict.ptr(), name);
     if (members != nullptr && PyDict_Check(members)) visit_dict(members);
+  }
+  PyObject *name, *value;
+  Py_ssize_t position = 0;
+  while (PyDict_Next(dict.ptr(), &position, &name, &value)) {
+    if (!is_plain(value) && PySet_Contains(Types::get().own_attributes, name) == 0) {
+      visit(value, name);
+    }
   }
 }
 

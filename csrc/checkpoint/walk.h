@@ -11,9 +11,10 @@
 namespace memsave_ext {
 
 // Visits, always in the same order, tensors in: tuples, lists, dicts and dataclasses, nested, of up
-// to 1000 elements; parameters of modules; what functions close over and the globals that they
-// name, if these are tensors or modules; the objects that bound methods belong to; the parts of
-// functools.partial. What holds tensors is visited once. Needs the GIL.
+// to 1000 elements; parameters and attributes of modules, but not buffers; what functions close
+// over and the globals that they name, if these are tensors or modules; the objects that bound
+// methods belong to; the parts of functools.partial. What holds tensors is visited once. Needs the
+// GIL.
 class TensorWalk {
  public:
   // Called with each tensor. name() tells where it was found.

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "checkpoint/recomputing.h"
+#include "memory/pause.h"
 
 namespace memsave_ext::memory {
 namespace {
@@ -16,7 +17,6 @@ namespace {
 std::vector<Log*> active;
 std::atomic<int> active_count{0};
 std::atomic<int> stack_count{0};
-thread_local int paused_depth = 0;
 
 bool watching() { return active_count.load(std::memory_order_relaxed) > 0 && paused_depth == 0; }
 
@@ -93,7 +93,5 @@ void report_freed(c10::Device device, void* ptr, std::optional<int64_t> total) {
   for (Log* log : active)
     if (log->device() == device) log->freed(moment, ptr, total);
 }
-
-void pause_tracking(bool paused) { paused_depth += paused ? 1 : -1; }
 
 }  // namespace memsave_ext::memory

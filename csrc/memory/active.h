@@ -22,15 +22,4 @@ bool any_active(c10::DeviceType type);
 void report_allocated(c10::Device device, void* ptr, int64_t size, std::optional<int64_t> total);
 void report_freed(c10::Device device, void* ptr, std::optional<int64_t> total);
 
-// Allocations of this thread do not count while it is paused: those of the tracking itself.
-void pause_tracking(bool paused);
-
-class PauseTracking {
- public:
-  PauseTracking() { pause_tracking(true); }
-  ~PauseTracking() { pause_tracking(false); }
-  PauseTracking(const PauseTracking&) = delete;
-  PauseTracking& operator=(const PauseTracking&) = delete;
-};
-
 }  // namespace memsave_ext::memory

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "memory/active.h"
+#include "memory/pause.h"
 
 namespace memsave_ext::memory {
 

@@ -6,6 +6,7 @@
 #include "memory/active.h"
 #include "memory/cpu_allocator.h"
 #include "memory/cuda_reports.h"
+#include "memory/pause.h"
 
 namespace memsave_ext::memory {
 
@@ -22,7 +23,7 @@ Tracker::~Tracker() {
 }
 
 void Tracker::start(std::optional<int64_t> total) {
-  TORCH_CHECK(!running_, "memory tracking cannot start: this tracker is running already");
+  TORCH_INTERNAL_ASSERT(!running_);  // Track refuses it
   const Lock lock(tracking_mutex());
   if (log_.device().is_cpu())
     watch_cpu_allocator();
@@ -35,7 +36,7 @@ void Tracker::start(std::optional<int64_t> total) {
 }
 
 void Tracker::stop() {
-  TORCH_CHECK(running_, "memory tracking cannot stop: it is not running");
+  TORCH_INTERNAL_ASSERT(running_);
   TORCH_CHECK(log_.device().is_cpu() || watches_cuda_reports(),
               "memory tracking of a CUDA device cannot stop: it was not started on this thread");
   const Lock lock(tracking_mutex());

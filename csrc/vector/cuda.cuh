@@ -12,6 +12,20 @@
 
 namespace memsave_ext::vector {
 
+// What values of a DType are stored in here: CUDA's own types in place of vector/types.h's.
+template <DType dtype>
+struct StoredOnDevice : Stored<dtype> {};
+template <>
+struct StoredOnDevice<DType::kHalf> {
+  using type = __half;
+};
+template <>
+struct StoredOnDevice<DType::kBFloat16> {
+  using type = __nv_bfloat16;
+};
+template <DType dtype>
+using DeviceStorageOf = typename StoredOnDevice<dtype>::type;
+
 __device__ __forceinline__ double widen(double x) { return x; }
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(__half x) { return __half2float(x); }

@@ -25,4 +25,11 @@ inline std::optional<DType> dtype_of(c10::ScalarType type) {
   }
 }
 
+inline c10::ScalarType scalar_type_of(DType dtype) {
+  constexpr c10::ScalarType types[] = {c10::ScalarType::Double, c10::ScalarType::Float,
+                                       c10::ScalarType::Half, c10::ScalarType::BFloat16};
+  static_assert(sizeof(types) / sizeof(types[0]) == kDTypes);
+  return types[static_cast<int>(dtype)];
+}
+
 }  // namespace memsave_ext::vector

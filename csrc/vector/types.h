@@ -13,9 +13,7 @@ namespace memsave_ext::vector {
 
 enum class DType : int { kDouble, kFloat, kHalf, kBFloat16 };
 
-inline int64_t item_size(DType dtype) {
-  return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : 2;
-}
+constexpr int kDTypes = 4;
 
 // What a stored value is computed in.
 template <typename Storage>
@@ -37,5 +35,33 @@ struct Half {
 struct BFloat16 {
   uint16_t bits;
 };
+
+// What values of a DType are stored in.
+template <DType dtype>
+struct Stored;
+template <>
+struct Stored<DType::kDouble> {
+  using type = double;
+};
+template <>
+struct Stored<DType::kFloat> {
+  using type = float;
+};
+template <>
+struct Stored<DType::kHalf> {
+  using type = Half;
+};
+template <>
+struct Stored<DType::kBFloat16> {
+  using type = BFloat16;
+};
+template <DType dtype>
+using StorageOf = typename Stored<dtype>::type;
+
+constexpr int64_t item_size(DType dtype) {
+  constexpr int64_t sizes[kDTypes] = {sizeof(StorageOf<DType{0}>), sizeof(StorageOf<DType{1}>),
+                                      sizeof(StorageOf<DType{2}>), sizeof(StorageOf<DType{3}>)};
+  return sizes[static_cast<int>(dtype)];
+}
 
 }  // namespace memsave_ext::vector

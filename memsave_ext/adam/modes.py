@@ -13,16 +13,13 @@ from typing import Any, SupportsFloat
 import torch
 from torch import Tensor
 
-from .._reference import adam_formats as formats
-from .._reference import adam_update
+from . import formats
+from .blocks import SCALES, from_blocks, takes_blocks, to_blocks
 from .dtensor import is_dtensor
+from .formats import StateFormat
 
 DEFAULTS: dict[str, Any] = {"bf16": None, "state_dtype": None, "seed": 0, "max_grad_norm": None}
 _STORAGE = ("bf16", "state_dtype")  # decide what a state consists of
-_BF16 = (None, "stochastic", "kahan", "split")
-_STATE_DTYPES = (None, torch.float32, torch.bfloat16, "8bit")
-_NARROW = (torch.float32, torch.float16, torch.bfloat16)  # what other states are for
-_SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
@@ -35,6 +32,21 @@ def of_group(group: dict[str, Any], name: str) -> Any:
 def check_norm(name: str, value: Any) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
         raise ValueError(f"{name} must be a number above 0, got {value!r}")
+
+
+def check_bytes(name: str, value: Any) -> None:
+    if not isinstance(value, int) or not 0 <= value < 2**63:
+        raise ValueError(f"{name} must be an int and at least 0, below 2**63, got {value!r}")
+
+
+def refuse_differentiable(options: dict[str, Any]) -> None:
+    """Raises where one of these, which torch's implementation does not know, is given."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(
+                f"differentiable=True, which is torch's implementation, has no {name}: leave one "
+                "of them out"
+            )
 
 
 def refuse_two_norms(groups: list[dict[str, Any]]) -> None:
@@ -75,15 +87,8 @@ def check_options(group: dict[str, Any]) -> None:
         check_bool(name, group.get(name, False))
     for name in ("foreach", "fused"):
         check_bool(name, group.get(name), none=True)
-    bf16, state_dtype = group.get("bf16"), group.get("state_dtype")
-    if bf16 not in _BF16:
-        allowed = "None, 'stochastic', 'kahan' or 'split'"
-        raise ValueError(f"bf16 must be {allowed}, got {bf16!r}")
-    if not any(state_dtype is allowed or state_dtype == allowed for allowed in _STATE_DTYPES):
-        raise ValueError(
-            f"state_dtype must be None, torch.float32, torch.bfloat16 or '8bit', got "
-            f"{state_dtype!r}"
-        )
+    formats.param_format(group.get("bf16"))
+    formats.state_option(group)
     seed = group.get("seed", 0)
     if not isinstance(seed, int) or not 0 <= seed < 2**64:
         raise ValueError(f"seed must be an int from 0 to 2**64 - 1, got {seed!r}")
@@ -93,12 +98,13 @@ def check_options(group: dict[str, Any]) -> None:
 
 def check_group(group: dict[str, Any], amsgrad: bool) -> None:
     """Raises where the group's parameters cannot be stepped with its options."""
-    bf16, state_dtype = group.get("bf16"), group.get("state_dtype")
-    norm = group.get("max_grad_norm")
-    if state_dtype == "8bit" and amsgrad:
-        raise ValueError("state_dtype='8bit' cannot be combined with amsgrad=True: choose one")
+    states = formats.state_format(formats.state_option(group))
+    if states is not None and amsgrad and not states.amsgrad:
+        raise ValueError(
+            f"state_dtype={states.option!r} cannot be combined with amsgrad=True: choose one"
+        )
     for param in listed(group["params"]):
-        _check_param(param, bf16, of_group(group, "state_dtype"), norm)
+        _check_param(param, group.get("bf16"), states, group.get("max_grad_norm"))
 
 
 def listed(params: Any) -> list[Tensor]:
@@ -119,22 +125,22 @@ def refuse_twice(params: Any) -> None:
         seen.add(id(param))
 
 
-def _check_param(param: Tensor, bf16: Any, state_dtype: Any, norm: Any) -> None:
+def _check_param(param: Tensor, bf16: Any, states: StateFormat | None, norm: Any) -> None:
     got = f"a parameter of {param.dtype} and shape {list(param.shape)}"
     own = "Put it into a param group of its own, with"
     if bf16 is not None and param.dtype != torch.bfloat16:
         raise ValueError(f"bf16={bf16!r} is for bfloat16 parameters, got {got}. {own} bf16=None.")
-    if state_dtype is not None and param.dtype not in _NARROW:
+    if states is not None and param.dtype not in states.params:
         raise ValueError(
-            f"state_dtype={state_dtype!r} is for float32, float16 and bfloat16 parameters, got "
+            f"state_dtype={states.option!r} is for float32, float16 and bfloat16 parameters, got "
             f"{got}. {own} state_dtype=None."
         )
     if not is_dtensor(param):
         return
-    if state_dtype == "8bit":
+    if states is not None and not states.sharded:
         raise ValueError(
-            "state_dtype='8bit' keeps a scale for each block of memory, which cannot be sharded "
-            f"anew: not for DTensors, got {got}. {own} state_dtype=torch.bfloat16."
+            f"state_dtype={states.option!r} keeps a scale for each block of memory, which cannot "
+            f"be sharded anew: not for DTensors, got {got}. {own} state_dtype=torch.bfloat16."
         )
     if norm is not None:
         raise ValueError(
@@ -174,21 +180,23 @@ def keep(old: list[dict[str, Any]], new: list[dict[str, Any]], scaled: bool) -> 
 
 def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     """A state as torch keeps it becomes one of the group's mode; one of that mode stays."""
-    state_dtype, bf16 = of_group(group, "state_dtype"), of_group(group, "bf16")
     exp_avg = state.get("exp_avg")
     if exp_avg is None:
         return
-    if bf16 in ("kahan", "split") and "param_rest" not in state:
-        dtype = torch.bfloat16 if bf16 == "kahan" else torch.int16
-        state["param_rest"] = torch.zeros_like(param, dtype=dtype)
+    rest = formats.param_format(of_group(group, "bf16")).rest
+    if rest is not None and "param_rest" not in state:
+        state["param_rest"] = torch.zeros_like(param, dtype=rest)
     elif "param_rest" in state:  # a tensor of its own: it belongs to weights that were loaded, too
         state["param_rest"] = state["param_rest"].clone()
-    if state_dtype is torch.bfloat16:
+    states = formats.state_format(formats.state_option(group))
+    if states is None or states.dtype is None:
+        return
+    if not states.block:
         for name in _MOMENTS:
             if name in state:
-                state[name] = state[name].to(torch.bfloat16)
-    if state_dtype == "8bit" and exp_avg.dtype != torch.uint8 and adam_update.takes_blocks(param):
-        adam_update.to_blocks(state, param)
+                state[name] = state[name].to(states.dtype)
+    elif exp_avg.dtype != states.dtype and takes_blocks(param):
+        to_blocks(state, param)
 
 
 def to_fp32(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -199,12 +207,12 @@ def to_fp32(state_dict: dict[str, Any]) -> dict[str, Any]:
     ]
     states = {}
     for index, state in state_dict["state"].items():
-        plain = {n: v for n, v in state.items() if n not in (*_SCALES, "param_rest")}
+        plain = {n: v for n, v in state.items() if n not in (*SCALES, "param_rest")}
         for name in _MOMENTS:
             if name not in plain:
                 continue
             if plain[name].dtype == torch.uint8:
-                plain[name] = adam_update.from_blocks(state, name)
+                plain[name] = from_blocks(state, name)
             elif plain[name].dtype in (torch.bfloat16, torch.float16):
                 plain[name] = plain[name].float()
         states[index] = plain
@@ -213,8 +221,7 @@ def to_fp32(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def fp32_parameter(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
     """A copy, with what is kept beside its 16 bits."""
-    rest = state.get("param_rest")
-    if rest is None:
+    rest, load = state.get("param_rest"), formats.param_format(of_group(group, "bf16")).load
+    if rest is None or load is None:
         return param.detach().to(torch.float32, copy=True)
-    join = formats.unkahan if of_group(group, "bf16") == "kahan" else formats.unsplit
-    return join(param.detach(), rest)
+    return load(param.detach(), rest)

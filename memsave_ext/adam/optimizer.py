@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from . import modes
-from .owners import stepper_class
 from .saving import Saving
+from .stepper import Stepper
 
 SMALL_BYTES = 1 << 16
 BUCKET_BYTES = 1 << 20
@@ -41,7 +41,8 @@ class Adam(Saving, torch.optim.Adam):
             there are ``bucket_bytes`` of them, or backward ends, and are stepped together.
         bf16: how bfloat16 parameters keep what an update adds to less than their precision:
             ``"stochastic"`` rounds at random, ``"kahan"`` keeps the rest in another bfloat16,
-            ``"split"`` the lower half of a float32 in an int16. None rounds to nearest.
+            ``"split"`` the lower half of a float32 in an int16. None rounds to nearest. The page on
+            bfloat16 parameters has all of them.
         state_dtype: of the moments: ``torch.bfloat16``, rounded at random, or ``"8bit"``, in blocks
             of 256 with a scale, from 4096 elements on; None is float32, float64 for float64.
         seed: of random rounding.
@@ -105,11 +106,8 @@ class Adam(Saving, torch.optim.Adam):
                 "differentiable=True cannot be combined with in_backward=True: a step in backward "
                 "has no graph. Leave one of them out."
             )
-        for name, value in (("small_bytes", small_bytes), ("bucket_bytes", bucket_bytes)):
-            if not isinstance(value, int) or not 0 <= value < 2**63:
-                raise ValueError(
-                    f"{name} must be an int and at least 0, below 2**63, got {value!r}"
-                )
+        modes.check_bytes("small_bytes", small_bytes)
+        modes.check_bytes("bucket_bytes", bucket_bytes)
         self._small_bytes, self._bucket_bytes = small_bytes, bucket_bytes
         self.clip_global_norm, self.grad_scaler = clip_global_norm, grad_scaler
         given: dict[str, Any] = {
@@ -117,17 +115,13 @@ class Adam(Saving, torch.optim.Adam):
         }  # fmt: skip
         self._modes = {name: v for name, v in given.items() if v != modes.DEFAULTS[name]}
         if options.get("differentiable"):
-            given = {
-                **self._modes,
-                "clip_global_norm": clip_global_norm,
-                "grad_scaler": grad_scaler,
-            }
-            for name, given_value in given.items():
-                if given_value is not None:
-                    raise ValueError(
-                        f"differentiable=True, which is torch's implementation, has no {name}: "
-                        "leave one of them out"
-                    )
+            modes.refuse_differentiable(
+                {
+                    **self._modes,
+                    "clip_global_norm": clip_global_norm,
+                    "grad_scaler": grad_scaler,
+                }
+            )
         if grad_scaler is not None and not options.get("capturable") and not options.get("foreach"):
             options.setdefault("fused", True)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
@@ -214,7 +208,7 @@ class Adam(Saving, torch.optim.Adam):
         self._stepper.zero_grad(set_to_none)
 
     def _make_stepper(self) -> None:
-        self._stepper = stepper_class()(self, self._small_bytes, self._bucket_bytes)
+        self._stepper = Stepper(self, self._small_bytes, self._bucket_bytes)
         self._reductions = []
 
 

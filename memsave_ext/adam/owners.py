@@ -9,16 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _native
-from .._reference.adam_stepper import AdamStepper as _ReferenceStepper
+from .stepper import Stepper
 
 _NO_PARAMS = (
     "remove_hooks: params must be a module, a parameter or an iterable of parameters, got {}"
 )
-
-
-def stepper_class() -> Any:
-    return _native.module.AdamStepper if _native.module else _ReferenceStepper
 
 
 def remove_hooks(params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:
@@ -48,7 +43,7 @@ def remove_hooks(params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:
         if not isinstance(param, Tensor):
             raise TypeError(_NO_PARAMS.format(f"one with a {type(param).__name__}"))
     for param in listed:
-        if (owner := stepper_class().owner(param)) is not None:
+        if (owner := Stepper.owner(param)) is not None:
             owner.remove_hooks()
 
 
@@ -71,7 +66,7 @@ def refuse_taken(optimizer: Any, params: list[Tensor]) -> None:
 
 
 def _first_of_another(optimizer: Any, params: list[Tensor]) -> tuple[Tensor, Any] | None:
-    owners = ((param, stepper_class().owner(param)) for param in params)
+    owners = ((param, Stepper.owner(param)) for param in params)
     return next(((p, owner) for p, owner in owners if owner not in (None, optimizer)), None)
 
 

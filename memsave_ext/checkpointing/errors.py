@@ -1,6 +1,43 @@
-"""What goes wrong between a forward and its recompute."""
+"""What goes wrong in checkpointing, in words. Every message is here, once.
 
+The native part and the fallback find out what is wrong, each by itself, and raise what these
+functions make of it. csrc/checkpoint calls them by name.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
 import torch.utils.checkpoint
+from torch import Tensor
+
+from .. import _native
+
+OnError = Callable[[str], str] | None  # may add to a message
+Metadata = tuple[Sequence[int], torch.dtype, torch.device]  # of a saved tensor
+# An operator that has read a changed tensor: its name; what describe_change() says of the tensor,
+# if anything; its place among an optimizer's parameters, if one has stepped it; shape and dtype.
+Read = tuple[str, str, int | None, Sequence[int], torch.dtype]
+# A tensor that is used and was not listed: shape, dtype, name of the node; none: it is an output.
+Unlisted = tuple[Sequence[int], torch.dtype, str]
+
+_APPLY = "CheckpointFunction.apply"
+_THE_SAME = "The function must do the same each time it is called."
+_TIP = (
+    "Tip: pass `debug=True` to memsave_ext.checkpoint(...), or use "
+    "torch.utils.checkpoint.set_checkpoint_debug_enabled(True), to see the operators of both runs. "
+    "Common causes: the function depends on a global, a cache or a random number that is not "
+    "torch's; a different autocast or grad mode is set inside it; it changes its own inputs."
+)
+DOUBLE_BACKWARD = (
+    "CheckpointFunction does not support double backward: its gradients have no graph. Use "
+    "memsave_ext.checkpoint or torch.utils.checkpoint.checkpoint(use_reentrant=False)."
+)
 
 
 class CheckpointError(torch.utils.checkpoint.CheckpointError):
@@ -9,3 +46,229 @@ class CheckpointError(torch.utils.checkpoint.CheckpointError):
     A subclass of torch's, with messages that begin with torch's wording, so that code written for
     torch's checkpoint keeps catching and matching it.
     """
+
+
+# CheckpointFunction
+
+
+def check_arguments(*args: Any) -> None:
+    """Raise unless these can be given to ``CheckpointFunction.apply``."""
+    if len(args) < 2:
+        raise TypeError(
+            f"{_APPLY}(function, n, *args): expected a function and the number n of its inputs, "
+            f"got {len(args)} arguments"
+        )
+    function, n, *rest = args
+    if not callable(function):
+        raise TypeError(f"{_APPLY}: function must be callable, got {type(function).__name__}")
+    if not isinstance(n, int) or isinstance(n, bool):
+        raise TypeError(f"{_APPLY}: n must be an int, got {type(n).__name__}")
+    if not 0 <= n <= len(rest):
+        raise ValueError(
+            f"{_APPLY}: n must be between 0 and {len(rest)}, the number of tensors that follow it, "
+            f"got {n}"
+        )
+    for i, arg in enumerate(rest):
+        if not isinstance(arg, Tensor):
+            role = f"input {i}" if i < n else f"parameter {i - n}"
+            raise TypeError(
+                f"{_APPLY}: args[{i}] ({role}) must be a torch.Tensor, got {type(arg).__name__}. "
+                "Pass tensors one by one, other values through a closure."
+            )
+
+
+def inside_transform() -> RuntimeError:
+    return RuntimeError(
+        "CheckpointFunction does not work inside torch.func transforms (grad, vjp, jvp, vmap): "
+        "they trace the function themselves. Call the function directly there."
+    )
+
+
+def output_holds_tensors(index: int, output: object) -> TypeError:
+    return TypeError(
+        f"{_APPLY}: output {index} is a {type(output).__name__} that holds tensors, which would "
+        "get no gradient. Return a tensor or a flat tuple of tensors, or use "
+        "memsave_ext.checkpoint."
+    )
+
+
+def input_changed(index: int) -> RuntimeError:
+    return RuntimeError(
+        f"{_APPLY}: the function changes input {index} in place, so that it could not be run again "
+        "from it. Clone the input inside the function first."
+    )
+
+
+def parameter_changed(index: int, parameter: Tensor, version: int) -> RuntimeError:
+    return RuntimeError(
+        f"CheckpointFunction: parameter {index} ({_describe(parameter.shape, parameter.dtype)}) "
+        "has been modified by an inplace operation: it is at version "
+        f"{parameter._version}, the forward used version {version}. A recompute would "
+        "differentiate another function; change parameters after backward."
+    )
+
+
+def other_number_of_outputs(recomputed: int, forward: int) -> RuntimeError:
+    return RuntimeError(
+        f"CheckpointFunction: the recompute returned {recomputed} outputs, the forward {forward}. "
+        f"{_THE_SAME}"
+    )
+
+
+def output_is_no_tensor(index: int) -> RuntimeError:
+    return RuntimeError(
+        f"CheckpointFunction: output {index} of the recompute is not a tensor, in the forward it "
+        f"was. {_THE_SAME}"
+    )
+
+
+def output_of_other_shape(index: int, output: Tensor, grad: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"CheckpointFunction: output {index} of the recompute has shape {list(output.shape)}, in "
+        f"the forward it had {list(grad.shape)}. {_THE_SAME}"
+    )
+
+
+_warned: set[tuple[CodeType, int, tuple[str, ...]]] = set()
+
+
+def warn_unlisted(
+    code: CodeType, instruction: int, line: int, unlisted: Iterable[Unlisted]
+) -> None:
+    """Warn of each once per place, a call of apply, which is an instruction of ``code``."""
+    found = tuple(
+        _describe(shape, dtype) + (f", used by {user}" if user else ", returned as an output")
+        for shape, dtype, user in unlisted
+    )
+    place = (code, instruction, found)
+    if found and place not in _warned:
+        _warned.add(place)
+        warnings.warn(
+            f"{_APPLY} at {code.co_filename}:{line}: the function uses tensors that need a "
+            f"gradient but were not listed; they get none from this region: {'; '.join(found)}. "
+            f"List them: {_APPLY}(function, n, *inputs, *parameters).",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+# checkpoint
+
+
+def needs_itself() -> RuntimeError:
+    return RuntimeError(
+        "memsave_ext.checkpoint: the recompute of a region needs a tensor of the same region. The "
+        "function runs a backward through a graph of an earlier call of itself."
+    )
+
+
+def describe_change(tensor: Tensor, name: str, before: int | None, now: int) -> str:
+    """``before`` None: there was another tensor."""
+    replaced = "replaced: the forward had another tensor there"
+    what = replaced if before is None else _modified(before, now)
+    return f"{name} ({_describe(tensor.shape, tensor.dtype)}): {what}"
+
+
+def arguments_changed(
+    changes: Iterable[tuple[int, int, int]], on_error: OnError
+) -> CheckpointError:
+    """``changes`` are positions with the two versions."""
+    lines = "".join(f"argument {i}: {_modified(before, now)}\n" for i, before, now in changes)
+    return _error(_outside_changed(lines), on_error)
+
+
+def outside_changed(
+    saved: Iterable[tuple[int, Metadata, int, int]],
+    reads: Iterable[Read],
+    on_error: OnError,
+) -> CheckpointError:
+    """``saved``: position, metadata and both versions of tensors that both runs save."""
+    lines = "".join(
+        f"tensor at position {i}: {_as_torch_prints(*metadata)}, {_modified(before, now)}\n"
+        for i, metadata, before, now in saved
+    )
+    message = _outside_changed(lines + _describe_reads(reads))
+    return _error(f'{message} determinism_check="none" turns this check off.', on_error)
+
+
+def function_outside_changed(reads: Iterable[Read]) -> CheckpointError:
+    """The same of a region of CheckpointFunction, which has no such option."""
+    return _error(_outside_changed(_describe_reads(reads)), None)
+
+
+def other_metadata(
+    differences: Iterable[tuple[int, Metadata, Metadata]], on_error: OnError
+) -> CheckpointError:
+    lines = "".join(
+        f"tensor at position {i}:\nsaved metadata: {_as_torch_prints(*saved)}\n"
+        f"recomputed metadata: {_as_torch_prints(*recomputed)}\n"
+        for i, saved, recomputed in differences
+    )
+    return _error(
+        "torch.utils.checkpoint: Recomputed values for the following tensors have different "
+        f"metadata than during the forward pass.\n{lines}.\n{_TIP}",
+        on_error,
+    )
+
+
+def more_saved(on_error: OnError) -> CheckpointError:
+    return _error(
+        "torch.utils.checkpoint: trying to save more tensors during recomputation than during the "
+        f"original forward pass.\n{_TIP}",
+        on_error,
+    )
+
+
+def fewer_saved(forward: int, recompute: int, on_error: OnError) -> CheckpointError:
+    return _error(
+        "torch.utils.checkpoint: A different number of tensors was saved during the original "
+        f"forward and recomputation.\nNumber of tensors saved during forward: {forward}\n"
+        f"Number of tensors saved during recomputation: {recompute}.\n{_TIP}",
+        on_error,
+    )
+
+
+def _error(message: str, on_error: OnError) -> CheckpointError:
+    return CheckpointError(on_error(message) if on_error else message)
+
+
+def _describe(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"shape {list(shape)}, dtype {str(dtype).removeprefix('torch.')}"
+
+
+def _as_torch_prints(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> str:
+    return str({"shape": torch.Size(shape), "dtype": dtype, "device": device})
+
+
+def _modified(in_forward: int, in_recompute: int) -> str:
+    return (
+        f"modified by an inplace operation: version {in_forward} in the forward, {in_recompute} in "
+        "the recompute"
+    )
+
+
+def _describe_reads(reads: Iterable[Read]) -> str:
+    """A line for each tensor that was read, with the first operator that did."""
+    lines: dict[str, str] = {}
+    for operator, change, position, shape, dtype in reads:
+        if position is None:
+            what = change
+        else:
+            step = f"parameter {position} of an optimizer, which stepped it"
+            what = f"{change}; {step}" if change else f"{step} ({_describe(shape, dtype)})"
+        lines.setdefault(what, operator)
+    return "".join(f"{what}, read by {operator}\n" for what, operator in lines.items())
+
+
+def _outside_changed(lines: str) -> str:
+    return (
+        "memsave_ext: tensors from outside the checkpointed function, which it uses in both runs, "
+        f"have changed between forward and recompute.\n{lines}"
+        "The recompute would give gradients of another function. Change them after backward, or "
+        "give the function a clone of them; let an optimizer without in_backward step a parameter "
+        "that a region reads without a gradient."
+    )
+
+
+if _native.module:
+    _native.module.register_errors(sys.modules[__name__])

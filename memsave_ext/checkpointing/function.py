@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import _native
-from .._reference import checkpointing as _reference
+from .fallback import apply, surroundings
 
 
 class CheckpointFunction:
@@ -29,7 +29,9 @@ class CheckpointFunction:
             list of tensors and other values. Values other than floating-point and complex tensors
             are passed through. It must do the same each time it is called; the second call finds
             the random numbers, autocast state (with the cast cache off), CUDA device and stream of
-            the first.
+            the first. Tensors that it reads from outside must not have changed in between; those
+            that stand in its closure, the globals it names or modules there are looked at, as
+            :func:`checkpoint` does, and one that has changed and is read raises.
         n: how many of ``args`` are inputs.
         *args: tensors of any shape: the n inputs, then the tensors that ``function`` uses by itself
             and that are to be differentiated, such as the parameters of its modules.
@@ -42,6 +44,9 @@ class CheckpointFunction:
         TypeError: ``function`` is not callable, ``n`` is not an int, one of ``args`` is not a
             tensor, or an output is a container that holds tensors.
         ValueError: ``n`` is negative or larger than the number of ``args``.
+        CheckpointError: the recompute read a tensor from outside that has changed since the
+            forward: in place, by another object in its place, or by a step of this package's
+            optimizers.
         RuntimeError: ``function`` changes an input in place; or inside a ``torch.func`` transform.
             In backward: an input or parameter was changed in place since the forward; the recompute
             returns another structure or other shapes; a second backward without ``retain_graph``;
@@ -53,7 +58,7 @@ class CheckpointFunction:
     """
 
     apply: Callable[..., Any] = staticmethod(
-        _native.module.checkpoint_apply if _native.module else _reference.checkpoint_apply
+        _native.module.checkpoint_apply if _native.module else apply.checkpoint_apply
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> CheckpointFunction:
@@ -73,5 +78,5 @@ def is_recomputing() -> bool:
 
 
 _is_recomputing: Callable[[], bool] = (
-    _native.module.is_recomputing if _native.module else _reference.is_recomputing
+    _native.module.is_recomputing if _native.module else surroundings.is_recomputing
 )

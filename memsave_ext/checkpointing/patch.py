@@ -92,6 +92,9 @@ def patch_torch_checkpoint() -> _Patch:
             model.gradient_checkpointing_enable()
             train(model)
 
+    Undo it after backward, not between: a checkpoint inside of a checkpointed function is called
+    again in the recompute, where torch's would do something else.
+
     Patches nest: torch's functions are back when all of them are undone. References kept elsewhere
     (in an object, a closure, a functools.partial) are not found: patch before they are made.
     """

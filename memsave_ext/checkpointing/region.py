@@ -12,9 +12,10 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from .. import _native
-from .._reference import region as _reference
 from . import uncounted
 from .debug import record_operators
+from .errors import OnError
+from .fallback import region as _fallback
 from .offload import keep_inputs_on_cpu
 
 # Taken at import: patch_torch_checkpoint() puts ours in its place.
@@ -25,7 +26,7 @@ ContextFn = Callable[
 ]
 
 _run_region: Callable[..., Any] = (
-    _native.module.checkpoint_region if _native.module else _reference.checkpoint_region
+    _native.module.checkpoint_region if _native.module else _fallback.checkpoint_region
 )
 
 
@@ -62,10 +63,10 @@ def checkpoint(
             recomputed one, and raises where the recompute reads a tensor from outside the function
             that has changed in between: in place (of tensors that its graph saves, or that stand
             in its arguments, its closure or the globals it names, nested in tuples, lists, dicts,
-            dataclasses, modules' parameters and functools.partial; containers of more than 1000
-            elements and what compiled code reads are not looked at), by another object in such a
-            place, or by a step of this package's optimizers. What the function changes by itself is
-            left out. "none" checks nothing.
+            dataclasses, modules' parameters and attributes and functools.partial; buffers,
+            containers of more than 1000 elements and what compiled code reads are not looked at),
+            by another object in such a place, or by a step of this package's optimizers. What the
+            function changes by itself is left out. "none" checks nothing.
         early_stop: end a recompute at the last tensor that is needed. Short tails are run to their
             end, which is cheaper than stopping.
             ``torch.utils.checkpoint.set_checkpoint_early_stop`` overrides it.
@@ -111,25 +112,21 @@ def checkpoint(
         )
     if not callable(function):
         raise TypeError(f"checkpoint: function must be callable, got {type(function).__name__}")
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "checkpoint does not work inside torch.func transforms (grad, vjp, jvp, vmap): torch "
+            "allows no saved-tensor hooks there. Call the function directly."
+        )
     if _torch._enable_checkpoint_early_stop is not None:
         early_stop = _torch._enable_checkpoint_early_stop
     if _torch._checkpoint_debug_enabled is not None:
         debug = _torch._checkpoint_debug_enabled
 
-    forward = function
-    recompute = uncounted.for_recompute(function, args)
+    forward, recompute = function, uncounted.for_recompute(function, args)
     on_error = None
     if torch.is_grad_enabled():
-        if context_fn is _torch.noop_context_fn:
-            context_fn = None
-        if debug:
-            if context_fn is not None:
-                raise ValueError("checkpoint: debug=True cannot be combined with a context_fn")
-            context_fn, on_error = record_operators()
-        if context_fn is not None:
-            forward_context, recompute_context = context_fn()
-            forward = _inside(forward_context, function)
-            recompute = _inside(recompute_context, recompute)
+        if debug or context_fn is not None:
+            forward, recompute, on_error = _in_contexts(function, recompute, context_fn, debug)
         if torch._C._len_torch_function_stack():
             recompute = _on_default_device(recompute)
     with keep_inputs_on_cpu() if offload else contextlib.nullcontext():
@@ -168,6 +165,26 @@ def check_options(
     for name, value in flags:
         if not isinstance(value, bool):
             raise TypeError(f"checkpoint: {name} must be a bool, got {value!r}")
+
+
+def _in_contexts(
+    function: Callable[..., Any],
+    recompute: Callable[..., Any],
+    context_fn: ContextFn | None,
+    debug: bool,
+) -> tuple[Callable[..., Any], Callable[..., Any], OnError]:
+    """Both inside their context managers, and what adds the operators to an error's message."""
+    on_error = None
+    if context_fn is _torch.noop_context_fn:
+        context_fn = None
+    if debug:
+        if context_fn is not None:
+            raise ValueError("checkpoint: debug=True cannot be combined with a context_fn")
+        context_fn, on_error = record_operators()
+    if context_fn is None:
+        return function, recompute, None
+    forward_context, recompute_context = context_fn()
+    return _inside(forward_context, function), _inside(recompute_context, recompute), on_error
 
 
 def _inside(

@@ -27,7 +27,7 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import _engine_run_backward
 
 from .. import _native
-from .._reference import tape as _reference
+from .fallback import tape as _fallback
 
 Tape = dict[Any, Any]
 Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]
@@ -35,8 +35,8 @@ Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractCon
 _ATTRIBUTE = "_memsave_ext_tape"
 _POSITIONS = "_memsave_ext_positions"
 _RUN_BACKWARD: CodeType = _engine_run_backward.__code__
-_native_or = _native.module or _reference
-_tape_scopes: Callable[[], tuple[_reference.Scope, ...]] = _native_or.tape_scopes
+_native_or = _native.module or _fallback
+_tape_scopes: Callable[[], tuple[_fallback.Scope, ...]] = _native_or.tape_scopes
 _pack_hooks: Callable[[], tuple[Any, ...]] = _native_or.pack_hooks
 _thread = threading.local()
 
@@ -62,7 +62,7 @@ def enclosing(functions: bool = True) -> Enclosing:
     no graph; without ``functions`` they are not, which is what inference can afford.
     """
     scopes = _tape_scopes()
-    contexts: tuple[_reference.Scope, ...] = getattr(_thread, "scopes", ())
+    contexts: tuple[_fallback.Scope, ...] = getattr(_thread, "scopes", ())
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     task = torch._C._current_graph_task_id()
     look_for_forwards = functions and not torch.is_grad_enabled()
@@ -101,7 +101,7 @@ class _Contexts:
         self.tape, self.replaying = tape, replaying
 
     def __enter__(self) -> None:
-        scope: _reference.Scope
+        scope: _fallback.Scope
         scope = (self.tape, {} if self.replaying else None, torch._C._current_graph_task_id())
         _thread.scopes = (*getattr(_thread, "scopes", ()), scope)
 
@@ -109,7 +109,7 @@ class _Contexts:
         _thread.scopes = _thread.scopes[:-1]
 
 
-def _torch_scopes(hooked: bool) -> Iterator[_reference.Scope]:
+def _torch_scopes(hooked: bool) -> Iterator[_fallback.Scope]:
     """Of torch's non-reentrant checkpoint, read from the closures of its saved-tensor hooks."""
     for pack in _pack_hooks() if hooked else ():
         function = getattr(pack, "__wrapped__", pack)

@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from .._version import __version__
-from .account import CATEGORIES, Timeline
+from .account import CATEGORIES
 from .checks import check_count
+from .measure import Build, Row, forget, measure
+from .pictures.comparison import plot_comparison
 from .report import format_seconds, timeline_as_json, write_json
-from .series import step_of, thin
 from .table import format_bytes, print_table
-from .tracking import track
 
 FORMAT = "memsave_ext.memory.comparison"
 VERSION = 1
-_POINTS = 4000
-
-Build = Callable[[], tuple[nn.Module, Optimizer | None, Callable[[], object]]]
-
-
-@dataclass(frozen=True)
-class Row:
-    """What was measured of one variant."""
-
-    name: str
-    seconds: float  # of one step without tracking, median
-    peak: int  # bytes live at the peak of the tracked steps
-    at_peak: dict[str, int]  # bytes by category, which sum to peak
-    peak_phase: str
-    timeline: Timeline = field(repr=False)  # of the step that has the peak, its time from 0
 
 
 @dataclass(frozen=True)
@@ -84,9 +63,8 @@ class Comparison:
             ImportError: matplotlib is not installed.
             ValueError: matplotlib cannot write that format.
         """
-        from .pictures.comparison import plot_comparison
-
-        plot_comparison(self, path, title)
+        title = title or f"Training steps on {self.device}"
+        plot_comparison(self.rows, path, title)
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         """The comparison as numbers, strings, lists and dicts; also written to ``path`` if given.
@@ -175,90 +153,7 @@ def compare(
     wanted = None if device is None else torch.device(device)
     rows = []
     for name, build in variants.items():
-        row, wanted = _measure(name, build, steps, warmup, wanted)
+        row, wanted = measure(name, build, steps, warmup, wanted)
         rows.append(row)
-        _forget(wanted)
+        forget(wanted)
     return Comparison(rows, str(wanted))
-
-
-def _measure(
-    name: str, build: Build, steps: int, warmup: int, wanted: torch.device | None
-) -> tuple[Row, torch.device]:
-    """Measure one variant, on the device that is wanted or else its own, which is returned too."""
-    with _named(name, "while it was built"):
-        made = build()
-    model, optimizer, step = _checked(name, made)
-    device = wanted or _device_of(model)
-    with _named(name, "in a warm-up step"):
-        for _ in range(warmup):
-            step()
-    with _named(name, "in a step that was timed"):
-        seconds = [_time(step, device) for _ in range(steps)]
-    with _named(name, "in a step that was tracked"):
-        with track(model, optimizer, device=device) as tracked:
-            for _ in range(steps):
-                step()
-        timeline = step_of(tracked.timeline, tracked.peak_step)
-        row = Row(
-            name=name,
-            seconds=statistics.median(seconds),
-            peak=tracked.peak,
-            at_peak={category: tracked.at_peak[category] for category in CATEGORIES},
-            peak_phase=tracked.peak_phase,
-            timeline=thin(timeline, _POINTS),
-        )
-    return row, device
-
-
-@contextmanager
-def _named(name: str, when: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}".rstrip(": ")
-        raise RuntimeError(f"compare: variant {name!r} failed {when}: {what}") from error
-
-
-def _checked(name: str, made: object) -> tuple[nn.Module, Optimizer | None, Callable[[], object]]:
-    """What a builder returned, or an error that names the variant."""
-    start = f"compare: the builder of variant {name!r} must return (model, optimizer or None, step)"
-    if not isinstance(made, tuple) or len(made) != 3:
-        got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
-        raise TypeError(f"{start}, got {got}")
-    model, optimizer, step = made
-    wrong = {
-        "the model": None if isinstance(model, nn.Module) else "a torch.nn.Module",
-        "the optimizer": None
-        if optimizer is None or isinstance(optimizer, Optimizer)
-        else "a torch.optim.Optimizer or None",
-        "the step": None if callable(step) else "callable",
-    }
-    for (what, allowed), value in zip(wrong.items(), made, strict=True):
-        if allowed:
-            raise TypeError(f"{start}; {what} must be {allowed}, got {type(value).__name__}")
-    return model, optimizer, step
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    parameter = next(model.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
-
-
-def _time(step: Callable[[], object], device: torch.device) -> float:
-    _wait(device)
-    start = time.perf_counter()
-    step()
-    _wait(device)
-    return time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _forget(device: torch.device) -> None:
-    """Give back what a variant left: cycles, and on CUDA the blocks that its tensors were in."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

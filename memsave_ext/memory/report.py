@@ -8,25 +8,23 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import torch
 
 from .._version import __version__
 from .account import CATEGORIES, PHASES, Region, TensorAtPeak, Timeline
 from .checks import check_count
+from .figures import Figures
 from .series import thin
 from .table import format_bytes, print_table
-
-if TYPE_CHECKING:
-    from .tracking import Track
 
 FORMAT = "memsave_ext.memory.track"
 VERSION = 1
 _STEPS = 12  # more are summed up
 
 
-def print_report(track: Track, *, top: int = 10, file: TextIO | None = None) -> None:
+def print_report(track: Figures, *, top: int = 10, file: TextIO | None = None) -> None:
     """Print what the peak was made of, its largest tensors, checkpointed regions and steps.
 
     Args:
@@ -51,14 +49,14 @@ def print_report(track: Track, *, top: int = 10, file: TextIO | None = None) -> 
         _print_steps(track, file)
 
 
-def _headline(track: Track, peak: int) -> str:
+def _headline(track: Figures, peak: int) -> str:
     when = f"in {track.peak_phase}" if track.peak_phase != "other" else "outside the phases"
     step = f" of step {track.peak_step}" if len(track.steps) > 1 else ""
     now = f"{format_bytes(track.live)} live at the end"
     return f"Peak {format_bytes(peak)} on {track.device}, {when}{step}; {now}"
 
 
-def _print_tensors(track: Track, peak: int, top: int, file: TextIO | None) -> None:
+def _print_tensors(track: Figures, peak: int, top: int, file: TextIO | None) -> None:
     everything = track.top(1 << 62)
     rows = [
         (format_bytes(t.bytes), _share(t.bytes, peak), t.category, t.phase, *_origin(t))
@@ -94,7 +92,7 @@ def _print_filled(
         print_table(title, [columns[i] for i in shown], cells, file)
 
 
-def _print_regions(track: Track, top: int, file: TextIO | None) -> None:
+def _print_regions(track: Figures, top: int, file: TextIO | None) -> None:
     # Left-out steps have no times, and regions are those of all steps.
     trained = 0.0 if track.timeline.gaps else sum(step.seconds for step in track.steps)
 
@@ -116,7 +114,7 @@ def _print_regions(track: Track, top: int, file: TextIO | None) -> None:
     print_table("Checkpointed regions", columns, rows, file)
 
 
-def _print_steps(track: Track, file: TextIO | None) -> None:
+def _print_steps(track: Figures, file: TextIO | None) -> None:
     steps = track.steps
     if len(steps) <= _STEPS:
         rows = [(s.index, format_seconds(s.seconds), format_bytes(s.peak)) for s in steps]
@@ -131,7 +129,7 @@ def _print_steps(track: Track, file: TextIO | None) -> None:
 
 
 def as_json(
-    track: Track,
+    track: Figures,
     path: str | os.PathLike[str] | None = None,
     *,
     points: int = 1000,

@@ -13,13 +13,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import _native
-from .._reference import memory as _reference
-from .account import Account, Region, Step, TensorAtPeak, Timeline
+from .figures import Figures, untracked
 from .hooks import Hooks, Modules, Names
-
-_Tracker: Any = _native.module.MemoryTracker if _native.module else _reference.MemoryTracker
-_pause = _native.module.pause_tracking if _native.module else _reference.pause_tracking
+from .pictures.timeline import plot_track
+from .report import as_json, print_report
+from .snapshot import save_snapshot
 
 _running: list[Track] = []
 _running_lock = threading.Lock()
@@ -31,17 +29,7 @@ def running() -> list[Track]:
         return list(_running)
 
 
-@contextmanager
-def untracked() -> Iterator[None]:
-    """What this thread allocates inside is not counted: for the work of tracking itself."""
-    _pause(True)
-    try:
-        yield
-    finally:
-        _pause(False)
-
-
-class Track:
+class Track(Figures):
     """What :func:`track` returns. Its figures can be read at any time, inside the block too."""
 
     def __init__(
@@ -52,93 +40,23 @@ class Track:
         stacks: bool,
         max_events: int,
     ) -> None:
-        self.device = device
+        modules, names = Modules(model), Names()
+        super().__init__(device, modules, names, stacks, max_events)
         self.stacks = stacks
-        self._modules = Modules(model)
-        self._names = Names()
-        self._tracker: Any = _Tracker(device, self._modules.parents, stacks, max_events)
-        self._hooks = Hooks(self._tracker, model, self._modules, optimizers, self._names)
-        self._installed: ExitStack | None = None
-        self._final: Account | None = None
-
-    @property
-    def live(self) -> int:
-        """Bytes that live now, or lived when the block was left."""
-        return int(self._tracker.live)
-
-    @property
-    def peak(self) -> int:
-        """The largest :attr:`live` has been, in bytes."""
-        return int(self._tracker.peak)
-
-    def reset_peak(self) -> None:
-        """Make the present :attr:`live` the new :attr:`peak`, and forget what was before."""
-        self._tracker.reset_peak()
-        self._final = None
-
-    @property
-    def at_peak(self) -> dict[str, int]:
-        """The peak's bytes by category: parameters (with buffers), gradients (of parameters),
-        optimizer (its states), activations (made by a forward or a recompute, and alive after it)
-        and other (inputs, temporaries, gradients of activations). Their sum is :attr:`peak`."""
-        return self._account().at_peak
-
-    @property
-    def peak_phase(self) -> str:
-        """What training did at the peak: forward, backward, recompute, optimizer or other."""
-        return self._account().peak_phase
-
-    @property
-    def peak_step(self) -> int:
-        """The training step of the peak, from 0."""
-        return self._account().peak_step
-
-    @property
-    def peak_time(self) -> float:
-        """When the peak was, in seconds since tracking began."""
-        return self._account().peak_time
-
-    @property
-    def timeline(self) -> Timeline:
-        """Live bytes by category over time."""
-        return self._account().timeline
-
-    @property
-    def steps(self) -> list[Step]:
-        """The training steps that are in the timeline, with time and peak."""
-        return self._account().steps
-
-    @property
-    def regions(self) -> list[Region]:
-        """The checkpointed regions: what each saved, and what its recomputes cost. Those of other
-        packages' checkpoints are seen module by module."""
-        return self._account().regions
-
-    def top(self, n: int = 10) -> list[TensorAtPeak]:
-        """The ``n`` largest tensors at the peak, the largest first."""
-        if n < 0:
-            raise ValueError(f"n must not be negative, got {n}")
-        with untracked():
-            return self._account().top(n)
+        self._hooks = Hooks(self._tracker, model, modules, optimizers, names)
 
     def report(self, *, top: int = 10, file: TextIO | None = None) -> None:
         """Print the peak, what it was made of, its ``top`` largest tensors, steps and regions."""
-        from .report import print_report
-
         with untracked():
             print_report(self, top=top, file=file)
 
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
         """Draw the timeline: live bytes by category, the phases, the peak. Needs matplotlib."""
-        from .pictures.timeline import plot_track
-
         with untracked():
             plot_track(self, path, title=title)
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         """Everything above as plain numbers and strings; written to ``path`` where one is given."""
-        from .report import as_json
-
         with untracked():
             return as_json(self, path)
 
@@ -149,18 +67,7 @@ class Track:
         Raises:
             RuntimeError: the memory tracked is not a CUDA device's.
         """
-        from .snapshot import save_snapshot
-
         save_snapshot(self.device, path)
-
-    def _account(self) -> Account:
-        if self._final is not None:
-            return self._final
-        with untracked():
-            account = Account(self._tracker.record(), self._names.texts, self._modules.names)
-        if self._installed is None:
-            self._final = account
-        return account
 
     def __enter__(self) -> Track:
         if self._installed is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import tracking
+from .tracking import running
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def usage(device: torch.device | str | int | None = None) -> Usage:
         )
     if chosen.type != "cpu":
         raise ValueError(f"device must be a CUDA device or the CPU, got {chosen}")
-    track = next((t for t in tracking.running() if t.device.type == "cpu"), None)
+    track = next((t for t in running() if t.device.type == "cpu"), None)
     if track is None:
         raise RuntimeError(
             "usage('cpu') knows no figures: torch keeps none for the CPU. Call it inside "

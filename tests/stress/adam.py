@@ -171,9 +171,11 @@ class Training:
 def expected(case: Case, training: Training, oracles: list[Oracle], grads: Any, rates: Any) -> None:
     """The step in float64."""
     sums: list[Tensor | None] = []
+    sizes: list[Tensor] = []
     for column in zip(*grads, strict=True):
         present = [g.resolve_conj().resolve_neg() for g in column if g is not None]
         sums.append(wide(sum(present[1:], present[0])) if present else None)
+        sizes.append(sum(wide(g).abs() for g in present))
     infinite = [g is not None and not bool(g.isfinite().all()) for g in sums]
     measured = case["norm_pass"] and training.in_backward
     everything = case["clip_global_norm"] is not None or measured
@@ -183,14 +185,15 @@ def expected(case: Case, training: Training, oracles: list[Oracle], grads: Any, 
     # Each parameter's own clipping comes first.
     for i, total in enumerate(sums):
         if total is not None:
-            sums[i] = total * clip_factor([total], case["max_grad_norm"])
+            own = clip_factor([total], case["max_grad_norm"])
+            sums[i], sizes[i] = total * own, sizes[i] * own
     factor = clip_factor([g for g in sums if g is not None], limit)
-    for oracle, total, lr, bad in zip(oracles, sums, rates, infinite, strict=False):
+    for oracle, total, size, lr, bad in zip(oracles, sums, sizes, rates, infinite, strict=False):
         if total is not None and not (case["scaler"] and bad):
             oracle.update(
                 total * factor, lr=lr, betas=case["betas"], eps=case["eps"],
                 weight_decay=case["weight_decay"], amsgrad=case["amsgrad"],
-                maximize=case["maximize"], decoupled=case["decoupled"],
+                maximize=case["maximize"], decoupled=case["decoupled"], parts=size * factor,
             )  # fmt: skip
 
 

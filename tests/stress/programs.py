@@ -119,12 +119,12 @@ def drawn_events(
 
 class Writer:
     """Writes a program's source. ``hazards``: why it may be refused; ``inexact``: why it need not
-    have the same bits."""
+    have the same bits; ``torchs_own``: it has regions that are none of this package."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.lines, self.count = program, [], 0
         self.hazards: set[str] = set()
-        self.inexact = self.explicit = False
+        self.inexact = self.explicit = self.torchs_own = False
 
     def add(self, text: str, indent: int) -> None:
         self.lines += ["    " * indent + line for line in text.split("\n")]
@@ -165,6 +165,8 @@ class Writer:
         kind, v, f = op.name.removeprefix("region:"), self.new("v"), self.new("f")
         if kind == "reentrant" and "explicit" in outer:  # which torch refuses
             kind = "torch"
+        if kind in ("torch", "reentrant") and "patched" in outer:  # but not in its recompute
+            kind = "checkpoint"
         given = [names[-1 - op.i % len(names)], names[-1 - op.j % len(names)]][: 1 + op.k % 2]
         inner = [self.new("a") for _ in given]
         keyword = kind in ("checkpoint", "torch") and op.k % 5 == 3
@@ -183,6 +185,10 @@ class Writer:
             scope.append(m := self.new("a"))
             self.add(f"{m} = m['t'] + m['l'][0]", indent + 1)
         made = self.block(op.body, scope, indent + 1, f"{outer} {kind}")
+        if kind == "reentrant":  # torch makes the output's history that of a tensor handed through
+            for i in range(-min(len(made), 2), 0):
+                value, made[i] = made[i], self.new("v")
+                self.add(f"{made[i]} = {value} * 1", indent + 1)
         several = op.k % 7 == 3 and kind != "sequential"
         returned = f"{', '.join(made[-2:])}," if several else made[-1]
         self.add(f"return {returned}", indent + 1)
@@ -213,6 +219,7 @@ class Writer:
                 call = f"0 * x0 + {call}"  # which must need a gradient
             reentrant = kind == "reentrant"
             self.add(f"{result}cp.checkpoint({f}, {call}, use_reentrant={reentrant})", indent)
+            self.torchs_own = True
         elif kind == "sequential":
             single = f"ms.checkpoint_sequential([m0, {f}, m1], 2, {given[0]})"
             self.add(

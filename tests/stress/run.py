@@ -33,6 +33,7 @@ def work(options: argparse.Namespace) -> None:
 
     import torch
 
+    importlib.import_module("torch._dynamo")  # a first checkpoint would, within its own time
     torch.set_num_threads(1)
     part = importlib.import_module(f"stress.{options.part}")
     end = time.monotonic() + options.minutes * 60

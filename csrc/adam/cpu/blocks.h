@@ -3,7 +3,7 @@
 #pragma once
 
 #include "adam/code8.h"
-#include "adam/cpu/formats.h"
+#include "adam/cpu/states.h"
 
 namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA {
 
@@ -185,5 +185,13 @@ struct InBlocks {
  private:
   Noise noise, noise_sq;
 };
+
+template <StateFormat states, typename Storage, bool amsgrad>
+using States = std::conditional_t<
+    states == StateFormat::kBlocks, InBlocks,
+    Separate<std::conditional_t<
+                 states == StateFormat::kBFloat16, Short<ParamFormat::kStochastic>,
+                 Nearest<std::conditional_t<states == StateFormat::kFloat, float, Storage>>>,
+             amsgrad>>;
 
 }  // namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA

@@ -40,88 +40,42 @@ struct Nearest {
   }
 };
 
-struct Stochastic {
+// A bfloat16 parameter, or moments that are rounded at random.
+template <ParamFormat format>
+struct Short {
   using Vector = Floats;
-  static constexpr bool kRandom = true;
+  static constexpr bool kRandom = row(format).at_random;
+  static constexpr bool kHasRest = row(format).rest != Element::kNone;
 
   BFloat16* values;
+  BFloat16* rests;  // or integers
 
-  MEMSAVE_EXT_INLINED explicit Stochastic(void* at, void* = nullptr)
-      : values(static_cast<BFloat16*>(at)) {}
+  MEMSAVE_EXT_INLINED explicit Short(void* at, void* rest = nullptr)
+      : values(static_cast<BFloat16*>(at)), rests(static_cast<BFloat16*>(rest)) {}
 
-  MEMSAVE_EXT_INLINED void prefetch_at(int64_t i) const { prefetch(values + i); }
+  MEMSAVE_EXT_INLINED void prefetch_at(int64_t i) const {
+    prefetch(values + i);
+    if constexpr (kHasRest) prefetch(rests + i);
+  }
 
   template <typename Size>
   MEMSAVE_EXT_INLINED Vector load(int64_t i, Size size) const {
-    return isa::load(values + i, size);
+    isa::Bits rest{};
+    if constexpr (kHasRest) rest = (isa::Bits)isa::load(rests + i, size);
+    return ParamBits<format>::template load<Math>((isa::Bits)isa::load(values + i, size), rest);
   }
 
-  // What is added cannot reach the sign: infinities have no bits below those that are kept.
   template <typename Size>
   MEMSAVE_EXT_INLINED void store(int64_t i, Vector v, Size size, const uint16_t* noise) const {
-    const isa::Bits rounded = ((isa::Bits)v + random_bits(noise)) >> 16;
-    isa::store_halves(values + i, v != v ? isa::Bits{} + 0x7fc0u : rounded, size);
+    isa::Bits random{};
+    if constexpr (kRandom) random = random_bits(noise);
+    const auto halves = ParamBits<format>::template store<Math>(v, random);
+    isa::store_halves(values + i, halves.param, size);
+    if constexpr (kHasRest) isa::store_halves(rests + i, halves.rest, size);
   }
 };
 
-struct Kahan {
-  using Vector = Floats;
-  static constexpr bool kRandom = false;
-
-  BFloat16* values;
-  BFloat16* rests;
-
-  MEMSAVE_EXT_INLINED explicit Kahan(void* at, void* rest)
-      : values(static_cast<BFloat16*>(at)), rests(static_cast<BFloat16*>(rest)) {}
-
-  MEMSAVE_EXT_INLINED void prefetch_at(int64_t i) const {
-    prefetch(values + i);
-    prefetch(rests + i);
-  }
-
-  template <typename Size>
-  MEMSAVE_EXT_INLINED Vector load(int64_t i, Size size) const {
-    return isa::load(values + i, size) + isa::load(rests + i, size);
-  }
-
-  // An infinity has no rest: with one it would be no number when it is read again.
-  template <typename Size>
-  MEMSAVE_EXT_INLINED void store(int64_t i, Vector v, Size size, const uint16_t*) const {
-    const isa::Bits bits = isa::bfloat16_bits(v);
-    const Vector rest = v - (Vector)(bits << 16);
-    isa::store_halves(values + i, bits, size);
-    isa::store(rests + i, rest - rest == Vector{} ? rest : Vector{}, size);
-  }
-};
-
-struct Split {
-  using Vector = Floats;
-  static constexpr bool kRandom = false;
-
-  BFloat16* values;
-  BFloat16* rests;  // integers
-
-  MEMSAVE_EXT_INLINED explicit Split(void* at, void* rest)
-      : values(static_cast<BFloat16*>(at)), rests(static_cast<BFloat16*>(rest)) {}
-
-  MEMSAVE_EXT_INLINED void prefetch_at(int64_t i) const {
-    prefetch(values + i);
-    prefetch(rests + i);
-  }
-
-  template <typename Size>
-  MEMSAVE_EXT_INLINED Vector load(int64_t i, Size size) const {
-    using Integers = isa::Vector<int32_t, isa::kLanes<float>>;
-    const auto rest = (isa::Bits)((Integers)isa::load(rests + i, size) >> 16);
-    return (Vector)((isa::Bits)isa::load(values + i, size) + rest);
-  }
-
-  template <typename Size>
-  MEMSAVE_EXT_INLINED void store(int64_t i, Vector v, Size size, const uint16_t*) const {
-    const isa::Bits bits = v != v ? isa::Bits{} + 0x7fc00000u : (isa::Bits)v;
-    isa::store_halves(values + i, (bits + 0x8000u) >> 16, size);
-    isa::store_halves(rests + i, bits & 0xffffu, size);
-  }
-};
+template <ParamFormat format, typename Storage>
+using Param = std::conditional_t<format == ParamFormat::kPlain, Nearest<Storage>, Short<format>>;
 
 }  // namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA

@@ -19,9 +19,7 @@ cpu::Step step_of(const Item& item) {
   if (is_fold(item.phase)) {
     return cpu::loops().folds[static_cast<int>(item.param_type)];
   }
-  return cpu::loops().steps[static_cast<int>(item.param_type)][static_cast<int>(item.param_format)]
-                           [static_cast<int>(item.state_format)][item.max_exp_avg_sq != nullptr]
-                           [item.phase == Phase::kClose];
+  return cpu::loops().steps[item.combination()];
 }
 
 // Of the last few items: they alternate between parameter groups.

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "adam/dispatch.h"
 #include "adam/kernels.h"
 #include "vector/isa.h"
 
@@ -16,11 +17,9 @@ using Step = void (*)(const Item& item, int64_t begin, int64_t end,
 using SumSquares = double (*)(const void* values, int64_t count);
 
 struct Loops {
-  // By DType of the parameter, ParamFormat, StateFormat, amsgrad and whether folds are closed; null
-  // where there is no such step.
-  Step steps[4][4][4][2][2];
-  Step folds[4];              // by DType, of micro-gradients, with states that are float or double
-  SumSquares sum_squares[4];  // by DType
+  KernelTable<Step> steps;
+  Step folds[vector::kDTypes];  // of micro-gradients, with states that are float or double
+  SumSquares sum_squares[vector::kDTypes];
 };
 
 MEMSAVE_EXT_DECLARE_TABLES(Loops, kLoops)

@@ -90,6 +90,13 @@ struct Math {
 
   static MEMSAVE_EXT_INLINED isa::Bits bits(Floats v) { return (isa::Bits)v; }
   static MEMSAVE_EXT_INLINED Floats from_bits(isa::Bits bits) { return (Floats)bits; }
+  static MEMSAVE_EXT_INLINED isa::Bits number_bits(Floats v) {
+    return v != v ? isa::Bits{} + 0x7fc00000u : (isa::Bits)v;
+  }
+  static MEMSAVE_EXT_INLINED isa::Bits bfloat16_bits(Floats v) { return isa::bfloat16_bits(v); }
+  static MEMSAVE_EXT_INLINED isa::Bits signed_upper(isa::Bits bits) {
+    return (isa::Bits)((isa::Vector<int32_t, isa::kLanes<float>>)bits >> 16);
+  }
 
   // Of integers below 2^22.
   static MEMSAVE_EXT_INLINED isa::Bits nearest(Floats v) {

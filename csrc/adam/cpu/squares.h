@@ -53,11 +53,11 @@ __attribute__((flatten)) double sum_squares(const void* values, int64_t count) {
   return total;
 }
 
-constexpr void set_sums(SumSquares (&sums)[4]) {
-  sums[static_cast<int>(DType::kDouble)] = sum_squares<double>;
-  sums[static_cast<int>(DType::kFloat)] = sum_squares<float>;
-  sums[static_cast<int>(DType::kHalf)] = sum_squares<vector::Half>;
-  sums[static_cast<int>(DType::kBFloat16)] = sum_squares<vector::BFloat16>;
-}
+struct SquaresSource {
+  template <DType dtype>
+  static constexpr SumSquares kernel() {
+    return sum_squares<vector::StorageOf<dtype>>;
+  }
+};
 
 }  // namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA

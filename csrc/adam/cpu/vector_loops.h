@@ -7,9 +7,9 @@ namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA {
 
 constexpr Loops all_loops() {
   Loops loops{};
-  set_steps(loops.steps);
-  set_folds(loops.folds);
-  set_sums(loops.sum_squares);
+  fill<StepSource>(loops.steps);
+  fill<FoldSource>(loops.folds);
+  fill<SquaresSource>(loops.sum_squares);
   return loops;
 }
 

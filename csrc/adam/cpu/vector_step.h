@@ -120,50 +120,22 @@ __attribute__((flatten)) void fold_grads(const Item& item, int64_t begin, int64_
   }
 }
 
-using Steps = Step[4][4][4][2][2];
+struct StepSource {
+  static constexpr bool makes(const Combination&) { return true; }
 
-template <typename Param, typename State>
-constexpr void set_steps(Step (&steps)[2][2]) {
-  steps[false][false] = step<Param, Separate<State, false>, false>;
-  steps[true][false] = step<Param, Separate<State, true>, false>;
-  using Value = std::remove_reference_t<decltype(typename State::Vector{}[0])>;
-  if constexpr (std::is_same_v<State, Nearest<Value>>) {
-    steps[false][true] = step<Param, Separate<State, false>, true>;
-    steps[true][true] = step<Param, Separate<State, true>, true>;
+  template <int index>
+  static constexpr Step kernel() {
+    constexpr Combination c = Combination::at(index);
+    using Storage = vector::StorageOf<c.param>;
+    return step<Param<c.format, Storage>, States<c.states, Storage, c.amsgrad>, c.closes>;
   }
-}
+};
 
-// Of a parameter that is computed in float.
-template <typename Storage, typename Param>
-constexpr void set_steps(Step (&steps)[4][2][2]) {
-  set_steps<Param, Nearest<Storage>>(steps[static_cast<int>(StateFormat::kAsParam)]);
-  set_steps<Param, Nearest<float>>(steps[static_cast<int>(StateFormat::kFloat)]);
-  set_steps<Param, Stochastic>(steps[static_cast<int>(StateFormat::kBFloat16)]);
-  steps[static_cast<int>(StateFormat::kBlocks)][false][false] = step<Param, InBlocks, false>;
-}
-
-template <typename Storage>
-constexpr void set_steps(Step (&steps)[4][4][2][2]) {
-  set_steps<Storage, Nearest<Storage>>(steps[static_cast<int>(ParamFormat::kPlain)]);
-  if constexpr (std::is_same_v<Storage, BFloat16>) {
-    set_steps<Storage, Stochastic>(steps[static_cast<int>(ParamFormat::kStochastic)]);
-    set_steps<Storage, Kahan>(steps[static_cast<int>(ParamFormat::kKahan)]);
-    set_steps<Storage, Split>(steps[static_cast<int>(ParamFormat::kSplit)]);
+struct FoldSource {
+  template <DType dtype>
+  static constexpr Step kernel() {
+    return fold_grads<vector::StorageOf<dtype>>;
   }
-}
-
-constexpr void set_steps(Steps& steps) {
-  set_steps<Nearest<double>, Nearest<double>>(steps[static_cast<int>(DType::kDouble)][0][0]);
-  set_steps<float>(steps[static_cast<int>(DType::kFloat)]);
-  set_steps<Half>(steps[static_cast<int>(DType::kHalf)]);
-  set_steps<BFloat16>(steps[static_cast<int>(DType::kBFloat16)]);
-}
-
-constexpr void set_folds(Step (&folds)[4]) {
-  folds[static_cast<int>(DType::kDouble)] = fold_grads<double>;
-  folds[static_cast<int>(DType::kFloat)] = fold_grads<float>;
-  folds[static_cast<int>(DType::kHalf)] = fold_grads<Half>;
-  folds[static_cast<int>(DType::kBFloat16)] = fold_grads<BFloat16>;
-}
+};
 
 }  // namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA

@@ -69,24 +69,32 @@ __global__ void __launch_bounds__(kThreads) fold_kernel(const __grid_constant__ 
   }
 }
 
-template <typename Param, StateFormat states>
-constexpr StepKernel kKernel = fold_kernel<Mode<Param, ParamFormat::kPlain, states, false>>;
+struct FoldSource {
+  template <DType dtype>
+  static constexpr StepKernel kernel() {
+    using Param = vector::DeviceStorageOf<dtype>;
+    // Of float and double it is the parameter's type.
+    constexpr StateFormat states =
+        folds(dtype, StateFormat::kAsParam) ? StateFormat::kAsParam : StateFormat::kFloat;
+    static_assert(folds(dtype, states));
+    return fold_kernel<Mode<Param, ParamFormat::kPlain, states, false>>;
+  }
+};
+
+struct Folds {
+  StepKernel of[vector::kDTypes];
+};
+
+constexpr Folds fold_kernels() {
+  Folds folds{};
+  fill<FoldSource>(folds.of);
+  return folds;
+}
+
+constexpr Folds kFolds = fold_kernels();
 
 }  // namespace
 
-StepKernel fold_kernel_of(DType param, StateFormat states) {
-  const bool as_param = states == StateFormat::kAsParam, in_float = states == StateFormat::kFloat;
-  switch (param) {
-    case DType::kDouble:
-      return as_param ? kKernel<double, StateFormat::kAsParam> : nullptr;
-    case DType::kFloat:
-      return as_param || in_float ? kKernel<float, StateFormat::kAsParam> : nullptr;
-    case DType::kHalf:
-      return in_float ? kKernel<__half, StateFormat::kFloat> : nullptr;
-    case DType::kBFloat16:
-      return in_float ? kKernel<__nv_bfloat16, StateFormat::kFloat> : nullptr;
-  }
-  return nullptr;
-}
+StepKernel fold_kernel_of(DType param) { return kFolds.of[static_cast<int>(param)]; }
 
 }  // namespace memsave_ext::adam

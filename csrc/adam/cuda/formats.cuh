@@ -19,9 +19,9 @@ struct Mode {
       std::conditional_t<states == StateFormat::kBFloat16, __nv_bfloat16, float>>;
   static constexpr ParamFormat kFormat = format;
   static constexpr bool kAmsgrad = with_amsgrad;
-  static constexpr bool kHasRest = format == ParamFormat::kKahan || format == ParamFormat::kSplit;
-  static constexpr bool kRandomParam = format == ParamFormat::kStochastic;
-  static constexpr bool kRandomStates = states == StateFormat::kBFloat16;
+  static constexpr bool kHasRest = row(format).rest != Element::kNone;
+  static constexpr bool kRandomParam = row(format).at_random;
+  static constexpr bool kRandomStates = row(states).at_random;
   static constexpr bool kFolds = sizeof(State) >= 4 && states != StateFormat::kBlocks;
   // Elements of a thread: loads of 16 bytes; with random bits, those of one draw.
   static constexpr int kSize = kRandomParam || kRandomStates || states == StateFormat::kBlocks
@@ -121,41 +121,31 @@ struct Params {
   Stored stored, rest;
 
   __device__ __forceinline__ Value get(int w, int i) const {
-    if constexpr (M::kFormat == ParamFormat::kKahan) {
-      return stored.words[w][i] + rest.words[w][i];
-    } else if constexpr (M::kFormat == ParamFormat::kSplit) {
-      const int32_t lower = static_cast<int32_t>(bits_of<kWord>(rest.words[w], i)) >> 16;
-      return __uint_as_float(bits_of<kWord>(stored.words[w], i) + static_cast<uint32_t>(lower));
-    } else {
+    if constexpr (M::kFormat == ParamFormat::kPlain) {
       return stored.words[w][i];
+    } else {
+      uint32_t of_rest = 0;
+      if constexpr (M::kHasRest) of_rest = bits_of<kWord>(rest.words[w], i);
+      return ParamBits<M::kFormat>::template load<Math>(bits_of<kWord>(stored.words[w], i),
+                                                        of_rest);
     }
   }
 
-  // Random: of the word's elements, with kStochastic.
+  // Random: of the word's elements, where the format takes any.
   __device__ __forceinline__ void set(int w, const Value (&values)[kWord], uint32_t random) {
-    Word& word = stored.words[w];
-    if constexpr (M::kFormat == ParamFormat::kStochastic) {
-      word = round_at_random<kWord>(values, random);
-    } else if constexpr (M::kFormat == ParamFormat::kKahan) {
-      word = Word::from(values);
-      float lost[kWord];
-#pragma unroll
-      for (int i = 0; i < kWord; ++i) {
-        const float kept = word[i];
-        lost[i] = isfinite(kept) ? values[i] - kept : 0;
-      }
-      rest.words[w] = Word::from(lost);
-    } else if constexpr (M::kFormat == ParamFormat::kSplit) {
-      uint32_t bits[kWord], rounded[kWord];
-#pragma unroll
-      for (int i = 0; i < kWord; ++i) {
-        bits[i] = float_bits(values[i]);
-        rounded[i] = bits[i] + 0x8000u;
-      }
-      word = upper_halves<kWord>(rounded);
-      rest.words[w] = lower_halves<kWord>(bits);
+    if constexpr (M::kFormat == ParamFormat::kPlain) {
+      stored.words[w] = Word::from(values);
     } else {
-      word = Word::from(values);
+      uint32_t params[kWord], rests[kWord];
+#pragma unroll
+      for (int i = 0; i < kWord; ++i) {
+        const uint32_t drawn = i == 0 ? random & 0xffff : random >> 16;
+        const auto halves = ParamBits<M::kFormat>::template store<Math>(values[i], drawn);
+        params[i] = halves.param;
+        rests[i] = halves.rest;
+      }
+      stored.words[w] = lower_halves<kWord>(params);
+      if constexpr (M::kHasRest) rest.words[w] = lower_halves<kWord>(rests);
     }
   }
 };

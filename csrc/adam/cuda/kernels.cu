@@ -36,23 +36,13 @@ void launch_advance(float* const* steps, const float* const* skips, int64_t coun
   }
 }
 
+// In the order of StateFormat.
+const StepKernels* const kSteps[] = {&steps_as_param, &steps_float, &steps_bfloat16, &steps_blocks};
+static_assert(sizeof(kSteps) / sizeof(kSteps[0]) == kStateFormats);
+
 StepKernel kernel_for(const Item& item) {
-  if (is_fold(item.phase)) return fold_kernel_of(item.param_type, item.state_format);
-  const bool amsgrad = item.max_exp_avg_sq != nullptr;
-  switch (item.state_format) {
-    case StateFormat::kAsParam:
-      return step_as_param(item.param_type, item.param_format, amsgrad);
-    case StateFormat::kFloat:
-      // Of float, too, it is the parameter's type.
-      return item.param_type == DType::kFloat
-                 ? step_as_param(item.param_type, item.param_format, amsgrad)
-                 : step_float(item.param_type, item.param_format, amsgrad);
-    case StateFormat::kBFloat16:
-      return step_bfloat16(item.param_type, item.param_format, amsgrad);
-    case StateFormat::kBlocks:
-      return step_blocks(item.param_type, item.param_format);
-  }
-  return nullptr;
+  if (is_fold(item.phase)) return fold_kernel_of(item.param_type);
+  return (*kSteps[static_cast<int>(item.state_format)])[item.combination()];
 }
 
 void launch_steps(const Item* items, int64_t count, void* stream) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "adam/cuda/batch.cuh"
+#include "adam/dispatch.h"
 #include "vector/launch.cuh"
 
 namespace memsave_ext::adam {
@@ -12,15 +13,14 @@ constexpr int kThreads = 256;
 
 using StepKernel = void (*)(Batch);
 
-// By the format of the states, each in its own source: they compile side by side. Null where
-// formats.h knows no such combination.
-StepKernel step_as_param(DType param, ParamFormat format, bool amsgrad);
-StepKernel step_float(DType param, ParamFormat format, bool amsgrad);
-StepKernel step_bfloat16(DType param, ParamFormat format, bool amsgrad);
-StepKernel step_blocks(DType param, ParamFormat format);
+using StepKernels = KernelTable<StepKernel>;
 
-// Of a fold, which neither the parameter nor amsgrad's state takes part in. Null likewise.
-StepKernel fold_kernel_of(DType param, StateFormat states);
+// By the format of the states, each in its own source: they compile side by side. Null where a
+// combination does not exist, or has states in another format.
+extern const StepKernels steps_as_param, steps_float, steps_bfloat16, steps_blocks;
+
+// Of a fold, which neither the parameter nor amsgrad's state takes part in.
+StepKernel fold_kernel_of(DType param);
 
 void launch_measure(const Item* items, int64_t count, const Measure& measure, void* workspace,
                     void* stream);

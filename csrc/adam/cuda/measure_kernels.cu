@@ -88,25 +88,22 @@ __device__ __forceinline__ double sum_squares(const void* grad, int64_t begin, i
   return sum;
 }
 
+// dtype: the first that may be the gradient's.
+template <DType dtype>
+__device__ __forceinline__ double sum_squares_of(DType type, const void* grad, int64_t begin,
+                                                 int count) {
+  constexpr auto next = static_cast<DType>(static_cast<int>(dtype) + 1);
+  if constexpr (static_cast<int>(next) < vector::kDTypes) {
+    if (type != dtype) return sum_squares_of<next>(type, grad, begin, count);
+  }
+  return sum_squares<vector::DeviceStorageOf<dtype>>(grad, begin, count);
+}
+
 __global__ void __launch_bounds__(kThreads)
     sum_kernel(const __grid_constant__ MeasuredBatch batch, double* partials) {
   const Chunk chunk = find_chunk(batch.tensors, batch.count, kChunk, blockIdx.x);
   const MeasuredTensor& tensor = batch.tensors[chunk.tensor];
-  double sum = 0;
-  switch (tensor.type) {
-    case DType::kDouble:
-      sum = sum_squares<double>(tensor.grad, chunk.begin, chunk.count);
-      break;
-    case DType::kFloat:
-      sum = sum_squares<float>(tensor.grad, chunk.begin, chunk.count);
-      break;
-    case DType::kHalf:
-      sum = sum_squares<__half>(tensor.grad, chunk.begin, chunk.count);
-      break;
-    case DType::kBFloat16:
-      sum = sum_squares<__nv_bfloat16>(tensor.grad, chunk.begin, chunk.count);
-      break;
-  }
+  const double sum = sum_squares_of<DType{0}>(tensor.type, tensor.grad, chunk.begin, chunk.count);
   if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 

@@ -101,4 +101,23 @@ __global__ void __launch_bounds__(kThreads, M::kMinBlocks)
   }
 }
 
+// Of states in this format. The phase is a kernel's argument.
+template <StateFormat states>
+struct StepSource {
+  static constexpr bool makes(const Combination& c) { return c.states == states; }
+
+  template <int index>
+  static constexpr StepKernel kernel() {
+    constexpr Combination c = Combination::at(index);
+    return step_kernel<Mode<vector::DeviceStorageOf<c.param>, c.format, c.states, c.amsgrad>>;
+  }
+};
+
+template <StateFormat states>
+constexpr StepKernels step_kernels() {
+  StepKernels kernels{};
+  fill<StepSource<states>>(kernels);
+  return kernels;
+}
+
 }  // namespace memsave_ext::adam

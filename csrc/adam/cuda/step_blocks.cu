@@ -151,33 +151,24 @@ __global__ void __launch_bounds__(kThreads, 3) blocks_kernel(const __grid_consta
   }
 }
 
-template <typename Param, ParamFormat format = ParamFormat::kPlain>
-constexpr StepKernel kKernel = blocks_kernel<Mode<Param, format, StateFormat::kBlocks, false>>;
+struct BlocksSource {
+  static constexpr bool makes(const Combination& c) { return c.states == StateFormat::kBlocks; }
+
+  template <int index>
+  static constexpr StepKernel kernel() {
+    constexpr Combination c = Combination::at(index);
+    return blocks_kernel<Mode<vector::DeviceStorageOf<c.param>, c.format, c.states, c.amsgrad>>;
+  }
+};
+
+constexpr StepKernels blocks_kernels() {
+  StepKernels kernels{};
+  fill<BlocksSource>(kernels);
+  return kernels;
+}
 
 }  // namespace
 
-StepKernel step_blocks(DType param, ParamFormat format) {
-  switch (param) {
-    case DType::kDouble:
-      return nullptr;
-    case DType::kFloat:
-      return format == ParamFormat::kPlain ? kKernel<float> : nullptr;
-    case DType::kHalf:
-      return format == ParamFormat::kPlain ? kKernel<__half> : nullptr;
-    case DType::kBFloat16:
-      break;
-  }
-  switch (format) {
-    case ParamFormat::kPlain:
-      return kKernel<__nv_bfloat16>;
-    case ParamFormat::kStochastic:
-      return kKernel<__nv_bfloat16, ParamFormat::kStochastic>;
-    case ParamFormat::kKahan:
-      return kKernel<__nv_bfloat16, ParamFormat::kKahan>;
-    case ParamFormat::kSplit:
-      return kKernel<__nv_bfloat16, ParamFormat::kSplit>;
-  }
-  return nullptr;
-}
+extern const StepKernels steps_blocks = blocks_kernels();
 
 }  // namespace memsave_ext::adam

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..account import CATEGORIES
+from ..measure import Row
 from ..series import peak_row
 from ..table import format_bytes
 from .axes import bytes_axis, new_figure, save, seconds_axis
@@ -15,27 +16,20 @@ from .timeline import COLOURS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from ..compare import Comparison, Row
-
 # Okabe and Ito's, as in timeline.py; a second round of them is dashed.
 _LINES = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = "osD^vP*"
 
 
-def plot_comparison(
-    comparison: Comparison, path: str | os.PathLike[str], title: str | None = None
-) -> None:
-    """Draw ``comparison`` into the file ``path``; see :meth:`Comparison.plot`."""
-    rows = comparison.rows
+def plot_comparison(rows: Sequence[Row], path: str | os.PathLike[str], title: str) -> None:
+    """Draw ``rows`` into the file ``path``; see :meth:`Comparison.plot`."""
     figure = new_figure((11, 6.4 + 0.28 * len(rows)))
     grid = figure.add_gridspec(2, 2, height_ratios=(3, 2 + 0.25 * len(rows)))
     styles = [_style(place) for place in range(len(rows))]
     _draw_courses(figure.add_subplot(grid[0, :]), rows, styles)
     _draw_times(figure.add_subplot(grid[1, 0]), rows, styles)
     _draw_peaks(figure.add_subplot(grid[1, 1]), rows)
-    figure.suptitle(
-        title or f"Training steps on {comparison.device}", x=0.01, ha="left", fontsize=12
-    )
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     save(figure, path)
 
 

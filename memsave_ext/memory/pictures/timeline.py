@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..account import CATEGORIES, PHASES, Timeline
+from ..figures import Figures
 from ..series import peak_row, step_peaks, thin
 from ..table import format_bytes
 from .axes import below, bytes_axis, distance, new_figure, save, seconds_unit
@@ -18,8 +19,6 @@ from .axes import below, bytes_axis, distance, new_figure, save, seconds_unit
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-
-    from ..tracking import Track
 
 # Okabe and Ito's colours, for colour-blind readers too. Vermillion is kept for recomputes.
 COLOURS = {
@@ -45,7 +44,7 @@ _GAP = 0.02  # width of a break, of the time that is drawn
 _STRIP = 0.05  # height of the strip of phases, of the axes
 
 
-def plot_track(track: Track, path: str | os.PathLike[str], *, title: str | None = None) -> None:
+def plot_track(track: Figures, path: str | os.PathLike[str], *, title: str | None = None) -> None:
     """Draw the timeline of ``track`` into the file ``path``; its suffix names the format.
 
     Raises:
@@ -59,7 +58,7 @@ def plot_track(track: Track, path: str | os.PathLike[str], *, title: str | None 
     save(figure, path)
 
 
-def _title(track: Track) -> str:
+def _title(track: Figures) -> str:
     steps = len(track.steps)
     over = f", {steps} training step{'' if steps == 1 else 's'}" if steps else ""
     return f"Live memory on {track.device}{over}"

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
-from ..._reference import adam_update
-from ...adam import Adam, AdamW, modes
+from ...adam import Adam, AdamW, formats, modes
 from ...adam.dtensor import as_placed
 from ...adam.optimizer import BUCKET_BYTES, SMALL_BYTES
+from ...adam.states import check, make_state
 from . import gradients
 from .dry_step import dry_step
 from .holdings import Amount, Entry, Holding, Inventory, Slot, Tally
 
 FOR_LOOP, FOREACH, FUSED = "for-loop", "foreach", "fused"
 AFTER, IN_BACKWARD = "after backward", "in backward"
-_BF16 = {"": None, "bf16=stochastic": "stochastic", "bf16=kahan": "kahan", "bf16=split": "split"}
-_STATE_DTYPES = {"": None, "state_dtype=bfloat16": torch.bfloat16, "state_dtype=8bit": "8bit"}
+# Those that an option makes; None: what is made without.
+_STATE_FORMATS = (None, *(row for row in formats.STATE_FORMATS if row.option is not None))
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,12 @@ class Predictor:
             return
         self._try(AFTER, self._of_ours)
         self._try(IN_BACKWARD, self._of_ours)
-        for bf16, state_dtype in itertools.product(_BF16, _STATE_DTYPES):
-            if bf16 or state_dtype:
-                options = {"bf16": _BF16[bf16], "state_dtype": _STATE_DTYPES[state_dtype]}
-                mode = ", ".join(filter(None, (IN_BACKWARD, bf16, state_dtype)))
-                self._try(mode, self._of_ours, **options)
+        for params, states in itertools.product(formats.PARAM_FORMATS, _STATE_FORMATS):
+            names = [f"bf16={params.name}"] if params.name else []
+            names += [f"state_dtype={states.name}"] if states else []
+            if names:
+                options = {"bf16": params.name, "state_dtype": states and states.option}
+                self._try(", ".join([IN_BACKWARD, *names]), self._of_ours, **options)
 
     def _try(self, mode: str, predict: Callable[..., Prediction], **options: Any) -> None:
         try:
@@ -233,8 +234,8 @@ def _our_state(group: dict[str, Any], slots: Sequence[Slot], narrow: bool) -> li
                 continue
             alike = (meta.shape, meta.stride(), meta.dtype, slot.sparse)
             if alike not in known:
-                state = adam_update.make_state(meta, group)
-                adam_update.check(meta, meta.grad, state, group)
+                state = make_state(meta, group)
+                check(meta, meta.grad, state, group)
                 known[alike] = [(t.dtype, Amount(t.numel(), t.nbytes)) for t in state.values()]
             entries += [Entry("optimizer", slot.module, *of_one) for of_one in known[alike]]
     except (ValueError, RuntimeError) as error:

@@ -1,0 +1,86 @@
+#include "checkpoint/recompute.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "checkpoint/errors.h"
+#include "checkpoint/tail.h"
+#include "compat.h"
+
+namespace memsave_ext {
+
+namespace py = pybind11;
+
+Recompute::Recompute(Region& region, const BackwardKey& key)
+    : region_(region), key_(key), forward_finished_(region.forward_finished_) {
+  const std::lock_guard<std::mutex> lock(region.state_mutex_);
+  may_stop_ = region.stop_at_last_save_;
+  if (!forward_finished_) {
+    // Asked from inside the function, in a backward: it must not run further than the forward has,
+    // whatever the options are. The node that asks is, in practice, the one that saved last.
+    const NodePtr asking = torch::autograd::get_current_node();
+    may_stop_ = asking && !fills_after_saving(*asking);
+  }
+  needed_ = region.slots_.size();
+  while (needed_ > 0 && region.slots_[needed_ - 1].holders == 0) --needed_;
+  region.values_.push_back({key, std::vector<at::Tensor>(region.slots_.size())});
+}
+
+bool Recompute::save(const at::Tensor& tensor) {
+  if (stopped_) return true;  // the function caught the exception that stops it
+  const size_t index = count_++;
+  at::Tensor freed;
+  const std::lock_guard<std::mutex> lock(region_.state_mutex_);
+  const auto values = region_.find(key_);
+  if (index >= values->tensors.size()) {
+    stopped_ = !forward_finished_;
+    return !stopped_;
+  }
+  if (may_stop_ && index == needed_) {
+    // Nobody needs what is saved from here on, and the last operation that somebody needs has run:
+    // only of the forward's very last save is it known that it may be stopped before.
+    stopped_ = true;
+    return false;
+  }
+  const Slot& slot = region_.slots_[index];
+  if (region_.options_.check_determinism) {
+    if (!slot.metadata.fits(tensor)) {
+      different_.push_back({index, slot.metadata, Metadata::of(tensor)});
+    }
+    const auto version = static_cast<uint32_t>(tensor._version());
+    if (slot.is_storage_of(tensor) && version != slot.version) {
+      mutated_.push_back({index, slot.metadata, slot.version, version});
+    }
+  }
+  if (slot.holders > 0) {
+    freed = std::exchange(values->tensors[index], tensor);
+  }
+  stopped_ = may_stop_ && index + 1 == values->tensors.size();
+  return !stopped_;
+}
+
+void Recompute::check(const std::vector<Read>& reads) const {
+  const py::object& on_error = region_.on_error_;
+  const size_t saved = region_.slots_.size();
+  if (!mutated_.empty() || !reads.empty()) {
+    py::list mutations;
+    for (const auto& [position, metadata, in_forward, in_recompute] : mutated_) {
+      mutations.append(py::make_tuple(position, metadata.as_tuple(), in_forward, in_recompute));
+    }
+    throw_error("outside_changed", mutations, as_list(reads), on_error);
+  }
+  if (!different_.empty()) {
+    py::list differences;
+    for (const auto& [position, in_forward, in_recompute] : different_) {
+      differences.append(py::make_tuple(position, in_forward.as_tuple(), in_recompute.as_tuple()));
+    }
+    throw_error("other_metadata", differences, on_error);
+  }
+  if (!forward_finished_) return;  // a backward inside the function: it saves more later
+  // With early_stop the last tensor that is needed ends a recompute, also where running on was
+  // cheaper: what comes after it is nobody's business.
+  if (count_ > saved && !region_.options_.early_stop) throw_error("more_saved", on_error);
+  if (!stopped_ && count_ < saved) throw_error("fewer_saved", saved, count_, on_error);
+}
+
+}  // namespace memsave_ext

@@ -1,0 +1,91 @@
+"""Clipping all gradients of an optimizer together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import modes
+from .dtensor import is_dtensor
+
+
+class Clipping(torch.optim.Optimizer):
+    """Methods of :class:`~memsave_ext.Adam`; ``_stepper`` does what they say."""
+
+    _in_backward = False
+    _clip_global_norm: float | None = None
+    _stepper: Any
+
+    @property
+    def clip_global_norm(self) -> float | None:
+        """The norm that all gradients together are clipped to in :meth:`step`; None: not."""
+        return self._clip_global_norm
+
+    @clip_global_norm.setter
+    def clip_global_norm(self, norm: float | None) -> None:
+        if norm is not None:
+            modes.check_norm("clip_global_norm", norm)
+            if self._in_backward:
+                raise ValueError(
+                    "clip_global_norm needs all gradients, which in_backward=True frees as they "
+                    "arrive: give it when the optimizer is made, call remove_hooks() first, or use "
+                    "norm_pass()"
+                )
+            modes.refuse_two_norms(self.__dict__.get("param_groups", []))
+        self._clip_global_norm = norm
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Of all gradients in the last step, before they were clipped: a float32 scalar. None where
+        neither ``clip_global_norm`` nor :meth:`norm_pass` has measured it."""
+        norm: Tensor | None = self._stepper.grad_norm()
+        return norm
+
+    @contextlib.contextmanager
+    def norm_pass(self, max_norm: float) -> Iterator[None]:
+        """Measure the norm of all gradients, and drop them, so that the next backward is clipped.
+
+        Exact, without the memory of all gradients, for the time of a second backward::
+
+            with opt.norm_pass(max_norm=1.0):
+                loss.backward(retain_graph=True)
+            loss.backward()                        # clipped by the norm of all
+            opt.step()
+
+        Instead of ``retain_graph`` the forward can be run again. :attr:`grad_norm` is the norm.
+
+        Raises:
+            ValueError: not ``in_backward``, or with ``clip_global_norm`` or ``max_grad_norm``;
+                DTensors.
+            RuntimeError: gradients are being accumulated, or were stepped already.
+        """
+        modes.check_norm("max_norm", max_norm)
+        if self.clip_global_norm is not None:
+            raise ValueError(
+                "norm_pass() cannot be combined with clip_global_norm, which clips in one backward "
+                "and keeps the gradients: leave one of them out"
+            )
+        if not self._in_backward:
+            raise ValueError("norm_pass() is for in_backward=True: use clip_global_norm=")
+        modes.refuse_two_norms(self.param_groups)
+        params = [p for g in self.param_groups for p in g["params"]]
+        self._refuse_dtensors("norm_pass()", params)
+        self._stepper.begin_norm_pass()
+        finished = False
+        try:
+            yield
+            finished = True
+        finally:
+            self._stepper.end_norm_pass(max_norm if finished else None)
+
+    @staticmethod
+    def _refuse_dtensors(what: str, params: Any) -> None:
+        if any(is_dtensor(param) for param in modes.listed(params)):
+            raise ValueError(
+                f"{what} would look at each process's part of DTensors alone: use torch's "
+                "clip_grad_norm_ or GradScaler.unscale_ and an optimizer without in_backward"
+            )

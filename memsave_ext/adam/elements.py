@@ -1,0 +1,48 @@
+"""What a parameter's memory stands for: its elements as real numbers, in the order of memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Elements:
+    """A parameter's elements in the order of its memory; with gaps, in that of its indices."""
+
+    def __init__(self, param: Tensor) -> None:
+        param = real(param)
+        dims = sorted(range(param.dim()), key=param.stride, reverse=True)
+        self.dense = param.permute(dims).is_contiguous()
+        if not self.dense:
+            dims = list(range(param.dim()))
+        self._dims = dims
+        self._shape = param.permute(dims).shape
+        self._back = sorted(range(len(dims)), key=dims.__getitem__)
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        return tensor.permute(self._dims).reshape(-1)
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        return flat.view(self._shape).permute(self._back)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy where its memory is not what it stands for: conjugate and
+    negative views, and zeros without memory."""
+    if torch._is_zerotensor(tensor):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.resolve_conj().resolve_neg()
+
+
+def real(tensor: Tensor) -> Tensor:
+    """Of a complex tensor, its pairs of real numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def real_type(tensor: Tensor) -> torch.dtype:
+    return tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+
+
+def zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """With the strides of ``param``, where it is dense."""
+    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)

@@ -1,0 +1,85 @@
+"""Hooks of parameters, by which a stepper learns that a gradient is complete."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_MARK = "_memsave_ext_stepper"
+_HOOKS = "_post_accumulate_grad_hooks"
+
+
+class TakesGradients(Protocol):
+    """A stepper, as its hooks see it."""
+
+    def optimizer(self) -> Any: ...
+    def ready(self, param: Tensor, is_last: bool) -> None: ...
+
+
+def install_hook(param: Tensor, stepper: TakesGradients) -> None:
+    made_dict = param._post_accumulate_grad_hooks is None
+    stepper_ref = weakref.ref(stepper)
+
+    def hook(param: Tensor) -> None:
+        _check_not_compiled_autograd()  # which cannot trace what follows
+        stepper = stepper_ref()
+        hooks = list((getattr(param, _HOOKS) or {}).values())
+        if stepper is not None and hook in hooks:  # not removed by one before it
+            stepper.ready(param, is_last=hooks[-1] is hook)
+
+    setattr(hook, _MARK, stepper_ref)
+    hook.made_dict = made_dict  # type: ignore[attr-defined]
+    required = param.requires_grad
+    param.requires_grad_().register_post_accumulate_grad_hook(hook)
+    param.requires_grad_(required)
+
+
+def owner(param: Tensor) -> Any:
+    """The optimizer that steps it in backward. The hook of one that is gone is removed."""
+    for key, reference in _ours(param):
+        stepper = reference()
+        optimizer = None if stepper is None else stepper.optimizer()
+        if optimizer is not None:
+            return optimizer
+        _remove(param, key)
+    return None
+
+
+def remove_hooks(param: Tensor, stepper: TakesGradients) -> None:
+    for key, reference in _ours(param):
+        if reference() is stepper:
+            _remove(param, key)
+
+
+def renew_hooks(param: Tensor) -> None:
+    """Where the tensor was swapped, its hooks are there and are not called any more."""
+    setattr(param, _HOOKS, getattr(param, _HOOKS))
+
+
+def _ours(param: Tensor) -> Iterator[tuple[int, Callable[[], TakesGradients | None]]]:
+    for key, hook in list((getattr(param, _HOOKS) or {}).items()):
+        if (reference := getattr(hook, _MARK, None)) is not None:
+            yield key, reference
+
+
+def _remove(param: Tensor, key: int) -> None:
+    hooks = getattr(param, _HOOKS)
+    hook = hooks.pop(key)
+    if hook.made_dict and not hooks:
+        setattr(param, _HOOKS, None)
+
+
+def _check_not_compiled_autograd() -> None:
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    # Once while it is traced, and where that has failed once more, run.
+    if torch.compiler.is_compiling() or getattr(module, "in_compiled_autograd_region", False):
+        raise NotImplementedError(
+            "Adam: compiled autograd cannot trace a step in backward. Leave it off, "
+            "torch._dynamo.config.compiled_autograd = False, or the optimizer's in_backward=True "
+            "out. torch.compile() of the model alone works."
+        )

@@ -1,0 +1,32 @@
+"""Moments as they were before a step whose gradients are being folded into exp_avg: what
+csrc/adam/math.h says of Packed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+
+
+def pack(exp_avg: Tensor, exp_avg_sq: Tensor, random: Tensor | None) -> Tensor:
+    """Both in the bits of one. ``random`` is needed with float32; float64 has room for floats."""
+    if exp_avg.dtype == torch.float64:
+        upper, lower = (t.float().view(torch.int32).long() for t in (exp_avg, exp_avg_sq))
+        return (upper << 32 | lower & _WORD).view(torch.float64)
+    assert random is not None
+    upper = exp_avg.bfloat16().view(torch.int16).int()
+    squares = exp_avg_sq.view(torch.int32) & 0x7FFFFFFF
+    lower = torch.where(exp_avg_sq.isnan(), 0xFF80, squares + (random >> 1) >> 15)
+    return (upper << 16 | lower).view(torch.float32)
+
+
+def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """exp_avg and exp_avg_sq."""
+    if packed.dtype == torch.float64:
+        both = packed.view(torch.int64)
+        upper, lower = ((t.int()).view(torch.float32).double() for t in (both >> 32, both))
+        return upper, lower
+    bits = packed.view(torch.int32)
+    lower = ((bits & 0xFFFF) << 15).view(torch.float32)
+    return (bits >> 16 << 16).view(torch.float32), lower

@@ -1,0 +1,36 @@
+"""The parameters of an optimizer that may be gone, as ``param_groups`` has them now."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Params:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = weakref.ref(optimizer)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return itertools.chain.from_iterable(group["params"] for group in self.groups())
+
+    def groups(self) -> list[dict[str, Any]]:
+        optimizer = self.optimizer()
+        return [] if optimizer is None else optimizer.param_groups
+
+    def group_of(self, param: Tensor) -> dict[str, Any] | None:
+        groups = (g for g in self.groups() if any(p is param for p in g["params"]))
+        return next(groups, None)
+
+    def state_of(self, param: Tensor) -> dict[str, Any]:
+        """Empty where there is none."""
+        optimizer = self.optimizer()
+        return {} if optimizer is None else optimizer.state.get(param, {})
+
+    def name(self, param: Tensor) -> str:
+        position = next(i for i, p in enumerate(self) if p is param)
+        return f"parameter {position} of the optimizer (shape {list(param.shape)})"

@@ -1,0 +1,300 @@
+"""Steps in backward in Python: the rules of csrc/adam/stepper.cpp, at Python's price.
+
+A hook says that a gradient is complete (:meth:`AdamStepper.ready`), its backward collects small
+ones, and :meth:`AdamStepper.use` steps, folds or measures them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..states import check_dense
+from . import hooks, refusals
+from .backward import Backward, Backwards, Task
+from .ddp import ReducedByDdp, params_of_modules
+from .params import Params
+from .records import Records
+from .scaling import GradNorm, Scaling, loss_scale_of
+from .state_machine import PASS_TOO_LATE, Block, Event, State, StateMachine
+from .updates import Update, apply
+
+
+class AdamStepper:
+    def __init__(self, optimizer: torch.optim.Optimizer, small_bytes: int, bucket_bytes: int):
+        self._params = Params(optimizer)
+        self.small_bytes, self.bucket_bytes = small_bytes, bucket_bytes
+        self._attached = self._asks = False
+        self._machine = StateMachine()
+        self._blocks: Counter[Block] = Counter()  # that are open
+        self._backwards = Backwards()
+        self._scaling = Scaling()
+        self._records = Records()
+        self._reduced_by_ddp = ReducedByDdp()
+        # Parameters in this step, by id.
+        self._stepped: set[int] = set()  # or waiting to be
+        self._folded: set[int] = set()
+        self._threads: dict[int, int] = {}  # whose backward stepped or folded it
+
+    # called by the optimizer
+
+    owner = staticmethod(hooks.owner)
+
+    def optimizer(self) -> Any:
+        """None when it is gone."""
+        return self._params.optimizer()
+
+    def attach(self, params: Iterable[Tensor]) -> None:
+        for param in params:
+            if hooks.owner(param) is None:
+                hooks.install_hook(param, self)
+        self._attached = True
+
+    def lost(self) -> list[Tensor]:
+        """Parameters whose hook something else has displaced."""
+        optimizer = self.optimizer()
+        if not self._attached:
+            return []
+        return [param for param in self._params if hooks.owner(param) is not optimizer]
+
+    def detach(self) -> None:
+        self._attached = False
+        for param in self._params:
+            hooks.remove_hooks(param, self)
+
+    def ask(self, enabled: bool) -> None:
+        self._asks = enabled
+
+    def accumulate(self, enabled: bool, fold: bool) -> None:
+        if enabled:
+            self._machine.check(Event.KEEP_GRADIENTS)
+        self._blocks[Block.FOLD if fold else Block.ACCUMULATE] += 1 if enabled else -1
+
+    def pause(self, enabled: bool, keep: bool) -> None:
+        if enabled and keep:
+            self._machine.check(Event.KEEP_GRADIENTS)
+        self._blocks[Block.KEEP if keep else Block.DROP] += 1 if enabled else -1
+
+    def begin_norm_pass(self) -> None:
+        adds_up = self._blocks[Block.ACCUMULATE] or self._blocks[Block.FOLD]
+        if adds_up or any(param.grad is not None for param in self._params):
+            raise refusals.measures_sums()
+        self._machine.check(Event.BEGIN_NORM_PASS)
+        if self.folded():
+            raise RuntimeError(PASS_TOO_LATE)
+        self._machine.handle(Event.BEGIN_NORM_PASS)
+        self._scaling.norm = GradNorm()
+
+    def end_norm_pass(self, max_norm: float | None) -> None:
+        if max_norm is None:
+            self._machine.handle(Event.DROP_NORM_PASS)
+            self._scaling.norm = None
+        else:
+            self._machine.handle(Event.FINISH_NORM_PASS)
+            self._scaling.finish_norm(max_norm, loss_scale_of(self.optimizer()))
+
+    def step(self, max_norm: float, unscaled: bool) -> int:
+        """Steps what has a gradient, and lets every parameter be stepped again. How many have been
+        since the last call."""
+        self._machine.check(Event.END_STEP)
+        if self._backwards.any_runs():
+            raise refusals.backward_runs()
+        left = [param for param in self._params if param.grad is not None]
+        updates = self._remaining()
+        scale = loss_scale_of(self.optimizer())
+        scale = torch.ones_like(scale) if unscaled and scale is not None else scale
+        if max_norm > 0 and updates:
+            grads = [(param, grad) for param, _, grad in updates if grad is not None]
+            self._scaling.clip_together(grads, max_norm, scale)
+        self._apply(updates, scale, folds=False)
+        if self._attached:
+            for param in left:
+                param.grad = None
+                hooks.renew_hooks(param)
+        count = len(self._stepped) + len(updates)
+        self._records.forget_folded()  # of parameters that are not in param_groups any more
+        self._end_step(Event.END_STEP)
+        return count
+
+    def zero_grad(self, to_none: bool) -> None:
+        if to_none:
+            for param in self._params:
+                param.grad = None
+        if self._machine.state is State.FAILED:
+            self._end_step(Event.ACKNOWLEDGE)
+
+    def grad_norm(self) -> Tensor | None:
+        return self._scaling.last_norm
+
+    def found(self) -> list[Tensor]:
+        return self._scaling.last_found
+
+    def folded(self) -> int:
+        return self._records.folded()
+
+    def count_used(self, params: list[Tensor]) -> int:
+        used = self._stepped | self._folded if self._attached else set()
+        return sum(id(param) in used for param in params)
+
+    # called by DistributedDataParallel's communication hook
+
+    def hand_to_ddp(self, params: list[Tensor], enabled: bool) -> None:
+        self._reduced_by_ddp.hand_over(params, enabled)
+
+    def begin_reduced(self, params: list[Tensor]) -> Backward | None:
+        """Before the reduction of these gradients. What it returns goes to step_reduced()."""
+        if self._blocks[Block.KEEP]:
+            raise refusals.keeps_reduced()
+        if self._blocks[Block.DROP]:
+            return None
+        backward = self._current_backward()
+        keeps = backward is not None and backward.task is Task.KEEP
+        if self._blocks[Block.ACCUMULATE] or keeps:
+            raise refusals.accumulates_reduced()
+        self._machine.check(Event.USE_GRADIENT)
+        for param in params:
+            self._check_fires_once(param)
+        self._reduced_by_ddp.note_reduced(params)
+        return backward
+
+    def step_reduced(
+        self, backward: Backward | None, params: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        if backward is None:
+            return
+        updates: list[Update] = []
+        for param, grad in zip(params, grads, strict=True):
+            if (group := self._params.group_of(param)) is not None:
+                updates.append(Update(param, group, grad))
+        backward.use_reduced(updates)
+        if backward.task is Task.STEP:
+            self._stepped.update(id(param) for param, *_ in updates)
+
+    # called by hooks
+
+    def ready(self, param: Tensor, is_last: bool) -> None:
+        """A gradient is complete. Others are still to see it where this is not the last hook."""
+        if self._stays(param, is_last) or torch._C._current_graph_task_id() == -1:
+            return
+        # Before .grad is looked at: another thread may have taken part of this gradient.
+        thread = threading.get_ident()
+        if self._threads.get(id(param), thread) != thread:
+            raise refusals.several_threads(self._params.name(param))
+        if param.grad is None:
+            return
+        backward = self._current_backward()
+        if backward is None:
+            return
+        if id(param) in backward.of_ddp:
+            raise refusals.not_attached(list(param.shape))
+        if backward.task is Task.KEEP:
+            self._machine.check(Event.KEEP_GRADIENTS)
+            return
+        self._machine.check(Event.USE_GRADIENT)
+        group = self._params.group_of(param)
+        if group is None:  # not in param_groups any more
+            return
+        if backward.task is Task.FOLD and backward.waits_for(param):
+            return  # a second region's part: it is in .grad too
+        self._check_fires_once(param)
+        check_dense(param.grad)
+        self._threads[id(param)] = thread
+        if backward.task is Task.STEP:
+            self._stepped.add(id(param))
+        backward.add(param, group, is_last)
+
+    def _stays(self, param: Tensor, is_last: bool) -> bool:
+        """Whether the gradient is not used here: a block that is open says so, or a reducer."""
+        if self._blocks[Block.KEEP]:
+            return True
+        if self._blocks[Block.DROP]:
+            if is_last:  # to be seen by others
+                param.grad = None
+            return True
+        folds = self._blocks[Block.FOLD] > 0
+        if param.grad is not None and param in self._reduced_by_ddp:
+            if folds:
+                raise refusals.folds_unreduced()
+            self._reduced_by_ddp.note_local(param)
+            return True
+        return self._blocks[Block.ACCUMULATE] > 0 and not folds
+
+    # called by backwards
+
+    def use(self, updates: list[Update], task: Task) -> None:
+        if task is Task.MEASURE:
+            for param, _, grad in updates:
+                assert grad is not None
+                self._scaling.measure(param, grad)
+        elif updates:
+            self._apply(updates, loss_scale_of(self.optimizer()), folds=task is Task.FOLD)
+            if task is Task.STEP:
+                self._machine.handle(Event.STEPPED)
+            else:
+                self._folded.update(id(param) for param, *_ in updates)
+
+    def ended(self, backward: Backward) -> None:
+        self._backwards.ended(backward)
+
+    def raised(self, used: int, waiting: list[Tensor]) -> None:
+        """A backward that had used so many gradients; those that wait are still in .grad."""
+        self._machine.fail(used)
+        self._stepped.difference_update(id(param) for param in waiting)
+
+    # what they share
+
+    def _remaining(self) -> list[Update]:
+        """What step() is to do."""
+        updates = []
+        for group in self._params.groups():
+            for param in group["params"]:
+                if param.grad is not None:
+                    stepped = self._attached and id(param) in self._stepped
+                    if stepped and param in self._reduced_by_ddp:  # what the reducer left
+                        continue
+                    if self._reduced_by_ddp.is_local(param):
+                        raise refusals.not_reduced(self._params.name(param))
+                    if stepped:
+                        raise refusals.stepped_again(self._params.name(param))
+                if param.grad is not None or self._records.is_folded(self._params.state_of(param)):
+                    updates.append(Update(param, group, param.grad))
+        return updates
+
+    def _apply(self, updates: list[Update], scale: Tensor | None, *, folds: bool) -> None:
+        apply(updates, self._params, self._records, self._scaling, scale, folds=folds)
+
+    def _end_step(self, event: Event) -> None:
+        self._machine.handle(event)
+        self._stepped.clear()
+        self._folded.clear()
+        self._threads.clear()
+        self._scaling.end_step()
+
+    def _current_backward(self) -> Backward | None:
+        if self.optimizer() is None:
+            return None
+        if (backward := self._backwards.current()) is not None:
+            return backward
+        return self._backwards.begin(Backward(self, self._next_task(), params_of_modules()))
+
+    def _next_task(self) -> Task:
+        """Of a backward that begins."""
+        if self._machine.state is State.MEASURING:
+            return Task.MEASURE
+        if self._blocks[Block.FOLD]:
+            return Task.FOLD
+        optimizer: Any = self.optimizer()
+        return Task(optimizer._on_gradients()) if self._asks else Task.STEP
+
+    def _check_fires_once(self, param: Tensor) -> None:
+        measures = self._machine.state is State.MEASURING
+        measured = self._scaling.norm is not None and param in self._scaling.norm
+        if measured if measures else id(param) in self._stepped:
+            raise refusals.second_gradient(self._params.name(param))
+        if self._machine.state is State.CLIPPING and not measured:
+            raise refusals.not_measured(self._params.name(param))

@@ -1,0 +1,77 @@
+"""A parameter and its state, as the formula reads and writes them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import blocks, formats
+from ..elements import Elements, real, real_type
+from .random_bits import Draw, random_bits
+
+
+class Stored:
+    """A parameter and its state, read as what they stand for and rounded when they are written.
+    Complex ones as real ones."""
+
+    def __init__(
+        self,
+        param: Tensor,
+        state: Mapping[str, Tensor],
+        group: Mapping[str, Any],
+        position: int,
+        number: float | Tensor,
+    ) -> None:
+        self.group, self.number = group, number
+        self.compute = torch.float64 if real_type(param) == torch.float64 else torch.float32
+        self._format = formats.param_format_of(param, group)
+        self._states = formats.state_formats(param, group)[state["exp_avg"].dtype]
+        self.in_blocks = self._states.block > 0
+        self._param, self._state, self._position = param, state, position
+
+    @functools.cached_property
+    def _elements(self) -> Elements:
+        return Elements(self._param)
+
+    def random(self, draw: Draw) -> Tensor:
+        bits = random_bits(
+            real(self._param).numel(),
+            seed=self.group.get("seed", 0),
+            position=self._position,
+            step=self.number if isinstance(self.number, Tensor) else int(self.number),
+            draw=draw,
+            device=self._param.device,
+        )
+        return self._elements.shaped(bits)
+
+    def load_param(self) -> Tensor:
+        if self._format.load is not None:
+            return self._format.load(self._param, self._state["param_rest"])
+        return real(self._param).to(self.compute)
+
+    def store_param(self, values: Tensor) -> None:
+        random = self.random(Draw.PARAM) if self._format.at_random else None
+        values, rest = self._format.store(values, random)
+        if rest is not None:
+            self._state["param_rest"].copy_(rest)
+        real(self._param).copy_(values)
+
+    def load(self, name: str) -> Tensor:
+        if not self.in_blocks:
+            return real(self._state[name]).to(self.compute)
+        codes = self._elements.flat(self._state[name])
+        return self._elements.shaped(blocks.decode(name, codes, self._state[f"{name}_scale"]))
+
+    def store(self, name: str, values: Tensor, draw: Draw = Draw.PARAM) -> None:
+        if self.in_blocks:
+            flat, random = self._elements.flat(values), self._elements.flat(self.random(draw))
+            codes, scale = blocks.encode(name, flat, random)
+            self._state[f"{name}_scale"].copy_(scale)
+            values = self._elements.shaped(codes)
+        elif self._states.at_random:
+            values = formats.round_at_random(values, self.random(draw))
+        real(self._state[name]).copy_(values)

@@ -1,0 +1,71 @@
+"""The torch.amp.GradScaler of an optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .clipping import Clipping
+
+
+class LossScaling(Clipping):
+    """Methods of :class:`~memsave_ext.Adam`."""
+
+    _grad_scaler: torch.amp.GradScaler | None = None
+
+    @property
+    def grad_scaler(self) -> torch.amp.GradScaler | None:
+        """That of the training loop. It can be set later, before training, as where a trainer makes
+        it; a copied or unpickled optimizer is to be given one again."""
+        return self._grad_scaler
+
+    @grad_scaler.setter
+    def grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        groups: list[dict[str, Any]] = self.__dict__.get("param_groups", [])
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise TypeError(f"grad_scaler must be a torch.amp.GradScaler or None, got {scaler!r}")
+        if scaler is not None:
+            if self.__dict__.get("defaults", {}).get("differentiable"):
+                raise ValueError(
+                    "differentiable=True, which is torch's implementation, has no grad_scaler"
+                )
+            self._refuse_dtensors("grad_scaler", [p for g in groups for p in g["params"]])
+            self._count_on_device(groups)
+        self._grad_scaler = scaler
+        self._choose_unscaling()
+
+    def _count_on_device(self, groups: list[dict[str, Any]]) -> None:
+        """Whether a step is made is known there: so is how many have been."""
+        for group in groups:
+            if not group.get("capturable") and not group.get("foreach"):
+                group["fused"] = True
+            for param in group["params"]:
+                if state := self.state.get(param):
+                    state["step"] = state["step"].to(param.device, torch.float32)
+
+    def _choose_unscaling(self) -> None:
+        """Whether torch.amp.GradScaler leaves it to :meth:`step`, as for torch's fused Adam."""
+        self._step_supports_amp_scaling = self._in_backward or self._grad_scaler is not None
+
+    def _check_scaler(self) -> bool:
+        """Whether gradients in ``.grad`` have been unscaled. ``GradScaler.step`` sets grad_scale
+        around this call, to None where they have."""
+        if not hasattr(self, "grad_scale"):
+            return False
+        if self.grad_scaler is None:
+            raise RuntimeError(
+                "Adam: GradScaler.step() for an optimizer that has stepped in backward, with "
+                "gradients multiplied by the scale. Hand it over before training: "
+                f"{type(self).__name__}(..., in_backward=True, grad_scaler=scaler), or "
+                "opt.grad_scaler = scaler where a trainer has made it (trainer.accelerator.scaler, "
+                "trainer.precision_plugin.scaler)."
+            )
+        return self.grad_scale is None
+
+    def _report_to_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """What ``scaler.update()`` adapts the scale by."""
+        found = self._stepper.found() or [torch.zeros_like(scaler._get_scale_async())]  # type: ignore[arg-type]
+        # GradScaler has no public way: this is what its unscale_() fills.
+        state = scaler._per_optimizer_states[id(self)]
+        state["found_inf_per_device"] = {tensor.device: tensor for tensor in found}

@@ -1,0 +1,15 @@
+"""What steps an optimizer's parameters: the native part, or the fallback where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import _native
+from . import dtensor, fallback, modes
+
+# With the methods that memsave_ext/_C.pyi lists.
+Stepper: Any = fallback.AdamStepper
+if _native.module:
+    Stepper = _native.module.AdamStepper
+    called = (dtensor.local_tensor, dtensor.local_gradient, dtensor.as_placed, modes.check_options)
+    _native.module.give_adam_functions({function.__name__: function for function in called})

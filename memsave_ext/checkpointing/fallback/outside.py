@@ -1,0 +1,174 @@
+"""Tensors from outside of a region's function that it may read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..errors import Read, describe_change
+from .stepped import ByteRange, PendingRegion
+from .walk import walk
+
+
+def _is_wrapper(tensor: Tensor) -> bool:
+    """One without memory of its own, such as a DTensor."""
+    return tensor.layout != torch.strided or torch._C._dispatch_keys(tensor).has("Python")
+
+
+def _storage(tensor: Tensor) -> int | None:
+    return None if _is_wrapper(tensor) else tensor.untyped_storage()._cdata
+
+
+def version_of(tensor: Tensor) -> int:
+    """0 of inference tensors, which have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@dataclass
+class _Noted:
+    tensor: int  # its id
+    storage: StorageWeakRef | None  # which keeps its number from being given to another
+    version: int
+    changed_by_forward: bool = False
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Noted:
+        storage = None if _is_wrapper(tensor) else StorageWeakRef(tensor.untyped_storage())
+        return _Noted(id(tensor), storage, version_of(tensor))
+
+    def is_(self, tensor: Tensor) -> bool:
+        before = None if self.storage is None else self.storage.cdata
+        return self.tensor == id(tensor) and before == _storage(tensor)
+
+    def is_as_it_was(self, tensor: Tensor) -> bool:
+        return self.is_(tensor) and self.version == version_of(tensor)
+
+
+@dataclass
+class ChangedTensor:
+    tensor: int
+    storage: int | None
+    range: ByteRange
+    description: str
+
+
+class OutsideTensors:
+    """``roots`` are what the function is called with, and the function itself."""
+
+    def __init__(self) -> None:
+        self._noted: list[_Noted] = []
+        self._same_places = True  # before and after the forward
+
+    def note(self, roots: Iterable[Any]) -> None:
+        walk(roots, lambda tensor, _: self._noted.append(_Noted.of(tensor)))
+
+    def leave_out_own_changes(self, roots: Iterable[Any]) -> None:
+        index = 0
+
+        def compare(tensor: Tensor, _: str) -> None:
+            nonlocal index
+            if index == len(self._noted):  # made by the forward
+                self._noted.append(_Noted.of(tensor))
+                self._same_places = False
+            if not self._noted[index].is_as_it_was(tensor):
+                self._noted[index].changed_by_forward = True
+            index += 1
+
+        walk(roots, compare)
+        self._same_places = self._same_places and index == len(self._noted)
+
+    def find_changed(self, roots: Iterable[Any]) -> list[ChangedTensor]:
+        changed: list[ChangedTensor] = []
+        index = 0
+
+        def compare(tensor: Tensor, name: str) -> None:
+            nonlocal index
+            before: int | None  # its version; None: there was another tensor
+            there = None  # what the forward had at this place
+            if self._same_places and index < len(self._noted):
+                there = self._noted[index]
+                index += 1
+                if there.changed_by_forward:
+                    return
+            known = there
+            if known is None or not known.is_(tensor):
+                known = next((noted for noted in self._noted if noted.is_(tensor)), None)
+            if known is not None:
+                if known.changed_by_forward or known.is_as_it_was(tensor):
+                    return
+                before = known.version
+            else:
+                # What holds parts of parameters elsewhere (FSDP, offloading) puts others in their
+                # places.
+                if there is None or there.storage is None or _is_wrapper(tensor):
+                    return
+                if tensor.is_meta or tensor.numel() == 0:
+                    return
+                if there.storage.cdata == _storage(tensor):
+                    return
+                before = None
+            range_ = ByteRange(0, 0) if _is_wrapper(tensor) else ByteRange.of(tensor)
+            what = describe_change(tensor, name, before, version_of(tensor))
+            changed.append(ChangedTensor(id(tensor), _storage(tensor), range_, what))
+
+        walk(roots, compare)
+        return changed
+
+
+@contextmanager
+def observed_reads(
+    changed: list[ChangedTensor], region: PendingRegion | None
+) -> Iterator[list[Read]]:
+    """The operators of a recompute inside that read a tensor which has changed or was stepped."""
+    reads: list[Read] = []
+    if changed or (region is not None and region.any_stepped()):
+        with _ReadObserver(changed, region, reads):
+            yield reads
+    else:
+        yield reads
+
+
+class _ReadObserver(TorchDispatchMode):
+    def __init__(
+        self, changed: list[ChangedTensor], region: PendingRegion | None, reads: list[Read]
+    ) -> None:
+        super().__init__()
+        self._changed, self._region, self._reads = changed, region, reads
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                continue
+            for tensor in tree_leaves((given | (kwargs or {})).get(argument.name)):
+                if isinstance(tensor, Tensor):
+                    self._look(str(func), tensor)
+        return func(*args, **(kwargs or {}))
+
+    def _look(self, name: str, tensor: Tensor) -> None:
+        operator = name.split(".")[1]
+        if operator.startswith("new_") or operator.endswith("_like"):  # reads a shape alone
+            return
+        storage, change = _storage(tensor), ""
+        for changed in self._changed:
+            if storage is None:
+                same = changed.tensor == id(tensor)
+            else:
+                same = changed.storage == storage and changed.range.overlaps(ByteRange.of(tensor))
+            if same:
+                change = changed.description
+        position = None
+        if storage is not None and self._region is not None:
+            position = self._region.stepped(tensor)
+        if change or position is not None:
+            self._reads.append((name, change, position, list(tensor.shape), tensor.dtype))

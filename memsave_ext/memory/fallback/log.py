@@ -1,0 +1,195 @@
+"""Every block that lives, who made it, and the changes in order."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .threads import FORWARD, OTHER, RECOMPUTE, Moment, Threads
+
+# The order of CATEGORIES in memsave_ext/memory/account.py.
+_ACTIVATIONS, _OTHER_CATEGORY = 3, 4
+_FREED, _ALLOCATED, _THERE = -1, 1, 2
+
+
+@dataclass(eq=False)
+class Block:
+    size: int
+    phase: int = OTHER  # in which it was allocated
+    span: int = 0  # which forward or which recompute that was
+    module: int = -1
+    temporary: bool = False  # freed before that forward or recompute ended
+    label: int | None = None
+    name: int = -1
+
+    @property
+    def category(self) -> int:
+        if self.label is not None:
+            return self.label
+        made_by_forward = self.phase in (FORWARD, RECOMPUTE)
+        return _ACTIVATIONS if made_by_forward and not self.temporary else _OTHER_CATEGORY
+
+
+class Memory:
+    """The memory of a tensor that has a label, without keeping it."""
+
+    def __init__(self, storage: torch.UntypedStorage, ptr: int) -> None:
+        self.ptr, self.size = ptr, storage.nbytes()
+        self.block: Block | None = None
+        self._weak = StorageWeakRef(storage)
+
+    def is_of(self, storage: torch.UntypedStorage) -> bool:
+        return bool(self._weak.cdata == storage._cdata)
+
+    def is_gone(self) -> bool:
+        if self._weak.expired():
+            return True
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
+        return storage is None or address(storage) != self.ptr
+
+
+def address(storage: torch.UntypedStorage) -> int:
+    """0 where there is no memory."""
+    try:
+        return storage.data_ptr() if storage.nbytes() else 0
+    except (RuntimeError, NotImplementedError):  # fake, or its memory was taken away
+        return 0
+
+
+@dataclass(frozen=True)
+class Record:
+    """csrc/memory/record.h describes the columns."""
+
+    changes: Tensor
+    blocks: Tensor
+    regions: list[tuple[int, int, int, float]]
+
+    def stack(self, block: int) -> tuple[tuple[str, int, str], ...]:
+        """Of no block: torch's profiler has none for an allocation."""
+        return ()
+
+
+class Log:
+    """What is told in order of time; ``total`` is the allocator's figure, None on the CPU."""
+
+    def __init__(self, device: torch.device, parents: list[int]) -> None:
+        self.threads = Threads(parents)
+        self.total = 0  # live bytes
+        self._peak = 0
+        self._device = device
+        self._live: dict[int, Block] = {}
+        self._step = 0
+        self._part = 0
+        self._changes: list[tuple[int, int, Block | None, int, int, int]] = []
+
+    @property
+    def peak(self) -> int:
+        return max(self._peak, self.total)
+
+    def allocated(self, ptr: int, size: int, total: int | None, moment: Moment) -> None:
+        # A known address that is allocated again was freed while nobody looked.
+        if ptr in self._live:
+            self._remove(ptr, None if total is None else self.total, moment)
+        phase, span, module = self.threads.where(moment)
+        if phase == RECOMPUTE:
+            self.threads.count(span, size)
+        self._live[ptr] = block = Block(size, phase, span, module)
+        after = self.total + size if total is None else total
+        self._change(block, _ALLOCATED, after, phase, moment)
+
+    def freed(self, ptr: int, total: int | None, moment: Moment) -> None:
+        if ptr in self._live:
+            self._remove(ptr, total, moment)
+        elif total is not None and total != self.total:
+            self._change(None, _FREED, total, self.threads.where(moment).phase, moment)
+
+    def mark_phase(self, moment: Moment) -> None:
+        """A row without a change: what may allocate nothing begins or ends."""
+        self._change(None, _FREED, self.total, self.threads.where(moment).phase, moment)
+
+    def label(self, memories: Iterable[tuple[Memory, int]], category: int, moment: Moment) -> None:
+        """Give memory a category and a name. What is not known was there before tracking."""
+        for memory, name in memories:
+            block = self._live.get(memory.ptr)
+            if block is None:
+                self._live[memory.ptr] = block = Block(memory.size)
+                # An allocator's own figure holds it already.
+                total = self.total + (memory.size if self._device.type == "cpu" else 0)
+                self._change(block, _ALLOCATED, total, self.threads.where(moment).phase, moment)
+            memory.block = block
+            if block.label is None:
+                block.label, block.name = category, name
+
+    def forget(self, memories: Iterable[Memory], moment: Moment) -> None:
+        """They were freed, which may have been told or not."""
+        for memory in memories:
+            if memory.block is not None and self._live.get(memory.ptr) is memory.block:
+                total = None if self._device.type == "cpu" else self.total
+                self._remove(memory.ptr, total, moment)
+
+    def begin(self, total: int | None, moment: Moment) -> None:
+        """Tracking begins."""
+        self.threads.clear()
+        self.total = self.total if total is None else total
+        self._begin_part(moment)
+
+    def end_step(self, moment: Moment) -> None:
+        self._step += 1
+        self.threads.end_step()
+        self._begin_part(moment)
+
+    def reset_peak(self, moment: Moment) -> None:
+        self._peak = self.total
+        self._changes.clear()
+        self._begin_part(moment)
+
+    def record(self) -> Record:
+        numbers: dict[Block, int] = {}
+        changes = array("q")
+        for time, step, block, change, phase, total in self._changes:
+            row = -1 if block is None else numbers.setdefault(block, len(numbers))
+            changes.extend((time, step, row, change, phase, total))
+        blocks = array("q")
+        for block in numbers:
+            blocks.extend((block.size, block.category, block.phase, block.name, block.module))
+        regions = [
+            (module, region.calls, region.saved_bytes, region.nanoseconds * 1e-9)
+            for module, region in sorted(self.threads.regions.items())
+        ]
+        return Record(_as_table(changes, 6), _as_table(blocks, 5), regions)
+
+    def _remove(self, ptr: int, total: int | None, moment: Moment) -> None:
+        block = self._live.pop(ptr)
+        phase, span, _ = self.threads.where(moment)
+        block.temporary = (block.phase, block.span) == (phase, span)
+        if block.phase == RECOMPUTE:
+            self.threads.count(block.span, -block.size)
+        after = self.total - block.size if total is None else total
+        self._change(block, _FREED, after, phase, moment)
+
+    def _change(
+        self, block: Block | None, change: int, total: int, phase: int, moment: Moment
+    ) -> None:
+        self.total = total
+        if self._changes:  # tracking has begun
+            self._peak = max(self._peak, total)
+            self._changes.append((moment.time, self._step, block, change, phase, total))
+
+    def _begin_part(self, moment: Moment) -> None:
+        """A part is complete in itself: it begins with what lives then."""
+        self._peak = self.peak
+        self._changes.append((moment.time, self._step, None, _THERE, self._part, self.total))
+        for block in self._live.values():
+            self._changes.append((moment.time, self._step, block, _THERE, 0, self.total))
+        self._part += 1
+
+
+def _as_table(values: array[int], columns: int) -> Tensor:
+    if not values:  # which frombuffer does not take
+        return torch.empty(0, columns, dtype=torch.int64)
+    return torch.frombuffer(values, dtype=torch.int64).view(-1, columns)

@@ -1,0 +1,109 @@
+"""The figures of a track: what lives, and what the peak was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from .. import _native
+from .account import Account, Region, Step, TensorAtPeak, Timeline
+from .fallback import tracker as _fallback
+from .hooks import Modules, Names
+
+_Tracker: Any = _native.module.MemoryTracker if _native.module else _fallback.MemoryTracker
+_pause = _native.module.pause_tracking if _native.module else _fallback.pause_tracking
+
+
+@contextmanager
+def untracked() -> Iterator[None]:
+    """What this thread allocates inside is not counted: for the work of tracking itself."""
+    _pause(True)
+    try:
+        yield
+    finally:
+        _pause(False)
+
+
+class Figures:
+    """Read from a tracker, while it runs and afterwards."""
+
+    def __init__(
+        self, device: torch.device, modules: Modules, names: Names, stacks: bool, max_events: int
+    ) -> None:
+        self.device = device
+        self._modules, self._names = modules, names
+        self._tracker: Any = _Tracker(device, modules.parents, stacks, max_events)
+        self._installed: ExitStack | None = None  # closed when tracking ends
+        self._final: Account | None = None  # of a tracker that does not run
+
+    @property
+    def live(self) -> int:
+        """Bytes that live now, or lived when the block was left."""
+        return int(self._tracker.live)
+
+    @property
+    def peak(self) -> int:
+        """The largest :attr:`live` has been, in bytes."""
+        return int(self._tracker.peak)
+
+    def reset_peak(self) -> None:
+        """Make the present :attr:`live` the new :attr:`peak`, and forget what was before."""
+        self._tracker.reset_peak()
+        self._final = None
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """The peak's bytes by category: parameters (with buffers), gradients (of parameters),
+        optimizer (its states), activations (made by a forward or a recompute, and alive after it)
+        and other (inputs, temporaries, gradients of activations). Their sum is :attr:`peak`."""
+        return self._account().at_peak
+
+    @property
+    def peak_phase(self) -> str:
+        """What training did at the peak: forward, backward, recompute, optimizer or other."""
+        return self._account().peak_phase
+
+    @property
+    def peak_step(self) -> int:
+        """The training step of the peak, from 0."""
+        return self._account().peak_step
+
+    @property
+    def peak_time(self) -> float:
+        """When the peak was, in seconds since tracking began."""
+        return self._account().peak_time
+
+    @property
+    def timeline(self) -> Timeline:
+        """Live bytes by category over time."""
+        return self._account().timeline
+
+    @property
+    def steps(self) -> list[Step]:
+        """The training steps that are in the timeline, with time and peak."""
+        return self._account().steps
+
+    @property
+    def regions(self) -> list[Region]:
+        """The checkpointed regions: what each saved, and what its recomputes cost. Those of other
+        packages' checkpoints are seen module by module."""
+        return self._account().regions
+
+    def top(self, n: int = 10) -> list[TensorAtPeak]:
+        """The ``n`` largest tensors at the peak, the largest first."""
+        if n < 0:
+            raise ValueError(f"n must not be negative, got {n}")
+        with untracked():
+            return self._account().top(n)
+
+    def _account(self) -> Account:
+        if self._final is not None:
+            return self._final
+        with untracked():
+            account = Account(self._tracker.record(), self._names.texts, self._modules.names)
+        if self._installed is None:
+            self._final = account
+        return account

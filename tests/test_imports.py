@@ -1,0 +1,61 @@
+"""Modules of the package import each other in one direction."""
+
+import ast
+import graphlib
+from pathlib import Path
+
+import memsave_ext
+
+PACKAGE = Path(memsave_ext.__file__).parent
+
+
+def module_names():
+    """Every module's file, by name; a package's is its ``__init__``."""
+    modules = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = ("memsave_ext", *path.relative_to(PACKAGE).with_suffix("").parts)
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return modules
+
+
+def inside(name, package):
+    return name == package or name.startswith(f"{package}.")
+
+
+def imports(name, path, modules):
+    """What a module imports of the package, inside functions and for types, too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name in modules}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = [*name.split("."), *([""] if path.stem == "__init__" else [])]
+                base = ".".join([*parts[: -node.level], *([base] if base else [])])
+            for alias in node.names:
+                submodule = f"{base}.{alias.name}"
+                found |= {submodule if submodule in modules else base} & modules.keys()
+    for target in [*found]:
+        # The packages that it is in are imported before it, unless the importer is in them, too.
+        parents = [target.rpartition(".")[0]]
+        while parents[-1]:
+            parents.append(parents[-1].rpartition(".")[0])
+        found |= {parent for parent in parents if parent and not inside(name, parent)}
+    return found - {name}
+
+
+def import_graph():
+    modules = module_names()
+    return {name: imports(name, path, modules) for name, path in modules.items()}
+
+
+def test_no_cycles():
+    graph = import_graph()
+    assert "memsave_ext.memory.figures" in graph["memsave_ext.memory.report"]
+    assert "memsave_ext.checkpointing" in graph["memsave_ext.memory.fallback.tracker"]
+    graphlib.TopologicalSorter(graph).prepare()  # raises an error that names the cycle
+
+
+def test_every_room_has_its_own_fallback():
+    assert "memsave_ext._reference" not in module_names()
