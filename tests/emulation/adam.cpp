@@ -132,27 +132,13 @@ void run_folds(const Format& format, bool large) {
 }
 
 void run_all(bool large) {
-  for (int param = 0; param < 4; ++param) {
-    for (int param_format = 0; param_format < 4; ++param_format) {
-      for (int states = 0; states < 4; ++states) {
-        for (const bool amsgrad : {false, true}) {
-          const Format format = {static_cast<DType>(param), static_cast<ParamFormat>(param_format),
-                                 static_cast<StateFormat>(states), amsgrad};
-          float there = 0;
-          Item item = {};
-          item.param_type = format.param;
-          item.param_format = format.param_format;
-          item.state_format = format.states;
-          if (amsgrad) item.max_exp_avg_sq = &there;
-          if (!steps_on_cpu(item)) continue;
-          // The CPU steps more than CUDA: states of the parameter's type beside a format of it.
-          if (param_format != 0 && format.states == StateFormat::kAsParam) continue;
-          run_whole(format, large);
-          item.phase = Phase::kClose;
-          if (steps_on_cpu(item)) run_folds(format, large);
-        }
-      }
-    }
+  using memsave_ext::adam::Combination;
+  for (int i = 0; i < memsave_ext::adam::kCombinations; ++i) {
+    const Combination combination = Combination::at(i);
+    if (!combination.exists()) continue;
+    const Format format = {combination.param, combination.format, combination.states,
+                           combination.amsgrad};
+    combination.closes ? run_folds(format, large) : run_whole(format, large);
   }
 }
 

@@ -25,8 +25,4 @@ namespace emulation {
 
 const memsave_ext::adam::Kernels& adam_on_cpu() { return memsave_ext::adam::cpu_kernels; }
 
-bool steps_on_cpu(const memsave_ext::adam::Item& item) {
-  return memsave_ext::adam::step_of(item) != nullptr;
-}
-
 }  // namespace emulation

@@ -8,6 +8,5 @@
 namespace emulation {
 
 EMULATION_EXPORT const memsave_ext::adam::Kernels& adam_on_cpu();
-EMULATION_EXPORT bool steps_on_cpu(const memsave_ext::adam::Item& item);
 
 }  // namespace emulation
