@@ -25,7 +25,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test stress lint format cuda-check bench docs guide sanitize clean
+.PHONY: help build demo test stress lint format cuda-check emulate emulate-full bench docs guide sanitize clean
 # A recipe that fails must not leave a fresh stamp behind.
 .DELETE_ON_ERROR:
 
@@ -65,6 +65,14 @@ format: $(INSTALLED)  ## rewrite the sources in the project's style
 
 cuda-check: $(INSTALLED)  ## compile every CUDA source, without a GPU or a CUDA torch
 	$(VENV) tools/cuda_check.py
+
+emulate: $(INSTALLED)  ## run every CUDA kernel on the CPU, also with address sanitizer
+	$(VENV) tests/emulation/run.py
+
+emulate-full: $(INSTALLED)  ## the same with all sanitizers and large tensors; then seeded bugs
+	$(VENV) tests/emulation/run.py --builds plain --large
+	$(VENV) tests/emulation/run.py --builds address thread memory
+	$(VENV) tests/emulation/seeded_bugs.py
 
 docs: $(DOCS)  ## build the pages in site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(VENV) -m mkdocs build --strict

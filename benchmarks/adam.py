@@ -44,6 +44,7 @@ from adam_methods import (
     reasons,
 )
 from common import ROOT, balanced_order, bar, copy_bandwidth, machine, write_record
+from cuda_timing import Flush
 from training import CudaMemory
 
 HUGE = [BASE, FOREACH, FUSED, TUTORIAL, AFTER, IN_BACKWARD]
@@ -74,12 +75,12 @@ class DeviceTime:
     """The GPU's own time, from cold caches. It is kept busy meanwhile: no wait for the host."""
 
     def __init__(self) -> None:
-        self.buffer = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+        self.flush = Flush(1 << 30, "cuda")
 
     def __call__(self, run: Run) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(3):
-            self.buffer.zero_()
+            self.flush()
         start.record()
         run()
         end.record()

@@ -20,7 +20,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common import ROOT, bar, machine, write_record
-from cuda_timing import SHARE, Cases, Row, add_options, cell, figure, make_row, prepare, show_bars
+from cuda_timing import (
+    AS_FAST,
+    SHARE,
+    Cases,
+    Row,
+    add_options,
+    cell,
+    figure,
+    make_row,
+    prepare,
+    show_bars,
+)
 
 RESNET50 = [
     (256, 64, 112, 112),
@@ -90,9 +101,9 @@ def bars(rows: list[Row]) -> list[dict[str, Any]]:
     figures = []
     for name in PASSES:
         speeds = [row["torch_us"] / row["ours_us"] for row in rows if row["pass"] == name]
-        figures.append(figure(f"{name}, times torch's speed: worst", min(speeds), 1.0))
+        figures.append(figure(f"{name}, times torch's speed: worst", min(speeds), AS_FAST))
         mean = statistics.geometric_mean(speeds)
-        figures.append(figure(f"{name}, times torch's speed: mean", mean, 1.0))
+        figures.append(figure(f"{name}, times torch's speed: mean", mean, AS_FAST))
     shares = [r["share"] for r in rows if r["pass"] == "reuse" and r["bytes"] >= LARGE]
     if shares:
         figures.append(figure("reuse of 64 MiB and more, share of the floor: worst", min(shares),

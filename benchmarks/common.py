@@ -58,7 +58,10 @@ def _ram_gib() -> float | None:
 
 
 def _commit() -> dict[str, Any]:
-    """Commit of the checkout; ``dirty`` when a file that could change a result differs from it."""
+    """Commit of the checkout; ``dirty`` when a file that could change a result differs from it.
+
+    Where there is only a copy of one, MEMSAVE_EXT_COMMIT may name it.
+    """
 
     def git(*arguments: str) -> str | None:
         try:
@@ -72,7 +75,7 @@ def _commit() -> dict[str, Any]:
     if (
         git("ls-files", "--error-unmatch", "setup.py") is None
     ):  # not a checkout, or another project's
-        return {"commit": None, "dirty": None}
+        return {"commit": os.environ.get("MEMSAVE_EXT_COMMIT"), "dirty": None}
     # Results, README and docs are written from runs: they must not mark the next run as dirty.
     written = ":!benchmarks/results", ":!README.md", ":!docs"
     changes = git("status", "--porcelain", "--", ".", *written)

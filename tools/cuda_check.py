@@ -2,7 +2,7 @@
 
 Kernels (*.cu, free of torch headers) are compiled for sm_80 and sm_90 and listed with registers,
 spills and shared memory; cuda.cpp files are checked against the headers of the installed torch.
-Fails on an error or a spill.
+Fails on an error or a spill. The kernels' names are left for `make emulate`, which runs each.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import build_config
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parents[1]
+KERNELS = ROOT / "build" / "cuda-kernels.txt"
 ARCHS = ("80", "90")
 ROW = "{:<50} {:>5} {:>9} {:>11} {:>12}"
 
@@ -38,6 +39,7 @@ def main() -> None:
         results = list(pool.map(run, commands))
 
     problems = 0
+    names: set[str] = set()
     print(ROW.format("kernel", "arch", "registers", "spill bytes", "shared bytes"))
     for path, (compiled, output) in zip(kernels, results, strict=False):
         if not compiled:
@@ -46,11 +48,14 @@ def main() -> None:
             continue
         for name, arch, registers, spill, shared in parse_ptxas(output):
             problems += spill > 0
+            names.add(name)
             print(ROW.format(name, arch, registers, spill, shared))
     for path, (compiled, output) in zip(bindings, results[len(kernels) :], strict=True):
         problems += not compiled
         print(f"{path.relative_to(ROOT)}: {'compiles' if compiled else 'does not compile'}")
         print(output, end="")
+    KERNELS.parent.mkdir(exist_ok=True)
+    KERNELS.write_text("".join(f"{name}\n" for name in sorted(names)))
     if problems:
         sys.exit(f"cuda-check: {problems} sources that do not compile or kernels that spill.")
 

@@ -82,12 +82,17 @@ struct alignas(sizeof(T) * size) Vector<T, size, true> {
  private:
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-      return reinterpret_cast<const uint32_t&>(pair);
+      return word_of(__floats2bfloat162_rn(low, high));
     } else {
-      const __half2 pair = __floats2half2_rn(low, high);
-      return reinterpret_cast<const uint32_t&>(pair);
+      return word_of(__floats2half2_rn(low, high));
     }
+  }
+
+  template <typename Pair>
+  static __device__ __forceinline__ uint32_t word_of(const Pair& pair) {
+    uint32_t word;
+    memcpy(&word, &pair, sizeof(word));
+    return word;
   }
 };
 

@@ -123,6 +123,7 @@ __device__ __forceinline__ void step_block(const BatchedTensor& tensor, int64_t 
   } else {
     x.store(tensor, part);
   }
+  __syncwarp();  // all lanes have read the scales, and shuffles order no memory
   if (lane == 0) {
     tensor.exp_avg_scale[i] = scale;
     tensor.exp_avg_sq_scale[i] = scale_sq;

@@ -1,0 +1,158 @@
+// A parameter with its gradient and state, twice: for the CPU's kernels and for the emulated ones.
+#pragma once
+
+#include "adam/kernels.h"
+#include "driver.h"
+
+namespace emulation {
+
+using memsave_ext::adam::Item;
+using memsave_ext::adam::ParamFormat;
+using memsave_ext::adam::Phase;
+using memsave_ext::adam::StateFormat;
+using memsave_ext::vector::DType;
+
+struct Format {
+  DType param;
+  ParamFormat param_format;
+  StateFormat states;
+  bool amsgrad;
+};
+
+enum Operand { kParam, kRest, kGrad, kExpAvg, kExpAvgSq, kMax, kScale, kScaleSq, kOperands };
+constexpr const char* kNames[] = {"param",         "param_rest",      "grad",
+                                  "exp_avg",       "exp_avg_sq",      "max_exp_avg_sq",
+                                  "exp_avg_scale", "exp_avg_sq_scale"};
+
+inline bool in_blocks(const Format& f) { return f.states == StateFormat::kBlocks; }
+
+inline Stored stored(DType type) {
+  return type == DType::kDouble  ? Stored::kDouble
+         : type == DType::kFloat ? Stored::kFloat
+         : type == DType::kHalf  ? Stored::kHalf
+                                 : Stored::kBFloat16;
+}
+
+// Of an operand that the format has.
+inline Stored stored(const Format& f, Operand operand) {
+  if (operand == kScale || operand == kScaleSq) return Stored::kFloat;
+  if (operand == kRest) {
+    return f.param_format == ParamFormat::kSplit ? Stored::kBits16 : Stored::kBFloat16;
+  }
+  if (operand == kParam || operand == kGrad || f.states == StateFormat::kAsParam) {
+    return stored(f.param);
+  }
+  return in_blocks(f)                         ? Stored::kBits8
+         : f.states == StateFormat::kBFloat16 ? Stored::kBFloat16
+                                              : Stored::kFloat;
+}
+
+inline bool has(const Format& f, Operand operand) {
+  switch (operand) {
+    case kRest:
+      return f.param_format == ParamFormat::kKahan || f.param_format == ParamFormat::kSplit;
+    case kMax:
+      return f.amsgrad;
+    case kScale:
+    case kScaleSq:
+      return in_blocks(f);
+    default:
+      return true;
+  }
+}
+
+class Tensor {
+ public:
+  // Offset: of the operand `shifted`, or of each where that is kOperands.
+  Tensor(const Format& format, size_t numel, int offset, Operand shifted, Generator& generator,
+         bool with_grad = true, bool finite = true)
+      : format_(format), numel_(numel) {
+    const size_t blocks = static_cast<size_t>(memsave_ext::adam::blocks_of(numel));
+    for (int i = 0; i < kOperands; ++i) {
+      const auto operand = static_cast<Operand>(i);
+      if (!has(format, operand) || (operand == kGrad && !with_grad)) continue;
+      const bool scale = operand == kScale || operand == kScaleSq;
+      const size_t shift = shifted == kOperands || shifted == operand ? offset : 0;
+      cpu_[i] = Memory(stored(format, operand), scale ? blocks : numel, shift);
+      fill(cpu_[i], operand, generator, finite);
+      device_[i] = cpu_[i].copy();
+    }
+  }
+
+  void draw_grad(Generator& generator, bool finite) {
+    if (cpu_[kGrad].at() == nullptr) return;
+    fill(cpu_[kGrad], kGrad, generator, finite);
+    memcpy(device_[kGrad].at(), cpu_[kGrad].at(), cpu_[kGrad].bytes());
+  }
+
+  Item item(bool on_device) const {
+    const Memory* of = on_device ? device_ : cpu_;
+    Item item = {};
+    item.param = of[kParam].at();
+    item.param_rest = of[kRest].at();
+    item.grad = of[kGrad].at();
+    item.exp_avg = of[kExpAvg].at();
+    item.exp_avg_sq = of[kExpAvgSq].at();
+    item.max_exp_avg_sq = of[kMax].at();
+    item.exp_avg_scale = reinterpret_cast<float*>(of[kScale].at());
+    item.exp_avg_sq_scale = reinterpret_cast<float*>(of[kScaleSq].at());
+    item.numel = static_cast<int64_t>(numel_);
+    item.param_type = format_.param;
+    item.param_format = format_.param_format;
+    item.state_format = format_.states;
+    return item;
+  }
+
+  // nan_bits: where NaN may be packed moments.
+  void compare(const char* what, bool nan_bits) const {
+    for (int i = 0; i < kOperands; ++i) {
+      if (cpu_[i].at() == nullptr) continue;
+      cpu_[i].written_elsewhere();
+      const int64_t at = first_difference(cpu_[i], device_[i], nan_bits);
+      checks += static_cast<int64_t>(cpu_[i].count());
+      if (at < 0) continue;
+      fail(
+          "adam, %s: type %d, format %d, states %d, amsgrad %d: element %lld of %zu of %s is "
+          "%.17g, "
+          "on the CPU %.17g",
+          what, static_cast<int>(format_.param), static_cast<int>(format_.param_format),
+          static_cast<int>(format_.states), format_.amsgrad, static_cast<long long>(at),
+          cpu_[i].count(), kNames[i], device_[i].get(at), cpu_[i].get(at));
+    }
+  }
+
+ private:
+  void fill(Memory& memory, Operand operand, Generator& generator, bool finite) const {
+    for (size_t i = 0; i < memory.count(); ++i) {
+      memory.set(i, value(memory.type(), operand, generator, finite));
+    }
+  }
+
+  double value(Stored type, Operand operand, Generator& generator, bool finite) const {
+    if (type == Stored::kBits8) return below(generator, 256);
+    if (type == Stored::kBits16) return below(generator, 65536);
+    const double x = normal(generator);
+    switch (operand) {
+      case kParam:
+        return x;
+      case kRest:
+        return x / 1024;
+      case kScale:
+      case kScaleSq:
+        return below(generator, 8) == 0 ? 0 : std::fabs(x) / 16;
+      case kGrad:
+        break;
+      default:
+        return operand == kExpAvg ? x / 16 : x * x / 256;
+    }
+    static constexpr double kRare[] = {0, -0.0, 1e-7, 1e-30, 3e4, INFINITY, -INFINITY, NAN};
+    const int rare = below(generator, 64);
+    return rare < (finite ? 5 : 8) ? kRare[rare] : x / 4;
+  }
+
+  Format format_;
+  size_t numel_;
+  Memory cpu_[kOperands], device_[kOperands];
+};
+
+}  // namespace emulation

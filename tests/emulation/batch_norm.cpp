@@ -1,0 +1,64 @@
+// Every kernel of batch norm beside its definition, and beside itself in other orders of threads:
+// the same bits.
+#include <cstdio>
+
+#include "batch_norm_run.h"
+
+namespace emulation {
+namespace {
+
+void run(const Case& of, const std::vector<Order>& orders) {
+  Run run(of);
+  std::vector<Memory> first;
+  for (const Order order : orders) {
+    use(order, of.channels);
+    std::vector<Memory> results = run.results(order == orders[0]);
+    if (order == orders[0]) {
+      first = std::move(results);
+      continue;
+    }
+    for (size_t i = 0; i < results.size(); ++i) {
+      if (first_difference(first[i], results[i]) >= 0)
+        fail("batch norm: other bits in result %zu", i);
+      checks += static_cast<int64_t>(results[i].count());
+    }
+  }
+}
+
+void run_all(const Options& options) {
+  // Planes on chip, in chunks, of every width of vectors; rows in groups that are full and not.
+  std::vector<Case> shapes = {{{}, 1, 1, 2},   {{}, 2, 3, 35},  {{}, 2, 3, 49},   {{}, 3, 4, 196},
+                              {{}, 4, 130, 8}, {{}, 2, 1, 1},   {{}, 2, 2, 8256}, {{}, 5, 3, 1},
+                              {{}, 33, 8, 1},  {{}, 40, 67, 1}, {{}, 1, 40, 1},   {{}, 600, 16, 1},
+                              {{}, 700, 4, 1}};
+  if (options.large) {
+    for (const Case& one : {Case{{}, 64, 128, 49}, Case{{}, 16, 130, 196}, Case{{}, 2, 3, 300'000},
+                            Case{{}, 100'000, 12, 1}, Case{{}, 2, 128, 20'000}}) {
+      shapes.push_back(one);
+    }
+  }
+  // More than 48 KiB of shared memory.
+  run({DType::kDouble, 41, 128, 50, 1, true, true, 0}, options.orders);
+  for (Case of : shapes) {
+    for (int dtype = 0; dtype < 4; ++dtype) {
+      of.dtype = static_cast<DType>(dtype);
+      for (int variant = 0; variant < 4; ++variant) {
+        of.activation = variant % 3;
+        of.residual = variant % 2 == 1;
+        of.affine = variant > 0;
+        of.offset = variant == 2 ? 1 : variant == 3 ? 4 : 0;
+        run(of, options.orders);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace emulation
+
+int main(int argc, char** argv) {
+  const emulation::Options options = emulation::options_of(argc, argv);
+  emulation::run_all(options);
+  printf("batch norm: the largest error is %.2f of its bound\n", emulation::worst_share);
+  emulation::finish(options, "batch norm");
+}

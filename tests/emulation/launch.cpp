@@ -1,0 +1,43 @@
+#include "device.h"
+
+namespace emulation {
+namespace {
+
+struct Allowed {
+  KernelPointer kernel;
+  size_t bytes;
+};
+
+std::vector<Allowed> allowed;
+std::vector<KernelPointer> kernels;
+
+}  // namespace
+
+void allow_dynamic_shared(KernelPointer kernel, size_t bytes) {
+  if (bytes > kMostSharedBytes) fail("%zu bytes of shared memory are asked for", bytes);
+  for (Allowed& one : allowed) {
+    if (one.kernel == kernel) return void(one.bytes = bytes);
+  }
+  allowed.push_back({kernel, bytes});
+}
+
+const std::vector<KernelPointer>& launched() { return kernels; }
+
+void run(KernelPointer kernel, dim3 grid, dim3 block, size_t dynamic, size_t argument_bytes,
+         const std::function<void()>& thread) {
+  if (kernel == nullptr) fail("a null kernel is launched");
+  if (grid.x == 0 || grid.x > 0x7fffffffu) fail("%u blocks", grid.x);
+  if (block.x == 0 || block.x > kMostThreads) fail("%u threads", block.x);
+  if (argument_bytes > 4096) fail("%zu bytes of arguments", argument_bytes);
+  size_t most = kSharedUnasked;
+  for (const Allowed& one : allowed) {
+    if (one.kernel == kernel) most = one.bytes;
+  }
+  if (dynamic > most) fail("%zu bytes of shared memory, where %zu are allowed", dynamic, most);
+  bool known = false;
+  for (const KernelPointer one : kernels) known = known || one == kernel;
+  if (!known) kernels.push_back(kernel);
+  run_blocks(grid, block, dynamic, thread);
+}
+
+}  // namespace emulation

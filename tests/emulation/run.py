@@ -1,0 +1,149 @@
+"""Run every CUDA kernel on the CPU and check what it does (`make emulate`).
+
+    python tests/emulation/run.py [--builds plain address thread memory] [--large]
+
+The last line says how many kernels ran: all that the programs hold, and, where `make cuda-check`
+has left the list of what nvcc compiled, all of those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import programs
+import translate
+from programs import build_config
+
+NVCC_KERNELS = programs.ROOT / "build" / "cuda-kernels.txt"  # written by tools/cuda_check.py
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1:exitcode=66",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--builds", nargs="+", choices=programs.KINDS, default=["plain", "address"])
+    parser.add_argument("--large", action="store_true", help="tensors of millions of elements, too")
+    options = parser.parse_args()
+    kinds = [kind for kind in options.builds if has_compiler(kind)]
+    runs = [(kind, program) for kind in kinds for program in programs.DRIVERS]
+    programs.build(kinds)
+    if build_config.find_cuda_home()[0] is None:
+        print("conversions: not compared with NVIDIA's, whose headers are not here")
+    else:
+        programs.build(["plain"], programs=(programs.CONVERSIONS,))
+        runs.insert(0, ("plain", programs.CONVERSIONS))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        results = list(pool.map(lambda of: run_program(path_of(*of), of[0], options.large), runs))
+    ran: dict[str, set[str]] = {}
+    for (kind, program), (status, output) in zip(runs, results, strict=True):
+        print(f"== {kind}\n{output}", end="", flush=True)
+        if status:
+            sys.exit(f"emulate: {program}, {kind}: exit {status}")
+        ran.setdefault(kind, set()).update(launched(path_of(kind, program)))
+    compiled = nvcc_kernels()
+    for names in ran.values():
+        require_same(names, all_kernels(kinds[0]), "compiled here")
+        if compiled is not None:
+            require_same(names, compiled, "compiled by nvcc")
+    if compiled is None:
+        print("not compared with what nvcc compiles: `make cuda-check` has left no list")
+    print(f"{len(names)} kernels ran")
+
+
+def has_compiler(kind: str) -> bool:
+    name = programs.compiler(kind)
+    if shutil.which(shlex.split(name)[0]) is None:
+        print(f"{kind}: skipped, there is no {name}")
+        return False
+    return True
+
+
+def path_of(kind: str, program: str) -> Path:
+    return programs.FOLDER / kind / program
+
+
+def run_program(path: Path, kind: str, large: bool) -> tuple[int, str]:
+    command = [str(path), str(list_of(path))]
+    command += ["--large"] if large else []
+    if kind in ("thread", "memory"):
+        command.append("--one-order")  # what they see does not depend on it
+    if kind == "thread":
+        # Its shadow memory needs addresses where they used to be.
+        command = ["setarch", platform.machine(), "-R", *command]
+    done = subprocess.run(
+        command,
+        env={**os.environ, **OPTIONS},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def names_an_error(line: str) -> bool:
+    return line.startswith("emulation (") or "Sanitizer: " in line or "runtime error: " in line
+
+
+def list_of(program: Path) -> Path:
+    return program.with_suffix(".launched")
+
+
+def symbols(program: Path) -> dict[int, str]:
+    """The functions of a program by address, with the names that nvcc's are compared by."""
+    rows = [line.split() for line in output_of("nm", "--defined-only", str(program)).splitlines()]
+    functions = [(int(at, 16), name) for at, kind, name in rows if kind in "tTwW"]
+    demangled = output_of("c++filt", "-p", given="\n".join(name for _, name in functions))
+    names = demangled.replace("(anonymous namespace)::", "").splitlines()
+    return {at: name for (at, _), name in zip(functions, names, strict=True)}
+
+
+def output_of(*command: str, given: str | None = None) -> str:
+    done = subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout
+
+
+def launched(program: Path) -> set[str]:
+    named = symbols(program)
+    return {named[int(line, 16)] for line in list_of(program).read_text().split()}
+
+
+def all_kernels(kind: str) -> set[str]:
+    """Every instantiation of a kernel that the programs hold."""
+    sources = list((programs.ROOT / "csrc").glob("**/*.cu*"))
+    kernels = set().union(*(translate.kernel_names(path) for path in sources))
+    found = set()
+    for program in programs.DRIVERS:
+        for name in symbols(path_of(kind, program)).values():
+            plain = name.partition("<")[0].rpartition("::")[2]
+            if plain in kernels and "{lambda" not in name:
+                found.add(name)
+    return found
+
+
+def nvcc_kernels() -> set[str] | None:
+    return set(NVCC_KERNELS.read_text().splitlines()) if NVCC_KERNELS.exists() else None
+
+
+def require_same(ran: set[str], expected: set[str], where: str) -> None:
+    for name in sorted(expected - ran):
+        print(f"{where}, and did not run: {name}")
+    for name in sorted(ran - expected):
+        print(f"ran, and not {where}: {name}")
+    if ran != expected:
+        sys.exit("emulate: not the same kernels; `make cuda-check` lists nvcc's anew")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Whether the emulation finds bugs: each is put into a copy of the sources and must be seen.
+
+python tests/emulation/seeded_bugs.py [WORD...]     # those whose file or kind has such a word
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass
+
+import programs
+import run
+
+FOLDER = programs.ROOT / "build" / "emulation-bugs"
+
+
+@dataclass
+class Bug:
+    what: str
+    file: str
+    right: str
+    wrong: str
+    kind: str = "address"  # the build that sees it
+
+    @property
+    def program(self) -> str:
+        return self.file.partition("/")[0]
+
+
+BUGS = [
+    Bug(
+        "a missing barrier before what one thread wrote is read",
+        "adam/cuda/step.cuh",
+        "start_of<typename M::Value>(batch, tensor);\n  __syncthreads();",
+        "start_of<typename M::Value>(batch, tensor);",
+    ),
+    Bug(
+        "the same, where blocks of states are stepped",
+        "adam/cuda/step_blocks.cu",
+        "start_of<float, true>(batch, tensor);\n  __syncthreads();",
+        "start_of<float, true>(batch, tensor);",
+    ),
+    Bug(
+        "the same, between the sums of warps",
+        "batch_norm/cuda/reduce.cuh",
+        "of_warps[threadIdx.x / 32] = value;\n  __syncthreads();",
+        "of_warps[threadIdx.x / 32] = value;",
+    ),
+    Bug(
+        "a missing barrier before shared memory is written again",
+        "batch_norm/cuda/reduce.cuh",
+        "__syncthreads();\n    rows = half;",
+        "rows = half;",
+        "thread",
+    ),
+    Bug(
+        "memory that a shuffle is taken to order",
+        "adam/cuda/step_blocks.cu",
+        "  __syncwarp();",
+        "",
+        "thread",
+    ),
+    Bug(
+        "threads that end before a barrier",
+        "adam/cuda/measure_kernels.cu",
+        "  sum = sum_block(sum);\n  finite",
+        "  if (threadIdx.x >= 64) return;\n  sum = sum_block(sum);\n  finite",
+    ),
+    Bug(
+        "threads in different barriers",
+        "adam/cuda/measure_kernels.cu",
+        "if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = sum;\n  __syncthreads();",
+        "if (threadIdx.x % kWarp == 0) {\n of_warps[threadIdx.x / kWarp] = sum;\n"
+        "__syncthreads();\n} else {\n __syncthreads();\n}",
+    ),
+    Bug(
+        "a warp that is not full",
+        "batch_norm/cuda/launch.cuh",
+        "ceil_div(p.chunks, 32) * 32",
+        "p.chunks",
+    ),
+    Bug(
+        "a shared array that is too small",
+        "batch_norm/cuda/reduce.cuh",
+        "double2 of_warps[32];",
+        "double2 of_warps[4];",
+    ),
+    Bug(
+        "a workspace that is too small",
+        "batch_norm/cuda/launch.cuh",
+        "problem.channels * (1 + p.chunks)",
+        "problem.channels * p.chunks",
+    ),
+    Bug(
+        "vectors at addresses that are not aligned",
+        "batch_norm/cuda/launch.cuh",
+        "fits = fits && address %",
+        "fits = fits || address %",
+    ),
+    Bug(
+        "an element too many",
+        "adam/cuda/step.cuh",
+        "step_vectors<M, 1>(tensor, last, end, c, random);",
+        "step_vectors<M, 1>(tensor, last, end + (end == tensor.numel), c, random);",
+    ),
+    Bug(
+        "an element too few",
+        "adam/cuda/fold_kernels.cu",
+        "fold_vectors<M, false, 1>(tensor, last, end, c, random);",
+        "fold_vectors<M, false, 1>(tensor, last, end - 1, c, random);",
+    ),
+    Bug(
+        "a border of chunks",
+        "adam/cuda/measure_kernels.cu",
+        "from < whole ? from + kThreads : from;",
+        "from;",
+    ),
+    Bug(
+        "random bits of another element",
+        "adam/cuda/fold_kernels.cu",
+        "drawn.of(w * kWord + k)",
+        "drawn.of(k)",
+    ),
+    Bug(
+        "fewer threads allowed than launched",
+        "batch_norm/cuda/onchip.cu",
+        "__launch_bounds__(kMostThreads, 1)",
+        "__launch_bounds__(kMostThreads / 2, 1)",
+    ),
+    Bug(
+        "shared memory that was not asked for",
+        "batch_norm/cuda/onchip.cu",
+        "fit.bytes > (size_t{48} << 10)",
+        "fit.bytes > (size_t{96} << 10)",
+    ),
+    Bug(
+        "a state that nobody wrote",
+        "batch_norm/cuda/moments.cu",
+        "if (walk.chunk == 0) origins[channel] = origin[c];",
+        "",
+        "memory",
+    ),
+]
+
+
+def seen(bug: Bug) -> tuple[bool, str]:
+    csrc = FOLDER / "sources"
+    shutil.rmtree(csrc, ignore_errors=True)
+    shutil.copytree(programs.ROOT / "csrc", csrc)
+    file = csrc / bug.file
+    text = file.read_text()
+    if bug.right not in text:
+        return False, f"{bug.file} has no such line any more"
+    file.write_text(text.replace(bug.right, bug.wrong))
+    programs.build([bug.kind], FOLDER, csrc, (bug.program,))
+    status, output = run.run_program(FOLDER / bug.kind / bug.program, bug.kind, False)
+    lines = [line for line in output.splitlines() if run.names_an_error(line)]
+    return status != 0, lines[0] if lines else f"exit {status}"
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    chosen = [b for b in BUGS if not words or any(w in (b.kind, b.file) for w in words)]
+    missed = 0
+    for bug in chosen:
+        found, how = seen(bug)
+        missed += not found
+        print(f"{'seen' if found else 'NOT SEEN'}: {bug.what} ({bug.file}): {how}", flush=True)
+    if missed:
+        sys.exit(f"emulate: {missed} of {len(chosen)} seeded bugs were not seen")
+    print(f"{len(chosen)} seeded bugs seen")
+
+
+if __name__ == "__main__":
+    main()
