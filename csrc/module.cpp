@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "adam/backward.h"
+#include "adam/ddp.h"
 #include "adam/format_names.h"
 #include "adam/given.h"
 #include "adam/hook.h"
@@ -17,6 +18,7 @@
 #include "checkpoint/tape.h"
 #include "memory/pause.h"
 #include "memory/tracker.h"
+#include "remat/bindings.h"
 
 #ifdef MEMSAVE_EXT_WITH_CUDA
 #include "report/probe.h"
@@ -45,6 +47,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("register_errors", &memsave_ext::register_errors);
   m.def("use_engine_hooks", &memsave_ext::use_engine_hooks);
   memsave_ext::init_hooks();
+  memsave_ext::remat::bind(m);
 
   using memsave_ext::memory::Tracker;
   m.def("pause_tracking", &memsave_ext::memory::pause_tracking);
@@ -90,9 +93,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("found", &Stepper::found)
       .def("ask", &Stepper::ask)
       .def("count_used", &Stepper::count_used)
-      .def("hand_to_ddp", &Stepper::hand_to_ddp)
-      .def("begin_reduced", &Stepper::begin_reduced)
-      .def("step_reduced", &Stepper::step_reduced);
+      .def("hand_to_ddp", &memsave_ext::adam::hand_to_ddp)
+      .def("begin_reduced", &memsave_ext::adam::begin_reduced)
+      .def("step_reduced", &memsave_ext::adam::step_reduced);
   using memsave_ext::adam::Backward;
   py::class_<Backward, std::shared_ptr<Backward>>(m, "AdamBackward");
   using memsave_ext::adam::DTensorHook;

@@ -264,6 +264,17 @@ def test_a_backward_that_raises(small_bytes):
     assert [optimizer.state[p]["step"].item() for p in params] == [1, 1, 2, 2]
 
 
+def test_a_failure_that_is_acknowledged_leaves_no_step_behind():
+    params, optimizer = make(4, small_bytes=0)
+    with pytest.raises(ZeroDivisionError):
+        failing(params, 1).backward()
+    optimizer.zero_grad()
+    with optimizer.norm_pass(1.0):  # which must be the first of a step
+        loss(params).backward()
+    loss(params).backward()
+    optimizer.step()
+
+
 def test_retain_graph_and_a_second_backward_raise_torchs_version_error():
     p = nn.Parameter(torch.ones(4))
     optimizer = ms.Adam([p], in_backward=True)

@@ -660,6 +660,22 @@ def test_norm_pass_that_raises_is_as_none():
     assert_same((params, optimizer), (others, other))
 
 
+def test_no_step_inside_of_norm_pass():
+    params, optimizer = make(in_backward=True)
+    others, other = make()
+
+    def step():
+        loss(params, 0).backward()
+        optimizer.step()
+
+    inside = pytest.raises(RuntimeError, match=r"step\(\) inside of norm_pass\(\)")
+    with inside, optimizer.norm_pass(1e-3):
+        step()
+    for one in ((params, optimizer), (others, other)):
+        train(*one, 2)
+    assert_same((params, optimizer), (others, other))
+
+
 def test_norm_pass_and_another_loss():
     params, optimizer = make(in_backward=True)
     with optimizer.norm_pass(1.0):

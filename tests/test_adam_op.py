@@ -1,11 +1,17 @@
-"""The adam operator as torch's dispatcher sees it."""
+"""Adam's operators as torch's dispatcher sees them, and the steps that go through them."""
+
+import contextlib
 
 import pytest
 import torch
+from adam_operator import OPTIONS, arguments, step_
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-step_ = torch.ops.memsave_ext.adam_step_.default
-OPTIONS = (None, 1e-2, 0.9, 0.99, 1e-8, 0.1)
+import memsave_ext as ms
+
+ops = torch.ops.memsave_ext
 
 
 def tensors(dtype, state=None, amsgrad=True, shapes=((3,), (2, 5), (0, 2), ())):
@@ -20,13 +26,18 @@ def tensors(dtype, state=None, amsgrad=True, shapes=((3,), (2, 5), (0, 2), ())):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_opcheck(dtype, amsgrad):
-    opcheck(step_, (*tensors(dtype, amsgrad=amsgrad), *OPTIONS, True, amsgrad, False))
+    lists = tensors(dtype, amsgrad=amsgrad)
+    opcheck(ops.adam_step_.default, arguments(lists, True, amsgrad, False))
+
+
+def test_opcheck_of_the_sum_of_squares():
+    opcheck(ops.adam_sum_of_squares.default, ([torch.randn(3, 4), torch.randn(0), torch.ones(())],))
 
 
 def test_versions_are_bumped():
     lists = tensors(torch.float32)
     before = [t._version for t in lists[0]]
-    step_(*lists, *OPTIONS, False, True, False)
+    step_(lists, False, True, False)
     assert all(t._version > v for t, v in zip(lists[0], before, strict=True))
 
 
@@ -45,8 +56,8 @@ def test_against_float64(dtype, state, decoupled, amsgrad, maximize):
     lists = tensors(dtype, state, amsgrad, shapes)
     lists[-1][0] += 3
     exact = [[t.double().clone() for t in part] for part in lists]
-    step_(*lists, *OPTIONS, decoupled, amsgrad, maximize)
-    _, lr, beta1, beta2, eps, decay = OPTIONS
+    step_(lists, decoupled, amsgrad, maximize)
+    lr, beta1, beta2, eps, decay = OPTIONS
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     unit = max(torch.finfo(dtype).eps, torch.finfo(state or dtype).eps, torch.finfo(compute).eps)
     for i, (p, g, m, v) in enumerate(zip(*exact[:4], strict=True)):
@@ -67,12 +78,108 @@ def test_against_float64(dtype, state, decoupled, amsgrad, maximize):
 def test_bad_lists():
     lists = tensors(torch.float32)
     before = [p.clone() for p in lists[0]]
-    for i, name in ((1, "grads"), (2, "exp_avgs"), (4, "max_exp_avg_sqs"), (5, "steps")):
-        wrong = [part[:-1] if j == i else part for j, part in enumerate(lists)]
-        with pytest.raises(ValueError, match=f"{name} must have 4 tensors"):
-            step_(*wrong, *OPTIONS, False, True, False)
+    names = [argument.name for argument in ops.adam_step_.default._schema.arguments]
+    for name, message in (
+        ("present", "present must have 4 elements, got 3"),
+        ("phases", "phases must have 4 elements, got 3"),
+        ("positions", "positions must have 4 elements, got 3"),
+        ("groups", "groups must have 4 elements, got 3"),
+        ("options", "options must have 0 elements, got 5"),
+        ("modes", "modes must have 7 elements, got 6"),
+        ("grads", "grads has fewer tensors than present says"),
+        ("states", "states has fewer tensors than present says"),
+    ):
+        wrong = list(arguments(lists, False, True, False))
+        i = names.index(name)
+        wrong[i] = wrong[i][:-1]
+        with pytest.raises(ValueError, match=message):
+            ops.adam_step_(*wrong)
+    for name, value, message in (
+        ("groups", [0, 0, 0, 1], "there is no group 1"),
+        ("phases", [0, 0, 4, 0], "there is no phase 4"),
+        ("modes", [0, 1, 0, 4, 0, 0, 0], "no format has the number 4"),
+        ("lrs", [torch.ones(())], "there are more tensors than present and modes say"),
+    ):
+        wrong = list(arguments(lists, False, True, False))
+        wrong[names.index(name)] = value
+        with pytest.raises(ValueError, match=message):
+            ops.adam_step_(*wrong)
     wrong = list(lists)
     wrong[1] = [*lists[1][:-1], torch.ones(2)]
     with pytest.raises(RuntimeError, match="a gradient must have the shape, dtype and device"):
-        step_(*wrong, *OPTIONS, False, True, False)
+        step_(wrong, False, True, False)
+    for i, name in ((2, "exp_avg"), (4, "max_exp_avg_sq")):
+        wrong = [[] if j == i else part for j, part in enumerate(lists)]
+        with pytest.raises(RuntimeError, match=f"the state of a parameter has no {name}"):
+            step_(wrong, False, True, False)
+    wrong = [[] if j == 5 else part for j, part in enumerate(lists)]
+    with pytest.raises(RuntimeError, match="the state step of a parameter must be"):
+        step_(wrong, False, True, False)
     assert all(torch.equal(p, b) for p, b in zip(lists[0], before, strict=True))
+
+
+def test_sum_of_squares():
+    grads = [torch.randn(1000), torch.randn(3, 7, dtype=torch.float64), torch.zeros(0)]
+    expected = sum(grad.double().square().sum() for grad in grads)
+    torch.testing.assert_close(ops.adam_sum_of_squares(grads), expected)
+
+
+def model(**options):
+    return nn.Sequential(nn.Linear(8, 16, **options), nn.ReLU(), nn.Linear(16, 4, **options))
+
+
+def train(net, optimizer, **options):
+    for _ in range(2):
+        net(torch.ones(3, 8, **options)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("options", [{"in_backward": True}, {}])
+def test_profilers_see_steps(options):
+    net = model()
+    optimizer = ms.AdamW(net.parameters(), **options)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(net, optimizer)
+    (found,) = (e for e in profile.key_averages() if e.key == "memsave_ext::adam_step_")
+    # All of these gradients are small, and wait for each other: one call in each step.
+    assert found.count == 2
+
+
+def test_profilers_see_norms():
+    net = model()
+    optimizer = ms.AdamW(net.parameters(), clip_global_norm=1.0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(net, optimizer)
+    names = {event.key for event in profile.key_averages()}
+    assert {"memsave_ext::adam_step_", "memsave_ext::adam_sum_of_squares"} <= names
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"in_backward": True}, {}, {"in_backward": True, "max_grad_norm": 1.0, "amsgrad": True},
+        {"clip_global_norm": 1.0}, {"state_dtype": "8bit", "in_backward": True},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fake", [False, True])
+def test_steps_on_meta_and_fake_tensors(options, dtype, fake):
+    where = {"device": "cpu" if fake else "meta", "dtype": dtype}
+    with FakeTensorMode() if fake else contextlib.nullcontext():
+        net = model(**where)
+        optimizer = ms.AdamW(net.parameters(), **options)
+        train(net, optimizer, **where)
+    assert len(optimizer.state) == 4
+    for param, state in optimizer.state.items():
+        assert state["exp_avg"].shape == param.shape
+        assert state["exp_avg"].device == param.device
+
+
+def test_checks_of_meta_tensors():
+    meta = [[t.to("meta") for t in part] for part in tensors(torch.float32)]
+    step_(meta, False, True, False)
+    meta[1][0] = meta[1][0].double()
+    with pytest.raises(RuntimeError, match="a gradient must have the shape, dtype and device"):
+        step_(meta, False, True, False)

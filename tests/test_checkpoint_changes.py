@@ -128,6 +128,14 @@ def test_functional_call_around_a_region():
     torch.testing.assert_close(grad, torch.autograd.grad(y.sum(), x)[0])
 
 
+def test_what_the_last_operation_saves():
+    x, scales = leaf(3, 4), {"a": torch.ones(4)}
+    out = ms.checkpoint(lambda x: x * scales["a"] + 1, x)
+    scales["a"] = torch.zeros(4)
+    with pytest.raises(ms.CheckpointError, match="replaced: the forward had"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("change", ["in place", "rebound"])
 def test_what_an_explicit_region_reads(change):
     scale, x = torch.ones(4), leaf(3, 4)

@@ -52,14 +52,15 @@ Backward::~Backward() {
 // Backward raised. Gradients that wait are still in .grad, and what was stepped stays stepped.
 void Backward::fail() {
   {
-    const std::lock_guard<std::mutex> lock(stepper_->mutex_);
+    const std::lock_guard<std::mutex> lock(stepper_->mutex());
     for (auto& bucket : buckets_) {
       for (const auto& waiting : bucket.waiting) {
-        if (waiting.entry->waits_in == this) forget_waiting(*waiting.entry);
+        Entry& entry = *waiting.parameter->entry;
+        if (entry.waits_in == this) forget_waiting(entry);
       }
       bucket.waiting.clear();
     }
-    stepper_->stepped_before_failure_ += stepped_;
+    stepper_->open_step().fail(stepped_);
   }
   try {
     publish();
@@ -79,23 +80,8 @@ Backward::Bucket& Backward::bucket_of(const Tensor& param) {
   return bucket;
 }
 
-Update Backward::make_update(const Entry& entry, Tensor grad) {
-  Parameter& parameter = snapshot_->parameters[entry.position];
-  const bool folded = stepper_->records_.is_folded(parameter.state);
-  switch (task_) {
-    case Task::kMeasure:
-      return {parameter.local, std::move(grad), {}, parameter.group};
-    case Task::kFold:
-      return checked_update(parameter, std::move(grad), folded ? Phase::kFold : Phase::kFirstFold);
-    case Task::kStep:
-    case Task::kAccumulate:  // makes no update
-      break;
-  }
-  return checked_update(parameter, std::move(grad), folded ? Phase::kClose : Phase::kWhole);
-}
-
 void Backward::add(Entry& entry, Tensor grad, bool may_flush) {
-  Parameter& parameter = snapshot_->parameters[entry.position];
+  Parameter& parameter = parameter_of(entry);
   std::optional<GradLock> lock;
   if (!grad.defined()) {
     lock.emplace(parameter.tensor);
@@ -103,84 +89,69 @@ void Backward::add(Entry& entry, Tensor grad, bool may_flush) {
     if (!grad.defined()) return;  // another thread has stepped with it, as part of a sum
   }
   if (entry.waits_in != nullptr) return;  // a second region's or thread's part: it is in .grad too
-  Update update = make_update(entry, std::move(grad));
-  if (task_ == Task::kStep) entry.step = stepper_->step_;
-  if (task_ == Task::kMeasure) entry.measured = stepper_->step_;
-  const auto bytes = static_cast<int64_t>(update.grad.nbytes());
-  if (!finished_ && (bytes < stepper_->small_bytes_ || !may_flush)) {
-    Bucket& bucket = bucket_of(update.param);
+  OpenStep& step = stepper_->open_step();
+  step.prepare(parameter, std::move(grad), task_);
+  step.note_use(entry, task_);
+  const auto bytes = static_cast<int64_t>(parameter.grad.nbytes());
+  if (!finished_ && (bytes < stepper_->small_bytes() || !may_flush)) {
+    Bucket& bucket = bucket_of(parameter.local);
     entry.waits_in = this;
-    bucket.waiting.push_back({&entry, parameter.tensor.grad(), std::move(update)});
+    bucket.waiting.push_back({&parameter, parameter.tensor.grad()});
     bucket.bytes += bytes;
     lock.reset();
-    if (bucket.bytes >= stepper_->bucket_bytes_ && may_flush) flush(bucket);
+    if (bucket.bytes >= stepper_->bucket_bytes() && may_flush) flush(bucket);
     return;
   }
-  apply(update, &entry);
+  apply(&parameter);
   free_gradient(parameter.tensor, std::nullopt);
 }
 
 void Backward::forget_waiting(Entry& entry) {
   if (std::exchange(entry.waits_in, nullptr) == nullptr) return;
   entry.step = entry.measured = 0;
-  forget_fresh_state(snapshot_->parameters[entry.position]);
+  forget_prepared(parameter_of(entry));
 }
 
 void Backward::flush(Bucket& bucket) {
-  std::vector<Update> updates;
-  std::vector<Entry*> entries;
+  std::vector<Parameter*> ready;
   std::deque<GradLock> locks;  // until the gradients are freed
-  updates.reserve(bucket.waiting.size());
-  entries.reserve(bucket.waiting.size());
-  for (auto& [entry, grad, update] : bucket.waiting) {
-    if (entry->waits_in != this) continue;  // refused since
-    Parameter& parameter = snapshot_->parameters[entry->position];
-    const bool is_local = parameter.local.is_same(parameter.tensor);
-    if (is_local) locks.emplace_back(parameter.tensor);
-    const Tensor& now = parameter.tensor.grad();
-    if (now.is_same(grad)) {
-      updates.push_back(std::move(update));
-    } else if (now.defined() && is_local) {
-      // Somebody has put another one there.
-      updates.push_back(make_update(*entry, now));
-    } else {
-      // Or has taken it away; or another DTensor, which step() will look into.
-      forget_fresh_state(parameter);
-      entry->waits_in = nullptr;
-      if (now.defined()) entry->step = 0;
-      continue;
+  ready.reserve(bucket.waiting.size());
+  for (auto& [parameter, grad] : bucket.waiting) {
+    Entry& entry = *parameter->entry;
+    if (entry.waits_in != this) continue;  // refused since
+    const bool is_local = parameter->local.is_same(parameter->tensor);
+    if (is_local) locks.emplace_back(parameter->tensor);
+    const Tensor& now = parameter->tensor.grad();
+    if (!now.is_same(grad)) {
+      // Somebody has put another one there, or has taken it away; another DTensor is looked into by
+      // step().
+      if (!now.defined() || !is_local) {
+        forget_prepared(*parameter);
+        entry.waits_in = nullptr;
+        if (now.defined()) entry.step = 0;
+        continue;
+      }
+      stepper_->open_step().prepare(*parameter, now, task_);
     }
-    entries.push_back(entry);
+    ready.push_back(parameter);
   }
-  apply(updates, entries);
-  for (Entry* entry : entries) {
-    entry->waits_in = nullptr;
-    free_gradient(snapshot_->parameters[entry->position].tensor, bucket.stream);
+  apply(ready);
+  for (Parameter* parameter : ready) {
+    parameter->entry->waits_in = nullptr;
+    free_gradient(parameter->tensor, bucket.stream);
   }
   bucket.waiting.clear();
   bucket.bytes = 0;
 }
 
-void Backward::apply(c10::ArrayRef<Update> updates, c10::ArrayRef<Entry*> entries) {
-  if (updates.empty()) return;
-  if (task_ == Task::kMeasure) {
-    std::vector<Tensor> grads;
-    for (const auto& update : updates) grads.push_back(update.grad);
-    stepper_->norm_->add(grads);
-    return;
-  }
-  stepper_->records_.step(updates, stepper_->scaling(*snapshot_, updates.front().param.device()));
-  stepped_ += static_cast<int64_t>(updates.size());
-  if (task_ == Task::kStep) {
-    stepper_->stepped_ += static_cast<int64_t>(updates.size());
-  } else {
-    for (Entry* entry : entries) entry->folded = stepper_->step_;
-  }
+void Backward::apply(c10::ArrayRef<Parameter*> parameters) {
+  stepper_->open_step().apply(parameters, task_, *snapshot_);
+  if (task_ != Task::kMeasure) stepped_ += static_cast<int64_t>(parameters.size());
 }
 
 void Backward::finish() {
   {
-    const std::lock_guard<std::mutex> lock(stepper_->mutex_);
+    const std::lock_guard<std::mutex> lock(stepper_->mutex());
     for (auto& bucket : buckets_) flush(bucket);
     finished_ = true;
   }
@@ -190,27 +161,26 @@ void Backward::finish() {
 
 void Backward::end() {
   ended_ = true;
-  const std::lock_guard<std::mutex> lock(stepper_->mutex_);
-  ++stepper_->ended_;
-  // Where others run, they may have states in it that are not the optimizer's yet.
-  if (--stepper_->running_ == 0) stepper_->snapshot_.reset();
+  const std::lock_guard<std::mutex> lock(stepper_->mutex());
+  stepper_->backwards().end_one();
 }
 
-void Backward::step_reduced(const std::vector<Entry*>& entries, const std::vector<Tensor>& grads) {
+void Backward::step_reduced(const std::vector<std::shared_ptr<Entry>>& entries,
+                            const std::vector<Tensor>& grads) {
   {
-    const std::lock_guard<std::mutex> lock(stepper_->mutex_);
-    stepper_->check_not_failed();
-    std::vector<Update> updates;
-    std::vector<Entry*> present;
+    const std::lock_guard<std::mutex> lock(stepper_->mutex());
+    OpenStep& step = stepper_->open_step();
+    step.check(Event::kUseGradient);
+    std::vector<Parameter*> ready;
     for (size_t i = 0; i < entries.size(); ++i) {
-      if (entries[i]->snapshot != snapshot_->number) continue;  // not in param_groups any more
-      updates.push_back(make_update(*entries[i], grads[i]));
-      present.push_back(entries[i]);
+      if (!has(*entries[i])) continue;  // not in param_groups any more
+      ready.push_back(&parameter_of(*entries[i]));
+      step.prepare(*ready.back(), grads[i], task_);
     }
-    apply(updates, present);
-    for (Entry* entry : present) {
-      (task_ == Task::kMeasure ? entry->measured : entry->step) = stepper_->step_;
-      snapshot_->parameters[entry->position].tensor.mutable_grad().reset();
+    apply(ready);
+    for (Parameter* parameter : ready) {
+      step.note_use(*parameter->entry, task_);
+      parameter->tensor.mutable_grad().reset();
     }
   }
   publish();
@@ -219,7 +189,7 @@ void Backward::step_reduced(const std::vector<Entry*>& entries, const std::vecto
 void Backward::publish() {
   std::vector<const Parameter*> fresh;
   {
-    const std::lock_guard<std::mutex> lock(stepper_->mutex_);
+    const std::lock_guard<std::mutex> lock(stepper_->mutex());
     fresh = snapshot_->take_fresh();
   }
   if (fresh.empty()) return;

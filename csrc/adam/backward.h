@@ -7,40 +7,39 @@
 #include <optional>
 #include <vector>
 
+#include "adam/open_step.h"
 #include "adam/snapshot.h"
 
 namespace memsave_ext::adam {
 
-struct Entry;
 class Stepper;
-
-// What becomes of gradients.
-enum class Task { kStep, kFold, kMeasure, kAccumulate };
 
 class Backward {
  public:
   Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> snapshot, Task task);
   ~Backward();
 
-  const std::shared_ptr<Snapshot>& snapshot() const { return snapshot_; }
   Task task() const { return task_; }
+  // All of these with the stepper's mutex.
+  // Whether the parameter was in param_groups when this began.
+  bool has(const Entry& entry) const { return entry.snapshot == snapshot_->number; }
   // Does it to the parameter's now, or soon; with `may_flush` false, not now. `grad` is the part of
-  // a DTensor's that is here; undefined for others. With the stepper's mutex.
+  // a DTensor's that is here; undefined for others.
   void add(Entry& entry, at::Tensor grad, bool may_flush);
-  // A parameter whose gradient waits is not stepped: it is part of a sum by now, say. With the
-  // stepper's mutex.
+  // A parameter whose gradient waits is not stepped: it is part of a sum by now, say.
   void forget_waiting(Entry& entry);
+
   // Without the mutex and the GIL, both of these.
   // Does it to gradients, given here, that were reduced over processes.
-  void step_reduced(const std::vector<Entry*>& entries, const std::vector<at::Tensor>& grads);
+  void step_reduced(const std::vector<std::shared_ptr<Entry>>& entries,
+                    const std::vector<at::Tensor>& grads);
   // What waits, and new states to Python.
   void finish();
 
  private:
   struct Waiting {
-    Entry* entry;
-    at::Tensor grad;  // as it is in .grad: not that of `update` where it is a DTensor
-    Update update;
+    Parameter* parameter;  // ready
+    at::Tensor grad;       // as it was in .grad then
   };
   struct Bucket {  // gradients of one stream
     std::optional<c10::Stream> stream;
@@ -49,10 +48,10 @@ class Backward {
     int64_t bytes = 0;
   };
 
-  Update make_update(const Entry& entry, at::Tensor grad);
+  Parameter& parameter_of(const Entry& entry) { return snapshot_->parameters[entry.position]; }
   Bucket& bucket_of(const at::Tensor& param);
   void flush(Bucket& bucket);
-  void apply(c10::ArrayRef<Update> updates, c10::ArrayRef<Entry*> entries);
+  void apply(c10::ArrayRef<Parameter*> parameters);
   void publish();
   void fail();
   void end();

@@ -21,9 +21,10 @@ bool is_captured([[maybe_unused]] const Tensor& param) {
 }
 
 // Tensors of inference mode have none.
-bool has_versions(const Update& update) {
-  return update.state.param_rest.defined() && !is_fold(update.phase) &&
-         !update.param.is_inference() && !update.state.param_rest.is_inference();
+bool has_versions(const Parameter& parameter) {
+  const Tensor& rest = parameter.state.param_rest;
+  return rest.defined() && !is_fold(parameter.phase) && !parameter.local.is_inference() &&
+         !rest.is_inference();
 }
 
 }  // namespace
@@ -32,10 +33,10 @@ Records::Place Records::place_of(const Tensor& tensor) {
   return {tensor.storage().unsafeGetStorageImpl(), tensor.storage_offset()};
 }
 
-void Records::step(c10::ArrayRef<Update> updates, const Scaling& scaling) {
-  for (const Update& update : updates) drop_stale_rest(update);
-  step_all(updates, scaling);
-  for (const Update& update : updates) note(update);
+void Records::step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
+  for (const Parameter* parameter : parameters) drop_stale_rest(*parameter);
+  step_all(parameters, scaling);
+  for (const Parameter* parameter : parameters) note(*parameter);
 }
 
 bool Records::is_folded(const State& state) const {
@@ -44,26 +45,26 @@ bool Records::is_folded(const State& state) const {
 
 // Where it was loaded, nothing is known of it, and it belongs to the weights. A graph would drop it
 // in every replay.
-void Records::drop_stale_rest(const Update& update) const {
-  if (!has_versions(update)) return;
-  const Tensor& rest = update.state.param_rest;
+void Records::drop_stale_rest(const Parameter& parameter) const {
+  if (!has_versions(parameter)) return;
+  const Tensor& rest = parameter.state.param_rest;
   const auto found = versions_.find(place_of(rest));
-  if (found == versions_.end() || found->second.of_param == update.param._version() ||
-      found->second.of_rest != rest._version() || is_captured(update.param)) {
+  if (found == versions_.end() || found->second.of_param == parameter.local._version() ||
+      found->second.of_rest != rest._version() || is_captured(parameter.local)) {
     return;
   }
   const at::NoGradGuard no_grad;
   rest.zero_();
 }
 
-void Records::note(const Update& update) {
-  const State& state = update.state;
-  if (is_fold(update.phase)) {
+void Records::note(const Parameter& parameter) {
+  const State& state = parameter.state;
+  if (is_fold(parameter.phase)) {
     folded_.emplace(place_of(state.exp_avg_sq), state.exp_avg_sq);
   } else if (!folded_.empty()) {
     folded_.erase(place_of(state.exp_avg_sq));
   }
-  if (!has_versions(update)) return;
+  if (!has_versions(parameter)) return;
   const auto place = place_of(state.param_rest);
   if (versions_.find(place) == versions_.end()) {  // seldom: time to look for those that are gone
     for (auto i = versions_.begin(); i != versions_.end();) {
@@ -71,7 +72,7 @@ void Records::note(const Update& update) {
     }
   }
   versions_.insert_or_assign(place, Versions{state.param_rest.storage().getWeakStorageImpl(),
-                                             static_cast<uint32_t>(update.param._version()),
+                                             static_cast<uint32_t>(parameter.local._version()),
                                              static_cast<uint32_t>(state.param_rest._version())});
 }
 

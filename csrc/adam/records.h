@@ -16,7 +16,7 @@ class Records {
  public:
   // As step_all(). What param_rest keeps of a parameter is dropped where the parameter has been
   // written to since its last step, and the rest has not been.
-  void step(c10::ArrayRef<Update> updates, const Scaling& scaling);
+  void step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling);
 
   // Whether gradients are folded into its moments, which are packed then.
   bool is_folded(const State& state) const;
@@ -38,8 +38,8 @@ class Records {
   };
 
   static Place place_of(const at::Tensor& tensor);
-  void drop_stale_rest(const Update& update) const;
-  void note(const Update& update);
+  void drop_stale_rest(const Parameter& parameter) const;
+  void note(const Parameter& parameter);
 
   std::unordered_map<Place, at::Tensor, PlaceHash> folded_;  // by exp_avg_sq, which is the value
   std::unordered_map<Place, Versions, PlaceHash> versions_;  // by param_rest

@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "adam/amp.h"
 #include "adam/dtensor.h"
 #include "adam/format_names.h"
 #include "adam/given.h"
@@ -114,12 +115,6 @@ State read_state(PyObject* dict) {
 
 }  // namespace
 
-at::Tensor read_loss_scale(const py::handle& optimizer) {
-  const py::object scaler = optimizer.attr("grad_scaler");
-  if (scaler.is_none() || !is_true(scaler.attr("is_enabled")())) return {};
-  return tensor(scaler.attr("_get_scale_async")());
-}
-
 Snapshot read_optimizer(const py::handle& optimizer) {
   Snapshot snapshot;
   // By address: a tensor's __hash__ is a call into Python.
@@ -145,25 +140,6 @@ Snapshot read_optimizer(const py::handle& optimizer) {
   }
   snapshot.loss_scale = read_loss_scale(optimizer);
   return snapshot;
-}
-
-Update checked_update(Parameter& parameter, at::Tensor grad, Phase phase) {
-  Update update{parameter.local, std::move(grad), parameter.state,
-                parameter.group, phase,           parameter.position};
-  const bool fresh = !update.state.defined();
-  if (fresh) update.state = make_state(update.param, *update.group);
-  check_update(update);
-  if (fresh) {
-    parameter.state = update.state;
-    parameter.fresh = true;
-  }
-  return update;
-}
-
-void forget_fresh_state(Parameter& parameter) {
-  if (!parameter.fresh) return;
-  parameter.state = State{};
-  parameter.fresh = false;
 }
 
 std::vector<const Parameter*> Snapshot::take_fresh() {

@@ -220,6 +220,7 @@ py::object apply(const Arguments& arguments) {
 
   Tape tape;
   const FunctionResult result = [&] {
+    const RegionScope inside;
     const TapeScope scope(tape, TapeScope::kRecording);
     return call_without_graph(arguments, autocast);
   }();

@@ -33,7 +33,8 @@ py::object checkpoint_region(py::object function, py::object recompute_function,
   py::object result;
   {
     const AutocastGuard uncached(AutocastState::capture().without_cache());
-    const HookGuard hooks(make_packer({region, nullptr}));
+    const HookGuard hooks(std::make_shared<RegionPacker>(region));
+    const RegionScope inside;
     const TapeScope scope(region->tape(), TapeScope::kRecording);
     result = call();
   }

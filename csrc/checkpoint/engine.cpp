@@ -20,21 +20,18 @@ using torch::autograd::SavedVariableHooks;
 
 std::atomic<bool> hooks_enabled{false};
 
-class RegionHooks final : public SavedVariableHooks {
+class PackerHooks final : public SavedVariableHooks {
  public:
-  explicit RegionHooks(const Packing& packing) : packing_(packing) {}
+  explicit PackerHooks(std::shared_ptr<Packer> packer) : packer_(std::move(packer)) {}
 
-  void call_pack_hook(const at::Tensor& saved) override {
-    const Packing packing = std::exchange(packing_, {});
-    if (packing.region) {
-      holder_.emplace(packing.region, packing.region->save(saved));
-      return;
-    }
-    value_ = saved.requires_grad() ? saved.detach() : saved;
-    if (packing.run != nullptr && !packing.run->save(value_)) throw_stop();
+  void call_pack_hook(const at::Tensor& tensor) override {
+    const std::shared_ptr<Packer> packer = std::exchange(packer_, nullptr);
+    value_ = tensor;
+    saved_ = packer->pack(value_);
+    if (saved_) value_.reset();
   }
 
-  at::Tensor call_unpack_hook() override { return holder_ ? holder_->open() : value_; }
+  at::Tensor call_unpack_hook() override { return saved_ ? saved_->open() : value_; }
 
   // For compiled autograd, which traces hooks in Python only.
   std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data()
@@ -42,28 +39,28 @@ class RegionHooks final : public SavedVariableHooks {
     const pybind11::gil_scoped_acquire gil;
     Py_INCREF(unpack_function());
     pybind11::object data =
-        holder_ ? make_holder(*holder_)
-                : pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(value_));
+        saved_ ? wrap_saved(saved_)
+               : pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(value_));
     return std::make_pair(c10::SafePyObject(unpack_function(), getPyInterpreter()),
                           c10::SafePyObject(data.release().ptr(), getPyInterpreter()));
   }
 
  private:
-  Packing packing_;
-  std::optional<Holder> holder_;  // set by a forward
-  at::Tensor value_;              // set by a recompute
+  std::shared_ptr<Packer> packer_;
+  std::shared_ptr<Saved> saved_;  // or
+  at::Tensor value_;
 };
 
-class RegionEngine final : public Engine {
+class HookEngine final : public Engine {
  public:
-  explicit RegionEngine(Engine& torchs) : torchs_(torchs) {}
+  explicit HookEngine(Engine& torchs) : torchs_(torchs) {}
 
   std::unique_ptr<SavedVariableHooks> get_default_saved_variable_hooks() override {
-    if (hooks_enabled.load(std::memory_order_relaxed)) {
-      const auto& tls = at::SavedTensorDefaultHooks::get_tls_state();
-      if (!tls.stack.empty() && !tls.is_tracing) {
-        const Packing* packing = as_packing(tls.stack.top().first.ptr(getPyInterpreter()));
-        if (packing != nullptr) return std::make_unique<RegionHooks>(*packing);
+    const auto& tls = at::SavedTensorDefaultHooks::get_tls_state();
+    if (!tls.stack.empty() && !tls.is_tracing) {
+      auto packer = packer_of(tls.stack.top().first.ptr(getPyInterpreter()));
+      if (packer && (packer->always_in_engine() || hooks_enabled.load(std::memory_order_relaxed))) {
+        return std::make_unique<PackerHooks>(std::move(packer));
       }
     }
     return torchs_.get_default_saved_variable_hooks();
@@ -108,21 +105,23 @@ class RegionEngine final : public Engine {
   Engine& torchs_;
 };
 
-RegionEngine* installed = nullptr;
+HookEngine* installed = nullptr;
 
 Engine& get_installed() { return *installed; }
 
 }  // namespace
 
-bool use_engine_hooks(bool enabled) {
+void install_engine() {
   static std::once_flag once;
-  if (enabled) {
-    std::call_once(once, [] {
-      // Never destroyed: autograd's threads may outlive static destruction.
-      installed = new RegionEngine(Engine::get_default_engine());
-      torch::autograd::set_default_engine_stub(get_installed);
-    });
-  }
+  std::call_once(once, [] {
+    // Never destroyed: autograd's threads may outlive static destruction.
+    installed = new HookEngine(Engine::get_default_engine());
+    torch::autograd::set_default_engine_stub(get_installed);
+  });
+}
+
+bool use_engine_hooks(bool enabled) {
+  if (enabled) install_engine();
   return hooks_enabled.exchange(enabled);
 }
 

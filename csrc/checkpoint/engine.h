@@ -8,4 +8,7 @@ namespace memsave_ext {
 // and stays; disabled, it only forwards. Returns what was set before.
 bool use_engine_hooks(bool enabled);
 
+// Puts the engine there, for packers that always use it.
+void install_engine();
+
 }  // namespace memsave_ext

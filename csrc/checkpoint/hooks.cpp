@@ -17,47 +17,37 @@ namespace py = pybind11;
 
 namespace {
 
-struct HolderObject {
-  PyObject_HEAD Holder holder;
+struct SavedObject {
+  PyObject_HEAD std::shared_ptr<Saved> saved;
 };
 
-struct Packer {
+struct Hook {
   PyObject_HEAD vectorcallfunc vectorcall;
-  Packing packing;
+  std::shared_ptr<Packer> packer;  // null out of its scope
 };
 
 PyObject* stop = nullptr;
 PyObject* unpack_hook = nullptr;
 
-void dealloc_holder(PyObject* self) {
-  reinterpret_cast<HolderObject*>(self)->holder.~Holder();
+void dealloc_saved(PyObject* self) {
+  reinterpret_cast<SavedObject*>(self)->saved.~shared_ptr();
   Py_TYPE(self)->tp_free(self);
 }
 
-void dealloc_packer(PyObject* self) {
-  reinterpret_cast<Packer*>(self)->packing.~Packing();
+void dealloc_hook(PyObject* self) {
+  reinterpret_cast<Hook*>(self)->packer.~shared_ptr();
   Py_TYPE(self)->tp_free(self);
 }
 
-PyTypeObject holder_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
-PyTypeObject packer_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+PyTypeObject saved_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+PyTypeObject hook_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 PyObject* pack(PyObject* self, PyObject* const* args, size_t, PyObject*) {
   HANDLE_TH_ERRORS
-  const Packing& packing = reinterpret_cast<Packer*>(self)->packing;
-  const at::Tensor& saved = THPVariable_Unpack(args[0]);
-  if (packing.region) {
-    return make_holder(Holder(packing.region, packing.region->save(saved))).release().ptr();
-  }
-  if (packing.run == nullptr) {
-    Py_INCREF(args[0]);
-    return args[0];
-  }
-  // Never with a graph: the value would keep the recompute's graph alive.
-  const at::Tensor tensor = saved.requires_grad() ? detached(saved) : saved;
-  if (!packing.run->save(tensor)) {
-    PyErr_SetNone(stop);
-    return nullptr;
+  const std::shared_ptr<Packer> packer = packer_of(self);
+  at::Tensor tensor = THPVariable_Unpack(args[0]);
+  if (packer) {
+    if (auto saved = packer->pack(tensor)) return wrap_saved(std::move(saved)).release().ptr();
   }
   return THPVariable_Wrap(tensor);
   END_HANDLE_TH_ERRORS
@@ -65,11 +55,12 @@ PyObject* pack(PyObject* self, PyObject* const* args, size_t, PyObject*) {
 
 PyObject* unpack(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
-  if (Py_TYPE(object) != &holder_type) {  // saved by a recompute, as it is
+  if (Py_TYPE(object) != &saved_type) {  // kept as it is
     Py_INCREF(object);
     return object;
   }
-  return THPVariable_Wrap(reinterpret_cast<HolderObject*>(object)->holder.open());
+  const std::shared_ptr<Saved> saved = reinterpret_cast<SavedObject*>(object)->saved;
+  return THPVariable_Wrap(saved->open());
   END_HANDLE_TH_ERRORS
 }
 
@@ -78,17 +69,17 @@ PyMethodDef unpack_definition = {"unpack", unpack, METH_O, nullptr};
 }  // namespace
 
 void init_hooks() {
-  holder_type.tp_name = "memsave_ext._C.Holder";
-  holder_type.tp_basicsize = sizeof(HolderObject);
-  holder_type.tp_flags = Py_TPFLAGS_DEFAULT;
-  holder_type.tp_dealloc = dealloc_holder;
-  packer_type.tp_name = "memsave_ext._C.Packer";
-  packer_type.tp_basicsize = sizeof(Packer);
-  packer_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
-  packer_type.tp_dealloc = dealloc_packer;
-  packer_type.tp_vectorcall_offset = offsetof(Packer, vectorcall);
-  packer_type.tp_call = PyVectorcall_Call;
-  if (PyType_Ready(&holder_type) < 0 || PyType_Ready(&packer_type) < 0) {
+  saved_type.tp_name = "memsave_ext._C.Saved";
+  saved_type.tp_basicsize = sizeof(SavedObject);
+  saved_type.tp_flags = Py_TPFLAGS_DEFAULT;
+  saved_type.tp_dealloc = dealloc_saved;
+  hook_type.tp_name = "memsave_ext._C.PackHook";
+  hook_type.tp_basicsize = sizeof(Hook);
+  hook_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
+  hook_type.tp_dealloc = dealloc_hook;
+  hook_type.tp_vectorcall_offset = offsetof(Hook, vectorcall);
+  hook_type.tp_call = PyVectorcall_Call;
+  if (PyType_Ready(&saved_type) < 0 || PyType_Ready(&hook_type) < 0) {
     throw py::error_already_set();
   }
   // Not an Exception: the function's own handlers are not meant for it.
@@ -98,23 +89,17 @@ void init_hooks() {
   at::SavedTensorDefaultHooks::lazy_initialize();
 }
 
-py::object make_holder(const Holder& holder) {
-  auto* object = reinterpret_cast<HolderObject*>(holder_type.tp_alloc(&holder_type, 0));
+py::object wrap_saved(std::shared_ptr<Saved> saved) {
+  auto* object = reinterpret_cast<SavedObject*>(saved_type.tp_alloc(&saved_type, 0));
   if (object == nullptr) throw py::error_already_set();
-  new (&object->holder) Holder(holder);
+  new (&object->saved) std::shared_ptr<Saved>(std::move(saved));
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(object));
 }
 
-py::object make_packer(Packing packing) {
-  auto* packer = reinterpret_cast<Packer*>(packer_type.tp_alloc(&packer_type, 0));
-  if (packer == nullptr) throw py::error_already_set();
-  packer->vectorcall = pack;
-  new (&packer->packing) Packing(std::move(packing));
-  return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(packer));
-}
-
-Packing* as_packing(PyObject* object) {
-  return Py_TYPE(object) == &packer_type ? &reinterpret_cast<Packer*>(object)->packing : nullptr;
+std::shared_ptr<Packer> packer_of(PyObject* hook) {
+  // Without the GIL, while another thread leaves the hook's scope.
+  return Py_TYPE(hook) == &hook_type ? std::atomic_load(&reinterpret_cast<Hook*>(hook)->packer)
+                                     : nullptr;
 }
 
 PyObject* unpack_function() { return unpack_hook; }
@@ -127,17 +112,22 @@ void throw_stop() {
   throw_python_error();
 }
 
-HookGuard::HookGuard(py::object packer) : packer_(std::move(packer)) {
+HookGuard::HookGuard(std::shared_ptr<Packer> packer) {
+  auto* hook = reinterpret_cast<Hook*>(hook_type.tp_alloc(&hook_type, 0));
+  if (hook == nullptr) throw py::error_already_set();
+  hook->vectorcall = pack;
+  new (&hook->packer) std::shared_ptr<Packer>(std::move(packer));
+  hook_ = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(hook));
   const auto own = [](PyObject* object) {
     Py_INCREF(object);
     return c10::SafePyObject(object, getPyInterpreter());
   };
-  at::SavedTensorDefaultHooks::push_hooks(own(packer_.ptr()), own(unpack_hook));
+  at::SavedTensorDefaultHooks::push_hooks(own(hook_.ptr()), own(unpack_hook));
 }
 
 HookGuard::~HookGuard() {
   at::SavedTensorDefaultHooks::pop_hooks();
-  *as_packing(packer_.ptr()) = {};
+  std::atomic_store(&reinterpret_cast<Hook*>(hook_.ptr())->packer, std::shared_ptr<Packer>());
 }
 
 }  // namespace memsave_ext

@@ -1,51 +1,57 @@
-// The Python objects behind a region's saved-tensor hooks. torch calls hooks through Python; these
-// are C functions there, so that no Python code runs per tensor.
+// Saved-tensor hooks without Python code. torch calls hooks through Python; these are C functions
+// there, so that none runs per tensor, and with the engine of engine.h not even these are called.
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
 #include <memory>
 
 namespace memsave_ext {
 
-class Holder;
-class Region;
-class Recompute;
+// What autograd holds in place of a tensor that it saved.
+class Saved {
+ public:
+  virtual ~Saved() = default;
+  virtual at::Tensor open() = 0;
+};
+
+// What a pack hook does with a tensor that autograd saves.
+class Packer {
+ public:
+  virtual ~Packer() = default;
+  // Null: `tensor`, which may be replaced by an alias, is kept as it is.
+  virtual std::shared_ptr<Saved> pack(at::Tensor& tensor) = 0;
+  // Whether the engine's hooks are used without being asked for.
+  virtual bool always_in_engine() const { return false; }
+};
 
 // Called once, at import.
 void init_hooks();
 
-// What a pack hook does: with region set it saves a forward's tensors, with run a recompute's, with
-// neither (out of its scope) it keeps tensors as they are.
-struct Packing {
-  std::shared_ptr<Region> region;
-  Recompute* run = nullptr;  // outlives the hook's scope
-};
+// Of the hook that is topmost in torch's stack, or null where that is not one of ours.
+std::shared_ptr<Packer> packer_of(PyObject* hook);
 
-pybind11::object make_packer(Packing packing);
-// The packing of a pack hook, or nullptr when the object is not one of ours.
-Packing* as_packing(PyObject* object);
-
-// Python's view of a holder; the unpack hook opens it.
-pybind11::object make_holder(const Holder& holder);
+// Python's view of what was saved; the unpack hook opens it.
+pybind11::object wrap_saved(std::shared_ptr<Saved> saved);
 PyObject* unpack_function();  // borrowed
 
 // The exception by which a recompute leaves the function early.
 PyObject* stop_exception();
 [[noreturn]] void throw_stop();
 
-// Pushes a pack hook, with the one unpack hook that opens holders, for a scope. A copy of the hook
-// stack that outlives the scope (another thread's) finds a hook that keeps tensors as they are.
+// Pushes a packer's hooks for a scope. A copy of the hook stack that outlives the scope (another
+// thread's) finds a hook that keeps tensors as they are. Needs the GIL.
 class HookGuard {
  public:
-  explicit HookGuard(pybind11::object packer);
+  explicit HookGuard(std::shared_ptr<Packer> packer);
   ~HookGuard();
   HookGuard(const HookGuard&) = delete;
   HookGuard& operator=(const HookGuard&) = delete;
 
  private:
-  pybind11::object packer_;
+  pybind11::object hook_;
 };
 
 }  // namespace memsave_ext

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "checkpoint/call.h"
 #include "checkpoint/errors.h"
 #include "checkpoint/tail.h"
 #include "compat.h"
@@ -81,6 +82,13 @@ void Recompute::check(const std::vector<Read>& reads) const {
   // cheaper: what comes after it is nobody's business.
   if (count_ > saved && !region_.options_.early_stop) throw_error("more_saved", on_error);
   if (!stopped_ && count_ < saved) throw_error("fewer_saved", saved, count_, on_error);
+}
+
+std::shared_ptr<Saved> RecomputePacker::pack(at::Tensor& tensor) {
+  // Never with a graph: the value would keep the recompute's graph alive.
+  if (tensor.requires_grad()) tensor = PyGILState_Check() ? detached(tensor) : tensor.detach();
+  if (!run_.save(tensor)) throw_stop();
+  return nullptr;
 }
 
 }  // namespace memsave_ext

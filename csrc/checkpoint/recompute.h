@@ -40,4 +40,14 @@ class Recompute {
   std::vector<Mutation> mutated_;
 };
 
+// Hands what the recompute's graph saves to `run`, which outlives the hooks' scope.
+class RecomputePacker final : public Packer {
+ public:
+  explicit RecomputePacker(Recompute& run) : run_(run) {}
+  std::shared_ptr<Saved> pack(at::Tensor& tensor) override;
+
+ private:
+  Recompute& run_;
+};
+
 }  // namespace memsave_ext

@@ -9,6 +9,19 @@ inline thread_local int recompute_depth = 0;
 
 inline bool is_recomputing() { return recompute_depth > 0; }
 
+// Whether this thread is inside the forward of a checkpointed region.
+inline thread_local int region_depth = 0;
+
+inline bool in_region() { return region_depth > 0; }
+
+class RegionScope {
+ public:
+  RegionScope() { ++region_depth; }
+  ~RegionScope() { --region_depth; }
+  RegionScope(const RegionScope&) = delete;
+  RegionScope& operator=(const RegionScope&) = delete;
+};
+
 // Told of the begin and the end of every recompute while memory is tracked, null otherwise.
 inline std::atomic<void (*)(bool begins)> recompute_observer{nullptr};
 

@@ -207,7 +207,7 @@ void Region::recompute(const BackwardKey& key) {
     ReadObserver observer(check ? outside_.find_changed(roots()) : std::vector<ChangedTensor>(),
                           check ? &*pending_ : nullptr);
     const RecomputeGuard guard(surroundings_);
-    const HookGuard hooks(make_packer({nullptr, &run}));
+    const HookGuard hooks(std::make_shared<RecomputePacker>(run));
     const TapeScope scope(tape_, TapeScope::kReplaying);
     result = PyObject_Call(recompute_function_.ptr(), arguments.ptr(),
                            kwargs_.is_none() ? nullptr : kwargs_.ptr());
@@ -219,6 +219,26 @@ void Region::recompute(const BackwardKey& key) {
   }
   Py_XDECREF(result);
   run.check(reads);
+}
+
+// Keeps one position of a region alive.
+class RegionSaved final : public Saved {
+ public:
+  RegionSaved(std::shared_ptr<Region> region, size_t index)
+      : region_(std::move(region)), index_(index) {
+    region_->hold(index_);
+  }
+  ~RegionSaved() override { region_->let_go(index_); }
+
+  at::Tensor open() override { return region_->open(index_); }
+
+ private:
+  const std::shared_ptr<Region> region_;
+  const size_t index_;
+};
+
+std::shared_ptr<Saved> RegionPacker::pack(at::Tensor& tensor) {
+  return std::make_shared<RegionSaved>(region_, region_->save(tensor));
 }
 
 }  // namespace memsave_ext

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "checkpoint/hooks.h"
 #include "checkpoint/outside.h"
 #include "checkpoint/saved.h"
 #include "checkpoint/surroundings.h"
@@ -59,7 +60,7 @@ class Region : public std::enable_shared_from_this<Region> {
 
  private:
   friend class Recompute;
-  friend class Holder;
+  friend class RegionSaved;
 
   struct Values {  // of one backward
     BackwardKey key;
@@ -96,21 +97,14 @@ class Region : public std::enable_shared_from_this<Region> {
   std::atomic<std::thread::id> recomputing_thread_{};
 };
 
-// Keeps one position of a region alive: what autograd holds in place of a saved tensor.
-class Holder {
+// Saves what a forward saves.
+class RegionPacker final : public Packer {
  public:
-  Holder(std::shared_ptr<Region> region, size_t index) : region_(std::move(region)), index_(index) {
-    region_->hold(index_);
-  }
-  ~Holder() { region_->let_go(index_); }
-  Holder(const Holder& other) : Holder(other.region_, other.index_) {}
-  Holder& operator=(const Holder&) = delete;
-
-  at::Tensor open() const { return region_->open(index_); }
+  explicit RegionPacker(std::shared_ptr<Region> region) : region_(std::move(region)) {}
+  std::shared_ptr<Saved> pack(at::Tensor& tensor) override;
 
  private:
-  std::shared_ptr<Region> region_;
-  size_t index_;
+  const std::shared_ptr<Region> region_;
 };
 
 }  // namespace memsave_ext

@@ -228,6 +228,24 @@ def fewer_saved(forward: int, recompute: int, on_error: OnError) -> CheckpointEr
     )
 
 
+def remat_changed(
+    operator: str, argument: str, shape: Sequence[int], before: int, now: int
+) -> CheckpointError:
+    return CheckpointError(
+        f"memsave_ext.remat: {operator} is to be computed again, but its argument {argument} "
+        f"(shape {list(shape)}) has been modified by an inplace operation: it had version {before} "
+        f"in the forward, version {now} now. Change it after backward, or inside the block."
+    )
+
+
+def remat_saved_changed(shape: Sequence[int], before: int, now: int) -> CheckpointError:
+    return CheckpointError(
+        "memsave_ext.remat: one of the variables needed for gradient computation has been "
+        f"modified by an inplace operation: a tensor of shape {list(shape)} was saved at version "
+        f"{before} and is at version {now} now."
+    )
+
+
 def _error(message: str, on_error: OnError) -> CheckpointError:
     return CheckpointError(on_error(message) if on_error else message)
 

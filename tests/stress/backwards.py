@@ -129,7 +129,7 @@ def check(case: Case) -> str:
         for weight, oracle, total in zip(weights, oracles, totals, strict=True):
             oracle.update(
                 total, lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False,
-                maximize=False, decoupled=False,
+                maximize=False, decoupled=False, parts=total,
             )  # fmt: skip
             if wrong := too_far(weight, oracle, "fold" if mode == "fold" else "", dtype):
                 return f"wrong: {wrong}"

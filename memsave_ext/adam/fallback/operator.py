@@ -1,56 +1,110 @@
-"""The adam operator in torch's own."""
+"""Adam's operators in torch's own. Their arguments: ``memsave_ext/_ops.py``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..states import check
+from ..elements import plain, real
+from ..states import check, check_dense
+from .arguments import Prepared, pack, unpack
 from .update import update
+
+
+def step(prepared: Iterable[Prepared], **scaling: Tensor | None) -> None:
+    """The call of the operator for parameters on one device."""
+    # A step has no gradient: autograd has no part in it.
+    with torch._C._AutoDispatchBelowAutograd():
+        torch.ops.memsave_ext.adam_step_(*pack(prepared), **scaling)
+
+
+def sum_of_squares(grad: Tensor) -> Tensor:
+    """The call of the operator for one gradient."""
+    with torch._C._AutoDispatchBelowAutograd():
+        total: Tensor = torch.ops.memsave_ext.adam_sum_of_squares([grad])
+    return total
 
 
 @torch.no_grad()
 def adam_step_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    lr_tensor: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled_weight_decay: bool,
-    amsgrad: bool,
-    maximize: bool,
+    states: Sequence[Tensor],
+    present: Sequence[int],
+    phases: Sequence[int],
+    positions: Sequence[int],
+    groups: Sequence[int],
+    options: Sequence[float],
+    modes: Sequence[int],
+    lrs: Sequence[Tensor],
+    loss_scale: Tensor | None = None,
+    found: Tensor | None = None,
+    factor: Tensor | None = None,
+    skip: Tensor | None = None,
 ) -> None:
-    lists = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "steps": steps}
-    if amsgrad:
-        lists["max_exp_avg_sqs"] = max_exp_avg_sqs
-    for name, tensors in lists.items():
-        if len(tensors) != len(params):
+    lists = params, grads, states, present, phases, positions, groups, options, modes, lrs
+    for p in checked(*lists):
+        by, skips = _scaling(p, loss_scale, found, factor, skip)
+        if not skips:
+            update(p.param, p.grad, p.state, p.group, position=p.position, phase=p.phase, factor=by)
+
+
+def checked(*lists: Any) -> list[Prepared]:
+    """What pack() has made into lists."""
+    prepared = unpack(*lists)
+    for p in prepared:
+        check(p.param, p.grad, p.state, p.group, p.phase)
+        if p.param.device != prepared[0].param.device:
             raise ValueError(
-                f"adam_step_: {name} must have {len(params)} tensors, as params, got {len(tensors)}"
+                "adam_step_: params must lie on one device, got "
+                f"{prepared[0].param.device} and {p.param.device}"
             )
-    group = {
-        "lr": lr if lr_tensor is None else lr_tensor,
-        "betas": (beta1, beta2),
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "decoupled_weight_decay": decoupled_weight_decay,
-        "amsgrad": amsgrad,
-        "maximize": maximize,
-    }
-    states = [
-        {name.removesuffix("s"): of[i] for name, of in lists.items() if name != "grads"}
-        for i in range(len(params))
-    ]
-    for param, grad, state in zip(params, grads, states, strict=True):
-        check(param, grad, state, group)
-    for param, grad, state in zip(params, grads, states, strict=True):
-        update(param, grad, state, group)
+    return prepared
+
+
+def fake_adam_step_(*arguments: Any, **_: Any) -> None:
+    checked(*arguments[:10])
+
+
+@torch.no_grad()
+def adam_sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
+    return torch.stack([_square(grad) for grad in grads]).sum()
+
+
+def fake_adam_sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
+    return torch.empty((), dtype=torch.float64, device=grads[0].device)
+
+
+def _square(grad: Tensor) -> Tensor:
+    """The sum of squares of one."""
+    check_dense(grad)
+    return real(plain(grad)).double().square().sum()
+
+
+def _scaling(
+    p: Prepared,
+    loss_scale: Tensor | None,
+    found: Tensor | None,
+    factor: Tensor | None,
+    skip: Tensor | None,
+) -> tuple[Tensor | None, bool]:
+    """What a gradient is multiplied by, and whether it is left out."""
+    if factor is not None:
+        return factor, skip is not None and bool(skip)
+    max_norm = p.group["max_grad_norm"]
+    if p.grad is None or (loss_scale is None and max_norm is None):
+        return None, False
+    squared = _square(p.grad)
+    inverse = torch.ones((), dtype=torch.double) if loss_scale is None else 1 / loss_scale.double()
+    by = inverse.to(squared.device)
+    if max_norm is not None:
+        by = by * (max_norm / (squared.sqrt() * by + 1e-6)).clamp(max=1)
+    if loss_scale is None:
+        return by, False
+    assert found is not None
+    if skips := not bool(squared.isfinite()):
+        found.fill_(1)
+    return by, skips

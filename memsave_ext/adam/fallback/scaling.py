@@ -9,16 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import dtensor
-from ..elements import plain
-from ..states import check_dense
-
-
-def square_of(grad: Tensor) -> Tensor:
-    """The sum of squares."""
-    check_dense(grad)
-    values = plain(dtensor.local_tensor(grad))
-    values = torch.view_as_real(values) if values.is_complex() else values
-    return values.double().square().sum()
+from .operator import sum_of_squares
 
 
 def loss_scale_of(optimizer: Any) -> Tensor | None:
@@ -38,7 +29,7 @@ class GradNorm:
         self.skip: Tensor | None = None  # whether it is not finite; None without a scale
 
     def add(self, param: Tensor, grad: Tensor) -> None:
-        self._squares[id(param)] = square_of(grad)
+        self._squares[id(param)] = sum_of_squares(dtensor.local_tensor(grad))
 
     def __contains__(self, param: Tensor) -> bool:
         return id(param) in self._squares
@@ -95,26 +86,15 @@ class Scaling:
             self.norm.add(param, grad)
         self.finish_norm(max_norm, scale)
 
-    def of(
-        self, grad: Tensor | None, group: dict[str, Any], scale: Tensor | None
-    ) -> tuple[Tensor | None, bool]:
-        """What a gradient is multiplied by, and whether it is left out."""
+    def on(self, device: torch.device, scale: Tensor | None) -> dict[str, Tensor | None]:
+        """What the operator is told of gradients there. ``scale``: what these are multiples of."""
         if self.norm is not None and self.norm.factor is not None:
-            return self.norm.factor, self.norm.skip is not None and bool(self.norm.skip)
-        max_norm = group.get("max_grad_norm")
-        if grad is None or (scale is None and max_norm is None):
-            return None, False
-        square = square_of(grad)
-        inverse = torch.ones((), dtype=torch.double) if scale is None else 1 / scale.double()
-        factor = inverse.to(square.device)
-        if max_norm is not None:
-            factor = factor * (max_norm / (square.sqrt() * factor + 1e-6)).clamp(max=1)
+            factor, skip = self.norm.factor, self.norm.skip
+            return {"factor": factor.to(device), "skip": None if skip is None else skip.to(device)}
         if scale is None:
-            return factor, False
-        found = self._found.setdefault(grad.device, torch.zeros((), device=grad.device))
-        if skip := not bool(square.isfinite()):
-            found.fill_(1)
-        return factor, skip
+            return {}
+        found = self._found.setdefault(device, torch.zeros((), device=device))
+        return {"loss_scale": scale.to(device), "found": found}
 
     def end_step(self) -> None:
         self.last_found = list(self._found.values())

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import dtensor, modes
-from ..states import Phase, check, make_state
+from ..states import check, make_state
+from .arguments import Prepared
+from .operator import step
 from .params import Params
 from .records import Records
 from .scaling import Scaling
-from .update import update
 
 
 class Update(NamedTuple):
@@ -40,15 +40,20 @@ def apply(
     if scaling.clips_all:
         modes.refuse_two_norms(params.groups())
     _make_and_check_states(optimizer, updates, records, folds=folds)
-    positions = {id(param): i for i, param in enumerate(params)}
+    by_device: dict[torch.device, list[Update]] = {}
     for made in updates:
-        state = optimizer.state[made.param]
-        factor, skip = scaling.of(made.grad, made.group, scale)
-        phase = records.phase(state, folds=folds)
-        records.set_folded(state, folds)
-        if not skip:
-            position = positions[id(made.param)]
-            _make_update(made, state, records, phase, position=position, factor=factor)
+        by_device.setdefault(made.param.device, []).append(made)
+    positions = {id(param): i for i, param in enumerate(params)}
+    for device, on_device in by_device.items():
+        prepared = [
+            _prepare(made, optimizer, records, folds=folds, position=positions[id(made.param)])
+            for made in on_device
+        ]
+        step(prepared, **scaling.on(device, scale))
+        for made, p in zip(on_device, prepared, strict=True):
+            records.set_folded(optimizer.state[made.param], folds)
+            if not folds:
+                records.note_versions(p.param, p.state)
 
 
 def _make_and_check_states(
@@ -69,22 +74,14 @@ def _make_and_check_states(
         raise
 
 
-def _make_update(
-    made: Update,
-    state: Mapping[str, Any],
-    records: Records,
-    phase: Phase,
-    *,
-    position: int,
-    factor: Tensor | None,
-) -> None:
+def _prepare(
+    made: Update, optimizer: torch.optim.Optimizer, records: Records, *, folds: bool, position: int
+) -> Prepared:
     """Of a DTensor, the part that is in this process."""
-    param = dtensor.local_tensor(made.param)
+    param, state = dtensor.local_tensor(made.param), optimizer.state[made.param]
     grad = None if made.grad is None else dtensor.local_gradient(made.param, made.grad)
-    local = {name: dtensor.local_tensor(value) for name, value in state.items()}
-    steps = phase in ("whole", "close")
-    if steps:
-        records.drop_stale_rest(param, local)
-    update(param, grad, local, made.group, position=position, phase=phase, factor=factor)
-    if steps:
-        records.note_versions(param, local)
+    phase = records.phase(state, folds=folds)
+    state = {name: dtensor.local_tensor(value) for name, value in state.items()}
+    if not folds:
+        records.drop_stale_rest(param, state)
+    return Prepared(param, grad, state, made.group, phase, position)

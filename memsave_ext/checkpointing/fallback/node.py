@@ -118,11 +118,11 @@ def _recompute(ctx: Any, arguments: Sequence[Tensor]) -> list[Any]:
     with (
         ctx.surroundings.restored(),
         tape_scope(ctx.tape, replaying=True),
-        observed_reads(changed, ctx.pending) as reads,
+        observed_reads(changed, ctx.pending) as observer,
     ):
         elements = call(ctx.call.function, arguments).elements
-    if reads:
-        raise errors.function_outside_changed(reads)
+    if observer.reads:
+        raise errors.function_outside_changed(observer.reads)
     return elements
 
 

@@ -126,22 +126,21 @@ class OutsideTensors:
 @contextmanager
 def observed_reads(
     changed: list[ChangedTensor], region: PendingRegion | None
-) -> Iterator[list[Read]]:
+) -> Iterator[ReadObserver]:
     """The operators of a recompute inside that read a tensor which has changed or was stepped."""
-    reads: list[Read] = []
+    observer = ReadObserver(changed, region)
     if changed or (region is not None and region.any_stepped()):
-        with _ReadObserver(changed, region, reads):
-            yield reads
+        with observer:
+            yield observer
     else:
-        yield reads
+        yield observer
 
 
-class _ReadObserver(TorchDispatchMode):
-    def __init__(
-        self, changed: list[ChangedTensor], region: PendingRegion | None, reads: list[Read]
-    ) -> None:
+class ReadObserver(TorchDispatchMode):
+    def __init__(self, changed: list[ChangedTensor], region: PendingRegion | None) -> None:
         super().__init__()
-        self._changed, self._region, self._reads = changed, region, reads
+        self._changed, self._region = changed, region
+        self.reads: list[Read] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -152,10 +151,10 @@ class _ReadObserver(TorchDispatchMode):
                 continue
             for tensor in tree_leaves((given | (kwargs or {})).get(argument.name)):
                 if isinstance(tensor, Tensor):
-                    self._look(str(func), tensor)
+                    self.look(str(func), tensor)
         return func(*args, **(kwargs or {}))
 
-    def _look(self, name: str, tensor: Tensor) -> None:
+    def look(self, name: str, tensor: Tensor) -> None:
         operator = name.split(".")[1]
         if operator.startswith("new_") or operator.endswith("_like"):  # reads a shape alone
             return
@@ -171,4 +170,4 @@ class _ReadObserver(TorchDispatchMode):
         if storage is not None and self._region is not None:
             position = self._region.stepped(tensor)
         if change or position is not None:
-            self._reads.append((name, change, position, list(tensor.shape), tensor.dtype))
+            self.reads.append((name, change, position, list(tensor.shape), tensor.dtype))

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from .. import errors
 from ..errors import OnError
 from .graph import any_fills_after_saving, sequence_number
-from .outside import ChangedTensor, OutsideTensors, observed_reads
+from .outside import ChangedTensor, OutsideTensors, ReadObserver, observed_reads
 from .recompute import Recompute, Stop
 from .saved import Argument, BackwardKey, Holder, Slot
 from .stepped import PendingRegion
@@ -153,18 +153,26 @@ class _Region:
             check=self._check,
         )
         changed = self._find_changed()
-        reads = []
+        observer: ReadObserver | None = None
+
+        def save(tensor: Tensor) -> Tensor:
+            # An operator saves before it is dispatched to observers, and may be the last.
+            if changed and observer is not None:
+                observer.look("autograd.save", tensor)
+            return run.save(tensor)
+
         try:
             with (
                 self._surroundings.restored(),
-                saved_tensors_hooks(run.save, _unpack),
+                observed_reads(changed, self._pending if self._check else None) as observer,
+                saved_tensors_hooks(save, _unpack),
                 tape_scope(self.tape, replaying=True),
-                observed_reads(changed, self._pending if self._check else None) as reads,
             ):
                 self._function(*arguments, **self._kwargs)
         except Stop:
             if not run.stopped:
                 raise
+        reads = observer.reads if observer is not None else []
         error = run.difference(reads, self._early_stop, self._on_error)
         if error is not None:
             raise error

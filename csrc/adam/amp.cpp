@@ -1,0 +1,31 @@
+#include "adam/amp.h"
+
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace memsave_ext::adam {
+
+namespace py = pybind11;
+using at::Tensor;
+
+Tensor read_loss_scale(const py::handle& optimizer) {
+  const py::object scaler = optimizer.attr("grad_scaler");
+  if (scaler.is_none() || PyObject_IsTrue(scaler.attr("is_enabled")().ptr()) != 1) return {};
+  const py::object scale = scaler.attr("_get_scale_async")();
+  return THPVariable_Check(scale.ptr()) ? THPVariable_Unpack(scale.ptr()) : Tensor();
+}
+
+const Tensor& FoundInf::on(c10::Device device) {
+  Tensor& found = now_[device];
+  if (!found.defined()) found = at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
+  return found;
+}
+
+void FoundInf::end_step(const Tensor& of_norm) {
+  last_.clear();
+  for (const auto& [device, found] : now_) last_.push_back(found);
+  if (of_norm.defined()) last_.push_back(of_norm);
+  now_.clear();
+}
+
+}  // namespace memsave_ext::adam

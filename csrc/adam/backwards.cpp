@@ -1,0 +1,84 @@
+#include "adam/backwards.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+
+#include "adam/backward.h"
+#include "adam/stepper.h"
+
+namespace memsave_ext::adam {
+
+// Only one is made strong: no other may die with the mutex held.
+std::shared_ptr<Backward> Backwards::find(int64_t task) const {
+  for (const auto& [of_task, backward] : by_task_) {
+    if (of_task == task) return backward.lock();
+  }
+  return nullptr;
+}
+
+std::shared_ptr<Backward> Backwards::current(Stepper& stepper) {
+  const int64_t graph_task = torch::autograd::get_current_graph_task_id();
+  {
+    const std::lock_guard<std::mutex> lock(stepper.mutex());
+    if (auto backward = find(graph_task)) return backward;
+  }
+  const Task task = stepper.next_task();
+  std::shared_ptr<Backward> backward;
+  while (!backward) {
+    std::shared_ptr<Snapshot> taken, other;  // no tensor of theirs may die with the mutex held
+    uint64_t ended;
+    {
+      const std::lock_guard<std::mutex> lock(stepper.mutex());
+      taken = snapshot_.lock();  // of an outer backward that is under way
+      ended = ended_;
+    }
+    if (!taken) taken = stepper.take_snapshot();
+    if (!taken) return nullptr;
+    const std::lock_guard<std::mutex> lock(stepper.mutex());
+    if (auto of_another_devices_thread = find(graph_task)) return of_another_devices_thread;
+    other = snapshot_.lock();
+    if (other) {  // another thread's backward has begun meanwhile: they share one
+      taken.swap(other);
+    } else if (ended != ended_) {  // or has ended, whose states are not in it
+      continue;
+    } else {
+      use_snapshot(taken);
+    }
+    backward = std::make_shared<Backward>(stepper.shared_from_this(), taken, task);
+    ++running_;
+    by_task_.erase(std::remove_if(by_task_.begin(), by_task_.end(),
+                                  [](const auto& of) { return of.second.expired(); }),
+                   by_task_.end());
+    by_task_.emplace_back(graph_task, backward);
+  }
+  // Held by the graph task alone: an error drops it unfinished.
+  torch::autograd::Engine::get_default_engine().queue_callback([backward] { backward->finish(); });
+  return backward;
+}
+
+void Backwards::end_one() {
+  ++ended_;
+  // Where others run, they may have states in it that are not the optimizer's yet.
+  if (--running_ == 0) snapshot_.reset();
+}
+
+void Backwards::check_none() const {
+  TORCH_CHECK(running_ == 0,
+              "Adam: step() while a backward is under way, in another thread or around this call. "
+              "Wait until all of a step's backwards have ended.");
+}
+
+void Backwards::use_snapshot(const std::shared_ptr<Snapshot>& snapshot) {
+  snapshot_ = snapshot;
+  snapshot->number = ++snapshots_;
+  for (size_t i = 0; i < snapshot->parameters.size(); ++i) {
+    const auto& entry = snapshot->parameters[i].entry;
+    if (!entry) continue;
+    entry->snapshot = snapshot->number;
+    entry->position = i;
+  }
+}
+
+}  // namespace memsave_ext::adam

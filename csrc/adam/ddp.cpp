@@ -1,0 +1,77 @@
+#include "adam/ddp.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+#include <vector>
+
+#include "adam/backward.h"
+#include "adam/stepper.h"
+
+namespace memsave_ext::adam {
+
+namespace py = pybind11;
+using at::Tensor;
+
+// The reducer's hook is what torch puts behind a parameter's gradient as a LambdaPostHook.
+bool is_reduced_by_ddp(const Tensor& param) {
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(param);
+  if (!accumulator) return false;
+  for (const auto& hook : accumulator->post_hooks()) {
+    if (dynamic_cast<torch::autograd::utils::LambdaPostHook*>(hook.get())) return true;
+  }
+  return false;
+}
+
+void hand_to_ddp(const Stepper& stepper, const py::list& params, bool enabled) {
+  for (const py::handle param : params) {
+    if (const auto entry = stepper.entry_of(param)) entry->reduced_by_ddp = enabled;
+  }
+}
+
+std::shared_ptr<Backward> begin_reduced(Stepper& stepper, const py::list& params) {
+  std::vector<std::shared_ptr<Entry>> entries;
+  std::vector<Tensor> tensors;
+  for (const py::handle param : params) {
+    entries.push_back(stepper.entry_of(param));
+    tensors.push_back(THPVariable_Unpack(param.ptr()));
+  }
+  const OpenBlocks& blocks = stepper.blocks();
+  TORCH_CHECK(!blocks.any(Block::kKeep),
+              "Adam: opt.paused(keep=True) around a backward whose gradients "
+              "DistributedDataParallel reduces. Use `with ddp.no_sync(), opt.paused(keep=True):`.");
+  if (blocks.any(Block::kDrop)) return nullptr;
+  const py::gil_scoped_release no_gil;
+  auto backward = stepper.backwards().current(stepper);
+  TORCH_CHECK(
+      !blocks.any(Block::kAccumulate) && !(backward && backward->task() == Task::kAccumulate),
+      "Adam: opt.accumulate() around a backward whose gradients DistributedDataParallel "
+      "reduces, or accumulate_when() says so. Use `with ddp.no_sync(), opt.accumulate():`.");
+  const std::lock_guard<std::mutex> lock(stepper.mutex());
+  stepper.open_step().check(Event::kUseGradient);
+  for (size_t i = 0; i < entries.size(); ++i) {
+    if (!entries[i]) continue;
+    stepper.open_step().check_use(*entries[i], tensors[i]);
+    entries[i]->has_local_gradient = false;
+  }
+  return backward;
+}
+
+void step_reduced(const Stepper& stepper, const std::shared_ptr<Backward>& backward,
+                  const py::list& params, const py::list& grads) {
+  if (!backward) return;  // the optimizer is gone
+  std::vector<std::shared_ptr<Entry>> entries;
+  std::vector<Tensor> of_entries;
+  for (size_t i = 0; i < py::len(grads); ++i) {
+    if (auto entry = stepper.entry_of(params[i])) {
+      entries.push_back(std::move(entry));
+      of_entries.push_back(THPVariable_Unpack(grads[i].ptr()));
+    }
+  }
+  const py::gil_scoped_release no_gil;
+  backward->step_reduced(entries, of_entries);
+}
+
+}  // namespace memsave_ext::adam

@@ -1,0 +1,133 @@
+#include "adam/open_step.h"
+
+#include <utility>
+
+namespace memsave_ext::adam {
+
+using at::Tensor;
+
+namespace {
+
+std::vector<Tensor> gradients_of(c10::ArrayRef<Parameter*> parameters) {
+  std::vector<Tensor> grads;
+  grads.reserve(parameters.size());
+  for (const Parameter* parameter : parameters) grads.push_back(parameter->grad);
+  return grads;
+}
+
+}  // namespace
+
+void OpenStep::check_use(const Entry& entry, const Tensor& param) const {
+  machine_.check(Event::kUseGradient);
+  const bool measures = state() == StepState::kMeasuring;
+  const bool is_measured = entry.measured == number_;
+  TORCH_CHECK(
+      !(measures ? is_measured : is_stepped(entry)), "Adam: ", name_of(entry, param),
+      " receives a second gradient in one step. Either backward() ran twice before "
+      "opt.step(): put `with opt.accumulate():` around all but the last, or, where a "
+      "trainer runs it, call opt.accumulate_when() once. Or one of them was of a loss that is not "
+      "to train this parameter, as a GAN's generator's for the discriminator: put `with "
+      "opt.paused():` around it. Or the parameter is used in several regions of "
+      "torch.utils.checkpoint(use_reentrant=True), which deliver their gradients one by one: use "
+      "use_reentrant=False, or memsave_ext.checkpoint.");
+  TORCH_CHECK(state() != StepState::kClipping || is_measured, "Adam: ", name_of(entry, param),
+              " has a gradient now, but had none in norm_pass(), whose norm it would be clipped "
+              "by. Both must run the backward of the same loss.");
+}
+
+void OpenStep::note_use(Entry& entry, Task task) const {
+  if (task == Task::kStep) entry.step = number_;
+  if (task == Task::kMeasure) entry.measured = number_;
+}
+
+void OpenStep::prepare(Parameter& parameter, Tensor grad, Task task) const {
+  if (task == Task::kMeasure) {
+    parameter.grad = std::move(grad);
+    return;
+  }
+  const bool folded = is_folded(parameter);
+  const auto phase = task == Task::kFold ? (folded ? Phase::kFold : Phase::kFirstFold)
+                                         : (folded ? Phase::kClose : Phase::kWhole);
+  adam::prepare(parameter, std::move(grad), phase);
+}
+
+void OpenStep::apply(c10::ArrayRef<Parameter*> parameters, Task task, const Snapshot& snapshot) {
+  if (parameters.empty()) return;
+  if (task == Task::kMeasure) {
+    if (norm_) norm_->add(gradients_of(parameters));  // the norm pass may be over
+  } else {
+    records_.step(parameters, scaling(snapshot, parameters.front()->local.device()));
+  }
+  if (task == Task::kStep) {
+    machine_.handle(Event::kStepped);
+    stepped_ += static_cast<int64_t>(parameters.size());
+  }
+  for (Parameter* parameter : parameters) {
+    parameter->grad.reset();
+    if (task == Task::kFold) parameter->entry->folded = number_;
+  }
+}
+
+Scaling OpenStep::scaling(const Snapshot& snapshot, c10::Device device) {
+  if (norm_) {
+    for (const auto& group : snapshot.groups) {
+      TORCH_CHECK_VALUE(group.max_grad_norm == 0,
+                        "max_grad_norm, of each parameter, cannot be combined with "
+                        "clip_global_norm or norm_pass(), of all: leave one of them out");
+    }
+    return norm_->scaling(device);
+  }
+  if (!snapshot.loss_scale.defined()) return {};
+  return {snapshot.loss_scale.to(device), found_inf_.on(device), {}, {}};
+}
+
+void OpenStep::begin_norm_pass() {
+  machine_.handle(folded() > 0 ? Event::kPassAfterFold : Event::kBeginNormPass);
+  norm_ = std::make_unique<GradNorm>();
+}
+
+void OpenStep::end_norm_pass(std::optional<double> max_norm, const Tensor& loss_scale) {
+  machine_.handle(max_norm ? Event::kFinishNormPass : Event::kDropNormPass);
+  if (!norm_) return;  // zero_grad() has ended that step
+  if (max_norm) {
+    norm_->finish(*max_norm, loss_scale);
+  } else {
+    norm_.reset();
+    ++number_;
+  }
+}
+
+void OpenStep::clip(const ByDevice<std::vector<Parameter*>>& parameters, double max_norm,
+                    const Tensor& loss_scale) {
+  norm_ = std::make_unique<GradNorm>();
+  for (const auto& [device, of_device] : parameters) norm_->add(gradients_of(of_device));
+  norm_->finish(max_norm, loss_scale);
+}
+
+int64_t OpenStep::end() {
+  machine_.handle(Event::kEndStep);
+  records_.forget_folded();  // of parameters that are not in param_groups any more
+  const int64_t stepped = stepped_;
+  begin_next();
+  return stepped;
+}
+
+void OpenStep::acknowledge() {
+  if (state() != StepState::kFailed) return;
+  machine_.handle(Event::kAcknowledge);
+  begin_next();
+}
+
+void OpenStep::begin_next() {
+  ++number_;
+  stepped_ = 0;
+  found_inf_.end_step(norm_ ? norm_->found() : Tensor());
+  if (norm_) last_norm_ = norm_->norm();
+  norm_.reset();
+}
+
+Tensor OpenStep::grad_norm() const {
+  return norm_ && norm_->norm().defined() ? norm_->norm() : last_norm_;
+}
+
+}  // namespace memsave_ext::adam

@@ -1,0 +1,10 @@
+// The names of memsave_ext._C for this room.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace memsave_ext::remat {
+
+void bind(pybind11::module_& m);
+
+}  // namespace memsave_ext::remat

@@ -1,0 +1,101 @@
+#include "remat/block.h"
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+
+#include "remat/policy.h"
+
+namespace memsave_ext::remat {
+namespace {
+
+thread_local Block* current = nullptr;
+thread_local int pauses = 0;
+
+bool records() {
+  return current != nullptr && pauses == 0 && torch::autograd::get_current_graph_task_id() == -1;
+}
+
+}  // namespace
+
+Pause::Pause() { ++pauses; }
+Pause::~Pause() { --pauses; }
+
+Block* Block::active() { return records() ? current : nullptr; }
+
+void Block::enter() {
+  outer_ = current;
+  if (outer_ == nullptr) seconds_per_byte();  // measured before anything else is
+  callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(on_start, on_end)
+                                             .needsInputs(true)
+                                             .needsOutputs(true)
+                                             .scopes({at::RecordScope::FUNCTION}));
+  if (outer_ != nullptr) at::disableCallback(outer_->callback_);
+  current = this;
+}
+
+void Block::leave() {
+  at::removeCallback(callback_);
+  current = outer_;
+  if (outer_ != nullptr) at::reenableCallback(outer_->callback_);
+  table_.clear();
+}
+
+std::shared_ptr<Content> Block::save(const at::Tensor& tensor) {
+  if (!is_plain(tensor)) return nullptr;
+  std::shared_ptr<Content> content = entry_of(tensor).content;
+  {
+    const std::lock_guard<std::mutex> lock(contents_mutex());
+    ++content->holders;
+    if (content->decided) return content;
+    if (!content->held) content->held = content->storage.lock();
+    // An operator that still runs may say how it is made: its end decides.
+    if (!content->call && is_new_for_running(*content)) return content;
+  }
+  decide(content);
+  return content;
+}
+
+bool Block::is_new_for_running(const Content& content) const {
+  return !running_.empty() && content.born > running_.front()->born;
+}
+
+void Block::decide(const std::shared_ptr<Content>& content) {
+  Freed freed;  // after the mutex
+  std::vector<std::shared_ptr<Content>> contents;
+  std::shared_ptr<Call> call;
+  const std::lock_guard<std::mutex> lock(contents_mutex());
+  Plan plan;
+  if (content->call && !content->external) plan = plan_for(*content, freed);
+  const Verdict verdict = judge(*content, plan, everything_);
+  content->decided = true;
+  auto& sums = sums_[content->module];
+  sums.bytes[static_cast<int>(verdict)] += content->bytes;
+  ++sums.count[static_cast<int>(verdict)];
+  if (verdict != Verdict::kDropped) {
+    // Chains of calls end here.
+    call = std::move(content->call);
+    content->depth = 0;
+    return;
+  }
+  sums.seconds += plan.seconds;
+  content->dropped = true;
+  content->dropped_depth = plan.dropped_depth + 1;
+  for (const auto& needed : plan.needs) {
+    ++needed->pins;
+    if (!needed->held && !needed->dropped) needed->held = needed->storage.lock();
+  }
+  content->needs = std::move(plan.needs);
+  freed.push_back(std::move(content->held));
+}
+
+void Block::sweep() {
+  if (table_.size() < sweep_at_) return;
+  for (auto entry = table_.begin(); entry != table_.end();) {
+    entry = entry->second.content->storage.expired() ? table_.erase(entry) : std::next(entry);
+  }
+  sweep_at_ = std::max<size_t>(1024, 2 * table_.size());
+}
+
+}  // namespace memsave_ext::remat

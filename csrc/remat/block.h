@@ -1,0 +1,124 @@
+// One `with remat()`: records the operators of its thread, and keeps or drops what they save.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "remat/content.h"
+
+namespace memsave_ext::remat {
+
+// Why a saved tensor's memory is kept.
+enum class Verdict : int {
+  kDropped,
+  kInput,     // made outside of the block: a parameter, an input
+  kNotAgain,  // random numbers, a collective, a kernel or a region that is not seen
+  kHeavy,     // bound by arithmetic
+  kNoGain,    // computing it again would keep about as much, or is not cheap for its size
+};
+constexpr int kVerdicts = 5;
+
+// Sums of what became of saved contents, by module.
+struct Sums {
+  int64_t bytes[kVerdicts] = {};
+  int64_t count[kVerdicts] = {};
+  double seconds = 0;  // which the dropped took in the forward
+};
+
+struct Again {  // what was computed again
+  std::atomic<int64_t> bytes{0}, operators{0};
+  std::atomic<int64_t> nanoseconds{0};
+};
+
+class Block : public std::enable_shared_from_this<Block> {
+ public:
+  // `everything`: whatever can be computed again is dropped, for tests.
+  explicit Block(bool everything = false) : everything_(everything) {}
+
+  // Of this thread, until leave(). Blocks nest: the inner one records.
+  void enter();
+  void leave();
+  static Block* active();  // of this thread, or null
+
+  // A tensor that autograd saves: its content now has one holder more. Null where the tensor is to
+  // be kept as it is.
+  std::shared_ptr<Content> save(const at::Tensor& tensor);
+
+  void enter_module(int32_t number) { modules_.push_back(number); }
+  void leave_module() {
+    if (!modules_.empty()) modules_.pop_back();
+  }
+
+  const std::unordered_map<int32_t, Sums>& sums() const { return sums_; }
+  int64_t recorded() const { return recorded_; }
+  Again& again() { return again_; }
+  // Held while values are computed again. Never awaited with the GIL held.
+  std::recursive_mutex& again_mutex() { return again_mutex_; }
+
+ private:
+  struct Recording : at::ObserverContext {  // an operator that runs
+    Block* block;
+    uint64_t born;  // how many contents there were before it
+    std::shared_ptr<Call> call;
+    bool repeatable;
+    // What it writes, and the versions before.
+    std::vector<std::pair<at::Tensor, uint32_t>> written;
+    std::chrono::steady_clock::time_point begin;
+
+    bool writes(const c10::StorageImpl* storage) const;
+    void measure(double seconds, const at::RecordFunction& function);
+  };
+  struct Entry {
+    std::shared_ptr<Content> content;  // now
+    // The tensor by which it was last seen, and its version then: it tells changes that no operator
+    // of this thread made.
+    const c10::TensorImpl* tensor = nullptr;
+    uint32_t version = 0;
+  };
+
+  static std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& function);
+  static void on_end(const at::RecordFunction& function, at::ObserverContext* context);
+
+  std::unique_ptr<Recording> start(const Operator& op, const at::RecordFunction& function);
+  void end(Recording& recording, const at::RecordFunction& function);
+  void note_hidden_writes(const Operator& op, const at::RecordFunction& function);
+  void before_write(const at::Tensor& tensor);
+  Entry& renew(const at::Tensor& tensor);
+  Entry& entry_of(const at::Tensor& tensor);
+  bool is_new_for_running(const Content& content) const;
+  bool refer(Recording& recording, const at::Tensor& tensor, size_t argument, int64_t element);
+  void made(Recording& recording, const at::Tensor& tensor, size_t output, int64_t element);
+  void decide(const std::shared_ptr<Content>& content);
+  void sweep();
+
+  const bool everything_;
+  std::unordered_map<const c10::StorageImpl*, Entry> table_;
+  size_t sweep_at_ = 1024;
+  std::vector<Recording*> running_;  // operators of this thread, innermost last
+  std::vector<int32_t> modules_{0};
+  std::unordered_map<int32_t, Sums> sums_;
+  int64_t recorded_ = 0;
+  Again again_;
+  std::recursive_mutex again_mutex_;
+  Block* outer_ = nullptr;
+  at::CallbackHandle callback_ = 0;
+};
+
+// While values are computed again nothing is recorded.
+class Pause {
+ public:
+  Pause();
+  ~Pause();
+  Pause(const Pause&) = delete;
+  Pause& operator=(const Pause&) = delete;
+};
+
+}  // namespace memsave_ext::remat

@@ -1,0 +1,71 @@
+#include "remat/content.h"
+
+#include <atomic>
+
+namespace memsave_ext::remat {
+
+Geometry Geometry::of(const at::Tensor& tensor) {
+  Geometry geometry;
+  geometry.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
+  geometry.strides.assign(tensor.strides().begin(), tensor.strides().end());
+  geometry.offset = tensor.storage_offset();
+  geometry.dtype = tensor.dtype();
+  geometry.keys = tensor.key_set();
+  return geometry;
+}
+
+at::Tensor Geometry::view(c10::Storage storage) const {
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW,
+                                                               std::move(storage), keys, dtype);
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  return tensor;
+}
+
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
+         tensor.storage().unsafeGetStorageImpl() != nullptr && !tensor.is_meta() &&
+         !tensor.is_quantized() && !tensor._is_zerotensor() &&
+         !tensor.key_set().has_any(c10::python_ks) &&
+         !tensor.key_set().has(c10::DispatchKey::Functionalize) &&
+         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
+
+namespace {
+
+std::atomic<uint64_t> contents{0};
+
+}  // namespace
+
+Content::Content(const c10::Storage& storage, bool external)
+    : storage(storage.getWeakStorageImpl()),
+      bytes(static_cast<int64_t>(storage.nbytes())),
+      born(++contents),
+      external(external) {}
+
+uint64_t contents_so_far() { return contents; }
+
+std::mutex& contents_mutex() {
+  static auto& mutex = *new std::mutex();  // holders may outlive static destruction
+  return mutex;
+}
+
+void release_unused(std::shared_ptr<Content> content, Freed& freed,
+                    std::vector<std::shared_ptr<Content>>& contents) {
+  std::vector<std::shared_ptr<Content>> left{std::move(content)};
+  while (!left.empty()) {
+    std::shared_ptr<Content> next = std::move(left.back());
+    left.pop_back();
+    if (next->holders == 0 && next->pins == 0) {
+      if (next->held) freed.push_back(std::move(next->held));
+      next->dropped = next->decided = false;
+      for (auto& needed : next->needs) {
+        --needed->pins;
+        left.push_back(std::move(needed));
+      }
+      next->needs.clear();
+    }
+    contents.push_back(std::move(next));  // freed by the caller, too
+  }
+}
+
+}  // namespace memsave_ext::remat

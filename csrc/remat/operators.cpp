@@ -1,0 +1,84 @@
+#include "remat/operators.h"
+
+#include <algorithm>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+
+namespace memsave_ext::remat {
+namespace {
+
+bool starts_with(std::string_view text, std::string_view beginning) {
+  return text.substr(0, beginning.size()) == beginning;
+}
+
+bool any_begins(std::string_view name, std::initializer_list<std::string_view> beginnings) {
+  return std::any_of(beginnings.begin(), beginnings.end(),
+                     [&](std::string_view beginning) { return starts_with(name, beginning); });
+}
+
+bool is_collective(std::string_view name) {
+  return any_begins(name, {"c10d::", "_c10d_functional::", "c10d_functional::", "symm_mem::"});
+}
+
+// Uninitialised memory, or storages that are exchanged or resized.
+bool leaves_values_open(std::string_view name) {
+  return any_begins(name, {"aten::empty", "aten::new_empty", "aten::_empty", "aten::resize",
+                           "aten::_resize", "aten::set_", "aten::_cudnn_init", "aten::pin_memory",
+                           "aten::_pin_memory", "aten::record_stream", "aten::_efficientzero"});
+}
+
+bool is_heavy_name(std::string_view name) {
+  static constexpr std::string_view exact[] = {
+      "aten::mm",    "aten::addmm", "aten::bmm",     "aten::baddbmm",  "aten::addbmm",
+      "aten::mv",    "aten::addmv", "aten::dot",     "aten::vdot",     "aten::addr",
+      "aten::sort",  "aten::topk",  "aten::argsort", "aten::kthvalue", "aten::_addmm_activation",
+      "aten::cumsum"};
+  if (std::find(std::begin(exact), std::end(exact), name) != std::end(exact)) return true;
+  if (any_begins(name, {"aten::linalg_", "aten::_linalg", "aten::_fft", "aten::fft_",
+                        "aten::unique", "aten::_unique", "aten::_scaled_dot", "aten::_flash",
+                        "aten::_efficient_attention", "aten::mkldnn_", "aten::_cdist",
+                        "aten::_thnn_fused", "aten::_cudnn_rnn", "aten::_scaled_mm",
+                        "aten::_grouped_mm", "aten::_int_mm", "mkldnn::", "quantized::"})) {
+    return true;
+  }
+  return name.find("conv") != std::string_view::npos;
+}
+
+}  // namespace
+
+Operator::Operator(const c10::OperatorName& name)
+    : handle(c10::Dispatcher::singleton().findSchemaOrThrow(name.name.c_str(),
+                                                            name.overload_name.c_str())) {
+  const bool collective = is_collective(name.name);
+  for (const auto& argument : handle.schema().arguments()) {
+    const auto* alias = argument.alias_info();
+    writes.push_back(collective || (alias != nullptr && alias->isWrite()));
+    any_writes = any_writes || writes.back();
+  }
+  is_composite = handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+  is_torch_batch_norm = name.name == "aten::native_batch_norm" ||
+                        name.name == "aten::cudnn_batch_norm" ||
+                        name.name == "aten::miopen_batch_norm";
+  is_own_batch_norm = name.name == "memsave_ext::batch_norm_forward";
+  is_repeatable = !collective && !leaves_values_open(name.name) &&
+                  !handle.hasTag(at::Tag::nondeterministic_seeded) &&
+                  name.name != "aten::_native_batch_norm_legit" &&
+                  name.name != "aten::_batch_norm_with_update";
+  is_heavy = is_heavy_name(name.name);
+}
+
+const Operator* Operator::of(const at::RecordFunction& call) {
+  // By the address of the schema's name, which lives as long as the operator.
+  static std::mutex mutex;
+  static auto& known = *new std::unordered_map<const char*, const Operator*>();
+  const char* key = call.name();
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (const auto found = known.find(key); found != known.end()) return found->second;
+  const auto name = call.operator_name();
+  if (!name) return nullptr;
+  return known[key] = new Operator(*name);
+}
+
+}  // namespace memsave_ext::remat

@@ -1,0 +1,97 @@
+#include "remat/policy.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "remat/block.h"
+
+namespace memsave_ext::remat {
+namespace {
+
+// Of the operators between a dropped content and what is kept.
+constexpr int kMostOperators = 16;
+// Of dropped contents, one computed from the other. What lies on the way stays in memory until
+// backward needs it, so that long chains would save nothing at the peak.
+constexpr int kMostDropped = 4;
+// What an operator that is computed again costs the host beside its own time.
+constexpr double kHostSeconds = 4e-6;
+// How many copies within the cache a byte may cost: elementwise functions take 1 to 30,
+// normalizations 5 to 25, products of matrices 80 and more.
+constexpr double kCopies = 40;
+
+void add(const Call& call, Plan& plan, Freed& locked, int operators) {
+  if (operators > kMostOperators || call.op->is_heavy) {
+    plan.possible = false;
+    return;
+  }
+  plan.seconds += call.seconds + kHostSeconds;
+  for (const auto& reference : call.references) {
+    const auto& content = reference.content;
+    if (std::find(plan.needs.begin(), plan.needs.end(), content) != plan.needs.end()) continue;
+    const bool lost = content->overwritten && !content->copied;
+    if ((content->held && !lost) || content->dropped) {
+      if (content->dropped) {
+        plan.dropped_depth = std::max(plan.dropped_depth, content->dropped_depth);
+      }
+      plan.needs.push_back(content);
+      continue;
+    }
+    // An intermediate that nobody saved: computed again where that is cheap.
+    if (content->call && !content->call->op->is_heavy) {
+      add(*content->call, plan, locked, operators + 1);
+      if (!plan.possible) return;
+      continue;
+    }
+    auto storage = content->storage.lock();
+    if (!storage || lost) {
+      plan.possible = false;
+      return;
+    }
+    locked.push_back(std::move(storage));
+    if (!content->external) plan.more_bytes += content->bytes;
+    plan.needs.push_back(content);
+  }
+}
+
+}  // namespace
+
+Plan plan_for(const Content& content, Freed& locked) {
+  Plan plan;
+  add(*content.call, plan, locked, 1);
+  return plan;
+}
+
+double seconds_per_byte() {
+  static const double measured = [] {
+    const Pause pause;
+    constexpr int64_t bytes = 4 << 20;
+    const auto from = at::empty({bytes}, at::kByte).fill_(1);
+    const auto to = at::empty({bytes}, at::kByte).fill_(1);
+    double best = 1;
+    for (int i = 0; i < 5; ++i) {
+      const auto begin = std::chrono::steady_clock::now();
+      to.copy_(from);
+      const std::chrono::duration<double> time = std::chrono::steady_clock::now() - begin;
+      best = std::min(best, time.count());
+    }
+    return kCopies * best / bytes;
+  }();
+  return measured;
+}
+
+Verdict judge(const Content& content, const Plan& plan, bool everything) {
+  if (content.external) return Verdict::kInput;
+  if (!content.call) return Verdict::kNotAgain;
+  if (content.call->op->is_heavy) return Verdict::kHeavy;
+  if (!plan.possible) return Verdict::kNotAgain;
+  if (everything) return Verdict::kDropped;
+  if (plan.dropped_depth >= kMostDropped) return Verdict::kNoGain;
+  const int64_t saved = content.bytes - plan.more_bytes;
+  if (4 * saved < content.bytes) return Verdict::kNoGain;
+  return plan.seconds <= seconds_per_byte() * static_cast<double>(saved) ? Verdict::kDropped
+                                                                         : Verdict::kNoGain;
+}
+
+}  // namespace memsave_ext::remat

@@ -1,0 +1,159 @@
+#include "remat/recompute.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <chrono>
+#include <string>
+#include <unordered_map>
+
+#include "checkpoint/errors.h"
+#include "checkpoint/recomputing.h"
+
+namespace memsave_ext::remat {
+namespace {
+
+at::Tensor bytes_of(const c10::Storage& storage) {
+  const auto options = at::TensorOptions().dtype(at::kByte).device(storage.device());
+  const at::Tensor tensor = at::empty({0}, options);
+  Geometry geometry = Geometry::of(tensor);
+  geometry.sizes = {static_cast<int64_t>(storage.nbytes())};
+  return geometry.view(storage);
+}
+
+// One value that was asked for, with all that has to be computed on the way.
+class Recomputation {
+ public:
+  explicit Recomputation(Block& block) : block_(block) {}
+
+  c10::Storage memory(const std::shared_ptr<Content>& content) {
+    {
+      const std::lock_guard<std::mutex> lock(contents_mutex());
+      if (content->held) return c10::Storage(content->held);
+    }
+    if (const auto found = computed_.find(content.get()); found != computed_.end()) {
+      return found->second;
+    }
+    TORCH_INTERNAL_ASSERT(content->call, "remat: a content that was not kept has no call");
+    run(*content->call);
+    return computed_.at(content.get());
+  }
+
+ private:
+  void run(Call& call) {
+    std::vector<c10::IValue> stack = call.arguments;
+    std::unordered_map<const Content*, c10::Storage> copies;  // of what the operator writes
+    std::vector<c10::Storage> storages;
+    size_t last_argument = stack.size();
+    for (const auto& reference : call.references) {
+      c10::Storage storage = memory(reference.content);
+      check_unchanged(call, reference, storage);
+      if (reference.written) {
+        const auto [copy, is_new] = copies.try_emplace(reference.content.get(), storage);
+        if (is_new) copy->second = copy_of(storage);
+        storage = copy->second;
+      }
+      storages.push_back(storage);
+      set(stack, reference, reference.geometry.view(std::move(storage)),
+          reference.argument != last_argument);
+      last_argument = reference.argument;
+    }
+    const auto begin = std::chrono::steady_clock::now();
+    call.op->handle.callBoxed(stack);
+    const auto time = std::chrono::steady_clock::now() - begin;
+    ++block_.again().operators;
+    block_.again().nanoseconds +=
+        std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
+    for (const auto& made : call.made) {
+      const std::shared_ptr<Content> content = made.content.lock();
+      if (!content) continue;
+      keep(content, made.reference >= 0 ? storages[made.reference] : result(stack, made).storage());
+    }
+  }
+
+  // What others still wait for stays.
+  void keep(const std::shared_ptr<Content>& content, const c10::Storage& storage) {
+    computed_.insert_or_assign(content.get(), storage);
+    contents_.push_back(content);
+    const std::lock_guard<std::mutex> lock(contents_mutex());
+    if (!content->dropped || content->held || content->holders == 0) return;
+    content->held =
+        c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage.unsafeGetStorageImpl());
+    ++content->fill;
+    content->unopened = content->holders;
+    block_.again().bytes += content->bytes;
+  }
+
+  static at::Tensor result(const std::vector<c10::IValue>& stack, const Call::Made& made) {
+    const c10::IValue& value = stack[made.output];
+    return made.element < 0 ? value.toTensor() : value.toTensorList().get(made.element);
+  }
+
+  static void set(std::vector<c10::IValue>& stack, const Reference& reference,
+                  const at::Tensor& tensor, bool is_first) {
+    c10::IValue& argument = stack[reference.argument];
+    if (reference.element < 0) {
+      argument = tensor;
+      return;
+    }
+    // The call's own list stays as it is.
+    if (argument.isOptionalTensorList()) {
+      if (is_first) argument = argument.toOptionalTensorList().copy();
+      argument.toOptionalTensorList().set(reference.element, tensor);
+    } else {
+      if (is_first) argument = argument.toTensorList().copy();
+      argument.toTensorList().set(reference.element, tensor);
+    }
+  }
+
+  void check_unchanged(const Call& call, const Reference& reference, const c10::Storage& storage) {
+    {
+      const std::lock_guard<std::mutex> lock(contents_mutex());
+      const Content& content = *reference.content;
+      if (content.copied || content.fill > 0 || content.held == nullptr) return;
+    }
+    const bool changed =
+        reference.version.enabled() && reference.version.current_version() != reference.noted;
+    const auto& schema = call.op->handle.schema();
+    if (changed) {
+      throw_error(
+          "remat_changed", schema.name(), schema.arguments()[reference.argument].name(),
+          std::vector<int64_t>(reference.geometry.sizes.begin(), reference.geometry.sizes.end()),
+          static_cast<int64_t>(reference.noted),
+          static_cast<int64_t>(reference.version.current_version()));
+    }
+    TORCH_CHECK(static_cast<int64_t>(storage.nbytes()) >= reference.content->bytes,
+                "memsave_ext.remat: ", schema.name(),
+                " is to be computed again, but the memory of "
+                "its argument ",
+                schema.arguments()[reference.argument].name(),
+                " has been given back (FSDP does so after a module's forward).");
+  }
+
+  Block& block_;
+  std::unordered_map<const Content*, c10::Storage> computed_;
+  std::vector<std::shared_ptr<Content>> contents_;  // keep the keys alive
+};
+
+}  // namespace
+
+c10::Storage copy_of(const c10::Storage& storage) {
+  const Pause pause;
+  const at::NoGradGuard no_grad;
+  const at::Tensor from = bytes_of(storage);
+  at::Tensor to = at::empty(from.sizes(), from.options());
+  to.copy_(from);
+  return to.storage();
+}
+
+c10::Storage memory_of(Block& block, const std::shared_ptr<Content>& content) {
+  const std::lock_guard<std::recursive_mutex> lock(block.again_mutex());
+  const Pause pause;
+  const RecomputeScope recomputing;
+  const at::NoGradGuard no_grad;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  return Recomputation(block).memory(content);
+}
+
+}  // namespace memsave_ext::remat

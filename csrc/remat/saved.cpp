@@ -1,0 +1,93 @@
+#include "remat/saved.h"
+
+#include <pybind11/pybind11.h>
+
+#include <optional>
+
+#include "checkpoint/errors.h"
+#include "remat/recompute.h"
+
+namespace memsave_ext::remat {
+namespace {
+
+class BlockSaved final : public Saved {
+ public:
+  BlockSaved(std::shared_ptr<Block> block, std::shared_ptr<Content> content,
+             const at::Tensor& tensor)
+      : block_(std::move(block)),
+        content_(std::move(content)),
+        geometry_(Geometry::of(tensor)),
+        version_(tensor.unsafeGetTensorImpl()->version_counter()),
+        noted_(version_.enabled() ? version_.current_version() : 0) {
+    const std::lock_guard<std::mutex> lock(contents_mutex());
+    opened_ = content_->fill;
+  }
+
+  ~BlockSaved() override {
+    Freed freed;
+    std::vector<std::shared_ptr<Content>> contents;
+    const std::lock_guard<std::mutex> lock(contents_mutex());
+    --content_->holders;
+    if (content_->fill != opened_) close(freed);
+    release_unused(content_, freed, contents);
+  }
+
+  at::Tensor open() override {
+    if (auto tensor = open_held()) return *tensor;
+    std::optional<pybind11::gil_scoped_release> no_gil;
+    if (PyGILState_Check()) no_gil.emplace();
+    c10::Storage storage = memory_of(*block_, content_);
+    no_gil.reset();
+    // Taken: this holder does not come again in this backward.
+    (void)open_held();
+    return geometry_.view(std::move(storage));
+  }
+
+ private:
+  std::optional<at::Tensor> open_held() {
+    Freed freed;
+    c10::intrusive_ptr<c10::StorageImpl> held;
+    bool original;
+    {
+      const std::lock_guard<std::mutex> lock(contents_mutex());
+      held = content_->held;
+      if (!held) return std::nullopt;
+      original = !content_->copied && content_->fill == 0;
+      if (content_->fill != opened_) {
+        opened_ = content_->fill;
+        close(freed);
+      }
+    }
+    if (original && version_.enabled() && version_.current_version() != noted_) {
+      throw_error("remat_saved_changed",
+                  std::vector<int64_t>(geometry_.sizes.begin(), geometry_.sizes.end()),
+                  static_cast<int64_t>(noted_), static_cast<int64_t>(version_.current_version()));
+    }
+    return geometry_.view(c10::Storage(std::move(held)));
+  }
+
+  // One holder less waits for what was computed again.
+  void close(Freed& freed) {
+    if (--content_->unopened == 0 && content_->dropped && content_->held) {
+      freed.push_back(std::move(content_->held));
+    }
+  }
+
+  const std::shared_ptr<Block> block_;
+  const std::shared_ptr<Content> content_;
+  const Geometry geometry_;
+  const c10::VariableVersion version_;
+  const uint32_t noted_;
+  uint64_t opened_;  // which computation of it
+};
+
+}  // namespace
+
+std::shared_ptr<Saved> BlockPacker::pack(at::Tensor& tensor) {
+  if (Block::active() != block_.get()) return nullptr;
+  std::shared_ptr<Content> content = block_->save(tensor);
+  if (!content) return nullptr;
+  return std::make_shared<BlockSaved>(block_, std::move(content), tensor);
+}
+
+}  // namespace memsave_ext::remat

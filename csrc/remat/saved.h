@@ -1,0 +1,23 @@
+// What autograd holds in place of the tensors that a block saves.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+
+#include "checkpoint/hooks.h"
+#include "remat/block.h"
+
+namespace memsave_ext::remat {
+
+class BlockPacker final : public Packer {
+ public:
+  explicit BlockPacker(std::shared_ptr<Block> block) : block_(std::move(block)) {}
+  std::shared_ptr<Saved> pack(at::Tensor& tensor) override;
+  bool always_in_engine() const override { return true; }
+
+ private:
+  const std::shared_ptr<Block> block_;
+};
+
+}  // namespace memsave_ext::remat

@@ -1,0 +1,145 @@
+"""The arguments of Adam's operator, ``memsave_ext/_ops.py``, and back: csrc/adam/arguments.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..formats import PARAM_FORMATS, STATE_FORMATS, state_option
+from ..states import Phase
+
+_STATES = (
+    "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale",
+    "param_rest",
+)  # fmt: skip
+_PHASES: tuple[Phase, ...] = ("whole", "first_fold", "fold", "close")
+_BF16 = tuple(row.name for row in PARAM_FORMATS)
+_STATE_DTYPES = tuple(row.option for row in STATE_FORMATS)
+_OPTIONS, _MODES = 6, 7  # how many of each group
+
+
+class Prepared(NamedTuple):
+    """A parameter that is to be stepped, as kernels take it."""
+
+    param: Tensor
+    grad: Tensor | None  # None for zeros
+    state: Mapping[str, Tensor]
+    group: Mapping[str, Any]
+    phase: Phase
+    position: int = 0
+
+
+def pack(prepared: Iterable[Prepared]) -> tuple[list[Any], ...]:
+    params, grads, states, present, phases, positions, groups = ([] for _ in range(7))
+    options: list[float] = []
+    modes: list[int] = []
+    lrs: list[Tensor] = []
+    numbers: dict[int, int] = {}  # of groups, by id
+    for p in prepared:
+        if id(p.group) not in numbers:
+            numbers[id(p.group)] = len(numbers)
+            _pack_group(p.group, options, modes, lrs)
+        names = [name for name in _STATES if name in p.state]
+        params.append(p.param)
+        grads += [] if p.grad is None else [p.grad]
+        states += [p.state[name] for name in names]
+        present.append((p.grad is not None) + sum(2 << _STATES.index(name) for name in names))
+        phases.append(_PHASES.index(p.phase))
+        positions.append(p.position)
+        groups.append(numbers[id(p.group)])
+    return params, grads, states, present, phases, positions, groups, options, modes, lrs
+
+
+def _pack_group(
+    group: Mapping[str, Any], options: list[float], modes: list[int], lrs: list[Tensor]
+) -> None:
+    lr = group["lr"]
+    on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
+    if on_device:
+        lrs.append(lr.float())
+    first = [0.0 if on_device else lr, *group["betas"], group["eps"], group["weight_decay"]]
+    options += [float(value) for value in (*first, group.get("max_grad_norm") or 0.0)]
+    seed = group.get("seed", 0)
+    modes += [
+        bool(group["decoupled_weight_decay"]),
+        bool(group["amsgrad"]),
+        bool(group["maximize"]),
+        _BF16.index(group.get("bf16")),
+        _STATE_DTYPES.index(state_option(group)),
+        seed if seed < 2**63 else seed - 2**64,
+        on_device,
+    ]
+
+
+def unpack(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    present: Sequence[int],
+    phases: Sequence[int],
+    positions: Sequence[int],
+    groups: Sequence[int],
+    options: Sequence[float],
+    modes: Sequence[int],
+    lrs: Sequence[Tensor],
+) -> list[Prepared]:
+    count = len(options) // _OPTIONS
+    for name, length, expected in (
+        ("present", len(present), len(params)),
+        ("phases", len(phases), len(params)),
+        ("positions", len(positions), len(params)),
+        ("groups", len(groups), len(params)),
+        ("options", len(options), count * _OPTIONS),
+        ("modes", len(modes), count * _MODES),
+    ):
+        if length != expected:
+            raise ValueError(f"adam_step_: {name} must have {expected} elements, got {length}")
+    next_lr, next_grad, next_state = iter(lrs), iter(grads), iter(states)
+    of_groups = [
+        _unpack_group(options[i * _OPTIONS :], modes[i * _MODES :], next_lr) for i in range(count)
+    ]
+    prepared = []
+    for i, param in enumerate(params):
+        for name, number, end in (("group", groups[i], count), ("phase", phases[i], len(_PHASES))):
+            if not 0 <= number < end:
+                raise ValueError(f"adam_step_: there is no {name} {number}")
+        grad = _next(next_grad, "grads") if present[i] & 1 else None
+        names = (name for j, name in enumerate(_STATES) if present[i] & 2 << j)
+        state = {name: _next(next_state, "states") for name in names}
+        group, phase = of_groups[groups[i]], _PHASES[phases[i]]
+        prepared.append(Prepared(param, grad, state, group, phase, positions[i]))
+    if any(left is not None for of in (next_grad, next_state, next_lr) for left in of):
+        raise ValueError("adam_step_: there are more tensors than present and modes say")
+    return prepared
+
+
+def _unpack_group(
+    options: Sequence[float], modes: Sequence[int], lrs: Iterator[Tensor]
+) -> dict[str, Any]:
+    lr, beta1, beta2, eps, weight_decay, max_grad_norm = options[:_OPTIONS]
+    decoupled, amsgrad, maximize, bf16, state_dtype, seed, lr_on_device = modes[:_MODES]
+    for number, of in ((bf16, _BF16), (state_dtype, _STATE_DTYPES)):
+        if not 0 <= number < len(of):
+            raise ValueError(f"adam_step_: no format has the number {number}")
+    return {
+        "lr": _next(lrs, "lrs", "modes") if lr_on_device else lr,
+        "betas": (beta1, beta2),
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "decoupled_weight_decay": bool(decoupled),
+        "amsgrad": bool(amsgrad),
+        "maximize": bool(maximize),
+        "bf16": _BF16[bf16],
+        "state_dtype": _STATE_DTYPES[state_dtype],
+        "seed": seed % 2**64,
+        "max_grad_norm": max_grad_norm or None,
+    }
+
+
+def _next(tensors: Iterator[Tensor], name: str, says: str = "present") -> Tensor:
+    tensor = next(tensors, None)
+    if tensor is None:
+        raise ValueError(f"adam_step_: {name} has fewer tensors than {says} says")
+    return tensor

@@ -1,0 +1,1 @@
+"""What is cheap to compute again is not kept, one operator at a time: csrc/remat."""

@@ -1,0 +1,37 @@
+"""The arguments of Adam's operator from lists of tensors: one group, whole steps."""
+
+import torch
+
+from memsave_ext.adam.fallback.arguments import Prepared, pack
+
+NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
+OPTIONS = (1e-2, 0.9, 0.99, 1e-8, 0.1)  # lr, both betas, eps, weight_decay
+
+
+def arguments(lists, decoupled, amsgrad, maximize):
+    lr, beta1, beta2, eps, weight_decay = OPTIONS
+    group = {
+        "lr": lr,
+        "betas": (beta1, beta2),
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "decoupled_weight_decay": decoupled,
+        "amsgrad": amsgrad,
+        "maximize": maximize,
+    }
+    params, grads, *states = lists
+    return pack(
+        Prepared(
+            param,
+            grads[i],
+            {name: of[i] for name, of in zip(NAMES, states, strict=True) if of},
+            group,
+            "whole",
+            i,
+        )
+        for i, param in enumerate(params)
+    )
+
+
+def step_(lists, decoupled, amsgrad, maximize):
+    torch.ops.memsave_ext.adam_step_(*arguments(lists, decoupled, amsgrad, maximize))
