@@ -25,12 +25,12 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test stress lint format cuda-check emulate emulate-full bench docs guide sanitize clean
+.PHONY: help build demo test stress lint format cuda-check emulate emulate-full emulate-operators bench docs guide sanitize clean
 # A recipe that fails must not leave a fresh stamp behind.
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+: .*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@grep -E '^[a-z-]+: .*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 19
 
 build: $(BUILT) $(LINKED)  ## compile the native part and install the package from here
 
@@ -73,6 +73,9 @@ emulate-full: $(INSTALLED)  ## the same with all sanitizers and large tensors; t
 	$(VENV) tests/emulation/run.py --builds plain --large
 	$(VENV) tests/emulation/run.py --builds address thread memory
 	$(VENV) tests/emulation/seeded_bugs.py
+
+emulate-operators: build  ## the tests of the operators, on a build with CUDA's kernels emulated
+	$(VENV) tests/emulation/operators.py
 
 docs: $(DOCS)  ## build the pages in site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(VENV) -m mkdocs build --strict

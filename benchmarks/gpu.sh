@@ -21,9 +21,9 @@ failed=() skipped=()
 
 # What a part runs: its limit in seconds, and what it is for.
 declare -A LIMIT=(
-  [build]=140 [report]=25 [copy]=25 [tests]=110 [adam]=55 [batch_norm]=55 [checkpoint]=55
-  [adam_host]=35 [adam_memory]=30 [densenet]=40
-  [suite]=235 [python]=60 [blocking]=110 [cpu_build]=140 [overhead]=30
+  [build]=140 [report]=20 [copy]=20 [tests]=110 [adam]=55 [batch_norm]=55 [checkpoint]=55
+  [adam_host]=35 [adam_memory]=35 [densenet]=45
+  [suite]=240 [python]=60 [blocking]=110 [cpu_build]=140 [overhead]=30
   [memcheck]=140 [racecheck]=120 [initcheck]=100 [synccheck]=70
   [sizes]=200 [data_parallel]=100 [largest_model]=420 [adam_modes]=110 [threads]=20 [distributed]=60
 )

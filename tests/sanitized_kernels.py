@@ -119,7 +119,8 @@ def backward(params, scale=1.0):
 def test_adam(mode, on_device):
     dtype, options = MODES[mode]
     params = parameters(dtype)
-    optimizer = ms.AdamW(params, lr=1e-3, in_backward=True, fused=on_device, **options)
+    in_backward = "clip_global_norm" not in options  # which needs all gradients
+    optimizer = ms.AdamW(params, lr=1e-3, in_backward=in_backward, fused=on_device, **options)
     for _ in range(2):
         backward(params)
         optimizer.step()

@@ -1,3 +1,5 @@
+#include <mutex>
+
 #include "device.h"
 
 namespace emulation {
@@ -10,6 +12,7 @@ struct Allowed {
 
 std::vector<Allowed> allowed;
 std::vector<KernelPointer> kernels;
+std::mutex one_at_a_time;
 
 }  // namespace
 
@@ -25,6 +28,7 @@ const std::vector<KernelPointer>& launched() { return kernels; }
 
 void run(KernelPointer kernel, dim3 grid, dim3 block, size_t dynamic, size_t argument_bytes,
          const std::function<void()>& thread) {
+  const std::lock_guard<std::mutex> lock(one_at_a_time);
   if (kernel == nullptr) fail("a null kernel is launched");
   if (grid.x == 0 || grid.x > 0x7fffffffu) fail("%u blocks", grid.x);
   if (block.x == 0 || block.x > kMostThreads) fail("%u threads", block.x);

@@ -49,6 +49,10 @@ def build(
     """Build folder/KIND/PROGRAM for each of both."""
     sources = translate.translate_tree(csrc, folder / "csrc")
     (folder / "build.ninja").write_text(Plan(folder, csrc, sources).text(kinds, programs))
+    run_ninja(folder)
+
+
+def run_ninja(folder: Path) -> None:
     command = ["ninja", "-C", str(folder), "--quiet", f"-j{len(os.sched_getaffinity(0))}"]
     environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
     if subprocess.run(command, env=environment, check=False).returncode:
