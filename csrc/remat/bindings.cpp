@@ -2,6 +2,9 @@
 
 #include <pybind11/stl.h>
 
+#include <memory>
+#include <optional>
+
 #include "checkpoint/engine.h"
 #include "remat/saved.h"
 

@@ -1,6 +1,5 @@
 #include "remat/block.h"
 
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -62,8 +61,7 @@ bool Block::is_new_for_running(const Content& content) const {
 }
 
 void Block::decide(const std::shared_ptr<Content>& content) {
-  Freed freed;  // after the mutex
-  std::vector<std::shared_ptr<Content>> contents;
+  Freed freed;  // after the mutex, and what is below
   std::shared_ptr<Call> call;
   const std::lock_guard<std::mutex> lock(contents_mutex());
   Plan plan;

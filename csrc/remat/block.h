@@ -38,7 +38,7 @@ struct Again {  // what was computed again
   std::atomic<int64_t> nanoseconds{0};
 };
 
-class Block : public std::enable_shared_from_this<Block> {
+class Block {
  public:
   // `everything`: whatever can be computed again is dropped, for tests.
   explicit Block(bool everything = false) : everything_(everything) {}

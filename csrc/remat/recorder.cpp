@@ -1,10 +1,10 @@
 // The part of a block that follows operators.
-#include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 
 #include "checkpoint/recomputing.h"
+#include "checkpoint/saved.h"
 #include "remat/block.h"
 #include "remat/recompute.h"
 
@@ -22,10 +22,6 @@ const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
 
 bool below_autograd() {
   return c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
-}
-
-uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
 }
 
 template <typename Visit>
@@ -131,8 +127,7 @@ void Block::note_hidden_writes(const Operator& op, const at::RecordFunction& fun
     if (!op.writes[i]) continue;
     for_tensors(inputs[i], [&](const at::Tensor& tensor, int64_t) {
       if (!is_plain(tensor)) return;
-      const auto found = table_.find(tensor.storage().unsafeGetStorageImpl());
-      if (found == table_.end()) return;
+      if (table_.find(storage_of(tensor)) == table_.end()) return;
       // The operator around this one, if it writes there, too, says how.
       before_write(tensor);
       renew(tensor);

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "checkpoint/errors.h"
+#include "checkpoint/saved.h"
 #include "remat/recompute.h"
 
 namespace memsave_ext::remat {
@@ -18,7 +19,7 @@ class BlockSaved final : public Saved {
         content_(std::move(content)),
         geometry_(Geometry::of(tensor)),
         version_(tensor.unsafeGetTensorImpl()->version_counter()),
-        noted_(version_.enabled() ? version_.current_version() : 0) {
+        noted_(version_of(tensor)) {
     const std::lock_guard<std::mutex> lock(contents_mutex());
     opened_ = content_->fill;
   }
