@@ -1,7 +1,7 @@
 #include "adam/backward.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <deque>
@@ -17,19 +17,7 @@ using at::Tensor;
 
 namespace {
 
-std::optional<c10::Stream> current_stream(c10::Device device) {
-  if (device.is_cpu()) return std::nullopt;
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
-void free_gradient(const Tensor& param, const std::optional<c10::Stream>& made_on) {
-  Tensor& grad = param.mutable_grad();
-  // Its memory must not be given away before what was just queued has read it.
-  if (const auto current = current_stream(param.device()); made_on && made_on != current) {
-    grad.record_stream(*current);
-  }
-  grad.reset();
-}
+bool is_sharded(const Parameter& parameter) { return !parameter.local.is_same(parameter.tensor); }
 
 }  // namespace
 
@@ -60,6 +48,7 @@ void Backward::fail() {
       }
       bucket.waiting.clear();
     }
+    stepper_->wait_for_streams_beside();
     stepper_->open_step().fail(stepped_);
   }
   try {
@@ -93,8 +82,12 @@ void Backward::add(Entry& entry, Tensor grad, bool may_flush) {
   step.prepare(parameter, std::move(grad), task_);
   step.note_use(entry, task_);
   const auto bytes = static_cast<int64_t>(parameter.grad.nbytes());
-  if (!finished_ && (bytes < stepper_->small_bytes() || !may_flush)) {
+  const bool small = bytes < stepper_->small_bytes();
+  // FSDP2's are views of all that was reduced together, which one that waits would keep.
+  if (!finished_ && (!may_flush || (small && !is_sharded(parameter)))) {
     Bucket& bucket = bucket_of(parameter.local);
+    // The later hooks of those before this one have run.
+    if (is_sharded(parameter)) flush(bucket);
     entry.waits_in = this;
     bucket.waiting.push_back({&parameter, parameter.tensor.grad()});
     bucket.bytes += bytes;
@@ -102,8 +95,26 @@ void Backward::add(Entry& entry, Tensor grad, bool may_flush) {
     if (bucket.bytes >= stepper_->bucket_bytes() && may_flush) flush(bucket);
     return;
   }
-  apply(&parameter);
-  free_gradient(parameter.tensor, std::nullopt);
+  if (is_sharded(parameter)) {
+    apply_beside(parameter);
+  } else {
+    apply(&parameter);
+  }
+  parameter.tensor.mutable_grad().reset();
+}
+
+// FSDP2 calls hooks on the stream of its reductions, the next of which would wait for the step.
+void Backward::apply_beside(Parameter& parameter) {
+  const auto current = current_stream(parameter.local.device());
+  if (!current) return apply(&parameter);
+  const c10::Stream beside = stepper_->stream_beside(*current);
+  const Tensor grad = parameter.grad;
+  order_after(beside, *current);
+  {
+    const c10::StreamGuard on_stream(beside);
+    apply(&parameter);
+  }
+  if (beside != *current) grad.record_stream(beside);
 }
 
 void Backward::forget_waiting(Entry& entry) {
@@ -119,7 +130,7 @@ void Backward::flush(Bucket& bucket) {
   for (auto& [parameter, grad] : bucket.waiting) {
     Entry& entry = *parameter->entry;
     if (entry.waits_in != this) continue;  // refused since
-    const bool is_local = parameter->local.is_same(parameter->tensor);
+    const bool is_local = !is_sharded(*parameter);
     if (is_local) locks.emplace_back(parameter->tensor);
     const Tensor& now = parameter->tensor.grad();
     if (!now.is_same(grad)) {
@@ -135,10 +146,15 @@ void Backward::flush(Bucket& bucket) {
     }
     ready.push_back(parameter);
   }
+  const auto current = current_stream(bucket.device);
+  if (current != bucket.stream) {
+    order_after(*current, *bucket.stream);
+    for (Parameter* parameter : ready) parameter->grad.record_stream(*current);
+  }
   apply(ready);
   for (Parameter* parameter : ready) {
     parameter->entry->waits_in = nullptr;
-    free_gradient(parameter->tensor, bucket.stream);
+    parameter->tensor.mutable_grad().reset();
   }
   bucket.waiting.clear();
   bucket.bytes = 0;
@@ -153,6 +169,7 @@ void Backward::finish() {
   {
     const std::lock_guard<std::mutex> lock(stepper_->mutex());
     for (auto& bucket : buckets_) flush(bucket);
+    stepper_->wait_for_streams_beside();
     finished_ = true;
   }
   publish();

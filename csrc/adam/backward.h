@@ -52,6 +52,7 @@ class Backward {
   Bucket& bucket_of(const at::Tensor& param);
   void flush(Bucket& bucket);
   void apply(c10::ArrayRef<Parameter*> parameters);
+  void apply_beside(Parameter& parameter);
   void publish();
   void fail();
   void end();
