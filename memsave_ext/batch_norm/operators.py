@@ -69,8 +69,8 @@ def _fake_moments(of: Arguments) -> Tensor:
 _Kernel = Callable[[Arguments], Any]
 _OPERATORS: dict[str, tuple[str, _Kernel, _Kernel]] = {
     # With `statistics`, they are used again: nothing is reduced or updated, and those returned are
-    # empty. Without them and without `training`, the running ones are used. `group` names the processes whose statistics
-    # they are; its backward then sums over them.
+    # empty. Without them and without `training`, the running ones are used. `group` names the
+    # processes whose statistics they are; its backward then sums over them.
     "batch_norm_forward": (
         "(Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? statistics, "
         "Tensor(a!)? running_mean, Tensor(b!)? running_var, bool training, float momentum, "
