@@ -13,7 +13,7 @@ from torch import nn
 
 from memsave_ext import _native
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # they are scripts, and import one another by plain names
 models = importlib.import_module("models")
 search = importlib.import_module("search")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = [*sorted((DOCS / "adam").glob("*.md")), DOCS / "choosing.md", DOCS / "memory.md"]
 
 

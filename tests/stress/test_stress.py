@@ -7,10 +7,10 @@ import sys
 
 import pytest
 import torch
-from stress import adam, backwards, programs, regions, run, worlds
-from stress.programs import Op
 
 import memsave_ext as ms
+from stress import adam, backwards, programs, regions, run, worlds
+from stress.programs import Op
 
 PARTS = {"regions": (regions, 100), "adam": (adam, 60), "backwards": (backwards, 15)}
 

@@ -3,8 +3,8 @@
 import warnings
 from collections import namedtuple
 
-import programs
 import pytest
+import random_programs as programs
 import torch
 from helpers import assert_equal, leaf
 from hypothesis import given, settings

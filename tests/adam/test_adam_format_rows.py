@@ -13,7 +13,7 @@ from memsave_ext import _native
 from memsave_ext.adam import formats
 from memsave_ext.adam.formats import COMPUTED, PARAM_FORMATS, STATE_FORMATS
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 NUMEL = 4096  # enough for blocks
 needs_native = pytest.mark.skipif(not _native.available, reason="needs the native part")
 

@@ -17,7 +17,7 @@ from torch import nn
 import memsave_ext as ms
 from memsave_ext import _native
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # they are scripts, and import one another by plain names
 common = importlib.import_module("common")
 models = importlib.import_module("models")

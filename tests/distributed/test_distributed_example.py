@@ -13,7 +13,7 @@ import torch
 from ranks import run_ranks
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "train_distributed.py"
 DOCS = ROOT / "docs" / "distributed.md"
 TIMEOUT = 180

@@ -18,7 +18,7 @@ from memsave_ext.memory import __main__ as command
 from memsave_ext.memory import subjects
 from memsave_ext.memory.report import timeline_from_json
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 DEMO = """
     import torch

@@ -15,7 +15,7 @@ import pytest
 import torch
 from packaging.utils import parse_wheel_filename
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
     pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree"),
     pytest.mark.skipif(

@@ -3,8 +3,8 @@
 import contextlib
 from dataclasses import dataclass
 
-import programs
 import pytest
+import random_programs as programs
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from helpers import assert_equal, both, leaf, plain

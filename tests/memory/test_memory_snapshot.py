@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from allocator import SEGMENT, Allocator, frames
+from oracles.allocator import SEGMENT, Allocator, frames
 
 import memsave_ext as ms
 from memsave_ext.memory import table

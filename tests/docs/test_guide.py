@@ -13,7 +13,7 @@ import torch
 
 from memsave_ext import _native
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 if not (ROOT / "docs" / "guide.md").is_file():
     pytest.skip("no docs", allow_module_level=True)
 sys.path.insert(0, str(ROOT / "tools"))  # a script, as its neighbours
