@@ -20,10 +20,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = {"address": "-fsanitize=address,undefined", "thread": "-fsanitize=thread"}
 LIBRARIES = {"address": ["libasan.so", "libubsan.so"], "thread": ["libtsan.so"]}
+CHECKPOINT = ["", "_state", "_errors", "_function", "_function_state", "_function_errors"]
+ADAM = ["", "_in_backward", "_hooks", "_modes", "_rounding", "_states", "_clipping", "_folding"]
 TESTS = {
-    "checkpoint": ["", "_state", "_errors", "_function", "_function_state", "_function_errors"],
+    "checkpoint": CHECKPOINT,
     "batch_norm": ["", "_numerics", "_once", "_errors"],
-    "adam": ["", "_in_backward", "_modes", "_op"],
+    "adam": [*ADAM, "_loss_scaling", "_op"],
     "memory": ["", "_account"],
 }
 # AddressSanitizer keeps freed memory for a while, which that test would take for growth.

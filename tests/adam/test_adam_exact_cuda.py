@@ -1,6 +1,6 @@
 """Adam on a GPU beside float64 and beside float32 parameters; streams; more than 2^31 elements.
 
-The kernels of each mode beside those of the CPU: test_adam_cuda.py.
+The kernels of each mode beside those of the CPU: test_adam_modes_cuda.py.
 """
 
 import contextlib

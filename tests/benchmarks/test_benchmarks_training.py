@@ -20,7 +20,7 @@ search = importlib.import_module("search")
 
 
 @pytest.fixture
-def main(tmp_path, capsys):
+def record_of(tmp_path, capsys):
     """Runs a benchmark and returns its record."""
     for name in ("matplotlib", "tqdm", "sklearn"):
         pytest.importorskip(name)
@@ -118,9 +118,9 @@ def test_what_a_replica_raises_is_raised(replicas):
         replicas.in_threads([lambda: None, fail])
 
 
-def test_data_parallel_benchmark_end_to_end(main):
+def test_data_parallel_benchmark_end_to_end(record_of):
     sizes = ["--depth", "10", "--growth-rate", "2", "--batch-sizes", "2", "4", "8"]
-    record = main("data_parallel", *sizes, "--rounds", "1", "--device", "cpu")
+    record = record_of("data_parallel", *sizes, "--rounds", "1", "--device", "cpu")
     module = importlib.import_module("data_parallel")
     rows = {(r["method"], r["devices"], r["batch_size"]): r for r in record["rows"]}
     assert len(rows) == 6 * (len(module.METHODS) - len(record["left_out"]))
@@ -141,7 +141,7 @@ def test_data_parallel_benchmark_end_to_end(main):
 @pytest.mark.parametrize(
     "wrong", [["--batch-sizes", "3"], ["--devices", "0"], ["--methods", "ours"]], ids=str
 )
-def test_data_parallel_names_a_wrong_option(main, capsys, wrong):
+def test_data_parallel_names_a_wrong_option(record_of, capsys, wrong):
     with pytest.raises(SystemExit):
         importlib.import_module("data_parallel").main(["--device", "cpu", *wrong])
     error = capsys.readouterr().err
@@ -193,13 +193,13 @@ SMALL = ["--budget-gb", "0.004", "--image", "16", "--patch", "4", "--width", "64
 
 
 @pytest.mark.skipif(not _native.available, reason="in pure Python Adam's temporaries need more")
-def test_largest_model_benchmark_end_to_end(main, monkeypatch):
+def test_largest_model_benchmark_end_to_end(record_of, monkeypatch):
     pytest.importorskip("matplotlib")
     module = importlib.import_module("largest_model")
     low = f"{module.OURS}, bf16 stochastic, 8-bit states"
     shown = (module.NAIVE, module.THEIRS, module.OURS, low)
     monkeypatch.setattr(module, "WAYS", {name: module.WAYS[name] for name in shown})
-    record = main("largest_model", *SMALL)
+    record = record_of("largest_model", *SMALL)
     rows = {row["method"]: row for row in record["rows"]}
     assert list(rows) == list(shown)
     budget = 4_000_000

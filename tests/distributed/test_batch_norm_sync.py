@@ -206,7 +206,7 @@ SCENARIOS = [
 
 
 @pytest.fixture(scope="module")
-def ranks():
+def of_ranks():
     return run_ranks(WORLD, SCENARIOS)
 
 
@@ -231,28 +231,28 @@ def check_against_one_process(results, expected, **tolerance):
         ("cumulative", {"momentum": None}),
     ],
 )
-def test_as_one_process(ranks, name, options):
+def test_as_one_process(of_ranks, name, options):
     x, grad = batch()
     residual = x.flip(1) if "activation" in options else None
     expected = train(module(ms.BatchNorm2d, **options), x, grad, residual)
-    check_against_one_process(ranks[name], expected, rtol=1e-4, atol=1e-5)
+    check_against_one_process(of_ranks[name], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_bfloat16(ranks):
+def test_bfloat16(of_ranks):
     x, grad = (t.bfloat16() for t in batch())
     expected = train(module(ms.BatchNorm2d), x, grad)
-    check_against_one_process(ranks["bfloat16"], expected, rtol=2e-2, atol=2e-2)
+    check_against_one_process(of_ranks["bfloat16"], expected, rtol=2e-2, atol=2e-2)
 
 
-def test_ranks_have_the_same_bits(ranks):
+def test_ranks_have_the_same_bits(of_ranks):
     for name in ("plain", "cumulative"):
-        for other in ranks[name][1:]:
-            for a, b in zip(ranks[name][0][4:], other[4:], strict=True):
+        for other in of_ranks[name][1:]:
+            for a, b in zip(of_ranks[name][0][4:], other[4:], strict=True):
                 assert torch.equal(a, b)
 
 
-def test_one_collective_each_way_and_none_in_the_recompute(ranks):
-    for results in ranks["collectives"]:
+def test_one_collective_each_way_and_none_in_the_recompute(of_ranks):
+    for results in of_ranks["collectives"]:
         *_, expected = results["plain"]
         for name, (forward, backward, tensors) in results.items():
             assert (forward, backward) == (1, 1), name
@@ -260,73 +260,73 @@ def test_one_collective_each_way_and_none_in_the_recompute(ranks):
                 assert torch.equal(a, b), name
 
 
-def test_a_sub_group(ranks):
-    first, alone, third = ranks["sub_group"]
+def test_a_sub_group(of_ranks):
+    first, alone, third = of_ranks["sub_group"]
     assert torch.equal(first, third)
     torch.manual_seed(1)
     torch.testing.assert_close(alone, 0.1 * torch.randn(4, 5, 3, 2).mean((0, 2, 3)))
 
 
-def test_evaluation_does_not_communicate(ranks):
+def test_evaluation_does_not_communicate(of_ranks):
     expected = module(ms.BatchNorm2d).eval()(batch()[0])
-    assert [count for count, _ in ranks["evaluation"]] == [0] * WORLD
-    torch.testing.assert_close(torch.cat([y for _, y in ranks["evaluation"]]), expected)
+    assert [count for count, _ in of_ranks["evaluation"]] == [0] * WORLD
+    torch.testing.assert_close(torch.cat([y for _, y in of_ranks["evaluation"]]), expected)
 
 
-def test_double_backward_is_refused(ranks):
-    for message in ranks["double_backward"]:
+def test_double_backward_is_refused(of_ranks):
+    for message in of_ranks["double_backward"]:
         assert message == "memsave_ext.SyncBatchNorm does not support double backward"
 
 
-def test_a_process_outside_of_the_group(ranks):
-    assert ranks["not_in_the_group"][1] == (
+def test_a_process_outside_of_the_group(of_ranks):
+    assert of_ranks["not_in_the_group"][1] == (
         "SyncBatchNorm: this process is not in its process_group"
     )
 
 
-def test_a_group_that_is_gone(ranks):
-    for message, batches, mean in ranks["group_that_is_gone"]:
+def test_a_group_that_is_gone(of_ranks):
+    for message, batches, mean in of_ranks["group_that_is_gone"]:
         assert message.startswith("SyncBatchNorm: its process_group is gone")
         assert batches == 0 and not mean.any()
 
 
-def test_nothing_is_updated_by_an_error(ranks):
-    for message, batches, mean in ranks["bad_channels"]:
+def test_nothing_is_updated_by_an_error(of_ranks):
+    for message, batches, mean in of_ranks["bad_channels"]:
         assert "should contain 6 elements not 5" in message
         assert batches == 0 and not mean.any()
 
 
-def test_one_value_in_the_whole_group(ranks):
+def test_one_value_in_the_whole_group(of_ranks):
     """Each process raises; nobody has updated anything, and nobody waits for another."""
-    for message, (mean, var, batches), after in ranks["one_value"]:
+    for message, (mean, var, batches), after in of_ranks["one_value"]:
         assert message.startswith("Expected more than 1 value per channel when training, got input")
         assert message.endswith("and 1 value in the whole process group")
         assert not mean.any() and torch.equal(var, torch.ones(5)) and batches == 0
         assert after.isfinite().all()
 
 
-def test_no_value_in_the_whole_group(ranks):
+def test_no_value_in_the_whole_group(of_ranks):
     """As an empty batch of a BatchNorm."""
     alone = module(ms.BatchNorm2d)
     alone(torch.randn(0, 5, 1, 1))
-    for message, buffers, after in ranks["no_value"]:
+    for message, buffers, after in of_ranks["no_value"]:
         assert message == ""
         for a, b in zip(buffers, alone.buffers(), strict=True):
             assert torch.equal(a, b)
         assert after.isfinite().all()
 
 
-def test_two_values_on_two_processes(ranks):
-    for message, (_, var, batches), _ in ranks["two_values"]:
+def test_two_values_on_two_processes(of_ranks):
+    for message, (_, var, batches), _ in of_ranks["two_values"]:
         assert message == "" and var.isfinite().all() and batches == 1
 
 
-def test_a_converted_model_under_ddp(ranks):
+def test_a_converted_model_under_ddp(of_ranks):
     model = Model(ms.BatchNorm2d)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(batch()[0][:6]).square().mean().backward()
     optimizer.step()
-    for tensors in ranks["converted_ddp"]:
+    for tensors in of_ranks["converted_ddp"]:
         expected = *model.parameters(), *model.buffers()
         for a, b in zip(tensors, expected, strict=True):
             torch.testing.assert_close(a, b.detach(), rtol=1e-4, atol=1e-6)

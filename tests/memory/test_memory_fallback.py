@@ -4,16 +4,14 @@ import time
 
 import pytest
 import torch
-import torch.utils.checkpoint as torch_checkpoint
 from helpers import run_threads
 from torch import nn
-from torch.nn import functional as F
+from tracked_programs import PROGRAMS, adam_after, memory_of_before, mlp, train_dense
 
 import memsave_ext as ms
 from memsave_ext import _native
 from memsave_ext.checkpointing import region as region_front
 from memsave_ext.checkpointing import tapes
-from memsave_ext.checkpointing.fallback import apply as fallback_apply
 from memsave_ext.checkpointing.fallback import region as fallback_region
 from memsave_ext.checkpointing.fallback import surroundings
 from memsave_ext.checkpointing.fallback import tape as fallback_tape
@@ -43,297 +41,13 @@ def made_by(monkeypatch, native, *args, **kwargs):
 
 
 @pytest.fixture
-def pauses(monkeypatch):
+def both_trackers_pause(monkeypatch):
     def pause(paused):
         fallback.pause_tracking(paused)
         if _native.available:
             _native.module.pause_tracking(paused)
 
     monkeypatch.setattr(track_figures, "_pause", pause)
-
-
-def mlp():
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU())
-    return model, torch.randn(8, 16)
-
-
-def adam_after():
-    model, x = mlp()
-    optimizer = torch.optim.Adam(model.parameters())
-
-    def step():
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    return model, optimizer, step
-
-
-def adam_in_backward():
-    model, x = mlp()
-    optimizer = ms.AdamW(model.parameters(), in_backward=True)
-
-    def step():
-        model(x).square().mean().backward()
-        optimizer.step()
-
-    return model, optimizer, step
-
-
-def pure_adam_in_backward():
-    """All its work is done in a callback at the end of backward."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_native, "module", None)
-        return adam_in_backward()
-
-
-def callback_of_a_callback():
-    """As DistributedDataParallel's: memory is changed after every other callback."""
-    model, x = mlp()
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    kept = []
-
-    def keep():
-        kept.append(torch.empty(1000))
-
-    model[0].bias.register_post_accumulate_grad_hook(lambda _: queue(lambda: queue(keep)))
-
-    def step():
-        model(x).sum().backward()
-        kept.clear()
-
-    return model, None, step
-
-
-def conv_and_batch_norm():
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(512, 4)
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    x, y = torch.randn(4, 3, 8, 8), torch.randint(4, (4,))
-
-    def step():
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, optimizer, step
-
-
-class Dense(nn.Module):
-    """A DenseNet's block; ``run`` calls a layer."""
-
-    def __init__(self, run=lambda layer, x: layer(x)):
-        super().__init__()
-        self.run = run
-        self.layers = nn.ModuleList(
-            nn.Sequential(ms.BatchNorm2d(4 * i), nn.ReLU(), nn.Conv2d(4 * i, 4, 3, padding=1))
-            for i in range(1, 5)
-        )
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.cat([x, self.run(lambda x, layer=layer: layer(x), x)], 1)
-        return x
-
-
-def train_dense(run, size=6):
-    model = Dense(run)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(2, 4, size, size, requires_grad=True)
-
-    def step():
-        x.grad = None
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, optimizer, step
-
-
-def dense_concat():
-    return train_dense(lambda layer, x: layer(x))
-
-
-def explicit_region_in_python():
-    """The native tracker knows it as somebody's: by modules that run in a backward."""
-    return train_dense(
-        lambda f, x: fallback_apply.checkpoint_apply(f, 1, x, *f.__defaults__[0].parameters())
-    )
-
-
-def torch_checkpointed():
-    return train_dense(lambda f, x: torch_checkpoint.checkpoint(f, x, use_reentrant=False))
-
-
-def torch_checkpointed_reentrant():
-    return train_dense(lambda f, x: torch_checkpoint.checkpoint(f, x, use_reentrant=True))
-
-
-def torch_checkpointed_whole():
-    """Its backward is the first node's, with another backward inside."""
-    model, x = mlp()
-    x.requires_grad_()
-    grad = torch.randn(8, 32)
-
-    def step():
-        x.grad = None
-        torch_checkpoint.checkpoint(model, x, use_reentrant=True).backward(grad)
-
-    return model, torch.optim.SGD(model.parameters()), step
-
-
-def torch_checkpointed_nested():
-    def run(f, x):
-        return torch_checkpoint.checkpoint(
-            lambda x: torch_checkpoint.checkpoint(f, x.sin(), use_reentrant=False),
-            x,
-            use_reentrant=False,
-        )
-
-    return train_dense(run)
-
-
-def accumulated_gradients():
-    model, x = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-
-    def step():
-        for part in x.chunk(4):
-            model(part).sum().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-
-    return model, optimizer, step
-
-
-def closure():
-    model, x = mlp()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, history_size=2)
-
-    def evaluate():
-        optimizer.zero_grad()
-        loss = model(x).square().sum()
-        loss.backward()
-        return loss
-
-    return model, optimizer, lambda: optimizer.step(evaluate)
-
-
-def failing_forward():
-    class Fails(nn.Module):
-        def forward(self, x):
-            if x.sum() < 0:
-                raise KeyError("x")
-            return x * 2
-
-    model = nn.Sequential(nn.Linear(4, 4), Fails())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    nn.init.ones_(model[0].weight)
-
-    def step():
-        with pytest.raises(KeyError):
-            model(-torch.ones(3, 4) * 10)
-        model(torch.ones(3, 4)).sum().backward()
-        optimizer.step()
-
-    return model, optimizer, step
-
-
-def failing_backward():
-    model, x = mlp()
-
-    def fail(param):
-        raise KeyError("x")
-
-    model[0].weight.register_post_accumulate_grad_hook(fail)
-
-    def step():
-        with pytest.raises(KeyError):
-            model(x).sum().backward()
-        torch.empty(100)
-
-    return model, None, step
-
-
-def no_optimizer():
-    """A step ends where the next forward begins; some of it runs without a graph."""
-    model, x = mlp()
-
-    def step():
-        with torch.no_grad():
-            model(x)
-        loss = model(x).sum()
-        grads = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
-        sum(g.square().sum() for g in grads).backward()
-
-    return model, None, step
-
-
-def no_model():
-    weight = torch.randn(50, requires_grad=True)
-    optimizers = [torch.optim.SGD([weight], lr=0.1, momentum=0.9), torch.optim.Adam([weight])]
-
-    def step():
-        weight.square().sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-    return None, optimizers, step
-
-
-def sparse_gradients():
-    model = nn.Embedding(40, 8, sparse=True)
-    optimizer = torch.optim.SparseAdam([*model.parameters()])
-
-    def step():
-        model(torch.tensor([1, 5, 1])).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, optimizer, step
-
-
-def memory_of_before():
-    """Gradients and buffers from before tracking, freed and replaced inside."""
-    model, x = mlp()
-    model.register_buffer("table", torch.randn(100))
-    model(x).sum().backward()
-    tables = [torch.randn(70), torch.randn(30)]
-
-    def step():
-        model(x)
-        if tables:
-            model.zero_grad()
-            model.table.set_(tables.pop())
-        model[0].weight.data = model[0].weight.data.clone()
-        model(x).sum().backward()
-
-    return model, None, step
-
-
-PROGRAMS = [
-    adam_after,
-    adam_in_backward,
-    pure_adam_in_backward,
-    callback_of_a_callback,
-    conv_and_batch_norm,
-    dense_concat,
-    explicit_region_in_python,
-    torch_checkpointed,
-    torch_checkpointed_reentrant,
-    torch_checkpointed_whole,
-    torch_checkpointed_nested,
-    accumulated_gradients,
-    closure,
-    failing_forward,
-    failing_backward,
-    no_optimizer,
-    no_model,
-    sparse_gradients,
-    memory_of_before,
-]
 
 
 def figures(track):
@@ -358,7 +72,7 @@ def figures(track):
 
 @needs_native
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
-def test_it_says_what_the_native_tracker_says(program, monkeypatch, pauses):
+def test_it_says_what_the_native_tracker_says(program, monkeypatch, both_trackers_pause):
     """Of the same run, one inside the other."""
     model, optimizer, step = program()
     outer = made_by(monkeypatch, True, model, optimizer)
@@ -392,14 +106,14 @@ def figures_of_run(monkeypatch, native):
 
 
 @needs_native
-def test_recomputes_of_this_package(monkeypatch, pauses):
+def test_recomputes_of_this_package(monkeypatch, both_trackers_pause):
     native, python = (figures_of_run(monkeypatch, n) for n in (True, False))
     assert len(native["regions"]) == 4
     assert python == native
 
 
 @needs_native
-def test_entered_again_and_peak_reset(monkeypatch, pauses):
+def test_entered_again_and_peak_reset(monkeypatch, both_trackers_pause):
     model, optimizer, step = adam_after()
     outer = made_by(monkeypatch, True, model, optimizer)
     inner = made_by(monkeypatch, False, model, optimizer)
@@ -422,7 +136,7 @@ def test_entered_again_and_peak_reset(monkeypatch, pauses):
     assert inner.peak == inner.live < first["peak"]
 
 
-def test_inside_the_block_figures_are_those_of_its_beginning(monkeypatch, pauses):
+def test_inside_the_block_figures_are_those_of_its_beginning(monkeypatch, both_trackers_pause):
     model, x = mlp()
     params = sum(p.nbytes for p in model.parameters())
     with made_by(monkeypatch, False, model) as t:
@@ -434,7 +148,7 @@ def test_inside_the_block_figures_are_those_of_its_beginning(monkeypatch, pauses
     assert t.top(1)[0].line == ""
 
 
-def test_times_are_of_one_clock(monkeypatch, pauses):
+def test_times_are_of_one_clock(monkeypatch, both_trackers_pause):
     """The profiler has its own: events and marks must be in order, from zero on."""
     model, optimizer, step = adam_after()
     step()
@@ -456,7 +170,7 @@ def test_times_are_of_one_clock(monkeypatch, pauses):
     assert all(s.seconds > 0 for s in track.steps)
 
 
-def test_other_threads_do_not_count(monkeypatch, pauses):
+def test_other_threads_do_not_count(monkeypatch, both_trackers_pause):
     model, x = mlp()
     kept = []
 
@@ -474,7 +188,7 @@ def test_other_threads_do_not_count(monkeypatch, pauses):
     assert track.live == 2 * sum(p.nbytes for p in model.parameters()) + mine.nbytes
 
 
-def test_what_pauses_does_not_count(monkeypatch, pauses):
+def test_what_pauses_does_not_count(monkeypatch, both_trackers_pause):
     track = made_by(monkeypatch, False)
     freed = torch.empty(300)
     with track:
@@ -518,7 +232,7 @@ def test_one_at_a_time_and_on_its_own_thread():
     assert second.live == 0
 
 
-def test_a_recompute_that_stops_early_leaves_its_modules(monkeypatch, pauses):
+def test_a_recompute_that_stops_early_leaves_its_modules(monkeypatch, both_trackers_pause):
     """Its exception passes the hooks at their ends. Without an optimizer a step ends where no
     module is entered yet."""
     layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
@@ -536,7 +250,7 @@ def test_a_recompute_that_stops_early_leaves_its_modules(monkeypatch, pauses):
     assert (region.name, region.calls) == ("0", 3)
 
 
-def test_labelled_memory_that_moves(monkeypatch, pauses):
+def test_labelled_memory_that_moves(monkeypatch, both_trackers_pause):
     """The end of memory from before has no event: it is looked for when something begins."""
     layer = nn.Linear(10, 10, bias=False)
     layer.register_buffer("table", torch.zeros(100))
