@@ -74,6 +74,32 @@ def test_record_of_a_changed_tree_does_not_stay(tmp_path):
     assert values(path) == [2, 3]
 
 
+def test_record_has_a_line_for_each_row(tmp_path):
+    settings = {"depth": [1, 2]}
+    path = common.write_record(tmp_path, "claim", record(settings=settings, empty=[], name="µs"))
+    lines = path.read_text().splitlines()
+    assert [json.loads(line.rstrip(",")) for line in lines if '"region"' in line] == ROWS
+    assert ' "settings": {"depth": [1, 2]},' in lines
+    (run,) = json.loads(path.read_text())
+    assert (run["rows"], run["empty"], run["name"]) == (ROWS, [], "µs")
+
+
+def test_results_are_written_in_lines(tmp_path):
+    """At most 10,000, so that a change of them can be read."""
+    results = list((BENCHMARKS / "results").glob("*.json"))
+    if not results:
+        pytest.skip("no results")
+    module = importlib.import_module("format_results")
+    assert module.main(["--check"]) == 0
+    assert sum(len(path.read_text().splitlines()) for path in results) <= 10_000
+    other = tmp_path / results[0].name
+    other.write_text(json.dumps(json.loads(results[0].read_text()), indent=1))
+    options = ["--results", str(tmp_path)]
+    assert module.main([*options, "--check"]) == 1
+    assert module.main(options) == 0
+    assert other.read_text() == results[0].read_text()
+
+
 # tables
 
 
