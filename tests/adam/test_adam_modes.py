@@ -53,11 +53,32 @@ def oracle(params, optimizer, number):
     return results
 
 
-def assert_rounded_alike(found, expected, unit):
+def assert_codes_alike(found, expected):
+    apart = (found.int() - expected.int()).abs()
+    assert apart.max() <= 1 and (apart > 0).double().mean() <= 2e-3
+
+
+def assert_rounded_alike(found, expected):
     """Where what was rounded differs by an ulp of float32, few are rounded to a neighbour."""
-    differs = found != expected
-    assert differs.double().mean() <= 2e-3
+    unit = torch.finfo(found.dtype).eps
+    found, expected = found.double(), expected.double()
+    assert (found != expected).double().mean() <= 2e-3
     torch.testing.assert_close(found, expected, rtol=unit, atol=unit * 1e-6)
+
+
+def assert_few_ulps_apart(found, expected):
+    unit = torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found, expected, rtol=8 * unit, atol=8 * unit)
+
+
+IS_NEAR = {
+    torch.uint8: assert_codes_alike,
+    BF16: assert_rounded_alike,
+    FP16: assert_rounded_alike,
+    FP32: assert_few_ulps_apart,
+    FP64: assert_few_ulps_apart,
+}
+UNIT_OF_BOTH_HALVES = {"kahan": 2**-16}  # the others keep a float32
 
 
 @both_ways
@@ -73,20 +94,12 @@ def test_a_step_is_the_references(mode, in_backward):
             found = {"param": param.detach(), **optimizer.state[param]}
             assert found.keys() == state.keys()
             if "param_rest" in found:  # what both halves stand for
-                kahan = "kahan" in mode
-                join = formats.unkahan if kahan else formats.unsplit
-                values = [join(d["param"], d.pop("param_rest")) for d in (found, state)]
-                unit = 2**-16 if kahan else 5e-7
+                row = formats.param_format_of(param, optimizer.param_groups[0])
+                values = [row.load(d["param"], d.pop("param_rest")) for d in (found, state)]
+                unit = UNIT_OF_BOTH_HALVES.get(row.name, 5e-7)
                 torch.testing.assert_close(*values, rtol=unit, atol=1e-8)
             for name, value in found.items():
-                unit = torch.finfo(value.dtype).eps if value.is_floating_point() else None
-                if value.dtype == torch.uint8:
-                    apart = (value.int() - state[name].int()).abs()
-                    assert apart.max() <= 1 and (apart > 0).double().mean() <= 2e-3, name
-                elif value.dtype in (BF16, FP16):
-                    assert_rounded_alike(value.double(), state[name].double(), unit)
-                else:
-                    torch.testing.assert_close(value, state[name], rtol=8 * unit, atol=8 * unit)
+                IS_NEAR[value.dtype](value, state[name])
 
 
 @every_mode
