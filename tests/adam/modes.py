@@ -34,6 +34,10 @@ MODES = {
     "split, states bf16": (BF16, {"bf16": "split", "state_dtype": BF16, "betas": (0.5, 0.9)}),
     "split, states 8bit": (BF16, {"bf16": "split", "state_dtype": "8bit"}),
 }  # fmt: skip
+# What the errors of an unknown one say.
+BF16_CHOICES = "bf16 must be None, 'stochastic', 'kahan' or 'split'"
+STATE_DTYPE_CHOICES = "state_dtype must be None, torch.float32, torch.bfloat16 or '8bit'"
+
 # clip_global_norm with in_backward=True.
 nothing_in_backward = pytest.mark.filterwarnings("ignore:memsave_ext. clip_global_norm needs")
 every_mode = pytest.mark.parametrize("mode", MODES)

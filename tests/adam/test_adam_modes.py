@@ -8,6 +8,7 @@ import pytest
 import torch
 from modes import (
     BF16,
+    BF16_CHOICES,
     FP16,
     FP32,
     FP64,
@@ -274,7 +275,7 @@ def test_a_plain_group_has_torchs_keys():
 # bad input
 
 BAD = {
-    "bf16": (FP32, {"bf16": "nearest"}, "bf16 must be None, 'stochastic', 'kahan' or 'split'"),
+    "bf16": (FP32, {"bf16": "nearest"}, BF16_CHOICES),
     "bf16 of fp32": (FP32, {"bf16": "split"}, "bf16='split' is for bfloat16 parameters, got"),
     "bf16 of fp16": (FP16, {"bf16": "kahan"}, "bf16='kahan' is for bfloat16 parameters, got"),
     "state_dtype": (FP32, {"state_dtype": FP16}, "state_dtype must be .* got torch.float16"),

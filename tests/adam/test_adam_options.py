@@ -6,13 +6,14 @@ import re
 import numpy as np
 import pytest
 import torch
+from modes import BF16_CHOICES, STATE_DTYPE_CHOICES
 from torch import nn
 
 import memsave_ext as ms
 
 NUMBER = "must be a number or a tensor of one element, got "
-BF16 = "bf16 must be None, 'stochastic', 'kahan' or 'split', got "
-STATE = "state_dtype must be None, torch.float32, torch.bfloat16 or '8bit', got "
+BF16 = f"{BF16_CHOICES}, got "
+STATE = f"{STATE_DTYPE_CHOICES}, got "
 SEED = "seed must be an int from 0 to 2**64 - 1, got "
 NORM = "max_grad_norm must be a number above 0, got "
 
