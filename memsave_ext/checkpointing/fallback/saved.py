@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..._leaves import hold_accumulators
 from ..errors import Metadata
 from .outside import version_of
 
@@ -67,7 +68,9 @@ class Argument:
             # A node of its own is how Python can make autograd save a tensor. In torch 2.11 the
             # node's tensors go with its output.
             with torch.enable_grad():
+                nodes = hold_accumulators([value])
                 self._keeper: Any = _Keep.apply(torch.empty(0, requires_grad=True), [value])
+                del nodes
 
     def get(self) -> Any:
         if not self.is_tensor:
