@@ -7,6 +7,7 @@ from torch import nn
 
 import memsave_ext as ms
 from memsave_ext import _native
+from memsave_ext.adam.formats import PARAM_FORMATS, STATE_FORMATS
 from memsave_ext.memory.prediction.holdings import Amount
 
 
@@ -42,9 +43,9 @@ CASES = [
     if way != "fused" or name.split(",")[0] in HAVE_FUSED
 ]
 OUR_MODES = [
-    (bf16, state_dtype)
-    for bf16 in (None, "stochastic", "kahan", "split")
-    for state_dtype in (None, BF16, "8bit")
+    (row.name, state_dtype)
+    for row in PARAM_FORMATS
+    for state_dtype in dict.fromkeys(row.option for row in STATE_FORMATS)
 ]
 
 
