@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 import memsave_ext as ms
 from memsave_ext import _native
+from memsave_ext.checkpointing import forward_records
 from memsave_ext.checkpointing import region as region_front
-from memsave_ext.checkpointing import tapes
 from memsave_ext.checkpointing.fallback import apply as fallback_apply
+from memsave_ext.checkpointing.fallback import forward_record as fallback_record
 from memsave_ext.checkpointing.fallback import region as fallback_region
 from memsave_ext.checkpointing.fallback import surroundings
-from memsave_ext.checkpointing.fallback import tape as fallback_tape
 from memsave_ext.memory import figures as track_figures
 from memsave_ext.memory.fallback import tracker as fallback
 from memsave_ext.memory.fallback.log import Log
@@ -379,8 +379,10 @@ def figures_of_run(monkeypatch, native):
     module = _native.module if native else None
     run_region = (module or fallback_region).checkpoint_region
     monkeypatch.setattr(region_front, "_run_region", run_region)
-    monkeypatch.setattr(tapes, "_tape_scopes", (module or fallback_tape).tape_scopes)
-    monkeypatch.setattr(tapes, "_pack_hooks", (module or fallback_tape).pack_hooks)
+    monkeypatch.setattr(
+        forward_records, "_forward_record_scopes", (module or fallback_record).forward_record_scopes
+    )
+    monkeypatch.setattr(forward_records, "_pack_hooks", (module or fallback_record).pack_hooks)
     torch.manual_seed(0)
     model, optimizer, step = train_dense(
         lambda f, x: ms.checkpoint(f, x, preserve_rng_state=False), size=24

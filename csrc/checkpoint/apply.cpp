@@ -218,10 +218,10 @@ py::object apply(const Arguments& arguments) {
   OutsideTensors outside;
   outside.note(roots);
 
-  Tape tape;
+  ForwardRecord record;
   const FunctionResult result = [&] {
     const RegionScope inside;
-    const TapeScope scope(tape, TapeScope::kRecording);
+    const ForwardRecordScope scope(record, ForwardRecordScope::kRecording);
     return call_without_graph(arguments, autocast);
   }();
   check_outputs(result);
@@ -233,7 +233,7 @@ py::object apply(const Arguments& arguments) {
   auto node = make_node<CheckpointNode>(arguments.function, std::move(saved), std::move(types),
                                         std::move(parameters), std::move(outside),
                                         Surroundings{autocast, rng, current_cuda_stream()},
-                                        std::move(tape), CallSite::current(), std::move(edges));
+                                        std::move(record), CallSite::current(), std::move(edges));
   return connect_outputs(result, arguments.inputs, node.get(), node);
 }
 

@@ -12,11 +12,11 @@
 #include <thread>
 #include <vector>
 
+#include "checkpoint/forward_record.h"
 #include "checkpoint/hooks.h"
 #include "checkpoint/outside.h"
 #include "checkpoint/saved.h"
 #include "checkpoint/surroundings.h"
-#include "checkpoint/tape.h"
 
 namespace memsave_ext {
 
@@ -56,7 +56,7 @@ class Region : public std::enable_shared_from_this<Region> {
   // Autograd asks for what it saved at `index`. Recomputes when this backward has not yet.
   at::Tensor open(size_t index);
 
-  Tape& tape() { return tape_; }
+  ForwardRecord& forward_record() { return forward_record_; }
 
  private:
   friend class Recompute;
@@ -84,7 +84,7 @@ class Region : public std::enable_shared_from_this<Region> {
   Surroundings surroundings_;
   OutsideTensors outside_;
   std::optional<PendingRegion> pending_;  // once the forward has ended, and has saved anything
-  Tape tape_;
+  ForwardRecord forward_record_;
   // For slots_ and values_. Innermost: nothing is called, and no tensor freed, while it is held.
   std::mutex state_mutex_;
   std::vector<Slot> slots_;
