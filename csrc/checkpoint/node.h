@@ -52,7 +52,7 @@ class CheckpointNode : public torch::autograd::Node {
   // A copy, because another backward may release the node at any time.
   Saved unpack();
   Recomputed recompute(const Saved& saved, const torch::autograd::variable_list& grads);
-  // The parts of it.
+  // The steps of recompute().
   FunctionResult call_again(const Saved& saved, const torch::autograd::variable_list& arguments);
   void find_roots(const FunctionResult& result, const torch::autograd::variable_list& grads,
                   Recomputed& graph) const;
