@@ -1,7 +1,7 @@
 """Where a module leaves what its forward computed for the recomputes of the regions around it.
 
-Every region has a forward record, a dict. It belongs to the object that stands for the region, is filled in
-the region's forward, read in each of its recomputes, and dies with the graph:
+Every region has a forward record, a dict. It belongs to the object that stands for the region, is
+filled in the region's forward, read in each of its recomputes, and dies with the graph:
 
 - ``memsave_ext``'s own regions carry it;
 - torch's non-reentrant checkpoint: the frame object that its saved-tensor hooks share;
@@ -44,7 +44,7 @@ _thread = threading.local()
 class Replay(NamedTuple):
     record: ForwardRecord
     positions: ForwardRecord  # lives as long as one recompute
-    is_complete: bool = True  # forwards were recorded that looked for no Functions, too
+    is_complete: bool = True  # False: forwards in eval mode may not be in it
 
 
 class Enclosing(NamedTuple):
@@ -114,7 +114,7 @@ class _Contexts:
 
 
 def _torch_scopes(hooked: bool) -> Iterator[_fallback.Scope]:
-    """Of torch's non-reentrant checkpoint, read from the closures of its saved-tensor hooks."""
+    """Scopes of torch's non-reentrant checkpoint, read from closures of its saved-tensor hooks."""
     for pack in _pack_hooks() if hooked else ():
         function = getattr(pack, "__wrapped__", pack)
         name = getattr(function, "__qualname__", "")
@@ -139,15 +139,16 @@ def _record_of(owner: Any) -> ForwardRecord:
 
 
 def _function_records(look_for_forwards: bool) -> tuple[list[ForwardRecord], Replay | None]:
-    """Of autograd Functions on the stack: in forward, recording; the current node, replaying."""
+    """Records of autograd Functions: those whose forward is on the Python stack, and that of the
+    current node, which is being computed again."""
     node: Any = torch._C._current_autograd_node()
-    if getattr(node, _ATTRIBUTE, None) is None:  # one that has recorded nothing
+    if getattr(node, _ATTRIBUTE, None) is None:  # its forward recorded nothing
         node = None
     recording: list[ForwardRecord] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (node is not None or look_for_forwards):
         code = frame.f_code
-        if code is _RUN_BACKWARD:  # outside of it is another graph task
+        if code is _RUN_BACKWARD:  # frames further out belong to another graph task
             break
         if code.co_argcount and code.co_varnames[0] == "ctx":
             ctx = frame.f_locals.get("ctx")

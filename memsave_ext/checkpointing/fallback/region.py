@@ -100,7 +100,7 @@ class _Region:
             self._stop_at_last_save = not any_fills_after_saving(outputs, self._mark)
 
     def _roots(self) -> list[Any]:
-        """What leads to tensors from outside of the function."""
+        """Objects from which the function can reach tensors beside its positional arguments."""
         others = [a.value for a in self._arguments if not a.is_tensor]
         return [*others, self._kwargs, self._function]
 
