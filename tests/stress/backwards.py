@@ -12,11 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from oracles.adam import Oracle, too_far
 from torch import Tensor, nn
 
 import memsave_ext as ms
-
-from .adam_oracle import Oracle, too_far
 
 Case = dict[str, Any]
 HOW = ["plain", "checkpoint", "checkpoint", "explicit", "nested", "batch_norm"]
