@@ -2,8 +2,8 @@
 //
 // Backwards of several threads share parameters. The mutex is never awaited with the GIL held. The
 // GIL is awaited with it held by operators that are Python themselves, of fake tensors or inside of
-// a dispatch mode, and to raise an error. With it, torch's locks of gradients are awaited, never the
-// other way round.
+// a dispatch mode, and to raise an error. With it, torch's locks of gradients are awaited, never
+// the other way round.
 #pragma once
 
 #include <ATen/core/Tensor.h>

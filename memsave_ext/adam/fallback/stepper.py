@@ -112,7 +112,7 @@ class AdamStepper:
         if max_norm > 0 and updates:
             grads = [(param, grad) for param, _, grad in updates if grad is not None]
             self._scaling.clip_together(grads, max_norm, scale)
-        self._apply(updates, scale, folds=False)
+        apply(updates, self._params, self._records, self._scaling, scale, folds=False)
         if self._attached:
             for param in left:
                 param.grad = None
@@ -168,10 +168,8 @@ class AdamStepper:
     ) -> None:
         if backward is None:
             return
-        updates: list[Update] = []
-        for param, grad in zip(params, grads, strict=True):
-            if (group := self._params.group_of(param)) is not None:
-                updates.append(Update(param, group, grad))
+        of_groups = zip(params, map(self._params.group_of, params), grads, strict=True)
+        updates = [Update(p, group, grad) for p, group, grad in of_groups if group is not None]
         backward.use_reduced(updates)
         if backward.task is Task.STEP:
             self._stepped.update(id(param) for param, *_ in updates)
@@ -233,7 +231,8 @@ class AdamStepper:
                 assert grad is not None
                 self._scaling.measure(param, grad)
         elif updates:
-            self._apply(updates, loss_scale_of(self.optimizer()), folds=task is Task.FOLD)
+            scale, folds = loss_scale_of(self.optimizer()), task is Task.FOLD
+            apply(updates, self._params, self._records, self._scaling, scale, folds=folds)
             if task is Task.STEP:
                 self._machine.handle(Event.STEPPED)
             else:
@@ -265,9 +264,6 @@ class AdamStepper:
                 if param.grad is not None or self._records.is_folded(self._params.state_of(param)):
                     updates.append(Update(param, group, param.grad))
         return updates
-
-    def _apply(self, updates: list[Update], scale: Tensor | None, *, folds: bool) -> None:
-        apply(updates, self._params, self._records, self._scaling, scale, folds=folds)
 
     def _end_step(self, event: Event) -> None:
         self._machine.handle(event)
