@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .arguments import Arguments, statistic_dtype
+from .calls import Settings, Tensors
 from .fallback import update_running
 from .modules import NO_RUNNING, CountOnce, Running, run
-from .record import Settings, Tensors
 
 _moments = torch.ops.memsave_ext.batch_norm_moments.default
 

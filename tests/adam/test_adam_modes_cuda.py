@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from modes import BF16, FP16, FP32, FP64, assert_same, both_ways, nothing_in_backward, tensors
 from torch import nn
 
 import memsave_ext as ms
@@ -16,7 +17,6 @@ pytestmark = pytest.mark.skipif(
     reason="needs a GPU and a CUDA build",
 )
 DEVICE = "cuda"
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 # In blocks of 8-bit states and in none; the last is not aligned, the one before in another order.
 SHAPES = [(5000,), (3, 7), (), (70_001,), (64, 16, 3, 3), (8193,)]
 MODES = {
@@ -41,9 +41,6 @@ MODES = {
     "split, states 8bit": (BF16, {"bf16": "split", "state_dtype": "8bit"}),
 }  # fmt: skip
 every_mode = pytest.mark.parametrize("mode", MODES)
-# clip_global_norm with in_backward=True.
-nothing_in_backward = pytest.mark.filterwarnings("ignore:memsave_ext. clip_global_norm needs")
-both_ways = pytest.mark.parametrize("in_backward", [False, True], ids=["after", "in backward"])
 
 
 def make_mode(mode, device=DEVICE, **more):
@@ -76,22 +73,6 @@ def train(params, optimizer, numbers):
         backward(params, number)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def tensors(params, optimizer):
-    for i, param in enumerate(params):
-        yield f"{i} param", param.detach()
-        for name, value in optimizer.state[param].items():
-            yield f"{i} {name}", value
-
-
-def assert_same(one, other):
-    """Bitwise."""
-    found, expected = dict(tensors(*one)), dict(tensors(*other))
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        assert value.dtype == expected[name].dtype, name
-        assert torch.equal(value.cpu(), expected[name].cpu()), name
 
 
 def assert_nearly(found, expected, name):

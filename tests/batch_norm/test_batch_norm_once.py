@@ -18,7 +18,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memsave_ext as ms
-from memsave_ext.batch_norm.record import Record
+from memsave_ext.batch_norm.calls import Call
 
 
 class Net(nn.Module):
@@ -272,7 +272,7 @@ def test_checkpoint_sequential(of):
 def test_nothing_is_left_behind(name):
     def records():
         gc.collect()
-        return sum(type(o) is Record for o in gc.get_objects())
+        return sum(type(o) is Call for o in gc.get_objects())
 
     before = records()
     net, x = Net(), torch.randn(3, 4, 5, 5, requires_grad=True)
@@ -300,7 +300,7 @@ def test_the_region_that_is_dropped_frees_its_statistics():
 
     y = ms.checkpoint(function, x)
     gc.collect()
-    kept = [weakref.ref(o.statistics) for o in gc.get_objects() if type(o) is Record]
+    kept = [weakref.ref(o.statistics) for o in gc.get_objects() if type(o) is Call]
     assert len(kept) == 1
     del y
     assert kept[0]() is None

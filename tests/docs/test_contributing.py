@@ -40,3 +40,9 @@ def test_every_target_of_make_that_is_named_exists():
     targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
     named = re.findall(r"\bmake ([a-z-]+)", PAGE.read_text(encoding="utf-8"))
     assert set(named) <= set(targets)
+
+
+def test_tests_are_in_the_folders_of_rooms_and_short():
+    assert not list((ROOT / "tests").glob("test_*.py"))
+    lines = {path: len(path.read_text().splitlines()) for path in ROOT.glob("tests/*/*.py")}
+    assert [path.name for path, count in lines.items() if count > 500] == []

@@ -10,11 +10,11 @@ from tracked_programs import PROGRAMS, adam_after, memory_of_before, mlp, train_
 
 import memsave_ext as ms
 from memsave_ext import _native
+from memsave_ext.checkpointing import forward_records
 from memsave_ext.checkpointing import region as region_front
-from memsave_ext.checkpointing import tapes
+from memsave_ext.checkpointing.fallback import forward_record as fallback_record
 from memsave_ext.checkpointing.fallback import region as fallback_region
 from memsave_ext.checkpointing.fallback import surroundings
-from memsave_ext.checkpointing.fallback import tape as fallback_tape
 from memsave_ext.memory import figures as track_figures
 from memsave_ext.memory.fallback import tracker as fallback
 from memsave_ext.memory.fallback.log import Log
@@ -93,8 +93,9 @@ def figures_of_run(monkeypatch, native):
     module = _native.module if native else None
     run_region = (module or fallback_region).checkpoint_region
     monkeypatch.setattr(region_front, "_run_region", run_region)
-    monkeypatch.setattr(tapes, "_tape_scopes", (module or fallback_tape).tape_scopes)
-    monkeypatch.setattr(tapes, "_pack_hooks", (module or fallback_tape).pack_hooks)
+    scopes = module or fallback_record
+    monkeypatch.setattr(forward_records, "_forward_record_scopes", scopes.forward_record_scopes)
+    monkeypatch.setattr(forward_records, "_pack_hooks", scopes.pack_hooks)
     torch.manual_seed(0)
     model, optimizer, step = train_dense(
         lambda f, x: ms.checkpoint(f, x, preserve_rng_state=False), size=24

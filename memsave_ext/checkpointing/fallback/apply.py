@@ -41,7 +41,7 @@ def checkpoint_apply(*args: Any) -> Any:
 
 
 def _call_and_look(function: Callable[..., Any], inputs: list[Tensor], site: CallSite) -> Any:
-    """Nothing listed needs a gradient: no backward will ever look, so the forward does."""
+    """Where no listed tensor needs a gradient, no backward looks for unlisted ones: look here."""
     mark = sequence_number()
     with uncached_autocast(AutocastState.capture()):
         result = call(function, inputs)

@@ -1,4 +1,4 @@
-"""The regions whose functions this thread runs, and the tapes they carry."""
+"""The regions whose functions this thread runs, and the forward records they carry."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-Tape = dict[Any, Any]
-Scope = tuple[Tape, "Tape | None", int]
+ForwardRecord = dict[Any, Any]
+Scope = tuple[ForwardRecord, "ForwardRecord | None", int]
 
 _thread = threading.local()
 
 
 @contextlib.contextmanager
-def tape_scope(tape: Tape, replaying: bool) -> Iterator[None]:
-    scope: Scope = (tape, {} if replaying else None, torch._C._current_graph_task_id())
-    outer = tape_scopes()
+def forward_record_scope(record: ForwardRecord, replaying: bool) -> Iterator[None]:
+    scope: Scope = (record, {} if replaying else None, torch._C._current_graph_task_id())
+    outer = forward_record_scopes()
     _thread.scopes = (*outer, scope)
     try:
         yield
@@ -26,8 +26,8 @@ def tape_scope(tape: Tape, replaying: bool) -> Iterator[None]:
         _thread.scopes = outer
 
 
-def tape_scopes() -> tuple[Scope, ...]:
-    """(tape, positions, graph task) of each, outermost first; positions is None in a forward."""
+def forward_record_scopes() -> tuple[Scope, ...]:
+    """(record, positions, graph task) of each, outermost first; positions is None in a forward."""
     return getattr(_thread, "scopes", ())
 
 

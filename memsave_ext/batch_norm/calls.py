@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..checkpointing import tapes
+from ..checkpointing.forward_records import ForwardRecord, Replay
 
-# On a tape: all calls in their order, beside those of each module under a reference to it. In the
-# positions of a recompute: how many calls it made, and which records they took, for which module.
+# In a forward record: all calls in their order, and those of each module under a reference to it.
+# In the positions of a recompute: how many calls it made, which recorded calls they took, and for
+# which module.
 _CALLS = "batch norm calls"
 _TAKEN = "batch norm calls taken"
 _PARAMETERS = "weight", "bias"
@@ -37,7 +38,7 @@ class Settings(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class Call:
     """One call in a forward."""
 
     kind: type[_BatchNorm]
@@ -48,16 +49,16 @@ class Record:
     parameters: tuple[_Parameter, ...]
 
     @staticmethod
-    def of(module: _BatchNorm, tensors: Tensors, statistics: Tensor, settings: Settings) -> Record:
+    def of(module: _BatchNorm, tensors: Tensors, statistics: Tensor, settings: Settings) -> Call:
         parameters = tuple(_Parameter.of(module, n, getattr(tensors, n)) for n in _PARAMETERS)
         input = tensors.input
-        return Record(type(module), statistics, settings, input.shape, input.dtype, parameters)
+        return Call(type(module), statistics, settings, input.shape, input.dtype, parameters)
 
     def fits(self, module: _BatchNorm, input: Tensor) -> bool:
         return self.kind is type(module) and self.shape == input.shape and self.dtype == input.dtype
 
 
-def find(module: _BatchNorm, tensors: Tensors, replay: tapes.Replay | None) -> Record | None:
+def find(module: _BatchNorm, tensors: Tensors, replay: Replay | None) -> Call | None:
     """What the forward recorded for this call of its recompute, where this is one.
 
     Calls of a module that the forward called, too, are matched in their order. One that it did not
@@ -66,36 +67,36 @@ def find(module: _BatchNorm, tensors: Tensors, replay: tapes.Replay | None) -> R
     """
     if replay is None:
         return None
-    tape, positions, is_complete = replay
+    record, positions, is_complete = replay
     reference = weakref.ref(module)
-    own = tape.get(reference)
+    own = record.get(reference)
     if own is None and not module.training and not is_complete:
         return None  # in eval mode its forward was not recorded
     place = positions.get(_CALLS, 0)
     positions[_CALLS] = place + 1
-    taken: dict[Record, object] = positions.setdefault(_TAKEN, {})
-    calls = tape.get(_CALLS, ())[place : place + 1] if own is None else own
-    free = (r for r in calls if r not in taken and r.fits(module, tensors.input))
-    record: Record | None = next(free, None)
-    if record is None:
-        if any(taken.get(r, reference) is not reference for r in calls):
+    taken: dict[Call, object] = positions.setdefault(_TAKEN, {})
+    calls = record.get(_CALLS, ())[place : place + 1] if own is None else own
+    free = (c for c in calls if c not in taken and c.fits(module, tensors.input))
+    call: Call | None = next(free, None)
+    if call is None:
+        if any(taken.get(c, reference) is not reference for c in calls):
             raise RuntimeError(
                 f"{type(module).__name__}: the recompute of a checkpointed region calls its batch "
                 "norms in another order than the forward did, so that their statistics cannot be "
                 "told apart. The function must do the same each time it is called."
             )
         return None
-    taken[record] = reference
+    taken[call] = reference
     if own is not None:
-        for name, parameter in zip(_PARAMETERS, record.parameters, strict=True):
+        for name, parameter in zip(_PARAMETERS, call.parameters, strict=True):
             parameter.check(module, name, getattr(tensors, name))
-    return record
+    return call
 
 
-def keep(module: _BatchNorm, record: Record, recording: list[tapes.Tape]) -> None:
-    for tape in recording:
-        tape.setdefault(weakref.ref(module), []).append(record)
-        tape.setdefault(_CALLS, []).append(record)
+def keep(module: _BatchNorm, call: Call, recording: list[ForwardRecord]) -> None:
+    for record in recording:
+        record.setdefault(weakref.ref(module), []).append(call)
+        record.setdefault(_CALLS, []).append(call)
 
 
 class _Parameter(NamedTuple):

@@ -1,5 +1,5 @@
 // What modules inside a region keep from its forward for its recomputes: a Python dict, which
-// belongs to memsave_ext/checkpointing/tapes.py and is only carried here.
+// belongs to memsave_ext/checkpointing/forward_records.py and is only carried here.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,12 +9,12 @@
 namespace memsave_ext {
 
 // Owned by a region. May be freed without the GIL.
-class Tape {
+class ForwardRecord {
  public:
-  Tape() = default;
-  Tape(Tape&& other) noexcept : dict_(std::exchange(other.dict_, nullptr)) {}
-  Tape& operator=(Tape&&) = delete;
-  ~Tape();
+  ForwardRecord() = default;
+  ForwardRecord(ForwardRecord&& other) noexcept : dict_(std::exchange(other.dict_, nullptr)) {}
+  ForwardRecord& operator=(ForwardRecord&&) = delete;
+  ~ForwardRecord();
 
   pybind11::object dict();  // made by the first call
 
@@ -23,27 +23,27 @@ class Tape {
 };
 
 // A region whose function this thread runs. Made and left with the GIL held.
-class TapeScope {
+class ForwardRecordScope {
  public:
   enum Kind { kRecording, kReplaying };
 
-  TapeScope(Tape& tape, Kind kind);
-  ~TapeScope();
-  TapeScope(const TapeScope&) = delete;
-  TapeScope& operator=(const TapeScope&) = delete;
+  ForwardRecordScope(ForwardRecord& record, Kind kind);
+  ~ForwardRecordScope();
+  ForwardRecordScope(const ForwardRecordScope&) = delete;
+  ForwardRecordScope& operator=(const ForwardRecordScope&) = delete;
 
  private:
-  friend pybind11::tuple tape_scopes();
+  friend pybind11::tuple forward_record_scopes();
 
-  Tape& tape_;
+  ForwardRecord& forward_record_;
   Kind kind_;
   int64_t graph_task_;
   pybind11::object positions_;
 };
 
-// For each scope of this thread, outermost first: (tape, positions, graph task). Positions are a
+// For each scope of this thread, outermost first: (record, positions, graph task). Positions are a
 // dict that lives as long as one recompute, and None in a forward.
-pybind11::tuple tape_scopes();
+pybind11::tuple forward_record_scopes();
 
 // The pack hooks of this thread's torch.autograd.graph.saved_tensors_hooks, outermost first.
 pybind11::tuple pack_hooks();

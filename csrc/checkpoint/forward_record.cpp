@@ -1,4 +1,4 @@
-#include "checkpoint/tape.h"
+#include "checkpoint/forward_record.h"
 
 #include <ATen/SavedTensorHooks.h>
 #include <torch/csrc/PyInterpreter.h>
@@ -11,37 +11,39 @@ namespace memsave_ext {
 namespace py = pybind11;
 
 namespace {
-thread_local std::vector<TapeScope*> scopes;
+thread_local std::vector<ForwardRecordScope*> scopes;
 }
 
-Tape::~Tape() {
+ForwardRecord::~ForwardRecord() {
   if (dict_ == nullptr || !Py_IsInitialized()) return;
   const py::gil_scoped_acquire gil;
   Py_DECREF(dict_);
 }
 
-py::object Tape::dict() {
+py::object ForwardRecord::dict() {
   if (dict_ == nullptr) dict_ = py::dict().release().ptr();
   return py::reinterpret_borrow<py::object>(dict_);
 }
 
-TapeScope::TapeScope(Tape& tape, Kind kind)
-    : tape_(tape), kind_(kind), graph_task_(torch::autograd::get_current_graph_task_id()) {
+ForwardRecordScope::ForwardRecordScope(ForwardRecord& record, Kind kind)
+    : forward_record_(record),
+      kind_(kind),
+      graph_task_(torch::autograd::get_current_graph_task_id()) {
   scopes.push_back(this);
 }
 
-TapeScope::~TapeScope() { scopes.pop_back(); }
+ForwardRecordScope::~ForwardRecordScope() { scopes.pop_back(); }
 
-py::tuple tape_scopes() {
+py::tuple forward_record_scopes() {
   py::tuple result(scopes.size());
   for (size_t i = 0; i < scopes.size(); ++i) {
-    TapeScope& scope = *scopes[i];
+    ForwardRecordScope& scope = *scopes[i];
     py::object positions = py::none();
-    if (scope.kind_ == TapeScope::kReplaying) {
+    if (scope.kind_ == ForwardRecordScope::kReplaying) {
       if (!scope.positions_) scope.positions_ = py::dict();
       positions = scope.positions_;
     }
-    result[i] = py::make_tuple(scope.tape_.dict(), positions, scope.graph_task_);
+    result[i] = py::make_tuple(scope.forward_record_.dict(), positions, scope.graph_task_);
   }
   return result;
 }

@@ -1,7 +1,7 @@
 """Where a module leaves what its forward computed for the recomputes of the regions around it.
 
-Every region has a tape, a dict. It belongs to the object that stands for the region, is filled in
-the region's forward, read in each of its recomputes, and dies with the graph:
+Every region has a forward record, a dict. It belongs to the object that stands for the region, is
+filled in the region's forward, read in each of its recomputes, and dies with the graph:
 
 - ``memsave_ext``'s own regions carry it;
 - torch's non-reentrant checkpoint: the frame object that its saved-tensor hooks share;
@@ -27,28 +27,28 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import _engine_run_backward
 
 from .. import _native
-from .fallback import tape as _fallback
+from .fallback import forward_record as _fallback
 
-Tape = dict[Any, Any]
+ForwardRecord = dict[Any, Any]
 Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]
 
-_ATTRIBUTE = "_memsave_ext_tape"
+_ATTRIBUTE = "_memsave_ext_forward_record"
 _POSITIONS = "_memsave_ext_positions"
 _RUN_BACKWARD: CodeType = _engine_run_backward.__code__
 _native_or = _native.module or _fallback
-_tape_scopes: Callable[[], tuple[_fallback.Scope, ...]] = _native_or.tape_scopes
+_forward_record_scopes: Callable[[], tuple[_fallback.Scope, ...]] = _native_or.forward_record_scopes
 _pack_hooks: Callable[[], tuple[Any, ...]] = _native_or.pack_hooks
 _thread = threading.local()
 
 
 class Replay(NamedTuple):
-    tape: Tape
-    positions: Tape  # lives as long as one recompute
-    is_complete: bool = True  # forwards were recorded that looked for no Functions, too
+    record: ForwardRecord
+    positions: ForwardRecord  # lives as long as one recompute
+    is_complete: bool = True  # False: forwards in eval mode may not be in it
 
 
 class Enclosing(NamedTuple):
-    recording: list[Tape]
+    recording: list[ForwardRecord]
     replay: Replay | None
 
 
@@ -56,12 +56,12 @@ NOTHING = Enclosing([], None)
 
 
 def enclosing(functions: bool = True) -> Enclosing:
-    """The tapes to be filled, and the one to be read: that of the innermost recompute.
+    """The records to be filled, and the one to be read: that of the innermost recompute.
 
     Forwards of other people's autograd Functions are looked for on the Python stack where there is
     no graph; without ``functions`` they are not, which is what inference can afford.
     """
-    scopes = _tape_scopes()
+    scopes = _forward_record_scopes()
     contexts: tuple[_fallback.Scope, ...] = getattr(_thread, "scopes", ())
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     task = torch._C._current_graph_task_id()
@@ -69,15 +69,15 @@ def enclosing(functions: bool = True) -> Enclosing:
     if not scopes and not contexts and not hooked and task == -1 and not look_for_forwards:
         return NOTHING
 
-    recording: list[Tape] = []
+    recording: list[ForwardRecord] = []
     replay: Replay | None = None
     if task != -1 or look_for_forwards:
-        recording, replay = _function_tapes(look_for_forwards)
-    for tape, positions, of_task in (*contexts, *_torch_scopes(hooked), *scopes):
+        recording, replay = _function_records(look_for_forwards)
+    for record, positions, of_task in (*contexts, *_torch_scopes(hooked), *scopes):
         if positions is None:
-            recording.append(tape)
+            recording.append(record)
         elif of_task == task:
-            replay = Replay(tape, positions)
+            replay = Replay(record, positions)
     return Enclosing(recording, replay)
 
 
@@ -90,19 +90,23 @@ def count_once_contexts() -> Contexts:
     Returns:
         Two context managers, for the forward and for its recomputes.
     """
-    tape: Tape = {}
-    return _Contexts(tape, replaying=False), _Contexts(tape, replaying=True)
+    record: ForwardRecord = {}
+    return _Contexts(record, replaying=False), _Contexts(record, replaying=True)
 
 
 class _Contexts:
     """Can be entered again, by several threads at once: a recompute happens at each backward."""
 
-    def __init__(self, tape: Tape, replaying: bool) -> None:
-        self.tape, self.replaying = tape, replaying
+    def __init__(self, record: ForwardRecord, replaying: bool) -> None:
+        self.forward_record, self.replaying = record, replaying
 
     def __enter__(self) -> None:
         scope: _fallback.Scope
-        scope = (self.tape, {} if self.replaying else None, torch._C._current_graph_task_id())
+        scope = (
+            self.forward_record,
+            {} if self.replaying else None,
+            torch._C._current_graph_task_id(),
+        )
         _thread.scopes = (*getattr(_thread, "scopes", ()), scope)
 
     def __exit__(self, *exception: object) -> None:
@@ -110,7 +114,7 @@ class _Contexts:
 
 
 def _torch_scopes(hooked: bool) -> Iterator[_fallback.Scope]:
-    """Of torch's non-reentrant checkpoint, read from the closures of its saved-tensor hooks."""
+    """Scopes of torch's non-reentrant checkpoint, read from closures of its saved-tensor hooks."""
     for pack in _pack_hooks() if hooked else ():
         function = getattr(pack, "__wrapped__", pack)
         name = getattr(function, "__qualname__", "")
@@ -118,7 +122,7 @@ def _torch_scopes(hooked: bool) -> Iterator[_fallback.Scope]:
             continue
         values = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         if name == "_checkpoint_hook.__init__.<locals>.pack_hook":
-            yield _tape_of(values["frame"].cell_contents), None, -1
+            yield _record_of(values["frame"].cell_contents), None, -1
         elif name == "_recomputation_hook.__init__.<locals>.pack_hook":
             frame = values["target_frame_ref"].cell_contents()
             gid = values["gid"].cell_contents
@@ -126,36 +130,37 @@ def _torch_scopes(hooked: bool) -> Iterator[_fallback.Scope]:
             # A number is a graph task, or made up where no backward is running. An object is a
             # group of backwards.
             task = torch._C._current_graph_task_id()
-            yield _tape_of(frame), positions, gid if isinstance(gid, int) and task != -1 else task
+            yield _record_of(frame), positions, gid if isinstance(gid, int) and task != -1 else task
 
 
-def _tape_of(owner: Any) -> Tape:
-    tape: Tape = vars(owner).setdefault(_ATTRIBUTE, {})
-    return tape
+def _record_of(owner: Any) -> ForwardRecord:
+    record: ForwardRecord = vars(owner).setdefault(_ATTRIBUTE, {})
+    return record
 
 
-def _function_tapes(look_for_forwards: bool) -> tuple[list[Tape], Replay | None]:
-    """Of autograd Functions on the stack: in forward, recording; the current node, replaying."""
+def _function_records(look_for_forwards: bool) -> tuple[list[ForwardRecord], Replay | None]:
+    """Records of autograd Functions: those whose forward is on the Python stack, and that of the
+    current node, which is being computed again."""
     node: Any = torch._C._current_autograd_node()
-    if getattr(node, _ATTRIBUTE, None) is None:  # one that has recorded nothing
+    if getattr(node, _ATTRIBUTE, None) is None:  # its forward recorded nothing
         node = None
-    recording: list[Tape] = []
+    recording: list[ForwardRecord] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (node is not None or look_for_forwards):
         code = frame.f_code
-        if code is _RUN_BACKWARD:  # outside of it is another graph task
+        if code is _RUN_BACKWARD:  # frames further out belong to another graph task
             break
         if code.co_argcount and code.co_varnames[0] == "ctx":
             ctx = frame.f_locals.get("ctx")
             if ctx is not None and ctx is node:
-                return recording[::-1], Replay(_tape_of(ctx), _positions_of(ctx), False)
+                return recording[::-1], Replay(_record_of(ctx), _positions_of(ctx), False)
             if look_for_forwards and isinstance(ctx, FunctionCtx):
-                recording.append(_tape_of(ctx))
+                recording.append(_record_of(ctx))
         frame = frame.f_back
     return recording[::-1], None
 
 
-def _positions_of(ctx: Any) -> Tape:
+def _positions_of(ctx: Any) -> ForwardRecord:
     task = torch._C._current_graph_task_id()
     of_task, positions = getattr(ctx, _POSITIONS, (None, {}))
     if of_task != task:  # another backward recomputes from the start
