@@ -72,6 +72,6 @@ class Stored:
             codes, scale = blocks.encode(name, flat, random)
             self._state[f"{name}_scale"].copy_(scale)
             values = self._elements.shaped(codes)
-        elif self._states.at_random:
-            values = formats.round_at_random(values, self.random(draw))
+        elif self._states.store is not None:
+            values = self._states.store(values, self.random(draw))
         real(self._state[name]).copy_(values)
