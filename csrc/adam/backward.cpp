@@ -4,9 +4,9 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <deque>
 #include <utility>
 
+#include "adam/checks.h"
 #include "adam/grad_lock.h"
 #include "adam/stepper.h"
 
@@ -14,12 +14,6 @@ namespace memsave_ext::adam {
 
 namespace py = pybind11;
 using at::Tensor;
-
-namespace {
-
-bool is_sharded(const Parameter& parameter) { return !parameter.local.is_same(parameter.tensor); }
-
-}  // namespace
 
 Backward::Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> snapshot, Task task)
     : stepper_(std::move(stepper)), snapshot_(std::move(snapshot)), task_(task) {}
@@ -64,42 +58,45 @@ Backward::Bucket& Backward::bucket_of(const Tensor& param) {
   for (auto& bucket : buckets_) {
     if (bucket.device == param.device() && bucket.stream == stream) return bucket;
   }
-  Bucket& bucket = buckets_.emplace_back(Bucket{stream, param.device(), {}, 0});
-  bucket.waiting.reserve(64);
-  return bucket;
+  return buckets_.emplace_back(Bucket{stream, param.device(), {}, 0});
 }
 
-void Backward::add(Entry& entry, Tensor grad, bool may_flush) {
+void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local_grad,
+                   bool may_flush) {
   Parameter& parameter = parameter_of(entry);
+  OpenStep& step = stepper_->open_step();
   std::optional<GradLock> lock;
-  if (!grad.defined()) {
-    lock.emplace(parameter.tensor);
-    grad = parameter.tensor.grad();
-    if (!grad.defined()) return;  // another thread has stepped with it, as part of a sum
+  if (!local_grad.defined()) lock.emplace(accumulator);
+  const Tensor& whole = parameter.tensor.mutable_grad();
+  const Tensor& grad = local_grad.defined() ? local_grad : whole;
+  if (!grad.defined()) return;  // a hook has taken it, or another thread has stepped with it
+  check_dense(grad);
+  try {
+    step.check_use(entry, parameter.tensor);
+  } catch (...) {
+    forget_waiting(entry);
+    throw;
   }
   if (entry.waits_in != nullptr) return;  // a second region's or thread's part: it is in .grad too
-  OpenStep& step = stepper_->open_step();
-  step.prepare(parameter, std::move(grad), task_);
-  step.note_use(entry, task_);
-  const auto bytes = static_cast<int64_t>(parameter.grad.nbytes());
+  const bool is_sharded = local_grad.defined();
+  const auto bytes = static_cast<int64_t>(grad.nbytes());
   const bool small = bytes < stepper_->small_bytes();
   // FSDP2's are views of all that was reduced together, which one that waits would keep.
-  if (!finished_ && (!may_flush || (small && !is_sharded(parameter)))) {
+  if (!finished_ && (!may_flush || (small && !is_sharded))) {
     Bucket& bucket = bucket_of(parameter.local);
     // The later hooks of those before this one have run.
-    if (is_sharded(parameter)) flush(bucket);
+    if (is_sharded) flush(bucket);
+    step.note_use(entry, task_);
     entry.waits_in = this;
-    bucket.waiting.push_back({&parameter, parameter.tensor.grad()});
+    bucket.waiting.push_back({&parameter, accumulator, whole, local_grad});
     bucket.bytes += bytes;
     lock.reset();
     if (bucket.bytes >= stepper_->bucket_bytes() && may_flush) flush(bucket);
     return;
   }
-  if (is_sharded(parameter)) {
-    apply_beside(parameter);
-  } else {
-    apply(&parameter);
-  }
+  step.prepare(parameter, grad, task_);
+  step.note_use(entry, task_);
+  is_sharded ? apply_beside(parameter) : apply(&parameter);
   parameter.tensor.mutable_grad().reset();
 }
 
@@ -123,28 +120,30 @@ void Backward::forget_waiting(Entry& entry) {
   forget_prepared(parameter_of(entry));
 }
 
+// Readies it as it is now. False where there is nothing to be done any more.
+bool Backward::prepare(const Waiting& waiting) {
+  Parameter& parameter = *waiting.parameter;
+  const Tensor& now = parameter.tensor.mutable_grad();
+  const bool is_dtensor = waiting.local_grad.defined();
+  // Somebody has taken it away, or has put another one there; another DTensor is looked into by
+  // step().
+  if (!now.defined() || (is_dtensor && !now.is_same(waiting.grad))) {
+    parameter.entry->waits_in = nullptr;
+    if (now.defined()) parameter.entry->step = 0;
+    return false;
+  }
+  stepper_->open_step().prepare(parameter, is_dtensor ? waiting.local_grad : now, task_);
+  return true;
+}
+
 void Backward::flush(Bucket& bucket) {
   std::vector<Parameter*> ready;
   std::deque<GradLock> locks;  // until the gradients are freed
   ready.reserve(bucket.waiting.size());
-  for (auto& [parameter, grad] : bucket.waiting) {
-    Entry& entry = *parameter->entry;
-    if (entry.waits_in != this) continue;  // refused since
-    const bool is_local = !is_sharded(*parameter);
-    if (is_local) locks.emplace_back(parameter->tensor);
-    const Tensor& now = parameter->tensor.grad();
-    if (!now.is_same(grad)) {
-      // Somebody has put another one there, or has taken it away; another DTensor is looked into by
-      // step().
-      if (!now.defined() || !is_local) {
-        forget_prepared(*parameter);
-        entry.waits_in = nullptr;
-        if (now.defined()) entry.step = 0;
-        continue;
-      }
-      stepper_->open_step().prepare(*parameter, now, task_);
-    }
-    ready.push_back(parameter);
+  for (auto& waiting : bucket.waiting) {
+    if (waiting.parameter->entry->waits_in != this) continue;  // refused since
+    if (!waiting.local_grad.defined()) locks.emplace_back(std::move(waiting.accumulator));
+    if (prepare(waiting)) ready.push_back(waiting.parameter);
   }
   const auto current = current_stream(bucket.device);
   if (current != bucket.stream) {

@@ -3,12 +3,14 @@
 
 #include <c10/core/Stream.h>
 
+#include <deque>
 #include <memory>
 #include <optional>
 #include <vector>
 
 #include "adam/open_step.h"
 #include "adam/snapshot.h"
+#include "compat.h"
 
 namespace memsave_ext::adam {
 
@@ -23,9 +25,9 @@ class Backward {
   // All of these with the stepper's mutex.
   // Whether the parameter was in param_groups when this began.
   bool has(const Entry& entry) const { return entry.snapshot == snapshot_->number; }
-  // Does it to the parameter's now, or soon; with `may_flush` false, not now. `grad` is the part of
-  // a DTensor's that is here; undefined for others.
-  void add(Entry& entry, at::Tensor grad, bool may_flush);
+  // Does it to the parameter's now, or soon; with `may_flush` false, not now. `local_grad` is the
+  // part of a DTensor's that is here; undefined for others.
+  void add(Entry& entry, const NodePtr& accumulator, const at::Tensor& local_grad, bool may_flush);
   // A parameter whose gradient waits is not stepped: it is part of a sum by now, say.
   void forget_waiting(Entry& entry);
 
@@ -38,19 +40,21 @@ class Backward {
 
  private:
   struct Waiting {
-    Parameter* parameter;  // ready
-    at::Tensor grad;       // as it was in .grad then
+    Parameter* parameter;
+    NodePtr accumulator;          // its
+    at::Tensor grad, local_grad;  // as they were then, the second of a DTensor
   };
   struct Bucket {  // gradients of one stream
     std::optional<c10::Stream> stream;
     c10::Device device;
-    std::vector<Waiting> waiting;
+    std::deque<Waiting> waiting;
     int64_t bytes = 0;
   };
 
   Parameter& parameter_of(const Entry& entry) { return snapshot_->parameters[entry.position]; }
   Bucket& bucket_of(const at::Tensor& param);
   void flush(Bucket& bucket);
+  bool prepare(const Waiting& waiting);
   void apply(c10::ArrayRef<Parameter*> parameters);
   void apply_beside(Parameter& parameter);
   void publish();

@@ -6,23 +6,26 @@
 #include <algorithm>
 
 #include "adam/backward.h"
+#include "adam/given.h"
 #include "adam/stepper.h"
 
 namespace memsave_ext::adam {
 
 // Only one is made strong: no other may die with the mutex held.
-std::shared_ptr<Backward> Backwards::find(int64_t task) const {
+std::shared_ptr<Backward> Backwards::current() const {
+  const int64_t task = torch::autograd::get_current_graph_task_id();
   for (const auto& [of_task, backward] : by_task_) {
     if (of_task == task) return backward.lock();
   }
   return nullptr;
 }
 
-std::shared_ptr<Backward> Backwards::current(Stepper& stepper) {
+std::shared_ptr<Backward> Backwards::begin(Stepper& stepper) {
   const int64_t graph_task = torch::autograd::get_current_graph_task_id();
+  if (graph_task == -1) return nullptr;
   {
     const std::lock_guard<std::mutex> lock(stepper.mutex());
-    if (auto backward = find(graph_task)) return backward;
+    if (auto backward = current()) return backward;
   }
   const Task task = stepper.next_task();
   std::shared_ptr<Backward> backward;
@@ -37,7 +40,7 @@ std::shared_ptr<Backward> Backwards::current(Stepper& stepper) {
     if (!taken) taken = stepper.take_snapshot();
     if (!taken) return nullptr;
     const std::lock_guard<std::mutex> lock(stepper.mutex());
-    if (auto of_another_devices_thread = find(graph_task)) return of_another_devices_thread;
+    if (auto of_another_devices_thread = current()) return of_another_devices_thread;
     other = snapshot_.lock();
     if (other) {  // another thread's backward has begun meanwhile: they share one
       taken.swap(other);
@@ -65,9 +68,7 @@ void Backwards::end_one() {
 }
 
 void Backwards::check_none() const {
-  TORCH_CHECK(running_ == 0,
-              "Adam: step() while a backward is under way, in another thread or around this call. "
-              "Wait until all of a step's backwards have ended.");
+  if (running_ > 0) throw_error("backward_runs");
 }
 
 void Backwards::use_snapshot(const std::shared_ptr<Snapshot>& snapshot) {

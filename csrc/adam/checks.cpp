@@ -1,5 +1,7 @@
 #include "adam/checks.h"
 
+#include "adam/given.h"
+
 namespace memsave_ext::adam {
 
 using at::Tensor;
@@ -7,21 +9,21 @@ using at::Tensor;
 namespace {
 
 void check_memory(const char* name, const Tensor& tensor) {
+  const auto* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  if (storage != nullptr && storage->data() != nullptr) return;
   if (tensor.numel() == 0 || tensor._is_zerotensor()) return;
   // Meta and fake tensors never come to a kernel that reads them.
-  if (tensor.has_storage() && tensor.storage().device().is_meta()) return;
-  TORCH_CHECK(tensor.has_storage() && tensor.storage().data() != nullptr, "Adam: ", name,
+  TORCH_CHECK(storage != nullptr && storage->device().is_meta(), "Adam: ", name,
               " is a tensor subclass without memory of its own, which kernels cannot step. Use "
               "torch.optim.Adam for it.");
 }
 
 void check_grad(const Tensor& grad, const Tensor& param) {
   check_dense(grad);
-  TORCH_CHECK(grad.sizes() == param.sizes() && grad.device() == param.device() &&
-                  grad.scalar_type() == param.scalar_type(),
-              "Adam: a gradient must have the shape, dtype and device of its parameter, ",
-              param.sizes(), " ", param.scalar_type(), " ", param.device(), ", got ", grad.sizes(),
-              " ", grad.scalar_type(), " ", grad.device());
+  if (grad.sizes() != param.sizes() || grad.device() != param.device() ||
+      grad.scalar_type() != param.scalar_type()) {
+    throw_error("wrong_gradient", param, grad);
+  }
   check_memory("a gradient", grad);
 }
 
@@ -37,8 +39,7 @@ void check_device(c10::Device device) {
 }
 
 void check_dense(const Tensor& grad) {
-  TORCH_CHECK(grad.layout() == at::kStrided,
-              "Adam does not support sparse gradients, please consider SparseAdam instead");
+  if (grad.layout() != at::kStrided) throw_error("sparse");
 }
 
 void check_step(const Tensor& param, const Tensor& grad, const State& state, const Group& group,
@@ -47,10 +48,9 @@ void check_step(const Tensor& param, const Tensor& grad, const State& state, con
   if (grad.defined()) check_grad(grad, param);
   check_state(param, state, group);
   if (phase == Phase::kWhole) return;
-  const auto type = c10::toRealValueType(state.exp_avg.scalar_type());
-  TORCH_CHECK(type == at::kFloat || type == at::kDouble,
-              "Adam: accumulate(fold=True) needs states of float32 or float64, got ",
-              state.exp_avg.scalar_type(), ". Use accumulate() or state_dtype=None.");
+  const auto moments = state.exp_avg.scalar_type();
+  const auto type = c10::toRealValueType(moments);
+  if (type != at::kFloat && type != at::kDouble) throw_error("cannot_fold", moments);
 }
 
 }  // namespace memsave_ext::adam

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "adam/backward.h"
+#include "adam/given.h"
 #include "adam/stepper.h"
 
 namespace memsave_ext::adam {
@@ -16,8 +17,7 @@ namespace py = pybind11;
 using at::Tensor;
 
 // The reducer's hook is what torch puts behind a parameter's gradient as a LambdaPostHook.
-bool is_reduced_by_ddp(const Tensor& param) {
-  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(param);
+bool is_reduced_by_ddp(const NodePtr& accumulator) {
   if (!accumulator) return false;
   for (const auto& hook : accumulator->post_hooks()) {
     if (dynamic_cast<torch::autograd::utils::LambdaPostHook*>(hook.get())) return true;
@@ -39,16 +39,13 @@ std::shared_ptr<Backward> begin_reduced(Stepper& stepper, const py::list& params
     tensors.push_back(THPVariable_Unpack(param.ptr()));
   }
   const OpenBlocks& blocks = stepper.blocks();
-  TORCH_CHECK(!blocks.any(Block::kKeep),
-              "Adam: opt.paused(keep=True) around a backward whose gradients "
-              "DistributedDataParallel reduces. Use `with ddp.no_sync(), opt.paused(keep=True):`.");
+  if (blocks.any(Block::kKeep)) throw_error("keeps_reduced");
   if (blocks.any(Block::kDrop)) return nullptr;
   const py::gil_scoped_release no_gil;
-  auto backward = stepper.backwards().current(stepper);
-  TORCH_CHECK(
-      !blocks.any(Block::kAccumulate) && !(backward && backward->task() == Task::kAccumulate),
-      "Adam: opt.accumulate() around a backward whose gradients DistributedDataParallel "
-      "reduces, or accumulate_when() says so. Use `with ddp.no_sync(), opt.accumulate():`.");
+  auto backward = stepper.backwards().begin(stepper);
+  if (blocks.any(Block::kAccumulate) || (backward && backward->task() == Task::kAccumulate)) {
+    throw_error("accumulates_reduced");
+  }
   const std::lock_guard<std::mutex> lock(stepper.mutex());
   stepper.open_step().check(Event::kUseGradient);
   for (size_t i = 0; i < entries.size(); ++i) {

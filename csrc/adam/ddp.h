@@ -6,13 +6,15 @@
 
 #include <memory>
 
+#include "compat.h"
+
 namespace memsave_ext::adam {
 
 class Backward;
 class Stepper;
 
-// Whether a reducer reduces this parameter's gradient, found without Python.
-bool is_reduced_by_ddp(const at::Tensor& param);
+// Whether a reducer reduces the gradient that this node accumulates, found without Python.
+bool is_reduced_by_ddp(const NodePtr& accumulator);
 
 void hand_to_ddp(const Stepper& stepper, const pybind11::list& params, bool enabled);
 

@@ -6,7 +6,7 @@ namespace memsave_ext::adam {
 
 using at::Tensor;
 
-void Factors::find(std::vector<Item>& items, const std::vector<Parameter>& parameters,
+void Factors::find(std::vector<Item>& items, c10::ArrayRef<Parameter*> parameters,
                    const Scaling& scaling) {
   if (scaling.factor.defined()) {
     for (auto& item : items) {
@@ -17,9 +17,9 @@ void Factors::find(std::vector<Item>& items, const std::vector<Parameter>& param
   }
   // Runs of items that are clipped to the same norm.
   for (size_t first = 0, end; first < items.size(); first = end) {
-    const double max_norm = parameters[first].group->max_grad_norm;
+    const double max_norm = parameters[first]->group->max_grad_norm;
     end = first + 1;
-    while (end < items.size() && parameters[end].group->max_grad_norm == max_norm) ++end;
+    while (end < items.size() && parameters[end]->group->max_grad_norm == max_norm) ++end;
     if (max_norm > 0 || scaling.loss_scale.defined()) {
       measure(items.data() + first, static_cast<int64_t>(end - first), max_norm, scaling);
     }

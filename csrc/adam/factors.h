@@ -26,8 +26,7 @@ class Factors {
       : kernels_(kernels), device_(device), stream_(stream) {}
 
   // The items are those of the parameters, in their order.
-  void find(std::vector<Item>& items, const std::vector<Parameter>& parameters,
-            const Scaling& scaling);
+  void find(std::vector<Item>& items, c10::ArrayRef<Parameter*> parameters, const Scaling& scaling);
 
  private:
   void measure(Item* items, int64_t count, double max_norm, const Scaling& scaling);

@@ -45,19 +45,9 @@ py::list listed(DTypes dtypes) {
 }  // namespace
 
 at::ScalarType scalar_type(Element element) {
-  switch (element) {
-    case Element::kFloat:
-      return at::kFloat;
-    case Element::kBFloat16:
-      return at::kBFloat16;
-    case Element::kInt16:
-      return at::kShort;
-    case Element::kUint8:
-      return at::kByte;
-    case Element::kNone:
-      break;
-  }
-  TORCH_INTERNAL_ASSERT(false, "no element");
+  static_assert(Element::kFloat == static_cast<Element>(at::kFloat));
+  TORCH_INTERNAL_ASSERT(element != Element::kNone);
+  return static_cast<at::ScalarType>(element);
 }
 
 ParamFormat param_format_named(const py::handle& bf16) {

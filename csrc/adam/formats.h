@@ -29,8 +29,8 @@ enum class StateFormat : int {
   kBlocks,    // 8 bits each and a float for every kBlock of them; likewise, without amsgrad
 };
 
-// What a tensor is made of that a parameter does not decide.
-enum class Element { kNone, kFloat, kBFloat16, kInt16, kUint8 };
+// What a tensor is made of that a parameter does not decide, as c10::ScalarType numbers it.
+enum class Element { kNone = -1, kUint8 = 0, kInt16 = 2, kFloat = 6, kBFloat16 = 15 };
 
 struct ParamRow {
   ParamFormat format;
@@ -207,5 +207,12 @@ struct ParamBits<ParamFormat::kSplit> {
     return {(bits + 0x8000u) >> 16, bits & 0xffffu};
   }
 };
+
+// Likewise of moments that are rounded at random, to 16 bits and without a rest.
+template <StateFormat format>
+struct StateBits;
+
+template <>
+struct StateBits<StateFormat::kBFloat16> : ParamBits<ParamFormat::kStochastic> {};
 
 }  // namespace memsave_ext::adam

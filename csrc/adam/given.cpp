@@ -18,4 +18,9 @@ void give_functions(const py::dict& given) { functions().attr("update")(given); 
 
 py::object given(const char* name) { return functions()[name]; }
 
+void throw_exception(const py::object& error) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  throw py::error_already_set();
+}
+
 }  // namespace memsave_ext::adam

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <mutex>
+#include <utility>
 
 #include "compat.h"
 
@@ -11,8 +12,9 @@ namespace memsave_ext::adam {
 
 class GradLock {
  public:
-  explicit GradLock(const at::Tensor& param)
-      : accumulator_(torch::autograd::impl::grad_accumulator(param)) {
+  // Of a parameter with this torch::autograd::impl::grad_accumulator(): none where it requires no
+  // gradient.
+  explicit GradLock(NodePtr accumulator) : accumulator_(std::move(accumulator)) {
     if (accumulator_) lock_ = std::unique_lock((*accumulator_).*OfNode::mutex());
   }
 
@@ -21,7 +23,7 @@ class GradLock {
     static auto mutex() -> std::mutex torch::autograd::Node::* { return &OfNode::mutex_; }
   };
 
-  NodePtr accumulator_;  // none where the parameter requires no gradient
+  NodePtr accumulator_;
   std::unique_lock<std::mutex> lock_;
 };
 

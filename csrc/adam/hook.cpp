@@ -3,7 +3,10 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <typeinfo>
+
 #include "adam/dtensor.h"
+#include "adam/given.h"
 #include "adam/stepper.h"
 
 namespace memsave_ext::adam {
@@ -19,7 +22,9 @@ constexpr const char* kOurs = "memsave_ext.adam";  // the key in that dict
 Hook* hook_in_slot(const at::Tensor& param) {
   // A parameter that never required a gradient has no slot.
   if (impl::get_autograd_meta(param) == nullptr) return nullptr;
-  return dynamic_cast<Hook*>(impl::post_acc_grad_hooks(param).get());
+  auto* const hook = impl::post_acc_grad_hooks(param).get();
+  // Hook is final, and a dynamic_cast would be dear.
+  return hook != nullptr && typeid(*hook) == typeid(Hook) ? static_cast<Hook*>(hook) : nullptr;
 }
 
 // None where there is no dict.
@@ -54,10 +59,7 @@ void Hook::operator()(const at::Tensor& param) {
 }
 
 void Hook::compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      false, "Adam: compiled autograd cannot trace a step in backward. Leave it off, ",
-      "torch._dynamo.config.compiled_autograd = False, or the optimizer's in_backward=True out. ",
-      "torch.compile() of the model alone works.");
+  throw_error("compiled_autograd");
 }
 
 void DTensorHook::operator()(const py::object& param) const {

@@ -16,7 +16,7 @@ namespace memsave_ext::adam {
 class Stepper;
 struct Entry;
 
-class Hook : public torch::autograd::PostAccumulateGradHook {
+class Hook final : public torch::autograd::PostAccumulateGradHook {
  public:
   Hook(std::shared_ptr<Stepper> stepper, std::shared_ptr<Entry> entry, PyObject* python_hooks,
        std::unique_ptr<torch::autograd::PostAccumulateGradHook> calls_them)

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "adam/given.h"
+
 namespace memsave_ext::adam {
 
 using at::Tensor;
@@ -21,18 +23,12 @@ void OpenStep::check_use(const Entry& entry, const Tensor& param) const {
   machine_.check(Event::kUseGradient);
   const bool measures = state() == StepState::kMeasuring;
   const bool is_measured = entry.measured == number_;
-  TORCH_CHECK(
-      !(measures ? is_measured : is_stepped(entry)), "Adam: ", name_of(entry, param),
-      " receives a second gradient in one step. Either backward() ran twice before "
-      "opt.step(): put `with opt.accumulate():` around all but the last, or, where a "
-      "trainer runs it, call opt.accumulate_when() once. Or one of them was of a loss that is not "
-      "to train this parameter, as a GAN's generator's for the discriminator: put `with "
-      "opt.paused():` around it. Or the parameter is used in several regions of "
-      "torch.utils.checkpoint(use_reentrant=True), which deliver their gradients one by one: use "
-      "use_reentrant=False, or memsave_ext.checkpoint.");
-  TORCH_CHECK(state() != StepState::kClipping || is_measured, "Adam: ", name_of(entry, param),
-              " has a gradient now, but had none in norm_pass(), whose norm it would be clipped "
-              "by. Both must run the backward of the same loss.");
+  if (measures ? is_measured : is_stepped(entry)) {
+    throw_error("second_gradient", name_of(entry, param));
+  }
+  if (state() == StepState::kClipping && !is_measured) {
+    throw_error("not_measured", name_of(entry, param));
+  }
 }
 
 void OpenStep::note_use(Entry& entry, Task task) const {
@@ -71,9 +67,7 @@ void OpenStep::apply(c10::ArrayRef<Parameter*> parameters, Task task, const Snap
 Scaling OpenStep::scaling(const Snapshot& snapshot, c10::Device device) {
   if (norm_) {
     for (const auto& group : snapshot.groups) {
-      TORCH_CHECK_VALUE(group.max_grad_norm == 0,
-                        "max_grad_norm, of each parameter, cannot be combined with "
-                        "clip_global_norm or norm_pass(), of all: leave one of them out");
+      if (group.max_grad_norm > 0) throw_error("two_norms");
     }
     return norm_->scaling(device);
   }

@@ -19,7 +19,14 @@ Tensor as_real(const Tensor& tensor) {
 
 // Whose memory is not what it stands for: conjugate and negative views, and zeros without memory.
 bool is_lazy(const Tensor& tensor) {
-  return tensor.is_conj() || tensor.is_neg() || tensor._is_zerotensor();
+  constexpr c10::DispatchKeySet lazy(
+      {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
+  return tensor.key_set().has_any(lazy);
+}
+
+// Contiguous tensors of one shape may differ in the strides of dimensions of size 1.
+bool have_one_order(const Tensor& a, const Tensor& b) {
+  return (a.is_contiguous() && b.is_contiguous()) || a.strides() == b.strides();
 }
 
 }  // namespace
@@ -41,11 +48,11 @@ Tensor layout_of(const Tensor& tensor) {
 void* Operands::of(const Tensor& tensor, const Tensor& like, bool changes) {
   if (!tensor.defined()) return nullptr;
   if (!is_lazy(tensor)) {
-    if (!tensor.is_complex() && tensor.strides() == like.strides()) {
-      return tensor.mutable_data_ptr();
+    if (!tensor.is_complex()) {
+      if (have_one_order(tensor, like)) return tensor.mutable_data_ptr();
+    } else if (const Tensor view = as_real(tensor); have_one_order(view, like)) {
+      return view.mutable_data_ptr();
     }
-    const Tensor view = as_real(tensor);
-    if (view.strides() == like.strides()) return view.mutable_data_ptr();
   }
   const auto real = c10::toRealValueType(tensor.scalar_type());
   const Tensor copy = at::empty_strided(like.sizes(), like.strides(), tensor.options().dtype(real));

@@ -85,7 +85,7 @@ void advance_on_cpu(const Tensor& step) {
 
 // The number of the step that each item makes. On CPUs, items that are skipped go, and so do their
 // parameters.
-void advance_steps(std::vector<Item>& items, std::vector<const Parameter*>& of_items,
+void advance_steps(std::vector<Item>& items, std::vector<Parameter*>& of_items,
                    const Kernels& kernels, bool on_cpu, void* stream) {
   std::vector<float*> steps;
   std::vector<const float*> skips;
@@ -116,9 +116,10 @@ void advance_steps(std::vector<Item>& items, std::vector<const Parameter*>& of_i
   kernels.advance(steps.data(), skips.data(), static_cast<int64_t>(steps.size()), stream);
 }
 
-// Of checked parameters on one device.
-void step(const std::vector<Parameter>& parameters, const Scaling& scaling) {
-  const auto device = parameters.front().local.device();
+}  // namespace
+
+void step_on_device(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
+  const auto device = parameters.front()->local.device();
   const auto& kernels = kernels_for(device);
   void* const stream = stream_of(device);
   const at::NoGradGuard no_grad;
@@ -126,13 +127,9 @@ void step(const std::vector<Parameter>& parameters, const Scaling& scaling) {
 
   Operands operands;
   std::vector<Item> items;
-  std::vector<const Parameter*> of_items;
+  std::vector<Parameter*> of_items = parameters.vec();
   items.reserve(parameters.size());
-  of_items.reserve(parameters.size());
-  for (const auto& parameter : parameters) {
-    items.push_back(item_of(parameter, operands));
-    of_items.push_back(&parameter);
-  }
+  for (const Parameter* parameter : parameters) items.push_back(item_of(*parameter, operands));
   Factors factors(kernels, device, stream);
   factors.find(items, parameters, scaling);
   advance_steps(items, of_items, kernels, device.is_cpu(), stream);
@@ -145,6 +142,8 @@ void step(const std::vector<Parameter>& parameters, const Scaling& scaling) {
   }
 }
 
+namespace {
+
 // `is_meta`: everything is checked, and nothing done.
 template <bool is_meta>
 void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList states,
@@ -153,9 +152,11 @@ void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList stat
                 at::TensorList lrs, const std::optional<Tensor>& loss_scale,
                 const std::optional<Tensor>& found, const std::optional<Tensor>& factor,
                 const std::optional<Tensor>& skip) {
-  const Unpacked of =
+  Unpacked of =
       unpack({params, grads, states, present, phases, positions, groups, options, modes, lrs});
-  for (const auto& parameter : of.parameters) {
+  std::vector<Parameter*> parameters;
+  for (Parameter& parameter : of.parameters) {
+    parameters.push_back(&parameter);
     // Kernels check what is traced with symbolic sizes, when it runs.
     if (is_meta && parameter.local.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) continue;
     check_step(parameter.local, parameter.grad, parameter.state, *parameter.group, parameter.phase);
@@ -163,9 +164,9 @@ void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList stat
                       "adam_step_: params must lie on one device, got ", params[0].device(),
                       " and ", parameter.local.device());
   }
-  if (is_meta || of.parameters.empty()) return;
-  step(of.parameters, {loss_scale.value_or(Tensor()), found.value_or(Tensor()),
-                       factor.value_or(Tensor()), skip.value_or(Tensor())});
+  if (is_meta || parameters.empty()) return;
+  step_on_device(parameters, {loss_scale.value_or(Tensor()), found.value_or(Tensor()),
+                              factor.value_or(Tensor()), skip.value_or(Tensor())});
 }
 
 Tensor adam_sum_of_squares(at::TensorList grads) {

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <array>
 #include <exception>
 #include <iterator>
@@ -30,12 +31,6 @@ const std::array<PyObject*, std::size(kStateNames)>& keys() {
     return made;
   }();
   return of_names;
-}
-
-PyObject* find(PyObject* dict, PyObject* key) {  // borrowed
-  PyObject* value = PyDict_GetItemWithError(dict, key);
-  if (value == nullptr && PyErr_Occurred()) throw py::error_already_set();
-  return value;
 }
 
 py::object get(const py::handle& dict, const char* key) {
@@ -104,26 +99,62 @@ Group read_group(const py::handle& dict) {
   }
 }
 
-State read_state(PyObject* dict) {
-  State state;
-  for (size_t i = 0; i < keys().size(); ++i) {
-    PyObject* value = find(dict, keys()[i]);
-    if (value && THPVariable_Check(value)) state.*kStateNames[i].tensor = local_tensor(value);
-  }
-  return state;
+// The key's place among names, which is most often `guess`; their number where it is not there.
+size_t place_of(PyObject* key, size_t guess) {
+  const auto& names = keys();
+  if (guess < names.size() && key == names[guess]) return guess;
+  return std::find_if(names.begin(), names.end(),
+                      [&](PyObject* name) {
+                        return key == name ||
+                               (PyUnicode_Check(key) && PyUnicode_Compare(key, name) == 0);
+                      }) -
+         names.begin();
 }
+
+void read_state(PyObject* dict, State& state) {
+  PyObject *key, *value;
+  size_t next = 0;
+  for (Py_ssize_t position = 0; PyDict_Next(dict, &position, &key, &value);) {
+    const size_t place = place_of(key, next);
+    if (place == keys().size() || !THPVariable_Check(value)) continue;
+    state.*kStateNames[place].tensor = local_tensor(value);
+    next = place + 1;
+  }
+}
+
+// The states of parameters, by address: a tensor's __hash__ is a call into Python.
+class StateOf {
+ public:
+  explicit StateOf(py::object states) : states_(std::move(states)) {}
+
+  PyObject* operator()(PyObject* param) {  // borrowed; null where it has none
+    // Most often they are in the parameters' order.
+    PyObject *key, *value;
+    Py_ssize_t position = position_;
+    if (PyDict_Next(states_.ptr(), &position, &key, &value) && key == param) {
+      position_ = position;
+      return value;
+    }
+    if (all_.empty()) {
+      for (position = 0; PyDict_Next(states_.ptr(), &position, &key, &value);) {
+        all_.emplace(key, value);
+      }
+    }
+    const auto found = all_.find(param);
+    return found == all_.end() ? nullptr : found->second;
+  }
+
+ private:
+  const py::object states_;
+  Py_ssize_t position_ = 0;
+  std::unordered_map<PyObject*, PyObject*> all_;
+};
 
 }  // namespace
 
 Snapshot read_optimizer(const py::handle& optimizer) {
   Snapshot snapshot;
-  // By address: a tensor's __hash__ is a call into Python.
-  const py::object states = optimizer.attr("state");
-  std::unordered_map<PyObject*, PyObject*> state_of;
-  PyObject *key, *value;
-  for (Py_ssize_t position = 0; PyDict_Next(states.ptr(), &position, &key, &value);) {
-    state_of.emplace(key, value);
-  }
+  StateOf state_of(optimizer.attr("state"));
   for (const py::handle group : py::list(optimizer.attr("param_groups"))) {
     const Group* options = &snapshot.groups.emplace_back(read_group(group));
     for (const py::handle param : py::list(get(group, "params"))) {
@@ -132,10 +163,7 @@ Snapshot read_optimizer(const py::handle& optimizer) {
       parameter.local = local_tensor(param);
       parameter.group = options;
       parameter.position = static_cast<uint32_t>(snapshot.parameters.size() - 1);
-      const auto state = state_of.find(param.ptr());
-      if (state != state_of.end() && PyDict_Size(state->second) > 0) {
-        parameter.state = read_state(state->second);
-      }
+      if (PyObject* const state = state_of(param.ptr())) read_state(state, parameter.state);
     }
   }
   snapshot.loss_scale = read_loss_scale(optimizer);

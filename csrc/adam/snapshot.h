@@ -13,7 +13,7 @@ namespace memsave_ext::adam {
 struct Snapshot {
   uint64_t number = 0;  // each that is used has its own
   std::deque<Group> groups;
-  std::vector<Parameter> parameters;
+  std::deque<Parameter> parameters;
   at::Tensor loss_scale;  // of the optimizer's GradScaler; undefined without one
 
   // Those whose states were made since; from now on they count as the optimizer's.

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "adam/format_names.h"
+#include "adam/given.h"
 #include "vector/dtype.h"
 
 namespace memsave_ext::adam {
@@ -28,15 +29,13 @@ StateFormat made_format(const Tensor& param, const Group& group) {
 
 void check_tensor(const char* name, const Tensor& tensor, const Tensor& param,
                   at::ScalarType type) {
-  TORCH_CHECK(tensor.defined(), "Adam: the state of a parameter has no ", name);
-  TORCH_CHECK(tensor.device() == param.device() && tensor.sizes() == param.sizes(),
-              "Adam: the state ", name, " of a parameter is a tensor of shape ", tensor.sizes(),
-              " on ", tensor.device(), ", the parameter one of shape ", param.sizes(), " on ",
-              param.device(),
-              ". Move the model before making the optimizer, or load the optimizer's state_dict() "
-              "into it again.");
-  TORCH_CHECK(tensor.scalar_type() == type, "Adam: the state ", name, " of a parameter is ",
-              tensor.scalar_type(), ", expected ", type);
+  if (!tensor.defined()) throw_error("no_state", name);
+  if (tensor.device() != param.device() || tensor.sizes() != param.sizes()) {
+    throw_error("wrong_place", name, tensor, param);
+  }
+  if (tensor.scalar_type() != type) {
+    throw_error("wrong_state_type", name, tensor.scalar_type(), type);
+  }
 }
 
 // Whose elements follow each other alike.
@@ -47,22 +46,37 @@ bool in_same_order(const Tensor& a, const Tensor& b) {
   return true;
 }
 
+// Of another type than the parameter's.
+void check_moments(at::ScalarType moments, const Tensor& param, const Group& group) {
+  const auto type = c10::toRealValueType(param.scalar_type());
+  std::vector<at::ScalarType> allowed = {param.scalar_type()};
+  for (const StateRow& other : kStateRows) {
+    if (param.is_complex() || other.moments == Element::kNone) continue;
+    const bool fits = (other.params & bit(*vector::dtype_of(type))) != 0;
+    const bool chosen = !other.at_random || other.format == group.state_dtype;
+    if (fits && chosen && scalar_type(other.moments) != type) {
+      allowed.push_back(scalar_type(other.moments));
+    }
+  }
+  if (std::find(allowed.begin(), allowed.end(), moments) == allowed.end()) {
+    throw_error("wrong_moments", param.scalar_type(), moments, allowed);
+  }
+}
+
 void check_step(const Tensor& step, const Tensor& param) {
-  TORCH_CHECK(step.defined() && step.numel() == 1 &&
-                  (step.device().is_cpu()
-                       ? step.scalar_type() == at::kFloat || step.scalar_type() == at::kDouble
-                       : step.device() == param.device() && step.scalar_type() == at::kFloat),
-              "Adam: the state step of a parameter must be a floating-point scalar tensor on the "
-              "CPU, or float32 on the parameter's device");
+  const bool fits = step.defined() && step.numel() == 1 &&
+                    (step.device().is_cpu()
+                         ? step.scalar_type() == at::kFloat || step.scalar_type() == at::kDouble
+                         : step.device() == param.device() && step.scalar_type() == at::kFloat);
+  if (!fits) throw_error("wrong_step");
 }
 
 void check_scale(const char* name, const Tensor& scale, const Tensor& param) {
-  TORCH_CHECK(scale.defined() && scale.numel() == blocks_of(param.numel()) &&
-                  scale.scalar_type() == at::kFloat && scale.device() == param.device() &&
-                  scale.is_contiguous(),
-              "Adam: the state ", name, " of a parameter of shape ", param.sizes(),
-              " must be a contiguous float32 tensor of ", blocks_of(param.numel()),
-              " elements on its device");
+  const int64_t blocks = blocks_of(param.numel());
+  if (!scale.defined() || scale.numel() != blocks || scale.scalar_type() != at::kFloat ||
+      scale.device() != param.device() || !scale.is_contiguous()) {
+    throw_error("wrong_scale", name, param, blocks);
+  }
 }
 
 }  // namespace
@@ -111,41 +125,25 @@ StateFormat state_format(const Tensor& param, const State& state, const Group& g
 
 void check_state(const Tensor& param, const State& state, const Group& group) {
   const auto type = c10::toRealValueType(param.scalar_type());
-  TORCH_CHECK(vector::dtype_of(type), "Adam: parameters must be floating-point or complex, got ",
-              param.scalar_type());
+  if (!vector::dtype_of(type)) throw_error("wrong_type", param.scalar_type());
   check_step(state.step, param);
-  TORCH_CHECK(state.exp_avg.defined(), "Adam: the state of a parameter has no exp_avg");
+  if (!state.exp_avg.defined()) throw_error("no_state", "exp_avg");
   const auto moments = state.exp_avg.scalar_type();
-  std::vector<at::ScalarType> allowed = {param.scalar_type()};
-  for (const StateRow& other : kStateRows) {
-    if (param.is_complex() || other.moments == Element::kNone) continue;
-    const bool fits = (other.params & bit(*vector::dtype_of(type))) != 0;
-    const bool chosen = !other.at_random || other.format == group.state_dtype;
-    if (fits && chosen && scalar_type(other.moments) != type) {
-      allowed.push_back(scalar_type(other.moments));
-    }
-  }
-  TORCH_CHECK(std::find(allowed.begin(), allowed.end(), moments) != allowed.end(),
-              "Adam: the state exp_avg of a ", param.scalar_type(), " parameter must be ",
-              c10::Join(" or ", allowed), ", got ", moments,
-              ". Convert the model before making the optimizer, or load the optimizer's "
-              "state_dict() into it again.");
+  if (moments != param.scalar_type()) check_moments(moments, param, group);
   const StateRow& stored = row(state_format(param, state, group));
   check_tensor("exp_avg", state.exp_avg, param, moments);
   check_tensor("exp_avg_sq", state.exp_avg_sq, param, moments);
   if (group.options.amsgrad) {
-    TORCH_CHECK(stored.amsgrad, "Adam: 8-bit states cannot have amsgrad");
+    if (!stored.amsgrad) throw_error("no_amsgrad");
     check_tensor("max_exp_avg_sq", state.max_exp_avg_sq, param, moments);
   }
   if (stored.block > 0) {
     check_scale("exp_avg_scale", state.exp_avg_scale, param);
     check_scale("exp_avg_sq_scale", state.exp_avg_sq_scale, param);
     // Blocks follow memory.
-    TORCH_CHECK(in_same_order(state.exp_avg, param) && in_same_order(state.exp_avg_sq, param),
-                "Adam: 8-bit states need a parameter in the memory format it had when they were "
-                "made: strides ",
-                state.exp_avg.strides(), " then, ", param.strides(),
-                " now. Load to_fp32_state_dict() into a new optimizer.");
+    if (!in_same_order(state.exp_avg, param) || !in_same_order(state.exp_avg_sq, param)) {
+      throw_error("moved_blocks", state.exp_avg.strides(), param.strides());
+    }
   }
   if (const Element rest = row(param_format(param, group)).rest; rest != Element::kNone) {
     check_tensor("param_rest", state.param_rest, param, scalar_type(rest));

@@ -1,12 +1,12 @@
 #include "adam/state_machine.h"
 
-#include <c10/util/Exception.h>
+#include "adam/given.h"
 
 namespace memsave_ext::adam {
 
 namespace {
 
-// Where an event leads: the numbers of states, or why it cannot happen.
+// Where an event leads: the numbers of states, or why it cannot happen, as check() says.
 enum class Next {
   kIdle,
   kStepping,
@@ -47,18 +47,11 @@ Next next(StepState state, Event event) {
 }  // namespace
 
 void StateMachine::check(Event event) const {
-  const Next to = next(state_, event);
-  TORCH_CHECK(to != Next::kKeepsAfterNorm,
-              "Adam: gradients are accumulated after norm_pass(), whose norm is that of one "
-              "backward. Use clip_global_norm=, which clips the sum.");
-  TORCH_CHECK(to != Next::kPassTooLate,
-              "Adam: norm_pass() must come before the backward that steps, once in each step");
-  TORCH_CHECK(to != Next::kStepInPass,
-              "Adam: step() inside of norm_pass(), which only measures gradients. Run the backward "
-              "again after it, and then step().");
-  TORCH_CHECK(to != Next::kHasFailed, "Adam: a backward raised after ", stepped_before_failure_,
-              " parameters had been stepped; the others were not. Call zero_grad() to go on from "
-              "there, or load a checkpoint.");
+  static constexpr const char* reasons[] = {"keeps_after_norm", "pass_too_late", "step_in_pass",
+                                            "has_failed"};
+  const int reason =
+      static_cast<int>(next(state_, event)) - static_cast<int>(Next::kKeepsAfterNorm);
+  if (reason >= 0) throw_error("impossible", reasons[reason], stepped_before_failure_);
 }
 
 void StateMachine::handle(Event event) {

@@ -2,9 +2,12 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "adam/arguments.h"
 #include "adam/checks.h"
+#include "adam/ops.h"
 
 namespace memsave_ext::adam {
 
@@ -20,13 +23,30 @@ c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
+// Whether the dispatcher would call the kernel and do nothing else: there is no mode, subclass,
+// lazy view or profiler.
+bool needs_no_dispatcher(c10::ArrayRef<Parameter*> parameters) {
+  const auto of_thread = c10::impl::tls_local_dispatch_key_set();
+  c10::DispatchKeySet keys = of_thread.included_;
+  for (const Parameter* parameter : parameters) {
+    keys = keys | parameter->local.key_set() | parameter->grad.key_set();
+    for (const auto& state : kStateNames) keys = keys | (parameter->state.*state.tensor).key_set();
+  }
+  constexpr c10::DispatchKeySet skipped({c10::DispatchKey::Dense, c10::DispatchKey::BackendSelect});
+  const auto others = keys - of_thread.excluded_ - skipped;
+  return (others.raw_repr() & ~c10::full_backend_mask) == 0 &&
+         !parameters.front()->local.is_meta() &&
+         !at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+}
+
 }  // namespace
 
 void step_all(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
   if (parameters.empty()) return;
   check_device(parameters.front()->local.device());
-  static const auto step = find_operator<StepOperator>("memsave_ext::adam_step_");
   const BelowAutograd guard;
+  if (needs_no_dispatcher(parameters)) return step_on_device(parameters, scaling);
+  static const auto step = find_operator<StepOperator>("memsave_ext::adam_step_");
   const PackedStep of = pack(parameters);
   const auto given = [](const Tensor& tensor) {
     return tensor.defined() ? std::optional(tensor) : std::nullopt;

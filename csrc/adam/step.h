@@ -1,5 +1,5 @@
-// Calls of the operators that step and measure. They go through the dispatcher, so that profilers
-// see them, and fake and meta tensors take part.
+// Calls of the operators that step and measure. They go through the dispatcher where that matters,
+// so that profilers see them, and fake and meta tensors take part.
 #pragma once
 
 #include <ATen/core/Tensor.h>

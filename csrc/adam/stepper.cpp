@@ -1,6 +1,5 @@
 #include "adam/stepper.h"
 
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -9,6 +8,7 @@
 #include "adam/amp.h"
 #include "adam/backward.h"
 #include "adam/ddp.h"
+#include "adam/given.h"
 #include "adam/grad_lock.h"
 #include "adam/hook.h"
 
@@ -112,43 +112,35 @@ std::shared_ptr<Entry> Stepper::entry_of(const py::handle& param) const {
 }
 
 void Stepper::ready(Entry& entry, const Tensor& param, bool may_step, const Tensor& local_grad) {
-  if (!local_grad.defined()) {
-    const GradLock lock(param);
-    if (!param.grad().defined()) return;
-  }
   if (blocks_.any(Block::kKeep)) return;
+  const NodePtr accumulator = torch::autograd::impl::grad_accumulator(param);
   if (blocks_.any(Block::kDrop)) {
     if (!may_step) return;  // to be seen by others
-    const GradLock lock(param);
+    const GradLock lock(accumulator);
     param.mutable_grad().reset();
     return;
   }
   const bool folds = blocks_.any(Block::kFold);
   if (entry.reduced_by_ddp) {
-    TORCH_CHECK(!folds,
-                "Adam: accumulate(fold=True) would fold gradients of one process, which "
-                "DistributedDataParallel has not reduced. Use accumulate().");
+    const GradLock lock(accumulator);
+    if (!param.mutable_grad().defined()) return;
+    if (folds) throw_error("folds_unreduced");
     entry.has_local_gradient = true;
     return;
   }
   if (blocks_.any(Block::kAccumulate) && !folds) return;
-  if (torch::autograd::get_current_graph_task_id() == -1) return;  // step() will apply it
-  TORCH_CHECK(!is_reduced_by_ddp(param), "Adam: a parameter of shape ", param.sizes(),
-              " belongs to a DistributedDataParallel module, which reduces its gradient after it "
-              "would be stepped here. Call opt.attach(ddp) once, before training.");
-  const auto backward = backwards_.current(*this);
-  if (!backward) return;  // the optimizer is gone
-  const std::lock_guard<std::mutex> lock(mutex_);
+  if (is_reduced_by_ddp(accumulator)) throw_error("not_attached", param);
+  std::shared_ptr<Backward> backward;
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!(backward = backwards_.current())) {
+    lock.unlock();
+    if (!(backward = backwards_.begin(*this))) return;
+    lock.lock();
+  }
   if (backward->task() == Task::kAccumulate) return open_step_.check(Event::kKeepGradients);
   open_step_.check(Event::kUseGradient);
   if (!backward->has(entry)) return;  // not in param_groups any more
-  try {
-    open_step_.check_use(entry, param);
-  } catch (...) {
-    backward->forget_waiting(entry);
-    throw;
-  }
-  backward->add(entry, local_grad, may_step);
+  backward->add(entry, accumulator, local_grad, may_step);
 }
 
 c10::Stream Stepper::stream_beside(const c10::Stream& stream) {
@@ -183,9 +175,9 @@ void Stepper::pause(bool enabled, bool keep) {
 }
 
 void Stepper::begin_norm_pass() {
-  TORCH_CHECK(!any_gradient() && !blocks_.any(Block::kAccumulate) && !blocks_.any(Block::kFold),
-              "Adam: norm_pass() while gradients are accumulated: it drops those that it "
-              "measures. Use clip_global_norm=, which keeps them.");
+  if (any_gradient() || blocks_.any(Block::kAccumulate) || blocks_.any(Block::kFold)) {
+    throw_error("measures_sums");
+  }
   const py::gil_scoped_release no_gil;
   const std::lock_guard<std::mutex> lock(mutex_);
   open_step_.begin_norm_pass();

@@ -1,9 +1,9 @@
 // Steps an optimizer's parameters: in backward, as their gradients arrive, or all together.
 //
-// Backwards of several threads share parameters. The mutex is never awaited with the GIL held, and
-// the GIL is never awaited with it held, but by operators that are Python themselves, of fake
-// tensors or inside of a dispatch mode. With it, torch's locks of gradients are awaited, never the
-// other way round.
+// Backwards of several threads share parameters. The mutex is never awaited with the GIL held. The
+// GIL is awaited with it held by operators that are Python themselves, of fake tensors or inside of
+// a dispatch mode, and to raise an error. With it, torch's locks of gradients are awaited, never
+// the other way round.
 #pragma once
 
 #include <ATen/core/Tensor.h>

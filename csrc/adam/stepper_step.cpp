@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "adam/dtensor.h"
+#include "adam/given.h"
 #include "adam/stepper.h"
 
 namespace memsave_ext::adam {
@@ -72,13 +73,8 @@ Stepper::Batches Stepper::prepare(const std::vector<Parameter*>& remaining) cons
     if (entry != nullptr && parameter->grad.defined()) {
       const bool is_stepped = open_step_.is_stepped(*entry);
       if (is_stepped && entry->reduced_by_ddp) continue;  // what the reducer left
-      TORCH_CHECK(!entry->has_local_gradient, "Adam: the gradient of ",
-                  name_of(*entry, parameter->tensor),
-                  " has not been reduced over the processes. The last backward of a step must "
-                  "be outside of ddp.no_sync().");
-      TORCH_CHECK(!is_stepped, "Adam: ", name_of(*entry, parameter->tensor),
-                  " was stepped in backward and has a gradient again, which would be a second "
-                  "step. Set .grad before backward(), or after step().");
+      if (entry->has_local_gradient) throw_error("not_reduced", name_of(*entry, parameter->tensor));
+      if (is_stepped) throw_error("stepped_again", name_of(*entry, parameter->tensor));
     }
     open_step_.prepare(*parameter, std::move(parameter->grad), Task::kStep);
     batches[parameter->local.device()].push_back(parameter);

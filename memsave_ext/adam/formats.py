@@ -95,7 +95,8 @@ class StateFormat:
         option: the ``state_dtype=`` that makes such states.
         dtype: of the moments; None: the parameter's.
         params: types of parameters that can have it beside their own type.
-        at_random: whether moments are rounded at random to ``dtype``. Only where the option is set:
+        store: rounds float32 values at random to ``dtype``, with 16 random bits for each; None
+            where they are rounded to nearest, or lie in blocks. Only where the option is set:
             without it the same dtype is the parameter's own, rounded to nearest.
         amsgrad: whether it can be combined.
         block: elements that share a scale of float32; 0: there are no scales.
@@ -105,9 +106,13 @@ class StateFormat:
     option: torch.dtype | str | None
     dtype: torch.dtype | None
     params: tuple[torch.dtype, ...]
-    at_random: bool = False
+    store: Callable[[Tensor, Tensor], Tensor] | None = None
     amsgrad: bool = True
     block: int = 0
+
+    @property
+    def at_random(self) -> bool:
+        return self.store is not None
 
     @property
     def sharded(self) -> bool:
@@ -123,7 +128,7 @@ class StateFormat:
 STATE_FORMATS = (
     StateFormat("as_param", None, None, COMPUTED),
     StateFormat("float32", None, torch.float32, (torch.float16, torch.bfloat16)),
-    StateFormat("bfloat16", torch.bfloat16, torch.bfloat16, NARROW, at_random=True),
+    StateFormat("bfloat16", torch.bfloat16, torch.bfloat16, NARROW, round_at_random),
     StateFormat("8bit", "8bit", torch.uint8, NARROW, amsgrad=False, block=BLOCK),
 )
 

@@ -13,7 +13,7 @@ from typing import Any, SupportsFloat
 import torch
 from torch import Tensor
 
-from . import formats
+from . import errors, formats
 from .blocks import SCALES, from_blocks, takes_blocks, to_blocks
 from .dtensor import is_dtensor
 from .formats import StateFormat
@@ -51,10 +51,7 @@ def refuse_differentiable(options: dict[str, Any]) -> None:
 
 def refuse_two_norms(groups: list[dict[str, Any]]) -> None:
     if any(group.get("max_grad_norm") is not None for group in groups):
-        raise ValueError(
-            "max_grad_norm, of each parameter, cannot be combined with clip_global_norm or "
-            "norm_pass(), of all: leave one of them out"
-        )
+        raise errors.two_norms()
 
 
 def check_bool(name: str, value: Any, *, none: bool = False) -> None:

@@ -115,13 +115,8 @@ class Adam(Saving, torch.optim.Adam):
         }  # fmt: skip
         self._modes = {name: v for name, v in given.items() if v != modes.DEFAULTS[name]}
         if options.get("differentiable"):
-            modes.refuse_differentiable(
-                {
-                    **self._modes,
-                    "clip_global_norm": clip_global_norm,
-                    "grad_scaler": grad_scaler,
-                }
-            )
+            ours = {"clip_global_norm": clip_global_norm, "grad_scaler": grad_scaler}
+            modes.refuse_differentiable(self._modes | ours)
         if grad_scaler is not None and not options.get("capturable") and not options.get("foreach"):
             options.setdefault("fused", True)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from . import errors
 from .blocks import SCALES, blocks_of, takes_blocks
 from .elements import real_type, zeros_like
 from .formats import COMPUTED, made_state_format, param_format_of, state_formats
@@ -43,43 +44,32 @@ def check(
     if grad is not None:
         _check_grad(param, grad)
     if real_type(param) not in COMPUTED:
-        raise RuntimeError(f"Adam: parameters must be floating-point or complex, got {param.dtype}")
+        raise errors.wrong_type(param.dtype)
     step = state.get("step")
     if not isinstance(step, Tensor) or step.numel() != 1 or not step.is_floating_point():
-        raise RuntimeError(
-            "Adam: the state step of a parameter must be a floating-point scalar tensor"
-        )
+        raise errors.wrong_step()
     if "exp_avg" not in state:
-        raise RuntimeError("Adam: the state of a parameter has no exp_avg")
+        raise errors.no_state("exp_avg")
     dtype = state["exp_avg"].dtype
     allowed = state_formats(param, group)
     if dtype not in allowed:
-        raise RuntimeError(
-            f"Adam: the state exp_avg of a {param.dtype} parameter must be "
-            f"{' or '.join(map(str, allowed))}, got {dtype}. Convert the model before making the "
-            "optimizer, or load the optimizer's state_dict() into it again."
-        )
+        raise errors.wrong_moments(param.dtype, dtype, allowed)
     row = allowed[dtype]
     for name in _moments(group):
         if name == "max_exp_avg_sq" and not row.amsgrad:
-            raise RuntimeError("Adam: 8-bit states cannot have amsgrad")
+            raise errors.no_amsgrad()
         _check_like(name, param, state, dtype)
     if row.block:
         _check_blocks(param, state)
     if (rest := param_format_of(param, group).rest) is not None:
         _check_like("param_rest", param, state, rest)
     if phase != "whole" and real_type(state["exp_avg"]) not in (torch.float32, torch.float64):
-        raise RuntimeError(
-            "Adam: accumulate(fold=True) needs states of float32 or float64, got "
-            f"{dtype}. Use accumulate() or state_dtype=None."
-        )
+        raise errors.cannot_fold(dtype)
 
 
 def check_dense(grad: Tensor) -> None:
     if grad.layout != torch.strided:
-        raise RuntimeError(
-            "Adam does not support sparse gradients, please consider SparseAdam instead"
-        )
+        raise errors.sparse()
 
 
 def _moments(group: Mapping[str, Any]) -> list[str]:
@@ -89,28 +79,17 @@ def _moments(group: Mapping[str, Any]) -> list[str]:
 def _check_grad(param: Tensor, grad: Tensor) -> None:
     check_dense(grad)
     if grad.shape != param.shape or grad.device != param.device or grad.dtype != param.dtype:
-        raise RuntimeError(
-            "Adam: a gradient must have the shape, dtype and device of its parameter, "
-            f"{list(param.shape)} {param.dtype} {param.device}, got {list(grad.shape)} "
-            f"{grad.dtype} {grad.device}"
-        )
+        raise errors.wrong_gradient(param, grad)
 
 
 def _check_like(name: str, param: Tensor, state: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     if name not in state:
-        raise RuntimeError(f"Adam: the state of a parameter has no {name}")
+        raise errors.no_state(name)
     tensor = state[name]
     if tensor.device != param.device or tensor.shape != param.shape:
-        raise RuntimeError(
-            f"Adam: the state {name} of a parameter is a tensor of shape {list(tensor.shape)} "
-            f"on {tensor.device}, the parameter one of shape {list(param.shape)} on "
-            f"{param.device}. Move the model before making the optimizer, or load the "
-            "optimizer's state_dict() into it again."
-        )
+        raise errors.wrong_place(name, tensor, param)
     if tensor.dtype != dtype:
-        raise RuntimeError(
-            f"Adam: the state {name} of a parameter is {tensor.dtype}, expected {dtype}"
-        )
+        raise errors.wrong_state_type(name, tensor.dtype, dtype)
 
 
 def _check_blocks(param: Tensor, state: Mapping[str, Tensor]) -> None:
@@ -123,19 +102,8 @@ def _check_blocks(param: Tensor, state: Mapping[str, Tensor]) -> None:
             or scale.device != param.device
             or not scale.is_contiguous()
         ):
-            raise RuntimeError(
-                f"Adam: the state {name} of a parameter of shape {list(param.shape)} must be a "
-                f"contiguous float32 tensor of {blocks_of(param)} elements on its device"
-            )
+            raise errors.wrong_scale(name, param, blocks_of(param))
     # Blocks follow memory.
-    if any(
-        size > 1 and then != now
-        for size, then, now in zip(
-            param.shape, state["exp_avg"].stride(), param.stride(), strict=True
-        )
-    ):
-        raise RuntimeError(
-            "Adam: 8-bit states need a parameter in the memory format it had when they were made: "
-            f"strides {state['exp_avg'].stride()} then, {param.stride()} now. Load "
-            "to_fp32_state_dict() into a new optimizer."
-        )
+    then, now = state["exp_avg"].stride(), param.stride()
+    if any(size > 1 and a != b for size, a, b in zip(param.shape, then, now, strict=True)):
+        raise errors.moved_blocks(then, now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _native
-from . import dtensor, fallback, modes
+from . import dtensor, errors, fallback, modes
 
 # With the methods that memsave_ext/_C.pyi lists.
 Stepper: Any = fallback.AdamStepper
@@ -13,3 +13,4 @@ if _native.module:
     Stepper = _native.module.AdamStepper
     called = (dtensor.local_tensor, dtensor.local_gradient, dtensor.as_placed, modes.check_options)
     _native.module.give_adam_functions({function.__name__: function for function in called})
+    _native.module.give_adam_functions({"errors": errors})

@@ -159,15 +159,16 @@ def test_the_docs_table_of_states():
 
 
 def test_cuda_has_a_table_for_each_format_of_states():
-    """In the order of the rows, filled from all combinations with them."""
+    """Each in one source, filled from all combinations with them."""
     csrc = DOCS.parent / "csrc" / "adam"
     if not csrc.is_dir():
         pytest.skip("no sources")
     rows = re.findall(r"\{StateFormat::(k\w+), \"", (csrc / "formats.h").read_text())
     assert len(rows) == len(STATE_FORMATS)
-    kernels = (csrc / "cuda" / "kernels.cu").read_text()
-    tables = re.search(r"kSteps\[\] = \{(.*?)\}", kernels, re.DOTALL)[1].replace("&", "").split(",")
-    for row, table in zip(rows, map(str.strip, tables), strict=True):
-        source = (csrc / "cuda" / table.replace("steps_", "step_", 1)).with_suffix(".cu")
-        assert f"extern const StepKernels {table} = " in source.read_text()
-        assert f"StateFormat::{row}" in source.read_text()
+    sources = [path.read_text() for path in (csrc / "cuda").glob("step_*.cu")]
+    tables = [re.findall(r"steps_with<StateFormat::(k\w+)>\(\) \{", text) for text in sources]
+    assert all(len(table) == 1 for table in tables)
+    assert sorted(row for (row,) in tables) == sorted(rows)
+    assert all(
+        text.count(f"StateFormat::{row}") > 1 for text, (row,) in zip(sources, tables, strict=True)
+    )

@@ -185,12 +185,13 @@ struct InBlocks {
   Noise noise;
 };
 
+template <StateFormat states, typename Storage>
+using Moments = std::conditional_t<
+    row(states).at_random, Short<StateBits<states>, true, false>,
+    Nearest<std::conditional_t<row(states).moments == Element::kFloat, float, Storage>>>;
+
 template <StateFormat states, typename Storage, bool amsgrad>
-using States = std::conditional_t<
-    states == StateFormat::kBlocks, InBlocks,
-    Separate<std::conditional_t<
-                 states == StateFormat::kBFloat16, Short<ParamFormat::kStochastic>,
-                 Nearest<std::conditional_t<states == StateFormat::kFloat, float, Storage>>>,
-             amsgrad>>;
+using States = std::conditional_t<(row(states).block > 0), InBlocks,
+                                  Separate<Moments<states, Storage>, amsgrad>>;
 
 }  // namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA

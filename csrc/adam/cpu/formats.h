@@ -40,12 +40,12 @@ struct Nearest {
   }
 };
 
-// A bfloat16 parameter, or moments that are rounded at random.
-template <ParamFormat format>
+// 16 bits and perhaps as many of a rest. Bits: arithmetic of formats.h.
+template <typename Bits, bool random, bool has_rest>
 struct Short {
   using Vector = Floats;
-  static constexpr bool kRandom = row(format).at_random;
-  static constexpr bool kHasRest = row(format).rest != Element::kNone;
+  static constexpr bool kRandom = random;
+  static constexpr bool kHasRest = has_rest;
 
   BFloat16* values;
   BFloat16* rests;  // or integers
@@ -62,20 +62,22 @@ struct Short {
   MEMSAVE_EXT_INLINED Vector load(int64_t i, Size size) const {
     isa::Bits rest{};
     if constexpr (kHasRest) rest = (isa::Bits)isa::load(rests + i, size);
-    return ParamBits<format>::template load<Math>((isa::Bits)isa::load(values + i, size), rest);
+    return Bits::template load<Math>((isa::Bits)isa::load(values + i, size), rest);
   }
 
   template <typename Size>
   MEMSAVE_EXT_INLINED void store(int64_t i, Vector v, Size size, const uint16_t* noise) const {
-    isa::Bits random{};
-    if constexpr (kRandom) random = random_bits(noise);
-    const auto halves = ParamBits<format>::template store<Math>(v, random);
+    isa::Bits drawn{};
+    if constexpr (kRandom) drawn = random_bits(noise);
+    const auto halves = Bits::template store<Math>(v, drawn);
     isa::store_halves(values + i, halves.param, size);
     if constexpr (kHasRest) isa::store_halves(rests + i, halves.rest, size);
   }
 };
 
 template <ParamFormat format, typename Storage>
-using Param = std::conditional_t<format == ParamFormat::kPlain, Nearest<Storage>, Short<format>>;
+using Param = std::conditional_t<
+    format == ParamFormat::kPlain, Nearest<Storage>,
+    Short<ParamBits<format>, row(format).at_random, row(format).rest != Element::kNone>>;
 
 }  // namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA

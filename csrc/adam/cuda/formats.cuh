@@ -14,9 +14,9 @@ template <typename ParamType, ParamFormat format, StateFormat states, bool with_
 struct Mode {
   using Param = ParamType;
   using Value = ValueOf<Param>;
-  using State = std::conditional_t<
-      states == StateFormat::kAsParam, Param,
-      std::conditional_t<states == StateFormat::kBFloat16, __nv_bfloat16, float>>;
+  using State = std::conditional_t<states == StateFormat::kAsParam, Param,
+                                   std::conditional_t<row(states).at_random, __nv_bfloat16, float>>;
+  static constexpr StateFormat kStates = states;
   static constexpr ParamFormat kFormat = format;
   static constexpr bool kAmsgrad = with_amsgrad;
   static constexpr bool kHasRest = row(format).rest != Element::kNone;
@@ -73,15 +73,6 @@ template <int word>
 using Word16 = vector::Vector<__nv_bfloat16, word>;
 
 template <int word>
-__device__ __forceinline__ Word16<word> upper_halves(const uint32_t (&bits)[word]) {
-  if constexpr (word == 1) {
-    return {{__ushort_as_bfloat16(static_cast<uint16_t>(bits[0] >> 16))}};
-  } else {
-    return {{__byte_perm(bits[0], bits[1], 0x7632)}};
-  }
-}
-
-template <int word>
 __device__ __forceinline__ Word16<word> lower_halves(const uint32_t (&bits)[word]) {
   if constexpr (word == 1) {
     return {{__ushort_as_bfloat16(static_cast<uint16_t>(bits[0]))}};
@@ -98,18 +89,6 @@ __device__ __forceinline__ uint32_t bits_of(const Word16<word>& values, int i) {
   } else {
     return i == 0 ? values.words[0] << 16 : values.words[0] & 0xffff0000u;
   }
-}
-
-// Up or down, up in proportion to the distance from below. Infinity stays: it has no lower bits.
-template <int word>
-__device__ __forceinline__ Word16<word> round_at_random(const float (&values)[word],
-                                                        uint32_t random) {
-  uint32_t bits[word];
-#pragma unroll
-  for (int i = 0; i < word; ++i) {
-    bits[i] = float_bits(values[i]) + (i == 0 ? random & 0xffff : random >> 16);
-  }
-  return upper_halves<word>(bits);
 }
 
 template <typename M, int size>
@@ -157,11 +136,24 @@ struct States {
   using Stored = Words<typename M::State, size, kWord>;
   Stored stored;
 
-  __device__ __forceinline__ Value get(int w, int i) const { return stored.words[w][i]; }
+  __device__ __forceinline__ Value get(int w, int i) const {
+    if constexpr (M::kRandomStates) {
+      return StateBits<M::kStates>::template load<Math>(bits_of<kWord>(stored.words[w], i),
+                                                        uint32_t{0});
+    } else {
+      return stored.words[w][i];
+    }
+  }
 
   __device__ __forceinline__ void set(int w, const Value (&values)[kWord], uint32_t random) {
     if constexpr (M::kRandomStates) {
-      stored.words[w] = round_at_random<kWord>(values, random);
+      uint32_t bits[kWord];
+#pragma unroll
+      for (int i = 0; i < kWord; ++i) {
+        const uint32_t drawn = i == 0 ? random & 0xffff : random >> 16;
+        bits[i] = StateBits<M::kStates>::template store<Math>(values[i], drawn).param;
+      }
+      stored.words[w] = lower_halves<kWord>(bits);
     } else {
       stored.words[w] = Stored::Word::from(values);
     }

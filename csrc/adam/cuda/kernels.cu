@@ -36,13 +36,17 @@ void launch_advance(float* const* steps, const float* const* skips, int64_t coun
   }
 }
 
-// In the order of StateFormat.
-const StepKernels* const kSteps[] = {&steps_as_param, &steps_float, &steps_bfloat16, &steps_blocks};
-static_assert(sizeof(kSteps) / sizeof(kSteps[0]) == kStateFormats);
+template <int states = 0>
+const StepKernels& steps_of(StateFormat format) {
+  if constexpr (states + 1 < kStateFormats) {
+    if (static_cast<int>(format) != states) return steps_of<states + 1>(format);
+  }
+  return steps_with<static_cast<StateFormat>(states)>();
+}
 
 StepKernel kernel_for(const Item& item) {
   if (is_fold(item.phase)) return fold_kernel_of(item.param_type);
-  return (*kSteps[static_cast<int>(item.state_format)])[item.combination()];
+  return steps_of(item.state_format)[item.combination()];
 }
 
 void launch_steps(const Item* items, int64_t count, void* stream) {

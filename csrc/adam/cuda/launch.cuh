@@ -15,9 +15,10 @@ using StepKernel = void (*)(Batch);
 
 using StepKernels = KernelTable<StepKernel>;
 
-// By the format of the states, each in its own source: they compile side by side. Null where a
-// combination does not exist, or has states in another format.
-extern const StepKernels steps_as_param, steps_float, steps_bfloat16, steps_blocks;
+// Of states in this format, each in its own source, step_*.cu: they compile side by side. Null
+// where a combination does not exist, or has states in another format.
+template <StateFormat states>
+const StepKernels& steps_with();
 
 // Of a fold, which neither the parameter nor amsgrad's state takes part in.
 StepKernel fold_kernel_of(DType param);

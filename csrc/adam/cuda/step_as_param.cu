@@ -3,6 +3,10 @@
 
 namespace memsave_ext::adam {
 
-extern const StepKernels steps_as_param = step_kernels<StateFormat::kAsParam>();
+template <>
+const StepKernels& steps_with<StateFormat::kAsParam>() {
+  static const StepKernels kernels = step_kernels<StateFormat::kAsParam>();
+  return kernels;
+}
 
 }  // namespace memsave_ext::adam

@@ -3,6 +3,10 @@
 
 namespace memsave_ext::adam {
 
-extern const StepKernels steps_bfloat16 = step_kernels<StateFormat::kBFloat16>();
+template <>
+const StepKernels& steps_with<StateFormat::kBFloat16>() {
+  static const StepKernels kernels = step_kernels<StateFormat::kBFloat16>();
+  return kernels;
+}
 
 }  // namespace memsave_ext::adam

@@ -168,6 +168,10 @@ constexpr StepKernels blocks_kernels() {
 
 }  // namespace
 
-extern const StepKernels steps_blocks = blocks_kernels();
+template <>
+const StepKernels& steps_with<StateFormat::kBlocks>() {
+  static const StepKernels kernels = blocks_kernels();
+  return kernels;
+}
 
 }  // namespace memsave_ext::adam

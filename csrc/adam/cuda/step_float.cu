@@ -3,6 +3,10 @@
 
 namespace memsave_ext::adam {
 
-extern const StepKernels steps_float = step_kernels<StateFormat::kFloat>();
+template <>
+const StepKernels& steps_with<StateFormat::kFloat>() {
+  static const StepKernels kernels = step_kernels<StateFormat::kFloat>();
+  return kernels;
+}
 
 }  // namespace memsave_ext::adam

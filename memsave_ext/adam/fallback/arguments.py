@@ -18,6 +18,7 @@ _PHASES: tuple[Phase, ...] = ("whole", "first_fold", "fold", "close")
 _BF16 = tuple(row.name for row in PARAM_FORMATS)
 _STATE_DTYPES = tuple(row.option for row in STATE_FORMATS)
 _OPTIONS, _MODES = 6, 7  # how many of each group
+LISTS = 10  # arguments that pack() makes
 
 
 class Prepared(NamedTuple):

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .. import errors
+
 _MARK = "_memsave_ext_stepper"
 _HOOKS = "_post_accumulate_grad_hooks"
 
@@ -78,8 +80,4 @@ def _check_not_compiled_autograd() -> None:
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     # Once while it is traced, and where that has failed once more, run.
     if torch.compiler.is_compiling() or getattr(module, "in_compiled_autograd_region", False):
-        raise NotImplementedError(
-            "Adam: compiled autograd cannot trace a step in backward. Leave it off, "
-            "torch._dynamo.config.compiled_autograd = False, or the optimizer's in_backward=True "
-            "out. torch.compile() of the model alone works."
-        )
+        raise errors.compiled_autograd()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..elements import plain, real
 from ..states import check, check_dense
-from .arguments import Prepared, pack, unpack
+from .arguments import LISTS, Prepared, pack, unpack
 from .update import update
 
 
@@ -29,25 +29,9 @@ def sum_of_squares(grad: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def adam_step_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: Sequence[Tensor],
-    present: Sequence[int],
-    phases: Sequence[int],
-    positions: Sequence[int],
-    groups: Sequence[int],
-    options: Sequence[float],
-    modes: Sequence[int],
-    lrs: Sequence[Tensor],
-    loss_scale: Tensor | None = None,
-    found: Tensor | None = None,
-    factor: Tensor | None = None,
-    skip: Tensor | None = None,
-) -> None:
-    lists = params, grads, states, present, phases, positions, groups, options, modes, lrs
-    for p in checked(*lists):
-        by, skips = _scaling(p, loss_scale, found, factor, skip)
+def adam_step_(*arguments: Any, **scaling: Tensor | None) -> None:
+    for p in checked(*arguments[:LISTS]):
+        by, skips = _scaling(p, *arguments[LISTS:], **scaling)
         if not skips:
             update(p.param, p.grad, p.state, p.group, position=p.position, phase=p.phase, factor=by)
 
@@ -66,7 +50,7 @@ def checked(*lists: Any) -> list[Prepared]:
 
 
 def fake_adam_step_(*arguments: Any, **_: Any) -> None:
-    checked(*arguments[:10])
+    checked(*arguments[:LISTS])
 
 
 @torch.no_grad()
@@ -86,10 +70,10 @@ def _square(grad: Tensor) -> Tensor:
 
 def _scaling(
     p: Prepared,
-    loss_scale: Tensor | None,
-    found: Tensor | None,
-    factor: Tensor | None,
-    skip: Tensor | None,
+    loss_scale: Tensor | None = None,
+    found: Tensor | None = None,
+    factor: Tensor | None = None,
+    skip: Tensor | None = None,
 ) -> tuple[Tensor | None, bool]:
     """What a gradient is multiplied by, and whether it is left out."""
     if factor is not None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from .. import errors
+
 
 class State(Enum):
     IDLE = "no parameter has been stepped since the last call of step()"
@@ -38,44 +40,31 @@ class Block(Enum):
     DROP = "paused(): they are dropped"
 
 
-KEEPS_AFTER_NORM = (
-    "Adam: gradients are accumulated after norm_pass(), whose norm is that of one backward. Use "
-    "clip_global_norm=, which clips the sum."
-)
-PASS_TOO_LATE = "Adam: norm_pass() must come before the backward that steps, once in each step"
-STEP_IN_PASS = (
-    "Adam: step() inside of norm_pass(), which only measures gradients. Run the backward again "
-    "after it, and then step()."
-)
-HAS_FAILED = (
-    "Adam: a backward raised after {stepped} parameters had been stepped; the others were not. "
-    "Call zero_grad() to go on from there, or load a checkpoint."
-)
-
-# Where an event leads, or why it cannot happen. The state stays where nothing is said.
+# Where an event leads, or why it cannot happen, in a word of errors.py's. The state stays where
+# nothing is said.
 _TABLE: dict[Event, dict[State, State | str]] = {
     Event.KEEP_GRADIENTS: {
-        State.MEASURING: KEEPS_AFTER_NORM,
-        State.CLIPPING: KEEPS_AFTER_NORM,
+        State.MEASURING: "keeps_after_norm",
+        State.CLIPPING: "keeps_after_norm",
     },
-    Event.USE_GRADIENT: {State.FAILED: HAS_FAILED},
+    Event.USE_GRADIENT: {State.FAILED: "has_failed"},
     # Another backward than the one that failed may go on to its end; and one of another thread
     # steps that began before the norm pass.
     Event.STEPPED: {State.IDLE: State.STEPPING},
     Event.BEGIN_NORM_PASS: {
         State.IDLE: State.MEASURING,
-        State.STEPPING: PASS_TOO_LATE,
-        State.MEASURING: PASS_TOO_LATE,
-        State.CLIPPING: PASS_TOO_LATE,
-        State.FAILED: HAS_FAILED,
+        State.STEPPING: "pass_too_late",
+        State.MEASURING: "pass_too_late",
+        State.CLIPPING: "pass_too_late",
+        State.FAILED: "has_failed",
     },
     Event.FINISH_NORM_PASS: {State.MEASURING: State.CLIPPING},
     Event.DROP_NORM_PASS: {State.MEASURING: State.IDLE},
     Event.END_STEP: {
         State.STEPPING: State.IDLE,
-        State.MEASURING: STEP_IN_PASS,
+        State.MEASURING: "step_in_pass",
         State.CLIPPING: State.IDLE,
-        State.FAILED: HAS_FAILED,
+        State.FAILED: "has_failed",
     },
     Event.FAIL: dict.fromkeys(State, State.FAILED),
     Event.ACKNOWLEDGE: {State.FAILED: State.IDLE},
@@ -95,7 +84,7 @@ class StateMachine:
         """
         to = _TABLE[event].get(self.state, self.state)
         if isinstance(to, str):
-            raise RuntimeError(to.format(stepped=self._stepped_before_failure))
+            raise errors.impossible(to, self._stepped_before_failure)
         return to
 
     def handle(self, event: Event) -> None:

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import errors
 from ..states import check_dense
-from . import hooks, refusals
+from . import hooks
 from .backward import Backward, Backwards, Task
 from .ddp import ReducedByDdp, params_of_modules
 from .params import Params
 from .records import Records
 from .scaling import GradNorm, Scaling, loss_scale_of
-from .state_machine import PASS_TOO_LATE, Block, Event, State, StateMachine
+from .state_machine import Block, Event, State, StateMachine
 from .updates import Update, apply
 
 
@@ -83,10 +84,10 @@ class AdamStepper:
     def begin_norm_pass(self) -> None:
         adds_up = self._blocks[Block.ACCUMULATE] or self._blocks[Block.FOLD]
         if adds_up or any(param.grad is not None for param in self._params):
-            raise refusals.measures_sums()
+            raise errors.measures_sums()
         self._machine.check(Event.BEGIN_NORM_PASS)
         if self.folded():
-            raise RuntimeError(PASS_TOO_LATE)
+            raise errors.impossible("pass_too_late", 0)
         self._machine.handle(Event.BEGIN_NORM_PASS)
         self._scaling.norm = GradNorm()
 
@@ -103,7 +104,7 @@ class AdamStepper:
         since the last call."""
         self._machine.check(Event.END_STEP)
         if self._backwards.any_runs():
-            raise refusals.backward_runs()
+            raise errors.backward_runs()
         left = [param for param in self._params if param.grad is not None]
         updates = self._remaining()
         scale = loss_scale_of(self.optimizer())
@@ -111,7 +112,7 @@ class AdamStepper:
         if max_norm > 0 and updates:
             grads = [(param, grad) for param, _, grad in updates if grad is not None]
             self._scaling.clip_together(grads, max_norm, scale)
-        self._apply(updates, scale, folds=False)
+        apply(updates, self._params, self._records, self._scaling, scale, folds=False)
         if self._attached:
             for param in left:
                 param.grad = None
@@ -149,13 +150,13 @@ class AdamStepper:
     def begin_reduced(self, params: list[Tensor]) -> Backward | None:
         """Before the reduction of these gradients. What it returns goes to step_reduced()."""
         if self._blocks[Block.KEEP]:
-            raise refusals.keeps_reduced()
+            raise errors.keeps_reduced()
         if self._blocks[Block.DROP]:
             return None
         backward = self._current_backward()
         keeps = backward is not None and backward.task is Task.KEEP
         if self._blocks[Block.ACCUMULATE] or keeps:
-            raise refusals.accumulates_reduced()
+            raise errors.accumulates_reduced()
         self._machine.check(Event.USE_GRADIENT)
         for param in params:
             self._check_fires_once(param)
@@ -167,10 +168,8 @@ class AdamStepper:
     ) -> None:
         if backward is None:
             return
-        updates: list[Update] = []
-        for param, grad in zip(params, grads, strict=True):
-            if (group := self._params.group_of(param)) is not None:
-                updates.append(Update(param, group, grad))
+        of_groups = zip(params, map(self._params.group_of, params), grads, strict=True)
+        updates = [Update(p, group, grad) for p, group, grad in of_groups if group is not None]
         backward.use_reduced(updates)
         if backward.task is Task.STEP:
             self._stepped.update(id(param) for param, *_ in updates)
@@ -184,14 +183,14 @@ class AdamStepper:
         # Before .grad is looked at: another thread may have taken part of this gradient.
         thread = threading.get_ident()
         if self._threads.get(id(param), thread) != thread:
-            raise refusals.several_threads(self._params.name(param))
+            raise errors.several_threads(self._params.name(param))
         if param.grad is None:
             return
         backward = self._current_backward()
         if backward is None:
             return
         if id(param) in backward.of_ddp:
-            raise refusals.not_attached(list(param.shape))
+            raise errors.not_attached(param)
         if backward.task is Task.KEEP:
             self._machine.check(Event.KEEP_GRADIENTS)
             return
@@ -219,7 +218,7 @@ class AdamStepper:
         folds = self._blocks[Block.FOLD] > 0
         if param.grad is not None and param in self._reduced_by_ddp:
             if folds:
-                raise refusals.folds_unreduced()
+                raise errors.folds_unreduced()
             self._reduced_by_ddp.note_local(param)
             return True
         return self._blocks[Block.ACCUMULATE] > 0 and not folds
@@ -232,7 +231,8 @@ class AdamStepper:
                 assert grad is not None
                 self._scaling.measure(param, grad)
         elif updates:
-            self._apply(updates, loss_scale_of(self.optimizer()), folds=task is Task.FOLD)
+            scale, folds = loss_scale_of(self.optimizer()), task is Task.FOLD
+            apply(updates, self._params, self._records, self._scaling, scale, folds=folds)
             if task is Task.STEP:
                 self._machine.handle(Event.STEPPED)
             else:
@@ -258,15 +258,12 @@ class AdamStepper:
                     if stepped and param in self._reduced_by_ddp:  # what the reducer left
                         continue
                     if self._reduced_by_ddp.is_local(param):
-                        raise refusals.not_reduced(self._params.name(param))
+                        raise errors.not_reduced(self._params.name(param))
                     if stepped:
-                        raise refusals.stepped_again(self._params.name(param))
+                        raise errors.stepped_again(self._params.name(param))
                 if param.grad is not None or self._records.is_folded(self._params.state_of(param)):
                     updates.append(Update(param, group, param.grad))
         return updates
-
-    def _apply(self, updates: list[Update], scale: Tensor | None, *, folds: bool) -> None:
-        apply(updates, self._params, self._records, self._scaling, scale, folds=folds)
 
     def _end_step(self, event: Event) -> None:
         self._machine.handle(event)
@@ -295,6 +292,6 @@ class AdamStepper:
         measures = self._machine.state is State.MEASURING
         measured = self._scaling.norm is not None and param in self._scaling.norm
         if measured if measures else id(param) in self._stepped:
-            raise refusals.second_gradient(self._params.name(param))
+            raise errors.second_gradient(self._params.name(param))
         if self._machine.state is State.CLIPPING and not measured:
-            raise refusals.not_measured(self._params.name(param))
+            raise errors.not_measured(self._params.name(param))

@@ -76,6 +76,6 @@ class Stored:
             codes, scale = blocks.encode(name, flat, random)
             self._state[f"{name}_scale"].copy_(scale)
             values = self._elements.shaped(codes)
-        elif self._states.at_random:
-            values = formats.round_at_random(values, self._of_moments)
+        elif self._states.store is not None:
+            values = self._states.store(values, self._of_moments)
         real(self._state[name]).copy_(values)

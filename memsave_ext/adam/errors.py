@@ -1,0 +1,221 @@
+"""What goes wrong in a step, in words. Every message is here, once.
+
+The native part and the fallback find out what is wrong, each by itself, and raise what these
+functions make of it. csrc/adam calls them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+_REASONS = {
+    "keeps_after_norm": (
+        "gradients are accumulated after norm_pass(), whose norm is that of one backward. Use "
+        "clip_global_norm=, which clips the sum."
+    ),
+    "pass_too_late": "norm_pass() must come before the backward that steps, once in each step",
+    "step_in_pass": (
+        "step() inside of norm_pass(), which only measures gradients. Run the backward again "
+        "after it, and then step()."
+    ),
+    "has_failed": (
+        "a backward raised after {stepped} parameters had been stepped; the others were not. "
+        "Call zero_grad() to go on from there, or load a checkpoint."
+    ),
+}
+
+
+# of the step as a whole
+
+
+def impossible(reason: str, stepped: int) -> RuntimeError:
+    """An event that the state does not allow. A failed backward had ``stepped`` parameters."""
+    return RuntimeError(f"Adam: {_REASONS[reason].format(stepped=stepped)}")
+
+
+def two_norms() -> ValueError:
+    return ValueError(
+        "max_grad_norm, of each parameter, cannot be combined with clip_global_norm or "
+        "norm_pass(), of all: leave one of them out"
+    )
+
+
+def compiled_autograd() -> NotImplementedError:
+    return NotImplementedError(
+        "Adam: compiled autograd cannot trace a step in backward. Leave it off, "
+        "torch._dynamo.config.compiled_autograd = False, or the optimizer's in_backward=True "
+        "out. torch.compile() of the model alone works."
+    )
+
+
+def backward_runs() -> RuntimeError:
+    return RuntimeError(
+        "Adam: step() while a backward is under way, in another thread or around this call. Wait "
+        "until all of a step's backwards have ended."
+    )
+
+
+def measures_sums() -> RuntimeError:
+    return RuntimeError(
+        "Adam: norm_pass() while gradients are accumulated: it drops those that it measures. Use "
+        "clip_global_norm=, which keeps them."
+    )
+
+
+# of one parameter
+
+
+def stepped_again(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"Adam: {name} was stepped in backward and has a gradient again, which would be a second "
+        "step. Set .grad before backward(), or after step()."
+    )
+
+
+def second_gradient(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"Adam: {name} receives a second gradient in one step. Either backward() ran twice before "
+        "opt.step(): put `with opt.accumulate():` around all but the last, or, where a trainer "
+        "runs it, call opt.accumulate_when() once. Or one of them was of a loss that is not to "
+        "train this parameter, as a GAN's generator's for the discriminator: put `with "
+        "opt.paused():` around it. Or the parameter is used in several regions of "
+        "torch.utils.checkpoint(use_reentrant=True), which deliver their gradients one by one: "
+        "use use_reentrant=False, or memsave_ext.checkpoint."
+    )
+
+
+def not_measured(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"Adam: {name} has a gradient now, but had none in norm_pass(), whose norm it would be "
+        "clipped by. Both must run the backward of the same loss."
+    )
+
+
+def several_threads(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"Adam: {name} receives gradients from several threads in one step. Python has no access "
+        "to torch's lock of a gradient: run the step's backwards in one thread, use accumulate(), "
+        "or the compiled memsave_ext."
+    )
+
+
+# under DistributedDataParallel
+
+
+def not_reduced(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"Adam: the gradient of {name} has not been reduced over the processes. The last backward "
+        "of a step must be outside of ddp.no_sync()."
+    )
+
+
+def not_attached(param: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"Adam: a parameter of shape {list(param.shape)} belongs to a DistributedDataParallel "
+        "module, which reduces its gradient after it would be stepped here. Call opt.attach(ddp) "
+        "once, before training."
+    )
+
+
+def folds_unreduced() -> RuntimeError:
+    return RuntimeError(
+        "Adam: accumulate(fold=True) would fold gradients of one process, which "
+        "DistributedDataParallel has not reduced. Use accumulate()."
+    )
+
+
+def keeps_reduced() -> RuntimeError:
+    return RuntimeError(
+        "Adam: opt.paused(keep=True) around a backward whose gradients DistributedDataParallel "
+        "reduces. Use `with ddp.no_sync(), opt.paused(keep=True):`."
+    )
+
+
+def accumulates_reduced() -> RuntimeError:
+    return RuntimeError(
+        "Adam: opt.accumulate() around a backward whose gradients DistributedDataParallel "
+        "reduces, or accumulate_when() says so. Use `with ddp.no_sync(), opt.accumulate():`."
+    )
+
+
+# of gradients and states
+
+
+def sparse() -> RuntimeError:
+    return RuntimeError(
+        "Adam does not support sparse gradients, please consider SparseAdam instead"
+    )
+
+
+def wrong_gradient(param: Tensor, grad: Tensor) -> RuntimeError:
+    return RuntimeError(
+        "Adam: a gradient must have the shape, dtype and device of its parameter, "
+        f"{list(param.shape)} {param.dtype} {param.device}, got {list(grad.shape)} "
+        f"{grad.dtype} {grad.device}"
+    )
+
+
+def wrong_type(dtype: torch.dtype) -> RuntimeError:
+    return RuntimeError(f"Adam: parameters must be floating-point or complex, got {dtype}")
+
+
+def wrong_step() -> RuntimeError:
+    return RuntimeError(
+        "Adam: the state step of a parameter must be a floating-point scalar tensor on the CPU, or "
+        "float32 on the parameter's device"
+    )
+
+
+def no_state(name: str) -> RuntimeError:
+    return RuntimeError(f"Adam: the state of a parameter has no {name}")
+
+
+def wrong_moments(
+    param: torch.dtype, moments: torch.dtype, allowed: Iterable[torch.dtype]
+) -> RuntimeError:
+    return RuntimeError(
+        f"Adam: the state exp_avg of a {param} parameter must be "
+        f"{' or '.join(map(str, allowed))}, got {moments}. Convert the model before making the "
+        "optimizer, or load the optimizer's state_dict() into it again."
+    )
+
+
+def wrong_place(name: str, state: Tensor, param: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"Adam: the state {name} of a parameter is a tensor of shape {list(state.shape)} on "
+        f"{state.device}, the parameter one of shape {list(param.shape)} on {param.device}. Move "
+        "the model before making the optimizer, or load the optimizer's state_dict() into it again."
+    )
+
+
+def wrong_state_type(name: str, got: torch.dtype, expected: torch.dtype) -> RuntimeError:
+    return RuntimeError(f"Adam: the state {name} of a parameter is {got}, expected {expected}")
+
+
+def wrong_scale(name: str, param: Tensor, blocks: int) -> RuntimeError:
+    return RuntimeError(
+        f"Adam: the state {name} of a parameter of shape {list(param.shape)} must be a contiguous "
+        f"float32 tensor of {blocks} elements on its device"
+    )
+
+
+def moved_blocks(then: Sequence[int], now: Sequence[int]) -> RuntimeError:
+    return RuntimeError(
+        "Adam: 8-bit states need a parameter in the memory format it had when they were made: "
+        f"strides {list(then)} then, {list(now)} now. Load to_fp32_state_dict() into a new "
+        "optimizer."
+    )
+
+
+def no_amsgrad() -> RuntimeError:
+    return RuntimeError("Adam: 8-bit states cannot have amsgrad")
+
+
+def cannot_fold(moments: torch.dtype) -> RuntimeError:
+    return RuntimeError(
+        f"Adam: accumulate(fold=True) needs states of float32 or float64, got {moments}. Use "
+        "accumulate() or state_dtype=None."
+    )
