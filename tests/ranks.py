@@ -1,4 +1,4 @@
-"""Runs functions in several processes of one torch.distributed group, on the CPU.
+"""Runs functions in several processes of one torch.distributed group, by gloo or another backend.
 
 Processes are forked from one that has imported what takes seconds.
 """
@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 IMPORTS = ["memsave_ext", "torch._dynamo", "torch.distributed.fsdp"]
 
 
-def run_ranks(world, functions):
+def run_ranks(world, functions, backend="gloo"):
     """{function's name: [what it returned on each rank]}; what one raises is returned as text.
 
     Functions, a list or a dict by name, are called in order, on all ranks, and must be importable.
@@ -28,7 +28,7 @@ def run_ranks(world, functions):
         functions = {function.__name__: function for function in functions}
     multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTS)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = world, folder, dict(os.environ), functions
+        arguments = world, folder, dict(os.environ), functions, backend
         mp.start_processes(_rank, arguments, nprocs=world, start_method="forkserver")
         ranks = [
             torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world)
@@ -36,8 +36,8 @@ def run_ranks(world, functions):
     return {name: [results[name] for results in ranks] for name in ranks[0]}
 
 
-def _rank(rank, world, folder, environment, functions):
-    _join(rank, world, folder, environment)
+def _rank(rank, world, folder, environment, functions, backend):
+    _join(rank, world, folder, environment, backend)
     results = {}
     for name, function in functions.items():
         torch.manual_seed(0)
@@ -80,13 +80,13 @@ def _rank_that_fails(rank, world, folder, environment, function):
         os._exit(1)  # the others notice when the connections are gone
 
 
-def _join(rank, world, folder, environment):
+def _join(rank, world, folder, environment, backend="gloo"):
     faulthandler.enable()  # a rank that crashes says where
     os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder}/init",
         rank=rank,
         world_size=world,

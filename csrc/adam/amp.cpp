@@ -1,5 +1,6 @@
 #include "adam/amp.h"
 
+#include <ATen/ops/maximum.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -16,14 +17,15 @@ Tensor read_loss_scale(const py::handle& optimizer) {
 }
 
 const Tensor& FoundInf::on(c10::Device device) {
-  Tensor& found = now_[device];
+  Tensor& found = now_.here(device);
   if (!found.defined()) found = at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
   return found;
 }
 
 void FoundInf::end_step(const Tensor& of_norm) {
   last_.clear();
-  for (const auto& [device, found] : now_) last_.push_back(found);
+  const auto either = [](const Tensor& a, const Tensor& b) { return at::maximum(a, b); };
+  for (const auto& [device, found] : now_.combined(either)) last_.push_back(found);
   if (of_norm.defined()) last_.push_back(of_norm);
   now_.clear();
 }

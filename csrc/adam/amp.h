@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "adam/grad_norm.h"
+#include "adam/per_stream.h"
 
 namespace memsave_ext::adam {
 
@@ -16,14 +16,14 @@ at::Tensor read_loss_scale(const pybind11::handle& optimizer);
 // For each device a float scalar, 1 where a gradient was not finite.
 class FoundInf {
  public:
-  // Of the step that is being made.
+  // Of the step that is being made, for what the current stream does next.
   const at::Tensor& on(c10::Device device);
   // `of_norm`: of all gradients; undefined where their norm is not measured.
   void end_step(const at::Tensor& of_norm);
   const std::vector<at::Tensor>& of_last_step() const { return last_; }
 
  private:
-  ByDevice<at::Tensor> now_;
+  PerStream now_;
   std::vector<at::Tensor> last_;
 };
 

@@ -1,7 +1,7 @@
 #include "adam/backward.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <utility>
@@ -14,24 +14,6 @@ namespace memsave_ext::adam {
 
 namespace py = pybind11;
 using at::Tensor;
-
-namespace {
-
-std::optional<c10::Stream> current_stream(c10::Device device) {
-  if (device.is_cpu()) return std::nullopt;
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
-void free_gradient(const Tensor& param, const std::optional<c10::Stream>& made_on) {
-  Tensor& grad = param.mutable_grad();
-  // Its memory must not be given away before what was just queued has read it.
-  if (const auto current = current_stream(param.device()); made_on && made_on != current) {
-    grad.record_stream(*current);
-  }
-  grad.reset();
-}
-
-}  // namespace
 
 Backward::Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> snapshot, Task task)
     : stepper_(std::move(stepper)), snapshot_(std::move(snapshot)), task_(task) {}
@@ -60,6 +42,7 @@ void Backward::fail() {
       }
       bucket.waiting.clear();
     }
+    stepper_->wait_for_streams_beside();
     stepper_->open_step().fail(stepped_);
   }
   try {
@@ -95,9 +78,14 @@ void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local
     throw;
   }
   if (entry.waits_in != nullptr) return;  // a second region's or thread's part: it is in .grad too
+  const bool is_sharded = local_grad.defined();
   const auto bytes = static_cast<int64_t>(grad.nbytes());
-  if (!finished_ && (bytes < stepper_->small_bytes() || !may_flush)) {
+  const bool small = bytes < stepper_->small_bytes();
+  // FSDP2's are views of all that was reduced together, which one that waits would keep.
+  if (!finished_ && (!may_flush || (small && !is_sharded))) {
     Bucket& bucket = bucket_of(parameter.local);
+    // The later hooks of those before this one have run.
+    if (is_sharded) flush(bucket);
     step.note_use(entry, task_);
     entry.waits_in = this;
     bucket.waiting.push_back({&parameter, accumulator, whole, local_grad});
@@ -108,8 +96,22 @@ void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local
   }
   step.prepare(parameter, grad, task_);
   step.note_use(entry, task_);
-  apply(&parameter);
-  free_gradient(parameter.tensor, std::nullopt);
+  is_sharded ? apply_beside(parameter) : apply(&parameter);
+  parameter.tensor.mutable_grad().reset();
+}
+
+// FSDP2 calls hooks on the stream of its reductions, the next of which would wait for the step.
+void Backward::apply_beside(Parameter& parameter) {
+  const auto current = current_stream(parameter.local.device());
+  if (!current) return apply(&parameter);
+  const c10::Stream beside = stepper_->stream_beside(*current);
+  const Tensor grad = parameter.grad;
+  order_after(beside, *current);
+  {
+    const c10::StreamGuard on_stream(beside);
+    apply(&parameter);
+  }
+  if (beside != *current) grad.record_stream(beside);
 }
 
 void Backward::forget_waiting(Entry& entry) {
@@ -143,10 +145,15 @@ void Backward::flush(Bucket& bucket) {
     if (!waiting.local_grad.defined()) locks.emplace_back(std::move(waiting.accumulator));
     if (prepare(waiting)) ready.push_back(waiting.parameter);
   }
+  const auto current = current_stream(bucket.device);
+  if (current != bucket.stream) {
+    order_after(*current, *bucket.stream);
+    for (Parameter* parameter : ready) parameter->grad.record_stream(*current);
+  }
   apply(ready);
   for (Parameter* parameter : ready) {
     parameter->entry->waits_in = nullptr;
-    free_gradient(parameter->tensor, bucket.stream);
+    parameter->tensor.mutable_grad().reset();
   }
   bucket.waiting.clear();
   bucket.bytes = 0;
@@ -161,6 +168,7 @@ void Backward::finish() {
   {
     const std::lock_guard<std::mutex> lock(stepper_->mutex());
     for (auto& bucket : buckets_) flush(bucket);
+    stepper_->wait_for_streams_beside();
     finished_ = true;
   }
   publish();

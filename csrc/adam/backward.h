@@ -56,6 +56,7 @@ class Backward {
   void flush(Bucket& bucket);
   bool prepare(const Waiting& waiting);
   void apply(c10::ArrayRef<Parameter*> parameters);
+  void apply_beside(Parameter& parameter);
   void publish();
   void fail();
   void end();

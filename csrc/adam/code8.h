@@ -17,8 +17,7 @@
 namespace memsave_ext::adam {
 
 // Whether what is coded is rounded at random, or to nearest.
-constexpr bool kRandomExpAvg = true;
-constexpr bool kRandomRoots = true;
+constexpr bool kRandomMoments = true;
 
 // number = start + step * code, and code = offset + inverse * number.
 struct CodeLevel {
@@ -87,7 +86,7 @@ template <typename Math, typename T, typename Scale, typename Word>
 MEMSAVE_EXT_INLINE Word encode_exp_avg(T exp_avg, Scale inverse_scale, Word random) {
   const Word bits = Math::bits(exp_avg);
   const T code = code_of_number<Math, 7>(Math::from_bits(bits & 0x7fffffffu) * inverse_scale);
-  return round_code<Math, kRandomExpAvg, 7>(code, random) | ((bits >> 24) & 0x80u);
+  return round_code<Math, kRandomMoments, 7>(code, random) | ((bits >> 24) & 0x80u);
 }
 
 // Of exp_avg_sq its square root is coded.
@@ -103,7 +102,7 @@ template <typename Math, typename T, typename Scale, typename Word>
 MEMSAVE_EXT_INLINE Word encode_root(T root, Scale inverse_scale, Word random) {
   const T code = Math::larger(code_of_number<Math, 8, 1>(root * inverse_scale), T{} + 1.0f);
   const T more_unless_zero = root * 1e30f;  // a root of a float is 0 or above 1e-23
-  return round_code<Math, kRandomRoots, 8>(Math::smaller(code, more_unless_zero), random);
+  return round_code<Math, kRandomMoments, 8>(Math::smaller(code, more_unless_zero), random);
 }
 
 }  // namespace memsave_ext::adam

@@ -144,8 +144,10 @@ constexpr int kCombinations = vector::kDTypes * kParamFormats * kStateFormats * 
 // Stochastic rounding adds 16 random bits below those that are kept, and cuts. Those of element i
 // of a tensor are the (i % 8)-th 16 bits, from the lowest of the first word, of
 // Philox4x32-10 (Salmon et al. 2011) with the optimizer's seed as key, low word first, and this
-// counter: {i / 8, position of the parameter in the optimizer, step, what}.
-enum class Draw : uint32_t { kParam = 0, kExpAvg = 1, kExpAvgSq = 2, kMaxExpAvgSq = 3 };
+// counter: {i / 8, position of the parameter in the optimizer, step, what}. The moments of an
+// element share theirs: each is right on average, they go up or down together, and a largest
+// exp_avg_sq stays the largest.
+enum class Draw : uint32_t { kParam = 0, kMoments = 1 };
 
 // Arithmetic of the formats that are for bfloat16 parameters. T is float or vectors of them, Word
 // uint32_t or vectors of them. Math has bits(T) and from_bits(Word), number_bits(T), which are

@@ -5,6 +5,8 @@
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/zeros.h>
 
+#include <functional>
+
 namespace memsave_ext::adam {
 
 using at::Tensor;
@@ -13,14 +15,14 @@ void GradNorm::add(c10::ArrayRef<Tensor> grads) {
   if (grads.empty()) return;
   const at::NoGradGuard no_grad;
   const Tensor squares = sum_of_squares(grads);
-  Tensor& sum = squares_[squares.device()];
+  Tensor& sum = squares_.here(squares.device());
   sum = sum.defined() ? sum + squares : squares;
 }
 
 void GradNorm::finish(double max_norm, const Tensor& loss_scale) {
   const at::NoGradGuard no_grad;
   Tensor total;
-  for (const auto& [device, squares] : squares_) {
+  for (const auto& [device, squares] : squares_.combined(std::plus<Tensor>())) {
     total = total.defined() ? total + squares.to(total.device()) : squares;
   }
   if (!total.defined()) total = at::zeros({}, at::kDouble);
@@ -35,9 +37,12 @@ void GradNorm::finish(double max_norm, const Tensor& loss_scale) {
   if (scale.defined()) factor = factor / scale;
   norm_ = norm.to(at::kFloat);
   factor_ = factor;
+  made_on_ = current_stream(factor.device());
 }
 
 Scaling GradNorm::scaling(c10::Device device) const {
+  use_here(factor_, made_on_);
+  if (skip_.defined()) use_here(skip_, made_on_);
   return {{}, {}, factor_.to(device), skip_.defined() ? skip_.to(device) : Tensor()};
 }
 

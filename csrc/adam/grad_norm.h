@@ -3,20 +3,10 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <map>
-
+#include "adam/per_stream.h"
 #include "adam/step.h"
 
 namespace memsave_ext::adam {
-
-struct DeviceLess {
-  bool operator()(c10::Device a, c10::Device b) const {
-    return a.type() != b.type() ? a.type() < b.type() : a.index() < b.index();
-  }
-};
-
-template <typename T>
-using ByDevice = std::map<c10::Device, T, DeviceLess>;
 
 class GradNorm {
  public:
@@ -34,8 +24,9 @@ class GradNorm {
   Scaling scaling(c10::Device device) const;
 
  private:
-  ByDevice<at::Tensor> squares_;
+  PerStream squares_;
   at::Tensor norm_, factor_, skip_;
+  std::optional<c10::Stream> made_on_;  // these three
 };
 
 }  // namespace memsave_ext::adam

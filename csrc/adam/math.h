@@ -141,7 +141,8 @@ struct Packed {
 };
 
 // Math: product is rounded and fused(a, b, c) = a * b + c is not, whatever a compiler contracts;
-// maximum returns a NaN where it is given one; pack(Packed, random) and unpack(T) as above.
+// quotient and square_root are IEEE's or, where a device says so, near them; maximum returns a NaN
+// where it is given one; pack(Packed, random) and unpack(T) as above.
 
 template <typename Math, typename T>
 MEMSAVE_EXT_INLINE void average_grad(const Coefficients<T>& c, T grad, T& exp_avg) {
@@ -179,14 +180,15 @@ MEMSAVE_EXT_INLINE void update(const Coefficients<T>& c, T grad, Values<T>& x) {
   x.exp_avg_sq = Math::fused(c.one_minus_beta2 * grad, grad, exp_avg_sq * c.beta2);
   if constexpr (amsgrad) x.max_exp_avg_sq = Math::maximum(x.max_exp_avg_sq, x.exp_avg_sq);
   const T second = amsgrad ? x.max_exp_avg_sq : x.exp_avg_sq;
-  const T denominator = Math::square_root(second) / c.bias_correction2_sqrt + c.eps;
+  const T denominator = Math::quotient(Math::square_root(second), c.bias_correction2_sqrt) + c.eps;
   T exp_avg = x.exp_avg;
   if constexpr (clamps) {
     const T bound = c.update_bound * denominator;
     exp_avg = exp_avg > bound ? bound : exp_avg;
     exp_avg = exp_avg < -bound ? -bound : exp_avg;
   }
-  x.param = Math::product(x.param, c.param_decay) + c.minus_step_size * exp_avg / denominator;
+  x.param = Math::product(x.param, c.param_decay) +
+            Math::quotient(c.minus_step_size * exp_avg, denominator);
 }
 
 // What clips a gradient of this norm, as torch.nn.utils.clip_grad_norm_ does.

@@ -143,6 +143,20 @@ void Stepper::ready(Entry& entry, const Tensor& param, bool may_step, const Tens
   backward->add(entry, accumulator, local_grad, may_step);
 }
 
+c10::Stream Stepper::stream_beside(const c10::Stream& stream) {
+  const auto known = streams_beside_.find(stream.device());
+  if (known != streams_beside_.end()) return known->second;
+  const c10::impl::VirtualGuardImpl guard(stream.device_type());
+  const c10::Stream made = guard.getStreamFromGlobalPool(stream.device());
+  return streams_beside_.emplace(stream.device(), made).first->second;
+}
+
+void Stepper::wait_for_streams_beside() const {
+  for (const auto& [device, stream] : streams_beside_) {
+    order_after(*current_stream(device), stream);
+  }
+}
+
 void Stepper::count_block(Block block, bool opens) {
   if (opens && block != Block::kDrop) {
     const py::gil_scoped_release no_gil;

@@ -65,12 +65,17 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
              const at::Tensor& local_grad = {});
 
   // For backwards and ddp.cpp.
-  std::mutex& mutex() { return mutex_; }  // of what the next two return, and of entries
+  // Of what the next two return, of entries and of streams beside.
+  std::mutex& mutex() { return mutex_; }
   OpenStep& open_step() { return open_step_; }
   Backwards& backwards() { return backwards_; }
   const OpenBlocks& blocks() const { return blocks_; }
   int64_t small_bytes() const { return small_bytes_; }
   int64_t bucket_bytes() const { return bucket_bytes_; }
+  // A stream for steps that would hold up what else this one is given; one for each device.
+  c10::Stream stream_beside(const c10::Stream& stream);
+  // The current streams go on when what those were given is done.
+  void wait_for_streams_beside() const;
   Task next_task();  // of a backward that begins. Without the mutex and the GIL
   // Null when the optimizer is gone. Without the mutex.
   std::shared_ptr<Snapshot> take_snapshot() const;
@@ -98,6 +103,7 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   std::mutex mutex_;
   OpenStep open_step_;
   Backwards backwards_;
+  ByDevice<c10::Stream> streams_beside_;
 };
 
 }  // namespace memsave_ext::adam

@@ -95,8 +95,15 @@ Call::Call(const Arguments& of)
 
   input_ = dense(input);
   problem_.input = input_.const_data_ptr();
-  problem_.weight = channel_vector(weight_, of.weight);
-  problem_.bias = channel_vector(bias_, of.bias);
+  // One kernel fewer for each, where a model has 16 bits throughout.
+  const auto like_input = [&](const Tensor& tensor) {
+    return !tensor.defined() || tensor.scalar_type() == input.scalar_type();
+  };
+  problem_.affine_like_input = kernels().take_affine_like_input && input.element_size() == 2 &&
+                               like_input(of.weight) && like_input(of.bias);
+  const auto type = problem_.affine_like_input ? input.scalar_type() : statistic_type_;
+  problem_.weight = channel_vector(weight_, of.weight, type);
+  problem_.bias = channel_vector(bias_, of.bias, type);
   if (of.residual.defined()) {
     residual_ = dense(of.residual);
     problem_.residual = residual_.const_data_ptr();
@@ -147,9 +154,9 @@ Tensor Call::empty_statistics() const {
   return at::empty({2, problem_.channels}, statistic_options());
 }
 
-const void* Call::channel_vector(Tensor& keep, const Tensor& tensor) const {
+const void* Call::channel_vector(Tensor& keep, const Tensor& tensor, at::ScalarType type) {
   if (!tensor.defined()) return nullptr;
-  keep = tensor.to(statistic_type_).contiguous();
+  keep = tensor.to(type).contiguous();
   return keep.const_data_ptr();
 }
 

@@ -31,7 +31,8 @@ class Call {
   at::Tensor dense(const at::Tensor& tensor) const { return tensor.contiguous(format_); }
 
  private:
-  const void* channel_vector(at::Tensor& keep, const at::Tensor& tensor) const;
+  static const void* channel_vector(at::Tensor& keep, const at::Tensor& tensor,
+                                    at::ScalarType type);
 
   c10::DeviceGuard device_;
   at::ScalarType statistic_type_;

@@ -1,9 +1,10 @@
 // What a device implements. Raw pointers, no torch: ops.cpp checks, allocates and calls.
 //
 // `Statistic` is float, and double for double tensors. Channel vectors (weight, bias, statistics,
-// running, gradients of weight and bias) are dense vectors of that type; null weight means 1, null
-// bias 0. A tensor is dense, and is seen as (outer, channels, inner): contiguous (N, C, spatial),
-// channels_last (N * spatial, C, 1). All tensors of a call share type and layout.
+// running, gradients of weight and bias) are dense vectors of that type, but as affine_like_input
+// says; null weight means 1, null bias 0. A tensor is dense, and is seen as (outer, channels,
+// inner): contiguous (N, C, spatial), channels_last (N * spatial, C, 1). All tensors of a call
+// share type and layout.
 #pragma once
 
 #include <cstddef>
@@ -36,6 +37,7 @@ struct Problem {
   const void* residual;  // null without one; added before the activation
   const void* weight;
   const void* bias;
+  bool affine_like_input = false;  // these two are of the tensors' type, where Kernels says so
   void* workspace = nullptr;  // workspace_bytes(problem) bytes, aligned to 16; null where that is 0
 
   int64_t count() const { return outer * inner; }  // values per channel
@@ -61,6 +63,9 @@ struct Kernels {
   void (*forward)(const Problem&, double eps, const Running&, void* statistics, void* output,
                   void* stream);
 
+  // statistics (2, C) from running ones: mean and 1 / sqrt(var + eps).
+  void (*running)(const Problem&, double eps, const Running&, void* statistics, void* stream);
+
   // output = activate(normalize(input) + residual): the same bits as forward wrote.
   void (*normalize)(const Problem&, const void* statistics, void* output, void* stream);
 
@@ -78,6 +83,8 @@ struct Kernels {
 
   // What Problem::workspace must hold for any of these, by dtype and sizes alone. Null: nothing.
   size_t (*workspace_bytes)(const Problem&) = nullptr;
+  // Whether weight and bias may be of the tensors' type.
+  bool take_affine_like_input = false;
 };
 
 extern const Kernels cpu_kernels;

@@ -2,6 +2,7 @@
 // be a scalar or a vector; compilers contract a * b + c, equally wherever it stands.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "vector/types.h"
@@ -34,6 +35,12 @@ MEMSAVE_EXT_INLINE void update(void* running, int64_t channel, double momentum, 
   if (running == nullptr) return;
   T& value = static_cast<T*>(running)[channel];
   value = static_cast<T>((1 - momentum) * value + momentum * batch);
+}
+
+// Of statistics from a running variance; the batch's are computed in double.
+template <typename T>
+MEMSAVE_EXT_INLINE T invstd_of(T var, double eps) {
+  return 1 / sqrt(var + static_cast<T>(eps));
 }
 
 // scale = invstd * weight. Not x * scale + (bias - mean * scale), which cancels for large means.

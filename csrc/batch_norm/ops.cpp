@@ -28,20 +28,26 @@ class RunningBuffer {
   Tensor buffer_, computed_;
 };
 
+Tensor nothing(const Call& call) { return at::empty({0}, call.statistic_options()); }
+
 Tensor running_statistics(const Call& call, const Arguments& of) {
-  Tensor statistics = call.empty_statistics();
-  statistics[0].copy_(of.running_mean);
-  statistics[1].copy_(of.running_var).add_(of.eps).rsqrt_();
+  const RunningBuffer mean(of.running_mean, call.statistic_options());
+  const RunningBuffer var(of.running_var, call.statistic_options());
+  const Tensor statistics = call.empty_statistics();
+  if (call.problem().channels > 0) {
+    call.kernels().running(call.problem(), of.eps, {mean.data(), var.data(), 0},
+                           statistics.mutable_data_ptr(), call.stream());
+  }
   return statistics;
 }
 
-Results normalize(const Call& call, const Tensor& statistics) {
+Tensor normalize(const Call& call, const Tensor& statistics) {
   Tensor output = call.empty();
   if (!call.is_empty()) {
     call.kernels().normalize(call.problem(), statistics.const_data_ptr(), output.mutable_data_ptr(),
                              call.stream());
   }
-  return {output, statistics};
+  return output;
 }
 
 Results forward(const Arguments& of) {
@@ -49,8 +55,11 @@ Results forward(const Arguments& of) {
   const bool has_running = of.running_mean.defined() && of.running_var.defined();
   if (!known && (of.training ? of.count() == 1 : !has_running)) return {};
   const Call call(of);
-  if (known) return normalize(call, of.statistics.clone());
-  if (!of.training) return normalize(call, running_statistics(call, of));
+  if (known) return {normalize(call, of.statistics), nothing(call)};
+  if (!of.training) {
+    const Tensor statistics = running_statistics(call, of);
+    return {normalize(call, statistics), statistics};
+  }
   Tensor output = call.empty();
   if (call.is_empty()) return {output, call.empty_statistics().zero_()};  // counts nothing
   const Tensor computed = call.empty_statistics();
@@ -62,8 +71,6 @@ Results forward(const Arguments& of) {
   var.store();
   return {output, computed};
 }
-
-Tensor nothing(const Call& call) { return at::empty({0}, call.statistic_options()); }
 
 // The gradients of input and residual: empty, with a null address, where they are not wanted.
 Results wanted(const Call& call, const c10::List<bool>& mask) {

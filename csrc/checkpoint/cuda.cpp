@@ -7,6 +7,7 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <atomic>
 #include <mutex>
 #include <utility>
 
@@ -34,7 +35,12 @@ void exchange_state(at::Generator& generator, const at::Generator& state) {
 std::optional<GraphRng> GraphRng::current() {
   if (!cuda_in_use()) return std::nullopt;
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  if (!c10::cuda::hasPrimaryContext(stream.device_index())) return std::nullopt;
+  // Without a context nothing is captured. A device keeps the one it has.
+  static std::atomic<c10::DeviceIndex> known{-1};
+  if (known != stream.device_index()) {
+    if (!c10::cuda::hasPrimaryContext(stream.device_index())) return std::nullopt;
+    known = stream.device_index();
+  }
   cudaStreamCaptureStatus status{};
   unsigned long long capture = 0;
   C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream.stream(), &status, &capture));

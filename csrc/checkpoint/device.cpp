@@ -1,23 +1,15 @@
 #include "checkpoint/device.h"
 
 #include <ATen/detail/CUDAHooksInterface.h>
-#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/utils/device_lazy_init.h>
 
 #include <atomic>
 
+#include "streams.h"
+
 namespace memsave_ext {
-namespace {
-
-void order_after(const c10::Stream& later, const c10::Stream& earlier) {
-  c10::Event event(c10::DeviceType::CUDA);
-  event.record(earlier);
-  event.block(later);
-}
-
-}  // namespace
 
 bool cuda_in_use() {
   static const bool built_with_cuda = at::detail::getCUDAHooks().hasCUDART();

@@ -27,7 +27,6 @@ std::vector<RngState::Philox> RngState::current_cuda() {
   if (!cuda_in_use()) return states;
   const auto& cuda = at::detail::getCUDAHooks();
   for (c10::DeviceIndex device = 0; device < cuda.deviceCount(); ++device) {
-    if (!cuda.hasPrimaryContext(device)) continue;
     at::Generator generator = cuda.getDefaultGenerator(device);
     const std::lock_guard<std::mutex> lock(generator.mutex());
     try {

@@ -14,8 +14,9 @@
 namespace memsave_ext {
 
 // The present states. CPU: the Mersenne Twister itself (2.5 KB, no tensor). CUDA: seed and offset
-// of the Philox generator, 16 bytes for every device that has a context, read without
-// synchronising. While a CUDA graph is captured, the place in it instead: no other device can draw.
+// of the Philox generator, 16 bytes for every device, read without synchronising: it is the host's,
+// and asks the driver nothing, not even which devices have a context. While a CUDA graph is
+// captured, the place in it instead: no other device can draw.
 class RngState {
  public:
   RngState();

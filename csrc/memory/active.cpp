@@ -80,10 +80,13 @@ bool any_active(c10::DeviceType type) {
 
 void report_allocated(c10::Device device, void* ptr, int64_t size, std::optional<int64_t> total) {
   if (!watching()) return;
-  const Moment moment = Moment::now(stack_count.load(std::memory_order_relaxed) > 0);
-  const std::lock_guard<std::mutex> lock(tracking_mutex());
+  Moment moment = Moment::now();
+  if (stack_count.load(std::memory_order_relaxed) > 0) {
+    moment.stack = device.is_cpu() ? stack_here() : stack_of_operator();
+  }
+  TrackingLock lock;
   for (Log* log : active)
-    if (log->device() == device) log->allocated(moment, ptr, size, total);
+    if (log->device() == device) log->allocated(moment, ptr, size, total, lock);
 }
 
 void report_freed(c10::Device device, void* ptr, std::optional<int64_t> total) {

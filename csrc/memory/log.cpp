@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "memory/pause.h"
+#include "memory/active.h"
 
 namespace memsave_ext::memory {
 
@@ -21,13 +21,14 @@ Log::Log(at::Device device, std::vector<int32_t> parents, bool stacks, int64_t m
       max_events_(static_cast<size_t>(max_events)),
       threads_(std::move(parents)) {}
 
-void Log::allocated(const Moment& moment, void* ptr, int64_t size, std::optional<int64_t> total) {
+void Log::allocated(const Moment& moment, void* ptr, int64_t size, std::optional<int64_t> total,
+                    TrackingLock& lock) {
   // A known address that is allocated again was freed while nobody looked.
   if (const auto known = live_.find(ptr); known != live_.end())
     remove(moment, known, total.has_value() ? std::optional(total_) : std::nullopt);
   const Where where = threads_.where(moment);
   // Gradients from before end between forward and backward, where nothing else is told.
-  if (where.phase == Phase::kBackward && phase_ != Phase::kBackward) look();
+  if (where.phase == Phase::kBackward && phase_ != Phase::kBackward) look(lock);
   phase_ = where.phase;
   auto block = std::make_shared<Block>();
   block->size = size;
@@ -98,13 +99,21 @@ void Log::label(const at::Tensor& tensor, Category category, int32_t name) {
   block.name = name;
 }
 
-void Log::look() {
+bool Log::is_there(const Older& older, TrackingLock& lock) const {
+  // CUDA's allocator reports what a storage lets go of while it lives. Holding one could make ours
+  // the last reference, and this may be called by that allocator.
+  if (!device_.is_cpu()) return !older.storage.expired();
+  auto storage = older.storage.lock();
+  if (!storage) return false;
+  const bool same = storage->data() == older.ptr;
+  lock.release_after(std::move(storage));
+  return same;
+}
+
+void Log::look(TrackingLock& lock) {
   if (parts_.empty()) return;
-  // The last reference to a storage may be ours for a moment: its end must not come back here.
-  const PauseTracking paused;
   const auto gone = [&](const Older& older) {
-    const auto storage = older.storage.lock();
-    if (storage && storage->data() == older.ptr) return false;
+    if (is_there(older, lock)) return false;
     const auto known = live_.find(older.ptr);
     // Unless its address was given to another since.
     if (known != live_.end() && known->second == older.block)

@@ -17,6 +17,8 @@ namespace memsave_ext::memory {
 // The order of CATEGORIES in memsave_ext/memory/account.py.
 enum class Category : int8_t { kParameters, kGradients, kOptimizer, kActivations, kOther, kNone };
 
+class TrackingLock;
+
 struct Block {
   int64_t size = 0;
   Category label = Category::kNone;
@@ -49,8 +51,8 @@ struct Part {
   int64_t peak;
 };
 
-// Every call is made under the mutex of active.h. Keeps at most about `max_events`: the part with
-// the highest peak and the latest ones.
+// Every call is made under the mutex of active.h, as the lock that some are given says. Keeps at
+// most about `max_events`: the part with the highest peak and the latest ones.
 class Log {
  public:
   Log(at::Device device, std::vector<int32_t> parents, bool stacks, int64_t max_events);
@@ -59,7 +61,8 @@ class Log {
   bool stacks() const { return stacks_; }
 
   // `total` is the allocator's figure; without one it is kept here (CPU).
-  void allocated(const Moment& moment, void* ptr, int64_t size, std::optional<int64_t> total);
+  void allocated(const Moment& moment, void* ptr, int64_t size, std::optional<int64_t> total,
+                 TrackingLock& lock);
   void freed(const Moment& moment, void* ptr, std::optional<int64_t> total);
   // A row without a change: what may allocate nothing begins or ends.
   void mark_phase(const Moment& moment);
@@ -67,7 +70,7 @@ class Log {
   // Gives the memory of a tensor a category and a name. Memory that is not known was there before
   // tracking began; its end is noticed at the next look().
   void label(const at::Tensor& tensor, Category category, int32_t name);
-  void look();
+  void look(TrackingLock& lock);
 
   // The next part begins: at a start and at the end of a step.
   void begin_part(std::optional<int64_t> total);
@@ -87,6 +90,7 @@ class Log {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   };
 
+  bool is_there(const Older& older, TrackingLock& lock) const;
   void remove(const Moment& moment, std::unordered_map<void*, std::shared_ptr<Block>>::iterator it,
               std::optional<int64_t> total);
   void add_event(const Moment& moment, std::shared_ptr<Block> block, Phase phase, bool freed);

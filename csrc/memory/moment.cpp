@@ -1,16 +1,14 @@
 #include "memory/moment.h"
 
 #include <ATen/record_function.h>
-#include <Python.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/profiler/combined_traceback.h>
 
 #include <chrono>
 
 namespace memsave_ext::memory {
 
-Moment Moment::now(bool with_stack) {
+Moment Moment::now() {
   Moment moment;
   moment.time = std::chrono::duration_cast<std::chrono::nanoseconds>(
                     std::chrono::steady_clock::now().time_since_epoch())
@@ -24,9 +22,6 @@ Moment Moment::now(bool with_stack) {
       moment.node_sequence = node->sequence_nr();
     }
   }
-  // Taking the GIL in a worker that Python never saw could wait for a thread that waits for it.
-  if (with_stack && PyGILState_GetThisThreadState() != nullptr)
-    moment.stack = torch::CapturedTraceback::gather(true, false, false);
   return moment;
 }
 

@@ -2,11 +2,8 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 
-namespace torch {
-struct CapturedTraceback;
-}
+#include "memory/stacks.h"
 
 namespace memsave_ext::memory {
 
@@ -21,9 +18,9 @@ struct Moment {
   bool has_node = false;
   uint64_t node_thread = 0;
   uint64_t node_sequence = 0;
-  std::shared_ptr<torch::CapturedTraceback> stack;
+  Stack stack;
 
-  static Moment now(bool with_stack = false);
+  static Moment now();
 };
 
 }  // namespace memsave_ext::memory

@@ -7,16 +7,15 @@
 #include "memory/cpu_allocator.h"
 #include "memory/cuda_reports.h"
 #include "memory/pause.h"
+#include "memory/stacks.h"
 
 namespace memsave_ext::memory {
-
-using Lock = std::lock_guard<std::mutex>;
 
 Tracker::Tracker(at::Device device, std::vector<int32_t> parents, bool stacks, int64_t max_events)
     : log_(device, std::move(parents), stacks, max_events) {}
 
 Tracker::~Tracker() {
-  const Lock lock(tracking_mutex());
+  TrackingLock lock;
   if (!running_) return;
   remove_active(&log_);
   if (log_.device().is_cpu() && !any_active(c10::DeviceType::CPU)) unwatch_cpu_allocator();
@@ -24,11 +23,12 @@ Tracker::~Tracker() {
 
 void Tracker::start(std::optional<int64_t> total) {
   TORCH_INTERNAL_ASSERT(!running_);  // Track refuses it
-  const Lock lock(tracking_mutex());
+  TrackingLock lock;
   if (log_.device().is_cpu())
     watch_cpu_allocator();
   else
     watch_cuda_reports();
+  if (takes_stacks_of_operators()) watch_operators();
   log_.threads().clear();
   log_.begin_part(total);
   add_active(&log_);
@@ -39,11 +39,12 @@ void Tracker::stop() {
   TORCH_INTERNAL_ASSERT(running_);
   TORCH_CHECK(log_.device().is_cpu() || watches_cuda_reports(),
               "memory tracking of a CUDA device cannot stop: it was not started on this thread");
-  const Lock lock(tracking_mutex());
-  log_.look();
+  TrackingLock lock;
+  log_.look(lock);
   remove_active(&log_);
   log_.threads().clear();
   running_ = false;
+  if (takes_stacks_of_operators()) unwatch_operators();
   if (!log_.device().is_cpu())
     unwatch_cuda_reports();
   else if (!any_active(c10::DeviceType::CPU))
@@ -52,33 +53,33 @@ void Tracker::stop() {
 
 void Tracker::enter_module(int32_t module) {
   const Moment moment = Moment::now();
-  const Lock lock(tracking_mutex());
-  if (!log_.threads().inside_module(moment)) log_.look();
+  TrackingLock lock;
+  if (!log_.threads().inside_module(moment)) log_.look(lock);
   log_.threads().enter_module(moment, module, at::sequence_number::peek());
 }
 
 void Tracker::exit_module(int32_t module) {
   const Moment moment = Moment::now();
-  const Lock lock(tracking_mutex());
+  TrackingLock lock;
   log_.threads().exit_module(moment, module, at::sequence_number::peek());
 }
 
 bool Tracker::inside_module() const {
-  const Lock lock(tracking_mutex());
+  TrackingLock lock;
   return log_.threads().inside_module(Moment::now());
 }
 
 void Tracker::begin_optimizer() {
-  const Lock lock(tracking_mutex());
-  log_.look();
+  TrackingLock lock;
+  log_.look(lock);
   const Moment moment = Moment::now();
   log_.threads().begin_optimizer(moment);
   log_.mark_phase(moment);
 }
 
 void Tracker::end_optimizer(bool step) {
-  const Lock lock(tracking_mutex());
-  log_.look();
+  TrackingLock lock;
+  log_.look(lock);
   const Moment moment = Moment::now();
   log_.threads().end_optimizer(moment);
   log_.mark_phase(moment);
@@ -86,40 +87,40 @@ void Tracker::end_optimizer(bool step) {
 }
 
 void Tracker::end_step() {
-  const Lock lock(tracking_mutex());
-  log_.look();
+  TrackingLock lock;
+  log_.look(lock);
   log_.end_step();
 }
 
 void Tracker::label(const std::vector<at::Tensor>& tensors, int64_t category,
                     const std::vector<int32_t>& names) {
   TORCH_CHECK(names.size() == tensors.size(), "one name for each tensor");
-  const Lock lock(tracking_mutex());
+  TrackingLock lock;
   for (size_t i = 0; i < tensors.size(); ++i)
     log_.label(tensors[i], static_cast<Category>(category), names[i]);
 }
 
 int64_t Tracker::live() {
-  const Lock lock(tracking_mutex());
-  log_.look();
+  TrackingLock lock;
+  log_.look(lock);
   return log_.live();
 }
 
 int64_t Tracker::peak() {
-  const Lock lock(tracking_mutex());
+  TrackingLock lock;
   return log_.peak();
 }
 
 void Tracker::reset_peak() {
-  const Lock lock(tracking_mutex());
-  log_.look();
+  TrackingLock lock;
+  log_.look(lock);
   log_.reset_peak();
 }
 
 std::shared_ptr<Record> Tracker::record() {
   const PauseTracking paused;
-  const Lock lock(tracking_mutex());
-  log_.look();
+  TrackingLock lock;
+  log_.look(lock);
   return std::make_shared<Record>(log_);
 }
 

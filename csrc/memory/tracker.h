@@ -38,6 +38,8 @@ class Tracker {
   std::shared_ptr<Record> record();
 
  private:
+  bool takes_stacks_of_operators() const { return log_.stacks() && !log_.device().is_cpu(); }
+
   Log log_;
   bool running_ = false;
 };

@@ -236,7 +236,9 @@ void Block::end(Recording& recording, const at::RecordFunction& function) {
   }
   if (depth > kDeepest) recording.repeatable = false;
   const auto outputs = function.outputs();
-  if (call.op->is_own_batch_norm && outputs.size() == 2 && is_plain(outputs[1].toTensor())) {
+  // Where these were given they are among the arguments, and returned empty.
+  if (call.op->is_own_batch_norm && outputs.size() == 2 && is_plain(outputs[1].toTensor()) &&
+      outputs[1].toTensor().numel() > 0) {
     // It is computed again from the statistics of its forward.
     made(recording, outputs[1].toTensor(), 1, -1);
     if (recording.repeatable) {

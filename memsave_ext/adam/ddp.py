@@ -7,8 +7,9 @@ are there, and ``.grad`` is left empty.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -122,17 +123,23 @@ class StepReduced:
             assert work is not None
             futures.append(work.get_future())
 
+        stream = torch.cuda.current_stream(buffer.device) if buffer.is_cuda else None
+
         def finish(done: Any) -> Tensor:
+            with _that_backward_waits_for(stream):
+                return use(done)
+
+        def use(done: Any) -> Tensor:
             reduced: Any = done.value()[0].value()
             reduced = reduced[0] if isinstance(reduced, (list, tuple)) else reduced
             if reduced.data_ptr() != buffer.data_ptr():
                 buffer.copy_(reduced)
             chosen = flags.tolist() if self._some_unused else [True] * len(pairs)
             step = []
-            for pair, use, own in zip(pairs, chosen, ours, strict=True):
-                if use and own and stepper is not None:
+            for pair, is_used, own in zip(pairs, chosen, ours, strict=True):
+                if is_used and own and stepper is not None:
                     step.append(pair)
-                elif use and not self._reducer_writes:
+                elif is_used and not self._reducer_writes:
                     param, grad = pair
                     param.grad = grad.clone()
             if step:
@@ -144,3 +151,24 @@ class StepReduced:
     def _clear_gradients(self) -> None:
         for param in self._params.values():
             param.grad = None
+
+
+@contextlib.contextmanager
+def _that_backward_waits_for(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """``stream``: of the backward; None on a CPU.
+
+    NCCL's futures have devices: their callbacks run on a stream of their own, for which the end of
+    backward waits. gloo's have none: they run on the default stream of gloo's thread, which has
+    what was reduced, and for which nobody waits. There, what follows goes to the stream of the
+    backward, which waits for the default one: gloo is done by then, so it waits for nothing more.
+    """
+    if stream is None:
+        yield
+        return
+    current = torch.cuda.current_stream(stream.device)
+    if current == stream or current != torch.cuda.default_stream(stream.device):
+        yield
+        return
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield

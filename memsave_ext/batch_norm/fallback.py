@@ -71,9 +71,12 @@ def _statistics(of: Arguments) -> Tensor:
 
 
 def forward(of: Arguments) -> tuple[Tensor, Tensor]:
-    of.statistics = _statistics(of) if of.statistics is None else of.statistics.clone()
+    known = of.statistics is not None
+    if not known:
+        of.statistics = _statistics(of)
     output = ACTIVATIONS[of.activation].forward(_before_activation(of), of.negative_slope)
-    return _as_input(output, of.input, memory_format(of.input)), of.statistics
+    output = _as_input(output, of.input, memory_format(of.input))
+    return output, nothing(of.input) if known else of.statistics
 
 
 def update_running(running: Tensor | None, batch: Tensor, momentum: float) -> None:

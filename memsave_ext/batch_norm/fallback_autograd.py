@@ -48,7 +48,8 @@ class _Forward(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
             output, statistics = getattr(torch.ops.memsave_ext, _FORWARD)(*args)
-        _save(ctx, replace(read(_FORWARD, args), statistics=statistics))
+        of = read(_FORWARD, args)
+        _save(ctx, of if of.statistics is not None else replace(of, statistics=statistics))
         ctx.mark_non_differentiable(statistics)
         return output, statistics
 

@@ -41,7 +41,7 @@ def _statistics(of: Arguments) -> Tensor:
 
 def _fake_forward(of: Arguments) -> tuple[Tensor, Tensor]:
     output = torch.empty_like(of.input, memory_format=memory_format(of.input))
-    return output, _statistics(of)
+    return output, nothing(of.input) if of.statistics is not None else _statistics(of)
 
 
 def _fake_backward_input(of: Arguments) -> tuple[Tensor, ...]:
@@ -68,9 +68,9 @@ def _fake_moments(of: Arguments) -> Tensor:
 
 _Kernel = Callable[[Arguments], Any]
 _OPERATORS: dict[str, tuple[str, _Kernel, _Kernel]] = {
-    # With `statistics`, they are used again: nothing is reduced or updated. Without them and
-    # without `training`, the running ones are used. `group` names the processes whose statistics
-    # they are; its backward then sums over them.
+    # With `statistics`, they are used again: nothing is reduced or updated, and those returned are
+    # empty. Without them and without `training`, the running ones are used. `group` names the
+    # processes whose statistics they are; its backward then sums over them.
     "batch_norm_forward": (
         "(Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? statistics, "
         "Tensor(a!)? running_mean, Tensor(b!)? running_var, bool training, float momentum, "

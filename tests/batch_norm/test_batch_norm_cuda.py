@@ -100,6 +100,10 @@ def test_output_and_gradients(dtype, layout, shape, activation):
     gradients = torch.autograd.grad(output, leaves, grad)
     # A value whose rounding changes its sign changes a gradient: few, and so small in the norm.
     unit = torch.finfo(dtype).eps
+    # There the reference is no more exact than what is compared with it: both add up thousands of
+    # values. What is computed in float anywhere is at 1e-8.
+    if dtype == torch.float64:
+        unit *= 16
     assert error(output, expected) < 10 * unit
     # A z whose rounding changes its sign changes a gradient: seldom, and so little in the norm.
     limit = 20 * unit if activation == "none" else max(20 * unit, 3e-3)

@@ -97,8 +97,8 @@ def test_the_recompute_gives_the_same_bits(shape, dtype, activation, layout):
         )  # fmt: skip
 
     first, statistics = forward(None)
-    again, returned = forward(statistics)
-    assert torch.equal(first, again) and torch.equal(statistics, returned)
+    again, not_returned = forward(statistics)
+    assert torch.equal(first, again) and not_returned.numel() == 0
 
 
 @pytest.mark.parametrize("layout", BOTH)

@@ -41,6 +41,26 @@ def test_opcheck_forward(shape, dtype, mode):
         )  # fmt: skip
 
 
+def test_known_statistics_are_not_returned_again():
+    """A copy would be a kernel in each recompute."""
+    x, weight, bias, _ = arguments((4, 3, 5), torch.float32, requires_grad=False)
+    rest = None, None, True, 0.1, 1e-5, "none", 0.0, None
+    output, statistics = ops.batch_norm_forward(x, weight, bias, None, None, *rest)
+    again, nothing = ops.batch_norm_forward(x, weight, bias, None, statistics, *rest)
+    assert torch.equal(again, output)
+    assert nothing.shape == (0,) and nothing.dtype == statistics.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_statistics_from_running_ones_are_torchs_bits(dtype):
+    x = torch.randn(2, 37, 3, dtype=dtype)
+    mean, var = torch.randn(37, dtype=dtype), torch.rand(37, dtype=dtype)
+    _, statistics = ops.batch_norm_forward(
+        x, None, None, None, None, mean, var, False, 0.1, 1e-3, "none", 0.0, None
+    )
+    assert torch.equal(statistics, torch.stack([mean, (var + 1e-3).rsqrt()]))
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_opcheck_backward(shape, layout):

@@ -53,7 +53,10 @@ def make_step(form, autocast=None, **options):
 @every_form
 def test_replays_are_steps(form, autocast):
     """The random numbers of 5 replays are those of 5 steps: the runs go the same way."""
-    captured_net, step = make_step(form, autocast)
+    # Gradients that are 0 but for rounding, as of a bias before a batch norm, make no step with it:
+    # with a small one they make steps of lr, in directions that any other rounding turns around.
+    options = {"eps": 1e-3}
+    captured_net, step = make_step(form, autocast, **options)
     torch.manual_seed(11)
     replay, captured_loss = capture(step, warmup=3)
     losses = []
@@ -62,7 +65,7 @@ def test_replays_are_steps(form, autocast):
         losses.append((captured_loss if loss is None else loss).clone())
     after = torch.rand(4, device=DEVICE)
 
-    net, step = make_step(form, autocast)
+    net, step = make_step(form, autocast, **options)
     torch.manual_seed(11)
     expected = [step() for _ in range(8)][3:]
     expected_after = torch.rand(4, device=DEVICE)

@@ -1,5 +1,8 @@
 """Adam stepped in backward under DistributedDataParallel, on gloo ranks."""
 
+import contextlib
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import memsave_ext as ms
+from memsave_ext.adam.ddp import _that_backward_waits_for
 
 STEPS = 4
 
@@ -356,3 +360,40 @@ def test_refusals(results):
 def test_a_second_backward_is_refused(results):
     for message in results["second_backward"]:
         assert "receives a second gradient in one step" in message
+
+
+@dataclass
+class Stream:
+    name: str
+    waited: list = field(default_factory=list, compare=False)
+    device: str = "cuda:0"
+
+    def wait_stream(self, other):
+        self.waited.append(other.name)
+
+
+@pytest.mark.parametrize(
+    ("callback", "backward", "runs_on"),
+    [
+        ("default", "loop", "loop"),  # gloo's thread
+        ("default", "default", "default"),
+        ("nccl", "loop", "nccl"),  # which the end of backward waits for
+        ("nccl", "default", "nccl"),
+    ],
+)
+def test_a_step_is_ordered_with_the_stream_of_backward(monkeypatch, callback, backward, runs_on):
+    current = [Stream(callback)]
+
+    @contextlib.contextmanager
+    def on(stream):
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream("default"))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    stream = Stream(backward)
+    with _that_backward_waits_for(stream):
+        assert current[-1].name == runs_on
+    assert stream.waited == ([] if runs_on == callback else [callback])

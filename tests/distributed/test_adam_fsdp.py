@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import memsave_ext as ms
 
@@ -209,6 +210,36 @@ def hooks_see_gradients():
     return seen == [True] * 4 * count, all(kept)
 
 
+def groups_alive(later_hooks):
+    """The most groups whose reduced gradients were there when another's were."""
+    net = shard(model())
+    seen, most = [], 0
+
+    def see(param):
+        nonlocal most
+        storage = StorageWeakRef(param.grad.to_local().untyped_storage())
+        if all(storage.cdata != other.cdata for other in seen):
+            seen.append(storage)
+        most = max(most, sum(not other.expired() for other in seen))
+
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(see)
+    _kept = adam(net)
+    if later_hooks:
+        for p in net.parameters():
+            p.register_post_accumulate_grad_hook(lambda param: None)
+    loss(net, part(0)).backward()
+    return len(seen), most
+
+
+def gradients_do_not_wait():
+    return groups_alive(False)
+
+
+def gradients_wait_for_later_hooks():
+    return groups_alive(True)
+
+
 def raises_twice():
     net = shard(model())
     _kept = adam(net)
@@ -222,7 +253,9 @@ def raises_twice():
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     os.environ[FOLDER] = str(tmp_path_factory.mktemp("checkpoints"))
-    found = run_ranks(2, [*SAME, mixed_precision, hooks_see_gradients, raises_twice])
+    others = [mixed_precision, hooks_see_gradients, raises_twice]
+    alive = [gradients_do_not_wait, gradients_wait_for_later_hooks]
+    found = run_ranks(2, [*SAME, *others, *alive])
     found |= run_ranks(3, [resumed_by_others])
     del os.environ[FOLDER]
     return found
@@ -258,6 +291,14 @@ def test_mixed_precision_as_torch(results):
 def test_hooks(results):
     for rank in results["hooks_see_gradients"]:
         assert rank == (True, True), rank
+
+
+def test_reduced_gradients_go_before_the_next_group_is(results):
+    """Small ones are views of what was reduced together: one that waited would keep it all."""
+    for rank in results["gradients_do_not_wait"]:
+        assert rank == (4, 1), rank
+    for rank in results["gradients_wait_for_later_hooks"]:  # the last of a group, for the next
+        assert rank == (4, 2), rank
 
 
 def test_a_second_backward_is_refused(results):

@@ -6,7 +6,7 @@ By gloo, which takes CUDA tensors; NCCL refuses two processes on one GPU.
 import pytest
 import torch
 import torch.distributed as dist
-from on_device import FORMS, HAS_CUDA, distance, needs_cuda, network
+from on_device import FORMS, HAS_CUDA, distance, needs_cuda, network, synchronize
 from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -64,6 +64,14 @@ def explicit():
     return ranks_train("CheckpointFunction", fused=True)
 
 
+def on_another_stream():
+    """Which is not that of gloo's callbacks."""
+    with torch.cuda.stream(torch.cuda.Stream() if HAS_CUDA else None):
+        found = ranks_train(ddp_options={"bucket_cap_mb": 1e-3})
+    synchronize(DEVICE)
+    return found
+
+
 def unused():
     return ranks_train(ddp_options={"find_unused_parameters": True})
 
@@ -90,7 +98,7 @@ def alone(norm):
 
 @needs_cuda
 def test_two_processes_are_as_one():
-    cases = [plainly, many_buckets, views, explicit, unused, batch_norms]
+    cases = [plainly, many_buckets, views, explicit, on_another_stream, unused, batch_norms]
     found = run_ranks(2, cases)
     exact = {nn.LayerNorm: alone(nn.LayerNorm), nn.BatchNorm1d: alone(nn.BatchNorm1d)}
     start = cpu_parameters(network(p=0.0))

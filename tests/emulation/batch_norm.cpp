@@ -47,6 +47,7 @@ void run_all(const Options& options) {
         of.residual = variant % 2 == 1;
         of.affine = variant > 0;
         of.offset = variant == 2 ? 1 : variant == 3 ? 4 : 0;
+        of.affine_like_input = dtype >= 2 && variant != 1;
         run(of, options.orders);
       }
     }

@@ -13,6 +13,7 @@ struct Case {
   int activation = 0;
   bool residual = false, affine = false;
   int offset = 0;  // of every tensor of values
+  bool affine_like_input = false;
 };
 
 inline constexpr double kEps = 1e-3, kMomentum = 0.125, kSlope = 0.25;
@@ -30,7 +31,9 @@ class Run {
     grad_ = values();
     residual_ = of.residual ? values() : Memory();
     for (Memory* vector : {&weight_, &bias_, &running_[0], &running_[1]}) {
-      *vector = channels(1);
+      const bool affine = vector == &weight_ || vector == &bias_;
+      *vector = affine && of.affine_like_input ? Memory(stored(of.dtype), of.channels, of.offset)
+                                               : channels(1);
       for (int64_t c = 0; c < of.channels; ++c) vector->set(c, normal(generator_));
     }
     fill();
@@ -39,6 +42,7 @@ class Run {
     if (of.affine) {
       problem_.weight = weight_.at();
       problem_.bias = bias_.at();
+      problem_.affine_like_input = of.affine_like_input;
     }
     workspace_ = Memory(Stored::kBits8, cuda_kernels.workspace_bytes(problem_));
     problem_.workspace = workspace_.at();
@@ -48,6 +52,7 @@ class Run {
   std::vector<Memory> results(bool check) {
     std::vector<Memory> kept;
     forward(check, kept);
+    running(check, kept);
     for (const bool training : {true, false}) backward(training, check, kept);
     parts(check, kept);
     return kept;
@@ -102,6 +107,19 @@ class Run {
     for (Memory* memory : {&moments, &statistics, &mean, &var, &output}) {
       kept.push_back(std::move(*memory));
     }
+  }
+
+  void running(bool check, std::vector<Memory>& kept) {
+    Memory statistics = channels(2), var = running_[1].copy();
+    for (int64_t c = 0; c < of_.channels; ++c) var.set(c, std::fabs(var.get(c)));
+    cuda_kernels.running(problem_, kEps, {running_[0].at(), var.at(), 0}, statistics.at(), nullptr);
+    const Exact u = half_unit(sums_of(of_.dtype));
+    for (int64_t c = 0; check && c < of_.channels; ++c) {
+      const Exact invstd = 1 / std::sqrt(var.get(c) + static_cast<Exact>(kEps));
+      expect_near(statistics.get(c), {running_[0].get(c), 0}, "running mean", c);
+      expect_near(statistics.get(of_.channels + c), {invstd, 4 * u * invstd}, "running invstd", c);
+    }
+    kept.push_back(std::move(statistics));
   }
 
   void check_forward(const Memory& moments, const Memory& statistics, const Memory& mean,

@@ -22,7 +22,7 @@ MEMSAVE_EXT_INLINED inline uint32_t largest(V v) {
 
 // Numbers wait in `values` until all of their block are known: exp_avg_sq, when it has been read,
 // and its root, to be written.
-template <Draw what>
+template <bool is_root>
 struct Coded {
   static constexpr int lanes = isa::kLanes<float>;
   using Integers = isa::Vector<int32_t, lanes>;
@@ -119,7 +119,7 @@ struct Coded {
   }
 
   MEMSAVE_EXT_INLINED Numbers decode(const Words& words) const {
-    if constexpr (what == Draw::kExpAvg) {
+    if constexpr (!is_root) {
       return decode_exp_avg<SeveralMath>(words, scale);
     } else {
       return decode_exp_avg_sq<SeveralMath>(words, scale);
@@ -127,7 +127,7 @@ struct Coded {
   }
 
   MEMSAVE_EXT_INLINED Words encode(const Numbers& numbers, const Words& random) const {
-    if constexpr (what == Draw::kExpAvg) {
+    if constexpr (!is_root) {
       return encode_exp_avg<SeveralMath>(numbers, inverse, random);
     } else {
       return encode_root<SeveralMath>(numbers, inverse, random);
@@ -141,11 +141,11 @@ struct InBlocks {
   static constexpr bool kAmsgrad = false;
   static constexpr bool kClamps = true;
   static constexpr bool kInBlocks = true;
-  static constexpr bool kRandom[] = {false, false, false, false};  // draws for itself
+  static constexpr bool kRandom = false;  // draws for itself
 
   const Item& item;
-  Coded<Draw::kExpAvg> exp_avg;
-  Coded<Draw::kExpAvgSq> exp_avg_sq;
+  Coded<false> exp_avg;
+  Coded<true> exp_avg_sq;
 
   MEMSAVE_EXT_INLINED explicit InBlocks(const Item& item)
       : item(item),
@@ -167,23 +167,22 @@ struct InBlocks {
 
   template <typename Size>
   MEMSAVE_EXT_INLINED void store(const Values<V>& x, int64_t, int64_t offset, Size size,
-                                 const Noise*) {
+                                 const Noise&) {
     exp_avg.store(offset, x.exp_avg, size);
     exp_avg_sq.store(offset, Math::square_root(x.exp_avg_sq), size);
   }
 
   // Between the scales and what waits for them there are random numbers to draw.
-  MEMSAVE_EXT_INLINED void close(int64_t from, int64_t to, const Noise*) {
+  MEMSAVE_EXT_INLINED void close(int64_t from, int64_t to, const Noise&) {
     exp_avg.find_scale(from, to);
     exp_avg_sq.find_scale(from, to);
-    if constexpr (kRandomExpAvg) draw(item, Draw::kExpAvg, from, to, noise);
-    if constexpr (kRandomRoots) draw(item, Draw::kExpAvgSq, from, to, noise_sq);
+    if constexpr (kRandomMoments) draw(item, Draw::kMoments, from, to, noise);
     exp_avg.close(from, to, noise);
-    exp_avg_sq.close(from, to, noise_sq);
+    exp_avg_sq.close(from, to, noise);
   }
 
  private:
-  Noise noise, noise_sq;
+  Noise noise;
 };
 
 template <StateFormat states, typename Storage>

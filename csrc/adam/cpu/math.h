@@ -63,6 +63,11 @@ struct Math {
   }
 
   template <typename V>
+  static MEMSAVE_EXT_INLINED V quotient(V a, V b) {
+    return a / b;
+  }
+
+  template <typename V>
   static MEMSAVE_EXT_INLINED V maximum(V a, V b) {
     const V larger = a > b ? a : b;
     return a != a ? a : larger;

@@ -14,9 +14,7 @@ struct Separate {
   static constexpr bool kAmsgrad = amsgrad;
   static constexpr bool kClamps = false;
   static constexpr bool kInBlocks = false;
-  // Which are rounded at random, by Draw; the first is the parameter.
-  static constexpr bool kRandom[] = {false, State::kRandom, State::kRandom,
-                                     State::kRandom && amsgrad};
+  static constexpr bool kRandom = State::kRandom;
 
   State exp_avg, exp_avg_sq, max_exp_avg_sq;
 
@@ -39,19 +37,17 @@ struct Separate {
     if constexpr (amsgrad) x.max_exp_avg_sq = max_exp_avg_sq.load(i, size);
   }
 
-  // noise: of the chunk, by Draw.
+  // noise: of the chunk, for moments.
   template <typename Size>
   MEMSAVE_EXT_INLINED void store(const Values<V>& x, int64_t i, int64_t offset, Size size,
-                                 const Noise* noise) {
-    const auto of = [&](Draw draw) { return noise[static_cast<int>(draw)].of + offset; };
-    exp_avg.store(i, x.exp_avg, size, of(Draw::kExpAvg));
-    exp_avg_sq.store(i, x.exp_avg_sq, size, of(Draw::kExpAvgSq));
-    if constexpr (amsgrad) {
-      max_exp_avg_sq.store(i, x.max_exp_avg_sq, size, of(Draw::kMaxExpAvgSq));
-    }
+                                 const Noise& noise) {
+    const uint16_t* const random = noise.of + offset;
+    exp_avg.store(i, x.exp_avg, size, random);
+    exp_avg_sq.store(i, x.exp_avg_sq, size, random);
+    if constexpr (amsgrad) max_exp_avg_sq.store(i, x.max_exp_avg_sq, size, random);
   }
 
-  MEMSAVE_EXT_INLINED void close(int64_t, int64_t, const Noise*) {}
+  MEMSAVE_EXT_INLINED void close(int64_t, int64_t, const Noise&) {}
 };
 
 }  // namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA

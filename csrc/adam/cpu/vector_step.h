@@ -31,22 +31,12 @@ __attribute__((flatten)) void step(const Item& item, int64_t begin, int64_t end,
   using Value = std::remove_reference_t<decltype(V{}[0])>;
   using Grad = std::remove_pointer_t<decltype(Param::values)>;
   constexpr int64_t lanes = sizeof(V) / sizeof(Value);
-  constexpr const bool* random = States::kRandom;
-  constexpr bool in_chunks =
-      States::kInBlocks || Param::kRandom || random[1] || random[2] || random[3];
+  constexpr bool in_chunks = States::kInBlocks || Param::kRandom || States::kRandom;
   auto c = convert<V>(scalars, Broadcast<V>{});
   c.phase = closes ? Phase::kClose : Phase::kWhole;
   const Param param(item.param, item.param_rest);
   States states(item);
-  Noise noise[4];  // by Draw
-
-  const auto draw_chunk = [&](int64_t from, int64_t to) MEMSAVE_EXT_INLINED {
-    for (int what = 0; what < 4; ++what) {
-      if (what == static_cast<int>(Draw::kParam) ? Param::kRandom : States::kRandom[what]) {
-        draw(item, static_cast<Draw>(what), from, to, noise[what]);
-      }
-    }
-  };
+  Noise of_param, of_moments;
   // grad: of the chunk, in which i has this offset.
   const auto update_at = [&](const Grad* grad, int64_t i, int64_t offset,
                              auto size) MEMSAVE_EXT_INLINED {
@@ -54,8 +44,8 @@ __attribute__((flatten)) void step(const Item& item, int64_t begin, int64_t end,
     x.param = param.load(i, size);
     states.load(x, i, offset, size);
     update<Math, States::kAmsgrad, States::kClamps>(c, isa::load(grad + offset, size), x);
-    param.store(i, x.param, size, noise[static_cast<int>(Draw::kParam)].of + offset);
-    states.store(x, i, offset, size, noise);
+    param.store(i, x.param, size, of_param.of + offset);
+    states.store(x, i, offset, size, of_moments);
   };
   const auto update_chunk = [&](const Grad* grad, int64_t from, int64_t to) MEMSAVE_EXT_INLINED {
     int64_t i = from;
@@ -72,10 +62,11 @@ __attribute__((flatten)) void step(const Item& item, int64_t begin, int64_t end,
   const int64_t chunk = in_chunks || grad == nullptr ? kBlock : end - begin;
   for (int64_t from = begin; from < end; from += chunk) {
     const int64_t to = end - from < chunk ? end : from + chunk;
-    draw_chunk(from, to);
+    if constexpr (Param::kRandom) draw(item, Draw::kParam, from, to, of_param);
+    if constexpr (States::kRandom) draw(item, Draw::kMoments, from, to, of_moments);
     states.open(from, to);
     update_chunk(grad != nullptr ? grad + from : kZeros<Grad>, from, to);
-    states.close(from, to, noise);
+    states.close(from, to, of_moments);
   }
 }
 
@@ -108,7 +99,7 @@ __attribute__((flatten)) void fold_grads(const Item& item, int64_t begin, int64_
   };
   for (int64_t from = begin; from < end; from += kBlock) {
     const int64_t to = end - from < kBlock ? end : from + kBlock;
-    if (first && random) draw(item, Draw::kExpAvgSq, from, to, noise);
+    if (first && random) draw(item, Draw::kMoments, from, to, noise);
     int64_t i = from;
     for (; i + lanes <= to; i += lanes) {
       prefetch(grad + i);

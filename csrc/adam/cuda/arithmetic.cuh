@@ -30,6 +30,11 @@ struct Math {
   static __device__ __forceinline__ double square_root(double x) { return __dsqrt_rn(x); }
 
   template <typename T>
+  static __device__ __forceinline__ T quotient(T a, T b) {
+    return a / b;
+  }
+
+  template <typename T>
   static __device__ __forceinline__ T maximum(T a, T b) {
     return a != a || a > b ? a : b;
   }
@@ -82,6 +87,22 @@ struct Math {
     const uint64_t product = static_cast<uint64_t>(a) * b;  // by one instruction
     return {static_cast<uint32_t>(product >> 32), static_cast<uint32_t>(product)};
   }
+};
+
+// Where states are rounded to 16 or 8 bits at random, and errors of 2^-22 are nothing beside that.
+// IEEE's take Newton steps, and a branch at which elements wait for one another. A divisor of 2^126
+// or more would give 0: roots are below 2^64.
+struct ApproximateMath : Math {
+  static __device__ __forceinline__ float square_root(float x) {
+#ifdef __CUDACC__
+    float root;
+    asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));
+    return root;
+#else
+    return __fsqrt_rn(x);
+#endif
+  }
+  static __device__ __forceinline__ float quotient(float a, float b) { return __fdividef(a, b); }
 };
 
 template <typename Value>

@@ -24,7 +24,7 @@ __device__ __forceinline__ void fold_vectors(const BatchedTensor& tensor, int64_
     exp_avg.stored = vector::load<typename State::Stored>(tensor.exp_avg, i);
     if (first) exp_avg_sq.stored = vector::load<typename State::Stored>(tensor.exp_avg_sq, i);
     Bits<kDraws ? size : 1> drawn{};
-    if constexpr (kDraws) drawn = Bits<size>::draw(random, Draw::kExpAvgSq, i);
+    if constexpr (kDraws) drawn = Bits<size>::draw(random, Draw::kMoments, i);
 #pragma unroll
     for (int w = 0; w < size / kWord; ++w) {
       Value averages[kWord], packed[kWord];

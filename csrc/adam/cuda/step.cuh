@@ -16,6 +16,7 @@ __device__ __forceinline__ void step_vectors(const BatchedTensor& tensor, int64_
   using Param = Params<M, size>;
   using State = States<M, size>;
   using Draws = Bits<M::kRandomParam || M::kRandomStates ? size : 1>;
+  using Arithmetic = std::conditional_t<M::kRandomStates, ApproximateMath, Math>;
   constexpr int kWord = Param::kWord;
 #pragma unroll 1
   for (int64_t i = from / size + threadIdx.x; i < to / size; i += kThreads) {
@@ -32,13 +33,9 @@ __device__ __forceinline__ void step_vectors(const BatchedTensor& tensor, int64_
     if constexpr (M::kAmsgrad) {
       max_exp_avg_sq.stored = vector::load<typename State::Stored>(tensor.max_exp_avg_sq, i);
     }
-    Draws of_param{}, of_exp_avg{}, of_exp_avg_sq{}, of_max{};
+    Draws of_param{}, of_moments{};
     if constexpr (M::kRandomParam) of_param = Draws::draw(random, Draw::kParam, i);
-    if constexpr (M::kRandomStates) {
-      of_exp_avg = Draws::draw(random, Draw::kExpAvg, i);
-      of_exp_avg_sq = Draws::draw(random, Draw::kExpAvgSq, i);
-      if constexpr (M::kAmsgrad) of_max = Draws::draw(random, Draw::kMaxExpAvgSq, i);
-    }
+    if constexpr (M::kRandomStates) of_moments = Draws::draw(random, Draw::kMoments, i);
 #pragma unroll
     for (int w = 0; w < size / kWord; ++w) {
       Value params[kWord], first[kWord], second[kWord], largest[kWord];
@@ -46,7 +43,7 @@ __device__ __forceinline__ void step_vectors(const BatchedTensor& tensor, int64_
       for (int k = 0; k < kWord; ++k) {
         Values<Value> x = {param.get(w, k), exp_avg.get(w, k), exp_avg_sq.get(w, k)};
         if constexpr (M::kAmsgrad) x.max_exp_avg_sq = max_exp_avg_sq.get(w, k);
-        update<Math, M::kAmsgrad>(c, grad.words[w][k], x);
+        update<Arithmetic, M::kAmsgrad>(c, grad.words[w][k], x);
         params[k] = x.param;
         first[k] = x.exp_avg;
         second[k] = x.exp_avg_sq;
@@ -54,9 +51,9 @@ __device__ __forceinline__ void step_vectors(const BatchedTensor& tensor, int64_
       }
       const int drawn = w % Draws::kWords;  // w itself, where any are drawn
       param.set(w, params, of_param.words[drawn]);
-      exp_avg.set(w, first, of_exp_avg.words[drawn]);
-      exp_avg_sq.set(w, second, of_exp_avg_sq.words[drawn]);
-      if constexpr (M::kAmsgrad) max_exp_avg_sq.set(w, largest, of_max.words[drawn]);
+      exp_avg.set(w, first, of_moments.words[drawn]);
+      exp_avg_sq.set(w, second, of_moments.words[drawn]);
+      if constexpr (M::kAmsgrad) max_exp_avg_sq.set(w, largest, of_moments.words[drawn]);
     }
     vector::store(tensor.param, i, param.stored);
     if constexpr (M::kHasRest) vector::store(tensor.param_rest, i, param.rest);

@@ -81,7 +81,7 @@ __device__ __forceinline__ void step_block(const BatchedTensor& tensor, int64_t 
   } else {
     x.load(tensor, part);
   }
-  Draws of_param{}, of_exp_avg{}, of_roots{};
+  Draws of_param{}, of_moments{};
   if constexpr (M::kRandomParam) of_param = Draws::draw(random, Draw::kParam, group);
 
   float exp_avg[kOfThread], roots[kOfThread];
@@ -95,10 +95,10 @@ __device__ __forceinline__ void step_block(const BatchedTensor& tensor, int64_t 
       const int e = w * kWord + k;
       Values<float> values = {x.param.get(w, k), decode_exp_avg<Math>(x.exp_avg[e], scale),
                               decode_exp_avg_sq<Math>(x.exp_avg_sq[e], scale_sq)};
-      update<Math, false, true>(c, x.grad.words[w][k], values);
+      update<ApproximateMath, false, true>(c, x.grad.words[w][k], values);
       params[k] = values.param;
       exp_avg[e] = values.exp_avg;
-      roots[e] = Math::square_root(values.exp_avg_sq);
+      roots[e] = ApproximateMath::square_root(values.exp_avg_sq);
       if (e < part.count) {
         largest = max(largest, __float_as_uint(exp_avg[e]) & 0x7fffffffu);
         largest_sq = max(largest_sq, __float_as_uint(roots[e]) & 0x7fffffffu);
@@ -106,15 +106,14 @@ __device__ __forceinline__ void step_block(const BatchedTensor& tensor, int64_t 
     }
     x.param.set(w, params, of_param.words[w % Draws::kWords]);
   }
-  if constexpr (kRandomExpAvg) of_exp_avg = Draws::draw(random, Draw::kExpAvg, group);
-  if constexpr (kRandomRoots) of_roots = Draws::draw(random, Draw::kExpAvgSq, group);
+  if constexpr (kRandomMoments) of_moments = Draws::draw(random, Draw::kMoments, group);
   scale = warp_scale(largest);
   scale_sq = warp_scale(largest_sq);
   const float inverse = inverse_scale<Math>(scale), inverse_sq = inverse_scale<Math>(scale_sq);
 #pragma unroll
   for (int e = 0; e < kOfThread; ++e) {
-    const uint32_t code = encode_exp_avg<Math>(exp_avg[e], inverse, of_exp_avg.of(e));
-    const uint32_t code_sq = encode_root<Math>(roots[e], inverse_sq, of_roots.of(e));
+    const uint32_t code = encode_exp_avg<Math>(exp_avg[e], inverse, of_moments.of(e));
+    const uint32_t code_sq = encode_root<Math>(roots[e], inverse_sq, of_moments.of(e));
     x.exp_avg.set(e, scale == scale ? code : 0);
     x.exp_avg_sq.set(e, scale_sq == scale_sq ? code_sq : 0);
   }

@@ -143,6 +143,20 @@ void forward_kernel(const Problem& problem, double eps, const Running& running, 
   });
 }
 
+void running_kernel(const Problem& problem, double eps, const Running& running, void* statistics,
+                    void*) {
+  with_statistic(problem.dtype, [&](auto type) {
+    using T = decltype(type);
+    const auto *mean = static_cast<const T*>(running.mean),
+               *var = static_cast<const T*>(running.var);
+    auto* out = static_cast<T*>(statistics);
+    for (int64_t c = 0; c < problem.channels; ++c) {
+      out[c] = mean[c];
+      out[problem.channels + c] = invstd_of(var[c], eps);
+    }
+  });
+}
+
 void normalize_kernel(const Problem& problem, const void* statistics, void* output, void*) {
   with_statistic(problem.dtype, [&](auto type) {
     const Coefficients<decltype(type)> coefficients(problem, statistics);
@@ -203,7 +217,8 @@ void backward_input_kernel(const Problem& problem, const void* statistics, const
 
 }  // namespace
 
-const Kernels cpu_kernels = {moments_kernel,  forward_kernel,       normalize_kernel,
-                             backward_kernel, backward_sums_kernel, backward_input_kernel};
+const Kernels cpu_kernels = {moments_kernel,       forward_kernel,  running_kernel,
+                             normalize_kernel,     backward_kernel, backward_sums_kernel,
+                             backward_input_kernel};
 
 }  // namespace memsave_ext::batch_norm

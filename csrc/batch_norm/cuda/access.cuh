@@ -23,6 +23,7 @@ struct Pair {
 // Rows: the values of a vector are of different channels.
 template <typename T, int vector, bool rows>
 struct Access {
+  using Element = T;
   using Value = ValueOf<T>;
   using Vec = Vector<T, vector>;
   static constexpr bool kRows = rows;
@@ -34,8 +35,8 @@ struct Access {
   static constexpr __device__ int channel(int value) { return rows ? value : 0; }
 };
 
-// Of a dense vector over the channels; `fallback` where there is none.
-template <typename Value, int count>
+// Of a dense vector of `Stored` over the channels; `fallback` where there is none.
+template <typename Stored, typename Value, int count>
 __device__ __forceinline__ void load_channels(const void* from, int64_t channel, Value fallback,
                                               Value (&to)[count]) {
   if (from == nullptr) {
@@ -43,13 +44,13 @@ __device__ __forceinline__ void load_channels(const void* from, int64_t channel,
     for (int i = 0; i < count; ++i) to[i] = fallback;
     return;
   }
-  const Value* values = static_cast<const Value*>(from) + channel;
-  constexpr int kWide = 16 / sizeof(Value);
-  if constexpr (count % kWide == 0) {
-    if (reinterpret_cast<uintptr_t>(values) % 16 == 0) {
+  const Stored* values = static_cast<const Stored*>(from) + channel;
+  constexpr int kWide = count * sizeof(Stored) < 16 ? count : 16 / sizeof(Stored);
+  if constexpr (count > 1) {
+    if (reinterpret_cast<uintptr_t>(values) % (kWide * sizeof(Stored)) == 0) {
 #pragma unroll
       for (int i = 0; i < count; i += kWide) {
-        const auto wide = load<Vector<Value, kWide>>(values + i, 0);
+        const auto wide = load<Vector<Stored, kWide>>(values + i, 0);
 #pragma unroll
         for (int j = 0; j < kWide; ++j) to[i + j] = wide[j];
       }
@@ -57,7 +58,7 @@ __device__ __forceinline__ void load_channels(const void* from, int64_t channel,
     }
   }
 #pragma unroll
-  for (int i = 0; i < count; ++i) to[i] = values[i];
+  for (int i = 0; i < count; ++i) to[i] = widen(values[i]);
 }
 
 }  // namespace memsave_ext::batch_norm

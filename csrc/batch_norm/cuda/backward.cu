@@ -71,9 +71,9 @@ __global__ void __launch_bounds__(kThreads)
   const Affine<A> affine(problem, statistics, channel);
   const Value* values = static_cast<const Value*>(means);
   GradientMeans<A> of_channel;
-  load_channels(values, channel, Value(0), of_channel.grad);
-  load_channels(values == nullptr ? nullptr : values + problem.channels, channel, Value(0),
-                of_channel.dot);
+  load_channels<Value>(values, channel, Value(0), of_channel.grad);
+  load_channels<Value>(values == nullptr ? nullptr : values + problem.channels, channel, Value(0),
+                       of_channel.dot);
   const bool with_residual = masks_with_residual(problem);
   while (walk.more()) {
     Vec x[kUnroll], dy[kUnroll], residual[kUnroll];

@@ -54,8 +54,8 @@ size_t workspace_bytes(const Problem& problem) {
 
 }  // namespace
 
-const Kernels cuda_kernels = {run_moments,    run_forward,       launch_normalize,
-                              run_backward,   run_backward_sums, launch_backward_input,
-                              workspace_bytes};
+const Kernels cuda_kernels = {run_moments,           run_forward,     launch_running,
+                              launch_normalize,      run_backward,    run_backward_sums,
+                              launch_backward_input, workspace_bytes, true};
 
 }  // namespace memsave_ext::batch_norm

@@ -82,6 +82,8 @@ struct Summary;
 struct ChannelSums;
 
 void launch_moments(const Problem& problem, const Summary& to, void* stream);
+void launch_running(const Problem& problem, double eps, const Running& running, void* statistics,
+                    void* stream);
 void launch_normalize(const Problem& problem, const void* statistics, void* output, void* stream);
 void launch_backward_sums(const Problem& problem, const void* statistics, const void* grad,
                           const ChannelSums& to, void* stream);

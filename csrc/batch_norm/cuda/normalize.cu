@@ -1,4 +1,4 @@
-// output = activate(normalize(input) + residual), from statistics.
+// output = activate(normalize(input) + residual), from statistics; and these from running ones.
 #include "batch_norm/cuda/launch.cuh"
 #include "batch_norm/cuda/values.cuh"
 
@@ -34,7 +34,27 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+template <typename Value>
+__global__ void __launch_bounds__(kThreads)
+    running_kernel(const Value* mean, const Value* var, double eps, int64_t channels,
+                   Value* statistics) {
+  const int64_t channel = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (channel >= channels) return;
+  statistics[channel] = mean[channel];
+  statistics[channels + channel] = invstd_of(var[channel], eps);
+}
+
 }  // namespace
+
+void launch_running(const Problem& problem, double eps, const Running& running, void* statistics,
+                    void* stream) {
+  with_statistic(problem.dtype, [&](auto value) {
+    using Value = decltype(value);
+    launch(running_kernel<Value>, ceil_div(problem.channels, kThreads), kThreads, 0, stream,
+           static_cast<const Value*>(running.mean), static_cast<const Value*>(running.var), eps,
+           problem.channels, static_cast<Value*>(statistics));
+  });
+}
 
 void launch_normalize(const Problem& problem, const void* statistics, void* output, void* stream) {
   const int vector = widest_vector(problem, {problem.input, problem.residual, output});

@@ -15,8 +15,8 @@ struct Affine {
   __device__ __forceinline__ Affine(const Problem& problem, const void* statistics,
                                     int64_t channel) {
     const Value* values = static_cast<const Value*>(statistics);
-    load_channels(values, channel, Value(0), mean);
-    load_channels(values + problem.channels, channel, Value(0), invstd);
+    load_channels<Value>(values, channel, Value(0), mean);
+    load_channels<Value>(values + problem.channels, channel, Value(0), invstd);
     load_parameters(problem, channel);
   }
 
@@ -29,10 +29,19 @@ struct Affine {
 
  private:
   __device__ __forceinline__ void load_parameters(const Problem& problem, int64_t channel) {
-    load_channels(problem.weight, channel, Value(1), scale);
-    load_channels(problem.bias, channel, Value(0), bias);
+    if (sizeof(typename A::Element) == 2 && problem.affine_like_input) {
+      load_parameters_of<typename A::Element>(problem, channel);
+    } else {
+      load_parameters_of<Value>(problem, channel);
+    }
 #pragma unroll
     for (int c = 0; c < A::kChannels; ++c) scale[c] *= invstd[c];
+  }
+
+  template <typename Stored>
+  __device__ __forceinline__ void load_parameters_of(const Problem& problem, int64_t channel) {
+    load_channels<Stored>(problem.weight, channel, Value(1), scale);
+    load_channels<Stored>(problem.bias, channel, Value(0), bias);
   }
 };
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..dtensor import is_dtensor
 from .updates import Update
 
 
@@ -51,9 +52,14 @@ class Backward:
         """Uses the gradient now, or soon; where hooks are still to run, not now."""
         assert param.grad is not None
         size = param.grad.nbytes
-        if is_last and size >= self._stepper.small_bytes:
+        # FSDP2's are views of all that was reduced together, which one that waits would keep.
+        sharded = is_dtensor(param)
+        if is_last and (sharded or size >= self._stepper.small_bytes):
             self._flush([(param, group)])
             return
+        if sharded:  # the later hooks of those before this one have run
+            self._flush(self._waiting)
+            self._waiting, self._bytes = [], 0
         self._waiting.append((param, group))
         self._bytes += size
         if self._bytes >= self._stepper.bucket_bytes:

@@ -11,12 +11,10 @@ _WORD = 0xFFFFFFFF
 
 
 class Draw(IntEnum):
-    """What random bits are for, the last word of their counter."""
+    """What random bits are for, the last word of their counter. Moments share theirs."""
 
     PARAM = 0
-    EXP_AVG = 1
-    EXP_AVG_SQ = 2
-    MAX_EXP_AVG_SQ = 3
+    MOMENTS = 1
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> list[Tensor]:

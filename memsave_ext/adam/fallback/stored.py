@@ -48,6 +48,10 @@ class Stored:
         )
         return self._elements.shaped(bits)
 
+    @functools.cached_property
+    def _of_moments(self) -> Tensor:
+        return self.random(Draw.MOMENTS)
+
     def load_param(self) -> Tensor:
         if self._format.load is not None:
             return self._format.load(self._param, self._state["param_rest"])
@@ -66,12 +70,12 @@ class Stored:
         codes = self._elements.flat(self._state[name])
         return self._elements.shaped(blocks.decode(name, codes, self._state[f"{name}_scale"]))
 
-    def store(self, name: str, values: Tensor, draw: Draw = Draw.PARAM) -> None:
+    def store(self, name: str, values: Tensor) -> None:
         if self.in_blocks:
-            flat, random = self._elements.flat(values), self._elements.flat(self.random(draw))
+            flat, random = self._elements.flat(values), self._elements.flat(self._of_moments)
             codes, scale = blocks.encode(name, flat, random)
             self._state[f"{name}_scale"].copy_(scale)
             values = self._elements.shaped(codes)
         elif self._states.store is not None:
-            values = self._states.store(values, self.random(draw))
+            values = self._states.store(values, self._of_moments)
         real(self._state[name]).copy_(values)

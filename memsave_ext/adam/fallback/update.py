@@ -82,7 +82,7 @@ def _update(
 def _fold(c: Coefficients, grad: Tensor, stored: Stored, first: bool) -> None:
     exp_avg = stored.load("exp_avg")
     if first:
-        packed = pack(exp_avg, stored.load("exp_avg_sq"), stored.random(Draw.EXP_AVG_SQ))
+        packed = pack(exp_avg, stored.load("exp_avg_sq"), stored.random(Draw.MOMENTS))
         stored.store("exp_avg_sq", packed)
         exp_avg = _average(c, grad, exp_avg)
     else:
@@ -113,10 +113,10 @@ def _step(c: Coefficients, grad: Tensor, stored: Stored, closes: bool) -> None:
         direction = torch.maximum(torch.minimum(exp_avg, bound), -bound)
     change = (direction * c.minus_step_size).div_(denominator)
     stored.store_param(change.add_(param * c.param_decay))
-    stored.store("exp_avg", exp_avg, Draw.EXP_AVG)
-    stored.store("exp_avg_sq", exp_avg_sq, Draw.EXP_AVG_SQ)
+    stored.store("exp_avg", exp_avg)
+    stored.store("exp_avg_sq", exp_avg_sq)
     if group["amsgrad"]:
-        stored.store("max_exp_avg_sq", second, Draw.MAX_EXP_AVG_SQ)
+        stored.store("max_exp_avg_sq", second)
 
 
 def _average(c: Coefficients, grad: Tensor, exp_avg: Tensor) -> Tensor:

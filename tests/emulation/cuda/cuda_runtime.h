@@ -91,6 +91,8 @@ inline double __dmul_rn(double a, double b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
+// Exact here, as is all that a card approximates.
+inline float __fdividef(float a, float b) { return a / b; }
 inline double __dsqrt_rn(double x) { return std::sqrt(x); }
 
 // The sum of floats is exact in double, or as good as that: what is cut off stays cut off.
