@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memsave_ext as ms
-from memsave_ext import _native
-from memsave_ext.rematerialization.block import remat
+from memsave_ext import _native, remat
 
 pytestmark = pytest.mark.skipif(_native.module is None, reason="recorded by the compiled part")
 
@@ -149,8 +148,8 @@ def test_models(name, everything):
     for a, b in zip(expected, actual, strict=True):
         assert torch.equal(a, b)
     if everything and name != "lstm":
-        assert block.kept().bytes["dropped"] > 0
-        assert block.kept().recomputed_operators > 0
+        assert block.figures().dropped_bytes > 0
+        assert block.figures().recomputed_operators > 0
 
 
 def run(program, code, blocks):
@@ -275,7 +274,7 @@ def test_exceptions_leave_nothing_behind():
     loss.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loss.backward()
-    assert block.kept().recomputed_operators == 0
+    assert block.figures().recomputed_operators == 0
     with pytest.raises(RuntimeError, match="entered once"):
         block.__enter__()
 

@@ -21,9 +21,12 @@ bool records() {
 Pause::Pause() { ++pauses; }
 Pause::~Pause() { --pauses; }
 
+bool Block::is_innermost() const { return current == this; }
+
 Block* Block::active() { return records() ? current : nullptr; }
 
-void Block::enter() {
+void Block::open() {
+  thread_ = std::this_thread::get_id();
   outer_ = current;
   if (outer_ == nullptr) seconds_per_byte();  // measured before anything else is
   callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(on_start, on_end)
@@ -34,7 +37,7 @@ void Block::enter() {
   current = this;
 }
 
-void Block::leave() {
+void Block::close() {
   at::removeCallback(callback_);
   current = outer_;
   if (outer_ != nullptr) at::reenableCallback(outer_->callback_);
@@ -68,16 +71,16 @@ void Block::decide(const std::shared_ptr<Content>& content) {
   if (content->call && !content->external) plan = plan_for(*content, freed);
   const Verdict verdict = judge(*content, plan, everything_);
   content->decided = true;
-  auto& sums = sums_[content->module];
-  sums.bytes[static_cast<int>(verdict)] += content->bytes;
-  ++sums.count[static_cast<int>(verdict)];
+  Sum& sum = sums_[{{content->module, content->op}, verdict}];
+  ++sum.count;
+  sum.bytes += content->bytes;
   if (verdict != Verdict::kDropped) {
     // Chains of calls end here.
     call = std::move(content->call);
     content->depth = 0;
     return;
   }
-  sums.seconds += plan.seconds;
+  sum.seconds += plan.seconds;
   content->dropped = true;
   content->dropped_depth = plan.dropped_depth + 1;
   for (const auto& needed : plan.needs) {
@@ -86,6 +89,33 @@ void Block::decide(const std::shared_ptr<Content>& content) {
   }
   content->needs = std::move(plan.needs);
   freed.push_back(std::move(content->held));
+}
+
+void Block::enter_module(int32_t number) {
+  if (std::this_thread::get_id() == thread_) modules_.push_back(number);
+}
+
+void Block::leave_module() {
+  if (std::this_thread::get_id() == thread_ && modules_.size() > 1) modules_.pop_back();
+}
+
+Sums Block::sums() const {
+  const std::lock_guard<std::mutex> lock(contents_mutex());
+  return sums_;
+}
+
+SumsAgain Block::sums_again() {
+  const std::lock_guard<std::recursive_mutex> lock(again_mutex_);
+  return sums_again_;
+}
+
+void Block::count_again(const Call& call, double seconds) {
+  Sum& sum = sums_again_[{call.module, call.op}];
+  ++sum.count;
+  sum.seconds += seconds;
+  for (const auto& made : call.made) {
+    if (const auto content = made.content.lock()) sum.bytes += content->bytes;
+  }
 }
 
 void Block::sweep() {

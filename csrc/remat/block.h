@@ -4,12 +4,13 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 
-#include <atomic>
 #include <chrono>
+#include <map>
 #include <memory>
 #include <mutex>
-#include <string>
+#include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "remat/content.h"
@@ -24,42 +25,40 @@ enum class Verdict : int {
   kHeavy,     // bound by arithmetic
   kNoGain,    // computing it again would keep about as much, or is not cheap for its size
 };
-constexpr int kVerdicts = 5;
+constexpr int32_t kNoModule = -1;
 
-// Sums of what became of saved contents, by module.
-struct Sums {
-  int64_t bytes[kVerdicts] = {};
-  int64_t count[kVerdicts] = {};
-  double seconds = 0;  // which the dropped took in the forward
+// For the report: contents that were saved, or operators that ran again.
+struct Sum {
+  int64_t count = 0, bytes = 0;
+  double seconds = 0;  // for the saved: to compute them again, as measured in the forward
 };
-
-struct Again {  // what was computed again
-  std::atomic<int64_t> bytes{0}, operators{0};
-  std::atomic<int64_t> nanoseconds{0};
-};
+using Maker = std::pair<int32_t, const Operator*>;  // a module and its operator, if one was seen
+using Sums = std::map<std::pair<Maker, Verdict>, Sum>;
+using SumsAgain = std::map<Maker, Sum>;
 
 class Block {
  public:
   // `everything`: whatever can be computed again is dropped, for tests.
   explicit Block(bool everything = false) : everything_(everything) {}
 
-  // Of this thread, until leave(). Blocks nest: the inner one records.
-  void enter();
-  void leave();
-  static Block* active();  // of this thread, or null
+  // Of this thread, until close(). Blocks nest: the inner one records.
+  void open();
+  void close();
+  bool is_innermost() const;  // of this thread
+  static Block* active();     // which records, of this thread, or null
 
   // A tensor that autograd saves: its content now has one holder more. Null where the tensor is to
   // be kept as it is.
   std::shared_ptr<Content> save(const at::Tensor& tensor);
 
-  void enter_module(int32_t number) { modules_.push_back(number); }
-  void leave_module() {
-    if (!modules_.empty()) modules_.pop_back();
-  }
+  // Of its own thread; of others (replicas of a module) they are ignored.
+  void enter_module(int32_t number);
+  void leave_module();
 
-  const std::unordered_map<int32_t, Sums>& sums() const { return sums_; }
   int64_t recorded() const { return recorded_; }
-  Again& again() { return again_; }
+  Sums sums() const;
+  SumsAgain sums_again();  // not with the GIL
+  void count_again(const Call& call, double seconds);
   // Held while values are computed again. Never awaited with the GIL held.
   std::recursive_mutex& again_mutex() { return again_mutex_; }
 
@@ -103,10 +102,11 @@ class Block {
   std::unordered_map<const c10::StorageImpl*, Entry> table_;
   size_t sweep_at_ = 1024;
   std::vector<Recording*> running_;  // operators of this thread, innermost last
-  std::vector<int32_t> modules_{0};
-  std::unordered_map<int32_t, Sums> sums_;
+  std::thread::id thread_;
+  std::vector<int32_t> modules_{kNoModule};
+  Sums sums_;  // with contents_mutex()
   int64_t recorded_ = 0;
-  Again again_;
+  SumsAgain sums_again_;  // with again_mutex_
   std::recursive_mutex again_mutex_;
   Block* outer_ = nullptr;
   at::CallbackHandle callback_ = 0;

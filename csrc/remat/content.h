@@ -53,6 +53,7 @@ struct Call {
   std::vector<c10::IValue> arguments;  // None where a tensor was
   std::vector<Reference> references;
   double seconds = 0;
+  int32_t module = -1;  // which one called it, by the recorder's numbers
   // What it made, of which anything may be gone by now.
   struct Made {
     std::weak_ptr<Content> content;
@@ -67,11 +68,12 @@ struct Call {
 struct Content {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // as it was made; keeps its address
   const int64_t bytes;
-  const uint64_t born;         // a count of all contents
-  const bool external;         // not made in this block: a parameter, an input
-  std::shared_ptr<Call> call;  // null: it cannot be computed again
-  int depth = 0;               // of calls that were not saved, up to what was
-  int32_t module = 0;          // which one made it, by the recorder's numbers
+  const uint64_t born;           // a count of all contents
+  const bool external;           // not made in this block: a parameter, an input
+  std::shared_ptr<Call> call;    // null: it cannot be computed again
+  int depth = 0;                 // of calls that were not saved, up to what was
+  int32_t module = -1;           // which one made it, by the recorder's numbers
+  const Operator* op = nullptr;  // likewise, if any was seen
 
   // Held where it is kept or was computed again; null where it is dropped, or nobody saved it.
   c10::intrusive_ptr<c10::StorageImpl> held;

@@ -61,10 +61,8 @@ class Recomputation {
     }
     const auto begin = std::chrono::steady_clock::now();
     call.op->handle.callBoxed(stack);
-    const auto time = std::chrono::steady_clock::now() - begin;
-    ++block_.again().operators;
-    block_.again().nanoseconds +=
-        std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
+    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - begin;
+    block_.count_again(call, time.count());
     for (const auto& made : call.made) {
       const std::shared_ptr<Content> content = made.content.lock();
       if (!content) continue;
@@ -82,7 +80,6 @@ class Recomputation {
         c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage.unsafeGetStorageImpl());
     ++content->fill;
     content->unopened = content->holders;
-    block_.again().bytes += content->bytes;
   }
 
   static at::Tensor result(const std::vector<c10::IValue>& stack, const Call::Made& made) {

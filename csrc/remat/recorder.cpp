@@ -175,6 +175,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   recording->call = std::make_shared<Call>();
   Call& call = *recording->call;
   call.op = &op;
+  call.module = modules_.back();
   recording->repeatable = op.is_repeatable;
   const bool trains =
       op.is_torch_batch_norm && inputs.size() > 5 && inputs[5].isBool() && inputs[5].toBool();
@@ -270,6 +271,7 @@ void Block::made(Recording& recording, const at::Tensor& tensor, size_t output, 
   entry.tensor = tensor.unsafeGetTensorImpl();
   entry.version = version_of(tensor);
   const std::shared_ptr<Content> content = entry.content;
+  if (content->op == nullptr) content->op = recording.call->op;
   if (content->call || content->decided) return;  // by an operator inside of this one
 
   int64_t written = -1;
