@@ -31,8 +31,9 @@ class Recorder(Protocol):
         """
 
 
-def make_recorder(everything: bool) -> Recorder:
-    """``everything``: what can be computed again is dropped, cheap or not; for tests."""
+def make_recorder(everything: bool | None) -> Recorder:
+    """``everything``: what can be computed again is dropped, cheap or not; for tests. None: nothing
+    is, to measure what recording costs."""
     if _native.module is None:
         raise RuntimeError("remat needs the compiled part of memsave_ext")
     recorder: Recorder = _native.module.RematRecorder(everything)
