@@ -6,7 +6,6 @@ changes all. A tensor is a content and a geometry.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...checkpointing.fallback.outside import version_of
+from ...checkpointing.fallback.pinned import Pin, is_pinned, pin
 from .operators import Key, Operator
 
 
@@ -141,8 +141,8 @@ class Content:
             tensor = self._tensor()
         if tensor is None or self.overwritten or self.was_changed_unseen():
             return None
-        storage: UntypedStorage | None = UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        if storage is None:
+        storage = tensor.untyped_storage()
+        if storage._cdata != self._storage.cdata:  # the tensor was given another
             return None
         memory = Memory(self, storage, tensor.detach())
         self._memory = weakref.ref(memory)
@@ -164,7 +164,7 @@ class Memory:
         self.dropped = False
         self.depth = 0  # how many dropped ones it is computed from, one after the other
         self.calls: dict[Content, Call] = {}  # of a dropped one: on the way from what it needs
-        self._needs: list[tuple[Memory, Pin]] = []
+        self._needs: list[tuple[Memory, Pin | None]] = []
         self._holders: weakref.WeakSet[Any] = weakref.WeakSet()  # that may come for it
         self._waiting: set[int] = set()  # ids of holders, since it was computed again
 
@@ -179,7 +179,7 @@ class Memory:
         return self._version, version_of(self._tensor)
 
     def drop(self, needs: list[Memory], calls: dict[Content, Call]) -> None:
-        self._needs = [(memory, _pin(memory)) for memory in needs]
+        self._needs = [(m, None if m.storage is None else pin(m.storage)) for m in needs]
         self.depth = 1 + max((memory.depth for memory in needs), default=0)
         self.calls = calls
         self.dropped = True
@@ -205,26 +205,3 @@ class Memory:
         self._waiting.discard(id(holder))
         if self.dropped and not self._waiting:
             self.storage = None
-
-
-class Pin:
-    """While there is one, dropped memory is computed from a storage."""
-
-
-_pins: weakref.WeakValueDictionary[int, Pin] = weakref.WeakValueDictionary()
-_lock = threading.RLock()
-
-
-def _pin(memory: Memory) -> Pin:
-    if memory.storage is None:
-        return Pin()
-    with _lock:
-        pin = _pins.get(memory.storage._cdata)
-        if pin is None:
-            pin = _pins[memory.storage._cdata] = Pin()
-        return pin
-
-
-def is_pinned(tensor: Tensor) -> bool:
-    """Whether dropped memory is to be computed from that of this tensor."""
-    return bool(_pins) and is_plain(tensor) and tensor.untyped_storage()._cdata in _pins

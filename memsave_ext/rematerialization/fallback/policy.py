@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .content import Call, Content, Memory
 
@@ -85,12 +86,13 @@ def plan_for(content: Content) -> Plan | None:
 def seconds_per_byte() -> float:
     """How many seconds a byte may take that is computed again."""
     size = 4 << 20
-    source, target = torch.ones(2, size, dtype=torch.uint8, device="cpu")
     best = 1.0
-    for _ in range(5):
-        begin = time.perf_counter()
-        target.copy_(source)
-        best = min(best, time.perf_counter() - begin)
+    with _disable_current_modes():  # such as one of tensors without memory
+        source, target = torch.ones(2, size, dtype=torch.uint8, device="cpu")
+        for _ in range(5):
+            begin = time.perf_counter()
+            target.copy_(source)
+            best = min(best, time.perf_counter() - begin)
     return _COPIES * best / size
 
 
