@@ -63,18 +63,37 @@ def test_backwards_of_one_graph_at_once():
     assert all(all(map(torch.equal, expected, results[i])) for i in range(4))
 
 
+def test_a_saved_value_looked_at_in_the_block():
+    w, x = nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
+
+    def program(block):
+        with block():
+            y = (x + w).tanh()
+            z = y.exp()
+            seen = [z.grad_fn._saved_result, y.grad_fn._saved_result]
+            u = (y + x).sin() * (z + x).sin()
+        return [*seen, *torch.autograd.grad(u.sum(), w)]
+
+    check(program)
+
+
 @not_yet_native
-def test_a_value_on_the_way_is_kept_and_freed():
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_value_on_the_way_is_kept_and_lost(changes):
     """By then it is needed no more for itself, but others are to be computed from it."""
     w = nn.Parameter(torch.randn(64))
 
     def program():
         way = w * 2
-        return way, (way.expand(1 << 14, 64) * 1.5).sin(), way.sin()
+        large, small = (way.expand(1 << 14, 64) * 1.5).sin(), way.sin()
+        if changes:
+            with torch.no_grad():
+                way.mul_(3)
+        return way, large, small
 
     def grads(way, large, small):
-        (first,) = torch.autograd.grad(small.sum(), way)
-        return first, *torch.autograd.grad(large.sum(), w)
+        first = () if changes else torch.autograd.grad(small.sum(), way)
+        return *first, *torch.autograd.grad(large.sum(), w)
 
     expected = grads(*program())
     for _ in range(100):  # what is dropped is decided by a clock
@@ -129,21 +148,30 @@ def test_errors_in_a_recompute_leave_it_as_it_was():
     assert top is None
 
 
-def test_memory_goes_with_the_graph():
+def test_a_kept_value_that_changes():
+    w, scale = nn.Parameter(torch.randn(8)), torch.randn(8)
+    with everything():
+        loss = (w * scale).sum()
+    scale.add_(1)
+    with pytest.raises(ms.CheckpointError, match=r"has been modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_memory_goes_with_the_graph(drops):
     """At once, without the garbage collector."""
     model, x = layers()
     gc.collect()
     gc.disable()
     try:
-        with everything() as block:
-            y = model[:3](x)
-            storages = [weakref.ref(y)]
-            loss = model[3:](y).exp().sum()
-        del y
+        with remat(_everything=drops) as block:
+            values = [model[:3](x)]
+            values.append(values[0].exp())  # which its own node saves
+            loss = model[3:7](values[0]).sum() + values[1].sum()
+        left = [weakref.ref(value) for value in (*values, block)]
+        del values
         loss.backward()
-        del loss
-        storages.append(weakref.ref(block))
-        del block
-        assert [s() for s in storages] == [None, None]
+        del loss, block
+        assert [reference() for reference in left] == [None, None, None]
     finally:
         gc.enable()

@@ -3,6 +3,7 @@
 import torch
 import torch.utils.checkpoint
 from remat_programs import check, layers
+from torch import nn
 
 import memsave_ext as ms
 
@@ -49,6 +50,18 @@ def test_autocast_around_backward():
             loss.backward(retain_graph=True)
         loss.backward()
         return [p.grad for p in model.parameters()]
+
+    check(program)
+
+
+def test_a_backward_in_autocast_alone():
+    w = nn.Parameter(torch.rand(8, 8) + 0.5)
+
+    def program(block):
+        with block():
+            y = w.bfloat16().prod(0).sin()  # autocast would have a product in float32
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.autograd.grad(y.sum(), w)
 
     check(program)
 

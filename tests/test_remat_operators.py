@@ -38,7 +38,9 @@ def test_views_and_changes_in_place():
             d = c.narrow(0, 1, 3).unsqueeze(0).expand(4, 3, 8).exp()
             e = torch.complex(d, d.sin()).conj().mul(2).imag.neg().mul(3)
             f = torch.view_as_real(torch.complex(c, c.cos())).select(-1, 1).exp()
-            out = e.sum() + f.sum() + y.as_strided((3, 3), (2, 1), 1).exp().sum()
+            z = torch.complex(c.sin(), c.cos())
+            g = (z.conj() * w.to(z.dtype)).abs() + z.conj().imag * w
+            out = e.sum() + f.sum() + g.sum() + y.as_strided((3, 3), (2, 1), 1).exp().sum()
         return torch.autograd.grad(out, w)
 
     check(program)
@@ -74,6 +76,91 @@ def test_inputs_that_change_in_the_block():
             y = (y * 2 + other).tanh()
         other.data = torch.ones(8, 8)
         return torch.autograd.grad(y.sum(), w)
+
+    check(program)
+
+
+def change_by_data(value):
+    value.data = torch.ones_like(value)
+
+
+def change_unseen(value):
+    value.detach().numpy()[...] *= 2
+    torch.autograd.graph.increment_version(value)
+
+
+def change_in_a_list(value):
+    with torch.no_grad():
+        torch._foreach_mul_([value], 2.0)
+
+
+@torch.library.custom_op("memsave_ext_tests::double_and_fail", mutates_args={"x"})
+def double_and_fail(x: torch.Tensor) -> None:
+    x.mul_(2)
+    raise ZeroDivisionError
+
+
+def change_and_fail(value):
+    with torch.no_grad(), pytest.raises(ZeroDivisionError):
+        double_and_fail(value)
+
+
+CHANGES = {
+    "by data": change_by_data,
+    "unseen": change_unseen,
+    "in a list": change_in_a_list,
+    "and fail": change_and_fail,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [pytest.param(n, marks=not_yet_native) if n == "unseen" else n for n in CHANGES],
+)
+@pytest.mark.parametrize("heavy", [False, True])
+def test_intermediates_that_change(change, heavy):
+    w, x = nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
+
+    def program(block):
+        with block():
+            y = x @ w if heavy else x + w
+            alias = y.detach()
+            before = y + x
+            CHANGES[change](y)
+            after = y + x
+            z = before.sin() * after.sin().exp()
+        del alias
+        return torch.autograd.grad(z.sum(), w)
+
+    check(program, drops=None)
+
+
+def test_a_tensor_that_is_given_other_memory():
+    w, x = nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
+
+    def program(block):
+        with block():
+            y = x + w
+            before = y + x
+            with torch.no_grad():
+                y.set_(torch.ones_like(x).untyped_storage(), 0, x.shape)
+            z = before.sin() * (y + x).sin().exp()
+        return torch.autograd.grad(z.sum(), w)
+
+    check(program)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_running_statistics_move_after_the_block(trains):
+    w, x = nn.Parameter(torch.randn(8, 4)), torch.randn(8, 4)
+
+    def program(block):
+        norm = nn.BatchNorm1d(4, affine=False)
+        norm.train(trains)
+        with block():
+            y = norm(w + x).sin().exp()
+        norm.train()(x * 3)
+        return [*torch.autograd.grad(y.sum(), w), *norm.buffers()]
 
     check(program)
 

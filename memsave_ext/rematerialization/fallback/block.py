@@ -73,20 +73,12 @@ class Block:
 
     def run(self, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator that is called."""
-        if isinstance(overload, OpOverload) and self._records():  # no higher-order operator
+        if isinstance(overload, OpOverload) and _records():  # no higher-order operator
             return self._recorder.run(overload, args, kwargs)
         return overload(*args, **kwargs)
 
-    def _records(self) -> bool:
-        """Not what a backward does, or a recompute, or another thread that took over the hooks."""
-        return (
-            not is_paused()
-            and torch._C._current_graph_task_id() == -1
-            and threading.get_ident() == self._thread
-        )
-
     def _save(self, tensor: Tensor) -> Kept | Dropped:
-        if not self._records() or not is_plain(tensor):
+        if not _records() or not is_plain(tensor):
             with paused():
                 return Kept(tensor)
         with self._again.lock, paused():
@@ -113,6 +105,11 @@ class Block:
             memory.drop(plan.needs, plan.calls)
         else:  # chains of calls end here
             content.call, content.depth = None, 0
+
+
+def _records() -> bool:
+    """Not what a backward does, or a recompute."""
+    return torch._C._current_graph_task_id() == -1 and not is_paused()
 
 
 class _Mode(TorchDispatchMode):

@@ -138,8 +138,8 @@ class Recorder:
                 continue
             address = tensor.untyped_storage()._cdata
             before: Content | None = None
-            if address in written:
-                before = self._table[address]
+            if is_change := address in written:
+                before = self._table.get(address)
                 content = self._written(written.pop(address))
             elif address in self._table:  # a view, or another one of what this made
                 continue
@@ -151,7 +151,7 @@ class Recorder:
                 # It is computed again from the statistics of its forward.
                 geometry = Geometry.of(tensor)
                 call.references.append(Reference(_STATISTICS, -1, content, geometry, False))
-            elif is_repeatable and (before is None or before in changed):
+            elif is_repeatable and (before in changed or not is_change):
                 content.call, content.depth = call, depth
                 call.made.append(Made(weakref.ref(content), output, element, before))
         for tensor in written.values():  # and not returned

@@ -7,7 +7,7 @@ from torch import Tensor
 from ...checkpointing import errors
 from ...checkpointing.fallback.outside import version_of
 from .content import Geometry, Memory
-from .recompute import Again, storage_of
+from .recompute import Again, paused, storage_of
 
 
 class Kept:
@@ -33,12 +33,12 @@ class Dropped:
         memory.add_holder(self)
 
     def open(self) -> Tensor:
-        with self._again.lock:
+        with self._again.lock, paused():
             storage = self._memory.storage
             if storage is None:
                 storage = storage_of(self._memory, self._again)
             self._memory.taken(self)
-        return self._geometry.view(storage)
+            return self._geometry.view(storage)
 
     def __del__(self) -> None:
         self._memory.taken(self)
