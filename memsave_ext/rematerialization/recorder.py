@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from .. import _native
+from .fallback.block import Block
 
 
 class Recorder(Protocol):
@@ -33,8 +34,8 @@ class Recorder(Protocol):
 
 def make_recorder(everything: bool | None) -> Recorder:
     """``everything``: what can be computed again is dropped, cheap or not; for tests. None: nothing
-    is, to measure what recording costs."""
-    if _native.module is None:
-        raise RuntimeError("remat needs the compiled part of memsave_ext")
-    recorder: Recorder = _native.module.RematRecorder(everything)
-    return recorder
+    is, to measure what recording costs, which only the native part can."""
+    if _native.module:
+        native: Recorder = _native.module.RematRecorder(everything)
+        return native
+    return Block(bool(everything))
