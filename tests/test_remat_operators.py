@@ -302,3 +302,18 @@ def test_higher_order_operators():
         return torch.autograd.grad(y.sum(), w)
 
     check(program)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool])
+def test_masks(dtype):
+    w = nn.Parameter(torch.randn(7, 5))
+
+    def program(block):
+        with block():
+            mask = torch.empty(5, 7, dtype=dtype).t().bernoulli_(0.4)
+            part = torch.zeros(9, 5, dtype=dtype)
+            part[1:8].bernoulli_(torch.full((7, 5), 0.7))  # not all of its memory
+            y = (w * mask).sin() * mask * part[1:8]
+        return torch.autograd.grad(y.double().sum(), w)
+
+    check(program)
