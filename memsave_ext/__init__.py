@@ -22,6 +22,7 @@ from .checkpointing import (
     patch_torch_checkpoint,
     use_engine_hooks,
 )
+from .rematerialization import remat, remat_module
 
 __all__ = [
     "Adam",
@@ -42,6 +43,8 @@ __all__ = [
     "is_recomputing",
     "memory",
     "patch_torch_checkpoint",
+    "remat",
+    "remat_module",
     "remove_hooks",
     "use_engine_hooks",
 ]

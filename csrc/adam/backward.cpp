@@ -9,11 +9,21 @@
 #include "adam/checks.h"
 #include "adam/grad_lock.h"
 #include "adam/stepper.h"
+#include "remat/needed.h"
 
 namespace memsave_ext::adam {
 
 namespace py = pybind11;
 using at::Tensor;
+
+namespace {
+
+// Whether values that this backward still needs are computed from the parameter as it is.
+bool is_awaited(const Parameter& parameter, Task task) {
+  return task == Task::kStep && remat::is_needed(parameter.local);
+}
+
+}  // namespace
 
 Backward::Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> snapshot, Task task)
     : stepper_(std::move(stepper)), snapshot_(std::move(snapshot)), task_(task) {}
@@ -80,18 +90,18 @@ void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local
   if (entry.waits_in != nullptr) return;  // a second region's or thread's part: it is in .grad too
   const bool is_sharded = local_grad.defined();
   const auto bytes = static_cast<int64_t>(grad.nbytes());
-  const bool small = bytes < stepper_->small_bytes();
   // FSDP2's are views of all that was reduced together, which one that waits would keep.
-  if (!finished_ && (!may_flush || (small && !is_sharded))) {
+  const bool is_small = bytes < stepper_->small_bytes() && !is_sharded;
+  if (!finished_ && (is_small || !may_flush || is_awaited(parameter, task_))) {
     Bucket& bucket = bucket_of(parameter.local);
     // The later hooks of those before this one have run.
-    if (is_sharded) flush(bucket);
+    if (is_sharded) flush(bucket, false);
     step.note_use(entry, task_);
     entry.waits_in = this;
     bucket.waiting.push_back({&parameter, accumulator, whole, local_grad});
     bucket.bytes += bytes;
     lock.reset();
-    if (bucket.bytes >= stepper_->bucket_bytes() && may_flush) flush(bucket);
+    if (bucket.bytes >= stepper_->bucket_bytes() && may_flush) flush(bucket, false);
     return;
   }
   step.prepare(parameter, grad, task_);
@@ -136,12 +146,17 @@ bool Backward::prepare(const Waiting& waiting) {
   return true;
 }
 
-void Backward::flush(Bucket& bucket) {
+void Backward::flush(Bucket& bucket, bool all) {
+  std::deque<Waiting> stays;
   std::vector<Parameter*> ready;
   std::deque<GradLock> locks;  // until the gradients are freed
   ready.reserve(bucket.waiting.size());
   for (auto& waiting : bucket.waiting) {
     if (waiting.parameter->entry->waits_in != this) continue;  // refused since
+    if (!all && is_awaited(*waiting.parameter, task_)) {
+      stays.push_back(std::move(waiting));
+      continue;
+    }
     if (!waiting.local_grad.defined()) locks.emplace_back(std::move(waiting.accumulator));
     if (prepare(waiting)) ready.push_back(waiting.parameter);
   }
@@ -155,8 +170,12 @@ void Backward::flush(Bucket& bucket) {
     parameter->entry->waits_in = nullptr;
     parameter->tensor.mutable_grad().reset();
   }
-  bucket.waiting.clear();
+  bucket.waiting = std::move(stays);
   bucket.bytes = 0;
+  for (const auto& waiting : bucket.waiting) {
+    const Tensor& grad = waiting.local_grad.defined() ? waiting.local_grad : waiting.grad;
+    bucket.bytes += static_cast<int64_t>(grad.nbytes());
+  }
 }
 
 void Backward::apply(c10::ArrayRef<Parameter*> parameters) {
@@ -167,7 +186,7 @@ void Backward::apply(c10::ArrayRef<Parameter*> parameters) {
 void Backward::finish() {
   {
     const std::lock_guard<std::mutex> lock(stepper_->mutex());
-    for (auto& bucket : buckets_) flush(bucket);
+    for (auto& bucket : buckets_) flush(bucket, true);
     stepper_->wait_for_streams_beside();
     finished_ = true;
   }

@@ -4,6 +4,8 @@
 
 #include <memory>
 #include <optional>
+#include <stdexcept>
+#include <string>
 
 #include "checkpoint/engine.h"
 #include "remat/saved.h"
@@ -14,42 +16,54 @@ namespace py = pybind11;
 
 namespace {
 
-// A block with its hooks, as Python enters and leaves it.
-class Scope {
- public:
-  explicit Scope(bool everything) : block_(std::make_shared<Block>(everything)) {}
+std::string name_of(const Operator* op) { return op == nullptr ? "" : op->handle.schema().name(); }
 
-  void enter() {
+// A block with its hooks: the recorder of memsave_ext/rematerialization/recorder.py.
+class Recorder {
+ public:
+  explicit Recorder(std::optional<bool> everything)
+      : block_(std::make_shared<Block>(!everything   ? Drops::kNothing
+                                       : *everything ? Drops::kEverything
+                                                     : Drops::kCheap)) {}
+
+  void open() {
     install_engine();
     hooks_.emplace(std::make_shared<BlockPacker>(block_));
-    block_->enter();
+    block_->open();
   }
-  void leave() {
-    block_->leave();
+  void close() {
+    if (!block_->is_innermost()) {
+      throw std::runtime_error(
+          "remat: a block is left in the thread that entered it, and after the blocks inside it");
+    }
+    block_->close();
     hooks_.reset();
   }
   void enter_module(int32_t number) { block_->enter_module(number); }
   void leave_module() { block_->leave_module(); }
 
-  // By module: bytes and counts by verdict, and the seconds that the dropped took.
-  py::dict sums() const {
-    py::dict result;
-    for (const auto& [module, sums] : block_->sums()) {
-      py::tuple bytes(kVerdicts), count(kVerdicts);
-      for (int i = 0; i < kVerdicts; ++i) {
-        bytes[i] = sums.bytes[i];
-        count[i] = sums.count[i];
-      }
-      result[py::int_(module)] = py::make_tuple(bytes, count, sums.seconds);
+  py::dict figures() const {
+    SumsAgain sums_again;
+    {
+      const py::gil_scoped_release no_gil;
+      sums_again = block_->sums_again();
     }
-    return result;
+    py::list saved, again;
+    for (const auto& [key, sum] : block_->sums()) {
+      const auto& [maker, verdict] = key;
+      saved.append(py::make_tuple(maker.first, name_of(maker.second), static_cast<int>(verdict),
+                                  sum.count, sum.bytes, sum.seconds));
+    }
+    for (const auto& [maker, sum] : sums_again) {
+      again.append(
+          py::make_tuple(maker.first, name_of(maker.second), sum.count, sum.bytes, sum.seconds));
+    }
+    py::dict figures;
+    figures["operators"] = block_->recorded();
+    figures["saved"] = std::move(saved);
+    figures["again"] = std::move(again);
+    return figures;
   }
-  py::tuple again() const {
-    const Again& again = block_->again();
-    return py::make_tuple(again.bytes.load(), again.operators.load(),
-                          static_cast<double>(again.nanoseconds.load()) * 1e-9);
-  }
-  int64_t recorded() const { return block_->recorded(); }
 
  private:
   const std::shared_ptr<Block> block_;
@@ -59,15 +73,13 @@ class Scope {
 }  // namespace
 
 void bind(py::module_& m) {
-  py::class_<Scope>(m, "RematBlock")
-      .def(py::init<bool>())
-      .def("enter", &Scope::enter)
-      .def("leave", &Scope::leave)
-      .def("enter_module", &Scope::enter_module)
-      .def("leave_module", &Scope::leave_module)
-      .def("sums", &Scope::sums)
-      .def("again", &Scope::again)
-      .def_property_readonly("recorded", &Scope::recorded);
+  py::class_<Recorder>(m, "RematRecorder")
+      .def(py::init<std::optional<bool>>())
+      .def("open", &Recorder::open)
+      .def("close", &Recorder::close)
+      .def("enter_module", &Recorder::enter_module)
+      .def("leave_module", &Recorder::leave_module)
+      .def("figures", &Recorder::figures);
 }
 
 }  // namespace memsave_ext::remat

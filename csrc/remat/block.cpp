@@ -21,11 +21,14 @@ bool records() {
 Pause::Pause() { ++pauses; }
 Pause::~Pause() { --pauses; }
 
+bool Block::is_innermost() const { return current == this; }
+
 Block* Block::active() { return records() ? current : nullptr; }
 
-void Block::enter() {
+void Block::open() {
+  thread_ = std::this_thread::get_id();
   outer_ = current;
-  if (outer_ == nullptr) seconds_per_byte();  // measured before anything else is
+  if (outer_ == nullptr) seconds_of_copy(0);  // measured before anything else is
   callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(on_start, on_end)
                                              .needsInputs(true)
                                              .needsOutputs(true)
@@ -34,7 +37,7 @@ void Block::enter() {
   current = this;
 }
 
-void Block::leave() {
+void Block::close() {
   at::removeCallback(callback_);
   current = outer_;
   if (outer_ != nullptr) at::reenableCallback(outer_->callback_);
@@ -46,6 +49,7 @@ std::shared_ptr<Content> Block::save(const at::Tensor& tensor) {
   std::shared_ptr<Content> content = entry_of(tensor).content;
   {
     const std::lock_guard<std::mutex> lock(contents_mutex());
+    if (content->dropped && !has_all_memory(*content)) return nullptr;
     ++content->holders;
     if (content->decided) return content;
     if (!content->held) content->held = content->storage.lock();
@@ -60,40 +64,70 @@ bool Block::is_new_for_running(const Content& content) const {
   return !running_.empty() && content.born > running_.front()->born;
 }
 
+bool Block::is_being_written(const Content& content) const {
+  return std::any_of(running_.begin(), running_.end(), [&](const Recording* recording) {
+    return recording->writes(content.storage._unsafe_get_target());
+  });
+}
+
 void Block::decide(const std::shared_ptr<Content>& content) {
   Freed freed;  // after the mutex, and what is below
   std::shared_ptr<Call> call;
   const std::lock_guard<std::mutex> lock(contents_mutex());
   Plan plan;
   if (content->call && !content->external) plan = plan_for(*content, freed);
-  const Verdict verdict = judge(*content, plan, everything_);
+  // Memory that an operator is about to write: autograd saves a clone of it then.
+  for (const auto& needed : plan.needs) plan.possible = plan.possible && !is_being_written(*needed);
+  const Verdict verdict = judge(*content, plan, drops_);
   content->decided = true;
-  auto& sums = sums_[content->module];
-  sums.bytes[static_cast<int>(verdict)] += content->bytes;
-  ++sums.count[static_cast<int>(verdict)];
+  Sum& sum = sums_[{{content->module, content->op}, verdict}];
+  ++sum.count;
+  sum.bytes += content->bytes;
   if (verdict != Verdict::kDropped) {
-    // Chains of calls end here.
-    call = std::move(content->call);
-    content->depth = 0;
+    if (!content->relied_on) {
+      // Chains of calls end here.
+      call = std::move(content->call);
+      content->depth = 0;
+    }
     return;
   }
-  sums.seconds += plan.seconds;
+  sum.seconds += plan.seconds;
   content->dropped = true;
   content->dropped_depth = plan.dropped_depth + 1;
   for (const auto& needed : plan.needs) {
-    ++needed->pins;
+    pin(*needed);
     if (!needed->held && !needed->dropped) needed->held = needed->storage.lock();
   }
+  for (const auto& other : plan.on_the_way) other->relied_on = true;
   content->needs = std::move(plan.needs);
   freed.push_back(std::move(content->held));
 }
 
-void Block::sweep() {
-  if (table_.size() < sweep_at_) return;
-  for (auto entry = table_.begin(); entry != table_.end();) {
-    entry = entry->second.content->storage.expired() ? table_.erase(entry) : std::next(entry);
+void Block::enter_module(int32_t number) {
+  if (std::this_thread::get_id() == thread_) modules_.push_back(number);
+}
+
+void Block::leave_module() {
+  if (std::this_thread::get_id() == thread_ && modules_.size() > 1) modules_.pop_back();
+}
+
+Sums Block::sums() const {
+  const std::lock_guard<std::mutex> lock(contents_mutex());
+  return sums_;
+}
+
+SumsAgain Block::sums_again() {
+  const std::lock_guard<std::recursive_mutex> lock(again_mutex_);
+  return sums_again_;
+}
+
+void Block::count_again(const Call& call, double seconds) {
+  Sum& sum = sums_again_[{call.module, call.op}];
+  ++sum.count;
+  sum.seconds += seconds;
+  for (const auto& made : call.made) {
+    if (const auto content = made.content.lock()) sum.bytes += content->bytes;
   }
-  sweep_at_ = std::max<size_t>(1024, 2 * table_.size());
 }
 
 }  // namespace memsave_ext::remat

@@ -4,12 +4,13 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 
-#include <atomic>
 #include <chrono>
+#include <map>
 #include <memory>
 #include <mutex>
-#include <string>
+#include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "remat/content.h"
@@ -24,53 +25,54 @@ enum class Verdict : int {
   kHeavy,     // bound by arithmetic
   kNoGain,    // computing it again would keep about as much, or is not cheap for its size
 };
-constexpr int kVerdicts = 5;
+// What a block drops. Nothing: to measure what recording costs; everything that can be computed
+// again: for tests.
+enum class Drops { kNothing, kCheap, kEverything };
 
-// Sums of what became of saved contents, by module.
-struct Sums {
-  int64_t bytes[kVerdicts] = {};
-  int64_t count[kVerdicts] = {};
-  double seconds = 0;  // which the dropped took in the forward
-};
+constexpr int32_t kNoModule = -1;
 
-struct Again {  // what was computed again
-  std::atomic<int64_t> bytes{0}, operators{0};
-  std::atomic<int64_t> nanoseconds{0};
+// For the report: contents that were saved, or operators that ran again.
+struct Sum {
+  int64_t count = 0, bytes = 0;
+  double seconds = 0;  // for the saved: to compute them again, as measured in the forward
 };
+using Maker = std::pair<int32_t, const Operator*>;  // a module and its operator, if one was seen
+using Sums = std::map<std::pair<Maker, Verdict>, Sum>;
+using SumsAgain = std::map<Maker, Sum>;
 
 class Block {
  public:
-  // `everything`: whatever can be computed again is dropped, for tests.
-  explicit Block(bool everything = false) : everything_(everything) {}
+  explicit Block(Drops drops) : drops_(drops) {}
 
-  // Of this thread, until leave(). Blocks nest: the inner one records.
-  void enter();
-  void leave();
-  static Block* active();  // of this thread, or null
+  // Of this thread, until close(). Blocks nest: the inner one records.
+  void open();
+  void close();
+  bool is_innermost() const;  // of this thread
+  static Block* active();     // which records, of this thread, or null
 
   // A tensor that autograd saves: its content now has one holder more. Null where the tensor is to
   // be kept as it is.
   std::shared_ptr<Content> save(const at::Tensor& tensor);
 
-  void enter_module(int32_t number) { modules_.push_back(number); }
-  void leave_module() {
-    if (!modules_.empty()) modules_.pop_back();
-  }
+  // Of its own thread; of others (replicas of a module) they are ignored.
+  void enter_module(int32_t number);
+  void leave_module();
 
-  const std::unordered_map<int32_t, Sums>& sums() const { return sums_; }
   int64_t recorded() const { return recorded_; }
-  Again& again() { return again_; }
+  Sums sums() const;
+  SumsAgain sums_again();  // not with the GIL
+  void count_again(const Call& call, double seconds);
   // Held while values are computed again. Never awaited with the GIL held.
   std::recursive_mutex& again_mutex() { return again_mutex_; }
 
  private:
   struct Recording : at::ObserverContext {  // an operator that runs
     Block* block;
-    uint64_t born;  // how many contents there were before it
-    std::shared_ptr<Call> call;
-    bool repeatable;
+    uint64_t born = 0;           // how many contents there were before it
+    std::shared_ptr<Call> call;  // null: it is not recorded
+    bool repeatable = false;
     // What it writes, and the versions before.
-    std::vector<std::pair<at::Tensor, uint32_t>> written;
+    c10::SmallVector<std::pair<at::Tensor, uint32_t>, 2> written;
     std::chrono::steady_clock::time_point begin;
 
     bool writes(const c10::StorageImpl* storage) const;
@@ -78,10 +80,12 @@ class Block {
   };
   struct Entry {
     std::shared_ptr<Content> content;  // now
-    // The tensor by which it was last seen, and its version then: it tells changes that no operator
-    // of this thread made.
-    const c10::TensorImpl* tensor = nullptr;
+    // Of the tensor by which it was last seen, shared with its views, and what it was then: they
+    // tell changes that no operator of this thread made.
+    c10::VariableVersion counter;
     uint32_t version = 0;
+
+    void see(const at::Tensor& tensor);
   };
 
   static std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& function);
@@ -89,24 +93,28 @@ class Block {
 
   std::unique_ptr<Recording> start(const Operator& op, const at::RecordFunction& function);
   void end(Recording& recording, const at::RecordFunction& function);
+  void keep_mask(Recording& recording);
+  void end_unrecorded(const at::RecordFunction& function);
   void note_hidden_writes(const Operator& op, const at::RecordFunction& function);
   void before_write(const at::Tensor& tensor);
   Entry& renew(const at::Tensor& tensor);
   Entry& entry_of(const at::Tensor& tensor);
   bool is_new_for_running(const Content& content) const;
+  bool is_being_written(const Content& content) const;
   bool refer(Recording& recording, const at::Tensor& tensor, size_t argument, int64_t element);
   void made(Recording& recording, const at::Tensor& tensor, size_t output, int64_t element);
   void decide(const std::shared_ptr<Content>& content);
   void sweep();
 
-  const bool everything_;
+  const Drops drops_;
   std::unordered_map<const c10::StorageImpl*, Entry> table_;
   size_t sweep_at_ = 1024;
   std::vector<Recording*> running_;  // operators of this thread, innermost last
-  std::vector<int32_t> modules_{0};
-  std::unordered_map<int32_t, Sums> sums_;
+  std::thread::id thread_;
+  std::vector<int32_t> modules_{kNoModule};
+  Sums sums_;  // with contents_mutex()
   int64_t recorded_ = 0;
-  Again again_;
+  SumsAgain sums_again_;  // with again_mutex_
   std::recursive_mutex again_mutex_;
   Block* outer_ = nullptr;
   at::CallbackHandle callback_ = 0;

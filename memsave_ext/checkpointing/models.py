@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
+from .forwards import ForwardInPlace
 from .region import check_options, checkpoint
 
 Select = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
@@ -73,36 +72,8 @@ def checkpoint_sequential(
     return run(bounds[-2], bounds[-1])(*values)
 
 
-class _CheckpointedForward:
-    """Stands in for a module's ``forward``; copied and pickled with the module it belongs to."""
-
-    def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
-        self.module = module
-        self.options = options
-
-    def install(self) -> None:
-        self.module.__dict__["forward"] = self
-        self.module.__dict__["_replicate_for_data_parallel"] = self.replicate
-
-    @staticmethod
-    def remove(module: nn.Module) -> None:
-        if isinstance(module.__dict__.get("forward"), _CheckpointedForward):
-            del module.__dict__["forward"], module.__dict__["_replicate_for_data_parallel"]
-
-    def replicate(self) -> nn.Module:
-        """A replica has a copy of ``__dict__``, and would run the forward of this module."""
-        replica: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
-        _CheckpointedForward(replica, self.options).install()
-        return replica
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.module
-        if not torch.compiler.is_compiling():
-            # A shallow copy of the module has this same object in its __dict__; only the caller
-            # says which of them is meant.
-            caller = sys._getframe(1).f_locals.get("self")
-            if isinstance(caller, nn.Module) and caller.__dict__.get("forward") is self:
-                module = caller
+class _CheckpointedForward(ForwardInPlace):
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Not bound to the module: torch.compile of torch 2.11 cannot trace that.
         return checkpoint(type(module).forward, module, *args, **self.options, **kwargs)
 

@@ -1,1 +1,10 @@
-"""What is cheap to compute again is not kept, one operator at a time: csrc/remat."""
+"""Rematerialization: what is cheap to compute again is not kept for backward.
+
+Kirisame et al. 2021, "Dynamic Tensor Rematerialization", arXiv 2006.09616.
+"""
+
+from .block import remat
+from .figures import Recomputed, RematFigures, Saved
+from .modules import RematHandle, remat_module
+
+__all__ = ["Recomputed", "RematFigures", "RematHandle", "Saved", "remat", "remat_module"]

@@ -5,36 +5,16 @@ import threading
 
 import pytest
 import torch
+from remat_programs import grads_of
 from stress import programs, regions
 from stress.worlds import namespace
 from torch import nn
 from torch.nn import functional as F
 
 import memsave_ext as ms
-from memsave_ext import _native
-from memsave_ext.rematerialization.block import remat
+from memsave_ext import _native, remat
 
-pytestmark = pytest.mark.skipif(_native.module is None, reason="recorded by the compiled part")
-
-
-def grads_of(model, inputs, everything=None):
-    """Loss, gradients and buffers of a training step."""
-    torch.manual_seed(3)
-    model.zero_grad()
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
-    block = None
-    if everything is None:
-        loss = model(*inputs).square().mean()
-    else:
-        with remat(_everything=everything) as block:
-            loss = model(*inputs).square().mean()
-    loss.backward()
-    results = [loss.detach(), *(p.grad for p in model.parameters())]
-    results += [b.clone() for b in model.buffers()]
-    with torch.no_grad():
-        for name, b in model.named_buffers():
-            b.copy_(buffers[name])
-    return results, block
+PROGRAMS = 500 if _native.module else 100
 
 
 class Attention(nn.Module):
@@ -149,8 +129,8 @@ def test_models(name, everything):
     for a, b in zip(expected, actual, strict=True):
         assert torch.equal(a, b)
     if everything and name != "lstm":
-        assert block.kept().bytes["dropped"] > 0
-        assert block.kept().recomputed_operators > 0
+        assert block.figures().dropped_bytes > 0
+        assert block.figures().recomputed_operators > 0
 
 
 def run(program, code, blocks):
@@ -197,7 +177,7 @@ def check(seed):
     return ""
 
 
-@pytest.mark.parametrize("start", range(0, 500, 100))
+@pytest.mark.parametrize("start", range(0, PROGRAMS, 100))
 def test_random_programs(start):
     wrong = [(seed, text) for seed in range(start, start + 100) if (text := check(seed))]
     assert not wrong, f"{len(wrong)}: seed {wrong[0][0]}: {wrong[0][1]}"
@@ -275,7 +255,7 @@ def test_exceptions_leave_nothing_behind():
     loss.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loss.backward()
-    assert block.kept().recomputed_operators == 0
+    assert block.figures().recomputed_operators == 0
     with pytest.raises(RuntimeError, match="entered once"):
         block.__enter__()
 

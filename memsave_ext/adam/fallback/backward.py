@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ...checkpointing.fallback.pinned import is_pinned
 from ..dtensor import is_dtensor
 from .updates import Update
 
@@ -41,6 +42,7 @@ class Backward:
         self.of_ddp = of_ddp  # parameters whose gradients are reduced later
         self._stepper = stepper
         self._waiting: list[tuple[Tensor, dict[str, Any]]] = []
+        self._late: list[Update] = []
         self._bytes = 0
         self._used = 0
         self._finished = False
@@ -54,32 +56,45 @@ class Backward:
         size = param.grad.nbytes
         # FSDP2's are views of all that was reduced together, which one that waits would keep.
         sharded = is_dtensor(param)
-        if is_last and (sharded or size >= self._stepper.small_bytes):
+        is_small = size < self._stepper.small_bytes and not sharded
+        if is_last and not is_small and not self._is_needed(param):
             self._flush([(param, group)])
             return
-        if sharded:  # the later hooks of those before this one have run
-            self._flush(self._waiting)
-            self._waiting, self._bytes = [], 0
-        self._waiting.append((param, group))
         self._bytes += size
-        if self._bytes >= self._stepper.bucket_bytes:
-            # All but this one, whose later hooks are still to run.
-            self._flush(self._waiting[:-1])
-            self._waiting = self._waiting[-1:]
+        if sharded or self._bytes >= self._stepper.bucket_bytes:
+            # Not this one, whose later hooks are still to run.
+            needed = {id(param) for param, _ in self._waiting if self._is_needed(param)}
+            self._flush([each for each in self._waiting if id(each[0]) not in needed])
+            self._waiting = [each for each in self._waiting if id(each[0]) in needed]
             self._bytes = size
+        self._waiting.append((param, group))
 
     def use_reduced(self, updates: list[Update]) -> None:
         """Gradients that were reduced over processes."""
-        self._stepper.use(updates, self.task)
+        needed = {id(param) for param, *_ in updates if self._is_needed(param)}
+        # The reducer uses its memory again.
+        self._late += [
+            Update(param, group, None if grad is None else grad.clone())
+            for param, group, grad in updates
+            if id(param) in needed
+        ]
+        self._stepper.use([each for each in updates if id(each[0]) not in needed], self.task)
         self._used += len(updates)
         for param, *_ in updates:
             param.grad = None
 
     def finish(self) -> None:
+        self._stepper.use(self._late, self.task)
+        self._late = []
         self._flush(self._waiting)
         self._waiting = []
         self._finished = True
         self._stepper.ended(self)
+
+    def _is_needed(self, param: Tensor) -> bool:
+        """As it is, by what this backward is still to compute again: its step waits, until the end
+        at the latest."""
+        return self.task is Task.STEP and not self._finished and is_pinned(param)
 
     def _flush(self, waiting: list[tuple[Tensor, dict[str, Any]]]) -> None:
         updates = [Update(p, group, p.grad) for p, group in waiting if p.grad is not None]

@@ -23,7 +23,7 @@ def _is_wrapper(tensor: Tensor) -> bool:
     return tensor.layout != torch.strided or torch._C._dispatch_keys(tensor).has("Python")
 
 
-def _storage(tensor: Tensor) -> int | None:
+def storage_address(tensor: Tensor) -> int | None:
     return None if _is_wrapper(tensor) else tensor.untyped_storage()._cdata
 
 
@@ -46,7 +46,7 @@ class _Noted:
 
     def is_(self, tensor: Tensor) -> bool:
         before = None if self.storage is None else self.storage.cdata
-        return self.tensor == id(tensor) and before == _storage(tensor)
+        return self.tensor == id(tensor) and before == storage_address(tensor)
 
     def is_as_it_was(self, tensor: Tensor) -> bool:
         return self.is_(tensor) and self.version == version_of(tensor)
@@ -112,12 +112,12 @@ class OutsideTensors:
                     return
                 if tensor.is_meta or tensor.numel() == 0:
                     return
-                if there.storage.cdata == _storage(tensor):
+                if there.storage.cdata == storage_address(tensor):
                     return
                 before = None
             range_ = ByteRange(0, 0) if _is_wrapper(tensor) else ByteRange.of(tensor)
             what = describe_change(tensor, name, before, version_of(tensor))
-            changed.append(ChangedTensor(id(tensor), _storage(tensor), range_, what))
+            changed.append(ChangedTensor(id(tensor), storage_address(tensor), range_, what))
 
         walk(roots, compare)
         return changed
@@ -158,7 +158,7 @@ class ReadObserver(TorchDispatchMode):
         operator = name.split(".")[1]
         if operator.startswith("new_") or operator.endswith("_like"):  # reads a shape alone
             return
-        storage, change = _storage(tensor), ""
+        storage, change = storage_address(tensor), ""
         for changed in self._changed:
             if storage is None:
                 same = changed.tensor == id(tensor)

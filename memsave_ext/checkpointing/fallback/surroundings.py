@@ -90,12 +90,12 @@ class Surroundings:
                 stack.callback(RngState.capture().restore)
                 self.rng.restore()
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(_recomputing())
+            stack.enter_context(recomputing())
             yield
 
 
 @contextlib.contextmanager
-def _recomputing() -> Iterator[None]:
+def recomputing() -> Iterator[None]:
     _thread.depth = getattr(_thread, "depth", 0) + 1
     _tell(True)
     try:

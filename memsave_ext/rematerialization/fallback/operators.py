@@ -1,0 +1,117 @@
+"""What the recorder knows of an operator, looked up once each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_COLLECTIVES = ("c10d::", "_c10d_functional::", "c10d_functional::", "symm_mem::")
+# Uninitialised memory, or storages that are exchanged or resized. And zeros, which custom kernels
+# that no dispatcher sees are given to write to.
+_LEAVE_VALUES_OPEN = (
+    "aten::empty", "aten::new_empty", "aten::_empty", "aten::resize", "aten::_resize",
+    "aten::set_", "aten::_cudnn_init", "aten::pin_memory", "aten::_pin_memory",
+    "aten::record_stream", "aten::_efficientzero", "aten::zeros", "aten::new_zeros",
+)  # fmt: skip
+# Batch norms that write their running statistics in another way.
+_OTHER_BATCH_NORMS = ("aten::_native_batch_norm_legit", "aten::_batch_norm_with_update")
+_TORCH_BATCH_NORMS = (
+    "aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm",
+)  # fmt: skip
+_OWN_BATCH_NORM = "memsave_ext::batch_norm_forward"
+_HEAVY = (
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addbmm", "aten::mv",
+    "aten::addmv", "aten::dot", "aten::vdot", "aten::addr", "aten::sort", "aten::topk",
+    "aten::argsort", "aten::kthvalue", "aten::_addmm_activation", "aten::cumsum",
+)  # fmt: skip
+_HEAVY_BEGINNINGS = (
+    "aten::linalg_", "aten::_linalg", "aten::_fft", "aten::fft_", "aten::unique", "aten::_unique",
+    "aten::_scaled_dot", "aten::_flash", "aten::_efficient_attention", "aten::mkldnn_",
+    "aten::_cdist", "aten::_thnn_fused", "aten::_cudnn_rnn", "aten::_scaled_mm",
+    "aten::_grouped_mm", "aten::_int_mm", "mkldnn::", "quantized::",
+)  # fmt: skip
+_MEASURABLE = 1 << 16
+
+Key = int | str  # of an argument: its position, or its name where it is keyword-only
+# An argument, which of its elements (-1: itself), and the tensor.
+Given = tuple[Key, int, Tensor]
+
+
+class Operator:
+    def __init__(self, overload: Any) -> None:
+        schema = overload._schema
+        name = self.name = schema.name
+        self.overload = overload
+        collective = name.startswith(_COLLECTIVES)
+        self.keys: list[Key] = [
+            a.name if a.kwarg_only else i for i, a in enumerate(schema.arguments)
+        ]
+        self.argument_names = {
+            key: argument.name for key, argument in zip(self.keys, schema.arguments, strict=True)
+        }
+        self.positions = {a.name: i for i, a in enumerate(schema.arguments) if not a.kwarg_only}
+        # As the schema says; all of a collective's.
+        self.writes = {
+            key
+            for key, argument in zip(self.keys, schema.arguments, strict=True)
+            if collective or (argument.alias_info is not None and argument.alias_info.is_write)
+        }
+        # Called again with the same arguments it gives the same values: it draws no random numbers,
+        # reads no uninitialised memory and talks to no other process.
+        self.is_repeatable = not (
+            collective
+            or name.startswith(_LEAVE_VALUES_OPEN)
+            or torch.Tag.nondeterministic_seeded in overload.tags
+            or name in _OTHER_BATCH_NORMS
+        )
+        # Bound by arithmetic, such as a matrix product: never cheap to compute again.
+        self.is_heavy = name in _HEAVY or name.startswith(_HEAVY_BEGINNINGS) or "conv" in name
+        self.is_torch_batch_norm = name in _TORCH_BATCH_NORMS
+        self.is_own_batch_norm = name == _OWN_BATCH_NORM
+        # The least that was measured of a byte of its results: a clock on a busy machine only adds.
+        self._seconds_per_byte = 1.0
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Key, Any]:
+        """By position, where they have one; with lists of their own."""
+        given: dict[Key, Any] = dict(enumerate(args))
+        given.update((self.positions.get(name, name), value) for name, value in kwargs.items())
+        return {
+            key: [*value] if isinstance(value, (list, tuple)) else value
+            for key, value in given.items()
+        }
+
+    def measured(self, seconds: float, results: Any) -> float:
+        """What a call of it takes, which took so many seconds."""
+        size = sum(t.numel() * t.itemsize for _, _, t in results_of(results))
+        if size >= _MEASURABLE:
+            self._seconds_per_byte = min(self._seconds_per_byte, seconds / size)
+        return min(seconds, 2 * self._seconds_per_byte * size)
+
+
+@functools.cache
+def operator_of(overload: Any) -> Operator:
+    return Operator(overload)
+
+
+def _sequence(results: Any) -> Any:
+    return results if isinstance(results, (tuple, list)) else (results,)
+
+
+def results_of(results: Any) -> Iterator[Given]:
+    """The tensors among what an operator returned."""
+    return tensors_of(enumerate(_sequence(results)))
+
+
+def tensors_of(values: Any) -> Iterator[Given]:
+    """``values`` are pairs of key and value."""
+    for key, value in values:
+        if isinstance(value, Tensor):
+            yield key, -1, value
+        elif isinstance(value, (list, tuple)):
+            for i, element in enumerate(value):
+                if isinstance(element, Tensor):
+                    yield key, i, element

@@ -1,0 +1,139 @@
+"""Computing dropped contents again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import UntypedStorage
+
+from ...checkpointing import errors
+from ...checkpointing.fallback.surroundings import recomputing
+from .content import Call, Content, Memory, Reference
+from .operators import results_of
+
+_thread = threading.local()
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """While values are computed again nothing is recorded on this thread."""
+    _thread.paused = getattr(_thread, "paused", 0) + 1
+    try:
+        yield
+    finally:
+        _thread.paused -= 1
+
+
+def is_paused() -> bool:
+    return getattr(_thread, "paused", 0) > 0
+
+
+@dataclass
+class Again:
+    """What was computed again."""
+
+    # By module and operator: how often it ran, the bytes it made, its seconds.
+    sums: dict[tuple[int, str], list[float]] = field(default_factory=dict)
+    # Held while values are computed again.
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+
+def storage_of(memory: Memory, again: Again) -> UntypedStorage:
+    """That of dropped memory, computed again. Raises CheckpointError where what it is computed from
+    has changed."""
+    with (
+        again.lock,
+        paused(),
+        recomputing(),
+        torch.no_grad(),
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C._DisableAutocast(),
+    ):
+        return _Recomputation(again).storage_of(memory.content, memory.calls)
+
+
+class _Recomputation:
+    """One value that was asked for, with all that has to be computed on the way."""
+
+    def __init__(self, again: Again) -> None:
+        self._again = again
+        self._computed: dict[Content, UntypedStorage] = {}
+
+    def storage_of(self, content: Content, calls: dict[Content, Call]) -> UntypedStorage:
+        """``calls`` have what was not held when it was dropped."""
+        memory = content.memory
+        if memory is not None and memory.dropped:
+            calls = memory.calls
+        if (
+            memory is not None
+            and memory.storage is not None
+            and (memory.dropped or content not in calls)
+        ):
+            return memory.storage
+        if content not in self._computed:
+            self._run(calls[content], calls)
+        return self._computed[content]
+
+    def _run(self, call: Call, calls: dict[Content, Call]) -> None:
+        written = {r.content for r in call.references if r.written}
+        copies: dict[Content, UntypedStorage] = {}
+        given = {
+            key: [*value] if isinstance(value, list) else value
+            for key, value in call.arguments.items()
+        }
+        for reference in call.references:
+            storage = self.storage_of(reference.content, calls)
+            if reference.content not in calls:
+                _check_unchanged(call, reference, storage)
+            if reference.content in written:
+                storage = copies.setdefault(reference.content, storage.clone())
+            tensor = reference.geometry.view(storage)
+            if reference.element < 0:
+                given[reference.key] = tensor
+            else:
+                given[reference.key][reference.element] = tensor
+        begin = time.perf_counter()
+        result = call.operator.overload(
+            *(value for key, value in given.items() if isinstance(key, int)),
+            **{key: value for key, value in given.items() if isinstance(key, str)},
+        )
+        seconds = time.perf_counter() - begin
+        results = {(i, element): tensor for i, element, tensor in results_of(result)}
+        sums = self._again.sums.setdefault((call.module, call.operator.name), [0, 0, 0.0])
+        sums[0] += 1
+        sums[2] += seconds
+        for made in call.made:
+            content = made.content()
+            if content is not None:
+                if made.written is not None:
+                    storage = copies[made.written]
+                else:
+                    storage = results[made.output, made.element].untyped_storage()
+                sums[1] += content.bytes
+                self._keep(content, storage)
+
+    def _keep(self, content: Content, storage: UntypedStorage) -> None:
+        """What others still wait for stays."""
+        self._computed[content] = storage
+        memory = content.memory
+        if memory is not None and memory.storage is None:
+            memory.fill(storage)
+
+
+def _check_unchanged(call: Call, reference: Reference, storage: UntypedStorage) -> None:
+    """``storage`` is what it would be computed from."""
+    content, name = reference.content, call.operator.name
+    argument = call.operator.argument_names[reference.key]
+    memory = content.memory
+    if memory is not None and (versions := memory.change()) is not None:
+        raise errors.remat_changed(name, argument, reference.geometry.sizes, *versions)
+    if storage.nbytes() < content.bytes:
+        raise RuntimeError(
+            f"memsave_ext.remat: {name} is to be computed again, but the memory of its argument "
+            f"{argument} has been given back (FSDP does so after a module's forward)."
+        )

@@ -1,0 +1,164 @@
+"""The part of a block that follows operators."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+from .content import Call, Content, Geometry, Made, Reference, is_plain
+from .operators import Key, Operator, operator_of, results_of, tensors_of
+from .recompute import paused
+
+# How long chains of calls get, of which nothing was saved.
+_DEEPEST = 32
+NO_MODULE = -1
+# Arguments of this package's batch norm.
+_STATISTICS, _RUNNING_MEAN, _RUNNING_VAR = 4, 5, 6
+
+
+class _Recording:
+    """An operator that runs."""
+
+    def __init__(self, operator: Operator, arguments: dict[Key, Any], module: int) -> None:
+        self.call = Call(operator, arguments, module)
+        self.is_repeatable = operator.is_repeatable
+        self.written: list[Tensor] = []
+
+
+class Recorder:
+    def __init__(self, lock: threading.RLock) -> None:
+        self.recorded = 0
+        self.modules = [NO_MODULE]  # of which the thread is in the forward, innermost last
+        self._lock = lock
+        self._table: dict[int, Content] = {}  # what each storage holds now, by its address
+        self._sweep_at = 1024
+
+    def clear(self) -> None:
+        self._table.clear()
+
+    def content_of(self, tensor: Tensor) -> Content:
+        content = self._table.get(tensor.untyped_storage()._cdata)
+        if content is None or content.was_changed_unseen():
+            # A tensor with a history was made by what this block does not see.
+            content = self._renew(tensor, external=tensor.is_leaf or not tensor.requires_grad)
+        content.see(tensor)
+        return content
+
+    def run(self, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator = operator_of(overload)
+        with self._lock, paused():
+            recording = self._start(operator, args, kwargs)
+        begin = time.perf_counter()
+        try:
+            result = overload(*args, **kwargs)
+        except BaseException:
+            for tensor in recording.written:
+                self._written(tensor)
+            raise
+        recording.call.seconds = operator.measured(time.perf_counter() - begin, result)
+        with self._lock, paused():
+            self._end(recording, result)
+        return result
+
+    def _renew(self, tensor: Tensor, *, external: bool) -> Content:
+        """A new content of memory that is known or not."""
+        storage = tensor.untyped_storage()
+        before = self._table.get(storage._cdata)
+        if before is not None:
+            before.overwritten = True
+            external = before.external
+        content = Content(storage, external=external, module=self.modules[-1])
+        self._table[storage._cdata] = content
+        return content
+
+    def _written(self, tensor: Tensor) -> Content:
+        content = self._renew(tensor, external=False)
+        content.see(tensor, about_to_change=True)
+        return content
+
+    def _start(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Recording:
+        self.recorded += 1
+        self._sweep()
+        arguments = operator.arguments(args, kwargs)
+        left_out: tuple[int, ...] = ()  # batch norms are computed again without running statistics
+        recording = _Recording(operator, arguments, self.modules[-1])
+        if operator.is_own_batch_norm:
+            left_out = _RUNNING_MEAN, _RUNNING_VAR
+        elif operator.is_torch_batch_norm:
+            if arguments.get(5) is True:  # it trains, and writes them without saying so
+                left_out = 3, 4
+            elif arguments.get(3) is not None:
+                recording.is_repeatable = False  # it reads them, and they change unseen
+        for key, element, tensor in [*tensors_of(arguments.items())]:
+            self._take(recording, key, element, tensor, left_out)
+        return recording
+
+    def _take(
+        self,
+        recording: _Recording,
+        key: Key,
+        element: int,
+        tensor: Tensor,
+        left_out: tuple[int, ...],
+    ) -> None:
+        """An argument of the operator."""
+        call = recording.call
+        if element < 0:
+            call.arguments[key] = None
+        else:
+            call.arguments[key][element] = None
+        if not is_plain(tensor):
+            recording.is_repeatable = False
+            return
+        content = self.content_of(tensor)
+        writes = key in call.operator.writes
+        if writes or key in left_out:
+            if content.memory is not None:
+                content.memory.before_write()
+            recording.written.append(tensor)
+        if key not in left_out:
+            geometry = Geometry.of(tensor)
+            call.references.append(Reference(key, element, content, geometry, writes))
+
+    def _end(self, recording: _Recording, result: Any) -> None:
+        call = recording.call
+        depths = [r.content.depth for r in call.references if r.content.call is not None]
+        depth = 1 + max(depths, default=0)
+        changed = {r.content for r in call.references if r.written}
+        is_repeatable = recording.is_repeatable and depth <= _DEEPEST
+        written = {tensor.untyped_storage()._cdata: tensor for tensor in recording.written}
+        for output, element, tensor in results_of(result):
+            if not is_plain(tensor):
+                continue
+            address = tensor.untyped_storage()._cdata
+            before: Content | None = None
+            if is_change := address in written:
+                before = self._table.get(address)
+                content = self._written(written.pop(address))
+            elif address in self._table:  # a view, or another one of what this made
+                continue
+            else:
+                content = self._renew(tensor, external=False)
+                content.see(tensor)
+            content.operator = call.operator.name
+            if call.operator.is_own_batch_norm and output == 1:
+                # It is computed again from the statistics of its forward.
+                geometry = Geometry.of(tensor)
+                call.references.append(Reference(_STATISTICS, -1, content, geometry, False))
+            elif is_repeatable and (before in changed or not is_change):
+                content.call, content.depth = call, depth
+                call.made.append(Made(weakref.ref(content), output, element, before))
+        for tensor in written.values():  # and not returned
+            self._written(tensor)
+
+    def _sweep(self) -> None:
+        if len(self._table) < self._sweep_at:
+            return
+        self._table = {key: c for key, c in self._table.items() if not c.is_gone()}
+        self._sweep_at = max(1024, 2 * len(self._table))

@@ -1,0 +1,141 @@
+"""What a block kept, dropped and computed again: figures, and a report for people."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..memory.report import format_seconds
+from ..memory.table import format_bytes, print_table
+
+DROPPED, INPUT = "dropped", "from outside of the block"
+# In the order of Verdict in csrc/remat/block.h.
+VERDICTS = (
+    DROPPED,
+    INPUT,
+    "cannot be repeated, or was not seen",
+    "bound by arithmetic",
+    "would gain too little",
+)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Memory that autograd saved in a block, by the module and operator that made it."""
+
+    module: str  # empty: outside of those that were named
+    operator: str  # empty: none that is recorded
+    verdict: str  # "dropped", or why it is kept
+    count: int
+    bytes: int
+    seconds: float  # that it takes to compute it again, as measured in the forward
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """Operators that ran again in backward."""
+
+    module: str
+    operator: str
+    count: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RematFigures:
+    """What became of the memory that autograd saved in a block, until now."""
+
+    operators: int  # that were recorded
+    saved: tuple[Saved, ...]
+    recomputed: tuple[Recomputed, ...]
+
+    @property
+    def dropped_bytes(self) -> int:
+        return sum(row.bytes for row in self.saved if row.verdict == DROPPED)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Without inputs and parameters, which are there anyway."""
+        return sum(row.bytes for row in self.saved if row.verdict not in (DROPPED, INPUT))
+
+    @property
+    def recomputed_operators(self) -> int:
+        return sum(row.count for row in self.recomputed)
+
+
+def make_figures(figures: dict[str, Any], names: Sequence[str]) -> RematFigures:
+    """Of what a recorder tells; ``names`` are those of modules by number."""
+
+    def name(number: int) -> str:
+        return names[number] if number >= 0 else ""
+
+    return RematFigures(
+        figures["operators"],
+        tuple(Saved(name(m), op, VERDICTS[v], *sums) for m, op, v, *sums in figures["saved"]),
+        tuple(Recomputed(name(m), op, *sums) for m, op, *sums in figures["again"]),
+    )
+
+
+def make_report(figures: RematFigures, top: int) -> str:
+    text = io.StringIO()
+    kept, dropped = figures.kept_bytes, figures.dropped_bytes
+    share = f", {kept / (kept + dropped):.2f} of the activations" if kept + dropped else ""
+    seconds = format_seconds(sum(row.seconds for row in figures.recomputed))
+    print(
+        f"Kept {format_bytes(kept)}{share}; dropped {format_bytes(dropped)}; "
+        f"computed again by {figures.recomputed_operators} operators in {seconds}; "
+        f"{figures.operators} operators recorded\n",
+        file=text,
+    )
+    saved = [row for row in figures.saved if row.verdict != INPUT]
+    for title, key in (("by module", _module), ("by operator", _operator)):
+        columns = [title, "kept", "dropped", "computed again", "times", "in"]
+        rows = _by(key, saved, figures.recomputed)
+        if title != "by module" or len(rows) > 1:
+            print_table("", columns, rows[:top], text)
+    reasons = _reasons(saved)
+    if reasons:
+        print_table("Why it is kept", ["reason", "operator", "memory"], reasons[:top], text)
+    return text.getvalue().rstrip("\n")
+
+
+def _module(row: Saved | Recomputed) -> str:
+    return row.module or "-"
+
+
+def _operator(row: Saved | Recomputed) -> str:
+    return row.operator or "-"
+
+
+def _by(
+    key: Callable[[Saved | Recomputed], str],
+    saved: Iterable[Saved],
+    recomputed: Iterable[Recomputed],
+) -> list[tuple[object, ...]]:
+    """Rows of a table, those with the most memory first."""
+    sums: dict[str, list[float]] = {}
+    for row in saved:
+        sums.setdefault(key(row), [0] * 5)[row.verdict == DROPPED] += row.bytes
+    for run in recomputed:
+        of = sums.setdefault(key(run), [0] * 5)
+        of[2] += run.bytes
+        of[3] += run.count
+        of[4] += run.seconds
+    largest = sorted(sums.items(), key=lambda entry: -sum(entry[1][:2]))
+    return [
+        (name, *(format_bytes(int(b)) for b in of[:3]), int(of[3]), format_seconds(of[4]))
+        for name, of in largest
+    ]
+
+
+def _reasons(saved: Iterable[Saved]) -> list[tuple[str, str, str]]:
+    sums: dict[tuple[str, str], int] = {}
+    for row in saved:
+        if row.verdict != DROPPED:
+            key = row.verdict, _operator(row)
+            sums[key] = sums.get(key, 0) + row.bytes
+    largest = sorted(sums.items(), key=lambda entry: -entry[1])
+    return [(*key, format_bytes(size)) for key, size in largest]

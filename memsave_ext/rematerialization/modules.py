@@ -1,0 +1,100 @@
+"""``remat_module``: every forward of a module in a block, in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpointing.forwards import ForwardInPlace
+from .block import remat
+from .figures import RematFigures
+
+
+class _RematForward(ForwardInPlace):
+    last: remat | None = None  # block
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # torch.compile decides itself what it computes again, and without a graph nothing is saved.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return type(module).forward(module, *args, **kwargs)
+        model = module if self.options["by_module"] else None
+        with remat(model, _everything=self.options["everything"]) as block:
+            self.last = block
+            return type(module).forward(module, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has run no forward yet.
+        return {"module": self.module, "options": self.options}
+
+
+class RematHandle:
+    """What :func:`remat_module` returns."""
+
+    def __init__(self, forward: _RematForward) -> None:
+        self._forward = forward
+
+    def remove(self) -> None:
+        """Give the module its own forward back. A second call does nothing."""
+        module = self._forward.module
+        if module.__dict__.get("forward") is self._forward:
+            _RematForward.remove(module)
+
+    def figures(self) -> RematFigures:
+        """Those of the module's last forward: see :meth:`remat.figures`.
+
+        Raises:
+            RuntimeError: there was none yet in which autograd was on.
+        """
+        return self._last().figures()
+
+    def report(self, *, top: int = 10) -> str:
+        """That of the module's last forward: see :meth:`remat.report`.
+
+        Raises:
+            RuntimeError: there was none yet in which autograd was on.
+        """
+        return self._last().report(top=top)
+
+    def _last(self) -> remat:
+        if self._forward.last is None:
+            raise RuntimeError(
+                "remat_module: nothing to report: the module has run no forward with gradients yet"
+            )
+        return self._forward.last
+
+
+def remat_module(
+    model: nn.Module, *, by_module: bool = False, _everything: bool = False
+) -> RematHandle:
+    """Run every forward of ``model`` in a block of :class:`remat`, in place: for trainers, whose
+    training step one does not write.
+
+    Only its ``forward`` is replaced: classes, names, parameters, hooks and the state_dict stay as
+    they are, and the model can be copied and pickled. Hooks of the model itself run outside of the
+    block. Forwards without gradients, and those that torch.compile traces, run as they are.
+
+    Args:
+        model: the model, or a part of one.
+        by_module: whether reports tell its modules apart; see :class:`remat`.
+
+    Returns:
+        A handle whose ``remove()`` undoes it.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: it has a forward of its own already.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"remat_module: model must be a torch.nn.Module, got {type(model).__name__}"
+        )
+    if "forward" in model.__dict__:
+        raise ValueError(
+            f"remat_module: {type(model).__name__} has a forward of its own already; remove() the "
+            "handle that set it first"
+        )
+    forward = _RematForward(model, {"by_module": by_module, "everything": _everything})
+    forward.install()
+    return RematHandle(forward)

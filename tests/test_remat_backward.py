@@ -1,0 +1,176 @@
+"""Backwards through what a block dropped."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from remat_programs import check, everything, layers, not_yet_native
+from torch import nn
+
+import memsave_ext as ms
+from memsave_ext import remat
+
+
+def test_gradient_penalty():
+    model, x = layers()
+    x = x.requires_grad_()
+
+    def program(block):
+        with block():
+            out = model(x).softmax(-1)
+            (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+            loss = (grad.norm(dim=1) - 1).square().mean() + out.exp().sum()
+        return torch.autograd.grad(loss, [x, *model.parameters()], allow_unused=True)
+
+    check(program)
+
+
+def test_parts_of_a_graph():
+    model, x = layers()
+
+    def program(block):
+        values = [x]
+        with block():
+            for layer in model:
+                values.append(layer(values[-1]))
+            middle, out = values[3].sin(), values[-1].exp()
+        params = list(model.parameters())
+        grads = torch.autograd.grad(middle.sum(), params[:4], retain_graph=True)
+        grads += torch.autograd.grad(out.sum(), [values[5]], retain_graph=True)
+        return [*grads, *torch.autograd.grad(middle.sum() + out.sum(), params)]
+
+    check(program)
+
+
+def test_backwards_of_one_graph_at_once():
+    model, x = layers(0.0)
+    params = list(model.parameters())
+    expected = torch.autograd.grad(model(x).exp().sum(), params)
+    with everything():
+        loss = model(x).exp().sum()
+    results = {}
+
+    def work(i):
+        results[i] = torch.autograd.grad(loss, params, retain_graph=True)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(all(map(torch.equal, expected, results[i])) for i in range(4))
+
+
+def test_a_saved_value_looked_at_in_the_block():
+    w, x = nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
+
+    def program(block):
+        with block():
+            y = (x + w).tanh()
+            z = y.exp()
+            seen = [z.grad_fn._saved_result, y.grad_fn._saved_result]
+            u = (y + x).sin() * (z + x).sin()
+        return [*seen, *torch.autograd.grad(u.sum(), w)]
+
+    check(program)
+
+
+@pytest.mark.parametrize("changes", [False, pytest.param(True, marks=not_yet_native)])
+def test_a_value_on_the_way_is_kept_and_lost(changes):
+    """By then it is needed no more for itself, but others are to be computed from it."""
+    w = nn.Parameter(torch.randn(64))
+
+    def program():
+        way = w * 2
+        large, small = (way.expand(1 << 14, 64) * 1.5).sin(), way.sin()
+        if changes:
+            with torch.no_grad():
+                way.mul_(3)
+        return way, large, small
+
+    def grads(way, large, small):
+        first = () if changes else torch.autograd.grad(small.sum(), way)
+        return *first, *torch.autograd.grad(large.sum(), w)
+
+    expected = grads(*program())
+    for _ in range(100):  # what is dropped is decided by a clock
+        with remat() as block:
+            values = program()
+        if block.figures().dropped_bytes:
+            break
+    assert all(map(torch.equal, expected, grads(*values)))
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1 << 20])
+def test_a_step_in_backward_waits_for_what_reads_the_parameter(small_bytes):
+    def program(block):
+        torch.manual_seed(0)
+        first, late = nn.Linear(8, 8), nn.Parameter(torch.rand(8))
+        params, x = [*first.parameters(), late], torch.randn(4, 8)
+        optimizer = ms.Adam(params, in_backward=True, lr=0.1, small_bytes=small_bytes)
+        for _ in range(3):
+            with block():
+                y = (first(x) * 2) * (x * late.detach()).exp()
+                loss = y.sum() + (late * 3).sum()  # of which the gradient is there first
+            loss.backward()
+            assert late.grad is None
+            optimizer.step()
+        return params
+
+    check(program)
+
+
+def test_a_step_that_another_backward_cannot_follow():
+    late, x = nn.Parameter(torch.rand(8)), torch.randn(4, 8, requires_grad=True)
+    optimizer = ms.Adam([late], in_backward=True)
+    with everything():
+        loss = (x * late.detach().exp()).sum() + (late * 3).sum()
+    torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward(inputs=[late], retain_graph=True)
+    optimizer.step()
+    with pytest.raises(ms.CheckpointError, match=r"aten::exp.*version 0.*version 1"):
+        torch.autograd.grad(loss, x)
+
+
+def test_errors_in_a_recompute_leave_it_as_it_was():
+    w, x, scale = nn.Parameter(torch.randn(64, 64)), torch.randn(64, 64), torch.randn(64)
+    with everything():
+        loss = ((x + scale) @ w).exp().sum() + (x * w.tanh()).sin().sum()
+    with torch.no_grad():
+        scale.add_(1)
+    for _ in range(2):
+        with pytest.raises(ms.CheckpointError):
+            loss.backward(retain_graph=True)
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    assert top is None
+
+
+def test_a_kept_value_that_changes():
+    w, scale = nn.Parameter(torch.randn(8)), torch.randn(8)
+    with everything():
+        loss = (w * scale).sum()
+    scale.add_(1)
+    with pytest.raises(ms.CheckpointError, match=r"has been modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_memory_goes_with_the_graph(drops):
+    """At once, without the garbage collector."""
+    model, x = layers()
+    gc.collect()
+    gc.disable()
+    try:
+        with remat(_everything=drops) as block:
+            values = [model[:3](x)]
+            values.append(values[0].exp())  # which its own node saves
+            loss = model[3:7](values[0]).sum() + values[1].sum()
+        left = [weakref.ref(value) for value in (*values, block)]
+        del values
+        loss.backward()
+        del loss, block
+        assert [reference() for reference in left] == [None, None, None]
+    finally:
+        gc.enable()

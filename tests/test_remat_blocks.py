@@ -1,0 +1,195 @@
+"""The front of rematerialization: blocks, modules in place, reports."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import memsave_ext as ms
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)
+
+    def forward(self, x, fails=False):
+        x = self.down(self.act(self.up(x)))
+        if fails:
+            raise ZeroDivisionError
+        return x
+
+
+def net():
+    torch.manual_seed(0)
+    return Net(), torch.randn(512, 64)
+
+
+def gradients(model, x):
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_what_a_block_tells():
+    model, x = net()
+    with ms.remat(model, _everything=True) as r:  # else a clock decides
+        loss = model(x).square().mean()
+        assert r.figures().dropped_bytes == 512 * 256 * 4
+    assert r.figures().recomputed == ()
+    loss.backward()
+    figures = r.figures()
+    (dropped,) = [row for row in figures.saved if row.verdict == "dropped"]
+    assert (dropped.module, dropped.operator, dropped.count) == ("act", "aten::gelu", 1)
+    (again,) = figures.recomputed
+    assert (again.module, again.operator, again.count, again.bytes) == (
+        *("act", "aten::gelu", 1),
+        512 * 256 * 4,
+    )
+    # What backward reads of the linear layer before is kept, and the result of the second.
+    kept = {(row.module, row.operator) for row in figures.saved if row.verdict != "dropped"}
+    assert ("up", "aten::addmm") in kept
+    assert figures.kept_bytes >= 512 * 256 * 4
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    report = r.report()
+    for text in ("512 KiB", "aten::gelu", "aten::addmm", "bound by arithmetic", "act"):
+        assert text in report, report
+    assert len(r.report(top=1)) < len(report)
+
+
+def test_without_a_model_there_are_no_modules():
+    model, x = net()
+    with ms.remat() as r:
+        model(x).sum().backward()
+    assert {row.module for row in r.figures().saved} == {""}
+    assert "by module" not in r.report()
+
+
+def test_nothing_recorded():
+    with ms.remat() as r:
+        pass
+    assert r.figures() == ms.rematerialization.RematFigures(0, (), ())
+    assert "0 operators recorded" in r.report()
+
+
+def test_wrong_use():
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module or None, got Tensor"):
+        ms.remat(torch.ones(1))
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got int"):
+        ms.remat_module(1)
+    with pytest.raises(RuntimeError, match="not entered cannot be left"):
+        ms.remat().__exit__(None, None, None)
+    with pytest.raises(TypeError):
+        ms.remat(budget="8GB")
+
+
+def test_blocks_are_left_in_order_and_by_their_thread():
+    outer, inner = ms.remat(), ms.remat()
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(RuntimeError, match="in the thread that entered it, and after the blocks"):
+        outer.__exit__(None, None, None)
+    errors = []
+
+    def leave():
+        try:
+            inner.__exit__(None, None, None)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    assert "in the thread that entered it" in errors[0]
+    inner.__exit__(None, None, None)
+    outer.__exit__(None, None, None)
+    with pytest.raises(RuntimeError, match="in the thread"):
+        outer.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("by_module", [False, True])
+def test_a_module_in_place(by_module):
+    model, x = net()
+    expected = gradients(model, x)
+    state, keys = model.state_dict(), list(model._modules)
+    handle = ms.remat_module(model, by_module=by_module, _everything=True)
+    with pytest.raises(RuntimeError, match="no forward with gradients yet"):
+        handle.report()
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(RuntimeError, match="no forward with gradients yet"):
+        handle.figures()
+    assert all(map(torch.equal, gradients(model, x), expected))
+    assert handle.figures().dropped_bytes == 512 * 256 * 4
+    assert "aten::gelu" in handle.report()
+    assert ("by module" in handle.report()) == by_module
+    assert list(model.state_dict()) == list(state)
+    assert list(model._modules) == keys
+    with pytest.raises(ValueError, match=r"Net has a forward of its own already; remove\(\)"):
+        ms.remat_module(model)
+    with pytest.raises(ZeroDivisionError):
+        model(x, fails=True)
+    assert all(map(torch.equal, gradients(model, x), expected))
+    handle.remove()
+    handle.remove()
+    assert "forward" not in model.__dict__
+    again = ms.remat_module(model)
+    handle.remove()  # not its own
+    assert "forward" in model.__dict__
+    again.remove()
+
+
+def test_copies_of_a_module():
+    model, x = net()
+    expected = gradients(model, x)
+    handle = ms.remat_module(model)
+    gradients(model, x)
+    for other in (copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model))):
+        assert all(map(torch.equal, gradients(other, x), expected))
+        assert other.forward.module is (model if other.forward is model.forward else other)
+    handle.remove()
+    assert "forward" not in model.__dict__
+
+
+def test_nested_modules_and_threads():
+    model, x = nn.Sequential(net()[0], net()[0]), net()[1]
+    expected = gradients(model, x)
+    handles = [ms.remat_module(m, _everything=True) for m in (model, model[1])]
+    assert all(map(torch.equal, gradients(model, x), expected))
+    assert all(handle.figures().dropped_bytes == 512 * 256 * 4 for handle in handles)
+    results = {}
+
+    def work(i):
+        results[i] = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(all(map(torch.equal, results[i], expected)) for i in range(4))
+
+
+def test_nothing_is_left_of_many_blocks():
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16))
+    x = torch.randn(8, 16)
+
+    def step(i):
+        with ms.remat(_everything=i % 2 == 0):
+            loss = model(x).sum()
+        if i % 3:
+            loss.backward(retain_graph=i % 5 == 0)
+
+    for i in range(100):
+        step(i)
+    before = resident()
+    for i in range(600):
+        step(i)
+    assert resident() - before < 2 << 20

@@ -1,0 +1,319 @@
+"""Operators that are computed again, and what no recorder sees: the bits of plain autograd."""
+
+import pytest
+import torch
+from remat_programs import check
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+
+def test_generators_of_the_users_own():
+    w = nn.Parameter(torch.randn(32, 32))
+
+    def program(block):
+        g = torch.Generator().manual_seed(3)
+        with block():
+            y = torch.rand(32, 32, generator=g) @ w
+            y = y.tanh() * torch.empty(32, 32).bernoulli_(0.3, generator=g)
+            y = F.rrelu(y, training=True).sin() * torch.randn(32, 32, generator=g)
+            y = F.gumbel_softmax(y).exp() * torch.normal(0.0, 1.0, (32, 32), generator=g)
+        return [*torch.autograd.grad(y.sum(), w), g.get_state()]
+
+    check(program)
+
+
+def test_views_and_changes_in_place():
+    w, x = nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
+
+    def program(block):
+        with block():
+            y = x @ w
+            y[2:4].mul_(2)
+            y.t()[1].add_(y[0].detach())
+            y.view(4, 16)[:, ::2].sigmoid_()
+            a, b = y.chunk(2)
+            c = torch.cat([a.exp(), b.tanh()])
+            c.mul_(c.detach().sin())
+            d = c.narrow(0, 1, 3).unsqueeze(0).expand(4, 3, 8).exp()
+            e = torch.complex(d, d.sin()).conj().mul(2).imag.neg().mul(3)
+            f = torch.view_as_real(torch.complex(c, c.cos())).select(-1, 1).exp()
+            z = torch.complex(c.sin(), c.cos())
+            g = (z.conj() * w.to(z.dtype)).abs() + z.conj().imag * w
+            out = e.sum() + f.sum() + g.sum() + y.as_strided((3, 3), (2, 1), 1).exp().sum()
+        return torch.autograd.grad(out, w)
+
+    check(program)
+
+
+def test_numbers_keep_their_promotion():
+    w = nn.Parameter(torch.randn(8, 8, dtype=torch.bfloat16))
+    i = torch.arange(64).view(8, 8)
+
+    def program(block):
+        with block():
+            a = (i * 2.5).exp().clamp(max=9) * w
+            b = (w * 2.5 + torch.tensor(1.5, dtype=torch.float64)).sin() * (i * 0.1 + True).cos()
+            c = torch.pow(2.5, w.float()).exp() * torch.where(i > 3, 1.0, 2).exp()
+        return torch.autograd.grad(a.sum().double() + b.sum() + c.sum(), w)
+
+    check(program)
+
+
+def test_inputs_that_change_in_the_block():
+    w, buffer = nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
+
+    def program(block):
+        other = buffer.clone()
+        with block():
+            y = (w * other.clone()).exp()
+            other.mul_(0.5)
+            y = (y * other.clone()).sin()
+            other.data = other.data + 1
+            y = (y * other.clone() + other).exp()
+            with torch.no_grad():
+                other.zero_()
+            y = (y * 2 + other).tanh()
+        other.data = torch.ones(8, 8)
+        return torch.autograd.grad(y.sum(), w)
+
+    check(program)
+
+
+def change_by_data(value):
+    value.data = torch.ones_like(value)
+
+
+def change_unseen(value):
+    value.detach().numpy()[...] *= 2
+    torch.autograd.graph.increment_version(value)
+
+
+def change_in_a_list(value):
+    with torch.no_grad():
+        torch._foreach_mul_([value], 2.0)
+
+
+@torch.library.custom_op("memsave_ext_tests::double_and_fail", mutates_args={"x"})
+def double_and_fail(x: torch.Tensor) -> None:
+    x.mul_(2)
+    raise ZeroDivisionError
+
+
+def change_and_fail(value):
+    with torch.no_grad(), pytest.raises(ZeroDivisionError):
+        double_and_fail(value)
+
+
+CHANGES = {
+    "by data": change_by_data,
+    "unseen": change_unseen,
+    "in a list": change_in_a_list,
+    "and fail": change_and_fail,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    CHANGES,
+)
+@pytest.mark.parametrize("heavy", [False, True])
+def test_intermediates_that_change(change, heavy):
+    w, x = nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
+
+    def program(block):
+        with block():
+            y = x @ w if heavy else x + w
+            alias = y.detach()
+            before = y + x
+            CHANGES[change](y)
+            after = y + x
+            z = before.sin() * after.sin().exp()
+        del alias
+        return torch.autograd.grad(z.sum(), w)
+
+    check(program, drops=None)
+
+
+def test_a_tensor_that_is_given_other_memory():
+    w, x = nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
+
+    def program(block):
+        with block():
+            y = x + w
+            before = y + x
+            with torch.no_grad():
+                y.set_(torch.ones_like(x).untyped_storage(), 0, x.shape)
+            z = before.sin() * (y + x).sin().exp()
+        return torch.autograd.grad(z.sum(), w)
+
+    check(program)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_running_statistics_move_after_the_block(trains):
+    w, x = nn.Parameter(torch.randn(8, 4)), torch.randn(8, 4)
+
+    def program(block):
+        norm = nn.BatchNorm1d(4, affine=False)
+        norm.train(trains)
+        with block():
+            y = norm(w + x).sin().exp()
+        norm.train()(x * 3)
+        return [*torch.autograd.grad(y.sum(), w), *norm.buffers()]
+
+    check(program)
+
+
+@pytest.mark.parametrize("cell", [nn.RNN, nn.LSTM, nn.GRU], ids=lambda c: c.__name__)
+def test_recurrent(cell):
+    torch.manual_seed(0)
+    model, x = (
+        cell(8, 8, 2, batch_first=True, bidirectional=True, dropout=0.2),
+        torch.randn(3, 5, 8),
+    )
+
+    def program(block):
+        with block():
+            out = model(x)[0].sin().exp()
+        return torch.autograd.grad(out.sum(), list(model.parameters()))
+
+    check(program)
+
+
+class Unseen(torch.autograd.Function):
+    """Writes what no dispatcher sees."""
+
+    @staticmethod
+    def forward(ctx, x, kind):
+        if kind == "in place":
+            x.detach().numpy()[...] *= 2
+            ctx.mark_dirty(x)
+            return x
+        y = torch.zeros_like(x) if kind == "zeros" else torch.empty_like(x)
+        y.numpy()[...] = x.detach().numpy() * 2
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, None
+
+
+@pytest.mark.parametrize("kind", ["empty", "in place", "zeros"])
+def test_kernels_that_are_not_seen(kind):
+    w = nn.Parameter(torch.randn(8, 8))
+
+    def program(block):
+        with block():
+            y = Unseen.apply(w.tanh() + 1, kind)
+            z = (y * y.detach()).exp()
+        return torch.autograd.grad(z.sum(), w)
+
+    check(program)
+
+
+class Wrapper(torch.Tensor):
+    """Has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        def unwrap(value):
+            return value.inner if isinstance(value, Wrapper) else value
+
+        def wrap(value):
+            return Wrapper(value) if isinstance(value, torch.Tensor) else value
+
+        return tree_map(wrap, func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {})))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_wrappers_are_leaves():
+    x = torch.randn(8, 8)
+
+    def program(block):
+        wrapper = Wrapper(x).requires_grad_()
+        with block():
+            out = (wrapper.sin().exp() * 2).tanh().sum()
+        (grad,) = torch.autograd.grad(out, wrapper)
+        return [grad.inner]
+
+    check(program, drops=False)
+
+
+def test_subclasses_that_are_only_a_type():
+    x = torch.randn(8, 8)
+
+    def program(block):
+        subclass = x.clone().as_subclass(Subclass).requires_grad_()
+        with block():
+            out = subclass.sin().exp().tanh().sum()
+        return [grad.as_subclass(torch.Tensor) for grad in torch.autograd.grad(out, subclass)]
+
+    check(program, drops=None)
+
+
+def test_vmap_and_sparse():
+    w, sparse = nn.Parameter(torch.randn(8, 8)), torch.eye(8).to_sparse()
+
+    def program(block):
+        with block():
+            y = torch.vmap(lambda row: row.sin().exp())(w)
+            y = torch.sparse.mm(sparse, y).tanh().exp()
+        return torch.autograd.grad(y.sum(), w)
+
+    check(program)
+
+
+def test_compiled_parts_stay_compiled():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: (x.sin() * x.exp()).tanh(), backend=backend)
+    w = nn.Parameter(torch.randn(8, 8))
+
+    def program(block):
+        with block():
+            y = compiled(w.tanh()).exp().mul(2).sin()
+        return torch.autograd.grad(y.sum(), w)
+
+    check(program)
+    assert len(graphs) == 1
+
+
+def test_higher_order_operators():
+    w = nn.Parameter(torch.randn(8, 8))
+
+    def program(block):
+        with block():
+            y = torch.cond(torch.tensor(True), torch.sin, torch.cos, (w.exp(),)).tanh().exp()
+        return torch.autograd.grad(y.sum(), w)
+
+    check(program)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool])
+def test_masks(dtype):
+    w = nn.Parameter(torch.randn(7, 5))
+
+    def program(block):
+        with block():
+            mask = torch.empty(5, 7, dtype=dtype).t().bernoulli_(0.4)
+            part = torch.zeros(9, 5, dtype=dtype)
+            part[1:8].bernoulli_(torch.full((7, 5), 0.7))  # not all of its memory
+            y = (w * mask).sin() * mask * part[1:8]
+        return torch.autograd.grad(y.double().sum(), w)
+
+    check(program)
