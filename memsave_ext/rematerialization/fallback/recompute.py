@@ -44,11 +44,9 @@ class Again:
 
 
 def storage_of(memory: Memory, again: Again) -> UntypedStorage:
-    """That of dropped memory, computed again. Raises CheckpointError where what it is computed from
-    has changed."""
+    """That of dropped memory, computed again. With the lock, while nothing is recorded. Raises
+    CheckpointError where what it is computed from has changed."""
     with (
-        again.lock,
-        paused(),
         recomputing(),
         torch.no_grad(),
         torch._C._AutoDispatchBelowAutograd(),
