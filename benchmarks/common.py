@@ -97,7 +97,7 @@ _SAME = ("device", "cpu", "cores", "gpu", "torch", "native", "commit")
 
 
 def write_record(folder: Path, claim: str, record: dict[str, Any]) -> Path:
-    """Add ``record`` to its file, a list of runs with the newest last.
+    """Add ``record`` to its file, a list of runs with the newest last; see :func:`as_lines`.
 
     ``record`` holds ``machine`` (of :func:`machine`), ``settings`` and what was measured.
 
@@ -122,9 +122,24 @@ def write_record(folder: Path, claim: str, record: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     # Written aside and renamed: an interrupted run must not cost the earlier results.
     aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(runs, indent=1) + "\n")
+    aside.write_text(as_lines(runs))
     aside.replace(path)
     return path
+
+
+def as_lines(runs: Sequence[dict[str, Any]]) -> str:
+    """A file of results as JSON: a line for each entry of a run, and one for each of its rows."""
+    return "[\n" + ",\n".join(map(_run_as_lines, runs)) + "\n]\n"
+
+
+def _run_as_lines(run: dict[str, Any]) -> str:
+    entries = []
+    for name, value in run.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        entries.append(f" {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(entries) + "\n}"
 
 
 def newest(path: Path) -> dict[str, Any]:

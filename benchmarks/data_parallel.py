@@ -37,7 +37,7 @@ from common import (
 from models import LABELS, STRATEGIES, reasons
 from plot import draw
 from replicas import DataParallel, Replicas
-from tables_training import data_parallel_caption, data_parallel_rows
+from tables.training import data_parallel_caption, data_parallel_rows
 from training import Job
 
 # As its README has them: memory in G, seconds of a step; by what is here called method, number of

@@ -21,7 +21,7 @@ from common import ROOT, machine, median_and_spread, show_left_out, write_record
 from data import DataError, Images, load
 from models import LABELS, STRATEGIES, available, reasons, without_checkpoint
 from plot import draw
-from tables_training import densenet_caption, densenet_table
+from tables.training import densenet_caption, densenet_table
 from training import Job, Trainer, train
 
 SETTINGS = ("data", "depth", "growth_rate", "batch_size", "epochs", "seed")

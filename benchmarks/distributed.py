@@ -58,7 +58,7 @@ from common import (
     write_record,
 )
 from models import DenseLayer, DenseNet
-from tables_training import distributed_table
+from tables.training import distributed_table
 from training import CudaMemory
 
 NAIVE, TORCH = "naive", "torch checkpoint"

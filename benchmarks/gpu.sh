@@ -93,7 +93,7 @@ pytest() {
   shift
   local arguments=(-q -rf -p no:cacheprovider)
   if ! has hypothesis; then
-    for file in $(grep -lE '^(from|import) (hypothesis|programs)' tests/test_*.py); do
+    for file in $(grep -lE '^(from|import) (hypothesis|random_programs)' tests/*/test_*.py); do
       arguments+=("--ignore=$file")
     done
   fi
@@ -125,7 +125,7 @@ sanitizer() {
   EXTRA=(PYTORCH_NO_CUDA_MEMORY_CACHING=1)
   run "$name" env MEMSAVE_EXT_NATIVE=1 "${EXTRA[@]}" "$tool" --tool "$name" "${ours[@]}" \
     --target-processes all --error-exitcode 99 "$@" \
-    "$PYTHON" -m pytest -q -x -p no:cacheprovider tests/sanitized_kernels.py
+    "$PYTHON" -m pytest -q -x -p no:cacheprovider tests/emulation/sanitized_kernels.py
   EXTRA=()
 }
 
@@ -148,7 +148,7 @@ part_copy() {
 }
 known_bandwidth() { [[ -n $BANDWIDTH ]] && echo --bandwidth "$BANDWIDTH"; }
 
-GPU_TESTS=(tests/test_*cuda*.py)
+GPU_TESTS=(tests/*/test_*cuda*.py)
 NOT_LARGE="not 2_to_the_31"
 part_tests() { pytest tests "${GPU_TESTS[@]}" -k "$NOT_LARGE"; }
 part_blocking() {
@@ -200,8 +200,8 @@ part_cpu_build() {
   fi
   run cpu_build env -C "$tree" PYTHONPATH="$tree" MEMSAVE_EXT_CUDA=0 MEMSAVE_EXT_NATIVE=auto bash -c '
     "$0" setup.py -q build_ext --inplace && "$0" -m memsave_ext.report &&
-      MEMSAVE_EXT_NATIVE=1 "$0" -m pytest -q -rs -p no:cacheprovider tests/test_cpu_build_cuda.py \
-        tests/test_native.py' "$PYTHON"
+      MEMSAVE_EXT_NATIVE=1 "$0" -m pytest -q -rs -p no:cacheprovider \
+        tests/packaging/test_cpu_build_cuda.py tests/packaging/test_native.py' "$PYTHON"
   rm -rf "$tree"
 }
 

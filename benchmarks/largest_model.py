@@ -32,7 +32,7 @@ from common import ROOT, bar, machine, show_bars, write_record
 from plot import draw
 from search import largest
 from tables import size
-from tables_training import largest_model_caption, largest_model_table
+from tables.training import largest_model_caption, largest_model_table
 from training import memory_of
 
 BLOCK = nn.TransformerEncoderLayer

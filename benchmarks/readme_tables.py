@@ -14,19 +14,19 @@ import re
 import sys
 from pathlib import Path
 
-import tables_memory as memory
 from common import ROOT, newest
 from tables import (
     Pair,
     Record,
     batch_norm_caption,
     batch_norm_table,
+    memory,
     overhead_caption,
     overhead_table,
     threads_caption,
     threads_table,
 )
-from tables_adam import (
+from tables.adam import (
     adam_caption,
     adam_memory_caption,
     adam_memory_table,
@@ -39,7 +39,7 @@ from tables_adam import (
     modes_time_caption,
     modes_time_table,
 )
-from tables_cuda import (
+from tables.cuda import (
     adam_cuda_caption,
     adam_cuda_table,
     batch_norm_cuda_caption,
@@ -47,7 +47,7 @@ from tables_cuda import (
     checkpoint_cuda_caption,
     checkpoint_cuda_table,
 )
-from tables_training import (
+from tables.training import (
     data_parallel_caption,
     data_parallel_rows,
     data_parallel_table,

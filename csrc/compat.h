@@ -4,7 +4,7 @@
 #include <Python.h>
 #include <torch/version.h>
 
-// Whether Engine has get_node_creation_hooks, which one that forwards to another must hand on.
+// Whether Engine has get_node_creation_hooks, which an engine that wraps another must forward.
 #define MEMSAVE_EXT_HAS_NODE_CREATION_HOOKS (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 15)
 
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 13
@@ -63,7 +63,7 @@ auto set_captured_place(State& state, unsigned long long, const Scalar& seed, co
   state.offset_intragraph_ = place;
 }
 
-// The instruction a frame is at: tells two calls on one line apart where Python says so.
+// The instruction a frame is at. It tells two calls on one line apart where Python reports it.
 inline int frame_instruction(PyFrameObject* frame) {
 #if PY_VERSION_HEX >= 0x030B0000
   return PyFrame_GetLasti(frame);
@@ -72,7 +72,7 @@ inline int frame_instruction(PyFrameObject* frame) {
 #endif
 }
 
-// The line of such an instruction.
+// The line of that instruction.
 inline int instruction_line(PyCodeObject* code, int instruction) {
 #if PY_VERSION_HEX >= 0x030B0000
   return PyCode_Addr2Line(code, instruction);

@@ -12,7 +12,7 @@ inline void* current_cuda_stream(c10::Device device) {
   return c10::cuda::getCurrentCUDAStream(device.index()).stream();
 }
 
-// Whether a graph is made of what the current stream is given.
+// Whether the current stream is being captured into a CUDA graph.
 inline bool is_capturing(c10::Device device) {
   const c10::cuda::CUDAGuard on_device(device);
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;

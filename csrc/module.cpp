@@ -15,7 +15,7 @@
 #include "checkpoint/errors.h"
 #include "checkpoint/hooks.h"
 #include "checkpoint/recomputing.h"
-#include "checkpoint/tape.h"
+#include "checkpoint/forward_record.h"
 #include "memory/pause.h"
 #include "memory/tracker.h"
 #include "remat/bindings.h"
@@ -42,7 +42,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   if (PyModule_AddFunctions(m.ptr(), fast_functions) < 0) throw py::error_already_set();
   m.def("is_recomputing", &memsave_ext::is_recomputing);
   m.def("checkpoint_region", &memsave_ext::checkpoint_region);
-  m.def("tape_scopes", &memsave_ext::tape_scopes);
+  m.def("forward_record_scopes", &memsave_ext::forward_record_scopes);
   m.def("pack_hooks", &memsave_ext::pack_hooks);
   m.def("register_errors", &memsave_ext::register_errors);
   m.def("use_engine_hooks", &memsave_ext::use_engine_hooks);

@@ -30,7 +30,7 @@ struct Arguments {
   variable_list parameters;
 };
 
-// Nothing where one of them cannot be taken.
+// Nothing where an argument has a wrong type or value.
 std::optional<Arguments> parse(PyObject* const* args, Py_ssize_t nargs) {
   if (nargs < 2 || !PyCallable_Check(args[0]) || !PyLong_Check(args[1]) || PyBool_Check(args[1])) {
     return std::nullopt;
@@ -50,7 +50,7 @@ std::optional<Arguments> parse(PyObject* const* args, Py_ssize_t nargs) {
   return parsed;
 }
 
-// The checks in Python say what is wrong.
+// Throws the error that the checks in Python make of wrong arguments.
 [[noreturn]] void refuse(PyObject* const* args, Py_ssize_t nargs) {
   py::tuple given(nargs);
   for (Py_ssize_t i = 0; i < nargs; ++i) given[i] = py::reinterpret_borrow<py::object>(args[i]);
@@ -160,8 +160,8 @@ FunctionResult call_without_graph(const Arguments& arguments, const AutocastStat
   return FunctionResult::of_call(arguments.function, arguments.inputs);
 }
 
-// Nothing listed needs a gradient, so no backward will ever look for what was forgotten: the
-// forward does. Where nothing was forgotten it builds no graph. The outputs need no gradient.
+// Called where no listed tensor needs a gradient. No backward will look for unlisted tensors then,
+// so the forward does. The outputs need no gradient.
 py::object call_and_look(const Arguments& arguments, const AutocastState& autocast) {
   const AutocastGuard uncached(autocast.without_cache());
   const RegionMark mark;
@@ -205,7 +205,7 @@ py::object apply(const Arguments& arguments) {
   std::vector<ListedParameter> parameters;
   parameters.reserve(arguments.parameters.size());
   for (const auto& tensor : arguments.parameters) {
-    // Listed before: its gradient goes out once.
+    // A tensor that is listed twice gets its gradient once.
     const bool repeated =
         std::any_of(parameters.begin(), parameters.end(),
                     [&](const ListedParameter& other) { return other.tensor.is_same(tensor); });
@@ -218,10 +218,10 @@ py::object apply(const Arguments& arguments) {
   OutsideTensors outside;
   outside.note(roots);
 
-  Tape tape;
+  ForwardRecord record;
   const FunctionResult result = [&] {
     const RegionScope inside;
-    const TapeScope scope(tape, TapeScope::kRecording);
+    const ForwardRecordScope scope(record, ForwardRecordScope::kRecording);
     return call_without_graph(arguments, autocast);
   }();
   check_outputs(result);
@@ -233,7 +233,7 @@ py::object apply(const Arguments& arguments) {
   auto node = make_node<CheckpointNode>(arguments.function, std::move(saved), std::move(types),
                                         std::move(parameters), std::move(outside),
                                         Surroundings{autocast, rng, current_cuda_stream()},
-                                        std::move(tape), CallSite::current(), std::move(edges));
+                                        std::move(record), CallSite::current(), std::move(edges));
   return connect_outputs(result, arguments.inputs, node.get(), node);
 }
 

@@ -5,7 +5,7 @@
 
 namespace memsave_ext {
 
-// A METH_FASTCALL function.
+// Has the signature of a METH_FASTCALL function.
 PyObject* checkpoint_apply(PyObject* self, PyObject* const* args, Py_ssize_t nargs);
 
 }  // namespace memsave_ext

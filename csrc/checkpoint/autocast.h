@@ -27,13 +27,14 @@ class AutocastState {
     c10::ScalarType dtype;
   };
   bool any_enabled_;
-  std::array<Device, kAutocastDevices.size()> devices_{};  // not read where none is enabled
+  std::array<Device, kAutocastDevices.size()> devices_{};  // read only where any_enabled_
   bool cache_enabled_;
 };
 
 class AutocastGuard {
  public:
-  // The usual case, no autocast then or now, costs one look at the dispatcher's keys.
+  // Where autocast is off now and was off in the forward, this costs one look at the dispatcher's
+  // keys.
   explicit AutocastGuard(const AutocastState& state) : outer_(AutocastState::capture()) {
     needed_ = state.any_enabled_ || outer_.any_enabled_;
     if (needed_) state.restore();

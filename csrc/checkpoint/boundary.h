@@ -11,14 +11,15 @@
 
 namespace memsave_ext {
 
-// A tensor that a region uses, and that was not listed.
+// A tensor that a region uses although the caller did not list it.
 struct Unlisted {
   std::vector<c10::SymInt> shape;
   c10::ScalarType dtype;
   std::string user;  // name of the node; empty for an output
 };
 
-// Nodes made by this thread since the mark are the region's; leaves and older nodes are outside.
+// Tells the region's nodes from others: those that this thread made since the mark are the
+// region's; leaves and older nodes are outside.
 class RegionMark {
  public:
   RegionMark();
@@ -33,7 +34,7 @@ class RegionMark {
 // Walks the region's graph from `roots`, which it may edit:
 //  - edges to `listed[i]` become edges to `sinks[i]` where that is set,
 //  - edges to older nodes that are not listed are cut.
-// Returns what the region uses (leaves and older nodes) and `listed` does not name.
+// Returns the leaves and older nodes that the region uses and `listed` does not name.
 std::vector<Unlisted> close_region(const RegionMark& mark,
                                    std::vector<torch::autograd::Edge>& roots,
                                    const std::vector<torch::autograd::Edge>& listed,

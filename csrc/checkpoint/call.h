@@ -21,7 +21,7 @@ class FunctionResult {
     return is_sequence_ ? PySequence_Fast_GET_ITEM(object_.ptr(), i) : object_.ptr();
   }
   const pybind11::object& object() const { return object_; }
-  // The same structure around other elements.
+  // The same kind of tuple or list, with these elements.
   pybind11::object rebuild(std::vector<pybind11::object> elements) const;
 
  private:
@@ -31,16 +31,16 @@ class FunctionResult {
   bool is_sequence_;
 };
 
-// Autograd's own look at a tensor that others use, too (its history, its forward gradient) waits
-// for the tensor's mutex, which torch's operators hold while they wait for the GIL. So these calls
-// leave the GIL to others. They need it.
+// These need the GIL and release it meanwhile: autograd's accessors lock the tensor's mutex, which
+// another thread's operator may hold while it waits for the GIL.
 at::Tensor detached(const at::Tensor& tensor);
-torch::autograd::Edge gradient_edge(const at::Tensor& tensor);  // invalid where none is required
+torch::autograd::Edge gradient_edge(
+    const at::Tensor& tensor);  // invalid where it requires no gradient
 torch::autograd::SavedVariable save_input(const at::Tensor& tensor);
 
-// The subclass of torch.Tensor that a tensor is of; null for torch's own and Parameters.
+// The Python type of a tensor of a subclass; null for torch.Tensor and Parameter.
 pybind11::object subclass_of(const at::Tensor& tensor);
-// An alias made in C++ as an object of `type`, which it is not by itself; null: torch.Tensor.
+// Wraps an alias that was made in C++ as an object of the subclass `type`; null: torch.Tensor.
 pybind11::object wrap_as(const at::Tensor& alias, const pybind11::object& type);
 
 // Throws the Python exception that is set, in a form that survives a change of thread.

@@ -17,8 +17,8 @@ struct CallSite {
   static CallSite current();
 };
 
-// Issues the UserWarning that names what was not listed, each of them once; throws python_error
-// where warnings are errors. Does nothing where nothing is unlisted.
+// Issues one UserWarning that names every unlisted tensor, or none if there is none. Throws
+// python_error where warnings are errors.
 void warn_unlisted(const std::vector<Unlisted>& unlisted, const CallSite& site);
 
 }  // namespace memsave_ext

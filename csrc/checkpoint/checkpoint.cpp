@@ -35,7 +35,7 @@ py::object checkpoint_region(py::object function, py::object recompute_function,
     const AutocastGuard uncached(AutocastState::capture().without_cache());
     const HookGuard hooks(std::make_shared<RegionPacker>(region));
     const RegionScope inside;
-    const TapeScope scope(region->tape(), TapeScope::kRecording);
+    const ForwardRecordScope scope(region->forward_record(), ForwardRecordScope::kRecording);
     result = call();
   }
   region->finish_forward(result.ptr());

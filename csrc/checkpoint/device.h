@@ -17,7 +17,7 @@ bool cuda_in_use();
 std::optional<c10::Stream> current_cuda_stream();
 
 // Makes `stream` and its device current. Where another stream was current, the work queued there
-// is waited for on entry, and waits for ours on exit (on the device, not on the host).
+// is waited for on entry, and waits for ours on exit. The device waits, not the host.
 class StreamScope {
  public:
   explicit StreamScope(const std::optional<c10::Stream>& stream);

@@ -33,7 +33,7 @@ class PackerHooks final : public SavedVariableHooks {
 
   at::Tensor call_unpack_hook() override { return saved_ ? saved_->open() : value_; }
 
-  // For compiled autograd, which traces hooks in Python only.
+  // Asked for by compiled autograd, which traces only hooks in Python.
   std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data()
       const override {
     const pybind11::gil_scoped_acquire gil;
@@ -47,7 +47,7 @@ class PackerHooks final : public SavedVariableHooks {
 
  private:
   std::shared_ptr<Packer> packer_;
-  std::shared_ptr<Saved> saved_;  // or
+  std::shared_ptr<Saved> saved_;  // set, or value_ is
   at::Tensor value_;
 };
 

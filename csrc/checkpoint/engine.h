@@ -4,11 +4,11 @@
 namespace memsave_ext {
 
 // Puts an engine in front of torch's that, while enabled, gives a region's saved tensors C++ hooks.
-// Everything else it forwards. The engine is installed by the first call with true, process-wide,
+// It forwards everything else. The engine is installed by the first call with true, process-wide,
 // and stays; disabled, it only forwards. Returns what was set before.
 bool use_engine_hooks(bool enabled);
 
-// Puts the engine there, for packers that always use it.
+// Installs the engine for packers with always_in_engine(), whatever was enabled.
 void install_engine();
 
 }  // namespace memsave_ext

@@ -13,11 +13,11 @@ namespace memsave_ext {
 
 // Where the next kernel that is captured finds its random numbers.
 struct GraphRng {
-  uint64_t capture;         // that is under way, by CUDA's number
+  uint64_t capture;         // CUDA's id of the capture
   at::Generator generator;  // the default one of the device
-  int64_t* seed;            // on the device, as the offset, and alive as long as the capture
+  int64_t* seed;            // device memory, as is `offset`; lives as long as the capture
   int64_t* offset;
-  uint64_t place;  // the offset's increase since the graph's beginning
+  uint64_t place;  // how far the offset has moved since the capture began
 
   bool operator==(const GraphRng& other) const {
     return capture == other.capture && generator == other.generator && place == other.place;
@@ -28,8 +28,8 @@ struct GraphRng {
   static std::optional<GraphRng> current();
 };
 
-// For a scope, the generator draws from that place on. What is drawn does not count: afterwards it
-// goes on from where it was.
+// While it lives, the generator draws from that place on; afterwards it continues from where it
+// was before.
 class GraphRngScope {
  public:
   explicit GraphRngScope(const GraphRng& rng);

@@ -23,7 +23,7 @@ struct SavedObject {
 
 struct Hook {
   PyObject_HEAD vectorcallfunc vectorcall;
-  std::shared_ptr<Packer> packer;  // null out of its scope
+  std::shared_ptr<Packer> packer;  // null once its scope has ended
 };
 
 PyObject* stop = nullptr;
@@ -97,7 +97,7 @@ py::object wrap_saved(std::shared_ptr<Saved> saved) {
 }
 
 std::shared_ptr<Packer> packer_of(PyObject* hook) {
-  // Without the GIL, while another thread leaves the hook's scope.
+  // Atomically: another thread may leave the hook's scope meanwhile.
   return Py_TYPE(hook) == &hook_type ? std::atomic_load(&reinterpret_cast<Hook*>(hook)->packer)
                                      : nullptr;
 }

@@ -1,5 +1,6 @@
-// Saved-tensor hooks without Python code. torch calls hooks through Python; these are C functions
-// there, so that none runs per tensor, and with the engine of engine.h not even these are called.
+// Saved-tensor hooks without Python code. torch calls hooks through Python, where these are C
+// functions, so that no Python code runs for a tensor. With the engine of engine.h, autograd calls
+// the packers directly.
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>
@@ -21,19 +22,19 @@ class Saved {
 class Packer {
  public:
   virtual ~Packer() = default;
-  // Null: `tensor`, which may be replaced by an alias, is kept as it is.
+  // Returns null to keep the tensor as it is, or the alias that this puts in its place.
   virtual std::shared_ptr<Saved> pack(at::Tensor& tensor) = 0;
-  // Whether the engine's hooks are used without being asked for.
+  // Whether the engine's hooks are used even where use_engine_hooks() is off.
   virtual bool always_in_engine() const { return false; }
 };
 
 // Called once, at import.
 void init_hooks();
 
-// Of the hook that is topmost in torch's stack, or null where that is not one of ours.
+// The packer behind the topmost hook of torch's stack; null where that hook is not ours.
 std::shared_ptr<Packer> packer_of(PyObject* hook);
 
-// Python's view of what was saved; the unpack hook opens it.
+// Wraps it for Python; the unpack hook opens it.
 pybind11::object wrap_saved(std::shared_ptr<Saved> saved);
 PyObject* unpack_function();  // borrowed
 

@@ -38,7 +38,7 @@ CheckpointNode::CheckpointNode(py::object function,
                                std::vector<torch::autograd::SavedVariable> inputs,
                                std::vector<py::object> input_types,
                                std::vector<ListedParameter> parameters, OutsideTensors outside,
-                               Surroundings surroundings, Tape tape, CallSite call_site,
+                               Surroundings surroundings, ForwardRecord record, CallSite call_site,
                                edge_list next_edges)
     : Node(std::move(next_edges)),
       function_(std::move(function)),
@@ -47,7 +47,7 @@ CheckpointNode::CheckpointNode(py::object function,
       parameters_(std::move(parameters)),
       outside_(std::move(outside)),
       surroundings_(std::move(surroundings)),
-      tape_(std::move(tape)),
+      forward_record_(std::move(record)),
       call_site_(std::move(call_site)) {}
 
 CheckpointNode::~CheckpointNode() { release_python(); }
@@ -128,7 +128,7 @@ FunctionResult CheckpointNode::call_again(const Saved& saved, const variable_lis
   {
     const ReadObserver observer(outside_.find_changed({function.ptr()}), &pending_);
     const RecomputeGuard guard(saved.surroundings);
-    const TapeScope scope(tape_, TapeScope::kReplaying);
+    const ForwardRecordScope scope(forward_record_, ForwardRecordScope::kReplaying);
     result = FunctionResult::of_call(function, arguments);
     reads = observer.reads();
   }

@@ -11,10 +11,10 @@
 
 #include "checkpoint/call.h"
 #include "checkpoint/call_site.h"
+#include "checkpoint/forward_record.h"
 #include "checkpoint/outside.h"
 #include "checkpoint/stepped.h"
 #include "checkpoint/surroundings.h"
-#include "checkpoint/tape.h"
 #include "compat.h"
 
 namespace memsave_ext {
@@ -35,8 +35,8 @@ class CheckpointNode : public torch::autograd::Node {
   // `input_types` are those of inputs that are of a subclass of torch.Tensor, null for the others.
   CheckpointNode(pybind11::object function, std::vector<torch::autograd::SavedVariable> inputs,
                  std::vector<pybind11::object> input_types, std::vector<ListedParameter> parameters,
-                 OutsideTensors outside, Surroundings surroundings, Tape tape, CallSite call_site,
-                 torch::autograd::edge_list next_edges);
+                 OutsideTensors outside, Surroundings surroundings, ForwardRecord record,
+                 CallSite call_site, torch::autograd::edge_list next_edges);
   ~CheckpointNode() override;
 
   void set_outputs(OutputNumbers numbers) { output_numbers_ = std::move(numbers); }
@@ -52,7 +52,7 @@ class CheckpointNode : public torch::autograd::Node {
   // A copy, because another backward may release the node at any time.
   Saved unpack();
   Recomputed recompute(const Saved& saved, const torch::autograd::variable_list& grads);
-  // The parts of it.
+  // The steps of recompute().
   FunctionResult call_again(const Saved& saved, const torch::autograd::variable_list& arguments);
   void find_roots(const FunctionResult& result, const torch::autograd::variable_list& grads,
                   Recomputed& graph) const;
@@ -69,7 +69,7 @@ class CheckpointNode : public torch::autograd::Node {
   std::vector<ListedParameter> parameters_;
   const OutsideTensors outside_;
   Surroundings surroundings_;
-  Tape tape_;
+  ForwardRecord forward_record_;
   CallSite call_site_;
   OutputNumbers output_numbers_;
   const PendingRegion pending_;

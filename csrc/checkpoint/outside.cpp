@@ -14,7 +14,7 @@ namespace py = pybind11;
 
 namespace {
 
-// Wrappers, such as DTensors, have no memory of their own.
+// Wrapper subclasses, such as DTensor, have no memory of their own.
 bool is_wrapper(const at::Tensor& tensor) {
   return !tensor.has_storage() || tensor.layout() != at::kStrided ||
          tensor.key_set().has(c10::DispatchKey::Python);
@@ -28,7 +28,7 @@ void walk(const std::vector<PyObject*>& roots, TensorWalk& tensors) {
   for (PyObject* root : roots) tensors.visit(root);
 }
 
-// `before` is its version in the forward; without one there was another tensor.
+// `before` is the version in the forward, or nothing where another tensor was there.
 ChangedTensor changed_tensor(PyObject* object, const std::string& name,
                              std::optional<uint32_t> before) {
   const at::Tensor& tensor = THPVariable_Unpack(object);
@@ -65,7 +65,7 @@ void OutsideTensors::leave_out_own_changes(const std::vector<PyObject*>& roots) 
   size_t index = 0;
   TensorWalk tensors([&](PyObject* object) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
-    if (index == noted_.size()) {  // made by the forward
+    if (index == noted_.size()) {  // it was made by the forward
       noted_.push_back(Noted::of(tensor));
       same_places_ = false;
     }
@@ -95,7 +95,7 @@ std::vector<ChangedTensor> OutsideTensors::find_changed(const std::vector<PyObje
       changed.push_back(changed_tensor(object, tensors.name(), noted->version));
       return;
     }
-    // What holds parts of parameters elsewhere (FSDP, offloading) puts others in their places.
+    // FSDP and offloading put other tensors in a parameter's place: these are not changes.
     if (!known || is_wrapper(tensor) || tensor.is_meta() || tensor.numel() == 0) return;
     const Noted& before = noted_[index - 1];
     const auto* storage = before.storage._unsafe_get_target();

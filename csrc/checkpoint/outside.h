@@ -18,25 +18,25 @@
 namespace memsave_ext {
 
 struct ChangedTensor {
-  const c10::TensorImpl* tensor;    // of one without a storage of its own
-  const c10::StorageImpl* storage;  // of every other
+  const c10::TensorImpl* tensor;    // set where it has no storage of its own
+  const c10::StorageImpl* storage;  // set otherwise
   ByteRange range;
   std::string description;
 };
 
 class OutsideTensors {
  public:
-  // `roots` are what the function is called with, and the function itself. All need the GIL.
-  // Before the forward.
+  // All need the GIL. `roots` are the function and what it is called with.
+  // Notes, before the forward, identity, storage and version of every tensor reached from `roots`.
   void note(const std::vector<PyObject*>& roots);
-  // After it: what the forward has changed by itself is not looked at any more.
+  // After the forward: forgets the tensors that the forward itself has changed.
   void leave_out_own_changes(const std::vector<PyObject*>& roots);
-  // What is not as it was.
+  // The tensors that are no longer as noted.
   std::vector<ChangedTensor> find_changed(const std::vector<PyObject*>& roots) const;
 
  private:
   struct Noted {
-    const c10::TensorImpl* tensor;  // to be compared only
+    const c10::TensorImpl* tensor;  // only compared, may be dangling
     WeakStorage storage;
     uint32_t version;
     bool changed_by_forward;
@@ -47,14 +47,14 @@ class OutsideTensors {
   };
 
   std::vector<Noted> noted_;
-  bool same_places_ = true;  // before and after the forward
+  bool same_places_ = true;  // whether the forward left every tensor where it was reached from
 };
 
-// An operator has read a tensor that had changed.
+// A read, by one of the recompute's operators, of a tensor that had changed.
 struct Read {
   std::string operator_name;
-  std::string change;                // how; empty where no more is known than that it was stepped
-  std::optional<uint32_t> position;  // the parameter's, in an optimizer that has stepped it
+  std::string change;                // how it changed; empty where only a step is known
+  std::optional<uint32_t> position;  // of the parameter in the optimizer that stepped it
   Metadata metadata;
 };
 

@@ -17,8 +17,8 @@ Recompute::Recompute(Region& region, const BackwardKey& key)
   const std::lock_guard<std::mutex> lock(region.state_mutex_);
   may_stop_ = region.stop_at_last_save_;
   if (!forward_finished_) {
-    // Asked from inside the function, in a backward: it must not run further than the forward has,
-    // whatever the options are. The node that asks is, in practice, the one that saved last.
+    // A backward inside the function asks: the recompute must not run further than the forward has
+    // come, whatever the options are. The node that asks is, in practice, the one that saved last.
     const NodePtr asking = torch::autograd::get_current_node();
     may_stop_ = asking && !fills_after_saving(*asking);
   }
@@ -38,8 +38,8 @@ bool Recompute::save(const at::Tensor& tensor) {
     return !stopped_;
   }
   if (may_stop_ && index == needed_) {
-    // Nobody needs what is saved from here on, and the last operation that somebody needs has run:
-    // only of the forward's very last save is it known that it may be stopped before.
+    // Nothing that is saved from here on is needed, and the last operation that is needed has run.
+    // Stopping before an operation has run is allowed only at the forward's very last save.
     stopped_ = true;
     return false;
   }
@@ -79,7 +79,7 @@ void Recompute::check(const std::vector<Read>& reads) const {
   }
   if (!forward_finished_) return;  // a backward inside the function: it saves more later
   // With early_stop the last tensor that is needed ends a recompute, also where running on was
-  // cheaper: what comes after it is nobody's business.
+  // cheaper; what is saved after it is not compared.
   if (count_ > saved && !region_.options_.early_stop) throw_error("more_saved", on_error);
   if (!stopped_ && count_ < saved) throw_error("fewer_saved", saved, count_, on_error);
 }

@@ -22,7 +22,7 @@ class RegionScope {
   RegionScope& operator=(const RegionScope&) = delete;
 };
 
-// Told of the begin and the end of every recompute while memory is tracked, null otherwise.
+// Called at the begin and end of every recompute while memory is tracked; null otherwise.
 inline std::atomic<void (*)(bool begins)> recompute_observer{nullptr};
 
 class RecomputeScope {

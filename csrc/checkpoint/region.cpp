@@ -208,7 +208,7 @@ void Region::recompute(const BackwardKey& key) {
                           check ? &*pending_ : nullptr);
     const RecomputeGuard guard(surroundings_);
     const HookGuard hooks(std::make_shared<RecomputePacker>(run));
-    const TapeScope scope(tape_, TapeScope::kReplaying);
+    const ForwardRecordScope scope(forward_record_, ForwardRecordScope::kReplaying);
     result = PyObject_Call(recompute_function_.ptr(), arguments.ptr(),
                            kwargs_.is_none() ? nullptr : kwargs_.ptr());
     reads = observer.reads();

@@ -12,11 +12,11 @@
 #include <thread>
 #include <vector>
 
+#include "checkpoint/forward_record.h"
 #include "checkpoint/hooks.h"
 #include "checkpoint/outside.h"
 #include "checkpoint/saved.h"
 #include "checkpoint/surroundings.h"
-#include "checkpoint/tape.h"
 
 namespace memsave_ext {
 
@@ -46,17 +46,19 @@ class Region : public std::enable_shared_from_this<Region> {
   // Before the forward, and before its hooks are pushed. `arguments` is a tuple.
   void save_arguments(PyObject* arguments);
   void save_surroundings();
-  // Likewise: tensors that the function may read beside its positional arguments.
+  // Also before the forward: notes the tensors that the function may read beside its positional
+  // arguments.
   void note_outside();
-  // After the forward: what it did with random numbers, and where a recompute may stop.
+  // After the forward: settles whether random state must be kept and where a recompute may stop.
   void finish_forward(PyObject* outputs);
 
-  // The forward saves `tensor`; returns its position.
+  // Notes that the forward saves `tensor`; returns its position.
   size_t save(const at::Tensor& tensor);
-  // Autograd asks for what it saved at `index`. Recomputes when this backward has not yet.
+  // The value of what the forward saved at `index`. Computes the region again where this backward
+  // has not done so yet.
   at::Tensor open(size_t index);
 
-  Tape& tape() { return tape_; }
+  ForwardRecord& forward_record() { return forward_record_; }
 
  private:
   friend class Recompute;
@@ -68,7 +70,7 @@ class Region : public std::enable_shared_from_this<Region> {
   };
 
   pybind11::tuple unpack_arguments() const;
-  std::vector<PyObject*> roots() const;  // what leads to tensors from outside. Borrowed
+  std::vector<PyObject*> roots() const;  // borrowed; from which outside tensors are reached
   void hold(size_t index);
   void let_go(size_t index);
   at::Tensor take(const BackwardKey& key, size_t index);
@@ -83,9 +85,9 @@ class Region : public std::enable_shared_from_this<Region> {
   std::vector<RegionArgument> arguments_;
   Surroundings surroundings_;
   OutsideTensors outside_;
-  std::optional<PendingRegion> pending_;  // once the forward has ended, and has saved anything
-  Tape tape_;
-  // For slots_ and values_. Innermost: nothing is called, and no tensor freed, while it is held.
+  std::optional<PendingRegion> pending_;  // set when a forward that saved anything has ended
+  ForwardRecord forward_record_;
+  // Guards slots_ and values_. While it is held nothing is called and no tensor is freed.
   std::mutex state_mutex_;
   std::vector<Slot> slots_;
   std::vector<Values> values_;
@@ -97,7 +99,7 @@ class Region : public std::enable_shared_from_this<Region> {
   std::atomic<std::thread::id> recomputing_thread_{};
 };
 
-// Saves what a forward saves.
+// Hands what a forward saves to its region.
 class RegionPacker final : public Packer {
  public:
   explicit RegionPacker(std::shared_ptr<Region> region) : region_(std::move(region)) {}

@@ -15,7 +15,8 @@ namespace memsave_ext {
 
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
-// Kept from being reallocated but not from being freed; null where there is none.
+// Its address is not given to another storage while this lives, but its memory may be freed. Null
+// where the tensor has no storage.
 WeakStorage weak_storage(const at::Tensor& tensor);
 uint32_t version_of(const at::Tensor& tensor);  // 0 of inference tensors, which have none
 
@@ -32,7 +33,7 @@ struct Metadata {
 
 // What the forward saved at one position.
 struct Slot {
-  uint32_t holders;  // none when autograd has dropped it
+  uint32_t holders;  // 0 once autograd has dropped it
   Metadata metadata;
   WeakStorage storage;
   uint32_t version;
@@ -53,8 +54,9 @@ struct RegionArgument {
   pybind11::object other;  // set when the argument is not a tensor
 
   static RegionArgument of(PyObject* argument);
-  at::Tensor unpack() const;  // leaves the GIL to others
-  // The versions, then and now, of one that was changed in place; `now` is what unpack() gave.
+  at::Tensor unpack() const;  // releases the GIL meanwhile
+  // The versions in the forward and now, where it was changed in place; `now` is what unpack()
+  // gave.
   std::optional<std::pair<uint32_t, uint32_t>> change(const at::Tensor& now) const;
 };
 

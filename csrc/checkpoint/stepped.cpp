@@ -23,7 +23,7 @@ struct StepsOfStorage {
 
 std::atomic<int64_t> pending{0};
 std::atomic<uint64_t> steps_noted{0};
-std::mutex mutex;  // for what follows; innermost
+std::mutex mutex;  // guards `steps`; no other lock is taken under it
 // Never destroyed: regions may outlive static destruction.
 auto& steps = *new std::unordered_map<const c10::StorageImpl*, StepsOfStorage>();
 

@@ -18,7 +18,7 @@ struct ByteRange {
   bool overlaps(const ByteRange& other) const { return begin < other.end && other.begin < end; }
 };
 
-// A region that can still be recomputed. Steps are noted while there is any.
+// A region that can still be computed again. Steps are noted only while one exists.
 class PendingRegion {
  public:
   PendingRegion();

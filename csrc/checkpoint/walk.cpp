@@ -17,7 +17,7 @@ struct Types {
   PyTypeObject* module;
   PyTypeObject* partial;
   PyObject *parameters, *modules, *dataclass_fields, *func, *args, *keywords;
-  PyObject* own_attributes;  // a set of the names that torch gives to every module's
+  PyObject* own_attributes;  // a set of attribute names that every torch module has
 
   static const Types& get() {
     // With the GIL. A static would be locked while it is made, and whoever waits for that has the
@@ -46,7 +46,7 @@ struct Types {
   }
 };
 
-// What holds nothing.
+// Whether it can hold no tensor.
 bool is_plain(PyObject* object) {
   return object == Py_None || PyLong_Check(object) || PyFloat_Check(object) ||
          PyUnicode_Check(object);
@@ -66,7 +66,7 @@ bool is_dataclass(PyObject* object) {
 
 py::object dict_of(PyObject* object) {
   auto dict = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(object, nullptr));
-  if (!dict) PyErr_Clear();  // one with slots
+  if (!dict) PyErr_Clear();  // a class with slots has no dict
   return dict;
 }
 

@@ -17,13 +17,13 @@ namespace memsave_ext {
 // GIL.
 class TensorWalk {
  public:
-  // Called with each tensor. name() tells where it was found.
+  // Called with each tensor; name() then tells where it was found.
   using Visitor = std::function<void(PyObject* tensor)>;
 
   explicit TensorWalk(Visitor visitor) : visitor_(std::move(visitor)) {}
 
   void visit(PyObject* object, PyObject* key = nullptr, Py_ssize_t index = -1);
-  // Of the tensor that is being visited, such as "linear.weight" or "mask[0]".
+  // Where the tensor that is being visited was found: "linear.weight" or "mask[0]".
   std::string name() const;
 
  private:

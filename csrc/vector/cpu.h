@@ -22,9 +22,9 @@ template <typename Storage>
 using Lanes = Vector<ValueOf<Storage>, kLanes<Storage>>;
 using Bits = Vector<uint32_t, kLanes<float>>;  // of floats
 
-// How much of a vector a load or store is about.
+// How much of a vector is loaded or stored.
 struct Whole {};
-struct Streamed {};  // whole, and stored around the caches
+struct Streamed {};  // a whole vector, stored past the caches
 struct Part {
   int64_t lanes;
 };
@@ -48,7 +48,7 @@ MEMSAVE_EXT_INLINED inline uint16_t mask(Part part) {
   return static_cast<uint16_t>((1u << part.lanes) - 1);
 }
 
-// As many as there are floats in a vector, of 16 bits each.
+// Loads as many 16-bit values as a vector has floats.
 MEMSAVE_EXT_INLINED inline Bits load_halves(const void* from) {
 #if MEMSAVE_EXT_VECTOR_BYTES == 64
   return (Bits)_mm512_maskz_cvtepu16_epi32(kAll, load_raw<__m256i>(from));
@@ -59,7 +59,7 @@ MEMSAVE_EXT_INLINED inline Bits load_halves(const void* from) {
 #endif
 }
 
-// The lower 16 bits of each, of which none are set above.
+// The lower 16 bits of each lane, whose upper bits must be 0.
 MEMSAVE_EXT_INLINED inline auto narrow_halves(Bits bits) {
 #if MEMSAVE_EXT_VECTOR_BYTES == 64
   return _mm512_maskz_cvtepi32_epi16(kAll, (__m512i)bits);
@@ -91,14 +91,14 @@ MEMSAVE_EXT_INLINED inline Lanes<Storage> load(const Storage* from) {
   }
 }
 
-// Rounded to the nearest even bfloat16.
+// Rounds to bfloat16, to nearest even.
 MEMSAVE_EXT_INLINED inline Bits bfloat16_bits(Lanes<float> v) {
   const Bits bits = (Bits)v;
   const Bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   return v != v ? Bits{} + 0x7fc0u : rounded;
 }
 
-// As it is stored: rounded to nearest even.
+// A value as it is stored, rounded to nearest even.
 template <typename Storage>
 MEMSAVE_EXT_INLINED inline auto narrow(Lanes<Storage> v) {
   [[maybe_unused]] constexpr int lanes = kLanes<Storage>;
@@ -129,7 +129,7 @@ MEMSAVE_EXT_INLINED inline Lanes<Storage> load(const Storage* from, Streamed) {
   return load(from);
 }
 
-// All ones in the lanes of the part.
+// A mask: all ones in the lanes of the part.
 template <typename T, int lanes>
 MEMSAVE_EXT_INLINED inline auto lanes_of(Part part) {
   using Integer = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
@@ -159,7 +159,7 @@ MEMSAVE_EXT_INLINED inline void copy(Storage* to, const Storage* from, Part part
   }
 }
 
-// Lanes past the part are 0.
+// Loads a part of a vector; the lanes past it are 0.
 template <typename Storage>
 MEMSAVE_EXT_INLINED inline Lanes<Storage> load(const Storage* from, Part part) {
 #if MEMSAVE_EXT_VECTOR_BYTES == 64
@@ -226,7 +226,7 @@ MEMSAVE_EXT_INLINED inline void store_halves(void* to, Bits bits, Part part) {
   copy(static_cast<BFloat16*>(to), whole, part);
 }
 
-// Bytes, as halves.
+// Loads bytes, one into each lane.
 MEMSAVE_EXT_INLINED inline Bits load_bytes(const uint8_t* from) {
 #if MEMSAVE_EXT_VECTOR_BYTES == 64
   return (Bits)_mm512_maskz_cvtepu8_epi32(kAll, load_raw<__m128i>(from));
@@ -253,7 +253,7 @@ MEMSAVE_EXT_INLINED inline void store_bytes(uint8_t* to, Bits bits) {
 #endif
 }
 
-// `to` is aligned to what is stored.
+// Stores past the caches; `to` is aligned to the size of what is stored.
 template <typename Storage>
 MEMSAVE_EXT_INLINED inline void store(Storage* to, Lanes<Storage> v, Streamed) {
   const auto stored = narrow<Storage>(v);

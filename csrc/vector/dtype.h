@@ -9,7 +9,7 @@
 
 namespace memsave_ext::vector {
 
-// Nothing where no kernel computes with such values.
+// Nothing where no kernel computes with this type.
 inline std::optional<DType> dtype_of(c10::ScalarType type) {
   switch (type) {
     case c10::ScalarType::Double:

@@ -16,7 +16,7 @@ Isa isa_of_this_cpu();
   extern const Table name;                          \
   }
 
-// The first declares all tables of that name, the second is the one for this CPU.
+// The first macro declares the tables of that name, the second picks the one for this CPU.
 #if defined(__x86_64__)
 #define MEMSAVE_EXT_DECLARE_TABLES(Table, name)    \
   MEMSAVE_EXT_DECLARE_TABLE(baseline, Table, name) \

@@ -1,4 +1,4 @@
-// The launch of a kernel, and the check of what CUDA says.
+// Launching a kernel, and turning CUDA's errors into exceptions.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,4 +1,4 @@
-// For any CPU: the vectors of 16 bytes that x86-64 and aarch64 always have.
+// Code for any CPU, with the 16-byte vectors that every x86-64 and aarch64 has.
 #include <c10/util/Half.h>
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -1,4 +1,4 @@
-// Types of tensors as kernels see them, and marks for functions of host and device.
+// Element types as kernels see them, and macros that mark functions of host and device.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ enum class DType : int { kDouble, kFloat, kHalf, kBFloat16 };
 
 constexpr int kDTypes = 4;
 
-// What a stored value is computed in.
+// The type in which a stored value is computed.
 template <typename Storage>
 struct Computed {
   using type = float;
@@ -27,7 +27,7 @@ struct Computed<double> {
 template <typename Storage>
 using ValueOf = typename Computed<Storage>::type;
 
-// On CPUs; CUDA has its own.
+// The storage types of CPU kernels; CUDA has its own.
 struct Half {
   uint16_t bits;
 };
@@ -36,7 +36,7 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// What values of a DType are stored in.
+// The type in which values of a DType are stored.
 template <DType dtype>
 struct Stored;
 template <>

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._leaves import hold_accumulators
 from . import fallback
 from .arguments import Arguments, call, names, read
 
@@ -17,7 +18,9 @@ _DIFFERENTIABLE = "input", "residual", "weight", "bias"  # in the order of their
 
 
 def forward(*args: Any) -> tuple[Tensor, Tensor]:
+    nodes = hold_accumulators(args)
     result: tuple[Tensor, Tensor] = _Forward.apply(*args)
+    del nodes
     return result
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..checkpointing import tapes, uncounted
-from . import operators, record  # noqa: F401  # the first defines the operators
+from ..checkpointing import forward_records, uncounted
+from . import calls, operators  # noqa: F401  # the first defines the operators
 from .activations import ACTIVATIONS, check_activation
-from .record import Settings, Tensors
+from .calls import Settings, Tensors
 
 Running = tuple[Tensor | None, Tensor | None, float]
 NO_RUNNING: Running = None, None, 0.0
@@ -91,9 +91,9 @@ class CountOnce(_BatchNorm):
                 f"{type(self).__name__}: residual must be a tensor or None, got "
                 f"{type(residual).__name__}"
             )
-        around = tapes.NOTHING
+        around = forward_records.NOTHING
         if not torch.compiler.is_compiling():
-            around = tapes.enclosing(functions=self.training)
+            around = forward_records.enclosing(functions=self.training)
         if _must_use_torch():
             of = self if around.replay is None else uncounted.copy_of(self)
             output = _BatchNorm.forward(of, input)
@@ -107,7 +107,7 @@ class CountOnce(_BatchNorm):
                     f"{type(self).__name__}: both or none of input and {name} must be float64, got "
                     f"{input.dtype} and {tensor.dtype}"
                 )
-        found = record.find(self, tensors, around.replay)
+        found = calls.find(self, tensors, around.replay)
         if found is not None:
             output, _ = run(tensors, found.settings, found.statistics)
         else:
@@ -115,9 +115,9 @@ class CountOnce(_BatchNorm):
             is_recompute = around.replay is not None
             output, statistics = self._compute(tensors, settings, count=not is_recompute)
             if around.recording:
-                found = record.Record.of(self, tensors, statistics, settings)
+                found = calls.Call.of(self, tensors, statistics, settings)
         if found is not None:
-            record.keep(self, found, around.recording)
+            calls.keep(self, found, around.recording)
         return output
 
     def __prepare_scriptable__(self) -> NoReturn:

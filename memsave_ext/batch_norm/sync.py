@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .arguments import Arguments, statistic_dtype
+from .calls import Settings, Tensors
 from .fallback import update_running
 from .modules import NO_RUNNING, CountOnce, Running, run
-from .record import Settings, Tensors
 
 _moments = torch.ops.memsave_ext.batch_norm_moments.default
 
@@ -31,8 +31,10 @@ class SyncBatchNorm(CountOnce):
 
     Shapes: input, residual and output (N, C, *).
 
-    Raises: as :class:`BatchNorm1d` (one value per channel: in all processes together, on each of
-        them; batches that are all empty update no statistics), and
+    Errors are those of :class:`BatchNorm1d`, and come on each process: one value per channel is one
+    in all of them together. Batches that are all empty update no statistics.
+
+    Raises:
         ValueError: no channels.
         RuntimeError: ``process_group`` does not exist any more; this process is not in it; double
             backward, which is not supported.

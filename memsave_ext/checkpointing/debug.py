@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# By the real folders: a checkout, or the user's own folder, may have one of these names, too.
+# Compared with the real folders: a user's own folder may have one of these names, too.
 _NOT_USERS = tuple(
     os.path.join(folder, "")
     for folder in (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__))
@@ -27,7 +27,7 @@ class _Recorder(TorchDispatchMode):
         self.calls: list[tuple[str, str]] = []
 
     def __enter__(self) -> _Recorder:
-        self.calls = []  # a second recompute starts again
+        self.calls = []  # a second recompute starts afresh
         return super().__enter__()  # type: ignore[no-any-return]
 
     def __torch_dispatch__(

@@ -1,7 +1,7 @@
-"""What goes wrong in checkpointing, in words. Every message is here, once.
+"""Errors and warnings of checkpointing. Every message is here, once.
 
-The native part and the fallback find out what is wrong, each by itself, and raise what these
-functions make of it. csrc/checkpoint calls them by name.
+The native part and the fallback each detect what is wrong and raise what these functions return.
+csrc/checkpoint calls them by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Metadata = tuple[Sequence[int], torch.dtype, torch.device]  # of a saved tensor
 # An operator that has read a changed tensor: its name; what describe_change() says of the tensor,
 # if anything; its place among an optimizer's parameters, if one has stepped it; shape and dtype.
 Read = tuple[str, str, int | None, Sequence[int], torch.dtype]
-# A tensor that is used and was not listed: shape, dtype, name of the node; none: it is an output.
+# A tensor that is used but was not listed: shape, dtype, name of the node that uses it (empty where
+# the tensor is an output).
 Unlisted = tuple[Sequence[int], torch.dtype, str]
 
 _APPLY = "CheckpointFunction.apply"
@@ -135,7 +136,7 @@ _warned: set[tuple[CodeType, int, tuple[str, ...]]] = set()
 def warn_unlisted(
     code: CodeType, instruction: int, line: int, unlisted: Iterable[Unlisted]
 ) -> None:
-    """Warn of each once per place, a call of apply, which is an instruction of ``code``."""
+    """Warn once of each tensor for each call of apply, known by ``code`` and instruction."""
     found = tuple(
         _describe(shape, dtype) + (f", used by {user}" if user else ", returned as an output")
         for shape, dtype, user in unlisted
@@ -163,7 +164,7 @@ def needs_itself() -> RuntimeError:
 
 
 def describe_change(tensor: Tensor, name: str, before: int | None, now: int) -> str:
-    """``before`` None: there was another tensor."""
+    """How a tensor changed. ``before`` is its version in the forward, None for another tensor."""
     replaced = "replaced: the forward had another tensor there"
     what = replaced if before is None else _modified(before, now)
     return f"{name} ({_describe(tensor.shape, tensor.dtype)}): {what}"
@@ -172,7 +173,7 @@ def describe_change(tensor: Tensor, name: str, before: int | None, now: int) -> 
 def arguments_changed(
     changes: Iterable[tuple[int, int, int]], on_error: OnError
 ) -> CheckpointError:
-    """``changes`` are positions with the two versions."""
+    """``changes``: for each argument its position and its versions in the forward and now."""
     lines = "".join(f"argument {i}: {_modified(before, now)}\n" for i, before, now in changes)
     return _error(_outside_changed(lines), on_error)
 
@@ -192,7 +193,7 @@ def outside_changed(
 
 
 def function_outside_changed(reads: Iterable[Read]) -> CheckpointError:
-    """The same of a region of CheckpointFunction, which has no such option."""
+    """As outside_changed(), for CheckpointFunction, which has no determinism_check."""
     return _error(_outside_changed(_describe_reads(reads)), None)
 
 

@@ -45,5 +45,6 @@ def _to_device(kept: Tensor | _OnCpu) -> Tensor:
 
 
 def keep_inputs_on_cpu() -> saved_tensors_hooks:
-    """Saved-tensor hooks around a region: they see its inputs, for what it saves has its own."""
+    """Saved-tensor hooks around a region. They see its inputs only: what the region saves goes to
+    the region's own hooks."""
     return saved_tensors_hooks(_to_cpu, _to_device)

@@ -1,4 +1,4 @@
-"""Making existing models, which call torch's checkpoint, use this one."""
+"""``patch_torch_checkpoint``: models that call torch's checkpoint use this one."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def _in_contexts(
     context_fn: ContextFn | None,
     debug: bool,
 ) -> tuple[Callable[..., Any], Callable[..., Any], OnError]:
-    """Both inside their context managers, and what adds the operators to an error's message."""
+    """Both functions inside their context managers, and what adds the operators to a message."""
     on_error = None
     if context_fn is _torch.noop_context_fn:
         context_fn = None

@@ -35,14 +35,14 @@ def copy_of(module: M) -> M:
 
 
 def _counts(module: object) -> TypeGuard[_NormBase]:
-    # Those that have a _call_impl of their own find by themselves what a recompute is.
+    # Norms with a _call_impl of their own detect recomputes by themselves.
     return isinstance(module, _NormBase) and type(module)._call_impl is _call
 
 
 def _call(self: _NormBase, *args: Any, **kwargs: Any) -> Any:
     if self.training and not torch.compiler.is_compiling() and _is_recomputing():
         self = copy_of(self)
-    # Looked up each time, for those who put their own in its place.
+    # Looked up at each call, because others may replace it.
     return nn.Module._call_impl(self, *args, **kwargs)
 
 

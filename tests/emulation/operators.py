@@ -25,16 +25,13 @@ sys.path.insert(0, str(ROOT / "tools"))
 import build_units
 
 FOLDER = ROOT / "build" / "emulation-operators"
-TESTS = ["sanitized_kernels.py", "test_batch_norm.py", "test_batch_norm_ops.py"]
-TESTS += ["test_batch_norm_errors.py", "test_batch_norm_once.py", "test_batch_norm_cuda.py"]
-TESTS += [
-    "test_batch_norm_parts_cuda.py",
-    "test_adam.py",
-    "test_adam_op.py",
-    "test_adam_formats.py",
-]
-TESTS += ["test_adam_modes.py", "test_adam_views.py", "test_adam_format_rows.py"]
-TESTS += ["test_adam_in_backward.py", "test_adam_exact_cuda.py", "test_adam_cuda.py"]
+BATCH_NORM = ["", "_ops", "_errors", "_once", "_cuda", "_parts_cuda"]
+ADAM = ["", "_op", "_formats", "_modes", "_rounding", "_states", "_clipping", "_loss_scaling"]
+ADAM += ["_folding", "_views", "_format_rows", "_in_backward", "_hooks", "_exact_cuda", "_cuda"]
+ADAM += ["_modes_cuda"]
+TESTS = ["emulation/sanitized_kernels.py"]
+TESTS += [f"batch_norm/test_batch_norm{name}.py" for name in BATCH_NORM]
+TESTS += [f"adam/test_adam{name}.py" for name in ADAM]
 
 
 def main() -> None:

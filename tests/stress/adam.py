@@ -13,12 +13,12 @@ import warnings
 from typing import Any
 
 import torch
+from oracles.adam import Oracle, clip_factor, too_far, wide
 from torch import Tensor
 
 import memsave_ext as ms
 
 from .adam_cases import DEFAULTS, KINDS, Case, Give, generate, gradient, parameter, settled
-from .adam_oracle import Oracle, clip_factor, too_far, wide
 
 NAMES = [
     "amsgrad", "maximize", "weight_decay", "eps", "betas", "bf16", "state_dtype", "seed",

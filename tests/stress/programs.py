@@ -133,16 +133,18 @@ class Writer:
         self.count += 1
         return f"{prefix}{self.count}"
 
-    def block(self, ops: list[Op], scope: list[str], indent: int, kind: str = "") -> list[str]:
-        """What the operations make; ``kind``: of the regions they are in."""
+    def block(
+        self, ops: list[Op], scope: list[str], indent: int, kind: str = "", own: Sequence[str] = ()
+    ) -> list[str]:
+        """What the operations make; ``kind``: of the regions they are in. ``own``: what they may
+        change in place, which is nothing that surrounds a function, nor a view of it."""
         made: list[str] = []
-        # What may be changed in place: not what surrounds the function, nor a view of it.
-        own = scope[-1:] if kind and "explicit" not in kind else []
+        own = list(own)
         for op in ops:
             names = scope + made
             x, y = names[-1 - op.i % len(names)], names[-1 - op.j % len(names)]
             if op.name.startswith("region:"):
-                v = self.region(op, names, indent, kind)
+                v = self.region(op, names, indent, kind, own)
             else:
                 v = self.new("v")
                 if op.name.startswith("inplace"):
@@ -161,7 +163,7 @@ class Writer:
         text = TABLES[op.name].format(x=x, y=y, v=v, k=op.k % len(self.program.modules))
         self.add(text, indent)
 
-    def region(self, op: Op, names: list[str], indent: int, outer: str) -> str:
+    def region(self, op: Op, names: list[str], indent: int, outer: str, own: Sequence[str]) -> str:
         kind, v, f = op.name.removeprefix("region:"), self.new("v"), self.new("f")
         if kind == "reentrant" and "explicit" in outer:  # which torch refuses
             kind = "torch"
@@ -184,7 +186,10 @@ class Writer:
         if keyword:
             scope.append(m := self.new("a"))
             self.add(f"{m} = m['t'] + m['l'][0]", indent + 1)
-        made = self.block(op.body, scope, indent + 1, f"{outer} {kind}")
+        # A recompute of the outer function must not change what surrounds that.
+        changes = not outer or keyword or given[-1] in own
+        own = scope[-1:] if changes and "explicit" not in f"{outer} {kind}" else ()
+        made = self.block(op.body, scope, indent + 1, f"{outer} {kind}", own)
         if kind == "reentrant":  # torch makes the output's history that of a tensor handed through
             for i in range(-min(len(made), 2), 0):
                 value, made[i] = made[i], self.new("v")

@@ -145,6 +145,8 @@ def compare(ours: list[Step], plain: list[Step], unchanged: list[Step], writer: 
         if theirs[0] == "error":
             if inplace:
                 return "refused: by plain torch, where a recompute has the values of before"
+            if writer.explicit and "does not require grad" in str(theirs[1][0]):
+                return "refused: by plain torch; explicit regions return what needs a gradient"
             return f"silent: plain torch raises {theirs[1][0]!r}, these gradients are not forward's"
         return f"silent: other {label}"
     return ""

@@ -1,6 +1,6 @@
-"""Checkpointing in pure Python, used where there is no native part: csrc/checkpoint, file by file.
+"""Checkpointing in pure Python, used where there is no native part; files as in csrc/checkpoint.
 
-Same arguments, results and errors; only slower. Where torch offers Python less than C++: the look
-for unlisted tensors happens only in a backward on the forward's own thread, and edges to them are
-not cut.
+Arguments, results and errors are the same; it is slower. One thing differs, because torch offers
+Python less: unlisted tensors are looked for only in a backward on the forward's own thread, and the
+graph is not cut at them.
 """

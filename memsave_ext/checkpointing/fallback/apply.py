@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._leaves import hold_accumulators
 from .. import errors
 from .call import CallSite, as_type, call
 from .graph import find_unlisted, sequence_number
@@ -28,7 +29,9 @@ def checkpoint_apply(*args: Any) -> Any:
     if not any(t.requires_grad for t in tensors):
         return _call_and_look(function, tensors[:n], site)
     forward = Forward(function, n, site)
+    nodes = hold_accumulators(tensors)
     outputs = Node.apply(forward, *tensors)
+    del nodes
     assert forward.result is not None
     # Only tensors pass through torch's Function; the rest of the result travels beside it.
     elements, forward.result.elements = forward.result.elements, []
@@ -38,7 +41,7 @@ def checkpoint_apply(*args: Any) -> Any:
 
 
 def _call_and_look(function: Callable[..., Any], inputs: list[Tensor], site: CallSite) -> Any:
-    """Nothing listed needs a gradient: no backward will ever look, so the forward does."""
+    """Where no listed tensor needs a gradient, no backward looks for unlisted ones: look here."""
     mark = sequence_number()
     with uncached_autocast(AutocastState.capture()):
         result = call(function, inputs)

@@ -30,7 +30,7 @@ class Result:
         self.elements: list[Any] = [value] if self._kind is None else list(value)
 
     def rebuild(self, elements: list[Any]) -> Any:
-        """The same structure around other elements."""
+        """The same kind of tuple or list, with these elements."""
         if self._kind is None:
             return elements[0]
         # A named tuple takes its fields one by one.
@@ -47,7 +47,7 @@ def is_differentiable(element: Any) -> bool:
 
 
 def as_type(alias: Tensor, kind: type[Tensor]) -> Tensor:
-    """An alias of a tensor of a subclass, which it is not by itself. A Parameter's is a Tensor."""
+    """``alias`` as an object of the subclass ``kind``; a Parameter's alias is a plain Tensor."""
     if type(alias) is kind or issubclass(kind, torch.nn.Parameter):
         return alias
     return alias.as_subclass(kind)

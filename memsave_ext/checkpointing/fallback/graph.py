@@ -1,4 +1,4 @@
-"""What the graph of a region tells."""
+"""What a region's autograd graph tells about the tensors that it uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import Unlisted
 
 
 def sequence_number() -> int:
-    """What autograd will number the next node made by this thread, or less."""
+    """At most the number that autograd will give to this thread's next node."""
     with torch.enable_grad():
         node = torch.zeros((), requires_grad=True).view(()).grad_fn
     assert node is not None
@@ -22,7 +22,7 @@ def sequence_number() -> int:
 
 
 def _is_outside(node: Any, mark: int) -> bool:
-    """Whether it is a leaf's, or older than ``mark``, which :func:`sequence_number` gave."""
+    """Whether the node is a leaf's, or older than ``mark``, a :func:`sequence_number`."""
     leaf = node.name() == "torch::autograd::AccumulateGrad"
     return leaf or bool(node._sequence_nr() < mark)
 
@@ -79,7 +79,7 @@ def fills_after_saving(node: Any) -> bool:
 
 
 def any_fills_after_saving(outputs: Any, mark: int) -> bool:
-    """Of the graph made since ``mark``. csrc asks about the last save only; any is good enough."""
+    """Whether any node made since ``mark`` does so. (csrc asks about the last save only.)"""
     pending = [o.grad_fn for o in tree_leaves(outputs) if isinstance(o, Tensor)]
     seen: set[Any] = set()
     while pending:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from .. import errors
 from .call import CallSite, Result, as_type, call, is_differentiable
+from .forward_record import forward_record_scope
 from .graph import check_not_computed_from_listed, find_unlisted, sequence_number
 from .outputs import alias_of, check_outputs
 from .outside import OutsideTensors, observed_reads
 from .stepped import PendingRegion
 from .surroundings import Surroundings, uncached_autocast
-from .tape import tape_scope
 
 _hook_lock = threading.RLock()
 
@@ -41,12 +41,12 @@ class Node(torch.autograd.Function):
         inputs, parameters = tensors[: forward.n], tensors[forward.n :]
         versions = [t._version for t in inputs]
         ctx.surroundings = Surroundings.capture()
-        ctx.tape = {}
+        ctx.forward_record = {}
         ctx.outside = OutsideTensors()
         ctx.outside.note([forward.function])
         with (
             uncached_autocast(ctx.surroundings.autocast),
-            tape_scope(ctx.tape, replaying=False),
+            forward_record_scope(ctx.forward_record, replaying=False),
         ):
             forward.result = call(forward.function, inputs)
         elements = forward.result.elements
@@ -117,7 +117,7 @@ def _recompute(ctx: Any, arguments: Sequence[Tensor]) -> list[Any]:
     changed = ctx.outside.find_changed([ctx.call.function])
     with (
         ctx.surroundings.restored(),
-        tape_scope(ctx.tape, replaying=True),
+        forward_record_scope(ctx.forward_record, replaying=True),
         observed_reads(changed, ctx.pending) as observer,
     ):
         elements = call(ctx.call.function, arguments).elements

@@ -47,7 +47,7 @@ def _shares_base(view: Tensor) -> bool:
 
 @functools.cache
 def _references_of_nobody() -> int:
-    """To the base of a view that nobody else keeps: torch's own, which differ between versions."""
+    """How many references torch itself keeps to a view's base; this differs between versions."""
     return _references_to_base(torch.ones(2)[1:])
 
 

@@ -19,7 +19,7 @@ from .walk import walk
 
 
 def _is_wrapper(tensor: Tensor) -> bool:
-    """One without memory of its own, such as a DTensor."""
+    """Whether it is a wrapper subclass without memory of its own, such as a DTensor."""
     return tensor.layout != torch.strided or torch._C._dispatch_keys(tensor).has("Python")
 
 
@@ -28,14 +28,14 @@ def storage_address(tensor: Tensor) -> int | None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """0 of inference tensors, which have none."""
+    """The version counter; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass
 class _Noted:
     tensor: int  # its id
-    storage: StorageWeakRef | None  # which keeps its number from being given to another
+    storage: StorageWeakRef | None  # a weak reference: the number is not given to another storage
     version: int
     changed_by_forward: bool = False
 
@@ -106,8 +106,8 @@ class OutsideTensors:
                     return
                 before = known.version
             else:
-                # What holds parts of parameters elsewhere (FSDP, offloading) puts others in their
-                # places.
+                # FSDP and offloading put other tensors in a parameter's place: these are not
+                # changes.
                 if there is None or there.storage is None or _is_wrapper(tensor):
                     return
                 if tensor.is_meta or tensor.numel() == 0:
@@ -127,7 +127,7 @@ class OutsideTensors:
 def observed_reads(
     changed: list[ChangedTensor], region: PendingRegion | None
 ) -> Iterator[ReadObserver]:
-    """The operators of a recompute inside that read a tensor which has changed or was stepped."""
+    """Collects the recompute's operators that read a tensor which has changed or was stepped."""
     observer = ReadObserver(changed, region)
     if changed or (region is not None and region.any_stepped()):
         with observer:

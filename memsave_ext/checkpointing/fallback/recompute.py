@@ -18,7 +18,7 @@ class Stop(BaseException):
 
 
 class Recompute:
-    """``forward_finished`` False: it is asked for by a backward inside the function."""
+    """A run. ``forward_finished`` is False where a backward inside the function asks for it."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Recompute:
     def difference(
         self, reads: list[Read], early_stop: bool, on_error: OnError
     ) -> CheckpointError | None:
-        """What it did differently from the forward. ``reads``: of tensors that have changed."""
+        """The error for what this run did differently. ``reads``: of tensors that have changed."""
         saved = len(self._slots)
         if self._mutated or reads:
             return errors.outside_changed(self._mutated, reads, on_error)

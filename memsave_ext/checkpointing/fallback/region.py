@@ -13,13 +13,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .. import errors
 from ..errors import OnError
+from .forward_record import ForwardRecord, forward_record_scope
 from .graph import any_fills_after_saving, sequence_number
 from .outside import ChangedTensor, OutsideTensors, ReadObserver, observed_reads
 from .recompute import Recompute, Stop
 from .saved import Argument, BackwardKey, Holder, Slot
 from .stepped import PendingRegion
 from .surroundings import Surroundings, uncached_autocast
-from .tape import Tape, tape_scope
 
 _opened_outside = itertools.count()
 
@@ -46,7 +46,7 @@ def checkpoint_region(
     with (
         uncached_autocast(surroundings.autocast),
         saved_tensors_hooks(region.save, _unpack),
-        tape_scope(region.tape, replaying=False),
+        forward_record_scope(region.forward_record, replaying=False),
     ):
         result = function(*args, **kwargs)
     region.finish_forward(result)
@@ -70,7 +70,7 @@ class _Region:
         check: bool,
         on_error: OnError,
     ) -> None:
-        self.tape: Tape = {}
+        self.forward_record: ForwardRecord = {}
         self._function, self._arguments, self._kwargs = function, arguments, kwargs
         self._surroundings = surroundings
         self._check, self._on_error = check, on_error
@@ -100,7 +100,7 @@ class _Region:
             self._stop_at_last_save = not any_fills_after_saving(outputs, self._mark)
 
     def _roots(self) -> list[Any]:
-        """What leads to tensors from outside of the function."""
+        """Objects from which the function can reach tensors beside its positional arguments."""
         others = [a.value for a in self._arguments if not a.is_tensor]
         return [*others, self._kwargs, self._function]
 
@@ -166,7 +166,7 @@ class _Region:
                 self._surroundings.restored(),
                 observed_reads(changed, self._pending if self._check else None) as observer,
                 saved_tensors_hooks(save, _unpack),
-                tape_scope(self.tape, replaying=True),
+                forward_record_scope(self.forward_record, replaying=True),
             ):
                 self._function(*arguments, **self._kwargs)
         except Stop:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..._leaves import hold_accumulators
 from ..errors import Metadata
 from .outside import version_of
 
@@ -21,7 +22,7 @@ class Holder:
     """What autograd keeps in place of a saved tensor."""
 
     def __init__(self, open_: Callable[[Holder], Tensor]) -> None:
-        self.values: dict[BackwardKey, Tensor] = {}  # recomputed, by backward
+        self.values: dict[BackwardKey, Tensor] = {}  # computed again, by the backward that asked
         self._open = open_
 
     def open(self) -> Tensor:
@@ -32,7 +33,7 @@ class Holder:
 class Slot:
     """What the forward saved at one position."""
 
-    holder: weakref.ref[Holder]  # dead when autograd has dropped it
+    holder: weakref.ref[Holder]  # dead once autograd has dropped it
     metadata: Metadata
     storage: StorageWeakRef | None
     version: int
@@ -56,7 +57,8 @@ def storage_of(tensor: Tensor) -> StorageWeakRef | None:
 
 
 class Argument:
-    """A positional argument; tensors as autograd keeps them: seen by hooks, checked for changes."""
+    """A positional argument. Tensors are kept as autograd keeps them: hooks see them, and a change
+    in place is noticed."""
 
     def __init__(self, value: Any) -> None:
         self.is_tensor = isinstance(value, Tensor)
@@ -67,7 +69,9 @@ class Argument:
             # A node of its own is how Python can make autograd save a tensor. In torch 2.11 the
             # node's tensors go with its output.
             with torch.enable_grad():
+                nodes = hold_accumulators([value])
                 self._keeper: Any = _Keep.apply(torch.empty(0, requires_grad=True), [value])
+                del nodes
 
     def get(self) -> Any:
         if not self.is_tensor:
@@ -76,7 +80,7 @@ class Argument:
         return tensor
 
     def change(self, now: Any) -> tuple[int, int] | None:
-        """The versions of the argument, which is ``now``, if it was changed in place."""
+        """The versions in the forward and now, where the argument was changed in place."""
         if not self.is_tensor or self._storage is None or self._storage != storage_of(now):
             return None
         versions = self._version, version_of(now)

@@ -31,7 +31,7 @@ class ByteRange:
 
 @dataclass
 class _StepsOfStorage:
-    storage: StorageWeakRef  # keeps its number from being given to another
+    storage: StorageWeakRef  # a weak reference: the number is not given to another storage
     # Number of the latest step and position, of each parameter in this storage.
     steps: dict[ByteRange, tuple[int, int]] = field(default_factory=dict)
 

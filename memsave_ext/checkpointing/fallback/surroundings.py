@@ -1,4 +1,4 @@
-"""What surrounds a forward and must surround its recompute."""
+"""Autocast, random state and device of a forward, restored for its recompute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _thread = threading.local()
-# Told of the begin and the end of every recompute while memory is tracked, None otherwise.
+# Called at the begin and end of every recompute while memory is tracked; None otherwise.
 recompute_observer: Callable[[bool], None] | None = None
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
@@ -68,7 +68,7 @@ def is_recomputing() -> bool:
 
 @dataclass
 class Surroundings:
-    """What a forward finds and a recompute must find again."""
+    """What a recompute must find as its forward did."""
 
     autocast: AutocastState
     rng: RngState | None  # None where random numbers are not replayed

@@ -1,0 +1,173 @@
+"""The tables of formats: Python's, the kernels', the docs', and what is really stepped."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memsave_ext as ms
+from memsave_ext import _native
+from memsave_ext.adam import formats
+from memsave_ext.adam.formats import COMPUTED, PARAM_FORMATS, STATE_FORMATS
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+NUMEL = 4096  # enough for blocks
+needs_native = pytest.mark.skipif(not _native.available, reason="needs the native part")
+
+
+def exists(param, bf16, states, amsgrad, closes):
+    """What csrc/adam/formats.h says of a combination, by Python's rows."""
+    if param not in states.params or (bf16.name is not None and param != torch.bfloat16):
+        return False
+    if amsgrad and not states.amsgrad:
+        return False
+    return not closes or (states.dtype or param) in (torch.float32, torch.float64)
+
+
+COMBINATIONS = [
+    combination
+    for combination in itertools.product(
+        COMPUTED, PARAM_FORMATS, STATE_FORMATS, (False, True), (False, True)
+    )
+    if exists(*combination)
+]
+
+
+def names(param, bf16, states, amsgrad, closes):
+    return param, bf16.name, states.name, amsgrad, closes
+
+
+def optimizer_of(param, bf16, states, amsgrad):
+    """Of one parameter, with states in this format, whichever way it has come."""
+    weight = nn.Parameter(torch.randn(NUMEL).to(param))
+    optimizer = ms.Adam(
+        [weight], in_backward=True, amsgrad=amsgrad, bf16=bf16.name, state_dtype=states.option
+    )
+    weight.sum().backward()
+    optimizer.step()
+    if states.option is None:  # a loaded state keeps its dtype
+        state = optimizer.state[weight]
+        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+            if name in state:
+                state[name] = state[name].to(states.dtype or param)
+    return weight, optimizer
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: "-".join(map(str, names(*c))))
+def test_what_exists_is_stepped(combination):
+    """On CPUs. CUDA's tables are filled from the same rows by the same function, dispatch.h's."""
+    param, bf16, states, amsgrad, closes = combination
+    weight, optimizer = optimizer_of(param, bf16, states, amsgrad)
+    before = weight.detach().clone()
+    if closes:
+        with optimizer.accumulate(fold=True):
+            weight.sum().backward()
+        assert optimizer._stepper.folded() == 1
+    (3 * weight).sum().backward()
+    optimizer.step()
+    state = optimizer.state[weight]
+    assert state["exp_avg"].dtype == (states.dtype or param)
+    assert state["step"] == 2
+    rest = state.get("param_rest")
+    assert (None if rest is None else rest.dtype) == bf16.rest
+    moved = not torch.equal(weight, before)
+    assert moved or rest is not None or param in (torch.bfloat16, torch.float16)
+
+
+def test_what_does_not_exist_is_refused_before_anything_changes():
+    weight, optimizer = optimizer_of(torch.float32, *_rows(None, "float32"), False)
+    state = optimizer.state[weight]
+    for name in ("exp_avg", "exp_avg_sq"):
+        state[name] = state[name].to(torch.float16)
+    before = weight.detach().clone()
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(RuntimeError, match=re.escape("exp_avg of a")):
+        optimizer.step()
+    assert state["step"] == 1 and torch.equal(weight, before)
+
+
+def _rows(bf16, states):
+    by_name = {row.name: row for row in STATE_FORMATS}
+    return formats.param_format(bf16), by_name[states]
+
+
+@needs_native
+def test_the_kernels_rows_are_pythons():
+    described = _native.module.adam_formats()
+    assert described["params"] == [(row.name, row.rest, row.at_random) for row in PARAM_FORMATS]
+    assert described["states"] == [
+        (
+            row.name, row.option, row.dtype, [d for d in COMPUTED if d in row.params],
+            row.at_random, row.amsgrad, row.block,
+        )
+        for row in STATE_FORMATS
+    ]  # fmt: skip
+    expected = [names(*combination) for combination in COMBINATIONS]
+    assert sorted(described["combinations"], key=str) == sorted(expected, key=str)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("bf16", ""), ("bf16", "Split"), ("bf16", "nearest"), ("bf16", torch.bfloat16),
+        ("state_dtype", "bfloat16"), ("state_dtype", "as_param"), ("state_dtype", "8 bit"),
+        ("state_dtype", torch.float16), ("state_dtype", torch.uint8), ("state_dtype", 8),
+    ],
+)  # fmt: skip
+def test_an_unknown_format_is_an_error_everywhere(option, value):
+    with pytest.raises(ValueError, match=f"{option} must be "):
+        ms.Adam([nn.Parameter(torch.ones(3).bfloat16())], **{option: value})
+    weight = nn.Parameter(torch.ones(3).bfloat16())
+    optimizer = ms.Adam([weight])
+    weight.sum().backward()
+    optimizer.param_groups[0][option] = value  # between steps
+    with pytest.raises(ValueError, match=f"{option} must be "):
+        optimizer.step()
+    with pytest.raises(ValueError, match=f"{option} must be "):
+        optimizer.fp32_parameters() if option == "bf16" else formats.state_option({option: value})
+    assert not optimizer.state[weight]
+
+
+def table(page, option):
+    """The first two columns of the table of an option's values."""
+    path = DOCS / "adam" / page
+    if not path.is_file():
+        pytest.skip("no docs")
+    text = path.read_text(encoding="utf-8")
+    rows = re.search(rf"^\| `{option}=` .*\n\| :-.*\n((?:\|.*\n)+)", text, re.MULTILINE)[1]
+    return [tuple(cell.strip(" `") for cell in row.split("|")[1:3]) for row in rows.splitlines()]
+
+
+def shown(value):
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def test_the_docs_table_of_parameters():
+    expected = [
+        (shown(row.name), str(row.rest.itemsize if row.rest else 0)) for row in PARAM_FORMATS
+    ]
+    assert table("bfloat16.md", "bf16") == expected
+
+
+def test_the_docs_table_of_states():
+    made = [row for row in STATE_FORMATS if row.option is not None or row.dtype]
+    expected = [(shown(row.option), f"{row.bytes_per_element(torch.bfloat16):.3g}") for row in made]
+    assert table("states.md", "state_dtype") == expected
+
+
+def test_cuda_has_a_table_for_each_format_of_states():
+    """In the order of the rows, filled from all combinations with them."""
+    csrc = DOCS.parent / "csrc" / "adam"
+    if not csrc.is_dir():
+        pytest.skip("no sources")
+    rows = re.findall(r"\{StateFormat::(k\w+), \"", (csrc / "formats.h").read_text())
+    assert len(rows) == len(STATE_FORMATS)
+    kernels = (csrc / "cuda" / "kernels.cu").read_text()
+    tables = re.search(r"kSteps\[\] = \{(.*?)\}", kernels, re.DOTALL)[1].replace("&", "").split(",")
+    for row, table in zip(rows, map(str.strip, tables), strict=True):
+        source = (csrc / "cuda" / table.replace("steps_", "step_", 1)).with_suffix(".cu")
+        assert f"extern const StepKernels {table} = " in source.read_text()
+        assert f"StateFormat::{row}" in source.read_text()

@@ -1,0 +1,197 @@
+"""Adam with a GradScaler."""
+
+import math
+import pickle
+
+import pytest
+import torch
+from modes import (
+    FP16,
+    FP32,
+    assert_close_to,
+    assert_same,
+    both_ways,
+    clip_all,
+    copies,
+    exact_run,
+    loss,
+    make,
+    nothing_in_backward,
+    tensors,
+    train,
+)
+from torch import nn
+
+import memsave_ext as ms
+
+
+def scaled_step(params, optimizer, scaler, number, spoiled=()):
+    optimizer.zero_grad()
+    value = loss(params, number)
+    for i in spoiled:
+        value = value + (params[i] * math.inf).sum()
+    scaler.scale(value).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def make_scaled(dtype=FP32, scale=1024.0, **options):
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+    return *make(dtype, grad_scaler=scaler, **options), scaler
+
+
+@both_ways
+def test_grad_scaler_as_in_torchs_loop(in_backward):
+    params, optimizer, scaler = make_scaled(in_backward=in_backward, eps=1e-3)
+    others = copies(params)
+    other = torch.optim.Adam(others, lr=1e-2, eps=1e-3)
+    torchs = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    for number in range(7):
+        scaled_step(params, optimizer, scaler, number)
+        scaled_step(others, other, torchs, number)
+        assert scaler.get_scale() == torchs.get_scale()
+        assert scaler.state_dict() == torchs.state_dict()
+    assert scaler.get_scale() == 4096
+    for p, q in zip(params, others, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+@both_ways
+def test_grad_scaler_with_fp16_parameters(in_backward):
+    """Which torch's refuses. A scale that is a power of 2 leaves no trace."""
+    params, optimizer, scaler = make_scaled(FP16, in_backward=in_backward)
+    others, other = make(FP16)
+    for number in range(4):
+        scaled_step(params, optimizer, scaler, number)
+        train(others, other, 1, start=number)
+    assert_same((params, optimizer), (others, other))
+
+
+@both_ways
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}], ids=str)
+def test_an_infinity_skips_its_parameter(in_backward, options):
+    params, optimizer, scaler = make_scaled(in_backward=in_backward, **options)
+    for number in range(2):
+        scaled_step(params, optimizer, scaler, number)
+    before = {name: t.clone() for name, t in tensors(params, optimizer)}
+    scaled_step(params, optimizer, scaler, 2, spoiled=[1])
+    assert scaler.get_scale() == 512
+    for name, value in tensors(params, optimizer):
+        assert torch.equal(value, before[name]) == name.startswith("1 "), name
+    scaled_step(params, optimizer, scaler, 3)
+    steps = [optimizer.state[p]["step"].item() for p in params]
+    assert steps == [4, 3, 4, 4]
+    assert scaler.get_scale() == 512
+    assert all(p.isfinite().all() for p in params)
+
+
+@nothing_in_backward
+@both_ways
+def test_an_infinity_skips_all_with_clip_global_norm(in_backward):
+    params, optimizer, scaler = make_scaled(in_backward=in_backward, clip_global_norm=1.0)
+    scaled_step(params, optimizer, scaler, 0)
+    before = {name: t.clone() for name, t in tensors(params, optimizer)}
+    scaled_step(params, optimizer, scaler, 1, spoiled=[2])
+    assert scaler.get_scale() == 512
+    assert all(torch.equal(t, before[name]) for name, t in tensors(params, optimizer))
+    scaled_step(params, optimizer, scaler, 2)
+    assert [optimizer.state[p]["step"].item() for p in params] == [2] * 4
+
+
+def test_an_infinity_in_the_first_step():
+    params, optimizer, scaler = make_scaled(in_backward=True)
+    scaled_step(params, optimizer, scaler, 0, spoiled=range(4))
+    assert scaler.get_scale() == 512
+    scaled_step(params, optimizer, scaler, 0)
+    assert [optimizer.state[p]["step"].item() for p in params] == [1] * 4
+
+
+@nothing_in_backward
+@both_ways
+@pytest.mark.parametrize("clip", ["max_grad_norm", "clip_global_norm"])
+def test_grad_scaler_with_clipping(clip, in_backward):
+    """Of the gradients that are not scaled."""
+    options = {"eps": 0.01}
+    params, optimizer, scaler = make_scaled(in_backward=in_backward, **{clip: 0.3}, **options)
+    each = clip_all(0.3)
+    exact, norms = exact_run(
+        params, options, each if clip != "max_grad_norm" else lambda all: [each([p]) for p in all]
+    )
+    for number in range(4):
+        scaled_step(params, optimizer, scaler, number)
+    assert_close_to(params, exact)
+    if clip == "clip_global_norm":
+        assert optimizer.grad_norm.item() == pytest.approx(norms[-1].item(), rel=1e-6)
+
+
+def test_grad_scaler_with_norm_pass():
+    options = {"eps": 0.01}
+    params, optimizer, scaler = make_scaled(in_backward=True, **options)
+    exact, norms = exact_run(params, options, clip_all(0.3))
+    for number, norm in enumerate(norms):
+        value = scaler.scale(loss(params, number))
+        with optimizer.norm_pass(0.3):
+            value.backward(retain_graph=True)
+        value.backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
+    assert_close_to(params, exact)
+    before = copies(params)
+    value = scaler.scale(loss(params, 9) + (params[0] * math.inf).sum())
+    scale = scaler.get_scale()
+    with optimizer.norm_pass(0.3):
+        value.backward(retain_graph=True)
+    value.backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == scale / 2
+    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+
+
+def test_gradients_that_were_unscaled_by_hand():
+    params, optimizer, scaler = make_scaled(eps=0.01)
+    exact, _ = exact_run(params, {"eps": 0.01}, clip_all(0.3))
+    for number in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss(params, number)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(params, 0.3)
+        scaler.step(optimizer)
+        scaler.update()
+    assert_close_to(params, exact)
+
+
+def test_a_disabled_grad_scaler_is_none():
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    params, optimizer = make(in_backward=True, grad_scaler=scaler)
+    for number in range(2):
+        scaled_step(params, optimizer, scaler, number)
+    others, other = make()
+    train(others, other, 2)
+    for p, q in zip(params, others, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_grad_scaler_that_was_not_handed_over():
+    params, optimizer = make(in_backward=True)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss(params, 0)).backward()
+    with pytest.raises(RuntimeError, match="grad_scaler=scaler"):
+        scaler.step(optimizer)
+
+
+def test_a_copy_is_given_the_scaler_again():
+    params, copies_ = [nn.Parameter(torch.ones(3))], [nn.Parameter(torch.ones(3))]
+    scaler, other = (torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2))
+    optimizer = pickle.loads(pickle.dumps(ms.Adam(params, lr=0.1, grad_scaler=scaler)))
+    params = optimizer.param_groups[0]["params"]
+    expected = torch.optim.Adam(copies_, lr=0.1, eps=1.0)
+    optimizer.param_groups[0]["eps"] = 1.0  # so that a wrong scale shows
+    assert optimizer.grad_scaler is None
+    optimizer.grad_scaler = scaler
+    for used, step, of in ((scaler, optimizer, params), (other, expected, copies_)):
+        used.scale((of[0] * 3).sum()).backward()
+        used.step(step)
+        used.update()
+    torch.testing.assert_close(params[0], copies_[0])

@@ -1,0 +1,264 @@
+"""Options that are none: a sentence that names the option, what came and what is allowed."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from modes import BF16_CHOICES, STATE_DTYPE_CHOICES
+from torch import nn
+
+import memsave_ext as ms
+
+NUMBER = "must be a number or a tensor of one element, got "
+BF16 = f"{BF16_CHOICES}, got "
+STATE = f"{STATE_DTYPE_CHOICES}, got "
+SEED = "seed must be an int from 0 to 2**64 - 1, got "
+NORM = "max_grad_norm must be a number above 0, got "
+
+OPTIONS = {
+    "lr": ({"lr": None}, TypeError, f"lr {NUMBER}None"),
+    "lr text": ({"lr": "1e-3"}, TypeError, f"lr {NUMBER}'1e-3'"),
+    "lr complex": ({"lr": 1j}, TypeError, f"lr {NUMBER}1j"),
+    "lr of several": ({"lr": torch.ones(2)}, TypeError, f"lr {NUMBER}tensor"),
+    "betas": ({"betas": None}, TypeError, "betas must be two numbers, got None"),
+    "one beta": ({"betas": 0.9}, TypeError, "betas must be two numbers, got 0.9"),
+    "three betas": ({"betas": (0.9, 0.9, 0.9)}, TypeError, "betas must be two numbers, got"),
+    "betas of text": ({"betas": "ab"}, TypeError, "betas must be two numbers, got 'ab'"),
+    "a beta": ({"betas": (0.9, "x")}, TypeError, f"betas {NUMBER}'x'"),
+    "eps": ({"eps": "x"}, TypeError, f"eps {NUMBER}'x'"),
+    "eps none": ({"eps": None}, TypeError, f"eps {NUMBER}None"),
+    "weight_decay": ({"weight_decay": [0.1]}, TypeError, f"weight_decay {NUMBER}[0.1]"),
+    "amsgrad": ({"amsgrad": "no"}, TypeError, "amsgrad must be True or False, got 'no'"),
+    "maximize": ({"maximize": "no"}, TypeError, "maximize must be True or False, got 'no'"),
+    "capturable": ({"capturable": "no"}, TypeError, "capturable must be True or False, got 'no'"),
+    "fused": ({"fused": "no"}, TypeError, "fused must be True, False or None, got 'no'"),
+    "bf16": ({"bf16": "garbage"}, ValueError, f"{BF16}'garbage'"),
+    "bf16 number": ({"bf16": 3}, ValueError, f"{BF16}3"),
+    "state_dtype": ({"state_dtype": torch.float16}, ValueError, f"{STATE}torch.float16"),
+    "state_dtype text": ({"state_dtype": "4bit"}, ValueError, f"{STATE}'4bit'"),
+    "state_dtype number": ({"state_dtype": 8}, ValueError, f"{STATE}8"),
+    "seed": ({"seed": -1}, ValueError, f"{SEED}-1"),
+    "seed text": ({"seed": "x"}, ValueError, f"{SEED}'x'"),
+    "seed large": ({"seed": 2**64}, ValueError, f"{SEED}{2**64}"),
+    "max_grad_norm": ({"max_grad_norm": 0}, ValueError, f"{NORM}0"),
+    "max_grad_norm text": ({"max_grad_norm": "x"}, ValueError, f"{NORM}'x'"),
+    "max_grad_norm nan": ({"max_grad_norm": math.nan}, ValueError, f"{NORM}nan"),
+}  # fmt: skip
+CONSTRUCTOR = {
+    "small_bytes": ({"small_bytes": 2**70}, ValueError, f"below 2**63, got {2**70}"),
+    "bucket_bytes": ({"bucket_bytes": 2**63}, ValueError, "bucket_bytes must be an int and at"),
+    "small_bytes text": ({"small_bytes": "x"}, ValueError, "small_bytes must be an int and at"),
+    "in_backward": ({"in_backward": "no"}, TypeError, "in_backward must be True or False, got"),
+    "grad_scaler": ({"grad_scaler": 3}, TypeError, "grad_scaler must be a torch.amp.Grad"),
+    "clip_global_norm": (
+        {"clip_global_norm": "x"}, ValueError, "clip_global_norm must be a number above 0, got 'x'",
+    ),
+    "two norms": (
+        {"clip_global_norm": 1.0, "max_grad_norm": 1.0}, ValueError,
+        "max_grad_norm, of each parameter, cannot be combined with clip_global_norm",
+    ),
+}  # fmt: skip
+every_option = pytest.mark.parametrize("case", OPTIONS)
+in_backward = pytest.mark.parametrize("in_backward", [False, True], ids=["after", "in backward"])
+
+
+def refused(error, message):
+    return pytest.raises(error, match=re.escape(message))
+
+
+def param():
+    return nn.Parameter(torch.ones(5000, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("case", {**OPTIONS, **CONSTRUCTOR})
+@pytest.mark.parametrize("kind", [ms.Adam, ms.AdamW])
+def test_at_construction(case, kind):
+    options, error, message = {**OPTIONS, **CONSTRUCTOR}[case]
+    p = param()
+    with refused(error, message):
+        kind([p], **{"in_backward": True, **options})
+    assert p._post_accumulate_grad_hooks is None
+
+
+@every_option
+def test_in_a_group(case):
+    options, error, message = OPTIONS[case]
+    with refused(error, message):
+        ms.Adam([{"params": [param()], **options}])
+    p, other = param(), param()
+    optimizer = ms.Adam([p], in_backward=True)
+    with refused(error, message):
+        optimizer.add_param_group({"params": [other], **options})
+    assert len(optimizer.param_groups) == 1 and other._post_accumulate_grad_hooks is None
+
+
+@every_option
+@in_backward
+def test_set_later(case, in_backward):
+    """What is wrong is said by the backward or step that would use it; nothing is changed."""
+    options, error, message = OPTIONS[case]
+    p = param()
+    optimizer = ms.Adam([p], in_backward=in_backward)
+    p.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = p.detach().clone(), optimizer.state[p]["step"].item()
+    optimizer.param_groups[0].update(options)
+
+    def use():
+        p.sum().backward()
+        optimizer.step()
+
+    with refused(error, message):
+        use()
+    assert torch.equal(p, before[0]) and optimizer.state[p]["step"] == before[1]
+
+
+@pytest.mark.parametrize("name", ["lr", "betas", "eps", "weight_decay"])
+@in_backward
+def test_removed_later(name, in_backward):
+    p = param()
+    optimizer = ms.Adam([p], in_backward=in_backward)
+    del optimizer.param_groups[0][name]
+
+    def use():
+        p.sum().backward()
+        optimizer.step()
+
+    with pytest.raises(TypeError, match=f"{name} must be .*, got None"):
+        use()
+    assert torch.equal(p, param())
+
+
+def test_numbers_of_other_libraries():
+    for lr in (np.float32(0.1), np.float64(0.1), np.array(0.1), torch.tensor(0.1), 1, True):
+        p = param()
+        ms.Adam([p], lr=lr, amsgrad=np.bool_(True), betas=[np.float64(0.9), 0.99])
+
+
+def test_float32_states_by_name():
+    for set_later in (False, True):
+        p = param()
+        optimizer = ms.Adam([p], **({} if set_later else {"state_dtype": torch.float32}))
+        optimizer.param_groups[0]["state_dtype"] = torch.float32
+        p.sum().backward()
+        optimizer.step()
+        assert optimizer.state[p]["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("way", ["clip_global_norm", "norm_pass", "set between"])
+def test_two_norms_set_later(way):
+    p = nn.Parameter(torch.ones(3))
+    clips = way == "clip_global_norm"
+    optimizer = ms.Adam([p], in_backward=not clips, clip_global_norm=0.5 if clips else None)
+    match = "max_grad_norm, of each parameter, cannot be combined with"
+    if way != "set between":
+        optimizer.param_groups[0]["max_grad_norm"] = 1.0
+    if clips:
+        p.sum().backward()
+        with pytest.raises(ValueError, match=match):
+            optimizer.step()
+        with pytest.raises(ValueError, match=match):
+            optimizer.add_param_group({"params": [param()], "max_grad_norm": 1.0})
+    elif way == "norm_pass":
+        with pytest.raises(ValueError, match=match), optimizer.norm_pass(1.0):
+            pass
+    else:
+        with optimizer.norm_pass(1.0):
+            p.sum().backward()
+        optimizer.param_groups[0]["max_grad_norm"] = 1.0
+        with pytest.raises(ValueError, match=match):
+            p.sum().backward()
+    assert torch.equal(p, torch.ones(3)) and (not optimizer.state or clips)
+
+
+def test_clip_global_norm_set_later():
+    p = nn.Parameter(torch.ones(3))
+    optimizer = ms.Adam([p], in_backward=True)
+    with pytest.raises(ValueError, match="needs all gradients, which in_backward=True frees"):
+        optimizer.clip_global_norm = 1.0
+    optimizer.remove_hooks()
+    for bad in (-1, "x"):
+        with pytest.raises(ValueError, match="clip_global_norm must be a number above 0"):
+            optimizer.clip_global_norm = bad
+    optimizer.param_groups[0]["max_grad_norm"] = 1.0
+    with pytest.raises(ValueError, match="cannot be combined with clip_global_norm"):
+        optimizer.clip_global_norm = 1.0
+    optimizer.param_groups[0]["max_grad_norm"] = None
+    optimizer.clip_global_norm = 1.0
+    p.sum().backward()
+    optimizer.step()
+    assert optimizer.grad_norm == torch.tensor(3.0).sqrt()
+
+
+@pytest.mark.parametrize("kind", [ms.Adam, ms.AdamW])
+def test_clip_global_norm_with_in_backward_is_said_once(kind):
+    with pytest.warns(UserWarning, match="clip_global_norm needs all gradients") as warnings:
+        optimizer = kind([param()], in_backward=True, clip_global_norm=1.0)
+    (warning,) = warnings
+    assert warning.filename == __file__
+    assert not optimizer.in_backward
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_same_parameter_twice(in_backward):
+    p, q = param(), param()
+    for params in ([p, q, p], [("a", p), ("b", q), ("c", p)]):
+        with pytest.raises(
+            ValueError, match=r"a parameter of shape \[5000\] is twice in a param gr"
+        ):
+            ms.Adam(params, in_backward=in_backward)
+    assert p._post_accumulate_grad_hooks is None
+
+
+STATES = {
+    "double": (torch.float64, torch.float32, "parameter must be"),
+    "complex": (torch.complex64, torch.float32, "parameter must be"),
+    "of a complex one": (torch.float32, torch.complex64, "parameter must be"),
+    "half": (torch.float16, torch.bfloat16, "parameter must be"),
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_states_of_another_dtype(case):
+    dtype, other, message = STATES[case]
+    p = nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = ms.Adam([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = p.detach().clone()
+    for name in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[p][name] = torch.zeros(4, dtype=other)
+    p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match=f"the state exp_avg of a .* {message} .*, got ") as info:
+        optimizer.step()
+    assert "must be of its type or float" not in str(info.value)
+    assert torch.equal(p, before)
+
+
+METHODS = {
+    "fold": (lambda o: o.accumulate("no").__enter__(), TypeError, "fold must be True or"),
+    "fold when": (lambda o: o.accumulate_when(print, fold=3), TypeError, "fold must be True or"),
+    "condition": (lambda o: o.accumulate_when(3), TypeError, "condition must be a function"),
+    "keep": (lambda o: o.paused(keep="no").__enter__(), TypeError, "keep must be True or False"),
+    "norm": (lambda o: o.norm_pass("x").__enter__(), ValueError, "max_norm must be"),
+    "norm none": (lambda o: o.norm_pass(None).__enter__(), ValueError, "max_norm must be"),
+    "ddp": (lambda o: o.attach(nn.Linear(1, 1)), TypeError, "ddp must be a torch"),
+    "grad_scaler": (lambda o: setattr(o, "grad_scaler", 3), TypeError, "grad_scaler must be"),
+    "closure": (lambda o: o.step(3), TypeError, "closure must be a function without arguments"),
+    "set_to_none": (lambda o: o.zero_grad("no"), TypeError, "set_to_none must be True or False"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", METHODS)
+def test_arguments_of_methods(case):
+    call, error, message = METHODS[case]
+    p = nn.Parameter(torch.ones(3))
+    optimizer = ms.Adam([p], in_backward=True)
+    with refused(error, message):
+        call(optimizer)
+    p.sum().backward()  # nothing was entered
+    assert p.grad is None and (p < 1).all()
+    optimizer.step()

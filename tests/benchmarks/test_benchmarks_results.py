@@ -1,0 +1,272 @@
+"""Records of benchmarks, and the tables and pictures that are made of them."""
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # they are scripts, and import one another by plain names
+common = importlib.import_module("common")
+readme_tables = importlib.import_module("readme_tables")
+
+MACHINE = common.machine()
+ROWS = [
+    {"region": "8 saved tensors", "peer": "torch", "overhead_us": 113.0, "ratio": 1.0},
+    {"region": "8 saved tensors", "peer": "ours", "overhead_us": 11.0, "ratio": 0.1},
+]
+
+
+def record(**more):
+    return {"machine": MACHINE, "settings": {"rounds": 3}, "rows": ROWS, **more}
+
+
+@pytest.fixture
+def plot():
+    for name in ("matplotlib", "PIL"):
+        pytest.importorskip(name)
+    return importlib.import_module("plot")
+
+
+# records
+
+
+def write(folder, value, settings, **machine):
+    machine = {**MACHINE, "commit": "a", "dirty": False, **machine}
+    run = {"machine": machine, "settings": settings, "value": value}
+    return common.write_record(folder, "claim", run)
+
+
+def values(path):
+    return [run["value"] for run in json.loads(path.read_text())]
+
+
+def test_record_replaces_only_what_it_repeats(tmp_path):
+    one, other = {"depth": (1, 2)}, {"depth": (3, 4)}
+    path = write(tmp_path, 1, one)
+    write(tmp_path, 2, other)
+    write(tmp_path, 3, one, commit="b")
+    write(tmp_path, 4, one, torch="2.0")
+    write(tmp_path, 5, one, native=not MACHINE["native"])
+    assert values(path) == [1, 2, 3, 4, 5]
+    assert write(tmp_path, 6, one) == path  # the same as the first
+    assert values(path) == [2, 3, 4, 5, 6]
+    assert common.newest(path)["value"] == 6
+
+
+def test_record_of_another_machine_has_its_own_file(tmp_path):
+    path = write(tmp_path, 1, {})
+    others = [write(tmp_path, 2, {}, cpu="another"), write(tmp_path, 3, {}, cores=999),
+              write(tmp_path, 4, {}, device="cuda", gpu="A GPU")]  # fmt: skip
+    assert len({path, *others}) == 4
+    assert [values(each) for each in (path, *others)] == [[1], [2], [3], [4]]
+
+
+def test_record_of_a_changed_tree_does_not_stay(tmp_path):
+    path = write(tmp_path, 1, {"n": 1}, dirty=True)
+    write(tmp_path, 2, {"n": 2}, dirty=True)
+    write(tmp_path, 3, {"n": 1}, commit="b")
+    assert values(path) == [2, 3]
+
+
+def test_record_has_a_line_for_each_row(tmp_path):
+    settings = {"depth": [1, 2]}
+    path = common.write_record(tmp_path, "claim", record(settings=settings, empty=[], name="µs"))
+    lines = path.read_text().splitlines()
+    assert [json.loads(line.rstrip(",")) for line in lines if '"region"' in line] == ROWS
+    assert ' "settings": {"depth": [1, 2]},' in lines
+    (run,) = json.loads(path.read_text())
+    assert (run["rows"], run["empty"], run["name"]) == (ROWS, [], "µs")
+
+
+def test_results_are_written_in_lines(tmp_path):
+    """At most 10,000, so that a change of them can be read."""
+    results = list((BENCHMARKS / "results").glob("*.json"))
+    if not results:
+        pytest.skip("no results")
+    module = importlib.import_module("format_results")
+    assert module.main(["--check"]) == 0
+    assert sum(len(path.read_text().splitlines()) for path in results) <= 10_000
+    other = tmp_path / results[0].name
+    other.write_text(json.dumps(json.loads(results[0].read_text()), indent=1))
+    options = ["--results", str(tmp_path)]
+    assert module.main([*options, "--check"]) == 1
+    assert module.main(options) == 0
+    assert other.read_text() == results[0].read_text()
+
+
+# tables
+
+
+def test_tables_are_those_of_the_results():
+    if not (ROOT / "README.md").is_file() or not list((BENCHMARKS / "results").glob("*.json")):
+        pytest.skip("no README or no results")
+    assert readme_tables.main(["--check"]) == 0
+
+
+def test_every_result_is_on_a_page():
+    results = list((BENCHMARKS / "results").glob("*.json"))
+    if not (ROOT / "README.md").is_file() or not results:
+        pytest.skip("no README or no results")
+    pages = "".join(page.read_text(encoding="utf-8") for page in readme_tables.pages())
+    marked = {m.partition(":")[0] for m in re.findall(r"<!-- (\S+?):begin -->", pages)}
+    assert {path.name.partition("-")[0] for path in results} <= marked
+
+
+def test_tables_are_rewritten(tmp_path):
+    left_out = {"a peer": "not installed"}
+    path = common.write_record(tmp_path, "checkpoint_overhead", record(left_out=left_out))
+    readme = tmp_path / "README.md"
+    before = (
+        "# A\n<!-- {0}:begin -->\nold\n<!-- {0}:end -->\n<!-- {1}:begin -->\n<!-- {1}:end -->\n"
+    )
+    readme.write_text(before.format("checkpoint_overhead", "densenet"))
+    options = ["--readme", str(readme), "--results", str(tmp_path)]
+    assert readme_tables.main([*options, "--check"]) == 1
+    assert readme_tables.main(options) == 0
+    assert readme_tables.main([*options, "--check"]) == 0
+    text = readme.read_text()
+    assert "old" not in text
+    assert "11.0 µs (0.10" in text
+    assert "Left out: a peer (not installed)." in text
+    assert path.name in text
+    assert torch.__version__ in text
+    assert "](" not in text  # there is no picture yet
+    assert text.endswith(
+        "<!-- densenet:begin -->\n<!-- densenet:end -->\n"
+    )  # no result: left alone
+
+
+# pictures
+
+
+def test_pictures_are_those_of_the_results(plot):
+    if not list((BENCHMARKS / "results").glob("*.json")):
+        pytest.skip("no results")
+    assert plot.main(["--check"]) == 0
+
+
+def test_every_claim_with_a_picture_has_a_drawing(plot):
+    assert plot.DRAWINGS.keys() == readme_tables.PICTURES.keys() <= readme_tables.TABLES.keys()
+
+
+def test_picture_is_known_by_its_results(plot, tmp_path, capsys):
+    options = ["--results", str(tmp_path)]
+
+    def check():
+        capsys.readouterr()
+        status = plot.main([*options, "--check"])
+        assert bool(capsys.readouterr().out) == bool(status)
+        return status
+
+    results = common.write_record(tmp_path, "checkpoint_overhead", record())
+    picture = results.with_suffix(".png")
+    assert check() == 1  # missing
+    assert plot.main(options) == 0
+    assert check() == 0
+    drawn, when = picture.read_bytes(), picture.stat().st_mtime_ns
+    assert plot.main(options) == 0
+    assert picture.stat().st_mtime_ns == when  # what is right is left alone
+
+    runs = json.loads(results.read_text())
+    runs[-1]["rows"][0]["overhead_us"] += 1
+    results.write_text(json.dumps(runs))
+    assert check() == 1
+    assert plot.main(options) == 0
+    assert check() == 0
+    assert picture.read_bytes() != drawn
+
+
+def test_picture_that_was_painted_over(plot, tmp_path):
+    image_module = importlib.import_module("PIL.Image")
+    results = common.write_record(tmp_path, "checkpoint_overhead", record())
+    picture = plot.draw(results)
+    with image_module.open(picture) as image:
+        image.load()
+        digests = image.info[plot.KEY]
+    information = plot.PngImagePlugin.PngInfo()
+    information.add_text(plot.KEY, digests)
+    image.save(picture, pnginfo=information)
+    assert plot.fault(results) is None  # compressed anew, the same to the eye
+    image.putpixel((5, 5), (0, 0, 0, 255))
+    image.save(picture, pnginfo=information)
+    assert "changed" in plot.fault(results)
+    image.save(picture)
+    assert "not drawn" in plot.fault(results)
+
+
+def test_picture_depends_on_how_it_is_drawn(plot, tmp_path, monkeypatch):
+    results = common.write_record(tmp_path, "checkpoint_overhead", record())
+    plot.draw(results)
+    table, caption = readme_tables.TABLES["checkpoint_overhead"]
+    other = {"checkpoint_overhead": (table, lambda run: f"{caption(run)}!")}
+    monkeypatch.setattr(importlib.import_module("drawings"), "TABLES", other)
+    assert "another" in plot.fault(results)
+
+
+def test_page_shows_the_picture_from_where_it_is(plot, tmp_path):
+    results, docs = tmp_path / "results", tmp_path / "docs"
+    docs.mkdir()
+    path = common.write_record(results, "checkpoint_overhead", record())
+    plot.draw(path)
+    page = docs / "page.md"
+    page.write_text("<!-- checkpoint_overhead:begin -->\n<!-- checkpoint_overhead:end -->\n")
+    assert readme_tables.main(["--readme", str(page), "--results", str(results)]) == 0
+    (target,) = re.findall(r"!\[.+?\]\((.+?)\)", page.read_text())
+    assert target == f"../results/{path.stem}.png"
+
+
+# all of them
+
+
+@pytest.fixture
+def run_all(monkeypatch, tmp_path):
+    """With two benchmarks that are none."""
+    pytest.importorskip("tqdm")
+    module = importlib.import_module("run_all")
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    (folder / "bad.py").write_text("import sys\nprint('a bar  3.0 MISSED')\nsys.exit(3)\n")
+    (folder / "good.py").write_text(
+        "import argparse, pathlib\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--save', type=pathlib.Path)\n"
+        "parser.add_argument('--no-progress', action='store_true', required=True)\n"
+        "print('a peer left out: not installed')\n"
+        "(parser.parse_args().save / 'good.json').write_text('')\n"
+    )
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "SECONDS", {"bad": 1, "good": 1})
+    return module
+
+
+def test_run_all_goes_on_after_a_failure(run_all, tmp_path, capsys):
+    save, logs = tmp_path / "save", tmp_path / "logs"
+    save.mkdir()
+    assert run_all.main(["--save", str(save), "--logs", str(logs)]) == 1
+    printed = capsys.readouterr().out
+    assert (save / "good.json").exists()
+    assert "MISSED" in (logs / "bad.log").read_text()
+    assert "bad: a bar 3.0 MISSED" in printed
+    assert "good: a peer left out: not installed" in printed
+    assert "bad: exit 3" in printed
+
+
+def test_run_all_runs_what_is_asked_for(run_all, tmp_path):
+    options = ["--only", "good", "--save", str(tmp_path), "--logs", str(tmp_path)]
+    assert run_all.main(options) == 0
+    assert not (tmp_path / "bad.log").exists()
+
+
+def test_run_all_has_every_benchmark_and_a_quarter_of_an_hour():
+    module = importlib.import_module("run_all")
+    scripts = {
+        path.stem for path in BENCHMARKS.glob("*.py") if "write_record(options." in path.read_text()
+    } | {"densenet"}
+    assert module.SECONDS.keys() == {name for name in scripts if not name.endswith("_cuda")}
+    assert sum(module.SECONDS.values()) <= 15 * 60

@@ -1,0 +1,243 @@
+"""The benchmarks that train on several devices, and that look for the largest model."""
+
+import copy
+import importlib
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from memsave_ext import _native
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # they are scripts, and import one another by plain names
+models = importlib.import_module("models")
+search = importlib.import_module("search")
+
+
+@pytest.fixture
+def record_of(tmp_path, capsys):
+    """Runs a benchmark and returns its record."""
+    for name in ("matplotlib", "tqdm", "sklearn"):
+        pytest.importorskip(name)
+    threads = torch.get_num_threads()
+
+    def run(name, *options):
+        module, tables = importlib.import_module(name), importlib.import_module("readme_tables")
+        assert module.main([*options, "--no-progress", "--save", str(tmp_path)]) == 0
+        (path,) = tmp_path.glob(f"{name}-*.json")
+        printed = capsys.readouterr().out
+        assert str(path) in printed
+        assert path.with_suffix(".png").exists()
+        (record,) = json.loads(path.read_text())
+        for table, caption in (t for n, t in tables.TABLES.items() if n.startswith(name)):
+            assert table(record)
+            assert torch.__version__ in caption(record)
+        return record
+
+    yield run
+    torch.set_num_threads(threads)
+
+
+# replicas
+
+
+@pytest.fixture
+def replicas():
+    pytest.importorskip("tqdm")
+    return importlib.import_module("replicas")
+
+
+def job_of(batch):
+    shape = {"depth": 16, "growth_rate": 4, "batch_size": batch, "epochs": 1, "steps": 1, "seed": 0}
+    return importlib.import_module("training").Job(**shape, device=torch.device("cpu"))
+
+
+def batch_of(size):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(size, 3, 32, 32, generator=generator)
+    return x, torch.randint(10, (size,), generator=generator)
+
+
+@pytest.mark.parametrize("method", ["naive", "torch", *models.OURS])
+def test_replicas_step_by_the_mean_gradient_of_their_parts(replicas, method):
+    training = importlib.import_module("training")
+    x, y = batch_of(8)
+    found = replicas.Replicas(method, job_of(8), 2)
+    expected = training.network("naive", job_of(8))
+    if method in models.OURS:
+        expected = training.network("memsave_ext_batch_norm", job_of(8))
+    optimizer = training.sgd(expected)
+    for _ in range(2):
+        found.step(x, y)
+        optimizer.zero_grad()
+        other = copy.deepcopy(expected)
+        for model, part, labels in zip((expected, other), x.chunk(2), y.chunk(2), strict=True):
+            (nn.functional.cross_entropy(model(part), labels) / 2).backward()
+        for p, q in zip(expected.parameters(), other.parameters(), strict=True):
+            p.grad += q.grad
+        optimizer.step()
+    state = expected.state_dict()
+    assert found.models[0].state_dict().keys() == state.keys()
+    for name, value in found.models[0].state_dict().items():
+        if method == "torch" and ("norm1" in name) and not name.endswith(("weight", "bias")):
+            continue  # counted twice
+        torch.testing.assert_close(value, state[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_replicas_start_each_step_with_the_first_ones_state(replicas):
+    found = replicas.Replicas("naive", job_of(4), 2)
+    x, y = batch_of(4)
+    for _ in range(2):
+        found.step(x, y)
+        found._broadcast()
+        for value, other in zip(*(m.state_dict().values() for m in found.models), strict=True):
+            assert torch.equal(value, other)
+    assert all(p.grad is None for model in found.models for p in model.parameters())
+
+
+def test_each_of_two_devices_needs_what_one_needs_for_half_the_batch(replicas):
+    x, y = batch_of(16)
+    whole = replicas.Replicas("naive", job_of(16), 1).peak(x, y)
+    half = replicas.Replicas("naive", job_of(8), 1).peak(x[:8], y[:8])
+    two = replicas.Replicas("naive", job_of(16), 2)
+    assert two.peak(x, y) == pytest.approx(half, rel=0.02)
+    assert two.peak(x, y) == pytest.approx(half, rel=0.02)  # nothing adds up
+    assert half < 0.6 * whole
+
+
+def test_what_a_replica_raises_is_raised(replicas):
+    def fail():
+        raise ValueError("a part")
+
+    with pytest.raises(ValueError, match="a part"):
+        replicas.in_threads([lambda: None, fail])
+
+
+def test_data_parallel_benchmark_end_to_end(record_of):
+    sizes = ["--depth", "10", "--growth-rate", "2", "--batch-sizes", "2", "4", "8"]
+    record = record_of("data_parallel", *sizes, "--rounds", "1", "--device", "cpu")
+    module = importlib.import_module("data_parallel")
+    rows = {(r["method"], r["devices"], r["batch_size"]): r for r in record["rows"]}
+    assert len(rows) == 6 * (len(module.METHODS) - len(record["left_out"]))
+    assert all(r["peak_memory_bytes"] and r["seconds_per_step"] > 0 for r in rows.values())
+    assert rows["naive", 2, 2]["original_seconds"] == 0.10
+    assert rows["torch", 2, 2]["original_time_ratio"] == pytest.approx(14)
+    assert rows["memsave_ext", 1, 8]["original_gb"] == 10.1
+    assert rows["memsave_ext", 1, 8]["original_time_ratio"] is None  # naive has no such row
+    for devices, batch in ((1, 8), (2, 8)):
+        for method in models.OURS:
+            assert rows[method, devices, batch]["memory_ratio"] < 1
+    # As in the original: two devices with twice the batch need what one needs.
+    one, two = rows["naive", 1, 4], rows["naive", 2, 8]
+    assert two["peak_memory_bytes"] == pytest.approx(one["peak_memory_bytes"], rel=0.02)
+    assert {bar["bar"] for bar in record["bars"]} >= {1.01, 1.3}
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--batch-sizes", "3"], ["--devices", "0"], ["--methods", "ours"]], ids=str
+)
+def test_data_parallel_names_a_wrong_option(record_of, capsys, wrong):
+    with pytest.raises(SystemExit):
+        importlib.import_module("data_parallel").main(["--device", "cpu", *wrong])
+    error = capsys.readouterr().err
+    assert "--batch-sizes" in error or "--methods" in error
+
+
+# the largest that fits
+
+PEAKS = {
+    "linear": lambda n, a, b: a + b * n,
+    "bent": lambda n, a, b: max(5 * b * n, 3 * a + b * n),
+    "bent up": lambda n, a, b: a + b * n + 0.05 * n * n,
+    "root": lambda n, a, b: a + 10 * b * n**0.5,
+}
+
+
+@pytest.mark.parametrize("kind", PEAKS)
+@pytest.mark.parametrize("known", [True, False], ids=["peaks", "out of memory"])
+def test_largest_is_the_largest_that_fits(kind, known):
+    rng = random.Random(0)
+    for _ in range(200):
+        a, b, limit = rng.uniform(0, 100), rng.uniform(0.5, 10), rng.uniform(0, 1000)
+        tried = []
+
+        def peak_of(n, a=a, b=b, limit=limit, tried=tried):
+            tried.append(n)
+            peak = PEAKS[kind](n, a, b)
+            return peak if known or peak <= limit else None
+
+        found = search.largest(peak_of, limit, first=rng.randint(1, 60), most=3000)
+        fits = [n for n in range(1, 3001) if PEAKS[kind](n, a, b) <= limit]
+        assert found["largest"] == (max(fits) if fits else 0)
+        assert [n for n, _ in found["tries"]] == tried
+        assert len(set(tried)) == len(tried) <= 25
+        assert found["peak_bytes"] == (PEAKS[kind](max(fits), a, b) if fits else None)
+
+
+def test_largest_needs_few_tries_where_peaks_are_linear():
+    for limit in range(100, 3000, 7):
+        found = search.largest(lambda n: 10 + 3 * n, limit, first=12)
+        assert len(found["tries"]) <= 9
+        # Where two tries are within reach, two more suffice.
+        if 50 <= found["largest"] <= 95:
+            assert len(found["tries"]) <= 6
+
+
+SMALL = ["--budget-gb", "0.004", "--image", "16", "--patch", "4", "--width", "64", "--heads", "2",
+         "--depth", "2", "--batch-size", "4", "--threads", "1"]  # fmt: skip
+
+
+@pytest.mark.skipif(not _native.available, reason="in pure Python Adam's temporaries need more")
+def test_largest_model_benchmark_end_to_end(record_of, monkeypatch):
+    pytest.importorskip("matplotlib")
+    module = importlib.import_module("largest_model")
+    low = f"{module.OURS}, bf16 stochastic, 8-bit states"
+    shown = (module.NAIVE, module.THEIRS, module.OURS, low)
+    monkeypatch.setattr(module, "WAYS", {name: module.WAYS[name] for name in shown})
+    record = record_of("largest_model", *SMALL)
+    rows = {row["method"]: row for row in record["rows"]}
+    assert list(rows) == list(shown)
+    budget = 4_000_000
+    for row in rows.values():
+        for what in ("depth", "batch"):
+            peaks = dict(row[what]["tries"])
+            largest = row[what]["largest"]
+            assert peaks[largest] == row[what]["peak_bytes"] <= budget
+            assert peaks[largest + 1] > budget
+    # What a trained parameter needs at least: itself and its states, naively its gradient, too.
+    for name, bytes_ in ((module.NAIVE, 16), (module.THEIRS, 12), (module.OURS, 12)):
+        assert rows[name]["depth"]["parameters"] * bytes_ <= budget
+    for what in ("depth", "batch"):
+        largest = [rows[name][what]["largest"] for name in shown]
+        assert largest[0] < largest[1]
+        if _native.available:  # pure Python has temporaries
+            # Not beside the second: so small a model's gradients all wait in one bucket.
+            assert largest[0] < largest[2] < largest[3]
+    if _native.available:
+        assert rows[low]["depth"]["parameters"] * 12 > budget
+    assert [bar["value"] for bar in record["bars"]] == [
+        rows[module.OURS][what]["largest"] / rows[other][what]["largest"]
+        for other in (module.NAIVE, module.THEIRS)
+        for what in ("depth", "batch")
+    ]
+
+
+def test_parameters_are_made_in_the_type_that_is_trained():
+    pytest.importorskip("matplotlib")
+    module = importlib.import_module("largest_model")
+    with module.default_dtype(torch.bfloat16):
+        assert nn.Linear(2, 2).weight.dtype == torch.bfloat16
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("wrong", [["--width", "-1"], ["--budget-gb", "1", "0"]], ids=str)
+def test_largest_model_names_a_wrong_option(capsys, wrong):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit):
+        importlib.import_module("largest_model").main(wrong)
+    assert wrong[0] in capsys.readouterr().err

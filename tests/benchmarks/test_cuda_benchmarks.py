@@ -1,0 +1,224 @@
+"""benchmarks/gpu.sh, and the benchmarks of a GPU at toy size, on the CPU where there is no GPU."""
+
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from memsave_ext import _native
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu.sh"
+sys.path.insert(0, str(ROOT / "benchmarks"))  # they are scripts, and import one another
+HAS_KERNELS = torch.cuda.is_available() and bool(_native.module and _native.module.with_cuda)
+DEVICE = "cuda" if HAS_KERNELS else "cpu"
+needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+
+
+def run(*arguments, **environment):
+    return subprocess.run(
+        ["bash", str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment or None,
+    )
+
+
+@needs_bash
+def test_every_set_ends_within_nine_and_a_half_minutes():
+    listed = run("--list")
+    assert listed.returncode == 0, listed.stderr
+    totals = {
+        name: int(seconds)
+        for name, seconds in re.findall(r"^(\w+) \(at most (\d+) s", listed.stdout, re.MULTILINE)
+    }
+    assert totals.keys() == {"first", "second", "sanitize", "big", "largest", "more"}
+    assert max(totals.values()) <= 570
+
+
+@needs_bash
+def test_every_part_that_is_listed_can_be_run():
+    source = SCRIPT.read_text()
+    parts = set(re.findall(r"^  (\w+) +\d+ s ", run("--list").stdout, re.MULTILINE)) | {"build"}
+    assert parts == set(re.findall(r"^part_(\w+)\(\)", source, re.MULTILINE))
+    limits = source.partition("declare -A LIMIT=(")[2].partition("\n)")[0]
+    abouts = source.partition("declare -A ABOUT=(")[2].partition("\n)")[0]
+    for text in (limits, abouts):
+        assert set(re.findall(r"\[(\w+)\]=", text)) == parts
+
+
+@needs_bash
+def test_files_that_it_names_are_there():
+    source = SCRIPT.read_text()
+    for name in re.findall(r"[\w/]+\.py\b", source):
+        assert any((folder / name).is_file() for folder in (ROOT, ROOT / "benchmarks")), name
+
+
+@needs_bash
+def test_an_unknown_part_is_named():
+    found = run("tests", "nothing")
+    assert found.returncode == 2
+    assert "no set or part nothing" in found.stderr
+    assert "sanitize" in found.stderr
+
+
+@needs_bash
+def test_without_a_build_nothing_runs_and_the_log_says_so(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no compiler here >&2\nexit 3\n")
+    python.chmod(0o755)
+    out = tmp_path / "out"
+    found = run("copy", "adam", PYTHON=str(python), OUT=str(out), PATH="/usr/bin:/bin")
+    assert found.returncode == 1
+    assert "no compiler here" in found.stdout
+    assert "not run without a build: copy adam" in found.stdout
+    assert "failed: build" in found.stdout
+    assert [path.name for path in out.iterdir()] == ["gpu.log"]
+    assert (out / "gpu.log").read_text() in found.stdout
+
+
+@needs_bash
+def test_parts_run_and_their_records_are_packed(tmp_path):
+    """With a stand-in for Python: it measures a copy, and writes what it is called with."""
+    python = tmp_path / "python"
+    python.write_text(
+        """#!/bin/bash
+case "$*" in
+  *cuda_timing.py) printf 'a GPU\\n3021.5\\n' ;;
+  *--save*)
+    [[ $* =~ --save\\ ([^ ]+) ]]
+    echo "$*" >"${BASH_REMATCH[1]}/$(basename "$1" .py).json"
+    ;;
+esac
+"""
+    )
+    python.chmod(0o755)
+    out = tmp_path / "out"
+    found = run(
+        "copy", "adam", "batch_norm", PYTHON=str(python), OUT=str(out), PATH="/usr/bin:/bin"
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert sorted(path.name for path in out.iterdir()) == ["gpu-results.tar.gz", "gpu.log"]
+    shutil.unpack_archive(out / "gpu-results.tar.gz", tmp_path / "records")
+    records = {path.name: path.read_text() for path in (tmp_path / "records").iterdir()}
+    assert records.keys() == {"adam_cuda.json", "batch_norm_cuda.json"}
+    assert all("--bandwidth 3021.5" in text for text in records.values())
+    assert "copy: exit 0" in found.stdout
+
+
+# ---- the benchmarks -----------------------------------------------------------------------------
+
+
+def measured(name, tmp_path, *arguments):
+    pytest.importorskip("tqdm")
+    module = importlib.import_module(name)
+    options = ["--device", DEVICE, "--save", str(tmp_path), "--no-progress", *arguments]
+    assert module.main(options) == 0
+    (path,) = tmp_path.glob(f"{name}-*.json")
+    (record,) = json.loads(path.read_text())
+    assert record["machine"]["device"] == DEVICE
+    return record
+
+
+def page_of(name, record):
+    """[a row's cells], and what stands below them, as the page of results has them."""
+    table, caption = importlib.import_module("readme_tables").TABLES[name]
+    text = table(record).replace("\N{MULTIPLICATION SIGN}", "x")
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.split("\n")]
+    assert len({len(line) for line in lines}) == 1
+    return [lines[0], *lines[2:]], caption(record)
+
+
+def test_adam(tmp_path, capsys):
+    record = measured(
+        "adam_cuda", tmp_path, "--rounds", "2", "--sizes", "300", "5000", "--bandwidth", "2"
+    )
+    rows = {(row["mode"], row["elements"]): row for row in record["rows"]}
+    assert len(rows) == 2 * 18
+    row = rows["fp32", 5000]
+    assert row["floor_us"] == pytest.approx(28 * 5000 / 2e3)
+    assert row["share"] == pytest.approx(row["floor_us"] / row["ours_us"])
+    assert row["torch_us"] > 0 and rows["bf16 split", 300]["torch_us"] is None
+    # bfloat16: gradient 2, parameter 4; states in float 16, of 8 bits 4 and two scales for 256.
+    assert rows["bf16", 300]["floor_us"] == pytest.approx(22 * 300 / 2e3)
+    mode = "bf16 stochastic, 8-bit states"
+    assert rows[mode, 300]["floor_us"] == pytest.approx((10 + 1 / 16) * 300 / 2e3)
+    printed = capsys.readouterr().out
+    assert "copy: 2 GB/s" in printed and "times the speed of torch fused" in printed
+    (header, first, *_, last), below = page_of("adam_cuda", record)
+    assert header[1:] == ["300", "5,000"]
+    row = rows["fp32", 300]
+    assert first[1] == (
+        f"{row['ours_us']:.0f} µs, {row['share']:.0%} ({row['torch_us'] / row['ours_us']:.2f}x)"
+    )
+    assert last[0] == "torch, fused, bf16" and "x" not in last[1]
+    assert "Medians of 2 rounds" in below
+
+
+def test_batch_norm(tmp_path, capsys):
+    record = measured(
+        "batch_norm_cuda", tmp_path, "--rounds", "2", "--shapes", "2x4x8x8", "--bandwidth", "2"
+    )
+    rows = record["rows"]
+    assert len(rows) == 3 * 2 * 3
+    for row in rows:
+        moved = {"forward": 2, "reuse": 2, "backward": 3}[row["pass"]] * row["bytes"]
+        assert row["bytes"] == 2 * 4 * 8 * 8 * (4 if row["dtype"] == "fp32" else 2)
+        assert row["floor_us"] == pytest.approx(moved / 2e3)
+        assert row["ours_us"] > 0 and row["torch_us"] > 0
+    assert "2x4x8x8" in capsys.readouterr().out
+    (header, first, *others), below = page_of("batch_norm_cuda", record)
+    assert header[1:] == ["forward", "reuse", "backward"] and len(others) == 5
+    share, speed = (rows[0][name] / rows[0]["ours_us"] for name in ("floor_us", "torch_us"))
+    assert first[1] == f"{rows[0]['ours_us']:.0f} µs, {share:.0%} ({speed:.2f}x)"
+    assert "Medians of 2 rounds" in below
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_checkpoint(tmp_path, capsys):
+    shape = ["--depth", "10", "--growth", "2", "--batches", "2", "--rounds", "2", "--steps", "1"]
+    record = measured("checkpoint_cuda", tmp_path, *shape)
+    methods = [row["method"] for row in record["overhead"]]
+    assert len(methods) == 7 and methods[0] == "naive"
+    assert record["overhead"][0]["step_ratio"] == 1
+    for row in record["overhead"]:
+        assert 0 < row["host_ms"] <= row["step_ms"]
+    assert [row["method"] for row in record["replicas"]] == methods[:-1]
+    for row in record["replicas"]:
+        assert row["threads"] == 2
+        assert row["ratio"] == pytest.approx(row["together_ms"] / row["one_ms"] / 2)
+    assert "replicas in threads" in capsys.readouterr().out
+    (header, naive, *_, hooks), below = page_of("checkpoint_cuda", record)
+    assert header[1:] == ["host, batch 2", "step, batch 2", "2 replicas, batch 2"]
+    assert naive[2].endswith("(1.00x)") and naive[3].endswith(
+        f"({record['replicas'][0]['ratio']:.2f}x)"
+    )
+    assert hooks[3] == "-"  # of the whole process
+    assert "DenseNet-BC 10, growth rate 2" in below
+
+
+def test_bandwidth_is_measured_where_it_is_not_given(tmp_path):
+    record = measured("adam_cuda", tmp_path, "--rounds", "2", "--sizes", "300")
+    assert record["copy_bytes_per_us"] > 10
+
+
+@pytest.mark.skipif(HAS_KERNELS, reason="there are kernels")
+def test_the_device_that_is_missing_is_named(capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module("adam_cuda").main(["--device", "cuda"])
+    assert "--device cuda needs a" in capsys.readouterr().err

@@ -1,0 +1,42 @@
+"""CONTRIBUTING.md names files that are there, and every room."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "CONTRIBUTING.md"
+pytestmark = pytest.mark.skipif(
+    not PAGE.is_file() or not (ROOT / "csrc").is_dir(), reason="needs the source tree"
+)
+FOLDERS = "csrc|memsave_ext|tests|benchmarks|docs|tools"
+
+
+def paths():
+    return set(re.findall(rf"\b(?:{FOLDERS})/[\w./]*\w", PAGE.read_text(encoding="utf-8")))
+
+
+def test_every_path_is_there():
+    named = paths()
+    assert len(named) > 40
+    results = {"benchmarks/results", "benchmarks/NAME.py"}  # written; a placeholder
+    missing = {path for path in named - results if not (ROOT / path).exists()}
+    assert not missing
+
+
+def test_every_folder_of_tests_and_of_csrc_is_named():
+    named = paths()
+    for parent in ("csrc", "tests"):
+        folders = {
+            f"{parent}/{path.name}"
+            for path in (ROOT / parent).iterdir()
+            if path.is_dir() and any(path.rglob("*.[ch]*")) | any(path.glob("*.py"))
+        }
+        assert folders <= named
+
+
+def test_every_target_of_make_that_is_named_exists():
+    targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = re.findall(r"\bmake ([a-z-]+)", PAGE.read_text(encoding="utf-8"))
+    assert set(named) <= set(targets)

@@ -1,0 +1,58 @@
+"""Some programs of ``make stress``, with fixed seeds, so that neither they nor what runs them can
+rot; and that what is wrong is found."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import memsave_ext as ms
+from stress import adam, backwards, programs, regions, run, worlds
+from stress.programs import Op
+
+PARTS = {"regions": (regions, 100), "adam": (adam, 60), "backwards": (backwards, 15)}
+
+
+@pytest.mark.parametrize("part", run.PARTS)
+def test_programs_of_fixed_seeds(part):
+    module, count = PARTS[part]
+    for seed in range(count):
+        verdict, text = module.run_seed(seed, [], False)
+        assert not verdict or verdict.startswith("refused"), f"{part} {seed}: {verdict}\n{text}"
+
+
+def test_a_wrong_gradient_is_found_and_made_small(monkeypatch):
+    class Doubles(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    def wrong(function, *args, **kwargs):
+        (first, *others) = args
+        return worlds.plain_checkpoint(function, Doubles.apply(first), *others, **kwargs)
+
+    body = [Op("region:checkpoint", k=2, body=[Op("mul"), Op("sin")]) for _ in range(3)]
+    program = dataclasses.replace(
+        programs.generate(0), body=body, events=[Op("backward:backward")], adam="", rounds=1
+    )
+    assert regions.check(program) == ""
+    monkeypatch.setattr(ms, "checkpoint", wrong)
+    verdict = regions.check(program)
+    assert verdict == "silent: other backward"
+    smallest = programs.Writer(regions.shrink(program, verdict)).source()
+    assert smallest.count("ms.checkpoint(") == 1 and smallest.count("def ") == 2
+
+
+def test_the_command_line_runs_a_seed_again():
+    native = "1" if ms._native.available else "0"
+    command = [sys.executable, run.__file__, "--part", "adam", "--native", native, "--seed", "2"]
+    command += ["--count", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "3 programs, 0 failures (0 refused), seed range 2 to 4" in done.stdout, done.stderr
+    assert done.returncode == 0
