@@ -9,6 +9,7 @@
 
 #include "adam/grad_lock.h"
 #include "adam/stepper.h"
+#include "remat/needed.h"
 
 namespace memsave_ext::adam {
 
@@ -29,6 +30,11 @@ void free_gradient(const Tensor& param, const std::optional<c10::Stream>& made_o
     grad.record_stream(*current);
   }
   grad.reset();
+}
+
+// Whether values that this backward still needs are computed from the parameter as it is.
+bool is_awaited(const Parameter& parameter, Task task) {
+  return task == Task::kStep && remat::is_needed(parameter.local);
 }
 
 }  // namespace
@@ -93,13 +99,14 @@ void Backward::add(Entry& entry, Tensor grad, bool may_flush) {
   step.prepare(parameter, std::move(grad), task_);
   step.note_use(entry, task_);
   const auto bytes = static_cast<int64_t>(parameter.grad.nbytes());
-  if (!finished_ && (bytes < stepper_->small_bytes() || !may_flush)) {
+  const bool is_small = bytes < stepper_->small_bytes();
+  if (!finished_ && (is_small || !may_flush || is_awaited(parameter, task_))) {
     Bucket& bucket = bucket_of(parameter.local);
     entry.waits_in = this;
     bucket.waiting.push_back({&parameter, parameter.tensor.grad()});
     bucket.bytes += bytes;
     lock.reset();
-    if (bucket.bytes >= stepper_->bucket_bytes() && may_flush) flush(bucket);
+    if (bucket.bytes >= stepper_->bucket_bytes() && may_flush) flush(bucket, false);
     return;
   }
   apply(&parameter);
@@ -112,13 +119,18 @@ void Backward::forget_waiting(Entry& entry) {
   forget_prepared(parameter_of(entry));
 }
 
-void Backward::flush(Bucket& bucket) {
+void Backward::flush(Bucket& bucket, bool all) {
+  std::vector<Waiting> stays;
   std::vector<Parameter*> ready;
   std::deque<GradLock> locks;  // until the gradients are freed
   ready.reserve(bucket.waiting.size());
   for (auto& [parameter, grad] : bucket.waiting) {
     Entry& entry = *parameter->entry;
     if (entry.waits_in != this) continue;  // refused since
+    if (!all && is_awaited(*parameter, task_)) {
+      stays.push_back({parameter, std::move(grad)});
+      continue;
+    }
     const bool is_local = parameter->local.is_same(parameter->tensor);
     if (is_local) locks.emplace_back(parameter->tensor);
     const Tensor& now = parameter->tensor.grad();
@@ -140,8 +152,11 @@ void Backward::flush(Bucket& bucket) {
     parameter->entry->waits_in = nullptr;
     free_gradient(parameter->tensor, bucket.stream);
   }
-  bucket.waiting.clear();
+  bucket.waiting = std::move(stays);
   bucket.bytes = 0;
+  for (const auto& waiting : bucket.waiting) {
+    bucket.bytes += static_cast<int64_t>(waiting.parameter->grad.nbytes());
+  }
 }
 
 void Backward::apply(c10::ArrayRef<Parameter*> parameters) {
@@ -152,7 +167,7 @@ void Backward::apply(c10::ArrayRef<Parameter*> parameters) {
 void Backward::finish() {
   {
     const std::lock_guard<std::mutex> lock(stepper_->mutex());
-    for (auto& bucket : buckets_) flush(bucket);
+    for (auto& bucket : buckets_) flush(bucket, true);
     finished_ = true;
   }
   publish();

@@ -50,7 +50,8 @@ class Backward {
 
   Parameter& parameter_of(const Entry& entry) { return snapshot_->parameters[entry.position]; }
   Bucket& bucket_of(const at::Tensor& param);
-  void flush(Bucket& bucket);
+  // With `all` also what a recompute still needs as it is.
+  void flush(Bucket& bucket, bool all);
   void apply(c10::ArrayRef<Parameter*> parameters);
   void publish();
   void fail();

@@ -1,5 +1,7 @@
 #include "remat/bindings.h"
 
+#include <pybind11/stl.h>
+
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -19,7 +21,10 @@ std::string name_of(const Operator* op) { return op == nullptr ? "" : op->handle
 // A block with its hooks: the recorder of memsave_ext/rematerialization/recorder.py.
 class Recorder {
  public:
-  explicit Recorder(bool everything) : block_(std::make_shared<Block>(everything)) {}
+  explicit Recorder(std::optional<bool> everything)
+      : block_(std::make_shared<Block>(!everything   ? Drops::kNothing
+                                       : *everything ? Drops::kEverything
+                                                     : Drops::kCheap)) {}
 
   void open() {
     install_engine();
@@ -69,7 +74,7 @@ class Recorder {
 
 void bind(py::module_& m) {
   py::class_<Recorder>(m, "RematRecorder")
-      .def(py::init<bool>())
+      .def(py::init<std::optional<bool>>())
       .def("open", &Recorder::open)
       .def("close", &Recorder::close)
       .def("enter_module", &Recorder::enter_module)

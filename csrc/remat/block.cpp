@@ -28,7 +28,7 @@ Block* Block::active() { return records() ? current : nullptr; }
 void Block::open() {
   thread_ = std::this_thread::get_id();
   outer_ = current;
-  if (outer_ == nullptr) seconds_per_byte();  // measured before anything else is
+  if (outer_ == nullptr) seconds_of_copy(0);  // measured before anything else is
   callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(on_start, on_end)
                                              .needsInputs(true)
                                              .needsOutputs(true)
@@ -47,9 +47,12 @@ void Block::close() {
 std::shared_ptr<Content> Block::save(const at::Tensor& tensor) {
   if (!is_plain(tensor)) return nullptr;
   std::shared_ptr<Content> content = entry_of(tensor).content;
+  Freed freed;
+  std::vector<std::shared_ptr<Content>> contents;
   {
     const std::lock_guard<std::mutex> lock(contents_mutex());
     ++content->holders;
+    if (content->dropped && !has_all_memory(*content)) keep_after_all(*content, freed, contents);
     if (content->decided) return content;
     if (!content->held) content->held = content->storage.lock();
     // An operator that still runs may say how it is made: its end decides.
@@ -57,6 +60,25 @@ std::shared_ptr<Content> Block::save(const at::Tensor& tensor) {
   }
   decide(content);
   return content;
+}
+
+// With contents_mutex(). It was dropped, and some memory that it is computed from has been given
+// back since: by FSDP, which gathers a module's parameters for that module alone.
+void Block::keep_after_all(Content& content, Freed& freed,
+                           std::vector<std::shared_ptr<Content>>& contents) {
+  content.held = content.storage.lock();
+  content.dropped = false;
+  for (auto& needed : content.needs) {
+    unpin(*needed);
+    release_unused(std::move(needed), freed, contents);
+  }
+  content.needs.clear();
+  Sum& dropped = sums_[{{content.module, content.op}, Verdict::kDropped}];
+  --dropped.count;
+  dropped.bytes -= content.bytes;
+  Sum& kept = sums_[{{content.module, content.op}, Verdict::kNotAgain}];
+  ++kept.count;
+  kept.bytes += content.bytes;
 }
 
 bool Block::is_new_for_running(const Content& content) const {
@@ -69,24 +91,27 @@ void Block::decide(const std::shared_ptr<Content>& content) {
   const std::lock_guard<std::mutex> lock(contents_mutex());
   Plan plan;
   if (content->call && !content->external) plan = plan_for(*content, freed);
-  const Verdict verdict = judge(*content, plan, everything_);
+  const Verdict verdict = judge(*content, plan, drops_);
   content->decided = true;
   Sum& sum = sums_[{{content->module, content->op}, verdict}];
   ++sum.count;
   sum.bytes += content->bytes;
   if (verdict != Verdict::kDropped) {
-    // Chains of calls end here.
-    call = std::move(content->call);
-    content->depth = 0;
+    if (!content->relied_on) {
+      // Chains of calls end here.
+      call = std::move(content->call);
+      content->depth = 0;
+    }
     return;
   }
   sum.seconds += plan.seconds;
   content->dropped = true;
   content->dropped_depth = plan.dropped_depth + 1;
   for (const auto& needed : plan.needs) {
-    ++needed->pins;
+    pin(*needed);
     if (!needed->held && !needed->dropped) needed->held = needed->storage.lock();
   }
+  for (const auto& other : plan.on_the_way) other->relied_on = true;
   content->needs = std::move(plan.needs);
   freed.push_back(std::move(content->held));
 }
@@ -116,14 +141,6 @@ void Block::count_again(const Call& call, double seconds) {
   for (const auto& made : call.made) {
     if (const auto content = made.content.lock()) sum.bytes += content->bytes;
   }
-}
-
-void Block::sweep() {
-  if (table_.size() < sweep_at_) return;
-  for (auto entry = table_.begin(); entry != table_.end();) {
-    entry = entry->second.content->storage.expired() ? table_.erase(entry) : std::next(entry);
-  }
-  sweep_at_ = std::max<size_t>(1024, 2 * table_.size());
 }
 
 }  // namespace memsave_ext::remat

@@ -25,6 +25,10 @@ enum class Verdict : int {
   kHeavy,     // bound by arithmetic
   kNoGain,    // computing it again would keep about as much, or is not cheap for its size
 };
+// What a block drops. Nothing: to measure what recording costs; everything that can be computed
+// again: for tests.
+enum class Drops { kNothing, kCheap, kEverything };
+
 constexpr int32_t kNoModule = -1;
 
 // For the report: contents that were saved, or operators that ran again.
@@ -38,8 +42,7 @@ using SumsAgain = std::map<Maker, Sum>;
 
 class Block {
  public:
-  // `everything`: whatever can be computed again is dropped, for tests.
-  explicit Block(bool everything = false) : everything_(everything) {}
+  explicit Block(Drops drops) : drops_(drops) {}
 
   // Of this thread, until close(). Blocks nest: the inner one records.
   void open();
@@ -65,9 +68,9 @@ class Block {
  private:
   struct Recording : at::ObserverContext {  // an operator that runs
     Block* block;
-    uint64_t born;  // how many contents there were before it
-    std::shared_ptr<Call> call;
-    bool repeatable;
+    uint64_t born = 0;           // how many contents there were before it
+    std::shared_ptr<Call> call;  // null: it is not recorded
+    bool repeatable = false;
     // What it writes, and the versions before.
     std::vector<std::pair<at::Tensor, uint32_t>> written;
     std::chrono::steady_clock::time_point begin;
@@ -88,6 +91,8 @@ class Block {
 
   std::unique_ptr<Recording> start(const Operator& op, const at::RecordFunction& function);
   void end(Recording& recording, const at::RecordFunction& function);
+  void keep_mask(Recording& recording);
+  void end_unrecorded(const at::RecordFunction& function);
   void note_hidden_writes(const Operator& op, const at::RecordFunction& function);
   void before_write(const at::Tensor& tensor);
   Entry& renew(const at::Tensor& tensor);
@@ -95,10 +100,12 @@ class Block {
   bool is_new_for_running(const Content& content) const;
   bool refer(Recording& recording, const at::Tensor& tensor, size_t argument, int64_t element);
   void made(Recording& recording, const at::Tensor& tensor, size_t output, int64_t element);
+  void keep_after_all(Content& content, Freed& freed,
+                      std::vector<std::shared_ptr<Content>>& contents);
   void decide(const std::shared_ptr<Content>& content);
   void sweep();
 
-  const bool everything_;
+  const Drops drops_;
   std::unordered_map<const c10::StorageImpl*, Entry> table_;
   size_t sweep_at_ = 1024;
   std::vector<Recording*> running_;  // operators of this thread, innermost last

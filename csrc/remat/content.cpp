@@ -1,6 +1,9 @@
 #include "remat/content.h"
 
 #include <atomic>
+#include <unordered_map>
+
+#include "remat/needed.h"
 
 namespace memsave_ext::remat {
 
@@ -34,11 +37,16 @@ namespace {
 
 std::atomic<uint64_t> contents{0};
 
+// How often contents from outside of a block are pinned, by their storages; with contents_mutex().
+auto& needed = *new std::unordered_map<const c10::StorageImpl*, int64_t>();
+std::atomic<size_t> any_needed{0};
+
 }  // namespace
 
 Content::Content(const c10::Storage& storage, bool external)
     : storage(storage.getWeakStorageImpl()),
       bytes(static_cast<int64_t>(storage.nbytes())),
+      device(storage.device()),
       born(++contents),
       external(external) {}
 
@@ -47,6 +55,27 @@ uint64_t contents_so_far() { return contents; }
 std::mutex& contents_mutex() {
   static auto& mutex = *new std::mutex();  // holders may outlive static destruction
   return mutex;
+}
+
+void pin(Content& content) {
+  ++content.pins;
+  if (!content.external) return;
+  ++needed[content.storage._unsafe_get_target()];
+  any_needed = needed.size();
+}
+
+void unpin(Content& content) {
+  --content.pins;
+  if (!content.external) return;
+  const auto found = needed.find(content.storage._unsafe_get_target());
+  if (--found->second == 0) needed.erase(found);
+  any_needed = needed.size();
+}
+
+bool is_needed(const at::Tensor& tensor) {
+  if (any_needed == 0 || !is_plain(tensor)) return false;
+  const std::lock_guard<std::mutex> lock(contents_mutex());
+  return needed.count(tensor.storage().unsafeGetStorageImpl()) > 0;
 }
 
 void release_unused(std::shared_ptr<Content> content, Freed& freed,
@@ -58,9 +87,9 @@ void release_unused(std::shared_ptr<Content> content, Freed& freed,
     if (next->holders == 0 && next->pins == 0) {
       if (next->held) freed.push_back(std::move(next->held));
       next->dropped = next->decided = false;
-      for (auto& needed : next->needs) {
-        --needed->pins;
-        left.push_back(std::move(needed));
+      for (auto& of : next->needs) {
+        unpin(*of);
+        left.push_back(std::move(of));
       }
       next->needs.clear();
     }

@@ -11,10 +11,12 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "remat/operators.h"
+#include "remat/random.h"
 
 namespace memsave_ext::remat {
 
@@ -45,6 +47,7 @@ struct Reference {
   c10::VariableVersion version;  // shared with the tensor
   uint32_t noted;                // what it was at the call
   bool written;
+  bool overwritten;  // likewise, whatever was there before
 };
 
 // An operator that was called.
@@ -52,6 +55,8 @@ struct Call {
   const Operator* op = nullptr;
   std::vector<c10::IValue> arguments;  // None where a tensor was
   std::vector<Reference> references;
+  std::optional<Random> random;
+  at::Tensor mask;  // what it made, as bits; undefined where it is called again
   double seconds = 0;
   int32_t module = -1;  // which one called it, by the recorder's numbers
   // What it made, of which anything may be gone by now.
@@ -68,6 +73,7 @@ struct Call {
 struct Content {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // as it was made; keeps its address
   const int64_t bytes;
+  const c10::Device device;
   const uint64_t born;           // a count of all contents
   const bool external;           // not made in this block: a parameter, an input
   std::shared_ptr<Call> call;    // null: it cannot be computed again
@@ -79,6 +85,7 @@ struct Content {
   c10::intrusive_ptr<c10::StorageImpl> held;
   bool overwritten = false;  // the storage holds something else by now
   bool copied = false;       // `held` is a copy, made before the storage was written
+  bool relied_on = false;    // by dropped ones, which are computed from its call, not from it
   bool dropped = false;      // its holders rely on its call
   bool decided = false;      // kept or dropped
   int dropped_depth = 0;     // how many dropped ones it is computed from, one after the other
@@ -89,6 +96,8 @@ struct Content {
   int64_t unopened = 0;                         // holders that have not opened it since
 
   Content(const c10::Storage& storage, bool external);
+  // What it holds is something else by now. With the mutex.
+  bool is_lost() const { return overwritten && !copied && fill == 0; }
 };
 
 uint64_t contents_so_far();
@@ -99,7 +108,13 @@ std::mutex& contents_mutex();
 // What is freed once the mutex is not held any more. Declare before the lock.
 using Freed = std::vector<c10::intrusive_ptr<c10::StorageImpl>>;
 
-// All with the mutex. A content that nobody saved or needs gives up what it holds.
+// All with the mutex.
+
+// A dropped content needs it, or does not any more.
+void pin(Content& content);
+void unpin(Content& content);
+
+// A content that nobody saved or needs gives up what it holds.
 void release_unused(std::shared_ptr<Content> content, Freed& freed,
                     std::vector<std::shared_ptr<Content>>& contents);
 

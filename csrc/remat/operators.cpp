@@ -1,10 +1,12 @@
 #include "remat/operators.h"
 
 #include <algorithm>
+#include <array>
 #include <mutex>
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 
 namespace memsave_ext::remat {
 namespace {
@@ -27,6 +29,15 @@ bool leaves_values_open(std::string_view name) {
   return any_begins(name, {"aten::empty", "aten::new_empty", "aten::_empty", "aten::resize",
                            "aten::_resize", "aten::set_", "aten::_cudnn_init", "aten::pin_memory",
                            "aten::_pin_memory", "aten::record_stream", "aten::_efficientzero"});
+}
+
+// Functions that fill a tensor.
+bool is_filling(std::string_view name) {
+  static constexpr std::string_view names[] = {
+      "aten::bernoulli_", "aten::cauchy_", "aten::copy_",      "aten::exponential_",
+      "aten::fill_",      "aten::zero_",   "aten::normal_",    "aten::geometric_",
+      "aten::uniform_",   "aten::random_", "aten::log_normal_"};
+  return std::find(std::begin(names), std::end(names), name) != std::end(names);
 }
 
 bool is_heavy_name(std::string_view name) {
@@ -54,31 +65,49 @@ Operator::Operator(const c10::OperatorName& name)
   const bool collective = is_collective(name.name);
   for (const auto& argument : handle.schema().arguments()) {
     const auto* alias = argument.alias_info();
+    if (argument.name() == "generator") generator = writes.size();
     writes.push_back(collective || (alias != nullptr && alias->isWrite()));
     any_writes = any_writes || writes.back();
   }
+  for (const auto& result : handle.schema().returns()) {
+    is_view = is_view || (!any_writes && result.alias_info() != nullptr);
+  }
+  is_random = generator || handle.hasTag(at::Tag::nondeterministic_seeded);
+  overwrites = is_filling(name.name);
+  makes_mask = name.name == "aten::bernoulli_";
   is_composite = handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   is_torch_batch_norm = name.name == "aten::native_batch_norm" ||
                         name.name == "aten::cudnn_batch_norm" ||
                         name.name == "aten::miopen_batch_norm";
   is_own_batch_norm = name.name == "memsave_ext::batch_norm_forward";
-  is_repeatable = !collective && !leaves_values_open(name.name) &&
-                  !handle.hasTag(at::Tag::nondeterministic_seeded) &&
+  // What others have registered may draw random numbers, or keep something between calls.
+  const bool is_known = any_begins(name.name, {"aten::", "prims::"}) || is_own_batch_norm;
+  is_repeatable = is_known && !leaves_values_open(name.name) &&
                   name.name != "aten::_native_batch_norm_legit" &&
                   name.name != "aten::_batch_norm_with_update";
   is_heavy = is_heavy_name(name.name);
 }
 
 const Operator* Operator::of(const at::RecordFunction& call) {
-  // By the address of the schema's name, which lives as long as the operator.
+  // What this thread has looked up, by the address of the schema's name, which lives as long as the
+  // operator.
+  thread_local std::array<std::pair<const char*, const Operator*>, 256> recent{};
+  auto& [key, op] = recent[(reinterpret_cast<uintptr_t>(call.name()) >> 4) % recent.size()];
+  if (key != call.name()) {
+    op = look_up(call);
+    key = call.name();
+  }
+  return op;
+}
+
+const Operator* Operator::look_up(const at::RecordFunction& call) {
   static std::mutex mutex;
   static auto& known = *new std::unordered_map<const char*, const Operator*>();
-  const char* key = call.name();
   const std::lock_guard<std::mutex> lock(mutex);
-  if (const auto found = known.find(key); found != known.end()) return found->second;
+  if (const auto found = known.find(call.name()); found != known.end()) return found->second;
   const auto name = call.operator_name();
   if (!name) return nullptr;
-  return known[key] = new Operator(*name);
+  return known[call.name()] = new Operator(*name);
 }
 
 }  // namespace memsave_ext::remat

@@ -22,15 +22,23 @@ constexpr double kHostSeconds = 4e-6;
 constexpr double kCopies = 40;
 
 void add(const Call& call, Plan& plan, Freed& locked, int operators) {
-  if (operators > kMostOperators || call.op->is_heavy) {
+  if (operators > kMostOperators) {
     plan.possible = false;
     return;
   }
   plan.seconds += call.seconds + kHostSeconds;
   for (const auto& reference : call.references) {
     const auto& content = reference.content;
+    if (reference.overwritten) continue;
     if (std::find(plan.needs.begin(), plan.needs.end(), content) != plan.needs.end()) continue;
-    const bool lost = content->overwritten && !content->copied;
+    const bool lost = content->is_lost();
+    // FSDP takes the memory of a module's parameters away after its forward.
+    const auto* now = content->held ? content->held.get() : content->storage._unsafe_get_target();
+    const bool empty = content->external && static_cast<int64_t>(now->nbytes()) < content->bytes;
+    if (empty) {
+      plan.possible = false;
+      return;
+    }
     if ((content->held && !lost) || content->dropped) {
       if (content->dropped) {
         plan.dropped_depth = std::max(plan.dropped_depth, content->dropped_depth);
@@ -39,7 +47,8 @@ void add(const Call& call, Plan& plan, Freed& locked, int operators) {
       continue;
     }
     // An intermediate that nobody saved: computed again where that is cheap.
-    if (content->call && !content->call->op->is_heavy) {
+    if (content->call) {
+      plan.on_the_way.push_back(content);
       add(*content->call, plan, locked, operators + 1);
       if (!plan.possible) return;
       continue;
@@ -63,12 +72,19 @@ Plan plan_for(const Content& content, Freed& locked) {
   return plan;
 }
 
-double seconds_per_byte() {
+bool has_all_memory(const Content& content) {
+  return std::all_of(content.needs.begin(), content.needs.end(), [](const auto& needed) {
+    if (needed->held) return static_cast<int64_t>(needed->held->nbytes()) >= needed->bytes;
+    return !needed->dropped || has_all_memory(*needed);
+  });
+}
+
+double seconds_of_copy(int64_t bytes) {
   static const double measured = [] {
     const Pause pause;
-    constexpr int64_t bytes = 4 << 20;
-    const auto from = at::empty({bytes}, at::kByte).fill_(1);
-    const auto to = at::empty({bytes}, at::kByte).fill_(1);
+    constexpr int64_t size = 4 << 20;
+    const auto from = at::empty({size}, at::kByte).fill_(1);
+    const auto to = at::empty({size}, at::kByte).fill_(1);
     double best = 1;
     for (int i = 0; i < 5; ++i) {
       const auto begin = std::chrono::steady_clock::now();
@@ -76,22 +92,22 @@ double seconds_per_byte() {
       const std::chrono::duration<double> time = std::chrono::steady_clock::now() - begin;
       best = std::min(best, time.count());
     }
-    return kCopies * best / bytes;
+    return best / size;
   }();
-  return measured;
+  return measured * static_cast<double>(bytes);
 }
 
-Verdict judge(const Content& content, const Plan& plan, bool everything) {
+Verdict judge(const Content& content, const Plan& plan, Drops drops) {
   if (content.external) return Verdict::kInput;
+  if (content.op != nullptr && content.op->is_heavy) return Verdict::kHeavy;
   if (!content.call) return Verdict::kNotAgain;
-  if (content.call->op->is_heavy) return Verdict::kHeavy;
   if (!plan.possible) return Verdict::kNotAgain;
-  if (everything) return Verdict::kDropped;
+  if (drops == Drops::kEverything) return Verdict::kDropped;
+  if (drops == Drops::kNothing) return Verdict::kNoGain;
   if (plan.dropped_depth >= kMostDropped) return Verdict::kNoGain;
   const int64_t saved = content.bytes - plan.more_bytes;
   if (4 * saved < content.bytes) return Verdict::kNoGain;
-  return plan.seconds <= seconds_per_byte() * static_cast<double>(saved) ? Verdict::kDropped
-                                                                         : Verdict::kNoGain;
+  return plan.seconds <= kCopies * seconds_of_copy(saved) ? Verdict::kDropped : Verdict::kNoGain;
 }
 
 }  // namespace memsave_ext::remat

@@ -16,15 +16,19 @@ struct Plan {
   int64_t more_bytes = 0;  // that nobody else keeps
   int dropped_depth = 0;
   std::vector<std::shared_ptr<Content>> needs;
+  std::vector<std::shared_ptr<Content>> on_the_way;  // computed again, too, and kept by nobody
 };
 
 // With contents_mutex(). `locked` gets what must stay alive until the mutex is let go.
 Plan plan_for(const Content& content, Freed& locked);
 
-// Whether to go by the plan, and why not. `everything`: wherever it is possible.
-Verdict judge(const Content& content, const Plan& plan, bool everything);
+// With contents_mutex(). Whether what a dropped content is computed from is all still there.
+bool has_all_memory(const Content& content);
 
-// How many seconds a byte may take that is computed again.
-double seconds_per_byte();
+// Whether to go by the plan, and why not.
+Verdict judge(const Content& content, const Plan& plan, Drops drops);
+
+// That a copy of so many bytes takes within the cache; measured once.
+double seconds_of_copy(int64_t bytes);
 
 }  // namespace memsave_ext::remat

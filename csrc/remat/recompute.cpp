@@ -5,11 +5,13 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <chrono>
+#include <optional>
 #include <string>
 #include <unordered_map>
 
 #include "checkpoint/errors.h"
 #include "checkpoint/recomputing.h"
+#include "remat/mask.h"
 
 namespace memsave_ext::remat {
 namespace {
@@ -22,6 +24,11 @@ at::Tensor bytes_of(const c10::Storage& storage) {
   return geometry.view(storage);
 }
 
+c10::Storage empty_for(const Content& content) {
+  const auto options = at::TensorOptions().dtype(at::kByte).device(content.device);
+  return at::empty({content.bytes}, options).storage();
+}
+
 // One value that was asked for, with all that has to be computed on the way.
 class Recomputation {
  public:
@@ -30,7 +37,7 @@ class Recomputation {
   c10::Storage memory(const std::shared_ptr<Content>& content) {
     {
       const std::lock_guard<std::mutex> lock(contents_mutex());
-      if (content->held) return c10::Storage(content->held);
+      if (content->held && !content->is_lost()) return c10::Storage(content->held);
     }
     if (const auto found = computed_.find(content.get()); found != computed_.end()) {
       return found->second;
@@ -47,9 +54,10 @@ class Recomputation {
     std::vector<c10::Storage> storages;
     size_t last_argument = stack.size();
     for (const auto& reference : call.references) {
-      c10::Storage storage = memory(reference.content);
-      check_unchanged(call, reference, storage);
-      if (reference.written) {
+      c10::Storage storage =
+          reference.overwritten ? empty_for(*reference.content) : memory(reference.content);
+      if (!reference.overwritten) check_unchanged(call, reference, storage);
+      if (reference.written && !reference.overwritten) {
         const auto [copy, is_new] = copies.try_emplace(reference.content.get(), storage);
         if (is_new) copy->second = copy_of(storage);
         storage = copy->second;
@@ -60,7 +68,14 @@ class Recomputation {
       last_argument = reference.argument;
     }
     const auto begin = std::chrono::steady_clock::now();
-    call.op->handle.callBoxed(stack);
+    std::optional<RandomGuard> random;
+    if (call.random) random.emplace(*call.random, *call.op, stack);
+    if (call.mask.defined()) {
+      unpack_mask(call.mask, call.references[0].geometry.dtype, storages[0]);
+    } else {
+      call.op->handle.callBoxed(stack);
+    }
+    random.reset();
     const std::chrono::duration<double> time = std::chrono::steady_clock::now() - begin;
     block_.count_again(call, time.count());
     for (const auto& made : call.made) {
@@ -120,12 +135,9 @@ class Recomputation {
           static_cast<int64_t>(reference.noted),
           static_cast<int64_t>(reference.version.current_version()));
     }
-    TORCH_CHECK(static_cast<int64_t>(storage.nbytes()) >= reference.content->bytes,
-                "memsave_ext.remat: ", schema.name(),
-                " is to be computed again, but the memory of "
-                "its argument ",
-                schema.arguments()[reference.argument].name(),
-                " has been given back (FSDP does so after a module's forward).");
+    if (static_cast<int64_t>(storage.nbytes()) < reference.content->bytes) {
+      throw_error("remat_given_back", schema.name(), schema.arguments()[reference.argument].name());
+    }
   }
 
   Block& block_;

@@ -1,4 +1,5 @@
 // The part of a block that follows operators.
+#include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
@@ -6,7 +7,9 @@
 #include "checkpoint/recomputing.h"
 #include "checkpoint/saved.h"
 #include "remat/block.h"
-#include "remat/recompute.h"
+#include "remat/mask.h"
+#include "remat/policy.h"
+#include "remat/tensors.h"
 
 namespace memsave_ext::remat {
 namespace {
@@ -16,32 +19,8 @@ constexpr int kDeepest = 32;
 // The argument of this package's batch norm.
 constexpr size_t kStatistics = 4;
 
-const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
-  return is_plain(tensor) ? tensor.storage().unsafeGetStorageImpl() : nullptr;
-}
-
 bool below_autograd() {
   return c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
-}
-
-template <typename Visit>
-void for_tensors(const c10::IValue& value, const Visit& visit) {
-  if (value.isTensor()) {
-    visit(value.toTensor(), -1);
-  } else if (value.isTensorList()) {
-    const auto list = value.toTensorList();
-    for (size_t i = 0; i < list.size(); ++i) visit(list.get(i), static_cast<int64_t>(i));
-  } else if (value.isOptionalTensorList()) {
-    const auto list = value.toOptionalTensorList();
-    for (size_t i = 0; i < list.size(); ++i) {
-      const std::optional<at::Tensor> tensor = list.get(i);
-      if (tensor) visit(*tensor, static_cast<int64_t>(i));
-    }
-  }
-}
-
-bool holds_tensors(const c10::IValue& value) {
-  return value.isTensor() || value.isTensorList() || value.isOptionalTensorList();
 }
 
 }  // namespace
@@ -55,58 +34,12 @@ void Block::Recording::measure(double seconds, const at::RecordFunction& functio
   }
   constexpr int64_t kMeasurable = 1 << 16;
   std::atomic<double>& least = call->op->seconds_per_byte;
-  if (bytes >= kMeasurable && seconds / bytes < least) least = seconds / bytes;
-  call->seconds = std::min(seconds, 2 * least * bytes);
-}
-
-bool Block::Recording::writes(const c10::StorageImpl* storage) const {
-  return std::any_of(written.begin(), written.end(), [&](const auto& pair) {
-    return pair.first.storage().unsafeGetStorageImpl() == storage;
-  });
-}
-
-// A new content of memory that is known or not.
-Block::Entry& Block::renew(const at::Tensor& tensor) {
-  Entry& entry = table_[tensor.storage().unsafeGetStorageImpl()];
-  const bool external = entry.content && entry.content->external;
-  if (entry.content) {
-    const std::lock_guard<std::mutex> lock(contents_mutex());
-    entry.content->overwritten = true;
+  constexpr int kTrusted = 3;  // the first calls are slow: memory is new, threads are started
+  if (bytes >= kMeasurable) {
+    ++call->op->measured;
+    if (seconds / bytes < least) least = seconds / bytes;
   }
-  entry.content = std::make_shared<Content>(tensor.storage(), external);
-  entry.content->module = modules_.back();
-  entry.tensor = nullptr;
-  return entry;
-}
-
-Block::Entry& Block::entry_of(const at::Tensor& tensor) {
-  const auto* storage = tensor.storage().unsafeGetStorageImpl();
-  auto [found, is_new] = table_.try_emplace(storage);
-  Entry& entry = found->second;
-  const uint32_t version = version_of(tensor);
-  if (is_new) {
-    // Made by an operator that runs, or before this block.
-    const bool has_history = tensor.requires_grad() && !tensor.is_leaf();
-    const bool external = running_.empty() && !has_history;
-    entry.content = std::make_shared<Content>(tensor.storage(), external);
-    entry.content->module = modules_.back();
-  } else if (entry.tensor == tensor.unsafeGetTensorImpl() && entry.version != version) {
-    renew(tensor);  // by a change that no operator of this thread made
-  } else {
-    // In the middle of an operator that changes it in place.
-    for (const Recording* recording : running_) {
-      if (entry.content->born > recording->born) continue;
-      for (const auto& [written, before] : recording->written) {
-        if (written.storage().unsafeGetStorageImpl() == storage && version > before) {
-          renew(tensor);
-          break;
-        }
-      }
-    }
-  }
-  entry.tensor = tensor.unsafeGetTensorImpl();
-  entry.version = version;
-  return entry;
+  call->seconds = call->op->measured < kTrusted ? 0 : std::min(seconds, 2 * least * bytes);
 }
 
 std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& function) {
@@ -114,43 +47,22 @@ std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& f
   if (block == nullptr) return nullptr;
   const Operator* op = Operator::of(function);
   if (op == nullptr || op->is_composite) return nullptr;
-  if (below_autograd() || in_region()) {
-    if (op->any_writes) block->note_hidden_writes(*op, function);
+  const bool is_recorded = !below_autograd() && !in_region() && at::GradMode::is_enabled();
+  if (is_recorded && op->is_view) {
+    // A geometry of what its argument holds, which must be known.
+    for (const auto& input : function.inputs()) {
+      for_tensors(input, [&](const at::Tensor& tensor, int64_t) {
+        if (is_plain(tensor)) block->entry_of(tensor);
+      });
+    }
     return nullptr;
   }
-  return block->start(*op, function);
-}
-
-void Block::note_hidden_writes(const Operator& op, const at::RecordFunction& function) {
-  const auto inputs = function.inputs();
-  for (size_t i = 0; i < inputs.size() && i < op.writes.size(); ++i) {
-    if (!op.writes[i]) continue;
-    for_tensors(inputs[i], [&](const at::Tensor& tensor, int64_t) {
-      if (!is_plain(tensor)) return;
-      if (table_.find(storage_of(tensor)) == table_.end()) return;
-      // The operator around this one, if it writes there, too, says how.
-      before_write(tensor);
-      renew(tensor);
-    });
-  }
-}
-
-// Dropped contents that are computed from this memory get a copy of it as it is.
-void Block::before_write(const at::Tensor& tensor) {
-  const auto found = table_.find(tensor.storage().unsafeGetStorageImpl());
-  if (found == table_.end()) return;
-  const std::shared_ptr<Content> content = found->second.content;
-  c10::intrusive_ptr<c10::StorageImpl> held;
-  {
-    const std::lock_guard<std::mutex> lock(contents_mutex());
-    held = content->held;
-    if (content->pins == 0 || held.get() != tensor.storage().unsafeGetStorageImpl()) return;
-  }
-  c10::Storage copy = copy_of(c10::Storage(held));
-  const std::lock_guard<std::mutex> lock(contents_mutex());
-  std::swap(held, content->held);
-  content->held = c10::intrusive_ptr<c10::StorageImpl>::reclaim(copy.unsafeReleaseStorageImpl());
-  content->copied = true;
+  if (is_recorded) return block->start(*op, function);
+  if (op->any_writes || op->is_torch_batch_norm) block->note_hidden_writes(*op, function);
+  if (below_autograd()) return nullptr;
+  auto recording = std::make_unique<Recording>();
+  recording->block = block;
+  return recording;
 }
 
 bool Block::refer(Recording& recording, const at::Tensor& tensor, size_t argument,
@@ -158,10 +70,19 @@ bool Block::refer(Recording& recording, const at::Tensor& tensor, size_t argumen
   if (!tensor.defined()) return true;
   if (!is_plain(tensor)) return false;
   Entry& entry = entry_of(tensor);
-  recording.call->references.push_back(
-      {argument, element, entry.content, Geometry::of(tensor),
-       tensor.unsafeGetTensorImpl()->version_counter(), entry.version,
-       argument < recording.call->op->writes.size() && recording.call->op->writes[argument]});
+  const Operator& op = *recording.call->op;
+  const bool written = argument < op.writes.size() && op.writes[argument];
+  const bool all_of_it = tensor.is_non_overlapping_and_dense() &&
+                         static_cast<int64_t>(tensor.nbytes()) == entry.content->bytes;
+  auto& references = recording.call->references;
+  bool overwritten = written && op.overwrites && all_of_it;
+  for (auto& other : references) {
+    if (other.content != entry.content) continue;
+    overwritten = other.overwritten = false;  // it reads what it writes
+  }
+  references.push_back({argument, element, entry.content, Geometry::of(tensor),
+                        tensor.unsafeGetTensorImpl()->version_counter(), entry.version, written,
+                        overwritten});
   return true;
 }
 
@@ -176,9 +97,14 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   Call& call = *recording->call;
   call.op = &op;
   call.module = modules_.back();
-  recording->repeatable = op.is_repeatable;
-  const bool trains =
-      op.is_torch_batch_norm && inputs.size() > 5 && inputs[5].isBool() && inputs[5].toBool();
+  // What is never computed again needs no recipe.
+  recording->repeatable = op.is_repeatable && !op.is_heavy;
+  const bool is_mask = op.makes_mask && !inputs.empty() && inputs[0].toTensor().is_cpu();
+  if (op.is_random && !is_mask && recording->repeatable) {
+    call.random = Random::of(op, inputs);
+    recording->repeatable = call.random.has_value();
+  }
+  const bool trains = op.is_torch_batch_norm && trains_batch_norm(inputs);
   if (op.is_torch_batch_norm && !trains && inputs.size() > 3 && inputs[3].isTensor()) {
     recording->repeatable = false;  // it reads statistics, which change unseen
   }
@@ -187,7 +113,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
     const bool writes = i < op.writes.size() && op.writes[i];
     // Batch norms are computed again without their running statistics.
     const bool left_out =
-        (trains && (i == 3 || i == 4)) || (op.is_own_batch_norm && (i == 5 || i == 6));
+        (trains && is_running_statistic(i)) || (op.is_own_batch_norm && (i == 5 || i == 6));
     if (writes || left_out) {
       for_tensors(inputs[i], [&](const at::Tensor& tensor, int64_t) {
         if (!is_plain(tensor)) return;
@@ -195,6 +121,12 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
         before_write(tensor);
         recording->written.emplace_back(tensor, version_of(tensor));
       });
+    }
+    if (!recording->repeatable) {
+      for_tensors(inputs[i], [&](const at::Tensor& tensor, int64_t) {
+        if (is_plain(tensor)) entry_of(tensor);
+      });
+      continue;
     }
     if (!holds_tensors(inputs[i])) {
       call.arguments.push_back(inputs[i]);
@@ -209,7 +141,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
       auto list = call.arguments.back().toOptionalTensorList();
       list.resize(inputs[i].toOptionalTensorList().size());
     }
-    if (left_out || !recording->repeatable) continue;
+    if (left_out) continue;
     for_tensors(inputs[i], [&](const at::Tensor& tensor, int64_t element) {
       recording->repeatable = refer(*recording, tensor, i, element) && recording->repeatable;
     });
@@ -223,16 +155,41 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
 void Block::on_end(const at::RecordFunction& function, at::ObserverContext* context) {
   auto* recording = static_cast<Recording*>(context);
   if (recording == nullptr) return;
+  if (!recording->call) return recording->block->end_unrecorded(function);
   const auto end = std::chrono::steady_clock::now();
   recording->measure(std::chrono::duration<double>(end - recording->begin).count(), function);
   recording->block->end(*recording, function);
 }
 
+// Its results are of this block, and what is seen of them is no recipe.
+void Block::end_unrecorded(const at::RecordFunction& function) {
+  for (const auto& output : function.outputs()) {
+    for_tensors(output, [&](const at::Tensor& tensor, int64_t) {
+      if (is_plain(tensor) && table_.find(storage_of(tensor)) == table_.end()) renew(tensor);
+    });
+  }
+}
+
+// Of an operator that has made one on the CPU.
+void Block::keep_mask(Recording& recording) {
+  Call& call = *recording.call;
+  recording.repeatable = recording.repeatable && call.references[0].overwritten;
+  if (!recording.repeatable) return;
+  const Pause pause;
+  const at::NoGradGuard no_grad;
+  call.mask = pack_mask(recording.written[0].first);
+  constexpr double kCopies = 4;  // that filling a tensor from bits takes about
+  call.seconds =
+      std::min(call.seconds, kCopies * seconds_of_copy(call.references[0].content->bytes));
+}
+
 void Block::end(Recording& recording, const at::RecordFunction& function) {
   running_.erase(std::find(running_.begin(), running_.end(), &recording));
   Call& call = *recording.call;
+  if (call.op->makes_mask && !call.random) keep_mask(recording);
   int depth = 1;
   for (const auto& reference : call.references) {
+    if (reference.overwritten) continue;
     if (reference.content->call) depth = std::max(depth, reference.content->depth + 1);
   }
   if (depth > kDeepest) recording.repeatable = false;

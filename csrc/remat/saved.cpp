@@ -84,10 +84,30 @@ class BlockSaved final : public Saved {
 
 }  // namespace
 
+// A tensor that the recorder does not understand. torch itself does not check versions where there
+// are hooks.
+class KeptSaved final : public Saved {
+ public:
+  explicit KeptSaved(const at::Tensor& tensor) : tensor_(tensor), noted_(version_of(tensor)) {}
+
+  at::Tensor open() override {
+    const uint32_t now = version_of(tensor_);
+    if (now != noted_) {
+      throw_error("remat_saved_changed", tensor_.sizes().vec(), static_cast<int64_t>(noted_),
+                  static_cast<int64_t>(now));
+    }
+    return tensor_;
+  }
+
+ private:
+  const at::Tensor tensor_;
+  const uint32_t noted_;
+};
+
 std::shared_ptr<Saved> BlockPacker::pack(at::Tensor& tensor) {
   if (Block::active() != block_.get()) return nullptr;
   std::shared_ptr<Content> content = block_->save(tensor);
-  if (!content) return nullptr;
+  if (!content) return std::make_shared<KeptSaved>(tensor);
   return std::make_shared<BlockSaved>(block_, std::move(content), tensor);
 }
 

@@ -239,6 +239,13 @@ def remat_changed(
     )
 
 
+def remat_given_back(operator: str, argument: str) -> CheckpointError:
+    return CheckpointError(
+        f"memsave_ext.remat: {operator} is to be computed again, but the memory of its argument "
+        f"{argument} has been given back, as FSDP does after a module's forward."
+    )
+
+
 def remat_saved_changed(shape: Sequence[int], before: int, now: int) -> CheckpointError:
     return CheckpointError(
         "memsave_ext.remat: one of the variables needed for gradient computation has been "

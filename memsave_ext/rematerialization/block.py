@@ -39,7 +39,7 @@ class remat:  # noqa: N801, a context manager is used like a function
             was entered.
     """
 
-    def __init__(self, model: nn.Module | None = None, *, _everything: bool = False) -> None:
+    def __init__(self, model: nn.Module | None = None, *, _everything: bool | None = False) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(
                 f"remat: model must be a torch.nn.Module or None, got {type(model).__name__}"

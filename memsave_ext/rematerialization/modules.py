@@ -19,7 +19,8 @@ class _RematForward(ForwardInPlace):
         # torch.compile decides itself what it computes again, and without a graph nothing is saved.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return type(module).forward(module, *args, **kwargs)
-        with remat(module if self.options["by_module"] else None) as block:
+        model = module if self.options["by_module"] else None
+        with remat(model, _everything=self.options["everything"]) as block:
             self.last = block
             return type(module).forward(module, *args, **kwargs)
 
@@ -64,7 +65,9 @@ class RematHandle:
         return self._forward.last
 
 
-def remat_module(model: nn.Module, *, by_module: bool = False) -> RematHandle:
+def remat_module(
+    model: nn.Module, *, by_module: bool = False, _everything: bool = False
+) -> RematHandle:
     """Run every forward of ``model`` in a block of :class:`remat`, in place: for trainers, whose
     training step one does not write.
 
@@ -92,6 +95,6 @@ def remat_module(model: nn.Module, *, by_module: bool = False) -> RematHandle:
             f"remat_module: {type(model).__name__} has a forward of its own already; remove() the "
             "handle that set it first"
         )
-    forward = _RematForward(model, {"by_module": by_module})
+    forward = _RematForward(model, {"by_module": by_module, "everything": _everything})
     forward.install()
     return RematHandle(forward)

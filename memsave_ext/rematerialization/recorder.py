@@ -32,8 +32,9 @@ class Recorder(Protocol):
         """
 
 
-def make_recorder(everything: bool) -> Recorder:
-    """``everything``: what can be computed again is dropped, cheap or not; for tests."""
+def make_recorder(everything: bool | None) -> Recorder:
+    """``everything``: what can be computed again is dropped, cheap or not; for tests. None: nothing
+    is, to measure what recording costs."""
     recorder: Recorder = (
         _native.module.RematRecorder(everything) if _native.module else Block(everything)
     )

@@ -8,7 +8,10 @@ import torch
 from torch import nn
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = [*sorted((DOCS / "adam").glob("*.md")), DOCS / "choosing.md", DOCS / "memory.md"]
+PAGES = [
+    *sorted((DOCS / "adam").glob("*.md")),
+    *(DOCS / f"{n}.md" for n in ("choosing", "memory", "remat")),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

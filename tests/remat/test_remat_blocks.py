@@ -171,3 +171,25 @@ def test_nested_modules_and_threads():
     for thread in threads:
         thread.join()
     assert all(all(map(torch.equal, results[i], expected)) for i in range(4))
+
+
+def test_nothing_is_left_of_many_blocks():
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16))
+    x = torch.randn(8, 16)
+
+    def step(i):
+        with ms.remat(_everything=i % 2 == 0):
+            loss = model(x).sum()
+        if i % 3:
+            loss.backward(retain_graph=i % 5 == 0)
+
+    for i in range(100):
+        step(i)
+    before = resident()
+    for i in range(600):
+        step(i)
+    assert resident() - before < 2 << 20

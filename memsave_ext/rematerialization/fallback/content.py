@@ -141,10 +141,11 @@ class Content:
             tensor = self._tensor()
         if tensor is None or self.overwritten or self.was_changed_unseen():
             return None
-        storage = tensor.untyped_storage()
-        if storage._cdata != self._storage.cdata:  # the tensor was given another
+        if tensor.untyped_storage()._cdata != self._storage.cdata:  # it was given another
             return None
-        memory = Memory(self, storage, tensor.detach())
+        memory = Memory(self, tensor)
+        if memory.is_lost():
+            return None
         self._memory = weakref.ref(memory)
         return memory
 
@@ -153,30 +154,42 @@ class Memory:
     """The memory of a content, or in its place what it is computed from. Held by saved tensors, and
     by dropped memory that is computed from it: who is gone needs nothing."""
 
-    def __init__(self, content: Content, storage: UntypedStorage, tensor: Tensor) -> None:
+    def __init__(self, content: Content, tensor: Tensor) -> None:
         self.content = content
-        # None where it is dropped, but from when it is computed again until it is not awaited.
-        self.storage: UntypedStorage | None = storage
-        # Tells changes. None where the storage is no one else's.
-        self._tensor: Tensor | None = tensor
-        self._version = version_of(tensor)
         self.decided = False  # kept or dropped
-        self.dropped = False
-        self.depth = 0  # how many dropped ones it is computed from, one after the other
-        self.calls: dict[Content, Call] = {}  # of a dropped one: on the way from what it needs
-        self._needs: list[tuple[Memory, Pin | None]] = []
+        self.keep(tensor)
         self._holders: weakref.WeakSet[Any] = weakref.WeakSet()  # that may come for it
         self._waiting: set[int] = set()  # ids of holders, since it was computed again
 
     def is_lost(self) -> bool:
-        """The storage holds something else by now."""
-        return self.content.overwritten and self._tensor is not None
+        """The storage holds something else by now, or nothing."""
+        return self._tensor is not None and (self.content.overwritten or self._is_empty())
+
+    def _is_empty(self) -> bool:
+        """FSDP takes the memory of a module's parameters away after its forward."""
+        return self.storage is not None and self.storage.nbytes() < self.content.bytes
+
+    def has_all(self) -> bool:
+        """What it is computed from is there."""
+        return not any(need._is_empty() or not need.has_all() for need, _ in self._needs)
 
     def change(self) -> tuple[int, int] | None:
         """Version then and now, if no operator that was seen changed it."""
         if self._tensor is None or version_of(self._tensor) == self._version:
             return None
         return self._version, version_of(self._tensor)
+
+    def keep(self, tensor: Tensor) -> None:
+        """``tensor``: one that has this content."""
+        # None where it is dropped, but from when it is computed again until it is not awaited.
+        self.storage: UntypedStorage | None = tensor.untyped_storage()
+        # Tells changes. None where the storage is no one else's.
+        self._tensor: Tensor | None = tensor.detach()
+        self._version = version_of(tensor)
+        self.dropped = False
+        self.depth = 0  # how many dropped ones it is computed from, one after the other
+        self.calls: dict[Content, Call] = {}  # of a dropped one: on the way from what it needs
+        self._needs: list[tuple[Memory, Pin | None]] = []
 
     def drop(self, needs: list[Memory], calls: dict[Content, Call]) -> None:
         self._needs = [(m, None if m.storage is None else pin(m.storage)) for m in needs]

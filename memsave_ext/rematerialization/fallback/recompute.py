@@ -131,7 +131,4 @@ def _check_unchanged(call: Call, reference: Reference, storage: UntypedStorage) 
     if memory is not None and (versions := memory.change()) is not None:
         raise errors.remat_changed(name, argument, reference.geometry.sizes, *versions)
     if storage.nbytes() < content.bytes:
-        raise RuntimeError(
-            f"memsave_ext.remat: {name} is to be computed again, but the memory of its argument "
-            f"{argument} has been given back (FSDP does so after a module's forward)."
-        )
+        raise errors.remat_given_back(name, argument)

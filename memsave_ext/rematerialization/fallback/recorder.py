@@ -7,6 +7,7 @@ import time
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .content import Call, Content, Geometry, Made, Reference, is_plain
@@ -25,7 +26,9 @@ class _Recording:
 
     def __init__(self, operator: Operator, arguments: dict[Key, Any], module: int) -> None:
         self.call = Call(operator, arguments, module)
-        self.is_repeatable = operator.is_repeatable
+        # What runs without grad mode is inside of an autograd.Function or a compiled graph, whose
+        # kernels may write unseen.
+        self.is_repeatable = operator.is_repeatable and torch.is_grad_enabled()
         self.written: list[Tensor] = []
 
 

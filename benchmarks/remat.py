@@ -1,0 +1,178 @@
+"""Rematerialization: memory and time of a training step, beside torch's checkpoint.
+
+For each model: the plain step; remat that records and drops nothing; remat; torch's checkpoint
+around every block, around every second one, and its selective checkpointing that keeps products of
+matrices. Methods take turns, on copies of one model. Activations are the peak of a step, without
+what lived before it, as memory.track counts.
+
+    python benchmarks/remat.py --save benchmarks/results
+"""
+
+import argparse
+import copy
+import functools
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import memsave_ext as ms
+from common import ROOT, interleave, machine, median_and_spread, show_bars, write_record
+from remat_models import Case, cases
+
+Method = Callable[[nn.Module, Tensor], Tensor]  # a forward, and the loss
+RECORDING_BAR = 1.03
+PLAIN, RECORDED, REMAT = "plain", "recorded", "remat"
+BLOCKS, SECOND, SELECTED = "checkpoint", "checkpoint, every second", "checkpoint, selective"
+_HEAVY = {
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "addmm", "bmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu")
+}
+
+
+def forward(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def in_block(everything: bool | None, model: nn.Module, x: Tensor) -> Tensor:
+    with ms.remat(_everything=everything):
+        return forward(model, x)
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _HEAVY else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpointed(model: nn.Module, kind: type[nn.Module], every: int, selective: bool) -> nn.Module:
+    """A line a block: what its user has to change."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if selective:
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    blocks = [module for module in model.modules() if isinstance(module, kind)]
+    for block in blocks[::every]:
+        block.forward = functools.partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
+    return model
+
+
+def methods(case: Case, model: nn.Module) -> dict[str, tuple[nn.Module, Method]]:
+    """Models are copied before their forwards are changed: the copies' forwards are their own."""
+    found: dict[str, tuple[nn.Module, Method]] = {
+        PLAIN: (model, forward),
+        RECORDED: (copy.deepcopy(model), functools.partial(in_block, None)),
+        REMAT: (copy.deepcopy(model), functools.partial(in_block, False)),
+    }
+    if case.block is not None:
+        for name, every, selective in ((BLOCKS, 1, False), (SECOND, 2, False), (SELECTED, 1, True)):
+            other = checkpointed(copy.deepcopy(model), case.block, every, selective)
+            found[name] = (other, forward)
+    return found
+
+
+def activations(step: Callable[[], None]) -> int:
+    step()  # gradients are there from now on
+    with ms.memory.track() as track:
+        step()
+    return int(track.peak)
+
+
+def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, x = case.build(), torch.randn(case.inputs)
+
+    def step(of: nn.Module, method: Method) -> None:
+        torch.manual_seed(1)
+        method(of, x).backward()
+        for p in of.parameters():
+            p.grad.zero_()
+
+    found = methods(case, model)
+    steps = {method: functools.partial(step, *how) for method, how in found.items()}
+    peaks = {method: activations(run) for method, run in steps.items()}
+    seconds = interleave(steps, options.rounds, options.warmup, options.progress)
+    with ms.remat() as r:
+        forward(model, x)
+    recorded = [a - b for a, b in zip(seconds[RECORDED], seconds[PLAIN], strict=True)]
+    rows = []
+    for method, taken in seconds.items():
+        middle, spread = median_and_spread(taken)
+        ratio = statistics.median(a / b for a, b in zip(taken, seconds[PLAIN], strict=True))
+        rows.append(
+            {
+                "method": method,
+                "bytes": peaks[method],
+                "memory": peaks[method] / peaks[PLAIN],
+                "step_ms": middle * 1e3,
+                "spread_ms": spread * 1e3,
+                "time": ratio,
+            }
+        )
+    operators = r.figures().operators
+    return {
+        "model": name,
+        "operators": operators,
+        "us_per_operator": statistics.median(recorded) / operators * 1e6,
+        "rows": rows,
+    }
+
+
+def bars(name: str, case: Case, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    of = {row["method"]: row for row in rows}
+    figures = (
+        (f"{name}: time, recording alone", of[RECORDED]["time"], RECORDING_BAR),
+        (f"{name}: activations", of[REMAT]["memory"], case.memory),
+        (f"{name}: time", of[REMAT]["time"], case.time),
+    )
+    return [
+        {"name": what, "value": value, "bar": bar, "ok": value <= bar}
+        for what, value, bar in figures
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--scale", type=int, default=4, help="multiplies batches")
+    parser.add_argument("--only", nargs="+", choices=cases(1), metavar="MODEL", default=[*cases(1)])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
+    parser.add_argument("--no-progress", dest="progress", action="store_false")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    models, held = [], []
+    for name in options.only:
+        case = cases(options.scale)[name]
+        measured = measure(name, case, options)
+        models.append(measured)
+        held += bars(name, case, measured["rows"])
+        print(
+            f"{name}: {measured['operators']} operators, {measured['us_per_operator']:.2f} us each"
+        )
+        for row in measured["rows"]:
+            print(
+                f"  {row['method']:26}{row['bytes'] / 2**20:8.1f} MiB ({row['memory']:.2f})"
+                f"{row['step_ms']:9.1f} ms ({row['time']:.3f}x)"
+            )
+    names = ("rounds", "warmup", "scale", "only", "threads")
+    record = {
+        "machine": machine(),
+        "settings": {name: getattr(options, name) for name in names},
+        "models": models,
+        "bars": held,
+    }
+    show_bars(held, digits=3)
+    print(write_record(options.save, "remat", record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+// The part of a block that knows which content a storage has now.
+#include <algorithm>
+
+#include "checkpoint/saved.h"
+#include "remat/block.h"
+#include "remat/recompute.h"
+#include "remat/tensors.h"
+
+namespace memsave_ext::remat {
+
+bool Block::Recording::writes(const c10::StorageImpl* storage) const {
+  return std::any_of(written.begin(), written.end(), [&](const auto& pair) {
+    return pair.first.storage().unsafeGetStorageImpl() == storage;
+  });
+}
+
+// A new content of memory that is known or not.
+Block::Entry& Block::renew(const at::Tensor& tensor) {
+  Entry& entry = table_[tensor.storage().unsafeGetStorageImpl()];
+  const bool external = entry.content && entry.content->external;
+  if (entry.content) {
+    const std::lock_guard<std::mutex> lock(contents_mutex());
+    entry.content->overwritten = true;
+  }
+  entry.content = std::make_shared<Content>(tensor.storage(), external);
+  entry.content->module = modules_.back();
+  entry.tensor = nullptr;
+  return entry;
+}
+
+Block::Entry& Block::entry_of(const at::Tensor& tensor) {
+  const auto* storage = tensor.storage().unsafeGetStorageImpl();
+  auto [found, is_new] = table_.try_emplace(storage);
+  Entry& entry = found->second;
+  const uint32_t version = version_of(tensor);
+  if (is_new) {
+    // Made by an operator that runs, or before this block.
+    const bool has_history = tensor.requires_grad() && !tensor.is_leaf();
+    const bool external = running_.empty() && !has_history;
+    entry.content = std::make_shared<Content>(tensor.storage(), external);
+    entry.content->module = modules_.back();
+  } else if (entry.tensor == tensor.unsafeGetTensorImpl() && entry.version != version) {
+    renew(tensor);  // by a change that no operator of this thread made
+  } else {
+    // In the middle of an operator that changes it in place.
+    for (const Recording* recording : running_) {
+      if (entry.content->born > recording->born) continue;
+      for (const auto& [written, before] : recording->written) {
+        if (written.storage().unsafeGetStorageImpl() == storage && version > before) {
+          renew(tensor);
+          break;
+        }
+      }
+    }
+  }
+  entry.tensor = tensor.unsafeGetTensorImpl();
+  entry.version = version;
+  return entry;
+}
+
+void Block::note_hidden_writes(const Operator& op, const at::RecordFunction& function) {
+  const auto inputs = function.inputs();
+  const bool trains = op.is_torch_batch_norm && trains_batch_norm(inputs);
+  for (size_t i = 0; i < inputs.size() && i < op.writes.size(); ++i) {
+    if (!op.writes[i] && !(trains && is_running_statistic(i))) continue;
+    for_tensors(inputs[i], [&](const at::Tensor& tensor, int64_t) {
+      if (!is_plain(tensor)) return;
+      if (table_.find(storage_of(tensor)) == table_.end()) return;
+      // The operator around this one, if it writes there, too, says how.
+      before_write(tensor);
+      renew(tensor);
+    });
+  }
+}
+
+// Dropped contents that are computed from this memory get a copy of it as it is.
+void Block::before_write(const at::Tensor& tensor) {
+  const auto found = table_.find(tensor.storage().unsafeGetStorageImpl());
+  if (found == table_.end()) return;
+  const std::shared_ptr<Content> content = found->second.content;
+  c10::intrusive_ptr<c10::StorageImpl> held;
+  {
+    const std::lock_guard<std::mutex> lock(contents_mutex());
+    held = content->held;
+    if (content->pins == 0 || held.get() != tensor.storage().unsafeGetStorageImpl()) return;
+  }
+  c10::Storage copy = copy_of(c10::Storage(held));
+  const std::lock_guard<std::mutex> lock(contents_mutex());
+  std::swap(held, content->held);
+  content->held = c10::intrusive_ptr<c10::StorageImpl>::reclaim(copy.unsafeReleaseStorageImpl());
+  content->copied = true;
+}
+
+void Block::sweep() {
+  if (table_.size() < sweep_at_) return;
+  for (auto entry = table_.begin(); entry != table_.end();) {
+    entry = entry->second.content->storage.expired() ? table_.erase(entry) : std::next(entry);
+  }
+  sweep_at_ = std::max<size_t>(1024, 2 * table_.size());
+}
+
+}  // namespace memsave_ext::remat

@@ -1,0 +1,70 @@
+"""Rematerialization of transformers' models, and under its Trainer: the same bits."""
+
+import pytest
+import torch
+
+import memsave_ext as ms
+
+LIBRARIES = ["transformers"]
+transformers = None  # conftest.py imports it
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}
+
+
+def bert():
+    config = transformers.BertConfig(
+        **SMALL, num_attention_heads=4, hidden_dropout_prob=0.1, max_position_embeddings=32
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def llama():
+    config = transformers.LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2)
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        vocab_size=50, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def train(build, change):
+    """Two steps; parameters afterwards."""
+    torch.manual_seed(0)
+    model = build().train()
+    handle = change(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = torch.arange(48).view(3, 16) % 50
+    for step in range(2):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    return list(model.parameters()), handle
+
+
+@pytest.mark.parametrize("build", [bert, llama, gpt2], ids=lambda build: build.__name__)
+def test_models(build):
+    plain, _ = train(build, lambda model: None)
+    ours, handle = train(build, lambda model: ms.remat_module(model, _everything=True))
+    assert all(map(torch.equal, plain, ours))
+    assert handle.figures().dropped_bytes > 0.3 * handle.figures().kept_bytes
+    cheap, _ = train(build, ms.remat_module)
+    assert all(map(torch.equal, plain, cheap))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_inside(use_reentrant):
+    def alone(model):
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+
+    def both(model):
+        alone(model)
+        return ms.remat_module(model, _everything=True)
+
+    plain, _ = train(gpt2, alone)
+    ours, handle = train(gpt2, both)
+    assert all(map(torch.equal, plain, ours))
+    assert handle.figures().dropped_bytes > 0
