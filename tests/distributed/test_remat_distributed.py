@@ -26,6 +26,28 @@ class Mlp(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
+class NormAndSine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return y, y.sin()
+
+
+class SavedAgain(nn.Module):
+    """What the first part saves and drops, the second saves when it cannot be computed again."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = fully_shard(NormAndSine()), fully_shard(nn.Linear(16, 16))
+
+    def forward(self, x):
+        y, z = self.first(x)
+        return self.second(y) + z
+
+
 def blocks(norm=nn.LayerNorm):
     return nn.Sequential(*(Mlp(norm) for _ in range(3)), nn.Linear(16, 1))
 
@@ -49,6 +71,7 @@ MODELS = {
     "fsdp": lambda: sharded(blocks()),
     "fsdp, bfloat16": lambda: sharded(blocks(), mp_policy=BF16),
     "fsdp, not resharded": lambda: sharded(blocks(), reshard_after_forward=False),
+    "fsdp, saved again": lambda: fully_shard(SavedAgain()),
     "ddp": lambda: DistributedDataParallel(blocks()),
     "ddp, batch norm": lambda: DistributedDataParallel(blocks(nn.BatchNorm1d)),
     "ddp, ours": lambda: DistributedDataParallel(blocks(ms.SyncBatchNorm)),

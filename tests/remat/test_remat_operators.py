@@ -188,7 +188,7 @@ class Unseen(torch.autograd.Function):
             x.detach().numpy()[...] *= 2
             ctx.mark_dirty(x)
             return x
-        y = torch.zeros_like(x) if kind == "zeros" else torch.empty_like(x)
+        y = {"zeros": torch.zeros_like, "clone": torch.clone, "empty": torch.empty_like}[kind](x)
         y.numpy()[...] = x.detach().numpy() * 2
         return y
 
@@ -197,7 +197,7 @@ class Unseen(torch.autograd.Function):
         return grad * 2, None
 
 
-@pytest.mark.parametrize("kind", ["empty", "in place", "zeros"])
+@pytest.mark.parametrize("kind", ["empty", "in place", "zeros", "clone"])
 def test_kernels_that_are_not_seen(kind):
     w = nn.Parameter(torch.randn(8, 8))
 
@@ -205,6 +205,19 @@ def test_kernels_that_are_not_seen(kind):
         with block():
             y = Unseen.apply(w.tanh() + 1, kind)
             z = (y * y.detach()).exp()
+        return torch.autograd.grad(z.sum(), w)
+
+    check(program)
+
+
+def test_a_kernel_that_is_called_outside_of_a_function():
+    w, x = nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
+
+    def program(block):
+        with block():
+            y = torch.zeros_like(x)
+            y.numpy()[...] = x.numpy() * 2
+            z = (w * (y + x)).sin() * (y * w).exp()
         return torch.autograd.grad(z.sum(), w)
 
     check(program)
