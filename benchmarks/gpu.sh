@@ -26,6 +26,7 @@ declare -A LIMIT=(
   [suite]=240 [python]=60 [blocking]=110 [cpu_build]=140 [overhead]=30
   [memcheck]=140 [racecheck]=120 [initcheck]=100 [synccheck]=70
   [sizes]=200 [data_parallel]=100 [largest_model]=420 [adam_modes]=110 [threads]=20 [distributed]=60
+  [remat]=60
 )
 declare -A ABOUT=(
   [build]="compile for this GPU" [report]="what was built, and a kernel of it"
@@ -47,6 +48,7 @@ declare -A ABOUT=(
   [data_parallel]="the original table: DenseNet at batch 4, 256 and 512"
   [largest_model]="largest ViT in 16, 40 and 80 GB" [adam_modes]="every mode: error, time, bytes"
   [threads]="several Python threads on the CPU" [distributed]="two processes, by gloo"
+  [remat]="rematerialization beside torch's checkpoints"
 )
 declare -A SETS=(
   [first]="report copy tests adam batch_norm checkpoint adam_host adam_memory densenet"
@@ -54,7 +56,7 @@ declare -A SETS=(
   [sanitize]="memcheck racecheck initcheck synccheck"
   [big]="sizes data_parallel"
   [largest]="largest_model"
-  [more]="cpu_build adam_modes distributed overhead threads"
+  [more]="cpu_build adam_modes distributed overhead threads remat"
 )
 ORDER="first second sanitize big largest more"
 
@@ -182,6 +184,7 @@ part_adam_modes() {
 }
 part_overhead() { record overhead checkpoint_overhead.py --device cuda --rounds 300; }
 part_threads() { record threads checkpoint_threads.py --rounds 10; }
+part_remat() { record remat remat.py --device cuda --rounds 12 --scale 16; }
 part_distributed() { record distributed distributed.py --device cuda; }
 part_data_parallel() {
   record data_parallel data_parallel.py --device cuda --rounds 4 \

@@ -5,7 +5,7 @@ around every block, around every second one, and its selective checkpointing tha
 matrices. Methods take turns, on copies of one model. Activations are the peak of a step, without
 what lived before it, as memory.track counts.
 
-    python benchmarks/remat.py --save benchmarks/results
+    python benchmarks/remat.py --rounds 24 --scale 4 --save benchmarks/results
 """
 
 import argparse
@@ -35,7 +35,10 @@ PLAIN, RECORDED, REMAT = "plain", "recorded", "remat"
 BLOCKS, SECOND, SELECTED = "checkpoint", "checkpoint, every second", "checkpoint, selective"
 _HEAVY = {
     getattr(torch.ops.aten, name).default
-    for name in ("mm", "addmm", "bmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu")
+    for name in (
+        *("mm", "addmm", "bmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu"),
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+    )
 }
 
 
@@ -77,26 +80,30 @@ def methods(case: Case, model: nn.Module) -> dict[str, tuple[nn.Module, Method]]
     return found
 
 
-def activations(step: Callable[[], None]) -> int:
+def activations(step: Callable[[], None], device: torch.device) -> int:
     step()  # gradients are there from now on
-    with ms.memory.track() as track:
+    with ms.memory.track(device=device) as track:
+        before = track.live
         step()
-    return int(track.peak)
+    return int(track.peak) - before
 
 
 def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
-    model, x = case.build(), torch.randn(case.inputs)
+    device = torch.device(options.device)
+    model, x = case.build().to(device), torch.randn(case.inputs, device=device)
 
     def step(of: nn.Module, method: Method) -> None:
         torch.manual_seed(1)
         method(of, x).backward()
         for p in of.parameters():
             p.grad.zero_()
+        if x.is_cuda:
+            torch.cuda.synchronize()
 
     found = methods(case, model)
     steps = {method: functools.partial(step, *how) for method, how in found.items()}
-    peaks = {method: activations(run) for method, run in steps.items()}
+    peaks = {method: activations(run, device) for method, run in steps.items()}
     seconds = interleave(steps, options.rounds, options.warmup, options.progress)
     with ms.remat() as r:
         forward(model, x)
@@ -139,10 +146,11 @@ def bars(name: str, case: Case, rows: list[dict[str, Any]]) -> list[dict[str, An
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=24)
-    parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--scale", type=int, default=4, help="multiplies batches")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--scale", type=int, default=1, help="multiplies batches")
     parser.add_argument("--only", nargs="+", choices=cases(1), metavar="MODEL", default=[*cases(1)])
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
     parser.add_argument("--no-progress", dest="progress", action="store_false")
@@ -164,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
     names = ("rounds", "warmup", "scale", "only", "threads")
     record = {
-        "machine": machine(),
+        "machine": machine(options.device),
         "settings": {name: getattr(options, name) for name in names},
         "models": models,
         "bars": held,

@@ -32,6 +32,7 @@ SECONDS = {
     "largest_model": 25,
     "memory_account": 8,
     "memory_overhead": 30,
+    "remat": 24,
 }
 
 

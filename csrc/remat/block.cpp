@@ -47,12 +47,10 @@ void Block::close() {
 std::shared_ptr<Content> Block::save(const at::Tensor& tensor) {
   if (!is_plain(tensor)) return nullptr;
   std::shared_ptr<Content> content = entry_of(tensor).content;
-  Freed freed;
-  std::vector<std::shared_ptr<Content>> contents;
   {
     const std::lock_guard<std::mutex> lock(contents_mutex());
+    if (content->dropped && !has_all_memory(*content)) return nullptr;
     ++content->holders;
-    if (content->dropped && !has_all_memory(*content)) keep_after_all(*content, freed, contents);
     if (content->decided) return content;
     if (!content->held) content->held = content->storage.lock();
     // An operator that still runs may say how it is made: its end decides.
@@ -62,27 +60,14 @@ std::shared_ptr<Content> Block::save(const at::Tensor& tensor) {
   return content;
 }
 
-// With contents_mutex(). It was dropped, and some memory that it is computed from has been given
-// back since: by FSDP, which gathers a module's parameters for that module alone.
-void Block::keep_after_all(Content& content, Freed& freed,
-                           std::vector<std::shared_ptr<Content>>& contents) {
-  content.held = content.storage.lock();
-  content.dropped = false;
-  for (auto& needed : content.needs) {
-    unpin(*needed);
-    release_unused(std::move(needed), freed, contents);
-  }
-  content.needs.clear();
-  Sum& dropped = sums_[{{content.module, content.op}, Verdict::kDropped}];
-  --dropped.count;
-  dropped.bytes -= content.bytes;
-  Sum& kept = sums_[{{content.module, content.op}, Verdict::kNotAgain}];
-  ++kept.count;
-  kept.bytes += content.bytes;
-}
-
 bool Block::is_new_for_running(const Content& content) const {
   return !running_.empty() && content.born > running_.front()->born;
+}
+
+bool Block::is_being_written(const Content& content) const {
+  return std::any_of(running_.begin(), running_.end(), [&](const Recording* recording) {
+    return recording->writes(content.storage._unsafe_get_target());
+  });
 }
 
 void Block::decide(const std::shared_ptr<Content>& content) {
@@ -91,6 +76,8 @@ void Block::decide(const std::shared_ptr<Content>& content) {
   const std::lock_guard<std::mutex> lock(contents_mutex());
   Plan plan;
   if (content->call && !content->external) plan = plan_for(*content, freed);
+  // Memory that an operator is about to write: autograd saves a clone of it then.
+  for (const auto& needed : plan.needs) plan.possible = plan.possible && !is_being_written(*needed);
   const Verdict verdict = judge(*content, plan, drops_);
   content->decided = true;
   Sum& sum = sums_[{{content->module, content->op}, verdict}];

@@ -72,7 +72,7 @@ class Block {
     std::shared_ptr<Call> call;  // null: it is not recorded
     bool repeatable = false;
     // What it writes, and the versions before.
-    std::vector<std::pair<at::Tensor, uint32_t>> written;
+    c10::SmallVector<std::pair<at::Tensor, uint32_t>, 2> written;
     std::chrono::steady_clock::time_point begin;
 
     bool writes(const c10::StorageImpl* storage) const;
@@ -80,10 +80,12 @@ class Block {
   };
   struct Entry {
     std::shared_ptr<Content> content;  // now
-    // The tensor by which it was last seen, and its version then: it tells changes that no operator
-    // of this thread made.
-    const c10::TensorImpl* tensor = nullptr;
+    // Of the tensor by which it was last seen, shared with its views, and what it was then: they
+    // tell changes that no operator of this thread made.
+    c10::VariableVersion counter;
     uint32_t version = 0;
+
+    void see(const at::Tensor& tensor);
   };
 
   static std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& function);
@@ -98,10 +100,9 @@ class Block {
   Entry& renew(const at::Tensor& tensor);
   Entry& entry_of(const at::Tensor& tensor);
   bool is_new_for_running(const Content& content) const;
+  bool is_being_written(const Content& content) const;
   bool refer(Recording& recording, const at::Tensor& tensor, size_t argument, int64_t element);
   void made(Recording& recording, const at::Tensor& tensor, size_t output, int64_t element);
-  void keep_after_all(Content& content, Freed& freed,
-                      std::vector<std::shared_ptr<Content>>& contents);
   void decide(const std::shared_ptr<Content>& content);
   void sweep();
 

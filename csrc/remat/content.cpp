@@ -9,12 +9,16 @@ namespace memsave_ext::remat {
 
 Geometry Geometry::of(const at::Tensor& tensor) {
   Geometry geometry;
-  geometry.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
-  geometry.strides.assign(tensor.strides().begin(), tensor.strides().end());
-  geometry.offset = tensor.storage_offset();
-  geometry.dtype = tensor.dtype();
-  geometry.keys = tensor.key_set();
+  geometry.assign(tensor);
   return geometry;
+}
+
+void Geometry::assign(const at::Tensor& tensor) {
+  sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
+  strides.assign(tensor.strides().begin(), tensor.strides().end());
+  offset = tensor.storage_offset();
+  dtype = tensor.dtype();
+  keys = tensor.key_set();
 }
 
 at::Tensor Geometry::view(c10::Storage storage) const {

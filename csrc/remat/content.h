@@ -31,6 +31,7 @@ struct Geometry {
   c10::DispatchKeySet keys;  // with the bits for conjugate and negative
 
   static Geometry of(const at::Tensor& tensor);
+  void assign(const at::Tensor& tensor);
   // A tensor on this storage, without history.
   at::Tensor view(c10::Storage storage) const;
 };

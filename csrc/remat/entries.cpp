@@ -24,8 +24,13 @@ Block::Entry& Block::renew(const at::Tensor& tensor) {
   }
   entry.content = std::make_shared<Content>(tensor.storage(), external);
   entry.content->module = modules_.back();
-  entry.tensor = nullptr;
+  entry.counter = {};
   return entry;
+}
+
+void Block::Entry::see(const at::Tensor& tensor) {
+  counter = tensor.unsafeGetTensorImpl()->version_counter();
+  version = version_of(tensor);
 }
 
 Block::Entry& Block::entry_of(const at::Tensor& tensor) {
@@ -39,7 +44,7 @@ Block::Entry& Block::entry_of(const at::Tensor& tensor) {
     const bool external = running_.empty() && !has_history;
     entry.content = std::make_shared<Content>(tensor.storage(), external);
     entry.content->module = modules_.back();
-  } else if (entry.tensor == tensor.unsafeGetTensorImpl() && entry.version != version) {
+  } else if (entry.counter.enabled() && entry.counter.current_version() != entry.version) {
     renew(tensor);  // by a change that no operator of this thread made
   } else {
     // In the middle of an operator that changes it in place.
@@ -53,8 +58,7 @@ Block::Entry& Block::entry_of(const at::Tensor& tensor) {
       }
     }
   }
-  entry.tensor = tensor.unsafeGetTensorImpl();
-  entry.version = version;
+  entry.see(tensor);
   return entry;
 }
 

@@ -80,9 +80,15 @@ bool Block::refer(Recording& recording, const at::Tensor& tensor, size_t argumen
     if (other.content != entry.content) continue;
     overwritten = other.overwritten = false;  // it reads what it writes
   }
-  references.push_back({argument, element, entry.content, Geometry::of(tensor),
-                        tensor.unsafeGetTensorImpl()->version_counter(), entry.version, written,
-                        overwritten});
+  Reference& reference = references.emplace_back();
+  reference.argument = argument;
+  reference.element = element;
+  reference.content = entry.content;
+  reference.geometry.assign(tensor);
+  reference.version = entry.counter;
+  reference.noted = entry.version;
+  reference.written = written;
+  reference.overwritten = overwritten;
   return true;
 }
 
@@ -108,7 +114,10 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   if (op.is_torch_batch_norm && !trains && inputs.size() > 3 && inputs[3].isTensor()) {
     recording->repeatable = false;  // it reads statistics, which change unseen
   }
-  call.arguments.reserve(inputs.size());
+  if (recording->repeatable) {
+    call.arguments.reserve(inputs.size());
+    call.references.reserve(inputs.size());
+  }
   for (size_t i = 0; i < inputs.size(); ++i) {
     const bool writes = i < op.writes.size() && op.writes[i];
     // Batch norms are computed again without their running statistics.
@@ -225,8 +234,7 @@ void Block::made(Recording& recording, const at::Tensor& tensor, size_t output, 
   if (is_known && found->second.content->born <= recording.born && !is_written) return;  // a view
   Entry& entry =
       is_known && found->second.content->born > recording.born ? found->second : renew(tensor);
-  entry.tensor = tensor.unsafeGetTensorImpl();
-  entry.version = version_of(tensor);
+  entry.see(tensor);
   const std::shared_ptr<Content> content = entry.content;
   if (content->op == nullptr) content->op = recording.call->op;
   if (content->call || content->decided) return;  // by an operator inside of this one

@@ -46,3 +46,23 @@ def check(program, drops=True):
         assert np.array_equal(plain, ours)
     dropped = sum(block.figures().dropped_bytes for block in blocks)
     assert drops is None or (dropped > 0) == drops
+
+
+def grads_of(model, inputs, everything=None):
+    """Loss, gradients and buffers of a training step."""
+    torch.manual_seed(3)
+    model.zero_grad()
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    block = None
+    if everything is None:
+        loss = model(*inputs).square().mean()
+    else:
+        with remat(_everything=everything) as block:
+            loss = model(*inputs).square().mean()
+    loss.backward()
+    results = [loss.detach(), *(p.grad for p in model.parameters())]
+    results += [b.clone() for b in model.buffers()]
+    with torch.no_grad():
+        for name, b in model.named_buffers():
+            b.copy_(buffers[name])
+    return results, block

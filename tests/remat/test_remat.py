@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from remat_programs import grads_of
 from stress import programs, regions
 from stress.worlds import namespace
 from torch import nn
@@ -14,26 +15,6 @@ import memsave_ext as ms
 from memsave_ext import _native, remat
 
 PROGRAMS = 500 if _native.module else 100
-
-
-def grads_of(model, inputs, everything=None):
-    """Loss, gradients and buffers of a training step."""
-    torch.manual_seed(3)
-    model.zero_grad()
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
-    block = None
-    if everything is None:
-        loss = model(*inputs).square().mean()
-    else:
-        with remat(_everything=everything) as block:
-            loss = model(*inputs).square().mean()
-    loss.backward()
-    results = [loss.detach(), *(p.grad for p in model.parameters())]
-    results += [b.clone() for b in model.buffers()]
-    with torch.no_grad():
-        for name, b in model.named_buffers():
-            b.copy_(buffers[name])
-    return results, block
 
 
 class Attention(nn.Module):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from remat_programs import check, not_yet_native
+from remat_programs import check
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
@@ -111,7 +111,7 @@ CHANGES = {
 
 @pytest.mark.parametrize(
     "change",
-    [pytest.param(n, marks=not_yet_native) if n == "unseen" else n for n in CHANGES],
+    CHANGES,
 )
 @pytest.mark.parametrize("heavy", [False, True])
 def test_intermediates_that_change(change, heavy):
@@ -161,9 +161,7 @@ def test_running_statistics_move_after_the_block(trains):
     check(program)
 
 
-@pytest.mark.parametrize(
-    "cell", [nn.RNN, nn.LSTM, pytest.param(nn.GRU, marks=not_yet_native)], ids=lambda c: c.__name__
-)
+@pytest.mark.parametrize("cell", [nn.RNN, nn.LSTM, nn.GRU], ids=lambda c: c.__name__)
 def test_recurrent(cell):
     torch.manual_seed(0)
     model, x = (

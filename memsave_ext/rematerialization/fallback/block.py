@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .content import Content, Memory, is_plain
+from .content import Memory, is_plain
 from .policy import Verdict, judge, plan_for, seconds_per_byte
 from .recompute import Again, is_paused, paused
 from .recorder import Recorder
@@ -88,11 +88,7 @@ class Block:
                 return Kept(tensor)
             if not memory.decided:
                 self._decide(memory)
-            elif memory.dropped and not memory.has_all():
-                self._count(memory.content, Verdict.DROPPED, -1)
-                self._count(memory.content, Verdict.NOT_AGAIN, 1)
-                memory.keep(tensor)
-            if memory.dropped:
+            if memory.dropped and memory.is_computable():
                 return Dropped(tensor, memory, self._again)
             return Kept(tensor, memory)
 
@@ -103,18 +99,14 @@ class Block:
             plan = plan_for(content)
         verdict = judge(content, plan, self._everything)
         memory.decided = True
-        sums = self._count(content, verdict, 1)
+        sums = self._saved.setdefault((content.module, content.operator, verdict), [0, 0, 0.0])
+        sums[0] += 1
+        sums[1] += content.bytes
         if verdict is Verdict.DROPPED and plan is not None:
             sums[2] += plan.seconds
             memory.drop(plan.needs, plan.calls)
         else:  # chains of calls end here
             content.call, content.depth = None, 0
-
-    def _count(self, content: Content, verdict: Verdict, count: int) -> _Sum:
-        sums = self._saved.setdefault((content.module, content.operator, verdict), [0, 0, 0.0])
-        sums[0] += count
-        sums[1] += count * content.bytes
-        return sums
 
 
 def _records() -> bool:

@@ -156,8 +156,16 @@ class Memory:
 
     def __init__(self, content: Content, tensor: Tensor) -> None:
         self.content = content
+        # None where it is dropped, but from when it is computed again until it is not awaited.
+        self.storage: UntypedStorage | None = tensor.untyped_storage()
+        # Tells changes. None where the storage is no one else's.
+        self._tensor: Tensor | None = tensor.detach()
+        self._version = version_of(tensor)
         self.decided = False  # kept or dropped
-        self.keep(tensor)
+        self.dropped = False
+        self.depth = 0  # how many dropped ones it is computed from, one after the other
+        self.calls: dict[Content, Call] = {}  # of a dropped one: on the way from what it needs
+        self._needs: list[tuple[Memory, Pin | None]] = []
         self._holders: weakref.WeakSet[Any] = weakref.WeakSet()  # that may come for it
         self._waiting: set[int] = set()  # ids of holders, since it was computed again
 
@@ -166,12 +174,8 @@ class Memory:
         return self._tensor is not None and (self.content.overwritten or self._is_empty())
 
     def _is_empty(self) -> bool:
-        """FSDP takes the memory of a module's parameters away after its forward."""
+        """FSDP gives a module's parameters back after its forward, until its own backward."""
         return self.storage is not None and self.storage.nbytes() < self.content.bytes
-
-    def has_all(self) -> bool:
-        """What it is computed from is there."""
-        return not any(need._is_empty() or not need.has_all() for need, _ in self._needs)
 
     def change(self) -> tuple[int, int] | None:
         """Version then and now, if no operator that was seen changed it."""
@@ -179,24 +183,16 @@ class Memory:
             return None
         return self._version, version_of(self._tensor)
 
-    def keep(self, tensor: Tensor) -> None:
-        """``tensor``: one that has this content."""
-        # None where it is dropped, but from when it is computed again until it is not awaited.
-        self.storage: UntypedStorage | None = tensor.untyped_storage()
-        # Tells changes. None where the storage is no one else's.
-        self._tensor: Tensor | None = tensor.detach()
-        self._version = version_of(tensor)
-        self.dropped = False
-        self.depth = 0  # how many dropped ones it is computed from, one after the other
-        self.calls: dict[Content, Call] = {}  # of a dropped one: on the way from what it needs
-        self._needs: list[tuple[Memory, Pin | None]] = []
-
     def drop(self, needs: list[Memory], calls: dict[Content, Call]) -> None:
         self._needs = [(m, None if m.storage is None else pin(m.storage)) for m in needs]
         self.depth = 1 + max((memory.depth for memory in needs), default=0)
         self.calls = calls
         self.dropped = True
         self.storage = self._tensor = None
+
+    def is_computable(self) -> bool:
+        """Whether what it is computed from is there."""
+        return not any(m._is_empty() or not m.is_computable() for m, _ in self._needs)
 
     def before_write(self) -> None:
         """Dropped memory that is computed from it is given a copy of it as it is."""

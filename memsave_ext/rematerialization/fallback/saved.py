@@ -35,8 +35,6 @@ class Dropped:
     def open(self) -> Tensor:
         with self._again.lock, paused():
             storage = self._memory.storage
-            if (versions := self._memory.change()) is not None:  # it was kept after all
-                raise errors.remat_saved_changed(self._geometry.sizes, *versions)
             if storage is None:
                 storage = storage_of(self._memory, self._again)
             self._memory.taken(self)
