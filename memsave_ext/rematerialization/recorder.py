@@ -34,8 +34,8 @@ class Recorder(Protocol):
 
 def make_recorder(everything: bool | None) -> Recorder:
     """``everything``: what can be computed again is dropped, cheap or not; for tests. None: nothing
-    is, to measure what recording costs, which only the native part can."""
-    if _native.module:
-        native: Recorder = _native.module.RematRecorder(everything)
-        return native
-    return Block(bool(everything))
+    is, to measure what recording costs."""
+    recorder: Recorder = (
+        _native.module.RematRecorder(everything) if _native.module else Block(everything)
+    )
+    return recorder

@@ -25,9 +25,10 @@ _open = threading.local()
 
 
 class Block:
-    """``everything``: what can be computed again is dropped, cheap or not; for tests."""
+    """``everything``: what can be computed again is dropped, cheap or not; for tests. None:
+    nothing is, to measure what recording costs."""
 
-    def __init__(self, everything: bool) -> None:
+    def __init__(self, everything: bool | None) -> None:
         self._everything = everything
         self._again = Again()
         self._recorder = Recorder(self._again.lock)
@@ -83,7 +84,8 @@ class Block:
                 return Kept(tensor)
         with self._again.lock, paused():
             memory = self._recorder.content_of(tensor).hold(tensor)
-            assert memory is not None
+            if memory is None:
+                return Kept(tensor)
             if not memory.decided:
                 self._decide(memory)
             if memory.dropped and memory.is_computable():

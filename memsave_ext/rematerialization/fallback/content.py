@@ -141,12 +141,11 @@ class Content:
             tensor = self._tensor()
         if tensor is None or self.overwritten or self.was_changed_unseen():
             return None
-        storage = tensor.untyped_storage()
-        if storage._cdata != self._storage.cdata:  # the tensor was given another
+        if tensor.untyped_storage()._cdata != self._storage.cdata:  # it was given another
             return None
-        if storage.nbytes() < self.bytes:  # given back: see is_computable()
+        memory = Memory(self, tensor)
+        if memory.is_lost():
             return None
-        memory = Memory(self, storage, tensor.detach())
         self._memory = weakref.ref(memory)
         return memory
 
@@ -155,12 +154,12 @@ class Memory:
     """The memory of a content, or in its place what it is computed from. Held by saved tensors, and
     by dropped memory that is computed from it: who is gone needs nothing."""
 
-    def __init__(self, content: Content, storage: UntypedStorage, tensor: Tensor) -> None:
+    def __init__(self, content: Content, tensor: Tensor) -> None:
         self.content = content
         # None where it is dropped, but from when it is computed again until it is not awaited.
-        self.storage: UntypedStorage | None = storage
+        self.storage: UntypedStorage | None = tensor.untyped_storage()
         # Tells changes. None where the storage is no one else's.
-        self._tensor: Tensor | None = tensor
+        self._tensor: Tensor | None = tensor.detach()
         self._version = version_of(tensor)
         self.decided = False  # kept or dropped
         self.dropped = False
@@ -171,8 +170,12 @@ class Memory:
         self._waiting: set[int] = set()  # ids of holders, since it was computed again
 
     def is_lost(self) -> bool:
-        """The storage holds something else by now."""
-        return self.content.overwritten and self._tensor is not None
+        """The storage holds something else by now, or nothing."""
+        return self._tensor is not None and (self.content.overwritten or self._is_empty())
+
+    def _is_empty(self) -> bool:
+        """FSDP gives a module's parameters back after its forward, until its own backward."""
+        return self.storage is not None and self.storage.nbytes() < self.content.bytes
 
     def change(self) -> tuple[int, int] | None:
         """Version then and now, if no operator that was seen changed it."""
@@ -188,14 +191,8 @@ class Memory:
         self.storage = self._tensor = None
 
     def is_computable(self) -> bool:
-        """Whether what it is computed from is still there: FSDP gives parameters back after their
-        module's forward, and gathers them for the backward of that module alone."""
-        return all(
-            memory.is_computable()
-            if memory.storage is None
-            else memory.storage.nbytes() >= memory.content.bytes
-            for memory, _ in self._needs
-        )
+        """Whether what it is computed from is there."""
+        return not any(m._is_empty() or not m.is_computable() for m, _ in self._needs)
 
     def before_write(self) -> None:
         """Dropped memory that is computed from it is given a copy of it as it is."""

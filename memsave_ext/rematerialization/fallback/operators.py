@@ -34,7 +34,8 @@ _HEAVY_BEGINNINGS = (
     "aten::_cdist", "aten::_thnn_fused", "aten::_cudnn_rnn", "aten::_scaled_mm",
     "aten::_grouped_mm", "aten::_int_mm", "mkldnn::", "quantized::",
 )  # fmt: skip
-_MEASURABLE = 1 << 16
+_MEASURABLE = 1 << 16  # bytes
+_TRUSTED = 3  # the first calls are slow: memory is new, threads are started
 
 Key = int | str  # of an argument: its position, or its name where it is keyword-only
 # An argument, which of its elements (-1: itself), and the tensor.
@@ -73,7 +74,7 @@ class Operator:
         self.is_torch_batch_norm = name in _TORCH_BATCH_NORMS
         self.is_own_batch_norm = name == _OWN_BATCH_NORM
         # The least that was measured of a byte of its results: a clock on a busy machine only adds.
-        self._seconds_per_byte = 1.0
+        self._seconds_per_byte, self._measured = 1.0, 0
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Key, Any]:
         """By position, where they have one; with lists of their own."""
@@ -88,8 +89,9 @@ class Operator:
         """What a call of it takes, which took so many seconds."""
         size = sum(t.numel() * t.itemsize for _, _, t in results_of(results))
         if size >= _MEASURABLE:
+            self._measured += 1
             self._seconds_per_byte = min(self._seconds_per_byte, seconds / size)
-        return min(seconds, 2 * self._seconds_per_byte * size)
+        return 0.0 if self._measured < _TRUSTED else min(seconds, 2 * self._seconds_per_byte * size)
 
 
 @functools.cache

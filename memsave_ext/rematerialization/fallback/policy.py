@@ -96,8 +96,9 @@ def seconds_per_byte() -> float:
     return _COPIES * best / size
 
 
-def judge(content: Content, plan: Plan | None, everything: bool) -> Verdict:
-    """Whether to go by the plan, and why not. ``everything``: wherever it is possible."""
+def judge(content: Content, plan: Plan | None, everything: bool | None) -> Verdict:
+    """Whether to go by the plan, and why not. ``everything``: wherever it is possible; None: not
+    at all."""
     if content.external:
         return Verdict.INPUT
     if content.call is None:
@@ -108,6 +109,8 @@ def judge(content: Content, plan: Plan | None, everything: bool) -> Verdict:
         return Verdict.NOT_AGAIN
     if everything:
         return Verdict.DROPPED
+    if everything is None:
+        return Verdict.NO_GAIN
     saved = content.bytes - plan.more_bytes
     if plan.depth >= _MOST_DROPPED or 4 * saved < content.bytes:
         return Verdict.NO_GAIN

@@ -44,11 +44,9 @@ class Again:
 
 
 def storage_of(memory: Memory, again: Again) -> UntypedStorage:
-    """That of dropped memory, computed again. Raises CheckpointError where what it is computed from
-    has changed."""
+    """That of dropped memory, computed again. With the lock, while nothing is recorded. Raises
+    CheckpointError where what it is computed from has changed."""
     with (
-        again.lock,
-        paused(),
         recomputing(),
         torch.no_grad(),
         torch._C._AutoDispatchBelowAutograd(),
@@ -133,7 +131,4 @@ def _check_unchanged(call: Call, reference: Reference, storage: UntypedStorage) 
     if memory is not None and (versions := memory.change()) is not None:
         raise errors.remat_changed(name, argument, reference.geometry.sizes, *versions)
     if storage.nbytes() < content.bytes:
-        raise RuntimeError(
-            f"memsave_ext.remat: {name} is to be computed again, but the memory of its argument "
-            f"{argument} has been given back (FSDP does so after a module's forward)."
-        )
+        raise errors.remat_given_back(name, argument)

@@ -7,6 +7,7 @@ import time
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .content import Call, Content, Geometry, Made, Reference, is_plain
@@ -25,7 +26,10 @@ class _Recording:
 
     def __init__(self, operator: Operator, arguments: dict[Key, Any], module: int) -> None:
         self.call = Call(operator, arguments, module)
-        self.is_repeatable = operator.is_repeatable
+        # What runs without grad mode is inside of an autograd.Function or a compiled graph, whose
+        # kernels may write unseen; this package's batch norm is such a Function.
+        is_seen = torch.is_grad_enabled() or operator.is_own_batch_norm
+        self.is_repeatable = operator.is_repeatable and is_seen
         self.written: list[Tensor] = []
 
 

@@ -1,0 +1,136 @@
+"""Blocks around modules whose parameters are sharded (FSDP2) or whose gradients are reduced (DDP),
+on two gloo ranks: the bits of the same training without blocks."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import memsave_ext as ms
+from memsave_ext import _native
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Mlp(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.up, self.down = norm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class NormAndSine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return y, y.sin()
+
+
+class SavedAgain(nn.Module):
+    """What the first part saves and drops, the second saves when it cannot be computed again."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = fully_shard(NormAndSine()), fully_shard(nn.Linear(16, 16))
+
+    def forward(self, x):
+        y, z = self.first(x)
+        return self.second(y) + z
+
+
+def blocks(norm=nn.LayerNorm):
+    return nn.Sequential(*(Mlp(norm) for _ in range(3)), nn.Linear(16, 1))
+
+
+def layers():
+    """Of which each is sharded alone: what a norm is computed from is gone when it is saved."""
+    return nn.Sequential(
+        *(nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.LayerNorm(64)),
+        *(nn.GELU(), nn.Linear(64, 1)),
+    )
+
+
+def sharded(model, **options):
+    for module in model:
+        if list(module.parameters()):
+            fully_shard(module, **options)
+    return fully_shard(model, **options)
+
+
+MODELS = {
+    "fsdp": lambda: sharded(blocks()),
+    "fsdp, bfloat16": lambda: sharded(blocks(), mp_policy=BF16),
+    "fsdp, not resharded": lambda: sharded(blocks(), reshard_after_forward=False),
+    "fsdp, saved again": lambda: fully_shard(SavedAgain()),
+    "ddp": lambda: DistributedDataParallel(blocks()),
+    "ddp, batch norm": lambda: DistributedDataParallel(blocks(nn.BatchNorm1d)),
+    "ddp, ours": lambda: DistributedDataParallel(blocks(ms.SyncBatchNorm)),
+}
+
+
+def train(build, block, in_backward):
+    torch.manual_seed(0)
+    model = build()
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+    if in_backward:
+        optimizer = ms.Adam(model.parameters(), in_backward=True, lr=0.1, small_bytes=0)
+        if isinstance(model, DistributedDataParallel):
+            optimizer.attach(model)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    dropped = 0
+    for _ in range(3):
+        with block() as r:
+            loss = model(x).square().mean()
+        dropped += 0 if r is None else r.figures().dropped_bytes
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    params = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+    return [*params, *model.buffers()], dropped
+
+
+def compare(build, in_backward):
+    plain, _ = train(build, contextlib.nullcontext, in_backward)
+    ours, dropped = train(build, lambda: ms.remat(_everything=True), in_backward)
+    return all(map(torch.equal, plain, ours)) and dropped > 0
+
+
+def everything():
+    return {
+        (name, in_backward): compare(build, in_backward)
+        for name, build in MODELS.items()
+        for in_backward in (False, True)
+    }
+
+
+def layer_by_layer():
+    return {in_backward: compare(lambda: sharded(layers()), in_backward) for in_backward in (0, 1)}
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+@pytest.mark.parametrize(
+    "function",
+    [
+        everything,
+        pytest.param(
+            layer_by_layer,
+            marks=pytest.mark.xfail(_native.module is not None, reason="not yet", strict=True),
+        ),
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_two_ranks(function):
+    for results in run_ranks(2, [function])[function.__name__]:
+        assert isinstance(results, dict), results
+        assert [key for key, same in results.items() if not same] == []
