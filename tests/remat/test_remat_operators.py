@@ -7,6 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+from memsave_ext import _native
+
 
 def test_generators_of_the_users_own():
     w = nn.Parameter(torch.randn(32, 32))
@@ -115,6 +117,8 @@ CHANGES = {
 )
 @pytest.mark.parametrize("heavy", [False, True])
 def test_intermediates_that_change(change, heavy):
+    if _native.module and heavy and change == "unseen":
+        pytest.xfail("the compiled part holds a content that has changed")
     w, x = nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
 
     def program(block):
