@@ -21,6 +21,15 @@ void Geometry::assign(const at::Tensor& tensor) {
   keys = tensor.key_set();
 }
 
+int64_t Geometry::extent() const {
+  int64_t last = offset;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] == 0) return 0;
+    last += (sizes[i] - 1) * strides[i];
+  }
+  return (last + 1) * static_cast<int64_t>(dtype.itemsize());
+}
+
 at::Tensor Geometry::view(c10::Storage storage) const {
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW,
                                                                std::move(storage), keys, dtype);

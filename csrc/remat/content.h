@@ -32,6 +32,7 @@ struct Geometry {
 
   static Geometry of(const at::Tensor& tensor);
   void assign(const at::Tensor& tensor);
+  int64_t extent() const;  // up to which byte of its storage it reaches
   // A tensor on this storage, without history.
   at::Tensor view(c10::Storage storage) const;
 };
@@ -84,6 +85,7 @@ struct Content {
 
   // Held where it is kept or was computed again; null where it is dropped, or nobody saved it.
   c10::intrusive_ptr<c10::StorageImpl> held;
+  int64_t extent = 0;        // what dropped ones read of `held`
   bool overwritten = false;  // the storage holds something else by now
   bool copied = false;       // `held` is a copy, made before the storage was written
   bool relied_on = false;    // by dropped ones, which are computed from its call, not from it

@@ -33,12 +33,14 @@ void add(const Call& call, Plan& plan, Freed& locked, int operators) {
     if (std::find(plan.needs.begin(), plan.needs.end(), content) != plan.needs.end()) continue;
     const bool lost = content->is_lost();
     // FSDP takes the memory of a module's parameters away after its forward.
-    const auto* now = content->held ? content->held.get() : content->storage._unsafe_get_target();
-    const bool empty = content->external && static_cast<int64_t>(now->nbytes()) < content->bytes;
-    if (empty) {
+    const auto is_empty = [&](const c10::StorageImpl& storage) {
+      return static_cast<int64_t>(storage.nbytes()) < reference.geometry.extent();
+    };
+    if (content->held && !lost && is_empty(*content->held)) {
       plan.possible = false;
       return;
     }
+    content->extent = std::max(content->extent, reference.geometry.extent());
     if ((content->held && !lost) || content->dropped) {
       if (content->dropped) {
         plan.dropped_depth = std::max(plan.dropped_depth, content->dropped_depth);
@@ -54,7 +56,7 @@ void add(const Call& call, Plan& plan, Freed& locked, int operators) {
       continue;
     }
     auto storage = content->storage.lock();
-    if (!storage || lost) {
+    if (!storage || lost || is_empty(*storage)) {
       plan.possible = false;
       return;
     }
@@ -74,7 +76,7 @@ Plan plan_for(const Content& content, Freed& locked) {
 
 bool has_all_memory(const Content& content) {
   return std::all_of(content.needs.begin(), content.needs.end(), [](const auto& needed) {
-    if (needed->held) return static_cast<int64_t>(needed->held->nbytes()) >= needed->bytes;
+    if (needed->held) return static_cast<int64_t>(needed->held->nbytes()) >= needed->extent;
     return !needed->dropped || has_all_memory(*needed);
   });
 }

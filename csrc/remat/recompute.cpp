@@ -123,7 +123,8 @@ class Recomputation {
     {
       const std::lock_guard<std::mutex> lock(contents_mutex());
       const Content& content = *reference.content;
-      if (content.copied || content.fill > 0 || content.held == nullptr) return;
+      const bool is_original = content.held.get() == storage.unsafeGetStorageImpl();
+      if (content.copied || content.fill > 0 || !is_original) return;
     }
     const bool changed =
         reference.version.enabled() && reference.version.current_version() != reference.noted;
@@ -135,7 +136,7 @@ class Recomputation {
           static_cast<int64_t>(reference.noted),
           static_cast<int64_t>(reference.version.current_version()));
     }
-    if (static_cast<int64_t>(storage.nbytes()) < reference.content->bytes) {
+    if (static_cast<int64_t>(storage.nbytes()) < reference.geometry.extent()) {
       throw_error("remat_given_back", schema.name(), schema.arguments()[reference.argument].name());
     }
   }

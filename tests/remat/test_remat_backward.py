@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from remat_programs import check, everything, layers, not_yet_native
+from remat_programs import check, everything, layers
 from torch import nn
 
 import memsave_ext as ms
@@ -77,7 +77,7 @@ def test_a_saved_value_looked_at_in_the_block():
     check(program)
 
 
-@pytest.mark.parametrize("changes", [False, pytest.param(True, marks=not_yet_native)])
+@pytest.mark.parametrize("changes", [False, True])
 def test_a_value_on_the_way_is_kept_and_lost(changes):
     """By then it is needed no more for itself, but others are to be computed from it."""
     w = nn.Parameter(torch.randn(64))

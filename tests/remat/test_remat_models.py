@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from remat_programs import grads_of, not_yet_native
+from remat_programs import grads_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -191,7 +191,7 @@ def under_fsdp(reshards=True):
     return same_with_and_without(shard)
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=not_yet_native)])
+@pytest.mark.parametrize("world", [1, 2])
 def test_data_parallel(world):
     results = run_ranks(world, [under_ddp, under_fsdp])
     assert results == {"under_ddp": [True] * world, "under_fsdp": [True] * world}
