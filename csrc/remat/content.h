@@ -50,6 +50,10 @@ struct Reference {
   uint32_t noted;                // what it was at the call
   bool written;
   bool overwritten;  // likewise, whatever was there before
+
+  // Whether the memory that the content was in has been written since the call. Writes that the
+  // recorder sees make another content; this tells of all.
+  bool changed() const { return version.enabled() && version.current_version() != noted; }
 };
 
 // An operator that was called.

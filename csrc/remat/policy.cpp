@@ -31,7 +31,8 @@ void add(const Call& call, Plan& plan, Freed& locked, int operators) {
     const auto& content = reference.content;
     if (reference.overwritten) continue;
     if (std::find(plan.needs.begin(), plan.needs.end(), content) != plan.needs.end()) continue;
-    const bool lost = content->is_lost();
+    const bool unseen = !content->copied && content->fill == 0 && reference.changed();
+    const bool lost = content->is_lost() || unseen;
     // FSDP takes the memory of a module's parameters away after its forward.
     const auto is_empty = [&](const c10::StorageImpl& storage) {
       return static_cast<int64_t>(storage.nbytes()) < reference.geometry.extent();

@@ -55,7 +55,7 @@ class Recomputation {
     size_t last_argument = stack.size();
     for (const auto& reference : call.references) {
       c10::Storage storage =
-          reference.overwritten ? empty_for(*reference.content) : memory(reference.content);
+          reference.overwritten ? empty_for(*reference.content) : argument(call, reference);
       if (!reference.overwritten) check_unchanged(call, reference, storage);
       if (reference.written && !reference.overwritten) {
         const auto [copy, is_new] = copies.try_emplace(reference.content.get(), storage);
@@ -83,6 +83,16 @@ class Recomputation {
       if (!content) continue;
       keep(content, made.reference >= 0 ? storages[made.reference] : result(stack, made).storage());
     }
+  }
+
+  c10::Storage argument(const Call& call, const Reference& reference) {
+    bool is_lost;
+    {
+      const std::lock_guard<std::mutex> lock(contents_mutex());
+      is_lost = reference.content->is_lost() && !reference.content->call;
+    }
+    if (is_lost) throw_changed(call, reference);
+    return memory(reference.content);
   }
 
   // What others still wait for stays.
@@ -126,19 +136,20 @@ class Recomputation {
       const bool is_original = content.held.get() == storage.unsafeGetStorageImpl();
       if (content.copied || content.fill > 0 || !is_original) return;
     }
-    const bool changed =
-        reference.version.enabled() && reference.version.current_version() != reference.noted;
+    if (reference.changed()) throw_changed(call, reference);
     const auto& schema = call.op->handle.schema();
-    if (changed) {
-      throw_error(
-          "remat_changed", schema.name(), schema.arguments()[reference.argument].name(),
-          std::vector<int64_t>(reference.geometry.sizes.begin(), reference.geometry.sizes.end()),
-          static_cast<int64_t>(reference.noted),
-          static_cast<int64_t>(reference.version.current_version()));
-    }
     if (static_cast<int64_t>(storage.nbytes()) < reference.geometry.extent()) {
       throw_error("remat_given_back", schema.name(), schema.arguments()[reference.argument].name());
     }
+  }
+
+  [[noreturn]] static void throw_changed(const Call& call, const Reference& reference) {
+    const auto& schema = call.op->handle.schema();
+    const auto& sizes = reference.geometry.sizes;
+    throw_error("remat_changed", schema.name(), schema.arguments()[reference.argument].name(),
+                std::vector<int64_t>(sizes.begin(), sizes.end()),
+                static_cast<int64_t>(reference.noted),
+                static_cast<int64_t>(reference.version.current_version()));
   }
 
   Block& block_;

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memsave_ext as ms
 
+TESTS = Path(__file__).resolve().parents[1]  # where the helpers are
 STEPS, SAMPLES = 3, 24
 KINDS = ["checkpoint", "engine hooks", "function", "nested", "modules"]
 BUCKETS = {"bucket_cap_mb": 1e-3}  # of two or three parameters
@@ -415,7 +417,10 @@ def test_an_error_on_one_rank_ends_all(kind, how):
 
 def test_torchrun_shows_the_error():
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(TESTS)])
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path
+    }  # fmt: skip
     done = subprocess.run(
         [*run, __file__], capture_output=True, text=True, timeout=60, env=environment, check=False
     )

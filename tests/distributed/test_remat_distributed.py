@@ -12,7 +12,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import memsave_ext as ms
-from memsave_ext import _native
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -120,15 +119,7 @@ def layer_by_layer():
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 @pytest.mark.parametrize(
-    "function",
-    [
-        everything,
-        pytest.param(
-            layer_by_layer,
-            marks=pytest.mark.xfail(_native.module is not None, reason="not yet", strict=True),
-        ),
-    ],
-    ids=lambda function: function.__name__,
+    "function", [everything, layer_by_layer], ids=lambda function: function.__name__
 )
 def test_two_ranks(function):
     for results in run_ranks(2, [function])[function.__name__]:
