@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import math
 import pickle
 import random
 import traceback
@@ -188,12 +189,16 @@ def expected(case: Case, training: Training, oracles: list[Oracle], grads: Any, 
             own = clip_factor([total], case["max_grad_norm"])
             sums[i], sizes[i] = total * own, sizes[i] * own
     factor = clip_factor([g for g in sums if g is not None], limit)
+    # A sum of n squares is off by sqrt(n) roundings or so, its root by half of that: in units of
+    # what the oracle allows a gradient, which are 4 ulps.
+    rounding = 0.0 if limit is None else math.sqrt(sum(p.numel() for p in training.params)) / 16
     for oracle, total, size, lr, bad in zip(oracles, sums, sizes, rates, infinite, strict=False):
         if total is not None and not (case["scaler"] and bad):
             oracle.update(
                 total * factor, lr=lr, betas=case["betas"], eps=case["eps"],
                 weight_decay=case["weight_decay"], amsgrad=case["amsgrad"],
-                maximize=case["maximize"], decoupled=case["decoupled"], parts=size * factor,
+                maximize=case["maximize"], decoupled=case["decoupled"],
+                parts=size * factor * (1 + rounding),
             )  # fmt: skip
 
 
