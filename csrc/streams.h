@@ -1,4 +1,4 @@
-// Streams of devices, through c10's virtual guard: needs no CUDA header. A CPU has none.
+// Streams of devices, through c10's virtual guard, which needs no CUDA header.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,13 +10,14 @@
 
 namespace memsave_ext {
 
+// Returns the device's current stream; nullopt for a CPU, which has none.
 inline std::optional<c10::Stream> current_stream(c10::Device device) {
-  // A fake tensor's device need not be one of this build.
+  // A fake tensor may be on a device that this build does not support.
   if (device.is_cpu() || !c10::impl::hasDeviceGuardImpl(device.type())) return std::nullopt;
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-// What `later` is given from here on runs after what `earlier` has been given.
+// Makes work queued on `later` from here on wait for the work queued on `earlier` so far.
 inline void order_after(const c10::Stream& later, const c10::Stream& earlier) {
   if (later == earlier) return;
   c10::Event event(earlier.device_type());
@@ -24,9 +25,10 @@ inline void order_after(const c10::Stream& later, const c10::Stream& earlier) {
   event.block(later);
 }
 
-// Before the current stream reads or writes what another has made: it waits for that one, and the
-// memory is nobody else's before it is done. A tensor that is freed is otherwise given to the next
-// that is allocated on the stream it was made on, whatever other streams still do with it.
+// Call this before the current stream reads or writes a tensor that stream `made_on` made. Makes
+// the current stream wait for that one, and keeps the tensor's memory from being reused until the
+// current stream is done with it. Without that, freed memory goes to the next tensor allocated on
+// the stream it was made on, whatever other streams still do with it.
 inline void use_here(const at::Tensor& tensor, const std::optional<c10::Stream>& made_on) {
   const auto current = current_stream(tensor.device());
   if (!made_on || made_on == current) return;

@@ -1,6 +1,6 @@
 """Train larger PyTorch models in the memory there is, without changing how they train."""
 
-from . import _ops, memory  # noqa: F401  # the first defines an operator
+from . import _ops, memory  # noqa: F401  # importing _ops defines Adam's operators
 from ._version import __version__
 from .adam import Adam, AdamW, remove_hooks
 from .batch_norm import (

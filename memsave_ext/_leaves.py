@@ -1,4 +1,4 @@
-"""What a leaf needs before a ``torch.autograd.Function`` in Python uses it from several threads."""
+"""Avoids a deadlock in torch where a ``torch.autograd.Function`` uses leaves in several threads."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def hold_accumulators(values: Iterable[Any]) -> list[Any]:
-    """The nodes that add to the gradients of the leaves among ``values``. Keep the list for as long
-    as ``Function.apply`` runs with these leaves.
+    """Returns nodes that hold the gradient accumulators of the strided leaves in ``values``.
 
-    Making such a node takes the leaf's mutex and then the GIL, and ``Function.apply`` awaits the
-    mutex with the GIL held: where one thread does the first while another does the second, torch
-    hangs. With a node that exists nobody has to make one. An operator makes it here, because
-    operators release the GIL.
+    Keep the list for as long as ``Function.apply`` runs with these leaves.
+
+    Making an accumulator takes the leaf's mutex and then the GIL, while ``Function.apply`` waits
+    for the mutex with the GIL held. Where two threads do one each, torch hangs. If the accumulator
+    exists, nobody has to make one. Here an operator makes it, because operators release the GIL.
     """
     with torch.enable_grad():
         return [value.view_as(value).grad_fn for value in values if _is_strided_leaf(value)]

@@ -1,7 +1,7 @@
-"""The only importer of the compiled module, and the only reader of MEMSAVE_EXT_NATIVE.
+"""Imports the compiled module. No other file imports it or reads MEMSAVE_EXT_NATIVE.
 
-``auto`` (the default) uses the native part where it fits the running torch, ``0`` never, ``1``
-always: where it cannot be used, importing memsave_ext then fails and names cause and fix.
+``auto`` (the default) uses the native part where it fits the running torch. ``0`` never uses it.
+``1`` requires it: where it cannot be used, importing memsave_ext fails and names cause and fix.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FIX = "run `pip install --no-build-isolation .`" + (
 
 
 def _compiled_file() -> Path | None:
-    """The file this Python would load; failing that, one that was compiled for another Python."""
+    """Returns the compiled file for this Python, else one for another Python, else None."""
     for suffix in EXTENSION_SUFFIXES:
         path = _FOLDER / f"_C{suffix}"
         if path.is_file():
@@ -49,7 +49,10 @@ def _minor(version: object) -> list[str]:
 
 
 def _misfit(path: Path, info: dict[str, Any]) -> str | None:
-    """Why the file must not be imported. Asked first, because a foreign binary can crash."""
+    """Returns why the file must not be imported, or None.
+
+    It is checked before the import, because a binary that does not fit can crash the process.
+    """
     if not any(path.name == f"_C{suffix}" for suffix in EXTENSION_SUFFIXES):
         return f"{path.name} is not for Python {platform.python_version()}"
     if info.get("file") != path.name:

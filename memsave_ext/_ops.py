@@ -1,4 +1,4 @@
-"""Adam's operators in torch's dispatcher: schemas, and the Python kernels of the fallback.
+"""Registers Adam's operators with torch's dispatcher: schemas, and the fallback's Python kernels.
 
 csrc registers kernels for the devices it was built for, and for meta tensors. On every other
 device, and without the native part, ``adam/fallback`` runs.
@@ -12,29 +12,36 @@ from . import _native
 from .adam.fallback import operator as _operator
 
 _library = torch.library.Library("memsave_ext", "DEF")
-# Steps parameters of one device, in place, and their states and step counts with them. One call
-# for parameters of several groups and formats, so a tensor that some have and others have not is
-# in its list for those that have it.
-# Of each parameter: `present`, bit 0 where it has a gradient and the next ones for its states, in
-# the order of the optimizer's; `phases`, 0 for a whole step, 1 and 2 to fold a gradient into the
-# moments, first and later ones, 3 for the step that closes this; `positions` in the optimizer; and
-# `groups`, which count from 0 here.
-# Of each group: `options` lr, beta1, beta2, eps, weight_decay and max_grad_norm, 0 for none;
-# `modes` decoupled_weight_decay, amsgrad, maximize, the rows of bf16 and state_dtype (formats.py),
-# seed, and whether its lr is the next of `lrs`.
-# Gradients are multiples of `loss_scale`, and `found` becomes 1 where one is not finite; or are
-# multiplied by `factor`, and nothing is done where `skip` is not 0.
+# Steps parameters of one device in place, with their states and step counts. One call can have
+# parameters of several groups and formats, so `grads` and `states` contain only tensors that exist.
+#
+# Each parameter has an element in
+# - `present`: bit 0 is set where it has a gradient, the next bits where it has the states, in the
+#   order of adam/fallback/arguments.py;
+# - `phases`: 0 for a whole step; 1 to fold the first gradient of a step into the moments, 2 to fold
+#   a later one; 3 for the step that closes folding;
+# - `positions`: its position in the optimizer;
+# - `groups`: the index of its group among those of this call.
+#
+# Each group has
+# - 6 `options`: lr, beta1, beta2, eps, weight_decay, and max_grad_norm (0: none);
+# - 7 `modes`: decoupled_weight_decay, amsgrad, maximize, the row numbers of bf16 and state_dtype
+#   (adam/formats.py), the seed, and whether its lr is the next tensor of `lrs`.
+#
+# With `loss_scale` the gradients are unscaled, and `found` becomes 1 where one is not finite. With
+# `factor` they are multiplied by it instead, and nothing is stepped where `skip` is not 0.
 _library.define(
     "adam_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] states, int[] present, "
     "int[] phases, int[] positions, int[] groups, float[] options, int[] modes, Tensor[] lrs, "
     "Tensor? loss_scale=None, Tensor(c!)? found=None, Tensor? factor=None, Tensor? skip=None) -> ()"
 )
-# The sum of squares of all elements, a float64 scalar.
+# Returns the sum of squares of all elements, a float64 scalar.
 _library.define("adam_sum_of_squares(Tensor[] grads) -> Tensor")
 for _name in ("adam_step_", "adam_sum_of_squares"):
-    # CompositeExplicitAutograd: chosen where no kernel of csrc fits the device.
+    # The dispatcher uses CompositeExplicitAutograd where csrc has no kernel for the device.
     _library.impl(_name, getattr(_operator, _name), "CompositeExplicitAutograd")
-    for _lazy in ("Conjugate", "Negative", "ZeroTensor"):  # torch would refuse to change such views
+    # Without the fallthrough torch would refuse to change such views in place.
+    for _lazy in ("Conjugate", "Negative", "ZeroTensor"):
         _library.impl(_name, torch.library.fallthrough_kernel, _lazy)
     if not _native.available:
         torch.library.register_fake(

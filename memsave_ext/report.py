@@ -1,6 +1,6 @@
-"""What is installed, what it was built for, and which path each feature takes here.
+"""Reports what is installed, what it was built for, and which path each feature takes here.
 
-Run it with ``python -m memsave_ext.report``; put its output into bug reports.
+Run it with ``python -m memsave_ext.report``, and put its output into bug reports.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _built_for() -> str:
 
 
 def _cuda() -> list[str]:
-    """One line on CUDA, and one per visible device on whether a kernel of this build runs there."""
+    """Returns a line on CUDA, and one per visible device on whether this build's kernels run."""
     built = bool(_native.build_info.get("cuda"))
     count = torch.cuda.device_count()
     devices = f"{count} device{'' if count == 1 else 's'}"

@@ -1,4 +1,4 @@
-// torch.amp.GradScaler: what the loss was multiplied by, and where gradients were not finite.
+// torch.amp.GradScaler: the loss scale, and found_inf of each device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,15 +10,17 @@
 
 namespace memsave_ext::adam {
 
-// The scale of the optimizer's GradScaler; undefined without one. Needs the GIL.
+// Returns the loss scale of the optimizer's GradScaler; undefined without one that is enabled.
+// Needs the GIL.
 at::Tensor read_loss_scale(const pybind11::handle& optimizer);
 
-// For each device a float scalar, 1 where a gradient was not finite.
+// found_inf: for each device a float scalar that is 1 where a gradient was not finite, else 0.
 class FoundInf {
  public:
-  // Of the step that is being made, for what the current stream does next.
+  // Returns the scalar that work on the current stream of `device` sets to 1 during this step.
   const at::Tensor& on(c10::Device device);
-  // `of_norm`: of all gradients; undefined where their norm is not measured.
+  // Ends the step: its scalars become of_last_step(). `of_norm` is the found_inf of all gradients
+  // together; undefined where their norm is not measured.
   void end_step(const at::Tensor& of_norm);
   const std::vector<at::Tensor>& of_last_step() const { return last_; }
 

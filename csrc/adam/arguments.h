@@ -1,6 +1,6 @@
-// Parameters as the arguments of the operator that steps them, and back. Parameters of several
-// groups and formats are one call; a tensor that one of them has and another has not is in a list
-// once. Schema: memsave_ext/_ops.py.
+// Converts parameters to the arguments of the operator that steps them, and back. One call takes
+// parameters of several groups and formats; the lists of tensors hold only those that are there,
+// and `present` says which those are. The operator's schema is in memsave_ext/_ops.py.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,7 @@
 
 namespace memsave_ext::adam {
 
-// memsave_ext::adam_step_, as C++ sees it.
+// The C++ signature of memsave_ext::adam_step_.
 using StepOperator = void(at::TensorList params, at::TensorList grads, at::TensorList states,
                           at::IntArrayRef present, at::IntArrayRef phases,
                           at::IntArrayRef positions, at::IntArrayRef groups,
@@ -23,17 +23,18 @@ using StepOperator = void(at::TensorList params, at::TensorList grads, at::Tenso
                           const std::optional<at::Tensor>& factor,
                           const std::optional<at::Tensor>& skip);
 
-// Its lists, those of parameters first.
+// The operator's lists.
 template <typename Tensors, typename Ints, typename Doubles>
 struct StepLists {
   Tensors params, grads, states;
-  // Of each parameter: which tensors it has, bit 0 for the gradient and the others for its states
-  // in the order of kStateNames; its phase; its position in the optimizer; and its group here.
+  // One number per parameter. present: a bit for each tensor that it has, bit 0 for the gradient
+  // and the next ones for its states in the order of kStateNames. positions: in the optimizer.
+  // groups: the index of its group in the lists below.
   Ints present, phases, positions, groups;
-  // Of each group, in the order in which arguments.cpp names them.
+  // A fixed count of numbers per group, in the order in which pack_group() writes them.
   Doubles options;
   Ints modes;
-  Tensors lrs;  // those that lie on a device
+  Tensors lrs;  // only of groups whose lr lies on a device
 };
 using StepArguments = StepLists<at::TensorList, at::IntArrayRef, at::ArrayRef<double>>;
 using PackedStep = StepLists<std::vector<at::Tensor>, std::vector<int64_t>, std::vector<double>>;
@@ -42,10 +43,10 @@ PackedStep pack(c10::ArrayRef<Parameter*> parameters);
 
 struct Unpacked {
   std::vector<Group> groups;
-  std::vector<Parameter> parameters;  // `local`, not `tensor`
+  std::vector<Parameter> parameters;  // `local` is set, `tensor` is not
 };
 
-// Throws where the lists do not fit together.
+// Throws where the lists are inconsistent.
 Unpacked unpack(const StepArguments& of);
 
 }  // namespace memsave_ext::adam

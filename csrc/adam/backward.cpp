@@ -18,7 +18,7 @@ using at::Tensor;
 
 namespace {
 
-// Whether values that this backward still needs are computed from the parameter as it is.
+// Whether this backward still has to recompute dropped values from the parameter as it is now.
 bool is_awaited(const Parameter& parameter, Task task) {
   return task == Task::kStep && remat::is_needed(parameter.local);
 }
@@ -36,12 +36,12 @@ Backward::~Backward() {
     if (!finished_) fail();
     if (!ended_) end();
   }
-  // Every tensor with a Python object would take it by itself.
+  // Taken once: each tensor with a Python object would take it by itself to be freed.
   const py::gil_scoped_acquire gil;
   snapshot_.reset();
 }
 
-// Backward raised. Gradients that wait are still in .grad, and what was stepped stays stepped.
+// The backward raised. Queued gradients are still in .grad; parameters that were stepped stay so.
 void Backward::fail() {
   {
     const std::lock_guard<std::mutex> lock(stepper_->mutex());
@@ -79,7 +79,7 @@ void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local
   if (!local_grad.defined()) lock.emplace(accumulator);
   const Tensor& whole = parameter.tensor.mutable_grad();
   const Tensor& grad = local_grad.defined() ? local_grad : whole;
-  if (!grad.defined()) return;  // a hook has taken it, or another thread has stepped with it
+  if (!grad.defined()) return;  // a hook has taken it, or another thread has used it
   check_dense(grad);
   try {
     step.check_use(entry, parameter.tensor);
@@ -87,14 +87,16 @@ void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local
     forget_waiting(entry);
     throw;
   }
-  if (entry.waits_in != nullptr) return;  // a second region's or thread's part: it is in .grad too
+  // Queued already; a second region or thread has only added its part to .grad.
+  if (entry.waits_in != nullptr) return;
   const bool is_sharded = local_grad.defined();
   const auto bytes = static_cast<int64_t>(grad.nbytes());
-  // FSDP2's are views of all that was reduced together, which one that waits would keep.
+  // FSDP2's gradients are views of one buffer of all that was reduced together; one queued
+  // gradient would keep all of it alive.
   const bool is_small = bytes < stepper_->small_bytes() && !is_sharded;
   if (!finished_ && (is_small || !may_flush || is_awaited(parameter, task_))) {
     Bucket& bucket = bucket_of(parameter.local);
-    // The later hooks of those before this one have run.
+    // By now all hooks of the parameters that were queued before this one have run.
     if (is_sharded) flush(bucket, false);
     step.note_use(entry, task_);
     entry.waits_in = this;
@@ -110,7 +112,8 @@ void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local
   parameter.tensor.mutable_grad().reset();
 }
 
-// FSDP2 calls hooks on the stream of its reductions, the next of which would wait for the step.
+// Steps on a stream of its own: FSDP2 calls hooks on the stream of its reductions, and the next
+// reduction would wait for the step.
 void Backward::apply_beside(Parameter& parameter) {
   const auto current = current_stream(parameter.local.device());
   if (!current) return apply(&parameter);
@@ -130,12 +133,13 @@ void Backward::forget_waiting(Entry& entry) {
   forget_prepared(parameter_of(entry));
 }
 
-// Readies it as it is now. False where there is nothing to be done any more.
+// Readies the parameter with the gradient that it has now. Returns false where the task no longer
+// applies to it.
 bool Backward::prepare(const Waiting& waiting) {
   Parameter& parameter = *waiting.parameter;
   const Tensor& now = parameter.tensor.mutable_grad();
   const bool is_dtensor = waiting.local_grad.defined();
-  // Somebody has taken it away, or has put another one there; another DTensor is looked into by
+  // Something else has taken the gradient away, or replaced a DTensor, which is then left to
   // step().
   if (!now.defined() || (is_dtensor && !now.is_same(waiting.grad))) {
     parameter.entry->waits_in = nullptr;
@@ -149,10 +153,10 @@ bool Backward::prepare(const Waiting& waiting) {
 void Backward::flush(Bucket& bucket, bool all) {
   std::deque<Waiting> stays;
   std::vector<Parameter*> ready;
-  std::deque<GradLock> locks;  // until the gradients are freed
+  std::deque<GradLock> locks;  // held until the gradients are freed
   ready.reserve(bucket.waiting.size());
   for (auto& waiting : bucket.waiting) {
-    if (waiting.parameter->entry->waits_in != this) continue;  // refused since
+    if (waiting.parameter->entry->waits_in != this) continue;  // was forgotten
     if (!all && is_awaited(*waiting.parameter, task_)) {
       stays.push_back(std::move(waiting));
       continue;

@@ -1,4 +1,5 @@
-// One backward in which parameters are stepped. Ends in finish(), or unfinished where it raised.
+// One backward in which parameters are stepped. finish() ends it; where the backward raised, it is
+// destroyed without finish().
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -22,29 +23,31 @@ class Backward {
   ~Backward();
 
   Task task() const { return task_; }
-  // All of these with the stepper's mutex.
-  // Whether the parameter was in param_groups when this began.
+  // The caller of the next three holds the stepper's mutex.
+  // Whether the parameter was in param_groups when the snapshot was taken.
   bool has(const Entry& entry) const { return entry.snapshot == snapshot_->number; }
-  // Does it to the parameter's now, or soon; with `may_flush` false, not now. `local_grad` is the
-  // part of a DTensor's that is here; undefined for others.
+  // Applies the task to the parameter's gradient now, or queues it; with `may_flush` false it is
+  // queued unless finish() has run. `local_grad` is this process's part of a DTensor's gradient;
+  // undefined for other parameters.
   void add(Entry& entry, const NodePtr& accumulator, const at::Tensor& local_grad, bool may_flush);
-  // A parameter whose gradient waits is not stepped: it is part of a sum by now, say.
+  // Drops the parameter from the queue, if it is there, so that it is not stepped: its gradient is
+  // part of a sum by now, for example.
   void forget_waiting(Entry& entry);
 
-  // Without the mutex and the GIL, both of these.
-  // Does it to gradients, given here, that were reduced over processes.
+  // The caller of the next two holds neither the mutex nor the GIL.
+  // Applies the task to `grads`, which have been reduced over processes.
   void step_reduced(const std::vector<std::shared_ptr<Entry>>& entries,
                     const std::vector<at::Tensor>& grads);
-  // What waits, and new states to Python.
+  // Applies the task to all queued gradients, and publishes new states to Python.
   void finish();
 
  private:
   struct Waiting {
     Parameter* parameter;
-    NodePtr accumulator;          // its
-    at::Tensor grad, local_grad;  // as they were then, the second of a DTensor
+    NodePtr accumulator;          // the parameter's
+    at::Tensor grad, local_grad;  // when it was queued; local_grad is undefined but for DTensors
   };
-  struct Bucket {  // gradients of one stream
+  struct Bucket {  // gradients that wait, all made on one stream
     std::optional<c10::Stream> stream;
     c10::Device device;
     std::deque<Waiting> waiting;
@@ -53,7 +56,8 @@ class Backward {
 
   Parameter& parameter_of(const Entry& entry) { return snapshot_->parameters[entry.position]; }
   Bucket& bucket_of(const at::Tensor& param);
-  // With `all` also what a recompute still needs as it is.
+  // Applies the task to the bucket's gradients. Without `all`, those stay queued whose parameters
+  // a recompute still needs unchanged.
   void flush(Bucket& bucket, bool all);
   bool prepare(const Waiting& waiting);
   void apply(c10::ArrayRef<Parameter*> parameters);
@@ -66,7 +70,7 @@ class Backward {
   std::shared_ptr<Snapshot> snapshot_;
   const Task task_;
   std::vector<Bucket> buckets_;
-  int64_t stepped_ = 0;  // or folded
+  int64_t stepped_ = 0;  // number of parameters that were stepped or folded into
   bool finished_ = false, ended_ = false;
 };
 

@@ -11,7 +11,8 @@
 
 namespace memsave_ext::adam {
 
-// Only one is made strong: no other may die with the mutex held.
+// Locks only the weak pointer that it returns: a strong one to another backward could be the last,
+// and destroy it with the mutex held.
 std::shared_ptr<Backward> Backwards::current() const {
   const int64_t task = torch::autograd::get_current_graph_task_id();
   for (const auto& [of_task, backward] : by_task_) {
@@ -30,11 +31,11 @@ std::shared_ptr<Backward> Backwards::begin(Stepper& stepper) {
   const Task task = stepper.next_task();
   std::shared_ptr<Backward> backward;
   while (!backward) {
-    std::shared_ptr<Snapshot> taken, other;  // no tensor of theirs may die with the mutex held
+    std::shared_ptr<Snapshot> taken, other;  // declared here so that none dies with the mutex held
     uint64_t ended;
     {
       const std::lock_guard<std::mutex> lock(stepper.mutex());
-      taken = snapshot_.lock();  // of an outer backward that is under way
+      taken = snapshot_.lock();  // of a backward that runs, an outer one for example
       ended = ended_;
     }
     if (!taken) taken = stepper.take_snapshot();
@@ -42,9 +43,9 @@ std::shared_ptr<Backward> Backwards::begin(Stepper& stepper) {
     const std::lock_guard<std::mutex> lock(stepper.mutex());
     if (auto of_another_devices_thread = current()) return of_another_devices_thread;
     other = snapshot_.lock();
-    if (other) {  // another thread's backward has begun meanwhile: they share one
+    if (other) {  // another thread's backward has begun meanwhile: both share its snapshot
       taken.swap(other);
-    } else if (ended != ended_) {  // or has ended, whose states are not in it
+    } else if (ended != ended_) {  // one has ended, and `taken` may lack the states that it made
       continue;
     } else {
       use_snapshot(taken);
@@ -56,14 +57,15 @@ std::shared_ptr<Backward> Backwards::begin(Stepper& stepper) {
                    by_task_.end());
     by_task_.emplace_back(graph_task, backward);
   }
-  // Held by the graph task alone: an error drops it unfinished.
+  // The callback has the only lasting reference: where the graph task fails, the backward is
+  // destroyed unfinished.
   torch::autograd::Engine::get_default_engine().queue_callback([backward] { backward->finish(); });
   return backward;
 }
 
 void Backwards::end_one() {
   ++ended_;
-  // Where others run, they may have states in it that are not the optimizer's yet.
+  // Backwards that still run may have states in it that are not published yet.
   if (--running_ == 0) snapshot_.reset();
 }
 

@@ -1,4 +1,4 @@
-// The backwards of an optimizer's parameters that run at this moment.
+// The running backwards that reach an optimizer's parameters.
 #pragma once
 
 #include <cstdint>
@@ -13,27 +13,29 @@ namespace memsave_ext::adam {
 class Backward;
 class Stepper;
 
-// Used with the stepper's mutex, but begin().
+// The caller holds the stepper's mutex, except for begin().
 class Backwards {
  public:
-  // That of the graph task that this thread works for; null where there is none.
+  // Returns the backward of the graph task that this thread works for; null where there is none.
   std::shared_ptr<Backward> current() const;
-  // Likewise, and it begins where there is none. Null outside of a backward, whose gradients step()
-  // will apply, and when the optimizer is gone. Without the mutex and the GIL.
+  // Returns current(), and begins one where there is none. Returns null outside of a backward, as
+  // step() will apply those gradients, and when the optimizer is gone. The caller holds neither
+  // the mutex nor the GIL.
   std::shared_ptr<Backward> begin(Stepper& stepper);
-  // One has ended, or was destroyed unfinished.
+  // Notes that a backward has ended, finished or not.
   void end_one();
-  // Throws where one runs.
+  // Throws while any backward runs.
   void check_none() const;
-  // From now on entries say where they stand in this snapshot.
+  // Makes this the shared snapshot, and notes in each entry its parameter's position there.
   void use_snapshot(const std::shared_ptr<Snapshot>& snapshot);
 
  private:
+  // By id of the graph task.
   std::vector<std::pair<int64_t, std::weak_ptr<Backward>>> by_task_;
   int64_t running_ = 0;
-  uint64_t ended_ = 0;  // in all
-  std::weak_ptr<Snapshot> snapshot_;
-  uint64_t snapshots_ = 0;  // in all
+  uint64_t ended_ = 0;                // number of backwards that have ever ended
+  std::weak_ptr<Snapshot> snapshot_;  // that the running backwards share
+  uint64_t snapshots_ = 0;            // number of snapshots ever used
 };
 
 }  // namespace memsave_ext::adam

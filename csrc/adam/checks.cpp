@@ -12,7 +12,7 @@ void check_memory(const char* name, const Tensor& tensor) {
   const auto* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
   if (storage != nullptr && storage->data() != nullptr) return;
   if (tensor.numel() == 0 || tensor._is_zerotensor()) return;
-  // Meta and fake tensors never come to a kernel that reads them.
+  // Meta and fake tensors pass: no kernel reads their memory.
   TORCH_CHECK(storage != nullptr && storage->device().is_meta(), "Adam: ", name,
               " is a tensor subclass without memory of its own, which kernels cannot step. Use "
               "torch.optim.Adam for it.");

@@ -1,4 +1,4 @@
-// What is checked before a step is made, so that nothing is changed where it cannot be.
+// Checks that run before a step, so that a step that cannot be made changes nothing.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,9 +10,11 @@ namespace memsave_ext::adam {
 // Throws where this build has no kernels for a device.
 void check_device(c10::Device device);
 
+// Throws where the gradient is not strided, for example sparse.
 void check_dense(const at::Tensor& grad);
 
-// Throws where a parameter cannot be stepped with this gradient, undefined for zeros, and state.
+// Throws where the parameter cannot be stepped with this gradient and state. An undefined `grad`
+// stands for zeros.
 void check_step(const at::Tensor& param, const at::Tensor& grad, const State& state,
                 const Group& group, Phase phase);
 

@@ -1,11 +1,11 @@
 // Numbers from 0 to 1 in 7 or 8 bits: the dynamic quantisation of Dettmers et al. 2022 (arXiv
 // 2110.02861), with cells that meet exactly, so that code and number follow from each other without
-// a table. And the states in blocks, which are such codes, times a scale for each block.
+// a table. Blockwise 8-bit states are such codes, times a scale for each block.
 //
-// Codes are the integers from 0. Level i has the codes from 2^i to before 2^(i+1), whose numbers go
+// Codes are the integers from 0. Level i has the codes from 2^i to 2^(i+1) - 1, whose numbers rise
 // in equal steps from a tenth of the level's top to the top; the tops are powers of ten, the last
-// is 1. Code 0 is 0. So the number is a convex function of the code, in pieces that are straight:
-// it is the largest of the levels' straight lines, and the code the smallest of their inverses.
+// is 1. Code 0 is 0. So the number is a convex, piecewise linear function of the code: it is the
+// largest of the levels' lines, and the code is the smallest of their inverses.
 //
 // T is float or vectors of them, Word uint32_t or vectors of them. Math has, besides fused:
 // smaller and larger (of numbers that are no NaN), bits(T) and from_bits(Word), nearest(T) and
@@ -16,10 +16,10 @@
 
 namespace memsave_ext::adam {
 
-// Whether what is coded is rounded at random, or to nearest.
+// Whether codes are rounded at random (true) or to nearest.
 constexpr bool kRandomMoments = true;
 
-// number = start + step * code, and code = offset + inverse * number.
+// The line of one level: number = start + step * code, and code = offset + inverse * number.
 struct CodeLevel {
   float start, step, offset, inverse;
 };
@@ -45,7 +45,7 @@ MEMSAVE_EXT_INLINE T number_of_code(T code) {
   }
 }
 
-// Not rounded. As if there were no levels below the lowest.
+// Returns the code as a real number that is not rounded yet. Ignores levels below `lowest`.
 template <typename Math, int levels, int lowest = 0, int level = levels - 1, typename T>
 MEMSAVE_EXT_INLINE T code_of_number(T number) {
   constexpr CodeLevel line = code_level(levels, level);
@@ -57,14 +57,14 @@ MEMSAVE_EXT_INLINE T code_of_number(T number) {
   }
 }
 
-// What numbers are multiplied by before they are coded. The largest float in place of an infinity,
-// so that zeros in a block of zeros stay zeros.
+// Returns 1 / scale, by which numbers are multiplied before they are coded. Where that is infinite,
+// returns the largest float, so that zeros in a block of zeros stay zeros.
 template <typename Math, typename T>
 MEMSAVE_EXT_INLINE T inverse_scale(T scale) {
   return Math::smaller((T{} + 1.0f) / scale, T{} + 3.40282347e+38f);
 }
 
-// `random` is 16 random bits, which are put below the point of what is cut.
+// Rounds to an integer. At random: adds `random` / 2^16, where `random` is 16 bits, and truncates.
 template <typename Math, bool at_random, int levels, typename T, typename Word>
 MEMSAVE_EXT_INLINE auto round_code(T code, Word random) {
   if constexpr (at_random) {
@@ -75,7 +75,8 @@ MEMSAVE_EXT_INLINE auto round_code(T code, Word random) {
   }
 }
 
-// exp_avg has a sign, the highest bit. A scale that is NaN makes all of a block NaN.
+// exp_avg is coded in 7 bits and a sign, which is the highest bit. A scale that is NaN makes the
+// whole block NaN.
 template <typename Math, typename Word, typename Scale>
 MEMSAVE_EXT_INLINE auto decode_exp_avg(Word code, Scale scale) {
   const auto number = number_of_code<Math, 7>(Math::number(code & 0x7fu)) * scale;
@@ -89,15 +90,15 @@ MEMSAVE_EXT_INLINE Word encode_exp_avg(T exp_avg, Scale inverse_scale, Word rand
   return round_code<Math, kRandomMoments, 7>(code, random) | ((bits >> 24) & 0x80u);
 }
 
-// Of exp_avg_sq its square root is coded.
+// What is coded of exp_avg_sq is its square root, in 8 bits.
 template <typename Math, typename Word, typename Scale>
 MEMSAVE_EXT_INLINE auto decode_exp_avg_sq(Word code, Scale scale) {
   const auto root = number_of_code<Math, 8>(Math::number(code)) * scale;
   return root * root;
 }
 
-// No root but 0 becomes 0, by which the parameter's step would be divided: what would be, in level
-// 0, becomes 1.
+// Only a root of 0 gets code 0, since the parameter's step is divided by the root: codes below 1,
+// which are those of level 0, become 1.
 template <typename Math, typename T, typename Scale, typename Word>
 MEMSAVE_EXT_INLINE Word encode_root(T root, Scale inverse_scale, Word random) {
   const T code = Math::larger(code_of_number<Math, 8, 1>(root * inverse_scale), T{} + 1.0f);

@@ -16,7 +16,7 @@ namespace memsave_ext::adam {
 namespace py = pybind11;
 using at::Tensor;
 
-// The reducer's hook is what torch puts behind a parameter's gradient as a LambdaPostHook.
+// The reducer registers its hook on the accumulator as a LambdaPostHook.
 bool is_reduced_by_ddp(const NodePtr& accumulator) {
   if (!accumulator) return false;
   for (const auto& hook : accumulator->post_hooks()) {
@@ -58,7 +58,7 @@ std::shared_ptr<Backward> begin_reduced(Stepper& stepper, const py::list& params
 
 void step_reduced(const Stepper& stepper, const std::shared_ptr<Backward>& backward,
                   const py::list& params, const py::list& grads) {
-  if (!backward) return;  // the optimizer is gone
+  if (!backward) return;  // see begin_reduced()
   std::vector<std::shared_ptr<Entry>> entries;
   std::vector<Tensor> of_entries;
   for (size_t i = 0; i < py::len(grads); ++i) {

@@ -1,4 +1,4 @@
-// Tables of kernels, filled in the same way for every device: what one steps, the others do.
+// Tables of kernels, filled in the same way for every device, so that all support the same formats.
 #pragma once
 
 #include "adam/formats.h"
@@ -14,8 +14,8 @@ struct KernelTable {
   }
 };
 
-// Source::makes(combination): whether it has kernels for those that exist of this kind; and
-// Source::kernel<index>() is that for Combination::at(index).
+// Fills the table's entries of combinations that exist and for which Source::makes(combination) is
+// true: with Source::kernel<index>(), the kernel for Combination::at(index).
 template <typename Source, int begin = 0, int end = kCombinations, typename Kernel>
 constexpr void fill(KernelTable<Kernel>& table) {
   if constexpr (end - begin > 1) {
@@ -30,7 +30,7 @@ constexpr void fill(KernelTable<Kernel>& table) {
   }
 }
 
-// Likewise by DType alone: Source::kernel<dtype>().
+// Fills a table that is indexed by DType alone, with Source::kernel<dtype>().
 template <typename Source, int dtype = 0, typename Kernel>
 constexpr void fill(Kernel (&table)[vector::kDTypes]) {
   if constexpr (dtype < vector::kDTypes) {

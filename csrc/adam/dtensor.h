@@ -1,4 +1,4 @@
-// Parameters that are DTensors: kernels step this process's part of them.
+// Parameters that are DTensors: kernels step this process's local tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,19 +6,19 @@
 
 namespace memsave_ext::adam {
 
-// All need the GIL.
+// All functions need the GIL.
 
 bool is_dtensor(const pybind11::handle& tensor);
 
-// The part of a DTensor that is here; another tensor itself.
+// Returns a DTensor's local tensor; any other tensor itself.
 at::Tensor local_tensor(const pybind11::handle& tensor);
 
-// The part of a parameter's gradient that is here, placed as the parameter is; undefined where
-// there is no gradient.
+// Returns this process's part of a parameter's gradient, redistributed to the parameter's
+// placement; undefined where there is no gradient.
 at::Tensor local_gradient(const pybind11::handle& param);
 
-// The DTensor placed as the parameter is, of which `local` is the part that is here; `local` itself
-// where the parameter is none.
+// Returns a DTensor with the parameter's placement and `local` as its local tensor; `local` itself
+// where the parameter is no DTensor.
 pybind11::object as_placed(const pybind11::handle& param, const at::Tensor& local);
 
 }  // namespace memsave_ext::adam

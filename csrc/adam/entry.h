@@ -1,4 +1,4 @@
-// What a hook knows of its parameter.
+// What a hook keeps about its parameter.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,26 +10,26 @@ namespace memsave_ext::adam {
 
 class Backward;
 
-// It has no pointer to the parameter: torch swaps tensors only where there is none. All of it is
-// read and written with the stepper's mutex, but `made_dict` and `reduced_by_ddp`, which Python
-// sets.
+// It has no pointer to the parameter: torch swaps tensors only where nothing else refers to them.
+// Fields are read and written with the stepper's mutex held, except `made_dict` and
+// `reduced_by_ddp`, which are set from Python, and `has_local_gradient`, which the hook sets.
 struct Entry {
-  // Where the parameter stands in the snapshot that was taken last.
-  uint64_t snapshot = 0;  // its number
-  size_t position = 0;
-  // The step it took part in last. Its gradient may still wait in a bucket.
+  uint64_t snapshot = 0;  // number of the last used snapshot that has the parameter
+  size_t position = 0;    // of the parameter in that snapshot
+  // Number of the last step that the parameter took part in; 0 where there is none. Its gradient
+  // may still be queued.
   uint64_t step = 0;
-  uint64_t measured = 0;               // likewise, in a norm pass
-  uint64_t folded = 0;                 // likewise, into its moments
-  const Backward* waits_in = nullptr;  // a bucket of this one
-  bool made_dict = false;              // of Python hooks, which was not there
-  // DistributedDataParallel reduces its gradient and then says so, and its hook only notes that
-  // there is one.
+  uint64_t measured = 0;               // number of the last step whose norm pass measured it, or 0
+  uint64_t folded = 0;                 // number of the last step it was folded into, or 0
+  const Backward* waits_in = nullptr;  // the backward that has queued its gradient, or null
+  bool made_dict = false;              // the hook's installation made the dict of Python hooks
+  // DistributedDataParallel reduces the gradient and then hands it over; the hook itself only sets
+  // has_local_gradient.
   bool reduced_by_ddp = false;
-  bool has_local_gradient = false;  // since the last step
+  bool has_local_gradient = false;  // it has one that DDP has not begun to reduce
 };
 
-// The parameter's name in errors.
+// Returns the parameter's name for error messages.
 std::string name_of(const Entry& entry, const at::Tensor& param);
 
 }  // namespace memsave_ext::adam

@@ -15,7 +15,7 @@ void Factors::find(std::vector<Item>& items, c10::ArrayRef<Parameter*> parameter
     }
     return;
   }
-  // Runs of items that are clipped to the same norm.
+  // Measures each run of consecutive items that are clipped to the same norm in one call.
   for (size_t first = 0, end; first < items.size(); first = end) {
     const double max_norm = parameters[first]->group->max_grad_norm;
     end = first + 1;

@@ -1,4 +1,4 @@
-// What gradients are multiplied by before they are stepped with.
+// The factors by which gradients are multiplied before they are used: clipping and unscaling.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,22 +10,22 @@
 
 namespace memsave_ext::adam {
 
-// What is known of gradients. Scalars on their device, the factor of double and the others of
-// float, all undefined where there is nothing.
+// How gradients are scaled. Scalars on their device: `factor` is a double, the others are floats.
+// Each is undefined where it does not apply.
 struct Scaling {
-  at::Tensor loss_scale;  // the gradients are multiples of it
-  at::Tensor found;       // set to 1 where one is not finite, which is then not stepped with
-  // Of all of them, known already: what they are multiplied by, and whether nothing is to be done.
+  at::Tensor loss_scale;  // the gradients are to be divided by it
+  at::Tensor found;       // found_inf: set to 1 where a gradient is not finite, which is not used
+  // Known in advance, for all gradients together: their factor, and whether (not 0) to skip them.
   at::Tensor factor, skip;
 };
 
-// Factors and skips of items, and the memory they are in.
+// Finds the factors and skips of items, and owns their memory.
 class Factors {
  public:
   Factors(const Kernels& kernels, c10::Device device, void* stream)
       : kernels_(kernels), device_(device), stream_(stream) {}
 
-  // The items are those of the parameters, in their order.
+  // Sets `factor` and `skip` of the items, which belong to the parameters in the same order.
   void find(std::vector<Item>& items, c10::ArrayRef<Parameter*> parameters, const Scaling& scaling);
 
  private:
@@ -34,7 +34,7 @@ class Factors {
   const Kernels& kernels_;
   const c10::Device device_;
   void* const stream_;
-  std::vector<at::Tensor> kept_;
+  std::vector<at::Tensor> kept_;  // the memory of factors and skips
 };
 
 }  // namespace memsave_ext::adam

@@ -63,7 +63,7 @@ StateFormat state_format_named(const py::handle& state_dtype) {
   const bool is_dtype = THPDtype_Check(state_dtype.ptr());
   if (is_dtype) {
     const auto type = reinterpret_cast<THPDtype*>(state_dtype.ptr())->scalar_type;
-    if (type == at::kFloat) return StateFormat::kAsParam;  // which is what None means, where it can
+    if (type == at::kFloat) return StateFormat::kAsParam;  // like None
     for (const StateRow& known : kStateRows) {
       if (known.option == Option::kDtype && type == scalar_type(known.moments)) return known.format;
     }

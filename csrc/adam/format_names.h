@@ -1,4 +1,4 @@
-// The formats as Python and torch name them: the only place where names are read.
+// Converts formats from and to their names in Python and torch. Names are read only here.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -8,15 +8,17 @@
 
 namespace memsave_ext::adam {
 
-at::ScalarType scalar_type(Element element);  // that is not kNone
+at::ScalarType scalar_type(Element element);  // `element` must not be kNone
 
-// Of a group's bf16=. Throws for a name that no row has.
+// Returns the format that a group's bf16= names. Throws ValueError where no row has the name.
 ParamFormat param_format_named(const pybind11::handle& bf16);
 
-// Of a group's state_dtype=; kAsParam where the parameter's type decides. Throws likewise.
+// Returns the format that a group's state_dtype= asks for; kAsParam where the parameter's type
+// decides. Throws ValueError where no row has it.
 StateFormat state_format_named(const pybind11::handle& state_dtype);
 
-// All rows and all combinations that exist, for memsave_ext/adam/formats.py to be compared with.
+// Returns all rows and all combinations that exist; tests compare memsave_ext/adam/formats.py with
+// them.
 pybind11::dict describe_formats();
 
 }  // namespace memsave_ext::adam

@@ -1,5 +1,6 @@
-// How parameters and states are stored: a row for each format, and which of them go together. What
-// the CPU and CUDA dispatch on is made from these; memsave_ext/adam/formats.py has the same rows.
+// How parameters and states are stored: a row for each format, and which formats can be combined.
+// The kernel tables of CPU and CUDA are built from these rows; memsave_ext/adam/formats.py has the
+// same ones.
 #pragma once
 
 #include <cstdint>
@@ -10,33 +11,36 @@ namespace memsave_ext::adam {
 
 using vector::DType;
 
-constexpr int64_t kBlock = 256;
+constexpr int64_t kBlock = 256;  // elements of blockwise 8-bit states that share a scale
 
 inline int64_t blocks_of(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
 
-// A bfloat16 parameter can be more than its 16 bits.
+// How a parameter is stored. All but kPlain are for bfloat16 parameters; two of them keep further
+// bits in param_rest.
 enum class ParamFormat : int {
   kPlain,       // any type, rounded to nearest
-  kStochastic,  // bfloat16, rounded up or down at random, so that it moves by the step on average
-  kKahan,       // bfloat16 and what rounding took from it, as another bfloat16 (param_rest)
-  kSplit,       // float, its upper half as a bfloat16, its lower as an int16 (param_rest)
+  kStochastic,  // rounded up or down at random, so that it moves by the step on average
+  kKahan,       // Kahan compensation: the rounding error is another bfloat16 (param_rest)
+  kSplit,       // a float: the nearest bfloat16, and its lower 16 bits as an int16 (param_rest)
 };
 
+// How the moments are stored.
 enum class StateFormat : int {
   kAsParam,   // of the parameter's type, rounded to nearest
-  kFloat,     // of parameters of 16 bits
-  kBFloat16,  // rounded at random, of float and 16-bit parameters
-  kBlocks,    // 8 bits each and a float for every kBlock of them; likewise, without amsgrad
+  kFloat,     // float32; for 16-bit parameters
+  kBFloat16,  // rounded at random; for float and 16-bit parameters
+  kBlocks,    // blockwise 8-bit, a float scale per block; for the same, but without amsgrad
 };
 
-// What a tensor is made of that a parameter does not decide, as c10::ScalarType numbers it.
+// Type of a tensor's elements, with c10::ScalarType's numbers; kNone where there is no such tensor,
+// or where the parameter's type decides.
 enum class Element { kNone = -1, kUint8 = 0, kInt16 = 2, kFloat = 6, kBFloat16 = 15 };
 
 struct ParamRow {
   ParamFormat format;
-  const char* name;  // of bf16=
-  Element rest;      // of param_rest; kNone where there is none
-  bool at_random;    // whether storing it takes random bits
+  const char* name;  // value of bf16=; empty for None
+  Element rest;      // type of param_rest; kNone where there is none
+  bool at_random;    // storing it takes random bits
 };
 
 constexpr ParamRow kParamRows[] = {
@@ -46,10 +50,11 @@ constexpr ParamRow kParamRows[] = {
     {ParamFormat::kSplit, "split", Element::kInt16, false},
 };
 
-using DTypes = uint32_t;  // a bit for each
+using DTypes = uint32_t;  // a set of DTypes: a bit for each
 
 constexpr DTypes bit(DType dtype) { return 1u << static_cast<int>(dtype); }
 
+// Returns the types whose elements have at most so many bytes.
 constexpr DTypes of_at_most(int64_t bytes) {
   DTypes dtypes = 0;
   for (int i = 0; i < vector::kDTypes; ++i) {
@@ -60,21 +65,21 @@ constexpr DTypes of_at_most(int64_t bytes) {
 }
 
 constexpr DTypes kShort = of_at_most(2);
-constexpr DTypes kNarrow = of_at_most(4);  // computed in float
+constexpr DTypes kNarrow = of_at_most(4);  // those that are computed in float
 constexpr DTypes kAll = of_at_most(8);
 
-// What a group's state_dtype is that makes such states: nothing, their dtype or their name.
+// How state_dtype= asks for a format: it cannot, by the moments' dtype, or by the format's name.
 enum class Option { kNone, kDtype, kName };
 
 struct StateRow {
   StateFormat format;
   const char* name;
   Option option;
-  Element moments;   // kNone: of the parameter's type
-  DTypes params;     // which can have it
-  bool at_random;    // rounded so, where the group's state_dtype says it
-  bool amsgrad;      // whether it can be combined
-  bool wide_enough;  // whether folded gradients find room in it beside what they are folded into
+  Element moments;   // their type; kNone: the parameter's
+  DTypes params;     // types of parameters that can have it
+  bool at_random;    // rounded at random, where state_dtype= asks for it; for kBlocks see code8.h
+  bool amsgrad;      // can be combined with amsgrad
+  bool wide_enough;  // gradients can be folded into it, whatever the parameter's type: see Packed
   int64_t block;     // elements that share a scale; 0: no scales
 };
 
@@ -104,20 +109,21 @@ constexpr bool rows_are_in_order() {
 }
 static_assert(rows_are_in_order());
 
-// Whether gradients can be folded into such states: they have the bits of what is computed in.
+// Whether gradients can be folded into these states: only where they have the type that the step
+// computes in, which has the bits for it (see Packed).
 constexpr bool folds(DType param, StateFormat states) {
   if ((row(states).params & bit(param)) == 0) return false;
   return row(states).wide_enough ||
          (states == StateFormat::kAsParam && (param == DType::kDouble || param == DType::kFloat));
 }
 
-// What a step is made for; every device has a kernel for all that exist.
+// What a step's kernel is compiled for. Every device has a kernel for each one that exists().
 struct Combination {
   DType param;
   ParamFormat format;
   StateFormat states;
   bool amsgrad;
-  bool closes;  // folded gradients
+  bool closes;  // gradients that were folded into the moments: Phase::kClose
 
   constexpr bool exists() const {
     return (row(states).params & bit(param)) != 0 &&
@@ -141,30 +147,31 @@ struct Combination {
 
 constexpr int kCombinations = vector::kDTypes * kParamFormats * kStateFormats * 4;
 
-// Stochastic rounding adds 16 random bits below those that are kept, and cuts. Those of element i
-// of a tensor are the (i % 8)-th 16 bits, from the lowest of the first word, of
-// Philox4x32-10 (Salmon et al. 2011) with the optimizer's seed as key, low word first, and this
-// counter: {i / 8, position of the parameter in the optimizer, step, what}. The moments of an
-// element share theirs: each is right on average, they go up or down together, and a largest
-// exp_avg_sq stays the largest.
+// Stochastic rounding adds 16 random bits below the bits that are kept, and truncates. The random
+// bits of a tensor's element i are the (i % 8)-th 16 bits, counted from the lowest of the first
+// word, of Philox4x32-10 (Salmon et al. 2011) with the optimizer's seed as key, low word first, and
+// this counter: {i / 8, position of the parameter in the optimizer, step, Draw}. The moments of an
+// element share their random bits: each is right on average, they are rounded up or down together,
+// and max_exp_avg_sq stays the largest.
 enum class Draw : uint32_t { kParam = 0, kMoments = 1 };
 
-// Arithmetic of the formats that are for bfloat16 parameters. T is float or vectors of them, Word
-// uint32_t or vectors of them. Math has bits(T) and from_bits(Word), number_bits(T), which are
-// those of one NaN for all, bfloat16_bits(T), rounded to nearest even in the lower half of a word,
-// and signed_upper(Word), the upper half as an integer with a sign.
+// Arithmetic of the formats for bfloat16 parameters. T is float or a vector of floats, Word is
+// uint32_t or a vector of them. Math has bits(T) and from_bits(Word); number_bits(T), which gives
+// the same bits for every NaN; bfloat16_bits(T), rounded to nearest even, in the lower half of a
+// word; and signed_upper(Word), the upper half as a signed integer.
 
-// A parameter and its rest, in the lower halves of words.
+// A parameter and its param_rest, each in the lower half of a word.
 template <typename Word>
 struct Halves {
   Word param, rest;
 };
 
-// load: param and rest in the upper halves, with zeros below. store: with 16 random bits.
+// load() takes param and rest in the upper halves of words, with zeros below. store() returns them
+// in the lower halves, and takes 16 random bits.
 template <ParamFormat format>
 struct ParamBits;
 
-// Infinity stays: it has no bits below those that are kept.
+// Infinity stays infinity: the bits that are cut from it are zeros, so random bits never carry.
 template <>
 struct ParamBits<ParamFormat::kStochastic> {
   template <typename Math, typename Word>
@@ -178,7 +185,7 @@ struct ParamBits<ParamFormat::kStochastic> {
   }
 };
 
-// An infinity has no rest: with one it would be no number when it is read again.
+// An infinity is stored with a rest of 0: with its own, which is NaN, it would be read back as NaN.
 template <>
 struct ParamBits<ParamFormat::kKahan> {
   template <typename Math, typename Word>
@@ -208,7 +215,7 @@ struct ParamBits<ParamFormat::kSplit> {
   }
 };
 
-// Likewise of moments that are rounded at random, to 16 bits and without a rest.
+// The same for moments that are rounded at random, to 16 bits and without a rest.
 template <StateFormat format>
 struct StateBits;
 

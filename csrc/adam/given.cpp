@@ -6,7 +6,7 @@ namespace py = pybind11;
 
 namespace {
 
-// Never destroyed: the interpreter may be gone by then.
+// Never destroyed: the interpreter may be gone when static objects are.
 py::dict& functions() {
   static auto* const given = new py::dict;
   return *given;

@@ -1,4 +1,5 @@
-// What the native part calls of the Python package: it imports none of its modules.
+// Python functions of the package that C++ calls. The package hands them over, so that C++ imports
+// none of its modules.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,18 +10,18 @@
 
 namespace memsave_ext::adam {
 
-// By name, when the package is imported.
+// Adds functions, by name. The package calls it with those that C++ needs.
 void give_functions(const pybind11::dict& functions);
 
-// Needs the GIL.
+// Returns the function of this name. Needs the GIL.
 pybind11::object given(const char* name);
 
-// Needs the GIL.
+// Throws this Python exception. Needs the GIL.
 [[noreturn]] void throw_exception(const pybind11::object& error);
 
-// Throws what the function of this name in memsave_ext/adam/errors.py makes of the facts. What is
-// wrong is found here, the words for it are there, which the fallback shares. Takes the GIL, also
-// with the mutex of a stepper: nobody waits for that with the GIL.
+// Throws the exception that the function of this name in memsave_ext/adam/errors.py returns for
+// these arguments; the Python fallback shares the messages there. Takes the GIL. The caller may
+// hold a stepper's mutex, since no thread waits for that mutex with the GIL held.
 template <typename... Facts>
 [[noreturn]] void throw_error(const char* name, Facts&&... facts) {
   const pybind11::gil_scoped_acquire gil;

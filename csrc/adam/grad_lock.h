@@ -1,4 +1,5 @@
-// torch's lock of a gradient, with which it adds to it. Hooks run after that, without it.
+// The lock that torch holds while it accumulates into a parameter's gradient. Post-accumulate hooks
+// run after that, without it.
 #pragma once
 
 #include <torch/csrc/autograd/variable.h>
@@ -12,8 +13,8 @@ namespace memsave_ext::adam {
 
 class GradLock {
  public:
-  // Of a parameter with this torch::autograd::impl::grad_accumulator(): none where it requires no
-  // gradient.
+  // Locks the gradient of the parameter whose torch::autograd::impl::grad_accumulator() this is.
+  // Where that is null, as the parameter requires no gradient, nothing is locked.
   explicit GradLock(NodePtr accumulator) : accumulator_(std::move(accumulator)) {
     if (accumulator_) lock_ = std::unique_lock((*accumulator_).*OfNode::mutex());
   }

@@ -32,7 +32,7 @@ void GradNorm::finish(double max_norm, const Tensor& loss_scale) {
     norm = norm / scale;
     skip_ = norm.isfinite().logical_not().to(at::kFloat);
   }
-  // As torch.nn.utils.clip_grad_norm_ does.
+  // The factor of torch.nn.utils.clip_grad_norm_.
   Tensor factor = (max_norm / (norm + 1e-6)).clamp_max(1);
   if (scale.defined()) factor = factor / scale;
   norm_ = norm.to(at::kFloat);

@@ -1,4 +1,4 @@
-// The norm of all gradients, and what clips them to it.
+// The norm of all gradients together, and the factor that clips them to a maximum.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,23 +10,25 @@ namespace memsave_ext::adam {
 
 class GradNorm {
  public:
-  // Gradients on one device.
+  // Adds gradients, all on one device.
   void add(c10::ArrayRef<at::Tensor> grads);
 
-  // No more are added. `loss_scale` and `found` as in Scaling, each undefined without.
+  // Computes norm(), found() and the clipping factor; no gradients may be added after it.
+  // `loss_scale` is undefined where the gradients are not multiples of one.
   void finish(double max_norm, const at::Tensor& loss_scale);
 
-  // A float scalar, of the gradients over the scale, before clipping; undefined before finish().
+  // The norm of the gradients divided by the loss scale, before clipping: a float scalar, undefined
+  // before finish().
   const at::Tensor& norm() const { return norm_; }
-  // 1 where it is not finite; undefined without a scale.
+  // found_inf: a float scalar, 1 where the norm is not finite; undefined without a loss scale.
   const at::Tensor& found() const { return skip_; }
-  // For gradients on this device.
+  // Returns the factor and the skip for gradients on this device. Called after finish().
   Scaling scaling(c10::Device device) const;
 
  private:
   PerStream squares_;
   at::Tensor norm_, factor_, skip_;
-  std::optional<c10::Stream> made_on_;  // these three
+  std::optional<c10::Stream> made_on_;  // the stream on which these three were made
 };
 
 }  // namespace memsave_ext::adam

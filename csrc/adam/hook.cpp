@@ -16,18 +16,18 @@ namespace impl = torch::autograd::impl;
 
 namespace {
 
-constexpr const char* kPythonHooks = "_post_accumulate_grad_hooks";
-constexpr const char* kOurs = "memsave_ext.adam";  // the key in that dict
+constexpr const char* kPythonHooks = "_post_accumulate_grad_hooks";  // the attribute with the dict
+constexpr const char* kOurs = "memsave_ext.adam";                    // the key in that dict
 
 Hook* hook_in_slot(const at::Tensor& param) {
   // A parameter that never required a gradient has no slot.
   if (impl::get_autograd_meta(param) == nullptr) return nullptr;
   auto* const hook = impl::post_acc_grad_hooks(param).get();
-  // Hook is final, and a dynamic_cast would be dear.
+  // Hook is final, so comparing types is enough, and cheaper than a dynamic_cast.
   return hook != nullptr && typeid(*hook) == typeid(Hook) ? static_cast<Hook*>(hook) : nullptr;
 }
 
-// None where there is no dict.
+// Returns the dict of Python hooks; None where there is none.
 py::object hooks_of(const py::handle& param) { return param.attr(kPythonHooks); }
 
 py::object hook_in_dict(const py::handle& param) {
@@ -35,7 +35,7 @@ py::object hook_in_dict(const py::handle& param) {
   return hooks.is_none() ? hooks : hooks.attr("get")(kOurs);
 }
 
-// Makes the dict where there is none.
+// Returns the dict, and makes it where there is none.
 py::object make_hooks(const py::object& param, Entry& entry) {
   py::object hooks = hooks_of(param);
   if (!hooks.is_none()) return hooks;
@@ -48,11 +48,11 @@ py::object make_hooks(const py::object& param, Entry& entry) {
 }  // namespace
 
 void Hook::operator()(const at::Tensor& param) {
-  // The dict's size without the GIL: one word, and a hook registered at this very moment may be
-  // early or late.
+  // Reads the dict's size without the GIL: it is one word, and a hook that is registered at this
+  // very moment may run or not.
   if (PyDict_GET_SIZE(python_hooks_) > 0) {
     (*calls_them_)(param);
-    // One of them may have removed this hook, which is gone then.
+    // One of them may have removed this hook, which is destroyed then.
     if (impl::post_acc_grad_hooks(param).get() != this) return;
   }
   stepper_->ready(*entry_, param, true);
@@ -92,7 +92,7 @@ void install_hook(const py::object& param, std::shared_ptr<Stepper> stepper) {
     return;
   }
   impl::materialize_autograd_meta(tensor);
-  // Fills the slot again where it is empty because tensors were swapped.
+  // Swapping tensors can leave the slot empty; setting the attribute fills it again.
   if (!impl::post_acc_grad_hooks(tensor)) param.attr(kPythonHooks) = hooks;
   auto calls_them = std::move(impl::post_acc_grad_hooks(tensor));
   TORCH_CHECK(calls_them != nullptr, "torch made no slot for post-accumulate hooks");

@@ -1,9 +1,9 @@
 // The post-accumulate hook of a parameter: Python's hooks first, then the step.
 //
-// A tensor has one slot for such hooks, and Python's registration fills it with an object that
-// calls the hooks in a dict. Ours takes the slot and keeps that object, so that Python hooks
-// registered before and after run. Only a DTensor's is in the dict itself: FSDP2 calls what is
-// there, and never the slot.
+// A tensor has one slot for such hooks, and registration from Python fills it with an object that
+// calls all hooks of a dict. Ours takes the slot and keeps that object, so that Python hooks run
+// whether they were registered before or after it. Only a DTensor's hook is in the dict itself:
+// FSDP2 calls the hooks of the dict, and never the slot.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -26,11 +26,12 @@ class Hook final : public torch::autograd::PostAccumulateGradHook {
         calls_them_(std::move(calls_them)) {}
 
   void operator()(const at::Tensor& param) override;
-  // Compiled autograd would trace it: an error that says so.
+  // Throws: compiled autograd, which calls it, cannot trace this hook.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override;
 
   const Stepper* stepper() const { return stepper_.get(); }
   const std::shared_ptr<Entry>& entry() const { return entry_; }
+  // Gives up the object that calls the Python hooks.
   std::unique_ptr<torch::autograd::PostAccumulateGradHook> release() {
     return std::move(calls_them_);
   }
@@ -38,7 +39,7 @@ class Hook final : public torch::autograd::PostAccumulateGradHook {
  private:
   std::shared_ptr<Stepper> stepper_;
   std::shared_ptr<Entry> entry_;
-  PyObject* python_hooks_;  // the dict, which calls_them_ owns
+  PyObject* python_hooks_;  // the dict; borrowed, calls_them_ owns it
   std::unique_ptr<torch::autograd::PostAccumulateGradHook> calls_them_;
 };
 
@@ -50,20 +51,20 @@ struct DTensorHook {
   void operator()(const pybind11::object& param) const;
 };
 
-// A parameter's hook, of whichever kind; empty where it has none.
+// What find_hook() finds, in the slot or in the dict; both are null where there is no hook.
 struct Attachment {
   const Stepper* stepper = nullptr;
   std::shared_ptr<Entry> entry;
 };
 
-// All need the GIL.
+// All functions need the GIL.
 
 Attachment find_hook(const pybind11::handle& param);
 
-// There must be none yet.
+// The parameter must not have a hook of ours yet.
 void install_hook(const pybind11::object& param, std::shared_ptr<Stepper> stepper);
 
-// Gives the slot back as it was. There must be one.
+// Restores the slot, or removes the hook from the dict. The parameter must have a hook.
 void remove_hook(const pybind11::handle& param);
 
 }  // namespace memsave_ext::adam

@@ -1,7 +1,7 @@
-// The arithmetic of a step, the same for CPU and CUDA. Kingma and Ba 2015 (arXiv 1412.6980), decay
-// decoupled as in Loshchilov and Hutter 2019 (arXiv 1711.05101), amsgrad as in Reddi et al. 2018;
-// operations, their order and where they are fused are those of torch's fused Adam on CPUs with
-// fused multiply-add, whose bits these are.
+// The arithmetic of a step, the same for CPU and CUDA: Adam (Kingma and Ba 2015, arXiv 1412.6980),
+// decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101) and amsgrad (Reddi et al.
+// 2018). The operations, their order and where they are fused are those of torch's fused Adam on
+// CPUs with fused multiply-add, so results are bit-identical to it.
 #pragma once
 
 #include <cmath>
@@ -23,16 +23,16 @@ struct Options {
   uint64_t seed;  // of random rounding
 };
 
-// A step is made whole, or in parts: micro-gradients are folded into the moments, the last of them
-// with an update of the parameter.
+// A step is made whole, or in parts (gradient accumulation into the moments): micro-gradients are
+// folded into the moments, and kClose, with the last of them, updates the parameter.
 enum class Phase : int { kWhole, kFirstFold, kFold, kClose };
 
-// The parameter and the count of steps stay as they are.
+// Whether the phase changes the moments only: the parameter and the step count stay as they are.
 MEMSAVE_EXT_INLINE bool is_fold(Phase phase) {
   return phase == Phase::kFirstFold || phase == Phase::kFold;
 }
 
-// What is left of the moments' zeros, from which they start.
+// beta1^step and beta2^step, for bias correction.
 struct Powers {
   double beta1;
   double beta2;
@@ -42,13 +42,13 @@ MEMSAVE_EXT_INLINE Powers powers(const Options& o, double step) {
   return {pow(o.beta1, step), pow(o.beta2, step)};
 }
 
-// What a step needs of options and step, for all elements of a tensor. T: a scalar or a vector.
+// The constants of a step that all elements of a tensor share. T: a scalar or a vector.
 template <typename T>
 struct Coefficients {
   T grad_factor;
-  T grad_decay;      // added to the gradient, times the parameter
-  T param_decay;     // what a decoupled decay leaves of the parameter
-  T exp_avg_weight;  // of the difference between gradient and exp_avg, added to either
+  T grad_decay;      // grad_decay * param is added to the gradient where decays_grad
+  T param_decay;     // decoupled weight decay: the parameter is multiplied by it; 1 without
+  T exp_avg_weight;  // of grad - exp_avg in average_grad(); of grad in kFold and kClose
   T beta2;
   T one_minus_beta2;
   T bias_correction2_sqrt;
@@ -56,17 +56,17 @@ struct Coefficients {
   T minus_step_size;
   T beta1;
   T per_exp_avg_weight;  // 1 / (1 - beta1)
-  T update_bound;        // of a step, over minus_step_size
+  T update_bound;        // bound of |exp_avg| / denominator; see update_bound()
   bool decays_grad;
-  bool adds_to_exp_avg;  // else to the gradient, which a beta1 of 0 then returns
+  bool adds_to_exp_avg;  // else to the gradient, so that a beta1 of 0 gives just the gradient
   Phase phase;
 };
 
-// What exp_avg / (sqrt(exp_avg_sq) / bias_correction2_sqrt) cannot exceed, by the Cauchy-Schwarz
-// inequality over the gradients that both are sums of. States that were rounded can.
+// Returns the largest possible exp_avg / (sqrt(exp_avg_sq) / bias_correction2_sqrt), by the
+// Cauchy-Schwarz inequality over the gradients that both are sums of. Rounded states can exceed it.
 MEMSAVE_EXT_INLINE double update_bound(const Options& o, Powers powers) {
   const double ratio = o.beta1 * o.beta1 / o.beta2;
-  // Once a power has vanished, as far as it goes.
+  // Once beta2^step has underflowed, 0: the limit for ratio < 1. There is no bound otherwise.
   const double power = powers.beta2 > 0 ? powers.beta1 * powers.beta1 / powers.beta2 : 0;
   const double bound =
       (1 - o.beta1) * sqrt((1 - powers.beta2) / (1 - o.beta2) * (1 - power) / (1 - ratio));
@@ -95,7 +95,7 @@ MEMSAVE_EXT_INLINE Coefficients<double> coefficients(const Options& o, double lr
   return c;
 }
 
-// convert(double) returns a To.
+// Converts coefficients to another type. `convert(double)` returns a To.
 template <typename To, typename Convert>
 MEMSAVE_EXT_INLINE Coefficients<To> convert(const Coefficients<double>& c, const Convert& convert) {
   Coefficients<To> to = {convert(c.grad_factor),
@@ -120,37 +120,41 @@ MEMSAVE_EXT_INLINE Coefficients<To> convert(const Coefficients<double>& c, const
   return to;
 }
 
-// What a step changes.
+// The values that a step changes.
 template <typename T>
 struct Values {
   T param;
   T exp_avg;
   T exp_avg_sq;
-  T max_exp_avg_sq;  // with amsgrad
+  T max_exp_avg_sq;  // only with amsgrad
 };
 
-// Both moments as they were before a step whose gradients are being folded into exp_avg, which has
-// their sum, but not the sum's square: kept in the bits of exp_avg_sq until that is known.
+// Both moments as they were before the step whose gradients are being folded. exp_avg takes up the
+// sum of the gradients, but exp_avg_sq needs the square of that sum, which is known only at the
+// end. Until then the bits of exp_avg_sq hold both earlier moments.
 //
 // float: the upper 16 bits are exp_avg as a bfloat16, rounded to nearest even; the lower 16 are
 // exp_avg_sq without its sign, (bits + the upper 15 of 16 random bits) >> 15. double: the upper 32
-// bits are exp_avg as a float, the lower 32 exp_avg_sq, both rounded to nearest.
+// bits are exp_avg as a float, the lower 32 are exp_avg_sq as a float, both rounded to nearest.
 template <typename T>
 struct Packed {
   T exp_avg, exp_avg_sq;
 };
 
-// Math: product is rounded and fused(a, b, c) = a * b + c is not, whatever a compiler contracts;
-// quotient and square_root are IEEE's or, where a device says so, near them; maximum returns a NaN
-// where it is given one; pack(Packed, random) and unpack(T) as above.
+// What Math must have: product(), whose result is rounded, and fused(a, b, c) = a * b + c, whose
+// product is not, whatever the compiler contracts; quotient() and square_root(), which are IEEE's
+// or, where a device says so, near them; maximum(), which returns NaN where either argument is NaN;
+// and pack(Packed, random) and unpack(T), which convert as described at Packed.
 
+// exp_avg = beta1 * exp_avg + (1 - beta1) * grad.
 template <typename Math, typename T>
 MEMSAVE_EXT_INLINE void average_grad(const Coefficients<T>& c, T grad, T& exp_avg) {
   const T base = c.adds_to_exp_avg ? exp_avg : grad;
   exp_avg = Math::fused(c.exp_avg_weight, grad - exp_avg, base);
 }
 
-// A micro-gradient of a step that update() closes, with the last one or none.
+// Folds a micro-gradient into the moments. update() closes the step, with the last micro-gradient
+// or with none.
 template <typename Math, typename T, typename Random>
 MEMSAVE_EXT_INLINE void fold(const Coefficients<T>& c, T grad, Values<T>& x, Random random) {
   grad = Math::product(grad, c.grad_factor);
@@ -163,7 +167,8 @@ MEMSAVE_EXT_INLINE void fold(const Coefficients<T>& c, T grad, Values<T>& x, Ran
   }
 }
 
-// clamps: where the states are rounded so coarsely that a step could be any size.
+// Makes a step. `clamps` bounds it, for states that are rounded so coarsely that it could otherwise
+// be of any size.
 template <typename Math, bool amsgrad, bool clamps = false, typename T>
 MEMSAVE_EXT_INLINE void update(const Coefficients<T>& c, T grad, Values<T>& x) {
   grad = Math::product(grad, c.grad_factor);
@@ -191,10 +196,10 @@ MEMSAVE_EXT_INLINE void update(const Coefficients<T>& c, T grad, Values<T>& x) {
             Math::quotient(c.minus_step_size * exp_avg, denominator);
 }
 
-// What clips a gradient of this norm, as torch.nn.utils.clip_grad_norm_ does.
+// Returns the factor that clips a gradient of this norm, like torch.nn.utils.clip_grad_norm_.
 MEMSAVE_EXT_INLINE double clip_factor(double norm, double max_norm) {
   const double factor = max_norm / (norm + 1e-6);
-  return factor > 1 ? 1 : factor;  // also where it is no number
+  return factor > 1 ? 1 : factor;  // NaN stays NaN
 }
 
 }  // namespace memsave_ext::adam

@@ -50,7 +50,7 @@ void OpenStep::prepare(Parameter& parameter, Tensor grad, Task task) const {
 void OpenStep::apply(c10::ArrayRef<Parameter*> parameters, Task task, const Snapshot& snapshot) {
   if (parameters.empty()) return;
   if (task == Task::kMeasure) {
-    if (norm_) norm_->add(gradients_of(parameters));  // the norm pass may be over
+    if (norm_) norm_->add(gradients_of(parameters));  // null where the pass has been dropped
   } else {
     records_.step(parameters, scaling(snapshot, parameters.front()->local.device()));
   }
@@ -82,7 +82,7 @@ void OpenStep::begin_norm_pass() {
 
 void OpenStep::end_norm_pass(std::optional<double> max_norm, const Tensor& loss_scale) {
   machine_.handle(max_norm ? Event::kFinishNormPass : Event::kDropNormPass);
-  if (!norm_) return;  // zero_grad() has ended that step
+  if (!norm_) return;  // zero_grad() has ended the step of the pass
   if (max_norm) {
     norm_->finish(*max_norm, loss_scale);
   } else {
@@ -100,7 +100,8 @@ void OpenStep::clip(const ByDevice<std::vector<Parameter*>>& parameters, double 
 
 int64_t OpenStep::end() {
   machine_.handle(Event::kEndStep);
-  records_.forget_folded();  // of parameters that are not in param_groups any more
+  // Those that are left belong to parameters that are not in param_groups any more.
+  records_.forget_folded();
   const int64_t stepped = stepped_;
   begin_next();
   return stepped;

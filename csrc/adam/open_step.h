@@ -1,4 +1,4 @@
-// The step that is being made, and what backwards and step() do to it.
+// The step that is open: from one call of step() to the next, and what happens to it between.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,49 +17,51 @@
 
 namespace memsave_ext::adam {
 
-// What becomes of the gradients of one backward.
+// What is done with the gradients of one backward.
 enum class Task { kStep, kFold, kMeasure, kAccumulate };
 
-// An optimizer always has one: the next begins where one ends. Used with the stepper's mutex.
+// An optimizer always has one open step: the next begins where one ends. The caller holds the
+// stepper's mutex.
 class OpenStep {
  public:
   StepState state() const { return machine_.state(); }
   // Throws where the event cannot happen now.
   void check(Event event) const { machine_.check(event); }
-  // Throws where the gradient of this parameter cannot be used.
+  // Throws where the gradient of this parameter cannot be used now: it has had one in this step, or
+  // its norm was not measured.
   void check_use(const Entry& entry, const at::Tensor& param) const;
-  // The parameter takes part, or will when what waits is done.
+  // Notes that the parameter takes part in this step. Its gradient may still wait in a bucket.
   void note_use(Entry& entry, Task task) const;
   bool is_stepped(const Entry& entry) const { return entry.step == number_; }
   bool is_used(const Entry& entry) const { return is_stepped(entry) || entry.folded == number_; }
 
-  // Readies a parameter for apply(). Throws where that cannot be done to it; nothing is changed
-  // then.
+  // Readies a parameter for apply(). Throws, and changes nothing, where the task cannot be applied.
   void prepare(Parameter& parameter, at::Tensor grad, Task task) const;
-  // Does it to ready parameters on one device, and lets go of their gradients.
+  // Applies the task to prepared parameters on one device, and drops their `grad`.
   void apply(c10::ArrayRef<Parameter*> parameters, Task task, const Snapshot& snapshot);
-  // A backward raised that had stepped so many parameters, or folded into them.
+  // Notes that a backward raised after it had stepped, or folded into, `stepped` parameters.
   void fail(int64_t stepped) { machine_.fail(stepped); }
 
   void begin_norm_pass();
-  // Without `max_norm` it is as if there had been no norm pass.
+  // Without `max_norm` the norm pass is dropped, as if there had been none.
   void end_norm_pass(std::optional<double> max_norm, const at::Tensor& loss_scale);
-  // The gradients of all these ready parameters will be clipped to `max_norm` together.
+  // Measures the norm of all gradients of these prepared parameters; apply() then clips to it.
   void clip(const ByDevice<std::vector<Parameter*>>& parameters, double max_norm,
             const at::Tensor& loss_scale);
 
   bool is_folded(const Parameter& parameter) const { return records_.is_folded(parameter.state); }
-  // How many parameters have gradients in their moments that are not stepped yet.
+  // Returns how many parameters have folded gradients that are not stepped yet.
   int64_t folded() const { return records_.folded(); }
 
-  // Returns how many parameters were stepped.
+  // Ends this step and returns how many parameters were stepped in it.
   int64_t end();
-  // A failure is forgotten, and with it this step.
+  // Forgets a failure, and begins the next step. Does nothing where nothing failed.
   void acknowledge();
 
-  // Of all gradients, in the last step that measured it; undefined where none has.
+  // The norm of all gradients in the last step that measured it; undefined where none has.
   at::Tensor grad_norm() const;
-  // Of the last step with a loss scale: for each device, 1 where a gradient was not finite.
+  // The found_inf of each device in the last step with a loss scale: 1 where a gradient was not
+  // finite.
   const std::vector<at::Tensor>& found_inf() const { return found_inf_.of_last_step(); }
 
  private:
@@ -70,7 +72,7 @@ class OpenStep {
   uint64_t number_ = 1;
   int64_t stepped_ = 0;
   Records records_;
-  std::unique_ptr<GradNorm> norm_;  // of this step
+  std::unique_ptr<GradNorm> norm_;  // of this step; null where no norm is measured
   at::Tensor last_norm_;
   FoundInf found_inf_;
 };

@@ -17,14 +17,16 @@ Tensor as_real(const Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
 }
 
-// Whose memory is not what it stands for: conjugate and negative views, and zeros without memory.
+// Returns whether the memory does not hold the tensor's values: conjugate and negative views, and
+// zeros without memory.
 bool is_lazy(const Tensor& tensor) {
   constexpr c10::DispatchKeySet lazy(
       {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
   return tensor.key_set().has_any(lazy);
 }
 
-// Contiguous tensors of one shape may differ in the strides of dimensions of size 1.
+// Returns whether two tensors of one shape have the same element order. Contiguous ones may differ
+// in the strides of dimensions of size 1.
 bool have_one_order(const Tensor& a, const Tensor& b) {
   return (a.is_contiguous() && b.is_contiguous()) || a.strides() == b.strides();
 }

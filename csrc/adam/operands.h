@@ -1,4 +1,4 @@
-// Memory of tensors as kernels take it.
+// The memory of tensors in the element order that kernels take.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,25 +9,28 @@
 
 namespace memsave_ext::adam {
 
-// Of the real numbers that complex values are pairs of.
+// Returns the dtype of a tensor's elements; for a complex type, that of its real and imaginary
+// parts. Throws where kernels do not take the type.
 DType real_dtype(at::ScalarType type);
 
-// A tensor of real numbers in the order in which kernels are given those of `tensor`.
+// Returns a real tensor with the sizes and strides in which kernels take `tensor`. Its values may
+// be uninitialised.
 at::Tensor layout_of(const at::Tensor& tensor);
 
-// Tensors in the order of elements of their parameter: their own memory, or copies that are written
-// back.
+// Gives kernels the memory of tensors in the element order of their parameter, `like`: their own
+// memory where they have that order, else a copy.
 class Operands {
  public:
-  // Null for an undefined tensor.
+  // Both return null for an undefined tensor. change(): write_back() copies the new values back.
   void* read(const at::Tensor& tensor, const at::Tensor& like) { return of(tensor, like, false); }
   void* change(const at::Tensor& tensor, const at::Tensor& like) { return of(tensor, like, true); }
 
+  // Copies what kernels wrote into copies back to the tensors given to change().
   void write_back();
 
  private:
   struct Copy {
-    at::Tensor original, copy;  // the first undefined where it has only been read
+    at::Tensor original, copy;  // original: undefined where it was only read
   };
 
   void* of(const at::Tensor& tensor, const at::Tensor& like, bool changes);

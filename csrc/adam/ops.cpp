@@ -44,7 +44,7 @@ Item item_of(const Parameter& parameter, Operands& operands) {
   const State& state = parameter.state;
   const Group& group = *parameter.group;
   const Tensor like = layout_of(parameter.local);
-  // A fold leaves the parameter and its rest as they are, their versions too.
+  // A fold changes neither the parameter nor its rest, and copying back would bump their versions.
   const auto kept_by_fold = [&](const Tensor& tensor) {
     return is_fold(parameter.phase) ? operands.read(tensor, like) : operands.change(tensor, like);
   };
@@ -83,8 +83,8 @@ void advance_on_cpu(const Tensor& step) {
   }
 }
 
-// The number of the step that each item makes. On CPUs, items that are skipped go, and so do their
-// parameters.
+// Advances the step counts, except of folds, and sets in each item the number of the step it makes.
+// On CPUs, removes the items that are skipped, and their parameters.
 void advance_steps(std::vector<Item>& items, std::vector<Parameter*>& of_items,
                    const Kernels& kernels, bool on_cpu, void* stream) {
   std::vector<float*> steps;
@@ -144,7 +144,7 @@ void step_on_device(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling
 
 namespace {
 
-// `is_meta`: everything is checked, and nothing done.
+// `is_meta`: checks everything and does nothing.
 template <bool is_meta>
 void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList states,
                 at::IntArrayRef present, at::IntArrayRef phases, at::IntArrayRef positions,
@@ -157,7 +157,7 @@ void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList stat
   std::vector<Parameter*> parameters;
   for (Parameter& parameter : of.parameters) {
     parameters.push_back(&parameter);
-    // Kernels check what is traced with symbolic sizes, when it runs.
+    // Symbolic sizes are of a trace: the kernel that runs later checks.
     if (is_meta && parameter.local.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) continue;
     check_step(parameter.local, parameter.grad, parameter.state, *parameter.group, parameter.phase);
     TORCH_CHECK_VALUE(parameter.local.device() == params[0].device(),

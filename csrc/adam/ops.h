@@ -8,7 +8,7 @@
 
 namespace memsave_ext::adam {
 
-// The kernel of adam_step_, of checked parameters on one device.
+// The kernel of adam_step_. The parameters are checked and lie on one device.
 void step_on_device(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling);
 
 void register_operators(torch::Library& library);

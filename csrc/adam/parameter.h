@@ -13,21 +13,21 @@
 namespace memsave_ext::adam {
 
 struct Parameter {
-  at::Tensor tensor;  // as the optimizer has it
-  at::Tensor local;   // what is stepped: of a DTensor the part that is here, else the parameter
-  State state;        // likewise; undefined where it has none yet
+  at::Tensor tensor;  // as it is in param_groups
+  at::Tensor local;   // what is stepped: the local part of a DTensor, else `tensor`
+  State state;        // of `local`; undefined where it has none yet
   const Group* group = nullptr;
-  uint32_t position = 0;         // in the optimizer
-  std::shared_ptr<Entry> entry;  // of its hook; null without
-  bool fresh = false;            // the state is not in the optimizer's yet
+  uint32_t position = 0;         // among the optimizer's parameters
+  std::shared_ptr<Entry> entry;  // of its hook; null without a hook
+  bool fresh = false;            // the state is new, and not in the optimizer's yet
 
-  // What is done next; see prepare().
-  at::Tensor grad;  // like `local`; undefined for zeros, where folded gradients are closed
+  // Set by prepare(), for the next step or fold.
+  at::Tensor grad;  // of `local`; undefined: zeros, to close folded gradients without another
   Phase phase = Phase::kWhole;
 };
 
-// Readies a parameter for a step with this gradient. Makes its state where it has none. Throws
-// where the step cannot be made; nothing is changed then.
+// Readies a parameter for a step with this gradient, and makes its state where it has none. Throws,
+// and changes nothing, where the step cannot be made.
 void prepare(Parameter& parameter, at::Tensor grad, Phase phase);
 
 // Undoes prepare(), for a parameter that is not stepped after all.

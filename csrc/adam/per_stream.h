@@ -1,4 +1,4 @@
-// Scalars that hooks add to, on whichever streams they run.
+// Scalars that hooks accumulate into, on whichever streams they run.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,11 +20,11 @@ struct DeviceLess {
 template <typename T>
 using ByDevice = std::map<c10::Device, T, DeviceLess>;
 
-// One tensor for each stream, which alone makes, changes and frees it: hooks wait for no other
-// stream. Those of a device are put together once, at the end, on the stream that reads them.
+// One tensor for each stream. Only that stream makes, changes and frees it, so that no hook waits
+// for another stream. combined() merges a device's tensors once, on the stream that reads them.
 class PerStream {
  public:
-  // That of the device's current stream; undefined at first.
+  // Returns the tensor of the device's current stream; undefined at first.
   at::Tensor& here(c10::Device device) {
     const auto stream = current_stream(device);
     for (Part& part : parts_) {
@@ -33,7 +33,7 @@ class PerStream {
     return parts_.emplace_back(Part{device, stream, {}}).tensor;
   }
 
-  // For each device, combine(a, b) of all its tensors.
+  // Returns for each device all its tensors, merged by combine(a, b).
   template <typename Combine>
   ByDevice<at::Tensor> combined(const Combine& combine) const {
     ByDevice<at::Tensor> of_devices;

@@ -1,5 +1,5 @@
 // Philox4x32-10, the counter-based generator of Salmon et al. 2011 ("Parallel random numbers: as
-// easy as 1, 2, 3"): 128 random bits of a counter and a key.
+// easy as 1, 2, 3"): 128 random bits from a counter and a key.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ struct Words4 {
   Word of[4];
 };
 
-// Word: uint32_t, or a vector of them, or of uint64_t of which only the lower halves count.
+// Word: uint32_t, a vector of uint32_t, or a vector of uint64_t whose lower halves count.
 // Math::multiply(scalar, word) returns an object whose `high` and `low` are the halves of the
 // 64-bit products.
 template <typename Math, typename Word, typename Key>

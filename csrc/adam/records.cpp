@@ -20,7 +20,8 @@ bool is_captured([[maybe_unused]] const Tensor& param) {
 #endif
 }
 
-// Tensors of inference mode have none.
+// Returns whether the versions of the parameter and its rest matter and exist: tensors of inference
+// mode have none.
 bool has_versions(const Parameter& parameter) {
   const Tensor& rest = parameter.state.param_rest;
   return rest.defined() && !is_fold(parameter.phase) && !parameter.local.is_inference() &&
@@ -43,8 +44,8 @@ bool Records::is_folded(const State& state) const {
   return !folded_.empty() && state.defined() && folded_.count(place_of(state.exp_avg_sq)) > 0;
 }
 
-// Where it was loaded, nothing is known of it, and it belongs to the weights. A graph would drop it
-// in every replay.
+// A rest that was loaded has no entry here, and belongs to the weights as they are. Under capture
+// it stays: the graph would zero it in every replay.
 void Records::drop_stale_rest(const Parameter& parameter) const {
   if (!has_versions(parameter)) return;
   const Tensor& rest = parameter.state.param_rest;
@@ -66,7 +67,7 @@ void Records::note(const Parameter& parameter) {
   }
   if (!has_versions(parameter)) return;
   const auto place = place_of(state.param_rest);
-  if (versions_.find(place) == versions_.end()) {  // seldom: time to look for those that are gone
+  if (versions_.find(place) == versions_.end()) {  // seldom: also drops entries of freed tensors
     for (auto i = versions_.begin(); i != versions_.end();) {
       i = i->second.rest.expired() ? versions_.erase(i) : std::next(i);
     }

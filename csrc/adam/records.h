@@ -1,5 +1,5 @@
-// What is known of states from step to step beyond their tensors. By the tensors: hooks go,
-// parameters are swapped, and states are loaded.
+// What is remembered of states from step to step beside their tensors. The tensors are the keys,
+// because hooks are removed, parameters are swapped and states are loaded.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -14,22 +14,22 @@ namespace memsave_ext::adam {
 
 class Records {
  public:
-  // As step_all(). What param_rest keeps of a parameter is dropped where the parameter has been
-  // written to since its last step, and the rest has not been.
+  // As step_all(). First zeroes param_rest where the parameter has been written to since its last
+  // step and the rest has not.
   void step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling);
 
-  // Whether gradients are folded into its moments, which are packed then.
+  // Returns whether gradients are folded into the moments, which are packed then.
   bool is_folded(const State& state) const;
-  // How many are.
+  // Returns how many states have folded gradients.
   int64_t folded() const { return static_cast<int64_t>(folded_.size()); }
   void forget_folded() { folded_.clear(); }
 
  private:
   struct Versions {
-    c10::weak_intrusive_ptr<c10::StorageImpl> rest;  // so that its address is nobody else's
+    c10::weak_intrusive_ptr<c10::StorageImpl> rest;  // keeps the address from being reused
     uint32_t of_param, of_rest;
   };
-  // Of a tensor in a storage.
+  // Identifies a tensor: its storage and its offset there.
   using Place = std::pair<const c10::StorageImpl*, int64_t>;
   struct PlaceHash {
     size_t operator()(const Place& place) const {
@@ -38,11 +38,13 @@ class Records {
   };
 
   static Place place_of(const at::Tensor& tensor);
+  // Zeroes param_rest where it does not belong to the parameter's values any more.
   void drop_stale_rest(const Parameter& parameter) const;
+  // Remembers what a step or fold has left.
   void note(const Parameter& parameter);
 
-  std::unordered_map<Place, at::Tensor, PlaceHash> folded_;  // by exp_avg_sq, which is the value
-  std::unordered_map<Place, Versions, PlaceHash> versions_;  // by param_rest
+  std::unordered_map<Place, at::Tensor, PlaceHash> folded_;  // exp_avg_sq, by its place
+  std::unordered_map<Place, Versions, PlaceHash> versions_;  // by place of param_rest
 };
 
 }  // namespace memsave_ext::adam

@@ -21,7 +21,7 @@ namespace py = pybind11;
 
 namespace {
 
-// Interned, so that a look-up neither makes, hashes nor compares a string.
+// Returns the names of kStateNames, interned: a look-up neither makes, hashes nor compares strings.
 const std::array<PyObject*, std::size(kStateNames)>& keys() {
   static const auto of_names = [] {
     std::array<PyObject*, std::size(kStateNames)> made{};
@@ -39,7 +39,8 @@ py::object get(const py::handle& dict, const char* key) {
 }
 
 bool is_true(const py::object& value) {
-  if (PyUnicode_Check(value.ptr())) throw py::type_error("a text");  // "no", say
+  // A text such as "no" would be true.
+  if (PyUnicode_Check(value.ptr())) throw py::type_error("a text");
   return PyObject_IsTrue(value.ptr()) == 1;
 }
 
@@ -54,7 +55,7 @@ at::Tensor tensor(const py::object& value) {
   return THPVariable_Check(value.ptr()) ? THPVariable_Unpack(value.ptr()) : at::Tensor();
 }
 
-// Absent where the defaults are used.
+// Reads the options that a group may lack; where it does, the defaults stay.
 void read_modes(const py::handle& dict, Group& group) {
   group.bf16 = param_format_named(get(dict, "bf16"));
   group.state_dtype = state_format_named(get(dict, "state_dtype"));
@@ -89,7 +90,8 @@ Group read_checked_group(const py::handle& dict) {
   return group;
 }
 
-// Options are set between steps: what cannot be read is said as when the optimizer is made.
+// Options can be changed between steps. One that cannot be read raises the same error as when the
+// optimizer is made.
 Group read_group(const py::handle& dict) {
   try {
     return read_checked_group(dict);
@@ -99,7 +101,8 @@ Group read_group(const py::handle& dict) {
   }
 }
 
-// The key's place among names, which is most often `guess`; their number where it is not there.
+// Returns the index of a key in keys(), or their number where it is not there. Most often it is
+// `guess`.
 size_t place_of(PyObject* key, size_t guess) {
   const auto& names = keys();
   if (guess < names.size() && key == names[guess]) return guess;
@@ -122,13 +125,13 @@ void read_state(PyObject* dict, State& state) {
   }
 }
 
-// The states of parameters, by address: a tensor's __hash__ is a call into Python.
+// Looks up the states of parameters by address: a tensor's __hash__ is a call into Python.
 class StateOf {
  public:
   explicit StateOf(py::object states) : states_(std::move(states)) {}
 
   PyObject* operator()(PyObject* param) {  // borrowed; null where it has none
-    // Most often they are in the parameters' order.
+    // Most often the states are in the order of the parameters.
     PyObject *key, *value;
     Py_ssize_t position = position_;
     if (PyDict_Next(states_.ptr(), &position, &key, &value) && key == param) {
@@ -187,7 +190,7 @@ void publish_states(const std::vector<const Parameter*>& parameters, const py::h
     for (size_t i = 0; i < keys().size(); ++i) {
       const at::Tensor& value = parameter->state.*kStateNames[i].tensor;
       if (!value.defined()) continue;
-      // Scalars and scales are not placed as the parameter is.
+      // The step and the scales are not sharded as a DTensor parameter is.
       const bool like_param = value.sizes() == parameter->local.sizes() && value.dim() > 0;
       state[py::handle(keys()[i])] =
           like_param ? as_placed(param, value)

@@ -11,19 +11,19 @@
 namespace memsave_ext::adam {
 
 struct Snapshot {
-  uint64_t number = 0;  // each that is used has its own
+  uint64_t number = 0;  // set by Backwards::use_snapshot(), unique; 0 before
   std::deque<Group> groups;
   std::deque<Parameter> parameters;
   at::Tensor loss_scale;  // of the optimizer's GradScaler; undefined without one
 
-  // Those whose states were made since; from now on they count as the optimizer's.
+  // Returns the parameters whose states were made since the snapshot, or since the last call.
   std::vector<const Parameter*> take_fresh();
 };
 
-// Needs the GIL.
+// Reads the optimizer's param_groups and state. Needs the GIL.
 Snapshot read_optimizer(const pybind11::handle& optimizer);
 
-// Puts these parameters' states into the optimizer's. Needs the GIL.
+// Puts these parameters' states into the optimizer's state. Needs the GIL.
 void publish_states(const std::vector<const Parameter*>& parameters,
                     const pybind11::handle& optimizer);
 

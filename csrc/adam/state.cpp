@@ -17,7 +17,7 @@ using at::Tensor;
 
 namespace {
 
-// Of the states that are made for a parameter.
+// Returns the format of the state that make_state() makes.
 StateFormat made_format(const Tensor& param, const Group& group) {
   const bool takes_blocks =
       param.numel() >= kSmallestOfBlocks && param.is_non_overlapping_and_dense();
@@ -38,7 +38,7 @@ void check_tensor(const char* name, const Tensor& tensor, const Tensor& param,
   }
 }
 
-// Whose elements follow each other alike.
+// Returns whether the strides are the same, except in dimensions of size 1.
 bool in_same_order(const Tensor& a, const Tensor& b) {
   for (int64_t i = 0; i < a.dim(); ++i) {
     if (a.size(i) > 1 && a.stride(i) != b.stride(i)) return false;
@@ -46,7 +46,7 @@ bool in_same_order(const Tensor& a, const Tensor& b) {
   return true;
 }
 
-// Of another type than the parameter's.
+// Throws where moments of this type, which is not the parameter's, do not fit it.
 void check_moments(at::ScalarType moments, const Tensor& param, const Group& group) {
   const auto type = c10::toRealValueType(param.scalar_type());
   std::vector<at::ScalarType> allowed = {param.scalar_type()};
@@ -116,7 +116,7 @@ StateFormat state_format(const Tensor& param, const State& state, const Group& g
   const auto type = c10::toRealValueType(state.exp_avg.scalar_type());
   for (const StateRow& made : kStateRows) {
     if (made.option == Option::kNone || type != scalar_type(made.moments)) continue;
-    // Without the option it is the parameter's own type, rounded to nearest.
+    // bfloat16 without state_dtype= is the parameter's own type, rounded to nearest.
     if (!made.at_random || made.format == group.state_dtype) return made.format;
   }
   return type == c10::toRealValueType(param.scalar_type()) ? StateFormat::kAsParam
@@ -140,7 +140,7 @@ void check_state(const Tensor& param, const State& state, const Group& group) {
   if (stored.block > 0) {
     check_scale("exp_avg_scale", state.exp_avg_scale, param);
     check_scale("exp_avg_sq_scale", state.exp_avg_sq_scale, param);
-    // Blocks follow memory.
+    // Blocks are consecutive in memory, so both must have the same element order.
     if (!in_same_order(state.exp_avg, param) || !in_same_order(state.exp_avg_sq, param)) {
       throw_error("moved_blocks", state.exp_avg.strides(), param.strides());
     }

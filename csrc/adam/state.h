@@ -1,4 +1,4 @@
-// What is kept of each parameter between steps, as tensors.
+// The optimizer's state of a parameter: tensors that are kept between steps.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,18 +7,18 @@
 
 namespace memsave_ext::adam {
 
-// A parameter group's options as they are during one step.
+// A parameter group's options, as they are during one step.
 struct Group {
   Options options{};
-  at::Tensor lr;  // where it lies on the parameters' device; else it is in options
-  bool step_on_device = false;
+  at::Tensor lr;  // of float; undefined where lr is a number or on the CPU, and in options
+  bool step_on_device = false;                      // capturable or fused
   ParamFormat bf16 = ParamFormat::kPlain;           // of bfloat16 parameters
-  StateFormat state_dtype = StateFormat::kAsParam;  // or kFloat, as the parameter's type says
-  double max_grad_norm = 0;                         // of each parameter; 0: not clipped
+  StateFormat state_dtype = StateFormat::kAsParam;  // kAsParam: the parameter's type decides
+  double max_grad_norm = 0;                         // of each parameter's gradient; 0: no clipping
 };
 
-// As torch keeps it: step is a scalar, on the CPU or the parameter's device. The scales belong to
-// 8-bit moments, param_rest to ParamFormats that have one; undefined otherwise.
+// As torch keeps it: step is a scalar, on the CPU or the parameter's device. The scales are defined
+// with 8-bit moments alone, param_rest with ParamFormats that have a rest.
 struct State {
   at::Tensor step, exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, param_rest;
 
@@ -30,7 +30,7 @@ struct StateName {
   at::Tensor State::* tensor;
 };
 
-// In the order and under the names of the optimizer's state.
+// The tensors of a state, in the order and under the names of the optimizer's state.
 inline constexpr StateName kStateNames[] = {
     {"step", &State::step},
     {"exp_avg", &State::exp_avg},
@@ -41,13 +41,13 @@ inline constexpr StateName kStateNames[] = {
     {"param_rest", &State::param_rest},
 };
 
-// Zeros. The moments in float for types of 16 bits, else in the parameter's, where the group does
-// not say otherwise; 8 bits only from kSmallestOfBlocks elements on.
+// Returns a state of zeros. Without a state_dtype, moments are float for 16-bit parameters and of
+// the parameter's type for others. Moments are 8-bit only from kSmallestOfBlocks elements on.
 State make_state(const at::Tensor& param, const Group& group);
 
 constexpr int64_t kSmallestOfBlocks = 4096;
 
-// How a checked state is stored.
+// Return how a parameter and its checked state are stored.
 ParamFormat param_format(const at::Tensor& param, const Group& group);
 StateFormat state_format(const at::Tensor& param, const State& state, const Group& group);
 

@@ -6,7 +6,8 @@ namespace memsave_ext::adam {
 
 namespace {
 
-// Where an event leads: the numbers of states, or why it cannot happen, as check() says.
+// Where an event leads: to a state, numbered as in StepState, or nowhere, or it cannot happen. The
+// reasons for that are in the order of `reasons` in check().
 enum class Next {
   kIdle,
   kStepping,
@@ -26,8 +27,8 @@ constexpr Next kTable[][5] = {
     // kIdle, kStepping, kMeasuring, kClipping, kFailed
     /* kKeepGradients */ {N::kStay, N::kStay, N::kKeepsAfterNorm, N::kKeepsAfterNorm, N::kStay},
     /* kUseGradient */ {N::kStay, N::kStay, N::kStay, N::kStay, N::kHasFailed},
-    // Another backward than the one that failed may go on to its end; and one of another thread
-    // steps that began before the norm pass.
+    // Allowed in every state: after a failure, another backward may go on to its end; in a norm
+    // pass, a backward of another thread may step that began before the pass.
     /* kStepped */ {N::kStepping, N::kStay, N::kStay, N::kStay, N::kStay},
     /* kBeginNormPass */
     {N::kMeasuring, N::kPassTooLate, N::kPassTooLate, N::kPassTooLate, N::kHasFailed},

@@ -1,9 +1,9 @@
-// What the step of an optimizer has come to, and what may happen next: all transitions are in one
-// table, in state_machine.cpp.
+// The state of an optimizer's step, and what may happen next. All transitions are in one table, in
+// state_machine.cpp.
 //
-// A state belongs to the step as a whole, from one call of step() to the next. What nests, or is
-// there several times at once in several threads, is counted instead: the blocks of the training
-// loop that say what becomes of gradients (OpenBlocks), which can be open in any state, and the
+// A state belongs to the step as a whole, from one call of step() to the next. What nests, or
+// exists several times at once in several threads, is counted instead: the blocks of the training
+// loop that say what is done with gradients (OpenBlocks), which can be open in any state, and the
 // backwards that run (Backwards).
 #pragma once
 
@@ -14,35 +14,35 @@ namespace memsave_ext::adam {
 
 enum class StepState {
   kIdle,       // no parameter has been stepped since the last call of step()
-  kStepping,   // some have been
-  kMeasuring,  // inside of norm_pass(): gradients are measured and dropped
-  kClipping,   // after it: what is stepped is clipped to its norm
-  kFailed,     // a backward raised after it had stepped some parameters, and not all
+  kStepping,   // some parameters have been stepped
+  kMeasuring,  // inside norm_pass(): gradients are measured and dropped
+  kClipping,   // after norm_pass(): steps are clipped by the norm it measured
+  kFailed,     // a backward raised after it had stepped some of the parameters
 };
 
 enum class Event {
-  kKeepGradients,   // they will stay in .grad, or be folded, and add up over backwards
-  kUseGradient,     // one is complete, and will be stepped with, folded or measured
+  kKeepGradients,   // gradients will add up over backwards, in .grad or folded
+  kUseGradient,     // a gradient is complete: it will be stepped with, folded or measured
   kStepped,         // parameters have been stepped
   kBeginNormPass,   // norm_pass() is entered
-  kPassAfterFold,   // likewise, with gradients in the moments that are not stepped yet
-  kFinishNormPass,  // it is left, and the norm is known
-  kDropNormPass,    // it is left by an error
-  kEndStep,         // step()
-  kFail,            // a backward raised that had stepped parameters, or folded
-  kAcknowledge,     // zero_grad(), after which a failure is forgotten
+  kPassAfterFold,   // norm_pass() is entered, with folded gradients not stepped yet
+  kFinishNormPass,  // norm_pass() is left, and the norm is known
+  kDropNormPass,    // norm_pass() is left by an error
+  kEndStep,         // step() is called
+  kFail,            // a backward raised after it had stepped or folded
+  kAcknowledge,     // zero_grad() is called, which forgets a failure
 };
 
-// Used with the stepper's mutex.
+// The caller holds the stepper's mutex.
 class StateMachine {
  public:
   StepState state() const { return state_; }
   // Throws where the event cannot happen in this state.
   void check(Event event) const;
-  // Goes on to the state that the event leads to. Throws where it cannot happen; the state stays
-  // then.
+  // Goes to the state that the event leads to. Throws, and keeps the state, where it cannot happen.
   void handle(Event event);
-  // A backward raised that had stepped so many parameters.
+  // Notes that a backward raised after it had stepped, or folded into, `stepped` parameters. Does
+  // nothing for 0.
   void fail(int64_t stepped);
 
  private:
@@ -57,8 +57,8 @@ enum class Block {
   kDrop,        // paused(): they are dropped
 };
 
-// How many blocks of each kind are open. They hold for the backwards of all threads, and hooks ask
-// without the mutex.
+// Counts the open blocks of each kind. They hold for the backwards of all threads. The counts are
+// atomic because hooks read them without the mutex.
 class OpenBlocks {
  public:
   void count(Block block, bool opens) { open_[static_cast<int>(block)] += opens ? 1 : -1; }

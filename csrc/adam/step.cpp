@@ -15,7 +15,7 @@ using at::Tensor;
 
 namespace {
 
-// A step has no gradient, and is no in-place operation of a view: autograd has no part in it.
+// Autograd has no part in a step: it is not differentiated, nor an in-place operation on a view.
 using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
 template <typename Signature>
@@ -23,8 +23,8 @@ c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// Whether the dispatcher would call the kernel and do nothing else: there is no mode, subclass,
-// lazy view or profiler.
+// Returns whether the dispatcher would only call the kernel: there is no mode, subclass, lazy view
+// or profiler.
 bool needs_no_dispatcher(c10::ArrayRef<Parameter*> parameters) {
   const auto of_thread = c10::impl::tls_local_dispatch_key_set();
   c10::DispatchKeySet keys = of_thread.included_;

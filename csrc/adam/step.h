@@ -1,5 +1,5 @@
-// Calls of the operators that step and measure. They go through the dispatcher where that matters,
-// so that profilers see them, and fake and meta tensors take part.
+// Calls of the operators that step and measure. They go through the dispatcher where that makes a
+// difference, so that profilers see them, and fake and meta tensors work.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,10 +10,10 @@
 
 namespace memsave_ext::adam {
 
-// Advances the step counts, and steps. The parameters are prepared, and lie on one device.
+// Advances the step counts and steps. The parameters are prepared and lie on one device.
 void step_all(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling);
 
-// The sum of squares of all gradients, a double scalar on their device.
+// Returns the sum of squares of all gradients, a double scalar on their device.
 at::Tensor sum_of_squares(c10::ArrayRef<at::Tensor> grads);
 
 }  // namespace memsave_ext::adam

@@ -115,7 +115,7 @@ void Stepper::ready(Entry& entry, const Tensor& param, bool may_step, const Tens
   if (blocks_.any(Block::kKeep)) return;
   const NodePtr accumulator = torch::autograd::impl::grad_accumulator(param);
   if (blocks_.any(Block::kDrop)) {
-    if (!may_step) return;  // to be seen by others
+    if (!may_step) return;  // later hooks are still to see it
     const GradLock lock(accumulator);
     param.mutable_grad().reset();
     return;
@@ -232,7 +232,7 @@ void Stepper::zero_grad(bool to_none) {
   if (to_none) {
     for_parameters([](const py::handle& param) {
       const Tensor& tensor = THPVariable_Unpack(param.ptr());
-      // One that never required a gradient has no place for it either.
+      // A parameter that never required a gradient has no place for one either.
       if (tensor.grad().defined()) tensor.mutable_grad().reset();
     });
   }

@@ -29,7 +29,7 @@ int64_t Stepper::step(double max_norm, bool unscaled) {
   const py::gil_scoped_release no_gil;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    backwards_.use_snapshot(snapshot);  // which names parameters
+    backwards_.use_snapshot(snapshot);  // errors name parameters by their position in it
     const auto remaining = with_gradients(*snapshot);
     const Batches batches = prepare(remaining);
     if (max_norm > 0) open_step_.clip(batches, max_norm, snapshot->loss_scale);
@@ -72,7 +72,7 @@ Stepper::Batches Stepper::prepare(const std::vector<Parameter*>& remaining) cons
     const Entry* entry = parameter->entry.get();
     if (entry != nullptr && parameter->grad.defined()) {
       const bool is_stepped = open_step_.is_stepped(*entry);
-      if (is_stepped && entry->reduced_by_ddp) continue;  // what the reducer left
+      if (is_stepped && entry->reduced_by_ddp) continue;  // the reducer left it in .grad
       if (entry->has_local_gradient) throw_error("not_reduced", name_of(*entry, parameter->tensor));
       if (is_stepped) throw_error("stepped_again", name_of(*entry, parameter->tensor));
     }

@@ -1,10 +1,10 @@
-// The activations, each with its name, its value and its derivative. Everything that knows one
-// derives from the list below: kernels for CPUs and CUDA, and the double backward. The fallback's
-// list is memsave_ext/batch_norm/activations.py.
+// The activations, each with its name, value and derivative. The CPU and CUDA kernels and the
+// double backward all use the list at the end of this file. The fallback's list is
+// memsave_ext/batch_norm/activations.py.
 //
-// A formula is of scalars, vectors or tensors: operators, and what Of<T> has beside them. `slope`
-// is a T, or a number beside tensors. Values are selected, not multiplied by 0: NaN stays NaN, and
-// infinity is left out where it is not chosen.
+// A formula works on scalars, vectors and tensors: it uses only operators and the functions of
+// Of<T>. `slope` is a T, or a number where T is a tensor. Values are selected instead of multiplied
+// by 0, so that a NaN stays NaN and an infinity that is not selected has no effect.
 #pragma once
 
 #include <string_view>
@@ -30,7 +30,7 @@ struct Identity {
   static MEMSAVE_EXT_INLINE T forward(T z, Slope) {
     return z;
   }
-  // The gradient of z from that of forward(z).
+  // Returns the gradient of z, given that of forward(z).
   template <typename T, typename Slope>
   static MEMSAVE_EXT_INLINE T backward(T grad, T, Slope) {
     return grad;
@@ -63,7 +63,7 @@ struct LeakyRelu {
   }
 };
 
-// A place in the list, for what chooses at run time.
+// A position in Activations, for code that chooses the activation at run time.
 enum class Activation : int { kIdentity, kUnlisted = -1 };
 
 template <typename... All>

@@ -7,7 +7,7 @@
 namespace memsave_ext::batch_norm {
 namespace {
 
-// Calls visit(name, member) for all, in the same order each time.
+// Calls visit(name, member) for all members, always in the same order.
 template <typename Of, typename Visit>
 void for_members(Of& of, const Visit& visit) {
   visit("grad", of.grad);

@@ -1,5 +1,5 @@
-// The arguments of the batch_norm operators, by the names that their schemas give them
-// (memsave_ext/batch_norm/operators.py): the one place in C++ that lists them.
+// The arguments of the batch_norm operators, under the names in their schemas
+// (memsave_ext/batch_norm/operators.py). No other C++ code lists them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +11,8 @@
 
 namespace memsave_ext::batch_norm {
 
-// What an operator has not is as here, and a tensor that is None is undefined.
+// Members that an operator does not take keep their defaults. A tensor argument that is None is an
+// undefined tensor.
 struct Options {
   bool training = false;
   double momentum = 0, eps = 0, negative_slope = 0;
@@ -23,11 +24,11 @@ struct Options {
 struct Arguments : Options {
   at::Tensor grad, input, weight, bias, residual, statistics, means, running_mean, running_var;
 
-  // Values of a channel.
+  // Values per channel.
   int64_t count() const { return input.size(1) == 0 ? 0 : input.numel() / input.size(1); }
 };
 
-// An operator, and where its schema has which of them.
+// An operator of the dispatcher. Knows where its schema has each member of Arguments.
 class Operator {
  public:
   explicit Operator(const c10::OperatorHandle& handle);
@@ -40,7 +41,7 @@ class Operator {
  private:
   c10::OperatorHandle handle_;
   size_t size_;
-  std::vector<int> places_;  // of each member of Arguments; -1: not an argument
+  std::vector<int> places_;  // in the schema, of each member of Arguments; -1: not taken
 };
 
 }  // namespace memsave_ext::batch_norm

@@ -27,11 +27,11 @@ using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 using torch::jit::Stack;
 
-// What a node keeps of its operator's arguments.
+// The arguments of an operator that its node saves for backward.
 class Saved {
  public:
-  // Weight is used by every gradient; bias and residual only by the sign of the value before the
-  // activation.
+  // The gradients need bias and residual only for the sign of the value before the activation, so
+  // without an activation these two are not saved.
   void save(const Arguments& of, const Tensor& statistics) {
     grad_ = SavedVariable(of.grad, false);
     input_ = SavedVariable(of.input, false);
@@ -81,7 +81,7 @@ struct SavingNode : torch::autograd::Node {
   }
 };
 
-// A node for what has gradients, and none where nothing has.
+// Returns a node with edges to the tensors, or null where none of them requires a gradient.
 template <typename Node, typename... Tensors>
 auto node_for(const Tensors&... tensors) {
   for (const Tensor* tensor : {&tensors...}) {
@@ -101,7 +101,7 @@ void call_below(const c10::OperatorHandle& op, Stack* stack) {
   op.callBoxed(stack);
 }
 
-// Differentiates batch_norm_backward: inputs grad, input, residual, weight, bias.
+// Differentiates batch_norm_backward. Its edges: grad, input, residual, weight, bias.
 struct BackwardNode : SavingNode {
   std::string name() const override { return "BatchNormBackwardBackward"; }
   variable_list apply(variable_list&& grads) override {
@@ -123,7 +123,7 @@ void differentiable_backward(const c10::OperatorHandle& handle, Stack* stack) {
   torch::autograd::set_history(results, node);
 }
 
-// Differentiates batch_norm_forward: inputs input, residual, weight, bias.
+// Differentiates batch_norm_forward. Its edges: input, residual, weight, bias.
 struct ForwardNode : SavingNode {
   std::string name() const override { return "BatchNormBackward"; }
   variable_list apply(variable_list&& grads) override {
@@ -138,7 +138,8 @@ struct ForwardNode : SavingNode {
   }
 
  private:
-  // One collective, of the sums and, beside them, the number of values they are over.
+  // The gradients where statistics are those of several processes. One collective carries the sums
+  // and the number of values that they are over.
   static variable_list reduced_backward(Arguments& of) {
     static const Operator sums_op("memsave_ext::batch_norm_backward_sums");
     static const Operator input_op("memsave_ext::batch_norm_backward_input");
@@ -170,8 +171,8 @@ void differentiable_forward(const c10::OperatorHandle& handle, Stack* stack) {
   static const Operator op(handle);
   const Arguments of = op.read(*stack);
   auto node = node_for<ForwardNode>(of.input, of.residual, of.weight, of.bias);
-  // Before the kernel where they are known: the recompute of a checkpoint stops at the last tensor
-  // that is saved, and then needs no kernel.
+  // Known statistics are saved before the kernel runs: the recompute of a checkpoint stops at the
+  // last tensor that is saved, and then needs no kernel.
   const bool known = of.statistics.defined();
   if (node && known) node->saved.save(of, of.statistics);
   call_below(handle, stack);

@@ -29,7 +29,7 @@ at::ScalarType statistic_type(const Tensor& input) {
   return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// Of the output. Dense inputs keep their layout.
+// The layout of the output: that of a dense input, or else the one that torch suggests.
 at::MemoryFormat layout_of(const Tensor& input) {
   if (input.is_contiguous()) return at::MemoryFormat::Contiguous;
   for (const auto format : {at::MemoryFormat::ChannelsLast, at::MemoryFormat::ChannelsLast3d}) {
@@ -38,8 +38,9 @@ at::MemoryFormat layout_of(const Tensor& input) {
   return input.suggest_memory_format();
 }
 
-// What this large comes from the system a page at a time, and that takes longer than the kernel:
-// asks for pages of 2 MiB, which the kernel of Linux by default gives only to who asks.
+// Asks for pages of 2 MiB for large tensors on the CPU. Linux gives fresh memory one page at a
+// time, which for small pages takes longer than the computation, and by default gives large ones
+// only on request.
 void prefer_large_pages([[maybe_unused]] const Tensor& tensor) {
 #ifdef __linux__
   constexpr uintptr_t kPage = 2 << 20;
@@ -95,7 +96,7 @@ Call::Call(const Arguments& of)
 
   input_ = dense(input);
   problem_.input = input_.const_data_ptr();
-  // One kernel fewer for each, where a model has 16 bits throughout.
+  // Takes a weight and bias of 16 bits as they are, which saves a conversion kernel for each.
   const auto like_input = [&](const Tensor& tensor) {
     return !tensor.defined() || tensor.scalar_type() == input.scalar_type();
   };
@@ -136,7 +137,8 @@ Tensor Call::empty() const {
 }
 
 Tensor Call::empty_grad() const {
-  // Where a size is 1 the same memory may be contiguous in both ways.
+  // Where a size is 1, the same memory can be contiguous in both formats; torch's gradient then has
+  // the suggested one.
   const auto format = input_.suggest_memory_format();
   if (!input_.is_contiguous(format)) return empty();
   Tensor tensor = at::empty_like(input_, {}, format);

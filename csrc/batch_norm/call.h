@@ -1,4 +1,4 @@
-// The tensors of one batch_norm call: dense, of one layout, and as kernels are told of them.
+// The tensors of one batch_norm call, dense and in one layout, and the Problem that describes them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,8 +9,8 @@
 
 namespace memsave_ext::batch_norm {
 
-// Whether kernels can take them. Where not, the fallback of the operator says what is wrong
-// (check() in memsave_ext/batch_norm/arguments.py).
+// Whether the kernels can take these arguments. If not, the operator's fallback says what is wrong
+// with them (check() in memsave_ext/batch_norm/arguments.py).
 bool can_take(const Arguments& of);
 
 class Call {
@@ -27,10 +27,12 @@ class Call {
   at::Tensor empty_channels() const;    // (C), in the statistics' type
   at::Tensor empty_statistics() const;  // (2, C)
   at::TensorOptions statistic_options() const;
-  // In the layout of the others.
+  // Returns `tensor` in the layout of the call.
   at::Tensor dense(const at::Tensor& tensor) const { return tensor.contiguous(format_); }
 
  private:
+  // Returns the address of a dense copy of type `type`, which `keep` then holds (`tensor` itself
+  // where it is one already). Null for an undefined tensor.
   static const void* channel_vector(at::Tensor& keep, const at::Tensor& tensor,
                                     at::ScalarType type);
 

@@ -26,7 +26,7 @@ struct Of<Tensor> {
 
 namespace {
 
-// Of input, residual, weight and bias.
+// Returns the gradients of input, residual, weight and bias, as differentiable expressions.
 variable_list gradients(const Arguments& of) {
   std::vector<int64_t> reduced{0};
   std::vector<int64_t> channel_shape{1, of.input.size(1)};
@@ -78,7 +78,8 @@ variable_list double_backward(const Arguments& inputs, const variable_list& grad
   Arguments of = inputs;
   const std::array<Tensor*, 5> sources{&of.grad, &of.input, &of.residual, &of.weight, &of.bias};
   for (Tensor* source : sources) {
-    // Aliases, so that a path from one of them to another outside of here is not counted.
+    // Differentiates with respect to aliases: where one source depends on another, that path lies
+    // outside of this function and must not be counted.
     if (source->defined()) *source = at::alias(*source);
   }
   const variable_list outputs = gradients(of);

@@ -1,5 +1,5 @@
-// The second derivative, rarely asked for: the gradients again in torch's own operators, which
-// autograd can differentiate as often as it likes.
+// The second derivative, which is rarely asked for. Computes the gradients again with torch's own
+// operators, which autograd can differentiate any number of times.
 #pragma once
 
 #include <torch/csrc/autograd/variable.h>
@@ -8,8 +8,8 @@
 
 namespace memsave_ext::batch_norm {
 
-// `of` are the arguments of batch_norm_backward, `grads` belong to the gradients of input,
-// residual, weight and bias. Returns those of grad, input, residual, weight and bias.
+// Differentiates batch_norm_backward, whose arguments are `of`. `grads` are the gradients of its
+// four results. Returns the gradients of grad, input, residual, weight and bias.
 torch::autograd::variable_list double_backward(const Arguments& of,
                                                const torch::autograd::variable_list& grads);
 

@@ -8,7 +8,8 @@
 
 namespace memsave_ext::batch_norm {
 
-// Called boxed: the C++ types of these operators differ between versions of torch.
+// Returns the sum. Calls the operators boxed, because the C++ types of these two differ
+// between versions of torch.
 inline at::Tensor sum_over_group(const at::Tensor& tensor, const std::string& group) {
   auto& dispatcher = c10::Dispatcher::singleton();
   static const auto all_reduce = dispatcher.findSchemaOrThrow("_c10d_functional::all_reduce", "");

@@ -1,10 +1,11 @@
-// What a device implements. Raw pointers, no torch: ops.cpp checks, allocates and calls.
+// What a device implements, with raw pointers and without torch: ops.cpp checks the arguments,
+// allocates and calls.
 //
-// `Statistic` is float, and double for double tensors. Channel vectors (weight, bias, statistics,
-// running, gradients of weight and bias) are dense vectors of that type, but as affine_like_input
-// says; null weight means 1, null bias 0. A tensor is dense, and is seen as (outer, channels,
-// inner): contiguous (N, C, spatial), channels_last (N * spatial, C, 1). All tensors of a call
-// share type and layout.
+// Statistics are float, or double for double tensors. Channel vectors (weight, bias, statistics,
+// running, gradients of weight and bias) are dense vectors of that type; affine_like_input makes an
+// exception for weight and bias. A null weight stands for 1, a null bias for 0. A tensor is dense
+// and seen as (outer, channels, inner): (N, C, spatial) if contiguous, (N * spatial, C, 1) if
+// channels_last. All tensors of a call share type and layout.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +21,7 @@ using vector::item_size;
 
 inline int64_t statistic_bytes(DType dtype) { return dtype == DType::kDouble ? 8 : 4; }
 
-// Calls function with a value of the type of statistics.
+// Calls `function` with a value of the statistics' type for tensors of `dtype`.
 template <typename Function>
 void with_statistic(DType dtype, const Function& function) {
   dtype == DType::kDouble ? function(double{}) : function(float{});
@@ -34,56 +35,63 @@ struct Problem {
   Activation activation;
   double negative_slope;
   const void* input;
-  const void* residual;  // null without one; added before the activation
+  const void* residual;  // added before the activation; null if there is none
   const void* weight;
   const void* bias;
-  bool affine_like_input = false;  // these two are of the tensors' type, where Kernels says so
-  void* workspace = nullptr;  // workspace_bytes(problem) bytes, aligned to 16; null where that is 0
+  // True: weight and bias have the tensors' type. Only where Kernels::take_affine_like_input.
+  bool affine_like_input = false;
+  // Kernels::workspace_bytes bytes, aligned to 16; null for kernels that need none.
+  void* workspace = nullptr;
 
   int64_t count() const { return outer * inner; }  // values per channel
 };
 
-// running = (1 - momentum) * running + momentum * batch; the variance unbiased. Either may be null.
+// Running statistics: running = (1 - momentum) * running + momentum * batch, where the batch's
+// variance is the unbiased one. Either pointer may be null.
 struct Running {
   void* mean;
   void* var;
   double momentum;
 };
 
-// One for each device, for tensors with values; `stream` is a cudaStream_t, null on the CPU.
-// Nothing synchronises.
+// The functions of one device. Tensors must not be empty. `stream` is a cudaStream_t, and null on
+// the CPU. No function synchronises.
 //
-// Deterministic: the same bits whatever the number of threads. A value that is not finite makes its
-// channel's variance NaN and its mean what IEEE's sum of the channel is; on CUDA NaN, as torch's.
+// Results are deterministic: the bits do not depend on the number of threads. If a channel has a
+// value that is not finite, its variance is NaN; its mean is NaN on CUDA, as in torch, and on the
+// CPU whatever the IEEE sum of the channel is.
 struct Kernels {
-  // moments (2, C): mean and m2, the sum of squared deviations.
+  // Writes moments (2, C): mean and m2, the sum of squared deviations.
   void (*moments)(const Problem&, void* moments, void* stream);
 
-  // statistics (2, C): mean and 1 / sqrt(m2 / count + eps). Then as normalize.
+  // Writes statistics (2, C): mean and 1 / sqrt(m2 / count + eps). Updates the running ones. Then
+  // writes output as normalize does.
   void (*forward)(const Problem&, double eps, const Running&, void* statistics, void* output,
                   void* stream);
 
-  // statistics (2, C) from running ones: mean and 1 / sqrt(var + eps).
+  // Writes statistics (2, C) from the running ones: mean and 1 / sqrt(var + eps).
   void (*running)(const Problem&, double eps, const Running&, void* statistics, void* stream);
 
-  // output = activate(normalize(input) + residual): the same bits as forward wrote.
+  // Writes output = activate(normalize(input) + residual), with the same bits as forward.
   void (*normalize)(const Problem&, const void* statistics, void* output, void* stream);
 
-  // Any of the gradients may be null. `training`: statistics depend on the input.
+  // Writes the gradients; a null one is not wanted. `training`: the statistics depend on the input.
   void (*backward)(const Problem&, const void* statistics, bool training, const void* grad,
                    void* grad_input, void* grad_residual, void* grad_weight, void* grad_bias,
                    void* stream);
 
-  // The two halves of backward, for statistics of several processes. sums (2, C): over the gradient
-  // of z, and over its product with the normalised input. means: the same, over the whole count.
+  // The two halves of backward, for statistics over several processes. sums (2, C): of the gradient
+  // of z (the value before the activation), and of its product with the normalised input. means
+  // (2, C): these sums over all processes, divided by the total count.
   void (*backward_sums)(const Problem&, const void* statistics, const void* grad, void* sums,
                         void* stream);
   void (*backward_input)(const Problem&, const void* statistics, const void* means,
                          const void* grad, void* grad_input, void* grad_residual, void* stream);
 
-  // What Problem::workspace must hold for any of these, by dtype and sizes alone. Null: nothing.
+  // Returns the bytes that any of these functions needs in Problem::workspace; depends on dtype and
+  // sizes alone. Null where no function needs any.
   size_t (*workspace_bytes)(const Problem&) = nullptr;
-  // Whether weight and bias may be of the tensors' type.
+  // Whether weight and bias may have the tensors' type.
   bool take_affine_like_input = false;
 };
 

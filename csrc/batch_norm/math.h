@@ -1,5 +1,6 @@
-// The arithmetic of batch normalisation, the same for CPU and CUDA. Operators only, so that T may
-// be a scalar or a vector; compilers contract a * b + c, equally wherever it stands.
+// The arithmetic of batch normalisation, the same for CPU and CUDA. normalize and input_gradient
+// use only operators, so that T may be a scalar or a vector. Compilers contract a * b + c, in the
+// same way wherever the function is used.
 #pragma once
 
 #include <cmath>
@@ -17,7 +18,7 @@ struct Moments {
   T m2 = 0;
 };
 
-// Chan, Golub and LeVeque 1983: the moments of two sets from those of each.
+// Returns the moments of the union of two sets (Chan, Golub and LeVeque 1983).
 template <typename T>
 MEMSAVE_EXT_INLINE Moments<T> merge(const Moments<T>& a, const Moments<T>& b) {
   if (b.count == 0) return a;
@@ -29,7 +30,7 @@ MEMSAVE_EXT_INLINE Moments<T> merge(const Moments<T>& a, const Moments<T>& b) {
           a.m2 + b.m2 + delta * delta * share * static_cast<T>(a.count)};
 }
 
-// A running statistic of a channel, where there are any.
+// Updates the running statistic of a channel; does nothing where `running` is null.
 template <typename T>
 MEMSAVE_EXT_INLINE void update(void* running, int64_t channel, double momentum, double batch) {
   if (running == nullptr) return;
@@ -37,21 +38,21 @@ MEMSAVE_EXT_INLINE void update(void* running, int64_t channel, double momentum, 
   value = static_cast<T>((1 - momentum) * value + momentum * batch);
 }
 
-// Of statistics from a running variance; the batch's are computed in double.
+// Returns 1 / sqrt(var + eps) for a running variance; that of a batch is computed in double.
 template <typename T>
 MEMSAVE_EXT_INLINE T invstd_of(T var, double eps) {
   return 1 / sqrt(var + static_cast<T>(eps));
 }
 
-// scale = invstd * weight. Not x * scale + (bias - mean * scale), which cancels for large means.
+// `scale` is invstd * weight. x * scale + (bias - mean * scale) would cancel for large means.
 template <typename T>
 MEMSAVE_EXT_INLINE T normalize(T x, T mean, T scale, T bias) {
   return (x - mean) * scale + bias;
 }
 
-// The gradient of x from that of z. grad_mean and dot_mean are the means over the channel of the
-// gradient of z and of its product with the normalised x; 0 where statistics are constants. There
-// an infinite x has no effect on its gradient, which a product with 0 would turn into NaN.
+// Returns the gradient of x from that of z. grad_mean and dot_mean are the channel's means of the
+// gradient of z and of its product with the normalised x; both are 0 where the statistics are
+// constants. A dot_mean of 0 is not multiplied: for an infinite x the product would be NaN.
 template <typename T>
 MEMSAVE_EXT_INLINE T input_gradient(T grad, T x, T mean, T invstd, T scale, T grad_mean,
                                     T dot_mean) {

@@ -13,7 +13,7 @@ namespace {
 using at::Tensor;
 using Results = std::vector<Tensor>;
 
-// A running buffer in the type that kernels compute in; written back where that is another.
+// A running buffer in the type that kernels compute in; store() writes a converted one back.
 class RunningBuffer {
  public:
   RunningBuffer(const Tensor& buffer, const at::TensorOptions& options) : buffer_(buffer) {
@@ -61,7 +61,7 @@ Results forward(const Arguments& of) {
     return {normalize(call, statistics), statistics};
   }
   Tensor output = call.empty();
-  if (call.is_empty()) return {output, call.empty_statistics().zero_()};  // counts nothing
+  if (call.is_empty()) return {output, call.empty_statistics().zero_()};  // nothing to count
   const Tensor computed = call.empty_statistics();
   RunningBuffer mean(of.running_mean, call.statistic_options());
   RunningBuffer var(of.running_var, call.statistic_options());
@@ -72,7 +72,8 @@ Results forward(const Arguments& of) {
   return {output, computed};
 }
 
-// The gradients of input and residual: empty, with a null address, where they are not wanted.
+// Allocates the gradients of input and residual; one that is not wanted is empty, with a null
+// address.
 Results wanted(const Call& call, const c10::List<bool>& mask) {
   return {mask[0] ? call.empty_grad() : nothing(call), mask[1] ? call.empty_grad() : nothing(call)};
 }
@@ -81,7 +82,7 @@ Results backward(const Arguments& of) {
   const Call call(of);
   const Tensor grad = call.dense(of.grad);
   Results gradients = wanted(call, of.output_mask);
-  // Always both: they are by-products of the sums.
+  // Both are computed even if they are not wanted: they are by-products of the sums.
   const Tensor grad_weight = call.empty_channels();
   const Tensor grad_bias = call.empty_channels();
   if (call.is_empty()) {
@@ -102,7 +103,8 @@ Results backward(const Arguments& of) {
   return gradients;
 }
 
-// mean (C), m2 (C), count: bytes, so that one collective carries real numbers and an integer.
+// Returns mean (C), m2 (C) and count as bytes, so that one collective carries both floating-point
+// numbers and an integer.
 Results moments(const Arguments& of) {
   const Call call(of);
   const int64_t size = 2 * call.problem().channels * call.statistic_options().dtype().itemsize();
@@ -139,8 +141,9 @@ Results backward_input(const Arguments& of) {
   return gradients;
 }
 
-// What a kernel cannot take goes to the operator's fallback, which is its kernel for no device at
-// all: so the messages of wrong arguments exist once, there.
+// The operator, called boxed. Arguments that `kernel` cannot take, or for which it returns nothing,
+// go to the operator's fallback, which the empty dispatch key set selects. So the messages for
+// wrong arguments exist only there.
 template <Results (*kernel)(const Arguments&)>
 void boxed(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   static const Operator op(handle);

@@ -1,5 +1,5 @@
-// The dispatcher's batch_norm operators for one device: check, allocate, call its kernels.
-// Schemas and their meaning: memsave_ext/_ops.py.
+// The batch_norm operators of the dispatcher for one device: they check the arguments, allocate and
+// call the device's kernels. memsave_ext/batch_norm/operators.py has the schemas and their meaning.
 #pragma once
 
 #include <torch/library.h>

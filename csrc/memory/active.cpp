@@ -37,8 +37,8 @@ void observe_recompute(bool begins) {
   }
 }
 
-// A child that is forked while another thread holds the lock would wait for ever, and what it
-// allocates is no part of what is tracked.
+// Installs fork handlers. Without them, a child that is forked while another thread holds the mutex
+// would wait for it forever. What the child allocates is not tracked.
 void survive_forks() {
 #ifndef _WIN32
   static const int installed =

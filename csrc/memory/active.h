@@ -12,29 +12,31 @@
 
 namespace memsave_ext::memory {
 
-// Held while a log is read or changed. Whoever holds it never waits for the GIL, and frees no
-// tensor: that could wait for the GIL, or for an allocator's lock, with which others come here.
+// Guards all logs. A thread that holds it must not wait for the GIL, nor free a tensor: freeing may
+// wait for the GIL, or for an allocator's lock, whose holder may be waiting for this mutex.
 std::mutex& tracking_mutex();
 
 class TrackingLock {
  public:
   TrackingLock() : lock_(tracking_mutex()) {}
 
-  // Lets go of it when the mutex is not held any more.
+  // Releases the storage once the mutex is unlocked.
   void release_after(c10::intrusive_ptr<c10::StorageImpl> storage) {
     storages_.push_back(std::move(storage));
   }
 
  private:
-  std::vector<c10::intrusive_ptr<c10::StorageImpl>> storages_;  // outlives the lock
+  std::vector<c10::intrusive_ptr<c10::StorageImpl>> storages_;  // declared first: outlives lock_
   const std::lock_guard<std::mutex> lock_;
 };
 
-void add_active(Log* log);  // under the mutex, as all below but the reports
+// The caller of these three holds the mutex.
+void add_active(Log* log);
 void remove_active(Log* log);
 bool any_active(c10::DeviceType type);
 
-// What the allocators report. `total` is the allocator's own figure, where it has one.
+// The allocators call these without the mutex. `total` is the number of live bytes by the
+// allocator's own count, if it has one.
 void report_allocated(c10::Device device, void* ptr, int64_t size, std::optional<int64_t> total);
 void report_freed(c10::Device device, void* ptr, std::optional<int64_t> total);
 

@@ -12,11 +12,11 @@ namespace {
 
 const c10::Device cpu(c10::DeviceType::CPU);
 
-// The deleter is a plain function: what it calls must be known to the process.
+// The deleter of the allocator behind ours. Global, because a deleter is a plain function.
 std::atomic<c10::DeleterFnPtr> free_behind{nullptr};
 
 void report_and_free(void* ptr) {
-  // Before: afterwards another thread may be given the same address.
+  // Reported first: once it is freed, another thread may be given the same address.
   report_freed(cpu, ptr, std::nullopt);
   free_behind.load(std::memory_order_relaxed)(ptr);
 }
@@ -47,7 +47,7 @@ class WatchedAllocator final : public c10::Allocator {
   c10::Allocator* behind_;
 };
 
-// Never destroyed: storages keep the allocator they came from.
+// Never destroyed: storages keep a pointer to the allocator they came from.
 WatchedAllocator* watched = nullptr;
 
 }  // namespace
@@ -72,7 +72,7 @@ void watch_cpu_allocator() {
 }
 
 void unwatch_cpu_allocator() {
-  // Whoever registered in the meantime stays.
+  // An allocator that was registered in the meantime stays.
   if (watched != nullptr && c10::GetCPUAllocator() == watched)
     c10::SetCPUAllocator(watched->behind());
 }

@@ -16,15 +16,15 @@ using c10::ThreadLocalDebugInfo;
 using torch::profiler::impl::ProfilerConfig;
 using torch::profiler::impl::ProfilerState;
 
-// A profiler state, of no type, because torch takes whatever is in the slot for one and reads its
-// configuration.
+// Must be a profiler state (of type NONE): torch takes whatever is in the slot for one, and reads
+// its configuration.
 class Reports : public torch::profiler::impl::ProfilerStateBase {
  public:
   Reports() : ProfilerStateBase(ProfilerConfig(ProfilerState::Disabled)) {}
 
   void reportMemoryUsage(void* ptr, int64_t alloc_size, size_t total_allocated, size_t,
                          c10::Device device) override {
-    if (device.is_cpu()) return;  // its allocator is watched itself
+    if (device.is_cpu()) return;  // reported by the allocator of cpu_allocator.h
     const auto total = static_cast<int64_t>(total_allocated);
     if (alloc_size > 0)
       report_allocated(device, ptr, alloc_size, total);

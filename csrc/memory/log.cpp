@@ -23,11 +23,12 @@ Log::Log(at::Device device, std::vector<int32_t> parents, bool stacks, int64_t m
 
 void Log::allocated(const Moment& moment, void* ptr, int64_t size, std::optional<int64_t> total,
                     TrackingLock& lock) {
-  // A known address that is allocated again was freed while nobody looked.
+  // If the address is already known, its block was freed without a report.
   if (const auto known = live_.find(ptr); known != live_.end())
     remove(moment, known, total.has_value() ? std::optional(total_) : std::nullopt);
   const Where where = threads_.where(moment);
-  // Gradients from before end between forward and backward, where nothing else is told.
+  // Gradients from before tracking may be freed between forward and backward, where no hook runs:
+  // look for them when backward begins.
   if (where.phase == Phase::kBackward && phase_ != Phase::kBackward) look(lock);
   phase_ = where.phase;
   auto block = std::make_shared<Block>();
@@ -89,7 +90,7 @@ void Log::label(const at::Tensor& tensor, Category category, int32_t name) {
     block->size = static_cast<int64_t>(storage.nbytes());
     known = live_.emplace(ptr, block).first;
     older_.push_back({ptr, block, storage.getWeakStorageImpl()});
-    // An allocator's own figure holds it already.
+    // The CUDA allocator's own figure includes it already.
     if (device_.is_cpu()) total_ += block->size;
     if (!parts_.empty()) add_event(moment, std::move(block), threads_.where(moment).phase, false);
   }
@@ -100,8 +101,9 @@ void Log::label(const at::Tensor& tensor, Category category, int32_t name) {
 }
 
 bool Log::is_there(const Older& older, TrackingLock& lock) const {
-  // CUDA's allocator reports what a storage lets go of while it lives. Holding one could make ours
-  // the last reference, and this may be called by that allocator.
+  // CUDA's allocator reports memory that a living storage gives up, so it is enough that the
+  // storage lives. It is not locked here, because ours could become the last reference: releasing
+  // that calls the allocator, which may be what called this.
   if (!device_.is_cpu()) return !older.storage.expired();
   auto storage = older.storage.lock();
   if (!storage) return false;
@@ -115,7 +117,7 @@ void Log::look(TrackingLock& lock) {
   const auto gone = [&](const Older& older) {
     if (is_there(older, lock)) return false;
     const auto known = live_.find(older.ptr);
-    // Unless its address was given to another since.
+    // Otherwise its address belongs to another block by now.
     if (known != live_.end() && known->second == older.block)
       remove(Moment::now(), known, device_.is_cpu() ? std::nullopt : std::optional(total_));
     return true;
@@ -150,7 +152,7 @@ void Log::reset_peak() {
 
 void Log::drop_parts() {
   while (events_ > max_events_ && parts_.size() > 2) {
-    // The oldest, unless it holds the peak.
+    // Drops the oldest part, or the second oldest where the oldest holds the peak.
     const size_t oldest = parts_.front().peak == peak_ ? 1 : 0;
     events_ -= parts_[oldest].events.size() + parts_[oldest].live.size();
     parts_.erase(parts_.begin() + static_cast<int64_t>(oldest));

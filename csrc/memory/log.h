@@ -1,4 +1,4 @@
-// What one tracker of memory knows: every block that lives, who made it, and the changes in order.
+// The log of one tracker: every live block, what made it, and all changes in order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,45 +14,46 @@
 
 namespace memsave_ext::memory {
 
-// The order of CATEGORIES in memsave_ext/memory/account.py.
+// Indices into CATEGORIES of memsave_ext/memory/account.py; kNone stands for no label.
 enum class Category : int8_t { kParameters, kGradients, kOptimizer, kActivations, kOther, kNone };
 
 class TrackingLock;
 
 struct Block {
-  int64_t size = 0;
+  int64_t size = 0;  // bytes
   Category label = Category::kNone;
   Phase phase = Phase::kOther;  // in which it was allocated
-  int64_t span = 0;             // which forward or which recompute that was
-  bool temporary = false;       // freed before that forward or recompute ended
-  int32_t name = -1;
-  int32_t module = -1;
-  std::shared_ptr<torch::CapturedTraceback> stack;
+  int64_t span = 0;             // number of that forward or recompute
+  bool temporary = false;       // it was freed before that forward or recompute ended
+  int32_t name = -1;            // as given to label(); -1 without
+  int32_t module = -1;          // in which it was allocated; -1 outside of all
+  std::shared_ptr<torch::CapturedTraceback> stack;  // null where stacks are not taken
 
   Category category() const;
 };
 
 struct Event {
-  int64_t time;
-  std::shared_ptr<Block> block;  // null: one of before tracking was freed, or a phase began
-  int64_t total;                 // live bytes after it
+  int64_t time;                  // ns
+  std::shared_ptr<Block> block;  // null: memory from before tracking was freed, or mark_phase()
+  int64_t total;                 // live bytes after the event
   Phase phase;
   bool freed;
 };
 
-// A run of events of one training step, complete in itself, so that others can be dropped.
+// A run of events within one training step. It says what lived at its beginning, so that other
+// parts can be dropped.
 struct Part {
-  int64_t number;  // parts that follow each other have numbers that do
+  int64_t number;  // consecutive, so that a gap shows that parts were dropped
   int64_t step;
-  int64_t time;
-  int64_t total;
-  std::vector<std::shared_ptr<Block>> live;  // at its beginning
+  int64_t time;                              // ns, at its beginning
+  int64_t total;                             // live bytes at its beginning
+  std::vector<std::shared_ptr<Block>> live;  // blocks at its beginning
   std::vector<Event> events;
-  int64_t peak;
+  int64_t peak;  // most live bytes
 };
 
-// Every call is made under the mutex of active.h, as the lock that some are given says. Keeps at
-// most about `max_events`: the part with the highest peak and the latest ones.
+// The caller holds the tracking mutex of active.h; some calls take its lock as an argument. At most
+// about `max_events` events are kept: the part with the highest peak and the latest parts.
 class Log {
  public:
   Log(at::Device device, std::vector<int32_t> parents, bool stacks, int64_t max_events);
@@ -60,21 +61,24 @@ class Log {
   at::Device device() const { return device_; }
   bool stacks() const { return stacks_; }
 
-  // `total` is the allocator's figure; without one it is kept here (CPU).
+  // `total` is the allocator's count of live bytes. The CPU's has none: the log counts itself.
   void allocated(const Moment& moment, void* ptr, int64_t size, std::optional<int64_t> total,
                  TrackingLock& lock);
   void freed(const Moment& moment, void* ptr, std::optional<int64_t> total);
-  // A row without a change: what may allocate nothing begins or ends.
+  // Adds an event without a change of memory, where a phase begins or ends that may allocate
+  // nothing.
   void mark_phase(const Moment& moment);
 
-  // Gives the memory of a tensor a category and a name. Memory that is not known was there before
-  // tracking began; its end is noticed at the next look().
+  // Gives the memory of a tensor a category and a name, unless it has them. Memory that is not
+  // known is added as allocated before tracking; that it was freed is noticed at the next look().
   void label(const at::Tensor& tensor, Category category, int32_t name);
+  // Removes blocks from before tracking that have been freed since.
   void look(TrackingLock& lock);
 
-  // The next part begins: at a start and at the end of a step.
+  // Begins the next part. Without `total` the count of live bytes goes on.
   void begin_part(std::optional<int64_t> total);
   void end_step();
+  // Sets the peak to what lives now and drops all earlier parts.
   void reset_peak();
 
   int64_t live() const { return total_; }
@@ -84,6 +88,7 @@ class Log {
   const Threads& threads() const { return threads_; }
 
  private:
+  // A block from before tracking, known from label().
   struct Older {
     void* ptr;
     std::shared_ptr<Block> block;
@@ -100,10 +105,11 @@ class Log {
   bool stacks_;
   size_t max_events_;
   Phase phase_ = Phase::kOther;  // of the latest allocation
-  size_t events_ = 0;            // of all parts, with what lived when they began
+  size_t events_ = 0;            // in all parts, plus the blocks that lived when they began
   int64_t step_ = 0;
   int64_t part_ = 0;
-  int64_t time_ = 0;  // of the latest event: threads may come out of order
+  // Of the latest event, in ns. Never goes back, though threads may report out of order.
+  int64_t time_ = 0;
   int64_t total_ = 0;
   int64_t peak_ = 0;
   std::unordered_map<void*, std::shared_ptr<Block>> live_;

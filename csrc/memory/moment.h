@@ -1,4 +1,4 @@
-// When and where an allocation or a free happens, gathered before any lock is taken.
+// When and where memory is allocated or freed; gathered before any lock is taken.
 #pragma once
 
 #include <cstdint>
@@ -7,18 +7,18 @@
 
 namespace memsave_ext::memory {
 
-// The order of PHASES in memsave_ext/memory/account.py.
+// Indices into PHASES of memsave_ext/memory/account.py.
 enum class Phase : int8_t { kOther, kForward, kBackward, kRecompute, kOptimizer };
 
 struct Moment {
   int64_t time;     // ns of a steady clock
-  uint64_t thread;  // as autograd numbers them
+  uint64_t thread;  // autograd's number of it
   bool in_backward;
-  // The autograd node that runs, named as autograd does.
+  // The autograd node that runs, identified by its thread and its sequence number.
   bool has_node = false;
   uint64_t node_thread = 0;
   uint64_t node_sequence = 0;
-  Stack stack;
+  Stack stack;  // null unless the caller of now() sets it
 
   static Moment now();
 };

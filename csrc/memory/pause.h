@@ -1,4 +1,4 @@
-// Allocations of a thread that do not count: those of the tracking itself.
+// Pauses tracking on one thread, so that the tracking's own allocations do not count.
 #pragma once
 
 namespace memsave_ext::memory {

@@ -37,7 +37,7 @@ Record::Record(const Log& log) {
     return found->second;
   };
   for (const Part& part : log.parts()) {
-    // One row even where nothing lives: the part's beginning.
+    // One row marks the part's beginning, even where nothing lives; its phase is the part's number.
     add(change_rows, {part.time, part.step, -1, 2, part.number, part.total});
     for (const auto& block : part.live)
       add(change_rows, {part.time, part.step, row(block), 2, 0, part.total});

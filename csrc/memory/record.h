@@ -1,4 +1,4 @@
-// A copy of a log in columns, for memsave_ext/memory/account.py to add up.
+// A copy of a log as tables, which memsave_ext/memory/account.py evaluates.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,19 +14,21 @@ namespace memsave_ext::memory {
 
 class Record {
  public:
-  // With the tracking mutex held and this thread's tracking paused.
+  // The caller holds the tracking mutex and has paused tracking on this thread.
   explicit Record(const Log& log);
 
-  // int64 [changes, 6]: time in ns; training step; row of `blocks`, -1 for memory of before
-  // tracking; 1 allocated, -1 freed, 2 there when its part of the log began; phase; live bytes.
+  // int64 [changes, 6]: time in ns; training step; row of `blocks`, -1 for none (Event::block is
+  // null, or a part begins); 1 allocated, -1 freed, 2 alive when its part of the log began; phase,
+  // or the part's number in the row that begins it; live bytes.
   at::Tensor changes;
-  // int64 [blocks, 5]: bytes; category; phase that made it; name as given to label(), module: -1
-  // without.
+  // int64 [blocks, 5]: bytes; category; phase that made it; name as given to label(), -1 without;
+  // module, -1 without.
   at::Tensor blocks;
-  // module, calls, saved bytes, seconds
+  // Checkpointed regions: module, calls, saved bytes, seconds.
   std::vector<std::tuple<int32_t, int64_t, int64_t, double>> regions;
 
-  // Innermost first: file, line, function. Needs the GIL.
+  // Returns the frames of a block's stack, innermost first: file, line, function. Empty where no
+  // stack was taken. Needs the GIL.
   std::vector<std::tuple<std::string, int64_t, std::string>> stack(int64_t block) const;
 
  private:

@@ -12,7 +12,7 @@ namespace {
 thread_local int watchers = 0;
 thread_local at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
 
-// Operators call operators: all of them have the stack of the outermost.
+// Operators call operators; all of them are given the stack of the outermost one.
 thread_local int depth = 0;
 thread_local Stack of_outermost;
 
@@ -28,7 +28,7 @@ void end_operator(const at::RecordFunction&, at::ObserverContext*) {
 }  // namespace
 
 Stack stack_here() {
-  // A worker that Python never saw has none.
+  // A thread that Python does not know has no stack.
   if (PyGILState_GetThisThreadState() == nullptr) return nullptr;
   return torch::CapturedTraceback::gather(true, false, false);
 }

@@ -11,17 +11,19 @@ namespace memsave_ext::memory {
 
 using Stack = std::shared_ptr<torch::CapturedTraceback>;
 
-// Of this thread, as it is now. Awaits the GIL: never with a lock that its holder may await.
+// Returns this thread's present stack; null where Python does not know the thread. Waits for the
+// GIL: call it without any lock for which the GIL's holder may wait.
 Stack stack_here();
 
-// CUDA's allocator reports with its lock held, which a thread with the GIL awaits to free a tensor.
-// So the stack is taken before, when an operator begins, from this on, on this thread and in its
-// backwards. Calls nest; the last unwatch_operators() on the same thread ends it.
+// Takes a stack whenever an outermost operator begins, on this thread and in its backwards. This is
+// for CUDA: its allocator reports with its lock held, for which a thread with the GIL waits to free
+// a tensor, so that a stack cannot be taken then. Calls nest; the last unwatch_operators() on the
+// same thread ends it.
 void watch_operators();
 void unwatch_operators();
 
-// Of the operator that runs on this thread; without one, as it is now where the thread has the GIL.
-// Never waits.
+// Returns the stack that was taken for the operator that runs on this thread. Where none runs, the
+// present stack if the thread has the GIL, else null. Never waits.
 Stack stack_of_operator();
 
 }  // namespace memsave_ext::memory

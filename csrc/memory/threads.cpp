@@ -15,7 +15,7 @@ Where Threads::where(const Moment& moment) {
     if (thread.modules.empty()) after_forward_ = false;
     return {Phase::kBackward, 0, module_of_node(moment)};
   }
-  // Before the optimizer, whose step() may be given a closure.
+  // Checked before the optimizer: step() may run a closure with a forward.
   if (!thread.modules.empty() || after_forward_) return {Phase::kForward, forward_, inside};
   if (thread.optimizer) return {Phase::kOptimizer, 0, -1};
   return {Phase::kOther, 0, -1};
@@ -24,7 +24,8 @@ Where Threads::where(const Moment& moment) {
 void Threads::enter_module(const Moment& moment, int32_t module, uint64_t sequence) {
   Thread& thread = threads_[moment.thread];
   const bool outermost = thread.modules.empty();
-  // A forward inside a backward: somebody's checkpoint. Ours says so itself.
+  // A forward inside a backward is the recompute of another library's checkpoint. Our own
+  // recomputes call begin_recompute() themselves.
   const bool recompute = moment.in_backward && outermost && thread.recomputes.empty();
   if (recompute) {
     begin_recompute(moment);
@@ -45,7 +46,7 @@ void Threads::exit_module(const Moment& moment, int32_t module, uint64_t sequenc
   const auto entered = std::find_if(thread.modules.rbegin(), thread.modules.rend(),
                                     [&](const Open& open) { return open.module == module; });
   if (entered == thread.modules.rend()) return;
-  // Those above it were left by an exception that their hooks did not see.
+  // Modules above it were left by an exception, without their hooks.
   const size_t depth = thread.modules.rend() - entered - 1;
   const bool recompute =
       std::any_of(thread.modules.begin() + static_cast<int64_t>(depth), thread.modules.end(),
@@ -72,7 +73,7 @@ void Threads::end_recompute(const Moment& moment) {
   if (thread.recomputes.empty()) return;  // it began before tracking
   const Recompute recompute = thread.recomputes.back();
   thread.recomputes.pop_back();
-  // One that stops early leaves its modules without their hooks.
+  // A recompute that stops early leaves its modules without their hooks.
   if (thread.modules.size() > recompute.depth) thread.modules.resize(recompute.depth);
   Region& region = regions_[name_of(recompute)];
   ++region.calls;
@@ -116,7 +117,7 @@ void Threads::mark(Thread& thread, uint64_t sequence) {
 }
 
 int32_t Threads::module_of_node(const Moment& moment) const {
-  // AccumulateGrad has the largest number: it belongs to no forward.
+  // AccumulateGrad has the largest sequence number; it belongs to no forward.
   if (!moment.has_node || moment.node_sequence == std::numeric_limits<uint64_t>::max()) return -1;
   const auto found = threads_.find(moment.node_thread);
   if (found == threads_.end()) return -1;
@@ -129,8 +130,9 @@ int32_t Threads::module_of_node(const Moment& moment) const {
 
 int32_t Threads::name_of(const Recompute& recompute) const {
   if (recompute.module < 0) return recompute.node_module;
-  // A recompute that stops early may not enter the region's last module, but its node is in it.
-  // The node of an explicit region is outside, in a module that holds all of the region.
+  // A recompute that stops early may not enter the region's last module, but the node that needs it
+  // is in that one. The node of an explicit region is outside of it, in a module that holds the
+  // whole region.
   const int32_t common = common_module(recompute.module, recompute.node_module);
   return common < 0 || common == recompute.node_module ? recompute.module : common;
 }

@@ -1,4 +1,4 @@
-// What each thread is doing, as the hooks on modules, optimizer and checkpointed regions tell.
+// What each thread is doing, as reported by hooks of modules, optimizers and checkpointed regions.
 #pragma once
 
 #include <cstdint>
@@ -11,26 +11,27 @@
 
 namespace memsave_ext::memory {
 
-// One checkpointed region, over all its recomputes.
+// Figures of one checkpointed region over all its recomputes.
 struct Region {
   int64_t calls = 0;
-  int64_t saved_bytes = 0;  // the most that one recompute left for backward
+  int64_t saved_bytes = 0;  // the most bytes that one recompute left for backward
   int64_t nanoseconds = 0;
 };
 
 struct Where {
   Phase phase;
-  int64_t span;
-  int32_t module;
+  int64_t span;    // number of the forward or of the recompute; else 0
+  int32_t module;  // -1 for none
 };
 
 class Threads {
  public:
-  // `parents[module]` is the module that holds it, -1 for the outermost.
+  // `parents[module]` is the number of the module that contains it; -1 for the outermost.
   explicit Threads(std::vector<int32_t> parents) : parents_(std::move(parents)) {}
 
   Where where(const Moment& moment);
 
+  // `sequence`: the number that autograd gives to the next node.
   void enter_module(const Moment& moment, int32_t module, uint64_t sequence);
   void exit_module(const Moment& moment, int32_t module, uint64_t sequence);
   void begin_recompute(const Moment& moment);
@@ -39,39 +40,39 @@ class Threads {
   void end_optimizer(const Moment& moment);
   bool inside_module(const Moment& moment) const;
 
-  // Of blocks allocated in a recompute, while it runs.
+  // Adds `bytes` (negative for a free) to what recompute `span` has allocated, while it runs.
   void count(int64_t span, int64_t bytes);
 
-  // Nodes of graphs from before the previous step are not looked up any more.
+  // Forgets the modules of autograd nodes that were made before the previous step's end.
   void end_step();
-  // Nothing that is open stays so: tracking begins or ends.
+  // Forgets all threads' modules, recomputes and optimizers, as tracking begins or ends.
   void clear();
 
-  // By module; -1 where there is none.
+  // By module number; -1 for regions without a module.
   const std::map<int32_t, Region>& regions() const { return regions_; }
 
  private:
-  struct Open {
+  struct Open {  // a module whose forward runs
     int32_t module;
-    bool recompute;  // it is the recompute of a region that is not ours
+    bool recompute;  // it began the recompute of another library's region
   };
   struct Recompute {
     int64_t span;
-    int64_t begin;
-    size_t depth;  // of modules
-    int64_t bytes;
-    int32_t node_module;  // of the node that needs it: the region's last, or the region's own
-    int32_t module;       // that holds all it has entered, -1 before
+    int64_t begin;        // ns
+    size_t depth;         // open modules when it began
+    int64_t bytes;        // that it has allocated and not freed
+    int32_t node_module;  // of the autograd node that needs it, see name_of(); -1 for none
+    int32_t module;       // contains all modules it has entered; -1 before the first
   };
-  struct Mark {
-    uint64_t sequence;  // of the first autograd node made from here on
-    int32_t module;
+  struct Mark {         // autograd nodes from here on are made in this module
+    uint64_t sequence;  // of the first of these nodes
+    int32_t module;     // -1 outside of all
   };
   struct Thread {
-    std::vector<Open> modules;
+    std::vector<Open> modules;  // innermost last
     std::vector<Recompute> recomputes;
     std::vector<Mark> marks;
-    size_t marks_before_step = 0;
+    size_t marks_before_step = 0;  // marks from before the latest end_step()
     bool optimizer = false;
   };
 
@@ -85,7 +86,7 @@ class Threads {
   std::map<int32_t, Region> regions_;
   int64_t forward_ = 0;  // the number of the present forward
   int64_t recompute_ = 0;
-  bool after_forward_ = false;  // a loss is computed: until backward begins
+  bool after_forward_ = false;  // the model's forward ended: the loss is computed until backward
 };
 
 }  // namespace memsave_ext::memory

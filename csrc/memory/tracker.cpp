@@ -22,7 +22,7 @@ Tracker::~Tracker() {
 }
 
 void Tracker::start(std::optional<int64_t> total) {
-  TORCH_INTERNAL_ASSERT(!running_);  // Track refuses it
+  TORCH_INTERNAL_ASSERT(!running_);  // memsave_ext/memory/tracking.py refuses it
   TrackingLock lock;
   if (log_.device().is_cpu())
     watch_cpu_allocator();

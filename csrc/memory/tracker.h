@@ -1,4 +1,4 @@
-// A log with its start and stop, and the calls of the Python hooks.
+// A log that can be started and stopped, with the methods that the Python hooks call.
 #pragma once
 
 #include <memory>
@@ -18,14 +18,14 @@ class Tracker {
   Tracker(const Tracker&) = delete;
   Tracker& operator=(const Tracker&) = delete;
 
-  // `total`: what the device's allocator holds, for CUDA.
+  // `total`: live bytes by the allocator's own count (CUDA); nullopt on the CPU.
   void start(std::optional<int64_t> total);
   void stop();
 
   void enter_module(int32_t module);
   void exit_module(int32_t module);
   void begin_optimizer();
-  // `step`: with it a training step ends.
+  // `step`: whether a training step ends with it.
   void end_optimizer(bool step);
   void end_step();
   bool inside_module() const;

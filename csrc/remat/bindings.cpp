@@ -18,7 +18,7 @@ namespace {
 
 std::string name_of(const Operator* op) { return op == nullptr ? "" : op->handle.schema().name(); }
 
-// A block with its hooks: the recorder of memsave_ext/rematerialization/recorder.py.
+// A block and its saved-tensor hooks, as memsave_ext/rematerialization/recorder.py uses them.
 class Recorder {
  public:
   explicit Recorder(std::optional<bool> everything)

@@ -1,4 +1,4 @@
-// The names of memsave_ext._C for this room.
+// Binds the recorder of remat to memsave_ext._C.
 #pragma once
 
 #include <pybind11/pybind11.h>

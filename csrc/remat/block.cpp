@@ -28,7 +28,7 @@ Block* Block::active() { return records() ? current : nullptr; }
 void Block::open() {
   thread_ = std::this_thread::get_id();
   outer_ = current;
-  if (outer_ == nullptr) seconds_of_copy(0);  // measured before anything else is
+  if (outer_ == nullptr) seconds_of_copy(0);  // measures it before any operator is timed
   callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(on_start, on_end)
                                              .needsInputs(true)
                                              .needsOutputs(true)
@@ -53,7 +53,7 @@ std::shared_ptr<Content> Block::save(const at::Tensor& tensor) {
     ++content->holders;
     if (content->decided) return content;
     if (!content->held) content->held = content->storage.lock();
-    // An operator that still runs may say how it is made: its end decides.
+    // It is new in an operator that still runs and may say how it is made: decided at its end.
     if (!content->call && is_new_for_running(*content)) return content;
   }
   decide(content);
@@ -71,12 +71,13 @@ bool Block::is_being_written(const Content& content) const {
 }
 
 void Block::decide(const std::shared_ptr<Content>& content) {
-  Freed freed;  // after the mutex, and what is below
+  Freed freed;  // declared first: freed last, without the mutex
   std::shared_ptr<Call> call;
   const std::lock_guard<std::mutex> lock(contents_mutex());
   Plan plan;
   if (content->call && !content->external) plan = plan_for(*content, freed);
-  // Memory that an operator is about to write: autograd saves a clone of it then.
+  // It cannot be recomputed from memory that a running operator is about to write. This happens
+  // where autograd saves a clone of a tensor before it is changed in place.
   for (const auto& needed : plan.needs) plan.possible = plan.possible && !is_being_written(*needed);
   const Verdict verdict = judge(*content, plan, drops_);
   content->decided = true;
@@ -85,7 +86,7 @@ void Block::decide(const std::shared_ptr<Content>& content) {
   sum.bytes += content->bytes;
   if (verdict != Verdict::kDropped) {
     if (!content->relied_on) {
-      // Chains of calls end here.
+      // It is kept, so that no chain of calls needs to go further back.
       call = std::move(content->call);
       content->depth = 0;
     }

@@ -1,4 +1,4 @@
-// One `with remat()`: records the operators of its thread, and keeps or drops what they save.
+// One `with remat()`: records the operators of its thread and keeps or drops what autograd saves.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,26 +17,28 @@
 
 namespace memsave_ext::remat {
 
-// Why a saved tensor's memory is kept.
+// Whether a saved tensor's memory is dropped, or why it is kept.
 enum class Verdict : int {
   kDropped,
-  kInput,     // made outside of the block: a parameter, an input
-  kNotAgain,  // random numbers, a collective, a kernel or a region that is not seen
-  kHeavy,     // bound by arithmetic
-  kNoGain,    // computing it again would keep about as much, or is not cheap for its size
+  kInput,     // made outside of the block: a parameter or an input
+  kNotAgain,  // not repeatable (random numbers, a collective), or a kernel or region made it unseen
+  kHeavy,     // bound by arithmetic, such as a matrix product
+  kNoGain,    // recomputing it would keep about as much memory, or is not cheap for its size
 };
-// What a block drops. Nothing: to measure what recording costs; everything that can be computed
-// again: for tests.
+// What a block drops: nothing, to measure what recording costs; what is cheap to recompute; or, for
+// tests, everything that can be recomputed.
 enum class Drops { kNothing, kCheap, kEverything };
 
 constexpr int32_t kNoModule = -1;
 
-// For the report: contents that were saved, or operators that ran again.
+// A figure of the report, over contents that were saved or operators that ran again.
 struct Sum {
   int64_t count = 0, bytes = 0;
-  double seconds = 0;  // for the saved: to compute them again, as measured in the forward
+  // Of operators: that running them again took. Of contents: estimated to recompute the dropped
+  // ones, from times measured in the forward.
+  double seconds = 0;
 };
-using Maker = std::pair<int32_t, const Operator*>;  // a module and its operator, if one was seen
+using Maker = std::pair<int32_t, const Operator*>;  // module number; operator or null
 using Sums = std::map<std::pair<Maker, Verdict>, Sum>;
 using SumsAgain = std::map<Maker, Sum>;
 
@@ -44,34 +46,34 @@ class Block {
  public:
   explicit Block(Drops drops) : drops_(drops) {}
 
-  // Of this thread, until close(). Blocks nest: the inner one records.
+  // Records this thread's operators until close(). Blocks nest: only the innermost records.
   void open();
   void close();
-  bool is_innermost() const;  // of this thread
-  static Block* active();     // which records, of this thread, or null
+  bool is_innermost() const;  // on this thread
+  static Block* active();     // the one that records on this thread now, or null
 
-  // A tensor that autograd saves: its content now has one holder more. Null where the tensor is to
-  // be kept as it is.
+  // Called for a tensor that autograd saves. Adds a holder to its content and returns it; returns
+  // null where the tensor itself is to be kept.
   std::shared_ptr<Content> save(const at::Tensor& tensor);
 
-  // Of its own thread; of others (replicas of a module) they are ignored.
+  // Ignored on threads other than the block's own, which run replicas of a module.
   void enter_module(int32_t number);
   void leave_module();
 
   int64_t recorded() const { return recorded_; }
   Sums sums() const;
-  SumsAgain sums_again();  // not with the GIL
+  SumsAgain sums_again();  // call it without the GIL
   void count_again(const Call& call, double seconds);
-  // Held while values are computed again. Never awaited with the GIL held.
+  // Held during a recompute. Do not wait for it with the GIL held.
   std::recursive_mutex& again_mutex() { return again_mutex_; }
 
  private:
-  struct Recording : at::ObserverContext {  // an operator that runs
+  struct Recording : at::ObserverContext {  // an operator that is running
     Block* block;
-    uint64_t born = 0;           // how many contents there were before it
-    std::shared_ptr<Call> call;  // null: it is not recorded
-    bool repeatable = false;
-    // What it writes, and the versions before.
+    uint64_t born = 0;           // contents_so_far() when it began: later ones are new in it
+    std::shared_ptr<Call> call;  // null: only its results are noted
+    bool repeatable = false;     // whether its results may be recomputed from `call`
+    // The tensors it writes, with their versions before.
     c10::SmallVector<std::pair<at::Tensor, uint32_t>, 2> written;
     std::chrono::steady_clock::time_point begin;
 
@@ -79,9 +81,9 @@ class Block {
     void measure(double seconds, const at::RecordFunction& function);
   };
   struct Entry {
-    std::shared_ptr<Content> content;  // now
-    // Of the tensor by which it was last seen, shared with its views, and what it was then: they
-    // tell changes that no operator of this thread made.
+    std::shared_ptr<Content> content;  // what the storage holds now
+    // The version counter of the tensor through which it was last seen (shared with its views), and
+    // its value then. They reveal changes that no operator of this thread made.
     c10::VariableVersion counter;
     uint32_t version = 0;
 
@@ -108,19 +110,19 @@ class Block {
 
   const Drops drops_;
   std::unordered_map<const c10::StorageImpl*, Entry> table_;
-  size_t sweep_at_ = 1024;
-  std::vector<Recording*> running_;  // operators of this thread, innermost last
+  size_t sweep_at_ = 1024;           // size of table_ at which freed storages are removed
+  std::vector<Recording*> running_;  // recorded operators that run, innermost last
   std::thread::id thread_;
   std::vector<int32_t> modules_{kNoModule};
-  Sums sums_;  // with contents_mutex()
+  Sums sums_;  // guarded by contents_mutex()
   int64_t recorded_ = 0;
-  SumsAgain sums_again_;  // with again_mutex_
+  SumsAgain sums_again_;  // guarded by again_mutex_
   std::recursive_mutex again_mutex_;
   Block* outer_ = nullptr;
   at::CallbackHandle callback_ = 0;
 };
 
-// While values are computed again nothing is recorded.
+// Stops recording on this thread for a scope, as during a recompute.
 class Pause {
  public:
   Pause();

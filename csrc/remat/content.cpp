@@ -50,7 +50,8 @@ namespace {
 
 std::atomic<uint64_t> contents{0};
 
-// How often contents from outside of a block are pinned, by their storages; with contents_mutex().
+// By storage: how often contents from outside of a block are pinned. Guarded by contents_mutex();
+// any_needed is its size, to be read without.
 auto& needed = *new std::unordered_map<const c10::StorageImpl*, int64_t>();
 std::atomic<size_t> any_needed{0};
 
@@ -106,7 +107,7 @@ void release_unused(std::shared_ptr<Content> content, Freed& freed,
       }
       next->needs.clear();
     }
-    contents.push_back(std::move(next));  // freed by the caller, too
+    contents.push_back(std::move(next));  // the caller destroys it without the mutex
   }
 }
 

@@ -1,7 +1,7 @@
-// What a storage holds between two writes, and how it is computed again.
+// A content: what a storage holds between two writes, and how to recompute it.
 //
-// Storages and not tensors: views and aliases share memory, and a change in place of one of them
-// changes all. A tensor is a content and a geometry.
+// Contents belong to storages, not tensors, because views and aliases share memory and a change in
+// place of one of them changes all. A tensor is a content and a geometry.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,105 +23,111 @@ namespace memsave_ext::remat {
 struct Content;
 struct Call;
 
-// Where a tensor lies in its storage.
+// How a tensor lies in its storage.
 struct Geometry {
   c10::SmallVector<int64_t, 5> sizes, strides;
   int64_t offset = 0;
   caffe2::TypeMeta dtype;
-  c10::DispatchKeySet keys;  // with the bits for conjugate and negative
+  c10::DispatchKeySet keys;  // including the conjugate and negative bits
 
   static Geometry of(const at::Tensor& tensor);
   void assign(const at::Tensor& tensor);
-  int64_t extent() const;  // up to which byte of its storage it reaches
-  // A tensor on this storage, without history.
+  int64_t extent() const;  // bytes from the start of the storage to the tensor's end
+  // Returns a tensor of this geometry on `storage`, without autograd history.
   at::Tensor view(c10::Storage storage) const;
 };
 
-// Whether a tensor is memory with a geometry: dense or strided, no wrapper of others, not of meta.
+// Whether a tensor is just memory with a geometry: strided, with real memory (not meta), no wrapper
+// of other tensors.
 bool is_plain(const at::Tensor& tensor);
 
-// An argument of a call.
+// A tensor among the arguments of a call.
 struct Reference {
-  size_t argument;  // which
-  int64_t element;  // of an argument that is a list; -1
+  size_t argument;  // position of the argument
+  int64_t element;  // position in an argument that is a list; else -1
   std::shared_ptr<Content> content;
   Geometry geometry;
-  c10::VariableVersion version;  // shared with the tensor
-  uint32_t noted;                // what it was at the call
-  bool written;
-  bool overwritten;  // likewise, whatever was there before
+  c10::VariableVersion version;  // version counter, shared with the tensor
+  uint32_t noted;                // the version at the call
+  bool written;                  // by the operator
+  bool overwritten;              // written in full, without reading what was there
 
-  // Whether the memory that the content was in has been written since the call. Writes that the
-  // recorder sees make another content; this tells of all.
+  // Whether the content's memory has been written since the call, also by writes that the recorder
+  // did not see (those that it sees begin a new content).
   bool changed() const { return version.enabled() && version.current_version() != noted; }
 };
 
-// An operator that was called.
+// An operator that was called, with what it takes to call it again.
 struct Call {
   const Operator* op = nullptr;
-  std::vector<c10::IValue> arguments;  // None where a tensor was
+  std::vector<c10::IValue> arguments;  // None in place of tensors, which are references
   std::vector<Reference> references;
-  std::optional<Random> random;
-  at::Tensor mask;  // what it made, as bits; undefined where it is called again
-  double seconds = 0;
-  int32_t module = -1;  // which one called it, by the recorder's numbers
-  // What it made, of which anything may be gone by now.
+  std::optional<Random> random;  // set where a second call must draw the same numbers
+  // Its result as bits, which are unpacked in place of a second call; undefined for a real call.
+  at::Tensor mask;
+  double seconds = 0;   // of one call, as measured
+  int32_t module = -1;  // number of the module that called it; -1 for none
+  // A content that it made, which may be gone by now.
   struct Made {
     std::weak_ptr<Content> content;
-    size_t output;      // which value of those it returned
-    int64_t element;    // of one that is a list; -1
-    int64_t reference;  // of a change in place: of the argument that was written; else -1
+    size_t output;      // position among the values it returned
+    int64_t element;    // position in a value that is a list; else -1
+    int64_t reference;  // written in place: position of the argument in `references`; else -1
   };
   std::vector<Made> made;
 };
 
-// Guarded by contents_mutex(), but for what never changes.
+// Guarded by contents_mutex(), except for what never changes.
 struct Content {
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // as it was made; keeps its address
+  // The storage it was made in. The weak reference keeps its address from being given to another.
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   const int64_t bytes;
   const c10::Device device;
-  const uint64_t born;           // a count of all contents
-  const bool external;           // not made in this block: a parameter, an input
-  std::shared_ptr<Call> call;    // null: it cannot be computed again
-  int depth = 0;                 // of calls that were not saved, up to what was
-  int32_t module = -1;           // which one made it, by the recorder's numbers
-  const Operator* op = nullptr;  // likewise, if any was seen
+  const uint64_t born;           // its number, counted over all contents
+  const bool external;           // made outside of this block: a parameter or an input
+  std::shared_ptr<Call> call;    // which made it; null: it cannot be recomputed
+  int depth = 0;                 // length of the chain of calls back to contents without one
+  int32_t module = -1;           // number of the module that made it; -1 for none
+  const Operator* op = nullptr;  // that made it; null where none was seen
 
-  // Held where it is kept or was computed again; null where it is dropped, or nobody saved it.
+  // Its memory, where it is kept or was recomputed; null where it is dropped or nobody saved it.
   c10::intrusive_ptr<c10::StorageImpl> held;
-  int64_t extent = 0;        // what dropped ones read of `held`
-  bool overwritten = false;  // the storage holds something else by now
-  bool copied = false;       // `held` is a copy, made before the storage was written
-  bool relied_on = false;    // by dropped ones, which are computed from its call, not from it
-  bool dropped = false;      // its holders rely on its call
-  bool decided = false;      // kept or dropped
-  int dropped_depth = 0;     // how many dropped ones it is computed from, one after the other
-  int64_t holders = 0;       // saved tensors
+  int64_t extent = 0;        // how many bytes of `held`, from its start, dropped contents read
+  bool overwritten = false;  // the storage has been written since
+  bool copied = false;       // `held` is a copy from before the storage was written
+  bool relied_on = false;    // dropped contents are recomputed through its call, not from it
+  bool dropped = false;      // its holders will recompute it
+  bool decided = false;      // whether to keep or drop it has been decided
+  int dropped_depth = 0;     // of a dropped one: dropped ones in its chain, with itself
+  int64_t holders = 0;       // saved tensors of it
   int64_t pins = 0;          // dropped contents that need it
-  std::vector<std::shared_ptr<Content>> needs;  // of a dropped one: what it pins
-  uint64_t fill = 0;                            // how often it was computed again
-  int64_t unopened = 0;                         // holders that have not opened it since
+  std::vector<std::shared_ptr<Content>> needs;  // of a dropped one: the contents it pins
+  uint64_t fill = 0;                            // how often it was recomputed
+  int64_t unopened = 0;                         // holders that have not opened the latest recompute
 
   Content(const c10::Storage& storage, bool external);
-  // What it holds is something else by now. With the mutex.
+  // Whether its values are gone: overwritten, without a copy or a recompute. Needs the mutex.
   bool is_lost() const { return overwritten && !copied && fill == 0; }
 };
 
+// How many contents have been created in this process.
 uint64_t contents_so_far();
 
-// Innermost: nothing is called and no tensor is freed with it.
+// The innermost lock: do not take another one, call an operator or free a tensor while holding it.
 std::mutex& contents_mutex();
 
-// What is freed once the mutex is not held any more. Declare before the lock.
+// Storages to free once the mutex is released. Declare it before the lock.
 using Freed = std::vector<c10::intrusive_ptr<c10::StorageImpl>>;
 
-// All with the mutex.
+// The caller of these three holds the mutex.
 
-// A dropped content needs it, or does not any more.
+// Notes that a dropped content needs this one, or no longer does.
 void pin(Content& content);
 void unpin(Content& content);
 
-// A content that nobody saved or needs gives up what it holds.
+// Where no saved tensor and no dropped content needs `content`, releases its memory, and then
+// likewise the contents that it pinned. The caller destroys `freed` and `contents` without the
+// mutex.
 void release_unused(std::shared_ptr<Content> content, Freed& freed,
                     std::vector<std::shared_ptr<Content>>& contents);
 

@@ -1,4 +1,4 @@
-// The part of a block that knows which content a storage has now.
+// The part of a block that tracks which content each storage has now.
 #include <algorithm>
 
 #include "checkpoint/saved.h"
@@ -14,7 +14,7 @@ bool Block::Recording::writes(const c10::StorageImpl* storage) const {
   });
 }
 
-// A new content of memory that is known or not.
+// Gives the tensor's storage, known or not, a new content.
 Block::Entry& Block::renew(const at::Tensor& tensor) {
   Entry& entry = table_[tensor.storage().unsafeGetStorageImpl()];
   const bool external = entry.content && entry.content->external;
@@ -39,15 +39,16 @@ Block::Entry& Block::entry_of(const at::Tensor& tensor) {
   Entry& entry = found->second;
   const uint32_t version = version_of(tensor);
   if (is_new) {
-    // Made by an operator that runs, or before this block.
+    // It was made before this block, unless a running operator may have made it or it has an
+    // autograd history.
     const bool has_history = tensor.requires_grad() && !tensor.is_leaf();
     const bool external = running_.empty() && !has_history;
     entry.content = std::make_shared<Content>(tensor.storage(), external);
     entry.content->module = modules_.back();
   } else if (entry.counter.enabled() && entry.counter.current_version() != entry.version) {
-    renew(tensor);  // by a change that no operator of this thread made
+    renew(tensor);  // changed, but by no operator of this thread
   } else {
-    // In the middle of an operator that changes it in place.
+    // Renew it where an operator that still runs has already changed it in place.
     for (const Recording* recording : running_) {
       if (entry.content->born > recording->born) continue;
       for (const auto& [written, before] : recording->written) {
@@ -70,14 +71,14 @@ void Block::note_hidden_writes(const Operator& op, const at::RecordFunction& fun
     for_tensors(inputs[i], [&](const at::Tensor& tensor, int64_t) {
       if (!is_plain(tensor)) return;
       if (table_.find(storage_of(tensor)) == table_.end()) return;
-      // The operator around this one, if it writes there, too, says how.
+      // If the operator around this one writes there too, made() gives the new content its call.
       before_write(tensor);
       renew(tensor);
     });
   }
 }
 
-// Dropped contents that are computed from this memory get a copy of it as it is.
+// Copies the tensor's memory, about to be written, if dropped contents are computed from it.
 void Block::before_write(const at::Tensor& tensor) {
   const auto found = table_.find(tensor.storage().unsafeGetStorageImpl());
   if (found == table_.end()) return;
@@ -95,6 +96,7 @@ void Block::before_write(const at::Tensor& tensor) {
   content->copied = true;
 }
 
+// Removes the entries of storages that were freed, once the table has grown.
 void Block::sweep() {
   if (table_.size() < sweep_at_) return;
   for (auto entry = table_.begin(); entry != table_.end();) {

@@ -31,7 +31,7 @@ void unpack(const uint8_t* from, int64_t count, T one, void* to) {
   }
 }
 
-// Calls it with an unsigned integer as wide as the dtype.
+// Calls `body` with an unsigned integer of `itemsize` bytes.
 template <typename Body>
 void with_width(size_t itemsize, const Body& body) {
   switch (itemsize) {

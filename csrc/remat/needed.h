@@ -1,12 +1,12 @@
-// For who changes memory of the user's: an optimizer that steps in backward.
+// For code that changes the user's memory during backward: an optimizer that steps in backward.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace memsave_ext::remat {
 
-// Whether dropped values that are still awaited are computed from this memory, which is not a
-// block's own.
+// Whether dropped values that backward still needs are computed from this tensor's memory. Only
+// memory that was made outside of a block counts.
 bool is_needed(const at::Tensor& tensor);
 
 }  // namespace memsave_ext::remat

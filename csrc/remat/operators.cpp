@@ -24,14 +24,14 @@ bool is_collective(std::string_view name) {
   return any_begins(name, {"c10d::", "_c10d_functional::", "c10d_functional::", "symm_mem::"});
 }
 
-// Uninitialised memory, or storages that are exchanged or resized.
+// Operators that return uninitialised memory, or that exchange or resize storages.
 bool leaves_values_open(std::string_view name) {
   return any_begins(name, {"aten::empty", "aten::new_empty", "aten::_empty", "aten::resize",
                            "aten::_resize", "aten::set_", "aten::_cudnn_init", "aten::pin_memory",
                            "aten::_pin_memory", "aten::record_stream", "aten::_efficientzero"});
 }
 
-// Functions that fill a tensor.
+// Operators that fill a tensor without reading it.
 bool is_filling(std::string_view name) {
   static constexpr std::string_view names[] = {
       "aten::bernoulli_", "aten::cauchy_", "aten::copy_",      "aten::exponential_",
@@ -80,7 +80,7 @@ Operator::Operator(const c10::OperatorName& name)
                         name.name == "aten::cudnn_batch_norm" ||
                         name.name == "aten::miopen_batch_norm";
   is_own_batch_norm = name.name == "memsave_ext::batch_norm_forward";
-  // What others have registered may draw random numbers, or keep something between calls.
+  // Other libraries' operators may draw random numbers or keep state between calls.
   const bool is_known = any_begins(name.name, {"aten::", "prims::"}) || is_own_batch_norm;
   is_repeatable = is_known && !leaves_values_open(name.name) &&
                   name.name != "aten::_native_batch_norm_legit" &&
@@ -89,8 +89,8 @@ Operator::Operator(const c10::OperatorName& name)
 }
 
 const Operator* Operator::of(const at::RecordFunction& call) {
-  // What this thread has looked up, by the address of the schema's name, which lives as long as the
-  // operator.
+  // This thread's cache of look_up(), keyed by the address of the schema's name, which lives as
+  // long as the operator.
   thread_local std::array<std::pair<const char*, const Operator*>, 256> recent{};
   auto& [key, op] = recent[(reinterpret_cast<uintptr_t>(call.name()) >> 4) % recent.size()];
   if (key != call.name()) {

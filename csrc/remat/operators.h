@@ -1,4 +1,4 @@
-// What the recorder knows of an operator, looked up once each.
+// What the recorder knows of an operator; looked up once for each.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -14,40 +14,42 @@ struct Operator {
   explicit Operator(const c10::OperatorName& name);
 
   c10::OperatorHandle handle;
-  std::vector<bool> writes;  // by argument, as the schema says; all of a collective's
+  std::vector<bool> writes;  // by argument, from the schema; true for all of a collective's
   bool any_writes = false;
-  // It only calls other operators, which are recorded themselves.
+  // It only calls other operators, and those are recorded instead.
   bool is_composite = false;
-  // Its results are the memory of its arguments.
+  // Its results share the memory of its arguments.
   bool is_view = false;
-  // Called again with the same arguments, and random numbers, it gives the same values: it reads no
-  // uninitialised memory, talks to no other process and is not somebody else's.
+  // A second call with the same arguments and random numbers gives the same values: it leaves no
+  // memory uninitialised, talks to no other process and is not another library's.
   bool is_repeatable = true;
-  // It draws random numbers, from the generator in this argument if it has one.
+  // It draws random numbers.
   bool is_random = false;
+  // Position of its generator argument, if it has one.
   std::optional<size_t> generator;
-  bool makes_mask = false;  // zeros and ones, in place
-  // What it writes does not depend on what was there.
+  bool makes_mask = false;  // it fills a tensor with zeros and ones (bernoulli_)
+  // It writes without reading what was there.
   bool overwrites = false;
-  // Bound by arithmetic, such as a matrix product: never cheap to compute again.
+  // Bound by arithmetic, such as a matrix product: never cheap to recompute.
   bool is_heavy = false;
-  // A training forward of torch's batch norm, which writes its running statistics (the arguments 3
-  // and 4) without saying so. The others of torch read them.
+  // torch's native, cuDNN or MIOpen batch norm. In training it writes its running statistics
+  // (arguments 3 and 4), which the schema does not say; otherwise it reads them.
   bool is_torch_batch_norm = false;
+  // This package's batch_norm_forward.
   bool is_own_batch_norm = false;
 
-  // The least that was measured of a byte of its results: a clock on a busy machine only adds.
+  // The shortest time measured for a byte of its results: a busy machine can only make it longer.
   mutable std::atomic<double> seconds_per_byte{1};
-  mutable std::atomic<int> measured{0};  // times
+  mutable std::atomic<int> measured{0};  // how many times
 
-  // Null for what is not an operator of the dispatcher. Never freed.
+  // Returns null where the call is of no operator of the dispatcher. The result is never freed.
   static const Operator* of(const at::RecordFunction& call);
 
  private:
   static const Operator* look_up(const at::RecordFunction& call);
 };
 
-// Of the arguments of torch's batch norm.
+// Both are for the arguments of torch's batch norm (is_torch_batch_norm).
 inline bool trains_batch_norm(c10::ArrayRef<const c10::IValue> arguments) {
   return arguments.size() > 5 && arguments[5].isBool() && arguments[5].toBool();
 }

@@ -10,17 +10,19 @@
 namespace memsave_ext::remat {
 namespace {
 
-// Of the operators between a dropped content and what is kept.
+// The longest chain of operators from a dropped content back to what it is computed from.
 constexpr int kMostOperators = 16;
-// Of dropped contents, one computed from the other. What lies on the way stays in memory until
-// backward needs it, so that long chains would save nothing at the peak.
+// The longest chain of dropped contents, each computed from the one before. Once recomputed, those
+// on the way stay in memory until backward needs them, so that long chains would save nothing at
+// the peak.
 constexpr int kMostDropped = 4;
-// What an operator that is computed again costs the host beside its own time.
+// The host's cost of running one operator again, besides the operator's own time.
 constexpr double kHostSeconds = 4e-6;
-// How many copies within the cache a byte may cost: elementwise functions take 1 to 30,
-// normalizations 5 to 25, products of matrices 80 and more.
+// How much recomputing a byte may cost, in units of copying it within the cache. Elementwise
+// functions take 1 to 30, normalizations 5 to 25, matrix products 80 and more.
 constexpr double kCopies = 40;
 
+// Adds to the plan a repeat of `call`, which is the `operators`th in its chain.
 void add(const Call& call, Plan& plan, Freed& locked, int operators) {
   if (operators > kMostOperators) {
     plan.possible = false;
@@ -33,7 +35,7 @@ void add(const Call& call, Plan& plan, Freed& locked, int operators) {
     if (std::find(plan.needs.begin(), plan.needs.end(), content) != plan.needs.end()) continue;
     const bool unseen = !content->copied && content->fill == 0 && reference.changed();
     const bool lost = content->is_lost() || unseen;
-    // FSDP takes the memory of a module's parameters away after its forward.
+    // FSDP frees the memory of a module's parameters after its forward.
     const auto is_empty = [&](const c10::StorageImpl& storage) {
       return static_cast<int64_t>(storage.nbytes()) < reference.geometry.extent();
     };
@@ -49,7 +51,7 @@ void add(const Call& call, Plan& plan, Freed& locked, int operators) {
       plan.needs.push_back(content);
       continue;
     }
-    // An intermediate that nobody saved: computed again where that is cheap.
+    // An intermediate value that nobody saved is recomputed on the way.
     if (content->call) {
       plan.on_the_way.push_back(content);
       add(*content->call, plan, locked, operators + 1);

@@ -1,4 +1,4 @@
-// Which saved contents are dropped: those that are cheap to compute again from what is kept.
+// Decides which saved contents are dropped: those that are cheap to recompute from what is kept.
 #pragma once
 
 #include <memory>
@@ -9,26 +9,27 @@
 
 namespace memsave_ext::remat {
 
-// What computing a content again would take.
+// What it takes to recompute a content.
 struct Plan {
   bool possible = true;
-  double seconds = 0;
-  int64_t more_bytes = 0;  // that nobody else keeps
-  int dropped_depth = 0;
-  std::vector<std::shared_ptr<Content>> needs;
-  std::vector<std::shared_ptr<Content>> on_the_way;  // computed again, too, and kept by nobody
+  double seconds = 0;                                // estimated
+  int64_t more_bytes = 0;                            // that would be kept only for this
+  int dropped_depth = 0;                             // the largest of the contents in `needs`
+  std::vector<std::shared_ptr<Content>> needs;       // that it is computed from
+  std::vector<std::shared_ptr<Content>> on_the_way;  // also recomputed, since nobody saved them
 };
 
-// With contents_mutex(). `locked` gets what must stay alive until the mutex is let go.
+// The caller holds contents_mutex(). `locked` receives what must stay alive until it is released.
 Plan plan_for(const Content& content, Freed& locked);
 
-// With contents_mutex(). Whether what a dropped content is computed from is all still there.
+// Whether all memory that a dropped content is computed from is still there. The caller holds
+// contents_mutex().
 bool has_all_memory(const Content& content);
 
-// Whether to go by the plan, and why not.
+// Decides whether a content is dropped, given the plan for it, or why not.
 Verdict judge(const Content& content, const Plan& plan, Drops drops);
 
-// That a copy of so many bytes takes within the cache; measured once.
+// Returns how long copying `bytes` takes within the cache; the speed is measured once.
 double seconds_of_copy(int64_t bytes);
 
 }  // namespace memsave_ext::remat

@@ -26,7 +26,7 @@ std::optional<Random> Random::of(const Operator& op, c10::ArrayRef<const c10::IV
   if (op.generator && *op.generator < arguments.size()) {
     const c10::IValue& given = arguments[*op.generator];
     if (given.isGenerator() && given.toGenerator().defined()) {
-      // In a CUDA graph a copy would not be known to it.
+      // A CUDA graph in capture would not know the generator's copy.
       if (!all_on_cpu(arguments) && GraphRng::current()) return std::nullopt;
       return Random{clone_of(given.toGenerator()), nullptr};
     }

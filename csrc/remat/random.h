@@ -1,4 +1,4 @@
-// Random numbers that an operator drew, to be drawn again.
+// Lets an operator draw the same random numbers again.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -13,17 +13,19 @@
 
 namespace memsave_ext::remat {
 
-// Where its generator stood. Of an operator that takes one, a copy of it, which is handed to it;
-// so that nobody's generator is touched. Otherwise the state of all default generators.
+// The state of an operator's generator before it ran.
 struct Random {
+  // A copy of its generator, which is passed to it, so that no generator in use is touched. Empty
+  // where `defaults` is set.
   std::optional<at::Generator> generator;
+  // The state of all default generators; null where `generator` is set.
   std::shared_ptr<const RngState> defaults;
 
-  // Nothing where the numbers cannot be drawn again.
+  // Returns the present state for a call; nothing where the numbers cannot be drawn again.
   static std::optional<Random> of(const Operator& op, c10::ArrayRef<const c10::IValue> arguments);
 };
 
-// The operator draws the same numbers in this scope.
+// Makes the operator draw the same numbers in this scope.
 class RandomGuard {
  public:
   RandomGuard(const Random& random, const Operator& op, std::vector<c10::IValue>& arguments);

@@ -16,6 +16,7 @@
 namespace memsave_ext::remat {
 namespace {
 
+// A byte tensor on the whole storage.
 at::Tensor bytes_of(const c10::Storage& storage) {
   const auto options = at::TensorOptions().dtype(at::kByte).device(storage.device());
   const at::Tensor tensor = at::empty({0}, options);
@@ -29,7 +30,7 @@ c10::Storage empty_for(const Content& content) {
   return at::empty({content.bytes}, options).storage();
 }
 
-// One value that was asked for, with all that has to be computed on the way.
+// Recomputes one content, and everything that is needed on the way.
 class Recomputation {
  public:
   explicit Recomputation(Block& block) : block_(block) {}
@@ -50,7 +51,7 @@ class Recomputation {
  private:
   void run(Call& call) {
     std::vector<c10::IValue> stack = call.arguments;
-    std::unordered_map<const Content*, c10::Storage> copies;  // of what the operator writes
+    std::unordered_map<const Content*, c10::Storage> copies;  // of memory the operator writes
     std::vector<c10::Storage> storages;
     size_t last_argument = stack.size();
     for (const auto& reference : call.references) {
@@ -95,7 +96,7 @@ class Recomputation {
     return memory(reference.content);
   }
 
-  // What others still wait for stays.
+  // Stores a recomputed content; it stays in memory if saved tensors of it still wait for it.
   void keep(const std::shared_ptr<Content>& content, const c10::Storage& storage) {
     computed_.insert_or_assign(content.get(), storage);
     contents_.push_back(content);
@@ -119,7 +120,7 @@ class Recomputation {
       argument = tensor;
       return;
     }
-    // The call's own list stays as it is.
+    // The list is copied first, because the call's own must not change.
     if (argument.isOptionalTensorList()) {
       if (is_first) argument = argument.toOptionalTensorList().copy();
       argument.toOptionalTensorList().set(reference.element, tensor);
@@ -154,7 +155,7 @@ class Recomputation {
 
   Block& block_;
   std::unordered_map<const Content*, c10::Storage> computed_;
-  std::vector<std::shared_ptr<Content>> contents_;  // keep the keys alive
+  std::vector<std::shared_ptr<Content>> contents_;  // keeps the keys of computed_ alive
 };
 
 }  // namespace

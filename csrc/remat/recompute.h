@@ -1,4 +1,4 @@
-// Computing dropped contents again.
+// Recomputes dropped contents.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -10,11 +10,11 @@
 
 namespace memsave_ext::remat {
 
-// The memory of a content, computed again where it was dropped. Throws CheckpointError where what
-// it is computed from has changed. Without the GIL.
+// Returns the memory of a content, recomputed where it was dropped. Throws CheckpointError where
+// what it is computed from has changed. Call it without the GIL.
 c10::Storage memory_of(Block& block, const std::shared_ptr<Content>& content);
 
-// A copy of all bytes.
+// Returns a copy of all bytes of a storage.
 c10::Storage copy_of(const c10::Storage& storage);
 
 }  // namespace memsave_ext::remat

@@ -1,4 +1,4 @@
-// The part of a block that follows operators.
+// The part of a block that records operators as they run.
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -14,9 +14,9 @@
 namespace memsave_ext::remat {
 namespace {
 
-// How long chains of calls get, of which nothing was saved.
+// The longest chain of calls of which no result was kept.
 constexpr int kDeepest = 32;
-// The argument of this package's batch norm.
+// The argument of this package's batch norm that takes the statistics.
 constexpr size_t kStatistics = 4;
 
 bool below_autograd() {
@@ -34,7 +34,7 @@ void Block::Recording::measure(double seconds, const at::RecordFunction& functio
   }
   constexpr int64_t kMeasurable = 1 << 16;
   std::atomic<double>& least = call->op->seconds_per_byte;
-  constexpr int kTrusted = 3;  // the first calls are slow: memory is new, threads are started
+  constexpr int kTrusted = 3;  // the first calls are slow: memory is new and threads start
   if (bytes >= kMeasurable) {
     ++call->op->measured;
     if (seconds / bytes < least) least = seconds / bytes;
@@ -49,7 +49,7 @@ std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& f
   if (op == nullptr || op->is_composite) return nullptr;
   const bool is_recorded = !below_autograd() && !in_region() && at::GradMode::is_enabled();
   if (is_recorded && op->is_view) {
-    // A geometry of what its argument holds, which must be known.
+    // A view is another geometry of its argument's content, so that one must be known.
     for (const auto& input : function.inputs()) {
       for_tensors(input, [&](const at::Tensor& tensor, int64_t) {
         if (is_plain(tensor)) block->entry_of(tensor);
@@ -78,7 +78,7 @@ bool Block::refer(Recording& recording, const at::Tensor& tensor, size_t argumen
   bool overwritten = written && op.overwrites && all_of_it;
   for (auto& other : references) {
     if (other.content != entry.content) continue;
-    overwritten = other.overwritten = false;  // it reads what it writes
+    overwritten = other.overwritten = false;  // the operator reads what it writes
   }
   Reference& reference = references.emplace_back();
   reference.argument = argument;
@@ -103,7 +103,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   Call& call = *recording->call;
   call.op = &op;
   call.module = modules_.back();
-  // What is never computed again needs no recipe.
+  // What is never recomputed needs no arguments recorded.
   recording->repeatable = op.is_repeatable && !op.is_heavy;
   const bool is_mask = op.makes_mask && !inputs.empty() && inputs[0].toTensor().is_cpu();
   if (op.is_random && !is_mask && recording->repeatable) {
@@ -112,7 +112,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   }
   const bool trains = op.is_torch_batch_norm && trains_batch_norm(inputs);
   if (op.is_torch_batch_norm && !trains && inputs.size() > 3 && inputs[3].isTensor()) {
-    recording->repeatable = false;  // it reads statistics, which change unseen
+    recording->repeatable = false;  // it reads running statistics, which change unseen
   }
   if (recording->repeatable) {
     call.arguments.reserve(inputs.size());
@@ -120,7 +120,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   }
   for (size_t i = 0; i < inputs.size(); ++i) {
     const bool writes = i < op.writes.size() && op.writes[i];
-    // Batch norms are computed again without their running statistics.
+    // A batch norm is recomputed without its running statistics.
     const bool left_out =
         (trains && is_running_statistic(i)) || (op.is_own_batch_norm && (i == 5 || i == 6));
     if (writes || left_out) {
@@ -170,7 +170,7 @@ void Block::on_end(const at::RecordFunction& function, at::ObserverContext* cont
   recording->block->end(*recording, function);
 }
 
-// Its results are of this block, and what is seen of them is no recipe.
+// Notes that its results were made in this block; they get no call to recompute them by.
 void Block::end_unrecorded(const at::RecordFunction& function) {
   for (const auto& output : function.outputs()) {
     for_tensors(output, [&](const at::Tensor& tensor, int64_t) {
@@ -179,7 +179,7 @@ void Block::end_unrecorded(const at::RecordFunction& function) {
   }
 }
 
-// Of an operator that has made one on the CPU.
+// Keeps the result of bernoulli_ on the CPU as bits.
 void Block::keep_mask(Recording& recording) {
   Call& call = *recording.call;
   recording.repeatable = recording.repeatable && call.references[0].overwritten;
@@ -187,7 +187,7 @@ void Block::keep_mask(Recording& recording) {
   const Pause pause;
   const at::NoGradGuard no_grad;
   call.mask = pack_mask(recording.written[0].first);
-  constexpr double kCopies = 4;  // that filling a tensor from bits takes about
+  constexpr double kCopies = 4;  // filling a tensor from bits takes about as long as 4 copies
   call.seconds =
       std::min(call.seconds, kCopies * seconds_of_copy(call.references[0].content->bytes));
 }
@@ -203,10 +203,10 @@ void Block::end(Recording& recording, const at::RecordFunction& function) {
   }
   if (depth > kDeepest) recording.repeatable = false;
   const auto outputs = function.outputs();
-  // Where these were given they are among the arguments, and returned empty.
+  // Statistics that were given are among the arguments, and this output is empty.
   if (call.op->is_own_batch_norm && outputs.size() == 2 && is_plain(outputs[1].toTensor()) &&
       outputs[1].toTensor().numel() > 0) {
-    // It is computed again from the statistics of its forward.
+    // The batch norm is recomputed from the statistics of its forward.
     made(recording, outputs[1].toTensor(), 1, -1);
     if (recording.repeatable) {
       recording.repeatable = refer(recording, outputs[1].toTensor(), kStatistics, -1);
@@ -220,7 +220,7 @@ void Block::end(Recording& recording, const at::RecordFunction& function) {
       }
     });
   }
-  // What was written and not returned.
+  // Memory that was written but not returned gets a new content, too.
   for (const auto& [tensor, before] : recording.written) {
     const auto found = table_.find(storage_of(tensor));
     if (found == table_.end() || found->second.content->born <= recording.born) renew(tensor);
@@ -239,7 +239,7 @@ void Block::made(Recording& recording, const at::Tensor& tensor, size_t output, 
   entry.see(tensor);
   const std::shared_ptr<Content> content = entry.content;
   if (content->op == nullptr) content->op = recording.call->op;
-  if (content->call || content->decided) return;  // by an operator inside of this one
+  if (content->call || content->decided) return;  // settled by an operator inside this one
 
   int64_t written = -1;
   for (size_t i = 0; i < recording.call->references.size(); ++i) {

@@ -39,12 +39,13 @@ class BlockSaved final : public Saved {
     if (PyGILState_Check()) no_gil.emplace();
     c10::Storage storage = memory_of(*block_, content_);
     no_gil.reset();
-    // Taken: this holder does not come again in this backward.
+    // Counts this holder as served: it does not ask again in this backward.
     (void)open_held();
     return geometry_.view(std::move(storage));
   }
 
  private:
+  // Returns the tensor if the content's memory is there.
   std::optional<at::Tensor> open_held() {
     Freed freed;
     c10::intrusive_ptr<c10::StorageImpl> held;
@@ -67,7 +68,7 @@ class BlockSaved final : public Saved {
     return geometry_.view(c10::Storage(std::move(held)));
   }
 
-  // One holder less waits for what was computed again.
+  // Counts one holder less that waits for the recomputed memory, and frees it after the last one.
   void close(Freed& freed) {
     if (--content_->unopened == 0 && content_->dropped && content_->held) {
       freed.push_back(std::move(content_->held));
@@ -79,13 +80,13 @@ class BlockSaved final : public Saved {
   const Geometry geometry_;
   const c10::VariableVersion version_;
   const uint32_t noted_;
-  uint64_t opened_;  // which computation of it
+  uint64_t opened_;  // the content's `fill` that this holder has opened last
 };
 
 }  // namespace
 
-// A tensor that the recorder does not understand. torch itself does not check versions where there
-// are hooks.
+// Keeps a tensor that the block cannot drop as a content. Checks its version, because torch does
+// not where there are hooks.
 class KeptSaved final : public Saved {
  public:
   explicit KeptSaved(const at::Tensor& tensor) : tensor_(tensor), noted_(version_of(tensor)) {}

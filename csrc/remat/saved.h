@@ -1,4 +1,4 @@
-// What autograd holds in place of the tensors that a block saves.
+// The pack hook of a block: what autograd holds in place of the tensors it saves.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// Looking into an operator's arguments and results.
+// Helpers to visit the tensors among an operator's arguments and results.
 #pragma once
 
 #include <ATen/core/List.h>
@@ -10,11 +10,12 @@
 
 namespace memsave_ext::remat {
 
-// Null where a tensor is not plain.
+// Returns null where the tensor is not plain.
 inline const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return is_plain(tensor) ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
+// Calls visit(tensor, element) for each; `element` is the position in a list, else -1.
 template <typename Visit>
 void for_tensors(const c10::IValue& value, const Visit& visit) {
   if (value.isTensor()) {

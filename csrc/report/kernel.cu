@@ -1,4 +1,4 @@
-// A kernel that reports which of the compiled images the driver chose.
+// A kernel that reports for which architecture the image was compiled that the driver chose.
 #include <cuda_runtime.h>
 
 #include "report/probe.h"

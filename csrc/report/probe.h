@@ -1,4 +1,4 @@
-// Tells whether a kernel of this build runs on the present card; memsave_ext.report asks.
+// Tests whether a kernel of this build runs on the present GPU, for memsave_ext.report.
 #pragma once
 
 namespace memsave_ext {

@@ -12,7 +12,7 @@
 
 namespace memsave_ext::vector {
 
-// What values of a DType are stored in here: CUDA's own types in place of vector/types.h's.
+// The type in which values of a DType are stored: CUDA's own in place of those of vector/types.h.
 template <DType dtype>
 struct StoredOnDevice : Stored<dtype> {};
 template <>
@@ -26,11 +26,13 @@ struct StoredOnDevice<DType::kBFloat16> {
 template <DType dtype>
 using DeviceStorageOf = typename StoredOnDevice<dtype>::type;
 
+// Converts a stored value to the type in which it is computed.
 __device__ __forceinline__ double widen(double x) { return x; }
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
 __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 
+// Converts a computed value to the type T in which it is stored, rounding to nearest.
 template <typename T>
 __device__ __forceinline__ T narrow(ValueOf<T> x) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -58,7 +60,7 @@ struct alignas(sizeof(T) * size) Vector {
   }
 };
 
-// Words, because values of 2 bytes would each take a register of 4 while they wait.
+// Values of 2 bytes are kept in pairs, because each alone would take a register of 4 bytes.
 template <typename T, int size>
 struct alignas(sizeof(T) * size) Vector<T, size, true> {
   uint32_t words[size / 2];
@@ -96,7 +98,7 @@ struct alignas(sizeof(T) * size) Vector<T, size, true> {
   }
 };
 
-// Both take offsets in vectors.
+// These two take `offset` in vectors, not in elements or bytes.
 template <typename Vec>
 __device__ __forceinline__ Vec load(const void* from, int64_t offset) {
   return static_cast<const Vec*>(from)[offset];
@@ -107,13 +109,14 @@ __device__ __forceinline__ void store(void* to, int64_t offset, const Vec& vecto
   static_cast<Vec*>(to)[offset] = vector;
 }
 
-// A vector that lies anywhere, or of which only the first `count` elements are there.
+// A vector that need not be aligned, or of which only the first `count` elements exist.
 struct Part {
   int64_t begin;  // in elements
-  int count;
+  int count;      // of elements that exist
 };
 
-// Vec::Element is the type of its elements. What is not there is 0.
+// These two load and store a part. Vec::Element is the type of Vec's elements; load() gives 0 for
+// elements that do not exist.
 template <typename Vec>
 __device__ __forceinline__ Vec load(const void* from, Part part) {
   using T = typename Vec::Element;

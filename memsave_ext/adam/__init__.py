@@ -1,4 +1,4 @@
-"""Adam and AdamW as one native call, or stepped in backward as the gradients arrive."""
+"""Adam and AdamW: a step is one native call, or runs in backward as the gradients arrive."""
 
 from .optimizer import Adam, AdamW
 from .owners import remove_hooks

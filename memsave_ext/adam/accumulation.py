@@ -1,4 +1,4 @@
-"""Backwards that are not the last of a step, or not of it."""
+"""Gradient accumulation, and backwards that must not step the parameters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .loss_scaling import LossScaling
 class Accumulation(LossScaling):
     """Methods of :class:`~memsave_ext.Adam`."""
 
-    _pauses = 0  # blocks that have been entered
-    _reductions: list[Any]  # of DistributedDataParallel modules
+    _pauses = 0  # how many paused() blocks are open
+    _reductions: list[Any]  # one StepReduced for each attached DistributedDataParallel module
     _accumulate_when: Callable[[], object] | None = None
     _folds_when = False
 
@@ -24,21 +24,22 @@ class Accumulation(LossScaling):
     def accumulate(self, fold: bool = False) -> Iterator[None]:
         """Let gradients add up in ``.grad`` inside the block.
 
-        Around all but the last backward of a step. The last one then steps with the sum, as with
-        one backward over the whole batch; a parameter that it does not reach is stepped by
-        :meth:`step`.
+        Put it around all but the last backward of a step. The last one then steps with the sum, as
+        one backward over the whole batch would; :meth:`step` steps the parameters that the last
+        backward does not reach.
 
         Args:
-            fold: add them to the moments instead, at once, so that there is no memory of gradients
-                at all. The first moment is exact. The second needs the square of the sum, and gets
-                it from the first, of which meanwhile only 16 bits of the old value are kept, as of
-                the second's: off by some percent of Adam's step at most. States of float32 or
-                float64 only. :meth:`zero_grad` does not take back what has been folded.
+            fold: add each gradient to the moments at once instead, so that gradients take no memory
+                at all. The first moment is exact. The second needs the square of the sum, which is
+                derived from the first moment. Until then the old values of both moments are kept in
+                16 bits each (with float32 states), so Adam's step is off by some percent at most.
+                States must be float32 or float64. :meth:`zero_grad` does not take back what has
+                been folded.
 
         Raises:
-            ValueError: ``fold`` without ``in_backward``, or with what needs the sum of gradients
-                before they are folded: a grad_scaler, max_grad_norm, clip_global_norm; or with
-                another state_dtype.
+            ValueError: ``fold`` without ``in_backward``; with an option that needs whole gradients
+                before they are folded: grad_scaler, max_grad_norm or clip_global_norm; or with a
+                state_dtype other than float32.
         """
         modes.check_bool("fold", fold)
         if fold:
@@ -51,21 +52,21 @@ class Accumulation(LossScaling):
 
     @contextlib.contextmanager
     def paused(self, *, keep: bool = False) -> Iterator[None]:
-        """Step nothing in the backwards inside the block: of losses that are not to train this.
+        """Step nothing in the backwards inside the block, whose losses must not train this model.
 
-        Around the generator's step of a GAN for the discriminator's optimizer, say::
+        For example, the discriminator's optimizer is paused in the generator's step of a GAN::
 
             with opt_d.paused():
                 loss_g(discriminator(generator(z))).backward()
 
-        For backwards of all threads, as :meth:`accumulate`.
+        It applies to the backwards of all threads, as :meth:`accumulate` does.
 
         Args:
-            keep: leave gradients in ``.grad``, to which later ones are added. They are dropped
-                otherwise, each as it arrives, and what was in ``.grad`` before is there after.
+            keep: leave gradients in ``.grad``, to which later ones are added. Otherwise each
+                gradient is dropped as it arrives, and ``.grad`` is restored when the block ends.
 
         Raises:
-            RuntimeError: ``keep`` after :meth:`norm_pass`; from :meth:`step` inside.
+            RuntimeError: ``keep`` after :meth:`norm_pass`; :meth:`step` is called in the block.
         """
         modes.check_bool("keep", keep)
         params = [p for g in self.param_groups for p in g["params"]]
@@ -91,22 +92,22 @@ class Accumulation(LossScaling):
     def accumulate_when(
         self, condition: Callable[[], object] | None, *, fold: bool = False
     ) -> None:
-        """As :meth:`accumulate`, where a trainer runs the loop: decided by each backward.
+        """Accumulate where ``condition`` says so: :meth:`accumulate` for loops that a trainer runs.
 
-        Once, before training::
+        Call it once, before training::
 
             opt.accumulate_when(lambda: not accelerator.sync_gradients)
 
-        A copied or unpickled optimizer is to be told again.
+        A copied or unpickled optimizer has no condition; call this again.
 
         Args:
-            condition: called when the first gradient of a backward arrives; true where the backward
-                is not the last of its step. None: no condition any more.
+            condition: called when the first gradient of a backward arrives; returns true where the
+                backward is not the last of its step. None removes the condition.
             fold: as in :meth:`accumulate`.
 
         Raises:
             TypeError: ``condition`` is neither callable nor None.
-            ValueError: as from :meth:`accumulate`; ``fold`` after :meth:`attach`.
+            ValueError: as in :meth:`accumulate`; ``fold`` after :meth:`attach`.
         """
         if condition is not None and not callable(condition):
             raise TypeError(
@@ -122,7 +123,7 @@ class Accumulation(LossScaling):
         self._stepper.ask(condition is not None)
 
     def _on_gradients(self) -> str:
-        """What a backward does with its gradients: "step", "fold" or "keep" them."""
+        """Returns what a backward does with its gradients: "step", "fold" or "keep"."""
         if self._accumulate_when is None or not self._accumulate_when():
             return "step"
         if not self._folds_when:

@@ -1,8 +1,7 @@
-"""Moments of 8 bits, in blocks: codes, and a scale for each block. As csrc/adam/code8.h says, in
-torch's operators.
+"""Blockwise 8-bit moments: a code for each element and a scale for each block.
 
-Tensors are float32 and flat where nothing else is said. ``random`` is 16 random bits for each
-element, in int32.
+The encoding of csrc/adam/code8.h in torch's operators. Unless stated otherwise, tensors are float32
+and flat. ``random`` is 16 random bits for each element, in int32.
 """
 
 from __future__ import annotations
@@ -17,13 +16,15 @@ from .elements import Elements, zeros_like
 from .formats import BLOCK
 from .precise import square_root, wide
 
-SMALLEST = 4096  # elements of a parameter
+SMALLEST = 4096  # elements; smaller parameters have no 8-bit moments
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 
 
 def takes_blocks(param: Tensor) -> bool:
-    """Whether its moments can be of 8 bits: blocks follow memory, and are not worth it in small
-    ones."""
+    """Whether the moments of ``param`` can be 8-bit.
+
+    Blocks are consecutive in memory, so it must be dense; in small ones they are not worth it.
+    """
     return param.numel() >= SMALLEST and Elements(param).dense
 
 
@@ -33,7 +34,10 @@ def blocks_of(param: Tensor) -> int:
 
 @functools.cache
 def _lines(levels: int) -> list[tuple[float, float, float, float]]:
-    """Of each level: number = start + step * code, and code = offset + inverse * number."""
+    """Returns (start, step, offset, inverse) of each level.
+
+    number = start + step * code, and code = offset + inverse * number.
+    """
     lines = []
     for level in range(levels):
         top = 1.0
@@ -50,14 +54,14 @@ def _lines(levels: int) -> list[tuple[float, float, float, float]]:
 
 @functools.cache
 def _numbers(levels: int) -> Tensor:
-    """Of all codes."""
+    """Returns the number from 0 to 1 that each code stands for."""
     codes = torch.arange(1 << levels, dtype=torch.float64)
     of_levels = [codes * step + start for start, step, _, _ in _lines(levels)]
     return torch.stack(of_levels).amax(0).float()
 
 
 def _codes(numbers: Tensor, levels: int) -> Tensor:
-    """Not rounded."""
+    """Returns the codes of numbers from 0 to 1, not yet rounded to integers."""
     numbers = wide(numbers)
     codes = torch.full_like(numbers, float("inf"))
     for _, _, offset, inverse in _lines(levels):
@@ -72,7 +76,10 @@ def _blocks(values: Tensor) -> Tensor:
 def _encode(
     values: Tensor, random: Tensor, levels: int, least: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Codes as int32 and scales. A block with a value that is not finite is shown by its scale."""
+    """Returns the codes in int32, padded to whole blocks, and a scale for each block.
+
+    A block with a value that is not finite has a NaN as scale.
+    """
     values, random = _blocks(values), _blocks(random)
     scale = values.amax(1, keepdim=True)
     scale = torch.where(scale.isfinite(), scale, float("nan"))
@@ -91,7 +98,7 @@ def _decode(codes: Tensor, scale: Tensor, levels: int) -> Tensor:
 
 
 def encode_exp_avg(exp_avg: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 codes, and a scale for each block."""
+    """Returns uint8 codes, of which the top bit is the sign, and a scale for each block."""
     codes, scale = _encode(exp_avg.abs(), random, 7, None)
     codes = codes[: exp_avg.numel()]
     finite = scale.isfinite().repeat_interleave(BLOCK)[: exp_avg.numel()]
@@ -104,7 +111,10 @@ def decode_exp_avg(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def encode_exp_avg_sq(exp_avg_sq: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
-    """Likewise, of the root. No root but 0 becomes 0, by which a step would be divided."""
+    """Returns uint8 codes of the square root, and a scale for each block.
+
+    A root that is not 0 does not become 0, because the step is divided by it.
+    """
     root = square_root(exp_avg_sq)
     codes, scale = _encode(root, random, 8, least=(root * 1e30).clamp(max=1))
     return codes[: root.numel()].byte(), scale
@@ -115,7 +125,7 @@ def decode_exp_avg_sq(codes: Tensor, scale: Tensor) -> Tensor:
     return root * root
 
 
-# by the name of a moment
+# The same, for a moment given by its name.
 
 
 def encode(name: str, values: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,7 +137,7 @@ def decode(name: str, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def to_blocks(state: dict[str, Tensor], param: Tensor) -> None:
-    """Moments become 8 bits, rounded to nearest."""
+    """Converts the moments in ``state`` to blockwise 8-bit, rounded to nearest."""
     elements, half = Elements(param), torch.tensor(0x8000, device=param.device)
     for name in ("exp_avg", "exp_avg_sq"):
         values = elements.flat(state[name]).float()
@@ -136,7 +146,7 @@ def to_blocks(state: dict[str, Tensor], param: Tensor) -> None:
 
 
 def from_blocks(state: Mapping[str, Tensor], name: str) -> Tensor:
-    """A moment of 8 bits in float32."""
+    """Returns the 8-bit moment ``name`` in float32."""
     elements = Elements(state[name])
     values = decode(name, elements.flat(state[name]), state[f"{name}_scale"])
     return zeros_like(state[name], torch.float32).copy_(elements.shaped(values))

@@ -1,6 +1,7 @@
-"""torch's clipping finds no gradients where parameters were stepped in backward: an error.
+"""Makes torch's clipping raise for parameters that were stepped in backward.
 
-Trainers clip by default, and torch says nothing where it clips nothing (torchtune#1934).
+Their gradients are gone. Trainers clip by default, and torch does not report that it has clipped
+nothing (torchtune#1934).
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ _guarded: set[str] = set()
 
 
 def watch(optimizer: Any) -> None:
-    """Make torch's functions raise where this optimizer has stepped their parameters already."""
-    _guard("_clip_grads_with_norm_", "clip_grad_norm_", "max_norm")  # the former is in the latter
+    """Make torch's functions raise for parameters that this optimizer has stepped already."""
+    # clip_grad_norm_ calls _clip_grads_with_norm_.
+    _guard("_clip_grads_with_norm_", "clip_grad_norm_", "max_norm")
     _guard("clip_grad_value_", "clip_grad_value_", "clip_value")
     _optimizers.add(optimizer)
 
 
 def _check(name: str, params: list[Tensor], limit: float) -> None:
-    if limit == math.inf:  # the norm is asked for
+    if limit == math.inf:  # the caller only wants to know the norm
         return
     for optimizer in _optimizers:
         if count := optimizer._stepper.count_used(params):
@@ -47,9 +49,9 @@ def _guard(function: str, name: str, limit: str) -> None:
         return
     wrapper = getattr(_torch, function)
     variables = wrapper.__code__.co_freevars
-    if "func" not in variables:  # not torch's decorator
+    if "func" not in variables:  # the function is not wrapped by torch's decorator
         return
-    # Into the decorator around it: this reaches those who imported the function, too.
+    # Replaces the function inside its decorator, which also reaches modules that imported it.
     cell = wrapper.__closure__[variables.index("func")]
     inner: Callable[..., Any] = cell.cell_contents
     signature = inspect.signature(inner)
@@ -60,7 +62,7 @@ def _guard(function: str, name: str, limit: str) -> None:
             return inner(*args, **kwargs)
         call = signature.bind(*args, **kwargs)
         params = call.arguments["parameters"]
-        # Read twice: it may be a generator.
+        # It is read twice, and may be a generator.
         params = [params] if isinstance(params, Tensor) else list(params)
         call.arguments["parameters"] = params
         _check(name, params, float(call.arguments[limit]))

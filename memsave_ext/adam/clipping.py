@@ -1,4 +1,4 @@
-"""Clipping all gradients of an optimizer together."""
+"""Clips all gradients of an optimizer by their global norm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .dtensor import is_dtensor
 
 
 class Clipping(torch.optim.Optimizer):
-    """Methods of :class:`~memsave_ext.Adam`; ``_stepper`` does what they say."""
+    """Methods of :class:`~memsave_ext.Adam`, carried out by ``_stepper``."""
 
     _in_backward = False
     _clip_global_norm: float | None = None
@@ -22,7 +22,7 @@ class Clipping(torch.optim.Optimizer):
 
     @property
     def clip_global_norm(self) -> float | None:
-        """The norm that all gradients together are clipped to in :meth:`step`; None: not."""
+        """The global norm that :meth:`step` clips all gradients to; None: no clipping."""
         return self._clip_global_norm
 
     @clip_global_norm.setter
@@ -40,16 +40,18 @@ class Clipping(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Of all gradients in the last step, before they were clipped: a float32 scalar. None where
-        neither ``clip_global_norm`` nor :meth:`norm_pass` has measured it."""
+        """The global norm of the last step's gradients before clipping, a float32 scalar.
+
+        None where neither ``clip_global_norm`` nor :meth:`norm_pass` has measured it.
+        """
         norm: Tensor | None = self._stepper.grad_norm()
         return norm
 
     @contextlib.contextmanager
     def norm_pass(self, max_norm: float) -> Iterator[None]:
-        """Measure the norm of all gradients, and drop them, so that the next backward is clipped.
+        """Measure the global norm and drop the gradients, so that the next backward can clip.
 
-        Exact, without the memory of all gradients, for the time of a second backward::
+        This clips exactly without keeping all gradients, at the cost of a second backward::
 
             with opt.norm_pass(max_norm=1.0):
                 loss.backward(retain_graph=True)
@@ -59,8 +61,8 @@ class Clipping(torch.optim.Optimizer):
         Instead of ``retain_graph`` the forward can be run again. :attr:`grad_norm` is the norm.
 
         Raises:
-            ValueError: not ``in_backward``, or with ``clip_global_norm`` or ``max_grad_norm``;
-                DTensors.
+            ValueError: without ``in_backward``; with ``clip_global_norm`` or ``max_grad_norm``;
+                with DTensor parameters.
             RuntimeError: gradients are being accumulated, or were stepped already.
         """
         modes.check_norm("max_norm", max_norm)

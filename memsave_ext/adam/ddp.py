@@ -1,8 +1,8 @@
-"""Adam stepped in backward under DistributedDataParallel: when a bucket has been reduced.
+"""Steps Adam in backward under DistributedDataParallel, when a bucket has been reduced.
 
-The reducer calls a communication hook with each bucket of gradients, and writes what it returns to
-``.grad`` at the end of backward. Here the bucket's parameters are stepped as soon as its gradients
-are there, and ``.grad`` is left empty.
+The reducer calls a communication hook with each bucket of gradients, and writes what the hook
+returns to ``.grad`` at the end of backward. Here the hook steps the bucket's parameters as soon as
+its gradients are reduced, and leaves ``.grad`` empty.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Hook = Callable[[Any, Any], Any]
 
 
 _hooks: weakref.WeakKeyDictionary[DistributedDataParallel, StepReduced]
-_hooks = weakref.WeakKeyDictionary()  # a module has one for life
+_hooks = weakref.WeakKeyDictionary()  # a module's hook cannot be replaced, so it is kept
 
 
 def attach(
@@ -32,7 +32,10 @@ def attach(
     hook: Hook | None,
     state: Any,
 ) -> StepReduced:
-    """Have ``optimizer`` step these parameters of ``ddp``, reduced by ``hook`` or as usual."""
+    """Have ``optimizer`` step these parameters of ``ddp``.
+
+    ``hook`` reduces the gradients; None: torch's all-reduce.
+    """
     step_reduced = _hooks.get(ddp)
     if step_reduced is None:
         step_reduced = StepReduced(ddp)
@@ -47,13 +50,13 @@ def attach(
 
 
 class StepReduced:
-    """The communication hook of a module; without an optimizer, it fills ``.grad``."""
+    """The communication hook of a module. While no optimizer is attached it fills ``.grad``."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._optimizer: Callable[[], Any] = lambda: None
-        self._params: dict[int, Tensor] = {}  # that it steps, by id
+        self._params: dict[int, Tensor] = {}  # the parameters that the optimizer steps, by id
         self._group = ddp.process_group
-        # Otherwise every process uses every parameter.
+        # False: every process uses every parameter in each backward.
         self._some_unused = ddp.find_unused_parameters or ddp.static_graph
         self._reducer_writes = True
         self._set_reduction(None, None)
@@ -61,7 +64,7 @@ class StepReduced:
 
     @property
     def stepper(self) -> Any:
-        """Of the optimizer; None when there is none any more."""
+        """The attached optimizer's stepper; None without an optimizer."""
         optimizer = self._optimizer()
         return None if optimizer is None else optimizer._stepper
 
@@ -95,7 +98,7 @@ class StepReduced:
                 "hand yours over: opt.attach(ddp, hook=..., state=...)"
             ) from error
         if hasattr(ddp.reducer, "_set_optimizer_in_backward"):
-            # Nothing is copied back into .grad, where all of it would be there at once.
+            # The reducer then does not write to .grad, where all gradients would exist at once.
             ddp.reducer._set_optimizer_in_backward()
             self._reducer_writes = False
 
@@ -110,14 +113,16 @@ class StepReduced:
             mine = [param for (param, _), own in zip(pairs, ours, strict=True) if own]
             backward = stepper.begin_reduced(mine)
             for param in mine:
-                param.grad = None  # the bucket has it
+                param.grad = None  # the bucket has the gradient
             if self._reducer_writes and bucket.is_last():
-                # What writes is queued after this call: two callbacks later it has been.
+                # The reducer queues its write to .grad after this call. A callback that another
+                # callback queues runs after that write.
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(lambda: engine.queue_callback(self._clear_gradients))
         futures = [self._reduce(self._state, bucket)]
         if self._some_unused:
-            # What no process used arrives as zeros, which a used one's gradient may also be.
+            # The gradient of a parameter that no process used arrives as zeros, and so may that of
+            # a used one: the flags tell them apart.
             flags = torch.tensor(used, dtype=torch.int32, device=buffer.device)
             work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
             assert work is not None
@@ -155,12 +160,15 @@ class StepReduced:
 
 @contextlib.contextmanager
 def _that_backward_waits_for(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """``stream``: of the backward; None on a CPU.
+    """Runs the block on a stream that the end of backward waits for.
 
-    NCCL's futures have devices: their callbacks run on a stream of their own, for which the end of
-    backward waits. gloo's have none: they run on the default stream of gloo's thread, which has
-    what was reduced, and for which nobody waits. There, what follows goes to the stream of the
-    backward, which waits for the default one: gloo is done by then, so it waits for nothing more.
+    ``stream`` is the backward's; None on a CPU.
+
+    Callbacks of NCCL's futures, which have devices, run on a stream of their own, and the end of
+    backward waits for it. gloo's futures have no devices: their callbacks run on the default stream
+    of gloo's thread, which has the reduced values and which nobody waits for. In that case the
+    block runs on the backward's stream, which waits for the default one. That wait is short,
+    because gloo is done by then.
     """
     if stream is None:
         yield

@@ -1,4 +1,4 @@
-"""What the steps need of DTensors: the part of one that is in this process."""
+"""Access to a DTensor's local part, the shard in this process, which is what steps work on."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def local_tensor(tensor: Any) -> Tensor:
-    """The tensor itself, where it is none. Shares memory, and is no part of a graph."""
+    """Returns a DTensor's local part, which shares its memory and has no autograd history.
+
+    A tensor that is no DTensor is returned as it is.
+    """
     local = getattr(tensor, "_local_tensor", tensor)
-    if hasattr(local, "trigger_wait"):  # a collective is still to fill it
+    if hasattr(local, "trigger_wait"):  # a pending collective still has to fill it
         local = local.wait()
     return local  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
 def local_gradient(param: Any, grad: Any) -> Tensor:
-    """Of a parameter's gradient, placed as the parameter is."""
+    """Returns the local part of the gradient, redistributed to ``param``'s placement."""
     if is_dtensor(param) and grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
     return local_tensor(grad)
 
 
 def as_placed(param: Any, local: Tensor) -> Tensor:
-    """The tensor of ``param``'s shape and placement with this local part."""
+    """Returns ``local`` as a DTensor of ``param``'s shape and placement, where it is a DTensor."""
     if not is_dtensor(param):
         return local
     from torch.distributed.tensor import DTensor

@@ -1,4 +1,4 @@
-"""What a parameter's memory stands for: its elements as real numbers, in the order of memory."""
+"""Views of a parameter's elements as real numbers, in the order in which they lie in memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from torch import Tensor
 
 
 class Elements:
-    """A parameter's elements in the order of its memory; with gaps, in that of its indices."""
+    """Converts between tensors of a parameter's shape and flat ones.
+
+    The flat order is that of memory, or of indices where the memory has gaps (not ``dense``).
+    """
 
     def __init__(self, param: Tensor) -> None:
         param = real(param)
@@ -27,15 +30,17 @@ class Elements:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a copy where its memory is not what it stands for: conjugate and
-    negative views, and zeros without memory."""
+    """Returns the tensor, or a copy where its memory does not hold its values.
+
+    Those are conjugate and negative views, and zero tensors without memory.
+    """
     if torch._is_zerotensor(tensor):
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor.resolve_conj().resolve_neg()
 
 
 def real(tensor: Tensor) -> Tensor:
-    """Of a complex tensor, its pairs of real numbers."""
+    """Returns a complex tensor as a view of its pairs of real numbers, any other as it is."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -44,5 +49,5 @@ def real_type(tensor: Tensor) -> torch.dtype:
 
 
 def zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """With the strides of ``param``, where it is dense."""
+    """Returns zeros of the shape of ``param``, with its strides where it is dense."""
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)

@@ -1,7 +1,7 @@
-"""What goes wrong in a step, in words. Every message is here, once.
+"""The errors of a step. Every message is here, once.
 
-The native part and the fallback find out what is wrong, each by itself, and raise what these
-functions make of it. csrc/adam calls them by name.
+The native part and the fallback each detect what is wrong and raise the exceptions that these
+functions return. csrc/adam calls them by name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _REASONS = {
 
 
 def impossible(reason: str, stepped: int) -> RuntimeError:
-    """An event that the state does not allow. A failed backward had ``stepped`` parameters."""
+    """For an event that the step's state does not allow.
+
+    ``stepped`` is how many parameters a backward had stepped before it failed.
+    """
     return RuntimeError(f"Adam: {_REASONS[reason].format(stepped=stepped)}")
 
 

@@ -1,7 +1,7 @@
 """How Adam stores parameters and moments: one row for each format.
 
-Whatever depends on a format reads it here: the checks of options, what a state consists of, the
-fallback's arithmetic, predicted footprints. csrc/adam/formats.h has the same rows for the kernels.
+The checks of options, the contents of a state, the fallback's arithmetic and predicted footprints
+all follow these rows. csrc/adam/formats.h has the same rows for the kernels.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 256  # elements of 8-bit moments that share a scale
-NARROW = (torch.float32, torch.float16, torch.bfloat16)  # computed in float32
-COMPUTED = (torch.float64, *NARROW)  # real types of parameters
+NARROW = (torch.float32, torch.float16, torch.bfloat16)  # dtypes that are computed in float32
+COMPUTED = (torch.float64, *NARROW)  # supported dtypes; of complex parameters, their real dtype
 
 
 # parameters
@@ -23,13 +23,16 @@ COMPUTED = (torch.float64, *NARROW)  # real types of parameters
 
 @dataclass(frozen=True)
 class ParamFormat:
-    """A value of ``bf16=``, for bfloat16 parameters; None is for all.
+    """How a parameter is stored. Rows with a name are for bfloat16 parameters only.
 
     Attributes:
-        store: from float32 values, the parameter and its rest; with 16 random bits for each where
-            it is ``at_random``, else None.
-        load: the values again, from both. Where there is no rest, they are the parameter's.
-        rest: the type of ``state["param_rest"]``; None where there is none.
+        name: the value of ``bf16=``.
+        store: takes float32 values, and 16 random bits for each if ``at_random`` (else None);
+            returns the parameter's values and the rest, None without one.
+        load: takes the parameter and the rest and returns float32 values; None without a rest.
+        rest: the dtype of ``state["param_rest"]``, which holds the bits that bfloat16 has no room
+            for; None where there is no rest.
+        at_random: whether ``store`` rounds at random.
     """
 
     name: str | None
@@ -40,13 +43,15 @@ class ParamFormat:
 
 
 def round_at_random(values: Tensor, random: Tensor) -> Tensor:
-    """To bfloat16, up in proportion to the distance from below."""
+    """Rounds to bfloat16 stochastically: up with a probability that is the discarded fraction."""
     return _upper(_bits(values) + random)
 
 
 def kahan(values: Tensor) -> tuple[Tensor, Tensor]:
-    """bfloat16, and what rounding took, as another. An infinity has no rest: with one it would be
-    no number when it is read again."""
+    """Returns the values in bfloat16 and the Kahan compensation, the rounding error, as another.
+
+    The compensation of an infinity is 0, since the sum of both would be NaN otherwise.
+    """
     upper = values.bfloat16()
     rest = values - upper.float()
     return upper, torch.where(rest.isfinite(), rest, 0).bfloat16()
@@ -57,7 +62,7 @@ def unkahan(upper: Tensor, rest: Tensor) -> Tensor:
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """All bits: a bfloat16, of the nearest, and an int16."""
+    """Splits float32 into the nearest bfloat16 and the lower 16 bits in int16, without loss."""
     bits = _bits(values)
     return _upper(bits + 0x8000), bits.to(torch.int16)
 
@@ -67,7 +72,7 @@ def unsplit(upper: Tensor, rest: Tensor) -> Tensor:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """With one NaN for all, to whose bits others can be added."""
+    """Returns the bits of float32 values. All NaNs become one, whose bits can be added to."""
     return torch.where(values.isnan(), 0x7FC00000, values.view(torch.int32))
 
 
@@ -91,15 +96,16 @@ class StateFormat:
     """How both moments are stored.
 
     Attributes:
-        name: that of the row, as csrc/adam/formats.h has it.
+        name: the row's name, as in csrc/adam/formats.h.
         option: the ``state_dtype=`` that makes such states.
-        dtype: of the moments; None: the parameter's.
-        params: types of parameters that can have it beside their own type.
+        dtype: the dtype of the moments; None: that of the parameter.
+        params: dtypes of the parameters whose states can have this format.
         store: rounds float32 values at random to ``dtype``, with 16 random bits for each; None
-            where they are rounded to nearest, or lie in blocks. Only where the option is set:
-            without it the same dtype is the parameter's own, rounded to nearest.
-        amsgrad: whether it can be combined.
-        block: elements that share a scale of float32; 0: there are no scales.
+            where they are rounded to nearest, or are blockwise 8-bit. It applies only where the
+            option is set: without it, moments of the same dtype are rounded to nearest, because
+            that is the parameter's own dtype.
+        amsgrad: whether amsgrad can be combined with it.
+        block: number of elements that share a float32 scale; 0: there are no scales.
     """
 
     name: str
@@ -116,11 +122,11 @@ class StateFormat:
 
     @property
     def sharded(self) -> bool:
-        """Whether states of DTensors can be it: scales are of memory, not of a placement."""
+        """Whether DTensors can have it: blocks follow memory, so scales cannot be resharded."""
         return self.block == 0
 
     def bytes_per_element(self, param: torch.dtype) -> float:
-        """Of both moments, without amsgrad."""
+        """Returns the bytes of both moments and their scales per element, without amsgrad."""
         scale = torch.float32.itemsize / self.block if self.block else 0
         return 2 * ((self.dtype or param).itemsize + scale)
 
@@ -137,10 +143,10 @@ STATE_FORMATS = (
 
 
 def param_format(name: object) -> ParamFormat:
-    """The row of a value of ``bf16=``.
+    """Returns the row of a value of ``bf16=``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no row has this name.
     """
     for row in PARAM_FORMATS:
         if name is row.name or (isinstance(name, str) and name == row.name):
@@ -149,18 +155,18 @@ def param_format(name: object) -> ParamFormat:
 
 
 def param_format_of(param: Tensor, group: Any) -> ParamFormat:
-    """Of a parameter with this group's options."""
+    """Returns the row of a parameter with this group's options."""
     return param_format(group.get("bf16") if param.dtype == torch.bfloat16 else None)
 
 
 def state_option(group: Any) -> torch.dtype | str | None:
-    """The group's ``state_dtype``; None where it is torch's.
+    """Returns the group's ``state_dtype``; None for the default and for torch.float32.
 
     Raises:
         ValueError: there is no such format.
     """
     value: Any = group.get("state_dtype")
-    if value is torch.float32:  # which is what None means, where it can
+    if value is torch.float32:  # the same as None, which means float32 where possible
         return None
     for row in STATE_FORMATS:
         if value is row.option or (isinstance(value, str) and value == row.option):
@@ -171,13 +177,13 @@ def state_option(group: Any) -> torch.dtype | str | None:
 
 
 def state_format(option: object) -> StateFormat | None:
-    """The row of a value of :func:`state_option`; None where the parameter's type decides."""
+    """Returns the row of a value of :func:`state_option`; None where the param's dtype decides."""
     rows = (row for row in STATE_FORMATS if option is not None and row.option == option)
     return next(rows, None)
 
 
 def made_state_format(param: Tensor, group: Any, in_blocks: bool) -> StateFormat:
-    """Of the states that are made for a parameter; ``in_blocks``: whether it can have these."""
+    """Returns the format of a new state. ``in_blocks``: whether ``param`` can have 8-bit blocks."""
     row = state_format(state_option(group))
     if row is not None and (in_blocks or not row.block):
         return row
@@ -186,7 +192,7 @@ def made_state_format(param: Tensor, group: Any, in_blocks: bool) -> StateFormat
 
 
 def state_formats(param: Tensor, group: Any) -> dict[torch.dtype, StateFormat]:
-    """What a parameter can be stepped with, by the dtype of its moments."""
+    """Returns the formats that a parameter can be stepped with, by the dtype of its moments."""
     option = state_option(group)
     formats = {param.dtype: STATE_FORMATS[0]}
     for row in STATE_FORMATS[1:]:

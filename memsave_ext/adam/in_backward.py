@@ -1,4 +1,4 @@
-"""What an optimizer has for steps in backward."""
+"""The optimizer's methods for steps in backward."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ class InBackward(Accumulation):
         return self._in_backward
 
     def attach(self, ddp: Any, hook: Any = None, state: Any = None) -> None:
-        """Step the parameters of a DistributedDataParallel module when they have been reduced.
+        """Step a DistributedDataParallel module's parameters when their gradients are reduced.
 
-        Once, before training; the optimizer can be older or younger than ``ddp``. Accumulate with
-        ``with ddp.no_sync(), opt.accumulate():``. FSDP2 needs no call.
+        Call it once, before training; the optimizer can be made before or after ``ddp``. Accumulate
+        gradients with ``with ddp.no_sync(), opt.accumulate():``. FSDP2 does not need this call.
 
         Args:
             ddp: the ``torch.nn.parallel.DistributedDataParallel``.
-            hook, state: a communication hook to reduce with, as for ``ddp.register_comm_hook``,
-                for instance one that compresses; torch's all-reduce otherwise.
+            hook, state: a communication hook that reduces the gradients, as for
+                ``ddp.register_comm_hook``, for instance one that compresses; by default torch's
+                all-reduce.
 
         Raises:
             TypeError: ``ddp`` is something else.
-            ValueError: not ``in_backward``, or no parameter of ``ddp`` is in this optimizer.
-            RuntimeError: ``ddp`` has a communication hook.
+            ValueError: not ``in_backward``; no parameter of ``ddp`` is in this optimizer; after
+                ``accumulate_when(fold=True)``.
+            RuntimeError: ``ddp`` has a communication hook, or is attached to another optimizer.
         """
         from torch.nn.parallel import DistributedDataParallel
 
@@ -63,7 +65,7 @@ class InBackward(Accumulation):
         self._reductions.append(attach(self, ddp, params, hook, state))
 
     def remove_hooks(self) -> None:
-        """Give the parameters back as they were; the optimizer goes on as an ordinary one."""
+        """Stop stepping in backward: remove all hooks and go on as an ordinary optimizer."""
         for reduction in self._reductions:
             reduction.detach()
         self._reductions.clear()
@@ -81,11 +83,15 @@ class InBackward(Accumulation):
         clip_guard.watch(self)
 
     def _check_not_orphaned(self) -> None:
-        """No parameter has had a gradient: are they still those of a model?"""
+        """Raises RuntimeError where only the optimizer still refers to its parameters.
+
+        Called where no parameter has received a gradient.
+        """
         params = [p for g in self.param_groups for p in g["params"]]
         (in_a_list,) = _reference_counts([torch.empty(0)])
         for param, count in zip(params, _reference_counts(params), strict=True):
-            if count > in_a_list + 1 + (param in self.state):  # one more for the group's list
+            # The group's list refers to it once more, and so does the state.
+            if count > in_a_list + 1 + (param in self.state):
                 return
         raise RuntimeError(
             "Adam: no parameter has received a gradient, and nothing but the optimizer refers to "

@@ -1,4 +1,4 @@
-"""The torch.amp.GradScaler of an optimizer."""
+"""The optimizer's side of loss scaling with torch.amp.GradScaler."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ class LossScaling(Clipping):
 
     @property
     def grad_scaler(self) -> torch.amp.GradScaler | None:
-        """That of the training loop. It can be set later, before training, as where a trainer makes
-        it; a copied or unpickled optimizer is to be given one again."""
+        """The training loop's GradScaler; None without one.
+
+        It can be set later, before training, where a trainer makes it. A copied or unpickled
+        optimizer has none and must be given it again.
+        """
         return self._grad_scaler
 
     @grad_scaler.setter
@@ -36,7 +39,7 @@ class LossScaling(Clipping):
         self._choose_unscaling()
 
     def _count_on_device(self, groups: list[dict[str, Any]]) -> None:
-        """Whether a step is made is known there: so is how many have been."""
+        """Moves step counts to the device: whether a step is skipped is known only there."""
         for group in groups:
             if not group.get("capturable") and not group.get("foreach"):
                 group["fused"] = True
@@ -45,12 +48,14 @@ class LossScaling(Clipping):
                     state["step"] = state["step"].to(param.device, torch.float32)
 
     def _choose_unscaling(self) -> None:
-        """Whether torch.amp.GradScaler leaves it to :meth:`step`, as for torch's fused Adam."""
+        """Sets whether GradScaler leaves unscaling to :meth:`step`, as for torch's fused Adam."""
         self._step_supports_amp_scaling = self._in_backward or self._grad_scaler is not None
 
     def _check_scaler(self) -> bool:
-        """Whether gradients in ``.grad`` have been unscaled. ``GradScaler.step`` sets grad_scale
-        around this call, to None where they have."""
+        """Returns whether the gradients in ``.grad`` have been unscaled already.
+
+        ``GradScaler.step`` sets grad_scale around this call, and sets it to None if they have.
+        """
         if not hasattr(self, "grad_scale"):
             return False
         if self.grad_scaler is None:
@@ -64,8 +69,8 @@ class LossScaling(Clipping):
         return self.grad_scale is None
 
     def _report_to_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """What ``scaler.update()`` adapts the scale by."""
+        """Hands ``scaler`` the found_inf tensors by which its ``update()`` adapts the scale."""
         found = self._stepper.found() or [torch.zeros_like(scaler._get_scale_async())]  # type: ignore[arg-type]
-        # GradScaler has no public way: this is what its unscale_() fills.
+        # GradScaler has no public function for this; its unscale_() fills the same dict.
         state = scaler._per_optimizer_states[id(self)]
         state["found_inf_per_device"] = {tensor.device: tensor for tensor in found}

@@ -1,7 +1,7 @@
 """Options of a param group beyond torch's: how parameters and states are stored, and clipping.
 
-They stand in a group only where they differ from these defaults, so that a ``state_dict`` without
-them is torch's.
+A group contains them only where they differ from the defaults, so that a ``state_dict`` without
+them is the same as torch's.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .dtensor import is_dtensor
 from .formats import StateFormat
 
 DEFAULTS: dict[str, Any] = {"bf16": None, "state_dtype": None, "seed": 0, "max_grad_norm": None}
-_STORAGE = ("bf16", "state_dtype")  # decide what a state consists of
+_STORAGE = ("bf16", "state_dtype")  # the options that decide what a state consists of
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 def of_group(group: dict[str, Any], name: str) -> Any:
-    """None where it is torch's."""
+    """Returns the group's option, or its default. torch.float32 becomes None, its equivalent."""
     value = group.get(name, DEFAULTS[name])
-    return None if value is torch.float32 else value  # which is what None means, where it can
+    return None if value is torch.float32 else value
 
 
 def check_norm(name: str, value: Any) -> None:
@@ -40,7 +40,7 @@ def check_bytes(name: str, value: Any) -> None:
 
 
 def refuse_differentiable(options: dict[str, Any]) -> None:
-    """Raises where one of these, which torch's implementation does not know, is given."""
+    """Raises ValueError where one of these options is given: torch's implementation has none."""
     for name, value in options.items():
         if value is not None:
             raise ValueError(
@@ -57,7 +57,7 @@ def refuse_two_norms(groups: list[dict[str, Any]]) -> None:
 def check_bool(name: str, value: Any, *, none: bool = False) -> None:
     try:
         allowed = bool(value in (True, False)) or (none and value is None)
-    except Exception:  # which comparing arrays raises
+    except Exception:  # comparing arrays can raise any error
         allowed = False
     if not allowed:
         choices = "True, False or None" if none else "True or False"
@@ -65,14 +65,15 @@ def check_bool(name: str, value: Any, *, none: bool = False) -> None:
 
 
 def _check_number(name: str, value: Any) -> None:
-    """As torch: also tensors of one element, and numpy's numbers."""
+    """Raises TypeError where ``value`` is no number. As in torch, numpy's numbers and tensors of
+    one element are allowed."""
     one = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, SupportsFloat)
     if not one or isinstance(value, complex):
         raise TypeError(f"{name} must be a number or a tensor of one element, got {value!r}")
 
 
 def check_options(group: dict[str, Any]) -> None:
-    """Raises TypeError or ValueError where an option of the group, defaults included, is none."""
+    """Raises TypeError or ValueError for an invalid option of the group, defaults included."""
     for name in ("lr", "eps", "weight_decay"):
         _check_number(name, group.get(name))
     betas = group.get("betas")
@@ -94,7 +95,7 @@ def check_options(group: dict[str, Any]) -> None:
 
 
 def check_group(group: dict[str, Any], amsgrad: bool) -> None:
-    """Raises where the group's parameters cannot be stepped with its options."""
+    """Raises ValueError where the group's parameters cannot be stepped with its options."""
     states = formats.state_format(formats.state_option(group))
     if states is not None and amsgrad and not states.amsgrad:
         raise ValueError(
@@ -105,14 +106,14 @@ def check_group(group: dict[str, Any], amsgrad: bool) -> None:
 
 
 def listed(params: Any) -> list[Tensor]:
-    """Of what torch takes: a tensor, or several, each alone or with its name."""
+    """Returns the tensors in ``params``: a tensor, or several, each alone or as (name, tensor)."""
     several = [params] if isinstance(params, Tensor) else params
     tensors = [param[1] if isinstance(param, tuple) else param for param in several]
-    return [param for param in tensors if isinstance(param, Tensor)]  # torch refuses the others
+    return [param for param in tensors if isinstance(param, Tensor)]  # torch rejects the others
 
 
 def refuse_twice(params: Any) -> None:
-    """torch would step a parameter twice where it is twice in a group."""
+    """Raises ValueError where a parameter is twice in a group: torch would step it twice."""
     seen: set[int] = set()
     for param in listed(params):
         if id(param) in seen:
@@ -147,7 +148,8 @@ def _check_param(param: Tensor, bf16: Any, states: StateFormat | None, norm: Any
 
 
 def check_loadable(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
-    """States convert from torch's, not from one mode to another."""
+    """Raises ValueError where saved states do not fit: torch's can be converted to this
+    optimizer's mode, those of another mode cannot."""
     for theirs, ours in zip(saved, own, strict=False):
         if ours.get("state_dtype") == "8bit" and theirs.get("amsgrad"):
             raise ValueError(
@@ -165,8 +167,10 @@ def check_loadable(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> No
 
 
 def keep(old: list[dict[str, Any]], new: list[dict[str, Any]], scaled: bool) -> None:
-    """What a loaded state_dict does not say stays as it was; and, with a GradScaler (``scaled``),
-    where steps are counted."""
+    """Restores the options that a loaded state_dict does not contain.
+
+    With a GradScaler (``scaled``) also ``fused``, which decides where steps are counted.
+    """
     for before, after in zip(old, new, strict=True):
         if scaled:
             after["fused"] = before["fused"]
@@ -176,14 +180,16 @@ def keep(old: list[dict[str, Any]], new: list[dict[str, Any]], scaled: bool) -> 
 
 
 def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """A state as torch keeps it becomes one of the group's mode; one of that mode stays."""
+    """Converts a loaded torch state to the group's mode; one of that mode stays as it is."""
     exp_avg = state.get("exp_avg")
     if exp_avg is None:
         return
     rest = formats.param_format(of_group(group, "bf16")).rest
     if rest is not None and "param_rest" not in state:
         state["param_rest"] = torch.zeros_like(param, dtype=rest)
-    elif "param_rest" in state:  # a tensor of its own: it belongs to weights that were loaded, too
+    elif "param_rest" in state:
+        # A new tensor, of which no versions are known: this rest belongs to weights that were
+        # loaded with it, and must not be dropped as stale.
         state["param_rest"] = state["param_rest"].clone()
     states = formats.state_format(formats.state_option(group))
     if states is None or states.dtype is None:
@@ -197,7 +203,7 @@ def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) 
 
 
 def to_fp32(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state_dict as torch's, with moments of at least float32."""
+    """Returns the state_dict as torch's Adam would have it, with moments of at least float32."""
     groups = [
         {name: value for name, value in group.items() if name not in DEFAULTS}
         for group in copy.deepcopy(state_dict["param_groups"])
@@ -217,7 +223,7 @@ def to_fp32(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def fp32_parameter(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-    """A copy, with what is kept beside its 16 bits."""
+    """Returns a float32 copy of ``param``, including the rest kept beside its 16 bits."""
     rest, load = state.get("param_rest"), formats.param_format(of_group(group, "bf16")).load
     if rest is None or load is None:
         return param.detach().to(torch.float32, copy=True)

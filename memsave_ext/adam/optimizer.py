@@ -18,10 +18,11 @@ BUCKET_BYTES = 1 << 20
 
 
 class Adam(Saving, torch.optim.Adam):
-    """Adam, in one native call, or stepped in backward while gradients arrive.
+    """Adam that steps in one native call, or in backward while gradients arrive.
 
-    Drop-in for :class:`torch.optim.Adam`: same arguments and ``param_groups``, and a ``state_dict``
-    that each loads from the other. With ``in_backward=True`` the training loop stays as it is::
+    A drop-in for :class:`torch.optim.Adam`: it has the same arguments and ``param_groups``, and
+    each can load the other's ``state_dict``. With ``in_backward=True`` the training loop stays as
+    it is::
 
         opt = ms.Adam(model.parameters(), lr=3e-4, in_backward=True)
         loss.backward()        # updates each parameter when its gradient is complete, and frees it
@@ -29,48 +30,50 @@ class Adam(Saving, torch.optim.Adam):
         opt.zero_grad()
         scheduler.step()       # param_groups are read at each backward
 
-    FSDP2's parameters are stepped when their gradients have been reduced and scattered;
-    DistributedDataParallel's after :meth:`attach`.
+    FSDP2's parameters are stepped when their gradients have been reduced and scattered.
+    DistributedDataParallel needs a call of :meth:`attach`.
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as in torch, and so are
             ``capturable`` and ``decoupled_weight_decay``. A tensor ``lr`` on CUDA is read on the
             device.
-        in_backward: step in backward. One step per parameter between two calls of :meth:`step`.
+        in_backward: step in backward, each parameter once between two calls of :meth:`step`.
         small_bytes, bucket_bytes: gradients of fewer than ``small_bytes`` wait in ``.grad`` until
-            there are ``bucket_bytes`` of them, or backward ends, and are stepped together.
-        bf16: how bfloat16 parameters keep what an update adds to less than their precision:
-            ``"stochastic"`` rounds at random, ``"kahan"`` keeps the rest in another bfloat16,
-            ``"split"`` the lower half of a float32 in an int16. None rounds to nearest. The page on
-            bfloat16 parameters has all of them.
-        state_dtype: of the moments: ``torch.bfloat16``, rounded at random, or ``"8bit"``, in blocks
-            of 256 with a scale, from 4096 elements on; None is float32, float64 for float64.
-        seed: of random rounding.
+            ``bucket_bytes`` of them have arrived, or backward ends, and are stepped together.
+        bf16: how bfloat16 parameters keep updates that are smaller than their precision:
+            ``"stochastic"`` rounds at random, ``"kahan"`` keeps the Kahan compensation in another
+            bfloat16, ``"split"`` keeps the lower half of a float32 in an int16. None rounds to
+            nearest. The page on bfloat16 parameters describes all of them.
+        state_dtype: the dtype of the moments: ``torch.bfloat16``, rounded at random, or ``"8bit"``,
+            in blocks of 256 elements with a scale, for parameters of 4096 elements or more. None is
+            float32, and float64 for float64 parameters.
+        seed: the seed of random rounding.
         max_grad_norm: clips each parameter's gradient to this norm.
         clip_global_norm: clips all gradients together, exactly as ``clip_grad_norm_``. They are
-            kept until :meth:`step`, so that nothing is stepped in backward and no memory is saved;
-            :meth:`norm_pass` saves it.
+            kept until :meth:`step`, so nothing is stepped in backward and no memory is saved;
+            :meth:`norm_pass` clips the same way and does save it.
         grad_scaler: the ``torch.amp.GradScaler`` of the training loop, whose calls stay as they
-            are. A parameter whose gradient is not finite is not stepped, others are.
-        foreach, fused: accepted, change nothing but where ``state["step"]`` lies on CUDA (``fused``
-            and ``capturable``: on the device; a ``grad_scaler`` sets ``fused``).
-        differentiable: torch's implementation runs; not with ``in_backward``.
+            are. A parameter whose gradient is not finite is not stepped; the others are.
+        foreach, fused: accepted; they only decide where ``state["step"]`` is with CUDA (on the
+            device with ``fused`` or ``capturable``; a ``grad_scaler`` sets ``fused``).
+        differentiable: runs torch's implementation; cannot be combined with ``in_backward``.
 
-    bf16, state_dtype, seed and max_grad_norm can differ between param groups. The state of float16
-    and bfloat16 parameters is float32. A loaded state keeps its dtype; torch's becomes one of this
-    optimizer's mode, another mode's is refused (:meth:`to_fp32_state_dict` is torch's).
+    bf16, state_dtype, seed and max_grad_norm can differ between param groups. The moments of
+    float16 and bfloat16 parameters are float32 by default. A loaded state keeps its dtype. torch's
+    states are converted to this optimizer's mode; those of another mode are refused, and must be
+    saved with :meth:`to_fp32_state_dict` instead.
 
     Raises:
         ValueError: an argument out of range; a parameter in two groups; a parameter that another
             optimizer steps in backward; ``in_backward`` with ``differentiable``.
-        RuntimeError: in backward, a second gradient for a parameter in one step outside of
-            :meth:`accumulate`; a sparse gradient. From :meth:`step`, a backward that raised after
-            some parameters were stepped, until :meth:`zero_grad`.
+        RuntimeError: in backward: a second gradient for a parameter in one step outside of
+            :meth:`accumulate`; a sparse gradient. From :meth:`step`: a backward raised after it had
+            stepped some parameters, and :meth:`zero_grad` was not called since.
 
     With ``in_backward`` torch's ``clip_grad_norm_`` and ``clip_grad_value_`` would find no
-    gradients and clip nothing: they raise for parameters that were stepped. Source: Kingma and Ba
-    2015, arXiv 1412.6980; Loshchilov and Hutter 2019, arXiv 1711.05101; 8-bit states: Dettmers et
-    al. 2022, arXiv 2110.02861.
+    gradients and clip nothing, so they raise for parameters that were stepped. Source: Kingma and
+    Ba 2015, arXiv 1412.6980; Loshchilov and Hutter 2019, arXiv 1711.05101; 8-bit states: Dettmers
+    et al. 2022, arXiv 2110.02861.
     """
 
     _small_bytes = SMALL_BYTES
@@ -137,8 +140,8 @@ class Adam(Saving, torch.optim.Adam):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict) and "params" in param_group:
             params = param_group["params"]
-            if not isinstance(params, (Tensor, set)):  # which torch refuses
-                param_group["params"] = list(params)  # read more than once
+            if not isinstance(params, (Tensor, set)):  # torch refuses a set
+                param_group["params"] = list(params)  # it is read more than once
             for name, value in self._modes.items():
                 param_group.setdefault(name, value)
             modes.refuse_twice(param_group["params"])
@@ -163,7 +166,7 @@ class Adam(Saving, torch.optim.Adam):
 
         Args:
             closure: evaluates the model again, runs backward and returns the loss. With
-                ``in_backward`` that steps, and this closes the step.
+                ``in_backward`` its backward steps, and this call closes the step.
 
         Returns:
             What ``closure`` returned.

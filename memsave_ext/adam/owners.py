@@ -1,4 +1,4 @@
-"""Which optimizer steps a parameter in backward: there is one at most."""
+"""Tracks which optimizer steps a parameter in backward: at most one does."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NO_PARAMS = (
 
 
 def remove_hooks(params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:
-    """Give parameters back that optimizers step in backward: before another one is made for them.
+    """Release parameters that optimizers step in backward, so that a new one can be made for them.
 
-    Those optimizers go on as ordinary ones, with all of their parameters, as after their own
-    ``remove_hooks()``. Where a trainer makes optimizers anew, in each of its runs::
+    The old optimizers go on as ordinary ones, with all of their parameters, as after their own
+    ``remove_hooks()``. For example, where a trainer makes optimizers anew in each of its runs::
 
         def configure_optimizers(self):
             ms.remove_hooks(self)
@@ -48,9 +48,9 @@ def remove_hooks(params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:
 
 
 def refuse_taken(optimizer: Any, params: list[Tensor]) -> None:
-    """Raises ValueError where another one that lives steps one of these."""
+    """Raises ValueError where another optimizer that is still alive steps one of ``params``."""
     if _first_of_another(optimizer, params) is not None:
-        # Schedulers and optimizers refer to each other: what is gone may wait for a collection.
+        # Schedulers and optimizers refer to each other, so an unused one may await collection.
         gc.collect()
     taken = _first_of_another(optimizer, params)
     if taken is None:
@@ -71,7 +71,7 @@ def _first_of_another(optimizer: Any, params: list[Tensor]) -> tuple[Tensor, Any
 
 
 def _name_in(optimizer: Any, param: Tensor) -> str:
-    """Empty where ``optimizer`` was not given names."""
+    """Returns the parameter's name; empty where ``optimizer`` was not given names."""
     for group in optimizer.param_groups:
         for name, other in zip(group.get("param_names", ()), group["params"], strict=False):
             if other is param:

@@ -1,4 +1,4 @@
-"""Float32 arithmetic with one rounding for each result, as of the processors' fused operations."""
+"""Float32 arithmetic that rounds each result once, as a processor's fused operations do."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from torch import Tensor
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """A copy in which products and sums of float32 are all but exact."""
-    of_mps = tensor.device.type == "mps"  # which has no float64
+    """Returns a float64 copy, in which products and sums of float32 are nearly exact.
+
+    On MPS, which has no float64, the copy keeps its dtype.
+    """
+    of_mps = tensor.device.type == "mps"
     return tensor.to(tensor.dtype if of_mps else torch.float64, copy=True)
 
 
 def fused(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c, of float32 rounded once, as by a fused multiply-add."""
+    """Returns a * b + c, for float32 rounded once as by a fused multiply-add."""
     wide_sum = wide(a).mul_(b).add_(c) if isinstance(a, Tensor) else wide(c).add_(b, alpha=a)
     return wide_sum.to(c.dtype)
 
 
 def square_root(values: Tensor) -> Tensor:
-    """Of float32 rounded to nearest, which torch's own is not everywhere."""
+    """Returns the root, for float32 rounded to nearest, as torch's own is not on all devices."""
     return wide(values).sqrt_().to(values.dtype)

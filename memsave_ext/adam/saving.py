@@ -1,4 +1,4 @@
-"""Saving an optimizer, loading it, and what its states and parameters are in float32."""
+"""Saves and loads an optimizer, and converts its states and parameters to float32."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ class Saving(InBackward):
     """Methods of :class:`~memsave_ext.Adam`."""
 
     def fp32_parameters(self) -> list[Tensor]:
-        """Copies of the parameters, as ``param_groups`` has them, in float32: for bfloat16 ones
-        with what ``bf16="kahan"`` or ``"split"`` keeps beside them."""
+        """Returns float32 copies of the parameters, in the order of ``param_groups``.
+
+        Those of bfloat16 parameters include what ``bf16="kahan"`` or ``"split"`` keeps beside them.
+        """
         return [
             modes.fp32_parameter(param, self.state.get(param, {}), group)
             for group in self.param_groups
@@ -25,9 +27,11 @@ class Saving(InBackward):
         ]
 
     def to_fp32_state_dict(self) -> dict[str, Any]:
-        """The ``state_dict`` as torch's Adam would have it, to be loaded by any: moments of 8 and
-        16 bits in float32, without this class's options. For parameters, see
-        :meth:`fp32_parameters`."""
+        """Returns the ``state_dict`` as torch's Adam would have it, which any Adam can load.
+
+        Moments of 8 and 16 bits are float32 in it, and this class's options are left out. For the
+        parameters see :meth:`fp32_parameters`.
+        """
         return modes.to_fp32(self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
@@ -42,11 +46,12 @@ class Saving(InBackward):
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but state keeps its own dtype (pytorch#43706)."""
+        """Like torch's, but state keeps its own dtype (pytorch#43706)."""
         self._check_not_folding()
         groups = self.param_groups
 
-        def look(_: Any, loaded: dict[str, Any]) -> None:  # at what other pre-hooks leave
+        # Registered last, it gets the state_dict as the other pre-hooks leave it.
+        def look(_: Any, loaded: dict[str, Any]) -> None:
             modes.check_loadable(loaded["param_groups"], groups)
             self._loading = loaded
 
@@ -68,7 +73,7 @@ class Saving(InBackward):
                 state = self.state.get(param)
                 if state:
                     modes.convert_loaded(param, state, group)
-                if state and self.grad_scaler is not None:  # whether it advances is known there
+                if state and self.grad_scaler is not None:  # the device knows what is skipped
                     state["step"] = state["step"].to(param.device, torch.float32)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -81,7 +86,7 @@ class Saving(InBackward):
         super().__setstate__(state)
         if hasattr(self, "_loading"):
             self._finish_loading(self._loading, old_groups)
-        if "_stepper" not in self.__dict__:  # a copy, or one that was pickled
+        if "_stepper" not in self.__dict__:  # this is a copied or unpickled optimizer
             self.grad_scaler = None
             self._make_stepper()
             if self._in_backward:

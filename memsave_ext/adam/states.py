@@ -1,4 +1,4 @@
-"""What is kept of each parameter between steps, and whether it can be stepped with that."""
+"""Makes the state of a parameter, and checks whether it can be stepped with it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .blocks import SCALES, blocks_of, takes_blocks
 from .elements import real_type, zeros_like
 from .formats import COMPUTED, made_state_format, param_format_of, state_formats
 
-# A step is made whole, or in parts: micro-gradients are folded into the moments, the last of them
-# with an update of the parameter.
+# A step is made as a whole, or in parts: gradients are folded into the moments ("first_fold", then
+# "fold"), and "close" adds the last one and updates the parameter.
 Phase = Literal["whole", "first_fold", "fold", "close"]
 
 
 def make_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Zeros, in the format that the group's options and the parameter's type make."""
+    """Returns a state of zeros in the format that the group's options and the dtype select."""
     device = param.device if group["capturable"] or group["fused"] else "cpu"
     row = made_state_format(param, group, takes_blocks(param))
     state = {"step": torch.zeros((), dtype=torch.float32, device=device)}
@@ -40,7 +40,7 @@ def check(
     group: Mapping[str, Any],
     phase: Phase = "whole",
 ) -> None:
-    """Raises where a step cannot be made; nothing is changed then."""
+    """Raises RuntimeError where a step cannot be made. Changes nothing."""
     if grad is not None:
         _check_grad(param, grad)
     if real_type(param) not in COMPUTED:
@@ -103,7 +103,7 @@ def _check_blocks(param: Tensor, state: Mapping[str, Tensor]) -> None:
             or not scale.is_contiguous()
         ):
             raise errors.wrong_scale(name, param, blocks_of(param))
-    # Blocks follow memory.
+    # Blocks are consecutive in memory, so the codes are valid only for the strides they had.
     then, now = state["exp_avg"].stride(), param.stride()
     if any(size > 1 and a != b for size, a, b in zip(param.shape, then, now, strict=True)):
         raise errors.moved_blocks(then, now)

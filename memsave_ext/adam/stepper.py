@@ -1,4 +1,4 @@
-"""What steps an optimizer's parameters: the native part, or the fallback where there is none."""
+"""Chooses the stepper of an optimizer's parameters: native, or the fallback without it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from .. import _native
 from . import dtensor, errors, fallback, modes
 
-# With the methods that memsave_ext/_C.pyi lists.
+# Either class has the methods that memsave_ext/_C.pyi lists.
 Stepper: Any = fallback.AdamStepper
 if _native.module:
     Stepper = _native.module.AdamStepper

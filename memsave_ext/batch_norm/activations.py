@@ -1,7 +1,7 @@
-"""The activations: their names, values and derivatives; those of kernels are in csrc's list.
+"""The activations: their names, values and derivatives.
 
-Values are selected, not multiplied by 0: NaN stays NaN, and infinity is left out where it is not
-chosen.
+The list of the C++ and CUDA kernels is csrc/batch_norm/activations.h. Values are selected instead
+of multiplied by 0, so that a NaN stays NaN and an infinity that is not selected has no effect.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 
 class Activation(NamedTuple):
-    forward: Callable[[Tensor, float], Tensor]  # of z and the negative slope
-    backward: Callable[[Tensor, Tensor, float], Tensor]  # of the gradient, z and the slope
+    forward: Callable[[Tensor, float], Tensor]  # (z, slope) -> the value
+    # (gradient of the value, z, slope) -> gradient of z
+    backward: Callable[[Tensor, Tensor, float], Tensor]
 
 
 ACTIVATIONS = {
@@ -30,7 +31,7 @@ ACTIVATIONS = {
 
 
 def check_activation(who: str, activation: object, none: str | None = "none") -> None:
-    """``none`` is what stands for the first of them."""
+    """Raise ValueError for an unknown activation. ``none`` is what stands for no activation."""
     names = [none, *list(ACTIVATIONS)[1:]]
     if activation not in names:
         *first, last = map(repr, names)

@@ -1,6 +1,7 @@
-"""The arguments of the batch_norm operators, by the names of their schemas, and their checks.
+"""The arguments of the batch_norm operators, under the names in their schemas, and their checks.
 
-The kernels of csrc take only what passes these, and leave the rest to the fallback, which raises.
+The kernels of csrc take only arguments that pass these checks. They leave all others to the
+fallback, which raises the errors.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from .activations import check_activation
 
 @dataclass(slots=True)
 class Arguments:
-    """What an operator has not is as here."""
+    """Arguments that an operator does not take keep their defaults."""
 
     input: Tensor
-    grad: Any = None  # these three are tensors where they are not optional
+    grad: Any = None  # like the next two, a tensor wherever the schema requires one
     statistics: Any = None
     means: Any = None
     weight: Tensor | None = None
@@ -39,7 +40,7 @@ class Arguments:
 
     @property
     def count(self) -> int:
-        """Values of a channel."""
+        """Values per channel."""
         return self.input.numel() // self.input.shape[1] if self.input.shape[1] else 0
 
 
@@ -62,7 +63,7 @@ def statistic_dtype(input: Tensor) -> torch.dtype:
 
 
 def memory_format(input: Tensor) -> torch.memory_format:
-    """Of the output. Dense inputs keep their layout."""
+    """Return the output's format: that of a dense input, or else the one that torch suggests."""
     if input.is_contiguous():
         return torch.contiguous_format
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim())
@@ -72,7 +73,11 @@ def memory_format(input: Tensor) -> torch.memory_format:
 
 
 def grad_memory_format(input: Tensor) -> torch.memory_format:
-    """Of the gradient. Where a size is 1 the same memory may be contiguous in both ways."""
+    """Return the format of the input's gradient, which is that of torch's gradient.
+
+    Where a size is 1, the same memory can be contiguous in both formats; then it is the suggested
+    one.
+    """
     suggested = torch._prims_common.suggest_memory_format(input)
     if input.is_contiguous(memory_format=suggested):
         return suggested

@@ -1,4 +1,4 @@
-"""What a batch norm did in the forward of a region, found again in its recompute."""
+"""What a batch norm did in the forward of a region, for its recompute to find."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..checkpointing.forward_records import ForwardRecord, Replay
 
-# In a forward record: all calls in their order, and those of each module under a reference to it.
-# In the positions of a recompute: how many calls it made, which recorded calls they took, and for
-# which module.
+# Keys of a forward record and of the positions of a recompute. A record has the list of all calls
+# under _CALLS, and the list of each module's calls under a weak reference to the module. Positions
+# have the number of calls that the recompute made so far under _CALLS, and under _TAKEN a dict from
+# each recorded call that one of them took to the reference of its module.
 _CALLS = "batch norm calls"
 _TAKEN = "batch norm calls taken"
 _PARAMETERS = "weight", "bias"
@@ -28,18 +29,18 @@ class Tensors(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What a call depends on beside them. The recompute's are those of the forward."""
+    """What a call depends on beside its tensors. A recompute uses the settings of its forward."""
 
-    training: bool  # statistics of the batch
+    training: bool  # whether statistics are those of the batch
     eps: float
     activation: str
     negative_slope: float
-    group: str | None  # of processes that share statistics
+    group: str | None  # the processes that share statistics; None: this one alone
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call in a forward."""
+    """One recorded call of a batch norm in a forward."""
 
     kind: type[_BatchNorm]
     statistics: Tensor
@@ -59,11 +60,13 @@ class Call:
 
 
 def find(module: _BatchNorm, tensors: Tensors, replay: Replay | None) -> Call | None:
-    """What the forward recorded for this call of its recompute, where this is one.
+    """Return the recorded forward call that belongs to this call of a recompute.
 
-    Calls of a module that the forward called, too, are matched in their order. One that it did not
-    was made inside the function, as another was in the forward: its call is that of the same place
-    among the calls of all modules.
+    Returns None outside of a recompute, and where the forward recorded no call for this one.
+
+    The calls of a module that the forward called are matched in their order. A module that the
+    forward did not call was created inside the function, in place of another one in the forward: it
+    gets the call at the same position among the calls of all modules.
     """
     if replay is None:
         return None
@@ -71,7 +74,7 @@ def find(module: _BatchNorm, tensors: Tensors, replay: Replay | None) -> Call | 
     reference = weakref.ref(module)
     own = record.get(reference)
     if own is None and not module.training and not is_complete:
-        return None  # in eval mode its forward was not recorded
+        return None  # its forward ran in eval mode and was not recorded
     place = positions.get(_CALLS, 0)
     positions[_CALLS] = place + 1
     taken: dict[Call, object] = positions.setdefault(_TAKEN, {})
@@ -100,7 +103,7 @@ def keep(module: _BatchNorm, call: Call, recording: list[ForwardRecord]) -> None
 
 
 class _Parameter(NamedTuple):
-    """The weight or bias that a forward used."""
+    """The weight or bias that a forward used, or None."""
 
     reference: weakref.ref[Tensor] | None
     version: int
@@ -127,8 +130,8 @@ class _Parameter(NamedTuple):
                 "differentiate another function. An optimizer that steps in backward does this to "
                 "a layer that is used in several regions."
             )
-        # One that is computed anew (parametrizations), or gathered anew (FSDP), is another tensor
-        # each time, and the recompute goes through the one it finds.
+        # A parameter that is computed (parametrizations) or gathered (FSDP) is another tensor each
+        # time. That is no error: the recompute differentiates through the one it finds.
         if same:
             replaced = self.storage != _storage(tensor)
         else:
@@ -146,16 +149,16 @@ def _version(tensor: Tensor | None) -> int:
 
 
 def _storage(tensor: Tensor | None) -> int:
-    """Identity of the storage, which stays when FSDP frees and fills it. `.data =` changes it."""
+    """Return an id of the storage. It stays when FSDP frees and refills; `.data =` changes it."""
     if tensor is None:
         return 0
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # a subclass without one
+    except (RuntimeError, NotImplementedError):  # a subclass without a storage
         return 0
 
 
 def _is_own(module: _BatchNorm, name: str, tensor: Tensor | None) -> bool:
-    """A parameter, or none, as against a tensor that stands in for one."""
+    """Whether it is the module's own parameter (or its None), not a tensor in place of one."""
     own = module._parameters
     return name in own and own[name] is tensor and (tensor is None or tensor.is_leaf)

@@ -1,4 +1,4 @@
-"""Putting this package's batch norms in the place of torch's."""
+"""Replaces torch's batch norms by this package's."""
 
 from __future__ import annotations
 
@@ -35,22 +35,23 @@ def convert_batch_norm(
     """Turn every batch norm of torch.nn in ``model`` into this package's, in place.
 
     The modules stay the same objects with the same Parameters, buffers and hooks, so that an
-    optimizer, a shared layer and anything else that refers to them go on working. What is already
-    this package's is left alone.
+    optimizer, a shared layer and anything else that refers to them go on working. Modules that are
+    already this package's stay as they are.
 
     Args:
         model: any module, a batch norm itself included.
-        sync: make them :class:`SyncBatchNorm`, this package's own ones, too.
-        process_group: the group of those that ``sync`` makes.
-        dry_run: change nothing.
+        sync: turn them, and this package's own ones, too, into :class:`SyncBatchNorm`.
+        process_group: the group for the modules that ``sync`` turns into SyncBatchNorm.
+        dry_run: change nothing; return what would change.
 
     Returns:
-        ``model``, or for a dry run what would change: (name of the module, class, new class).
+        ``model``, or for a dry run the list of changes: (name of the module, class, new class).
 
     Raises:
-        ValueError: ``process_group`` without ``sync``.
-        TypeError: an argument of another type; subclasses of torch's batch norms that it does not
-            know, by name and class: their own behaviour would be lost. Nothing is changed then.
+        ValueError: ``process_group`` is given without ``sync``.
+        TypeError: an argument has a wrong type; or the model has subclasses of torch's batch norms
+            that this function does not know, whose own behaviour would be lost. The message lists
+            them by name and class, and nothing is changed.
     """
     _check(model, sync, process_group, dry_run)
     unknown = []

@@ -1,4 +1,7 @@
-"""The batch_norm operators in torch's own: any device, any size, float64 where it counts."""
+"""The batch_norm operators, written with torch's own operators for any device and any size.
+
+Sums over a channel are taken in float64.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,9 @@ def _as_input(tensor: Tensor, input: Tensor, layout: torch.memory_format) -> Ten
 
 
 def _statistics(of: Arguments) -> Tensor:
-    """The batch's, which enters the running ones, or these."""
+    """Return statistics (2, C): in training those of the batch, which also update the running ones;
+    otherwise those from the running ones.
+    """
     dtype = statistic_dtype(of.input)
     if not of.training:
         if of.running_mean is None or of.running_var is None:
@@ -62,7 +67,7 @@ def _statistics(of: Arguments) -> Tensor:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {of.input.shape}"
         )
-    if of.count == 0:  # counts nothing, as in torch
+    if of.count == 0:  # nothing to count, as in torch
         return of.input.new_zeros((2, of.input.shape[1]), dtype=dtype)
     mean, m2 = _mean_and_m2(of.input)
     update_running(of.running_mean, mean, of.momentum)
@@ -104,7 +109,7 @@ def _grad_input(grad: Tensor, of: Arguments, means: tuple[Tensor, Tensor] | None
 def _wanted(
     grad: Tensor, of: Arguments, means: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of input and residual, empty where the mask is False."""
+    """Return the gradients of input and residual; one is empty where the mask is False."""
     input, mask = of.input, of.output_mask
     return (
         _grad_input(grad, of, means) if mask[0] else nothing(input),
@@ -143,10 +148,10 @@ def backward_input(of: Arguments) -> tuple[Tensor, Tensor]:
 
 
 def gradients(of: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Those of input, residual, weight and bias; differentiable as often as one likes."""
-    # Not through stacked rows: the zeros that one row's gradient has for the other would meet
-    # infinities there.
-    if of.training:  # again as functions of the input
+    """Return differentiable gradients of input, residual, weight and bias."""
+    # The sums are used separately, not as stacked rows: there, the gradient of one row is zero for
+    # the other, and these zeros would be multiplied by infinities.
+    if of.training:  # computes statistics again, as functions of the input
         x, dims = of.input.to(of.statistics.dtype), _reduced(of.input)
         mean = x.mean(dims, keepdim=True)
         var = (x - mean).square().mean(dims)

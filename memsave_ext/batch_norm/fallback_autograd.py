@@ -1,4 +1,4 @@
-"""Autograd of the batch_norm operators, as csrc/batch_norm/autograd.cpp."""
+"""Autograd of the batch_norm operators in Python; does what csrc/batch_norm/autograd.cpp does."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _Forward(torch.autograd.Function):
 
 
 class _Reduced(torch.autograd.Function):
-    """The gradients where statistics are those of several processes: one collective."""
+    """The gradients where statistics are those of several processes. Takes one collective."""
 
     @staticmethod
     def forward(ctx: Any, of: Arguments, *differentiable: Tensor) -> tuple[Tensor, ...]:
@@ -99,8 +99,8 @@ class _Backward(torch.autograd.Function):
         with torch.enable_grad():
             for name in ("grad", *_DIFFERENTIABLE):
                 if (tensor := getattr(of, name)) is not None:
-                    # Aliases, so that a path from one of them to another outside of here is not
-                    # counted.
+                    # Differentiates with respect to aliases: where one source depends on another,
+                    # that path lies outside of this function and must not be counted.
                     sources[name] = torch.ops.aten.alias(tensor)
                     setattr(of, name, sources[name])
             pairs = [

@@ -1,4 +1,4 @@
-"""BatchNorm1d, BatchNorm2d and BatchNorm3d."""
+"""BatchNorm1d, BatchNorm2d and BatchNorm3d, and what they share with SyncBatchNorm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..checkpointing import forward_records, uncounted
-from . import calls, operators  # noqa: F401  # the first defines the operators
+from . import calls, operators  # noqa: F401  # operators defines them
 from .activations import ACTIVATIONS, check_activation
 from .calls import Settings, Tensors
 
@@ -36,12 +36,13 @@ def run(
 
 
 class CountOnce(_BatchNorm):
-    """What the modules share. Keeps torch's parameters, buffers and options."""
+    """What this package's batch norms share. Keeps torch's parameters, buffers and options."""
 
-    # Of a converted module, which was not made by __init__.
+    # Defaults for a converted module, whose __init__ did not run.
     activation: str | None = None
     negative_slope: float = 0.01
-    # These find what their forward computed by themselves: recomputes call them as they are.
+    # In a recompute these modules find by themselves what their forward computed, so that
+    # checkpointing/uncounted.py leaves their calls as they are.
     _call_impl = torch.nn.Module._call_impl
 
     def __init__(
@@ -68,7 +69,10 @@ class CountOnce(_BatchNorm):
         self._check_options()
 
     def _check_options(self) -> None:
-        """What torch takes without a word. An eps that is too small is torch's error of a call."""
+        """Raise for wrong options that torch accepts silently.
+
+        An eps that is too small is an error of the call, as in torch.
+        """
         names = ["eps", "negative_slope"] + ["momentum"] * (self.momentum is not None)
         for name in names:
             value = getattr(self, name)
@@ -99,7 +103,7 @@ class CountOnce(_BatchNorm):
             output = _BatchNorm.forward(of, input)
             z = output if residual is None else output + residual
             return ACTIVATIONS[self.activation or "none"].forward(z, self.negative_slope)
-        # Read once: a parametrized weight is computed by each look.
+        # Weight and bias are read once: a parametrized one is computed at each access.
         tensors = Tensors(input, self.weight, self.bias, residual)
         for name, tensor in (("weight", tensors.weight), ("running_mean", self.running_mean)):
             if tensor is not None and (tensor.dtype is DOUBLE) is not (input.dtype is DOUBLE):
@@ -137,7 +141,7 @@ class CountOnce(_BatchNorm):
     def _settings(self) -> Settings:
         training = self.training or self.running_mean is None or self.running_var is None
         eps = self.eps
-        if eps <= 0 and (training or eps < 0):  # torch's messages
+        if eps <= 0 and (training or eps < 0):  # with torch's messages
             kind = "positive during training" if training else "non-negative"
             raise ValueError(f"batch_norm eps must be {kind}, but got {eps}")
         activation = self.activation or "none"
@@ -146,7 +150,7 @@ class CountOnce(_BatchNorm):
         )
 
     def _compute(self, tensors: Tensors, settings: Settings, count: bool) -> tuple[Tensor, Tensor]:
-        """Output and statistics; with ``count``, the batch enters the running ones in training."""
+        """Return output and statistics. ``count``: in training, update the running statistics."""
         if not settings.training:
             running = self.running_mean, self.running_var, 0.0
             return run(tensors, settings, None, running)
@@ -162,11 +166,11 @@ class CountOnce(_BatchNorm):
         return run(tensors, settings, None, running)
 
     def _group_name(self) -> str | None:
-        """Of the processes whose statistics are shared."""
+        """Return the group of processes that share statistics, or None."""
         return None
 
     def _running(self) -> Running:
-        """The buffers to update, and the share of the batch in them."""
+        """Return the buffers to update, and the weight of the batch in them."""
         if self.momentum is not None:
             return self.running_mean, self.running_var, self.momentum
         count = self.num_batches_tracked
@@ -175,7 +179,10 @@ class CountOnce(_BatchNorm):
 
 
 def _must_use_torch() -> bool:
-    """torch.func transforms, forward-mode derivatives and export know only torch's operators."""
+    """Whether a torch.func transform, forward-mode derivative or export is active.
+
+    These know only torch's own operators.
+    """
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
@@ -186,47 +193,49 @@ def _must_use_torch() -> bool:
 class BatchNorm1d(CountOnce, torch.nn.BatchNorm1d):
     """Drop-in for :class:`torch.nn.BatchNorm1d`: same arguments, state_dict and meaning.
 
-    In training it differs in three ways. Inside a checkpointed region (this package's, torch's, or
-    any other that runs a function again in backward) the batch is counted once: the recompute
-    takes mean and variance from the first forward, in one pass, and updates nothing; torch counts
-    again (pytorch#96136). An activation can be fused, after adding a residual:
-    ``activation(bn(input) + residual)``. And when the call raises, nothing was updated.
+    In training it differs in three ways. First, inside a checkpointed region (this package's,
+    torch's, or any other that runs a function again in backward) the batch is counted once: the
+    recompute takes mean and variance from the forward, needs one pass, and updates nothing; torch
+    counts again (pytorch#96136). Second, the addition of a residual and an activation can be fused:
+    ``activation(bn(input) + residual)``. Third, when a call raises, nothing was updated.
 
     Args:
-        activation: None, "relu" or "leaky_relu". What is saved for backward is the input, not the
-            output of the activation.
-        negative_slope: of "leaky_relu".
-        *args, **kwargs: those of :class:`torch.nn.BatchNorm1d`: num_features, eps, momentum,
-            affine, track_running_stats, device, dtype, bias.
+        activation: None, "relu" or "leaky_relu". The input is saved for backward, not the output
+            of the activation.
+        negative_slope: the slope of "leaky_relu" for negative values.
+        *args, **kwargs: as for :class:`torch.nn.BatchNorm1d`: num_features, eps, momentum, affine,
+            track_running_stats, device, dtype, bias.
 
-    Shapes: input, residual and output (N, C) or (N, C, L), of one floating-point dtype. Statistics
-    are computed in float32, whatever the dtype of the parameters, and in float64 where the input
-    and the parameters are float64.
+    Shapes: input, residual and output are (N, C) or (N, C, L), of one floating-point dtype.
+    Statistics are float64 where the input and the parameters are float64, and otherwise float32,
+    whatever the dtype of the parameters.
 
-    A recompute does what its forward did, whatever was changed in the module in between: mode,
-    running statistics, options. Its weight and bias must be those of the forward.
+    A recompute does what its forward did, even if the module's mode, running statistics or options
+    have changed since. Its weight and bias must be those of the forward.
 
     Raises:
-        TypeError: an option that is no number, ``num_features`` that is no int.
-        ValueError: an unknown activation; ``momentum`` outside of 0 and 1; options that are
-            negative, infinite or NaN; in a call: eps that is not positive (in eval mode: negative);
-            another number of dimensions; one value per channel in training.
-        RuntimeError: another number of channels, a residual of another shape or dtype, tensors on
-            several devices, float64 beside other types; in a recompute: weight or bias changed or
-            replaced since the forward, batch norms called in another order than in the forward.
-            torch.jit.script, which cannot compile it.
+        TypeError: an option is not a number, or ``num_features`` is not an int.
+        ValueError: the activation is unknown; ``momentum`` is not between 0 and 1;
+            ``num_features`` is negative; an option is infinite or NaN. In a call: eps is not
+            positive (in eval mode: negative); the input has another number of dimensions; it has
+            one value per channel in training.
+        RuntimeError: the input has another number of channels; the residual has another shape or
+            dtype; tensors are on several devices; float64 is mixed with other types. In a
+            recompute: weight or bias was changed or replaced since the forward; batch norms are
+            called in another order than in the forward. Also from torch.jit.script, which cannot
+            compile this module.
 
-    Under torch.func transforms, forward-mode derivatives and torch.export torch's kernel runs.
+    Under torch.func transforms, forward-mode derivatives and torch.export, torch's kernel runs.
     Source: Ioffe and Szegedy 2015, arXiv 1502.03167.
     """
 
 
 class BatchNorm2d(CountOnce, torch.nn.BatchNorm2d):
-    """Drop-in for :class:`torch.nn.BatchNorm2d`, as :class:`BatchNorm1d` for shape (N, C, H, W)."""
+    """Drop-in for :class:`torch.nn.BatchNorm2d`: like :class:`BatchNorm1d`, for (N, C, H, W)."""
 
 
 class BatchNorm3d(CountOnce, torch.nn.BatchNorm3d):
-    """Drop-in for :class:`torch.nn.BatchNorm3d`, as :class:`BatchNorm1d` for (N, C, D, H, W)."""
+    """Drop-in for :class:`torch.nn.BatchNorm3d`: like :class:`BatchNorm1d`, for (N, C, D, H, W)."""
 
 
 CpBatchNorm2d = BatchNorm2d

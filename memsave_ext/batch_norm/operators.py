@@ -1,14 +1,19 @@
 """The batch_norm operators: schemas, fakes, and the Python kernels of the fallback.
 
-The contract with csrc: it registers kernels for the devices it was built for, and autograd. On
-every other device, without the native part, and for arguments that do not pass the checks, the
-fallback runs.
+The contract with csrc: it registers kernels for the devices it was built for, and autograd. The
+fallback runs on every other device, without the native part, and for arguments that do not pass the
+checks.
 
-Terms. A ``tensor`` has shape (N, C, *). ``statistics``: (2, C), mean and 1 / sqrt(var + eps) per
-channel, float64 for float64 tensors and else float32. ``sums``, ``means``: (2, C) likewise, of the
-gradient before activation and of its product with the normalised input. ``moments``: bytes, to be
-gathered from several processes: mean (C), sum of squared deviations (C), count (int64).
-``activation``: of ``ACTIVATIONS``; ``negative_slope`` belongs to "leaky_relu".
+Terms:
+
+- A tensor has shape (N, C, *).
+- ``statistics`` (2, C): mean and 1 / sqrt(var + eps) per channel, in float64 for float64 tensors
+  and otherwise in float32.
+- ``sums`` and ``means`` (2, C), in the same dtype: those of the gradient before the activation, and
+  of its product with the normalised input.
+- ``moments``: bytes, to be gathered from several processes, which hold mean (C), sum of squared
+  deviations (C) and count (int64).
+- ``activation``: a key of ``ACTIVATIONS``; ``negative_slope`` is the slope of "leaky_relu".
 """
 
 from __future__ import annotations
@@ -68,9 +73,9 @@ def _fake_moments(of: Arguments) -> Tensor:
 
 _Kernel = Callable[[Arguments], Any]
 _OPERATORS: dict[str, tuple[str, _Kernel, _Kernel]] = {
-    # With `statistics`, they are used again: nothing is reduced or updated, and those returned are
-    # empty. Without them and without `training`, the running ones are used. `group` names the
-    # processes whose statistics they are; its backward then sums over them.
+    # If `statistics` are given, they are used: nothing is reduced or updated, and the returned ones
+    # are empty. Otherwise those of the batch are used in `training`, and else the running ones.
+    # `group` names the processes that share the given statistics; backward then sums over them.
     "batch_norm_forward": (
         "(Tensor input, Tensor? weight, Tensor? bias, Tensor? residual, Tensor? statistics, "
         "Tensor(a!)? running_mean, Tensor(b!)? running_var, bool training, float momentum, "
@@ -78,7 +83,7 @@ _OPERATORS: dict[str, tuple[str, _Kernel, _Kernel]] = {
         fallback.forward,
         _fake_forward,
     ),
-    # Gradients of input, residual, weight, bias; empty where the mask is False.
+    # Returns the gradients of input, residual, weight and bias; empty where the mask is False.
     "batch_norm_backward": (
         f"({_GRAD}Tensor statistics, bool training, float eps, {_ACTIVATION}, "
         "bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -112,7 +117,7 @@ def _checked(name: str, kernel: _Kernel) -> Callable[..., Any]:
 _library = torch.library.Library("memsave_ext", "FRAGMENT")
 for _name, (_schema, _kernel, _fake) in _OPERATORS.items():
     _library.define(_name + _schema)
-    # CompositeExplicitAutograd: chosen where no kernel of csrc fits the device.
+    # CompositeExplicitAutograd is chosen where csrc has no kernel for the device.
     _library.impl(_name, _checked(_name, _kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"memsave_ext::{_name}", _checked(_name, _fake), lib=_library)
 if not _native.available:

@@ -19,28 +19,29 @@ _moments = torch.ops.memsave_ext.batch_norm_moments.default
 class SyncBatchNorm(CountOnce):
     """Drop-in for :class:`torch.nn.SyncBatchNorm`, on CPU (gloo) and CUDA (NCCL).
 
-    Statistics are those of all processes' batches, which may differ in size or be empty. One
-    collective in forward, one in backward, none in the recompute of a checkpointed region; else
-    as :class:`BatchNorm1d`. Without ``torch.distributed``, in a group of one, and in eval mode it
-    is a BatchNorm of its own process.
+    Statistics are those of all processes' batches together, which may differ in size or be empty.
+    Forward and backward take one collective each, the recompute of a checkpointed region none. In
+    all else it is like :class:`BatchNorm1d`. Without ``torch.distributed``, in a group of one
+    process, and in eval mode, it uses its own process alone.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype: as in torch.
         process_group: a group of torch.distributed; None is the default group.
         activation, negative_slope: as in :class:`BatchNorm1d`.
 
-    Shapes: input, residual and output (N, C, *).
+    Shapes: input, residual and output are (N, C, *).
 
-    Errors are those of :class:`BatchNorm1d`, and come on each process: one value per channel is one
-    in all of them together. Batches that are all empty update no statistics.
+    The errors of :class:`BatchNorm1d` are raised, too. That for one value per channel is raised by
+    every process, if all processes together have only one. If all batches are empty, no statistics
+    are updated.
 
     Raises:
-        ValueError: no channels.
-        RuntimeError: ``process_group`` does not exist any more; this process is not in it; double
-            backward, which is not supported.
+        ValueError: the input has no channels.
+        RuntimeError: ``process_group`` no longer exists; this process is not in it; double backward
+            is asked for, which is not supported.
     """
 
-    # Not a torch.nn.SyncBatchNorm, which DistributedDataParallel refuses on the CPU.
+    # Does not derive from torch.nn.SyncBatchNorm, which DistributedDataParallel refuses on the CPU.
     def __init__(
         self,
         num_features: int,
@@ -71,7 +72,7 @@ class SyncBatchNorm(CountOnce):
             return super()._run_and_count(tensors, settings, running)
         with torch.no_grad():
             moments = self._gather(_moments(tensors.input.detach()), settings.group)
-            # Asked for, which waits for the device, only where the others could matter.
+            # The total count waits for the device, so it is read only where it can be below 2.
             if Arguments(tensors.input).count < 2:
                 total = int(_counts(moments).sum())
                 if total == 1:  # on every process
@@ -79,10 +80,10 @@ class SyncBatchNorm(CountOnce):
                         "Expected more than 1 value per channel when training, got input size "
                         f"{tensors.input.shape}, and 1 value in the whole process group"
                     )
-                if total == 0:  # counts nothing
+                if total == 0:  # nothing to count
                     running = NO_RUNNING
             statistics, mean, var = _combine(moments, tensors.input, settings.eps)
-        # The errors of the call come before anything is updated.
+        # The call raises its errors before anything is updated.
         output, _ = run(tensors, settings, statistics)
         running_mean, running_var, share = running
         with torch.no_grad():
@@ -91,7 +92,7 @@ class SyncBatchNorm(CountOnce):
         return output, statistics
 
     def _gather(self, local: Tensor, group_name: str) -> Tensor:
-        """(processes, bytes)"""
+        """Return the moments of all processes, shape (processes, bytes)."""
         size, functional = self._group_size(), torch.ops._c10d_functional
         try:
             gathered = functional.all_gather_into_tensor(local, size, group_name)
@@ -127,14 +128,15 @@ class SyncBatchNorm(CountOnce):
 
 
 def _counts(moments: Tensor) -> Tensor:
-    """(processes, 1)"""
+    """Return the counts of all processes, shape (processes, 1)."""
     return moments[:, -8:].view(torch.int64)
 
 
 def _combine(moments: Tensor, input: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Statistics (2, C), mean (C) and unbiased variance (C) of all batches.
+    """Return statistics (2, C), mean (C) and unbiased variance (C) of all batches together.
 
-    Chan, Golub and LeVeque 1983, in float64 and in the order of ranks: the same bits everywhere.
+    Merges them as Chan, Golub and LeVeque 1983, in float64 and in the order of ranks, so that all
+    processes get the same bits.
     """
     dtype = statistic_dtype(input)
     channels = input.shape[1]

@@ -1,4 +1,4 @@
-"""Seeing memory: how much there is, what it is made of, and when."""
+"""Shows memory: how much is held, by what, and when."""
 
 from .account import CATEGORIES, PHASES, Region, Step, TensorAtPeak, Timeline
 from .compare import Comparison, compare

@@ -1,4 +1,4 @@
-"""Profile the memory of a training step: ``python -m memsave_ext.memory MODULE:FUNCTION``."""
+"""Profiles the memory of a training step: ``python -m memsave_ext.memory MODULE:FUNCTION``."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ Written to DIR: report.txt, timeline.json and, where matplotlib is installed, ti
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit status; ``arguments`` None are those of the process.
+    """Runs the command line and returns its exit status.
 
-    What the user's code raises passes.
+    What the user's code raises is passed on.
+
+    Args:
+        arguments: the command line; None for that of the process.
     """
     options = _parser().parse_args(arguments)
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # Python was told to leave it out
+        sys.path.insert(0, str(Path.cwd()))  # absent if Python was told to leave it out
     sys.argv[1:] = []  # the user's module may read arguments of its own
     try:
         _profile(options)
@@ -100,7 +103,7 @@ def _profile(options: argparse.Namespace) -> None:
         step, warmup = variant[2], options.warmup
         del variant
     else:
-        step, warmup = function, max(options.warmup - 1, 0)  # that was the first one
+        step, warmup = function, max(options.warmup - 1, 0)  # the call above was one
         if model is None:
             model = find_model(function, options.function)
         if optimizer is None:
@@ -129,8 +132,8 @@ def _is_variant(made: Any) -> bool:
 
 
 def _progress(steps: int) -> Iterator[int]:
-    """Count the steps, on stderr: with tqdm where installed."""
-    seldom = not sys.stderr.isatty()  # in a file every update stays
+    """Yields the numbers of the steps and shows progress on stderr, with tqdm if installed."""
+    seldom = not sys.stderr.isatty()  # in a file each update adds to the output
     try:
         tqdm = importlib.import_module("tqdm").tqdm
     except ImportError:

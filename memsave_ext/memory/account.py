@@ -1,4 +1,4 @@
-"""Adding up what a tracker recorded: live bytes by category over time, and the peak."""
+"""Adds up what a tracker recorded: live bytes by category over time, and the peak."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "other")
 PHASES = ("other", "forward", "backward", "recompute", "optimizer")
 
-_THERE = 2  # the change that says what lived when a part of the record began
+_THERE = 2  # in the column of changes: the block lived already when a part of the record began
 _PACKAGES = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
     for path in (torch.__file__, os.path.dirname(__file__))
@@ -21,7 +21,7 @@ _PACKAGES = tuple(
 
 
 class Record(Protocol):
-    """What a tracker gives, native or not; csrc/memory/record.h describes the columns."""
+    """What a tracker returns, native or not; csrc/memory/record.h describes the columns."""
 
     @property
     def changes(self) -> Tensor: ...
@@ -38,10 +38,11 @@ class Timeline:
 
     Attributes:
         time: float64 ``[n]``, seconds since tracking began.
-        live: int64 ``[n, 5]``, bytes by category, columns as ``CATEGORIES``; the sum of a row is
-            what lived.
-        phase: int64 ``[n]``, index into ``PHASES``: what the thread was doing that changed it.
-        step: int64 ``[n]``, the training step, from 0.
+        live: int64 ``[n, 5]``, bytes by category, with the columns of ``CATEGORIES``; a row sums
+            to all live bytes.
+        phase: int64 ``[n]``, index into ``PHASES``: what the thread that allocated or freed was
+            doing.
+        step: int64 ``[n]``, the training step, counted from 0.
         gaps: rows before which whole steps were left out, because the record is bounded.
     """
 
@@ -54,13 +55,13 @@ class Timeline:
 
 @dataclass(frozen=True)
 class TensorAtPeak:
-    """Memory of one tensor that lived at the peak; ``""`` stands for what is not known.
+    """Memory of one tensor that lived at the peak. Strings that are not known are empty.
 
     Attributes:
         bytes: its size.
         category: one of ``CATEGORIES``.
-        phase: one of ``PHASES``, in which it was made.
-        name: of the parameter, the gradient's parameter or the optimizer's state.
+        phase: the one of ``PHASES`` in which it was made.
+        name: name of the parameter, of the gradient's parameter or of the optimizer's state.
         module: dotted name of the module whose forward or backward made it.
         line: ``"file.py:12 in function"``, where stacks were recorded.
     """
@@ -78,11 +79,11 @@ class Region:
     """A checkpointed region, over all steps.
 
     Attributes:
-        name: of the module that holds everything it ran.
+        name: name of the innermost module that holds everything the region ran.
         calls: number of recomputes.
-        saved_bytes: the most that one recompute brought back for backward, which is what the region
-            did not keep meanwhile.
-        seconds: of all recomputes.
+        saved_bytes: the most bytes that one recompute brought back for backward. The region did
+            not hold them between forward and backward.
+        seconds: time of all recomputes together.
     """
 
     name: str
@@ -101,12 +102,12 @@ class Step:
 
 
 class Account:
-    """What a record says, added up once.
+    """Adds up a record once and answers from that.
 
     Args:
-        record: of a tracker that has started.
-        names: of blocks, by the numbers given to the tracker.
-        modules: names of modules, likewise.
+        record: the record of a tracker that has started.
+        names: names of blocks; the record holds indices into them.
+        modules: names of modules; the record holds indices into them.
     """
 
     def __init__(self, record: Record, names: Sequence[str], modules: Sequence[str]) -> None:
@@ -127,12 +128,13 @@ class Account:
         columns = []
         for index in range(len(CATEGORIES) - 1):
             live = torch.where(of == index, bytes_, 0).cumsum(0)
-            # Each part is complete in itself: it begins from nothing with what lived then.
+            # Each part lists all that lived when it began, so its sum starts from 0 there.
             columns.append(live - live[starts][part])
         known_live = torch.stack(columns, 1)
         live = torch.cat([known_live, (total - known_live.sum(1)).unsqueeze(1)], 1)
 
-        # A part that follows the one before adds no row of its own.
+        # The first row of a part has the part's number in the column of phases. A part that
+        # directly follows the one before it adds no row: what lived is as in the row before.
         numbers = phase[starts]
         follows = torch.zeros(len(starts), dtype=torch.bool)
         follows[1:] = numbers[1:] == numbers[:-1] + 1
@@ -182,7 +184,7 @@ class Account:
         return float(self.timeline.time[self.peak_row])
 
     def top(self, n: int) -> list[TensorAtPeak]:
-        """The ``n`` largest blocks at the peak, the largest first."""
+        """Returns the ``n`` largest blocks at the peak, the largest first."""
         first, last = self._peak_part
         block, sign = self._block[first : last + 1], self._sign[first : last + 1]
         lives = torch.zeros(len(self._record.blocks), dtype=torch.int64)
@@ -204,7 +206,7 @@ class Account:
 
     @property
     def regions(self) -> list[Region]:
-        """The one that saves most first."""
+        """The checkpointed regions; the one that saves most comes first."""
         regions = [
             Region(self._modules[module] if module >= 0 else "", calls, saved, seconds)
             for module, calls, saved, seconds in self._record.regions
@@ -213,7 +215,10 @@ class Account:
 
     @property
     def steps(self) -> list[Step]:
-        """Those that are still in the record; what came after the last one is none."""
+        """The steps that are still in the record.
+
+        Rows after the last step are no step of their own, if no phase was entered in them.
+        """
         timeline = self.timeline
         steps = []
         for index in timeline.step.unique().tolist():
@@ -229,7 +234,7 @@ class Account:
 
 
 def _line(stack: Sequence[tuple[str, int, str]]) -> str:
-    """The innermost line that is neither torch's nor this package's."""
+    """Returns the innermost line that is neither torch's nor this package's, else ``""``."""
     for file, line, function in stack:
         if not os.path.abspath(file).startswith(_PACKAGES) and not file.startswith("<"):
             relative = os.path.relpath(file)

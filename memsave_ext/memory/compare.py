@@ -1,4 +1,4 @@
-"""Variants of a training step beside one another: their peaks, their times, what they hold when."""
+"""Compares variants of a training step: their peaks, their times, and what they hold over time."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ class Comparison:
     device: str
 
     def report(self, *, file: TextIO | None = None) -> None:
-        """Print a row for each variant: time, peak, both times the first one's, what the peak held.
+        """Prints a row for each variant: its time, its peak, and what the peak held.
+
+        Times and peaks are also given relative to those of the first variant.
 
         Args:
-            file: where to; None for ``sys.stdout``.
+            file: where to print; None for ``sys.stdout``.
         """
         first = self.rows[0]
         held = [c for c in CATEGORIES if any(row.at_peak[c] for row in self.rows)]
@@ -53,11 +55,12 @@ class Comparison:
         print_table(title, [*columns, "in", *held], cells, file)
 
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
-        """Draw all variants in one picture: memory over a step, peak against time, what peaks hold.
+        """Draws all variants in one picture: memory over a step, peak against time and
+        what the peaks hold.
 
         Args:
             path: the file to write; its suffix names the format.
-            title: above the picture.
+            title: printed above the picture; None for one that names the device.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -67,10 +70,10 @@ class Comparison:
         plot_comparison(self.rows, path, title)
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-        """The comparison as numbers, strings, lists and dicts; also written to ``path`` if given.
+        """Returns the comparison as numbers, strings, lists and dicts; also written to ``path``.
 
-        ``variants`` lists the fields of the rows (seconds, bytes); the timelines are as in
-        :meth:`Track.to_json`, thinned out.
+        ``variants`` lists the fields of the rows, in seconds and bytes. The timelines are thinned
+        out and look as in :meth:`Track.to_json`.
         """
         document = {
             "format": FORMAT,
@@ -96,7 +99,7 @@ class Comparison:
 
 
 def times(value: float, first: float) -> str:
-    """How many times ``first`` it is, ``"0.65"``."""
+    """Returns ``value / first`` as text, ``"0.65"``, or ``"-"`` if ``first`` is 0."""
     return f"{value / first:.2f}" if first else "-"
 
 
@@ -107,7 +110,7 @@ def compare(
     warmup: int = 1,
     device: torch.device | str | None = None,
 ) -> Comparison:
-    """Run variants of a training step one after the other and measure memory and time of each.
+    """Runs variants of a training step one after the other and measures memory and time of each.
 
     Example::
 
@@ -118,16 +121,17 @@ def compare(
 
         memory.compare({"naive": naive, "checkpoint": with_checkpoint}).plot("compare.png")
 
-    Each variant is built, makes ``warmup`` steps, then ``steps`` whose times are taken, then
-    ``steps`` that are tracked, and is dropped before the next is built.
+    Each variant is built, makes ``warmup`` steps, then ``steps`` that are timed, then ``steps``
+    that are tracked, and is dropped before the next one is built.
 
     Args:
-        variants: a function for each name. It takes nothing and returns the model, its optimizer or
-            None, and a function that makes one training step.
-        steps: how many steps are timed, and how many tracked.
-        warmup: steps before; with 0, the state that an optimizer makes in its first step counts as
-            memory of that step.
-        device: whose memory is tracked; None for that of the first model's first parameter.
+        variants: a function for each name. It takes no arguments and returns the model, its
+            optimizer or None, and a function that makes one training step.
+        steps: how many steps are timed, and how many are tracked.
+        warmup: how many steps are made before these. With 0 the first step is timed too, in which
+            an optimizer makes its state.
+        device: the device whose memory is tracked; None for that of the first model's first
+            parameter.
 
     Raises:
         TypeError, ValueError: an argument, or what a function returned, is not as said above.

@@ -1,4 +1,4 @@
-"""The figures of a track: what lives, and what the peak was made of."""
+"""The figures of a track: what lives now, and what the peak was made of."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _pause = _native.module.pause_tracking if _native.module else _fallback.pause_tr
 
 @contextmanager
 def untracked() -> Iterator[None]:
-    """What this thread allocates inside is not counted: for the work of tracking itself."""
+    """Does not count what this thread allocates inside, such as for the work of tracking itself."""
     _pause(True)
     try:
         yield
@@ -28,7 +28,7 @@ def untracked() -> Iterator[None]:
 
 
 class Figures:
-    """Read from a tracker, while it runs and afterwards."""
+    """Reads the figures of a tracker, while it runs and afterwards."""
 
     def __init__(
         self, device: torch.device, modules: Modules, names: Names, stacks: bool, max_events: int
@@ -36,21 +36,21 @@ class Figures:
         self.device = device
         self._modules, self._names = modules, names
         self._tracker: Any = _Tracker(device, modules.parents, stacks, max_events)
-        self._installed: ExitStack | None = None  # closed when tracking ends
-        self._final: Account | None = None  # of a tracker that does not run
+        self._installed: ExitStack | None = None  # ends tracking when closed; None: not running
+        self._final: Account | None = None  # kept once tracking has ended; None: not made yet
 
     @property
     def live(self) -> int:
-        """Bytes that live now, or lived when the block was left."""
+        """Bytes that live now or, after the block, that lived when it was left."""
         return int(self._tracker.live)
 
     @property
     def peak(self) -> int:
-        """The largest :attr:`live` has been, in bytes."""
+        """The largest value that :attr:`live` has had, in bytes."""
         return int(self._tracker.peak)
 
     def reset_peak(self) -> None:
-        """Make the present :attr:`live` the new :attr:`peak`, and forget what was before."""
+        """Makes the present :attr:`live` the new :attr:`peak` and forgets the earlier timeline."""
         self._tracker.reset_peak()
         self._final = None
 
@@ -63,12 +63,12 @@ class Figures:
 
     @property
     def peak_phase(self) -> str:
-        """What training did at the peak: forward, backward, recompute, optimizer or other."""
+        """What training was doing at the peak: forward, backward, recompute, optimizer or other."""
         return self._account().peak_phase
 
     @property
     def peak_step(self) -> int:
-        """The training step of the peak, from 0."""
+        """The training step that has the peak, counted from 0."""
         return self._account().peak_step
 
     @property
@@ -83,17 +83,19 @@ class Figures:
 
     @property
     def steps(self) -> list[Step]:
-        """The training steps that are in the timeline, with time and peak."""
+        """The training steps that are in the timeline, each with its time and peak."""
         return self._account().steps
 
     @property
     def regions(self) -> list[Region]:
-        """The checkpointed regions: what each saved, and what its recomputes cost. Those of other
-        packages' checkpoints are seen module by module."""
+        """The checkpointed regions: what each saved, and what its recomputes cost.
+
+        Regions of other packages' checkpoints are seen module by module.
+        """
         return self._account().regions
 
     def top(self, n: int = 10) -> list[TensorAtPeak]:
-        """The ``n`` largest tensors at the peak, the largest first."""
+        """Returns the ``n`` largest tensors at the peak, the largest first."""
         if n < 0:
             raise ValueError(f"n must not be negative, got {n}")
         with untracked():

@@ -1,4 +1,4 @@
-"""Hooks that tell a tracker what a training step is doing, and which memory is whose."""
+"""Hooks that tell a tracker what a training step is doing and what its memory belongs to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARAMETERS, GRADIENTS, OPTIMIZER = (CATEGORIES.index(c) for c in CATEGORIES[:3])
 
 
 class Told(Protocol):
-    """The part of a tracker that hooks call."""
+    """The methods of a tracker that hooks call."""
 
     def enter_module(self, module: int) -> None: ...
     def exit_module(self, module: int) -> None: ...
@@ -29,7 +29,11 @@ class Told(Protocol):
 
 
 class Modules:
-    """Numbers, names and parents of a model's modules; the model itself is number 0."""
+    """Numbers a model's modules; the model itself is number 0.
+
+    ``modules``, ``names`` and ``parents`` are indexed by that number. A parent is the number of the
+    module that holds it, -1 for the model. All three are empty without a model.
+    """
 
     def __init__(self, model: nn.Module | None) -> None:
         self.modules: list[nn.Module] = []
@@ -47,7 +51,7 @@ class Modules:
 
 
 class Names:
-    """Texts by number."""
+    """Numbers texts; ``texts`` is indexed by the number."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -63,8 +67,8 @@ class Names:
 class Hooks:
     """The hooks of one tracker on a model and its optimizers.
 
-    A training step ends with the step of the last of ``optimizers``; without any, where the next
-    forward of ``model`` begins.
+    A training step ends with the step of the last of ``optimizers`` or, without optimizers, where
+    the next forward of ``model`` begins.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class Hooks:
         self._forwards = 0
 
     def label(self) -> None:
-        """Say whose the memory is of all there is now."""
+        """Labels all parameters, buffers, gradients and optimizer states that there are now."""
         buffers = self._model.named_buffers() if self._model is not None else ()
         owners = [(p, self._numbers[p]) for p in self._params]
         owners += [(b, self._names.number(name)) for name, b in buffers]
@@ -95,7 +99,7 @@ class Hooks:
             self._label_states(optimizer)
 
     def install(self) -> ExitStack:
-        """Register all hooks; closing what is returned removes them. All or none."""
+        """Registers all hooks, or none if it raises; closing what is returned removes them."""
         with ExitStack() as stack:
             for number, module in enumerate(self._modules.modules):
                 if not isinstance(module, torch.jit.ScriptModule):
@@ -126,7 +130,7 @@ class Hooks:
 
         first = before_root if module is self._model else before
         stack.callback(module.register_forward_pre_hook(first, prepend=True).remove)
-        # Also where the forward raises.
+        # always_call: also if the forward raises.
         stack.callback(module.register_forward_hook(after, always_call=True).remove)
 
     def _gradient_hook(self, number: int) -> Callable[[Tensor], None]:

@@ -1,4 +1,4 @@
-"""Measuring a variant of a training step: its time, its peak, what it holds when."""
+"""Measures a variant of a training step: its time, its peak, what it holds over time."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Row:
     """What was measured of one variant."""
 
     name: str
-    seconds: float  # of one step without tracking, median
+    seconds: float  # median time of a step that is not tracked
     peak: int  # bytes live at the peak of the tracked steps
     at_peak: dict[str, int]  # bytes by category, which sum to peak
     peak_phase: str
-    timeline: Timeline = field(repr=False)  # of the step that has the peak, its time from 0
+    timeline: Timeline = field(repr=False)  # of the step with the peak, thinned, with times from 0
 
 
 def measure(
     name: str, build: Build, steps: int, warmup: int, wanted: torch.device | None
 ) -> tuple[Row, torch.device]:
-    """Measure one variant, on the device that is wanted or else its own, which is returned too."""
+    """Measures one variant on ``wanted``, or on its model's device if None; returns that too."""
     with _named(name, "while it was built"):
         made = build()
     model, optimizer, step = _checked(name, made)
@@ -73,7 +73,7 @@ def _named(name: str, when: str) -> Iterator[None]:
 
 
 def _checked(name: str, made: object) -> tuple[nn.Module, Optimizer | None, Callable[[], object]]:
-    """What a builder returned, or an error that names the variant."""
+    """Returns what a builder made; raises an error that names the variant if it is wrong."""
     start = f"compare: the builder of variant {name!r} must return (model, optimizer or None, step)"
     if not isinstance(made, tuple) or len(made) != 3:
         got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
@@ -111,7 +111,7 @@ def _wait(device: torch.device) -> None:
 
 
 def forget(device: torch.device) -> None:
-    """Give back what a variant left: cycles, and on CUDA the blocks that its tensors were in."""
+    """Frees what a variant left: reference cycles, and on CUDA the allocator's cached blocks."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -21,16 +21,16 @@ from .table import format_bytes, print_table
 
 FORMAT = "memsave_ext.memory.track"
 VERSION = 1
-_STEPS = 12  # more are summed up
+_STEPS = 12  # more steps than this are summed up as least, median and most
 
 
 def print_report(track: Figures, *, top: int = 10, file: TextIO | None = None) -> None:
-    """Print what the peak was made of, its largest tensors, checkpointed regions and steps.
+    """Prints what the peak was made of, its largest tensors, checkpointed regions and steps.
 
     Args:
         track: what was tracked.
         top: how many tensors, modules and regions to list at most.
-        file: where to; None for ``sys.stdout``.
+        file: where to print; None for ``sys.stdout``.
 
     Raises:
         ValueError: ``top`` is not an int of at least 0.
@@ -85,7 +85,7 @@ def _origin(tensor: TensorAtPeak) -> tuple[str, str, str]:
 def _print_filled(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], file: TextIO | None
 ) -> None:
-    """Print a table without the columns that are empty."""
+    """Prints a table without its empty columns, and nothing if it has no rows."""
     shown = [i for i in range(len(columns)) if any(row[i] != "" for row in rows)]
     if rows:
         cells = [[row[i] for i in shown] for row in rows]
@@ -93,7 +93,8 @@ def _print_filled(
 
 
 def _print_regions(track: Figures, top: int, file: TextIO | None) -> None:
-    # Left-out steps have no times, and regions are those of all steps.
+    # Regions count all steps, but steps that were left out of the timeline have no times. A share
+    # of the time is then not known.
     trained = 0.0 if track.timeline.gaps else sum(step.seconds for step in track.steps)
 
     def row(name: str, regions: Sequence[Region]) -> tuple[object, ...]:
@@ -135,27 +136,28 @@ def as_json(
     points: int = 1000,
     top: int = 20,
 ) -> dict[str, Any]:
-    """``track`` as numbers, strings, lists and dicts, which :mod:`json` writes and reads unchanged.
+    """Returns ``track`` as numbers, strings, lists and dicts, which :mod:`json` keeps unchanged.
 
     Keys (all times in seconds, all sizes in bytes):
 
-    - ``format``: ``"memsave_ext.memory.track"``; ``version``: 1, another where a key changes its
-      meaning; ``memsave_ext``, ``torch``: versions; ``device``.
+    - ``format``: ``"memsave_ext.memory.track"``; ``version``: 1, which changes when a key changes
+      its meaning; ``memsave_ext``, ``torch``: versions; ``device``.
     - ``live``, ``peak``; ``at_peak``: bytes by category, which sum to ``peak``; ``peak_phase``,
-      ``peak_step``, ``peak_time``: where the peak was.
+      ``peak_step``, ``peak_time``: when the peak was.
     - ``steps``: ``index``, ``seconds`` and ``peak`` of each.
     - ``regions``: ``name``, ``calls``, ``saved_bytes`` and ``seconds`` of each checkpointed region.
-    - ``top``: the largest tensors at the peak: ``bytes``, ``category``, ``phase``, ``name``,
-      ``module`` and ``line``, strings that are not known being empty.
-    - ``timeline``: columns of equal length, ``time``, ``phase`` (names in ``phases``, by number),
-      ``step``, and in ``live`` one for each category; ``gaps``, the rows before which steps were
-      left out; ``rows``, how many it had before it was thinned out for this document.
+    - ``top``: ``bytes``, ``category``, ``phase``, ``name``, ``module`` and ``line`` of each of the
+      largest tensors at the peak; a string that is not known is empty.
+    - ``timeline``: columns of equal length: ``time``, ``phase`` (an index into ``phases``, their
+      names), ``step``, and in ``live`` a column for each category. Besides, ``gaps``: the rows
+      before which steps were left out; ``rows``: how many rows there were before the timeline was
+      thinned out for this document.
 
     Args:
         track: what was tracked.
-        path: where to write it too; None for nowhere.
+        path: a file to write the document to as well; None for none.
         points: about how many rows of the timeline to keep; the peak is among them.
-        top: how many tensors.
+        top: how many tensors to list at most.
     """
     at_peak = track.at_peak
     document = {
@@ -181,7 +183,7 @@ def as_json(
 
 
 def timeline_as_json(timeline: Timeline, points: int = 1000) -> dict[str, Any]:
-    """The ``timeline`` of :func:`as_json`'s documents."""
+    """Returns a timeline, thinned out to about ``points`` rows, as :func:`as_json` writes it."""
     small = thin(timeline, points)
     columns = small.live.T.tolist()
     return {
@@ -196,10 +198,13 @@ def timeline_as_json(timeline: Timeline, points: int = 1000) -> dict[str, Any]:
 
 
 def timeline_from_json(columns: Mapping[str, Any]) -> Timeline:
-    """The timeline that was written as ``columns``, ``document["timeline"]``, to draw it again.
+    """Returns the timeline that was written as ``columns``, to draw it again.
+
+    Args:
+        columns: ``document["timeline"]`` of a document of :func:`as_json`.
 
     Raises:
-        ValueError: a column is missing, or categories are not those of this version.
+        ValueError: a column is missing, or the categories are not those of this version.
     """
     wanted = ("phases", "time", "phase", "step", "live", "gaps")
     if missing := [name for name in wanted if name not in columns]:
@@ -220,7 +225,7 @@ def timeline_from_json(columns: Mapping[str, Any]) -> Timeline:
 
 
 def write_json(document: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write ``document`` to ``path``, as one line."""
+    """Writes ``document`` to ``path`` as one line."""
     Path(path).write_text(json.dumps(document, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
@@ -229,7 +234,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``"12.3 ms"``: three significant digits."""
+    """Returns for example ``"12.3 ms"``, with three significant digits."""
     value, unit = seconds, "s"
     for per_second, smaller in ((1e3, "ms"), (1e6, "\N{MICRO SIGN}s")):
         if value < 0.9995:

@@ -1,4 +1,4 @@
-"""Timelines made small enough to draw and to send."""
+"""Reduces timelines to few enough rows to draw and to send."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .checks import check_count
 
 
 def thin(timeline: Timeline, points: int) -> Timeline:
-    """At most about ``points`` rows of ``timeline`` that look the same when drawn.
+    """Returns at most about ``points`` rows of ``timeline``, which look the same when drawn.
 
-    They are those of :func:`telling_rows`, so the peak is always among them; the rows beside gaps;
-    and those where steps and phases begin, as long as these are fewer than ``points``.
+    These are the rows of :func:`telling_rows`, so the peak is always among them; the rows beside
+    gaps; and the rows where steps or phases begin, unless there are ``points`` or more of these.
     """
     check_count("points", points, 4)
     rows = len(timeline.time)
@@ -40,10 +40,10 @@ def thin(timeline: Timeline, points: int) -> Timeline:
 
 
 def telling_rows(time: Tensor, total: Tensor, points: int) -> Tensor:
-    """A mask of at most ``points`` rows that show the course of ``total``, int64, over ``time``.
+    """Returns a mask of at most ``points`` rows that show the course of ``total`` over ``time``.
 
-    The time is cut into ``points // 4`` equal bins. Of each the first and the last row stay, and
-    the first of those with the least and with the most.
+    The time is cut into ``points // 4`` equal bins. Each bin keeps its first and last row, the
+    first row with its smallest ``total`` and the first row with its largest. ``total`` is int64.
     """
     bins = points // 4
     span = max(float(time[-1] - time[0]), 1e-300)
@@ -62,7 +62,7 @@ def telling_rows(time: Tensor, total: Tensor, points: int) -> Tensor:
 
 
 def step_of(timeline: Timeline, index: int) -> Timeline:
-    """The rows of training step ``index``, its time from 0; empty where there is no such step."""
+    """Returns the rows of training step ``index``, with times from 0; none if it is not there."""
     rows = (timeline.step == index).nonzero().flatten()
     time = timeline.time[rows]
     return Timeline(
@@ -75,10 +75,10 @@ def step_of(timeline: Timeline, index: int) -> Timeline:
 
 
 def step_peaks(timeline: Timeline) -> Timeline:
-    """Each step as a row where it begins, with what was live, and in which phase, at its peak.
+    """Returns one row for each step: at the time it begins, with live bytes and phase of its peak.
 
-    For pictures of so many steps that none of them can be seen. Steps before a gap, and the last
-    one, have a second row where they end.
+    This is for pictures of so many steps that the course of each could not be seen. Steps before a
+    gap, and the last step, have a second row where they end.
     """
     rows = len(timeline.step)
     begins = torch.ones(rows, dtype=torch.bool)
@@ -99,7 +99,7 @@ def step_peaks(timeline: Timeline) -> Timeline:
 
 
 def peak_row(timeline: Timeline) -> int:
-    """The first row with the most live bytes.
+    """Returns the first row with the most live bytes.
 
     Raises:
         ValueError: the timeline is empty.
@@ -110,5 +110,5 @@ def peak_row(timeline: Timeline) -> int:
 
 
 def first_largest(values: Tensor) -> int:
-    """The first index of the largest value; ``argmax`` may return any."""
+    """Returns the first index of the largest value; ``argmax`` may return any index of it."""
     return int((values == values.max()).nonzero()[0])

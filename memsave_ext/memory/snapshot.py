@@ -1,4 +1,4 @@
-"""Snapshots of torch's CUDA allocator: saved for torch's viewer, and drawn without one."""
+"""Saves snapshots of torch's CUDA allocator for torch's viewer, and draws them without it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class DeviceSummary:
     """What a snapshot says of one device; all sizes in bytes.
 
     Attributes:
-        device: its index.
-        events: number of events in the trace; 0 where no history was recorded.
-        peak: the most that was allocated, as asked for, in the time that the trace covers.
+        device: index of the device.
+        events: number of events in the trace; 0 if no history was recorded.
+        peak: the most that was allocated in the time that the trace covers, in sizes asked for.
         at_peak: the bytes at the peak by line of code, the largest first; they sum to ``peak``.
-        reserved_at_peak: what the allocator held then.
-        peak_reserved: the most it held.
-        out_of_memory: sizes asked for in vain.
-        unexplained: bytes by which the trace and the blocks at its end disagree, 0 unless events
+        reserved_at_peak: what the allocator had reserved at the peak.
+        peak_reserved: the most that the allocator had reserved.
+        out_of_memory: the sizes that were asked for when memory ran out.
+        unexplained: bytes by which the trace and the blocks at its end disagree; 0 unless events
             are missing.
     """
 
@@ -52,7 +52,7 @@ class SnapshotSummary:
     picture: Path
 
     def report(self, *, top: int = 10, file: TextIO | None = None) -> None:
-        """Print the peak of each device and the ``top`` lines of code that held most at it."""
+        """Prints the peak of each device and the ``top`` lines of code that held most at it."""
         for found in self.devices:
             print(
                 f"cuda:{found.device}: peak {format_bytes(found.peak)} allocated, "
@@ -82,16 +82,16 @@ def _notes(found: DeviceSummary) -> list[str]:
 
 
 def save_snapshot(device: torch.device, path: str | os.PathLike[str]) -> None:
-    """Write a snapshot of torch's CUDA allocator to ``path``, for https://pytorch.org/memory_viz.
+    """Writes a snapshot of torch's CUDA allocator to ``path``, for https://pytorch.org/memory_viz.
 
-    It holds the history only from ``torch.cuda.memory._record_memory_history()`` on.
+    Its history begins with the call of ``torch.cuda.memory._record_memory_history()``.
 
     Args:
-        device: the device that was tracked. The snapshot tells of all.
-        path: the file to write; its folder must be there.
+        device: the device that was tracked. The snapshot covers all devices.
+        path: the file to write; its folder must exist.
 
     Raises:
-        RuntimeError: ``device`` is no CUDA device, or there is none.
+        RuntimeError: ``device`` is no CUDA device, or torch finds no CUDA device.
     """
     if device.type != "cuda":
         raise RuntimeError(
@@ -101,7 +101,7 @@ def save_snapshot(device: torch.device, path: str | os.PathLike[str]) -> None:
     if not torch.cuda.is_available():
         raise RuntimeError("snapshot: torch finds no CUDA device here")
     snapshot = torch.cuda.memory._snapshot(device)
-    # Written aside and renamed: an earlier snapshot survives an interrupted one.
+    # Written to another file and renamed, so that an interruption keeps an earlier snapshot.
     aside = Path(f"{os.fspath(path)}.tmp")
     try:
         with open(aside, "wb") as file:
@@ -117,23 +117,24 @@ def plot_snapshot(
     *,
     device: torch.device | str | int | None = None,
 ) -> SnapshotSummary:
-    """Draw a snapshot of torch's CUDA allocator: who held how much when, and what was reserved.
+    """Draws a snapshot of torch's CUDA allocator: what held how much when, and what was reserved.
 
-    It needs neither a GPU nor a browser, and runs no code that the file may hold. Bytes are those
-    asked for, by the innermost line of code that is neither torch's nor this package's; a block
+    This needs neither a GPU nor a browser, and runs no code that the file may hold. Bytes are those
+    asked for, by the innermost line of code that is neither torch's nor this package's. A block
     counts until it can be used again. What was allocated before the trace begins is found from the
     blocks at its end and from what is freed in it.
 
     Args:
-        path: a file of ``Track.snapshot``, ``torch.cuda.memory._dump_snapshot`` or
-            ``torch.cuda.memory._snapshot`` and pickle.
-        out: the picture to write, its suffix names the format; None for ``path`` with ``.png``.
-        device: draw only this one; None for all of which the file tells, one below another.
+        path: a file written by ``Track.snapshot`` or ``torch.cuda.memory._dump_snapshot``, or a
+            pickle of what ``torch.cuda.memory._snapshot`` returned.
+        out: the picture to write; its suffix names the format. None for ``path`` with ``.png``.
+        device: the only device to draw; None for all in the file, one below another.
 
     Raises:
         ImportError: matplotlib is not installed.
-        OSError: ``path`` cannot be read, or ``out`` not be written.
-        ValueError: ``path`` is no snapshot, holds other than plain data, or nothing of ``device``.
+        OSError: ``path`` cannot be read, or ``out`` cannot be written.
+        ValueError: ``path`` is no snapshot, holds more than plain data, or holds nothing about
+            ``device``.
     """
     every = histories(read_snapshot(path), os.fspath(path))
     chosen = _of_device(every, device, path)

@@ -1,7 +1,8 @@
-"""What a snapshot of torch's CUDA allocator tells: who held how many bytes when.
+"""Reads a snapshot of torch's CUDA allocator: which code held how many bytes at which time.
 
-The format is that of ``torch.cuda.memory._snapshot()``, whose docstring describes it, pickled. A
-trace's sizes are those asked for; segments are what the allocator got from CUDA.
+A snapshot file is the pickled result of ``torch.cuda.memory._snapshot()``, whose docstring
+describes the format. Sizes in a trace are those asked for; segments are what the allocator got
+from CUDA.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ BEFORE = "(allocated before the trace begins)"
 NO_STACK = "(no stack)"
 NO_PYTHON = "(no Python code, as in most of backward)"
 _ALLOCATED = "active_allocated"
-_WAITING = ("active_pending_free", "active_awaiting_free")  # for another stream
+# States of blocks that were freed, but that another stream may still use.
+_WAITING = ("active_pending_free", "active_awaiting_free")
 _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-# Frames that call the allocator for others: this package and torch, installed, in a checkout or
-# where they are here, and the standard library. A snapshot may come from another machine. A folder
-# of the user's that is called torch or memsave_ext holds the user's code.
+# Matches files that are not the user's code: those of the standard library, and of this package and
+# torch, be they installed, in a checkout or where they are on this machine. (A snapshot may come
+# from another machine.) Any other folder called torch or memsave_ext holds the user's code.
 _HERE = "|".join(
     re.escape(os.path.join(folder, ""))
     for folder in (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__))
@@ -38,21 +40,21 @@ _NOT_USERS = re.compile(
 
 @dataclass(frozen=True)
 class History:
-    """The bytes of one device: row 0 before the trace, row i after its i-th event."""
+    """The bytes held on one device: row 0 is before the trace, row i after its i-th event."""
 
     device: int
-    time: Tensor | None  # float64 [n], seconds since the first event; None where unknown
-    allocated: Tensor  # int64 [n], bytes in blocks that are in use, or wait for another stream
+    time: Tensor | None  # float64 [n], seconds since the first event; None if not known
+    allocated: Tensor  # int64 [n], bytes of blocks in use or waiting for another stream
     reserved: Tensor  # int64 [n], bytes that the allocator holds
     changes: Tensor  # int64 [n], what each row adds to ``allocated``
-    line: Tensor  # int64 [n], by whom: an index into ``lines``
-    lines: list[str]
-    before: dict[int, int]  # bytes at row 0, by line
-    out_of_memory: list[tuple[int, int]]  # rows at which memory ran out, and bytes asked for
-    unexplained: int  # bytes allocated at the end by the trace, less those by the segments
+    line: Tensor  # int64 [n], whose bytes changed: an index into ``lines``
+    lines: list[str]  # the lines of code that allocated
+    before: dict[int, int]  # bytes at row 0, by index into ``lines``
+    out_of_memory: list[tuple[int, int]]  # rows where memory ran out, bytes asked for
+    unexplained: int  # bytes in use at the end: the trace's figure less the segments'
 
     def by_line(self, row: int) -> dict[str, int]:
-        """Bytes at ``row`` by line, the largest first."""
+        """Returns the bytes at ``row`` by line of code, the largest first."""
         size = torch.zeros(len(self.lines), dtype=torch.int64)
         size.index_add_(0, self.line[: row + 1], self.changes[: row + 1])
         for line, held in self.before.items():
@@ -61,13 +63,13 @@ class History:
         return {self.lines[i]: int(size[i]) for i in order if size[i]}
 
     def of_line(self, name: str) -> Tensor:
-        """Bytes of one line at each row, int64 [n]."""
+        """Returns the bytes of one line of code at each row, int64 [n]."""
         line = self.lines.index(name)
         return self.changes.where(self.line == line, 0).cumsum(0) + self.before.get(line, 0)
 
 
 class _Plain(pickle.Unpickler):
-    """Reads plain data, and refuses classes and functions, which could run code."""
+    """Reads plain data and refuses classes and functions, which could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(
@@ -76,11 +78,11 @@ class _Plain(pickle.Unpickler):
 
 
 def read_snapshot(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Load the snapshot in the file ``path``, without running any code that it may hold.
+    """Returns the snapshot in the file ``path``; runs no code that the file may hold.
 
     Raises:
         OSError: the file cannot be opened.
-        ValueError: it is no pickle, holds more than plain data, or is no snapshot.
+        ValueError: the file is no pickle, holds more than plain data, or is no snapshot.
     """
     with open(path, "rb") as file:
         try:
@@ -97,7 +99,11 @@ def read_snapshot(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def histories(snapshot: Mapping[str, Any], name: str = "the snapshot") -> list[History]:
-    """The history of each device of which the snapshot tells anything; ``name`` is for errors.
+    """Returns the history of each device that has blocks or events in the snapshot.
+
+    Args:
+        snapshot: what :func:`read_snapshot` returned.
+        name: what error messages call it.
 
     Raises:
         ValueError: entries are not as torch writes them.
@@ -126,7 +132,7 @@ def _history(
     before = _undo(trace, at_end, frees, lines)
 
     live = dict(before)
-    rows: list[tuple[int, int, int]] = [(0, 0, 0)]  # line, allocated, reserved: changes
+    rows: list[tuple[int, int, int]] = [(0, 0, 0)]  # line; changes of allocated and of reserved
     out_of_memory = []
     for row, event in enumerate(trace, 1):
         action, size = event["action"], event.get("size", 0)
@@ -164,7 +170,7 @@ def _history(
 def _blocks(
     segments: Sequence[Mapping[str, Any]], lines: _Lines
 ) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Address, line and size of each block that is in use when the snapshot is taken."""
+    """Yields address, line and size of each block that was in use when the snapshot was taken."""
     for address, block in _places(segments):
         if block["state"] == _ALLOCATED or block["state"] in _WAITING:
             size = block.get("requested_size", block["size"])
@@ -183,7 +189,10 @@ def _places(segments: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Mappin
 def _freeing_action(
     segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]
 ) -> str:
-    """The action that ends a block: its completed free, unless these were left out of the trace."""
+    """Returns the action that ends a block.
+
+    This is the completed free, or the requested one where the trace leaves completed ones out.
+    """
     if any(event["action"] == "free_completed" for event in trace):
         return "free_completed"
     waiting = {address for address, block in _places(segments) if block["state"] in _WAITING}
@@ -197,12 +206,15 @@ def _undo(
     frees: str,
     lines: _Lines,
 ) -> dict[int, tuple[int, int]]:
-    """The blocks in use before the trace, which begins late or forgets its oldest events."""
+    """Returns the blocks in use before the trace, found by undoing its events from the last on.
+
+    There are such blocks if the trace began late or has dropped its oldest events.
+    """
     live = dict(at_end)
     for event in reversed(trace):
         if event["action"] == "alloc":
             live.pop(event["addr"], None)
-        elif event["action"] == frees:  # its stack is the free's
+        elif event["action"] == frees:  # with the stack of the free, not of the allocation
             live[event["addr"]] = (lines.named(BEFORE), event["size"])
     return live
 
@@ -211,17 +223,18 @@ def _time(trace: Sequence[Mapping[str, Any]]) -> Tensor | None:
     if not trace or not all("time_us" in event for event in trace):
         return None
     time = torch.tensor([event["time_us"] for event in trace], dtype=torch.int64)
-    time = ((time - time[0]).double() / 1e6).cummax(0).values  # threads' clocks differ a little
+    time = ((time - time[0]).double() / 1e6).cummax(0).values  # threads' clocks differ slightly
     return torch.cat([time[:1], time])
 
 
 class _Lines:
-    """Numbers for the lines of code that allocate."""
+    """Numbers the lines of code that allocate."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self._numbers: dict[str, int] = {}
-        self._of_stack: dict[int, int] = {}  # by id: a snapshot shares its lists of frames
+        # By the id of a list of frames, as a snapshot shares these lists between events.
+        self._of_stack: dict[int, int] = {}
 
     def named(self, name: str) -> int:
         if name not in self._numbers:
@@ -238,9 +251,9 @@ class _Lines:
 
 
 def line_of(frames: Sequence[Mapping[str, Any]]) -> str:
-    """``"net.py:12 in forward"``: of a stack, innermost first, the innermost line of the user's.
+    """Returns the innermost line of the user's code in a stack, ``"net.py:12 in forward"``.
 
-    Where all Python is torch's, the innermost of that.
+    Frames are ordered innermost first. If none is the user's, the innermost line of Python counts.
     """
     python = [f for f in frames if f["filename"].endswith(".py") or f["filename"].startswith("<")]
     users = [frame for frame in python if not _NOT_USERS.search(frame["filename"])]

@@ -1,4 +1,4 @@
-"""What the command line profiles: a function by its name, and the model and optimizer it uses."""
+"""Finds what the command line profiles: a function by its name, its model and its optimizer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ T = TypeVar("T", nn.Module, Optimizer)
 
 
 class UsageError(Exception):
-    """The command line is wrong; the message is for who typed it."""
+    """The command line is wrong; the message is for the person who typed it."""
 
 
 def load(where: str, option: str) -> Any:
-    """The object at ``where``, ``"MODULE:NAME"``; ``option`` says what asked for it.
+    """Returns the object at ``where``, ``"MODULE:NAME"``.
+
+    Args:
+        where: what to load.
+        option: the option that asked for it, for error messages.
 
     Raises:
-        UsageError: there is no such module or no such name. What the module itself raises passes.
+        UsageError: there is no such module or no such name. What the module itself raises while it
+            is imported is passed on.
     """
     module_name, colon, name = where.partition(":")
     if not (module_name and colon and name) or os.sep in module_name:
@@ -33,7 +38,7 @@ def load(where: str, option: str) -> Any:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if not f"{module_name}.".startswith(f"{missing}."):
-            raise  # the module is there, and imports one that is not
+            raise  # the module exists, but imports one that does not
         stem = module_name.removesuffix(".py")
         hint = f"; did you mean {stem}:{name}?" if stem != module_name else ""
         raise UsageError(
@@ -49,10 +54,10 @@ def load(where: str, option: str) -> Any:
 
 
 def load_function(where: str) -> Callable[[], object]:
-    """The function at ``where``, which can be called without arguments.
+    """Returns the function at ``where``, which can be called without arguments.
 
     Raises:
-        UsageError: it cannot, or is none, or :func:`load` does not find it.
+        UsageError: it needs arguments, is no function, or :func:`load` does not find it.
     """
     found = load(where, "MODULE:FUNCTION")
     if not callable(found):
@@ -60,7 +65,7 @@ def load_function(where: str) -> Callable[[], object]:
     try:
         inspect.signature(found).bind()
     except ValueError:
-        pass  # it tells nobody its arguments
+        pass  # its signature is not known
     except TypeError as error:
         raise UsageError(f"{where} must take no arguments: {error}") from None
     function: Callable[[], object] = found
@@ -68,10 +73,10 @@ def load_function(where: str) -> Callable[[], object]:
 
 
 def load_instance(where: str, option: str, kind: type[T]) -> T:
-    """The model or optimizer at ``where``.
+    """Returns the model or optimizer at ``where``.
 
     Raises:
-        UsageError: it is none, or :func:`load` does not find it.
+        UsageError: it is not of ``kind``, or :func:`load` does not find it.
     """
     found = load(where, option)
     if not isinstance(found, kind):
@@ -81,10 +86,12 @@ def load_instance(where: str, option: str, kind: type[T]) -> T:
 
 
 def find_model(function: Callable[[], object], where: str) -> nn.Module | None:
-    """The model with parameters that ``function`` uses; a part of another one is none of its own.
+    """Returns the model that ``function`` uses, None if there is none.
+
+    Models without parameters and submodules of another model that it uses do not count.
 
     Raises:
-        UsageError: there are several.
+        UsageError: it uses several models.
     """
 
     def is_model(value: object) -> bool:
@@ -99,10 +106,10 @@ def find_model(function: Callable[[], object], where: str) -> nn.Module | None:
 
 
 def find_optimizer(function: Callable[[], object], where: str) -> Optimizer | None:
-    """The optimizer that ``function`` uses.
+    """Returns the optimizer that ``function`` uses, None if there is none.
 
     Raises:
-        UsageError: there are several.
+        UsageError: it uses several optimizers.
     """
     return _only(_used(function, lambda value: isinstance(value, Optimizer)), where, "optimizer")
 
@@ -117,7 +124,10 @@ def _only(found: Mapping[str, T], where: str, what: str) -> T | None:
 
 
 def _used(function: Callable[[], object], wanted: Callable[[object], bool]) -> dict[str, Any]:
-    """What is wanted of the names that ``function`` uses, else of all in its module; each once."""
+    """Returns the wanted objects that ``function`` uses, by name, each object once.
+
+    If it uses none, those among all names of its module are returned.
+    """
     named, everything = _names(function)
     for names in (named, everything):
         found: dict[int, tuple[str, object]] = {}
@@ -130,21 +140,21 @@ def _used(function: Callable[[], object], wanted: Callable[[object], bool]) -> d
 
 
 def _names(function: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The names that a function uses, and all of its module."""
+    """Returns the names that a function uses, and all names of its module, with their values."""
     named: dict[str, Any] = {}
     while isinstance(function, functools.partial):
         named |= {f"argument {i}": value for i, value in enumerate(function.args)}
         named |= function.keywords
         function = function.func
     if not inspect.isroutine(function):
-        function = function.__call__  # an object that can be called
+        function = function.__call__  # an instance of a class with __call__
     owner = getattr(function, "__self__", None)
     if owner is not None and not inspect.ismodule(owner):
         named |= getattr(owner, "__dict__", {})
     function = inspect.unwrap(getattr(function, "__func__", function))
     try:
         closure = inspect.getclosurevars(function)
-    except (TypeError, ValueError):  # not written in Python; a name of the closure not yet bound
+    except (TypeError, ValueError):  # not written in Python; or a closure name is not yet bound
         pass
     else:
         named |= {**closure.globals, **closure.nonlocals}

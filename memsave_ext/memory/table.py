@@ -1,4 +1,4 @@
-"""Tables for people: with rich where that is installed, plain text otherwise."""
+"""Prints tables: with rich if that is installed, as plain text otherwise."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import TextIO
 
-_NUMBER = re.compile(r"[-+\u2212]?[\d.]|[-\u2013]?$")  # how cells of a column of numbers begin
+_NUMBER = re.compile(r"[-+\u2212]?[\d.]|[-\u2013]?$")  # the start of cells in columns of numbers
 _GAP = "  "
 
 
 def format_bytes(count: int) -> str:
-    """``"12 B"``, ``"3.50 KiB"``, ``"1.25 GiB"``: three significant digits, powers of 1024."""
+    """Returns ``"12 B"`` or ``"3.50 KiB"``: three significant digits, units of powers of 1024."""
     if abs(count) < 1024:
         return f"{count} B"
     value = float(count)
@@ -32,16 +32,16 @@ def print_table(
     rows: Iterable[Sequence[object]],
     file: TextIO | None = None,
 ) -> None:
-    """Print a table; columns of numbers, but never the first, are aligned to the right.
+    """Prints a table. Columns of numbers are aligned to the right, except the first column.
 
     Args:
-        title: above it; empty for none.
-        columns: their names.
-        rows: as many cells each, shown by ``str``.
-        file: to print to; None for ``sys.stdout``.
+        title: printed above the table; empty for none.
+        columns: the names of the columns.
+        rows: a cell for each column, shown by ``str``.
+        file: where to print; None for ``sys.stdout``.
 
     Raises:
-        ValueError: a row with another number of cells. Nothing is printed then.
+        ValueError: a row has another number of cells than ``columns``; nothing is printed then.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     for row in cells:
@@ -98,7 +98,7 @@ def _print_rich(
 ) -> None:
     part = {name: importlib.import_module(f"rich.{name}") for name in ("console", "table", "text")}
     box = importlib.import_module("rich.box")
-    text = part["text"].Text  # whose brackets and colons stay what they are
+    text = part["text"].Text  # keeps brackets and colons, which are markup in a str
     table = part["table"].Table(
         title=text(title) if title else None,
         title_justify="left",
@@ -110,7 +110,7 @@ def _print_rich(
     for row in cells:
         table.add_row(*map(text, row))
     console = part["console"].Console(file=file)
-    if not console.is_terminal:  # nothing is to be wrapped in a file
+    if not console.is_terminal:  # in a file no line is wrapped
         width = console.measure(table, options=console.options.update(max_width=1 << 16)).maximum
         console.width = max(width, 1)
     console.print(table)

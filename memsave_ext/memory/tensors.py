@@ -1,4 +1,4 @@
-"""The plain tensors, those with memory of their own, that a value is made of."""
+"""Finds the plain tensors, which have a storage of their own, in a value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def plain_tensors(value: Any) -> Iterator[Tensor]:
-    """Those in a tensor, a mapping, a list or a tuple, at any depth; a DTensor's is its shard."""
+    """Yields the plain tensors in a tensor, mapping, list or tuple, at any depth.
+
+    A wrapper subclass yields the tensors it wraps: a DTensor its local shard.
+    """
     if isinstance(value, Tensor):
         wrapper: Any = value
         if type(value) is not Tensor and is_traceable_wrapper_subclass(wrapper):

@@ -1,4 +1,4 @@
-"""Following the memory of training: what lives, whose it is, when, and what the peak is made of."""
+"""Follows the memory of training: what lives when, what it belongs to, what the peak is made of."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _running_lock = threading.Lock()
 
 
 def running() -> list[Track]:
-    """The tracks of this process that run now, the outermost first."""
+    """Returns the tracks that run now in this process, the outermost first."""
     with _running_lock:
         return list(_running)
 
 
 class Track(Figures):
-    """What :func:`track` returns. Its figures can be read at any time, inside the block too."""
+    """What :func:`track` returns. Its figures can be read at any time, also inside the block."""
 
     def __init__(
         self,
@@ -46,26 +46,28 @@ class Track(Figures):
         self._hooks = Hooks(self._tracker, model, modules, optimizers, names)
 
     def report(self, *, top: int = 10, file: TextIO | None = None) -> None:
-        """Print the peak, what it was made of, its ``top`` largest tensors, steps and regions."""
+        """Prints the peak, what it was made of, its ``top`` largest tensors, steps and regions."""
         with untracked():
             print_report(self, top=top, file=file)
 
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
-        """Draw the timeline: live bytes by category, the phases, the peak. Needs matplotlib."""
+        """Draws the timeline: live bytes by category, the phases, the peak. Needs matplotlib."""
         with untracked():
             plot_track(self, path, title=title)
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-        """Everything above as plain numbers and strings; written to ``path`` where one is given."""
+        """Returns all figures as plain numbers and strings; also written to ``path`` if given."""
         with untracked():
             return as_json(self, path)
 
     def snapshot(self, path: str | os.PathLike[str]) -> None:
-        """Write torch's snapshot of the CUDA device's memory, for https://pytorch.org/memory_viz
-        and :func:`plot_snapshot`. It has a history where the block ran with ``stacks=True``.
+        """Writes torch's snapshot of the CUDA device's memory.
+
+        https://pytorch.org/memory_viz and :func:`plot_snapshot` show it. It holds a history if the
+        block ran with ``stacks=True``.
 
         Raises:
-            RuntimeError: the memory tracked is not a CUDA device's.
+            RuntimeError: the device that was tracked is not a CUDA device.
         """
         save_snapshot(self.device, path)
 
@@ -117,7 +119,7 @@ def track(
     stacks: bool = False,
     max_events: int = 500_000,
 ) -> Track:
-    """Follow the memory of any number of training steps in a ``with`` block.
+    """Follows the memory of any number of training steps in a ``with`` block.
 
     Example::
 
@@ -128,32 +130,34 @@ def track(
         t.plot("timeline.png")
         print(t.peak, t.at_peak)
 
-    On the CPU every allocation of a tensor's memory counts, temporaries inside kernels included,
-    whatever thread of this process makes it. Memory from before counts where it is the model's or
-    the optimizer's. On CUDA the figures are the caching allocator's; what it does for this thread
-    and its backwards is followed block by block, the rest is in "other". Blocks may be nested and
-    may run in several threads at once: each sees everything between its own beginning and end.
+    On the CPU every allocation of a tensor's memory counts, including temporaries inside kernels,
+    in whichever thread of this process. Memory allocated before the block counts if it belongs to
+    the model or the optimizer. On CUDA the figures are the caching allocator's; what it does for
+    this thread and its backwards is followed block by block, and the rest is in "other". ``with``
+    blocks may be nested and may run in several threads at once: each sees everything between its
+    own beginning and end.
 
-    An object can be entered again and goes on counting; what is freed between is not noticed.
+    An object can be entered again and goes on counting; memory freed in between is not noticed.
 
-    In pure Python the allocations are torch's profiler's, read when the block is left: until then
-    ``live`` and ``peak`` are what they were on entry, and other threads do not count.
+    In pure Python the allocations are those that torch's profiler records, which are read when the
+    block is left. Until then ``live`` and ``peak`` stay as on entry. Other threads do not count.
 
     Args:
-        model: whose parameters, buffers and gradients are told apart. Its forwards give phases,
-            activations and the names of modules. Hooks are on its modules and parameters inside the
-            block only; modules added there are not seen.
-        optimizer: whose states are told apart; several in the order of their steps. A training step
-            ends with the step of the last one, without any where the model's next forward begins.
-        device: what to follow. None: where the model's, else the optimizer's first parameter is,
-            without either the CPU.
+        model: the model whose parameters, buffers and gradients are told apart. Its forwards give
+            phases, activations and the names of modules. Hooks are on its modules and parameters
+            inside the block only; modules added there are not seen.
+        optimizer: the optimizer whose states are told apart, or several in the order in which they
+            step. A training step ends with the step of the last one or, without optimizers, where
+            the model's next forward begins.
+        device: the device to follow. None: that of the model's first parameter, else that of the
+            optimizer's first parameter, else the CPU.
         stacks: record the Python stack of every allocation, for :attr:`TensorAtPeak.line` and
-            :meth:`Track.snapshot`. Costs several times the rest. Pure Python records none.
-        max_events: how many allocations and frees are kept, about: of more than that the steps
-            before the latest, but for the one with the peak, are forgotten. 90 bytes each.
+            :meth:`Track.snapshot`. This costs several times the rest. Pure Python records none.
+        max_events: about how many allocations and frees are kept, at 90 bytes each. If there are
+            more, the oldest steps are forgotten, except the one with the peak.
 
     Raises:
-        TypeError, ValueError: on a wrong argument, named.
+        TypeError, ValueError: an argument is wrong; the message names it.
         RuntimeError: on entry, when torch's profiler runs on this thread (on CUDA and in pure
             Python, where they share one slot); in pure Python also when another track runs on it.
     """

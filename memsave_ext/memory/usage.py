@@ -11,12 +11,12 @@ from .tracking import running
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes of tensors on a device.
+    """How many bytes a device holds.
 
     Attributes:
-        allocated: held by tensors now.
-        peak: the most there has been.
-        reserved: held by CUDA's caching allocator, None on the CPU, which has none.
+        allocated: bytes held by tensors now.
+        peak: the most bytes that tensors have held at once.
+        reserved: bytes held by CUDA's caching allocator; None on the CPU, which has none.
     """
 
     allocated: int
@@ -25,19 +25,19 @@ class Usage:
 
 
 def usage(device: torch.device | str | int | None = None) -> Usage:
-    """Bytes that a device holds now and held at most.
+    """Returns how many bytes a device holds now, and the most it has held.
 
-    On CUDA these are the caching allocator's own figures, the peak since
-    :func:`torch.cuda.reset_peak_memory_stats`. On the CPU torch keeps none: they are those of the
-    outermost :func:`track` that runs in this process, since it began.
+    On CUDA these are the caching allocator's own figures; the peak counts from the last
+    :func:`torch.cuda.reset_peak_memory_stats`. For the CPU torch keeps no figures: they are those
+    of the outermost :func:`track` that runs in this process, counted from where it began.
 
     Args:
-        device: a CUDA device or the CPU. None: the current CUDA device where there is one and CUDA
-            has been used, else the CPU.
+        device: a CUDA device or the CPU. None: the current CUDA device if CUDA has been used in
+            this process, else the CPU.
 
     Raises:
-        ValueError: another kind of device.
-        RuntimeError: the CPU, and nothing tracks its memory.
+        ValueError: ``device`` is of another kind.
+        RuntimeError: the device is the CPU and no :func:`track` of it runs.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_initialized() else "cpu"

@@ -1,4 +1,4 @@
-"""Rematerialization: what is cheap to compute again is not kept for backward.
+"""Rematerialization: tensors that are cheap to recompute are not kept for backward.
 
 Kirisame et al. 2021, "Dynamic Tensor Rematerialization", arXiv 2006.09616.
 """

@@ -1,4 +1,4 @@
-"""``remat``: a block in which autograd keeps less."""
+"""``remat``: a block in which autograd keeps less memory for backward."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from .recorder import make_recorder
 
 
 class remat:  # noqa: N801, a context manager is used like a function
-    """A block that keeps less for backward: of the tensors that autograd saves in it, those that
-    are cheap to compute again from what is kept are dropped, and computed again in backward, one
-    operator at a time. No line of the model changes, and gradients are those of the plain run, bit
-    for bit.
+    """A block that keeps less memory for backward.
+
+    Of the tensors that autograd saves in it, those that are cheap to recompute from what is kept
+    are dropped. Backward recomputes them, one operator at a time. The model's code stays as it is,
+    and gradients equal those of the plain run bit for bit.
 
     Example::
 
@@ -26,17 +27,17 @@ class remat:  # noqa: N801, a context manager is used like a function
         loss.backward()              # inside of the block or after it
         print(r.report())
 
-    What the thread does in the block is recorded, backwards excepted; what other threads do is
-    kept as ever. Blocks may be nested: the inner one has its own record.
+    Only what the entering thread does in the block is recorded, except its backwards; what other
+    threads save is kept as usual. Blocks may be nested: the inner one has its own record.
 
     Args:
-        model: whose modules :meth:`report` tells apart. Hooks are on them inside of the block only,
-            and cost a microsecond or two per call.
+        model: :meth:`report` shows its modules separately. They have hooks only inside the block,
+            which cost a microsecond or two per call.
 
     Raises:
         TypeError: ``model`` is neither a module nor None.
-        RuntimeError: a block is entered a second time, or left in another order or thread than it
-            was entered.
+        RuntimeError: a block is entered a second time, or is left in another thread than the one
+            that entered it, or before a block inside it.
     """
 
     def __init__(self, model: nn.Module | None = None, *, _everything: bool | None = False) -> None:
@@ -71,14 +72,14 @@ class remat:  # noqa: N801, a context manager is used like a function
         self._hooks.close()
 
     def figures(self) -> RematFigures:
-        """What was kept, dropped and computed again until now."""
+        """Returns what has been kept, dropped and recomputed until now."""
         return make_figures(self._recorder.figures(), self._modules.names)
 
     def report(self, *, top: int = 10) -> str:
-        """The same as tables: by module and by operator, and why the rest is kept.
+        """Returns the figures as tables by module and by operator, and why the rest is kept.
 
         Args:
-            top: of how many modules and operators at most, those with the most memory first.
+            top: the most rows a table has; those with the most memory come first.
         """
         return make_report(self.figures(), top)
 
@@ -94,6 +95,6 @@ class remat:  # noqa: N801, a context manager is used like a function
                     recorder.leave_module()
 
                 stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-                # Also where the forward raises.
+                # always_call: it is called also where the forward raises.
                 stack.callback(module.register_forward_hook(after, always_call=True).remove)
             return stack.pop_all()

@@ -1,4 +1,4 @@
-"""What a block kept, dropped and computed again: figures, and a report for people."""
+"""Figures of what a block kept, dropped and recomputed, and a report of them as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..memory.report import format_seconds
 from ..memory.table import format_bytes, print_table
 
 DROPPED, INPUT = "dropped", "from outside of the block"
-# In the order of Verdict in csrc/remat/block.h.
+# The order is that of Verdict in csrc/remat/block.h.
 VERDICTS = (
     DROPPED,
     INPUT,
@@ -23,19 +23,19 @@ VERDICTS = (
 
 @dataclass(frozen=True)
 class Saved:
-    """Memory that autograd saved in a block, by the module and operator that made it."""
+    """Memory that autograd saved in a block, summed by the module and operator that made it."""
 
-    module: str  # empty: outside of those that were named
-    operator: str  # empty: none that is recorded
+    module: str  # empty: made outside of the model's modules
+    operator: str  # empty: not made by a recorded operator
     verdict: str  # "dropped", or why it is kept
-    count: int
+    count: int  # how many storage contents
     bytes: int
-    seconds: float  # that it takes to compute it again, as measured in the forward
+    seconds: float  # to recompute what was dropped, as measured in the forward
 
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Operators that ran again in backward."""
+    """Operators that ran again in backward, summed by module and operator."""
 
     module: str
     operator: str
@@ -46,9 +46,9 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class RematFigures:
-    """What became of the memory that autograd saved in a block, until now."""
+    """What has become of the memory that autograd saved in a block."""
 
-    operators: int  # that were recorded
+    operators: int  # how many operators were recorded
     saved: tuple[Saved, ...]
     recomputed: tuple[Recomputed, ...]
 
@@ -58,7 +58,7 @@ class RematFigures:
 
     @property
     def kept_bytes(self) -> int:
-        """Without inputs and parameters, which are there anyway."""
+        """Bytes kept, not counting inputs and parameters, which exist anyway."""
         return sum(row.bytes for row in self.saved if row.verdict not in (DROPPED, INPUT))
 
     @property
@@ -67,7 +67,7 @@ class RematFigures:
 
 
 def make_figures(figures: dict[str, Any], names: Sequence[str]) -> RematFigures:
-    """Of what a recorder tells; ``names`` are those of modules by number."""
+    """Converts a recorder's figures. ``names`` are the modules' names by number."""
 
     def name(number: int) -> str:
         return names[number] if number >= 0 else ""
@@ -115,7 +115,7 @@ def _by(
     saved: Iterable[Saved],
     recomputed: Iterable[Recomputed],
 ) -> list[tuple[object, ...]]:
-    """Rows of a table, those with the most memory first."""
+    """Returns the rows of a table, those with the most memory first."""
     sums: dict[str, list[float]] = {}
     for row in saved:
         sums.setdefault(key(row), [0] * 5)[row.verdict == DROPPED] += row.bytes

@@ -1,4 +1,4 @@
-"""``remat_module``: every forward of a module in a block, in place."""
+"""``remat_module``: runs every forward of a module in a ``remat`` block."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .figures import RematFigures
 
 
 class _RematForward(ForwardInPlace):
-    last: remat | None = None  # block
+    last: remat | None = None  # block of the last forward with gradients
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # torch.compile decides itself what it computes again, and without a graph nothing is saved.
+        # torch.compile itself decides what to recompute, and without grad mode nothing is saved.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return type(module).forward(module, *args, **kwargs)
         model = module if self.options["by_module"] else None
@@ -25,7 +25,7 @@ class _RematForward(ForwardInPlace):
             return type(module).forward(module, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has run no forward yet.
+        # `last` is left out, because a copy has run no forward yet.
         return {"module": self.module, "options": self.options}
 
 
@@ -42,18 +42,18 @@ class RematHandle:
             _RematForward.remove(module)
 
     def figures(self) -> RematFigures:
-        """Those of the module's last forward: see :meth:`remat.figures`.
+        """Returns the figures of the module's last forward: see :meth:`remat.figures`.
 
         Raises:
-            RuntimeError: there was none yet in which autograd was on.
+            RuntimeError: the module has run no forward with gradients yet.
         """
         return self._last().figures()
 
     def report(self, *, top: int = 10) -> str:
-        """That of the module's last forward: see :meth:`remat.report`.
+        """Returns the report of the module's last forward: see :meth:`remat.report`.
 
         Raises:
-            RuntimeError: there was none yet in which autograd was on.
+            RuntimeError: the module has run no forward with gradients yet.
         """
         return self._last().report(top=top)
 
@@ -68,23 +68,23 @@ class RematHandle:
 def remat_module(
     model: nn.Module, *, by_module: bool = False, _everything: bool = False
 ) -> RematHandle:
-    """Run every forward of ``model`` in a block of :class:`remat`, in place: for trainers, whose
-    training step one does not write.
+    """Run every forward of ``model`` in a :class:`remat` block, changing the model in place.
 
-    Only its ``forward`` is replaced: classes, names, parameters, hooks and the state_dict stay as
-    they are, and the model can be copied and pickled. Hooks of the model itself run outside of the
-    block. Forwards without gradients, and those that torch.compile traces, run as they are.
+    It is for trainers, where one does not write the training step oneself. Only ``forward`` of the
+    model is replaced: classes, names, parameters, hooks and the state_dict stay as they are, and
+    the model can be copied and pickled. Hooks of the model itself run outside of the block.
+    Forwards without gradients, and those that torch.compile traces, run as they are.
 
     Args:
         model: the model, or a part of one.
-        by_module: whether reports tell its modules apart; see :class:`remat`.
+        by_module: whether reports show its modules separately; see :class:`remat`.
 
     Returns:
-        A handle whose ``remove()`` undoes it.
+        A handle whose ``remove()`` restores the model's forward.
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: it has a forward of its own already.
+        ValueError: the instance has a ``forward`` of its own already.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(

@@ -1,5 +1,5 @@
-// The states of a part of a tensor, in blocks, for the instruction set whose target region this is
-// included in; see states.h.
+// Blockwise 8-bit states of a part of a tensor, for the instruction set whose target region this is
+// included in. States of other formats: states.h.
 #pragma once
 
 #include "adam/code8.h"
@@ -7,7 +7,7 @@
 
 namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA {
 
-// The largest, where none is negative.
+// Returns the largest lane; none is negative.
 template <typename V>
 MEMSAVE_EXT_INLINED inline uint32_t largest(V v) {
   constexpr int lanes = sizeof(V) / sizeof(v[0]);
@@ -20,8 +20,9 @@ MEMSAVE_EXT_INLINED inline uint32_t largest(V v) {
   }
 }
 
-// Numbers wait in `values` until all of their block are known: exp_avg_sq, when it has been read,
-// and its root, to be written.
+// One 8-bit moment, a block at a time: exp_avg, or with `is_root` exp_avg_sq, which is coded as its
+// square root. `values` has the block's decoded numbers, and then its new ones (of exp_avg_sq: the
+// roots) until all are known, and with them their scale.
 template <bool is_root>
 struct Coded {
   static constexpr int lanes = isa::kLanes<float>;
@@ -33,10 +34,10 @@ struct Coded {
 
   uint8_t* codes;
   float* scales;
-  uint8_t* block;  // codes of the block that is open
-  Floats scale;    // of these
+  uint8_t* block;  // codes of the open block
+  Floats scale;    // of these codes
   Floats inverse;  // of the new scale
-  bool finite;     // that is
+  bool finite;     // whether the new scale is finite
   alignas(64) float values[kBlock];
   uint8_t last[kBlock];  // codes of a block that is not whole
 
@@ -54,7 +55,8 @@ struct Coded {
     scale = Floats{} + scales[from / kBlock];
   }
 
-  // In the order of offsets. Groups are decoded between updates, whose divisions take the time.
+  // Called in the order of offsets. A group is decoded when its first offset is loaded: between
+  // updates, whose divisions take the time.
   MEMSAVE_EXT_INLINED Floats load(int64_t offset) {
     if (offset % kGroup == 0) {
       Words words;
@@ -72,16 +74,17 @@ struct Coded {
     keep(offset, isa::keep(v, size));
   }
 
-  // After the last of a block is stored.
+  // Sets the block's new scale. Called after its last value is stored.
   MEMSAVE_EXT_INLINED void find_scale(int64_t from, int64_t to) {
     uint32_t bits = largest_magnitude(to - from);
     finite = bits < 0x7f800000u;
-    if (!finite) bits = 0x7fc00000u;  // shown by all of the block
+    if (!finite) bits = 0x7fc00000u;  // NaN: all of the block will be NaN
     float& new_scale = scales[from / kBlock];
     __builtin_memcpy(&new_scale, &bits, sizeof(bits));
     inverse = inverse_scale<Math>(Floats{} + new_scale);
   }
 
+  // Encodes the block with its new scale.
   MEMSAVE_EXT_INLINED void close(int64_t from, int64_t to, const Noise& noise) {
     if (!finite) {
       __builtin_memset(codes + from, 0, to - from);
@@ -103,8 +106,8 @@ struct Coded {
  private:
   MEMSAVE_EXT_INLINED Floats kept(int64_t offset) const { return isa::load(values + offset); }
 
-  // Bits of magnitudes are in the order of the numbers, with infinity and what is no number behind
-  // them.
+  // Returns the bits of the largest magnitude. Bits are in the order of the numbers, and those of
+  // infinity and NaN are larger.
   MEMSAVE_EXT_INLINED uint32_t largest_magnitude(int64_t count) const {
     Integers maximum{};
     for (int64_t i = 0; i < count; i += lanes) {
@@ -141,7 +144,7 @@ struct InBlocks {
   static constexpr bool kAmsgrad = false;
   static constexpr bool kClamps = true;
   static constexpr bool kInBlocks = true;
-  static constexpr bool kRandom = false;  // draws for itself
+  static constexpr bool kRandom = false;  // close() draws the bits itself
 
   const Item& item;
   Coded<false> exp_avg;
@@ -172,7 +175,7 @@ struct InBlocks {
     exp_avg_sq.store(offset, Math::square_root(x.exp_avg_sq), size);
   }
 
-  // Between the scales and what waits for them there are random numbers to draw.
+  // Random bits are drawn between finding the scales and encoding, which waits for the scales.
   MEMSAVE_EXT_INLINED void close(int64_t from, int64_t to, const Noise&) {
     exp_avg.find_scale(from, to);
     exp_avg_sq.find_scale(from, to);

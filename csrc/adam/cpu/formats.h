@@ -1,7 +1,8 @@
 // How tensors of each format are read and written, for the instruction set whose target region
 // this is included in.
 //
-// Of each, `size` says how much of a vector, from element i, and noise is that of these elements.
+// load() and store() take the first element, i, and `size`, how much of a vector to take. `noise`
+// points to the random bits of these elements.
 #pragma once
 
 #include "adam/cpu/noise.h"
@@ -11,7 +12,7 @@ namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA {
 using vector::BFloat16;
 using vector::Half;
 
-// Hardware prefetching ends at each page, and five arrays leave it little to see of each.
+// Hardware prefetching stops at each page, and with five arrays sees too little of each.
 MEMSAVE_EXT_INLINED inline void prefetch(const void* from) {
   constexpr int64_t bytes_ahead = 1024;
   __builtin_prefetch(static_cast<const char*>(from) + bytes_ahead);
@@ -40,7 +41,7 @@ struct Nearest {
   }
 };
 
-// 16 bits and perhaps as many of a rest. Bits: arithmetic of formats.h.
+// 16-bit values, and with `has_rest` a 16-bit rest of each. Bits: ParamBits or StateBits.
 template <typename Bits, bool random, bool has_rest>
 struct Short {
   using Vector = Floats;
@@ -48,7 +49,7 @@ struct Short {
   static constexpr bool kHasRest = has_rest;
 
   BFloat16* values;
-  BFloat16* rests;  // or integers
+  BFloat16* rests;  // int16 with kSplit
 
   MEMSAVE_EXT_INLINED explicit Short(void* at, void* rest = nullptr)
       : values(static_cast<BFloat16*>(at)), rests(static_cast<BFloat16*>(rest)) {}

@@ -1,4 +1,4 @@
-// Steps on CPUs: all elements of all items are one range, which threads share.
+// Steps on CPUs: the elements of all items form one range, which is divided among threads.
 #include <ATen/Parallel.h>
 
 #include "adam/cpu/loops.h"
@@ -13,7 +13,7 @@ const cpu::Loops& cpu::loops() {
 
 namespace {
 
-constexpr int64_t kGrain = 32768;  // elements worth a thread
+constexpr int64_t kGrain = 32768;  // elements; fewer are not worth a thread
 
 cpu::Step step_of(const Item& item) {
   if (is_fold(item.phase)) {
@@ -22,7 +22,7 @@ cpu::Step step_of(const Item& item) {
   return cpu::loops().steps[item.combination()];
 }
 
-// Of the last few items: they alternate between parameter groups.
+// Caches the coefficients of the last few items, which alternate between parameter groups.
 class RecentCoefficients {
  public:
   const Coefficients<double>& of(const Item& item) {
@@ -62,14 +62,14 @@ class RecentCoefficients {
   unsigned next_ = 0;
 };
 
-// Where an item is cut that the border of two ranges falls into, or 0 or all of it. Blocks of
-// states are whole, and threads do not write to the same cache line.
+// Returns where the border of two threads' ranges cuts an item: a multiple of kBlock, or its end.
+// So blocks of states stay whole, and threads do not write to the same cache line.
 int64_t cut(const Item& item, int64_t border) {
   if (border >= item.numel) return item.numel;
   return border > 0 ? border / kBlock * kBlock : 0;
 }
 
-// The elements from begin to end of all items in a row.
+// Steps the elements from begin to end, counted over all items in a row.
 void step_range(const Item* item, int64_t begin, int64_t end) {
   RecentCoefficients coefficients;
   for (int64_t start = 0; start < end; start += item->numel, ++item) {

@@ -9,22 +9,23 @@
 
 namespace memsave_ext::adam::cpu {
 
-// Elements from begin to end; begin is a multiple of kBlock, and end is one or the item's.
+// Steps the elements from begin to end. Both are multiples of kBlock, or end is the item's end.
 using Step = void (*)(const Item& item, int64_t begin, int64_t end,
                       const Coefficients<double>& coefficients);
 
-// The sum of squares of these values. The same for all instruction sets, but of doubles.
+// Returns the sum of squares of these values. All instruction sets give the same bits, except for
+// doubles.
 using SumSquares = double (*)(const void* values, int64_t count);
 
 struct Loops {
   KernelTable<Step> steps;
-  Step folds[vector::kDTypes];  // of micro-gradients, with states that are float or double
+  Step folds[vector::kDTypes];  // of micro-gradients into float or double states
   SumSquares sum_squares[vector::kDTypes];
 };
 
 MEMSAVE_EXT_DECLARE_TABLES(Loops, kLoops)
 
-// Those for this CPU.
+// Returns the loops for this CPU.
 const Loops& loops();
 
 }  // namespace memsave_ext::adam::cpu

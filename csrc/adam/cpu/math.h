@@ -1,5 +1,5 @@
-// Math of math.h, philox.h and code8.h over vectors, for the instruction set whose target region
-// this is included in.
+// The Math that adam/math.h, philox.h, formats.h and code8.h ask for, over vectors, for the
+// instruction set whose target region this is included in.
 #pragma once
 
 #include "adam/math.h"
@@ -14,7 +14,7 @@ using Doubles = isa::Lanes<double>;
 using Wide = isa::Vector<uint64_t, isa::kLanes<double>>;
 
 struct Product {
-  Wide high, low;  // of numbers of 32 bits, to be looked for in the lower halves
+  Wide high, low;  // of 32-bit numbers; only the lower half of each lane counts
 };
 
 struct Math {
@@ -22,7 +22,7 @@ struct Math {
   static MEMSAVE_EXT_INLINED V product(V a, V b) {
     V rounded = a * b;
 #if defined(__x86_64__)
-    asm("" : "+v"(rounded));  // out of the compiler's sight, which would fuse it with a sum
+    asm("" : "+v"(rounded));  // keeps the compiler from fusing it with a sum
 #elif defined(__aarch64__)
     asm("" : "+w"(rounded));
 #endif
@@ -103,7 +103,7 @@ struct Math {
     return (isa::Bits)((isa::Vector<int32_t, isa::kLanes<float>>)bits >> 16);
   }
 
-  // Of integers below 2^22.
+  // Rounds numbers below 2^22.
   static MEMSAVE_EXT_INLINED isa::Bits nearest(Floats v) {
     constexpr float one_is_last_bit = 8388608;
     return bits(v + one_is_last_bit) ^ bits(Floats{} + one_is_last_bit);
@@ -117,7 +117,7 @@ struct Math {
     return __builtin_convertvector((Integers)integers, Floats);
   }
 
-  // A shuffle moves the upper halves down: shifts compete with multiplications.
+  // Shuffles move the upper halves down, because shifts compete with multiplications.
   static MEMSAVE_EXT_INLINED Product multiply(uint32_t a, Wide b) {
 #if MEMSAVE_EXT_VECTOR_BYTES == 64
     const __m512i product = _mm512_maskz_mul_epu32(0xff, _mm512_set1_epi64(a), (__m512i)b);
@@ -134,7 +134,7 @@ struct Math {
 #endif
   }
 
-  // random: 16 bits.
+  // random: 16 random bits in each lane.
   static MEMSAVE_EXT_INLINED Floats pack(Packed<Floats> moments, isa::Bits random) {
     const Floats squares = moments.exp_avg_sq;
     const isa::Bits rounded = (bits(squares) + (random >> 1)) >> 15;

@@ -10,10 +10,10 @@
 namespace memsave_ext::adam::cpu {
 namespace {
 
-// Each chunk has a sum, and those of a gradient are added one after the other: threads do not
-// matter to the result.
+// Each chunk has its own sum, and a gradient's are added in order: the result does not depend on
+// the number of threads.
 constexpr int64_t kChunk = 8192;  // elements
-constexpr int64_t kGrain = 4;     // chunks worth a thread
+constexpr int64_t kGrain = 4;     // chunks; fewer are not worth a thread
 
 int64_t chunks_of(const Item& item) { return (item.numel + kChunk - 1) / kChunk; }
 
@@ -25,7 +25,7 @@ double sum_chunk(const Item& item, int64_t chunk) {
       grad + begin * item_size(item.param_type), std::min(kChunk, item.numel - begin));
 }
 
-// The chunks from begin to end of all items in a row.
+// Sums the chunks from begin to end, counted over all items in a row.
 void sum_chunks(const Item* item, int64_t begin, int64_t end, double* sums) {
   for (int64_t first = 0; first < end; first += chunks_of(*item), ++item) {
     const int64_t to = std::min(end - first, chunks_of(*item));

@@ -1,4 +1,4 @@
-// The measuring of gradients on CPUs, as kernels.h says.
+// measure() and measure_workspace() of kernels.h, on CPUs.
 #pragma once
 
 #include "adam/kernels.h"

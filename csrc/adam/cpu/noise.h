@@ -7,13 +7,13 @@
 
 namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA {
 
-// For kBlock elements from one that is a multiple of 8, 16 bits each.
+// 16 random bits for each of kBlock elements. The index of the first is a multiple of 8.
 struct alignas(64) Noise {
   uint16_t of[kBlock];
 };
 
-// The words of each lane side by side, two vectors of them: first of the lower lanes of each pair
-// of lanes, then of the upper ones.
+// The four words of each lane side by side, in two vectors: the first has the lower lane of each
+// pair of lanes, the second the upper.
 struct Drawn {
   Wide of[2];
 };
@@ -35,8 +35,9 @@ MEMSAVE_EXT_INLINED inline Drawn side_by_side(const Words4<Wide>& words) {
 #endif
 }
 
-// Of elements from begin to end, and a few after it. Each lane has a counter, in such an order that
-// words which are side by side are in theirs: no word has to leave its 128 bits of a vector.
+// Draws the bits of the elements from begin to end, and of a few after. Each lane has a counter, in
+// such an order that side_by_side() puts the words in the order of elements, though no word leaves
+// its 128 bits of a vector.
 __attribute__((noinline, flatten)) inline void draw(const Item& item, Draw what, int64_t begin,
                                                     int64_t end, Noise& noise) {
   constexpr int lanes = sizeof(Wide) / 8;
@@ -69,7 +70,7 @@ __attribute__((noinline, flatten)) inline void draw(const Item& item, Draw what,
   }
 }
 
-// 16 random bits for each lane.
+// Returns 16 random bits for each lane.
 MEMSAVE_EXT_INLINED inline isa::Bits random_bits(const uint16_t* noise) {
   return isa::load_halves(noise);
 }

@@ -1,5 +1,5 @@
-// Several vectors as one, for the instruction set whose target region this is included in: long
-// chains of operations go through all of them side by side, and share their constants.
+// Several vectors as one, for the instruction set whose target region this is included in. Long
+// chains of operations go through all of them side by side, and share constants.
 #pragma once
 
 #include "adam/cpu/math.h"
@@ -37,7 +37,7 @@ MEMSAVE_EXT_OPERATOR(<<)
 MEMSAVE_EXT_OPERATOR(>>)
 #undef MEMSAVE_EXT_OPERATOR
 
-// Math of philox.h and code8.h.
+// The Math that philox.h and code8.h ask for.
 struct SeveralMath {
   struct Products {
     Several<Wide> high, low;

@@ -5,11 +5,11 @@
 
 namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA {
 
-// The upper or lower half, as double.
+// Returns half the lanes as doubles: the lower half for 0, the upper for 1.
 MEMSAVE_EXT_INLINED inline Doubles widen(isa::Lanes<float> v, int half) {
   isa::Vector<float, isa::kLanes<double>> halves[2];
   __builtin_memcpy(halves, &v, sizeof(v));
-#if MEMSAVE_EXT_VECTOR_BYTES == 64  // gcc 12 makes more of a conversion than its instruction
+#if MEMSAVE_EXT_VECTOR_BYTES == 64  // gcc 12 compiles a conversion to more than this
   return (Doubles)_mm512_maskz_cvtps_pd(0xff, (__m256)halves[half]);
 #elif MEMSAVE_EXT_VECTOR_BYTES == 32
   return (Doubles)_mm256_cvtps_pd((__m128)halves[half]);
@@ -20,8 +20,8 @@ MEMSAVE_EXT_INLINED inline Doubles widen(isa::Lanes<float> v, int half) {
 
 MEMSAVE_EXT_INLINED inline Doubles widen(Doubles v, int) { return v; }
 
-// The squares of values i, i + kSums, ... are summed into sum i, on every instruction set: squares
-// of floats are doubles without rounding, so that it does not matter whether a sum is fused.
+// Returns the sum of squares. On every instruction set, squares of values i, i + kSums, ... go into
+// sum i. Squares of floats are exact as doubles, so that it does not matter whether sums are fused.
 template <typename Storage>
 __attribute__((flatten)) double sum_squares(const void* values, int64_t count) {
   constexpr int kSums = 16;

@@ -1,13 +1,13 @@
-// The states of a part of a tensor, each by itself, for the instruction set whose target region
-// this is included in: what a step over vectors reads and writes beside the parameter. A chunk is
-// opened, its vectors are loaded and stored, and it is closed.
+// States of a part of a tensor whose elements are stored each by itself, for the instruction set
+// whose target region this is included in. A step over vectors opens a chunk, loads and stores its
+// vectors, and closes it. Blockwise states: blocks.h.
 #pragma once
 
 #include "adam/cpu/formats.h"
 
 namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA {
 
-// State: a format.
+// State: Nearest or Short of cpu/formats.h.
 template <typename State, bool amsgrad>
 struct Separate {
   using V = typename State::Vector;
@@ -29,7 +29,7 @@ struct Separate {
 
   MEMSAVE_EXT_INLINED void open(int64_t, int64_t) {}
 
-  // offset: of i in the chunk.
+  // The third argument is the offset of element i in the chunk.
   template <typename Size>
   MEMSAVE_EXT_INLINED void load(Values<V>& x, int64_t i, int64_t, Size size) const {
     x.exp_avg = exp_avg.load(i, size);
@@ -37,7 +37,7 @@ struct Separate {
     if constexpr (amsgrad) x.max_exp_avg_sq = max_exp_avg_sq.load(i, size);
   }
 
-  // noise: of the chunk, for moments.
+  // noise: the chunk's random bits for moments.
   template <typename Size>
   MEMSAVE_EXT_INLINED void store(const Values<V>& x, int64_t i, int64_t offset, Size size,
                                  const Noise& noise) {

@@ -1,7 +1,7 @@
 // The step over vectors, for the instruction set whose target region this is included in.
 //
-// Every element goes through the same vector code, tails too, so that its result does not depend
-// on where it stands.
+// Every element goes through the same vector code, tails too, so that its result does not depend on
+// its place.
 #pragma once
 
 #include "adam/cpu/blocks.h"
@@ -17,12 +17,12 @@ struct Broadcast {
   }
 };
 
-// In place of a gradient.
+// Stands in for a gradient that is null.
 template <typename Grad>
 alignas(64) constexpr Grad kZeros[kBlock] = {};
 
-// Param: a format. closes: Phase::kClose, else kWhole; known to the compiler, because branches in
-// the loop are not lost in the time for memory.
+// Param: Nearest or Short of cpu/formats.h. closes: the phase is kClose, else kWhole. The compiler
+// knows it, because the time for memory does not hide branches in the loop.
 template <typename Param, typename States, bool closes>
 __attribute__((flatten)) void step(const Item& item, int64_t begin, int64_t end,
                                    const Coefficients<double>& scalars) {
@@ -37,7 +37,7 @@ __attribute__((flatten)) void step(const Item& item, int64_t begin, int64_t end,
   const Param param(item.param, item.param_rest);
   States states(item);
   Noise of_param, of_moments;
-  // grad: of the chunk, in which i has this offset.
+  // grad: the chunk's gradient. offset: of element i in the chunk.
   const auto update_at = [&](const Grad* grad, int64_t i, int64_t offset,
                              auto size) MEMSAVE_EXT_INLINED {
     Values<V> x;
@@ -70,7 +70,7 @@ __attribute__((flatten)) void step(const Item& item, int64_t begin, int64_t end,
   }
 }
 
-// Micro-gradients into the moments, which are of the type that gradients are computed in.
+// Folds micro-gradients into the moments, whose type is the one that gradients are computed in.
 template <typename Grad>
 __attribute__((flatten)) void fold_grads(const Item& item, int64_t begin, int64_t end,
                                          const Coefficients<double>& scalars) {
@@ -79,7 +79,7 @@ __attribute__((flatten)) void fold_grads(const Item& item, int64_t begin, int64_
   constexpr int64_t lanes = isa::kLanes<Grad>;
   const auto c = convert<V>(scalars, Broadcast<V>{});
   const bool first = c.phase == Phase::kFirstFold;
-  constexpr bool random = std::is_same_v<V, Floats>;  // what both moments were is rounded
+  constexpr bool random = std::is_same_v<V, Floats>;  // packing rounds exp_avg_sq at random
   const auto* const grad = static_cast<const Grad*>(item.grad);
   const State exp_avg(item.exp_avg), exp_avg_sq(item.exp_avg_sq);
   Noise noise;

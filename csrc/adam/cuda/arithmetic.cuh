@@ -1,4 +1,5 @@
-// What math.h and philox.h ask of a device, and what a block needs to know of its step.
+// The Math that math.h, philox.h, formats.h and code8.h ask for, on CUDA, and what the threads of a
+// block need to know of its step.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,12 +12,13 @@
 
 namespace memsave_ext::adam {
 
-// One NaN for all, to whose bits others can be added.
+// Returns a float's bits, the same for all NaNs: with random bits added it is still a NaN.
 __device__ __forceinline__ uint32_t float_bits(float value) {
   return value == value ? __float_as_uint(value) : 0x7fc00000u;
 }
 
-// The values of IEEE, whatever flags compile them.
+// The values of IEEE: by intrinsics, whatever flags compile this, except for the quotient, which
+// must not be compiled with fast division.
 struct Math {
   static __device__ __forceinline__ float product(float a, float b) { return __fmul_rn(a, b); }
   static __device__ __forceinline__ double product(double a, double b) { return __dmul_rn(a, b); }
@@ -51,8 +53,8 @@ struct Math {
     return static_cast<uint32_t>(static_cast<int32_t>(x) >> 16);
   }
 
-  // Of integers of 8 bits, which in a float of 2^23 are its lowest: a sum is cheaper than a
-  // conversion.
+  // In a float of 2^23 the lowest bits are an integer, which is added to it: a sum is cheaper than
+  // a conversion. nearest() and truncated() return integers of 8 bits.
   static __device__ __forceinline__ float number(uint32_t x) {
     return __fsub_rn(__uint_as_float(x | 0x4b000000u), 0x1p23f);
   }
@@ -89,9 +91,9 @@ struct Math {
   }
 };
 
-// Where states are rounded to 16 or 8 bits at random, and errors of 2^-22 are nothing beside that.
-// IEEE's take Newton steps, and a branch at which elements wait for one another. A divisor of 2^126
-// or more would give 0: roots are below 2^64.
+// For states that are rounded to 16 or 8 bits at random, beside which errors of 2^-22 do not count.
+// IEEE's take Newton steps, and a branch at which elements wait for one another. __fdividef returns
+// 0 for divisors from 2^126 on, but roots are below 2^64.
 struct ApproximateMath : Math {
   static __device__ __forceinline__ float square_root(float x) {
 #ifdef __CUDACC__
@@ -112,14 +114,15 @@ struct Rounded {
   }
 };
 
-// Shared by the threads of a block.
+// What the threads of a block share of its step.
 template <typename Value>
 struct Start {
   Coefficients<Value> coefficients;
   uint32_t step;
 };
 
-// Called by one thread. Without clamps their bound is not needed.
+// Returns the Start of a block that steps this tensor. Called by one thread. Without `clamps`
+// nothing reads update_bound, which is 0 then.
 template <typename Value, bool clamps = false>
 __device__ __forceinline__ Start<Value> start_of(const Batch& batch, const BatchedTensor& tensor) {
   const Recipe& recipe = batch.recipes[tensor.recipe];
@@ -145,14 +148,14 @@ class Random {
   __device__ __forceinline__ Random(const Batch& batch, const BatchedTensor& tensor, uint32_t step)
       : seed_(batch.recipes[tensor.recipe].options.seed), position_(tensor.position), step_(step) {}
 
-  // For elements from 8 * group.
+  // Returns those of the 8 elements from 8 * group on.
   __device__ __forceinline__ Words4<uint32_t> group(Draw draw, int64_t group) const {
     return philox<Math>(Words4<uint32_t>{{static_cast<uint32_t>(group), position_, step_,
                                           static_cast<uint32_t>(draw)}},
                         seed_);
   }
 
-  // For one, in the lower half.
+  // Returns those of element i, in the lower half.
   __device__ __forceinline__ uint32_t element(Draw draw, int64_t i) const {
     const Words4<uint32_t> words = group(draw, i / 8);
     const uint32_t low = i & 2 ? words.of[1] : words.of[0];

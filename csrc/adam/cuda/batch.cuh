@@ -1,5 +1,5 @@
-// What a launch of steps is given by value: neither copies to the device nor memory that would have
-// to outlive the call, so that a CUDA graph can capture it.
+// The arguments of a launch of steps, all given by value. There is no copy to the device, and no
+// memory that would have to outlive the call, so that a CUDA graph can capture it.
 #pragma once
 
 #include <cstdint>
@@ -9,24 +9,24 @@
 
 namespace memsave_ext::adam {
 
-// What tensors of one group share.
+// What the tensors of one parameter group share.
 struct Recipe {
   Options options;
   double step;
-  Powers powers;  // of the step, where it is not on the device
+  Powers powers;  // of `step`; unset where the step is on the device
   const float* device_lr;
   Phase phase;
 };
 
-// As in Item. One kind for all formats: they need different fields, but launches of fewer tensors
-// cost less than another kind of batch would.
+// The fields are as in Item. All formats share this struct though they need different fields:
+// launches of fewer tensors cost less than another kind of batch would.
 struct BatchedTensor {
   void* param;
   void* param_rest;
   const void* grad;
   void* exp_avg;
   void* exp_avg_sq;
-  union {  // blocks know no amsgrad
+  union {  // blockwise states have no amsgrad
     void* max_exp_avg_sq;
     float* exp_avg_scale;
   };
@@ -52,7 +52,8 @@ struct Batch {
 
 static_assert(sizeof(Batch) <= 4096, "what every device takes as a kernel's arguments");
 
-// Fills batches with items, and gives launch(batch, blocks) those that are full.
+// Fills batches with items, and calls launch(batch, blocks) for each when it is full. finish()
+// launches the last.
 template <typename Launch>
 class Batcher {
  public:
@@ -89,7 +90,7 @@ class Batcher {
     elements_ = 0;
   }
 
-  // The number of recipes where none of them is the item's.
+  // Returns the index of the item's recipe, or the number of recipes where it has none yet.
   int find_recipe(const Item& item) const {
     int i = 0;
     for (; i < recipe_count_; ++i) {
@@ -108,7 +109,7 @@ class Batcher {
     recipe.options = *item.options;
     recipe.device_lr = item.device_lr;
     recipe.phase = item.phase;
-    recipe.step = item.device_step != nullptr ? 0 : item.step;  // 0: no other item's step
+    recipe.step = item.device_step != nullptr ? 0 : item.step;  // 0 is no item's `step`
     if (item.device_step == nullptr) recipe.powers = powers(*item.options, item.step);
   }
 
@@ -137,7 +138,7 @@ class Batcher {
   Batch batch_;
   int recipe_count_;
   int64_t elements_;
-  const Options* options_[Batch::kRecipes];  // of the recipes
+  const Options* options_[Batch::kRecipes];  // of each recipe
 };
 
 }  // namespace memsave_ext::adam

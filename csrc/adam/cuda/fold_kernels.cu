@@ -5,7 +5,8 @@
 namespace memsave_ext::adam {
 namespace {
 
-// M: of the format of the states. The rest is not looked at.
+// Folds into the elements from `from` to `to`, in vectors of `size`. Of M, a Mode, only the types
+// of parameter and states count.
 template <typename M, bool first, int size>
 __device__ __forceinline__ void fold_vectors(const BatchedTensor& tensor, int64_t from, int64_t to,
                                              Coefficients<typename M::Value> c,
@@ -46,7 +47,7 @@ __device__ __forceinline__ void fold_vectors(const BatchedTensor& tensor, int64_
 template <typename M>
 __global__ void __launch_bounds__(kThreads) fold_kernel(const __grid_constant__ Batch batch) {
   using Value = typename M::Value;
-  constexpr int kSize = std::is_same_v<Value, double> ? 2 : 8;  // those of one draw
+  constexpr int kSize = std::is_same_v<Value, double> ? 2 : 8;  // 8: the elements of one draw
   static_assert(kShortestChunk % kSize == 0);
   const Chunk chunk = find_chunk(batch.tensors, batch.tensor_count, batch.chunk_length, blockIdx.x);
   const BatchedTensor& tensor = batch.tensors[chunk.tensor];
@@ -73,7 +74,7 @@ struct FoldSource {
   template <DType dtype>
   static constexpr StepKernel kernel() {
     using Param = vector::DeviceStorageOf<dtype>;
-    // Of float and double it is the parameter's type.
+    // States of float and double parameters have the parameter's type.
     constexpr StateFormat states =
         folds(dtype, StateFormat::kAsParam) ? StateFormat::kAsParam : StateFormat::kFloat;
     static_assert(folds(dtype, states));

@@ -1,4 +1,4 @@
-// Parameters and states in registers: read as values, rounded as formats.h says, word by word.
+// Parameters and states in registers: read as values, and rounded as formats.h says, word by word.
 #pragma once
 
 #include "adam/cuda/arithmetic.cuh"
@@ -9,7 +9,7 @@ namespace memsave_ext::adam {
 using vector::Part;
 using vector::ValueOf;
 
-// A combination of formats. Of states in blocks the type is not looked at.
+// A combination of formats. State has no meaning for blockwise states.
 template <typename ParamType, ParamFormat format, StateFormat states, bool with_amsgrad>
 struct Mode {
   using Param = ParamType;
@@ -23,21 +23,21 @@ struct Mode {
   static constexpr bool kRandomParam = row(format).at_random;
   static constexpr bool kRandomStates = row(states).at_random;
   static constexpr bool kFolds = sizeof(State) >= 4 && states != StateFormat::kBlocks;
-  // Elements of a thread: loads of 16 bytes; with random bits, those of one draw.
+  // Elements that a thread takes at once: 16 bytes of a state; with random bits, the 8 of one draw.
   static constexpr int kSize = kRandomParam || kRandomStates || states == StateFormat::kBlocks
                                    ? 8
                                    : 16 / static_cast<int>(sizeof(State));
-  // Of threads, at least, on a multiprocessor: draws side by side would take more than 64
-  // registers.
+  // Blocks of threads that a multiprocessor must have room for; 0: any number. Draws side by side
+  // would take more than 64 registers.
   static constexpr int kMinBlocks =
       kAmsgrad && kRandomStates && (kRandomParam || sizeof(Param) == 4) ? 3 : 0;
-  // Elements of a word, of at least 4 bytes.
+  // Elements in a word: 2 of 16 bits, so that a word has at least 4 bytes, else 1.
   template <int size>
   static constexpr int kWord = size > 1 && (sizeof(Param) == 2 || sizeof(State) == 2) ? 2 : 1;
 };
 
-// A vector whose words are updated in place, one after the other: as all new values would not fit
-// into registers beside the old ones.
+// A vector whose words are updated in place, one after the other, because all new values would not
+// fit into registers beside the old ones.
 template <typename T, int size, int word>
 struct alignas(sizeof(T) * size < 16 ? sizeof(T) * size : 16) Words {
   using Element = T;
@@ -45,18 +45,19 @@ struct alignas(sizeof(T) * size < 16 ? sizeof(T) * size : 16) Words {
   Word words[size / word];
 };
 
-// Random bits of `size` elements, 1 or the 8 of one draw: 16 of each, lower ones first.
+// 16 random bits for each of `size` elements, 1 or the 8 of one draw. Two share a word, the first
+// in its lower half.
 template <int size>
 struct Bits {
   static constexpr int kWords = size == 1 ? 1 : size / 2;
   uint32_t words[kWords];
 
-  // Of one element, in the lower half.
+  // Returns the bits of element i, in the lower half.
   __device__ __forceinline__ uint32_t of(int i) const {
     return size == 1 ? words[0] : words[i / 2] >> (16 * (i % 2)) & 0xffff;
   }
 
-  // i: in vectors.
+  // i: the index of the vector of `size` elements.
   static __device__ __forceinline__ Bits draw(const Random& random, Draw what, int64_t i) {
     if constexpr (size == 1) {
       return {{random.element(what, i)}};
@@ -68,10 +69,11 @@ struct Bits {
   }
 };
 
-// Words of one or two bfloat16 from bits, and back.
+// A word of one or two bfloat16.
 template <int word>
 using Word16 = vector::Vector<__nv_bfloat16, word>;
 
+// Returns the word whose elements are the lower halves of `bits`.
 template <int word>
 __device__ __forceinline__ Word16<word> lower_halves(const uint32_t (&bits)[word]) {
   if constexpr (word == 1) {
@@ -81,7 +83,7 @@ __device__ __forceinline__ Word16<word> lower_halves(const uint32_t (&bits)[word
   }
 }
 
-// Of element i, in the upper half.
+// Returns the bits of element i, in the upper half.
 template <int word>
 __device__ __forceinline__ uint32_t bits_of(const Word16<word>& values, int i) {
   if constexpr (word == 1) {
@@ -110,7 +112,7 @@ struct Params {
     }
   }
 
-  // Random: of the word's elements, where the format takes any.
+  // random: 16 bits for each of the word's elements, where the format takes any.
   __device__ __forceinline__ void set(int w, const Value (&values)[kWord], uint32_t random) {
     if constexpr (M::kFormat == ParamFormat::kPlain) {
       stored.words[w] = Word::from(values);
@@ -160,7 +162,8 @@ struct States {
   }
 };
 
-// Whether vectors of `size` elements, or of 16 bytes of them, may be loaded from all of these.
+// Returns whether all pointers are aligned for vectors of `size` elements, which are loaded in
+// parts of at most 16 bytes.
 template <typename T, int size, typename... Pointers>
 __device__ __forceinline__ bool is_aligned(Pointers... pointers) {
   constexpr uintptr_t kBytes = alignof(Words<T, size, 1>);

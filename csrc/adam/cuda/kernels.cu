@@ -1,4 +1,4 @@
-// Steps on CUDA: which kernels are launched for which items; and counts of steps.
+// Steps on CUDA: launches the kernels for items, and advances step counts.
 #include <algorithm>
 #include <vector>
 

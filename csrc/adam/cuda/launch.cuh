@@ -1,4 +1,4 @@
-// What is launched: the table of step kernels.
+// The kernels that are launched, and the table of those that step.
 #pragma once
 
 #include <cstdint>
@@ -15,12 +15,14 @@ using StepKernel = void (*)(Batch);
 
 using StepKernels = KernelTable<StepKernel>;
 
-// Of states in this format, each in its own source, step_*.cu: they compile side by side. Null
-// where a combination does not exist, or has states in another format.
+// Returns the step kernels for states in this format. Each format has its own source, step_*.cu, so
+// that they compile in parallel. A kernel is null where its combination does not exist, or has
+// states in another format.
 template <StateFormat states>
 const StepKernels& steps_with();
 
-// Of a fold, which neither the parameter nor amsgrad's state takes part in.
+// Returns the fold kernel for parameters of this type. Neither the parameter nor amsgrad's state
+// takes part in a fold.
 StepKernel fold_kernel_of(DType param);
 
 void launch_measure(const Item* items, int64_t count, const Measure& measure, void* workspace,

@@ -1,8 +1,8 @@
-// Sums of squares of gradients: of chunks by one launch, of tensors from those by the next. No
-// atomics, and chunks of one length: the sum depends on the gradient alone.
+// Sums of squares of gradients: one launch sums chunks, the next adds up the chunks of each tensor.
+// There are no atomics, and all chunks have one length: the sum depends on the gradient alone.
 //
-// Squares are summed in double: loads take longer, on devices with half as many units for double
-// as for float, and squares of float cannot overflow then.
+// Squares are summed in double, so that squares of floats cannot overflow. On devices with half as
+// many units for double as for float, loads take longer than that.
 #include <type_traits>
 
 #include "adam/cuda/launch.cuh"
@@ -16,7 +16,7 @@ constexpr int kWarp = 32;
 
 struct MeasuredTensor {
   const void* grad;
-  int64_t numel;  // 0 without a gradient
+  int64_t numel;  // 0 where there is no gradient
   uint32_t first_chunk;
   DType type;
 };
@@ -25,7 +25,7 @@ struct MeasuredBatch {
   static constexpr int kTensors = 160;
 
   Measure measure;
-  int64_t first;  // item
+  int64_t first;  // index of the first tensor's item
   int count;
   MeasuredTensor tensors[kTensors];
 };
@@ -38,7 +38,7 @@ struct alignas(sizeof(T) * length) Elements {
   vector::Vector<T, length> values;
 };
 
-// Over the block, for its first thread.
+// Returns the sum over the threads of the block.
 __device__ __forceinline__ double sum_block(double sum) {
   __shared__ double of_warps[kThreads / kWarp];
 #pragma unroll
@@ -53,7 +53,8 @@ __device__ __forceinline__ double sum_block(double sum) {
   return sum;
 }
 
-// -infinity where squares of finite values are too large: their sum is not finite, but they are.
+// Returns the sum of squares of a chunk; -infinity where it overflows though all values are finite,
+// which only doubles can.
 template <typename T>
 __device__ __forceinline__ double sum_squares(const void* grad, int64_t begin, int count) {
   constexpr int kSize = 16 / sizeof(T);
@@ -74,7 +75,7 @@ __device__ __forceinline__ double sum_squares(const void* grad, int64_t begin, i
   for (int i = threadIdx.x; i < whole; i += kThreads) {
     add(vector::load<Vec>(grad, begin / kSize + i));
   }
-  // The same elements by the same thread, wherever they lie.
+  // Each thread gets the same elements whether they are aligned or not: the sum stays the same.
   const int from = whole - whole % kThreads + threadIdx.x;
   for (int i = from < whole ? from + kThreads : from; i * kSize < count; i += kThreads) {
     add(vector::load<Vec>(grad, vector::Part{begin + i * kSize, count - i * kSize}));
@@ -88,7 +89,7 @@ __device__ __forceinline__ double sum_squares(const void* grad, int64_t begin, i
   return sum;
 }
 
-// dtype: the first that may be the gradient's.
+// dtype: the first that may be the gradient's; those before it are ruled out.
 template <DType dtype>
 __device__ __forceinline__ double sum_squares_of(DType type, const void* grad, int64_t begin,
                                                  int count) {
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(kThreads)
   if (to.found != nullptr && !finite) *to.found = 1;
 }
 
-// Calls launch(batch, chunks) for all items in turn.
+// Calls launch(batch, chunks) for each batch of the items, in turn.
 template <typename Launch>
 void for_batches(const Item* items, int64_t count, const Measure& measure, const Launch& launch) {
   for (int64_t first = 0; first < count; first += MeasuredBatch::kTensors) {
@@ -164,7 +165,8 @@ void launch_measure(const Item* items, int64_t count, const Measure& measure, vo
   });
 }
 
-// Of the largest batch: their kernels run one after the other.
+// Returns the bytes that the largest batch needs. All batches share them: their kernels run one
+// after the other.
 int64_t measure_workspace(const Item* items, int64_t count) {
   int64_t bytes = 0;
   for_batches(items, count, {}, [&](const MeasuredBatch&, uint32_t chunks) {

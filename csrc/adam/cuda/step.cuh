@@ -1,5 +1,5 @@
-// The step of all formats but states in blocks: the tensors of one combination of formats by one
-// launch, each block on a chunk of one of them.
+// The step of all formats but blockwise states. One launch steps the tensors of one combination of
+// formats; each block steps a chunk of one tensor.
 #pragma once
 
 #include "adam/cuda/formats.cuh"
@@ -7,7 +7,7 @@
 
 namespace memsave_ext::adam {
 
-// The block's part of a tensor, in vectors of `size` elements; from and to are elements.
+// Steps the elements from `from` to `to` of a tensor by one block, in vectors of `size` elements.
 template <typename M, int size>
 __device__ __forceinline__ void step_vectors(const BatchedTensor& tensor, int64_t from, int64_t to,
                                              const Coefficients<typename M::Value>& c,
@@ -49,7 +49,7 @@ __device__ __forceinline__ void step_vectors(const BatchedTensor& tensor, int64_
         second[k] = x.exp_avg_sq;
         largest[k] = x.max_exp_avg_sq;
       }
-      const int drawn = w % Draws::kWords;  // w itself, where any are drawn
+      const int drawn = w % Draws::kWords;  // w, where bits are drawn
       param.set(w, params, of_param.words[drawn]);
       exp_avg.set(w, first, of_moments.words[drawn]);
       exp_avg_sq.set(w, second, of_moments.words[drawn]);
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, M::kMinBlocks)
     step_vectors<M, M::kSize>(tensor, chunk.begin, last, c, random);
     step_vectors<M, 1>(tensor, last, end, c, random);
   };
-  // The phase is known to the compiler in either: whole steps do not pay for the others.
+  // The compiler knows the phase in each branch: whole steps do not pay for closing ones.
   Coefficients<typename M::Value> c = shared.coefficients;
   if (M::kFolds && c.phase == Phase::kClose) {
     c.phase = Phase::kClose;
@@ -98,7 +98,8 @@ __global__ void __launch_bounds__(kThreads, M::kMinBlocks)
   }
 }
 
-// Of states in this format. The phase is a kernel's argument.
+// The kernels for states in this format. The phase is a kernel's argument: one kernel steps with
+// and without `closes`.
 template <StateFormat states>
 struct StepSource {
   static constexpr bool makes(const Combination& c) { return c.states == states; }

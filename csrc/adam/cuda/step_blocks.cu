@@ -1,5 +1,5 @@
-// Steps with states in blocks: each block of one by a warp, because its scale is known only when
-// all of its new values are.
+// Steps with blockwise 8-bit states. A warp steps each block of a state, because its scale is known
+// only when all of its new values are.
 #include "adam/code8.h"
 #include "adam/cuda/formats.cuh"
 #include "adam/cuda/launch.cuh"
@@ -10,10 +10,10 @@ namespace {
 using Draws = Bits<8>;
 
 constexpr int kWarp = 32;
-constexpr int kOfThread = 8;  // elements
+constexpr int kOfThread = 8;  // elements of a block that each thread steps
 static_assert(kOfThread * kWarp == kBlock && kShortestChunk % kBlock == 0);
 
-// Codes of a thread's elements.
+// The codes of a thread's elements.
 struct alignas(kOfThread) Codes {
   using Element = uint8_t;
   uint32_t words[kOfThread / 4];
@@ -27,8 +27,8 @@ struct alignas(kOfThread) Codes {
   }
 };
 
-// The largest of a warp's magnitudes, compared as integers: infinity and NaN are behind numbers,
-// and are shown by all of the block.
+// Returns a block's scale: the largest of the warp's magnitudes, whose bits these are. As integers,
+// infinity and NaN are larger than numbers; for either the scale, and so all of the block, is NaN.
 __device__ __forceinline__ float warp_scale(uint32_t bits) {
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
@@ -45,7 +45,7 @@ struct Group {
   Stored grad{};
   Codes exp_avg, exp_avg_sq;
 
-  // place: of a whole vector, or a Part.
+  // place: the index of a whole vector, or a Part of one.
   template <typename Place>
   __device__ __forceinline__ void load(const BatchedTensor& tensor, Place place) {
     param.stored = vector::load<Stored>(tensor.param, place);
@@ -64,7 +64,7 @@ struct Group {
   }
 };
 
-// i: of the warp's block in the tensor. `vectors`: whether they are aligned.
+// Steps block i of the tensor by one warp. `vectors`: whether the pointers are aligned for vectors.
 template <typename M>
 __device__ __forceinline__ void step_block(const BatchedTensor& tensor, int64_t i, bool vectors,
                                            const Coefficients<float>& c, const Random& random) {
@@ -122,7 +122,7 @@ __device__ __forceinline__ void step_block(const BatchedTensor& tensor, int64_t 
   } else {
     x.store(tensor, part);
   }
-  __syncwarp();  // all lanes have read the scales, and shuffles order no memory
+  __syncwarp();  // all lanes have read the scales; shuffles do not order memory
   if (lane == 0) {
     tensor.exp_avg_scale[i] = scale;
     tensor.exp_avg_sq_scale[i] = scale_sq;

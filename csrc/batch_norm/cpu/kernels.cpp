@@ -1,4 +1,5 @@
-// Batch normalisation on CPUs: what is computed from the sums over a channel.
+// The kernels for CPUs. They run the passes over the values, and compute here what follows from the
+// sums over a channel.
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
@@ -27,7 +28,8 @@ const Passes& passes_for(const Problem& problem) {
   return cpu::passes().of[static_cast<int>(problem.dtype)][static_cast<int>(problem.activation)];
 }
 
-// In double, where the sums in float overflowed or a value is not finite.
+// Computes a channel's moments again in double, where the sums of the pass overflowed or a value is
+// not finite.
 template <typename T>
 void exact_moments(const Piece& piece, int64_t channel) {
   const auto* input =
@@ -67,7 +69,7 @@ void moments_of(const Passes& passes, DType dtype, const Piece& piece) {
   }
 }
 
-// Into the first block's, always in the same order.
+// Merges the moments of all blocks into those of the first one, always in the same order.
 void merge_moments(const Partition& partition, int64_t channels, double* sums, int64_t pitch) {
   double *mean = sums, *m2 = sums + pitch;
   int64_t count = partition.count(0);
@@ -77,7 +79,7 @@ void merge_moments(const Partition& partition, int64_t channels, double* sums, i
     for (int64_t c = 0; c < channels; ++c) {
       const Moments<double> merged =
           merge<double>({count, mean[c], m2[c]}, {other_count, other[c], other[pitch + c]});
-      // An infinite mean stays what the sum is; m2 is NaN already.
+      // Where the merged mean is not finite, the sum of both is what IEEE gives; m2 is NaN already.
       mean[c] = std::isfinite(merged.mean) ? merged.mean : mean[c] + other[c];
       m2[c] = merged.m2;
     }
@@ -85,6 +87,7 @@ void merge_moments(const Partition& partition, int64_t channels, double* sums, i
   }
 }
 
+// Adds the sums of all blocks to those of the first one.
 void add_sums(const Partition& partition, int64_t channels, double* sums, int64_t pitch) {
   for (int64_t block = 1; block < partition.blocks(); ++block) {
     const double* other = sums + 2 * pitch * block;

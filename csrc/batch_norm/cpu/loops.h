@@ -1,6 +1,6 @@
-// The loops over a piece: that sum, or that write.
+// The loops over a piece: those that sum, and those that write.
 //
-// Included in the target region of an instruction set, as vector/cpu.h.
+// Included in the target region of an instruction set, like vector/cpu.h.
 #include "batch_norm/cpu/piece.h"
 #include "vector/cpu.h"
 
@@ -11,14 +11,15 @@ using vector::BFloat16;
 using vector::Half;
 using vector::ValueOf;
 
-constexpr int kUnroll = 4;  // independent sums; rows of columns whose coefficients are loaded once
+// The independent sums of a run; with columns, the rows for which coefficients are loaded once.
+constexpr int kUnroll = 4;
 
 template <int rows>
 struct Group {
   static constexpr int kRows = rows;
 };
 
-// Calls body(first row, Group) for all rows.
+// Calls body(first row, Group) for all rows, in groups of kUnroll and then one by one.
 template <typename Body>
 MEMSAVE_EXT_INLINED inline void for_groups(int64_t rows, const Body& body) {
   int64_t row = 0;
@@ -26,8 +27,9 @@ MEMSAVE_EXT_INLINED inline void for_groups(int64_t rows, const Body& body) {
   for (; row < rows; ++row) body(row, Group<1>{});
 }
 
-// Calls body(column, size, k) for the vectors of `width` values, of which the first has `head`; k
-// counts up to `unroll`, again and again.
+// Calls body(column, size, k) for the vectors that make up `width` values. The first has `head`
+// values, unless that is 0; the last may be partial, too. `k`, from 0 to unroll - 1, differs
+// between neighbouring whole vectors.
 template <typename Storage, int unroll, typename Size, typename Body>
 MEMSAVE_EXT_INLINED inline void for_vectors(int64_t head, int64_t width, Size size,
                                             const Body& body) {
@@ -43,7 +45,7 @@ MEMSAVE_EXT_INLINED inline void for_vectors(int64_t head, int64_t width, Size si
   if (column < width) body(column, Part{width - column}, unroll - 1);
 }
 
-// Calls body(place, channel) for the runs of values of one channel.
+// Calls body(place, channel) for every run of values of one channel; `place` is its offset.
 template <typename Body>
 MEMSAVE_EXT_INLINED inline void for_runs(const Piece& piece, const Body& body) {
   for (int64_t row = 0; row < piece.rows; ++row) {
@@ -53,8 +55,9 @@ MEMSAVE_EXT_INLINED inline void for_runs(const Piece& piece, const Body& body) {
   }
 }
 
-// The coefficients of one channel, or with `columns` those of the channels from one on. Loaded at
-// once: as far as a compiler can tell, a store could change them.
+// The coefficients of one channel; with `columns`, of a vector of channels from that one on. All
+// are loaded in the constructor, because for all the compiler knows a later store could change
+// them.
 template <typename Storage, bool columns>
 struct Coefficients {
   using V = Lanes<Storage>;
@@ -70,8 +73,8 @@ struct Coefficients {
   V values[kCoefficients];
 };
 
-// Two sums for each channel of a piece: of what term(place, size, of, first, second) sets, where
-// `of` is an Of(piece, channel).
+// Two sums for each channel of a piece. term(place, size, of, first, second) sets the two vectors
+// to be added; `of` is an Of(piece, channel).
 template <typename Storage, typename Of, bool columns>
 class Sums {
  public:
@@ -123,8 +126,8 @@ class Sums {
   V values_[columns ? kMaxColumns / kLanes<Storage> : kMaxChannels][2] = {};
 };
 
-// Calls body(place, size, coefficients) for all vectors of a piece, which it writes at `to` +
-// place.
+// Calls body(place, size, coefficients) for all vectors of a piece. The body writes at `to` +
+// place, which decides where streaming starts.
 template <typename Storage, bool columns, typename Body>
 MEMSAVE_EXT_INLINED inline void for_written(const Piece& piece, const void* to, const Body& body) {
   constexpr auto lanes = kLanes<Storage>;
@@ -137,7 +140,7 @@ MEMSAVE_EXT_INLINED inline void for_written(const Piece& piece, const void* to, 
                               }
                             });
   };
-  // The coefficients of the next run are asked for early: a load can wait long behind streaming.
+  // Loads the coefficients of the next run early: a load can wait long behind streaming stores.
   const auto runs = [&](const auto& head, auto whole) MEMSAVE_EXT_INLINED {
     Coefficients<Storage, false> next(piece, 0);
     for_runs(piece, [&](int64_t start, int64_t channel) MEMSAVE_EXT_INLINED {
@@ -148,7 +151,7 @@ MEMSAVE_EXT_INLINED inline void for_written(const Piece& piece, const void* to, 
                                   MEMSAVE_EXT_INLINED { body(start + column, size, of); });
     });
   };
-  // Values before the first address that is fit for streaming.
+  // Returns how many values come before the first address that is aligned for streaming.
   const auto offset = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) / sizeof(Storage));
   const auto head = [&](int64_t place) {
     const int64_t left = -(offset + place) & (lanes - 1);

@@ -1,5 +1,5 @@
-// How a tensor is cut into pieces: by its shape alone, so that results are the same bits whatever
-// the number of threads.
+// How a tensor is cut into pieces. That depends on its shape alone, so that results have the same
+// bits whatever the number of threads.
 #pragma once
 
 #include <algorithm>
@@ -11,10 +11,11 @@
 
 namespace memsave_ext::batch_norm::cpu {
 
-// Units of channels times blocks of values.
+// A tensor is cut into units of channels, and each unit into blocks of values.
 class Partition {
  public:
-  // Without sums of channels, pieces need not be of few.
+  // `sums`: whether a pass sums over channels. If none does, a piece of runs may have any number of
+  // channels.
   Partition(const Problem& problem, bool sums)
       : outer_(problem.outer), inner_(problem.inner), channels_(problem.channels) {
     if (channels_ == 1) {
@@ -44,15 +45,16 @@ class Partition {
     return std::min(unit_channels_, channels_ - channel(unit));
   }
 
-  // Values of a channel in a block.
+  // Returns the values per channel of a block.
   int64_t count(int64_t block) const { return rows(block) * (columns_ ? 1 : width(block)); }
 
-  // In the order of addresses, as far as there is one.
+  // Returns the unit and block of a piece. Pieces are counted in the order of addresses, as far as
+  // they have one.
   std::pair<int64_t, int64_t> unit_and_block(int64_t piece) const {
     return {piece % units_, piece / units_};
   }
 
-  // Sets the extent of a piece, and returns its place in the tensor.
+  // Sets the extent of a piece, and returns its offset in the tensor, in elements.
   int64_t place(Piece& piece, int64_t unit, int64_t block) const {
     piece.columns = columns_;
     piece.rows = rows(block);
@@ -65,8 +67,8 @@ class Partition {
   }
 
  private:
-  static constexpr int64_t kPieceValues = 32768;  // of one channel, or of neighbours
-  static constexpr int64_t kRunValues = 1024;     // contiguous, where channels have few
+  static constexpr int64_t kPieceValues = 32768;  // values of a piece, of one or more channels
+  static constexpr int64_t kRunValues = 1024;     // contiguous values, if a pass sums
 
   int64_t rows(int64_t block) const { return std::min(rows_, outer_ - block / cuts_ * rows_); }
   int64_t width(int64_t block) const {

@@ -1,7 +1,7 @@
 // What each instruction set implements: passes over one piece of a tensor, on one thread.
 //
-// A piece is a block of rows small enough that float sums over it are accurate, as they are merged
-// in double. The same pieces are taken whatever the number of threads.
+// A piece is a block of rows, small enough that sums over it in float are accurate; the sums of
+// several pieces are merged in double. Pieces are the same whatever the number of threads.
 #pragma once
 
 #include <cstdint>
@@ -11,18 +11,18 @@
 
 namespace memsave_ext::batch_norm::cpu {
 
-// Rows of the matrix of coefficients, a column per channel.
+// The rows of the matrix of coefficients, which has a column per channel.
 enum Coefficient { kMean, kInvstd, kScale, kBias, kGradMean, kDotMean, kCoefficients };
 
-constexpr int64_t kMaxColumns = 512;  // channels of a piece: as columns
-constexpr int64_t kMaxChannels = 64;  // otherwise
-constexpr int64_t kPadding = 16;      // coefficients are read by whole vectors
+constexpr int64_t kMaxColumns = 512;  // most channels of a piece of columns
+constexpr int64_t kMaxChannels = 64;  // most channels of a piece of runs, if a pass sums
+constexpr int64_t kPadding = 16;      // added to each row of coefficients: they are read by vectors
 
-// In elements. Either each column of the rows is a channel (inner == 1), or each row holds `width`
-// values of each of `channels`, `channel_stride` apart.
+// Sizes and strides are in elements. Either each column of the rows is a channel (inner == 1), or
+// each row holds `width` values of each of `channels`, `channel_stride` apart.
 struct Piece {
   bool columns;
-  bool stream;  // store around the caches
+  bool stream;  // stores bypass the caches
   int64_t rows;
   int64_t stride;
   int64_t channels;
@@ -32,18 +32,18 @@ struct Piece {
   const void* input;
   const void* residual;  // may be null
   const void* grad;
-  void* output;  // also the gradient of the input; either gradient may be null
+  void* output;  // in backward the gradient of the input; either gradient may be null
   void* grad_residual;
   const void* coefficients;  // of the piece's first channel
-  int64_t pitch;             // from coefficient to coefficient
-  double* sums;              // two vectors over the channels of the piece
+  int64_t pitch;             // from one row of coefficients to the next
+  double* sums;              // two vectors over the channels of the piece, sums_pitch apart
   int64_t sums_pitch;
 };
 
 struct Passes {
-  void (*moments)(const Piece&);  // sums: mean and m2
+  void (*moments)(const Piece&);  // sets sums: mean and m2
   void (*normalize)(const Piece&);
-  // sums: of the gradient of z, and of its product with input - mean
+  // sets sums: of the gradient of z, and of its product with input - mean
   void (*gradient_sums)(const Piece&);
   void (*input_gradient)(const Piece&);
 };
@@ -54,7 +54,7 @@ struct PassTable {
 
 MEMSAVE_EXT_DECLARE_TABLES(PassTable, kPasses)
 
-// Those for this CPU.
+// Returns the table of the instruction set chosen for this CPU.
 const PassTable& passes();
 
 }  // namespace memsave_ext::batch_norm::cpu

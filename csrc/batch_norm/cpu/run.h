@@ -1,8 +1,8 @@
 // Runs passes over the pieces of a tensor, on torch's threads.
 //
-// A channel goes from its sums to its output while it is in a core's cache, where it fits and there
-// are channels enough for all threads; else all sums come first, and then the output backwards,
-// from what was read last.
+// Where a unit of channels fits into a core's cache and there are enough units for all threads, a
+// thread takes a unit from its sums to its output. Otherwise all sums come first; the output
+// follows in reverse order, from what was read last.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -17,11 +17,11 @@
 
 namespace memsave_ext::batch_norm::cpu {
 
-constexpr int64_t kGrain = 32768;            // values worth a thread
-constexpr int64_t kCachedBytes = 2 << 20;    // of a unit that stays in cache between two passes
-constexpr int64_t kStreamedBytes = 4 << 20;  // of an output that is written around the caches
+constexpr int64_t kGrain = 32768;            // values that are worth a thread
+constexpr int64_t kCachedBytes = 2 << 20;    // up to here, a unit stays in cache between passes
+constexpr int64_t kStreamedBytes = 4 << 20;  // from here on, an output bypasses the caches
 
-// What the passes need to know of each channel.
+// The matrix of coefficients that the passes read: a row per Coefficient, a column per channel.
 template <typename T>
 class Coefficients {
  public:
@@ -92,14 +92,14 @@ class Run {
     return *this;
   }
 
-  // apply(piece) for all pieces.
+  // Calls apply(piece) for all pieces.
   template <typename Apply>
   void operator()(const Apply& apply) const {
     for_pieces(false, apply);
   }
 
-  // reduce(piece) sets piece.sums. finish(first channel, channels, sums, pitch) takes those of all
-  // blocks. Then apply(piece).
+  // Calls reduce(piece), which sets piece.sums; then finish(first channel, channels, sums, pitch),
+  // which gets the sums of all blocks; then apply(piece).
   template <typename Reduce, typename Finish, typename Apply>
   void operator()(const Reduce& reduce, const Finish& finish, const Apply& apply) const {
     const int64_t units = partition_.units(), blocks = partition_.blocks();
@@ -128,7 +128,8 @@ class Run {
   }
 
  private:
-  // A line that is streamed in part, and stored in part, costs many times as much.
+  // Whether streaming pays off for runs of this length: a cache line that is partly streamed and
+  // partly stored costs many times as much.
   bool streams_well() const {
     const int64_t run =
         (problem_.inner == 1 ? problem_.channels : problem_.inner) * item_size(problem_.dtype);

@@ -1,12 +1,12 @@
-// The passes over a piece, for the instruction set whose target region this is included in.
+// The passes over a piece, for the instruction set in whose target region this file is included.
 //
-// Every value goes through the same vector code, tails too, so that its result does not depend on
-// where it stands: forward and recompute write the same bits.
+// All values go through the same vector code, those of partial vectors too, so that a result does
+// not depend on a value's position: forward and recompute write the same bits.
 #include "batch_norm/cpu/loops.h"
 
 namespace memsave_ext::batch_norm::cpu::MEMSAVE_EXT_ISA {
 
-// A piece's tensors by their type.
+// The tensors of a piece, as pointers to their type.
 template <typename Storage, typename Activation>
 struct Tensors {
   using V = Lanes<Storage>;
@@ -19,7 +19,7 @@ struct Tensors {
         grad_residual(static_cast<Storage*>(piece.grad_residual)),
         slope(broadcast<V>(static_cast<ValueOf<Storage>>(piece.slope))) {}
 
-  // Before the activation.
+  // Returns the values before the activation.
   template <typename Of, typename Size>
   MEMSAVE_EXT_INLINED V z(V x, const Of& of, int64_t place, Size size) const {
     const V normalized = normalize(x, of[kMean], of[kScale], of[kBias]);
@@ -41,8 +41,8 @@ struct Tensors {
   V slope;
 };
 
-// For each channel the mean of some values: near enough that the squares of the others' distances
-// to it do not cancel, even if one of them is an outlier.
+// Sets `means` to the mean of some values of each channel. It is near enough to the others that
+// sums of their squared distances to it do not cancel, even if one of the values is an outlier.
 template <typename Storage, bool columns>
 MEMSAVE_EXT_INLINED inline void near_means(const Piece& piece, const Storage* input,
                                            ValueOf<Storage>* means) {
@@ -77,14 +77,15 @@ MEMSAVE_EXT_INLINED inline void near_means(const Piece& piece, const Storage* in
   }
 }
 
-// How far ahead to prefetch. Processors do it less well: they do not follow several rows, nor one
-// past the end of its page.
+// Returns how many rows ahead to prefetch. Processors themselves do it less well: they do not
+// follow several rows, nor one row past the end of its page.
 template <bool columns>
 MEMSAVE_EXT_INLINED inline int64_t rows_ahead(const Piece& piece) {
   if (!columns) return piece.rows > 1;
   return kUnroll * (1 + 4096 / (kUnroll * piece.stride));
 }
 
+// The values from which the deviations of the moments are counted: near_means().
 template <typename Storage, bool columns>
 struct Shift {
   using V = Lanes<Storage>;

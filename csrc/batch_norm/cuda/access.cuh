@@ -1,4 +1,4 @@
-// How a kernel sees a tensor, and vectors of channels.
+// How a kernel reads tensors and channel vectors.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,8 @@ struct Pair {
   Value first, second;
 };
 
-// Rows: the values of a vector are of different channels.
+// A tensor of T, read `vector` values at a time. `rows`: the values of a vector belong to different
+// channels (inner == 1); otherwise to one.
 template <typename T, int vector, bool rows>
 struct Access {
   using Element = T;
@@ -28,14 +29,15 @@ struct Access {
   using Vec = Vector<T, vector>;
   static constexpr bool kRows = rows;
   static constexpr int kVector = vector;
-  static constexpr int kChannels = rows ? vector : 1;  // of a thread
-  static constexpr int kUnroll = vector == 1 ? 8 : 4;  // loads in flight
+  static constexpr int kChannels = rows ? vector : 1;  // channels per thread
+  static constexpr int kUnroll = vector == 1 ? 8 : 4;  // vectors loaded before the first is used
 
-  // The channel of a vector's value, among those of the thread.
+  // The channel of the value at this place of a vector, counted among the thread's channels.
   static constexpr __device__ int channel(int value) { return rows ? value : 0; }
 };
 
-// Of a dense vector of `Stored` over the channels; `fallback` where there is none.
+// Loads `count` channels, from `channel` on, of the dense channel vector `from` of type `Stored`.
+// Where `from` is null, all are `fallback`.
 template <typename Stored, typename Value, int count>
 __device__ __forceinline__ void load_channels(const void* from, int64_t channel, Value fallback,
                                               Value (&to)[count]) {

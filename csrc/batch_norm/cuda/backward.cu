@@ -1,5 +1,5 @@
-// Gradients: two sums over every channel, of chunks and then of their channel; then one pass that
-// computes the gradient of the input from them.
+// Gradients. Two sums are taken over each chunk, and from these over each channel; then one pass
+// computes the gradient of the input from the channel's sums.
 #include "batch_norm/cuda/launch.cuh"
 #include "batch_norm/cuda/reduce.cuh"
 #include "batch_norm/cuda/values.cuh"
@@ -7,14 +7,14 @@
 namespace memsave_ext::batch_norm {
 namespace {
 
-// partials (C, chunks)
+// Writes the two sums of every chunk to partials (C, chunks).
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
     chunk_sums_kernel(Problem problem, Partition p, const void* statistics, const void* grad,
                       double2* partials) {
   using Vec = typename A::Vec;
   using Value = typename A::Value;
-  constexpr int kUnroll = A::kUnroll / 2;  // of two tensors
+  constexpr int kUnroll = A::kUnroll / 2;  // each step loads from two tensors
   Walk<A::kRows> walk(p, blockIdx.x, threadIdx.x);
   double2 sums[A::kChannels] = {};
   if (walk.more()) {
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         there[u] = walk.more();
-        offset[u] = there[u] ? walk.offset : offset[0];  // a load twice costs less than a branch
+        offset[u] = there[u] ? walk.offset : offset[0];  // loading twice costs less than a branch
         x[u] = load<Vec>(problem.input, offset[u]);
         dy[u] = load<Vec>(grad, offset[u]);
         walk.next(p);
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A channel for each block.
+// Adds up the chunks of channel blockIdx.x.
 template <typename Value>
 __global__ void channel_sums_kernel(const double2* partials, int64_t chunks, ChannelSums to) {
   const double2 sums = sum_chunks(partials, chunks);
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads)
   using Vec = typename A::Vec;
   using Value = typename A::Value;
   constexpr int kUnroll = A::kUnroll / 2;
-  // In reverse: what the sums have read last is still in the cache.
+  // Takes the blocks in reverse: what the sums have read last is still in the cache.
   Walk<A::kRows> walk(p, gridDim.x - 1 - blockIdx.x, threadIdx.x);
   if (!walk.more()) return;
   const int64_t channel = walk.column * A::kChannels;

@@ -1,4 +1,4 @@
-// The table of what CUDA implements: which kernels a call is made of.
+// The table of CUDA's kernels, and which launches each operation consists of.
 #include "batch_norm/cuda/launch.cuh"
 #include "batch_norm/cuda/reduce.cuh"
 

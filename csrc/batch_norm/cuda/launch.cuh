@@ -1,4 +1,4 @@
-// The host's side of a launch: which types and which vectors.
+// The host's side of a launch: chooses the types and the vector width of a kernel.
 #pragma once
 
 #include <algorithm>
@@ -11,22 +11,25 @@
 
 namespace memsave_ext::batch_norm {
 
-// Of a block that merges the chunks of a channel: whole warps.
+// Returns the threads of a block that merges the chunks of a channel, in whole warps.
 inline int merging_threads(const Partition& p) {
   return static_cast<int>(std::min<int64_t>(kThreads, ceil_div(p.chunks, 32) * 32));
 }
 
-// Vectors there are kernels for, the widest first. Half of 16 bytes where values have 2: planes of
-// 14 * 14 are common. One double: a warp's loads are wide enough.
+// Returns the vector widths, in values, that have kernels; the widest first. Values of 16 bits also
+// have one of 8 bytes, because planes of 14 * 14 are common. Doubles are loaded one at a time,
+// which makes a warp's loads wide enough.
 inline std::initializer_list<int> vectors(DType dtype) {
   static constexpr std::initializer_list<int> kOfDouble = {1}, kOfFloat = {4, 1},
                                               kOfHalf = {8, 4, 1};
   return dtype == DType::kDouble ? kOfDouble : dtype == DType::kFloat ? kOfFloat : kOfHalf;
 }
 
-// What kernels leave for the next one.
+// What a kernel leaves in Problem::workspace for the next one.
 struct Workspace {
-  void* vectors;      // (C) doubles, or (2, C) statistics: first, as its place needs no partition
+  // (C) doubles, or (2, C) values of the statistics' type. They come first, where their address
+  // does not depend on the partition.
+  void* vectors;
   double2* partials;  // (C, chunks)
 
   explicit Workspace(const Problem& problem)
@@ -38,7 +41,7 @@ struct Workspace {
   }
 };
 
-// The widest that divides planes or rows and that all addresses allow.
+// Returns the widest vector that divides a plane or row and to which all addresses are aligned.
 inline int widest_vector(const Problem& problem, std::initializer_list<const void*> tensors) {
   const int64_t length = in_rows(problem) ? problem.channels : problem.inner;
   for (const int vector : vectors(problem.dtype)) {
@@ -52,7 +55,7 @@ inline int widest_vector(const Problem& problem, std::initializer_list<const voi
   return 1;
 }
 
-// Calls function(Access) with the type of the problem and its layout.
+// Calls function(Access) for this type, vector width and layout.
 template <bool rows, typename Function>
 void with_vector(DType dtype, int vector, const Function& function) {
   switch (dtype) {
@@ -77,7 +80,7 @@ void with_access(const Problem& problem, int vector, const Function& function) {
   return with_vector<false>(problem.dtype, vector, function);
 }
 
-// Kernels of more than one file.
+// Launches that another file uses.
 struct Summary;
 struct ChannelSums;
 
@@ -87,12 +90,12 @@ void launch_running(const Problem& problem, double eps, const Running& running, 
 void launch_normalize(const Problem& problem, const void* statistics, void* output, void* stream);
 void launch_backward_sums(const Problem& problem, const void* statistics, const void* grad,
                           const ChannelSums& to, void* stream);
-// Null means: 0.
+// Null `means` stand for zeros.
 void launch_backward_input(const Problem& problem, const void* statistics, const void* means,
                            const void* grad, void* grad_input, void* grad_residual, void* stream);
 
-// All of forward or backward with a channel's values in shared memory: every tensor is read once.
-// False, and nothing done, where they do not fit.
+// Forward or backward in one kernel that holds a channel's values in shared memory, so that every
+// tensor is read once. Returns false, without a launch, where fit_onchip() rejects the problem.
 bool launch_forward_onchip(const Problem& problem, const Summary& to, void* output, void* stream);
 bool launch_backward_onchip(const Problem& problem, const void* statistics, const void* grad,
                             void* grad_input, void* grad_residual, const ChannelSums& to,

@@ -1,11 +1,12 @@
-// Mean and sum of squared deviations of every channel: sums of chunks, then of their channel.
+// Mean and sum of squared deviations of every channel, from sums over its chunks.
 #include "batch_norm/cuda/launch.cuh"
 #include "batch_norm/cuda/reduce.cuh"
 
 namespace memsave_ext::batch_norm {
 namespace {
 
-// partials (C, chunks), and the origins (C) that they are about.
+// Writes the sums of every chunk to partials (C, chunks), and to origins (C) the values from which
+// their deviations are counted.
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
     chunk_moments_kernel(const void* input, Partition p, double2* partials, double* origins) {
@@ -21,7 +22,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int u = 0; u < A::kUnroll; ++u) {
       there[u] = walk.more();
-      // A load twice costs less than a branch.
+      // Loading twice costs less than a branch.
       x[u] = load<Vec>(input, there[u] ? walk.offset : offset);
       walk.next(p);
     }
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A channel for each block.
+// Adds up the chunks of channel blockIdx.x.
 template <typename Value>
 __global__ void channel_moments_kernel(const double2* partials, int64_t chunks,
                                        const double* origins, Summary to) {

@@ -1,4 +1,5 @@
-// output = activate(normalize(input) + residual), from statistics; and these from running ones.
+// Computes output = activate(normalize(input) + residual) from statistics, and statistics from
+// running ones.
 #include "batch_norm/cuda/launch.cuh"
 #include "batch_norm/cuda/values.cuh"
 
@@ -9,7 +10,7 @@ template <typename A>
 __global__ void __launch_bounds__(kThreads)
     normalize_kernel(Problem problem, Partition p, const void* statistics, void* output) {
   using Vec = typename A::Vec;
-  // In reverse: what the kernel before has read last is still in the cache.
+  // Takes the blocks in reverse: what the kernel before has read last is still in the cache.
   Walk<A::kRows> walk(p, gridDim.x - 1 - blockIdx.x, threadIdx.x);
   if (!walk.more()) return;
   const Affine<A> affine(problem, statistics, walk.column * A::kChannels);
@@ -20,7 +21,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int u = 0; u < A::kUnroll; ++u) {
       there[u] = walk.more();
-      offset[u] = there[u] ? walk.offset : offset[0];  // a load twice costs less than a branch
+      offset[u] = there[u] ? walk.offset : offset[0];  // loading twice costs less than a branch
       x[u] = load<Vec>(problem.input, offset[u]);
       walk.next(p);
     }

@@ -1,6 +1,6 @@
-// Forward and backward of planes with a channel for each block, whose values stay in shared memory
-// from the sums to the result: every tensor is read once, by one kernel. A thread reads back only
-// what it wrote itself.
+// Forward and backward of planes, with one block per channel. The channel's values stay in shared
+// memory from the sums to the result, so that one kernel reads every tensor once. A thread reads
+// back only values that it wrote itself.
 #include "batch_norm/cuda/launch.cuh"
 #include "batch_norm/cuda/reduce.cuh"
 #include "batch_norm/cuda/values.cuh"
@@ -12,7 +12,7 @@ constexpr int kMostThreads = 512;
 
 extern __shared__ uint4 kept_values[];
 
-// For all threads what the first one has.
+// Returns the first thread's value to all threads of the block.
 template <typename Value>
 __device__ __forceinline__ Pair<Value> broadcast(const Pair<Value>& value) {
   __shared__ Pair<Value> shared;
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       item[u] = walk.more() ? walk.item : -1;
-      // A load twice costs less than a branch.
+      // Loading twice costs less than a branch.
       x[u] = load<Vec>(problem.input, item[u] >= 0 ? walk.offset : offset);
       walk.next(p);
     }
@@ -122,7 +122,7 @@ int64_t most_shared_bytes() {
   int device = 0, bytes = 0;
   check_cuda(cudaGetDevice(&device));
   check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  return bytes - 1024;  // what kernels declare themselves
+  return bytes - 1024;  // leaves room for what the kernels declare statically
 }
 
 struct Fit {
@@ -131,15 +131,17 @@ struct Fit {
   size_t bytes;
 };
 
-// Whether so many of a channel's tensors fit, and are worth a block.
+// Decides whether a channel of so many tensors fits into shared memory and is worth a block, and
+// with how many threads.
 Fit fit_onchip(const Problem& problem, int tensors) {
-  constexpr int64_t kBusy = 128;                // blocks that keep a device busy, more or less
-  constexpr int64_t kSmall = int64_t{1} << 15;  // where two launches cost more than idle processors
+  constexpr int64_t kBusy = 128;  // roughly the blocks that keep a device busy
+  // Bytes of a channel up to which two launches cost more than idle multiprocessors.
+  constexpr int64_t kSmall = int64_t{1} << 15;
   const int64_t bytes = problem.count() * item_size(problem.dtype) * tensors;
   if (in_rows(problem) || (problem.channels < kBusy && bytes > kSmall)) return {false, 0, 0};
   const int64_t most = most_shared_bytes();
   if (bytes > most) return {false, 0, 0};
-  // A processor has registers for about 1024 threads.
+  // A multiprocessor has registers for about 1024 threads.
   const int64_t resident = std::min(problem.channels / kBusy, most / bytes);
   const int threads = resident >= 8 ? 128 : resident >= 4 ? 256 : kMostThreads;
   return {true, threads, static_cast<size_t>(bytes)};
@@ -148,8 +150,9 @@ Fit fit_onchip(const Problem& problem, int tensors) {
 template <typename... Parameters, typename... Arguments>
 void launch_fit(void (*kernel)(Parameters...), const Problem& problem, const Fit& fit, void* stream,
                 const Arguments&... arguments) {
-  if (fit.bytes > (size_t{48} << 10)) {  // more than a kernel gets unasked
-    // Not fit.bytes: another thread, with another shape, could lower it again before the launch.
+  if (fit.bytes > (size_t{48} << 10)) {  // more than a kernel gets by default
+    // Allows the most, not fit.bytes: another host thread with another shape could lower the limit
+    // again before the launch.
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     static_cast<int>(most_shared_bytes())));
   }

@@ -1,7 +1,8 @@
-// Which block and thread works on which part of a tensor: by shape alone, so that results are the
-// same in every run. Planes (inner > 1): a block has a chunk of one channel. Rows (inner == 1): a
-// block has a chunk of the rows of a group of channels, lanes_x vectors wide. An item is a vector
-// of a channel in planes, and a row in rows. For host and device, so that it can be checked.
+// Which block and thread works on which part of a tensor. That depends on the shape alone, so that
+// results are the same in every run. Planes (inner > 1): a block takes a chunk of one channel. Rows
+// (inner == 1): a block takes a chunk of the rows of a group of channels, lanes_x vectors wide. An
+// item is one vector of the channel in planes, and one row in rows. All of it compiles for the
+// host, too, so that it can be checked there.
 #pragma once
 
 #include <algorithm>
@@ -13,19 +14,20 @@
 
 namespace memsave_ext::batch_norm {
 
-constexpr int kThreads = 256;  // of a block; fewer where lanes_x does not divide it
+constexpr int kThreads = 256;  // per block; fewer where lanes_x does not divide it
 
-// Offsets are in vectors, and 64-bit: tensors have more than 2^31 values.
+// Offsets are in vectors. They have 64 bits, because tensors can have more than 2^31 values.
 struct Partition {
-  int64_t width;   // vectors in a plane or row
-  int64_t stride;  // vectors from one plane or row to the next
-  int64_t items;   // of a channel
-  int64_t units;   // channels, or groups of them
-  int64_t per_chunk;
-  int64_t chunks;
-  int lanes_x;
-  int lanes_y;
-  // From an item of a thread to its next one. Planes: where that is in the next plane, `wrap` more.
+  int64_t width;      // vectors in a plane or row
+  int64_t stride;     // vectors from one plane or row to the next
+  int64_t items;      // items of a channel
+  int64_t units;      // planes: channels; rows: groups of channels
+  int64_t per_chunk;  // items in a chunk; the last may have fewer
+  int64_t chunks;     // chunks of a unit
+  int lanes_x;        // threads side by side in a row; 1 in planes
+  int lanes_y;        // threads on different items
+  // The step from an item of a thread to its next one. Planes: step_within is its part inside the
+  // plane; where it leaves the plane, `wrap` is added to the offset.
   int64_t step_offset;
   int64_t wrap;
   int step_within;
@@ -38,7 +40,7 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline bool in_rows(const Problem& problem) { return problem.inner == 1; }
 
-// For chunks and lanes that are set.
+// Sets the steps; chunks and lanes must be set already.
 inline void set_steps(Partition& p, bool rows) {
   if (p.per_chunk > INT_MAX / 2 || (!rows && p.width > INT_MAX / 2)) {
     throw std::runtime_error("memsave_ext: batch_norm: the tensor is too large");
@@ -49,10 +51,11 @@ inline void set_steps(Partition& p, bool rows) {
   p.step_within = rows ? 0 : static_cast<int>(p.lanes_y % p.width);
 }
 
-// `vector` values to a load, a divisor of a plane's or row's length. For tensors with values.
+// Returns the partition for loads of `vector` values, which must divide the length of a plane or
+// row. The tensor must not be empty.
 inline Partition make_partition(const Problem& problem, int vector) {
   constexpr int64_t kBlocks = 2048;  // a few waves on the largest devices
-  constexpr int64_t kPerThread = 4;  // items, or a block costs more than its work
+  constexpr int64_t kPerThread = 4;  // items; with fewer, a block costs more than its work
   const bool rows = in_rows(problem);
   Partition p;
   p.width = (rows ? problem.channels : problem.inner) / vector;
@@ -69,7 +72,7 @@ inline Partition make_partition(const Problem& problem, int vector) {
   return p;
 }
 
-// Planes, with a channel for each block of `threads`.
+// Returns a partition of planes in which each block, of `threads` threads, has a whole channel.
 inline Partition make_whole(const Problem& problem, int vector, int threads) {
   Partition p = make_partition(problem, vector);
   p.per_chunk = p.items;
@@ -84,21 +87,21 @@ struct Quotient {
 };
 
 MEMSAVE_EXT_INLINE Quotient divide(int64_t a, int64_t b) {
-  if (((a | b) >> 32) == 0) {  // 64-bit division takes some hundred instructions
+  if (((a | b) >> 32) == 0) {  // a 64-bit division takes some hundred instructions
     const uint32_t x = static_cast<uint32_t>(a), y = static_cast<uint32_t>(b);
     return {x / y, x % y};
   }
   return {a / b, a % b};
 }
 
-// The items of a thread: those of its chunk from `item`, counted from the chunk's first one.
+// Walks over the items of a thread. `item` and `end` count from the first item of the chunk.
 template <bool rows>
 struct Walk {
   int item, end;
-  int64_t offset;  // of the item
+  int64_t offset;  // of the item in the tensor, in vectors
   int64_t chunk;
   int64_t column;  // planes: the channel; rows: the vector in a row
-  int within;      // planes: the place in the plane
+  int within;      // planes: the vector in the plane
 
   MEMSAVE_EXT_INLINE Walk(const Partition& p, uint32_t block, int thread) {
     const Quotient at = divide(block, p.units);
@@ -136,12 +139,12 @@ struct Walk {
     }
   }
 
-  // The last group of rows may be narrower than its block.
+  // Whether the thread has a channel: the last group of channels may be narrower than its block.
   MEMSAVE_EXT_INLINE bool has_channel(const Partition& p) const {
     return !rows || column < p.width;
   }
 
-  // Offset of the channel's first item.
+  // Returns the offset of the channel's first item.
   MEMSAVE_EXT_INLINE int64_t first(const Partition& p) const {
     return rows ? column : column * p.width;
   }

@@ -1,7 +1,7 @@
 // Sums over threads, blocks and chunks, in a fixed order, and the moments of a channel from them.
-// A thread sums deviations from its own first value, in float. Beyond a thread they are deviations
-// from the channel's first value, in double: plain sums, accurate whatever that value is, because
-// one far from the others is itself the larger part of the variance.
+// A thread sums deviations from its own first value, in float. Sums over several threads are of
+// deviations from the channel's first value, in double. Plain sums are accurate there, whatever
+// that first value is: if it is far from the others, it is itself the larger part of the variance.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,7 +24,8 @@ __device__ __forceinline__ double2 sum_warp(double2 value) {
   return value;
 }
 
-// Over a block of whole warps, for the threads of the first warp. Once in a kernel.
+// Returns the sum over a block of whole warps to the threads of the first warp. A kernel may call
+// it only once.
 __device__ __forceinline__ double2 sum_block(double2 value) {
   __shared__ double2 of_warps[32];
   const int lane = threadIdx.x % 32;
@@ -35,7 +36,7 @@ __device__ __forceinline__ double2 sum_block(double2 value) {
   return sum_warp(lane < blockDim.x / 32 ? of_warps[lane] : make_double2(0, 0));
 }
 
-// Over lanes_y, for the threads of the first row. Once in a kernel.
+// Sums over lanes_y; the threads of the first row get the result. A kernel may call it only once.
 template <int count>
 __device__ __forceinline__ void sum_rows(double2 (&values)[count], int lanes_x, int lanes_y) {
   __shared__ double2 upper[count][kThreads / 2];
@@ -56,7 +57,7 @@ __device__ __forceinline__ void sum_rows(double2 (&values)[count], int lanes_x, 
   }
 }
 
-// Over the block, for each channel of a thread; true where this thread has the result.
+// Sums over the block for each channel of a thread. Returns whether this thread has the result.
 template <typename A>
 __device__ __forceinline__ bool sum_channels(double2 (&sums)[A::kChannels], const Partition& p) {
   if constexpr (A::kRows) {
@@ -68,7 +69,7 @@ __device__ __forceinline__ bool sum_channels(double2 (&sums)[A::kChannels], cons
   }
 }
 
-// Over the chunks of the block's channel, for the first thread.
+// Returns the sum over all chunks of channel blockIdx.x to the first thread.
 __device__ __forceinline__ double2 sum_chunks(const double2* partials, int64_t chunks) {
   double2 sums = {0, 0};
   for (int64_t chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
@@ -77,13 +78,13 @@ __device__ __forceinline__ double2 sum_chunks(const double2* partials, int64_t c
   return sum_block(sums);
 }
 
-// Two sums over the values of a thread, for each place in a vector.
+// Two sums over the values of a thread, kept apart for each place in a vector.
 template <typename A>
 struct ThreadSums {
   using Value = typename A::Value;
   Value first[A::kVector] = {}, second[A::kVector] = {};
 
-  // For each channel of the thread.
+  // Adds up the places of each channel of the thread.
   __device__ __forceinline__ void fold(double2 (&to)[A::kChannels]) const {
     Value a[A::kChannels] = {}, b[A::kChannels] = {};
 #pragma unroll
@@ -96,7 +97,7 @@ struct ThreadSums {
   }
 };
 
-// Sums of deviations from the thread's first value, and of their squares.
+// A thread's sums of deviations from its first value, and of their squares.
 template <typename A>
 struct ThreadMoments : ThreadSums<A> {
   using Value = typename A::Value;
@@ -117,7 +118,7 @@ struct ThreadMoments : ThreadSums<A> {
     }
   }
 
-  // The same of deviations from origin.
+  // Converts them to sums of deviations from `origin`, for each channel of the thread.
   __device__ __forceinline__ void fold_about(const typename A::Vec& origin,
                                              double2 (&sums)[A::kChannels]) const {
     this->fold(sums);
@@ -132,17 +133,18 @@ struct ThreadMoments : ThreadSums<A> {
   }
 };
 
-// Where the moments of a channel go, and what else follows from them.
+// Where the moments of the channels are written, and what else is computed from them.
 struct Summary {
   void* out;    // (2, C)
-  bool invstd;  // mean and 1 / sqrt(m2 / count + eps), not mean and m2
+  bool invstd;  // true: out gets mean and 1 / sqrt(m2 / count + eps); false: mean and m2
   double eps;
   Running running;
   int64_t channels;
   int64_t count;
 };
 
-// From the sums of deviations from origin and of their squares. Returns what went out.
+// Writes a channel's moments, given its sums of deviations from `origin` and of their squares.
+// Returns what it wrote to `out`.
 template <typename Value>
 __device__ __forceinline__ Pair<Value> write_moments(const Summary& to, int64_t channel,
                                                      double2 sums, double origin) {
@@ -150,7 +152,7 @@ __device__ __forceinline__ Pair<Value> write_moments(const Summary& to, int64_t 
   const double distance = sums.x / count;
   const double rounded = sums.y - sums.x * distance;
   const double m2 = rounded < 0 ? 0 : rounded;
-  const double mean = m2 == m2 ? origin + distance : m2;  // NaN as one where a value is not finite
+  const double mean = m2 == m2 ? origin + distance : m2;  // if a value is not finite, both are NaN
   const Pair<Value> out = {static_cast<Value>(mean),
                            static_cast<Value>(to.invstd ? 1 / sqrt(m2 / count + to.eps) : m2)};
   static_cast<Value*>(to.out)[channel] = out.first;
@@ -160,16 +162,17 @@ __device__ __forceinline__ Pair<Value> write_moments(const Summary& to, int64_t 
   return out;
 }
 
-// Where a channel's sums over the gradient of z, and over its product with the normalised x, go.
-// Any may be null.
+// Where the channels' sums are written: of the gradient of z (`sum`), and of its product with the
+// normalised x (`dot`). Any pointer may be null.
 struct ChannelSums {
   void* sum;
   void* dot;
-  void* means;  // (2, C): both over count
+  void* means;  // (2, C): both sums divided by count
   int64_t channels;
   int64_t count;
 };
 
+// Writes a channel's sums and returns both divided by count.
 template <typename Value>
 __device__ __forceinline__ Pair<Value> write_sums(const ChannelSums& to, int64_t channel,
                                                   double2 sums) {

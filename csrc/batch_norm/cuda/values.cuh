@@ -1,12 +1,13 @@
-// What is done to a value, forward and backward. Every kernel that needs a value calls these: the
-// same bits everywhere.
+// What forward and backward compute for each value. All kernels call these functions, so that a
+// value has the same bits everywhere.
 #pragma once
 
 #include "batch_norm/cuda/access.cuh"
 
 namespace memsave_ext::batch_norm {
 
-// What turns x into z, for the channels of a thread.
+// The coefficients that turn x into z, the value before the activation, for the channels of a
+// thread. scale is invstd * weight.
 template <typename A>
 struct Affine {
   using Value = typename A::Value;
@@ -20,7 +21,7 @@ struct Affine {
     load_parameters(problem, channel);
   }
 
-  // A thread with one channel, from its mean and invstd.
+  // For a thread with one channel; `statistics` are its mean and invstd.
   __device__ __forceinline__ Affine(const Problem& problem, const Pair<Value>& statistics,
                                     int64_t channel)
       : mean{statistics.first}, invstd{statistics.second} {
@@ -45,7 +46,7 @@ struct Affine {
   }
 };
 
-// At all offsets, if it is wanted: one branch for them all.
+// Loads the residual at all offsets if `wanted`, with one branch for all of them.
 template <typename Vec, int count>
 __device__ __forceinline__ void load_residual(bool wanted, const Problem& problem,
                                               const int64_t (&offsets)[count],
@@ -55,7 +56,7 @@ __device__ __forceinline__ void load_residual(bool wanted, const Problem& proble
   for (int u = 0; u < count; ++u) residual[u] = load<Vec>(problem.residual, offsets[u]);
 }
 
-// z of the value at a place in a vector. The residual is looked at where the problem has one.
+// Returns z of the value at place i of a vector. `residual` is read only if the problem has one.
 template <typename A>
 __device__ __forceinline__ typename A::Value preactivation(const Problem& problem,
                                                            const Affine<A>& affine,
@@ -77,18 +78,19 @@ __device__ __forceinline__ typename A::Vec output_of(const Problem& problem,
 #pragma unroll
   for (int i = 0; i < A::kVector; ++i) {
     const Value z = preactivation(problem, affine, x, residual, i);
-    // Chosen at run time: kernels bound by memory have time for it, and are fewer.
+    // The activation is chosen at run time: kernels that are bound by memory have the time, and
+    // fewer kernels are compiled.
     output[i] = Activations::forward(problem.activation, z, slope);
   }
   return A::Vec::from(output);
 }
 
-// Whether backward needs the residual: for the sign of z.
+// Whether backward needs the residual, which it does for the sign of z.
 __host__ __device__ inline bool masks_with_residual(const Problem& problem) {
   return problem.residual != nullptr && problem.activation != Activation::kIdentity;
 }
 
-// The gradient of z from that of the output.
+// Returns the gradient of z from that of the output, at place i of a vector.
 template <typename A>
 __device__ __forceinline__ typename A::Value gradient_of_z(const Problem& problem,
                                                            const Affine<A>& affine,
@@ -103,7 +105,7 @@ __device__ __forceinline__ typename A::Value gradient_of_z(const Problem& proble
   return Activations::backward(problem.activation, of_output, z, slope);
 }
 
-// Adds the gradients of z, and their products with x less its mean, to a thread's two sums.
+// Adds to a thread's two sums: the gradients of z, and their products with x - mean.
 template <typename A, typename Sums>
 __device__ __forceinline__ void add_gradients(const Problem& problem, const Affine<A>& affine,
                                               const typename A::Vec& grad, const typename A::Vec& x,
@@ -116,14 +118,14 @@ __device__ __forceinline__ void add_gradients(const Problem& problem, const Affi
   }
 }
 
-// Means over a channel, of the gradient of z and of its product with the normalised x.
+// Means over a channel: of the gradient of z, and of its product with the normalised x.
 template <typename A>
 struct GradientMeans {
   using Value = typename A::Value;
   Value grad[A::kChannels], dot[A::kChannels];
 };
 
-// Writes what is wanted of a vector's gradients.
+// Writes a vector's gradients; a null pointer means that one is not wanted.
 template <typename A>
 __device__ __forceinline__ void write_gradients(const Problem& problem, const Affine<A>& affine,
                                                 const GradientMeans<A>& means,

@@ -1,4 +1,4 @@
-"""Adam in torch's operators: what runs without the native part, by the rules of csrc/adam."""
+"""Adam in torch's operators, used without the native part. It follows the rules of csrc/adam."""
 
 from .stepper import AdamStepper
 

@@ -1,4 +1,5 @@
-"""The arguments of Adam's operator, ``memsave_ext/_ops.py``, and back: csrc/adam/arguments.cpp."""
+"""Packs and unpacks the arguments of Adam's operator (``memsave_ext/_ops.py``), as
+csrc/adam/arguments.cpp does."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ _STATES = (
 _PHASES: tuple[Phase, ...] = ("whole", "first_fold", "fold", "close")
 _BF16 = tuple(row.name for row in PARAM_FORMATS)
 _STATE_DTYPES = tuple(row.option for row in STATE_FORMATS)
-_OPTIONS, _MODES = 6, 7  # how many of each group
-LISTS = 10  # arguments that pack() makes
+_OPTIONS, _MODES = 6, 7  # how many `options` and `modes` each group has
+LISTS = 10  # how many lists pack() returns, the operator's first arguments
 
 
 class Prepared(NamedTuple):
-    """A parameter that is to be stepped, as kernels take it."""
+    """A parameter to step, in the form that kernels take."""
 
     param: Tensor
     grad: Tensor | None  # None for zeros
@@ -37,7 +38,7 @@ def pack(prepared: Iterable[Prepared]) -> tuple[list[Any], ...]:
     options: list[float] = []
     modes: list[int] = []
     lrs: list[Tensor] = []
-    numbers: dict[int, int] = {}  # of groups, by id
+    numbers: dict[int, int] = {}  # each group's index among the packed ones, by id
     for p in prepared:
         if id(p.group) not in numbers:
             numbers[id(p.group)] = len(numbers)

@@ -15,7 +15,7 @@ from .updates import Update
 
 
 class Task(Enum):
-    """What becomes of gradients."""
+    """What a backward does with its gradients."""
 
     STEP = "step"
     FOLD = "fold"
@@ -24,7 +24,7 @@ class Task(Enum):
 
 
 class UsesGradients(Protocol):
-    """A stepper, as its backwards see it."""
+    """The part of a stepper that its backwards use."""
 
     small_bytes: int
     bucket_bytes: int
@@ -35,26 +35,29 @@ class UsesGradients(Protocol):
 
 
 class Backward:
-    """One backward in which parameters are stepped. Held by its graph task alone."""
+    """One backward in which parameters are stepped. Only its graph task keeps it alive."""
 
     def __init__(self, stepper: UsesGradients, task: Task, of_ddp: set[int]) -> None:
         self.task = task
-        self.of_ddp = of_ddp  # parameters whose gradients are reduced later
+        self.of_ddp = of_ddp  # ids of parameters whose gradients a DDP reducer reduces later
         self._stepper = stepper
-        self._waiting: list[tuple[Tensor, dict[str, Any]]] = []
-        self._late: list[Update] = []
-        self._bytes = 0
-        self._used = 0
+        self._waiting: list[tuple[Tensor, dict[str, Any]]] = []  # queued, gradients in .grad
+        self._late: list[Update] = []  # reduced gradients of parameters that are still needed
+        self._bytes = 0  # of the gradients queued since the last flush
+        self._used = 0  # how many gradients have been used
         self._finished = False
 
     def waits_for(self, param: Tensor) -> bool:
         return any(other is param for other, _ in self._waiting)
 
     def add(self, param: Tensor, group: dict[str, Any], is_last: bool) -> None:
-        """Uses the gradient now, or soon; where hooks are still to run, not now."""
+        """Uses the gradient now, or queues it. If other hooks still run (not ``is_last``): queues.
+
+        Queued gradients stay in ``.grad``.
+        """
         assert param.grad is not None
         size = param.grad.nbytes
-        # FSDP2's are views of all that was reduced together, which one that waits would keep.
+        # FSDP2's gradients are views of one reduced buffer, which a queued one would keep alive.
         sharded = is_dtensor(param)
         is_small = size < self._stepper.small_bytes and not sharded
         if is_last and not is_small and not self._is_needed(param):
@@ -62,7 +65,7 @@ class Backward:
             return
         self._bytes += size
         if sharded or self._bytes >= self._stepper.bucket_bytes:
-            # Not this one, whose later hooks are still to run.
+            # This gradient is not flushed: its later hooks may still have to run.
             needed = {id(param) for param, _ in self._waiting if self._is_needed(param)}
             self._flush([each for each in self._waiting if id(each[0]) not in needed])
             self._waiting = [each for each in self._waiting if id(each[0]) in needed]
@@ -70,9 +73,9 @@ class Backward:
         self._waiting.append((param, group))
 
     def use_reduced(self, updates: list[Update]) -> None:
-        """Gradients that were reduced over processes."""
+        """Uses gradients that were reduced over processes."""
         needed = {id(param) for param, *_ in updates if self._is_needed(param)}
-        # The reducer uses its memory again.
+        # They are cloned because the reducer reuses its bucket's memory.
         self._late += [
             Update(param, group, None if grad is None else grad.clone())
             for param, group, grad in updates
@@ -92,8 +95,10 @@ class Backward:
         self._stepper.ended(self)
 
     def _is_needed(self, param: Tensor) -> bool:
-        """As it is, by what this backward is still to compute again: its step waits, until the end
-        at the latest."""
+        """Whether this backward's recomputes still need the parameter's present value.
+
+        Its step then waits, until the end of the backward at the latest.
+        """
         return self.task is Task.STEP and not self._finished and is_pinned(param)
 
     def _flush(self, waiting: list[tuple[Tensor, dict[str, Any]]]) -> None:
@@ -110,17 +115,17 @@ class Backward:
 
 
 class Backwards:
-    """Those that run, by graph task."""
+    """The backwards that run, by graph task."""
 
     def __init__(self) -> None:
         self._by_task: weakref.WeakValueDictionary[int, Backward] = weakref.WeakValueDictionary()
-        self._running: set[int] = set()  # ids: one that raised is told of when it is destroyed
+        self._running: set[int] = set()  # ids; that of one that raised goes when it is destroyed
 
     def current(self) -> Backward | None:
         return self._by_task.get(torch._C._current_graph_task_id())
 
     def begin(self, backward: Backward) -> Backward:
-        """In the graph task that runs, which alone holds it."""
+        """Registers ``backward`` for the current graph task, which alone keeps it alive."""
         self._by_task[torch._C._current_graph_task_id()] = backward
         self._running.add(id(backward))
         torch.autograd.Variable._execution_engine.queue_callback(backward.finish)

@@ -1,4 +1,4 @@
-"""What a step needs of its options and its number: csrc/adam/math.h."""
+"""The coefficients of a step, computed from its options and number as in csrc/adam/math.h."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from ..precise import wide
 
 
 class Coefficients(NamedTuple):
-    """Numbers of the type that is computed in, as in csrc/adam/math.h. Those that are tensors
-    depend on a step count or lr that is on a device."""
+    """Coefficients in the compute dtype, as in csrc/adam/math.h.
+
+    Those that depend on a step count or lr on a device are tensors there.
+    """
 
     grad_decay: float
     param_decay: float | Tensor
     exp_avg_weight: float
-    adds_to_exp_avg: bool  # else to the gradient, which a beta1 of 0 then returns
+    # Whether exp_avg is interpolated starting from its old value. Otherwise it starts from the
+    # gradient, so that a beta1 of 0 gives exactly the gradient.
+    adds_to_exp_avg: bool
     beta1: float
     beta2: float
     one_minus_beta2: float
@@ -62,14 +66,16 @@ def rounded(value: _N, dtype: torch.dtype) -> _N:
 
 
 def update_bound(group: Mapping[str, Any], number: float | Tensor) -> Tensor:
-    """What exp_avg / (exp_avg_sq.sqrt() / bias_correction2_sqrt) cannot exceed, by the
-    Cauchy-Schwarz inequality over the gradients that both are sums of."""
+    """Returns an upper bound of exp_avg / (exp_avg_sq.sqrt() / bias_correction2_sqrt).
+
+    It follows from the Cauchy-Schwarz inequality, because both are sums over the same gradients.
+    """
     beta1, beta2 = (float(beta) for beta in group["betas"])
     if not isinstance(number, Tensor):
         number = torch.tensor(number, dtype=torch.float64)
     ratio = beta1 * beta1 / torch.full_like(number, beta2)
     left1, left2 = beta1**number, beta2**number
-    # ratio**number, of which nothing is left where both powers are too small for a number.
+    # ratio**number. Where beta2**number underflows to 0 it is 0 or infinite.
     left = torch.where(left2 > 0, left1 * left1 / left2, torch.where(ratio < 1, 0.0, torch.inf))
     steps = 1 - left
     bound = (1 - beta1) * ((1 - left2) / (1 - beta2) * steps / (1 - ratio)).sqrt()

@@ -1,4 +1,7 @@
-"""Parameters of DistributedDataParallel modules, whose gradients are reduced after the hooks."""
+"""Parameters of DistributedDataParallel modules.
+
+Their gradients are reduced after the parameters' hooks have run.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from torch import Tensor
 
 
 class ReducedByDdp:
-    """Those whose reducer says so when it is done, and for which the hooks do nothing."""
+    """The parameters of attached modules. Their hooks do nothing; the communication hook steps."""
 
     def __init__(self) -> None:
-        self._params: set[int] = set()  # by id
-        self._local: set[int] = set()  # of these, those with a gradient of this process alone
+        self._params: set[int] = set()  # ids
+        self._local: set[int] = set()  # ids of those whose gradient has not been reduced yet
 
     def __contains__(self, param: Tensor) -> bool:
         return id(param) in self._params
@@ -30,12 +33,15 @@ class ReducedByDdp:
         self._local.difference_update(id(param) for param in params)
 
     def is_local(self, param: Tensor) -> bool:
-        """Whether what is in .grad has not been reduced."""
+        """Whether the gradient in ``.grad`` is that of this process, not reduced."""
         return id(param) in self._local
 
 
 def params_of_modules() -> set[int]:
-    """Parameters that a reducer has, attached or not: its hooks cannot be seen from Python."""
+    """Returns ids of the parameters of all DistributedDataParallel modules, attached or not.
+
+    The modules are searched for, since the reducer's hooks are not visible from Python.
+    """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return set()
     from torch.nn.parallel import DistributedDataParallel

@@ -1,4 +1,4 @@
-"""Hooks of parameters, by which a stepper learns that a gradient is complete."""
+"""Hooks on parameters that tell a stepper when a gradient is complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HOOKS = "_post_accumulate_grad_hooks"
 
 
 class TakesGradients(Protocol):
-    """A stepper, as its hooks see it."""
+    """The part of a stepper that its hooks use."""
 
     def optimizer(self) -> Any: ...
     def ready(self, param: Tensor, is_last: bool) -> None: ...
@@ -28,10 +28,10 @@ def install_hook(param: Tensor, stepper: TakesGradients) -> None:
     stepper_ref = weakref.ref(stepper)
 
     def hook(param: Tensor) -> None:
-        _check_not_compiled_autograd()  # which cannot trace what follows
+        _check_not_compiled_autograd()  # it cannot trace what follows
         stepper = stepper_ref()
         hooks = list((getattr(param, _HOOKS) or {}).values())
-        if stepper is not None and hook in hooks:  # not removed by one before it
+        if stepper is not None and hook in hooks:  # an earlier hook may have removed this one
             stepper.ready(param, is_last=hooks[-1] is hook)
 
     setattr(hook, _MARK, stepper_ref)
@@ -42,7 +42,10 @@ def install_hook(param: Tensor, stepper: TakesGradients) -> None:
 
 
 def owner(param: Tensor) -> Any:
-    """The optimizer that steps it in backward. The hook of one that is gone is removed."""
+    """Returns the optimizer that steps ``param`` in backward, or None.
+
+    Removes hooks whose optimizer is gone.
+    """
     for key, reference in _ours(param):
         stepper = reference()
         optimizer = None if stepper is None else stepper.optimizer()
@@ -59,7 +62,7 @@ def remove_hooks(param: Tensor, stepper: TakesGradients) -> None:
 
 
 def renew_hooks(param: Tensor) -> None:
-    """Where the tensor was swapped, its hooks are there and are not called any more."""
+    """Sets the hooks again: after the tensor was swapped they exist but are not called."""
     setattr(param, _HOOKS, getattr(param, _HOOKS))
 
 
@@ -78,6 +81,6 @@ def _remove(param: Tensor, key: int) -> None:
 
 def _check_not_compiled_autograd() -> None:
     module = sys.modules.get("torch._dynamo.compiled_autograd")
-    # Once while it is traced, and where that has failed once more, run.
+    # The first holds while the hook is traced; the second when it runs because tracing has failed.
     if torch.compiler.is_compiling() or getattr(module, "in_compiled_autograd_region", False):
         raise errors.compiled_autograd()

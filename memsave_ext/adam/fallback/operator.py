@@ -1,4 +1,4 @@
-"""Adam's operators in torch's own. Their arguments: ``memsave_ext/_ops.py``."""
+"""Adam's operators written in torch's own. ``memsave_ext/_ops.py`` describes their arguments."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .update import update
 
 
 def step(prepared: Iterable[Prepared], **scaling: Tensor | None) -> None:
-    """The call of the operator for parameters on one device."""
-    # A step has no gradient: autograd has no part in it.
+    """Calls the operator for parameters on one device."""
+    # A step is not differentiable, so autograd is skipped.
     with torch._C._AutoDispatchBelowAutograd():
         torch.ops.memsave_ext.adam_step_(*pack(prepared), **scaling)
 
 
 def sum_of_squares(grad: Tensor) -> Tensor:
-    """The call of the operator for one gradient."""
+    """Calls the operator for one gradient."""
     with torch._C._AutoDispatchBelowAutograd():
         total: Tensor = torch.ops.memsave_ext.adam_sum_of_squares([grad])
     return total
@@ -37,7 +37,7 @@ def adam_step_(*arguments: Any, **scaling: Tensor | None) -> None:
 
 
 def checked(*lists: Any) -> list[Prepared]:
-    """What pack() has made into lists."""
+    """Unpacks what pack() has made, and raises where a parameter cannot be stepped."""
     prepared = unpack(*lists)
     for p in prepared:
         check(p.param, p.grad, p.state, p.group, p.phase)
@@ -63,7 +63,7 @@ def fake_adam_sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
 
 
 def _square(grad: Tensor) -> Tensor:
-    """The sum of squares of one."""
+    """Returns one gradient's sum of squares in float64."""
     check_dense(grad)
     return real(plain(grad)).double().square().sum()
 
@@ -75,7 +75,10 @@ def _scaling(
     factor: Tensor | None = None,
     skip: Tensor | None = None,
 ) -> tuple[Tensor | None, bool]:
-    """What a gradient is multiplied by, and whether it is left out."""
+    """Returns what the gradient is multiplied by (None: 1), and whether the step is skipped.
+
+    Sets ``found`` to 1 where a gradient with a loss scale is not finite.
+    """
     if factor is not None:
         return factor, skip is not None and bool(skip)
     max_norm = p.group["max_grad_norm"]

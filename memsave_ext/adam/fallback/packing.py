@@ -1,5 +1,7 @@
-"""Moments as they were before a step whose gradients are being folded into exp_avg: what
-csrc/adam/math.h says of Packed."""
+"""Packs both moments of before a step into one tensor while gradients are folded into exp_avg.
+
+This is Packed of csrc/adam/math.h.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ _WORD = 0xFFFFFFFF
 
 
 def pack(exp_avg: Tensor, exp_avg_sq: Tensor, random: Tensor | None) -> Tensor:
-    """Both in the bits of one. ``random`` is needed with float32; float64 has room for floats."""
+    """Returns both moments in the bits of one tensor, kept in place of exp_avg_sq.
+
+    ``random`` rounds float32 moments, which get 16 bits each. float64 has room for two floats.
+    """
     if exp_avg.dtype == torch.float64:
         upper, lower = (t.float().view(torch.int32).long() for t in (exp_avg, exp_avg_sq))
         return (upper << 32 | lower & _WORD).view(torch.float64)
@@ -22,7 +27,7 @@ def pack(exp_avg: Tensor, exp_avg_sq: Tensor, random: Tensor | None) -> Tensor:
 
 
 def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """exp_avg and exp_avg_sq."""
+    """Returns exp_avg and exp_avg_sq."""
     if packed.dtype == torch.float64:
         both = packed.view(torch.int64)
         upper, lower = ((t.int()).view(torch.float32).double() for t in (both >> 32, both))

@@ -1,4 +1,4 @@
-"""The parameters of an optimizer that may be gone, as ``param_groups`` has them now."""
+"""The parameters in an optimizer's current ``param_groups``; none when the optimizer is gone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Params:
         return next(groups, None)
 
     def state_of(self, param: Tensor) -> dict[str, Any]:
-        """Empty where there is none."""
+        """Returns the parameter's state; empty where it has none."""
         optimizer = self.optimizer()
         return {} if optimizer is None else optimizer.state.get(param, {})
 

@@ -1,4 +1,4 @@
-"""Random numbers that round: those of csrc/adam/philox.h, in torch's operators."""
+"""Random bits for stochastic rounding: those of csrc/adam/philox.h, in torch's operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WORD = 0xFFFFFFFF
 
 
 class Draw(IntEnum):
-    """What random bits are for, the last word of their counter. Moments share theirs."""
+    """What random bits are for: the last word of the Philox counter. Both moments share theirs."""
 
     PARAM = 0
     MOMENTS = 1
@@ -30,7 +30,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> list[Te
 
 
 def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both halves of the products, in steps that 63 bits are enough for."""
+    """Returns the upper and lower 32 bits of the products, without exceeding 63 bits on the way."""
     upper, lower = a * (b >> 16), a * (b & 0xFFFF)
     return upper + (lower >> 16) >> 16, ((upper & 0xFFFF) << 16) + lower & _WORD
 
@@ -38,7 +38,7 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 def random_bits(
     numel: int, *, seed: int, position: int, step: int | Tensor, draw: Draw, device: torch.device
 ) -> Tensor:
-    """16 random bits for each element of a tensor, in int32."""
+    """Returns 16 random bits in int32 for each of ``numel`` elements."""
     groups = torch.arange((numel + 7) // 8, device=device)
 
     def word(value: int | Tensor) -> Tensor:

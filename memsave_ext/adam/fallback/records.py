@@ -1,4 +1,4 @@
-"""What is known of states from step to step beyond their tensors: csrc/adam/records.cpp."""
+"""Records about states between steps that their tensors do not contain: csrc/adam/records.cpp."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..states import Phase
 
 
 class Records:
-    """By the tensors: parameters are swapped, and states are loaded."""
+    """Keyed by state tensors, because parameters can be swapped and states loaded."""
 
     def __init__(self) -> None:
-        self._folded: dict[int, Tensor] = {}  # exp_avg_sq, by id
-        # Of the parameter and the rest, when both were written last, by param_rest.
+        self._folded: dict[int, Tensor] = {}  # each exp_avg_sq that holds packed moments, by id
+        # By param_rest: the versions of the parameter and of the rest at their last step.
         self._versions = WeakTensorKeyDictionary()
 
     def is_folded(self, state: Mapping[str, Any]) -> bool:
-        """Whether gradients are folded into its moments, which are packed then."""
+        """Whether gradients are folded into the state's moments, which are then packed."""
         return id(state.get("exp_avg_sq")) in self._folded
 
     def phase(self, state: Mapping[str, Any], *, folds: bool) -> Phase:
-        """Of a step, or of a fold, that is to be made."""
+        """Returns the phase of the next fold (``folds``) or step."""
         if folds:
             return "fold" if self.is_folded(state) else "first_fold"
         return "close" if self.is_folded(state) else "whole"
@@ -44,10 +44,11 @@ class Records:
             self._folded.pop(id(exp_avg_sq), None)
 
     def drop_stale_rest(self, param: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Where the parameter has been written to since its last step, and the rest has not been.
+        """Zeroes the rest where only the parameter was written to since its last step.
 
-        Where that was loaded, nothing is known of it, and it belongs to the weights. A graph would
-        drop it in every replay."""
+        A loaded rest has no record and is kept: it belongs to the loaded weights. Nothing is done
+        while a CUDA graph is captured, which would zero the rest in every replay.
+        """
         rest = state.get("param_rest")
         known = None if rest is None else self._versions.get(rest)
         if rest is None or known is None or _is_captured(param):

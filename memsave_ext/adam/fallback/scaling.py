@@ -1,4 +1,4 @@
-"""What gradients are multiplied by: clipping, and the loss scale of torch.amp.GradScaler."""
+"""The factors of gradients: clipping, and unscaling by torch.amp.GradScaler's loss scale."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def loss_scale_of(optimizer: Any) -> Tensor | None:
 
 
 class GradNorm:
-    """The norm of all gradients together, and what clips them to it."""
+    """The global norm of gradients, and the factor that clips them."""
 
     def __init__(self) -> None:
-        self._squares: dict[int, Tensor] = {}  # by the parameter's id
-        self.value: Tensor | None = None  # before clipping; None before finish()
-        self.factor: Tensor | None = None
-        self.skip: Tensor | None = None  # whether it is not finite; None without a scale
+        self._squares: dict[int, Tensor] = {}  # sums of squares, by the parameter's id
+        self.value: Tensor | None = None  # the unscaled norm before clipping; None until finish()
+        self.factor: Tensor | None = None  # clips and unscales a gradient; None until finish()
+        self.skip: Tensor | None = None  # 1 if the norm is not finite; None without a loss scale
 
     def add(self, param: Tensor, grad: Tensor) -> None:
         self._squares[id(param)] = sum_of_squares(dtensor.local_tensor(grad))
@@ -35,7 +35,7 @@ class GradNorm:
         return id(param) in self._squares
 
     def finish(self, max_norm: float, scale: Tensor | None) -> None:
-        """No more are added."""
+        """Computes the norm and the factor from the gradients added. Ends the adding."""
         squares = list(self._squares.values())
         total = sum((s.to(squares[0].device) for s in squares), torch.zeros((), dtype=torch.double))
         norm = total.sqrt()
@@ -49,13 +49,13 @@ class GradNorm:
 
 
 class Scaling:
-    """Of the gradients of a step.
+    """How the gradients of a step are scaled.
 
     Attributes:
-        norm: of all of them, where they are clipped together.
-        last_norm: the value of the last one.
-        last_found: of the last step with a loss scale, for each device, 1 where a gradient was not
-            finite.
+        norm: the global norm, where it is measured or clips; else None.
+        last_norm: the value of the last global norm; None before the first.
+        last_found: found_inf of the last step, a tensor per device that is 1 where a gradient was
+            not finite; empty without a loss scale.
     """
 
     def __init__(self) -> None:
@@ -80,14 +80,17 @@ class Scaling:
     def clip_together(
         self, grads: Iterable[tuple[Tensor, Tensor]], max_norm: float, scale: Tensor | None
     ) -> None:
-        """Gradients that are all there, with their parameters."""
+        """Measures the global norm of complete gradients, given with their parameters."""
         self.norm = GradNorm()
         for param, grad in grads:
             self.norm.add(param, grad)
         self.finish_norm(max_norm, scale)
 
     def on(self, device: torch.device, scale: Tensor | None) -> dict[str, Tensor | None]:
-        """What the operator is told of gradients there. ``scale``: what these are multiples of."""
+        """Returns the operator's scaling arguments on ``device``.
+
+        ``scale`` is the loss scale of the gradients; None without one.
+        """
         if self.norm is not None and self.norm.factor is not None:
             factor, skip = self.norm.factor, self.norm.skip
             return {"factor": factor.to(device), "skip": None if skip is None else skip.to(device)}

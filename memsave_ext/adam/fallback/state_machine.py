@@ -1,9 +1,8 @@
-"""What the step of an optimizer has come to, and what may happen next: all transitions are in one
-table. As csrc/adam/state_machine.h.
+"""The states of an optimizer's step, with all transitions in one table: csrc/adam/state_machine.h.
 
-A state belongs to the step as a whole, from one call of ``step()`` to the next. What nests, or is
-there several times at once, is counted instead: the blocks of the training loop that say what
-becomes of gradients, which can be open in any state, and the backwards that run.
+A state belongs to the step as a whole, from one call of ``step()`` to the next. What can nest or
+exist several times at once is counted elsewhere: the open blocks of the training loop that decide
+what is done with gradients, which are allowed in any state, and the backwards that run.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ class Block(Enum):
     DROP = "paused(): they are dropped"
 
 
-# Where an event leads, or why it cannot happen, in a word of errors.py's. The state stays where
-# nothing is said.
+# The state that an event leads to, or the reason why it cannot happen, a key of errors.py. Where
+# there is no entry the state stays.
 _TABLE: dict[Event, dict[State, State | str]] = {
     Event.KEEP_GRADIENTS: {
         State.MEASURING: "keeps_after_norm",
         State.CLIPPING: "keeps_after_norm",
     },
     Event.USE_GRADIENT: {State.FAILED: "has_failed"},
-    # Another backward than the one that failed may go on to its end; and one of another thread
-    # steps that began before the norm pass.
+    # Other states stay: after a failure another backward may go on to its end, and in a norm pass
+    # a backward of another thread that began before it may step.
     Event.STEPPED: {State.IDLE: State.STEPPING},
     Event.BEGIN_NORM_PASS: {
         State.IDLE: State.MEASURING,
@@ -77,10 +76,10 @@ class StateMachine:
         self._stepped_before_failure = 0
 
     def check(self, event: Event) -> State:
-        """The state that the event leads to.
+        """Returns the state that the event leads to.
 
         Raises:
-            RuntimeError: it cannot happen in this state.
+            RuntimeError: the event cannot happen in this state.
         """
         to = _TABLE[event].get(self.state, self.state)
         if isinstance(to, str):
@@ -88,13 +87,13 @@ class StateMachine:
         return to
 
     def handle(self, event: Event) -> None:
-        """As :meth:`check`, and goes there."""
+        """Goes to the state that :meth:`check` returns."""
         self.state = self.check(event)
         if self.state is not State.FAILED:
             self._stepped_before_failure = 0
 
     def fail(self, stepped: int) -> None:
-        """A backward raised that had stepped so many parameters."""
+        """Notes that a backward raised after it had stepped ``stepped`` parameters."""
         if stepped:
             self.handle(Event.FAIL)
             self._stepped_before_failure += stepped

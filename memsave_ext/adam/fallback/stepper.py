@@ -1,7 +1,7 @@
-"""Steps in backward in Python: the rules of csrc/adam/stepper.cpp, at Python's price.
+"""Steps parameters in backward, in Python, by the rules of csrc/adam/stepper.cpp.
 
-A hook says that a gradient is complete (:meth:`AdamStepper.ready`), its backward collects small
-ones, and :meth:`AdamStepper.use` steps, folds or measures them.
+A hook reports that a gradient is complete (:meth:`AdamStepper.ready`), the backward collects small
+gradients, and :meth:`AdamStepper.use` steps with them, folds or measures them.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class AdamStepper:
         self.small_bytes, self.bucket_bytes = small_bytes, bucket_bytes
         self._attached = self._asks = False
         self._machine = StateMachine()
-        self._blocks: Counter[Block] = Counter()  # that are open
+        self._blocks: Counter[Block] = Counter()  # how many of each kind are open
         self._backwards = Backwards()
         self._scaling = Scaling()
         self._records = Records()
         self._reduced_by_ddp = ReducedByDdp()
-        # Parameters in this step, by id.
-        self._stepped: set[int] = set()  # or waiting to be
-        self._folded: set[int] = set()
-        self._threads: dict[int, int] = {}  # whose backward stepped or folded it
+        # Ids of parameters in the current step.
+        self._stepped: set[int] = set()  # stepped, or queued to be
+        self._folded: set[int] = set()  # with gradients folded into the moments
+        self._threads: dict[int, int] = {}  # the thread whose backward uses the gradient
 
     # called by the optimizer
 
     owner = staticmethod(hooks.owner)
 
     def optimizer(self) -> Any:
-        """None when it is gone."""
+        """Returns the optimizer; None when it is gone."""
         return self._params.optimizer()
 
     def attach(self, params: Iterable[Tensor]) -> None:
@@ -57,7 +57,7 @@ class AdamStepper:
         self._attached = True
 
     def lost(self) -> list[Tensor]:
-        """Parameters whose hook something else has displaced."""
+        """Returns the parameters that have lost their hook."""
         optimizer = self.optimizer()
         if not self._attached:
             return []
@@ -100,8 +100,10 @@ class AdamStepper:
             self._scaling.finish_norm(max_norm, loss_scale_of(self.optimizer()))
 
     def step(self, max_norm: float, unscaled: bool) -> int:
-        """Steps what has a gradient, and lets every parameter be stepped again. How many have been
-        since the last call."""
+        """Steps the parameters with a gradient, and closes the step.
+
+        Returns how many parameters have been stepped since the last call, backwards included.
+        """
         self._machine.check(Event.END_STEP)
         if self._backwards.any_runs():
             raise errors.backward_runs()
@@ -118,7 +120,7 @@ class AdamStepper:
                 param.grad = None
                 hooks.renew_hooks(param)
         count = len(self._stepped) + len(updates)
-        self._records.forget_folded()  # of parameters that are not in param_groups any more
+        self._records.forget_folded()  # those left are of parameters removed from param_groups
         self._end_step(Event.END_STEP)
         return count
 
@@ -148,7 +150,10 @@ class AdamStepper:
         self._reduced_by_ddp.hand_over(params, enabled)
 
     def begin_reduced(self, params: list[Tensor]) -> Backward | None:
-        """Before the reduction of these gradients. What it returns goes to step_reduced()."""
+        """Called before the reduction of these gradients.
+
+        Returns the backward to give to step_reduced(); None where the gradients are dropped.
+        """
         if self._blocks[Block.KEEP]:
             raise errors.keeps_reduced()
         if self._blocks[Block.DROP]:
@@ -177,10 +182,10 @@ class AdamStepper:
     # called by hooks
 
     def ready(self, param: Tensor, is_last: bool) -> None:
-        """A gradient is complete. Others are still to see it where this is not the last hook."""
+        """Takes a complete gradient. If not ``is_last``, later hooks have still to see it."""
         if self._stays(param, is_last) or torch._C._current_graph_task_id() == -1:
             return
-        # Before .grad is looked at: another thread may have taken part of this gradient.
+        # This must precede any look at .grad: another thread may have taken part of the gradient.
         thread = threading.get_ident()
         if self._threads.get(id(param), thread) != thread:
             raise errors.several_threads(self._params.name(param))
@@ -196,10 +201,10 @@ class AdamStepper:
             return
         self._machine.check(Event.USE_GRADIENT)
         group = self._params.group_of(param)
-        if group is None:  # not in param_groups any more
+        if group is None:  # the parameter is no longer in param_groups
             return
         if backward.task is Task.FOLD and backward.waits_for(param):
-            return  # a second region's part: it is in .grad too
+            return  # the part of a second checkpoint region, which autograd has added to .grad
         self._check_fires_once(param)
         check_dense(param.grad)
         self._threads[id(param)] = thread
@@ -208,11 +213,11 @@ class AdamStepper:
         backward.add(param, group, is_last)
 
     def _stays(self, param: Tensor, is_last: bool) -> bool:
-        """Whether the gradient is not used here: a block that is open says so, or a reducer."""
+        """Whether the gradient is not used here: an open block or a reducer prevents it."""
         if self._blocks[Block.KEEP]:
             return True
         if self._blocks[Block.DROP]:
-            if is_last:  # to be seen by others
+            if is_last:  # otherwise later hooks have still to see it
                 param.grad = None
             return True
         folds = self._blocks[Block.FOLD] > 0
@@ -242,20 +247,24 @@ class AdamStepper:
         self._backwards.ended(backward)
 
     def raised(self, used: int, waiting: list[Tensor]) -> None:
-        """A backward that had used so many gradients; those that wait are still in .grad."""
+        """Notes that a backward raised after using ``used`` gradients.
+
+        The gradients of ``waiting`` were queued and are still in ``.grad``.
+        """
         self._machine.fail(used)
         self._stepped.difference_update(id(param) for param in waiting)
 
     # what they share
 
     def _remaining(self) -> list[Update]:
-        """What step() is to do."""
+        """Returns the updates that step() still has to make."""
         updates = []
         for group in self._params.groups():
             for param in group["params"]:
                 if param.grad is not None:
                     stepped = self._attached and id(param) in self._stepped
-                    if stepped and param in self._reduced_by_ddp:  # what the reducer left
+                    # The reducer has written this gradient, and it has been stepped with already.
+                    if stepped and param in self._reduced_by_ddp:
                         continue
                     if self._reduced_by_ddp.is_local(param):
                         raise errors.not_reduced(self._params.name(param))
@@ -280,7 +289,7 @@ class AdamStepper:
         return self._backwards.begin(Backward(self, self._next_task(), params_of_modules()))
 
     def _next_task(self) -> Task:
-        """Of a backward that begins."""
+        """Returns what a backward that begins does with its gradients."""
         if self._machine.state is State.MEASURING:
             return Task.MEASURE
         if self._blocks[Block.FOLD]:

@@ -1,4 +1,4 @@
-"""A parameter and its state, as the formula reads and writes them."""
+"""Reads and writes a parameter and its state in the dtype that steps compute in."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from .random_bits import Draw, random_bits
 
 
 class Stored:
-    """A parameter and its state, read as what they stand for and rounded when they are written.
-    Complex ones as real ones."""
+    """A parameter and its state: decoded when they are loaded, rounded when they are stored.
+
+    Complex tensors are handled as pairs of real numbers.
+    """
 
     def __init__(
         self,

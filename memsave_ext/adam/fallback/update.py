@@ -1,4 +1,4 @@
-"""A step of one parameter in torch's operators: the formula of csrc/adam/math.h."""
+"""Steps one parameter with torch's operators, by the formula of csrc/adam/math.h."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ def update(
     phase: Phase = "whole",
     factor: float | Tensor | None = None,
 ) -> None:
-    """One step, or the folding of a micro-gradient.
+    """Steps the parameter in place, or folds a gradient into its moments.
 
     Args:
         grad: None for zeros.
-        state: as the optimizer has it; changed in place.
-        group: of ``param_groups``.
-        position: of the parameter in the optimizer.
-        factor: what the gradient is multiplied by.
+        state: the optimizer's state of the parameter; changed in place.
+        group: the parameter's entry of ``param_groups``.
+        position: the parameter's position in the optimizer.
+        phase: whether it folds, closes folded gradients with a step, or is a whole step.
+        factor: what the gradient is multiplied by; None: 1.
     """
     own = param, dict(state)
     param, state = plain(param), {name: plain(value) for name, value in state.items()}
@@ -99,7 +100,7 @@ def _step(c: Coefficients, grad: Tensor, stored: Stored, closes: bool) -> None:
     if closes:
         before, exp_avg_sq = unpack(exp_avg_sq)
         exp_avg = fused(c.exp_avg_weight, grad, exp_avg)
-        grad = fused(-c.beta1, before, exp_avg) * c.per_exp_avg_weight  # the sum
+        grad = fused(-c.beta1, before, exp_avg) * c.per_exp_avg_weight  # sum of all gradients
     else:
         exp_avg = _average(c, grad, exp_avg)
     exp_avg_sq = fused(grad * c.one_minus_beta2, grad, exp_avg_sq * c.beta2)
@@ -108,7 +109,7 @@ def _step(c: Coefficients, grad: Tensor, stored: Stored, closes: bool) -> None:
         second = torch.maximum(stored.load("max_exp_avg_sq"), exp_avg_sq)
     denominator = square_root(second).div_(c.bias_correction2_sqrt).add_(c.eps)
     direction = exp_avg
-    if stored.in_blocks:  # rounded so coarsely that a step could be any size
+    if stored.in_blocks:  # 8-bit rounding is so coarse that a step could have any size
         bound = update_bound(group, stored.number) * denominator
         direction = torch.maximum(torch.minimum(exp_avg, bound), -bound)
     change = (direction * c.minus_step_size).div_(denominator)

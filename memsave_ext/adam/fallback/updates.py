@@ -1,4 +1,4 @@
-"""Steps of parameters as an optimizer has them, all of which are checked before one is made."""
+"""Steps an optimizer's parameters. All of them are checked before the first is stepped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .scaling import Scaling
 class Update(NamedTuple):
     param: Tensor
     group: dict[str, Any]
-    grad: Tensor | None  # None for zeros, where folded gradients are closed without another
+    grad: Tensor | None  # None where folded gradients are closed without another gradient
 
 
 def apply(
@@ -31,8 +31,10 @@ def apply(
     *,
     folds: bool,
 ) -> None:
-    """Steps these, of the optimizer of ``params``, or folds their gradients. ``scale``: what these
-    are multiples of."""
+    """Steps parameters of the optimizer of ``params``, or folds their gradients.
+
+    ``scale`` is the loss scale of the gradients; None without one.
+    """
     optimizer = params.optimizer()
     assert optimizer is not None
     for group in {id(group): group for _, group, _ in updates}.values():
@@ -59,7 +61,7 @@ def apply(
 def _make_and_check_states(
     optimizer: torch.optim.Optimizer, updates: list[Update], records: Records, *, folds: bool
 ) -> None:
-    """Raises where one cannot be stepped; nothing is changed then."""
+    """Makes missing states, and raises where a parameter cannot be stepped, changing nothing."""
     fresh = []
     try:
         for param, group, grad in updates:
@@ -77,7 +79,7 @@ def _make_and_check_states(
 def _prepare(
     made: Update, optimizer: torch.optim.Optimizer, records: Records, *, folds: bool, position: int
 ) -> Prepared:
-    """Of a DTensor, the part that is in this process."""
+    """Returns the operator's view of an update: of DTensors the local parts."""
     param, state = dtensor.local_tensor(made.param), optimizer.state[made.param]
     grad = None if made.grad is None else dtensor.local_gradient(made.param, made.grad)
     phase = records.phase(state, folds=folds)

@@ -1,4 +1,4 @@
-"""What torch's profiler saw of memory, in order of time."""
+"""The allocations and frees that torch's profiler recorded, in order of time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .threads import Moment
 
 _MARK = "memsave_ext.memory "
 _NODE = "autograd::engine::evaluate_function: "
-# Numbers of marks that are no notes.
+# Numbers of marks that stand for no note of the tracker.
 AFTER_BACKWARD, _NODE_LEFT = -1, -2
 
 
@@ -25,34 +25,43 @@ class Change(NamedTuple):
     moment: Moment
     device: torch.device
     ptr: int
-    size: int  # negative: freed
-    total: int  # what the device's allocator holds after it
+    size: int  # bytes; negative if they were freed
+    total: int  # bytes that the device's allocator holds after this change
 
 
 def put_mark(number: int) -> None:
-    """A mark is an event itself: its place among the others is exact, which no clock's would be.
-    :data:`AFTER_BACKWARD` tells that callbacks at the end of a backward have run until there."""
+    """Puts a mark among the profiler's events.
+
+    As an event itself, it has an exact place among the others, which a clock would not give.
+    :data:`AFTER_BACKWARD` says that callbacks at the end of a backward ran until this mark.
+    """
     with _RecordFunctionFast(f"{_MARK}{number}"):
         pass
 
 
 def marks_and_changes(profile: torch.autograd.profiler.profile, begun: int) -> list[Mark | Change]:
-    """Those of a profile that has ended, and was marked at ``begun`` before anything else."""
+    """Returns the marks and changes of a profile that has ended, in order of time.
+
+    Args:
+        profile: its first mark was put at ``begun``.
+        begun: ns as of ``time.time_ns``; the profiler's clock is shifted to it.
+    """
     assert profile.kineto_results is not None
     tree = profile.kineto_results.experimental_event_tree()
     first = next(event for event in tree if event.name.startswith(_MARK))
     events = sorted(
         _walk(tree, first.start_tid, begun - first.start_time_ns), key=lambda e: e.moment.time
     )
-    # No event holds the callbacks: they come after the last node's.
+    # Callbacks at the end of a backward are inside no event. They lie between the end of its last
+    # node and the AFTER_BACKWARD mark, so this goes backwards in time from that mark.
     found: list[Mark | Change] = []
-    callbacks: set[int] = set()  # threads
+    callbacks: set[int] = set()  # threads that are in such callbacks at this event
     for event in reversed(events):
         thread, number = event.moment.thread, getattr(event, "number", 0)
         if number == _NODE_LEFT:
             callbacks.discard(thread)
         elif number == AFTER_BACKWARD:
-            if not event.moment.in_backward:  # else of a backward inside a node
+            if not event.moment.in_backward:  # a nested backward is inside a node
                 callbacks.add(thread)
         else:
             if thread in callbacks:
@@ -76,8 +85,9 @@ def _walk(tree: list[Any], home: int, shift: int) -> Iterator[Mark | Change]:
             if name.startswith(_NODE):
                 if not in_backward:
                     yield Mark(moment._replace(time=event.end_time_ns + shift), _NODE_LEFT)
-                # Events do not say which thread made a node. A backward inside a node is that of
-                # a recompute, which the same thread has run.
+                # Events do not say which thread made a node. A backward inside a node is taken as
+                # that of a recompute, whose forward ran on the same thread; others are taken as
+                # made by the thread that tracks.
                 node_thread = thread if in_backward else home
                 in_backward, sequence = True, event.extra_fields.sequence_number
             pending += [(child, in_backward, node_thread, sequence) for child in event.children]

@@ -1,4 +1,4 @@
-"""Every block that lives, who made it, and the changes in order."""
+"""Every block of memory that lives, what made it, and the changes in order of time."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .threads import FORWARD, OTHER, RECOMPUTE, Moment, Threads
 
-# The order of CATEGORIES in memsave_ext/memory/account.py.
+# Indices into CATEGORIES of memsave_ext/memory/account.py.
 _ACTIVATIONS, _OTHER_CATEGORY = 3, 4
 _FREED, _ALLOCATED, _THERE = -1, 1, 2
 
 
 @dataclass(eq=False)
 class Block:
-    size: int
-    phase: int = OTHER  # in which it was allocated
-    span: int = 0  # which forward or which recompute that was
-    module: int = -1
+    size: int  # bytes
+    phase: int = OTHER  # the phase in which it was allocated
+    span: int = 0  # the number of the forward or recompute in which it was allocated
+    module: int = -1  # the module that allocated it; -1 if not known
     temporary: bool = False  # freed before that forward or recompute ended
-    label: int | None = None
-    name: int = -1
+    label: int | None = None  # the category that was given by label(); None: none was
+    name: int = -1  # the name that was given by label(); -1: none was
 
     @property
     def category(self) -> int:
@@ -36,7 +36,7 @@ class Block:
 
 
 class Memory:
-    """The memory of a tensor that has a label, without keeping it."""
+    """The memory of a tensor that has a label, without keeping the tensor or its memory alive."""
 
     def __init__(self, storage: torch.UntypedStorage, ptr: int) -> None:
         self.ptr, self.size = ptr, storage.nbytes()
@@ -54,28 +54,31 @@ class Memory:
 
 
 def address(storage: torch.UntypedStorage) -> int:
-    """0 where there is no memory."""
+    """Returns the address of the memory of a storage, 0 if it has none."""
     try:
         return storage.data_ptr() if storage.nbytes() else 0
-    except (RuntimeError, NotImplementedError):  # fake, or its memory was taken away
+    except (RuntimeError, NotImplementedError):  # a FakeTensor's, or its memory was freed
         return 0
 
 
 @dataclass(frozen=True)
 class Record:
-    """csrc/memory/record.h describes the columns."""
+    """A copy of a log as tables; csrc/memory/record.h describes the columns."""
 
     changes: Tensor
     blocks: Tensor
     regions: list[tuple[int, int, int, float]]
 
     def stack(self, block: int) -> tuple[tuple[str, int, str], ...]:
-        """Of no block: torch's profiler has none for an allocation."""
+        """Returns (): torch's profiler records no stacks of allocations."""
         return ()
 
 
 class Log:
-    """What is told in order of time; ``total`` is the allocator's figure, None on the CPU."""
+    """Keeps the blocks that live and the changes. It is told everything in order of time.
+
+    The argument ``total`` of its methods is the allocator's figure, None on the CPU.
+    """
 
     def __init__(self, device: torch.device, parents: list[int]) -> None:
         self.threads = Threads(parents)
@@ -92,7 +95,7 @@ class Log:
         return max(self._peak, self.total)
 
     def allocated(self, ptr: int, size: int, total: int | None, moment: Moment) -> None:
-        # A known address that is allocated again was freed while nobody looked.
+        # A known address that is allocated again was freed while this was paused or not running.
         if ptr in self._live:
             self._remove(ptr, None if total is None else self.total, moment)
         phase, span, module = self.threads.where(moment)
@@ -109,16 +112,16 @@ class Log:
             self._change(None, _FREED, total, self.threads.where(moment).phase, moment)
 
     def mark_phase(self, moment: Moment) -> None:
-        """A row without a change: what may allocate nothing begins or ends."""
+        """Adds a row without a change: a phase begins or ends, which may allocate nothing."""
         self._change(None, _FREED, self.total, self.threads.where(moment).phase, moment)
 
     def label(self, memories: Iterable[tuple[Memory, int]], category: int, moment: Moment) -> None:
-        """Give memory a category and a name. What is not known was there before tracking."""
+        """Gives memory a category and a name. Memory not yet known was there before tracking."""
         for memory, name in memories:
             block = self._live.get(memory.ptr)
             if block is None:
                 self._live[memory.ptr] = block = Block(memory.size)
-                # An allocator's own figure holds it already.
+                # The figure of CUDA's allocator already includes it.
                 total = self.total + (memory.size if self._device.type == "cpu" else 0)
                 self._change(block, _ALLOCATED, total, self.threads.where(moment).phase, moment)
             memory.block = block
@@ -126,14 +129,14 @@ class Log:
                 block.label, block.name = category, name
 
     def forget(self, memories: Iterable[Memory], moment: Moment) -> None:
-        """They were freed, which may have been told or not."""
+        """Removes memory that was freed, unless its free is recorded already."""
         for memory in memories:
             if memory.block is not None and self._live.get(memory.ptr) is memory.block:
                 total = None if self._device.type == "cpu" else self.total
                 self._remove(memory.ptr, total, moment)
 
     def begin(self, total: int | None, moment: Moment) -> None:
-        """Tracking begins."""
+        """Begins tracking, with ``total`` live bytes."""
         self.threads.clear()
         self.total = self.total if total is None else total
         self._begin_part(moment)
@@ -181,7 +184,7 @@ class Log:
             self._changes.append((moment.time, self._step, block, change, phase, total))
 
     def _begin_part(self, moment: Moment) -> None:
-        """A part is complete in itself: it begins with what lives then."""
+        """Begins a part, which is complete in itself: its first rows list all that lives then."""
         self._peak = self.peak
         self._changes.append((moment.time, self._step, None, _THERE, self._part, self.total))
         for block in self._live.values():
@@ -190,6 +193,6 @@ class Log:
 
 
 def _as_table(values: array[int], columns: int) -> Tensor:
-    if not values:  # which frombuffer does not take
+    if not values:  # frombuffer takes no empty array
         return torch.empty(0, columns, dtype=torch.int64)
     return torch.frombuffer(values, dtype=torch.int64).view(-1, columns)

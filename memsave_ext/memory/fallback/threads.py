@@ -1,4 +1,4 @@
-"""What each thread is doing, as the hooks tell."""
+"""What each thread is doing, according to the hooks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# The order of PHASES in memsave_ext/memory/account.py.
+# Indices into PHASES of memsave_ext/memory/account.py.
 OTHER, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = range(5)
 
 
@@ -17,14 +17,15 @@ class Moment(NamedTuple):
     time: int  # ns
     thread: int
     in_backward: bool = False
-    # The autograd node that runs, named as autograd does; -1: none, or one of no forward.
+    # The autograd node that runs, by the thread that made it and its sequence number in that
+    # thread, as autograd counts them; -1: no node runs, or no forward made it.
     node_thread: int = 0
     node_sequence: int = -1
 
 
 class Where(NamedTuple):
     phase: int
-    span: int  # which forward or which recompute that is
+    span: int  # the number of the forward or recompute; 0 in other phases
     module: int
 
 
@@ -33,33 +34,36 @@ class Region:
     """One checkpointed region, over all its recomputes."""
 
     calls: int = 0
-    saved_bytes: int = 0  # the most that one recompute left for backward
+    saved_bytes: int = 0  # the most bytes that one recompute left for backward
     nanoseconds: int = 0
 
 
 @dataclass
 class _Recompute:
     span: int
-    begin: int
-    depth: int  # of modules
-    node_module: int  # of the node that needs it: the region's last, or the region's own
-    module: int = -1  # that holds all it has entered, -1 before
-    bytes: int = 0
+    begin: int  # ns
+    depth: int  # how many modules the thread was in when it began
+    # The module of the autograd node that needs it: the last node of the region or, for an explicit
+    # region, the region's own node. -1 if not known.
+    node_module: int
+    module: int = -1  # the innermost module that holds all it has entered; -1 before it enters one
+    bytes: int = 0  # what it allocated and has not freed
 
 
 class _Open(NamedTuple):
     module: int
-    recompute: bool  # it is the recompute of a region that is not ours
+    recompute: bool  # entering it began a recompute of another package's checkpoint
 
 
 @dataclass
 class _Thread:
     modules: list[_Open] = field(default_factory=list)
     recomputes: list[_Recompute] = field(default_factory=list)
-    # Of the first autograd node made from a mark on: its number, and in which module it is.
+    # A mark says in which module autograd nodes are made from there on: those from the number
+    # `sequences[i]` up to the next mark's are in the module `marked[i]`.
     sequences: list[int] = field(default_factory=list)
     marked: list[int] = field(default_factory=list)
-    marks_before_step: int = 0
+    marks_before_step: int = 0  # how many of the marks are from before the present step
     optimizer: bool = False
 
     @property
@@ -69,24 +73,28 @@ class _Thread:
     def mark(self, sequence: int) -> None:
         new = len(self.sequences) > self.marks_before_step
         if new and self.sequences[-1] == sequence:
-            self.marked[-1] = self.inside  # no node was made since
+            self.marked[-1] = self.inside  # no node was made since the last mark
         else:
             self.sequences.append(sequence)
             self.marked.append(self.inside)
 
 
 class Threads:
-    """``parents[module]`` is the module that holds it, -1 for the outermost."""
+    """Keeps track of what each thread is doing.
+
+    ``parents[module]`` is the module that holds it, -1 for the outermost.
+    """
 
     def __init__(self, parents: list[int]) -> None:
         self.regions: defaultdict[int, Region] = defaultdict(
             Region
-        )  # by module; -1 where there is none
+        )  # by the module that names it; -1 if there is none
         self._parents = parents
         self._threads: defaultdict[int, _Thread] = defaultdict(_Thread)
-        self._forward = 0  # the number of the present forward
+        self._forward = 0  # number of the present forward, counted from 1
         self._recompute = 0
-        self._after_forward = False  # a loss is computed: until backward begins
+        # From the end of a forward until backward begins: the loss is being computed.
+        self._after_forward = False
 
     def where(self, moment: Moment) -> Where:
         thread = self._threads[moment.thread]
@@ -98,7 +106,7 @@ class Threads:
             if not thread.modules:
                 self._after_forward = False
             return Where(BACKWARD, 0, self._module_of_node(moment))
-        # Before the optimizer, whose step() may be given a closure.
+        # This comes before the optimizer, whose step() may call a closure that runs a forward.
         if thread.modules or self._after_forward:
             return Where(FORWARD, self._forward, thread.inside)
         return Where(OPTIMIZER if thread.optimizer else OTHER, 0, -1)
@@ -106,7 +114,8 @@ class Threads:
     def enter_module(self, module: int, sequence: int, moment: Moment) -> None:
         thread = self._threads[moment.thread]
         outermost = not thread.modules
-        # A forward inside a backward: somebody's checkpoint. Ours says so itself.
+        # A forward inside a backward is the recompute of another package's checkpoint. This
+        # package's recomputes report themselves.
         recompute = moment.in_backward and outermost and not thread.recomputes
         if recompute:
             self.begin_recompute(moment)
@@ -124,7 +133,7 @@ class Threads:
         depths = [i for i, entered in enumerate(thread.modules) if entered.module == module]
         if not depths:
             return
-        # Those above it were left by an exception that their hooks did not see.
+        # The modules above it were left by an exception that their hooks did not see.
         left = thread.modules[depths[-1] :]
         del thread.modules[depths[-1] :]
         thread.mark(sequence)
@@ -145,7 +154,7 @@ class Threads:
         if not thread.recomputes:
             return  # it began before tracking
         recompute = thread.recomputes.pop()
-        # One that stops early leaves its modules without their hooks.
+        # A recompute that stops early leaves its modules without calling their hooks.
         del thread.modules[recompute.depth :]
         region = self.regions[self._name(recompute)]
         region.calls += 1
@@ -153,7 +162,7 @@ class Threads:
         region.nanoseconds += moment.time - recompute.begin
 
     def count(self, span: int, bytes_: int) -> None:
-        """Of blocks allocated in a recompute, while it runs."""
+        """Adds to the bytes of a recompute, if it still runs; negative ``bytes_`` were freed."""
         for thread in self._threads.values():
             for recompute in thread.recomputes:
                 if recompute.span == span:
@@ -167,7 +176,10 @@ class Threads:
         self._threads[moment.thread].optimizer = False
 
     def end_step(self) -> None:
-        """Nodes of graphs from before the previous step are not looked up any more."""
+        """Ends a training step and forgets the marks from before it.
+
+        Autograd nodes that old are not looked up any more.
+        """
         self._after_forward = False
         for thread in self._threads.values():
             del thread.sequences[: thread.marks_before_step]
@@ -175,7 +187,7 @@ class Threads:
             thread.marks_before_step = len(thread.sequences)
 
     def clear(self) -> None:
-        """Nothing that is open stays so: tracking begins or ends."""
+        """Forgets everything that is open, when tracking begins or ends."""
         self._threads.clear()
         self._after_forward = False
 
@@ -189,18 +201,19 @@ class Threads:
     def _name(self, recompute: _Recompute) -> int:
         if recompute.module < 0:
             return recompute.node_module
-        # A recompute that stops early may not enter the region's last module, but its node is in
-        # it. The node of an explicit region is outside, in a module that holds all of the region.
+        # A recompute that stops early may not enter the region's last module, but the node that
+        # needed it is in that module. An explicit region's node is outside the region, in a module
+        # that holds all of it.
         common = self._common(recompute.module, recompute.node_module)
         return recompute.module if common in (-1, recompute.node_module) else common
 
     def _common(self, a: int, b: int) -> int:
-        """The innermost module that holds both."""
+        """Returns the innermost module that holds both, -1 if there is none."""
         holders = self._holders(b)
         return next((module for module in self._holders(a) if module in holders), -1)
 
     def _holders(self, module: int) -> list[int]:
-        """The module and those that hold it, the outermost last."""
+        """Returns the module and those that hold it, the outermost last."""
         holders = []
         while module >= 0:
             holders.append(module)

@@ -1,4 +1,4 @@
-"""Following memory by the events of torch's profiler."""
+"""Follows memory by the events of torch's profiler."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from .threads import Moment
 
 _queue = torch.autograd.Variable._execution_engine.queue_callback
 _thread = threading.local()
-_running: MemoryTracker | None = None  # the profiler is one for the process
+_running: MemoryTracker | None = None  # at most one, as the process has one profiler
 
 
 def pause_tracking(paused: bool) -> None:
-    """Allocations of this thread do not count while it is paused: those of the tracking itself."""
+    """Pauses or resumes tracking on this thread; pauses may be nested.
+
+    Allocations meanwhile do not count. This is for those of tracking itself.
+    """
     by = 1 if paused else -1
     _thread.paused = getattr(_thread, "paused", 0) + by
     running = _running
@@ -33,28 +36,30 @@ def pause_tracking(paused: bool) -> None:
 
 
 class MemoryTracker:
-    """Memory of the thread that starts it and of its backwards, known once :meth:`stop` ran.
+    """Follows the memory of the thread that starts it and of that thread's backwards.
 
-    What the hooks tell is noted, with a mark among the profiler's events, and acted on when those
-    are read. Notes of other threads leave no mark, and so are lost.
+    The figures are known once :meth:`stop` has run. What the hooks tell is noted, with a mark among
+    the profiler's events, and acted on when these are read. Notes of other threads leave no mark
+    and are lost.
     """
 
     def __init__(
         self, device: torch.device, parents: list[int], stacks: bool, max_events: int
     ) -> None:
-        """``stacks`` and ``max_events`` change nothing here."""
+        """Takes ``stacks`` and ``max_events`` as the native tracker does; they have no effect."""
         self._device = device
         self._log = Log(device, parents)
         self._profile: torch.autograd.profiler.profile | None = None
         self._thread = self._begun = 0
-        self._graph = -1  # of the latest backward, which is watched
+        self._graph = -1  # graph task id of the latest backward, which is watched
         self._notes: dict[int, Callable[[Moment], None]] = {}
         self._numbers = itertools.count()
-        # By thread: the modules it is in, and how many those were when its recomputes began.
+        # By thread: the modules it is in, and how many these were when each of its present
+        # recomputes began.
         self._open: defaultdict[int, list[int]] = defaultdict(list)
         self._depths: defaultdict[int, list[int]] = defaultdict(list)
         self._labelled: dict[int, Memory] = {}  # by address
-        self._paused: defaultdict[int, int] = defaultdict(int)  # as events are read
+        self._paused: defaultdict[int, int] = defaultdict(int)  # by thread, at the event being read
 
     @property
     def live(self) -> int:
@@ -165,7 +170,7 @@ class MemoryTracker:
             self._note(self._log.threads.begin_recompute)
         else:
             if depths:  # else it began before tracking
-                # One that stops early leaves its modules without their hooks.
+                # A recompute that stops early leaves its modules without calling their hooks.
                 del opened[depths.pop() :]
             self._note(self._log.threads.end_recompute)
 
@@ -184,7 +189,10 @@ class MemoryTracker:
             _queue(partial(self._after_backward, 2))
 
     def _after_backward(self, again: int) -> None:
-        """Among the callbacks at the end of a backward; ``again`` after those that they queue."""
+        """Marks that callbacks at the end of a backward ran until here.
+
+        It queues itself ``again`` more times, to run after callbacks that other callbacks queue.
+        """
         put_mark(AFTER_BACKWARD)
         if again:
             _queue(partial(self._after_backward, again - 1))
@@ -194,7 +202,7 @@ class MemoryTracker:
             return None
         try:
             storage = tensor.untyped_storage()
-        except (RuntimeError, NotImplementedError):  # sparse, or a subclass without one
+        except (RuntimeError, NotImplementedError):  # sparse, or a subclass without a storage
             return None
         ptr = address(storage)
         if not ptr:
@@ -208,7 +216,10 @@ class MemoryTracker:
         return memory
 
     def _look(self) -> None:
-        """Memory of before has no event that tells of its end."""
+        """Forgets labelled memory that is gone.
+
+        Memory from before tracking may have been freed without an event that says so.
+        """
         gone = [memory for memory in self._labelled.values() if memory.is_gone()]
         for memory in gone:
             del self._labelled[memory.ptr]

@@ -1,1 +1,1 @@
-"""What memory/ draws, with matplotlib, which only these files import."""
+"""Draws memory with matplotlib, which only the files of this folder import."""

@@ -1,6 +1,6 @@
-"""What the pictures share: figures that leave ``pyplot`` alone, axes of bytes and of seconds.
+"""Shared by the pictures: figures made without ``pyplot``, axes of bytes and of seconds.
 
-matplotlib is imported when something is drawn. Without pyplot no window opens, and the user's
+matplotlib is imported only when something is drawn. Without pyplot no window opens, and the user's
 figures and backend stay as they are.
 """
 
@@ -20,7 +20,7 @@ _SECONDS = {"\N{MICRO SIGN}s": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def new_figure(size: tuple[float, float]) -> Figure:
-    """An empty figure of ``size`` inches.
+    """Returns an empty figure of ``size`` inches.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -39,7 +39,7 @@ def new_figure(size: tuple[float, float]) -> Figure:
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write ``figure`` to ``path`` in the format that its suffix names.
+    """Writes ``figure`` to ``path`` in the format that its suffix names.
 
     Raises:
         ValueError: matplotlib cannot write that format.
@@ -48,29 +48,32 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
 
 
 def bytes_axis(axis: Axis, largest: float, label: str = "memory") -> None:
-    """Let ``axis``, of bytes up to ``largest``, say them in a unit that suits."""
+    """Labels an axis of bytes up to ``largest`` in a suitable unit."""
     _axis(axis, _BYTES, largest, label, 5)
 
 
 def seconds_axis(axis: Axis, longest: float, label: str = "time") -> None:
-    """Let ``axis``, of seconds up to ``longest``, say them in a unit that suits."""
+    """Labels an axis of seconds up to ``longest`` in a suitable unit."""
     _axis(axis, _SECONDS, longest, label, 8)
 
 
 def seconds_unit(longest: float) -> tuple[str, float]:
-    """The unit that suits times up to ``longest`` seconds, and how many seconds it is."""
+    """Returns a suitable unit for times up to ``longest`` seconds, and its length in seconds."""
     return _unit(_SECONDS, longest)
 
 
 def distance(span: float, ticks: int) -> float:
-    """1, 2 or 5 times a power of ten, so that about ``ticks`` of it, and no more, fill ``span``."""
+    """Returns 1, 2 or 5 times a power of ten, so that at most ``ticks`` of it fill ``span``."""
     least = span / ticks
     power = 10.0 ** math.floor(math.log10(least))
     return next(step * power for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))
 
 
 def below(axes: Axes, height: float) -> Axes:
-    """A strip under ``axes`` (``height`` of theirs) which takes over their x axis' labels."""
+    """Returns a strip under ``axes``, which takes over the labels of their x axis.
+
+    ``height`` is a fraction of the height of ``axes``.
+    """
     strip = axes.inset_axes((0, -1.3 * height, 1, height), sharex=axes)
     strip.set_ylim(0, 1)
     strip.set_yticks([])

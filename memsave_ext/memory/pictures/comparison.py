@@ -1,4 +1,4 @@
-"""The picture of a comparison: memory over a step, peak against time, what the peaks hold."""
+"""Draws a comparison: memory over a step, peak against time, what the peaks hold."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .timeline import COLOURS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's, as in timeline.py; a second round of them is dashed.
+# Okabe and Ito's colours, as in timeline.py. More variants than colours repeat them with dashes.
 _LINES = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = "osD^vP*"
 
 
 def plot_comparison(rows: Sequence[Row], path: str | os.PathLike[str], title: str) -> None:
-    """Draw ``rows`` into the file ``path``; see :meth:`Comparison.plot`."""
+    """Draws ``rows`` into the file ``path``; see :meth:`Comparison.plot`."""
     figure = new_figure((11, 6.4 + 0.28 * len(rows)))
     grid = figure.add_gridspec(2, 2, height_ratios=(3, 2 + 0.25 * len(rows)))
     styles = [_style(place) for place in range(len(rows))]
@@ -40,7 +40,7 @@ def _style(place: int) -> dict[str, Any]:
 
 
 def _draw_courses(axes: Axes, rows: Sequence[Row], styles: Sequence[dict[str, Any]]) -> None:
-    """Live bytes over one step, a line for each variant, its peak marked."""
+    """Draws live bytes over one step as a line for each variant, with its peak marked."""
     longest = 0.0
     for row, style in zip(rows, styles, strict=True):
         if not len(row.timeline.time):
@@ -60,7 +60,7 @@ def _draw_courses(axes: Axes, rows: Sequence[Row], styles: Sequence[dict[str, An
 
 
 def _draw_times(axes: Axes, rows: Sequence[Row], styles: Sequence[dict[str, Any]]) -> None:
-    """Peak against time per step."""
+    """Draws peak against time per step."""
     slowest, largest = max(row.seconds for row in rows), max(1, *(row.peak for row in rows))
     labels: list[tuple[float, float]] = []
     for row, style in zip(rows, styles, strict=True):
@@ -72,7 +72,7 @@ def _draw_times(axes: Axes, rows: Sequence[Row], styles: Sequence[dict[str, Any]
             abs(row.seconds - x) < 0.5 * slowest and abs(height - y) < 0.07 * largest
             for x, y in labels
         ):
-            height += 0.01 * largest  # until its label is on no other
+            height += 0.01 * largest  # until the label overlaps no other
         labels.append((row.seconds, height))
         where = {"ha": "right" if left else "left", "va": "center", "color": style["color"]}
         axes.annotate(row.name, (row.seconds, height), fontsize=9, **where, **beside)
@@ -84,7 +84,7 @@ def _draw_times(axes: Axes, rows: Sequence[Row], styles: Sequence[dict[str, Any]
 
 
 def _draw_peaks(axes: Axes, rows: Sequence[Row]) -> None:
-    """What each peak is made of, a bar for each variant."""
+    """Draws what each peak is made of as a bar for each variant."""
     names = [row.name for row in rows]
     ends = [0] * len(rows)
     for category in CATEGORIES:
@@ -97,7 +97,7 @@ def _draw_peaks(axes: Axes, rows: Sequence[Row]) -> None:
         ratio = f" ({row.peak / rows[0].peak:.2f}\N{MULTIPLICATION SIGN})" if rows[0].peak else ""
         axes.text(row.peak, place, f" {format_bytes(row.peak)}{ratio}", fontsize=9, va="center")
     axes.set_yticks(range(len(rows)), names)
-    axes.invert_yaxis()  # the first on top
+    axes.invert_yaxis()  # puts the first variant on top
     axes.set_xlim(0, 1.6 * max(1, *ends))  # room for the figures
     bytes_axis(axes.xaxis, max(1, *ends), "peak memory")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=9)

@@ -1,4 +1,4 @@
-"""The picture of a snapshot: who held how much of a CUDA device's memory when."""
+"""Draws a snapshot: which code held how much of a CUDA device's memory at which time."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .axes import bytes_axis, seconds_axis
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's, as in timeline.py, for lines of code; all others are grey.
+# Okabe and Ito's colours, as in timeline.py, for lines of code; all other lines are grey.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#F0E442", "#D55E00")
 _OTHERS = "#BBBBBB"
 _POINTS = 4000  # more than a picture has pixels across
 
 
 def draw_history(axes: Axes, history: History) -> None:
-    """Draw stacked areas of the lines of code that hold most at the peak, and what was reserved.
+    """Draws stacked areas of the lines of code that hold most at the peak, and what was reserved.
 
-    The y data of ``axes`` are bytes, the x data seconds, or events where no times were recorded.
+    The y data of ``axes`` are bytes. The x data are seconds, or events if no times were recorded.
     """
     rows = len(history.allocated)
     time = torch.arange(rows, dtype=torch.float64) if history.time is None else history.time
@@ -32,7 +32,7 @@ def draw_history(axes: Axes, history: History) -> None:
         shown = telling_rows(time, history.allocated, _POINTS)
         shown |= telling_rows(time, history.reserved, _POINTS)
     places: list[float] = time[shown].tolist()
-    places.append(places[-1] + (0.01 * (places[-1] - places[0]) or 1e-3))  # a width for the last
+    places.append(places[-1] + (0.01 * (places[-1] - places[0]) or 1e-3))  # the last row's end
     _draw_lines(axes, history, shown, places)
     most = format_bytes(int(history.reserved.max()))
     style: dict[str, Any] = {"color": "black", "linestyle": (0, (4, 2)), "linewidth": 1.2}
@@ -77,7 +77,7 @@ def _draw_lines(axes: Axes, history: History, shown: torch.Tensor, places: list[
 
 
 def _course(values: torch.Tensor, shown: torch.Tensor) -> list[int]:
-    """The rows that are drawn, and the last one again where it ends."""
+    """Returns the values of the rows that are drawn, the last one twice as it also has an end."""
     course: list[int] = values[shown].tolist()
     return [*course, course[-1]]
 

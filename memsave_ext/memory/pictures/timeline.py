@@ -1,4 +1,4 @@
-"""Pictures of a timeline: live bytes by category over time, phases below, the peak marked."""
+"""Draws a timeline: live bytes by category over time, phases below, the peak marked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, for colour-blind readers too. Vermillion is kept for recomputes.
+# Okabe and Ito's colours, which colour-blind readers can tell apart too. Vermillion is kept for
+# recomputes.
 COLOURS = {
     "parameters": "#0072B2",
     "gradients": "#E69F00",
@@ -39,13 +40,13 @@ _PHASES: dict[str, dict[str, Any]] = {
 }
 _LIGHT = ("other", "forward")
 _POINTS = 4000  # more than a picture has pixels across
-_STEPS = 30
-_GAP = 0.02  # width of a break, of the time that is drawn
-_STRIP = 0.05  # height of the strip of phases, of the axes
+_STEPS = 30  # more steps than this are drawn as one bar each
+_GAP = 0.02  # width of a gap, as a fraction of the time that is drawn
+_STRIP = 0.05  # height of the strip of phases, as a fraction of that of the axes
 
 
 def plot_track(track: Figures, path: str | os.PathLike[str], *, title: str | None = None) -> None:
-    """Draw the timeline of ``track`` into the file ``path``; its suffix names the format.
+    """Draws the timeline of ``track`` into the file ``path``; its suffix names the format.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -67,16 +68,18 @@ def _title(track: Figures) -> str:
 def draw_timeline(
     axes: Axes, timeline: Timeline, *, legend: bool = True, top: float | None = None
 ) -> None:
-    """Draw a timeline into matplotlib axes: stacked areas, phases below them, the peak marked.
+    """Draws a timeline into matplotlib axes: stacked areas, phases below them, the peak marked.
 
     Args:
         axes: where to draw. Their y data are bytes, their x data the seconds of ``timeline.time``
-            less those that gaps leave out.
-        timeline: what to draw; of very many rows, those that show. Of more than 30 steps each is
-            drawn as one bar, at its peak, as its course could not be seen.
-        legend: name the categories, with their bytes at the peak, and the phases beside the axes.
-        top: bytes at the upper end, for several pictures of one scale. Default: the peak and room
-            for its label.
+            without the time that gaps leave out.
+        timeline: what to draw. Of very many rows only those that can be seen are drawn. If there
+            are more than 30 steps, each is drawn as one bar of the height of its peak, as its
+            course could not be seen.
+        legend: whether to name the categories, with their bytes at the peak, and the phases beside
+            the axes.
+        top: bytes at the upper end of the axes, to give several pictures the same scale. None: the
+            peak and room for its label.
     """
     if not len(timeline.time):
         axes.text(0.5, 0.5, "nothing was allocated", ha="center", transform=axes.transAxes)
@@ -109,9 +112,10 @@ def draw_timeline(
 
 
 def _places(timeline: Timeline) -> list[float]:
-    """Where each row begins: its time, less what gaps before it leave out; and the last one's end.
+    """Returns where each row begins on the x axis, and where the last one ends.
 
-    When a timeline ends is not known: its last row gets a hundredth of the width.
+    A row begins at its time, less the time that gaps before it leave out. When a timeline ends is
+    not known, so its last row gets a hundredth of the width.
     """
     time = timeline.time.clone()
     missing = [float(time[gap] - time[gap - 1]) for gap in timeline.gaps]
@@ -122,7 +126,7 @@ def _places(timeline: Timeline) -> list[float]:
 
 
 def _draw_areas(axes: Axes, timeline: Timeline, time: list[float], peak: int) -> list[Artist]:
-    """Draw the stacked areas of the categories there are; return them for the legend."""
+    """Draws the stacked areas of the categories that there are; returns them for the legend."""
     live = torch.cat([timeline.live, timeline.live[-1:]])
     upper = live.cumsum(1)
     areas: list[Artist] = []
@@ -136,11 +140,14 @@ def _draw_areas(axes: Axes, timeline: Timeline, time: list[float], peak: int) ->
             axes.fill_between(time, *ends, step="post", color=colour, linewidth=0, label=label)
         )
     axes.step(time, upper[:, -1].tolist(), where="post", color="#333333", linewidth=0.6)
-    return areas[::-1]  # as they lie on one another
+    return areas[::-1]  # the uppermost area first
 
 
 def _draw_phases(axes: Axes, timeline: Timeline, time: list[float]) -> list[Artist]:
-    """Draw phases in a strip below, recomputes behind the areas too; return the legend's."""
+    """Draws phases in a strip below, and recomputes also behind the areas.
+
+    Returns the patches for the legend.
+    """
     from matplotlib.patches import Patch
 
     strip = below(axes, _STRIP)
@@ -177,11 +184,11 @@ def _draw_phases(axes: Axes, timeline: Timeline, time: list[float]) -> list[Arti
 
 
 def _legend(phase: str) -> str:
-    return "no phase" if phase == "other" else phase  # "other" is a category too
+    return "no phase" if phase == "other" else phase  # "other" is also the name of a category
 
 
 def _runs(timeline: Timeline, time: list[float]) -> Iterator[tuple[str, float, float]]:
-    """Phases and from where to where they are drawn; what lies in a gap has none."""
+    """Yields each run of a phase with its start and end on the x axis; gaps belong to no phase."""
     phase = timeline.phase.tolist()
     gaps = set(timeline.gaps)
     start = 0
@@ -192,7 +199,7 @@ def _runs(timeline: Timeline, time: list[float]) -> Iterator[tuple[str, float, f
 
 
 def _name_times(strip: Axes, timeline: Timeline, time: list[float]) -> None:
-    """Ticks at round times; between gaps they follow the clock, not the place."""
+    """Puts ticks at round times. After a gap their labels include the time left out."""
     name, size = seconds_unit(float(timeline.time[-1]))
     span = time[-1] - time[0]
     every = distance(span / size, 8) * size
@@ -233,7 +240,7 @@ def _mark_peak(axes: Axes, timeline: Timeline, time: list[float], peak: int) -> 
 
 
 def _mark_steps(axes: Axes, timeline: Timeline, time: list[float], *, lines: bool) -> None:
-    """A line where each step begins, with its number, of many steps of every so many."""
+    """Draws a line where each step begins, and the numbers of about 10 of the steps at most."""
     step = timeline.step.tolist()
     begins = [row for row in range(len(step)) if row == 0 or step[row] != step[row - 1]]
     if len(begins) < 2:
@@ -256,7 +263,7 @@ def _mark_steps(axes: Axes, timeline: Timeline, time: list[float], *, lines: boo
 
 
 def _mark_gaps(axes: Axes, timeline: Timeline, time: list[float]) -> None:
-    """A white band across the areas for each gap, that says which steps it leaves out."""
+    """Draws a white band for each gap, which says which steps are left out."""
     for gap in timeline.gaps:
         start, end = time[gap - 1], time[gap]
         first, last = int(timeline.step[gap - 1]) + 1, int(timeline.step[gap]) - 1

@@ -1,1 +1,1 @@
-"""How many bytes a model and its optimizer will need, before they are allocated."""
+"""Predicts how many bytes a model and its optimizer will need, before they are allocated."""

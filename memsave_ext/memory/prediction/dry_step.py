@@ -1,4 +1,4 @@
-"""Steps of any optimizer on the meta device: what state it will have, and what it makes besides."""
+"""Steps any optimizer on the meta device, to see its state and the temporaries of its step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-SWITCHES = ("foreach", "fused", "capturable")  # of torch's optimizers: how, not what they compute
+SWITCHES = ("foreach", "fused", "capturable")  # choose how torch computes, not what
 
 
 class DryStep(NamedTuple):
-    state: dict[Any, Any]  # the optimizer's, after it
-    temporaries: int  # bytes beside it, at their most
+    state: dict[Any, Any]  # the optimizer's state after the step
+    temporaries: int  # the most bytes that were live besides the state
 
 
 def dry_step(
@@ -27,14 +27,15 @@ def dry_step(
     *,
     foreach: bool,
 ) -> DryStep:
-    """Step a new optimizer twice: the first makes state, the second is like those that follow.
+    """Steps a new optimizer twice: the first step makes state, the second is like all later ones.
 
     Values that Python reads from tensors are all 1. Hooks are not called.
 
     Args:
-        kind: constructed with those of ``defaults`` that it takes.
+        kind: the optimizer's class.
+        defaults: its options; it is constructed with those that it takes.
         groups: param_groups whose parameters are on the meta device and have gradients.
-        foreach: torch's implementation for lists of tensors, else its loop.
+        foreach: whether to use torch's implementation for lists of tensors instead of its loop.
 
     Raises:
         Exception: whatever the optimizer raises.
@@ -63,7 +64,10 @@ def dry_step(
 
 
 def _without_tensors(value: Any) -> Any:
-    """An option whose numbers may be on a device; what they are changes no size."""
+    """Returns an option with 0.5 in place of tensors of one number, which may be on a device.
+
+    Their values change no size.
+    """
     if isinstance(value, Tensor) and value.numel() == 1:
         return 0.5
     if type(value) is tuple:
@@ -72,12 +76,12 @@ def _without_tensors(value: Any) -> Any:
 
 
 class _Meter(TorchDispatchMode):
-    """Bytes of the tensors that operators make on the meta device, live and at their peak."""
+    """Counts the bytes of tensors that operators make on the meta device: live and peak."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._known = known  # so that their addresses stay theirs
+        self._known = known  # kept alive, so that no other storage gets their addresses
         self._storages: dict[int, weakref.ref[torch.UntypedStorage] | None] = {
             part.untyped_storage()._cdata: None for part in known if part.layout == torch.strided
         }

@@ -1,4 +1,4 @@
-"""What a model and its training hold between steps and in them, before anything is allocated."""
+"""Predicts what a model and its training hold between and in steps, before it is allocated."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ class Footprint:
     """What :func:`footprint` returns.
 
     Attributes:
-        now: what is there.
-        predicted: by mode, what will be there from the second step on: ``"for-loop"``,
-            ``"foreach"`` and ``"fused"``, as torch steps; ``"after backward"`` and
-            ``"in backward"``, as memsave_ext's Adam does with the optimizer's own options; and with
-            others instead of them, ``"in backward, bf16=split, state_dtype=8bit"``. bf16 is of a
-            model that was made bfloat16.
-        unpredicted: by mode, why it cannot be predicted, or cannot be.
-        mode: that of :attr:`expected`.
-        optimizer: name of the optimizer's class, ``"torch.optim.AdamW"``.
+        now: what is held now.
+        predicted: by mode, what will be held from the second step on. The modes are
+            ``"for-loop"``, ``"foreach"`` and ``"fused"``, as torch steps; ``"after backward"`` and
+            ``"in backward"``, as memsave_ext's Adam steps with the optimizer's own options; and
+            modes that replace some of these options, such as
+            ``"in backward, bf16=split, state_dtype=8bit"``. With bf16 the model is predicted as
+            converted to bfloat16.
+        unpredicted: by mode, why it cannot be predicted or does not exist.
+        mode: the mode of :attr:`expected`.
+        optimizer: name of the optimizer's class, such as ``"torch.optim.AdamW"``.
     """
 
     now: Holding
@@ -42,7 +43,7 @@ class Footprint:
 
     @property
     def expected(self) -> Prediction:
-        """The prediction for the optimizer as it is, or as ``in_backward`` said.
+        """The prediction for the optimizer as it is, or as the argument ``in_backward`` says.
 
         Raises:
             RuntimeError: there is none for this mode; :attr:`unpredicted` says why.
@@ -55,11 +56,12 @@ class Footprint:
         return self.predicted[self.mode]
 
     def report(self, *, depth: int | None = 1, file: TextIO | None = None) -> None:
-        """Print what is there, what is expected, and what every mode would need.
+        """Prints what is held now, what is expected, and what each mode would need.
 
         Args:
-            depth: of modules' names; what is nested deeper is added up. None for every module.
-            file: to print to; None for ``sys.stdout``.
+            depth: how many names deep to list modules; what is nested deeper is added to the module
+                above it. None for every module.
+            file: where to print; None for ``sys.stdout``.
         """
         by_module = self.now.at_depth(depth)
         _print_amounts("Now", "dtype", _by_dtype(self.now), file, elements=True)
@@ -95,7 +97,7 @@ class Footprint:
         return [f"{mode} (expected)" if mode == self.mode else mode, *map(format_bytes, sizes)]
 
     def to_json(self, path: str | Path | None = None, *, depth: int | None = None) -> str:
-        """Everything as JSON, with modules down to ``depth``; also written to ``path`` if given."""
+        """Returns everything as JSON, with modules down to ``depth``; also written to ``path``."""
         text = json.dumps(
             {
                 "optimizer": self.optimizer,
@@ -125,10 +127,10 @@ def footprint(
     *,
     in_backward: bool | None = None,
 ) -> Footprint:
-    """Count what parameters (P), gradients (G) and optimizer state (O) need, now and in each mode.
+    """Counts what parameters (P), gradients (G) and optimizer state (O) need, now and in each mode.
 
-    Nothing of the model's size is allocated, and nothing runs: the model can be on the meta device
-    or of FakeTensors::
+    Nothing of the model's size is allocated, and the model does not run: it can be on the meta
+    device or made of FakeTensors::
 
         with torch.device("meta"):
             model = Transformer(config)
@@ -136,27 +138,28 @@ def footprint(
         ms.memory.footprint(model, in_backward=True).expected.peak
 
     Args:
-        model: its parameters and buffers count. Memory that several tensors share counts once;
-            of DTensors, the part in this process.
-        optimizer: of parameters of ``model``; None for torch.optim.AdamW with its defaults and all
-            parameters that require a gradient. Other optimizers' states are found by steps on the
-            meta device, in which values that Python reads from tensors are all 1.
-        in_backward: whether :attr:`Footprint.expected` is for steps in backward, of memsave_ext's
+        model: the model whose parameters and buffers count. Memory that several tensors share
+            counts once; of a DTensor, the part in this process counts.
+        optimizer: an optimizer of parameters of ``model``; None for torch.optim.AdamW with its
+            defaults and all parameters that require a gradient. States of torch's and other
+            optimizers are found by steps on the meta device, in which values that Python reads from
+            tensors are all 1.
+        in_backward: whether :attr:`Footprint.expected` is for steps in backward, by memsave_ext's
             Adam in place of torch's. None: as ``optimizer`` steps.
 
-    Sizes are of tensors, as allocators are asked for them. G in backward is that of a backward
-    through the modules in reverse order, with the gradients of one module's own parameters at a
-    time and small ones collected as the optimizer collects them; a gradient to which several
-    modules contribute is kept until the last of them. Predictions leave out activations, sparse
-    gradients, whose size is the batch's, buckets of DistributedDataParallel, gathered parameters
-    of FSDP2, workspaces inside kernels, and copies of gradients whose strides are not their
-    parameter's. States of DTensors are those of plain tensors of the local shape. memsave_ext's
-    Adam makes temporaries of single parameters in pure Python.
+    Sizes are those that allocators are asked for. G in backward is that of a backward through the
+    modules in reverse order, one module's own parameters at a time. Small gradients are collected
+    as the optimizer collects them; a gradient to which several modules contribute is kept until
+    the last of them. Predictions leave out activations, sparse gradients (whose size depends on the
+    batch), buckets of DistributedDataParallel, gathered parameters of FSDP2, workspaces inside
+    kernels, and copies of gradients whose strides are not their parameter's. The states of DTensors
+    are predicted as those of plain tensors of the local shape. In pure Python memsave_ext's Adam
+    also makes temporaries of the size of single parameters, which predictions leave out.
 
     Raises:
-        TypeError: ``model``, ``optimizer`` or ``in_backward`` is something else.
-        ValueError: a parameter of ``optimizer`` is not in ``model``; ``in_backward`` with an
-            optimizer that is not Adam or AdamW; a lazy module that has not learned its shapes.
+        TypeError: ``model``, ``optimizer`` or ``in_backward`` is of another type.
+        ValueError: a parameter of ``optimizer`` is not in ``model``; ``in_backward`` is given with
+            an optimizer that is not Adam or AdamW; a lazy module has not learned its shapes yet.
     """
     _check_types(model, optimizer, in_backward)
     inventory = Inventory.of(model)
@@ -179,7 +182,7 @@ def footprint(
 
 
 def _name(kind: type) -> str:
-    for package in ("torch.optim", "memsave_ext"):  # where it is public
+    for package in ("torch.optim", "memsave_ext"):  # the packages that export their optimizers
         if kind.__module__.startswith(f"{package}."):
             return f"{package}.{kind.__name__}"
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,4 +1,4 @@
-"""Which gradients a backward will have at once, and what they need."""
+"""Predicts which gradients a backward will hold at once, and how many bytes they need."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from torch import Tensor, nn
 from ...adam.dtensor import local_tensor
 from .holdings import Amount, Entry, Slot
 
-Live = Counter[Slot]  # gradients, and how many tensors of each
+Live = Counter[Slot]  # how many gradient tensors of each parameter are held
+# Called with a parameter whose gradient is complete; returns those whose gradients are freed then.
 Complete = Callable[[Slot], Iterable[Slot]]
 
 
 def dtype_of(tensor: Tensor, narrow: bool) -> torch.dtype:
-    """Its own, or, where it is ``narrow``, what ``nn.Module.bfloat16()`` makes of it."""
+    """Returns the tensor's dtype or, if ``narrow``, the one ``nn.Module.bfloat16()`` gives it."""
     return torch.bfloat16 if narrow and tensor.is_floating_point() else tensor.dtype
 
 
 def amount_of(tensor: Tensor, narrow: bool) -> Amount:
-    """Of a dense tensor with the shape of what this process has of ``tensor``."""
+    """Returns the amount of a dense tensor of the shape that this process holds of ``tensor``."""
     count = local_tensor(tensor).numel()
     return Amount(count, count * dtype_of(tensor, narrow).itemsize)
 
 
 def gradient_bytes(slot: Slot, narrow: bool) -> int:
-    """Nothing for sparse ones, whose rows are those that a batch needs."""
+    """Returns a gradient's bytes; 0 for a sparse one, whose rows depend on the batch."""
     return 0 if slot.sparse else amount_of(slot.param, narrow).bytes
 
 
@@ -45,15 +46,18 @@ def entries_of(live: Live, narrow: bool) -> list[Entry]:
 
 
 def most_in_backward(uses: Sequence[Sequence[Slot]], complete: Complete, narrow: bool) -> Live:
-    """The gradients that are there when they are most, in a backward through modules in reverse
-    order, one module's at a time.
+    """Returns the gradients that are held when they need most, in a backward through the modules
+    in reverse order, one module at a time.
 
-    A parameter's is complete when every module that has it has contributed. Each contribution is a
-    tensor, and their sum another, as autograd's are of ``nn.Linear``.
+    A parameter's gradient is complete when every module that has the parameter has contributed. A
+    further contribution needs two more tensors, itself and the new sum, as in autograd's backward
+    of ``nn.Linear``.
 
     Args:
-        uses: of each module, in order, its own parameters.
-        complete: is called with each one that is, and says which are freed then.
+        uses: the own parameters of each module, in order.
+        complete: called with each parameter whose gradient is complete; returns those whose
+            gradients are freed then.
+        narrow: whether the model is converted to bfloat16.
     """
     live: Live = Counter()
     most: Live = Counter()
@@ -80,13 +84,16 @@ def most_in_backward(uses: Sequence[Sequence[Slot]], complete: Complete, narrow:
 
 
 def keep(slot: Slot) -> Iterable[Slot]:
-    """None is freed in backward."""
+    """Frees no gradient in backward."""
     return ()
 
 
 def in_buckets(stepped: Iterable[Slot], small: int, limit: int, narrow: bool) -> Complete:
-    """Those of ``stepped`` are freed as csrc/adam/backward.cpp does it: at once, or, with fewer
-    bytes than ``small``, when ``limit`` bytes have come together."""
+    """Frees the gradients of ``stepped`` when csrc/adam/backward.cpp does.
+
+    That is at once or, for gradients of fewer than ``small`` bytes, when ``limit`` bytes of them
+    have been collected on the device. Other parameters' gradients are kept.
+    """
     of_optimizer = set(stepped)
     buckets: defaultdict[torch.device, list[Slot]] = defaultdict(list)
     filled: Counter[torch.device] = Counter()
@@ -108,10 +115,12 @@ def in_buckets(stepped: Iterable[Slot], small: int, limit: int, narrow: bool) ->
 
 
 def meta_parameter(slot: Slot, narrow: bool = False) -> nn.Parameter:
-    """Like what this process has of it, on the meta device; with a gradient if it will have one.
+    """Returns a parameter on the meta device, like the part that this process has of the slot's.
+
+    It has a gradient if it requires one.
 
     Raises:
-        ValueError: a sparse parameter.
+        ValueError: the parameter is sparse.
     """
     param = slot.param
     if param.layout != torch.strided:
@@ -119,7 +128,7 @@ def meta_parameter(slot: Slot, narrow: bool = False) -> nn.Parameter:
     local = local_tensor(param)
     meta = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
     if (dtype := dtype_of(param, narrow)) != meta.dtype:
-        meta = torch.empty_like(meta, dtype=dtype)  # without gaps, as a conversion leaves it
+        meta = torch.empty_like(meta, dtype=dtype)  # a conversion leaves no gaps between elements
     made = nn.Parameter(meta, requires_grad=param.requires_grad)
     if param.requires_grad:
         made.grad = _sparse_like(meta) if slot.sparse else torch.empty_like(meta)

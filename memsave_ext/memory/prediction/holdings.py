@@ -1,4 +1,4 @@
-"""What holds memory in a training: parameters, buffers, gradients and optimizer state."""
+"""Counts what holds memory in training: parameters, buffers, gradients, optimizer state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COMPRESSED = {
 
 @dataclass(frozen=True)
 class Amount:
-    """Of tensors: how many elements, and the bytes of their memory."""
+    """How many elements tensors have, and how many bytes of memory."""
 
     elements: int = 0
     bytes: int = 0
@@ -36,9 +36,9 @@ class Holding:
     """The memory that is held at one moment, each storage counted once.
 
     Attributes:
-        by_dtype: of each of ``KINDS``, amounts by dtype (``"float32"``).
-        by_module: of each module that has anything of its own, under its dotted name (``""`` is the
-            model itself), amounts by kind. A tensor that several have counts for the first.
+        by_dtype: for each of ``KINDS``, amounts by dtype (``"float32"``).
+        by_module: for the dotted name of each module that has anything of its own (``""`` is the
+            model itself), amounts by kind. A tensor of several modules counts for the first.
     """
 
     by_dtype: dict[str, dict[str, Amount]]
@@ -62,15 +62,15 @@ class Holding:
 
     @property
     def bytes(self) -> int:
-        """Of everything."""
+        """The bytes of all kinds together."""
         return sum(self._sum(kind).bytes for kind in KINDS)
 
     def at_depth(self, depth: int | None) -> dict[str, dict[str, Amount]]:
-        """:attr:`by_module` with what is nested deeper than ``depth`` names added to the module
-        above it: 0 is the whole model under ``""``, 1 its children, None every module.
+        """Returns :attr:`by_module` with modules nested deeper than ``depth`` names added to the
+        module above them: 0 gives the whole model under ``""``, 1 its children, None every module.
 
         Raises:
-            ValueError: ``depth`` below 0.
+            ValueError: ``depth`` is neither None nor an int of at least 0.
         """
         if depth is not None and (not isinstance(depth, int) or depth < 0):
             raise ValueError(f"depth must be None or an int of at least 0, got {depth!r}")
@@ -87,12 +87,12 @@ class Holding:
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """A parameter in its place."""
+    """A parameter and where the model has it."""
 
     param: nn.Parameter
-    module: str  # the first that has it
-    name: str
-    sparse: bool  # its gradients are
+    module: str  # dotted name of the first module that has it
+    name: str  # dotted name of the parameter
+    sparse: bool  # whether its gradients are sparse
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Inventory:
     """A model's parameters and buffers."""
 
     slots: dict[int, Slot] = field(default_factory=dict)  # by the parameter's id
-    uses: list[list[Slot]] = field(default_factory=list)  # of each module its own, in order
+    uses: list[list[Slot]] = field(default_factory=list)  # each module's own parameters, in order
     buffers: list[tuple[str, Tensor]] = field(default_factory=list)  # module, tensor
 
     @classmethod
@@ -128,7 +128,7 @@ class Inventory:
         return [slot for slot in self.slots.values() if slot.param.requires_grad]
 
     def holding(self, optimizer: torch.optim.Optimizer | None) -> Holding:
-        """What is there now."""
+        """Returns what is held now."""
         tally = Tally()
         for slot in self.slots.values():
             tally.add_tensors("parameters", slot.module, slot.param)
@@ -161,13 +161,16 @@ class Entry(NamedTuple):
 
 @dataclass
 class _Storage:
-    first: int  # the entry of its first tensor
-    left: int  # bytes that no tensor was counted for yet
-    seen: set[object] = field(default_factory=set)
+    first: int  # index of the entry of its first tensor
+    left: int  # bytes that are not yet counted for a tensor
+    seen: set[object] = field(default_factory=set)  # the views that were counted
 
 
 class Tally:
-    """Adds up a :class:`Holding`. Tensors must live until it is asked for."""
+    """Adds up a :class:`Holding`.
+
+    Tensors must stay alive until it is asked for, as storages are told apart by address.
+    """
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
@@ -177,7 +180,7 @@ class Tally:
         self._entries += entries
 
     def add_tensors(self, kind: str, module: str, value: object) -> None:
-        """The part of their memory that was not counted before, of the tensors in ``value``."""
+        """Adds the part of the memory of the tensors in ``value`` that was not counted before."""
         for part in itertools.chain.from_iterable(map(_dense, plain_tensors(value))):
             key, size = _storage(part)
             storage = self._storages.setdefault(key, _Storage(len(self._entries), size))
@@ -191,7 +194,7 @@ class Tally:
             self.add(Entry(kind, module, part.dtype, amount))
 
     def entries(self) -> list[Entry]:
-        """What was added; what no tensor covers of a storage belongs to its first."""
+        """Returns what was added. Bytes of a storage outside all tensors go to its first."""
         entries = list(self._entries)
         for storage in self._storages.values():
             first = entries[storage.first]
@@ -210,7 +213,7 @@ class Tally:
 
 
 def _dense(tensor: Tensor) -> list[Tensor]:
-    """The tensor, or the indices and values of a sparse one."""
+    """Returns the tensor, or the indices and values of a sparse one."""
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if (indices := _COMPRESSED.get(tensor.layout)) is not None:
@@ -219,9 +222,9 @@ def _dense(tensor: Tensor) -> list[Tensor]:
 
 
 def _storage(tensor: Tensor) -> tuple[object, int]:
-    """What identifies it, and its bytes."""
+    """Returns what identifies the tensor's storage, and how many bytes it has."""
     try:
         storage = tensor.untyped_storage()
-    except NotImplementedError:  # memory of its backend's own
+    except NotImplementedError:  # its backend keeps memory without a storage
         return id(tensor), tensor.numel() * tensor.element_size()
     return storage._cdata, storage.nbytes()

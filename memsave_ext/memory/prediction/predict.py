@@ -1,4 +1,4 @@
-"""What parameters, gradients and optimizer state will hold, for each way to step them."""
+"""Predicts what parameters, gradients and optimizer state will hold, for each way to step."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from .holdings import Amount, Entry, Holding, Inventory, Slot, Tally
 
 FOR_LOOP, FOREACH, FUSED = "for-loop", "foreach", "fused"
 AFTER, IN_BACKWARD = "after backward", "in backward"
-# Those that an option makes; None: what is made without.
+# The state formats that an option selects; None: the option is not given.
 _STATE_FORMATS = (None, *(row for row in formats.STATE_FORMATS if row.option is not None))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one way to step will hold. Activations are no part of it.
+    """What one way to step will hold, without activations.
 
     Attributes:
-        between: from ``optimizer.zero_grad()`` to the next backward.
-        at_peak: at the worst moment of a step, in its backward or in ``optimizer.step()``.
+        between: what is held from ``optimizer.zero_grad()`` to the next backward.
+        at_peak: what is held at the worst moment of a step, in its backward or in
+            ``optimizer.step()``.
         temporaries: bytes of the intermediate tensors of ``optimizer.step()`` at that moment.
     """
 
@@ -48,17 +49,17 @@ class Prediction:
 
 
 class Unpredictable(Exception):
-    """Why a mode has no :class:`Prediction`."""
+    """A mode has no :class:`Prediction`; the message says why."""
 
 
 class Predictor:
-    """Of a model and its optimizer, torch.optim.AdamW where that is None.
+    """Predicts all modes for a model and its optimizer, torch.optim.AdamW if that is None.
 
     Attributes:
         predicted, unpredicted: by name of the mode, what it will hold or why that is not known.
-        ordinary: the mode in which the optimizer steps after backward.
-        in_backward: whether it steps in backward.
-        is_adam: whether memsave_ext's can take its place.
+        ordinary: the mode in which the optimizer steps when it steps after backward.
+        in_backward: whether the optimizer steps in backward.
+        is_adam: whether memsave_ext's Adam or AdamW can take the optimizer's place.
     """
 
     def __init__(self, inventory: Inventory, optimizer: torch.optim.Optimizer | None) -> None:
@@ -107,11 +108,14 @@ class Predictor:
         except Unpredictable as why:
             self.unpredicted[mode] = str(why)
 
-    # any optimizer, as torch steps it
+    # Modes in which torch steps, with any optimizer.
 
     def _ordinary_of_torch(self) -> str:
-        """What the optimizer will choose. On the meta device it is what accelerators get; of groups
-        that differ, the mode that needs most."""
+        """Returns the mode that the optimizer will choose.
+
+        For parameters on the meta device it is the mode that accelerators get. If groups differ, it
+        is the mode that needs most.
+        """
         chosen = {_implementation(options, slots) for options, slots in self._groups}
         return next((mode for mode in (FOREACH, FOR_LOOP, FUSED) if mode in chosen), FOR_LOOP)
 
@@ -133,7 +137,7 @@ class Predictor:
                 state, temporaries = dry_step(
                     self._kind, self._defaults, groups, foreach=mode == FOREACH
                 )
-            except Exception as error:  # of code that may be anybody's
+            except Exception as error:  # an optimizer of anybody's may raise anything
                 what = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
                 raise Unpredictable(
                     f"{self._kind.__name__} cannot be stepped on the meta device: {what}"
@@ -142,17 +146,17 @@ class Predictor:
             temporaries = 0
             for of_param in state.values():
                 if isinstance(of_param, dict) and isinstance(of_param.get("step"), Tensor):
-                    of_param["step"] = of_param["step"].float()  # whatever the default dtype is
+                    of_param["step"] = of_param["step"].float()  # whatever the default dtype
         tally = Tally()
         for key, value in state.items():
             module = slot_of[key].module if key in slot_of else ""
             tally.add_tensors("optimizer", module, value)
         return self._stepped_after(tally.entries(), temporaries)
 
-    # memsave_ext's Adam
+    # Modes in which memsave_ext's Adam steps.
 
     def _of_ours(self, mode: str, **options: Any) -> Prediction:
-        """``options`` take the place of every group's; with ``bf16`` the model is bfloat16."""
+        """Predicts a mode with ``options`` in every group; with ``bf16`` the model is bfloat16."""
         narrow = options.get("bf16") is not None
         state: list[Entry] = []
         for own, slots in self._groups:
@@ -172,11 +176,11 @@ class Predictor:
             temporaries=0,
         )
 
-    # both
+    # Used for both.
 
     @property
     def _left(self) -> gradients.Live:
-        """Gradients that the optimizer does not have."""
+        """The gradients of parameters that the optimizer does not have, which stay after a step."""
         return Counter(slot for slot in self._inventory.trained if slot not in self._stepped)
 
     def _stepped_after(self, state: list[Entry], temporaries: int) -> Prediction:
@@ -226,7 +230,8 @@ def _our_state(group: dict[str, Any], slots: Sequence[Slot], narrow: bool) -> li
     metas = [_meta_parameter(slot, narrow) for slot in slots]
     placed = [as_placed(s.param, m.detach()) for s, m in zip(slots, metas, strict=True)]
     entries = []
-    known: dict[object, list[tuple[torch.dtype, Amount]]] = {}  # alike parameters are many
+    # By the properties that decide a parameter's state, as many parameters are alike.
+    known: dict[object, list[tuple[torch.dtype, Amount]]] = {}
     try:
         modes.check_group({**group, "params": placed}, group["amsgrad"])
         for slot, meta in zip(slots, metas, strict=True):

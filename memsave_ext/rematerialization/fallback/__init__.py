@@ -1,5 +1,5 @@
-"""Rematerialization in pure Python, used where there is no native part: csrc/remat, file by file.
+"""Rematerialization in pure Python, used without the native part; its files mirror csrc/remat.
 
-A dispatch mode is shown the operators below autograd, one at a time. The same decisions, gradients
-and errors; only slower.
+A dispatch mode sees the operators below autograd, one at a time. Decisions, gradients and errors
+are the same as the native part's; it is only slower.
 """

@@ -1,4 +1,4 @@
-"""One ``with remat()``: records the operators of its thread, and keeps or drops what they save."""
+"""One ``remat`` block: records its thread's operators, and keeps or drops what autograd saves."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from .recompute import Again, is_paused, paused
 from .recorder import Recorder
 from .saved import Dropped, Kept, unpack
 
-# A count, bytes, and seconds: of memories those that it takes to compute them again, as measured in
-# the forward.
+# [how many storage contents, their bytes, the seconds to recompute the dropped ones as measured in
+# the forward]
 _Sum = list[float]
 _open = threading.local()
 
 
 class Block:
-    """``everything``: what can be computed again is dropped, cheap or not; for tests. None:
-    nothing is, to measure what recording costs."""
+    """The :class:`Recorder` of one block.
+
+    ``everything``: True drops all that can be recomputed, cheap or not, for tests. None drops
+    nothing, to measure what recording costs.
+    """
 
     def __init__(self, everything: bool | None) -> None:
         self._everything = everything
@@ -37,7 +40,7 @@ class Block:
         self._thread = 0
 
     def open(self) -> None:
-        seconds_per_byte()  # measured before anything else is
+        seconds_per_byte()  # measures the host now, before the block's hooks and mode are active
         self._thread = threading.get_ident()
         self._scope.enter_context(saved_tensors_hooks(self._save, unpack))
         self._scope.enter_context(_Mode(self))
@@ -70,11 +73,11 @@ class Block:
                 "again": [(*maker, *sums) for maker, sums in self._again.sums.items()],
             }
 
-    # while it is open
+    # called while it is open
 
     def run(self, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator that is called."""
-        if isinstance(overload, OpOverload) and _records():  # no higher-order operator
+        """Runs an operator; records it unless it is higher-order, or in a backward or recompute."""
+        if isinstance(overload, OpOverload) and _records():
             return self._recorder.run(overload, args, kwargs)
         return overload(*args, **kwargs)
 
@@ -105,12 +108,12 @@ class Block:
         if verdict is Verdict.DROPPED and plan is not None:
             sums[2] += plan.seconds
             memory.drop(plan.needs, plan.calls)
-        else:  # chains of calls end here
+        else:  # it is kept, so what is computed from it is recomputed from here
             content.call, content.depth = None, 0
 
 
 def _records() -> bool:
-    """Not what a backward does, or a recompute."""
+    """Whether this thread's operators are recorded: not in a backward or a recompute."""
     return torch._C._current_graph_task_id() == -1 and not is_paused()
 
 
@@ -123,7 +126,7 @@ class _Mode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled stays compiled."""
+        """Lets compiled code stay compiled under this mode."""
         return True
 
     def __torch_dispatch__(

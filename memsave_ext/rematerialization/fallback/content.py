@@ -1,7 +1,7 @@
-"""What a storage holds between two writes, and how it is computed again.
+"""A content is what a storage holds between two writes. It knows how it can be recomputed.
 
-Storages and not tensors: views and aliases share memory, and a change in place of one of them
-changes all. A tensor is a content and a geometry.
+Storages are followed instead of tensors, because views and aliases share memory and an in-place
+change of one of them changes all. A tensor is a content and a geometry.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .operators import Key, Operator
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is memory with a geometry: dense or strided, no wrapper of others, not of meta."""
+    """Whether it is a strided Tensor or Parameter with memory: no wrapper, not on meta."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout is torch.strided
@@ -36,7 +36,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 class Geometry(NamedTuple):
-    """Where a tensor lies in its storage."""
+    """Sizes, strides, offset and dtype: how a tensor views its storage."""
 
     sizes: torch.Size
     strides: tuple[int, ...]
@@ -57,7 +57,7 @@ class Geometry(NamedTuple):
         )
 
     def view(self, storage: UntypedStorage) -> Tensor:
-        """A tensor on this storage, without history."""
+        """Returns a tensor with this geometry on ``storage``, without autograd history."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.sizes, self.strides)
         if self.is_conj:
@@ -66,31 +66,31 @@ class Geometry(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """An argument of a call."""
+    """A tensor argument of a call."""
 
     key: Key
-    element: int  # of an argument that is a list; -1
+    element: int  # index in an argument that is a list; -1: the argument itself
     content: Content
     geometry: Geometry
-    written: bool
+    written: bool  # whether the call changes it in place
 
 
 class Made(NamedTuple):
-    """What a call made, which may be gone by now."""
+    """A content that a call made. It may be gone by now."""
 
     content: weakref.ref[Content]
-    output: Key  # which value of those it returned
-    element: int  # of one that is a list; -1
-    written: Content | None  # of a change in place: what was there before
+    output: Key  # index among the returned values
+    element: int  # index in a returned list; -1: the value itself
+    written: Content | None  # the content it replaced in place; None for a new storage
 
 
 @dataclass(eq=False)
 class Call:
-    """An operator that was called."""
+    """A recorded call of an operator."""
 
     operator: Operator
-    arguments: dict[Key, Any]  # None where a tensor was
-    module: int
+    arguments: dict[Key, Any]  # None in the place of each tensor; those are in references
+    module: int  # the number of the module that called it; -1: none
     references: list[Reference] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
     seconds: float = 0.0
@@ -98,17 +98,17 @@ class Call:
 
 class Content:
     def __init__(self, storage: UntypedStorage, *, external: bool, module: int) -> None:
-        self._storage = StorageWeakRef(storage)  # keeps its address from being given to another
+        self._storage = StorageWeakRef(storage)  # keeps its address from being reused
         self.bytes = storage.nbytes()
-        self.external = external  # not made in this block: a parameter, an input
-        # For the report: which module made it, by the recorder's numbers, and which operator.
+        self.external = external  # not made in this block, as parameters and inputs
+        # For the report: the number of the module and the name of the operator that made it.
         self.module, self.operator = module, ""
-        self.call: Call | None = None  # None: it cannot be computed again
-        self.depth = 0  # of calls that were not saved, up to what was
-        self.overwritten = False  # the storage holds something else by now
+        self.call: Call | None = None  # the call that recomputes it; None: it is not recomputed
+        self.depth = 0  # length of the longest chain of calls back to what is kept
+        self.overwritten = False  # whether the storage holds another content by now
         self._memory: weakref.ref[Memory] | None = None
-        # The tensor by which it was seen, and its version then: it tells changes that no operator
-        # of this thread made.
+        # The tensor by which it was seen, and that tensor's version then. They reveal changes that
+        # no operator of this thread made.
         self._tensor: weakref.ref[Tensor] | None = None
         self._version = 0
 
@@ -120,7 +120,10 @@ class Content:
         return bool(self._storage.expired())
 
     def see(self, tensor: Tensor, *, about_to_change: bool = False) -> None:
-        """``about_to_change``: autograd counts a change in place after its operator was seen."""
+        """Notes the version of ``tensor``, which has this content.
+
+        ``about_to_change``: an operator changes it in place, which autograd has still to count.
+        """
         seen = None if self._tensor is None else self._tensor()
         if seen is None:
             seen = tensor
@@ -132,8 +135,11 @@ class Content:
         return seen is not None and version_of(seen) > self._version
 
     def hold(self, tensor: Tensor | None = None) -> Memory | None:
-        """Its memory, as it is now. None where that is lost, or nothing tells of changes to come.
-        ``tensor``: one that has this content."""
+        """Returns the content's memory, and makes it where there is none yet.
+
+        None where the content is lost, or where no tensor is left whose version would reveal later
+        changes. ``tensor`` is one that has this content.
+        """
         memory = self.memory
         if memory is not None and not memory.is_lost():
             return memory
@@ -141,7 +147,7 @@ class Content:
             tensor = self._tensor()
         if tensor is None or self.overwritten or self.was_changed_unseen():
             return None
-        if tensor.untyped_storage()._cdata != self._storage.cdata:  # it was given another
+        if tensor.untyped_storage()._cdata != self._storage.cdata:  # it has another storage now
             return None
         memory = Memory(self, tensor)
         if memory.is_lost():
@@ -151,34 +157,37 @@ class Content:
 
 
 class Memory:
-    """The memory of a content, or in its place what it is computed from. Held by saved tensors, and
-    by dropped memory that is computed from it: who is gone needs nothing."""
+    """The memory of a content, or, where it is dropped, what it is recomputed from.
+
+    It is held by saved tensors, and by dropped memory that is recomputed from it, so that it is
+    freed with the last of them.
+    """
 
     def __init__(self, content: Content, tensor: Tensor) -> None:
         self.content = content
-        # None where it is dropped, but from when it is computed again until it is not awaited.
+        # None while it is dropped. A recompute sets it until every holder has taken it.
         self.storage: UntypedStorage | None = tensor.untyped_storage()
-        # Tells changes. None where the storage is no one else's.
+        # Its version reveals changes. None where the storage belongs to this memory alone.
         self._tensor: Tensor | None = tensor.detach()
         self._version = version_of(tensor)
-        self.decided = False  # kept or dropped
+        self.decided = False  # whether it has been decided to keep or drop it
         self.dropped = False
-        self.depth = 0  # how many dropped ones it is computed from, one after the other
-        self.calls: dict[Content, Call] = {}  # of a dropped one: on the way from what it needs
+        self.depth = 0  # length of the longest chain of dropped memory it ends; 0: it is kept
+        self.calls: dict[Content, Call] = {}  # the calls that recompute it from _needs
         self._needs: list[tuple[Memory, Pin | None]] = []
-        self._holders: weakref.WeakSet[Any] = weakref.WeakSet()  # that may come for it
-        self._waiting: set[int] = set()  # ids of holders, since it was computed again
+        self._holders: weakref.WeakSet[Any] = weakref.WeakSet()  # saved tensors that may ask for it
+        self._waiting: set[int] = set()  # ids of the holders that have not taken it since recompute
 
     def is_lost(self) -> bool:
-        """The storage holds something else by now, or nothing."""
+        """Whether the storage was overwritten or emptied."""
         return self._tensor is not None and (self.content.overwritten or self._is_empty())
 
     def _is_empty(self) -> bool:
-        """FSDP gives a module's parameters back after its forward, until its own backward."""
+        """Whether the storage was freed, as FSDP frees parameters between forward and backward."""
         return self.storage is not None and self.storage.nbytes() < self.content.bytes
 
     def change(self) -> tuple[int, int] | None:
-        """Version then and now, if no operator that was seen changed it."""
+        """Returns the old and the present version after an unseen change, else None."""
         if self._tensor is None or version_of(self._tensor) == self._version:
             return None
         return self._version, version_of(self._tensor)
@@ -191,11 +200,11 @@ class Memory:
         self.storage = self._tensor = None
 
     def is_computable(self) -> bool:
-        """Whether what it is computed from is there."""
+        """Whether none of the memory that it is recomputed from was freed."""
         return not any(m._is_empty() or not m.is_computable() for m, _ in self._needs)
 
     def before_write(self) -> None:
-        """Dropped memory that is computed from it is given a copy of it as it is."""
+        """Copies the content before it is changed, if dropped memory is recomputed from it."""
         if self._tensor is not None and self.storage is not None and is_pinned(self._tensor):
             self.storage = self.storage.clone()
             self._tensor = None
@@ -204,13 +213,13 @@ class Memory:
         self._holders.add(holder)
 
     def fill(self, storage: UntypedStorage) -> None:
-        """It was computed again, and stays for those that are still to come for it."""
+        """Keeps the recomputed ``storage`` until all holders have taken it."""
         self._waiting = {id(holder) for holder in self._holders}
         if self._waiting:
             self.storage = storage
 
     def taken(self, holder: Any) -> None:
-        """By one that does not come again in this backward."""
+        """Notes that ``holder`` has taken the storage, or is gone. Frees it after the last one."""
         self._waiting.discard(id(holder))
         if self.dropped and not self._waiting:
             self.storage = None

@@ -1,4 +1,4 @@
-"""What the recorder knows of an operator, looked up once each."""
+"""The properties of operators that the recorder needs, looked up once for each operator."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 _COLLECTIVES = ("c10d::", "_c10d_functional::", "c10d_functional::", "symm_mem::")
-# Uninitialised memory, or storages that are exchanged or resized. And zeros, which custom kernels
-# that no dispatcher sees are given to write to.
+# These return uninitialised memory, or exchange or resize storages. Zeros are among them because
+# custom kernels, which the dispatcher does not see, may be given them to write to.
 _LEAVE_VALUES_OPEN = (
     "aten::empty", "aten::new_empty", "aten::_empty", "aten::resize", "aten::_resize",
     "aten::set_", "aten::_cudnn_init", "aten::pin_memory", "aten::_pin_memory",
     "aten::record_stream", "aten::_efficientzero", "aten::zeros", "aten::new_zeros",
 )  # fmt: skip
-# Batch norms that write their running statistics in another way.
+# Batch norms that handle running statistics differently; they are not recomputed.
 _OTHER_BATCH_NORMS = ("aten::_native_batch_norm_legit", "aten::_batch_norm_with_update")
 _TORCH_BATCH_NORMS = (
     "aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm",
@@ -34,11 +34,11 @@ _HEAVY_BEGINNINGS = (
     "aten::_cdist", "aten::_thnn_fused", "aten::_cudnn_rnn", "aten::_scaled_mm",
     "aten::_grouped_mm", "aten::_int_mm", "mkldnn::", "quantized::",
 )  # fmt: skip
-_MEASURABLE = 1 << 16  # bytes
-_TRUSTED = 3  # the first calls are slow: memory is new, threads are started
+_MEASURABLE = 1 << 16  # bytes; calls with smaller results are not measured
+_TRUSTED = 3  # the first measured call whose time counts; earlier ones allocate and start threads
 
 Key = int | str  # of an argument: its position, or its name where it is keyword-only
-# An argument, which of its elements (-1: itself), and the tensor.
+# The argument, the index in it if it is a list (-1: the argument itself), and the tensor.
 Given = tuple[Key, int, Tensor]
 
 
@@ -55,29 +55,30 @@ class Operator:
             key: argument.name for key, argument in zip(self.keys, schema.arguments, strict=True)
         }
         self.positions = {a.name: i for i, a in enumerate(schema.arguments) if not a.kwarg_only}
-        # As the schema says; all of a collective's.
+        # The arguments it writes to: by its schema, or all for a collective.
         self.writes = {
             key
             for key, argument in zip(self.keys, schema.arguments, strict=True)
             if collective or (argument.alias_info is not None and argument.alias_info.is_write)
         }
-        # Called again with the same arguments it gives the same values: it draws no random numbers,
-        # reads no uninitialised memory and talks to no other process.
+        # Whether a second call with the same arguments gives the same values: it draws no random
+        # numbers, reads no uninitialised memory and does not communicate with other processes.
         self.is_repeatable = not (
             collective
             or name.startswith(_LEAVE_VALUES_OPEN)
             or torch.Tag.nondeterministic_seeded in overload.tags
             or name in _OTHER_BATCH_NORMS
         )
-        # Bound by arithmetic, such as a matrix product: never cheap to compute again.
+        # Whether it is bound by arithmetic, as matrix products: never cheap to recompute.
         self.is_heavy = name in _HEAVY or name.startswith(_HEAVY_BEGINNINGS) or "conv" in name
         self.is_torch_batch_norm = name in _TORCH_BATCH_NORMS
         self.is_own_batch_norm = name == _OWN_BATCH_NORM
-        # The least that was measured of a byte of its results: a clock on a busy machine only adds.
+        # The least time measured per byte of results. The least is the best estimate, because a
+        # busy machine can only make a call slower.
         self._seconds_per_byte, self._measured = 1.0, 0
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Key, Any]:
-        """By position, where they have one; with lists of their own."""
+        """Returns the arguments by position where they have one, with copies of lists."""
         given: dict[Key, Any] = dict(enumerate(args))
         given.update((self.positions.get(name, name), value) for name, value in kwargs.items())
         return {
@@ -86,7 +87,10 @@ class Operator:
         }
 
     def measured(self, seconds: float, results: Any) -> float:
-        """What a call of it takes, which took so many seconds."""
+        """Returns the time to plan with for a call that took ``seconds``.
+
+        It is 0 until enough calls are measured, and then at most twice the least for this size.
+        """
         size = sum(t.numel() * t.itemsize for _, _, t in results_of(results))
         if size >= _MEASURABLE:
             self._measured += 1
@@ -104,12 +108,12 @@ def _sequence(results: Any) -> Any:
 
 
 def results_of(results: Any) -> Iterator[Given]:
-    """The tensors among what an operator returned."""
+    """Yields the tensors among an operator's results."""
     return tensors_of(enumerate(_sequence(results)))
 
 
 def tensors_of(values: Any) -> Iterator[Given]:
-    """``values`` are pairs of key and value."""
+    """Yields the tensors in ``values``, pairs of key and value, and in lists among the values."""
     for key, value in values:
         if isinstance(value, Tensor):
             yield key, -1, value

@@ -1,4 +1,4 @@
-"""Which saved contents are dropped: those that are cheap to compute again from what is kept."""
+"""Decides which saved contents are dropped: those cheap to recompute from what is kept."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .content import Call, Content, Memory
 
-# Of the operators between a dropped content and what is kept.
+# The most operators that may run to recompute one content.
 _MOST_OPERATORS = 16
-# Of dropped contents, one computed from the other. What lies on the way stays in memory until
-# backward needs it, so that long chains would save nothing at the peak.
+# The longest chain of dropped contents, each recomputed from the one before. Those on the way stay
+# in memory until backward needs them, so long chains would save nothing at the peak.
 _MOST_DROPPED = 4
-# What an operator that is computed again costs the host beside its own time.
+# The host's overhead for each recomputed operator, beside the operator's own time.
 _HOST_SECONDS = 4e-6
-# How many copies within the cache a byte may cost: elementwise functions take 1 to 30,
-# normalizations 5 to 25, products of matrices 80 and more.
+# The most that recomputing a byte may cost, in copies of a byte within the cache: elementwise
+# functions take 1 to 30, normalizations 5 to 25, products of matrices 80 and more.
 _COPIES = 40
 
 
 class Verdict(IntEnum):
-    """Why a saved tensor's memory is kept."""
+    """Whether a saved tensor's memory is dropped, or why it is kept."""
 
     DROPPED = 0
     INPUT = 1  # made outside of the block: a parameter, an input
-    NOT_AGAIN = 2  # random numbers, a collective, a kernel that is not seen
-    HEAVY = 3  # bound by arithmetic
-    NO_GAIN = 4  # computing it again would keep about as much, or is not cheap for its size
+    NOT_AGAIN = 2  # not repeatable: random numbers, a collective, a kernel that is not seen
+    HEAVY = 3  # made by an operator that is bound by arithmetic
+    NO_GAIN = 4  # recomputing it would keep about as much memory, or is not cheap for its size
 
 
 @dataclass
 class Plan:
-    """What computing a content again would take."""
+    """What it takes to recompute a content."""
 
     seconds: float = 0.0
-    more_bytes: int = 0  # that nobody else keeps
+    more_bytes: int = 0  # bytes that would be kept only for this recompute
     needs: list[Memory] = field(default_factory=list)
     calls: dict[Content, Call] = field(default_factory=dict)
 
@@ -49,7 +49,7 @@ class Plan:
 
 
 def plan_for(content: Content) -> Plan | None:
-    """None where it cannot be computed again."""
+    """Returns how ``content`` would be recomputed; None where it cannot be, or not cheaply."""
     plan, pending, planned = Plan(), [content], set[Call]()
     seen = {content}
     while pending:
@@ -58,7 +58,7 @@ def plan_for(content: Content) -> Plan | None:
         if call is None or call.operator.is_heavy:
             return None
         plan.calls[content] = call
-        if call in planned:  # which made several
+        if call in planned:  # a call that made several contents runs once
             continue
         planned.add(call)
         if len(planned) > _MOST_OPERATORS:
@@ -84,10 +84,10 @@ def plan_for(content: Content) -> Plan | None:
 
 @functools.cache
 def seconds_per_byte() -> float:
-    """How many seconds a byte may take that is computed again."""
+    """Returns the most seconds that recomputing a byte may take."""
     size = 4 << 20
     best = 1.0
-    with _disable_current_modes():  # such as one of tensors without memory
+    with _disable_current_modes():  # under a mode such as FakeTensorMode there is no memory
         source, target = torch.ones(2, size, dtype=torch.uint8, device="cpu")
         for _ in range(5):
             begin = time.perf_counter()
@@ -97,8 +97,10 @@ def seconds_per_byte() -> float:
 
 
 def judge(content: Content, plan: Plan | None, everything: bool | None) -> Verdict:
-    """Whether to go by the plan, and why not. ``everything``: wherever it is possible; None: not
-    at all."""
+    """Returns DROPPED, or why ``content`` is kept.
+
+    ``everything``: True drops it wherever that is possible; None never drops it.
+    """
     if content.external:
         return Verdict.INPUT
     if content.call is None:

@@ -1,4 +1,4 @@
-"""Computing dropped contents again."""
+"""Recomputes dropped contents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _thread = threading.local()
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """While values are computed again nothing is recorded on this thread."""
+    """Records nothing on this thread inside the block."""
     _thread.paused = getattr(_thread, "paused", 0) + 1
     try:
         yield
@@ -35,17 +35,20 @@ def is_paused() -> bool:
 
 @dataclass
 class Again:
-    """What was computed again."""
+    """Sums over a block's recomputes, and the lock that guards the block."""
 
-    # By module and operator: how often it ran, the bytes it made, its seconds.
+    # By module and operator: [how often it ran, the bytes it made, the seconds it took].
     sums: dict[tuple[int, str], list[float]] = field(default_factory=dict)
-    # Held while values are computed again.
+    # Held while the block records, decides or recomputes; not while a recorded operator runs.
     lock: threading.RLock = field(default_factory=threading.RLock)
 
 
 def storage_of(memory: Memory, again: Again) -> UntypedStorage:
-    """That of dropped memory, computed again. With the lock, while nothing is recorded. Raises
-    CheckpointError where what it is computed from has changed."""
+    """Recomputes dropped memory and returns its storage.
+
+    The caller holds the lock and has paused recording. Raises CheckpointError where memory that it
+    is computed from has changed.
+    """
     with (
         recomputing(),
         torch.no_grad(),
@@ -56,14 +59,17 @@ def storage_of(memory: Memory, again: Again) -> UntypedStorage:
 
 
 class _Recomputation:
-    """One value that was asked for, with all that has to be computed on the way."""
+    """Recomputes one content, and all that has to be computed on the way."""
 
     def __init__(self, again: Again) -> None:
         self._again = again
         self._computed: dict[Content, UntypedStorage] = {}
 
     def storage_of(self, content: Content, calls: dict[Content, Call]) -> UntypedStorage:
-        """``calls`` have what was not held when it was dropped."""
+        """Returns the storage of ``content``, recomputed where it is not held.
+
+        ``calls`` are those that recompute what was not kept when the dropped content was planned.
+        """
         memory = content.memory
         if memory is not None and memory.dropped:
             calls = memory.calls
@@ -116,7 +122,7 @@ class _Recomputation:
                 self._keep(content, storage)
 
     def _keep(self, content: Content, storage: UntypedStorage) -> None:
-        """What others still wait for stays."""
+        """Keeps a result for this recompute, and for other holders that still wait for it."""
         self._computed[content] = storage
         memory = content.memory
         if memory is not None and memory.storage is None:
@@ -124,7 +130,7 @@ class _Recomputation:
 
 
 def _check_unchanged(call: Call, reference: Reference, storage: UntypedStorage) -> None:
-    """``storage`` is what it would be computed from."""
+    """Raises where the memory behind ``reference`` has changed, or ``storage`` was freed."""
     content, name = reference.content, call.operator.name
     argument = call.operator.argument_names[reference.key]
     memory = content.memory

@@ -1,4 +1,4 @@
-"""The part of a block that follows operators."""
+"""The part of a block that records operators."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .content import Call, Content, Geometry, Made, Reference, is_plain
 from .operators import Key, Operator, operator_of, results_of, tensors_of
 from .recompute import paused
 
-# How long chains of calls get, of which nothing was saved.
+# The longest chain of calls since a kept content. What a longer one makes is not recomputed.
 _DEEPEST = 32
 NO_MODULE = -1
-# Arguments of this package's batch norm.
+# Positions of arguments of this package's batch norm.
 _STATISTICS, _RUNNING_MEAN, _RUNNING_VAR = 4, 5, 6
 
 
 class _Recording:
-    """An operator that runs."""
+    """The recording of an operator while it runs."""
 
     def __init__(self, operator: Operator, arguments: dict[Key, Any], module: int) -> None:
         self.call = Call(operator, arguments, module)
         # What runs without grad mode is inside of an autograd.Function or a compiled graph, whose
-        # kernels may write unseen; this package's batch norm is such a Function.
+        # kernels may write unseen. This package's batch norm is such a Function, but is known.
         is_seen = torch.is_grad_enabled() or operator.is_own_batch_norm
         self.is_repeatable = operator.is_repeatable and is_seen
         self.written: list[Tensor] = []
@@ -36,7 +36,7 @@ class _Recording:
 class Recorder:
     def __init__(self, lock: threading.RLock) -> None:
         self.recorded = 0
-        self.modules = [NO_MODULE]  # of which the thread is in the forward, innermost last
+        self.modules = [NO_MODULE]  # numbers of the modules whose forward runs, innermost last
         self._lock = lock
         self._table: dict[int, Content] = {}  # what each storage holds now, by its address
         self._sweep_at = 1024
@@ -47,7 +47,8 @@ class Recorder:
     def content_of(self, tensor: Tensor) -> Content:
         content = self._table.get(tensor.untyped_storage()._cdata)
         if content is None or content.was_changed_unseen():
-            # A tensor with a history was made by what this block does not see.
+            # A tensor with a history was made in a way that this block does not see. Others are
+            # taken to come from outside, as parameters and inputs do.
             content = self._renew(tensor, external=tensor.is_leaf or not tensor.requires_grad)
         content.see(tensor)
         return content
@@ -69,7 +70,7 @@ class Recorder:
         return result
 
     def _renew(self, tensor: Tensor, *, external: bool) -> Content:
-        """A new content of memory that is known or not."""
+        """Starts a new content of the tensor's storage, in place of the known one if any."""
         storage = tensor.untyped_storage()
         before = self._table.get(storage._cdata)
         if before is not None:
@@ -90,15 +91,15 @@ class Recorder:
         self.recorded += 1
         self._sweep()
         arguments = operator.arguments(args, kwargs)
-        left_out: tuple[int, ...] = ()  # batch norms are computed again without running statistics
+        left_out: tuple[int, ...] = ()  # positions of running statistics, not given to a recompute
         recording = _Recording(operator, arguments, self.modules[-1])
         if operator.is_own_batch_norm:
             left_out = _RUNNING_MEAN, _RUNNING_VAR
         elif operator.is_torch_batch_norm:
-            if arguments.get(5) is True:  # it trains, and writes them without saying so
+            if arguments.get(5) is True:  # in training it writes them, which its schema omits
                 left_out = 3, 4
             elif arguments.get(3) is not None:
-                recording.is_repeatable = False  # it reads them, and they change unseen
+                recording.is_repeatable = False  # in eval it reads them, and they change unseen
         for key, element, tensor in [*tensors_of(arguments.items())]:
             self._take(recording, key, element, tensor, left_out)
         return recording
@@ -111,7 +112,7 @@ class Recorder:
         tensor: Tensor,
         left_out: tuple[int, ...],
     ) -> None:
-        """An argument of the operator."""
+        """Records a tensor argument of the operator."""
         call = recording.call
         if element < 0:
             call.arguments[key] = None
@@ -145,20 +146,20 @@ class Recorder:
             if is_change := address in written:
                 before = self._table.get(address)
                 content = self._written(written.pop(address))
-            elif address in self._table:  # a view, or another one of what this made
+            elif address in self._table:  # a view, or another tensor on a storage made by this call
                 continue
             else:
                 content = self._renew(tensor, external=False)
                 content.see(tensor)
             content.operator = call.operator.name
             if call.operator.is_own_batch_norm and output == 1:
-                # It is computed again from the statistics of its forward.
+                # A recompute uses the batch statistics that the forward returned.
                 geometry = Geometry.of(tensor)
                 call.references.append(Reference(_STATISTICS, -1, content, geometry, False))
             elif is_repeatable and (before in changed or not is_change):
                 content.call, content.depth = call, depth
                 call.made.append(Made(weakref.ref(content), output, element, before))
-        for tensor in written.values():  # and not returned
+        for tensor in written.values():  # those that were written and not returned
             self._written(tensor)
 
     def _sweep(self) -> None:

@@ -1,4 +1,4 @@
-"""What autograd holds in place of the tensors that a block saves."""
+"""The objects that autograd holds in place of the tensors saved in a block."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from .recompute import Again, paused, storage_of
 
 
 class Kept:
-    """As autograd keeps a tensor: without the graph that made it, and noticing changes, which it
-    does not look for where there are hooks."""
+    """A tensor that is kept, without the graph that made it.
+
+    Its version is checked here, because autograd does not check it where there are hooks.
+    """
 
     def __init__(self, tensor: Tensor, memory: Memory | None = None) -> None:
         self._tensor = tensor.detach() if tensor.requires_grad else tensor
         self._version = version_of(tensor)
-        self._memory = memory  # as long as this lives, others may be computed from it
+        self._memory = memory  # kept alive, so that others can be recomputed from it
 
     def open(self) -> Tensor:
         tensor, now = self._tensor, version_of(self._tensor)
