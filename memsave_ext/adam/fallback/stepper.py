@@ -100,10 +100,8 @@ class AdamStepper:
             self._scaling.finish_norm(max_norm, loss_scale_of(self.optimizer()))
 
     def step(self, max_norm: float, unscaled: bool) -> int:
-        """Steps the parameters with a gradient, and closes the step.
-
-        Returns how many parameters have been stepped since the last call, backwards included.
-        """
+        """Steps what has a gradient and closes the step. Returns how many parameters have been
+        stepped since the last call, backwards included."""
         self._machine.check(Event.END_STEP)
         if self._backwards.any_runs():
             raise errors.backward_runs()
@@ -150,10 +148,8 @@ class AdamStepper:
         self._reduced_by_ddp.hand_over(params, enabled)
 
     def begin_reduced(self, params: list[Tensor]) -> Backward | None:
-        """Called before the reduction of these gradients.
-
-        Returns the backward to give to step_reduced(); None where the gradients are dropped.
-        """
+        """Called before these gradients are reduced. Returns the backward to give to
+        step_reduced(); None where the gradients are dropped."""
         if self._blocks[Block.KEEP]:
             raise errors.keeps_reduced()
         if self._blocks[Block.DROP]:
@@ -247,10 +243,8 @@ class AdamStepper:
         self._backwards.ended(backward)
 
     def raised(self, used: int, waiting: list[Tensor]) -> None:
-        """Notes that a backward raised after using ``used`` gradients.
-
-        The gradients of ``waiting`` were queued and are still in ``.grad``.
-        """
+        """Notes that a backward raised after it had used ``used`` gradients. Those of ``waiting``
+        were queued and are still in ``.grad``."""
         self._machine.fail(used)
         self._stepped.difference_update(id(param) for param in waiting)
 
