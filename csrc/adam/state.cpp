@@ -23,8 +23,9 @@ StateFormat made_format(const Tensor& param, const Group& group) {
       param.numel() >= kSmallestOfBlocks && param.is_non_overlapping_and_dense();
   const auto& asked = row(group.state_dtype);
   if (asked.option != Option::kNone && (asked.block == 0 || takes_blocks)) return asked.format;
-  const auto type = param.scalar_type();
-  return type == at::kHalf || type == at::kBFloat16 ? StateFormat::kFloat : StateFormat::kAsParam;
+  const auto dtype = vector::dtype_of(param.scalar_type());
+  const bool takes_float = dtype && (row(StateFormat::kFloat).params & bit(*dtype)) != 0;
+  return takes_float ? StateFormat::kFloat : StateFormat::kAsParam;
 }
 
 void check_tensor(const char* name, const Tensor& tensor, const Tensor& param,

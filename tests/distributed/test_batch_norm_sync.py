@@ -134,6 +134,7 @@ def not_in_the_group():
 def group_that_is_gone():
     group = dist.new_group([0, 1, 2])
     bn = module(process_group=group)
+    dist.barrier()  # who still connects would see the others go
     dist.destroy_process_group(group)
     try:
         bn(batch()[0])

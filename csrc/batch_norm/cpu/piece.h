@@ -8,6 +8,7 @@
 
 #include "batch_norm/kernels.h"
 #include "vector/isa.h"
+#include "vector/types.h"
 
 namespace memsave_ext::batch_norm::cpu {
 
@@ -49,7 +50,7 @@ struct Passes {
 };
 
 struct PassTable {
-  Passes of[4][Activations::kCount];  // [DType][Activation]
+  Passes of[vector::kDTypes][Activations::kCount];  // [DType][Activation]
 };
 
 MEMSAVE_EXT_DECLARE_TABLES(PassTable, kPasses)
