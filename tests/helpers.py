@@ -1,9 +1,10 @@
-"""What the tests of checkpointing share."""
+"""What tests of several rooms share."""
 
 import contextlib
 import threading
 
 import torch
+from torch.utils._pytree import tree_map
 
 import memsave_ext as ms
 
@@ -72,3 +73,24 @@ def state_unchanged():
     before = state()
     yield
     assert state() == before
+
+
+class Wrapper(torch.Tensor):
+    """Stands for another tensor, without memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        def unwrap(value):
+            return value.inner if isinstance(value, Wrapper) else value
+
+        def wrap(value):
+            return Wrapper(value) if isinstance(value, torch.Tensor) else value
+
+        return tree_map(wrap, func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {})))

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
+from helpers import Wrapper
 from torch import nn
-from torch.utils._pytree import tree_map
 
 import memsave_ext as ms
 
@@ -357,27 +357,6 @@ def test_clipping_of_float64_is_exact(way, dtype):
         nn.utils.clip_grad_norm_(theirs, 0.3)
         expected.step()
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-13, atol=1e-13)
-
-
-class Wrapper(torch.Tensor):
-    """Another tensor, without memory of its own."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        def to_inner(value):
-            return value.inner if isinstance(value, cls) else value
-
-        results = function(
-            *tree_map(to_inner, args), **{n: to_inner(v) for n, v in (kwargs or {}).items()}
-        )
-        return tree_map(lambda r: cls(r) if isinstance(r, torch.Tensor) else r, results)
 
 
 @pytest.mark.skipif(not ms._native.available, reason="torch's operators step them")

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from helpers import Wrapper
 from remat_programs import check
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 
 from memsave_ext import CheckpointError
 
@@ -238,27 +238,6 @@ def test_a_kernel_that_is_called_outside_of_a_function():
         return torch.autograd.grad(z.sum(), w)
 
     check(program)
-
-
-class Wrapper(torch.Tensor):
-    """Has no memory of its own."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        def unwrap(value):
-            return value.inner if isinstance(value, Wrapper) else value
-
-        def wrap(value):
-            return Wrapper(value) if isinstance(value, torch.Tensor) else value
-
-        return tree_map(wrap, func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {})))
 
 
 class Subclass(torch.Tensor):
