@@ -71,8 +71,8 @@ Scaling OpenStep::scaling(const Snapshot& snapshot, c10::Device device) {
     }
     return norm_->scaling(device);
   }
-  if (!snapshot.loss_scale.defined()) return {};
-  return {snapshot.loss_scale.to(device), found_inf_.on(device), {}, {}};
+  if (!snapshot.grad_scale.defined()) return {};
+  return {snapshot.grad_scale.to(device), found_inf_.on(device), {}, {}};
 }
 
 void OpenStep::begin_norm_pass() {
@@ -80,11 +80,11 @@ void OpenStep::begin_norm_pass() {
   norm_ = std::make_unique<GradNorm>();
 }
 
-void OpenStep::end_norm_pass(std::optional<double> max_norm, const Tensor& loss_scale) {
+void OpenStep::end_norm_pass(std::optional<double> max_norm, const Tensor& grad_scale) {
   machine_.handle(max_norm ? Event::kFinishNormPass : Event::kDropNormPass);
   if (!norm_) return;  // zero_grad() has ended the step of the pass
   if (max_norm) {
-    norm_->finish(*max_norm, loss_scale);
+    norm_->finish(*max_norm, grad_scale);
   } else {
     norm_.reset();
     ++number_;
@@ -92,10 +92,10 @@ void OpenStep::end_norm_pass(std::optional<double> max_norm, const Tensor& loss_
 }
 
 void OpenStep::clip(const ByDevice<std::vector<Parameter*>>& parameters, double max_norm,
-                    const Tensor& loss_scale) {
+                    const Tensor& grad_scale) {
   norm_ = std::make_unique<GradNorm>();
   for (const auto& [device, of_device] : parameters) norm_->add(gradients_of(of_device));
-  norm_->finish(max_norm, loss_scale);
+  norm_->finish(max_norm, grad_scale);
 }
 
 int64_t OpenStep::end() {
@@ -116,7 +116,7 @@ void OpenStep::acknowledge() {
 void OpenStep::begin_next() {
   ++number_;
   stepped_ = 0;
-  found_inf_.end_step(norm_ ? norm_->found() : Tensor());
+  found_inf_.end_step(norm_ ? norm_->found_inf() : Tensor());
   if (norm_) last_norm_ = norm_->norm();
   norm_.reset();
 }

@@ -44,10 +44,10 @@ class OpenStep {
 
   void begin_norm_pass();
   // Without `max_norm` the norm pass is dropped, as if there had been none.
-  void end_norm_pass(std::optional<double> max_norm, const at::Tensor& loss_scale);
+  void end_norm_pass(std::optional<double> max_norm, const at::Tensor& grad_scale);
   // Measures the norm of all gradients of these prepared parameters; apply() then clips to it.
   void clip(const ByDevice<std::vector<Parameter*>>& parameters, double max_norm,
-            const at::Tensor& loss_scale);
+            const at::Tensor& grad_scale);
 
   bool is_folded(const Parameter& parameter) const { return records_.is_folded(parameter.state); }
   // Returns how many parameters have folded gradients that are not stepped yet.

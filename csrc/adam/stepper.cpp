@@ -186,11 +186,11 @@ void Stepper::begin_norm_pass() {
 void Stepper::end_norm_pass(const py::object& max_norm) {
   std::optional<double> norm;
   if (!max_norm.is_none()) norm = max_norm.cast<double>();
-  Tensor loss_scale;
-  if (const py::object owner = optimizer(); !owner.is_none()) loss_scale = read_loss_scale(owner);
+  Tensor grad_scale;
+  if (const py::object owner = optimizer(); !owner.is_none()) grad_scale = read_grad_scale(owner);
   const py::gil_scoped_release no_gil;
   const std::lock_guard<std::mutex> lock(mutex_);
-  open_step_.end_norm_pass(norm, loss_scale);
+  open_step_.end_norm_pass(norm, grad_scale);
 }
 
 int64_t Stepper::folded() {
@@ -220,10 +220,10 @@ py::object Stepper::grad_norm() {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(norm));
 }
 
-py::list Stepper::found() const {
+py::list Stepper::found_inf() const {
   py::list tensors;
-  for (const Tensor& found : open_step_.found_inf()) {
-    tensors.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(found)));
+  for (const Tensor& found_inf : open_step_.found_inf()) {
+    tensors.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(found_inf)));
   }
   return tensors;
 }

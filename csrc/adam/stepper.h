@@ -56,7 +56,7 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   pybind11::object grad_norm();  // of the last step whose norm was measured, or None
   // Returns the found_inf of each device in the last step with a loss scale: 1 where a gradient was
   // not finite.
-  pybind11::list found() const;
+  pybind11::list found_inf() const;
   // Returns how many of these parameters were stepped, or folded into, since the last step().
   int64_t count_used(const pybind11::list& params);
 

@@ -34,7 +34,7 @@ __attribute__((flatten)) void step(const Item& item, int64_t begin, int64_t end,
   constexpr bool in_chunks = States::kInBlocks || Param::kRandom || States::kRandom;
   auto c = convert<V>(scalars, Broadcast<V>{});
   c.phase = closes ? Phase::kClose : Phase::kWhole;
-  const Param param(item.param, item.param_rest);
+  const Param param(item.param, item.param_low_part);
   States states(item);
   Noise of_param, of_moments;
   // grad: the chunk's gradient. offset: of element i in the chunk.

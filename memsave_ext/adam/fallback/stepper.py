@@ -21,7 +21,7 @@ from .backward import Backward, Backwards, Task
 from .ddp import ReducedByDdp, params_of_modules
 from .params import Params
 from .records import Records
-from .scaling import GradNorm, Scaling, loss_scale_of
+from .scaling import GradNorm, Scaling, grad_scale_of
 from .state_machine import Block, Event, State, StateMachine
 from .updates import Update, apply
 
@@ -97,7 +97,7 @@ class AdamStepper:
             self._scaling.norm = None
         else:
             self._machine.handle(Event.FINISH_NORM_PASS)
-            self._scaling.finish_norm(max_norm, loss_scale_of(self.optimizer()))
+            self._scaling.finish_norm(max_norm, grad_scale_of(self.optimizer()))
 
     def step(self, max_norm: float, unscaled: bool) -> int:
         """Steps what has a gradient and closes the step. Returns how many parameters have been
@@ -107,7 +107,7 @@ class AdamStepper:
             raise errors.backward_runs()
         left = [param for param in self._params if param.grad is not None]
         updates = self._remaining()
-        scale = loss_scale_of(self.optimizer())
+        scale = grad_scale_of(self.optimizer())
         scale = torch.ones_like(scale) if unscaled and scale is not None else scale
         if max_norm > 0 and updates:
             grads = [(param, grad) for param, _, grad in updates if grad is not None]
@@ -132,8 +132,8 @@ class AdamStepper:
     def grad_norm(self) -> Tensor | None:
         return self._scaling.last_norm
 
-    def found(self) -> list[Tensor]:
-        return self._scaling.last_found
+    def found_inf(self) -> list[Tensor]:
+        return self._scaling.last_found_inf
 
     def folded(self) -> int:
         return self._records.folded()
@@ -232,7 +232,7 @@ class AdamStepper:
                 assert grad is not None
                 self._scaling.measure(param, grad)
         elif updates:
-            scale, folds = loss_scale_of(self.optimizer()), task is Task.FOLD
+            scale, folds = grad_scale_of(self.optimizer()), task is Task.FOLD
             apply(updates, self._params, self._records, self._scaling, scale, folds=folds)
             if task is Task.STEP:
                 self._machine.handle(Event.STEPPED)
