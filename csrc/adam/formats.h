@@ -124,7 +124,7 @@ struct Combination {
   ParamFormat format;
   StateFormat states;
   bool amsgrad;
-  bool closes;  // gradients that were folded into the moments: Phase::kClose
+  bool closes;  // gradients that were folded into the moments: StepPhase::kClose
 
   constexpr bool exists() const {
     return (row(states).params & bit(param)) != 0 &&

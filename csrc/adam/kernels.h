@@ -24,7 +24,7 @@ struct Item {
   DType param_type;
   ParamFormat param_format;
   StateFormat state_format;
-  Phase phase;               // kWhole unless the states are float or double
+  StepPhase phase;           // kWhole unless the states are float or double
   uint32_t position;         // of the parameter in the optimizer
   double step;               // the number of this step, from 1
   const float* device_step;  // on CUDA: read there in place of `step`, where not null
@@ -36,7 +36,7 @@ struct Item {
   // The combination whose kernel steps the item, where its phase is not a fold.
   Combination combination() const {
     return {param_type, param_format, state_format, max_exp_avg_sq != nullptr,
-            phase == Phase::kClose};
+            phase == StepPhase::kClose};
   }
 };
 

@@ -31,36 +31,38 @@ void OpenStep::check_use(const Entry& entry, const Tensor& param) const {
   }
 }
 
-void OpenStep::note_use(Entry& entry, Task task) const {
-  if (task == Task::kStep) entry.step = number_;
-  if (task == Task::kMeasure) entry.measured = number_;
+void OpenStep::note_use(Entry& entry, GradientAction action) const {
+  if (action == GradientAction::kStep) entry.step = number_;
+  if (action == GradientAction::kMeasure) entry.measured = number_;
 }
 
-void OpenStep::prepare(Parameter& parameter, Tensor grad, Task task) const {
-  if (task == Task::kMeasure) {
+void OpenStep::prepare(Parameter& parameter, Tensor grad, GradientAction action) const {
+  if (action == GradientAction::kMeasure) {
     parameter.grad = std::move(grad);
     return;
   }
   const bool folded = is_folded(parameter);
-  const auto phase = task == Task::kFold ? (folded ? Phase::kFold : Phase::kFirstFold)
-                                         : (folded ? Phase::kClose : Phase::kWhole);
+  const auto phase = action == GradientAction::kFold
+                         ? (folded ? StepPhase::kFold : StepPhase::kFirstFold)
+                         : (folded ? StepPhase::kClose : StepPhase::kWhole);
   adam::prepare(parameter, std::move(grad), phase);
 }
 
-void OpenStep::apply(c10::ArrayRef<Parameter*> parameters, Task task, const Snapshot& snapshot) {
+void OpenStep::apply(c10::ArrayRef<Parameter*> parameters, GradientAction action,
+                     const Snapshot& snapshot) {
   if (parameters.empty()) return;
-  if (task == Task::kMeasure) {
+  if (action == GradientAction::kMeasure) {
     if (norm_) norm_->add(gradients_of(parameters));  // null where the pass has been dropped
   } else {
     records_.step(parameters, scaling(snapshot, parameters.front()->local.device()));
   }
-  if (task == Task::kStep) {
+  if (action == GradientAction::kStep) {
     machine_.handle(Event::kStepped);
     stepped_ += static_cast<int64_t>(parameters.size());
   }
   for (Parameter* parameter : parameters) {
     parameter->grad.reset();
-    if (task == Task::kFold) parameter->entry->folded = number_;
+    if (action == GradientAction::kFold) parameter->entry->folded = number_;
   }
 }
 

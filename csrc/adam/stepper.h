@@ -78,8 +78,8 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   c10::Stream stream_beside(const c10::Stream& stream);
   // Makes the current streams wait for the work that those streams were given.
   void wait_for_streams_beside() const;
-  // Returns the task of a backward that begins. Call without the mutex and the GIL.
-  Task next_task();
+  // Returns the action of a backward that begins. Call without the mutex and the GIL.
+  GradientAction next_action();
   // Returns null when the optimizer is gone. Call without the mutex.
   std::shared_ptr<Snapshot> take_snapshot() const;
   // Both need the GIL.

@@ -33,7 +33,8 @@ int64_t Stepper::step(double max_norm, bool unscaled) {
     const auto remaining = with_gradients(*snapshot);
     const Batches batches = prepare(remaining);
     if (max_norm > 0) open_step_.clip(batches, max_norm, snapshot->grad_scale);
-    for (const auto& [device, batch] : batches) open_step_.apply(batch, Task::kStep, *snapshot);
+    for (const auto& [device, batch] : batches)
+      open_step_.apply(batch, GradientAction::kStep, *snapshot);
     if (attached_) {
       for (const Parameter* parameter : remaining) parameter->tensor.mutable_grad().reset();
     }
@@ -76,7 +77,7 @@ Stepper::Batches Stepper::prepare(const std::vector<Parameter*>& remaining) cons
       if (entry->has_local_gradient) throw_error("not_reduced", name_of(*entry, parameter->tensor));
       if (is_stepped) throw_error("stepped_again", name_of(*entry, parameter->tensor));
     }
-    open_step_.prepare(*parameter, std::move(parameter->grad), Task::kStep);
+    open_step_.prepare(*parameter, std::move(parameter->grad), GradientAction::kStep);
     batches[parameter->local.device()].push_back(parameter);
   }
   return batches;

@@ -15,7 +15,7 @@ from .formats import COMPUTED, made_state_format, param_format_of, state_formats
 
 # A step is made as a whole, or in parts: gradients are folded into the moments ("first_fold", then
 # "fold"), and "close" adds the last one and updates the parameter.
-Phase = Literal["whole", "first_fold", "fold", "close"]
+StepPhase = Literal["whole", "first_fold", "fold", "close"]
 
 
 def make_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -38,7 +38,7 @@ def check(
     grad: Tensor | None,
     state: Mapping[str, Tensor],
     group: Mapping[str, Any],
-    phase: Phase = "whole",
+    phase: StepPhase = "whole",
 ) -> None:
     """Raises RuntimeError where a step cannot be made. Changes nothing."""
     if grad is not None:

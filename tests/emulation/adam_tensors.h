@@ -8,8 +8,8 @@ namespace emulation {
 
 using memsave_ext::adam::Item;
 using memsave_ext::adam::ParamFormat;
-using memsave_ext::adam::Phase;
 using memsave_ext::adam::StateFormat;
+using memsave_ext::adam::StepPhase;
 using memsave_ext::vector::DType;
 
 struct Format {

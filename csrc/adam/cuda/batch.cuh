@@ -15,7 +15,7 @@ struct Recipe {
   double step;
   Powers powers;  // of `step`; unset where the step is on the device
   const float* device_lr;
-  Phase phase;
+  StepPhase phase;
 };
 
 // The fields are as in Item. All formats share this struct though they need different fields:

@@ -90,11 +90,11 @@ __global__ void __launch_bounds__(kThreads, M::kMinBlocks)
   };
   // The compiler knows the phase in each branch: whole steps do not pay for closing ones.
   Coefficients<typename M::Value> c = shared.coefficients;
-  if (M::kFolds && c.phase == Phase::kClose) {
-    c.phase = Phase::kClose;
+  if (M::kFolds && c.phase == StepPhase::kClose) {
+    c.phase = StepPhase::kClose;
     step(c);
   } else {
-    c.phase = Phase::kWhole;
+    c.phase = StepPhase::kWhole;
     step(c);
   }
 }

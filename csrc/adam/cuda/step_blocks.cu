@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, 3) blocks_kernel(const __grid_consta
       is_aligned<uint8_t, kOfThread>(tensor.exp_avg, tensor.exp_avg_sq);
   const int64_t end = (chunk.begin + chunk.count + kBlock - 1) / kBlock;
   Coefficients<float> c = shared.coefficients;
-  c.phase = Phase::kWhole;  // there are no folds into blocks
+  c.phase = StepPhase::kWhole;  // there are no folds into blocks
 #pragma unroll 1
   for (int64_t i = chunk.begin / kBlock + threadIdx.x / kWarp; i < end; i += kThreads / kWarp) {
     step_block<M>(tensor, i, vectors, c, random);

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..states import Phase
+from ..states import StepPhase
 
 
 class Records:
@@ -24,7 +24,7 @@ class Records:
         """Whether gradients are folded into the state's moments, which are then packed."""
         return id(state.get("exp_avg_sq")) in self._folded
 
-    def phase(self, state: Mapping[str, Any], *, folds: bool) -> Phase:
+    def phase(self, state: Mapping[str, Any], *, folds: bool) -> StepPhase:
         """Returns the phase of the next fold (``folds``) or step."""
         if folds:
             return "fold" if self.is_folded(state) else "first_fold"
