@@ -27,13 +27,13 @@ void set_counts() {
 }
 
 void observe_recompute(bool begins) {
-  const Moment moment = Moment::now();
+  const EventContext context = EventContext::now();
   const std::lock_guard<std::mutex> lock(tracking_mutex());
   for (Log* log : active) {
     if (begins)
-      log->threads().begin_recompute(moment);
+      log->threads().begin_recompute(context);
     else
-      log->threads().end_recompute(moment);
+      log->threads().end_recompute(context);
   }
 }
 
@@ -80,21 +80,21 @@ bool any_active(c10::DeviceType type) {
 
 void report_allocated(c10::Device device, void* ptr, int64_t size, std::optional<int64_t> total) {
   if (!watching()) return;
-  Moment moment = Moment::now();
+  EventContext context = EventContext::now();
   if (stack_count.load(std::memory_order_relaxed) > 0) {
-    moment.stack = device.is_cpu() ? stack_here() : stack_of_operator();
+    context.stack = device.is_cpu() ? stack_here() : stack_of_operator();
   }
   TrackingLock lock;
   for (Log* log : active)
-    if (log->device() == device) log->allocated(moment, ptr, size, total, lock);
+    if (log->device() == device) log->allocated(context, ptr, size, total, lock);
 }
 
 void report_freed(c10::Device device, void* ptr, std::optional<int64_t> total) {
   if (!watching()) return;
-  const Moment moment = Moment::now();
+  const EventContext context = EventContext::now();
   const std::lock_guard<std::mutex> lock(tracking_mutex());
   for (Log* log : active)
-    if (log->device() == device) log->freed(moment, ptr, total);
+    if (log->device() == device) log->freed(context, ptr, total);
 }
 
 }  // namespace memsave_ext::memory
