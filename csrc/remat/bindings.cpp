@@ -1,6 +1,7 @@
 #include "remat/bindings.h"
 
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <optional>
@@ -25,6 +26,9 @@ class Recorder {
       : block_(std::make_shared<Block>(!everything   ? Drops::kNothing
                                        : *everything ? Drops::kEverything
                                                      : Drops::kCheap)) {}
+  Recorder(int64_t bytes, double share, const at::Device& device)
+      : block_(std::make_shared<Block>(Drops::kCheap,
+                                       std::make_unique<Step>(Budget{bytes, share}, device))) {}
 
   void open() {
     install_engine();
@@ -41,6 +45,26 @@ class Recorder {
   }
   void enter_module(int32_t number) { block_->enter_module(number); }
   void leave_module() { block_->leave_module(); }
+
+  void count(const std::vector<at::Tensor>& tensors, int64_t missing) {
+    block_->step()->count(tensors, missing);
+  }
+
+  py::dict budget() const {
+    const Step& step = *block_->step();
+    py::dict figures;
+    figures["budget"] = step.budget();
+    figures["peak"] = step.peak();
+    figures["least"] = step.least();
+    const std::optional<Plan> plan = step.plan();
+    figures["plan"] = plan ? py::object(py::make_tuple(plan->peak, plan->seconds)) : py::none();
+    py::list plans;
+    for (const Plan& other : step.plans()) {
+      plans.append(py::make_tuple(other.peak, other.seconds));
+    }
+    figures["plans"] = std::move(plans);
+    return figures;
+  }
 
   py::dict figures() const {
     SumsAgain sums_again;
@@ -75,6 +99,9 @@ class Recorder {
 void bind(py::module_& m) {
   py::class_<Recorder>(m, "RematRecorder")
       .def(py::init<std::optional<bool>>())
+      .def(py::init<int64_t, double, const at::Device&>())
+      .def("count", &Recorder::count)
+      .def("budget", &Recorder::budget)
       .def("open", &Recorder::open)
       .def("close", &Recorder::close)
       .def("enter_module", &Recorder::enter_module)
