@@ -26,9 +26,8 @@ class Recorder {
       : block_(std::make_shared<Block>(!everything   ? Drops::kNothing
                                        : *everything ? Drops::kEverything
                                                      : Drops::kCheap)) {}
-  Recorder(int64_t bytes, double share, const at::Device& device)
-      : block_(std::make_shared<Block>(Drops::kCheap,
-                                       std::make_unique<Step>(Budget{bytes, share}, device))) {}
+  Recorder(int64_t bytes, double share, bool strict, const at::Device& device)
+      : block_(std::make_shared<Block>(Budget{bytes, share, strict, device})) {}
 
   void open() {
     install_engine();
@@ -50,12 +49,19 @@ class Recorder {
     block_->step()->count(tensors, missing);
   }
 
+  bool is_newly_short() { return block_->step()->is_newly_short(); }
+
   py::dict budget() const {
+    if (block_->step() == nullptr) throw std::runtime_error("remat: the block was not entered");
     const Step& step = *block_->step();
     py::dict figures;
     figures["budget"] = step.budget();
     figures["peak"] = step.peak();
     figures["least"] = step.least();
+    figures["before"] = step.before();
+    figures["least_held"] = 0;
+    figures["least_where"] = "";
+    figures["curve"] = step.curve();
     const std::optional<Plan> plan = step.plan();
     figures["plan"] = plan ? py::object(py::make_tuple(plan->peak, plan->seconds)) : py::none();
     py::list plans;
@@ -99,9 +105,10 @@ class Recorder {
 void bind(py::module_& m) {
   py::class_<Recorder>(m, "RematRecorder")
       .def(py::init<std::optional<bool>>())
-      .def(py::init<int64_t, double, const at::Device&>())
+      .def(py::init<int64_t, double, bool, const at::Device&>())
       .def("count", &Recorder::count)
       .def("budget", &Recorder::budget)
+      .def("is_newly_short", &Recorder::is_newly_short)
       .def("open", &Recorder::open)
       .def("close", &Recorder::close)
       .def("enter_module", &Recorder::enter_module)

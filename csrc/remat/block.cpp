@@ -29,6 +29,7 @@ void Block::open() {
   thread_ = std::this_thread::get_id();
   outer_ = current;
   if (outer_ == nullptr) seconds_of_copy(0);  // measures it before any operator is timed
+  if (budget_) step_ = std::make_unique<Step>(*budget_);
   callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(on_start, on_end)
                                              .needsInputs(true)
                                              .needsOutputs(true)

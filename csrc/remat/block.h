@@ -35,9 +35,8 @@ using SumsAgain = std::map<Maker, Sum>;
 
 class Block {
  public:
-  // `step`: drops what its budget asks for; null without a budget.
-  explicit Block(Drops drops, std::unique_ptr<Step> step = nullptr)
-      : drops_(drops), step_(std::move(step)) {}
+  explicit Block(Drops drops) : drops_(drops) {}
+  explicit Block(Budget budget) : drops_(Drops::kCheap), budget_(budget) {}
 
   // Records this thread's operators until close(). Blocks nest: only the innermost records.
   void open();
@@ -51,7 +50,7 @@ class Block {
 
   // Called for what save() returned, when its holder is gone.
   void released(const Content& content, bool was_last);
-  Step* step() const { return step_.get(); }
+  Step* step() const { return step_.get(); }  // null without a budget, and before open()
 
   // Ignored on threads other than the block's own, which run replicas of a module.
   void enter_module(int32_t number);
@@ -110,7 +109,8 @@ class Block {
   void sweep();
 
   const Drops drops_;
-  const std::unique_ptr<Step> step_;
+  const std::optional<Budget> budget_;
+  std::unique_ptr<Step> step_;
   std::atomic<int64_t> holders_{1};  // of its contents; and itself while it is open
   std::unordered_map<const c10::StorageImpl*, Entry> table_;
   size_t sweep_at_ = 1024;           // size of table_ at which freed storages are removed

@@ -75,6 +75,7 @@ void KnownSteps::add(std::shared_ptr<Known> step) {
   if (same != steps_.end()) {
     std::shared_ptr<Known> old = std::move(*same);
     steps_.erase(same);
+    step->told = old->told;
     if (old->is_like(*step)) {
       step = std::move(old);
     } else if (old->trace.calls.size() == step->trace.calls.size()) {

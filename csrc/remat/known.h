@@ -20,6 +20,7 @@ struct Known {
   Trace trace;
   int64_t before = 0;       // counted bytes that lived before the step
   std::vector<Plan> plans;  // empty until they are asked for
+  bool told = false;        // whether it was told that the budget is too small
 
   bool is_like(const Known& other) const;
 };

@@ -115,7 +115,9 @@ std::shared_ptr<Saved> BlockPacker::pack(at::Tensor& tensor) {
   if (Block::active() != block_.get()) return nullptr;
   std::shared_ptr<Content> content = block_->save(tensor);
   if (!content) return std::make_shared<KeptSaved>(tensor);
-  return std::make_shared<BlockSaved>(block_, std::move(content), tensor);
+  auto saved = std::make_shared<BlockSaved>(block_, std::move(content), tensor);
+  if (block_->step()) block_->step()->check();
+  return saved;
 }
 
 }  // namespace memsave_ext::remat

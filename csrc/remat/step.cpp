@@ -27,8 +27,8 @@ uint64_t key_of(const Operator& op, const at::RecordFunction& function) {
 
 }  // namespace
 
-Step::Step(Budget budget, at::Device device)
-    : budget_(budget), shared_(known_steps(device)), bytes_(budget.bytes) {
+Step::Step(Budget budget)
+    : budget_(budget), shared_(known_steps(budget.device)), bytes_(budget.bytes) {
   shared_.begin();
 }
 
@@ -116,6 +116,8 @@ void Step::add_moment() {
   const int64_t now = live - held_;
   trace_.moments.push_back({now, std::max(now, peak - before)});
   peak_ = std::max(peak_, peak);
+  curve_.push_back(std::max(peak, recompute_peak_));
+  recompute_peak_ = 0;
 }
 
 int64_t Step::held_alone() const {
@@ -195,7 +197,8 @@ void Step::opened(const Content& content) {
 
 void Step::recomputed() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  peak_ = std::max(peak_, shared_.count.take_peak());
+  recompute_peak_ = shared_.count.take_peak();
+  peak_ = std::max(peak_, recompute_peak_);
   held_ = held_alone();
 }
 
@@ -216,6 +219,29 @@ void Step::finish() {
   known->trace = trace_;
   known->before = before_;
   shared_.end(saw_backward_ ? std::move(known) : nullptr);
+}
+
+void Step::check() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const bool refused = budget_.strict && plan_ != nullptr && least_ > bytes_;
+  TORCH_CHECK_WITH(OutOfMemoryError, !refused, "remat: out of memory: the budget is ", bytes_,
+                   " bytes, and a step of these shapes needs at least ", least_,
+                   " (strict=True). Use a larger budget or a smaller batch.");
+}
+
+bool Step::is_newly_short() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return plan_ != nullptr && least_ > bytes_ && !std::exchange(followed_->told, true);
+}
+
+int64_t Step::before() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return before_;
+}
+
+std::vector<int64_t> Step::curve() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return curve_;
 }
 
 int64_t Step::peak() const {

@@ -25,11 +25,13 @@ struct Budget {
   // Where positive: the budget is what the step needs without activations, and this share of the
   // activations of a step that keeps everything.
   double share = 0;
+  bool strict = false;  // a step that cannot keep to it is refused
+  at::Device device{at::kCPU};
 };
 
 class Step {
  public:
-  Step(Budget budget, at::Device device);
+  explicit Step(Budget budget);
   ~Step();
   Step(const Step&) = delete;
   Step& operator=(const Step&) = delete;
@@ -44,6 +46,8 @@ class Step {
   // `call`: null where its results cannot be recomputed.
   void ended(const Call* call, uint64_t key);
   Choice decide(Content& content);
+  // Throws torch's OutOfMemoryError where the budget is strict and the plan exceeds it.
+  void check() const;
   // Whether what decide() kept may be dropped yet, because there is no plan.
   bool may_drop_later() const;
   // How many bytes are to be freed now, where there is no plan; 0 for none.
@@ -62,6 +66,11 @@ class Step {
   int64_t peak() const;   // until now
   int64_t least() const;  // the lowest peak that a plan reaches
   int64_t budget() const;
+  int64_t before() const;  // that lived before the step
+  // Whether its plan exceeds the budget and nobody has asked this for steps like this one.
+  bool is_newly_short();
+  // The most bytes in each of the moments until now.
+  std::vector<int64_t> curve() const;
   std::optional<Plan> plan() const;
   std::vector<Plan> plans() const;
 
@@ -91,6 +100,8 @@ class Step {
   int64_t before_ = 0;          // counted bytes that lived before
   int64_t missing_ = 0;         // of gradients that are not there yet
   int64_t least_ = 0, peak_ = 0;
+  std::vector<int64_t> curve_;
+  int64_t recompute_peak_ = 0;  // since the latest moment
   bool saw_backward_ = false, finished_ = false;
 };
 
