@@ -74,12 +74,13 @@ void Block::decide(const std::shared_ptr<Content>& content) {
   Freed freed;  // declared first: freed last, without the mutex
   std::shared_ptr<Call> call;
   const std::lock_guard<std::mutex> lock(contents_mutex());
-  Plan plan;
-  if (content->call && !content->external) plan = plan_for(*content, freed);
+  Route route;
+  if (content->call && !content->external) route = route_to(*content, freed);
   // It cannot be recomputed from memory that a running operator is about to write. This happens
   // where autograd saves a clone of a tensor before it is changed in place.
-  for (const auto& needed : plan.needs) plan.possible = plan.possible && !is_being_written(*needed);
-  const Verdict verdict = judge(*content, plan, drops_);
+  for (const auto& needed : route.needs)
+    route.possible = route.possible && !is_being_written(*needed);
+  const Verdict verdict = judge(*content, route, drops_);
   content->decided = true;
   Sum& sum = sums_[{{content->module, content->op}, verdict}];
   ++sum.count;
@@ -92,15 +93,15 @@ void Block::decide(const std::shared_ptr<Content>& content) {
     }
     return;
   }
-  sum.seconds += plan.seconds;
+  sum.seconds += route.seconds;
   content->dropped = true;
-  content->dropped_depth = plan.dropped_depth + 1;
-  for (const auto& needed : plan.needs) {
+  content->dropped_depth = route.dropped_depth + 1;
+  for (const auto& needed : route.needs) {
     pin(*needed);
     if (!needed->held && !needed->dropped) needed->held = needed->storage.lock();
   }
-  for (const auto& other : plan.on_the_way) other->relied_on = true;
-  content->needs = std::move(plan.needs);
+  for (const auto& other : route.on_the_way) other->relied_on = true;
+  content->needs = std::move(route.needs);
   freed.push_back(std::move(content->held));
 }
 

@@ -9,8 +9,8 @@
 
 namespace memsave_ext::remat {
 
-// What it takes to recompute a content.
-struct Plan {
+// How a content is recomputed: what from, through what, and what that takes.
+struct Route {
   bool possible = true;
   double seconds = 0;                                // estimated
   int64_t more_bytes = 0;                            // that would be kept only for this
@@ -20,14 +20,14 @@ struct Plan {
 };
 
 // The caller holds contents_mutex(). `locked` receives what must stay alive until it is released.
-Plan plan_for(const Content& content, Freed& locked);
+Route route_to(const Content& content, Freed& locked);
 
 // Whether all memory that a dropped content is computed from is still there. The caller holds
 // contents_mutex().
 bool has_all_memory(const Content& content);
 
-// Decides whether a content is dropped, given the plan for it, or why not.
-Verdict judge(const Content& content, const Plan& plan, Drops drops);
+// Decides whether a content is dropped, given the route to it, or why not.
+Verdict judge(const Content& content, const Route& route, Drops drops);
 
 // Returns how long copying `bytes` takes within the cache; the speed is measured once.
 double seconds_of_copy(int64_t bytes);
