@@ -7,8 +7,11 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "checkpoint/engine.h"
+#include "remat/plan.h"
 #include "remat/saved.h"
 
 namespace memsave_ext::remat {
@@ -100,6 +103,42 @@ class Recorder {
   std::optional<HookGuard> hooks_;
 };
 
+// For tests: a trace as tuples of its fields.
+using Positions = std::vector<int32_t>;
+using ContentFields = std::tuple<int64_t, int32_t, bool, int32_t, int32_t, int32_t>;
+using CallFields = std::tuple<double, Positions, Positions, Positions>;
+using MomentFields = std::tuple<int64_t, int64_t>;
+
+// The plans of a trace; with decisions, only the plan with these.
+py::list plans(const std::vector<ContentFields>& contents, const std::vector<CallFields>& calls,
+               const std::vector<MomentFields>& moments, int32_t forward, int most_enumerated,
+               const std::optional<std::vector<int>>& decisions) {
+  Trace trace;
+  trace.forward = forward;
+  for (const auto& [bytes, call, saved, let_go, opened, closed] : contents) {
+    trace.contents.push_back({bytes, call, saved, let_go, opened, closed});
+  }
+  for (const auto& [seconds, reads, makes, writes] : calls) {
+    trace.calls.push_back({seconds, reads, makes, writes});
+  }
+  for (const auto& [now, peak] : moments) trace.moments.push_back({now, peak});
+  std::vector<Plan> plans;
+  if (decisions) {
+    std::vector<Decision> given;
+    for (const int decision : *decisions) given.push_back(static_cast<Decision>(decision));
+    plans.push_back(simulate(trace, std::move(given)));
+  } else {
+    plans = plans_of(trace, most_enumerated);
+  }
+  py::list result;
+  for (const auto& plan : plans) {
+    std::vector<int> made;
+    for (const Decision decision : plan.decisions) made.push_back(static_cast<int>(decision));
+    result.append(py::make_tuple(plan.peak, plan.seconds, made));
+  }
+  return result;
+}
+
 }  // namespace
 
 void bind(py::module_& m) {
@@ -114,6 +153,8 @@ void bind(py::module_& m) {
       .def("enter_module", &Recorder::enter_module)
       .def("leave_module", &Recorder::leave_module)
       .def("figures", &Recorder::figures);
+  m.def("remat_plans", &plans, py::arg("contents"), py::arg("calls"), py::arg("moments"),
+        py::arg("forward"), py::arg("most_enumerated") = 14, py::arg("decisions") = py::none());
 }
 
 }  // namespace memsave_ext::remat

@@ -25,7 +25,10 @@ struct Plan {
 Plan simulate(const Trace& trace, std::vector<Decision> decisions);
 
 // Returns plans from the fastest, which keeps everything, to the one with the lowest peak found:
-// seconds rise, peaks fall. The same trace gives the same plans.
-std::vector<Plan> plans_of(const Trace& trace);
+// seconds rise, peaks fall. None runs an operator again more than twice, but for the last one where
+// that lowers the peak further; it alone may take less time than the one before. The same trace
+// gives the same plans. All decisions are tried where at most `most_enumerated` contents can be
+// dropped.
+std::vector<Plan> plans_of(const Trace& trace, int most_enumerated = 14);
 
 }  // namespace memsave_ext::remat
