@@ -69,6 +69,12 @@ void Content::set_alone(bool now) {
   is_alone = now;
 }
 
+bool Content::is_let_go() const {
+  if (is_alone) return true;
+  if (held) return held.use_count() == 1;
+  return overwritten || storage.expired();
+}
+
 c10::intrusive_ptr<c10::StorageImpl> Content::give_up() {
   set_alone(false);
   return std::move(held);

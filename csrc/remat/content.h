@@ -121,6 +121,8 @@ struct Content : std::enable_shared_from_this<Content> {
   // the mutex.
   c10::intrusive_ptr<c10::StorageImpl> memory() const;
   void set_alone(bool now);  // needs the mutex
+  // Whether nobody but the block could have its values still. Needs the mutex.
+  bool is_let_go() const;
   // Whether its values are gone: overwritten, without a copy or a recompute. Needs the mutex.
   bool is_lost() const { return overwritten && !copied && fill == 0; }
 };

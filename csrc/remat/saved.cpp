@@ -66,6 +66,7 @@ class BlockSaved final : public Saved {
         close(freed);
       }
     }
+    if (block_->step()) block_->step()->given_up(freed);
     if (original && version_.enabled() && version_.current_version() != noted_) {
       throw_error("remat_saved_changed",
                   std::vector<int64_t>(geometry_.sizes.begin(), geometry_.sizes.end()),

@@ -57,6 +57,14 @@ uint64_t Step::began(const Operator& op, const at::RecordFunction& function) {
   const uint64_t key = key_of(op, function);
   const std::lock_guard<std::mutex> lock(mutex_);
   hash_ = mix(hash_, key);
+  // Between operators is where most contents are let go: what was before belongs to the moment
+  // that is past, so that the operator's own peak is told apart from them.
+  const int64_t least = take_peak();
+  if (!trace_.moments.empty()) {
+    trace_.moments.back().peak = std::max(trace_.moments.back().peak, least);
+    let_go(static_cast<int32_t>(trace_.moments.size()) - 1);
+  }
+  held_ = held_alone();
   return key;
 }
 
@@ -90,39 +98,52 @@ void Step::ended(const Call* call, uint64_t key) {
 }
 
 // Notes which contents nobody but the block refers to any more.
-void Step::let_go() {
-  const auto moment = static_cast<int32_t>(trace_.moments.size());
+void Step::let_go(int32_t moment) {
   const std::lock_guard<std::mutex> lock(contents_mutex());
-  const auto is_gone = [&](int32_t number) {
+  const auto is_let_go = [&](int32_t number) {
     const auto content = contents_[number].lock();
-    if (!content) return true;
-    if (content->is_alone) return true;
-    const bool gone = content->held ? content->held.use_count() == 1 : content->storage.expired();
-    if (!gone) return false;
+    if (content && !content->is_let_go()) return false;
     trace_.contents[number].let_go = moment;
-    if (content->held) content->set_alone(true);
+    if (content && content->held) content->set_alone(true);
     return true;
   };
-  not_let_go_.erase(std::remove_if(not_let_go_.begin(), not_let_go_.end(), is_gone),
+  not_let_go_.erase(std::remove_if(not_let_go_.begin(), not_let_go_.end(), is_let_go),
                     not_let_go_.end());
 }
 
 void Step::add_moment() {
-  let_go();
-  const int64_t peak = shared_.count.take_peak();
-  const int64_t live = shared_.count.live();
-  shared_.count.set_mark(static_cast<int32_t>(trace_.moments.size()) + 1);
-  const int64_t before = std::exchange(held_, held_alone());
-  const int64_t now = live - held_;
-  trace_.moments.push_back({now, std::max(now, peak - before)});
-  peak_ = std::max(peak_, peak);
-  curve_.push_back(std::max(peak, recompute_peak_));
-  recompute_peak_ = 0;
+  const int64_t peak = take_peak();
+  let_go(static_cast<int32_t>(trace_.moments.size()));
+  held_ = held_alone();
+  const int64_t now = shared_.count.live() - held_;
+  trace_.moments.push_back({now, std::max(now, peak)});
+  shared_.count.set_mark(static_cast<int32_t>(trace_.moments.size()));
+  curve_.push_back(std::exchange(highest_, 0));
 }
 
-int64_t Step::held_alone() const {
+// Returns the most bytes since the last call, less what only the block held.
+int64_t Step::take_peak() {
+  const int64_t peak = shared_.count.take_peak();
+  highest_ = std::max(highest_, peak);
+  peak_ = std::max(peak_, peak);
+  return peak - held_;
+}
+
+int64_t Step::held_alone() {
+  int64_t bytes = 0;
+  const auto is_gone = [&](const auto& memory) {
+    if (memory.expired()) return true;
+    bytes += static_cast<int64_t>(memory._unsafe_get_target()->nbytes());
+    return false;
+  };
+  given_up_.erase(std::remove_if(given_up_.begin(), given_up_.end(), is_gone), given_up_.end());
   const std::lock_guard<std::mutex> lock(contents_mutex());
-  return *alone_;
+  return bytes + *alone_;
+}
+
+void Step::given_up(const Freed& memory) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& storage : memory) given_up_.emplace_back(storage);
 }
 
 Choice Step::decide(Content& content) {
@@ -197,8 +218,7 @@ void Step::opened(const Content& content) {
 
 void Step::recomputed() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  recompute_peak_ = shared_.count.take_peak();
-  peak_ = std::max(peak_, recompute_peak_);
+  take_peak();
   held_ = held_alone();
 }
 
@@ -212,7 +232,7 @@ void Step::closed(const Content& content) {
 void Step::finish() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (std::exchange(finished_, true)) return;
-  peak_ = std::max(peak_, shared_.count.take_peak());
+  take_peak();
   for (size_t i = 0; i < calls_.size(); ++i) trace_.calls[i].seconds = fastest_[calls_[i]];
   auto known = std::make_shared<Known>();
   known->keys = keys_;

@@ -59,6 +59,8 @@ class Step {
   void opened(const Content& content);
   void recomputed();
   void closed(const Content& content);
+  // Memory that the block holds no more, but a node that runs still uses.
+  void given_up(const Freed& memory);
   // The step is over: the forward has ended and all its saved tensors are gone.
   void finish();
 
@@ -77,9 +79,10 @@ class Step {
  private:
   // The caller of these holds mutex_.
   int32_t number_of(Content& content);
-  void let_go();
+  void let_go(int32_t moment);
+  int64_t take_peak();
   void add_moment();
-  int64_t held_alone() const;
+  int64_t held_alone();
   void follow(std::shared_ptr<Known> known);
 
   const Budget budget_;
@@ -93,7 +96,8 @@ class Step {
   std::vector<std::weak_ptr<Content>> contents_;  // by position in trace_.contents
   std::vector<int32_t> not_let_go_;               // positions
   const std::shared_ptr<int64_t> alone_ = std::make_shared<int64_t>(0);  // see Content::alone
-  int64_t held_ = 0;  // *alone_ at the latest moment
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> given_up_;
+  int64_t held_ = 0;  // bytes of *alone_ and given_up_ at the latest moment
   std::shared_ptr<Known> followed_;
   const Plan* plan_ = nullptr;  // of followed_
   int64_t bytes_;               // of the budget; 0 where a share is not known in bytes yet
@@ -101,7 +105,7 @@ class Step {
   int64_t missing_ = 0;         // of gradients that are not there yet
   int64_t least_ = 0, peak_ = 0;
   std::vector<int64_t> curve_;
-  int64_t recompute_peak_ = 0;  // since the latest moment
+  int64_t highest_ = 0;  // bytes since the latest moment
   bool saw_backward_ = false, finished_ = false;
 };
 
