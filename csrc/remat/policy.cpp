@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "memory/pause.h"
 #include "remat/block.h"
 
 namespace memsave_ext::remat {
@@ -22,7 +23,7 @@ constexpr double kHostSeconds = 4e-6;
 // functions take 1 to 30, normalizations 5 to 25, matrix products 80 and more.
 constexpr double kCopies = 40;
 
-// Adds a repeat of `call`, which is the `operators`th in its chain.
+// Adds to the route a repeat of `call`, which is the `operators`th in its chain.
 void add(const Call& call, Route& route, Freed& locked, int operators) {
   if (operators > kMostOperators) {
     route.possible = false;
@@ -71,7 +72,7 @@ void add(const Call& call, Route& route, Freed& locked, int operators) {
 
 }  // namespace
 
-Route route_to(const Content& content, Freed& locked) {
+Route find_route(const Content& content, Freed& locked) {
   Route route;
   add(*content.call, route, locked, 1);
   return route;
@@ -87,6 +88,7 @@ bool has_all_memory(const Content& content) {
 double seconds_of_copy(int64_t bytes) {
   static const double measured = [] {
     const Pause pause;
+    const memory::PauseTracking uncounted;
     constexpr int64_t size = 4 << 20;
     const auto from = at::empty({size}, at::kByte).fill_(1);
     const auto to = at::empty({size}, at::kByte).fill_(1);
@@ -104,11 +106,13 @@ double seconds_of_copy(int64_t bytes) {
 
 Verdict judge(const Content& content, const Route& route, Drops drops) {
   if (content.external) return Verdict::kInput;
-  if (content.op != nullptr && content.op->is_heavy) return Verdict::kHeavy;
+  const bool is_heavy = content.op != nullptr && content.op->is_heavy;
+  if (is_heavy && (!content.call || drops == Drops::kCheap)) return Verdict::kHeavy;
   if (!content.call) return Verdict::kNotAgain;
   if (!route.possible) return Verdict::kNotAgain;
   if (drops == Drops::kEverything) return Verdict::kDropped;
   if (drops == Drops::kNothing) return Verdict::kNoGain;
+  if (drops == Drops::kUntilFull) return Verdict::kFits;
   if (route.dropped_depth >= kMostDropped) return Verdict::kNoGain;
   const int64_t saved = content.bytes - route.more_bytes;
   if (4 * saved < content.bytes) return Verdict::kNoGain;

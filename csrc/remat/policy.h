@@ -4,12 +4,29 @@
 #include <memory>
 #include <vector>
 
-#include "remat/block.h"
 #include "remat/content.h"
 
 namespace memsave_ext::remat {
 
-// How a content is recomputed: what from, through what, and what that takes.
+// Whether a saved tensor's memory is dropped, or why it is kept.
+enum class Verdict : int {
+  kDropped,
+  kInput,     // made outside of the block: a parameter or an input
+  kNotAgain,  // not repeatable (random numbers, a collective), or a kernel or region made it unseen
+  kHeavy,     // bound by arithmetic, such as a matrix product
+  kNoGain,    // recomputing it would keep about as much memory, or is not cheap for its size
+  kFits,      // the budget has room for it
+};
+// What a block drops: nothing, to measure what recording costs; what is cheap to recompute; or, for
+// tests, everything that can be recomputed; nothing yet, while the budget has room.
+enum class Drops { kNothing, kCheap, kEverything, kUntilFull };
+// What a step decides on a content.
+struct Choice {
+  Drops drops;
+  bool held_on_the_way;  // see Content
+};
+
+// What it takes to recompute a content.
 struct Route {
   bool possible = true;
   double seconds = 0;                                // estimated
@@ -20,7 +37,7 @@ struct Route {
 };
 
 // The caller holds contents_mutex(). `locked` receives what must stay alive until it is released.
-Route route_to(const Content& content, Freed& locked);
+Route find_route(const Content& content, Freed& locked);
 
 // Whether all memory that a dropped content is computed from is still there. The caller holds
 // contents_mutex().
