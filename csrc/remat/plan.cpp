@@ -149,7 +149,7 @@ class Planner {
   // Changes one decision of a plan, and then what follows from it, for all plans in turn. It pays
   // for small traces, where what is left over at a level is a large share.
   void improve(int droppable) {
-    auto tries = std::min<int64_t>(kTries / droppable / droppable, 4000);
+    auto tries = std::min<int64_t>(kTries / droppable / droppable, 600);
     for (size_t next = 0; tries > 0; ++next) {
       const std::vector<Plan> plans = frontier_.sorted();
       if (plans.size() < 2) break;
