@@ -9,7 +9,7 @@ Where Threads::where(const Moment& moment) {
   Thread& thread = threads_[moment.thread];
   const int32_t inside = thread.modules.empty() ? -1 : thread.modules.back().module;
   if (!thread.recomputes.empty())
-    return {Phase::kRecompute, thread.recomputes.back().span,
+    return {thread.recomputes.back().phase, thread.recomputes.back().span,
             inside >= 0 ? inside : thread.recomputes.back().module};
   if (moment.in_backward) {
     if (thread.modules.empty()) after_forward_ = false;
@@ -28,7 +28,7 @@ void Threads::enter_module(const Moment& moment, int32_t module, uint64_t sequen
   // recomputes call begin_recompute() themselves.
   const bool recompute = moment.in_backward && outermost && thread.recomputes.empty();
   if (recompute) {
-    begin_recompute(moment);
+    begin_recompute(moment, Phase::kRecompute);
   } else if (outermost && !moment.in_backward) {
     ++forward_;
     after_forward_ = false;
@@ -62,10 +62,10 @@ bool Threads::inside_module(const Moment& moment) const {
   return found != threads_.end() && !found->second.modules.empty();
 }
 
-void Threads::begin_recompute(const Moment& moment) {
+void Threads::begin_recompute(const Moment& moment, Phase phase) {
   Thread& thread = threads_[moment.thread];
   thread.recomputes.push_back(
-      {++recompute_, moment.time, thread.modules.size(), 0, module_of_node(moment), -1});
+      {phase, ++recompute_, moment.time, thread.modules.size(), 0, module_of_node(moment), -1});
 }
 
 void Threads::end_recompute(const Moment& moment) {
@@ -75,7 +75,7 @@ void Threads::end_recompute(const Moment& moment) {
   thread.recomputes.pop_back();
   // A recompute that stops early leaves its modules without their hooks.
   if (thread.modules.size() > recompute.depth) thread.modules.resize(recompute.depth);
-  Region& region = regions_[name_of(recompute)];
+  Region& region = regions_[{recompute.phase, name_of(recompute)}];
   ++region.calls;
   region.saved_bytes = std::max(region.saved_bytes, recompute.bytes);
   region.nanoseconds += moment.time - recompute.begin;

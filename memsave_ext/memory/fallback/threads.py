@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 # Indices into PHASES of memsave_ext/memory/account.py.
-OTHER, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = range(5)
+OTHER, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER, REMATERIALIZE = range(6)
+RECOMPUTES = (RECOMPUTE, REMATERIALIZE)
 
 
 class Moment(NamedTuple):
@@ -31,7 +32,7 @@ class Where(NamedTuple):
 
 @dataclass
 class Region:
-    """One checkpointed region, over all its recomputes."""
+    """One checkpointed region, or what ``remat`` recomputes in one module, over all recomputes."""
 
     calls: int = 0
     saved_bytes: int = 0  # the most bytes that one recompute left for backward
@@ -40,6 +41,7 @@ class Region:
 
 @dataclass
 class _Recompute:
+    phase: int
     span: int
     begin: int  # ns
     depth: int  # how many modules the thread was in when it began
@@ -86,9 +88,8 @@ class Threads:
     """
 
     def __init__(self, parents: list[int]) -> None:
-        self.regions: defaultdict[int, Region] = defaultdict(
-            Region
-        )  # by the module that names it; -1 if there is none
+        # By phase and the module that names it; -1 if there is none.
+        self.regions: defaultdict[tuple[int, int], Region] = defaultdict(Region)
         self._parents = parents
         self._threads: defaultdict[int, _Thread] = defaultdict(_Thread)
         self._forward = 0  # number of the present forward, counted from 1
@@ -101,7 +102,7 @@ class Threads:
         if thread.recomputes:
             recompute = thread.recomputes[-1]
             inside = thread.inside if thread.inside >= 0 else recompute.module
-            return Where(RECOMPUTE, recompute.span, inside)
+            return Where(recompute.phase, recompute.span, inside)
         if moment.in_backward:
             if not thread.modules:
                 self._after_forward = False
@@ -118,7 +119,7 @@ class Threads:
         # package's recomputes report themselves.
         recompute = moment.in_backward and outermost and not thread.recomputes
         if recompute:
-            self.begin_recompute(moment)
+            self.begin_recompute(RECOMPUTE, moment)
         elif outermost and not moment.in_backward:
             self._forward += 1
             self._after_forward = False
@@ -142,11 +143,11 @@ class Threads:
         if not thread.modules and not moment.in_backward:
             self._after_forward = True
 
-    def begin_recompute(self, moment: Moment) -> None:
+    def begin_recompute(self, phase: int, moment: Moment) -> None:
         self._recompute += 1
         thread, node_module = self._threads[moment.thread], self._module_of_node(moment)
         thread.recomputes.append(
-            _Recompute(self._recompute, moment.time, len(thread.modules), node_module)
+            _Recompute(phase, self._recompute, moment.time, len(thread.modules), node_module)
         )
 
     def end_recompute(self, moment: Moment) -> None:
@@ -156,7 +157,7 @@ class Threads:
         recompute = thread.recomputes.pop()
         # A recompute that stops early leaves its modules without calling their hooks.
         del thread.modules[recompute.depth :]
-        region = self.regions[self._name(recompute)]
+        region = self.regions[recompute.phase, self._name(recompute)]
         region.calls += 1
         region.saved_bytes = max(region.saved_bytes, recompute.bytes)
         region.nanoseconds += moment.time - recompute.begin
