@@ -65,7 +65,12 @@ def test_without_a_model_there_are_no_modules():
     with ms.remat() as r:
         model(x).sum().backward()
     assert {row.module for row in r.figures().saved} == {""}
-    assert "by module" not in r.report()
+    assert "by module " not in r.report()
+    hint = "By module: with remat(model), or remat_module(model, by_module=True)"
+    assert r.report().endswith(hint)
+    with ms.remat(model) as r:
+        model(x).sum().backward()
+    assert "by module " in r.report() and "By module" not in r.report()
 
 
 def test_nothing_recorded():
