@@ -93,7 +93,7 @@ def remat_module(
     if "forward" in model.__dict__:
         raise ValueError(
             f"remat_module: {type(model).__name__} has a forward of its own already; remove() the "
-            "handle that set it first"
+            "handle that set it first, or call remat_module before accelerate's prepare()"
         )
     forward = _RematForward(model, {"by_module": by_module, "everything": _everything})
     forward.install()

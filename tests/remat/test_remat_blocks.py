@@ -1,6 +1,7 @@
 """The front of rematerialization: blocks, modules in place, reports."""
 
 import copy
+import inspect
 import pickle
 import threading
 
@@ -65,7 +66,7 @@ def test_without_a_model_there_are_no_modules():
     with ms.remat() as r:
         model(x).sum().backward()
     assert {row.module for row in r.figures().saved} == {""}
-    assert "by module " not in r.report()
+    assert "by module" not in r.report()
     hint = "By module: with remat(model), or remat_module(model, by_module=True)"
     assert r.report().endswith(hint)
     with ms.remat(model) as r:
@@ -133,6 +134,7 @@ def test_a_module_in_place(by_module):
     assert ("by module" in handle.report()) == by_module
     assert list(model.state_dict()) == list(state)
     assert list(model._modules) == keys
+    assert inspect.signature(model.forward) == inspect.signature(net()[0].forward)
     with pytest.raises(ValueError, match=r"Net has a forward of its own already; remove\(\)"):
         ms.remat_module(model)
     with pytest.raises(ZeroDivisionError):
