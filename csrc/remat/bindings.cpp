@@ -26,9 +26,13 @@ class Recorder {
                                        : *everything ? Drops::kEverything
                                                      : Drops::kCheap)) {}
 
+  // A block that was not left stays open, since its thread refers to it; the hooks keep it alive.
+  ~Recorder() { (void)hooks_.release(); }
+  Recorder(const Recorder&) = delete;
+  Recorder& operator=(const Recorder&) = delete;
+
   void open() {
-    install_engine();
-    hooks_.emplace(std::make_shared<BlockPacker>(block_));
+    hooks_ = std::make_unique<EngineHookGuard>(std::make_shared<BlockPacker>(block_));
     block_->open();
   }
   void close() {
@@ -67,7 +71,7 @@ class Recorder {
 
  private:
   const std::shared_ptr<Block> block_;
-  std::optional<HookGuard> hooks_;
+  std::unique_ptr<EngineHookGuard> hooks_;  // null where it is not open
 };
 
 }  // namespace

@@ -11,6 +11,8 @@ import torch.autograd.forward_ad as fwAD
 from torch import nn
 from torch.autograd import Function
 
+from memsave_ext import _native
+
 BLOCKS = {
     "block": "with block():\n    {v} = ({x} * {y}).sin().exp()",
     "block_in_block": (
@@ -161,7 +163,18 @@ SHAPES = {
     "to": "{v} = ({x}.float().sin() * {y}.half()).to(DTYPE).tanh()",
     "empty_part": "{v} = torch.cat([{x}[:0].sin(), {x}.sin(), {y}[4:].exp()]) * {y}",
 }
+# Torch refuses these inside of hooks that are on its stack, as the fallback's are.
+TRANSFORMS = {
+    "func_grad": "{v} = ({x} * torch.func.grad(lambda t: (t.sin() * 2).sum())({y})).tanh()",
+    "per_row": (
+        "{v} = torch.vmap(torch.func.grad(lambda t, u: (t.sin() * u).sum()))({x}, {y}).tanh()"
+    ),
+    "jacrev": "{v} = torch.func.jacrev(lambda t: (t.sin() * w0).sum(1))({x}).sum(0).tanh()",
+    "jvp": "{v} = torch.func.jvp(lambda t: (t.sin() * t).tanh(), ({x},), ({y},))[1].sin()",
+}
 MORE = {**BLOCKS, **MODES, **WRITES, **FUNCTIONS, **SHAPES}
+if _native.module:
+    MORE |= TRANSFORMS
 
 
 class Attribute(Function):

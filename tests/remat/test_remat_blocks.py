@@ -1,6 +1,7 @@
 """The front of rematerialization: blocks, modules in place, reports."""
 
 import copy
+import gc
 import inspect
 import pickle
 import threading
@@ -114,6 +115,38 @@ def test_blocks_are_left_in_order_and_by_their_thread():
     outer.__exit__(None, None, None)
     with pytest.raises(RuntimeError, match="in the thread"):
         outer.__exit__(None, None, None)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("late", [False, True])
+def test_a_block_that_is_never_left(late):
+    """By a generator that ends nowhere, or out of order, which is an error there."""
+    model, x = net()
+    expected = gradients(model, x)
+    results = []
+
+    def open_block():
+        with ms.remat(_everything=True):
+            yield
+
+    def work():  # in a thread, where all of it ends
+        generator = open_block() if late else ms.remat(_everything=True)
+        next(generator) if late else generator.__enter__()
+        if late:
+            with ms.remat(_everything=True):
+                del generator
+        else:
+            del generator
+        for _ in range(3):
+            gc.collect()
+            results.append(torch.autograd.grad(model(x).square().mean(), list(model.parameters())))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    results.append(gradients(model, x))
+    assert len(results) == 4
+    assert all(all(map(torch.equal, result, expected)) for result in results)
 
 
 @pytest.mark.parametrize("by_module", [False, True])
