@@ -3,8 +3,7 @@
 // Internals of torch that look the same in all of them, by who relies on them. Look there first
 // where a new version compiles and fails.
 // - remat/block, recorder: thread-local RecordFunction callbacks, with inputs and outputs, nested
-// as
-//   operators are dispatched; autograd's keys are excluded below autograd.
+//   as operators are dispatched; autograd's keys are excluded below autograd.
 // - remat/operators, recompute: OperatorHandle::callBoxed, schemas' alias_info, at::Tag, and
 //   hasKernelForDispatchKey.
 // - remat/content, entries, saved: VariableVersion, weak references to a StorageImpl, and

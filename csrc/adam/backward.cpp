@@ -19,14 +19,15 @@ using at::Tensor;
 namespace {
 
 // Whether this backward still has to recompute dropped values from the parameter as it is now.
-bool is_awaited(const Parameter& parameter, Task task) {
-  return task == Task::kStep && remat::is_needed(parameter.local);
+bool is_awaited(const Parameter& parameter, GradientAction action) {
+  return action == GradientAction::kStep && remat::is_needed(parameter.local);
 }
 
 }  // namespace
 
-Backward::Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> snapshot, Task task)
-    : stepper_(std::move(stepper)), snapshot_(std::move(snapshot)), task_(task) {}
+Backward::Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> snapshot,
+                   GradientAction action)
+    : stepper_(std::move(stepper)), snapshot_(std::move(snapshot)), action_(action) {}
 
 Backward::~Backward() {
   if (!Py_IsInitialized()) return;
@@ -96,11 +97,11 @@ void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local
   // FSDP2's gradients are views of one buffer of all that was reduced together; one queued
   // gradient would keep all of it alive.
   const bool is_small = bytes < stepper_->small_bytes() && !is_sharded;
-  if (!finished_ && (is_small || !may_flush || is_awaited(parameter, task_))) {
+  if (!finished_ && (is_small || !may_flush || is_awaited(parameter, action_))) {
     Bucket& bucket = bucket_of(parameter.local);
     // By now all hooks of the parameters that were queued before this one have run.
     if (is_sharded) flush(bucket, false);
-    step.note_use(entry, task_);
+    step.note_use(entry, action_);
     entry.waits_in = this;
     bucket.waiting.push_back({&parameter, accumulator, whole, local_grad});
     bucket.bytes += bytes;
@@ -108,8 +109,8 @@ void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local
     if (bucket.bytes >= stepper_->bucket_bytes() && may_flush) flush(bucket, false);
     return;
   }
-  step.prepare(parameter, grad, task_);
-  step.note_use(entry, task_);
+  step.prepare(parameter, grad, action_);
+  step.note_use(entry, action_);
   is_sharded ? apply_beside(parameter) : apply(&parameter);
   parameter.tensor.mutable_grad().reset();
 }
@@ -135,12 +136,12 @@ void Backward::forget_waiting(Entry& entry) {
   forget_prepared(parameter_of(entry));
 }
 
-// Readies the parameter with the gradient that it has now. Returns false where the task no longer
+// Readies the parameter with the gradient that it has now. Returns false where the action no longer
 // applies to it.
 bool Backward::prepare(const Waiting& waiting) {
   Parameter& parameter = *waiting.parameter;
   if (waiting.is_reduced) {
-    stepper_->open_step().prepare(parameter, waiting.grad, task_);
+    stepper_->open_step().prepare(parameter, waiting.grad, action_);
     return true;
   }
   const Tensor& now = parameter.tensor.mutable_grad();
@@ -152,7 +153,7 @@ bool Backward::prepare(const Waiting& waiting) {
     if (now.defined()) parameter.entry->step = 0;
     return false;
   }
-  stepper_->open_step().prepare(parameter, is_dtensor ? waiting.local_grad : now, task_);
+  stepper_->open_step().prepare(parameter, is_dtensor ? waiting.local_grad : now, action_);
   return true;
 }
 
@@ -163,7 +164,7 @@ void Backward::flush(Bucket& bucket, bool all) {
   ready.reserve(bucket.waiting.size());
   for (auto& waiting : bucket.waiting) {
     if (waiting.parameter->entry->waits_in != this) continue;  // was forgotten
-    if (!all && is_awaited(*waiting.parameter, task_)) {
+    if (!all && is_awaited(*waiting.parameter, action_)) {
       stays.push_back(std::move(waiting));
       continue;
     }
@@ -189,8 +190,8 @@ void Backward::flush(Bucket& bucket, bool all) {
 }
 
 void Backward::apply(c10::ArrayRef<Parameter*> parameters) {
-  stepper_->open_step().apply(parameters, task_, *snapshot_);
-  if (task_ != Task::kMeasure) stepped_ += static_cast<int64_t>(parameters.size());
+  stepper_->open_step().apply(parameters, action_, *snapshot_);
+  if (action_ != GradientAction::kMeasure) stepped_ += static_cast<int64_t>(parameters.size());
 }
 
 void Backward::finish() {
@@ -212,7 +213,7 @@ void Backward::end() {
 
 void Backward::add_reduced(Parameter& parameter, const Tensor& grad) {
   Entry& entry = *parameter.entry;
-  stepper_->open_step().note_use(entry, task_);
+  stepper_->open_step().note_use(entry, action_);
   entry.waits_in = this;
   Bucket& bucket = bucket_of(parameter.local);
   bucket.waiting.push_back({&parameter, {}, grad.clone(), {}, true});  // DDP reuses the memory
@@ -230,16 +231,16 @@ void Backward::step_reduced(const std::vector<std::shared_ptr<Entry>>& entries,
     for (size_t i = 0; i < entries.size(); ++i) {
       if (!has(*entries[i])) continue;  // not in param_groups any more
       Parameter& parameter = parameter_of(*entries[i]);
-      if (!finished_ && is_awaited(parameter, task_)) {
+      if (!finished_ && is_awaited(parameter, action_)) {
         add_reduced(parameter, grads[i]);
         continue;
       }
       ready.push_back(&parameter);
-      step.prepare(parameter, grads[i], task_);
+      step.prepare(parameter, grads[i], action_);
     }
     apply(ready);
     for (Parameter* parameter : ready) {
-      step.note_use(*parameter->entry, task_);
+      step.note_use(*parameter->entry, action_);
       parameter->tensor.mutable_grad().reset();
     }
   }

@@ -44,14 +44,15 @@ Item item_of(const Parameter& parameter, Operands& operands) {
   const State& state = parameter.state;
   const Group& group = *parameter.group;
   const Tensor like = layout_of(parameter.local);
-  // A fold changes neither the parameter nor its rest, and copying back would bump their versions.
+  // A fold changes neither the parameter nor its low part, and copying back would bump their
+  // versions.
   const auto kept_by_fold = [&](const Tensor& tensor) {
     return is_fold(parameter.phase) ? operands.read(tensor, like) : operands.change(tensor, like);
   };
   Item item{};
   item.grad = operands.read(parameter.grad, like);
   item.param = kept_by_fold(parameter.local);
-  item.param_rest = kept_by_fold(state.param_rest);
+  item.param_low_part = kept_by_fold(state.param_low_part);
   item.exp_avg = operands.change(state.exp_avg, like);
   item.exp_avg_sq = operands.change(state.exp_avg_sq, like);
   if (group.options.amsgrad) item.max_exp_avg_sq = operands.change(state.max_exp_avg_sq, like);
@@ -149,8 +150,8 @@ template <bool is_meta>
 void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList states,
                 at::IntArrayRef present, at::IntArrayRef phases, at::IntArrayRef positions,
                 at::IntArrayRef groups, at::ArrayRef<double> options, at::IntArrayRef modes,
-                at::TensorList lrs, const std::optional<Tensor>& loss_scale,
-                const std::optional<Tensor>& found, const std::optional<Tensor>& factor,
+                at::TensorList lrs, const std::optional<Tensor>& grad_scale,
+                const std::optional<Tensor>& found_inf, const std::optional<Tensor>& factor,
                 const std::optional<Tensor>& skip) {
   Unpacked of =
       unpack({params, grads, states, present, phases, positions, groups, options, modes, lrs});
@@ -165,7 +166,7 @@ void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList stat
                       " and ", parameter.local.device());
   }
   if (is_meta || parameters.empty()) return;
-  step_on_device(parameters, {loss_scale.value_or(Tensor()), found.value_or(Tensor()),
+  step_on_device(parameters, {grad_scale.value_or(Tensor()), found_inf.value_or(Tensor()),
                               factor.value_or(Tensor()), skip.value_or(Tensor())});
 }
 

@@ -15,14 +15,14 @@ struct Recipe {
   double step;
   Powers powers;  // of `step`; unset where the step is on the device
   const float* device_lr;
-  Phase phase;
+  StepPhase phase;
 };
 
 // The fields are as in Item. All formats share this struct though they need different fields:
 // launches of fewer tensors cost less than another kind of batch would.
 struct BatchedTensor {
   void* param;
-  void* param_rest;
+  void* param_low_part;
   const void* grad;
   void* exp_avg;
   void* exp_avg_sq;
@@ -116,7 +116,7 @@ class Batcher {
   void add_tensor(const Item& item, int recipe) {
     BatchedTensor& tensor = batch_.tensors[batch_.tensor_count++];
     tensor.param = item.param;
-    tensor.param_rest = item.param_rest;
+    tensor.param_low_part = item.param_low_part;
     tensor.grad = item.grad;
     tensor.exp_avg = item.exp_avg;
     tensor.exp_avg_sq = item.exp_avg_sq;

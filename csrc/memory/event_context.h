@@ -14,7 +14,7 @@ inline bool is_recompute(Phase phase) {
   return phase == Phase::kRecompute || phase == Phase::kRematerialize;
 }
 
-struct Moment {
+struct EventContext {
   int64_t time;     // ns of a steady clock
   uint64_t thread;  // autograd's number of it
   bool in_backward;
@@ -24,7 +24,7 @@ struct Moment {
   uint64_t node_sequence = 0;
   Stack stack;  // null unless the caller of now() sets it
 
-  static Moment now();
+  static EventContext now();
 };
 
 }  // namespace memsave_ext::memory
