@@ -50,6 +50,8 @@ void Backward::fail() {
       for (const auto& waiting : bucket.waiting) {
         Entry& entry = *waiting.parameter->entry;
         if (entry.waits_in == this) forget_waiting(entry);
+        if (waiting.is_reduced)
+          ++stepped_;  // its gradient is lost, which step() must not pass over
       }
       bucket.waiting.clear();
     }
@@ -138,6 +140,10 @@ void Backward::forget_waiting(Entry& entry) {
 // applies to it.
 bool Backward::prepare(const Waiting& waiting) {
   Parameter& parameter = *waiting.parameter;
+  if (waiting.is_reduced) {
+    stepper_->open_step().prepare(parameter, waiting.grad, action_);
+    return true;
+  }
   const Tensor& now = parameter.tensor.mutable_grad();
   const bool is_dtensor = waiting.local_grad.defined();
   // Something else has taken the gradient away, or replaced a DTensor, which is then left to
@@ -205,6 +211,16 @@ void Backward::end() {
   stepper_->backwards().end_one();
 }
 
+void Backward::add_reduced(Parameter& parameter, const Tensor& grad) {
+  Entry& entry = *parameter.entry;
+  stepper_->open_step().note_use(entry, action_);
+  entry.waits_in = this;
+  Bucket& bucket = bucket_of(parameter.local);
+  bucket.waiting.push_back({&parameter, {}, grad.clone(), {}, true});  // DDP reuses the memory
+  bucket.bytes += static_cast<int64_t>(grad.nbytes());
+  parameter.tensor.mutable_grad().reset();
+}
+
 void Backward::step_reduced(const std::vector<std::shared_ptr<Entry>>& entries,
                             const std::vector<Tensor>& grads) {
   {
@@ -214,8 +230,13 @@ void Backward::step_reduced(const std::vector<std::shared_ptr<Entry>>& entries,
     std::vector<Parameter*> ready;
     for (size_t i = 0; i < entries.size(); ++i) {
       if (!has(*entries[i])) continue;  // not in param_groups any more
-      ready.push_back(&parameter_of(*entries[i]));
-      step.prepare(*ready.back(), grads[i], action_);
+      Parameter& parameter = parameter_of(*entries[i]);
+      if (!finished_ && is_awaited(parameter, action_)) {
+        add_reduced(parameter, grads[i]);
+        continue;
+      }
+      ready.push_back(&parameter);
+      step.prepare(parameter, grads[i], action_);
     }
     apply(ready);
     for (Parameter* parameter : ready) {

@@ -36,7 +36,8 @@ class Backward {
   void forget_waiting(Entry& entry);
 
   // The caller of the next two holds neither the mutex nor the GIL.
-  // Applies the action to `grads`, which have been reduced over processes.
+  // Applies the action to `grads`, which have been reduced over processes; queues those of
+  // parameters that a recompute still needs unchanged.
   void step_reduced(const std::vector<std::shared_ptr<Entry>>& entries,
                     const std::vector<at::Tensor>& grads);
   // Applies the action to all queued gradients, and publishes new states to Python.
@@ -47,6 +48,7 @@ class Backward {
     Parameter* parameter;
     NodePtr accumulator;          // the parameter's
     at::Tensor grad, local_grad;  // when it was queued; local_grad is undefined but for DTensors
+    bool is_reduced = false;      // by DDP: `grad` is a copy, and .grad has none
   };
   struct Bucket {  // gradients that wait, all made on one stream
     std::optional<c10::Stream> stream;
@@ -60,6 +62,7 @@ class Backward {
   // Applies the action to the bucket's gradients. Without `all`, those stay queued whose parameters
   // a recompute still needs unchanged.
   void flush(Bucket& bucket, bool all);
+  void add_reduced(Parameter& parameter, const at::Tensor& grad);
   bool prepare(const Waiting& waiting);
   void apply(c10::ArrayRef<Parameter*> parameters);
   void apply_beside(Parameter& parameter);

@@ -57,9 +57,14 @@ class HookEngine final : public Engine {
 
   std::unique_ptr<SavedVariableHooks> get_default_saved_variable_hooks() override {
     const auto& tls = at::SavedTensorDefaultHooks::get_tls_state();
-    if (!tls.stack.empty() && !tls.is_tracing) {
-      auto packer = packer_of(tls.stack.top().first.ptr(getPyInterpreter()));
-      if (packer && (packer->always_in_engine() || hooks_enabled.load(std::memory_order_relaxed))) {
+    if (tls.is_tracing || tls.disabled_error_message) {
+      return torchs_.get_default_saved_variable_hooks();
+    }
+    if (auto packer = EngineHookGuard::packer()) {
+      return std::make_unique<PackerHooks>(std::move(packer));
+    }
+    if (!tls.stack.empty() && hooks_enabled.load(std::memory_order_relaxed)) {
+      if (auto packer = packer_of(tls.stack.top().first.ptr(getPyInterpreter()))) {
         return std::make_unique<PackerHooks>(std::move(packer));
       }
     }
@@ -109,7 +114,7 @@ HookEngine* installed = nullptr;
 
 Engine& get_installed() { return *installed; }
 
-}  // namespace
+thread_local EngineHookGuard* innermost = nullptr;
 
 void install_engine() {
   static std::once_flag once;
@@ -118,6 +123,24 @@ void install_engine() {
     installed = new HookEngine(Engine::get_default_engine());
     torch::autograd::set_default_engine_stub(get_installed);
   });
+}
+
+}  // namespace
+
+EngineHookGuard::EngineHookGuard(std::shared_ptr<Packer> packer)
+    : packer_(std::move(packer)),
+      depth_(at::SavedTensorDefaultHooks::get_tls_state().stack.size()),
+      outer_(innermost) {
+  install_engine();
+  innermost = this;
+}
+
+EngineHookGuard::~EngineHookGuard() { innermost = outer_; }
+
+std::shared_ptr<Packer> EngineHookGuard::packer() {
+  if (innermost == nullptr) return nullptr;
+  const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state().stack;
+  return hooks.size() > innermost->depth_ ? nullptr : innermost->packer_;
 }
 
 bool use_engine_hooks(bool enabled) {

@@ -24,8 +24,6 @@ class Packer {
   virtual ~Packer() = default;
   // Returns null to keep the tensor as it is, or the alias that this puts in its place.
   virtual std::shared_ptr<Saved> pack(at::Tensor& tensor) = 0;
-  // Whether the engine's hooks are used even where use_engine_hooks() is off.
-  virtual bool always_in_engine() const { return false; }
 };
 
 // Called once, at import.

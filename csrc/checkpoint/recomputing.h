@@ -22,12 +22,15 @@ class RegionScope {
   RegionScope& operator=(const RegionScope&) = delete;
 };
 
+// What runs again: a region's function, or single operators of a rematerialization.
+enum class Again { kRegion, kOperators };
+
 // Called at the begin and end of every recompute while memory is tracked; null otherwise.
-inline std::atomic<void (*)(bool begins)> recompute_observer{nullptr};
+inline std::atomic<void (*)(Again what, bool begins)> recompute_observer{nullptr};
 
 class RecomputeScope {
  public:
-  RecomputeScope() {
+  explicit RecomputeScope(Again what = Again::kRegion) : what_(what) {
     ++recompute_depth;
     tell(true);
   }
@@ -39,9 +42,13 @@ class RecomputeScope {
   RecomputeScope& operator=(const RecomputeScope&) = delete;
 
  private:
-  static void tell(bool begins) {
-    if (const auto observer = recompute_observer.load(std::memory_order_relaxed)) observer(begins);
+  void tell(bool begins) const {
+    if (const auto observer = recompute_observer.load(std::memory_order_relaxed)) {
+      observer(what_, begins);
+    }
   }
+
+  const Again what_;
 };
 
 }  // namespace memsave_ext

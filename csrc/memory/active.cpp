@@ -27,12 +27,13 @@ void set_counts() {
       std::count_if(active.begin(), active.end(), [](const Log* log) { return log->stacks(); }));
 }
 
-void observe_recompute(bool begins) {
+void observe_recompute(Again what, bool begins) {
   const EventContext context = EventContext::now();
+  const Phase phase = what == Again::kRegion ? Phase::kRecompute : Phase::kRematerialize;
   const std::lock_guard<std::mutex> lock(tracking_mutex());
   for (Log* log : active) {
     if (begins)
-      log->threads().begin_recompute(context);
+      log->threads().begin_recompute(context, phase);
     else
       log->threads().end_recompute(context);
   }

@@ -8,7 +8,11 @@
 namespace memsave_ext::memory {
 
 // Indices into PHASES of memsave_ext/memory/account.py.
-enum class Phase : int8_t { kOther, kForward, kBackward, kRecompute, kOptimizer };
+enum class Phase : int8_t { kOther, kForward, kBackward, kRecompute, kOptimizer, kRematerialize };
+
+inline bool is_recompute(Phase phase) {
+  return phase == Phase::kRecompute || phase == Phase::kRematerialize;
+}
 
 struct EventContext {
   int64_t time;     // ns of a steady clock

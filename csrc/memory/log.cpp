@@ -11,7 +11,7 @@ namespace memsave_ext::memory {
 
 Category Block::category() const {
   if (label != Category::kNone) return label;
-  const bool made_by_forward = phase == Phase::kForward || phase == Phase::kRecompute;
+  const bool made_by_forward = phase == Phase::kForward || is_recompute(phase);
   return made_by_forward && !temporary ? Category::kActivations : Category::kOther;
 }
 
@@ -37,7 +37,7 @@ void Log::allocated(const EventContext& context, void* ptr, int64_t size,
   block->span = where.span;
   block->module = where.module;
   if (stacks_) block->stack = context.stack;
-  if (where.phase == Phase::kRecompute) threads_.count(where.span, size);
+  if (is_recompute(where.phase)) threads_.count(where.span, size);
   live_.emplace(ptr, block);
   total_ = total.value_or(total_ + size);
   add_event(context, std::move(block), where.phase, false);
@@ -63,7 +63,7 @@ void Log::remove(const EventContext& context,
   live_.erase(it);
   const Where where = threads_.where(context);
   block->temporary = block->phase == where.phase && block->span == where.span;
-  if (block->phase == Phase::kRecompute) threads_.count(block->span, -block->size);
+  if (is_recompute(block->phase)) threads_.count(block->span, -block->size);
   total_ = total.value_or(total_ - block->size);
   add_event(context, std::move(block), where.phase, true);
 }

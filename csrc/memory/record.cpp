@@ -47,9 +47,9 @@ Record::Record(const Log& log) {
   }
   changes = as_table(change_rows, 6);
   blocks = as_table(block_rows, 5);
-  for (const auto& [module, region] : log.threads().regions())
-    regions.emplace_back(module, region.calls, region.saved_bytes,
-                         static_cast<double>(region.nanoseconds) * 1e-9);
+  for (const auto& [key, region] : log.threads().regions())
+    regions.emplace_back(static_cast<int32_t>(key.first), key.second, region.calls,
+                         region.saved_bytes, static_cast<double>(region.nanoseconds) * 1e-9);
 }
 
 std::vector<std::tuple<std::string, int64_t, std::string>> Record::stack(int64_t block) const {

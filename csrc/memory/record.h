@@ -24,8 +24,8 @@ class Record {
   // int64 [blocks, 5]: bytes; category; phase that made it; name as given to label(), -1 without;
   // module, -1 without.
   at::Tensor blocks;
-  // Checkpointed regions: module, calls, saved bytes, seconds.
-  std::vector<std::tuple<int32_t, int64_t, int64_t, double>> regions;
+  // What was recomputed: phase, module, calls, saved bytes, seconds.
+  std::vector<std::tuple<int32_t, int32_t, int64_t, int64_t, double>> regions;
 
   // Returns the frames of a block's stack, innermost first: file, line, function. Empty where no
   // stack was taken. Needs the GIL.

@@ -9,7 +9,7 @@ Where Threads::where(const EventContext& context) {
   Thread& thread = threads_[context.thread];
   const int32_t inside = thread.modules.empty() ? -1 : thread.modules.back().module;
   if (!thread.recomputes.empty())
-    return {Phase::kRecompute, thread.recomputes.back().span,
+    return {thread.recomputes.back().phase, thread.recomputes.back().span,
             inside >= 0 ? inside : thread.recomputes.back().module};
   if (context.in_backward) {
     if (thread.modules.empty()) after_forward_ = false;
@@ -28,7 +28,7 @@ void Threads::enter_module(const EventContext& context, int32_t module, uint64_t
   // recomputes call begin_recompute() themselves.
   const bool recompute = context.in_backward && outermost && thread.recomputes.empty();
   if (recompute) {
-    begin_recompute(context);
+    begin_recompute(context, Phase::kRecompute);
   } else if (outermost && !context.in_backward) {
     ++forward_;
     after_forward_ = false;
@@ -62,10 +62,10 @@ bool Threads::inside_module(const EventContext& context) const {
   return found != threads_.end() && !found->second.modules.empty();
 }
 
-void Threads::begin_recompute(const EventContext& context) {
+void Threads::begin_recompute(const EventContext& context, Phase phase) {
   Thread& thread = threads_[context.thread];
   thread.recomputes.push_back(
-      {++recompute_, context.time, thread.modules.size(), 0, module_of_node(context), -1});
+      {phase, ++recompute_, context.time, thread.modules.size(), 0, module_of_node(context), -1});
 }
 
 void Threads::end_recompute(const EventContext& context) {
@@ -75,7 +75,7 @@ void Threads::end_recompute(const EventContext& context) {
   thread.recomputes.pop_back();
   // A recompute that stops early leaves its modules without their hooks.
   if (thread.modules.size() > recompute.depth) thread.modules.resize(recompute.depth);
-  CheckpointedRegion& region = regions_[name_of(recompute)];
+  CheckpointedRegion& region = regions_[{recompute.phase, name_of(recompute)}];
   ++region.calls;
   region.saved_bytes = std::max(region.saved_bytes, recompute.bytes);
   region.nanoseconds += context.time - recompute.begin;

@@ -11,7 +11,8 @@
 
 namespace memsave_ext::memory {
 
-// Figures of one checkpointed region over all its recomputes.
+// Figures of one checkpointed region, or of what remat recomputes in one module, over all
+// recomputes.
 struct CheckpointedRegion {
   int64_t calls = 0;
   int64_t saved_bytes = 0;  // the most bytes that one recompute left for backward
@@ -34,7 +35,8 @@ class Threads {
   // `sequence`: the number that autograd gives to the next node.
   void enter_module(const EventContext& context, int32_t module, uint64_t sequence);
   void exit_module(const EventContext& context, int32_t module, uint64_t sequence);
-  void begin_recompute(const EventContext& context);
+  // `phase`: kRecompute of a checkpointed region, or kRematerialize.
+  void begin_recompute(const EventContext& context, Phase phase);
   void end_recompute(const EventContext& context);
   void begin_optimizer(const EventContext& context);
   void end_optimizer(const EventContext& context);
@@ -48,8 +50,10 @@ class Threads {
   // Forgets all threads' modules, recomputes and optimizers, as tracking begins or ends.
   void clear();
 
-  // By module number; -1 for regions without a module.
-  const std::map<int32_t, CheckpointedRegion>& regions() const { return regions_; }
+  // By phase and module number; -1 for regions without a module.
+  const std::map<std::pair<Phase, int32_t>, CheckpointedRegion>& regions() const {
+    return regions_;
+  }
 
  private:
   struct Open {  // a module whose forward runs
@@ -57,6 +61,7 @@ class Threads {
     bool recompute;  // it began the recompute of another library's region
   };
   struct Recompute {
+    Phase phase;
     int64_t span;
     int64_t begin;        // ns
     size_t depth;         // open modules when it began
@@ -83,7 +88,7 @@ class Threads {
 
   std::vector<int32_t> parents_;
   std::unordered_map<uint64_t, Thread> threads_;
-  std::map<int32_t, CheckpointedRegion> regions_;
+  std::map<std::pair<Phase, int32_t>, CheckpointedRegion> regions_;
   int64_t forward_ = 0;  // the number of the present forward
   int64_t recompute_ = 0;
   bool after_forward_ = false;  // the model's forward ended: the loss is computed until backward

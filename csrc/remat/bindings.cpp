@@ -32,9 +32,13 @@ class Recorder {
   Recorder(int64_t bytes, double share, bool strict, const at::Device& device)
       : block_(std::make_shared<Block>(Budget{bytes, share, strict, device})) {}
 
+  // A block that was not left stays open, since its thread refers to it; the hooks keep it alive.
+  ~Recorder() { (void)hooks_.release(); }
+  Recorder(const Recorder&) = delete;
+  Recorder& operator=(const Recorder&) = delete;
+
   void open() {
-    install_engine();
-    hooks_.emplace(std::make_shared<BlockPacker>(block_));
+    hooks_ = std::make_unique<EngineHookGuard>(std::make_shared<BlockPacker>(block_));
     block_->open();
   }
   void close() {
@@ -119,7 +123,7 @@ class Recorder {
 
  private:
   const std::shared_ptr<Block> block_;
-  std::optional<HookGuard> hooks_;
+  std::unique_ptr<EngineHookGuard> hooks_;  // null where it is not open
 };
 
 // For tests: a trace as tuples of its fields.

@@ -218,7 +218,7 @@ c10::Storage copy_of(const c10::Storage& storage) {
 c10::Storage memory_of(Block& block, const std::shared_ptr<Content>& content) {
   const std::lock_guard<std::recursive_mutex> lock(block.again_mutex());
   const Pause pause;
-  const RecomputeScope recomputing;
+  const RecomputeScope recomputing(Again::kOperators);
   const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   return Recomputation(block).memory(content);

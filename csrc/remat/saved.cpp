@@ -72,7 +72,10 @@ class BlockSaved final : public Saved {
                   std::vector<int64_t>(geometry_.sizes.begin(), geometry_.sizes.end()),
                   static_cast<int64_t>(noted_), static_cast<int64_t>(version_.current_version()));
     }
-    return geometry_.view(c10::Storage(std::move(held)));
+    at::Tensor tensor = geometry_.view(c10::Storage(std::move(held)));
+    // Whoever is given it, a region for one, sees later changes of the memory by its version.
+    if (original && version_.enabled()) tensor.unsafeGetTensorImpl()->set_version_counter(version_);
+    return tensor;
   }
 
   // Counts one holder less that waits for the recomputed memory, and frees it after the last one.
@@ -113,7 +116,8 @@ class KeptSaved final : public Saved {
 };
 
 std::shared_ptr<Saved> BlockPacker::pack(at::Tensor& tensor) {
-  if (Block::active() != block_.get()) return nullptr;
+  // In a backward with create_graph, inside of the block, nothing is dropped.
+  if (Block::active() != block_.get()) return std::make_shared<KeptSaved>(tensor);
   std::shared_ptr<Content> content = block_->save(tensor);
   if (!content) return std::make_shared<KeptSaved>(tensor);
   auto saved = std::make_shared<BlockSaved>(block_, std::move(content), tensor);

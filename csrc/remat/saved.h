@@ -14,7 +14,6 @@ class BlockPacker final : public Packer {
  public:
   explicit BlockPacker(std::shared_ptr<Block> block) : block_(std::move(block)) {}
   std::shared_ptr<Saved> pack(at::Tensor& tensor) override;
-  bool always_in_engine() const override { return true; }
 
  private:
   const std::shared_ptr<Block> block_;

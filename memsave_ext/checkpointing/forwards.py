@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from abc import abstractmethod
 from typing import Any
@@ -23,6 +24,11 @@ class ForwardInPlace:
     @abstractmethod
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``module`` is the one whose forward is called."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """Trainers look there for what the model takes."""
+        return inspect.signature(type(self.module).forward.__get__(self.module))
 
     def install(self) -> None:
         self.module.__dict__["forward"] = self

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "other")
-PHASES = ("other", "forward", "backward", "recompute", "optimizer")
+PHASES = ("other", "forward", "backward", "recompute", "optimizer", "rematerialize")
 
 _THERE = 2  # in the column of changes: the block lived already when a part of the record began
 _PACKAGES = tuple(
@@ -28,7 +28,7 @@ class Record(Protocol):
     @property
     def blocks(self) -> Tensor: ...
     @property
-    def regions(self) -> Sequence[tuple[int, int, int, float]]: ...
+    def regions(self) -> Sequence[tuple[int, int, int, int, float]]: ...
     def stack(self, block: int) -> Sequence[tuple[str, int, str]]: ...
 
 
@@ -76,20 +76,23 @@ class TensorAtPeak:
 
 @dataclass(frozen=True)
 class Region:
-    """A checkpointed region, over all steps.
+    """A checkpointed region, or what ``remat`` recomputed in one module, over all steps.
 
     Attributes:
-        name: name of the innermost module that holds everything the region ran.
+        name: name of the innermost module that holds everything the region ran, or whose backward
+            needed what ``remat`` had dropped.
         calls: number of recomputes.
-        saved_bytes: the most bytes that one recompute brought back for backward. The region did
-            not hold them between forward and backward.
+        saved_bytes: the most bytes that one recompute brought back for backward. They were not held
+            between forward and backward.
         seconds: time of all recomputes together.
+        phase: ``"recompute"`` of a checkpointed region, ``"rematerialize"`` of ``remat``.
     """
 
     name: str
     calls: int
     saved_bytes: int
     seconds: float
+    phase: str = "recompute"
 
 
 @dataclass(frozen=True)
@@ -206,10 +209,14 @@ class Account:
 
     @property
     def regions(self) -> list[Region]:
-        """The checkpointed regions; the one that saves most comes first."""
+        """What was recomputed; the region that saves most comes first."""
+
+        def name(module: int) -> str:
+            return self._modules[module] if module >= 0 else ""
+
         regions = [
-            Region(self._modules[module] if module >= 0 else "", calls, saved, seconds)
-            for module, calls, saved, seconds in self._record.regions
+            Region(name(module), calls, saved, seconds, PHASES[phase])
+            for phase, module, calls, saved, seconds in self._record.regions
         ]
         return sorted(regions, key=lambda region: -region.saved_bytes)
 

@@ -88,7 +88,7 @@ class Figures:
 
     @property
     def regions(self) -> list[Region]:
-        """The checkpointed regions: what each saved, and what its recomputes cost.
+        """What was recomputed, and what that cost: checkpointed regions, and ``remat`` by module.
 
         Regions of other packages' checkpoints are seen module by module.
         """

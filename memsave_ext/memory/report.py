@@ -21,11 +21,16 @@ from .table import format_bytes, print_table
 
 FORMAT = "memsave_ext.memory.track"
 VERSION = 1
+# By phase: the title of its table, what a row is, and what its bytes are.
+_RECOMPUTED = {
+    "recompute": ("Checkpointed regions", "region", "memory saved"),
+    "rematerialize": ("Rematerialized", "module", "most in a call"),
+}
 _STEPS = 12  # more steps than this are summed up as least, median and most
 
 
 def print_report(track: Figures, *, top: int = 10, file: TextIO | None = None) -> None:
-    """Prints what the peak was made of, its largest tensors, checkpointed regions and steps.
+    """Prints what the peak was made of, its largest tensors, what was recomputed, and steps.
 
     Args:
         track: what was tracked.
@@ -43,8 +48,8 @@ def print_report(track: Figures, *, top: int = 10, file: TextIO | None = None) -
     print_table("What the peak was made of", ["category", "memory", "share"], made_of, file)
     if top:
         _print_tensors(track, peak, top, file)
-    if track.regions:
-        _print_regions(track, top, file)
+    for phase in _RECOMPUTED:
+        _print_regions(track, phase, top, file)
     if track.steps:
         _print_steps(track, file)
 
@@ -92,7 +97,7 @@ def _print_filled(
         print_table(title, [columns[i] for i in shown], cells, file)
 
 
-def _print_regions(track: Figures, top: int, file: TextIO | None) -> None:
+def _print_regions(track: Figures, phase: str, top: int, file: TextIO | None) -> None:
     # Regions count all steps, but steps that were left out of the timeline have no times. A share
     # of the time is then not known.
     trained = 0.0 if track.timeline.gaps else sum(step.seconds for step in track.steps)
@@ -105,14 +110,18 @@ def _print_regions(track: Figures, top: int, file: TextIO | None) -> None:
         time = format_seconds(seconds), per_call, _share(seconds, trained)
         return (name, calls, format_bytes(saved), *time)
 
-    regions = sorted(track.regions, key=lambda region: -region.saved_bytes)
+    regions = [region for region in track.regions if region.phase == phase]
+    if not regions:
+        return
+    regions.sort(key=lambda region: -region.saved_bytes)
     rows = [row(region.name or "-", [region]) for region in regions[:top]]
     if others := regions[top:]:
         rows.append(row(_count(others, "other"), others))
     if len(regions) > 1:
         rows.append(row("all", regions))
-    columns = ["region", "calls", "memory saved", "recompute", "per call", "of all time"]
-    print_table("Checkpointed regions", columns, rows, file)
+    title, of, saved_bytes = _RECOMPUTED[phase]
+    columns = [of, "calls", saved_bytes, phase, "per call", "of all time"]
+    print_table(title, columns, rows, file)
 
 
 def _print_steps(track: Figures, file: TextIO | None) -> None:
@@ -145,7 +154,8 @@ def as_json(
     - ``live``, ``peak``; ``at_peak``: bytes by category, which sum to ``peak``; ``peak_phase``,
       ``peak_step``, ``peak_time``: when the peak was.
     - ``steps``: ``index``, ``seconds`` and ``peak`` of each.
-    - ``regions``: ``name``, ``calls``, ``saved_bytes`` and ``seconds`` of each checkpointed region.
+    - ``regions``: ``name``, ``calls``, ``saved_bytes``, ``seconds`` and ``phase`` of each
+      checkpointed region and of each module in which ``remat`` recomputed.
     - ``top``: ``bytes``, ``category``, ``phase``, ``name``, ``module`` and ``line`` of each of the
       largest tensors at the peak; a string that is not known is empty.
     - ``timeline``: columns of equal length: ``time``, ``phase`` (an index into ``phases``, their

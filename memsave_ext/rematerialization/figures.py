@@ -100,6 +100,8 @@ def make_report(figures: RematFigures, top: int) -> str:
     reasons = _reasons(saved)
     if reasons:
         print_table("Why it is kept", ["reason", "operator", "memory"], reasons[:top], text)
+    if saved and not any(row.module for row in figures.saved):
+        print("By module: with remat(model), or remat_module(model, by_module=True)", file=text)
     return text.getvalue().rstrip("\n")
 
 

@@ -118,7 +118,7 @@ def remat_module(
     if "forward" in model.__dict__:
         raise ValueError(
             f"remat_module: {type(model).__name__} has a forward of its own already; remove() the "
-            "handle that set it first"
+            "handle that set it first, or call remat_module before accelerate's prepare()"
         )
     check_arguments(budget, optimizer, strict)
     options = {"budget": budget, "optimizer": optimizer, "strict": strict}

@@ -47,6 +47,18 @@ class SavedAgain(nn.Module):
         return self.second(y) + z
 
 
+class ReadsBeforeItsGradient(nn.Module):
+    """The gradient of ``late`` is there before its product is computed again."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.late = nn.Linear(16, 16), nn.Parameter(torch.rand(16))
+
+    def forward(self, x):
+        y = self.first(x) * (x * self.late.detach()).sin()
+        return y + self.late.mean()
+
+
 def blocks(norm=nn.LayerNorm):
     return nn.Sequential(*(Mlp(norm) for _ in range(3)), nn.Linear(16, 1))
 
@@ -66,6 +78,18 @@ def sharded(model, **options):
     return fully_shard(model, **options)
 
 
+def each_in_a_bucket(model):
+    return DistributedDataParallel(model, bucket_cap_mb=1e-5)
+
+
+def reduce_at_once(group, bucket):
+    """A step in backward is not made later than here, then."""
+    dist.all_reduce(bucket.buffer(), group=group)
+    future = torch.futures.Future()
+    future.set_result([bucket.buffer().div_(dist.get_world_size())])
+    return future
+
+
 MODELS = {
     "fsdp": lambda: sharded(blocks()),
     "fsdp, bfloat16": lambda: sharded(blocks(), mp_policy=BF16),
@@ -73,6 +97,7 @@ MODELS = {
     "fsdp, saved again": lambda: fully_shard(SavedAgain()),
     "ddp": lambda: DistributedDataParallel(blocks()),
     "ddp, batch norm": lambda: DistributedDataParallel(blocks(nn.BatchNorm1d)),
+    "ddp, reads late": lambda: each_in_a_bucket(ReadsBeforeItsGradient()),
     "ddp, ours": lambda: DistributedDataParallel(blocks(ms.SyncBatchNorm)),
 }
 
@@ -84,7 +109,8 @@ def train(build, block, in_backward):
     if in_backward:
         optimizer = ms.Adam(model.parameters(), in_backward=True, lr=0.1, small_bytes=0)
         if isinstance(model, DistributedDataParallel):
-            optimizer.attach(model)
+            at_once = isinstance(model.module, ReadsBeforeItsGradient)
+            optimizer.attach(model, hook=reduce_at_once if at_once else None)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     dropped = 0
@@ -117,9 +143,37 @@ def layer_by_layer():
     return {in_backward: compare(lambda: sharded(layers()), in_backward) for in_backward in (0, 1)}
 
 
+def an_error_while_a_step_waits():
+    model = each_in_a_bucket(ReadsBeforeItsGradient())
+    optimizer = ms.Adam(model.parameters(), in_backward=True, lr=0.1, small_bytes=0)
+    optimizer.attach(model, hook=reduce_at_once)
+
+    def loss():
+        with ms.remat(_everything=True):
+            return model(torch.ones(8, 16)).square().mean()
+
+    for _ in range(2):  # DDP makes the buckets anew after the first backward
+        loss().backward()
+        optimizer.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    failing = model.module.first.bias.register_hook(lambda grad: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        loss().backward()
+    failing.remove()
+    same = all(map(torch.equal, before, model.parameters()))
+    try:
+        optimizer.step()
+        refused = ""
+    except RuntimeError as error:
+        refused = str(error)
+    return {"nothing was stepped": same, refused: "after 1 " in refused}
+
+
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 @pytest.mark.parametrize(
-    "function", [everything, layer_by_layer], ids=lambda function: function.__name__
+    "function",
+    [everything, layer_by_layer, an_error_while_a_step_waits],
+    ids=lambda function: function.__name__,
 )
 def test_two_ranks(function):
     for results in run_ranks(2, [function])[function.__name__]:

@@ -19,14 +19,15 @@ def _fresh_state():
 class Loop:
     """A training loop as accelerate's guide has it. 5 batches an epoch."""
 
-    def __init__(self, make, micro_batches=1, scaler=None):
+    def __init__(self, make, micro_batches=1, scaler=None, change=None, **options):
         self.accelerator = accelerate.Accelerator(
-            cpu=True, gradient_accumulation_steps=micro_batches
+            cpu=True, gradient_accumulation_steps=micro_batches, **options
         )
         # It makes one on accelerators alone.
         self.accelerator.scaler = scaler
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.handle = None if change is None else change(net)
         self.optimizer = make(net.parameters())
         schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
         rows = torch.randn(10, 4, generator=torch.Generator().manual_seed(1))
@@ -114,3 +115,17 @@ def test_a_scaler(handed_over, clip):
 def test_a_scaler_that_was_not_handed_over_is_an_error():
     with pytest.raises(RuntimeError, match="opt.grad_scaler = scaler where a trainer has made it"):
         Loop(ours, scaler=scaler()).epoch()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3], ids=["each batch", "3 batches"])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_rematerialization_changes_nothing(micro_batches, precision):
+    loops = []
+    for change in (None, lambda net: ms.remat_module(net, _everything=True)):
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        loop = Loop(ours, micro_batches, change=change, mixed_precision=precision)
+        loop.optimizer.accumulate_when(lambda loop=loop: not loop.accelerator.sync_gradients)
+        loops.append(loop.epoch().epoch())
+    loops[1].assert_same(loops[0])
+    figures = loops[1].handle.figures()
+    assert figures.dropped_bytes > 0 and figures.recomputed_operators > 0

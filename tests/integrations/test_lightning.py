@@ -68,9 +68,9 @@ def told(net):
     return optimizer
 
 
-def fit(make, epochs=2, resume=None, seed=0, **arguments):
+def fit(make, epochs=2, resume=None, seed=0, net=None, **arguments):
     """5 batches an epoch."""
-    net = net_class()(make, seed)
+    net = net_class()(make, seed) if net is None else net
     rows = torch.randn(10, 4, generator=torch.Generator().manual_seed(1))
     trainer = pytorch.Trainer(
         max_epochs=epochs,
@@ -194,3 +194,26 @@ def test_a_second_fit_without_it_says_what_to_do():
     trainer.fit_loop.max_epochs = 2
     with pytest.raises(ValueError, match=r"call memsave_ext.remove_hooks\(model\) before this one"):
         trainer.fit(net, torch.utils.data.DataLoader(torch.randn(4, 4), batch_size=2))
+
+
+@pytest.mark.parametrize("batches", [1, 3], ids=["each batch", "3 batches"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_rematerialization_changes_nothing(batches, precision):
+    """Of what training_step() calls: the module's own forward is none of it."""
+
+    class Body(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x).exp().sin()
+
+    runs = []
+    for in_place in (False, True):
+        net = net_class()(told, 0)
+        net.first = Body(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.2))
+        handle = ms.remat_module(net.first, _everything=True) if in_place else None
+        fit(told, net=net, accumulate_grad_batches=batches, precision=precision)
+        runs.append((net, handle))
+    (plain, _), (net, handle) = runs
+    assert net.losses == plain.losses and len(net.losses) == 10
+    assert_same(net, plain)
+    figures = handle.figures()
+    assert figures.dropped_bytes > 0 and figures.recomputed_operators > 0

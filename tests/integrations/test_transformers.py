@@ -212,3 +212,28 @@ def test_a_second_trainer(tmp_path, kept):
             losses += train(trainer)[0]
         runs.append(losses)
     assert len(runs[0]) == 10 and runs[1] == pytest.approx(runs[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4], ids=["each batch", "4 batches"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+def test_rematerialization_changes_nothing(tmp_path, micro_batches, bf16):
+    """Two runs each, of a Trainer of their own."""
+    runs = []
+    for in_place in (False, True):
+        model, losses = gpt2(), []
+        handle = ms.remat_module(model, _everything=True) if in_place else None
+        for _ in range(2):
+            ms.remove_hooks(model)
+            optimizer = ours(model)
+            arguments = {"gradient_accumulation_steps": micro_batches, "bf16": bf16}
+            trainer = trainer_of(tmp_path, model, optimizer, [no_gradients()], **arguments)
+            optimizer.accumulate_when(
+                lambda trainer=trainer: not trainer.accelerator.sync_gradients
+            )
+            losses += train(trainer)
+        runs.append((model, losses))
+    (plain, losses), (model, own_losses) = runs
+    assert own_losses == losses
+    assert_same(model, plain)
+    figures = handle.figures()
+    assert figures.dropped_bytes > 0.3 * figures.kept_bytes and figures.recomputed_operators > 0

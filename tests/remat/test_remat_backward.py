@@ -1,5 +1,6 @@
 """Backwards through what a block dropped."""
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -75,6 +76,16 @@ def test_a_saved_value_looked_at_in_the_block():
         return [*seen, *torch.autograd.grad(u.sum(), w)]
 
     check(program)
+
+
+@pytest.mark.parametrize("blocks", [contextlib.nullcontext, everything])
+def test_what_the_graph_of_a_gradient_saved_has_changed(blocks):
+    x, weight = torch.randn(8, requires_grad=True), torch.ones(8)
+    with blocks():
+        (grad,) = torch.autograd.grad((x * x).tanh(), x, weight, create_graph=True)
+        weight.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(grad.sum(), x)
 
 
 @pytest.mark.parametrize("changes", [False, True])

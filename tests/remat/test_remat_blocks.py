@@ -1,6 +1,8 @@
 """The front of rematerialization: blocks, modules in place, reports."""
 
 import copy
+import gc
+import inspect
 import pickle
 import threading
 
@@ -66,6 +68,11 @@ def test_without_a_model_there_are_no_modules():
         model(x).sum().backward()
     assert {row.module for row in r.figures().saved} == {""}
     assert "by module" not in r.report()
+    hint = "By module: with remat(model), or remat_module(model, by_module=True)"
+    assert r.report().endswith(hint)
+    with ms.remat(model) as r:
+        model(x).sum().backward()
+    assert "by module " in r.report() and "By module" not in r.report()
 
 
 def test_nothing_recorded():
@@ -110,6 +117,38 @@ def test_blocks_are_left_in_order_and_by_their_thread():
         outer.__exit__(None, None, None)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("late", [False, True])
+def test_a_block_that_is_never_left(late):
+    """By a generator that ends nowhere, or out of order, which is an error there."""
+    model, x = net()
+    expected = gradients(model, x)
+    results = []
+
+    def open_block():
+        with ms.remat(_everything=True):
+            yield
+
+    def work():  # in a thread, where all of it ends
+        generator = open_block() if late else ms.remat(_everything=True)
+        next(generator) if late else generator.__enter__()
+        if late:
+            with ms.remat(_everything=True):
+                del generator
+        else:
+            del generator
+        for _ in range(3):
+            gc.collect()
+            results.append(torch.autograd.grad(model(x).square().mean(), list(model.parameters())))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    results.append(gradients(model, x))
+    assert len(results) == 4
+    assert all(all(map(torch.equal, result, expected)) for result in results)
+
+
 @pytest.mark.parametrize("by_module", [False, True])
 def test_a_module_in_place(by_module):
     model, x = net()
@@ -128,6 +167,7 @@ def test_a_module_in_place(by_module):
     assert ("by module" in handle.report()) == by_module
     assert list(model.state_dict()) == list(state)
     assert list(model._modules) == keys
+    assert inspect.signature(model.forward) == inspect.signature(net()[0].forward)
     with pytest.raises(ValueError, match=r"Net has a forward of its own already; remove\(\)"):
         ms.remat_module(model)
     with pytest.raises(ZeroDivisionError):

@@ -81,6 +81,17 @@ def test_regions_inside():
     check(program)
 
 
+def test_a_region_of_what_was_changed_in_place_before():
+    w, x = nn.Parameter(torch.randn(8, 8)), torch.randn(8, 8)
+
+    def program(block):
+        with block():
+            y = ms.checkpoint(lambda t: (t * w).sin(), (x @ w).mul_(2))
+        return torch.autograd.grad(y.sum(), w)
+
+    check(program, drops=None)
+
+
 def test_blocks_inside_a_region():
     model, x = layers()
 

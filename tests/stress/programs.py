@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .vocabulary import (
     BACKWARDS,
@@ -50,18 +50,24 @@ class Program:
     engine_hooks: bool = False
     checkpointed: bool = False  # module m1, by checkpoint_modules
     closures: bool = True  # explicit regions read computed tensors of the surroundings, too
+    also: Mapping[str, str] = dataclasses.field(default_factory=dict)  # more statements, by name
 
 
 # What programs that run at once would disturb each other by.
 NOT_IN_THREADS = [*RANDOM, "patched", "default_dtype", *HARMLESS, "engine_hooks", "dropout_module"]
 
 
-def generate(seed: int, without: Sequence[str] = (), threads: bool = False) -> Program:
+def generate(
+    seed: int,
+    without: Sequence[str] = (),
+    threads: bool = False,
+    also: Mapping[str, str] | None = None,
+) -> Program:
     """The program of a seed; what is left out becomes something simpler, and the rest stays.
-    ``threads``: one that several threads can run at once."""
+    ``threads``: one that several threads can run at once. ``also``: statements of the caller's."""
     rng = random.Random(seed)
     out = {*without, *(NOT_IN_THREADS if threads else [])}
-    names = [*PURE, *RANDOM, *(ROUGH if rng.random() < 0.3 else [])]
+    names = [*PURE, *RANDOM, *(ROUGH if rng.random() < 0.3 else []), *(also or {})]
 
     def one(choices: Sequence[str], otherwise: str) -> str:
         chosen = rng.choice(choices)
@@ -94,6 +100,7 @@ def generate(seed: int, without: Sequence[str] = (), threads: bool = False) -> P
         engine_hooks=chance(0.3, "engine_hooks"),
         checkpointed=chance(0.3, "checkpointed"),
         closures=chance(0.3, "closures"),
+        also=also or {},
     )
 
 
@@ -160,7 +167,9 @@ class Writer:
     def statement(self, op: Op, x: str, y: str, v: str, indent: int) -> None:
         if op.name in ROUGH:
             self.hazards.add(op.name)
-        text = TABLES[op.name].format(x=x, y=y, v=v, k=op.k % len(self.program.modules))
+        text = {**TABLES, **self.program.also}[op.name].format(
+            x=x, y=y, v=v, k=op.k % len(self.program.modules)
+        )
         self.add(text, indent)
 
     def region(self, op: Op, names: list[str], indent: int, outer: str, own: Sequence[str]) -> str:

@@ -6,13 +6,23 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
 
 _thread = threading.local()
+
+
+class Again(Enum):
+    """What runs again: a region's function, or single operators of a rematerialization."""
+
+    REGION = "region"
+    OPERATORS = "operators"
+
+
 # Called at the begin and end of every recompute while memory is tracked; None otherwise.
-recompute_observer: Callable[[bool], None] | None = None
+recompute_observer: Callable[[Again, bool], None] | None = None
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
@@ -95,17 +105,17 @@ class Surroundings:
 
 
 @contextlib.contextmanager
-def recomputing() -> Iterator[None]:
+def recomputing(again: Again = Again.REGION) -> Iterator[None]:
     _thread.depth = getattr(_thread, "depth", 0) + 1
-    _tell(True)
+    _tell(again, True)
     try:
         yield
     finally:
         _thread.depth -= 1
-        _tell(False)
+        _tell(again, False)
 
 
-def _tell(begins: bool) -> None:
+def _tell(again: Again, begins: bool) -> None:
     observer = recompute_observer
     if observer is not None:
-        observer(begins)
+        observer(again, begins)

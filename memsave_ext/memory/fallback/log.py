@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .threads import FORWARD, OTHER, RECOMPUTE, EventContext, Threads
+from .threads import FORWARD, OTHER, RECOMPUTES, EventContext, Threads
 
 # Indices into CATEGORIES of memsave_ext/memory/account.py.
 _ACTIVATIONS, _OTHER_CATEGORY = 3, 4
@@ -31,7 +31,7 @@ class Block:
     def category(self) -> int:
         if self.label is not None:
             return self.label
-        made_by_forward = self.phase in (FORWARD, RECOMPUTE)
+        made_by_forward = self.phase in (FORWARD, *RECOMPUTES)
         return _ACTIVATIONS if made_by_forward and not self.temporary else _OTHER_CATEGORY
 
 
@@ -67,7 +67,7 @@ class Record:
 
     changes: Tensor
     blocks: Tensor
-    regions: list[tuple[int, int, int, float]]
+    regions: list[tuple[int, int, int, int, float]]
 
     def stack(self, block: int) -> tuple[tuple[str, int, str], ...]:
         """Returns (): torch's profiler records no stacks of allocations."""
@@ -99,7 +99,7 @@ class Log:
         if ptr in self._live:
             self._remove(ptr, None if total is None else self.total, context)
         phase, span, module = self.threads.where(context)
-        if phase == RECOMPUTE:
+        if phase in RECOMPUTES:
             self.threads.count(span, size)
         self._live[ptr] = block = Block(size, phase, span, module)
         after = self.total + size if total is None else total
@@ -163,8 +163,8 @@ class Log:
         for block in numbers:
             blocks.extend((block.size, block.category, block.phase, block.name, block.module))
         regions = [
-            (module, region.calls, region.saved_bytes, region.nanoseconds * 1e-9)
-            for module, region in sorted(self.threads.regions.items())
+            (*key, region.calls, region.saved_bytes, region.nanoseconds * 1e-9)
+            for key, region in sorted(self.threads.regions.items())
         ]
         return Record(_as_table(changes, 6), _as_table(blocks, 5), regions)
 
@@ -172,7 +172,7 @@ class Log:
         block = self._live.pop(ptr)
         phase, span, _ = self.threads.where(context)
         block.temporary = (block.phase, block.span) == (phase, span)
-        if block.phase == RECOMPUTE:
+        if block.phase in RECOMPUTES:
             self.threads.count(block.span, -block.size)
         after = self.total - block.size if total is None else total
         self._change(block, _FREED, after, phase, context)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 # Indices into PHASES of memsave_ext/memory/account.py.
-OTHER, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = range(5)
+OTHER, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER, REMATERIALIZE = range(6)
+RECOMPUTES = (RECOMPUTE, REMATERIALIZE)
 
 
 class EventContext(NamedTuple):
@@ -31,7 +32,7 @@ class Where(NamedTuple):
 
 @dataclass
 class CheckpointedRegion:
-    """One checkpointed region, over all its recomputes."""
+    """One checkpointed region, or what ``remat`` recomputes in one module, over all recomputes."""
 
     calls: int = 0
     saved_bytes: int = 0  # the most bytes that one recompute left for backward
@@ -40,6 +41,7 @@ class CheckpointedRegion:
 
 @dataclass
 class _Recompute:
+    phase: int
     span: int
     begin: int  # ns
     depth: int  # how many modules the thread was in when it began
@@ -86,9 +88,10 @@ class Threads:
     """
 
     def __init__(self, parents: list[int]) -> None:
-        self.regions: defaultdict[int, CheckpointedRegion] = defaultdict(
+        # By phase and the module that names it; -1 if there is none.
+        self.regions: defaultdict[tuple[int, int], CheckpointedRegion] = defaultdict(
             CheckpointedRegion
-        )  # by the module that names it; -1 if there is none
+        )
         self._parents = parents
         self._threads: defaultdict[int, _Thread] = defaultdict(_Thread)
         self._forward = 0  # number of the present forward, counted from 1
@@ -101,7 +104,7 @@ class Threads:
         if thread.recomputes:
             recompute = thread.recomputes[-1]
             inside = thread.inside if thread.inside >= 0 else recompute.module
-            return Where(RECOMPUTE, recompute.span, inside)
+            return Where(recompute.phase, recompute.span, inside)
         if context.in_backward:
             if not thread.modules:
                 self._after_forward = False
@@ -118,7 +121,7 @@ class Threads:
         # package's recomputes report themselves.
         recompute = context.in_backward and outermost and not thread.recomputes
         if recompute:
-            self.begin_recompute(context)
+            self.begin_recompute(RECOMPUTE, context)
         elif outermost and not context.in_backward:
             self._forward += 1
             self._after_forward = False
@@ -142,11 +145,11 @@ class Threads:
         if not thread.modules and not context.in_backward:
             self._after_forward = True
 
-    def begin_recompute(self, context: EventContext) -> None:
+    def begin_recompute(self, phase: int, context: EventContext) -> None:
         self._recompute += 1
         thread, node_module = self._threads[context.thread], self._module_of_node(context)
         thread.recomputes.append(
-            _Recompute(self._recompute, context.time, len(thread.modules), node_module)
+            _Recompute(phase, self._recompute, context.time, len(thread.modules), node_module)
         )
 
     def end_recompute(self, context: EventContext) -> None:
@@ -156,7 +159,7 @@ class Threads:
         recompute = thread.recomputes.pop()
         # A recompute that stops early leaves its modules without calling their hooks.
         del thread.modules[recompute.depth :]
-        region = self.regions[self._name(recompute)]
+        region = self.regions[recompute.phase, self._name(recompute)]
         region.calls += 1
         region.saved_bytes = max(region.saved_bytes, recompute.bytes)
         region.nanoseconds += context.time - recompute.begin

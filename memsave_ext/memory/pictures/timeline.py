@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart too. Vermillion is kept for
-# recomputes.
+# Okabe and Ito's colours, which colour-blind readers can tell apart too. Vermillion and reddish
+# purple are kept for recomputes.
 COLOURS = {
     "parameters": "#0072B2",
     "gradients": "#E69F00",
@@ -29,14 +29,14 @@ COLOURS = {
     "activations": "#56B4E9",
     "other": "#BBBBBB",
 }
-RECOMPUTE = "#D55E00"
-# Phases differ in lightness, and the recompute in its hatching.
+# Phases differ in lightness, and recomputes in their hatching.
 _PHASES: dict[str, dict[str, Any]] = {
     "other": {"facecolor": "#F4F4F4", "edgecolor": "#BBBBBB"},
     "forward": {"facecolor": "#D5D5D5", "edgecolor": "#D5D5D5"},
     "backward": {"facecolor": "#7F7F7F", "edgecolor": "#7F7F7F"},
-    "recompute": {"facecolor": RECOMPUTE, "edgecolor": "#FFFFFF", "hatch": "////"},
+    "recompute": {"facecolor": "#D55E00", "edgecolor": "#FFFFFF", "hatch": "////"},
     "optimizer": {"facecolor": "#3A3A3A", "edgecolor": "#3A3A3A"},
+    "rematerialize": {"facecolor": "#CC79A7", "edgecolor": "#FFFFFF", "hatch": "\\\\\\\\"},
 }
 _LIGHT = ("other", "forward")
 _POINTS = 4000  # more than a picture has pixels across
@@ -169,12 +169,12 @@ def _draw_phases(axes: Axes, timeline: Timeline, time: list[float]) -> list[Arti
                     ha="center",
                     va="center",
                 )
-    if "recompute" in spans:
+    for phase in ("recompute", "rematerialize"):
         axes.broken_barh(
-            spans["recompute"],
+            spans.get(phase, []),
             (0, 1),
             transform=axes.get_xaxis_transform(),
-            facecolor=RECOMPUTE,
+            facecolor=_PHASES[phase]["facecolor"],
             linewidth=0,
             alpha=0.12,
             zorder=0.5,

@@ -12,7 +12,7 @@ import torch
 from torch import UntypedStorage
 
 from ...checkpointing import errors
-from ...checkpointing.fallback.surroundings import recomputing
+from ...checkpointing.fallback import surroundings
 from .content import Call, Content, Memory, Reference
 from .operators import results_of
 
@@ -50,7 +50,7 @@ def storage_of(memory: Memory, again: Again) -> UntypedStorage:
     is computed from has changed.
     """
     with (
-        recomputing(),
+        surroundings.recomputing(surroundings.Again.OPERATORS),
         torch.no_grad(),
         torch._C._AutoDispatchBelowAutograd(),
         torch._C._DisableAutocast(),

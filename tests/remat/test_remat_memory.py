@@ -1,0 +1,39 @@
+"""``memory.track`` of blocks: recomputes are a phase of their own."""
+
+from remat_programs import everything, layers
+
+import memsave_ext as ms
+from memsave_ext.memory import PHASES
+
+
+def test_rematerializing_is_a_phase():
+    model, x = layers()
+    with ms.memory.track(model) as track:
+        with everything():
+            loss = model(x).square().mean()
+        loss.backward()
+    phases = {PHASES[phase] for phase in track.timeline.phase.tolist()}
+    assert {"forward", "backward", "rematerialize"} <= phases
+    assert "recompute" not in phases
+    assert track.regions
+    assert {region.phase for region in track.regions} == {"rematerialize"}
+    assert {region.name for region in track.regions} <= {name for name, _ in model.named_modules()}
+    assert any(region.name and region.saved_bytes for region in track.regions)
+
+
+def test_regions_and_blocks_are_told_apart(capsys):
+    model, x = layers()
+    first, second = model[:4], model[4:]
+    with ms.memory.track(model) as track:
+        with everything():
+            loss = second(ms.checkpoint(first, x).sin()).square().mean()
+        loss.backward()
+    calls = {"recompute": 0, "rematerialize": 0}
+    for region in track.regions:
+        calls[region.phase] += region.calls
+    assert calls["recompute"] == 1 and calls["rematerialize"] > 1
+    track.report()
+    report = capsys.readouterr().out
+    assert "Checkpointed regions" in report and "Rematerialized" in report
+    document = track.to_json()
+    assert [ms.memory.Region(**region) for region in document["regions"]] == track.regions
