@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,7 +72,14 @@ def linear_cross_entropy(
     )
 
 
-def loss_of(
+def loss_of(*tensors: Tensor, **options: Any) -> Tensor:
+    """:func:`linear_cross_entropy`, with the arguments of what follows."""
+    if torch.compiler.is_compiling():
+        return _not_traced(*tensors, **options)
+    return _loss_of(*tensors, **options)
+
+
+def _loss_of(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
@@ -86,7 +94,7 @@ def loss_of(
     debug: bool = False,
     result: torch.dtype | None = None,
 ) -> Tensor:
-    """:func:`linear_cross_entropy`; ``result`` is the dtype of the loss, None: as torch's."""
+    """``result``: the dtype of the loss; None: that of torch."""
     given = check(input, linear_weight, target, linear_bias)
     has_probabilities = tuple(target.shape) == given
     if has_probabilities and ignore_index is not None:
@@ -109,6 +117,10 @@ def loss_of(
     settings = Settings(loss_options, dtype, result or as_torch, size, in_region, debug)
     loss = head.run(input, linear_weight, linear_bias, target, weight, settings)
     return loss[0] if reduction == "none" and len(given) == 1 else loss
+
+
+# A compiled graph ends here and begins again: in it the chunks would be traced one by one.
+_not_traced: Callable[..., Tensor] = torch._disable_dynamo(_loss_of)  # type: ignore[attr-defined]
 
 
 def _check_own(softcap: float | None, chunk_size: int | None) -> None:

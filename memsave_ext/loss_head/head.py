@@ -54,14 +54,7 @@ class Head(torch.autograd.Function):
             return *chunks.gradients(coefficients, needed, begun), None, None, None
 
 
-def run(*arguments: Any) -> Tensor:
-    """Returns the loss of the arguments of :meth:`Head.forward`."""
-    if torch.compiler.is_compiling():
-        return _run_as_it_is(*arguments)
-    return _run(*arguments)
-
-
-def _run(
+def run(
     input: Tensor,
     linear_weight: Tensor,
     linear_bias: Tensor | None,
@@ -73,10 +66,6 @@ def _run(
     loss: Tensor = Head.apply(input, linear_weight, linear_bias, target, weight, settings)
     del held
     return loss
-
-
-# The compiler breaks its graph here: it would trace all chunks one by one.
-_run_as_it_is = torch._disable_dynamo(_run)
 
 
 def _differentiable(

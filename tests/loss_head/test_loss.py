@@ -1,4 +1,4 @@
-"""The loss and its gradients beside those of torch's operators, in float64 and in the same dtype."""
+"""The loss and its gradients beside those of torch's operators, in float64 and in its dtype."""
 
 import itertools
 import random
