@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "vector/types.h"
 
@@ -27,6 +28,16 @@ struct Chunk {
   // Whether all classes of a token take part in its distribution, and not the target alone.
   bool mixes() const { return probabilities != nullptr || spread != 0; }
 };
+
+// Calls a function with two types, std::true_type or std::false_type: whether logits are capped,
+// and Chunk::mixes().
+template <typename Function>
+void with_kind(const Chunk& chunk, const Function& function) {
+  const auto with_cap = [&](auto caps) {
+    chunk.mixes() ? function(caps, std::true_type{}) : function(caps, std::false_type{});
+  };
+  chunk.softcap != 0 ? with_cap(std::true_type{}) : with_cap(std::false_type{});
+}
 
 // Device pointers; `stream` is a cudaStream_t, null on the CPU. No function synchronises. Results
 // are the same bits for any number of threads.

@@ -150,18 +150,6 @@ __attribute__((flatten)) void gradient_token(const Chunk& chunk,
   isa::store(row.logits + row.target, gradient(at_target, a), isa::Part{1});
 }
 
-// Calls a function with the values of `caps` and `mixes` as types.
-template <typename Function>
-void with_kind(const Chunk& chunk, const Function& function) {
-  if (chunk.softcap != 0) {
-    chunk.mixes() ? function(std::true_type{}, std::true_type{})
-                  : function(std::true_type{}, std::false_type{});
-  } else {
-    chunk.mixes() ? function(std::false_type{}, std::true_type{})
-                  : function(std::false_type{}, std::false_type{});
-  }
-}
-
 template <typename Storage>
 void reduce_loop(const Chunk& chunk, void* sums, int64_t begin, int64_t end) {
   auto* const of = static_cast<vector::ValueOf<Storage>*>(sums);
