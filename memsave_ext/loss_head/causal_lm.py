@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from .function import loss_of
 
 
-def patch_causal_lm(model: nn.Module, *, chunk_size: int | None = None) -> PatchedCausalLM:
+def patch_causal_lm(
+    model: nn.Module, *, chunk_size: int | None = None, debug: bool = False
+) -> PatchedCausalLM:
     """Let a causal language model of Hugging Face compute its loss without logits.
 
     Where ``labels`` are given in training mode, the loss is that of :func:`linear_cross_entropy`
@@ -26,7 +28,7 @@ def patch_causal_lm(model: nn.Module, *, chunk_size: int | None = None) -> Patch
         model: one that computes ``logits = head(hidden_states)``, where
             ``model.get_output_embeddings()`` returns the head, and the loss of these by
             ``model.loss_function``, as the models of transformers do.
-        chunk_size: as in :func:`linear_cross_entropy`.
+        chunk_size, debug: as in :func:`linear_cross_entropy`.
 
     Returns:
         An object whose ``remove()`` undoes it.
@@ -36,7 +38,7 @@ def patch_causal_lm(model: nn.Module, *, chunk_size: int | None = None) -> Patch
         RuntimeError: it is patched already. In a forward: the model does more to its logits than to
             cap them, as its ``final_logit_softcapping`` says.
     """
-    return PatchedCausalLM(model, chunk_size)
+    return PatchedCausalLM(model, chunk_size, debug)
 
 
 class _Call:
@@ -49,18 +51,19 @@ class _Call:
 class PatchedCausalLM:
     """What :func:`patch_causal_lm` has changed; :meth:`remove` restores it."""
 
-    def __init__(self, model: Any, chunk_size: int | None) -> None:
+    def __init__(self, model: Any, chunk_size: int | None, debug: bool) -> None:
         name = f"patch_causal_lm: {type(model).__name__}"
         get_head = getattr(model, "get_output_embeddings", None)
         head = get_head() if get_head is not None else None
         if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
             raise TypeError(f"{name} has no linear layer as its output embeddings")
+        if isinstance(getattr(vars(head).get("forward"), "__self__", None), PatchedCausalLM):
+            raise RuntimeError(f"{name} is patched already")
         self._loss: Any = getattr(model, "loss_function", None)
         if getattr(self._loss, "__name__", "") != "ForCausalLMLoss":
             raise TypeError(f"{name} has another loss than causal language models have")
-        if isinstance(getattr(vars(head).get("forward"), "__self__", None), PatchedCausalLM):
-            raise RuntimeError(f"{name} is patched already")
-        self._model, self._head, self._chunk_size = model, head, chunk_size
+        self._model, self._head = model, head
+        self._chunk_size, self._debug = chunk_size, debug
         config = model.config.get_text_config()
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._signature = inspect.signature(model.forward)
@@ -134,6 +137,7 @@ class PatchedCausalLM:
             ignore_index=ignore_index,
             softcap=self._softcap,
             chunk_size=self._chunk_size,
+            debug=self._debug,
             result=torch.float32,  # the models' own loss is that of logits cast to float32
         )
         if isinstance(num_items_in_batch, Tensor):
