@@ -6,6 +6,7 @@ import torch.nn.functional as F
 import memsave_ext as ms
 
 CHUNK = 256
+REDUCTIONS = ["mean", "sum", "none"]
 
 
 def plain(input, linear_weight, target, *, linear_bias=None, softcap=None, **options):
