@@ -92,7 +92,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("end_norm_pass", &Stepper::end_norm_pass)
       .def("folded", &Stepper::folded)
       .def("grad_norm", &Stepper::grad_norm)
-      .def("found", &Stepper::found)
+      .def("found_inf", &Stepper::found_inf)
       .def("ask", &Stepper::ask)
       .def("count_used", &Stepper::count_used)
       .def("hand_to_ddp", &memsave_ext::adam::hand_to_ddp)

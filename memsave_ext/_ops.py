@@ -28,12 +28,14 @@ _library = torch.library.Library("memsave_ext", "DEF")
 # - 7 `modes`: decoupled_weight_decay, amsgrad, maximize, the row numbers of bf16 and state_dtype
 #   (adam/formats.py), the seed, and whether its lr is the next tensor of `lrs`.
 #
-# With `loss_scale` the gradients are unscaled, and `found` becomes 1 where one is not finite. With
-# `factor` they are multiplied by it instead, and nothing is stepped where `skip` is not 0.
+# With `grad_scale` the gradients are divided by it, and `found_inf` becomes 1 where one is not
+# finite. With `factor` they are multiplied by it instead, and nothing is stepped where `skip` is
+# not 0.
 _library.define(
     "adam_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] states, int[] present, "
     "int[] phases, int[] positions, int[] groups, float[] options, int[] modes, Tensor[] lrs, "
-    "Tensor? loss_scale=None, Tensor(c!)? found=None, Tensor? factor=None, Tensor? skip=None) -> ()"
+    "Tensor? grad_scale=None, Tensor(c!)? found_inf=None, Tensor? factor=None, "
+    "Tensor? skip=None) -> ()"
 )
 # Returns the sum of squares of all elements, a float64 scalar.
 _library.define("adam_sum_of_squares(Tensor[] grads) -> Tensor")

@@ -9,7 +9,7 @@ namespace memsave_ext::adam {
 namespace py = pybind11;
 using at::Tensor;
 
-Tensor read_loss_scale(const py::handle& optimizer) {
+Tensor read_grad_scale(const py::handle& optimizer) {
   const py::object scaler = optimizer.attr("grad_scaler");
   if (scaler.is_none() || PyObject_IsTrue(scaler.attr("is_enabled")().ptr()) != 1) return {};
   const py::object scale = scaler.attr("_get_scale_async")();
@@ -17,15 +17,15 @@ Tensor read_loss_scale(const py::handle& optimizer) {
 }
 
 const Tensor& FoundInf::on(c10::Device device) {
-  Tensor& found = now_.here(device);
-  if (!found.defined()) found = at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
-  return found;
+  Tensor& found_inf = now_.here(device);
+  if (!found_inf.defined()) found_inf = at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
+  return found_inf;
 }
 
 void FoundInf::end_step(const Tensor& of_norm) {
   last_.clear();
   const auto either = [](const Tensor& a, const Tensor& b) { return at::maximum(a, b); };
-  for (const auto& [device, found] : now_.combined(either)) last_.push_back(found);
+  for (const auto& [device, found_inf] : now_.combined(either)) last_.push_back(found_inf);
   if (of_norm.defined()) last_.push_back(of_norm);
   now_.clear();
 }

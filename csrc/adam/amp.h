@@ -1,4 +1,4 @@
-// torch.amp.GradScaler: the loss scale, and found_inf of each device.
+// torch.amp.GradScaler: the scale of gradients, and found_inf of each device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,9 +10,9 @@
 
 namespace memsave_ext::adam {
 
-// Returns the loss scale of the optimizer's GradScaler; undefined without one that is enabled.
+// Returns the scale of the optimizer's GradScaler; undefined without one that is enabled.
 // Needs the GIL.
-at::Tensor read_loss_scale(const pybind11::handle& optimizer);
+at::Tensor read_grad_scale(const pybind11::handle& optimizer);
 
 // found_inf: for each device a float scalar that is 1 where a gradient was not finite, else 0.
 class FoundInf {

@@ -109,11 +109,11 @@ Unpacked unpack(const StepArguments& of) {
     Parameter& parameter = unpacked.parameters.emplace_back();
     const auto group = static_cast<size_t>(of.groups[i]);
     TORCH_CHECK_VALUE(group < groups, "adam_step_: there is no group ", of.groups[i]);
-    TORCH_CHECK_VALUE(of.phases[i] >= 0 && of.phases[i] <= static_cast<int64_t>(Phase::kClose),
+    TORCH_CHECK_VALUE(of.phases[i] >= 0 && of.phases[i] <= static_cast<int64_t>(StepPhase::kClose),
                       "adam_step_: there is no phase ", of.phases[i]);
     parameter.local = of.params[i];
     parameter.group = &unpacked.groups[group];
-    parameter.phase = static_cast<Phase>(of.phases[i]);
+    parameter.phase = static_cast<StepPhase>(of.phases[i]);
     parameter.position = static_cast<uint32_t>(of.positions[i]);
     if ((of.present[i] & 1) != 0) parameter.grad = next(grad, of.grads.end(), "grads");
     for (size_t j = 0; j < std::size(kStateNames); ++j) {

@@ -18,8 +18,8 @@ using StepOperator = void(at::TensorList params, at::TensorList grads, at::Tenso
                           at::IntArrayRef present, at::IntArrayRef phases,
                           at::IntArrayRef positions, at::IntArrayRef groups,
                           at::ArrayRef<double> options, at::IntArrayRef modes, at::TensorList lrs,
-                          const std::optional<at::Tensor>& loss_scale,
-                          const std::optional<at::Tensor>& found,
+                          const std::optional<at::Tensor>& grad_scale,
+                          const std::optional<at::Tensor>& found_inf,
                           const std::optional<at::Tensor>& factor,
                           const std::optional<at::Tensor>& skip);
 

@@ -19,14 +19,15 @@ using at::Tensor;
 namespace {
 
 // Whether this backward still has to recompute dropped values from the parameter as it is now.
-bool is_awaited(const Parameter& parameter, Task task) {
-  return task == Task::kStep && remat::is_needed(parameter.local);
+bool is_awaited(const Parameter& parameter, GradientAction action) {
+  return action == GradientAction::kStep && remat::is_needed(parameter.local);
 }
 
 }  // namespace
 
-Backward::Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> snapshot, Task task)
-    : stepper_(std::move(stepper)), snapshot_(std::move(snapshot)), task_(task) {}
+Backward::Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> snapshot,
+                   GradientAction action)
+    : stepper_(std::move(stepper)), snapshot_(std::move(snapshot)), action_(action) {}
 
 Backward::~Backward() {
   if (!Py_IsInitialized()) return;
@@ -94,11 +95,11 @@ void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local
   // FSDP2's gradients are views of one buffer of all that was reduced together; one queued
   // gradient would keep all of it alive.
   const bool is_small = bytes < stepper_->small_bytes() && !is_sharded;
-  if (!finished_ && (is_small || !may_flush || is_awaited(parameter, task_))) {
+  if (!finished_ && (is_small || !may_flush || is_awaited(parameter, action_))) {
     Bucket& bucket = bucket_of(parameter.local);
     // By now all hooks of the parameters that were queued before this one have run.
     if (is_sharded) flush(bucket, false);
-    step.note_use(entry, task_);
+    step.note_use(entry, action_);
     entry.waits_in = this;
     bucket.waiting.push_back({&parameter, accumulator, whole, local_grad});
     bucket.bytes += bytes;
@@ -106,15 +107,15 @@ void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local
     if (bucket.bytes >= stepper_->bucket_bytes() && may_flush) flush(bucket, false);
     return;
   }
-  step.prepare(parameter, grad, task_);
-  step.note_use(entry, task_);
+  step.prepare(parameter, grad, action_);
+  step.note_use(entry, action_);
   is_sharded ? apply_beside(parameter) : apply(&parameter);
   parameter.tensor.mutable_grad().reset();
 }
 
 std::variant<const char*, std::unique_ptr<StepInRows>> Backward::step_in_rows(
     const Entry& entry, const NodePtr& accumulator) {
-  if (task_ != Task::kStep) return "this backward accumulates or measures gradients";
+  if (action_ != GradientAction::kStep) return "this backward accumulates or measures gradients";
   if (finished_ || !has(entry)) return "the optimizer does not have it any more";
   Parameter& parameter = parameter_of(entry);
   OpenStep& step = stepper_->open_step();
@@ -122,8 +123,8 @@ std::variant<const char*, std::unique_ptr<StepInRows>> Backward::step_in_rows(
   if (entry.waits_in != nullptr || parameter.tensor.mutable_grad().defined()) {
     return "its .grad is set, to which this gradient is added";
   }
-  if (is_awaited(parameter, task_)) return "remat has to compute dropped values from it";
-  step.prepare(parameter, {}, task_);
+  if (is_awaited(parameter, action_)) return "remat has to compute dropped values from it";
+  step.prepare(parameter, {}, action_);
   if (const char* obstacle = step.obstacle_to_rows(parameter, *snapshot_)) {
     forget_prepared(parameter);
     return obstacle;
@@ -154,7 +155,7 @@ void Backward::forget_waiting(Entry& entry) {
   forget_prepared(parameter_of(entry));
 }
 
-// Readies the parameter with the gradient that it has now. Returns false where the task no longer
+// Readies the parameter with the gradient that it has now. Returns false where the action no longer
 // applies to it.
 bool Backward::prepare(const Waiting& waiting) {
   Parameter& parameter = *waiting.parameter;
@@ -167,7 +168,7 @@ bool Backward::prepare(const Waiting& waiting) {
     if (now.defined()) parameter.entry->step = 0;
     return false;
   }
-  stepper_->open_step().prepare(parameter, is_dtensor ? waiting.local_grad : now, task_);
+  stepper_->open_step().prepare(parameter, is_dtensor ? waiting.local_grad : now, action_);
   return true;
 }
 
@@ -178,7 +179,7 @@ void Backward::flush(Bucket& bucket, bool all) {
   ready.reserve(bucket.waiting.size());
   for (auto& waiting : bucket.waiting) {
     if (waiting.parameter->entry->waits_in != this) continue;  // was forgotten
-    if (!all && is_awaited(*waiting.parameter, task_)) {
+    if (!all && is_awaited(*waiting.parameter, action_)) {
       stays.push_back(std::move(waiting));
       continue;
     }
@@ -204,8 +205,8 @@ void Backward::flush(Bucket& bucket, bool all) {
 }
 
 void Backward::apply(c10::ArrayRef<Parameter*> parameters) {
-  stepper_->open_step().apply(parameters, task_, *snapshot_);
-  if (task_ != Task::kMeasure) stepped_ += static_cast<int64_t>(parameters.size());
+  stepper_->open_step().apply(parameters, action_, *snapshot_);
+  if (action_ != GradientAction::kMeasure) stepped_ += static_cast<int64_t>(parameters.size());
 }
 
 void Backward::finish() {
@@ -235,11 +236,11 @@ void Backward::step_reduced(const std::vector<std::shared_ptr<Entry>>& entries,
     for (size_t i = 0; i < entries.size(); ++i) {
       if (!has(*entries[i])) continue;  // not in param_groups any more
       ready.push_back(&parameter_of(*entries[i]));
-      step.prepare(*ready.back(), grads[i], task_);
+      step.prepare(*ready.back(), grads[i], action_);
     }
     apply(ready);
     for (Parameter* parameter : ready) {
-      step.note_use(*parameter->entry, task_);
+      step.note_use(*parameter->entry, action_);
       parameter->tensor.mutable_grad().reset();
     }
   }

@@ -20,14 +20,15 @@ class Stepper;
 
 class Backward {
  public:
-  Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> snapshot, Task task);
+  Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> snapshot,
+           GradientAction action);
   ~Backward();
 
-  Task task() const { return task_; }
+  GradientAction action() const { return action_; }
   // The caller of the next four holds the stepper's mutex.
   // Whether the parameter was in param_groups when the snapshot was taken.
   bool has(const Entry& entry) const { return entry.snapshot == snapshot_->number; }
-  // Applies the task to the parameter's gradient now, or queues it; with `may_flush` false it is
+  // Applies the action to the parameter's gradient now, or queues it; with `may_flush` false it is
   // queued unless finish() has run. `local_grad` is this process's part of a DTensor's gradient;
   // undefined for other parameters.
   void add(Entry& entry, const NodePtr& accumulator, const at::Tensor& local_grad, bool may_flush);
@@ -39,10 +40,10 @@ class Backward {
   void forget_waiting(Entry& entry);
 
   // The caller of the next two holds neither the mutex nor the GIL.
-  // Applies the task to `grads`, which have been reduced over processes.
+  // Applies the action to `grads`, which have been reduced over processes.
   void step_reduced(const std::vector<std::shared_ptr<Entry>>& entries,
                     const std::vector<at::Tensor>& grads);
-  // Applies the task to all queued gradients, and publishes new states to Python.
+  // Applies the action to all queued gradients, and publishes new states to Python.
   void finish();
 
  private:
@@ -60,7 +61,7 @@ class Backward {
 
   Parameter& parameter_of(const Entry& entry) { return snapshot_->parameters[entry.position]; }
   Bucket& bucket_of(const at::Tensor& param);
-  // Applies the task to the bucket's gradients. Without `all`, those stay queued whose parameters
+  // Applies the action to the bucket's gradients. Without `all`, those stay queued whose parameters
   // a recompute still needs unchanged.
   void flush(Bucket& bucket, bool all);
   bool prepare(const Waiting& waiting);
@@ -72,7 +73,7 @@ class Backward {
 
   std::shared_ptr<Stepper> stepper_;
   std::shared_ptr<Snapshot> snapshot_;
-  const Task task_;
+  const GradientAction action_;
   std::vector<Bucket> buckets_;
   int64_t stepped_ = 0;  // number of parameters that were stepped or folded into
   bool finished_ = false, ended_ = false;

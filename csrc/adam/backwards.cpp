@@ -28,7 +28,7 @@ std::shared_ptr<Backward> Backwards::begin(Stepper& stepper) {
     const std::lock_guard<std::mutex> lock(stepper.mutex());
     if (auto backward = current()) return backward;
   }
-  const Task task = stepper.next_task();
+  const GradientAction action = stepper.next_action();
   std::shared_ptr<Backward> backward;
   while (!backward) {
     std::shared_ptr<Snapshot> taken, other;  // declared here so that none dies with the mutex held
@@ -50,7 +50,7 @@ std::shared_ptr<Backward> Backwards::begin(Stepper& stepper) {
     } else {
       use_snapshot(taken);
     }
-    backward = std::make_shared<Backward>(stepper.shared_from_this(), taken, task);
+    backward = std::make_shared<Backward>(stepper.shared_from_this(), taken, action);
     ++running_;
     by_task_.erase(std::remove_if(by_task_.begin(), by_task_.end(),
                                   [](const auto& of) { return of.second.expired(); }),

@@ -43,11 +43,11 @@ void check_dense(const Tensor& grad) {
 }
 
 void check_step(const Tensor& param, const Tensor& grad, const State& state, const Group& group,
-                Phase phase) {
+                StepPhase phase) {
   check_memory("a parameter", param);
   if (grad.defined()) check_grad(grad, param);
   check_state(param, state, group);
-  if (phase == Phase::kWhole) return;
+  if (phase == StepPhase::kWhole) return;
   const auto moments = state.exp_avg.scalar_type();
   const auto type = c10::toRealValueType(moments);
   if (type != at::kFloat && type != at::kDouble) throw_error("cannot_fold", moments);

@@ -16,6 +16,6 @@ void check_dense(const at::Tensor& grad);
 // Throws where the parameter cannot be stepped with this gradient and state. An undefined `grad`
 // stands for zeros.
 void check_step(const at::Tensor& param, const at::Tensor& grad, const State& state,
-                const Group& group, Phase phase);
+                const Group& group, StepPhase phase);
 
 }  // namespace memsave_ext::adam

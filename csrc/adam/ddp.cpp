@@ -43,7 +43,7 @@ std::shared_ptr<Backward> begin_reduced(Stepper& stepper, const py::list& params
   if (blocks.any(Block::kDrop)) return nullptr;
   const py::gil_scoped_release no_gil;
   auto backward = stepper.backwards().begin(stepper);
-  if (blocks.any(Block::kAccumulate) || (backward && backward->task() == Task::kAccumulate)) {
+  if (blocks.any(Block::kAccumulate) || (backward && backward->action() == GradientAction::kKeep)) {
     throw_error("accumulates_reduced");
   }
   const std::lock_guard<std::mutex> lock(stepper.mutex());

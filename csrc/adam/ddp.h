@@ -24,7 +24,7 @@ void hand_to_ddp(const Stepper& stepper, const pybind11::list& params, bool enab
 // of a backward, and when the optimizer is gone.
 std::shared_ptr<Backward> begin_reduced(Stepper& stepper, const pybind11::list& params);
 
-// Applies the backward's task to the reduced gradients. Does nothing where `backward` is null.
+// Applies the backward's action to the reduced gradients. Does nothing where `backward` is null.
 void step_reduced(const Stepper& stepper, const std::shared_ptr<Backward>& backward,
                   const pybind11::list& params, const pybind11::list& grads);
 

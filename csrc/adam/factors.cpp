@@ -20,7 +20,7 @@ void Factors::find(std::vector<Item>& items, c10::ArrayRef<Parameter*> parameter
     const double max_norm = parameters[first]->group->max_grad_norm;
     end = first + 1;
     while (end < items.size() && parameters[end]->group->max_grad_norm == max_norm) ++end;
-    if (max_norm > 0 || scaling.loss_scale.defined()) {
+    if (max_norm > 0 || scaling.grad_scale.defined()) {
       measure(items.data() + first, static_cast<int64_t>(end - first), max_norm, scaling);
     }
   }
@@ -35,11 +35,11 @@ void Factors::measure(Item* items, int64_t count, double max_norm, const Scaling
   Measure measure{};
   measure.max_norm = max_norm;
   measure.factors = kept(at::kDouble).mutable_data_ptr<double>();
-  const bool skips = scaling.loss_scale.defined();
+  const bool skips = scaling.grad_scale.defined();
   if (skips) {
-    measure.loss_scale = scaling.loss_scale.const_data_ptr<float>();
+    measure.grad_scale = scaling.grad_scale.const_data_ptr<float>();
     measure.skips = kept(at::kFloat).mutable_data_ptr<float>();
-    measure.found = scaling.found.mutable_data_ptr<float>();
+    measure.found_inf = scaling.found_inf.mutable_data_ptr<float>();
   }
   kernels_.measure(items, count, measure, workspace.mutable_data_ptr(), stream_);
   for (int64_t i = 0; i < count; ++i) {

@@ -79,7 +79,7 @@ StateFormat state_format_named(const py::handle& state_dtype) {
 py::dict describe_formats() {
   py::list params, states, combinations;
   for (const ParamRow& made : kParamRows) {
-    params.append(py::make_tuple(option_of(made), element_type(made.rest), made.at_random));
+    params.append(py::make_tuple(option_of(made), element_type(made.low_part), made.at_random));
   }
   for (const StateRow& made : kStateRows) {
     states.append(py::make_tuple(made.name, option_of(made), element_type(made.moments),

@@ -15,13 +15,13 @@ constexpr int64_t kBlock = 256;  // elements of blockwise 8-bit states that shar
 
 inline int64_t blocks_of(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
 
-// How a parameter is stored. All but kPlain are for bfloat16 parameters; two of them keep further
-// bits in param_rest.
+// How a parameter is stored. All but kPlain are for bfloat16 parameters; two of them keep a low
+// part, which bfloat16 has no room for.
 enum class ParamFormat : int {
   kPlain,       // any type, rounded to nearest
   kStochastic,  // rounded up or down at random, so that it moves by the step on average
-  kKahan,       // Kahan compensation: the rounding error is another bfloat16 (param_rest)
-  kSplit,       // a float: the nearest bfloat16, and its lower 16 bits as an int16 (param_rest)
+  kKahan,       // Kahan summation: the low part is the compensation, another bfloat16
+  kSplit,       // a float: the nearest bfloat16; the low part is its lower 16 bits, an int16
 };
 
 // How the moments are stored.
@@ -39,7 +39,7 @@ enum class Element { kNone = -1, kUint8 = 0, kInt16 = 2, kFloat = 6, kBFloat16 =
 struct ParamRow {
   ParamFormat format;
   const char* name;  // value of bf16=; empty for None
-  Element rest;      // type of param_rest; kNone where there is none
+  Element low_part;  // type of the low part; kNone where there is none
   bool at_random;    // storing it takes random bits
 };
 
@@ -77,7 +77,8 @@ struct StateRow {
   Option option;
   Element moments;   // their type; kNone: the parameter's
   DTypes params;     // types of parameters that can have it
-  bool at_random;    // rounded at random, where state_dtype= asks for it; for kBlocks see code8.h
+  bool at_random;    // rounded at random, where state_dtype= asks for it; for kBlocks see
+                     // blockwise_8bit.h
   bool amsgrad;      // can be combined with amsgrad
   bool wide_enough;  // gradients can be folded into it, whatever the parameter's type: see Packed
   int64_t block;     // elements that share a scale; 0: no scales
@@ -123,7 +124,7 @@ struct Combination {
   ParamFormat format;
   StateFormat states;
   bool amsgrad;
-  bool closes;  // gradients that were folded into the moments: Phase::kClose
+  bool closes;  // gradients that were folded into the moments: StepPhase::kClose
 
   constexpr bool exists() const {
     return (row(states).params & bit(param)) != 0 &&
@@ -160,14 +161,14 @@ enum class Draw : uint32_t { kParam = 0, kMoments = 1 };
 // the same bits for every NaN; bfloat16_bits(T), rounded to nearest even, in the lower half of a
 // word; and signed_upper(Word), the upper half as a signed integer.
 
-// A parameter and its param_rest, each in the lower half of a word.
+// A parameter and its low part, each in the lower half of a word.
 template <typename Word>
 struct Halves {
-  Word param, rest;
+  Word param, low_part;
 };
 
-// load() takes param and rest in the upper halves of words, with zeros below. store() returns them
-// in the lower halves, and takes 16 random bits.
+// load() takes param and low_part in the upper halves of words, with zeros below. store() returns
+// them in the lower halves, and takes 16 random bits.
 template <ParamFormat format>
 struct ParamBits;
 
@@ -185,27 +186,28 @@ struct ParamBits<ParamFormat::kStochastic> {
   }
 };
 
-// An infinity is stored with a rest of 0: with its own, which is NaN, it would be read back as NaN.
+// The compensation of an infinity is stored as 0.
 template <>
 struct ParamBits<ParamFormat::kKahan> {
   template <typename Math, typename Word>
-  static MEMSAVE_EXT_INLINE auto load(Word param, Word rest) {
-    return Math::from_bits(param) + Math::from_bits(rest);
+  static MEMSAVE_EXT_INLINE auto load(Word param, Word compensation) {
+    return Math::from_bits(param) + Math::from_bits(compensation);
   }
 
   template <typename Math, typename T, typename Word>
   static MEMSAVE_EXT_INLINE Halves<Word> store(T value, Word) {
     const Word param = Math::bfloat16_bits(value);
-    const T rest = value - Math::from_bits(param << 16);
-    return {param, Math::bfloat16_bits(rest - rest == T{} ? rest : T{})};
+    const T compensation = value - Math::from_bits(param << 16);
+    // That of an infinity is NaN, with which it would be read back as NaN.
+    return {param, Math::bfloat16_bits(compensation - compensation == T{} ? compensation : T{})};
   }
 };
 
 template <>
 struct ParamBits<ParamFormat::kSplit> {
   template <typename Math, typename Word>
-  static MEMSAVE_EXT_INLINE auto load(Word param, Word rest) {
-    return Math::from_bits(param + Math::signed_upper(rest));
+  static MEMSAVE_EXT_INLINE auto load(Word param, Word low_bits) {
+    return Math::from_bits(param + Math::signed_upper(low_bits));
   }
 
   template <typename Math, typename T, typename Word>
@@ -215,7 +217,7 @@ struct ParamBits<ParamFormat::kSplit> {
   }
 };
 
-// The same for moments that are rounded at random, to 16 bits and without a rest.
+// The same for moments that are rounded at random, to 16 bits and without a low part.
 template <StateFormat format>
 struct StateBits;
 

@@ -19,7 +19,7 @@ void GradNorm::add(c10::ArrayRef<Tensor> grads) {
   sum = sum.defined() ? sum + squares : squares;
 }
 
-void GradNorm::finish(double max_norm, const Tensor& loss_scale) {
+void GradNorm::finish(double max_norm, const Tensor& grad_scale) {
   const at::NoGradGuard no_grad;
   Tensor total;
   for (const auto& [device, squares] : squares_.combined(std::plus<Tensor>())) {
@@ -27,8 +27,8 @@ void GradNorm::finish(double max_norm, const Tensor& loss_scale) {
   }
   if (!total.defined()) total = at::zeros({}, at::kDouble);
   Tensor norm = total.sqrt(), scale;
-  if (loss_scale.defined()) {
-    scale = loss_scale.to(norm.device(), at::kDouble);
+  if (grad_scale.defined()) {
+    scale = grad_scale.to(norm.device(), at::kDouble);
     norm = norm / scale;
     skip_ = norm.isfinite().logical_not().to(at::kFloat);
   }

@@ -13,15 +13,15 @@ class GradNorm {
   // Adds gradients, all on one device.
   void add(c10::ArrayRef<at::Tensor> grads);
 
-  // Computes norm(), found() and the clipping factor; no gradients may be added after it.
-  // `loss_scale` is undefined where the gradients are not multiples of one.
-  void finish(double max_norm, const at::Tensor& loss_scale);
+  // Computes norm(), found_inf() and the clipping factor; no gradients may be added after it.
+  // `grad_scale` is undefined where the gradients are not multiples of one.
+  void finish(double max_norm, const at::Tensor& grad_scale);
 
-  // The norm of the gradients divided by the loss scale, before clipping: a float scalar, undefined
+  // The norm of the gradients divided by their scale, before clipping: a float scalar, undefined
   // before finish().
   const at::Tensor& norm() const { return norm_; }
-  // found_inf: a float scalar, 1 where the norm is not finite; undefined without a loss scale.
-  const at::Tensor& found() const { return skip_; }
+  // A float scalar, 1 where the norm is not finite; undefined without a scale.
+  const at::Tensor& found_inf() const { return skip_; }
   // Returns the factor and the skip for gradients on this device. Called after finish().
   Scaling scaling(c10::Device device) const;
 

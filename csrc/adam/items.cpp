@@ -29,14 +29,15 @@ Item item_of(const Parameter& parameter, Operands& operands) {
   const State& state = parameter.state;
   const Group& group = *parameter.group;
   const Tensor like = layout_of(parameter.local);
-  // A fold changes neither the parameter nor its rest, and copying back would bump their versions.
+  // A fold changes neither the parameter nor its low part, and copying back would bump their
+  // versions.
   const auto kept_by_fold = [&](const Tensor& tensor) {
     return is_fold(parameter.phase) ? operands.read(tensor, like) : operands.change(tensor, like);
   };
   Item item{};
   item.grad = operands.read(parameter.grad, like);
   item.param = kept_by_fold(parameter.local);
-  item.param_rest = kept_by_fold(state.param_rest);
+  item.param_low_part = kept_by_fold(state.param_low_part);
   item.exp_avg = operands.change(state.exp_avg, like);
   item.exp_avg_sq = operands.change(state.exp_avg_sq, like);
   if (group.options.amsgrad) item.max_exp_avg_sq = operands.change(state.max_exp_avg_sq, like);

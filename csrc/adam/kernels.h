@@ -13,9 +13,9 @@ namespace memsave_ext::adam {
 // computes in double where the parameter is double, else in float. Pointers point to device memory.
 struct Item {
   void* param;
-  void* param_rest;  // only with kKahan and kSplit
-  const void* grad;  // of the parameter's type; null for zeros
-  void* exp_avg;     // the moments are stored as state_format says
+  void* param_low_part;  // only with kKahan and kSplit
+  const void* grad;      // of the parameter's type; null for zeros
+  void* exp_avg;         // the moments are stored as state_format says
   void* exp_avg_sq;
   void* max_exp_avg_sq;     // null without amsgrad
   float* exp_avg_scale;     // one float per block; only with kBlocks
@@ -24,7 +24,7 @@ struct Item {
   DType param_type;
   ParamFormat param_format;
   StateFormat state_format;
-  Phase phase;               // kWhole unless the states are float or double
+  StepPhase phase;           // kWhole unless the states are float or double
   uint32_t position;         // of the parameter in the optimizer
   int64_t first_block;       // the block, of kBlock, of its first element in the parameter
   double step;               // the number of this step, from 1
@@ -37,19 +37,19 @@ struct Item {
   // The combination whose kernel steps the item, where its phase is not a fold.
   Combination combination() const {
     return {param_type, param_format, state_format, max_exp_avg_sq != nullptr,
-            phase == Phase::kClose};
+            phase == StepPhase::kClose};
   }
 };
 
 // What measure() computes from each gradient's own sum of squares. Pointers point to device memory:
-// the outputs from `squares` on are arrays with an element per item, `found` is one scalar.
+// the outputs from `squares` on are arrays with an element per item, `found_inf` is one scalar.
 struct Measure {
-  const float* loss_scale;  // the gradients are divided by it; null: by 1
+  const float* grad_scale;  // the gradients are divided by it; null: by 1
   double max_norm;          // and then clipped to this norm, like clip_grad_norm_; 0: not clipped
   double* squares;          // the sums, before division by the scale; each output may be null
   double* factors;          // by which the gradients are to be multiplied
   float* skips;             // 1 where a gradient has a value that is not finite, else 0
-  float* found;             // set to 1 where any gradient has one, else left unchanged
+  float* found_inf;         // set to 1 where any gradient has one, else left unchanged
 };
 
 // `stream` is a cudaStream_t, null on the CPU. No function synchronises. Results are bit-identical

@@ -23,13 +23,13 @@ struct Options {
   uint64_t seed;  // of random rounding
 };
 
-// A step is made whole, or in parts (gradient accumulation into the moments): micro-gradients are
-// folded into the moments, and kClose, with the last of them, updates the parameter.
-enum class Phase : int { kWhole, kFirstFold, kFold, kClose };
+// A step is made whole, or in parts (optimizer accumulation): micro-gradients are folded into the
+// moments, and kClose, with the last of them, updates the parameter.
+enum class StepPhase : int { kWhole, kFirstFold, kFold, kClose };
 
 // Whether the phase changes the moments only: the parameter and the step count stay as they are.
-MEMSAVE_EXT_INLINE bool is_fold(Phase phase) {
-  return phase == Phase::kFirstFold || phase == Phase::kFold;
+MEMSAVE_EXT_INLINE bool is_fold(StepPhase phase) {
+  return phase == StepPhase::kFirstFold || phase == StepPhase::kFold;
 }
 
 // beta1^step and beta2^step, for bias correction.
@@ -59,7 +59,7 @@ struct Coefficients {
   T update_bound;        // bound of |exp_avg| / denominator; see update_bound()
   bool decays_grad;
   bool adds_to_exp_avg;  // else to the gradient, so that a beta1 of 0 gives just the gradient
-  Phase phase;
+  StepPhase phase;
 };
 
 // Returns the largest possible exp_avg / (sqrt(exp_avg_sq) / bias_correction2_sqrt), by the
@@ -74,7 +74,7 @@ MEMSAVE_EXT_INLINE double update_bound(const Options& o, Powers powers) {
 }
 
 MEMSAVE_EXT_INLINE Coefficients<double> coefficients(const Options& o, double lr, Powers powers,
-                                                     Phase phase = Phase::kWhole,
+                                                     StepPhase phase = StepPhase::kWhole,
                                                      double factor = 1) {
   Coefficients<double> c;
   c.phase = phase;
@@ -113,7 +113,7 @@ MEMSAVE_EXT_INLINE Coefficients<To> convert(const Coefficients<double>& c, const
                          c.decays_grad,
                          c.adds_to_exp_avg,
                          c.phase};
-  const bool adds_micro_gradients = c.phase == Phase::kFold || c.phase == Phase::kClose;
+  const bool adds_micro_gradients = c.phase == StepPhase::kFold || c.phase == StepPhase::kClose;
   if (!adds_micro_gradients && !c.adds_to_exp_avg) {
     to.exp_avg_weight = to.exp_avg_weight - convert(1.0);
   }
@@ -158,7 +158,7 @@ MEMSAVE_EXT_INLINE void average_grad(const Coefficients<T>& c, T grad, T& exp_av
 template <typename Math, typename T, typename Random>
 MEMSAVE_EXT_INLINE void fold(const Coefficients<T>& c, T grad, Values<T>& x, Random random) {
   grad = Math::product(grad, c.grad_factor);
-  if (c.phase == Phase::kFirstFold) {
+  if (c.phase == StepPhase::kFirstFold) {
     const Packed<T> before = {x.exp_avg, x.exp_avg_sq};
     average_grad<Math>(c, grad, x.exp_avg);
     x.exp_avg_sq = Math::pack(before, random);
@@ -174,7 +174,7 @@ MEMSAVE_EXT_INLINE void update(const Coefficients<T>& c, T grad, Values<T>& x) {
   grad = Math::product(grad, c.grad_factor);
   if (c.decays_grad) grad = Math::fused(x.param, c.grad_decay, grad);
   T exp_avg_sq = x.exp_avg_sq;
-  if (c.phase == Phase::kClose) {
+  if (c.phase == StepPhase::kClose) {
     const Packed<T> before = Math::unpack(x.exp_avg_sq);
     x.exp_avg = Math::fused(c.exp_avg_weight, grad, x.exp_avg);
     grad = Math::fused(-c.beta1, before.exp_avg, x.exp_avg) * c.per_exp_avg_weight;  // the sum

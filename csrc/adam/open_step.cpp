@@ -31,36 +31,38 @@ void OpenStep::check_use(const Entry& entry, const Tensor& param) const {
   }
 }
 
-void OpenStep::note_use(Entry& entry, Task task) const {
-  if (task == Task::kStep) entry.step = number_;
-  if (task == Task::kMeasure) entry.measured = number_;
+void OpenStep::note_use(Entry& entry, GradientAction action) const {
+  if (action == GradientAction::kStep) entry.step = number_;
+  if (action == GradientAction::kMeasure) entry.measured = number_;
 }
 
-void OpenStep::prepare(Parameter& parameter, Tensor grad, Task task) const {
-  if (task == Task::kMeasure) {
+void OpenStep::prepare(Parameter& parameter, Tensor grad, GradientAction action) const {
+  if (action == GradientAction::kMeasure) {
     parameter.grad = std::move(grad);
     return;
   }
   const bool folded = is_folded(parameter);
-  const auto phase = task == Task::kFold ? (folded ? Phase::kFold : Phase::kFirstFold)
-                                         : (folded ? Phase::kClose : Phase::kWhole);
+  const auto phase = action == GradientAction::kFold
+                         ? (folded ? StepPhase::kFold : StepPhase::kFirstFold)
+                         : (folded ? StepPhase::kClose : StepPhase::kWhole);
   adam::prepare(parameter, std::move(grad), phase);
 }
 
-void OpenStep::apply(c10::ArrayRef<Parameter*> parameters, Task task, const Snapshot& snapshot) {
+void OpenStep::apply(c10::ArrayRef<Parameter*> parameters, GradientAction action,
+                     const Snapshot& snapshot) {
   if (parameters.empty()) return;
-  if (task == Task::kMeasure) {
+  if (action == GradientAction::kMeasure) {
     if (norm_) norm_->add(gradients_of(parameters));  // null where the pass has been dropped
   } else {
     records_.step(parameters, scaling(snapshot, parameters.front()->local.device()));
   }
-  if (task == Task::kStep) {
+  if (action == GradientAction::kStep) {
     machine_.handle(Event::kStepped);
     stepped_ += static_cast<int64_t>(parameters.size());
   }
   for (Parameter* parameter : parameters) {
     parameter->grad.reset();
-    if (task == Task::kFold) parameter->entry->folded = number_;
+    if (action == GradientAction::kFold) parameter->entry->folded = number_;
   }
 }
 
@@ -71,7 +73,7 @@ const char* OpenStep::obstacle_to_rows(const Parameter& parameter, const Snapsho
   if (is_used(*parameter.entry)) return "the optimizer has had a gradient of it in this step";
   if (is_folded(parameter)) return "gradients are folded into its moments";
   if (parameter.group->max_grad_norm > 0) return "max_grad_norm clips by the norm of all of it";
-  if (snapshot.loss_scale.defined()) return "a GradScaler leaves out gradients that are not finite";
+  if (snapshot.grad_scale.defined()) return "a GradScaler leaves out gradients that are not finite";
   return StepInRows::obstacle(parameter);
 }
 
@@ -79,7 +81,7 @@ std::unique_ptr<StepInRows> OpenStep::step_in_rows(const Parameter& parameter) {
   auto begun = records_.step_in_rows(parameter);
   machine_.handle(Event::kStepped);
   ++stepped_;
-  note_use(*parameter.entry, Task::kStep);
+  note_use(*parameter.entry, GradientAction::kStep);
   return begun;
 }
 
@@ -90,8 +92,8 @@ Scaling OpenStep::scaling(const Snapshot& snapshot, c10::Device device) {
     }
     return norm_->scaling(device);
   }
-  if (!snapshot.loss_scale.defined()) return {};
-  return {snapshot.loss_scale.to(device), found_inf_.on(device), {}, {}};
+  if (!snapshot.grad_scale.defined()) return {};
+  return {snapshot.grad_scale.to(device), found_inf_.on(device), {}, {}};
 }
 
 void OpenStep::begin_norm_pass() {
@@ -99,11 +101,11 @@ void OpenStep::begin_norm_pass() {
   norm_ = std::make_unique<GradNorm>();
 }
 
-void OpenStep::end_norm_pass(std::optional<double> max_norm, const Tensor& loss_scale) {
+void OpenStep::end_norm_pass(std::optional<double> max_norm, const Tensor& grad_scale) {
   machine_.handle(max_norm ? Event::kFinishNormPass : Event::kDropNormPass);
   if (!norm_) return;  // zero_grad() has ended the step of the pass
   if (max_norm) {
-    norm_->finish(*max_norm, loss_scale);
+    norm_->finish(*max_norm, grad_scale);
   } else {
     norm_.reset();
     ++number_;
@@ -111,10 +113,10 @@ void OpenStep::end_norm_pass(std::optional<double> max_norm, const Tensor& loss_
 }
 
 void OpenStep::clip(const ByDevice<std::vector<Parameter*>>& parameters, double max_norm,
-                    const Tensor& loss_scale) {
+                    const Tensor& grad_scale) {
   norm_ = std::make_unique<GradNorm>();
   for (const auto& [device, of_device] : parameters) norm_->add(gradients_of(of_device));
-  norm_->finish(max_norm, loss_scale);
+  norm_->finish(max_norm, grad_scale);
 }
 
 int64_t OpenStep::end() {
@@ -135,7 +137,7 @@ void OpenStep::acknowledge() {
 void OpenStep::begin_next() {
   ++number_;
   stepped_ = 0;
-  found_inf_.end_step(norm_ ? norm_->found() : Tensor());
+  found_inf_.end_step(norm_ ? norm_->found_inf() : Tensor());
   if (norm_) last_norm_ = norm_->norm();
   norm_.reset();
 }

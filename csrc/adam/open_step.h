@@ -17,8 +17,8 @@
 
 namespace memsave_ext::adam {
 
-// What is done with the gradients of one backward.
-enum class Task { kStep, kFold, kMeasure, kAccumulate };
+// What is done with the gradients of one backward; kKeep leaves them in .grad, where they add up.
+enum class GradientAction { kStep, kFold, kMeasure, kKeep };
 
 // An optimizer always has one open step: the next begins where one ends. The caller holds the
 // stepper's mutex.
@@ -31,14 +31,15 @@ class OpenStep {
   // its norm was not measured.
   void check_use(const Entry& entry, const at::Tensor& param) const;
   // Notes that the parameter takes part in this step. Its gradient may still wait in a bucket.
-  void note_use(Entry& entry, Task task) const;
+  void note_use(Entry& entry, GradientAction action) const;
   bool is_stepped(const Entry& entry) const { return entry.step == number_; }
   bool is_used(const Entry& entry) const { return is_stepped(entry) || entry.folded == number_; }
 
-  // Readies a parameter for apply(). Throws, and changes nothing, where the task cannot be applied.
-  void prepare(Parameter& parameter, at::Tensor grad, Task task) const;
-  // Applies the task to prepared parameters on one device, and drops their `grad`.
-  void apply(c10::ArrayRef<Parameter*> parameters, Task task, const Snapshot& snapshot);
+  // Readies a parameter for apply(). Throws, and changes nothing, where the action cannot be
+  // applied.
+  void prepare(Parameter& parameter, at::Tensor grad, GradientAction action) const;
+  // Applies the action to prepared parameters on one device, and drops their `grad`.
+  void apply(c10::ArrayRef<Parameter*> parameters, GradientAction action, const Snapshot& snapshot);
   // Returns why a prepared parameter cannot be stepped in rows, whose whole gradient is not known;
   // null where it can be.
   const char* obstacle_to_rows(const Parameter& parameter, const Snapshot& snapshot) const;
@@ -49,10 +50,10 @@ class OpenStep {
 
   void begin_norm_pass();
   // Without `max_norm` the norm pass is dropped, as if there had been none.
-  void end_norm_pass(std::optional<double> max_norm, const at::Tensor& loss_scale);
+  void end_norm_pass(std::optional<double> max_norm, const at::Tensor& grad_scale);
   // Measures the norm of all gradients of these prepared parameters; apply() then clips to it.
   void clip(const ByDevice<std::vector<Parameter*>>& parameters, double max_norm,
-            const at::Tensor& loss_scale);
+            const at::Tensor& grad_scale);
 
   bool is_folded(const Parameter& parameter) const { return records_.is_folded(parameter.state); }
   // Returns how many parameters have folded gradients that are not stepped yet.

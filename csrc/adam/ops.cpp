@@ -49,8 +49,8 @@ template <bool is_meta>
 void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList states,
                 at::IntArrayRef present, at::IntArrayRef phases, at::IntArrayRef positions,
                 at::IntArrayRef groups, at::ArrayRef<double> options, at::IntArrayRef modes,
-                at::TensorList lrs, const std::optional<Tensor>& loss_scale,
-                const std::optional<Tensor>& found, const std::optional<Tensor>& factor,
+                at::TensorList lrs, const std::optional<Tensor>& grad_scale,
+                const std::optional<Tensor>& found_inf, const std::optional<Tensor>& factor,
                 const std::optional<Tensor>& skip) {
   Unpacked of =
       unpack({params, grads, states, present, phases, positions, groups, options, modes, lrs});
@@ -65,7 +65,7 @@ void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList stat
                       " and ", parameter.local.device());
   }
   if (is_meta || parameters.empty()) return;
-  step_on_device(parameters, {loss_scale.value_or(Tensor()), found.value_or(Tensor()),
+  step_on_device(parameters, {grad_scale.value_or(Tensor()), found_inf.value_or(Tensor()),
                               factor.value_or(Tensor()), skip.value_or(Tensor())});
 }
 

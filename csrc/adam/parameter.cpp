@@ -10,7 +10,7 @@ std::string name_of(const Entry& entry, const at::Tensor& param) {
   return c10::str("parameter ", entry.position, " of the optimizer (shape ", param.sizes(), ")");
 }
 
-void prepare(Parameter& parameter, at::Tensor grad, Phase phase) {
+void prepare(Parameter& parameter, at::Tensor grad, StepPhase phase) {
   if (parameter.state.defined()) {
     check_step(parameter.local, grad, parameter.state, *parameter.group, phase);
   } else {

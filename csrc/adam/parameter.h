@@ -23,12 +23,12 @@ struct Parameter {
 
   // Set by prepare(), for the next step or fold.
   at::Tensor grad;  // of `local`; undefined: zeros, to close folded gradients without another
-  Phase phase = Phase::kWhole;
+  StepPhase phase = StepPhase::kWhole;
 };
 
 // Readies a parameter for a step with this gradient, and makes its state where it has none. Throws,
 // and changes nothing, where the step cannot be made.
-void prepare(Parameter& parameter, at::Tensor grad, Phase phase);
+void prepare(Parameter& parameter, at::Tensor grad, StepPhase phase);
 
 // Undoes prepare(), for a parameter that is not stepped after all.
 void forget_prepared(Parameter& parameter);

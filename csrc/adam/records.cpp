@@ -20,12 +20,12 @@ bool is_captured([[maybe_unused]] const Tensor& param) {
 #endif
 }
 
-// Returns whether the versions of the parameter and its rest matter and exist: tensors of inference
-// mode have none.
+// Returns whether the versions of the parameter and its low part matter and exist: tensors of
+// inference mode have none.
 bool has_versions(const Parameter& parameter) {
-  const Tensor& rest = parameter.state.param_rest;
-  return rest.defined() && !is_fold(parameter.phase) && !parameter.local.is_inference() &&
-         !rest.is_inference();
+  const Tensor& low_part = parameter.state.param_low_part;
+  return low_part.defined() && !is_fold(parameter.phase) && !parameter.local.is_inference() &&
+         !low_part.is_inference();
 }
 
 }  // namespace
@@ -35,13 +35,13 @@ Records::Place Records::place_of(const Tensor& tensor) {
 }
 
 void Records::step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
-  for (const Parameter* parameter : parameters) drop_stale_rest(*parameter);
+  for (const Parameter* parameter : parameters) drop_stale_low_part(*parameter);
   step_all(parameters, scaling);
   for (const Parameter* parameter : parameters) note(*parameter);
 }
 
 std::unique_ptr<StepInRows> Records::step_in_rows(const Parameter& parameter) {
-  drop_stale_rest(parameter);
+  drop_stale_low_part(parameter);
   auto begun = std::make_unique<StepInRows>(parameter);
   note(parameter);
   return begun;
@@ -51,18 +51,18 @@ bool Records::is_folded(const State& state) const {
   return !folded_.empty() && state.defined() && folded_.count(place_of(state.exp_avg_sq)) > 0;
 }
 
-// A rest that was loaded has no entry here, and belongs to the weights as they are. Under capture
-// it stays: the graph would zero it in every replay.
-void Records::drop_stale_rest(const Parameter& parameter) const {
+// A low part that was loaded has no entry here, and belongs to the weights as they are. Under
+// capture it stays: the graph would zero it in every replay.
+void Records::drop_stale_low_part(const Parameter& parameter) const {
   if (!has_versions(parameter)) return;
-  const Tensor& rest = parameter.state.param_rest;
-  const auto found = versions_.find(place_of(rest));
+  const Tensor& low_part = parameter.state.param_low_part;
+  const auto found = versions_.find(place_of(low_part));
   if (found == versions_.end() || found->second.of_param == parameter.local._version() ||
-      found->second.of_rest != rest._version() || is_captured(parameter.local)) {
+      found->second.of_low_part != low_part._version() || is_captured(parameter.local)) {
     return;
   }
   const at::NoGradGuard no_grad;
-  rest.zero_();
+  low_part.zero_();
 }
 
 void Records::note(const Parameter& parameter) {
@@ -73,15 +73,16 @@ void Records::note(const Parameter& parameter) {
     folded_.erase(place_of(state.exp_avg_sq));
   }
   if (!has_versions(parameter)) return;
-  const auto place = place_of(state.param_rest);
+  const auto place = place_of(state.param_low_part);
   if (versions_.find(place) == versions_.end()) {  // seldom: also drops entries of freed tensors
     for (auto i = versions_.begin(); i != versions_.end();) {
-      i = i->second.rest.expired() ? versions_.erase(i) : std::next(i);
+      i = i->second.low_part.expired() ? versions_.erase(i) : std::next(i);
     }
   }
-  versions_.insert_or_assign(place, Versions{state.param_rest.storage().getWeakStorageImpl(),
-                                             static_cast<uint32_t>(parameter.local._version()),
-                                             static_cast<uint32_t>(state.param_rest._version())});
+  versions_.insert_or_assign(place,
+                             Versions{state.param_low_part.storage().getWeakStorageImpl(),
+                                      static_cast<uint32_t>(parameter.local._version()),
+                                      static_cast<uint32_t>(state.param_low_part._version())});
 }
 
 }  // namespace memsave_ext::adam

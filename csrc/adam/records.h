@@ -16,11 +16,11 @@ namespace memsave_ext::adam {
 
 class Records {
  public:
-  // As step_all(). First zeroes param_rest where the parameter has been written to since its last
-  // step and the rest has not.
+  // As step_all(). First zeroes param_low_part where the parameter has been written to since its
+  // last step and the low part has not.
   void step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling);
 
-  // Begins a step of one parameter in rows, with the same care for param_rest.
+  // Begins a step of one parameter in rows, with the same care for param_low_part.
   std::unique_ptr<StepInRows> step_in_rows(const Parameter& parameter);
 
   // Returns whether gradients are folded into the moments, which are packed then.
@@ -31,8 +31,8 @@ class Records {
 
  private:
   struct Versions {
-    c10::weak_intrusive_ptr<c10::StorageImpl> rest;  // keeps the address from being reused
-    uint32_t of_param, of_rest;
+    c10::weak_intrusive_ptr<c10::StorageImpl> low_part;  // keeps the address from being reused
+    uint32_t of_param, of_low_part;
   };
   // Identifies a tensor: its storage and its offset there.
   using Place = std::pair<const c10::StorageImpl*, int64_t>;
@@ -43,13 +43,13 @@ class Records {
   };
 
   static Place place_of(const at::Tensor& tensor);
-  // Zeroes param_rest where it does not belong to the parameter's values any more.
-  void drop_stale_rest(const Parameter& parameter) const;
+  // Zeroes param_low_part where it does not belong to the parameter's values any more.
+  void drop_stale_low_part(const Parameter& parameter) const;
   // Remembers what a step or fold has left.
   void note(const Parameter& parameter);
 
   std::unordered_map<Place, at::Tensor, PlaceHash> folded_;  // exp_avg_sq, by its place
-  std::unordered_map<Place, Versions, PlaceHash> versions_;  // by place of param_rest
+  std::unordered_map<Place, Versions, PlaceHash> versions_;  // by place of param_low_part
 };
 
 }  // namespace memsave_ext::adam

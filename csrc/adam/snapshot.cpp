@@ -169,7 +169,7 @@ Snapshot read_optimizer(const py::handle& optimizer) {
       if (PyObject* const state = state_of(param.ptr())) read_state(state, parameter.state);
     }
   }
-  snapshot.loss_scale = read_loss_scale(optimizer);
+  snapshot.grad_scale = read_grad_scale(optimizer);
   return snapshot;
 }
 

@@ -14,7 +14,7 @@ struct Snapshot {
   uint64_t number = 0;  // set by Backwards::use_snapshot(), unique; 0 before
   std::deque<Group> groups;
   std::deque<Parameter> parameters;
-  at::Tensor loss_scale;  // of the optimizer's GradScaler; undefined without one
+  at::Tensor grad_scale;  // of the optimizer's GradScaler; undefined without one
 
   // Returns the parameters whose states were made since the snapshot, or since the last call.
   std::vector<const Parameter*> take_fresh();

@@ -103,8 +103,9 @@ State make_state(const Tensor& param, const Group& group) {
   state.exp_avg = zeros(moments);
   state.exp_avg_sq = zeros(moments);
   if (group.options.amsgrad) state.max_exp_avg_sq = zeros(moments);
-  if (const Element rest = row(param_format(param, group)).rest; rest != Element::kNone) {
-    state.param_rest = zeros(scalar_type(rest));
+  if (const Element low_part = row(param_format(param, group)).low_part;
+      low_part != Element::kNone) {
+    state.param_low_part = zeros(scalar_type(low_part));
   }
   return state;
 }
@@ -146,8 +147,9 @@ void check_state(const Tensor& param, const State& state, const Group& group) {
       throw_error("moved_blocks", state.exp_avg.strides(), param.strides());
     }
   }
-  if (const Element rest = row(param_format(param, group)).rest; rest != Element::kNone) {
-    check_tensor("param_rest", state.param_rest, param, scalar_type(rest));
+  if (const Element low_part = row(param_format(param, group)).low_part;
+      low_part != Element::kNone) {
+    check_tensor("param_rest", state.param_low_part, param, scalar_type(low_part));
   }
   const Combination combination = {*vector::dtype_of(type), param_format(param, group),
                                    stored.format, group.options.amsgrad, false};

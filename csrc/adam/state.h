@@ -18,9 +18,10 @@ struct Group {
 };
 
 // As torch keeps it: step is a scalar, on the CPU or the parameter's device. The scales are defined
-// with 8-bit moments alone, param_rest with ParamFormats that have a rest.
+// with 8-bit moments alone, param_low_part with ParamFormats that have one.
 struct State {
-  at::Tensor step, exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, param_rest;
+  at::Tensor step, exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_scale, exp_avg_sq_scale,
+      param_low_part;
 
   bool defined() const { return step.defined(); }
 };
@@ -30,7 +31,8 @@ struct StateName {
   at::Tensor State::* tensor;
 };
 
-// The tensors of a state, in the order and under the names of the optimizer's state.
+// The tensors of a state, in the order and under the names of the optimizer's state, which
+// checkpoints have: param_rest is the parameter's low part.
 inline constexpr StateName kStateNames[] = {
     {"step", &State::step},
     {"exp_avg", &State::exp_avg},
@@ -38,7 +40,7 @@ inline constexpr StateName kStateNames[] = {
     {"max_exp_avg_sq", &State::max_exp_avg_sq},
     {"exp_avg_scale", &State::exp_avg_scale},
     {"exp_avg_sq_scale", &State::exp_avg_sq_scale},
-    {"param_rest", &State::param_rest},
+    {"param_rest", &State::param_low_part},
 };
 
 // Returns a state of zeros. Without a state_dtype, moments are float for 16-bit parameters and of

@@ -56,7 +56,7 @@ void step_all(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
     return tensor.defined() ? std::optional(tensor) : std::nullopt;
   };
   step.call(of.params, of.grads, of.states, of.present, of.phases, of.positions, of.groups,
-            of.options, of.modes, of.lrs, given(scaling.loss_scale), given(scaling.found),
+            of.options, of.modes, of.lrs, given(scaling.grad_scale), given(scaling.found_inf),
             given(scaling.factor), given(scaling.skip));
 }
 

@@ -65,7 +65,7 @@ void StepInRows::step(int64_t first, const Tensor& grad) const {
   };
   Item item = whole_;
   item.param = moved(item.param, param_);
-  item.param_rest = moved(item.param_rest, state_.param_rest);
+  item.param_low_part = moved(item.param_low_part, state_.param_low_part);
   item.grad = grad.const_data_ptr();
   item.exp_avg = moved(item.exp_avg, state_.exp_avg);
   item.exp_avg_sq = moved(item.exp_avg_sq, state_.exp_avg_sq);

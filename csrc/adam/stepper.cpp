@@ -92,18 +92,20 @@ std::shared_ptr<Snapshot> Stepper::take_snapshot() const {
   return snapshot;
 }
 
-Task Stepper::next_task() {
+GradientAction Stepper::next_action() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (open_step_.state() == StepState::kMeasuring) return Task::kMeasure;
+    if (open_step_.state() == StepState::kMeasuring) return GradientAction::kMeasure;
   }
-  if (blocks_.any(Block::kFold)) return Task::kFold;
-  if (!asks_) return Task::kStep;
+  if (blocks_.any(Block::kFold)) return GradientAction::kFold;
+  if (!asks_) return GradientAction::kStep;
   const py::gil_scoped_acquire gil;
   const py::object owner = optimizer();
-  if (owner.is_none()) return Task::kStep;
+  if (owner.is_none()) return GradientAction::kStep;
   const auto answer = owner.attr("_on_gradients")().cast<std::string>();
-  return answer == "fold" ? Task::kFold : answer == "keep" ? Task::kAccumulate : Task::kStep;
+  return answer == "fold"   ? GradientAction::kFold
+         : answer == "keep" ? GradientAction::kKeep
+                            : GradientAction::kStep;
 }
 
 std::shared_ptr<Entry> Stepper::entry_of(const py::handle& param) const {
@@ -137,7 +139,7 @@ void Stepper::ready(Entry& entry, const Tensor& param, bool may_step, const Tens
     if (!(backward = backwards_.begin(*this))) return;
     lock.lock();
   }
-  if (backward->task() == Task::kAccumulate) return open_step_.check(Event::kKeepGradients);
+  if (backward->action() == GradientAction::kKeep) return open_step_.check(Event::kKeepGradients);
   open_step_.check(Event::kUseGradient);
   if (!backward->has(entry)) return;  // not in param_groups any more
   backward->add(entry, accumulator, local_grad, may_step);
@@ -186,11 +188,11 @@ void Stepper::begin_norm_pass() {
 void Stepper::end_norm_pass(const py::object& max_norm) {
   std::optional<double> norm;
   if (!max_norm.is_none()) norm = max_norm.cast<double>();
-  Tensor loss_scale;
-  if (const py::object owner = optimizer(); !owner.is_none()) loss_scale = read_loss_scale(owner);
+  Tensor grad_scale;
+  if (const py::object owner = optimizer(); !owner.is_none()) grad_scale = read_grad_scale(owner);
   const py::gil_scoped_release no_gil;
   const std::lock_guard<std::mutex> lock(mutex_);
-  open_step_.end_norm_pass(norm, loss_scale);
+  open_step_.end_norm_pass(norm, grad_scale);
 }
 
 int64_t Stepper::folded() {
@@ -220,10 +222,10 @@ py::object Stepper::grad_norm() {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(norm));
 }
 
-py::list Stepper::found() const {
+py::list Stepper::found_inf() const {
   py::list tensors;
-  for (const Tensor& found : open_step_.found_inf()) {
-    tensors.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(found)));
+  for (const Tensor& found_inf : open_step_.found_inf()) {
+    tensors.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(found_inf)));
   }
   return tensors;
 }

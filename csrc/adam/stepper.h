@@ -56,7 +56,7 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   pybind11::object grad_norm();  // of the last step whose norm was measured, or None
   // Returns the found_inf of each device in the last step with a loss scale: 1 where a gradient was
   // not finite.
-  pybind11::list found() const;
+  pybind11::list found_inf() const;
   // Returns how many of these parameters were stepped, or folded into, since the last step().
   int64_t count_used(const pybind11::list& params);
 
@@ -78,8 +78,8 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   c10::Stream stream_beside(const c10::Stream& stream);
   // Makes the current streams wait for the work that those streams were given.
   void wait_for_streams_beside() const;
-  // Returns the task of a backward that begins. Call without the mutex and the GIL.
-  Task next_task();
+  // Returns the action of a backward that begins. Call without the mutex and the GIL.
+  GradientAction next_action();
   // Returns null when the optimizer is gone. Call without the mutex.
   std::shared_ptr<Snapshot> take_snapshot() const;
   // Both need the GIL.

@@ -32,8 +32,9 @@ int64_t Stepper::step(double max_norm, bool unscaled) {
     backwards_.use_snapshot(snapshot);  // errors name parameters by their position in it
     const auto remaining = with_gradients(*snapshot);
     const Batches batches = prepare(remaining);
-    if (max_norm > 0) open_step_.clip(batches, max_norm, snapshot->loss_scale);
-    for (const auto& [device, batch] : batches) open_step_.apply(batch, Task::kStep, *snapshot);
+    if (max_norm > 0) open_step_.clip(batches, max_norm, snapshot->grad_scale);
+    for (const auto& [device, batch] : batches)
+      open_step_.apply(batch, GradientAction::kStep, *snapshot);
     if (attached_) {
       for (const Parameter* parameter : remaining) parameter->tensor.mutable_grad().reset();
     }
@@ -48,8 +49,8 @@ int64_t Stepper::step(double max_norm, bool unscaled) {
 std::shared_ptr<Snapshot> Stepper::read_for_step(bool unscaled) const {
   auto snapshot = take_snapshot();
   TORCH_CHECK(snapshot, "Adam: the optimizer is gone");
-  if (unscaled && snapshot->loss_scale.defined()) {
-    snapshot->loss_scale = at::ones_like(snapshot->loss_scale);
+  if (unscaled && snapshot->grad_scale.defined()) {
+    snapshot->grad_scale = at::ones_like(snapshot->grad_scale);
   }
   for (auto& parameter : snapshot->parameters) {
     const auto param = py::reinterpret_steal<py::object>(THPVariable_Wrap(parameter.tensor));
@@ -76,7 +77,7 @@ Stepper::Batches Stepper::prepare(const std::vector<Parameter*>& remaining) cons
       if (entry->has_local_gradient) throw_error("not_reduced", name_of(*entry, parameter->tensor));
       if (is_stepped) throw_error("stepped_again", name_of(*entry, parameter->tensor));
     }
-    open_step_.prepare(*parameter, std::move(parameter->grad), Task::kStep);
+    open_step_.prepare(*parameter, std::move(parameter->grad), GradientAction::kStep);
     batches[parameter->local.device()].push_back(parameter);
   }
   return batches;

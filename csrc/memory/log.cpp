@@ -21,12 +21,12 @@ Log::Log(at::Device device, std::vector<int32_t> parents, bool stacks, int64_t m
       max_events_(static_cast<size_t>(max_events)),
       threads_(std::move(parents)) {}
 
-void Log::allocated(const Moment& moment, void* ptr, int64_t size, std::optional<int64_t> total,
-                    TrackingLock& lock) {
+void Log::allocated(const EventContext& context, void* ptr, int64_t size,
+                    std::optional<int64_t> total, TrackingLock& lock) {
   // If the address is already known, its block was freed without a report.
   if (const auto known = live_.find(ptr); known != live_.end())
-    remove(moment, known, total.has_value() ? std::optional(total_) : std::nullopt);
-  const Where where = threads_.where(moment);
+    remove(context, known, total.has_value() ? std::optional(total_) : std::nullopt);
+  const Where where = threads_.where(context);
   // Gradients from before tracking may be freed between forward and backward, where no hook runs:
   // look for them when backward begins.
   if (where.phase == Phase::kBackward && phase_ != Phase::kBackward) look(lock);
@@ -36,42 +36,43 @@ void Log::allocated(const Moment& moment, void* ptr, int64_t size, std::optional
   block->phase = where.phase;
   block->span = where.span;
   block->module = where.module;
-  if (stacks_) block->stack = moment.stack;
+  if (stacks_) block->stack = context.stack;
   if (where.phase == Phase::kRecompute) threads_.count(where.span, size);
   live_.emplace(ptr, block);
   total_ = total.value_or(total_ + size);
-  add_event(moment, std::move(block), where.phase, false);
+  add_event(context, std::move(block), where.phase, false);
 }
 
-void Log::freed(const Moment& moment, void* ptr, std::optional<int64_t> total) {
+void Log::freed(const EventContext& context, void* ptr, std::optional<int64_t> total) {
   if (const auto known = live_.find(ptr); known != live_.end()) {
-    remove(moment, known, total);
+    remove(context, known, total);
   } else if (total.has_value() && total_ != *total) {
     total_ = *total;
-    add_event(moment, nullptr, threads_.where(moment).phase, true);
+    add_event(context, nullptr, threads_.where(context).phase, true);
   }
 }
 
-void Log::mark_phase(const Moment& moment) {
-  if (!parts_.empty()) add_event(moment, nullptr, threads_.where(moment).phase, true);
+void Log::mark_phase(const EventContext& context) {
+  if (!parts_.empty()) add_event(context, nullptr, threads_.where(context).phase, true);
 }
 
-void Log::remove(const Moment& moment,
+void Log::remove(const EventContext& context,
                  std::unordered_map<void*, std::shared_ptr<Block>>::iterator it,
                  std::optional<int64_t> total) {
   std::shared_ptr<Block> block = std::move(it->second);
   live_.erase(it);
-  const Where where = threads_.where(moment);
+  const Where where = threads_.where(context);
   block->temporary = block->phase == where.phase && block->span == where.span;
   if (block->phase == Phase::kRecompute) threads_.count(block->span, -block->size);
   total_ = total.value_or(total_ - block->size);
-  add_event(moment, std::move(block), where.phase, true);
+  add_event(context, std::move(block), where.phase, true);
 }
 
-void Log::add_event(const Moment& moment, std::shared_ptr<Block> block, Phase phase, bool freed) {
+void Log::add_event(const EventContext& context, std::shared_ptr<Block> block, Phase phase,
+                    bool freed) {
   if (parts_.back().events.size() >= max_events_ / 4 + 1) begin_part(std::nullopt);
   Part& part = parts_.back();
-  time_ = std::max(time_, moment.time);
+  time_ = std::max(time_, context.time);
   part.events.push_back({time_, std::move(block), total_, phase, freed});
   part.peak = std::max(part.peak, total_);
   peak_ = std::max(peak_, total_);
@@ -85,14 +86,14 @@ void Log::label(const at::Tensor& tensor, Category category, int32_t name) {
   if (ptr == nullptr || storage.nbytes() == 0) return;
   auto known = live_.find(ptr);
   if (known == live_.end()) {
-    const Moment moment = Moment::now();
+    const EventContext context = EventContext::now();
     auto block = std::make_shared<Block>();
     block->size = static_cast<int64_t>(storage.nbytes());
     known = live_.emplace(ptr, block).first;
     older_.push_back({ptr, block, storage.getWeakStorageImpl()});
     // The CUDA allocator's own figure includes it already.
     if (device_.is_cpu()) total_ += block->size;
-    if (!parts_.empty()) add_event(moment, std::move(block), threads_.where(moment).phase, false);
+    if (!parts_.empty()) add_event(context, std::move(block), threads_.where(context).phase, false);
   }
   Block& block = *known->second;
   if (block.label != Category::kNone) return;
@@ -119,7 +120,7 @@ void Log::look(TrackingLock& lock) {
     const auto known = live_.find(older.ptr);
     // Otherwise its address belongs to another block by now.
     if (known != live_.end() && known->second == older.block)
-      remove(Moment::now(), known, device_.is_cpu() ? std::nullopt : std::optional(total_));
+      remove(EventContext::now(), known, device_.is_cpu() ? std::nullopt : std::optional(total_));
     return true;
   };
   older_.erase(std::remove_if(older_.begin(), older_.end(), gone), older_.end());
@@ -128,7 +129,7 @@ void Log::look(TrackingLock& lock) {
 void Log::begin_part(std::optional<int64_t> total) {
   total_ = total.value_or(total_);
   peak_ = std::max(peak_, total_);
-  time_ = std::max(time_, Moment::now().time);
+  time_ = std::max(time_, EventContext::now().time);
   Part part{part_++, step_, time_, total_, {}, {}, total_};
   part.live.reserve(live_.size());
   for (const auto& [ptr, block] : live_) part.live.push_back(block);

@@ -9,7 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "memory/moment.h"
+#include "memory/event_context.h"
 #include "memory/threads.h"
 
 namespace memsave_ext::memory {
@@ -62,12 +62,12 @@ class Log {
   bool stacks() const { return stacks_; }
 
   // `total` is the allocator's count of live bytes. The CPU's has none: the log counts itself.
-  void allocated(const Moment& moment, void* ptr, int64_t size, std::optional<int64_t> total,
+  void allocated(const EventContext& context, void* ptr, int64_t size, std::optional<int64_t> total,
                  TrackingLock& lock);
-  void freed(const Moment& moment, void* ptr, std::optional<int64_t> total);
+  void freed(const EventContext& context, void* ptr, std::optional<int64_t> total);
   // Adds an event without a change of memory, where a phase begins or ends that may allocate
   // nothing.
-  void mark_phase(const Moment& moment);
+  void mark_phase(const EventContext& context);
 
   // Gives the memory of a tensor a category and a name, unless it has them. Memory that is not
   // known is added as allocated before tracking; that it was freed is noticed at the next look().
@@ -96,9 +96,11 @@ class Log {
   };
 
   bool is_there(const Older& older, TrackingLock& lock) const;
-  void remove(const Moment& moment, std::unordered_map<void*, std::shared_ptr<Block>>::iterator it,
+  void remove(const EventContext& context,
+              std::unordered_map<void*, std::shared_ptr<Block>>::iterator it,
               std::optional<int64_t> total);
-  void add_event(const Moment& moment, std::shared_ptr<Block> block, Phase phase, bool freed);
+  void add_event(const EventContext& context, std::shared_ptr<Block> block, Phase phase,
+                 bool freed);
   void drop_parts();
 
   at::Device device_;

@@ -5,15 +5,15 @@
 
 namespace memsave_ext::memory {
 
-Where Threads::where(const Moment& moment) {
-  Thread& thread = threads_[moment.thread];
+Where Threads::where(const EventContext& context) {
+  Thread& thread = threads_[context.thread];
   const int32_t inside = thread.modules.empty() ? -1 : thread.modules.back().module;
   if (!thread.recomputes.empty())
     return {Phase::kRecompute, thread.recomputes.back().span,
             inside >= 0 ? inside : thread.recomputes.back().module};
-  if (moment.in_backward) {
+  if (context.in_backward) {
     if (thread.modules.empty()) after_forward_ = false;
-    return {Phase::kBackward, 0, module_of_node(moment)};
+    return {Phase::kBackward, 0, module_of_node(context)};
   }
   // Checked before the optimizer: step() may run a closure with a forward.
   if (!thread.modules.empty() || after_forward_) return {Phase::kForward, forward_, inside};
@@ -21,15 +21,15 @@ Where Threads::where(const Moment& moment) {
   return {Phase::kOther, 0, -1};
 }
 
-void Threads::enter_module(const Moment& moment, int32_t module, uint64_t sequence) {
-  Thread& thread = threads_[moment.thread];
+void Threads::enter_module(const EventContext& context, int32_t module, uint64_t sequence) {
+  Thread& thread = threads_[context.thread];
   const bool outermost = thread.modules.empty();
   // A forward inside a backward is the recompute of another library's checkpoint. Our own
   // recomputes call begin_recompute() themselves.
-  const bool recompute = moment.in_backward && outermost && thread.recomputes.empty();
+  const bool recompute = context.in_backward && outermost && thread.recomputes.empty();
   if (recompute) {
-    begin_recompute(moment);
-  } else if (outermost && !moment.in_backward) {
+    begin_recompute(context);
+  } else if (outermost && !context.in_backward) {
     ++forward_;
     after_forward_ = false;
   }
@@ -41,8 +41,8 @@ void Threads::enter_module(const Moment& moment, int32_t module, uint64_t sequen
   mark(thread, sequence);
 }
 
-void Threads::exit_module(const Moment& moment, int32_t module, uint64_t sequence) {
-  Thread& thread = threads_[moment.thread];
+void Threads::exit_module(const EventContext& context, int32_t module, uint64_t sequence) {
+  Thread& thread = threads_[context.thread];
   const auto entered = std::find_if(thread.modules.rbegin(), thread.modules.rend(),
                                     [&](const Open& open) { return open.module == module; });
   if (entered == thread.modules.rend()) return;
@@ -53,32 +53,32 @@ void Threads::exit_module(const Moment& moment, int32_t module, uint64_t sequenc
                   [](const Open& open) { return open.recompute; });
   thread.modules.resize(depth);
   mark(thread, sequence);
-  if (recompute) end_recompute(moment);
-  if (depth == 0 && !moment.in_backward) after_forward_ = true;
+  if (recompute) end_recompute(context);
+  if (depth == 0 && !context.in_backward) after_forward_ = true;
 }
 
-bool Threads::inside_module(const Moment& moment) const {
-  const auto found = threads_.find(moment.thread);
+bool Threads::inside_module(const EventContext& context) const {
+  const auto found = threads_.find(context.thread);
   return found != threads_.end() && !found->second.modules.empty();
 }
 
-void Threads::begin_recompute(const Moment& moment) {
-  Thread& thread = threads_[moment.thread];
+void Threads::begin_recompute(const EventContext& context) {
+  Thread& thread = threads_[context.thread];
   thread.recomputes.push_back(
-      {++recompute_, moment.time, thread.modules.size(), 0, module_of_node(moment), -1});
+      {++recompute_, context.time, thread.modules.size(), 0, module_of_node(context), -1});
 }
 
-void Threads::end_recompute(const Moment& moment) {
-  Thread& thread = threads_[moment.thread];
+void Threads::end_recompute(const EventContext& context) {
+  Thread& thread = threads_[context.thread];
   if (thread.recomputes.empty()) return;  // it began before tracking
   const Recompute recompute = thread.recomputes.back();
   thread.recomputes.pop_back();
   // A recompute that stops early leaves its modules without their hooks.
   if (thread.modules.size() > recompute.depth) thread.modules.resize(recompute.depth);
-  Region& region = regions_[name_of(recompute)];
+  CheckpointedRegion& region = regions_[name_of(recompute)];
   ++region.calls;
   region.saved_bytes = std::max(region.saved_bytes, recompute.bytes);
-  region.nanoseconds += moment.time - recompute.begin;
+  region.nanoseconds += context.time - recompute.begin;
 }
 
 void Threads::count(int64_t span, int64_t bytes) {
@@ -87,12 +87,14 @@ void Threads::count(int64_t span, int64_t bytes) {
       if (recompute.span == span) recompute.bytes += bytes;
 }
 
-void Threads::begin_optimizer(const Moment& moment) {
+void Threads::begin_optimizer(const EventContext& context) {
   after_forward_ = false;
-  threads_[moment.thread].optimizer = true;
+  threads_[context.thread].optimizer = true;
 }
 
-void Threads::end_optimizer(const Moment& moment) { threads_[moment.thread].optimizer = false; }
+void Threads::end_optimizer(const EventContext& context) {
+  threads_[context.thread].optimizer = false;
+}
 
 void Threads::end_step() {
   after_forward_ = false;
@@ -116,14 +118,14 @@ void Threads::mark(Thread& thread, uint64_t sequence) {
     thread.marks.push_back({sequence, module});
 }
 
-int32_t Threads::module_of_node(const Moment& moment) const {
+int32_t Threads::module_of_node(const EventContext& context) const {
   // AccumulateGrad has the largest sequence number; it belongs to no forward.
-  if (!moment.has_node || moment.node_sequence == std::numeric_limits<uint64_t>::max()) return -1;
-  const auto found = threads_.find(moment.node_thread);
+  if (!context.has_node || context.node_sequence == std::numeric_limits<uint64_t>::max()) return -1;
+  const auto found = threads_.find(context.node_thread);
   if (found == threads_.end()) return -1;
   const std::vector<Mark>& marks = found->second.marks;
   const auto after = std::upper_bound(
-      marks.begin(), marks.end(), moment.node_sequence,
+      marks.begin(), marks.end(), context.node_sequence,
       [](uint64_t sequence, const Mark& mark) { return sequence < mark.sequence; });
   return after == marks.begin() ? -1 : std::prev(after)->module;
 }

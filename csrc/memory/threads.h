@@ -7,12 +7,12 @@
 #include <utility>
 #include <vector>
 
-#include "memory/moment.h"
+#include "memory/event_context.h"
 
 namespace memsave_ext::memory {
 
 // Figures of one checkpointed region over all its recomputes.
-struct Region {
+struct CheckpointedRegion {
   int64_t calls = 0;
   int64_t saved_bytes = 0;  // the most bytes that one recompute left for backward
   int64_t nanoseconds = 0;
@@ -29,16 +29,16 @@ class Threads {
   // `parents[module]` is the number of the module that contains it; -1 for the outermost.
   explicit Threads(std::vector<int32_t> parents) : parents_(std::move(parents)) {}
 
-  Where where(const Moment& moment);
+  Where where(const EventContext& context);
 
   // `sequence`: the number that autograd gives to the next node.
-  void enter_module(const Moment& moment, int32_t module, uint64_t sequence);
-  void exit_module(const Moment& moment, int32_t module, uint64_t sequence);
-  void begin_recompute(const Moment& moment);
-  void end_recompute(const Moment& moment);
-  void begin_optimizer(const Moment& moment);
-  void end_optimizer(const Moment& moment);
-  bool inside_module(const Moment& moment) const;
+  void enter_module(const EventContext& context, int32_t module, uint64_t sequence);
+  void exit_module(const EventContext& context, int32_t module, uint64_t sequence);
+  void begin_recompute(const EventContext& context);
+  void end_recompute(const EventContext& context);
+  void begin_optimizer(const EventContext& context);
+  void end_optimizer(const EventContext& context);
+  bool inside_module(const EventContext& context) const;
 
   // Adds `bytes` (negative for a free) to what recompute `span` has allocated, while it runs.
   void count(int64_t span, int64_t bytes);
@@ -49,7 +49,7 @@ class Threads {
   void clear();
 
   // By module number; -1 for regions without a module.
-  const std::map<int32_t, Region>& regions() const { return regions_; }
+  const std::map<int32_t, CheckpointedRegion>& regions() const { return regions_; }
 
  private:
   struct Open {  // a module whose forward runs
@@ -79,11 +79,11 @@ class Threads {
   void mark(Thread& thread, uint64_t sequence);
   int32_t name_of(const Recompute& recompute) const;
   int32_t common_module(int32_t a, int32_t b) const;
-  int32_t module_of_node(const Moment& moment) const;
+  int32_t module_of_node(const EventContext& context) const;
 
   std::vector<int32_t> parents_;
   std::unordered_map<uint64_t, Thread> threads_;
-  std::map<int32_t, Region> regions_;
+  std::map<int32_t, CheckpointedRegion> regions_;
   int64_t forward_ = 0;  // the number of the present forward
   int64_t recompute_ = 0;
   bool after_forward_ = false;  // the model's forward ended: the loss is computed until backward

@@ -52,37 +52,37 @@ void Tracker::stop() {
 }
 
 void Tracker::enter_module(int32_t module) {
-  const Moment moment = Moment::now();
+  const EventContext context = EventContext::now();
   TrackingLock lock;
-  if (!log_.threads().inside_module(moment)) log_.look(lock);
-  log_.threads().enter_module(moment, module, at::sequence_number::peek());
+  if (!log_.threads().inside_module(context)) log_.look(lock);
+  log_.threads().enter_module(context, module, at::sequence_number::peek());
 }
 
 void Tracker::exit_module(int32_t module) {
-  const Moment moment = Moment::now();
+  const EventContext context = EventContext::now();
   TrackingLock lock;
-  log_.threads().exit_module(moment, module, at::sequence_number::peek());
+  log_.threads().exit_module(context, module, at::sequence_number::peek());
 }
 
 bool Tracker::inside_module() const {
   TrackingLock lock;
-  return log_.threads().inside_module(Moment::now());
+  return log_.threads().inside_module(EventContext::now());
 }
 
 void Tracker::begin_optimizer() {
   TrackingLock lock;
   log_.look(lock);
-  const Moment moment = Moment::now();
-  log_.threads().begin_optimizer(moment);
-  log_.mark_phase(moment);
+  const EventContext context = EventContext::now();
+  log_.threads().begin_optimizer(context);
+  log_.mark_phase(context);
 }
 
 void Tracker::end_optimizer(bool step) {
   TrackingLock lock;
   log_.look(lock);
-  const Moment moment = Moment::now();
-  log_.threads().end_optimizer(moment);
-  log_.mark_phase(moment);
+  const EventContext context = EventContext::now();
+  log_.threads().end_optimizer(context);
+  log_.mark_phase(context);
   if (step) log_.end_step();
 }
 

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "checkpoint/errors.h"
 #include "checkpoint/recomputing.h"
@@ -30,28 +31,57 @@ c10::Storage empty_for(const Content& content) {
   return at::empty({content.bytes}, options).storage();
 }
 
-// Recomputes one content, and everything that is needed on the way.
+// Recomputes one content, and everything that is needed on the way. What is on the way is freed
+// after its last use, unless saved tensors wait for it.
 class Recomputation {
  public:
   explicit Recomputation(Block& block) : block_(block) {}
 
   c10::Storage memory(const std::shared_ptr<Content>& content) {
+    wanted_ = content.get();
     {
       const std::lock_guard<std::mutex> lock(contents_mutex());
-      if (content->held && !content->is_lost()) return c10::Storage(content->held);
+      count_uses(*content);
     }
-    if (const auto found = computed_.find(content.get()); found != computed_.end()) {
-      return found->second;
-    }
-    TORCH_INTERNAL_ASSERT(content->call, "remat: a content that was not kept has no call");
-    run(*content->call);
-    return computed_.at(content.get());
+    return use(content);
   }
 
  private:
+  // Counts how often each content that is to be recomputed will be used. The caller holds
+  // contents_mutex().
+  void count_uses(const Content& content) {
+    if (auto memory = content.memory()) {
+      alive_.push_back(std::move(memory));
+      return;
+    }
+    if (++uses_[&content] > 1 || !content.call) return;
+    if (!calls_.insert(content.call.get()).second) return;
+    for (const auto& reference : content.call->references) {
+      if (!reference.overwritten) count_uses(*reference.content);
+    }
+  }
+
+  // Returns the memory of a content, recomputed where necessary, for one use of it.
+  c10::Storage use(const std::shared_ptr<Content>& content) {
+    {
+      const std::lock_guard<std::mutex> lock(contents_mutex());
+      if (auto memory = content->memory()) return c10::Storage(std::move(memory));
+    }
+    if (computed_.count(content.get()) == 0) {
+      TORCH_INTERNAL_ASSERT(content->call, "remat: a content that was not kept has no call");
+      run(*content->call);
+    }
+    const auto found = computed_.find(content.get());
+    TORCH_INTERNAL_ASSERT(found != computed_.end(), "remat: a call did not make its content");
+    c10::Storage storage = found->second;
+    if (--uses_[content.get()] <= 0) computed_.erase(found);
+    return storage;
+  }
+
   void run(Call& call) {
     std::vector<c10::IValue> stack = call.arguments;
-    std::unordered_map<const Content*, c10::Storage> copies;  // of memory the operator writes
+    // Memory that the operator writes: the content's own after its last use, or a copy.
+    std::unordered_map<const Content*, c10::Storage> written;
     std::vector<c10::Storage> storages;
     size_t last_argument = stack.size();
     for (const auto& reference : call.references) {
@@ -59,9 +89,9 @@ class Recomputation {
           reference.overwritten ? empty_for(*reference.content) : argument(call, reference);
       if (!reference.overwritten) check_unchanged(call, reference, storage);
       if (reference.written && !reference.overwritten) {
-        const auto [copy, is_new] = copies.try_emplace(reference.content.get(), storage);
-        if (is_new) copy->second = copy_of(storage);
-        storage = copy->second;
+        const auto [own, is_new] = written.try_emplace(reference.content.get(), storage);
+        if (is_new && !is_last_use(*reference.content)) own->second = copy_of(storage);
+        storage = own->second;
       }
       storages.push_back(storage);
       set(stack, reference, reference.geometry.view(std::move(storage)),
@@ -93,17 +123,29 @@ class Recomputation {
       is_lost = reference.content->is_lost() && !reference.content->call;
     }
     if (is_lost) throw_changed(call, reference);
-    return memory(reference.content);
+    return use(reference.content);
+  }
+
+  // Whether nobody will read a content's recomputed memory after the use that it was just given
+  // for.
+  bool is_last_use(const Content& content) const {
+    const auto found = uses_.find(&content);
+    if (found == uses_.end() || found->second > 0) return false;
+    const std::lock_guard<std::mutex> lock(contents_mutex());
+    return !content.held;
   }
 
   // Stores a recomputed content; it stays in memory if saved tensors of it still wait for it.
   void keep(const std::shared_ptr<Content>& content, const c10::Storage& storage) {
-    computed_.insert_or_assign(content.get(), storage);
-    contents_.push_back(content);
+    const auto uses = uses_.find(content.get());
+    if (uses != uses_.end() && uses->second > 0) computed_.insert_or_assign(content.get(), storage);
     const std::lock_guard<std::mutex> lock(contents_mutex());
     if (!content->dropped || content->held || content->holders == 0) return;
-    content->held =
+    if (content.get() != wanted_ && !content->held_on_the_way) return;
+    auto memory =
         c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage.unsafeGetStorageImpl());
+    content->recomputed = memory;
+    content->hold_alone(std::move(memory));
     ++content->fill;
     content->unopened = content->holders;
   }
@@ -154,8 +196,12 @@ class Recomputation {
   }
 
   Block& block_;
+  const Content* wanted_ = nullptr;
+  // The calls that hold these contents, and so their keys here, are alive until the end.
   std::unordered_map<const Content*, c10::Storage> computed_;
-  std::vector<std::shared_ptr<Content>> contents_;  // keeps the keys of computed_ alive
+  std::unordered_map<const Content*, int64_t> uses_;  // that are still to come
+  std::unordered_set<const Call*> calls_;
+  Freed alive_;  // what was there at the beginning, and so needs no call
 };
 
 }  // namespace

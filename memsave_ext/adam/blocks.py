@@ -1,7 +1,7 @@
 """Blockwise 8-bit moments: a code for each element and a scale for each block.
 
-The encoding of csrc/adam/code8.h in torch's operators. Unless stated otherwise, tensors are float32
-and flat. ``random`` is 16 random bits for each element, in int32.
+The encoding of csrc/adam/blockwise_8bit.h in torch's operators. Unless stated otherwise,
+tensors are float32 and flat. ``random`` is 16 random bits for each element, in int32.
 """
 
 from __future__ import annotations

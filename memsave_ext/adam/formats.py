@@ -28,17 +28,17 @@ class ParamFormat:
     Attributes:
         name: the value of ``bf16=``.
         store: takes float32 values, and 16 random bits for each if ``at_random`` (else None);
-            returns the parameter's values and the rest, None without one.
-        load: takes the parameter and the rest and returns float32 values; None without a rest.
-        rest: the dtype of ``state["param_rest"]``, which holds the bits that bfloat16 has no room
-            for; None where there is no rest.
+            returns the parameter's values and the low part, None without one.
+        load: takes the parameter and the low part and returns float32 values; None without one.
+        low_part: the dtype of ``state["param_rest"]``, which holds what bfloat16 has no room for:
+            a Kahan compensation, or the lower 16 bits; None where there is none.
         at_random: whether ``store`` rounds at random.
     """
 
     name: str | None
     store: Callable[[Tensor, Any], tuple[Tensor, Tensor | None]]
     load: Callable[[Tensor, Tensor], Tensor] | None = None
-    rest: torch.dtype | None = None
+    low_part: torch.dtype | None = None
     at_random: bool = False
 
 
@@ -53,12 +53,12 @@ def kahan(values: Tensor) -> tuple[Tensor, Tensor]:
     The compensation of an infinity is 0, since the sum of both would be NaN otherwise.
     """
     upper = values.bfloat16()
-    rest = values - upper.float()
-    return upper, torch.where(rest.isfinite(), rest, 0).bfloat16()
+    compensation = values - upper.float()
+    return upper, torch.where(compensation.isfinite(), compensation, 0).bfloat16()
 
 
-def unkahan(upper: Tensor, rest: Tensor) -> Tensor:
-    return upper.float() + rest.float()
+def unkahan(upper: Tensor, compensation: Tensor) -> Tensor:
+    return upper.float() + compensation.float()
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,8 +67,8 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
     return _upper(bits + 0x8000), bits.to(torch.int16)
 
 
-def unsplit(upper: Tensor, rest: Tensor) -> Tensor:
-    return ((upper.view(torch.int16).int() << 16) + rest.int()).view(torch.float32)
+def unsplit(upper: Tensor, low_bits: Tensor) -> Tensor:
+    return ((upper.view(torch.int16).int() << 16) + low_bits.int()).view(torch.float32)
 
 
 def _bits(values: Tensor) -> Tensor:

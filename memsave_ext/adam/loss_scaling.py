@@ -70,7 +70,7 @@ class LossScaling(Clipping):
 
     def _report_to_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Hands ``scaler`` the found_inf tensors by which its ``update()`` adapts the scale."""
-        found = self._stepper.found() or [torch.zeros_like(scaler._get_scale_async())]  # type: ignore[arg-type]
+        found_inf = self._stepper.found_inf() or [torch.zeros_like(scaler._get_scale_async())]  # type: ignore[arg-type]
         # GradScaler has no public function for this; its unscale_() fills the same dict.
         state = scaler._per_optimizer_states[id(self)]
-        state["found_inf_per_device"] = {tensor.device: tensor for tensor in found}
+        state["found_inf_per_device"] = {tensor.device: tensor for tensor in found_inf}

@@ -184,11 +184,11 @@ def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) 
     exp_avg = state.get("exp_avg")
     if exp_avg is None:
         return
-    rest = formats.param_format(of_group(group, "bf16")).rest
-    if rest is not None and "param_rest" not in state:
-        state["param_rest"] = torch.zeros_like(param, dtype=rest)
+    low_part = formats.param_format(of_group(group, "bf16")).low_part
+    if low_part is not None and "param_rest" not in state:
+        state["param_rest"] = torch.zeros_like(param, dtype=low_part)
     elif "param_rest" in state:
-        # A new tensor, of which no versions are known: this rest belongs to weights that were
+        # A new tensor, of which no versions are known: this low part belongs to weights that were
         # loaded with it, and must not be dropped as stale.
         state["param_rest"] = state["param_rest"].clone()
     states = formats.state_format(formats.state_option(group))
@@ -223,8 +223,8 @@ def to_fp32(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def fp32_parameter(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-    """Returns a float32 copy of ``param``, including the rest kept beside its 16 bits."""
-    rest, load = state.get("param_rest"), formats.param_format(of_group(group, "bf16")).load
-    if rest is None or load is None:
+    """Returns a float32 copy of ``param``, including the low part kept beside its 16 bits."""
+    low_part, load = state.get("param_rest"), formats.param_format(of_group(group, "bf16")).load
+    if low_part is None or load is None:
         return param.detach().to(torch.float32, copy=True)
-    return load(param.detach(), rest)
+    return load(param.detach(), low_part)

@@ -15,7 +15,7 @@ from .formats import COMPUTED, made_state_format, param_format_of, state_formats
 
 # A step is made as a whole, or in parts: gradients are folded into the moments ("first_fold", then
 # "fold"), and "close" adds the last one and updates the parameter.
-Phase = Literal["whole", "first_fold", "fold", "close"]
+StepPhase = Literal["whole", "first_fold", "fold", "close"]
 
 
 def make_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -28,8 +28,8 @@ def make_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     if row.block:
         for name in SCALES:
             state[name] = torch.zeros(blocks_of(param), dtype=torch.float32, device=param.device)
-    if (rest := param_format_of(param, group).rest) is not None:
-        state["param_rest"] = zeros_like(param, rest)
+    if (low_part := param_format_of(param, group).low_part) is not None:
+        state["param_rest"] = zeros_like(param, low_part)
     return state
 
 
@@ -38,7 +38,7 @@ def check(
     grad: Tensor | None,
     state: Mapping[str, Tensor],
     group: Mapping[str, Any],
-    phase: Phase = "whole",
+    phase: StepPhase = "whole",
 ) -> None:
     """Raises RuntimeError where a step cannot be made. Changes nothing."""
     if grad is not None:
@@ -61,8 +61,8 @@ def check(
         _check_like(name, param, state, dtype)
     if row.block:
         _check_blocks(param, state)
-    if (rest := param_format_of(param, group).rest) is not None:
-        _check_like("param_rest", param, state, rest)
+    if (low_part := param_format_of(param, group).low_part) is not None:
+        _check_like("param_rest", param, state, low_part)
     if phase != "whole" and real_type(state["exp_avg"]) not in (torch.float32, torch.float64):
         raise errors.cannot_fold(dtype)
 

@@ -71,10 +71,10 @@ def test_what_exists_is_stepped(combination):
     state = optimizer.state[weight]
     assert state["exp_avg"].dtype == (states.dtype or param)
     assert state["step"] == 2
-    rest = state.get("param_rest")
-    assert (None if rest is None else rest.dtype) == bf16.rest
+    low_part = state.get("param_rest")
+    assert (None if low_part is None else low_part.dtype) == bf16.low_part
     moved = not torch.equal(weight, before)
-    assert moved or rest is not None or param in (torch.bfloat16, torch.float16)
+    assert moved or low_part is not None or param in (torch.bfloat16, torch.float16)
 
 
 def test_what_does_not_exist_is_refused_before_anything_changes():
@@ -97,7 +97,7 @@ def _rows(bf16, states):
 @needs_native
 def test_the_kernels_rows_are_pythons():
     described = _native.module.adam_formats()
-    assert described["params"] == [(row.name, row.rest, row.at_random) for row in PARAM_FORMATS]
+    assert described["params"] == [(row.name, row.low_part, row.at_random) for row in PARAM_FORMATS]
     assert described["states"] == [
         (
             row.name, row.option, row.dtype, [d for d in COMPUTED if d in row.params],
@@ -147,7 +147,8 @@ def shown(value):
 
 def test_the_docs_table_of_parameters():
     expected = [
-        (shown(row.name), str(row.rest.itemsize if row.rest else 0)) for row in PARAM_FORMATS
+        (shown(row.name), str(row.low_part.itemsize if row.low_part else 0))
+        for row in PARAM_FORMATS
     ]
     assert table("bfloat16.md", "bf16") == expected
 

@@ -135,11 +135,11 @@ def test_round_at_random_is_unbiased(value):
 @given(FLOATS)
 def test_split_is_all_of_a_float(values):
     x = floats(values)
-    upper, rest = formats.split(x)
-    assert (upper.dtype, rest.dtype) == (torch.bfloat16, torch.int16)
-    assert same(formats.unsplit(upper, rest), x)
+    upper, low_bits = formats.split(x)
+    assert (upper.dtype, low_bits.dtype) == (torch.bfloat16, torch.int16)
+    assert same(formats.unsplit(upper, low_bits), x)
     number = ~x.isnan()
-    assert not rest[~number].any()
+    assert not low_bits[~number].any()
     # The nearest, of two as near the one away from 0.
     close = (upper.float() - x).abs() <= (x.bfloat16().float() - x).abs()
     assert (close | x.isinf() | upper.isinf())[number].all()
@@ -155,11 +155,11 @@ def test_split_of_every_exponent():
 @given(FLOATS)
 def test_kahan_keeps_twice_the_bits(values):
     x = floats(values)
-    upper, rest = formats.kahan(x)
-    assert upper.dtype == rest.dtype == torch.bfloat16
+    upper, compensation = formats.kahan(x)
+    assert upper.dtype == compensation.dtype == torch.bfloat16
     assert torch.equal(upper.view(torch.int16), x.bfloat16().view(torch.int16))
-    assert rest.isfinite().all()
-    both = formats.unkahan(upper, rest)
+    assert compensation.isfinite().all()
+    both = formats.unkahan(upper, compensation)
     fits = upper.isfinite()
     tolerance = x.double().abs() * 2.0**-17 + 1e-40
     assert ((both.double() - x.double()).abs() <= tolerance)[fits].all()

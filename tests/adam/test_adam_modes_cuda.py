@@ -107,7 +107,7 @@ def test_a_modes_step_as_on_the_cpu(mode, in_backward):
         for i, (param, other) in enumerate(zip(cuda[0], cpu[0], strict=True)):
             if "param_rest" not in cpu[1].state[other]:
                 continue
-            # Rounding to a neighbour changes the rest altogether: what counts is both together.
+            # Rounding to a neighbour changes the low part altogether: what counts is both together.
             together = [o.fp32_parameters()[i].cpu() for _, o in (cuda, cpu)]
             unit = 2.0**-15 if "kahan" in mode else 1e-6
             torch.testing.assert_close(*together, rtol=unit, atol=1e-7)

@@ -232,7 +232,7 @@ def test_complex_parameters_fold(dtype):
     torch.testing.assert_close(ours.to(torch.complex128), exact, rtol=1e-3, atol=1e-3)
 
 
-# rests belong to the weights that they were taken from
+# low parts belong to the weights that they were taken from
 
 
 def trained(bf16, in_backward=True, **options):
@@ -305,16 +305,16 @@ def test_a_state_dict_of_the_same_tensors_is_kept(bf16):
     with torch.no_grad():
         param.copy_(param.clone())
     optimizer.load_state_dict(optimizer.state_dict())
-    rest = optimizer.state[param]["param_rest"]
+    low_part = optimizer.state[param]["param_rest"]
     steps(param, optimizer, 1)
     other, alike = trained(bf16)
     assert torch.equal(alike.fp32_parameters()[0], exact)
     steps(other, alike, 1)
-    assert torch.equal(rest, alike.state[other]["param_rest"])
+    assert torch.equal(low_part, alike.state[other]["param_rest"])
 
 
 @RESTS
-def test_steps_of_its_own_do_not_drop_the_rest(bf16):
+def test_steps_of_its_own_do_not_drop_the_low_part(bf16):
     """Whole ones, folds, lazy views, copies that are written back."""
     torch.manual_seed(9)
     param = nn.Parameter(torch.randn(8, 16).to(BF16)[:, ::2])

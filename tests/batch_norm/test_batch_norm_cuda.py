@@ -13,8 +13,8 @@ pytestmark = pytest.mark.skipif(
 )
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 LAYOUTS = {
-    "planes": torch.contiguous_format,
-    "rows": torch.channels_last,
+    "contiguous": torch.contiguous_format,
+    "channels_last": torch.channels_last,
     "rows_3d": torch.channels_last_3d,
 }
 # Vectors of 8, 4 and 1 values; channels on chip and not; groups of channels that are not full.
@@ -33,7 +33,7 @@ SHAPES = [
 LEAKY = 0.1
 
 
-def make(shape, dtype=torch.float32, layout="planes", mean=0.5, scale=2.0):
+def make(shape, dtype=torch.float32, layout="contiguous", mean=0.5, scale=2.0):
     if layout == "rows_3d":
         shape = (*shape[:2], 2, *shape[2:])
     x = torch.randn(shape, device="cuda", dtype=torch.float64) * scale + mean
@@ -114,7 +114,7 @@ def test_output_and_gradients(dtype, layout, shape, activation):
         assert (a.double() - b).norm() <= limit * scale, name
 
 
-@pytest.mark.parametrize("layout", ["planes", "rows"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_as_on_the_cpu(dtype, layout):
     x = make((6, 20, 9, 8), dtype, layout)
@@ -133,7 +133,7 @@ def test_tensors_of_two_and_three_dimensions(shape):
     assert error(forward(x)[0], expected) < 1e-6
 
 
-@pytest.mark.parametrize("layout", ["planes", "rows"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("offset", [1, 2, 4])
 def test_addresses_that_are_not_aligned(offset, layout):
     aligned = make((4, 16, 8, 8), torch.bfloat16, layout)
@@ -144,7 +144,7 @@ def test_addresses_that_are_not_aligned(offset, layout):
     assert error(forward(x)[0], expected) < 4e-3
 
 
-@pytest.mark.parametrize("layout", ["planes", "rows"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("shape", [(8, 64, 32, 32), (32, 200, 14, 14)], ids=str)
 @pytest.mark.parametrize("mean", [1e3, 1e4])
 def test_large_means(mean, shape, layout):
@@ -153,7 +153,7 @@ def test_large_means(mean, shape, layout):
     assert (forward(x)[0] - expected).abs().max() <= 1e-3
 
 
-@pytest.mark.parametrize("layout", ["planes", "rows"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("shape", [(8, 64, 32, 32), (32, 200, 14, 14)], ids=str)
 def test_a_first_value_far_from_the_others(shape, layout):
     x = make(shape, layout=layout)
@@ -165,7 +165,7 @@ def test_a_first_value_far_from_the_others(shape, layout):
     torch.testing.assert_close(statistics[0], values.mean(1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["planes", "rows"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_a_value_that_is_not_finite_spoils_its_channel_only(value, layout):
     x = make((8, 64, 32, 32), layout=layout)
@@ -183,7 +183,7 @@ def test_a_value_that_is_not_finite_spoils_its_channel_only(value, layout):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("layout", ["planes", "rows"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_reuse_and_repeats_write_the_same_bits(dtype, layout, shape):
     x, residual = make(shape, dtype, layout), make(shape, dtype, layout)
@@ -228,7 +228,7 @@ def test_evaluation_has_gradients():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["planes", "rows"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_a_checkpoint_counts_once(layout):
     bn = ms.BatchNorm2d(16, activation="relu").cuda()
     plain = ms.BatchNorm2d(16, activation="relu").cuda()
@@ -268,7 +268,7 @@ def test_moments(shape):
     )
 
 
-@pytest.mark.parametrize("layout", ["planes", "rows"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_more_than_2_to_the_31_values(layout):
     n, c, side = 129, 64, 512
     need = 2 * n * c * side * side * 3  # input, output, and what the check makes
@@ -325,7 +325,7 @@ def test_streams_at_once():
             assert_same(a, b)
 
 
-@pytest.mark.parametrize("layout", ["planes", "rows"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("shape", [(16, 64, 56, 56), (64, 128, 14, 14)], ids=str)
 def test_graph_capture(shape, layout):
     bn = ms.BatchNorm2d(shape[1], activation="relu", track_running_stats=False).cuda()
@@ -346,7 +346,7 @@ def test_graph_capture(shape, layout):
     assert_same(captured, step(bn, x))
 
 
-@pytest.mark.parametrize("layout", ["planes", "rows"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_no_synchronisation(layout):
     bn = ms.BatchNorm2d(32, activation="leaky_relu").cuda()
     x = make((4, 32, 30, 30), layout=layout).requires_grad_()

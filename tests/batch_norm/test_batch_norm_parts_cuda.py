@@ -7,7 +7,7 @@ from torch import nn
 
 ops = torch.ops.memsave_ext
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-LAYOUTS = {"planes": torch.contiguous_format, "rows": torch.channels_last}
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 # Vectors that fit and do not, chunks that are full and are not, one value for each channel.
 SHAPES = [(2, 3, 5, 7), (3, 264, 6, 10)]
 if HAS_CUDA:
@@ -146,7 +146,7 @@ def test_gradient_of_the_input_from_means(dtype, layout, shape, activation, devi
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_halves_are_the_whole(dtype, layout, shape, activation):
-    """Planes on chip are summed in another order, rows and large planes in the same."""
+    """On chip the order of sums is another; with channels last, and in large planes, the same."""
     given = arguments(dtype, layout, shape, "cuda")
     grad, x, weight, bias, residual, statistics = given
     sums = ops.batch_norm_backward_sums(*given, activation, SLOPE)
@@ -163,7 +163,7 @@ def test_the_halves_are_the_whole(dtype, layout, shape, activation):
 @needs_kernels
 def test_forward_from_gathered_moments_is_that_of_all():
     """Two processes' parts, combined as SyncBatchNorm does, on the device."""
-    x = make((8, 32, 20, 20), torch.float32, "planes", "cuda", mean=3)
+    x = make((8, 32, 20, 20), torch.float32, "contiguous", "cuda", mean=3)
     parts = x.split([3, 5])
     found = [read_moments(ops.batch_norm_moments(part.contiguous()), part) for part in parts]
     count = sum(n for *_, n in found)

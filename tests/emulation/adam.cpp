@@ -42,8 +42,8 @@ class Steps {
     variants_.back().options.amsgrad = format_.amsgrad;
   }
 
-  void step(const char* what, Phase phase = Phase::kWhole) {
-    if (phase != Phase::kFold && phase != Phase::kClose) ++step_;
+  void step(const char* what, StepPhase phase = StepPhase::kWhole) {
+    if (phase != StepPhase::kFold && phase != StepPhase::kClose) ++step_;
     std::vector<float> counts;
     for (size_t i = 0; i < tensors_.size(); ++i) {
       counts.push_back(static_cast<float>(step_) - (is_fold(phase) ? 1 : 0));
@@ -68,12 +68,12 @@ class Steps {
       const auto& kernels = on_device ? cuda_kernels : adam_on_cpu();
       kernels.step(items.data(), static_cast<int64_t>(items.size()), nullptr);
     }
-    const bool packed = phase == Phase::kFirstFold || phase == Phase::kFold;
+    const bool packed = phase == StepPhase::kFirstFold || phase == StepPhase::kFold;
     for (const Tensor& tensor : tensors_) tensor.compare(what, packed);
   }
 
   void fold_and_close(const char* what) {
-    for (const Phase phase : {Phase::kFirstFold, Phase::kFold, Phase::kClose}) {
+    for (const StepPhase phase : {StepPhase::kFirstFold, StepPhase::kFold, StepPhase::kClose}) {
       step(what, phase);
       for (Tensor& tensor : tensors_) tensor.draw_grad(generator_, finite_);
     }

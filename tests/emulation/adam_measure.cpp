@@ -12,7 +12,7 @@ using memsave_ext::adam::Measure;
 struct Results {
   std::vector<double> squares, factors;
   std::vector<float> skips;
-  float found = 0;
+  float found_inf = 0;
 
   explicit Results(size_t count) : squares(count, -1), factors(count, -1), skips(count, -1) {}
 };
@@ -21,17 +21,17 @@ Results measure(const memsave_ext::adam::Kernels& kernels, const std::vector<Ite
                 double max_norm) {
   const auto count = static_cast<int64_t>(items.size());
   Results results(items.size());
-  const float loss_scale = 8;
+  const float grad_scale = 8;
   const Measure to = {
-      &loss_scale,          max_norm,      results.squares.data(), results.factors.data(),
-      results.skips.data(), &results.found};
+      &grad_scale,          max_norm,          results.squares.data(), results.factors.data(),
+      results.skips.data(), &results.found_inf};
   const Memory workspace(Stored::kBits8, kernels.measure_workspace(items.data(), count));
   kernels.measure(items.data(), count, to, workspace.at(), nullptr);
 #ifdef EMULATION_MEMORY
   __msan_unpoison(results.squares.data(), 8 * items.size());
   __msan_unpoison(results.factors.data(), 8 * items.size());
   __msan_unpoison(results.skips.data(), 4 * items.size());
-  __msan_unpoison(&results.found, sizeof(results.found));
+  __msan_unpoison(&results.found_inf, sizeof(results.found_inf));
 #endif
   return results;
 }
@@ -59,7 +59,7 @@ void compare(DType type, const std::vector<size_t>& sizes, bool finite) {
     for (size_t i = 0; i < items.size(); ++i) {
       if (!close(device.squares[i], cpu.squares[i], sizes[i]) ||
           !close(device.factors[i], cpu.factors[i], sizes[i]) || device.skips[i] != cpu.skips[i] ||
-          device.found != cpu.found) {
+          device.found_inf != cpu.found_inf) {
         fail(
             "adam, measure: type %d, gradient %zu of %zu elements: %.17g, %.17g, %g, on the CPU "
             "%.17g, %.17g, %g",
@@ -80,7 +80,7 @@ void measure_large_values() {
   item.numel = 300;
   item.param_type = DType::kDouble;
   const Results results = measure(cuda_kernels, {item}, 0);
-  if (!std::isinf(results.squares[0]) || results.skips[0] != 0 || results.found != 0) {
+  if (!std::isinf(results.squares[0]) || results.skips[0] != 0 || results.found_inf != 0) {
     fail("adam, measure: large values: %g, %g", results.squares[0], results.skips[0]);
   }
   checks += 3;

@@ -8,8 +8,8 @@ namespace emulation {
 
 using memsave_ext::adam::Item;
 using memsave_ext::adam::ParamFormat;
-using memsave_ext::adam::Phase;
 using memsave_ext::adam::StateFormat;
+using memsave_ext::adam::StepPhase;
 using memsave_ext::vector::DType;
 
 struct Format {
@@ -19,8 +19,8 @@ struct Format {
   bool amsgrad;
 };
 
-enum Operand { kParam, kRest, kGrad, kExpAvg, kExpAvgSq, kMax, kScale, kScaleSq, kOperands };
-constexpr const char* kNames[] = {"param",         "param_rest",      "grad",
+enum Operand { kParam, kLowPart, kGrad, kExpAvg, kExpAvgSq, kMax, kScale, kScaleSq, kOperands };
+constexpr const char* kNames[] = {"param",         "param_low_part",  "grad",
                                   "exp_avg",       "exp_avg_sq",      "max_exp_avg_sq",
                                   "exp_avg_scale", "exp_avg_sq_scale"};
 
@@ -36,7 +36,7 @@ inline Stored stored(DType type) {
 // Of an operand that the format has.
 inline Stored stored(const Format& f, Operand operand) {
   if (operand == kScale || operand == kScaleSq) return Stored::kFloat;
-  if (operand == kRest) {
+  if (operand == kLowPart) {
     return f.param_format == ParamFormat::kSplit ? Stored::kBits16 : Stored::kBFloat16;
   }
   if (operand == kParam || operand == kGrad || f.states == StateFormat::kAsParam) {
@@ -49,7 +49,7 @@ inline Stored stored(const Format& f, Operand operand) {
 
 inline bool has(const Format& f, Operand operand) {
   switch (operand) {
-    case kRest:
+    case kLowPart:
       return f.param_format == ParamFormat::kKahan || f.param_format == ParamFormat::kSplit;
     case kMax:
       return f.amsgrad;
@@ -89,7 +89,7 @@ class Tensor {
     const Memory* of = on_device ? device_ : cpu_;
     Item item = {};
     item.param = of[kParam].at();
-    item.param_rest = of[kRest].at();
+    item.param_low_part = of[kLowPart].at();
     item.grad = of[kGrad].at();
     item.exp_avg = of[kExpAvg].at();
     item.exp_avg_sq = of[kExpAvgSq].at();
@@ -135,7 +135,7 @@ class Tensor {
     switch (operand) {
       case kParam:
         return x;
-      case kRest:
+      case kLowPart:
         return x / 1024;
       case kScale:
       case kScaleSq:

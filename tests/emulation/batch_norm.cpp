@@ -26,7 +26,8 @@ void run(const Case& of, const std::vector<Order>& orders) {
 }
 
 void run_all(const Options& options) {
-  // Planes on chip, in chunks, of every width of vectors; rows in groups that are full and not.
+  // Channels first: on chip, in chunks, of every width of vectors. Channels last: in groups that
+  // are full and not.
   std::vector<Case> shapes = {{{}, 1, 1, 2},   {{}, 2, 3, 35},  {{}, 2, 3, 49},   {{}, 3, 4, 196},
                               {{}, 4, 130, 8}, {{}, 2, 1, 1},   {{}, 2, 2, 8256}, {{}, 5, 3, 1},
                               {{}, 33, 8, 1},  {{}, 40, 67, 1}, {{}, 1, 40, 1},   {{}, 600, 16, 1},

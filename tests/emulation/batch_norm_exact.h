@@ -65,14 +65,14 @@ inline void expect_near(double found, const Bounded& expected, const char* what,
 inline Exact terms(const Problem& problem) {
   using namespace memsave_ext::batch_norm;
   Exact most = 0;
-  const bool rows = in_rows(problem);
-  const int64_t length = rows ? problem.channels : problem.inner;
+  const bool channels_last = is_channels_last(problem);
+  const int64_t length = channels_last ? problem.channels : problem.inner;
   for (const int vector : {1, 4, 8}) {
     if (length % vector != 0) continue;
     const Partition p = make_partition(problem, vector);
     const int64_t items = ceil_div(p.per_chunk, p.lanes_y);
-    const int64_t on_chip = rows ? 0 : ceil_div(p.items, 128);
-    most = std::fmax(most, std::max(items, on_chip) * (rows ? 1 : vector));
+    const int64_t on_chip = channels_last ? 0 : ceil_div(p.items, 128);
+    most = std::fmax(most, std::max(items, on_chip) * (channels_last ? 1 : vector));
   }
   return most;
 }

@@ -27,9 +27,9 @@ def finite(*tensors):
 
 # ---- batch norm ---------------------------------------------------------------------------------
 
-# Planes on chip, with more than 48 KiB too, and in chunks; rows in groups that are not full.
+# Channels first: on chip, with more than 48 KiB too, and in chunks. Last: in groups not full.
 SHAPES = [(1, 1, 1, 2), (2, 3, 5, 7), (4, 130, 14, 14), (64, 128, 7, 7), (3, 5, 65, 127)]
-LAYOUTS = {"planes": torch.contiguous_format, "rows": torch.channels_last}
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -18,7 +18,7 @@ from memsave_ext.checkpointing.fallback import surroundings
 from memsave_ext.memory import figures as track_figures
 from memsave_ext.memory.fallback import tracker as fallback
 from memsave_ext.memory.fallback.log import Log
-from memsave_ext.memory.fallback.threads import Moment
+from memsave_ext.memory.fallback.threads import EventContext
 
 needs_native = pytest.mark.skipif(not _native.available, reason="compares with the native tracker")
 CPU = torch.device("cpu")
@@ -268,13 +268,13 @@ def test_labelled_memory_that_moves(monkeypatch, both_trackers_pause):
 def test_on_a_device_figures_are_its_allocators_own():
     """No device is needed for the rules: what is told is made up."""
     log = Log(torch.device("cuda", 0), [])
-    log.begin(1000, Moment(1, 7))
-    log.allocated(0xA, 100, 1100, Moment(2, 7))
-    log.allocated(0xB, 50, 1400, Moment(3, 7))  # another thread allocated 250
-    log.freed(0xC, 1300, Moment(4, 7))  # of before
-    log.freed(0xC, 1300, Moment(5, 7))  # nothing changed
-    log.allocated(0xA, 70, 1370, Moment(6, 7))  # its end was not told
-    log.freed(0xA, 1200, Moment(7, 7))
+    log.begin(1000, EventContext(1, 7))
+    log.allocated(0xA, 100, 1100, EventContext(2, 7))
+    log.allocated(0xB, 50, 1400, EventContext(3, 7))  # another thread allocated 250
+    log.freed(0xC, 1300, EventContext(4, 7))  # of before
+    log.freed(0xC, 1300, EventContext(5, 7))  # nothing changed
+    log.allocated(0xA, 70, 1370, EventContext(6, 7))  # its end was not told
+    log.freed(0xA, 1200, EventContext(7, 7))
     record = log.record()
     assert (log.total, log.peak) == (1200, 1400)
     time, step, block, change, phase, total = record.changes.t().tolist()

@@ -2,7 +2,7 @@
 // included in. States of other formats: states.h.
 #pragma once
 
-#include "adam/code8.h"
+#include "adam/blockwise_8bit.h"
 #include "adam/cpu/states.h"
 
 namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA {

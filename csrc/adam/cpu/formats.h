@@ -41,29 +41,29 @@ struct Nearest {
   }
 };
 
-// 16-bit values, and with `has_rest` a 16-bit rest of each. Bits: ParamBits or StateBits.
-template <typename Bits, bool random, bool has_rest>
+// 16-bit values, and with `has_low_part` a 16-bit low part of each. Bits: ParamBits or StateBits.
+template <typename Bits, bool random, bool has_low_part>
 struct Short {
   using Vector = Floats;
   static constexpr bool kRandom = random;
-  static constexpr bool kHasRest = has_rest;
+  static constexpr bool kHasLowPart = has_low_part;
 
   BFloat16* values;
-  BFloat16* rests;  // int16 with kSplit
+  BFloat16* low_parts;  // int16 with kSplit
 
-  MEMSAVE_EXT_INLINED explicit Short(void* at, void* rest = nullptr)
-      : values(static_cast<BFloat16*>(at)), rests(static_cast<BFloat16*>(rest)) {}
+  MEMSAVE_EXT_INLINED explicit Short(void* at, void* low_part = nullptr)
+      : values(static_cast<BFloat16*>(at)), low_parts(static_cast<BFloat16*>(low_part)) {}
 
   MEMSAVE_EXT_INLINED void prefetch_at(int64_t i) const {
     prefetch(values + i);
-    if constexpr (kHasRest) prefetch(rests + i);
+    if constexpr (kHasLowPart) prefetch(low_parts + i);
   }
 
   template <typename Size>
   MEMSAVE_EXT_INLINED Vector load(int64_t i, Size size) const {
-    isa::Bits rest{};
-    if constexpr (kHasRest) rest = (isa::Bits)isa::load(rests + i, size);
-    return Bits::template load<Math>((isa::Bits)isa::load(values + i, size), rest);
+    isa::Bits low_part{};
+    if constexpr (kHasLowPart) low_part = (isa::Bits)isa::load(low_parts + i, size);
+    return Bits::template load<Math>((isa::Bits)isa::load(values + i, size), low_part);
   }
 
   template <typename Size>
@@ -72,13 +72,13 @@ struct Short {
     if constexpr (kRandom) drawn = random_bits(noise);
     const auto halves = Bits::template store<Math>(v, drawn);
     isa::store_halves(values + i, halves.param, size);
-    if constexpr (kHasRest) isa::store_halves(rests + i, halves.rest, size);
+    if constexpr (kHasLowPart) isa::store_halves(low_parts + i, halves.low_part, size);
   }
 };
 
 template <ParamFormat format, typename Storage>
 using Param = std::conditional_t<
     format == ParamFormat::kPlain, Nearest<Storage>,
-    Short<ParamBits<format>, row(format).at_random, row(format).rest != Element::kNone>>;
+    Short<ParamBits<format>, row(format).at_random, row(format).low_part != Element::kNone>>;
 
 }  // namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA

@@ -44,7 +44,7 @@ class RecentCoefficients {
   struct Key {
     const Options* options = nullptr;
     double step;
-    Phase phase;
+    StepPhase phase;
     double factor;
 
     bool operator==(const Key& other) const {

@@ -1,5 +1,5 @@
-// The Math that adam/math.h, philox.h, formats.h and code8.h ask for, over vectors, for the
-// instruction set whose target region this is included in.
+// The Math that adam/math.h, philox.h, formats.h and blockwise_8bit.h ask for, over vectors, for
+// the instruction set whose target region this is included in.
 #pragma once
 
 #include "adam/math.h"

@@ -37,13 +37,13 @@ void sum_chunks(const Item* item, int64_t begin, int64_t end, double* sums) {
 
 void conclude(const Measure& measure, int64_t item, double square) {
   const bool finite = std::isfinite(square);
-  const double scale = measure.loss_scale != nullptr ? *measure.loss_scale : 1;
+  const double scale = measure.grad_scale != nullptr ? *measure.grad_scale : 1;
   double factor = 1 / scale;
   if (measure.max_norm != 0) factor *= clip_factor(std::sqrt(square) / scale, measure.max_norm);
   if (measure.squares != nullptr) measure.squares[item] = square;
   if (measure.factors != nullptr) measure.factors[item] = factor;
   if (measure.skips != nullptr) measure.skips[item] = finite ? 0 : 1;
-  if (measure.found != nullptr && !finite) *measure.found = 1;
+  if (measure.found_inf != nullptr && !finite) *measure.found_inf = 1;
 }
 
 }  // namespace

@@ -33,8 +33,8 @@ __attribute__((flatten)) void step(const Item& item, int64_t begin, int64_t end,
   constexpr int64_t lanes = sizeof(V) / sizeof(Value);
   constexpr bool in_chunks = States::kInBlocks || Param::kRandom || States::kRandom;
   auto c = convert<V>(scalars, Broadcast<V>{});
-  c.phase = closes ? Phase::kClose : Phase::kWhole;
-  const Param param(item.param, item.param_rest);
+  c.phase = closes ? StepPhase::kClose : StepPhase::kWhole;
+  const Param param(item.param, item.param_low_part);
   States states(item);
   Noise of_param, of_moments;
   // grad: the chunk's gradient. offset: of element i in the chunk.
@@ -78,7 +78,7 @@ __attribute__((flatten)) void fold_grads(const Item& item, int64_t begin, int64_
   using State = Nearest<vector::ValueOf<Grad>>;
   constexpr int64_t lanes = isa::kLanes<Grad>;
   const auto c = convert<V>(scalars, Broadcast<V>{});
-  const bool first = c.phase == Phase::kFirstFold;
+  const bool first = c.phase == StepPhase::kFirstFold;
   constexpr bool random = std::is_same_v<V, Floats>;  // packing rounds exp_avg_sq at random
   const auto* const grad = static_cast<const Grad*>(item.grad);
   const State exp_avg(item.exp_avg), exp_avg_sq(item.exp_avg_sq);

@@ -1,5 +1,5 @@
-// The Math that math.h, philox.h, formats.h and code8.h ask for, on CUDA, and what the threads of a
-// block need to know of its step.
+// The Math that math.h, philox.h, formats.h and blockwise_8bit.h ask for, on CUDA, and what the
+// threads of a block need to know of its step.
 #pragma once
 
 #include <cuda_bf16.h>

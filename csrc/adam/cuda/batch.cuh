@@ -15,7 +15,7 @@ struct Recipe {
   double step;
   Powers powers;  // of `step`; unset where the step is on the device
   const float* device_lr;
-  Phase phase;
+  StepPhase phase;
   uint32_t first_block;  // 0, but for a part of a parameter, which is launched alone
 };
 
@@ -23,7 +23,7 @@ struct Recipe {
 // launches of fewer tensors cost less than another kind of batch would.
 struct BatchedTensor {
   void* param;
-  void* param_rest;
+  void* param_low_part;
   const void* grad;
   void* exp_avg;
   void* exp_avg_sq;
@@ -119,7 +119,7 @@ class Batcher {
   void add_tensor(const Item& item, int recipe) {
     BatchedTensor& tensor = batch_.tensors[batch_.tensor_count++];
     tensor.param = item.param;
-    tensor.param_rest = item.param_rest;
+    tensor.param_low_part = item.param_low_part;
     tensor.grad = item.grad;
     tensor.exp_avg = item.exp_avg;
     tensor.exp_avg_sq = item.exp_avg_sq;

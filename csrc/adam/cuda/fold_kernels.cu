@@ -16,7 +16,7 @@ __device__ __forceinline__ void fold_vectors(const BatchedTensor& tensor, int64_
   using Grad = typename Params<M, size>::Stored;
   constexpr bool kDraws = first && std::is_same_v<Value, float>;
   constexpr int kWord = State::kWord;
-  c.phase = first ? Phase::kFirstFold : Phase::kFold;  // known to the compiler
+  c.phase = first ? StepPhase::kFirstFold : StepPhase::kFold;  // known to the compiler
 #pragma unroll 1
   for (int64_t i = from / size + threadIdx.x; i < to / size; i += kThreads) {
     Grad grad{};
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads) fold_kernel(const __grid_constant__ 
                        is_aligned<typename M::State, kSize>(tensor.exp_avg, tensor.exp_avg_sq);
   const int64_t end = chunk.begin + chunk.count;
   const int64_t last = vectors ? end / kSize * kSize : chunk.begin;
-  if (c.phase == Phase::kFirstFold) {
+  if (c.phase == StepPhase::kFirstFold) {
     fold_vectors<M, true, kSize>(tensor, chunk.begin, last, c, random);
     fold_vectors<M, true, 1>(tensor, last, end, c, random);
   } else {

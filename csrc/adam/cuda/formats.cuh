@@ -19,7 +19,7 @@ struct Mode {
   static constexpr StateFormat kStates = states;
   static constexpr ParamFormat kFormat = format;
   static constexpr bool kAmsgrad = with_amsgrad;
-  static constexpr bool kHasRest = row(format).rest != Element::kNone;
+  static constexpr bool kHasLowPart = row(format).low_part != Element::kNone;
   static constexpr bool kRandomParam = row(format).at_random;
   static constexpr bool kRandomStates = row(states).at_random;
   static constexpr bool kFolds = sizeof(State) >= 4 && states != StateFormat::kBlocks;
@@ -99,16 +99,16 @@ struct Params {
   static constexpr int kWord = M::template kWord<size>;
   using Stored = Words<typename M::Param, size, kWord>;
   using Word = typename Stored::Word;
-  Stored stored, rest;
+  Stored stored, low_part;
 
   __device__ __forceinline__ Value get(int w, int i) const {
     if constexpr (M::kFormat == ParamFormat::kPlain) {
       return stored.words[w][i];
     } else {
-      uint32_t of_rest = 0;
-      if constexpr (M::kHasRest) of_rest = bits_of<kWord>(rest.words[w], i);
+      uint32_t of_low_part = 0;
+      if constexpr (M::kHasLowPart) of_low_part = bits_of<kWord>(low_part.words[w], i);
       return ParamBits<M::kFormat>::template load<Math>(bits_of<kWord>(stored.words[w], i),
-                                                        of_rest);
+                                                        of_low_part);
     }
   }
 
@@ -117,16 +117,16 @@ struct Params {
     if constexpr (M::kFormat == ParamFormat::kPlain) {
       stored.words[w] = Word::from(values);
     } else {
-      uint32_t params[kWord], rests[kWord];
+      uint32_t params[kWord], low_parts[kWord];
 #pragma unroll
       for (int i = 0; i < kWord; ++i) {
         const uint32_t drawn = i == 0 ? random & 0xffff : random >> 16;
         const auto halves = ParamBits<M::kFormat>::template store<Math>(values[i], drawn);
         params[i] = halves.param;
-        rests[i] = halves.rest;
+        low_parts[i] = halves.low_part;
       }
       stored.words[w] = lower_halves<kWord>(params);
-      if constexpr (M::kHasRest) rest.words[w] = lower_halves<kWord>(rests);
+      if constexpr (M::kHasLowPart) low_part.words[w] = lower_halves<kWord>(low_parts);
     }
   }
 };

@@ -126,13 +126,13 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t item = batch.first + blockIdx.x;
   if (to.squares != nullptr) to.squares[item] = sum;
   if (to.factors != nullptr) {
-    const double scale = to.loss_scale != nullptr ? *to.loss_scale : 1;
+    const double scale = to.grad_scale != nullptr ? *to.grad_scale : 1;
     double factor = 1 / scale;
     if (to.max_norm != 0) factor *= clip_factor(sqrt(sum) / scale, to.max_norm);
     to.factors[item] = factor;
   }
   if (to.skips != nullptr) to.skips[item] = finite ? 0 : 1;
-  if (to.found != nullptr && !finite) *to.found = 1;
+  if (to.found_inf != nullptr && !finite) *to.found_inf = 1;
 }
 
 // Calls launch(batch, chunks) for each batch of the items, in turn.

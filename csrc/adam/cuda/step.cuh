@@ -22,8 +22,8 @@ __device__ __forceinline__ void step_vectors(const BatchedTensor& tensor, int64_
   for (int64_t i = from / size + threadIdx.x; i < to / size; i += kThreads) {
     Param param;
     param.stored = vector::load<typename Param::Stored>(tensor.param, i);
-    if constexpr (M::kHasRest) {
-      param.rest = vector::load<typename Param::Stored>(tensor.param_rest, i);
+    if constexpr (M::kHasLowPart) {
+      param.low_part = vector::load<typename Param::Stored>(tensor.param_low_part, i);
     }
     typename Param::Stored grad{};
     if (tensor.grad != nullptr) grad = vector::load<typename Param::Stored>(tensor.grad, i);
@@ -56,7 +56,7 @@ __device__ __forceinline__ void step_vectors(const BatchedTensor& tensor, int64_
       if constexpr (M::kAmsgrad) max_exp_avg_sq.set(w, largest, of_moments.words[drawn]);
     }
     vector::store(tensor.param, i, param.stored);
-    if constexpr (M::kHasRest) vector::store(tensor.param_rest, i, param.rest);
+    if constexpr (M::kHasLowPart) vector::store(tensor.param_low_part, i, param.low_part);
     vector::store(tensor.exp_avg, i, exp_avg.stored);
     vector::store(tensor.exp_avg_sq, i, exp_avg_sq.stored);
     if constexpr (M::kAmsgrad) vector::store(tensor.max_exp_avg_sq, i, max_exp_avg_sq.stored);
@@ -65,7 +65,8 @@ __device__ __forceinline__ void step_vectors(const BatchedTensor& tensor, int64_
 
 template <typename M>
 __device__ __forceinline__ bool takes_vectors(const BatchedTensor& tensor) {
-  return is_aligned<typename M::Param, M::kSize>(tensor.param, tensor.grad, tensor.param_rest) &&
+  return is_aligned<typename M::Param, M::kSize>(tensor.param, tensor.grad,
+                                                 tensor.param_low_part) &&
          is_aligned<typename M::State, M::kSize>(tensor.exp_avg, tensor.exp_avg_sq,
                                                  tensor.max_exp_avg_sq);
 }
@@ -89,11 +90,11 @@ __global__ void __launch_bounds__(kThreads, M::kMinBlocks)
   };
   // The compiler knows the phase in each branch: whole steps do not pay for closing ones.
   Coefficients<typename M::Value> c = shared.coefficients;
-  if (M::kFolds && c.phase == Phase::kClose) {
-    c.phase = Phase::kClose;
+  if (M::kFolds && c.phase == StepPhase::kClose) {
+    c.phase = StepPhase::kClose;
     step(c);
   } else {
-    c.phase = Phase::kWhole;
+    c.phase = StepPhase::kWhole;
     step(c);
   }
 }

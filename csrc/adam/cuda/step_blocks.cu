@@ -1,6 +1,6 @@
 // Steps with blockwise 8-bit states. A warp steps each block of a state, because its scale is known
 // only when all of its new values are.
-#include "adam/code8.h"
+#include "adam/blockwise_8bit.h"
 #include "adam/cuda/formats.cuh"
 #include "adam/cuda/launch.cuh"
 
@@ -49,7 +49,8 @@ struct Group {
   template <typename Place>
   __device__ __forceinline__ void load(const BatchedTensor& tensor, Place place) {
     param.stored = vector::load<Stored>(tensor.param, place);
-    if constexpr (M::kHasRest) param.rest = vector::load<Stored>(tensor.param_rest, place);
+    if constexpr (M::kHasLowPart)
+      param.low_part = vector::load<Stored>(tensor.param_low_part, place);
     if (tensor.grad != nullptr) grad = vector::load<Stored>(tensor.grad, place);
     exp_avg = vector::load<Codes>(tensor.exp_avg, place);
     exp_avg_sq = vector::load<Codes>(tensor.exp_avg_sq, place);
@@ -58,7 +59,7 @@ struct Group {
   template <typename Place>
   __device__ __forceinline__ void store(const BatchedTensor& tensor, Place place) const {
     vector::store(tensor.param, place, param.stored);
-    if constexpr (M::kHasRest) vector::store(tensor.param_rest, place, param.rest);
+    if constexpr (M::kHasLowPart) vector::store(tensor.param_low_part, place, param.low_part);
     vector::store(tensor.exp_avg, place, exp_avg);
     vector::store(tensor.exp_avg_sq, place, exp_avg_sq);
   }
@@ -139,11 +140,11 @@ __global__ void __launch_bounds__(kThreads, 3) blocks_kernel(const __grid_consta
   __syncthreads();
   const Random random(batch, tensor, shared.step);
   const bool vectors =
-      is_aligned<typename M::Param, kOfThread>(tensor.param, tensor.grad, tensor.param_rest) &&
+      is_aligned<typename M::Param, kOfThread>(tensor.param, tensor.grad, tensor.param_low_part) &&
       is_aligned<uint8_t, kOfThread>(tensor.exp_avg, tensor.exp_avg_sq);
   const int64_t end = (chunk.begin + chunk.count + kBlock - 1) / kBlock;
   Coefficients<float> c = shared.coefficients;
-  c.phase = Phase::kWhole;  // there are no folds into blocks
+  c.phase = StepPhase::kWhole;  // there are no folds into blocks
 #pragma unroll 1
   for (int64_t i = chunk.begin / kBlock + threadIdx.x / kWarp; i < end; i += kThreads / kWarp) {
     step_block<M>(tensor, i, vectors, c, random);

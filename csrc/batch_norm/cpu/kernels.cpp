@@ -32,9 +32,9 @@ const Passes& passes_for(const Problem& problem) {
 // not finite.
 template <typename T>
 void exact_moments(const Piece& piece, int64_t channel) {
-  const auto* input =
-      static_cast<const T*>(piece.input) + channel * (piece.columns ? 1 : piece.channel_stride);
-  const int64_t width = piece.columns ? 1 : piece.width;
+  const auto* input = static_cast<const T*>(piece.input) +
+                      channel * (piece.channels_last ? 1 : piece.channel_stride);
+  const int64_t width = piece.channels_last ? 1 : piece.width;
   const auto sum_of = [&](double mean, auto term) {
     double sum = 0;
     for (int64_t row = 0; row < piece.rows; ++row) {

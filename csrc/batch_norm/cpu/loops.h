@@ -11,7 +11,8 @@ using vector::BFloat16;
 using vector::Half;
 using vector::ValueOf;
 
-// The independent sums of a run; with columns, the rows for which coefficients are loaded once.
+// The independent sums of a run; with channels_last, the rows for which coefficients are loaded
+// once.
 constexpr int kUnroll = 4;
 
 template <int rows>
@@ -55,17 +56,17 @@ MEMSAVE_EXT_INLINED inline void for_runs(const Piece& piece, const Body& body) {
   }
 }
 
-// The coefficients of one channel; with `columns`, of a vector of channels from that one on. All
-// are loaded in the constructor, because for all the compiler knows a later store could change
+// The coefficients of one channel; with `channels_last`, of a vector of channels from that one on.
+// All are loaded in the constructor, because for all the compiler knows a later store could change
 // them.
-template <typename Storage, bool columns>
+template <typename Storage, bool channels_last>
 struct Coefficients {
   using V = Lanes<Storage>;
 
   MEMSAVE_EXT_INLINED Coefficients(const Piece& piece, int64_t channel) {
     const auto* from = static_cast<const ValueOf<Storage>*>(piece.coefficients) + channel;
     for (int c = 0; c < kCoefficients; ++c, from += piece.pitch) {
-      values[c] = columns ? load_raw<V>(from) : broadcast<V>(*from);
+      values[c] = channels_last ? load_raw<V>(from) : broadcast<V>(*from);
     }
   }
   MEMSAVE_EXT_INLINED V operator[](Coefficient which) const { return values[which]; }
@@ -75,14 +76,14 @@ struct Coefficients {
 
 // Two sums for each channel of a piece. term(place, size, of, first, second) sets the two vectors
 // to be added; `of` is an Of(piece, channel).
-template <typename Storage, typename Of, bool columns>
+template <typename Storage, typename Of, bool channels_last>
 class Sums {
  public:
   using V = Lanes<Storage>;
 
   template <typename Term>
   MEMSAVE_EXT_INLINED Sums(const Piece& piece, const Term& term) {
-    if constexpr (columns) {
+    if constexpr (channels_last) {
       for_groups(piece.rows, [&](int64_t row, auto group) MEMSAVE_EXT_INLINED {
         for_vectors<Storage, 1>(0, piece.width, Whole{},
                                 [&](int64_t column, auto size, int) MEMSAVE_EXT_INLINED {
@@ -118,17 +119,17 @@ class Sums {
 
   double get(int64_t channel, int which) const {
     constexpr int64_t lanes = kLanes<Storage>;
-    if constexpr (columns) return values_[channel / lanes][which][channel % lanes];
+    if constexpr (channels_last) return values_[channel / lanes][which][channel % lanes];
     return total(values_[channel][which]);
   }
 
  private:
-  V values_[columns ? kMaxColumns / kLanes<Storage> : kMaxChannels][2] = {};
+  V values_[channels_last ? kMaxChannelsLast / kLanes<Storage> : kMaxChannelsFirst][2] = {};
 };
 
 // Calls body(place, size, coefficients) for all vectors of a piece. The body writes at `to` +
 // place, which decides where streaming starts.
-template <typename Storage, bool columns, typename Body>
+template <typename Storage, bool channels_last, typename Body>
 MEMSAVE_EXT_INLINED inline void for_written(const Piece& piece, const void* to, const Body& body) {
   constexpr auto lanes = kLanes<Storage>;
   const auto rows = [&](int64_t row, auto group, int64_t head, auto whole) MEMSAVE_EXT_INLINED {
@@ -157,7 +158,7 @@ MEMSAVE_EXT_INLINED inline void for_written(const Piece& piece, const void* to, 
     const int64_t left = -(offset + place) & (lanes - 1);
     return left < piece.width ? left : piece.width;
   };
-  if constexpr (columns) {
+  if constexpr (channels_last) {
     if (!piece.stream) {
       for_groups(piece.rows, [&](int64_t row, auto group)
                                  MEMSAVE_EXT_INLINED { rows(row, group, 0, Whole{}); });

@@ -14,21 +14,21 @@ namespace memsave_ext::batch_norm::cpu {
 // A tensor is cut into units of channels, and each unit into blocks of values.
 class Partition {
  public:
-  // `sums`: whether a pass sums over channels. If none does, a piece of runs may have any number of
-  // channels.
+  // `sums`: whether a pass sums over channels. If none does, a piece may, channels first, have any
+  // number of channels.
   Partition(const Problem& problem, bool sums)
       : outer_(problem.outer), inner_(problem.inner), channels_(problem.channels) {
     if (channels_ == 1) {
       inner_ *= outer_;
       outer_ = 1;
     }
-    columns_ = inner_ == 1;
-    if (columns_) {
-      unit_channels_ = std::min(channels_, kMaxColumns);
+    channels_last_ = inner_ == 1;
+    if (channels_last_) {
+      unit_channels_ = std::min(channels_, kMaxChannelsLast);
       rows_ = std::clamp<int64_t>(65536 / std::max<int64_t>(unit_channels_, 1), 128, 512);
     } else {
       const int64_t run = (sums ? kRunValues : kPieceValues) / std::max<int64_t>(inner_, 1);
-      const int64_t most = sums ? std::min(channels_, kMaxChannels) : channels_;
+      const int64_t most = sums ? std::min(channels_, kMaxChannelsFirst) : channels_;
       unit_channels_ = std::clamp<int64_t>(run, 1, most);
       cuts_ = (inner_ + kPieceValues - 1) / kPieceValues;
       rows_ = std::max<int64_t>(kPieceValues / std::max<int64_t>(inner_ * unit_channels_, 1), 1);
@@ -46,7 +46,7 @@ class Partition {
   }
 
   // Returns the values per channel of a block.
-  int64_t count(int64_t block) const { return rows(block) * (columns_ ? 1 : width(block)); }
+  int64_t count(int64_t block) const { return rows(block) * (channels_last_ ? 1 : width(block)); }
 
   // Returns the unit and block of a piece. Pieces are counted in the order of addresses, as far as
   // they have one.
@@ -56,12 +56,12 @@ class Partition {
 
   // Sets the extent of a piece, and returns its offset in the tensor, in elements.
   int64_t place(Piece& piece, int64_t unit, int64_t block) const {
-    piece.columns = columns_;
+    piece.channels_last = channels_last_;
     piece.rows = rows(block);
     piece.stride = channels_ * inner_;
     piece.channels = channels_of(unit);
     piece.channel_stride = inner_;
-    piece.width = columns_ ? piece.channels : width(block);
+    piece.width = channels_last_ ? piece.channels : width(block);
     const int64_t row = block / cuts_ * rows_;
     return row * piece.stride + channel(unit) * inner_ + block % cuts_ * kPieceValues;
   }
@@ -76,7 +76,7 @@ class Partition {
   }
 
   int64_t outer_, inner_, channels_;
-  bool columns_;
+  bool channels_last_;
   int64_t unit_channels_ = 1;
   int64_t rows_;
   int64_t cuts_ = 1;  // pieces of a row

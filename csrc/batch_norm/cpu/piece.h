@@ -15,14 +15,14 @@ namespace memsave_ext::batch_norm::cpu {
 // The rows of the matrix of coefficients, which has a column per channel.
 enum Coefficient { kMean, kInvstd, kScale, kBias, kGradMean, kDotMean, kCoefficients };
 
-constexpr int64_t kMaxColumns = 512;  // most channels of a piece of columns
-constexpr int64_t kMaxChannels = 64;  // most channels of a piece of runs, if a pass sums
-constexpr int64_t kPadding = 16;      // added to each row of coefficients: they are read by vectors
+constexpr int64_t kMaxChannelsLast = 512;  // most channels of a piece, if channels last
+constexpr int64_t kMaxChannelsFirst = 64;  // the same if channels first, where a pass sums
+constexpr int64_t kPadding = 16;  // added to each row of coefficients: they are read by vectors
 
 // Sizes and strides are in elements. Either each column of the rows is a channel (inner == 1), or
 // each row holds `width` values of each of `channels`, `channel_stride` apart.
 struct Piece {
-  bool columns;
+  bool channels_last;
   bool stream;  // stores bypass the caches
   int64_t rows;
   int64_t stride;

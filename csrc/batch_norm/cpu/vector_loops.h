@@ -43,13 +43,13 @@ struct Tensors {
 
 // Sets `means` to the mean of some values of each channel. It is near enough to the others that
 // sums of their squared distances to it do not cancel, even if one of the values is an outlier.
-template <typename Storage, bool columns>
+template <typename Storage, bool channels_last>
 MEMSAVE_EXT_INLINED inline void near_means(const Piece& piece, const Storage* input,
                                            ValueOf<Storage>* means) {
   using T = ValueOf<Storage>;
   using V = Lanes<Storage>;
   constexpr int64_t lanes = kLanes<Storage>;
-  if constexpr (columns) {
+  if constexpr (channels_last) {
     const int64_t rows = piece.rows < 8 ? piece.rows : 8 + (piece.rows - 8) / 32;
     for (int64_t column = 0; column < piece.width; column += lanes) {
       const int64_t left = piece.width - column;
@@ -79,42 +79,43 @@ MEMSAVE_EXT_INLINED inline void near_means(const Piece& piece, const Storage* in
 
 // Returns how many rows ahead to prefetch. Processors themselves do it less well: they do not
 // follow several rows, nor one row past the end of its page.
-template <bool columns>
+template <bool channels_last>
 MEMSAVE_EXT_INLINED inline int64_t rows_ahead(const Piece& piece) {
-  if (!columns) return piece.rows > 1;
+  if (!channels_last) return piece.rows > 1;
   return kUnroll * (1 + 4096 / (kUnroll * piece.stride));
 }
 
 // The values from which the deviations of the moments are counted: near_means().
-template <typename Storage, bool columns>
+template <typename Storage, bool channels_last>
 struct Shift {
   using V = Lanes<Storage>;
 
   MEMSAVE_EXT_INLINED Shift(const Piece& piece, int64_t channel) {
     const auto* from = static_cast<const ValueOf<Storage>*>(piece.coefficients) + channel;
-    value = columns ? load_raw<V>(from) : broadcast<V>(*from);
+    value = channels_last ? load_raw<V>(from) : broadcast<V>(*from);
   }
 
   V value;
 };
 
-template <typename Storage, bool columns>
+template <typename Storage, bool channels_last>
 void moments_of(const Piece of) {
   using V = Lanes<Storage>;
   const auto* input = static_cast<const Storage*>(of.input);
-  ValueOf<Storage> shifts[columns ? kMaxColumns : kMaxChannels];
-  near_means<Storage, columns>(of, input, shifts);
-  const int64_t ahead = rows_ahead<columns>(of) * of.stride;
+  ValueOf<Storage> shifts[channels_last ? kMaxChannelsLast : kMaxChannelsFirst];
+  near_means<Storage, channels_last>(of, input, shifts);
+  const int64_t ahead = rows_ahead<channels_last>(of) * of.stride;
   Piece piece = of;
   piece.coefficients = shifts;
-  const Sums<Storage, Shift<Storage, columns>, columns> sums(
+  const Sums<Storage, Shift<Storage, channels_last>, channels_last> sums(
       piece, [&](int64_t place, auto size, const auto& shift, V& deviation, V& square)
                  MEMSAVE_EXT_INLINED {
                    __builtin_prefetch(input + place + ahead);
                    deviation = keep(load(input + place, size) - shift.value, size);
                    square = deviation * deviation;
                  });
-  const double share = 1.0 / static_cast<double>(columns ? piece.rows : piece.rows * piece.width);
+  const double share =
+      1.0 / static_cast<double>(channels_last ? piece.rows : piece.rows * piece.width);
   for (int64_t c = 0; c < piece.channels; ++c) {
     const double sum = sums.get(c, 0);
     const double m2 = sums.get(c, 1) - sum * sum * share;
@@ -123,12 +124,12 @@ void moments_of(const Piece of) {
   }
 }
 
-template <typename Storage, typename Activation, bool columns>
+template <typename Storage, typename Activation, bool channels_last>
 void gradient_sums_of(const Piece piece) {
   using V = Lanes<Storage>;
   const Tensors<Storage, Activation> tensors(piece);
-  const int64_t ahead = rows_ahead<columns>(piece) * piece.stride;
-  const Sums<Storage, Coefficients<Storage, columns>, columns> sums(
+  const int64_t ahead = rows_ahead<channels_last>(piece) * piece.stride;
+  const Sums<Storage, Coefficients<Storage, channels_last>, channels_last> sums(
       piece,
       [&](int64_t place, auto size, const auto& of, V& gradient, V& product) MEMSAVE_EXT_INLINED {
         __builtin_prefetch(tensors.input + place + ahead);
@@ -143,49 +144,48 @@ void gradient_sums_of(const Piece piece) {
   }
 }
 
-template <typename Storage, typename Activation, bool columns>
+template <typename Storage, typename Activation, bool channels_last>
 void normalize_piece(const Piece piece) {
   const Tensors<Storage, Activation> tensors(piece);
-  for_written<Storage, columns>(
+  for_written<Storage, channels_last>(
       piece, piece.output, [&](int64_t place, auto size, const auto& of) MEMSAVE_EXT_INLINED {
         const auto z = tensors.z(load(tensors.input + place, size), of, place, size);
         store(tensors.output + place, Activation::forward(z, tensors.slope), size);
       });
 }
 
-template <typename Storage, typename Activation, bool columns>
+template <typename Storage, typename Activation, bool channels_last>
 void input_gradient_piece(const Piece piece) {
   const Tensors<Storage, Activation> tensors(piece);
-  for_written<Storage, columns>(piece, piece.output ? piece.output : piece.grad_residual,
-                                [&](int64_t place, auto size, const auto& of) MEMSAVE_EXT_INLINED {
-                                  const auto x = load(tensors.input + place, size);
-                                  const auto gradient = tensors.z_gradient(x, of, place, size);
-                                  if (tensors.grad_residual)
-                                    store(tensors.grad_residual + place, gradient, size);
-                                  if (!tensors.output) return;
-                                  const auto of_input =
-                                      input_gradient(gradient, x, of[kMean], of[kInvstd],
-                                                     of[kScale], of[kGradMean], of[kDotMean]);
-                                  store(tensors.output + place, of_input, size);
-                                });
+  for_written<Storage, channels_last>(
+      piece, piece.output ? piece.output : piece.grad_residual,
+      [&](int64_t place, auto size, const auto& of) MEMSAVE_EXT_INLINED {
+        const auto x = load(tensors.input + place, size);
+        const auto gradient = tensors.z_gradient(x, of, place, size);
+        if (tensors.grad_residual) store(tensors.grad_residual + place, gradient, size);
+        if (!tensors.output) return;
+        const auto of_input = input_gradient(gradient, x, of[kMean], of[kInvstd], of[kScale],
+                                             of[kGradMean], of[kDotMean]);
+        store(tensors.output + place, of_input, size);
+      });
 }
 
 template <typename Storage, typename Activation>
 struct PassesOf {
   static void moments(const Piece& piece) {
-    piece.columns ? moments_of<Storage, true>(piece) : moments_of<Storage, false>(piece);
+    piece.channels_last ? moments_of<Storage, true>(piece) : moments_of<Storage, false>(piece);
   }
   static void normalize(const Piece& piece) {
-    piece.columns ? normalize_piece<Storage, Activation, true>(piece)
-                  : normalize_piece<Storage, Activation, false>(piece);
+    piece.channels_last ? normalize_piece<Storage, Activation, true>(piece)
+                        : normalize_piece<Storage, Activation, false>(piece);
   }
   static void gradient_sums(const Piece& piece) {
-    piece.columns ? gradient_sums_of<Storage, Activation, true>(piece)
-                  : gradient_sums_of<Storage, Activation, false>(piece);
+    piece.channels_last ? gradient_sums_of<Storage, Activation, true>(piece)
+                        : gradient_sums_of<Storage, Activation, false>(piece);
   }
   static void input_gradient(const Piece& piece) {
-    piece.columns ? input_gradient_piece<Storage, Activation, true>(piece)
-                  : input_gradient_piece<Storage, Activation, false>(piece);
+    piece.channels_last ? input_gradient_piece<Storage, Activation, true>(piece)
+                        : input_gradient_piece<Storage, Activation, false>(piece);
   }
   static constexpr Passes kPasses{moments, normalize, gradient_sums, input_gradient};
 };

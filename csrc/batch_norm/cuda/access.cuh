@@ -20,20 +20,20 @@ struct Pair {
   Value first, second;
 };
 
-// A tensor of T, read `vector` values at a time. `rows`: the values of a vector belong to different
-// channels (inner == 1); otherwise to one.
-template <typename T, int vector, bool rows>
+// A tensor of T, read `vector` values at a time. `channels_last`: the values of a vector belong to
+// different channels (inner == 1); otherwise to one.
+template <typename T, int vector, bool channels_last>
 struct Access {
   using Element = T;
   using Value = ValueOf<T>;
   using Vec = Vector<T, vector>;
-  static constexpr bool kRows = rows;
+  static constexpr bool kChannelsLast = channels_last;
   static constexpr int kVector = vector;
-  static constexpr int kChannels = rows ? vector : 1;  // channels per thread
+  static constexpr int kChannels = channels_last ? vector : 1;  // channels per thread
   static constexpr int kUnroll = vector == 1 ? 8 : 4;  // vectors loaded before the first is used
 
   // The channel of the value at this place of a vector, counted among the thread's channels.
-  static constexpr __device__ int channel(int value) { return rows ? value : 0; }
+  static constexpr __device__ int channel(int value) { return channels_last ? value : 0; }
 };
 
 // Loads `count` channels, from `channel` on, of the dense channel vector `from` of type `Stored`.

@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kThreads)
   using Vec = typename A::Vec;
   using Value = typename A::Value;
   constexpr int kUnroll = A::kUnroll / 2;  // each step loads from two tensors
-  Walk<A::kRows> walk(p, blockIdx.x, threadIdx.x);
+  Walk<A::kChannelsLast> walk(p, blockIdx.x, threadIdx.x);
   double2 sums[A::kChannels] = {};
   if (walk.more()) {
     const Affine<A> affine(problem, statistics, walk.column * A::kChannels);
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads)
   using Value = typename A::Value;
   constexpr int kUnroll = A::kUnroll / 2;
   // Takes the blocks in reverse: what the sums have read last is still in the cache.
-  Walk<A::kRows> walk(p, gridDim.x - 1 - blockIdx.x, threadIdx.x);
+  Walk<A::kChannelsLast> walk(p, gridDim.x - 1 - blockIdx.x, threadIdx.x);
   if (!walk.more()) return;
   const int64_t channel = walk.column * A::kChannels;
   const Affine<A> affine(problem, statistics, channel);

@@ -44,7 +44,7 @@ void run_backward_sums(const Problem& problem, const void* statistics, const voi
 
 size_t workspace_bytes(const Problem& problem) {
   size_t bytes = 0;
-  const int64_t length = in_rows(problem) ? problem.channels : problem.inner;
+  const int64_t length = is_channels_last(problem) ? problem.channels : problem.inner;
   for (const int vector : vectors(problem.dtype)) {
     if (length % vector != 0) continue;
     bytes = std::max(bytes, Workspace::bytes(problem, make_partition(problem, vector)));

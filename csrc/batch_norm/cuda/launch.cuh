@@ -43,7 +43,7 @@ struct Workspace {
 
 // Returns the widest vector that divides a plane or row and to which all addresses are aligned.
 inline int widest_vector(const Problem& problem, std::initializer_list<const void*> tensors) {
-  const int64_t length = in_rows(problem) ? problem.channels : problem.inner;
+  const int64_t length = is_channels_last(problem) ? problem.channels : problem.inner;
   for (const int vector : vectors(problem.dtype)) {
     bool fits = length % vector == 0;
     for (const void* tensor : tensors) {
@@ -56,27 +56,28 @@ inline int widest_vector(const Problem& problem, std::initializer_list<const voi
 }
 
 // Calls function(Access) for this type, vector width and layout.
-template <bool rows, typename Function>
+template <bool channels_last, typename Function>
 void with_vector(DType dtype, int vector, const Function& function) {
   switch (dtype) {
     case DType::kDouble:
-      return function(Access<double, 1, rows>{});
+      return function(Access<double, 1, channels_last>{});
     case DType::kFloat:
-      return vector == 4 ? function(Access<float, 4, rows>{}) : function(Access<float, 1, rows>{});
+      return vector == 4 ? function(Access<float, 4, channels_last>{})
+                         : function(Access<float, 1, channels_last>{});
     case DType::kHalf:
-      return vector == 8   ? function(Access<__half, 8, rows>{})
-             : vector == 4 ? function(Access<__half, 4, rows>{})
-                           : function(Access<__half, 1, rows>{});
+      return vector == 8   ? function(Access<__half, 8, channels_last>{})
+             : vector == 4 ? function(Access<__half, 4, channels_last>{})
+                           : function(Access<__half, 1, channels_last>{});
     case DType::kBFloat16:
-      return vector == 8   ? function(Access<__nv_bfloat16, 8, rows>{})
-             : vector == 4 ? function(Access<__nv_bfloat16, 4, rows>{})
-                           : function(Access<__nv_bfloat16, 1, rows>{});
+      return vector == 8   ? function(Access<__nv_bfloat16, 8, channels_last>{})
+             : vector == 4 ? function(Access<__nv_bfloat16, 4, channels_last>{})
+                           : function(Access<__nv_bfloat16, 1, channels_last>{});
   }
 }
 
 template <typename Function>
 void with_access(const Problem& problem, int vector, const Function& function) {
-  if (in_rows(problem)) return with_vector<true>(problem.dtype, vector, function);
+  if (is_channels_last(problem)) return with_vector<true>(problem.dtype, vector, function);
   return with_vector<false>(problem.dtype, vector, function);
 }
 

@@ -11,7 +11,7 @@ template <typename A>
 __global__ void __launch_bounds__(kThreads)
     chunk_moments_kernel(const void* input, Partition p, double2* partials, double* origins) {
   using Vec = typename A::Vec;
-  Walk<A::kRows> walk(p, blockIdx.x, threadIdx.x);
+  Walk<A::kChannelsLast> walk(p, blockIdx.x, threadIdx.x);
   Vec origin = {};
   if (walk.has_channel(p)) origin = load<Vec>(input, walk.first(p));
   ThreadMoments<A> moments;

@@ -11,7 +11,7 @@ __global__ void __launch_bounds__(kThreads)
     normalize_kernel(Problem problem, Partition p, const void* statistics, void* output) {
   using Vec = typename A::Vec;
   // Takes the blocks in reverse: what the kernel before has read last is still in the cache.
-  Walk<A::kRows> walk(p, gridDim.x - 1 - blockIdx.x, threadIdx.x);
+  Walk<A::kChannelsLast> walk(p, gridDim.x - 1 - blockIdx.x, threadIdx.x);
   if (!walk.more()) return;
   const Affine<A> affine(problem, statistics, walk.column * A::kChannels);
   while (walk.more()) {

@@ -1,6 +1,6 @@
-// Forward and backward of planes, with one block per channel. The channel's values stay in shared
-// memory from the sums to the result, so that one kernel reads every tensor once. A thread reads
-// back only values that it wrote itself.
+// Forward and backward, channels first, with one block per channel. The channel's values stay in
+// shared memory from the sums to the result, so that one kernel reads every tensor once. A thread
+// reads back only values that it wrote itself.
 #include "batch_norm/cuda/launch.cuh"
 #include "batch_norm/cuda/reduce.cuh"
 #include "batch_norm/cuda/values.cuh"
@@ -138,7 +138,8 @@ Fit fit_onchip(const Problem& problem, int tensors) {
   // Bytes of a channel up to which two launches cost more than idle multiprocessors.
   constexpr int64_t kSmall = int64_t{1} << 15;
   const int64_t bytes = problem.count() * item_size(problem.dtype) * tensors;
-  if (in_rows(problem) || (problem.channels < kBusy && bytes > kSmall)) return {false, 0, 0};
+  if (is_channels_last(problem)) return {false, 0, 0};
+  if (problem.channels < kBusy && bytes > kSmall) return {false, 0, 0};
   const int64_t most = most_shared_bytes();
   if (bytes > most) return {false, 0, 0};
   // A multiprocessor has registers for about 1024 threads.

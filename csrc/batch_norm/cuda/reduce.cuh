@@ -60,7 +60,7 @@ __device__ __forceinline__ void sum_rows(double2 (&values)[count], int lanes_x, 
 // Sums over the block for each channel of a thread. Returns whether this thread has the result.
 template <typename A>
 __device__ __forceinline__ bool sum_channels(double2 (&sums)[A::kChannels], const Partition& p) {
-  if constexpr (A::kRows) {
+  if constexpr (A::kChannelsLast) {
     sum_rows(sums, p.lanes_x, p.lanes_y);
     return threadIdx.x < p.lanes_x;
   } else {

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..formats import PARAM_FORMATS, STATE_FORMATS, state_option
-from ..states import Phase
+from ..states import StepPhase
 
 _STATES = (
     "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale",
     "param_rest",
 )  # fmt: skip
-_PHASES: tuple[Phase, ...] = ("whole", "first_fold", "fold", "close")
+_PHASES: tuple[StepPhase, ...] = ("whole", "first_fold", "fold", "close")
 _BF16 = tuple(row.name for row in PARAM_FORMATS)
 _STATE_DTYPES = tuple(row.option for row in STATE_FORMATS)
 _OPTIONS, _MODES = 6, 7  # how many `options` and `modes` each group has
@@ -29,7 +29,7 @@ class Prepared(NamedTuple):
     grad: Tensor | None  # None for zeros
     state: Mapping[str, Tensor]
     group: Mapping[str, Any]
-    phase: Phase
+    phase: StepPhase
     position: int = 0
 
 

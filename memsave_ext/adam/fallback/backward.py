@@ -14,7 +14,7 @@ from ..dtensor import is_dtensor
 from .updates import Update
 
 
-class Task(Enum):
+class GradientAction(Enum):
     """What a backward does with its gradients."""
 
     STEP = "step"
@@ -29,7 +29,7 @@ class UsesGradients(Protocol):
     small_bytes: int
     bucket_bytes: int
 
-    def use(self, updates: list[Update], task: Task) -> None: ...
+    def use(self, updates: list[Update], action: GradientAction) -> None: ...
     def ended(self, backward: Backward) -> None: ...
     def raised(self, used: int, waiting: list[Tensor]) -> None: ...
 
@@ -37,8 +37,8 @@ class UsesGradients(Protocol):
 class Backward:
     """One backward in which parameters are stepped. Only its graph task keeps it alive."""
 
-    def __init__(self, stepper: UsesGradients, task: Task, of_ddp: set[int]) -> None:
-        self.task = task
+    def __init__(self, stepper: UsesGradients, action: GradientAction, of_ddp: set[int]) -> None:
+        self.action = action
         self.of_ddp = of_ddp  # ids of parameters whose gradients a DDP reducer reduces later
         self._stepper = stepper
         self._waiting: list[tuple[Tensor, dict[str, Any]]] = []  # queued, gradients in .grad
@@ -81,13 +81,13 @@ class Backward:
             for param, group, grad in updates
             if id(param) in needed
         ]
-        self._stepper.use([each for each in updates if id(each[0]) not in needed], self.task)
+        self._stepper.use([each for each in updates if id(each[0]) not in needed], self.action)
         self._used += len(updates)
         for param, *_ in updates:
             param.grad = None
 
     def finish(self) -> None:
-        self._stepper.use(self._late, self.task)
+        self._stepper.use(self._late, self.action)
         self._late = []
         self._flush(self._waiting)
         self._waiting = []
@@ -99,11 +99,11 @@ class Backward:
 
         Its step then waits, until the end of the backward at the latest.
         """
-        return self.task is Task.STEP and not self._finished and is_pinned(param)
+        return self.action is GradientAction.STEP and not self._finished and is_pinned(param)
 
     def _flush(self, waiting: list[tuple[Tensor, dict[str, Any]]]) -> None:
         updates = [Update(p, group, p.grad) for p, group in waiting if p.grad is not None]
-        self._stepper.use(updates, self.task)
+        self._stepper.use(updates, self.action)
         for param, *_ in updates:
             param.grad = None
         self._used += len(updates)

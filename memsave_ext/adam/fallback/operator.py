@@ -70,28 +70,28 @@ def _square(grad: Tensor) -> Tensor:
 
 def _scaling(
     p: Prepared,
-    loss_scale: Tensor | None = None,
-    found: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
     factor: Tensor | None = None,
     skip: Tensor | None = None,
 ) -> tuple[Tensor | None, bool]:
     """Returns what the gradient is multiplied by (None: 1), and whether the step is skipped.
 
-    Sets ``found`` to 1 where a gradient with a loss scale is not finite.
+    Sets ``found_inf`` to 1 where a gradient with a loss scale is not finite.
     """
     if factor is not None:
         return factor, skip is not None and bool(skip)
     max_norm = p.group["max_grad_norm"]
-    if p.grad is None or (loss_scale is None and max_norm is None):
+    if p.grad is None or (grad_scale is None and max_norm is None):
         return None, False
     squared = _square(p.grad)
-    inverse = torch.ones((), dtype=torch.double) if loss_scale is None else 1 / loss_scale.double()
+    inverse = torch.ones((), dtype=torch.double) if grad_scale is None else 1 / grad_scale.double()
     by = inverse.to(squared.device)
     if max_norm is not None:
         by = by * (max_norm / (squared.sqrt() * by + 1e-6)).clamp(max=1)
-    if loss_scale is None:
+    if grad_scale is None:
         return by, False
-    assert found is not None
+    assert found_inf is not None
     if skips := not bool(squared.isfinite()):
-        found.fill_(1)
+        found_inf.fill_(1)
     return by, skips

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..states import Phase
+from ..states import StepPhase
 
 
 class Records:
@@ -17,14 +17,14 @@ class Records:
 
     def __init__(self) -> None:
         self._folded: dict[int, Tensor] = {}  # each exp_avg_sq that holds packed moments, by id
-        # By param_rest: the versions of the parameter and of the rest at their last step.
+        # By param_rest: the versions of the parameter and of the low part at their last step.
         self._versions = WeakTensorKeyDictionary()
 
     def is_folded(self, state: Mapping[str, Any]) -> bool:
         """Whether gradients are folded into the state's moments, which are then packed."""
         return id(state.get("exp_avg_sq")) in self._folded
 
-    def phase(self, state: Mapping[str, Any], *, folds: bool) -> Phase:
+    def phase(self, state: Mapping[str, Any], *, folds: bool) -> StepPhase:
         """Returns the phase of the next fold (``folds``) or step."""
         if folds:
             return "fold" if self.is_folded(state) else "first_fold"
@@ -43,23 +43,23 @@ class Records:
         else:
             self._folded.pop(id(exp_avg_sq), None)
 
-    def drop_stale_rest(self, param: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Zeroes the rest where only the parameter was written to since its last step.
+    def drop_stale_low_part(self, param: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Zeroes the low part where only the parameter was written to since its last step.
 
-        A loaded rest has no record and is kept: it belongs to the loaded weights. Nothing is done
-        while a CUDA graph is captured, which would zero the rest in every replay.
+        One that was loaded has no record and is kept: it belongs to the loaded weights. Nothing is
+        done while a CUDA graph is captured, which would zero the low part in every replay.
         """
-        rest = state.get("param_rest")
-        known = None if rest is None else self._versions.get(rest)
-        if rest is None or known is None or _is_captured(param):
+        low_part = state.get("param_rest")
+        known = None if low_part is None else self._versions.get(low_part)
+        if low_part is None or known is None or _is_captured(param):
             return
-        of_param, of_rest = known
-        if of_param != _version(param) and of_rest == _version(rest):
-            rest.detach().zero_()
+        of_param, of_low_part = known
+        if of_param != _version(param) and of_low_part == _version(low_part):
+            low_part.detach().zero_()
 
     def note_versions(self, param: Tensor, state: Mapping[str, Tensor]) -> None:
-        if (rest := state.get("param_rest")) is not None:
-            self._versions[rest] = _version(param), _version(rest)
+        if (low_part := state.get("param_rest")) is not None:
+            self._versions[low_part] = _version(param), _version(low_part)
 
 
 def _version(tensor: Tensor) -> int:

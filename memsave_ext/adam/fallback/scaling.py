@@ -12,7 +12,7 @@ from .. import dtensor
 from .operator import sum_of_squares
 
 
-def loss_scale_of(optimizer: Any) -> Tensor | None:
+def grad_scale_of(optimizer: Any) -> Tensor | None:
     scaler = getattr(optimizer, "grad_scaler", None)
     if scaler is None or not scaler.is_enabled():
         return None
@@ -54,15 +54,15 @@ class Scaling:
     Attributes:
         norm: the global norm, where it is measured or clips; else None.
         last_norm: the value of the last global norm; None before the first.
-        last_found: found_inf of the last step, a tensor per device that is 1 where a gradient was
-            not finite; empty without a loss scale.
+        last_found_inf: found_inf of the last step, a tensor per device that is 1 where a gradient
+            was not finite; empty without a loss scale.
     """
 
     def __init__(self) -> None:
         self.norm: GradNorm | None = None
         self.last_norm: Tensor | None = None
-        self.last_found: list[Tensor] = []
-        self._found: dict[torch.device, Tensor] = {}
+        self.last_found_inf: list[Tensor] = []
+        self._found_inf: dict[torch.device, Tensor] = {}
 
     @property
     def clips_all(self) -> bool:
@@ -96,11 +96,11 @@ class Scaling:
             return {"factor": factor.to(device), "skip": None if skip is None else skip.to(device)}
         if scale is None:
             return {}
-        found = self._found.setdefault(device, torch.zeros((), device=device))
-        return {"loss_scale": scale.to(device), "found": found}
+        found_inf = self._found_inf.setdefault(device, torch.zeros((), device=device))
+        return {"grad_scale": scale.to(device), "found_inf": found_inf}
 
     def end_step(self) -> None:
-        self.last_found = list(self._found.values())
+        self.last_found_inf = list(self._found_inf.values())
         if self.norm is not None and self.norm.skip is not None:
-            self.last_found.append(self.norm.skip)
-        self._found, self.norm = {}, None
+            self.last_found_inf.append(self.norm.skip)
+        self._found_inf, self.norm = {}, None

@@ -17,11 +17,11 @@ from torch import Tensor
 from .. import errors
 from ..states import check_dense
 from . import hooks
-from .backward import Backward, Backwards, Task
+from .backward import Backward, Backwards, GradientAction
 from .ddp import ReducedByDdp, params_of_modules
 from .params import Params
 from .records import Records
-from .scaling import GradNorm, Scaling, loss_scale_of
+from .scaling import GradNorm, Scaling, grad_scale_of
 from .state_machine import Block, Event, State, StateMachine
 from .updates import Update, apply
 
@@ -97,7 +97,7 @@ class AdamStepper:
             self._scaling.norm = None
         else:
             self._machine.handle(Event.FINISH_NORM_PASS)
-            self._scaling.finish_norm(max_norm, loss_scale_of(self.optimizer()))
+            self._scaling.finish_norm(max_norm, grad_scale_of(self.optimizer()))
 
     def step(self, max_norm: float, unscaled: bool) -> int:
         """Steps what has a gradient and closes the step. Returns how many parameters have been
@@ -107,7 +107,7 @@ class AdamStepper:
             raise errors.backward_runs()
         left = [param for param in self._params if param.grad is not None]
         updates = self._remaining()
-        scale = loss_scale_of(self.optimizer())
+        scale = grad_scale_of(self.optimizer())
         scale = torch.ones_like(scale) if unscaled and scale is not None else scale
         if max_norm > 0 and updates:
             grads = [(param, grad) for param, _, grad in updates if grad is not None]
@@ -132,8 +132,8 @@ class AdamStepper:
     def grad_norm(self) -> Tensor | None:
         return self._scaling.last_norm
 
-    def found(self) -> list[Tensor]:
-        return self._scaling.last_found
+    def found_inf(self) -> list[Tensor]:
+        return self._scaling.last_found_inf
 
     def folded(self) -> int:
         return self._records.folded()
@@ -155,7 +155,7 @@ class AdamStepper:
         if self._blocks[Block.DROP]:
             return None
         backward = self._current_backward()
-        keeps = backward is not None and backward.task is Task.KEEP
+        keeps = backward is not None and backward.action is GradientAction.KEEP
         if self._blocks[Block.ACCUMULATE] or keeps:
             raise errors.accumulates_reduced()
         self._machine.check(Event.USE_GRADIENT)
@@ -172,7 +172,7 @@ class AdamStepper:
         of_groups = zip(params, map(self._params.group_of, params), grads, strict=True)
         updates = [Update(p, group, grad) for p, group, grad in of_groups if group is not None]
         backward.use_reduced(updates)
-        if backward.task is Task.STEP:
+        if backward.action is GradientAction.STEP:
             self._stepped.update(id(param) for param, *_ in updates)
 
     # called by hooks
@@ -192,19 +192,19 @@ class AdamStepper:
             return
         if id(param) in backward.of_ddp:
             raise errors.not_attached(param)
-        if backward.task is Task.KEEP:
+        if backward.action is GradientAction.KEEP:
             self._machine.check(Event.KEEP_GRADIENTS)
             return
         self._machine.check(Event.USE_GRADIENT)
         group = self._params.group_of(param)
         if group is None:  # the parameter is no longer in param_groups
             return
-        if backward.task is Task.FOLD and backward.waits_for(param):
+        if backward.action is GradientAction.FOLD and backward.waits_for(param):
             return  # the part of a second checkpoint region, which autograd has added to .grad
         self._check_fires_once(param)
         check_dense(param.grad)
         self._threads[id(param)] = thread
-        if backward.task is Task.STEP:
+        if backward.action is GradientAction.STEP:
             self._stepped.add(id(param))
         backward.add(param, group, is_last)
 
@@ -226,15 +226,15 @@ class AdamStepper:
 
     # called by backwards
 
-    def use(self, updates: list[Update], task: Task) -> None:
-        if task is Task.MEASURE:
+    def use(self, updates: list[Update], action: GradientAction) -> None:
+        if action is GradientAction.MEASURE:
             for param, _, grad in updates:
                 assert grad is not None
                 self._scaling.measure(param, grad)
         elif updates:
-            scale, folds = loss_scale_of(self.optimizer()), task is Task.FOLD
+            scale, folds = grad_scale_of(self.optimizer()), action is GradientAction.FOLD
             apply(updates, self._params, self._records, self._scaling, scale, folds=folds)
-            if task is Task.STEP:
+            if action is GradientAction.STEP:
                 self._machine.handle(Event.STEPPED)
             else:
                 self._folded.update(id(param) for param, *_ in updates)
@@ -280,16 +280,16 @@ class AdamStepper:
             return None
         if (backward := self._backwards.current()) is not None:
             return backward
-        return self._backwards.begin(Backward(self, self._next_task(), params_of_modules()))
+        return self._backwards.begin(Backward(self, self._next_action(), params_of_modules()))
 
-    def _next_task(self) -> Task:
+    def _next_action(self) -> GradientAction:
         """Returns what a backward that begins does with its gradients."""
         if self._machine.state is State.MEASURING:
-            return Task.MEASURE
+            return GradientAction.MEASURE
         if self._blocks[Block.FOLD]:
-            return Task.FOLD
+            return GradientAction.FOLD
         optimizer: Any = self.optimizer()
-        return Task(optimizer._on_gradients()) if self._asks else Task.STEP
+        return GradientAction(optimizer._on_gradients()) if self._asks else GradientAction.STEP
 
     def _check_fires_once(self, param: Tensor) -> None:
         measures = self._machine.state is State.MEASURING

@@ -61,9 +61,9 @@ class Stored:
 
     def store_param(self, values: Tensor) -> None:
         random = self.random(Draw.PARAM) if self._format.at_random else None
-        values, rest = self._format.store(values, random)
-        if rest is not None:
-            self._state["param_rest"].copy_(rest)
+        values, low_part = self._format.store(values, random)
+        if low_part is not None:
+            self._state["param_rest"].copy_(low_part)
         real(self._param).copy_(values)
 
     def load(self, name: str) -> Tensor:

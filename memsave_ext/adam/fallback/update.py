@@ -11,7 +11,7 @@ from torch import Tensor
 from ...checkpointing.fallback.stepped import note_step
 from ..elements import plain, real
 from ..precise import fused, square_root, wide
-from ..states import Phase
+from ..states import StepPhase
 from .coefficients import Coefficients, coefficients, rounded, update_bound
 from .packing import pack, unpack
 from .random_bits import Draw
@@ -26,7 +26,7 @@ def update(
     group: Mapping[str, Any],
     *,
     position: int = 0,
-    phase: Phase = "whole",
+    phase: StepPhase = "whole",
     factor: float | Tensor | None = None,
 ) -> None:
     """Steps the parameter in place, or folds a gradient into its moments.
@@ -53,7 +53,7 @@ def _update(
     state: Mapping[str, Tensor],
     group: Mapping[str, Any],
     position: int,
-    phase: Phase,
+    phase: StepPhase,
     factor: float | Tensor | None,
 ) -> None:
     folds = phase in ("first_fold", "fold")

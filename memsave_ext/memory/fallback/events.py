@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._profiler import _EventType, _RecordFunctionFast
 
-from .threads import Moment
+from .threads import EventContext
 
 _MARK = "memsave_ext.memory "
 _NODE = "autograd::engine::evaluate_function: "
@@ -17,12 +17,12 @@ AFTER_BACKWARD, _NODE_LEFT = -1, -2
 
 
 class Mark(NamedTuple):
-    moment: Moment
+    context: EventContext
     number: int
 
 
 class Change(NamedTuple):
-    moment: Moment
+    context: EventContext
     device: torch.device
     ptr: int
     size: int  # bytes; negative if they were freed
@@ -50,22 +50,22 @@ def marks_and_changes(profile: torch.autograd.profiler.profile, begun: int) -> l
     tree = profile.kineto_results.experimental_event_tree()
     first = next(event for event in tree if event.name.startswith(_MARK))
     events = sorted(
-        _walk(tree, first.start_tid, begun - first.start_time_ns), key=lambda e: e.moment.time
+        _walk(tree, first.start_tid, begun - first.start_time_ns), key=lambda e: e.context.time
     )
     # Callbacks at the end of a backward are inside no event. They lie between the end of its last
     # node and the AFTER_BACKWARD mark, so this goes backwards in time from that mark.
     found: list[Mark | Change] = []
     callbacks: set[int] = set()  # threads that are in such callbacks at this event
     for event in reversed(events):
-        thread, number = event.moment.thread, getattr(event, "number", 0)
+        thread, number = event.context.thread, getattr(event, "number", 0)
         if number == _NODE_LEFT:
             callbacks.discard(thread)
         elif number == AFTER_BACKWARD:
-            if not event.moment.in_backward:  # a nested backward is inside a node
+            if not event.context.in_backward:  # a nested backward is inside a node
                 callbacks.add(thread)
         else:
             if thread in callbacks:
-                event = event._replace(moment=event.moment._replace(in_backward=True))
+                event = event._replace(context=event.context._replace(in_backward=True))
             found.append(event)
     return found[::-1]
 
@@ -75,16 +75,18 @@ def _walk(tree: list[Any], home: int, shift: int) -> Iterator[Mark | Change]:
     while pending:
         event, in_backward, node_thread, sequence = pending.pop()
         thread, name = event.start_tid, event.name
-        moment = Moment(event.start_time_ns + shift, thread, in_backward, node_thread, sequence)
+        context = EventContext(
+            event.start_time_ns + shift, thread, in_backward, node_thread, sequence
+        )
         if event.tag == _EventType.Allocation:
             block = event.extra_fields
-            yield Change(moment, block.device, block.ptr, block.alloc_size, block.total_allocated)
+            yield Change(context, block.device, block.ptr, block.alloc_size, block.total_allocated)
         elif name.startswith(_MARK):
-            yield Mark(moment, int(name[len(_MARK) :]))
+            yield Mark(context, int(name[len(_MARK) :]))
         else:
             if name.startswith(_NODE):
                 if not in_backward:
-                    yield Mark(moment._replace(time=event.end_time_ns + shift), _NODE_LEFT)
+                    yield Mark(context._replace(time=event.end_time_ns + shift), _NODE_LEFT)
                 # Events do not say which thread made a node. A backward inside a node is taken as
                 # that of a recompute, whose forward ran on the same thread; others are taken as
                 # made by the thread that tracks.

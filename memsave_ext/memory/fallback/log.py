@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .threads import FORWARD, OTHER, RECOMPUTE, Moment, Threads
+from .threads import FORWARD, OTHER, RECOMPUTE, EventContext, Threads
 
 # Indices into CATEGORIES of memsave_ext/memory/account.py.
 _ACTIVATIONS, _OTHER_CATEGORY = 3, 4
@@ -94,28 +94,30 @@ class Log:
     def peak(self) -> int:
         return max(self._peak, self.total)
 
-    def allocated(self, ptr: int, size: int, total: int | None, moment: Moment) -> None:
+    def allocated(self, ptr: int, size: int, total: int | None, context: EventContext) -> None:
         # A known address that is allocated again was freed while this was paused or not running.
         if ptr in self._live:
-            self._remove(ptr, None if total is None else self.total, moment)
-        phase, span, module = self.threads.where(moment)
+            self._remove(ptr, None if total is None else self.total, context)
+        phase, span, module = self.threads.where(context)
         if phase == RECOMPUTE:
             self.threads.count(span, size)
         self._live[ptr] = block = Block(size, phase, span, module)
         after = self.total + size if total is None else total
-        self._change(block, _ALLOCATED, after, phase, moment)
+        self._change(block, _ALLOCATED, after, phase, context)
 
-    def freed(self, ptr: int, total: int | None, moment: Moment) -> None:
+    def freed(self, ptr: int, total: int | None, context: EventContext) -> None:
         if ptr in self._live:
-            self._remove(ptr, total, moment)
+            self._remove(ptr, total, context)
         elif total is not None and total != self.total:
-            self._change(None, _FREED, total, self.threads.where(moment).phase, moment)
+            self._change(None, _FREED, total, self.threads.where(context).phase, context)
 
-    def mark_phase(self, moment: Moment) -> None:
+    def mark_phase(self, context: EventContext) -> None:
         """Adds a row without a change: a phase begins or ends, which may allocate nothing."""
-        self._change(None, _FREED, self.total, self.threads.where(moment).phase, moment)
+        self._change(None, _FREED, self.total, self.threads.where(context).phase, context)
 
-    def label(self, memories: Iterable[tuple[Memory, int]], category: int, moment: Moment) -> None:
+    def label(
+        self, memories: Iterable[tuple[Memory, int]], category: int, context: EventContext
+    ) -> None:
         """Gives memory a category and a name. Memory not yet known was there before tracking."""
         for memory, name in memories:
             block = self._live.get(memory.ptr)
@@ -123,33 +125,33 @@ class Log:
                 self._live[memory.ptr] = block = Block(memory.size)
                 # The figure of CUDA's allocator already includes it.
                 total = self.total + (memory.size if self._device.type == "cpu" else 0)
-                self._change(block, _ALLOCATED, total, self.threads.where(moment).phase, moment)
+                self._change(block, _ALLOCATED, total, self.threads.where(context).phase, context)
             memory.block = block
             if block.label is None:
                 block.label, block.name = category, name
 
-    def forget(self, memories: Iterable[Memory], moment: Moment) -> None:
+    def forget(self, memories: Iterable[Memory], context: EventContext) -> None:
         """Removes memory that was freed, unless its free is recorded already."""
         for memory in memories:
             if memory.block is not None and self._live.get(memory.ptr) is memory.block:
                 total = None if self._device.type == "cpu" else self.total
-                self._remove(memory.ptr, total, moment)
+                self._remove(memory.ptr, total, context)
 
-    def begin(self, total: int | None, moment: Moment) -> None:
+    def begin(self, total: int | None, context: EventContext) -> None:
         """Begins tracking, with ``total`` live bytes."""
         self.threads.clear()
         self.total = self.total if total is None else total
-        self._begin_part(moment)
+        self._begin_part(context)
 
-    def end_step(self, moment: Moment) -> None:
+    def end_step(self, context: EventContext) -> None:
         self._step += 1
         self.threads.end_step()
-        self._begin_part(moment)
+        self._begin_part(context)
 
-    def reset_peak(self, moment: Moment) -> None:
+    def reset_peak(self, context: EventContext) -> None:
         self._peak = self.total
         self._changes.clear()
-        self._begin_part(moment)
+        self._begin_part(context)
 
     def record(self) -> Record:
         numbers: dict[Block, int] = {}
@@ -166,29 +168,29 @@ class Log:
         ]
         return Record(_as_table(changes, 6), _as_table(blocks, 5), regions)
 
-    def _remove(self, ptr: int, total: int | None, moment: Moment) -> None:
+    def _remove(self, ptr: int, total: int | None, context: EventContext) -> None:
         block = self._live.pop(ptr)
-        phase, span, _ = self.threads.where(moment)
+        phase, span, _ = self.threads.where(context)
         block.temporary = (block.phase, block.span) == (phase, span)
         if block.phase == RECOMPUTE:
             self.threads.count(block.span, -block.size)
         after = self.total - block.size if total is None else total
-        self._change(block, _FREED, after, phase, moment)
+        self._change(block, _FREED, after, phase, context)
 
     def _change(
-        self, block: Block | None, change: int, total: int, phase: int, moment: Moment
+        self, block: Block | None, change: int, total: int, phase: int, context: EventContext
     ) -> None:
         self.total = total
         if self._changes:  # tracking has begun
             self._peak = max(self._peak, total)
-            self._changes.append((moment.time, self._step, block, change, phase, total))
+            self._changes.append((context.time, self._step, block, change, phase, total))
 
-    def _begin_part(self, moment: Moment) -> None:
+    def _begin_part(self, context: EventContext) -> None:
         """Begins a part, which is complete in itself: its first rows list all that lives then."""
         self._peak = self.peak
-        self._changes.append((moment.time, self._step, None, _THERE, self._part, self.total))
+        self._changes.append((context.time, self._step, None, _THERE, self._part, self.total))
         for block in self._live.values():
-            self._changes.append((moment.time, self._step, block, _THERE, 0, self.total))
+            self._changes.append((context.time, self._step, block, _THERE, 0, self.total))
         self._part += 1
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 OTHER, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = range(5)
 
 
-class Moment(NamedTuple):
+class EventContext(NamedTuple):
     """When and where something happens."""
 
     time: int  # ns
@@ -30,7 +30,7 @@ class Where(NamedTuple):
 
 
 @dataclass
-class Region:
+class CheckpointedRegion:
     """One checkpointed region, over all its recomputes."""
 
     calls: int = 0
@@ -86,8 +86,8 @@ class Threads:
     """
 
     def __init__(self, parents: list[int]) -> None:
-        self.regions: defaultdict[int, Region] = defaultdict(
-            Region
+        self.regions: defaultdict[int, CheckpointedRegion] = defaultdict(
+            CheckpointedRegion
         )  # by the module that names it; -1 if there is none
         self._parents = parents
         self._threads: defaultdict[int, _Thread] = defaultdict(_Thread)
@@ -96,30 +96,30 @@ class Threads:
         # From the end of a forward until backward begins: the loss is being computed.
         self._after_forward = False
 
-    def where(self, moment: Moment) -> Where:
-        thread = self._threads[moment.thread]
+    def where(self, context: EventContext) -> Where:
+        thread = self._threads[context.thread]
         if thread.recomputes:
             recompute = thread.recomputes[-1]
             inside = thread.inside if thread.inside >= 0 else recompute.module
             return Where(RECOMPUTE, recompute.span, inside)
-        if moment.in_backward:
+        if context.in_backward:
             if not thread.modules:
                 self._after_forward = False
-            return Where(BACKWARD, 0, self._module_of_node(moment))
+            return Where(BACKWARD, 0, self._module_of_node(context))
         # This comes before the optimizer, whose step() may call a closure that runs a forward.
         if thread.modules or self._after_forward:
             return Where(FORWARD, self._forward, thread.inside)
         return Where(OPTIMIZER if thread.optimizer else OTHER, 0, -1)
 
-    def enter_module(self, module: int, sequence: int, moment: Moment) -> None:
-        thread = self._threads[moment.thread]
+    def enter_module(self, module: int, sequence: int, context: EventContext) -> None:
+        thread = self._threads[context.thread]
         outermost = not thread.modules
         # A forward inside a backward is the recompute of another package's checkpoint. This
         # package's recomputes report themselves.
-        recompute = moment.in_backward and outermost and not thread.recomputes
+        recompute = context.in_backward and outermost and not thread.recomputes
         if recompute:
-            self.begin_recompute(moment)
-        elif outermost and not moment.in_backward:
+            self.begin_recompute(context)
+        elif outermost and not context.in_backward:
             self._forward += 1
             self._after_forward = False
         if thread.recomputes:
@@ -128,8 +128,8 @@ class Threads:
         thread.modules.append(_Open(module, recompute))
         thread.mark(sequence)
 
-    def exit_module(self, module: int, sequence: int, moment: Moment) -> None:
-        thread = self._threads[moment.thread]
+    def exit_module(self, module: int, sequence: int, context: EventContext) -> None:
+        thread = self._threads[context.thread]
         depths = [i for i, entered in enumerate(thread.modules) if entered.module == module]
         if not depths:
             return
@@ -138,19 +138,19 @@ class Threads:
         del thread.modules[depths[-1] :]
         thread.mark(sequence)
         if any(entered.recompute for entered in left):
-            self.end_recompute(moment)
-        if not thread.modules and not moment.in_backward:
+            self.end_recompute(context)
+        if not thread.modules and not context.in_backward:
             self._after_forward = True
 
-    def begin_recompute(self, moment: Moment) -> None:
+    def begin_recompute(self, context: EventContext) -> None:
         self._recompute += 1
-        thread, node_module = self._threads[moment.thread], self._module_of_node(moment)
+        thread, node_module = self._threads[context.thread], self._module_of_node(context)
         thread.recomputes.append(
-            _Recompute(self._recompute, moment.time, len(thread.modules), node_module)
+            _Recompute(self._recompute, context.time, len(thread.modules), node_module)
         )
 
-    def end_recompute(self, moment: Moment) -> None:
-        thread = self._threads[moment.thread]
+    def end_recompute(self, context: EventContext) -> None:
+        thread = self._threads[context.thread]
         if not thread.recomputes:
             return  # it began before tracking
         recompute = thread.recomputes.pop()
@@ -159,7 +159,7 @@ class Threads:
         region = self.regions[self._name(recompute)]
         region.calls += 1
         region.saved_bytes = max(region.saved_bytes, recompute.bytes)
-        region.nanoseconds += moment.time - recompute.begin
+        region.nanoseconds += context.time - recompute.begin
 
     def count(self, span: int, bytes_: int) -> None:
         """Adds to the bytes of a recompute, if it still runs; negative ``bytes_`` were freed."""
@@ -168,12 +168,12 @@ class Threads:
                 if recompute.span == span:
                     recompute.bytes += bytes_
 
-    def begin_optimizer(self, moment: Moment) -> None:
+    def begin_optimizer(self, context: EventContext) -> None:
         self._after_forward = False
-        self._threads[moment.thread].optimizer = True
+        self._threads[context.thread].optimizer = True
 
-    def end_optimizer(self, moment: Moment) -> None:
-        self._threads[moment.thread].optimizer = False
+    def end_optimizer(self, context: EventContext) -> None:
+        self._threads[context.thread].optimizer = False
 
     def end_step(self) -> None:
         """Ends a training step and forgets the marks from before it.
@@ -191,11 +191,11 @@ class Threads:
         self._threads.clear()
         self._after_forward = False
 
-    def _module_of_node(self, moment: Moment) -> int:
-        thread = self._threads.get(moment.node_thread)
-        if moment.node_sequence < 0 or thread is None:
+    def _module_of_node(self, context: EventContext) -> int:
+        thread = self._threads.get(context.node_thread)
+        if context.node_sequence < 0 or thread is None:
             return -1
-        after = bisect_right(thread.sequences, moment.node_sequence)
+        after = bisect_right(thread.sequences, context.node_sequence)
         return thread.marked[after - 1] if after else -1
 
     def _name(self, recompute: _Recompute) -> int:

@@ -16,7 +16,7 @@ from torch._C._autograd import _get_sequence_nr
 from ...checkpointing.fallback import surroundings
 from .events import AFTER_BACKWARD, Mark, marks_and_changes, put_mark
 from .log import Log, Memory, Record, address
-from .threads import Moment
+from .threads import EventContext
 
 _queue = torch.autograd.Variable._execution_engine.queue_callback
 _thread = threading.local()
@@ -52,7 +52,7 @@ class MemoryTracker:
         self._profile: torch.autograd.profiler.profile | None = None
         self._thread = self._begun = 0
         self._graph = -1  # graph task id of the latest backward, which is watched
-        self._notes: dict[int, Callable[[Moment], None]] = {}
+        self._notes: dict[int, Callable[[EventContext], None]] = {}
         self._numbers = itertools.count()
         # By thread: the modules it is in, and how many these were when each of its present
         # recomputes began.
@@ -84,7 +84,7 @@ class MemoryTracker:
         self._paused.clear()
         self._begun = time.time_ns()
         self.pause(getattr(_thread, "paused", 0))
-        self._log.begin(total, Moment(self._begun, 0))
+        self._log.begin(total, EventContext(self._begun, 0))
         surroundings.recompute_observer = self._observe_recompute
         _running = self
 
@@ -99,13 +99,13 @@ class MemoryTracker:
         notes, self._notes = self._notes, {}
         for event in marks_and_changes(profile, self._begun):
             if isinstance(event, Mark):
-                notes[event.number](event.moment)
-            elif event.device == self._device and not self._paused[event.moment.thread]:
+                notes[event.number](event.context)
+            elif event.device == self._device and not self._paused[event.context.thread]:
                 total = None if self._device.type == "cpu" else event.total
                 if event.size > 0:
-                    self._log.allocated(event.ptr, event.size, total, event.moment)
+                    self._log.allocated(event.ptr, event.size, total, event.context)
                 else:
-                    self._log.freed(event.ptr, total, event.moment)
+                    self._log.freed(event.ptr, total, event.context)
         self._log.threads.clear()
 
     def enter_module(self, module: int) -> None:
@@ -160,8 +160,8 @@ class MemoryTracker:
     def pause(self, by: int) -> None:
         self._note(partial(self._pause, by))
 
-    def _pause(self, by: int, moment: Moment) -> None:
-        self._paused[moment.thread] += by
+    def _pause(self, by: int, context: EventContext) -> None:
+        self._paused[context.thread] += by
 
     def _observe_recompute(self, begins: bool) -> None:
         opened, depths = self._open[threading.get_ident()], self._depths[threading.get_ident()]
@@ -174,9 +174,9 @@ class MemoryTracker:
                 del opened[depths.pop() :]
             self._note(self._log.threads.end_recompute)
 
-    def _note(self, act: Callable[[Moment], None]) -> None:
+    def _note(self, act: Callable[[EventContext], None]) -> None:
         if self._profile is None:
-            act(Moment(time.time_ns(), 0))
+            act(EventContext(time.time_ns(), 0))
         else:
             number = next(self._numbers)
             self._notes[number] = act

@@ -10,7 +10,7 @@ namespace memsave_ext::memory {
 // Indices into PHASES of memsave_ext/memory/account.py.
 enum class Phase : int8_t { kOther, kForward, kBackward, kRecompute, kOptimizer };
 
-struct Moment {
+struct EventContext {
   int64_t time;     // ns of a steady clock
   uint64_t thread;  // autograd's number of it
   bool in_backward;
@@ -20,7 +20,7 @@ struct Moment {
   uint64_t node_sequence = 0;
   Stack stack;  // null unless the caller of now() sets it
 
-  static Moment now();
+  static EventContext now();
 };
 
 }  // namespace memsave_ext::memory
