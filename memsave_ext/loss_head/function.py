@@ -15,6 +15,7 @@ from .chunks import BLOCK, Settings, classes_of_chunk
 from .reference import Options, check, reference
 
 _REDUCTIONS = "mean", "sum", "none"
+_DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
 
 def linear_cross_entropy(
@@ -111,16 +112,22 @@ def _loss_of(
     if not has_probabilities:
         _check_indices(target, linear_weight.shape[0], ignored)
     dtype, as_torch = _dtypes(input, target, weight)
-    region = forward_records.enclosing()
-    in_region = bool(region.recording or region.replay) or torch._C._current_graph_task_id() != -1
     size = chunk_size or classes_of_chunk(input.shape[0], linear_weight)
-    settings = Settings(loss_options, dtype, result or as_torch, size, in_region, debug)
+    settings = Settings(loss_options, dtype, result or as_torch, size, _in_region(), debug)
     loss = head.run(input, linear_weight, linear_bias, target, weight, settings)
     return loss[0] if reduction == "none" and len(given) == 1 else loss
 
 
 # A compiled graph ends here and begins again: in it the chunks would be traced one by one.
 _not_traced: Callable[..., Tensor] = torch._disable_dynamo(_loss_of)  # type: ignore[attr-defined]
+
+
+def _in_region() -> bool:
+    """Whether the call is in the forward or the recompute of a checkpointed region."""
+    if not torch.is_grad_enabled():  # there will be no backward of it
+        return False
+    region = forward_records.enclosing()
+    return bool(region.recording or region.replay) or torch._C._current_graph_task_id() != -1
 
 
 def _check_own(softcap: float | None, chunk_size: int | None) -> None:
@@ -153,7 +160,7 @@ def _is_chunked(
         linear_weight.dim() == 2
         and kind
         and (has_probabilities or target.shape == input.shape[:-1])
-        and all(t.is_floating_point() and t.layout == torch.strided for t in floats)
+        and all(t.dtype in _DTYPES and t.layout == torch.strided for t in floats)
         and (_autocasts(input) or all(t.dtype == input.dtype for t in floats))
         and all(t.device == input.device for t in tensors)
         and not target.requires_grad
