@@ -19,7 +19,8 @@ void Count::start() {
     add_active(this);
   }
   running_ = true;
-  blocks_.clear();
+  earlier_ = std::exchange(blocks_, {});
+  survivors_.clear();
   older_.clear();
   live_ = 0;
   before_ = peak_ = live_ = read();
@@ -48,6 +49,10 @@ void Count::add(const c10::Storage& storage) {
   const auto size = static_cast<int64_t>(storage.nbytes());
   if (!blocks_.emplace(ptr, Block{size, kFromBefore}).second) return;
   older_.push_back({ptr, storage.getWeakStorageImpl()});
+  const auto earlier = earlier_.find(ptr);
+  if (earlier != earlier_.end() && earlier->second.mark != kFromBefore) {
+    survivors_[earlier->second.mark] += size;
+  }
   before_ += size;
   set_live(live_ + size);
 }
@@ -86,13 +91,9 @@ int64_t Count::take_peak() {
   return std::exchange(peak_, live_);
 }
 
-std::unordered_map<int32_t, int64_t> Count::survivors() const {
+std::map<int32_t, int64_t> Count::survivors() const {
   TrackingLock lock;
-  std::unordered_map<int32_t, int64_t> bytes;
-  for (const auto& [ptr, block] : blocks_) {
-    if (block.mark != kFromBefore) bytes[block.mark] += block.size;
-  }
-  return bytes;
+  return survivors_;
 }
 
 void Count::set_mark(int32_t mark) {

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <map>
 #include <unordered_map>
 #include <vector>
 
@@ -32,8 +33,9 @@ class Count {
   // now: the allocator's own peak is its user's to reset.
   int64_t take_peak();
 
-  // Bytes of what was allocated since start() and lives still, by the value that `mark` had then.
-  std::unordered_map<int32_t, int64_t> survivors() const;
+  // Bytes of add()'s memory that was allocated between the two latest calls of start(), by the
+  // value that `mark` had then.
+  std::map<int32_t, int64_t> survivors() const;
   void set_mark(int32_t mark);
 
   // The allocator's reports; the caller holds the tracking mutex.
@@ -60,6 +62,8 @@ class Count {
   int64_t before_ = 0;
   int64_t peak_ = 0;
   std::unordered_map<void*, Block> blocks_;
+  std::unordered_map<void*, Block> earlier_;  // blocks_ as they were at start()
+  std::map<int32_t, int64_t> survivors_;
   std::vector<Older> older_;
 };
 

@@ -75,6 +75,25 @@ class Recorder {
     return figures;
   }
 
+  // As remat_plans() takes it, and the plan's decisions.
+  py::tuple trace() const {
+    const Trace trace = block_->step()->trace();
+    py::list contents, calls, moments, decisions;
+    for (const auto& c : trace.contents) {
+      contents.append(py::make_tuple(c.bytes, c.call, c.saved, c.let_go, c.opened, c.closed));
+    }
+    for (const auto& call : trace.calls) {
+      calls.append(py::make_tuple(call.seconds, call.reads, call.makes, call.writes));
+    }
+    for (const auto& moment : trace.moments) {
+      moments.append(py::make_tuple(moment.now, moment.peak));
+    }
+    if (const auto plan = block_->step()->plan()) {
+      for (const Decision decision : plan->decisions) decisions.append(static_cast<int>(decision));
+    }
+    return py::make_tuple(contents, calls, moments, trace.forward, decisions);
+  }
+
   py::dict figures() const {
     SumsAgain sums_again;
     {
@@ -142,11 +161,13 @@ py::list plans(const std::vector<ContentFields>& contents, const std::vector<Cal
 }  // namespace
 
 void bind(py::module_& m) {
+  m.def("remat_forget", &forget_known_steps);
   py::class_<Recorder>(m, "RematRecorder")
       .def(py::init<std::optional<bool>>())
       .def(py::init<int64_t, double, bool, const at::Device&>())
       .def("count", &Recorder::count)
       .def("budget", &Recorder::budget)
+      .def("trace", &Recorder::trace)
       .def("is_newly_short", &Recorder::is_newly_short)
       .def("open", &Recorder::open)
       .def("close", &Recorder::close)

@@ -1,5 +1,6 @@
 #include "remat/block.h"
 
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -43,7 +44,7 @@ void Block::close() {
   current = outer_;
   if (outer_ != nullptr) at::reenableCallback(outer_->callback_);
   table_.clear();
-  if (--holders_ == 0 && step_) step_->finish();
+  let_go();
 }
 
 std::shared_ptr<Content> Block::save(const at::Tensor& tensor) {
@@ -76,7 +77,24 @@ bool Block::is_being_written(const Content& content) const {
 void Block::released(const Content& content, bool was_last) {
   if (!step_) return;
   if (was_last) step_->closed(content);
-  if (--holders_ == 0) step_->finish();
+  let_go();
+}
+
+void Block::opened(const Content& content) {
+  if (!step_) return;
+  step_->opened(content);
+  const int backward = torch::autograd::get_current_graph_task_id();
+  if (backward == -1 || backward_.exchange(backward) == backward) return;
+  ++holders_;
+  auto& engine = torch::autograd::Engine::get_default_engine();
+  // Queued a second time it runs after what others, such as optimizers, have queued meanwhile.
+  engine.queue_callback([self = shared_from_this(), &engine] {
+    engine.queue_callback([self] { self->let_go(); });
+  });
+}
+
+void Block::let_go() {
+  if (--holders_ == 0 && step_) step_->finish();
 }
 
 // Returns how the content would be recomputed. The caller holds contents_mutex().

@@ -33,7 +33,7 @@ using Maker = std::pair<int32_t, const Operator*>;  // module number; operator o
 using Sums = std::map<std::pair<Maker, Verdict>, Sum>;
 using SumsAgain = std::map<Maker, Sum>;
 
-class Block {
+class Block : public std::enable_shared_from_this<Block> {
  public:
   explicit Block(Drops drops) : drops_(drops) {}
   explicit Block(Budget budget) : drops_(Drops::kCheap), budget_(budget) {}
@@ -48,6 +48,9 @@ class Block {
   // null where the tensor itself is to be kept.
   std::shared_ptr<Content> save(const at::Tensor& tensor);
 
+  // Called when autograd opens what save() returned. The step goes on until that backward ends,
+  // where optimizers that step in backward may still make their states.
+  void opened(const Content& content);
   // Called for what save() returned, when its holder is gone.
   void released(const Content& content, bool was_last);
   Step* step() const { return step_.get(); }  // null without a budget, and before open()
@@ -106,12 +109,15 @@ class Block {
   Route route_to(const Content& content, Freed& locked) const;
   void drop(const std::shared_ptr<Content>& content, Route route, Freed& freed);
   void make_room();
+  void let_go();
   void sweep();
 
   const Drops drops_;
   const std::optional<Budget> budget_;
   std::unique_ptr<Step> step_;
-  std::atomic<int64_t> holders_{1};  // of its contents; and itself while it is open
+  // Of its contents; and itself while it is open, and backwards that open its contents.
+  std::atomic<int64_t> holders_{1};
+  std::atomic<int> backward_{-1};  // number of the latest backward that opened a content
   std::unordered_map<const c10::StorageImpl*, Entry> table_;
   size_t sweep_at_ = 1024;           // size of table_ at which freed storages are removed
   std::vector<Recording*> running_;  // recorded operators that run, innermost last

@@ -11,14 +11,13 @@ constexpr size_t kMostSteps = 64;
 
 // Takes what the step allocated for good (gradients, states) out of its trace: before the next
 // step it is there already.
-void leave_out(Trace& trace, const std::unordered_map<int32_t, int64_t>& survivors) {
-  const std::map<int32_t, int64_t> ordered(survivors.begin(), survivors.end());
-  auto next = ordered.begin();
+void leave_out(Trace& trace, const std::map<int32_t, int64_t>& survivors) {
+  auto next = survivors.begin();
   int64_t bytes = 0;
   for (int32_t moment = 0; moment < static_cast<int32_t>(trace.moments.size()); ++moment) {
     // In the interval that ends here it may have been allocated after the peak.
     trace.moments[moment].peak -= bytes;
-    for (; next != ordered.end() && next->first <= moment; ++next) bytes += next->second;
+    for (; next != survivors.end() && next->first <= moment; ++next) bytes += next->second;
     trace.moments[moment].now -= bytes;
   }
 }
@@ -53,12 +52,15 @@ void KnownSteps::begin() {
     overlapped_ = true;
     return;
   }
-  if (latest_) {
-    leave_out(latest_->trace, count.survivors());
-    add(std::move(latest_));
-  }
+  settle();  // where no step has asked for a known one since
   overlapped_ = false;
   count.start();
+}
+
+void KnownSteps::settle() {
+  if (!latest_) return;
+  leave_out(latest_->trace, count.survivors());
+  add(std::move(latest_));
 }
 
 void KnownSteps::end(std::shared_ptr<Known> step) {
@@ -91,6 +93,7 @@ void KnownSteps::add(std::shared_ptr<Known> step) {
 
 std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  settle();
   // Keys are hashes of everything until then, so that the last one speaks for all.
   const auto is_like = [&](const std::shared_ptr<Known>& step) {
     return step->keys.size() >= keys.size() && step->keys[keys.size() - 1] == keys.back();
@@ -101,13 +104,36 @@ std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys) {
   return *found;
 }
 
+void KnownSteps::forget() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  latest_ = nullptr;
+  steps_.clear();
+}
+
+namespace {
+
+struct Devices {
+  std::mutex mutex;
+  std::map<std::pair<int, int>, std::unique_ptr<KnownSteps>> steps;
+};
+
+Devices& devices() {
+  static auto& all = *new Devices();  // steps may outlive static destruction
+  return all;
+}
+
+}  // namespace
+
 KnownSteps& known_steps(at::Device device) {
-  static auto& mutex = *new std::mutex();  // steps may outlive static destruction
-  static auto& steps = *new std::map<std::pair<int, int>, std::unique_ptr<KnownSteps>>();
-  const std::lock_guard<std::mutex> lock(mutex);
-  auto& found = steps[{static_cast<int>(device.type()), device.index()}];
+  const std::lock_guard<std::mutex> lock(devices().mutex);
+  auto& found = devices().steps[{static_cast<int>(device.type()), device.index()}];
   if (!found) found = std::make_unique<KnownSteps>(device);
   return *found;
+}
+
+void forget_known_steps() {
+  const std::lock_guard<std::mutex> lock(devices().mutex);
+  for (auto& [device, steps] : devices().steps) steps->forget();
 }
 
 }  // namespace memsave_ext::remat

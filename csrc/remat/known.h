@@ -37,17 +37,22 @@ class KnownSteps {
   void end(std::shared_ptr<Known> step);
   // Returns the latest step with these keys at its beginning, with its plans; null if none.
   std::shared_ptr<Known> find(const std::vector<uint64_t>& keys);
+  void forget();
 
  private:
+  void settle();
   void add(std::shared_ptr<Known> step);
 
   std::mutex mutex_;
   int running_ = 0;
   bool overlapped_ = false;        // while another step ran
-  std::shared_ptr<Known> latest_;  // not added yet: what it allocated for good is known at begin()
+  // Not added yet: what it allocated for good is known once the next step has counted it.
+  std::shared_ptr<Known> latest_;
   std::vector<std::shared_ptr<Known>> steps_;  // latest last
 };
 
 KnownSteps& known_steps(at::Device device);
+// Forgets the steps of all devices, for tests.
+void forget_known_steps();
 
 }  // namespace memsave_ext::remat

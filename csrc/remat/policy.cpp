@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "memory/pause.h"
 #include "remat/block.h"
 
 namespace memsave_ext::remat {
@@ -87,6 +88,7 @@ bool has_all_memory(const Content& content) {
 double seconds_of_copy(int64_t bytes) {
   static const double measured = [] {
     const Pause pause;
+    const memory::PauseTracking uncounted;
     constexpr int64_t size = 4 << 20;
     const auto from = at::empty({size}, at::kByte).fill_(1);
     const auto to = at::empty({size}, at::kByte).fill_(1);

@@ -27,7 +27,7 @@ class BlockSaved final : public Saved {
   ~BlockSaved() override { block_->released(*content_, release()); }
 
   at::Tensor open() override {
-    if (block_->step()) block_->step()->opened(*content_);
+    block_->opened(*content_);
     if (auto tensor = open_held()) return *tensor;
     std::optional<pybind11::gil_scoped_release> no_gil;
     if (PyGILState_Check()) no_gil.emplace();

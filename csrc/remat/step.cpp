@@ -232,7 +232,7 @@ void Step::closed(const Content& content) {
 void Step::finish() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (std::exchange(finished_, true)) return;
-  take_peak();
+  add_moment();
   for (size_t i = 0; i < calls_.size(); ++i) trace_.calls[i].seconds = fastest_[calls_[i]];
   auto known = std::make_shared<Known>();
   known->keys = keys_;
@@ -282,6 +282,11 @@ int64_t Step::least() const {
 std::optional<Plan> Step::plan() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return plan_ == nullptr ? std::nullopt : std::optional(*plan_);
+}
+
+Trace Step::trace() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return trace_;
 }
 
 std::vector<Plan> Step::plans() const {

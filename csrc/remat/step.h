@@ -75,6 +75,7 @@ class Step {
   std::vector<int64_t> curve() const;
   std::optional<Plan> plan() const;
   std::vector<Plan> plans() const;
+  Trace trace() const;
 
  private:
   // The caller of these holds mutex_.

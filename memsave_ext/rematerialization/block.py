@@ -107,6 +107,15 @@ class remat:  # noqa: N801, a context manager is used like a function
         """
         return self._of_budget("least") or None
 
+    @property
+    def budget(self) -> int | None:
+        """The budget in bytes; None where it is a share and this is the first step of its shape.
+
+        Raises:
+            RuntimeError: the block has no budget.
+        """
+        return self._of_budget("budget") or None
+
     def _of_budget(self, name: str) -> int:
         if self._within is None:
             raise RuntimeError(f"remat: {name} is known only with a budget")
