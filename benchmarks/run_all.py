@@ -33,6 +33,7 @@ SECONDS = {
     "memory_account": 8,
     "memory_overhead": 30,
     "remat": 24,
+    "linear_cross_entropy": 300,
 }
 
 

@@ -8,6 +8,8 @@
 #include "adam/format_names.h"
 #include "adam/given.h"
 #include "adam/hook.h"
+#include "adam/rows.h"
+#include "adam/step_in_rows.h"
 #include "adam/stepper.h"
 #include "checkpoint/apply.h"
 #include "checkpoint/checkpoint.h"
@@ -98,6 +100,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("step_reduced", &memsave_ext::adam::step_reduced);
   using memsave_ext::adam::Backward;
   py::class_<Backward, std::shared_ptr<Backward>>(m, "AdamBackward");
+  using memsave_ext::adam::StepInRows;
+  py::class_<StepInRows>(m, "AdamRows")
+      .def("step", &StepInRows::step, py::call_guard<py::gil_scoped_release>());
+  m.def("begin_adam_rows", &memsave_ext::adam::begin_rows);
   using memsave_ext::adam::DTensorHook;
   py::class_<DTensorHook>(m, "AdamDTensorHook").def("__call__", &DTensorHook::operator());
 

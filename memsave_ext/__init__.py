@@ -22,6 +22,11 @@ from .checkpointing import (
     patch_torch_checkpoint,
     use_engine_hooks,
 )
+from .loss_head import (
+    LinearCrossEntropyLoss,
+    linear_cross_entropy,
+    patch_causal_lm,
+)
 from .rematerialization import remat, remat_module
 
 __all__ = [
@@ -33,6 +38,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointFunction",
     "CpBatchNorm2d",
+    "LinearCrossEntropyLoss",
     "SyncBatchNorm",
     "__version__",
     "checkpoint",
@@ -41,7 +47,9 @@ __all__ = [
     "convert_batch_norm",
     "count_once_contexts",
     "is_recomputing",
+    "linear_cross_entropy",
     "memory",
+    "patch_causal_lm",
     "patch_torch_checkpoint",
     "remat",
     "remat_module",

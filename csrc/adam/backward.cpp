@@ -115,6 +115,27 @@ void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local
   parameter.tensor.mutable_grad().reset();
 }
 
+std::variant<const char*, std::unique_ptr<StepInRows>> Backward::step_in_rows(
+    const Entry& entry, const NodePtr& accumulator) {
+  if (action_ != GradientAction::kStep) return "this backward accumulates or measures gradients";
+  if (finished_ || !has(entry)) return "the optimizer does not have it any more";
+  Parameter& parameter = parameter_of(entry);
+  OpenStep& step = stepper_->open_step();
+  const GradLock lock(accumulator);
+  if (entry.waits_in != nullptr || parameter.tensor.mutable_grad().defined()) {
+    return "its .grad is set, to which this gradient is added";
+  }
+  if (is_awaited(parameter, action_)) return "remat has to compute dropped values from it";
+  step.prepare(parameter, {}, action_);
+  if (const char* obstacle = step.obstacle_to_rows(parameter, *snapshot_)) {
+    forget_prepared(parameter);
+    return obstacle;
+  }
+  auto begun = step.step_in_rows(parameter);
+  ++stepped_;
+  return begun;
+}
+
 // Steps on a stream of its own: FSDP2 calls hooks on the stream of its reductions, and the next
 // reduction would wait for the step.
 void Backward::apply_beside(Parameter& parameter) {

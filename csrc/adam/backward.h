@@ -7,6 +7,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <variant>
 #include <vector>
 
 #include "adam/open_step.h"
@@ -24,13 +25,16 @@ class Backward {
   ~Backward();
 
   GradientAction action() const { return action_; }
-  // The caller of the next three holds the stepper's mutex.
+  // The caller of the next four holds the stepper's mutex.
   // Whether the parameter was in param_groups when the snapshot was taken.
   bool has(const Entry& entry) const { return entry.snapshot == snapshot_->number; }
   // Applies the action to the parameter's gradient now, or queues it; with `may_flush` false it is
   // queued unless finish() has run. `local_grad` is this process's part of a DTensor's gradient;
   // undefined for other parameters.
   void add(Entry& entry, const NodePtr& accumulator, const at::Tensor& local_grad, bool may_flush);
+  // Begins a step of the parameter, rows by rows, or returns why its gradient has to be whole.
+  std::variant<const char*, std::unique_ptr<StepInRows>> step_in_rows(const Entry& entry,
+                                                                      const NodePtr& accumulator);
   // Drops the parameter from the queue, if it is there, so that it is not stepped: its gradient is
   // part of a sum by now, for example.
   void forget_waiting(Entry& entry);

@@ -18,6 +18,7 @@ namespace {
 
 constexpr const char* kPythonHooks = "_post_accumulate_grad_hooks";  // the attribute with the dict
 constexpr const char* kOurs = "memsave_ext.adam";                    // the key in that dict
+constexpr const char* kWatches = "_memsave_ext_watches";  // of a hook that needs no gradient
 
 Hook* hook_in_slot(const at::Tensor& param) {
   // A parameter that never required a gradient has no slot.
@@ -81,6 +82,15 @@ Attachment find_hook(const py::handle& param) {
   const Hook* hook = hook_in_slot(THPVariable_Unpack(param.ptr()));
   if (hook == nullptr) return {};
   return {hook->stepper(), hook->entry()};
+}
+
+bool has_python_hooks(const py::handle& param) {
+  const py::object hooks = hooks_of(param);
+  if (hooks.is_none()) return false;
+  for (const auto& [key, hook] : hooks.cast<py::dict>()) {
+    if (!py::hasattr(hook, kWatches)) return true;
+  }
+  return false;
 }
 
 void install_hook(const py::object& param, std::shared_ptr<Stepper> stepper) {

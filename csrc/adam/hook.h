@@ -29,7 +29,7 @@ class Hook final : public torch::autograd::PostAccumulateGradHook {
   // Throws: compiled autograd, which calls it, cannot trace this hook.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override;
 
-  const Stepper* stepper() const { return stepper_.get(); }
+  Stepper* stepper() const { return stepper_.get(); }
   const std::shared_ptr<Entry>& entry() const { return entry_; }
   // Gives up the object that calls the Python hooks.
   std::unique_ptr<torch::autograd::PostAccumulateGradHook> release() {
@@ -53,13 +53,17 @@ struct DTensorHook {
 
 // What find_hook() finds, in the slot or in the dict; both are null where there is no hook.
 struct Attachment {
-  const Stepper* stepper = nullptr;
+  Stepper* stepper = nullptr;
   std::shared_ptr<Entry> entry;
 };
 
 // All functions need the GIL.
 
 Attachment find_hook(const pybind11::handle& param);
+
+// Whether Python hooks beside ours are called with the parameter's gradient; those do not count
+// that only watch, which an attribute says.
+bool has_python_hooks(const pybind11::handle& param);
 
 // The parameter must not have a hook of ours yet.
 void install_hook(const pybind11::object& param, std::shared_ptr<Stepper> stepper);

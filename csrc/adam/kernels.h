@@ -26,6 +26,7 @@ struct Item {
   StateFormat state_format;
   StepPhase phase;           // kWhole unless the states are float or double
   uint32_t position;         // of the parameter in the optimizer
+  int64_t first_block;       // the block, of kBlock, of its first element in the parameter
   double step;               // the number of this step, from 1
   const float* device_step;  // on CUDA: read there in place of `step`, where not null
   const float* device_lr;    // on CUDA: read there in place of options->lr, where not null

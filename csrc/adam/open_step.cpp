@@ -66,6 +66,25 @@ void OpenStep::apply(c10::ArrayRef<Parameter*> parameters, GradientAction action
   }
 }
 
+const char* OpenStep::obstacle_to_rows(const Parameter& parameter, const Snapshot& snapshot) const {
+  if (state() != StepState::kIdle && state() != StepState::kStepping) {
+    return "the norm of all gradients is measured, or clips them, or an earlier backward raised";
+  }
+  if (is_used(*parameter.entry)) return "the optimizer has had a gradient of it in this step";
+  if (is_folded(parameter)) return "gradients are folded into its moments";
+  if (parameter.group->max_grad_norm > 0) return "max_grad_norm clips by the norm of all of it";
+  if (snapshot.grad_scale.defined()) return "a GradScaler leaves out gradients that are not finite";
+  return StepInRows::obstacle(parameter);
+}
+
+std::unique_ptr<StepInRows> OpenStep::step_in_rows(const Parameter& parameter) {
+  auto begun = records_.step_in_rows(parameter);
+  machine_.handle(Event::kStepped);
+  ++stepped_;
+  note_use(*parameter.entry, GradientAction::kStep);
+  return begun;
+}
+
 Scaling OpenStep::scaling(const Snapshot& snapshot, c10::Device device) {
   if (norm_) {
     for (const auto& group : snapshot.groups) {

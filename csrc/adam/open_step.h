@@ -40,6 +40,11 @@ class OpenStep {
   void prepare(Parameter& parameter, at::Tensor grad, GradientAction action) const;
   // Applies the action to prepared parameters on one device, and drops their `grad`.
   void apply(c10::ArrayRef<Parameter*> parameters, GradientAction action, const Snapshot& snapshot);
+  // Returns why a prepared parameter cannot be stepped in rows, whose whole gradient is not known;
+  // null where it can be.
+  const char* obstacle_to_rows(const Parameter& parameter, const Snapshot& snapshot) const;
+  // Begins that step. It counts as made.
+  std::unique_ptr<StepInRows> step_in_rows(const Parameter& parameter);
   // Notes that a backward raised after it had stepped, or folded into, `stepped` parameters.
   void fail(int64_t stepped) { machine_.fail(stepped); }
 

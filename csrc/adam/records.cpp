@@ -40,6 +40,13 @@ void Records::step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling)
   for (const Parameter* parameter : parameters) note(*parameter);
 }
 
+std::unique_ptr<StepInRows> Records::step_in_rows(const Parameter& parameter) {
+  drop_stale_low_part(parameter);
+  auto begun = std::make_unique<StepInRows>(parameter);
+  note(parameter);
+  return begun;
+}
+
 bool Records::is_folded(const State& state) const {
   return !folded_.empty() && state.defined() && folded_.count(place_of(state.exp_avg_sq)) > 0;
 }

@@ -5,10 +5,12 @@
 #include <c10/core/Storage.h>
 
 #include <cstdint>
+#include <memory>
 #include <unordered_map>
 #include <utility>
 
 #include "adam/step.h"
+#include "adam/step_in_rows.h"
 
 namespace memsave_ext::adam {
 
@@ -17,6 +19,9 @@ class Records {
   // As step_all(). First zeroes param_low_part where the parameter has been written to since its
   // last step and the low part has not.
   void step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling);
+
+  // Begins a step of one parameter in rows, with the same care for param_low_part.
+  std::unique_ptr<StepInRows> step_in_rows(const Parameter& parameter);
 
   // Returns whether gradients are folded into the moments, which are packed then.
   bool is_folded(const State& state) const;

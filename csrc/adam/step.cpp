@@ -5,6 +5,8 @@
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
+
 #include "adam/arguments.h"
 #include "adam/checks.h"
 #include "adam/ops.h"
@@ -23,23 +25,25 @@ c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// Returns whether the dispatcher would only call the kernel: there is no mode, subclass, lazy view
-// or profiler.
+// Returns whether the dispatcher would only call the kernel: nobody profiles either.
 bool needs_no_dispatcher(c10::ArrayRef<Parameter*> parameters) {
-  const auto of_thread = c10::impl::tls_local_dispatch_key_set();
-  c10::DispatchKeySet keys = of_thread.included_;
-  for (const Parameter* parameter : parameters) {
-    keys = keys | parameter->local.key_set() | parameter->grad.key_set();
-    for (const auto& state : kStateNames) keys = keys | (parameter->state.*state.tensor).key_set();
-  }
-  constexpr c10::DispatchKeySet skipped({c10::DispatchKey::Dense, c10::DispatchKey::BackendSelect});
-  const auto others = keys - of_thread.excluded_ - skipped;
-  return (others.raw_repr() & ~c10::full_backend_mask) == 0 &&
+  return std::all_of(parameters.begin(), parameters.end(),
+                     [](const Parameter* parameter) { return needs_only_kernels(*parameter); }) &&
          !parameters.front()->local.is_meta() &&
          !at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
 }
 
 }  // namespace
+
+bool needs_only_kernels(const Parameter& parameter) {
+  const auto of_thread = c10::impl::tls_local_dispatch_key_set();
+  c10::DispatchKeySet keys = of_thread.included_ | parameter.local.key_set();
+  keys = keys | parameter.grad.key_set();
+  for (const auto& state : kStateNames) keys = keys | (parameter.state.*state.tensor).key_set();
+  constexpr c10::DispatchKeySet skipped({c10::DispatchKey::Dense, c10::DispatchKey::BackendSelect});
+  const auto others = keys - of_thread.excluded_ - skipped;
+  return (others.raw_repr() & ~c10::full_backend_mask) == 0;
+}
 
 void step_all(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
   if (parameters.empty()) return;

@@ -10,6 +10,10 @@
 
 namespace memsave_ext::adam {
 
+// Whether the dispatcher would only call kernels for the parameter's tensors: there is no mode,
+// subclass or lazy view.
+bool needs_only_kernels(const Parameter& parameter);
+
 // Advances the step counts and steps. The parameters are prepared and lie on one device.
 void step_all(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling);
 

@@ -12,6 +12,7 @@ from .. import _native
 from .account import Account, Region, Step, TensorAtPeak, Timeline
 from .fallback import tracker as _fallback
 from .hooks import Modules, Names
+from .remedies import remedies
 
 _Tracker: Any = _native.module.MemoryTracker if _native.module else _fallback.MemoryTracker
 _pause = _native.module.pause_tracking if _native.module else _fallback.pause_tracking
@@ -100,6 +101,13 @@ class Figures:
             raise ValueError(f"n must not be negative, got {n}")
         with untracked():
             return self._account().top(n)
+
+    def remedies(self) -> list[str]:
+        """Returns what would lower the peak where it is of a kind that no recompute lowers: a
+        sentence for each head of the model whose logits are a large part of it."""
+        with untracked():
+            tensors = self._account().top(1 << 62)
+        return list(remedies(tensors, self._modules.names, self._modules.modules))
 
     def _account(self) -> Account:
         if self._final is not None:

@@ -142,6 +142,8 @@ class Hooks:
                 tensors = list(plain_tensors(grad))
                 label(tensors, GRADIENTS, [number] * len(tensors))
 
+        # A gradient that exists in parts alone may go without it (csrc/adam/hook.h).
+        hook._memsave_ext_watches = True  # type: ignore[attr-defined]
         return hook
 
     def _watch_optimizer(self, stack: ExitStack, optimizer: Optimizer, last: bool) -> None:

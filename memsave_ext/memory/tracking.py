@@ -46,9 +46,12 @@ class Track(Figures):
         self._hooks = Hooks(self._tracker, model, modules, optimizers, names)
 
     def report(self, *, top: int = 10, file: TextIO | None = None) -> None:
-        """Prints the peak, what it was made of, its ``top`` largest tensors, steps and regions."""
+        """Prints the peak, what it was made of, its ``top`` largest tensors, steps and regions,
+        and :meth:`remedies`."""
         with untracked():
             print_report(self, top=top, file=file)
+            for sentence in self.remedies():
+                print(f"\n{sentence}", file=file)
 
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
         """Draws the timeline: live bytes by category, the phases, the peak. Needs matplotlib."""

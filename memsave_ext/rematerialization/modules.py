@@ -122,8 +122,6 @@ def remat_module(
         )
     check_arguments(budget, optimizer, strict)
     options = {"budget": budget, "optimizer": optimizer, "strict": strict}
-    forward = _RematForward(
-        model, {"by_module": by_module, "everything": _everything, **options}
-    )
+    forward = _RematForward(model, {"by_module": by_module, "everything": _everything, **options})
     forward.install()
     return RematHandle(forward)

@@ -376,3 +376,19 @@ def test_distributed_benchmark_end_to_end(tmp_path, capsys):
 
 def rows_of(record, engine, network):
     return [r for r in record["rows"] if (r["network"], r["engine"]) == (network, engine)]
+
+
+def test_linear_cross_entropy_end_to_end(tmp_path, capsys):
+    pytest.importorskip("tqdm")
+    threads = torch.get_num_threads()
+    benchmark = importlib.import_module("linear_cross_entropy")
+    try:
+        benchmark.main(["--tiny", "--rounds", "2", "--no-progress", "--save", str(tmp_path)])
+    finally:
+        torch.set_num_threads(threads)
+    (path,) = tmp_path.glob("linear_cross_entropy-*.json")
+    (record,) = json.loads(path.read_text())
+    assert {benchmark.PLAIN, benchmark.WHOLE, benchmark.STEPPED} <= {
+        row["case"] for row in record["rows"]
+    }
+    assert "peak, of the weight" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from torch import nn
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = [
     *sorted((DOCS / "adam").glob("*.md")),
-    *(DOCS / f"{n}.md" for n in ("choosing", "memory", "remat")),
+    *(DOCS / f"{n}.md" for n in ("choosing", "linear_cross_entropy", "memory", "remat")),
 ]
 
 

@@ -28,10 +28,11 @@ FOLDER = ROOT / "build" / "emulation-operators"
 BATCH_NORM = ["", "_ops", "_errors", "_once", "_cuda", "_parts_cuda"]
 ADAM = ["", "_op", "_formats", "_modes", "_rounding", "_states", "_clipping", "_loss_scaling"]
 ADAM += ["_folding", "_views", "_format_rows", "_in_backward", "_hooks", "_exact_cuda", "_cuda"]
-ADAM += ["_modes_cuda"]
+ADAM += ["_modes_cuda", "_rows", "_rows_graphs", "_rows_whole"]
 TESTS = ["emulation/sanitized_kernels.py"]
 TESTS += [f"batch_norm/test_batch_norm{name}.py" for name in BATCH_NORM]
 TESTS += [f"adam/test_adam{name}.py" for name in ADAM]
+TESTS += [f"loss_head/test_{name}.py" for name in ("loss", "loss_autograd", "operators")]
 
 
 def main() -> None:

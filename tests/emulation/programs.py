@@ -24,7 +24,11 @@ KINDS = {
 }
 # Without contraction: comparisons must not depend on what a compiler makes of it.
 FLAGS = ["-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-mfma"]
-DRIVERS = {"adam": ["adam", "adam_measure", "driver"], "batch_norm": ["batch_norm", "driver"]}
+DRIVERS = {
+    "adam": ["adam", "adam_measure", "driver"],
+    "batch_norm": ["batch_norm", "driver"],
+    "loss_head": ["loss_head", "driver"],
+}
 CONVERSIONS = "conversions"  # a program that needs the toolkit's headers, and no kernels
 # ThreadSanitizer must not take what the executor does for what kernels do.
 EXECUTOR = ["device", "fibers", "launch", "order"]

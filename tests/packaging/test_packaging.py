@@ -260,7 +260,7 @@ class TestUnits:
     def test_loops_over_vectors_are_compiled_for_each_instruction_set(self, config, units):
         _, texts = units.units([], config.headers(ROOT))
         rooms = {name.rpartition("_")[0] for name in texts}
-        assert rooms == {"adam", "batch_norm"}
+        assert rooms == {"adam", "batch_norm", "loss_head"}
         for room in rooms:
             for isa in ("baseline", "avx2", "avx512"):
                 included = re.findall(r'#include "(.+)"', texts[f"{room}_{isa}.cpp"])

@@ -49,11 +49,12 @@ __attribute__((noinline, flatten)) inline void draw(const Item& item, Draw what,
   const Wide step = Wide{} + static_cast<uint64_t>(static_cast<uint32_t>(item.step));
   const Wide last = Wide{} + static_cast<uint64_t>(what);
   const uint64_t seed = item.options->seed;
+  const int64_t first = item.first_block * kBlock;
   uint16_t* to = noise.of;
   for (int64_t i = begin; i < end; i += 8 * lanes * Word::kCount) {
     Words4<Word> words;
     for (int k = 0; k < Word::kCount; ++k) {
-      words.of[0].of[k] = counters + static_cast<uint64_t>(i / 8 + k * lanes);
+      words.of[0].of[k] = counters + static_cast<uint64_t>((first + i) / 8 + k * lanes);
       words.of[1].of[k] = position;
       words.of[2].of[k] = step;
       words.of[3].of[k] = last;

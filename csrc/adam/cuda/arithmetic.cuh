@@ -146,12 +146,15 @@ __device__ __forceinline__ bool is_skipped(const BatchedTensor& tensor) {
 class Random {
  public:
   __device__ __forceinline__ Random(const Batch& batch, const BatchedTensor& tensor, uint32_t step)
-      : seed_(batch.recipes[tensor.recipe].options.seed), position_(tensor.position), step_(step) {}
+      : seed_(batch.recipes[tensor.recipe].options.seed),
+        first_group_(batch.recipes[tensor.recipe].first_block * static_cast<uint32_t>(kBlock / 8)),
+        position_(tensor.position),
+        step_(step) {}
 
   // Returns those of the 8 elements from 8 * group on.
   __device__ __forceinline__ Words4<uint32_t> group(Draw draw, int64_t group) const {
-    return philox<Math>(Words4<uint32_t>{{static_cast<uint32_t>(group), position_, step_,
-                                          static_cast<uint32_t>(draw)}},
+    return philox<Math>(Words4<uint32_t>{{first_group_ + static_cast<uint32_t>(group), position_,
+                                          step_, static_cast<uint32_t>(draw)}},
                         seed_);
   }
 
@@ -166,7 +169,7 @@ class Random {
 
  private:
   uint64_t seed_;
-  uint32_t position_, step_;
+  uint32_t first_group_, position_, step_;
 };
 
 }  // namespace memsave_ext::adam

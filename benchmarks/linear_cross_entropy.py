@@ -1,0 +1,144 @@
+"""The loss head: peak memory and time of forward and backward, beside torch's.
+
+Peaks are above inputs, weight, its states and, where rows are stepped, nothing; as multiples of the
+weight. Times are those of plain torch in the same round. Where rows are stepped, time includes the
+step of Adam; the others do without one.
+
+    python benchmarks/linear_cross_entropy.py --save benchmarks/results
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import memsave_ext as ms
+from common import ROOT, interleave, machine, median_and_spread, show_bars, write_record
+
+SHAPES = ((1024, 256, 32000), (4096, 256, 32000), (1024, 1024, 32000), (1024, 256, 64000))
+PLAIN, CHUNKED = "torch", "torch, chunks of tokens"
+WHOLE, STEPPED = "linear_cross_entropy", "linear_cross_entropy, rows stepped"
+# Most of the weight's memory, most of the time of torch's plain loss, and of its chunked one.
+BARS = {WHOLE: (1.7, 1.4, 0.7), STEPPED: (0.7, 1.25, 0.7)}
+
+
+def cases(tokens: int, features: int, classes: int) -> tuple[int, dict[str, Callable[[], Any]]]:
+    """The weight's bytes, and a function for each case, which runs forward and backward."""
+    torch.manual_seed(0)
+    x = torch.randn(tokens, features, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(classes, features) * features**-0.5)
+    target = torch.randint(classes, (tokens,))
+    optimizer = ms.Adam([weight], lr=1e-4, in_backward=True)
+
+    def backward(loss: torch.Tensor) -> None:
+        x.grad = None
+        loss.backward()
+
+    def plain() -> None:
+        with optimizer.paused(keep=True):
+            backward(F.cross_entropy(F.linear(x, weight), target))
+        weight.grad = None
+
+    def chunked() -> None:
+        options = torch.nn.LinearCrossEntropyOptions()
+        with optimizer.paused(keep=True):
+            backward(F.linear_cross_entropy(x, weight, target, options=options))
+        weight.grad = None
+
+    def whole() -> None:
+        with optimizer.paused(keep=True):
+            backward(ms.linear_cross_entropy(x, weight, target))
+        weight.grad = None
+
+    def stepped() -> None:
+        backward(ms.linear_cross_entropy(x, weight, target))
+        optimizer.step()
+
+    of = {PLAIN: plain, WHOLE: whole, STEPPED: stepped}
+    if hasattr(F, "linear_cross_entropy"):
+        of[CHUNKED] = chunked
+    return weight.nbytes, of
+
+
+def peak(run: Callable[[], None]) -> int:
+    run()  # the states, and what libraries keep
+    with ms.memory.track() as track:
+        run()
+    return track.peak
+
+
+def measure(shape: tuple[int, int, int], rounds: int, progress: bool) -> list[dict[str, Any]]:
+    weight_bytes, of = cases(*shape)
+    peaks = {name: peak(run) for name, run in of.items()}
+    seconds = interleave(of, rounds, 1, progress)
+    rows = []
+    for name, taken in seconds.items():
+        ratios = [a / b for a, b in zip(taken, seconds[PLAIN], strict=True)]
+        rows.append(
+            {
+                "case": name,
+                "tokens": shape[0],
+                "features": shape[1],
+                "classes": shape[2],
+                "peak_bytes": peaks[name],
+                "of_weight": peaks[name] / weight_bytes,
+                "seconds": median_and_spread(taken)[0],
+                "of_plain": median_and_spread(ratios)[0],
+            }
+        )
+    return rows
+
+
+def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for shape in dict.fromkeys((row["tokens"], row["features"], row["classes"]) for row in rows):
+        of = {
+            row["case"]: row
+            for row in rows
+            if (row["tokens"], row["features"], row["classes"]) == shape
+        }
+        for case, (memory, time, chunked) in BARS.items():
+            values = {
+                "peak, of the weight": (of[case]["of_weight"], memory),
+                "time, of torch's": (of[case]["of_plain"], time),
+            }
+            if CHUNKED in of:
+                ratio = of[case]["seconds"] / of[CHUNKED]["seconds"]
+                values["time, of torch's chunked"] = (ratio, chunked)
+            for what, (value, bar) in values.items():
+                name = f"{case}, {'x'.join(map(str, shape))}: {what}"
+                found.append({"name": name, "value": value, "bar": bar, "ok": value <= bar})
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
+    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
+    parser.add_argument("--no-progress", dest="progress", action="store_false")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    rows: list[dict[str, Any]] = []
+    for shape in ((64, 16, 3000),) if options.tiny else SHAPES:
+        rows += measure(shape, options.rounds, options.progress)
+    print(f"{'tokens x features x classes':30}{'':36}{'peak/weight':>12}{'time':>9}{'/plain':>8}")
+    for row in rows:
+        shape_name = f"{row['tokens']} x {row['features']} x {row['classes']}"
+        print(
+            f"{shape_name:30}{row['case']:36}{row['of_weight']:12.2f}"
+            f"{row['seconds'] * 1e3:7.0f}ms{row['of_plain']:8.2f}"
+        )
+    found = bars(rows)
+    show_bars(found)
+    settings = {"rounds": options.rounds, "threads": options.threads, "tiny": options.tiny}
+    record = {"machine": machine(), "settings": settings, "rows": rows, "bars": found}
+    print(write_record(options.save, "linear_cross_entropy", record))
+
+
+if __name__ == "__main__":
+    main()

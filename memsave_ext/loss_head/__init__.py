@@ -1,0 +1,7 @@
+"""Cross entropy of a linear layer's outputs, whose logits never exist as a whole."""
+
+from .causal_lm import patch_causal_lm
+from .function import linear_cross_entropy
+from .modules import LinearCrossEntropyLoss
+
+__all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy", "patch_causal_lm"]

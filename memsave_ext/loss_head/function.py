@@ -1,0 +1,203 @@
+"""linear_cross_entropy: what is chunked, and what torch's operators do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function
+
+from ..checkpointing import forward_records
+from . import head
+from .chunks import BLOCK, Settings, classes_of_chunk
+from .reference import Options, check, reference
+
+_REDUCTIONS = "mean", "sum", "none"
+_DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: Any = None,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+    debug: bool = False,
+) -> Tensor:
+    """Compute ``cross_entropy(linear(input, linear_weight), target)`` without the logits.
+
+    A drop-in for :func:`torch.nn.functional.linear_cross_entropy`, on every torch. It goes over the
+    vocabulary in chunks: forward keeps a few numbers of each token, and backward computes the
+    logits of a chunk again and has the chunk's rows of the weight's gradient complete. Where
+    ``Adam(in_backward=True)`` owns the weight, these rows are stepped at once, and the gradient of
+    the weight never exists.
+
+    Args:
+        input: ``(in_features)`` or ``(N, in_features)``.
+        linear_weight: ``(C, in_features)``, of the C classes.
+        target: class indices, or probabilities of the classes.
+        linear_bias, weight, reduction, ignore_index, label_smoothing: as in torch.
+        options: accepted and not used: those of torch are about chunks of tokens.
+        softcap: logits are ``softcap * tanh(logits / softcap)``, as in Gemma. None: they stay.
+        chunk_size: how many classes a chunk has; a multiple of 256. None chooses it so that a chunk
+            takes some two fifths of the weight's memory.
+        debug: warn in backward where the gradient of ``linear_weight`` is whole, and why.
+
+    Returns:
+        The loss, in the dtype that torch gives it. Sums are of float32 at least.
+
+    Raises:
+        RuntimeError, ValueError, IndexError: wrong arguments, as torch raises them.
+    """
+    return loss_of(
+        input,
+        linear_weight,
+        target,
+        linear_bias=linear_bias,
+        weight=weight,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        chunk_size=chunk_size,
+        debug=debug,
+    )
+
+
+def loss_of(*tensors: Tensor, **options: Any) -> Tensor:
+    """:func:`linear_cross_entropy`, with the arguments of what follows."""
+    if torch.compiler.is_compiling():
+        return _not_traced(*tensors, **options)
+    return _loss_of(*tensors, **options)
+
+
+def _loss_of(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+    debug: bool = False,
+    result: torch.dtype | None = None,
+) -> Tensor:
+    """``result``: the dtype of the loss; None: that of torch."""
+    given = check(input, linear_weight, target, linear_bias)
+    has_probabilities = tuple(target.shape) == given
+    if has_probabilities and ignore_index is not None:
+        raise RuntimeError("ignore_index cannot be specified when target contains probabilities")
+    _check_own(softcap, chunk_size)
+    ignored = -100 if ignore_index is None else ignore_index
+    loss_options = Options(reduction, ignored, label_smoothing, softcap)
+    tensors = (input, linear_weight, linear_bias, target, weight)
+    if not _is_chunked(*tensors, loss_options, has_probabilities):
+        loss = reference(input, linear_weight, target, linear_bias, weight, loss_options)
+        return loss if result is None else loss.to(result)
+    if input.dim() == 1:
+        input, target = input[None], target[None]
+    if not has_probabilities:
+        _check_indices(target, linear_weight.shape[0], ignored)
+    dtype, as_torch = _dtypes(input, target, weight)
+    size = chunk_size or classes_of_chunk(input.shape[0], linear_weight)
+    settings = Settings(loss_options, dtype, result or as_torch, size, _in_region(), debug)
+    loss = head.run(input, linear_weight, linear_bias, target, weight, settings)
+    return loss[0] if reduction == "none" and len(given) == 1 else loss
+
+
+# A compiled graph ends here and begins again: in it the chunks would be traced one by one.
+_not_traced: Callable[..., Tensor] = torch._disable_dynamo(_loss_of)  # type: ignore[attr-defined]
+
+
+def _in_region() -> bool:
+    """Whether the call is in the forward or the recompute of a checkpointed region."""
+    if not torch.is_grad_enabled():  # there will be no backward of it
+        return False
+    region = forward_records.enclosing()
+    return bool(region.recording or region.replay) or torch._C._current_graph_task_id() != -1
+
+
+def _check_own(softcap: float | None, chunk_size: int | None) -> None:
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
+    if chunk_size is not None and (chunk_size <= 0 or chunk_size % BLOCK != 0):
+        raise ValueError(
+            f"chunk_size must be a positive multiple of {BLOCK} or None, got {chunk_size!r}"
+        )
+
+
+def _is_chunked(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    target: Tensor,
+    weight: Tensor | None,
+    options: Options,
+    has_probabilities: bool,
+) -> bool:
+    """Whether the chunks' arithmetic is defined for these arguments.
+
+    Others are left to torch's operators: losses of several dimensions, subclasses, transforms of
+    torch.func, gradients of targets, and whatever torch raises an error for.
+    """
+    tensors = [t for t in (input, linear_weight, linear_bias, target, weight) if t is not None]
+    floats = [input, linear_weight] if linear_bias is None else [input, linear_weight, linear_bias]
+    kind = target.is_floating_point() if has_probabilities else target.dtype == torch.int64
+    return (
+        linear_weight.dim() == 2
+        and kind
+        and (has_probabilities or target.shape == input.shape[:-1])
+        and all(t.dtype in _DTYPES and t.layout == torch.strided for t in floats)
+        and (_autocasts(input) or all(t.dtype == input.dtype for t in floats))
+        and all(t.device == input.device for t in tensors)
+        and not target.requires_grad
+        and (weight is None or _is_class_weight(weight, linear_weight.shape[0]))
+        and options.reduction in _REDUCTIONS
+        and 0 <= options.label_smoothing <= 1
+        and linear_weight.shape[0] > 0
+        and not has_torch_function(tensors)
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def _is_class_weight(weight: Tensor, classes: int) -> bool:
+    return weight.shape == (classes,) and weight.is_floating_point() and not weight.requires_grad
+
+
+def _autocasts(input: Tensor) -> bool:
+    return torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64
+
+
+def _dtypes(
+    input: Tensor, target: Tensor, weight: Tensor | None
+) -> tuple[torch.dtype, torch.dtype]:
+    """Returns the dtypes of the logits and of the loss."""
+    if _autocasts(input):
+        return torch.get_autocast_dtype(input.device.type), torch.float32
+    result = input.dtype
+    if target.is_floating_point():
+        result = torch.promote_types(result, target.dtype)
+        result = result if weight is None else torch.promote_types(result, weight.dtype)
+    return input.dtype, result
+
+
+def _check_indices(target: Tensor, classes: int, ignored: int) -> None:
+    wrong = ((target < 0) | (target >= classes)) & (target != ignored)
+    if type(target) is Tensor and target.is_cpu:
+        if wrong.any():
+            raise IndexError(f"Target {target[wrong][0].item()} is out of bounds.")
+    elif not target.is_meta:
+        torch._assert_async(~wrong.any(), "linear_cross_entropy: a target is out of bounds")

@@ -1,0 +1,121 @@
+"""The operators on a chunk of logits: schemas, and the fallback's kernels.
+
+csrc/loss_head has kernels for the devices it was built for; on all others, and without
+the native part, the ones here run. Terms:
+
+- ``logits`` (N, B): those of N tokens and of the B classes from ``first`` on.
+- The loss of a token is ``sum_c a[c] * (lse - logits[c])`` over all classes, where ``lse`` is the
+  log of the sum of the exponentials of its logits, and ``a[c] = class_weight[c] *
+  (keep * t[c] + spread)``. t is 1 for the token's ``target`` and 0 for other classes, or its row of
+  ``probabilities``.
+- ``softcap``: logits are ``softcap * tanh(logits / softcap)``; 0: they stay.
+- The dtype of sums, coefficients, probabilities and class weights is float64 for float64 logits,
+  else float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_CHUNK = (
+    "Tensor? target, Tensor? probabilities, Tensor? class_weight, int first, float keep, "
+    "float spread, float softcap"
+)
+
+
+class Chunk:
+    """Capped logits in the wide type, and the distribution ``a`` of each token."""
+
+    def __init__(
+        self,
+        logits: Tensor,
+        target: Tensor | None,
+        probabilities: Tensor | None,
+        class_weight: Tensor | None,
+        first: int,
+        keep: float,
+        spread: float,
+        softcap: float,
+    ) -> None:
+        self.logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if softcap:
+            self.tanh = torch.tanh(self.logits / softcap)
+            self.logits = softcap * self.tanh
+        if probabilities is None:
+            assert target is not None
+            classes = torch.arange(first, first + logits.shape[1], device=logits.device)
+            probabilities = (target[:, None] == classes).to(self.logits.dtype)
+        self.a = keep * probabilities + spread
+        if class_weight is not None:
+            self.a = self.a * class_weight
+
+
+@torch.no_grad()
+def reduce_(
+    sums: Tensor,
+    logits: Tensor,
+    target: Tensor | None,
+    probabilities: Tensor | None,
+    class_weight: Tensor | None,
+    first: int,
+    keep: float,
+    spread: float,
+    softcap: float,
+) -> None:
+    chunk = Chunk(logits, target, probabilities, class_weight, first, keep, spread, softcap)
+    before, total, dot = sums.unbind()
+    maximum = torch.maximum(before, chunk.logits.amax(1))
+    base = torch.where(maximum == -torch.inf, 0.0, maximum)
+    total.mul_((before - base).exp()).add_((chunk.logits - base[:, None]).exp().sum(1))
+    before.copy_(maximum)
+    product = chunk.a * chunk.logits
+    if probabilities is None and not spread:  # an infinite logit of another class has no part
+        product = torch.where(chunk.a == 0, 0.0, product)
+    dot.add_(product.sum(1))
+
+
+@torch.no_grad()
+def gradient_(
+    logits: Tensor,
+    coefficients: Tensor,
+    target: Tensor | None,
+    probabilities: Tensor | None,
+    class_weight: Tensor | None,
+    first: int,
+    keep: float,
+    spread: float,
+    softcap: float,
+) -> None:
+    chunk = Chunk(logits, target, probabilities, class_weight, first, keep, spread, softcap)
+    maximum, log_sum, of_softmax, of_target = (row[:, None] for row in coefficients)
+    gradient = of_softmax * (chunk.logits - maximum - log_sum).exp() - of_target * chunk.a
+    if softcap:
+        gradient = gradient * (1 - chunk.tanh.square())
+    logits.copy_(torch.where((of_softmax == 0) & (of_target == 0), 0.0, gradient))
+
+
+def _nothing(*_: object) -> None:
+    """Fake tensors have no memory to change."""
+
+
+_library = torch.library.Library("memsave_ext", "FRAGMENT")
+# Adds a chunk to `sums` (3, N): the largest logit, the sum of the exponentials of the logits less
+# the largest one, and the sum of a[c] * logits[c].
+_library.define(f"linear_cross_entropy_reduce_(Tensor(a!) sums, Tensor logits, {_CHUNK}) -> ()")
+# Replaces the logits by their gradients. `coefficients` (4, N): the largest logit, the log of the
+# sum of the exponentials of the logits less the largest, and what the softmax and what `a` are
+# multiplied by. Tokens whose last two are 0 have gradients of 0.
+_library.define(
+    f"linear_cross_entropy_gradient_(Tensor(a!) logits, Tensor coefficients, {_CHUNK}) -> ()"
+)
+for _name, _kernel in (("reduce_", reduce_), ("gradient_", gradient_)):
+    # CompositeExplicitAutograd is chosen where csrc has no kernel for the device.
+    _library.impl(f"linear_cross_entropy_{_name}", _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"memsave_ext::linear_cross_entropy_{_name}", _nothing, lib=_library
+    )
+
+
+def run(name: str, *arguments: object) -> None:
+    getattr(torch.ops.memsave_ext, f"linear_cross_entropy_{name}").default(*arguments)

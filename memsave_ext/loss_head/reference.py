@@ -1,0 +1,72 @@
+"""The loss with torch's operators, whose logits exist as a whole."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Options(NamedTuple):
+    """What the loss depends on beside its tensors."""
+
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    softcap: float | None
+
+
+def reference(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    options: Options,
+) -> Tensor:
+    """Differentiable as often as one likes. Raises torch's errors for wrong arguments."""
+    classes, *dims = linear_weight.shape[:-1]
+    flat = linear_weight.reshape(-1, linear_weight.shape[-1]) if dims else linear_weight
+    bias = linear_bias.reshape(-1) if linear_bias is not None and dims else linear_bias
+    logits = F.linear(input, flat, bias)
+    if dims:
+        logits = logits.reshape(*input.shape[:-1], classes, *dims)
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    return F.cross_entropy(
+        logits,
+        target,
+        weight=weight,
+        reduction=options.reduction,
+        ignore_index=options.ignore_index,
+        label_smoothing=options.label_smoothing,
+    )
+
+
+def check(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None
+) -> tuple[int, ...]:
+    """Returns the logits' shape. Raises RuntimeError as torch's linear_cross_entropy does."""
+    if input.dim() not in (1, 2):
+        raise RuntimeError(f"expected input with dimensionality 1 or 2, got {input.dim()}")
+    if linear_weight.dim() < 2:
+        raise RuntimeError(
+            f"expected linear_weight with dimensionality at least 2, got {linear_weight.dim()}"
+        )
+    if input.shape[-1] != linear_weight.shape[-1]:
+        raise RuntimeError(
+            "expected equal input and linear_weight last dimensions (in_features), got "
+            f"{input.shape[-1]} and {linear_weight.shape[-1]}, respectively"
+        )
+    outputs = tuple(linear_weight.shape[:-1])
+    if linear_bias is not None and tuple(linear_bias.shape) != outputs:
+        raise RuntimeError(f"expected linear_bias shape {outputs}, got {tuple(linear_bias.shape)}")
+    if len(outputs) > 1 and input.dim() == 1:
+        raise RuntimeError(
+            f"K-dimensional loss defined by linear_weight shape {tuple(linear_weight.shape)} "
+            f"requires batched input, (N, {input.shape[-1]}), got unbatched input with shape "
+            f"{tuple(input.shape)}"
+        )
+    return (*input.shape[:-1], *outputs)

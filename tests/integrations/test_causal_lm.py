@@ -1,0 +1,244 @@
+"""patch_causal_lm: losses and gradients of Hugging Face's models, without their logits."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from helpers import assert_equal
+
+import memsave_ext as ms
+from memsave_ext import _native
+
+LIBRARIES = ["transformers", "accelerate"]
+transformers = None  # conftest.py imports it
+
+logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def gpt2():
+    """Its head's weight is that of its embedding."""
+    config = transformers.GPT2Config(
+        vocab_size=300, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def small(**more):
+    return {
+        "vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, **more,
+    }  # fmt: skip
+
+
+def llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small()))
+
+
+def gemma2():
+    """Its logits are capped."""
+    config = transformers.Gemma2Config(**small(head_dim=8, final_logit_softcapping=2.0))
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def granite():
+    """Its logits are scaled."""
+    config = transformers.GraniteConfig(**small(logits_scaling=2.0))
+    return transformers.GraniteForCausalLM(config)
+
+
+MODELS = [gpt2, llama, gemma2]
+every_model = pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+
+
+def made(make):
+    torch.manual_seed(0)
+    model = make()
+    return model.train()
+
+
+def batch(number=1):
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(300, (3, 8), generator=generator)
+    labels = ids.clone()
+    labels[0, :4] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def no_dropout(model):
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def gradients(model, **arguments):
+    model.zero_grad()
+    output = model(**arguments)
+    output.loss.backward()
+    return output, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@every_model
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_items_in_batch": 40}, {"num_items_in_batch": torch.tensor(40)}, {"shift": True}],
+    ids=["mean", "items", "items on a device", "shifted"],
+)
+def test_same_loss_and_gradients_without_logits(make, options):
+    model = no_dropout(made(make))
+    arguments = {**batch(), **options}
+    if arguments.pop("shift", False):
+        arguments["shift_labels"] = torch.roll(arguments["labels"], -2, 1)
+    expected, expected_grads = gradients(model, **arguments)
+    patch = ms.patch_causal_lm(model)
+    found, found_grads = gradients(model, **arguments)
+    assert found.logits is None and "logits" not in found
+    assert expected.logits is not None and type(found) is type(expected)
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(found_grads, expected_grads, rtol=1e-4, atol=1e-6)
+    patch.remove()
+    again, again_grads = gradients(model, **arguments)
+    assert_equal([again.loss, again.logits, *again_grads],
+                 [expected.loss, expected.logits, *expected_grads])  # fmt: skip
+
+
+@every_model
+def test_logits_without_labels_and_in_eval(make):
+    model = made(make)
+    expected = copy.deepcopy(model)
+    ms.patch_causal_lm(model)
+    ids = batch()["input_ids"]
+    for other in (model, expected):
+        torch.manual_seed(3)
+        other.seen = other(input_ids=ids).logits
+    assert_equal([model.seen], [expected.seen])
+    model.eval(), expected.eval()
+    found, right = model(**batch()), expected(**batch())
+    assert_equal([found.loss, found.logits], [right.loss, right.logits])
+    generated = model.generate(ids[:, :4], max_new_tokens=2, do_sample=False)
+    assert generated.shape == (3, 6)
+
+
+def test_tuples_and_positions():
+    model = no_dropout(made(llama))
+    expected = model(**batch()).loss
+    ms.patch_causal_lm(model)
+    output = model(**batch(), return_dict=False)
+    torch.testing.assert_close(output[0], expected)
+    assert output[1] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_16_bits(dtype):
+    """The loss is a float32, as theirs."""
+    model = no_dropout(made(llama)).to(dtype)
+    expected, expected_grads = gradients(model, **batch())
+    ms.patch_causal_lm(model)
+    found, found_grads = gradients(model, **batch())
+    assert found.loss.dtype == expected.loss.dtype == torch.float32
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found_grads, expected_grads, rtol=0.05, atol=1e-2)
+
+
+def test_models_that_are_refused():
+    with pytest.raises(TypeError, match="has no linear layer as its output embeddings"):
+        ms.patch_causal_lm(torch.nn.Linear(2, 2))
+    config = transformers.BertConfig(**small())
+    with pytest.raises(TypeError, match="has another loss|has no linear layer"):
+        ms.patch_causal_lm(transformers.BertForSequenceClassification(config))
+    model = made(llama)
+    patch = ms.patch_causal_lm(model)
+    with pytest.raises(RuntimeError, match="is patched already"):
+        ms.patch_causal_lm(model)
+    patch.remove()
+    ms.patch_causal_lm(model).remove()
+    model = made(granite)
+    ms.patch_causal_lm(model)
+    with pytest.raises(RuntimeError, match="does something to its logits"):
+        model(**batch())
+
+
+def test_a_forward_that_raises_leaves_no_trace():
+    model = made(llama)
+    ms.patch_causal_lm(model)
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.full((1, 4), 10_000), labels=torch.zeros(1, 4, dtype=torch.long))
+    assert model(input_ids=batch()["input_ids"]).logits.shape == (3, 8, 300)
+
+
+def test_copies_are_patched_by_themselves():
+    model = no_dropout(made(llama))
+    ms.patch_causal_lm(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight.zero_()
+    assert not torch.equal(model(**batch()).loss, other(**batch()).loss)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama], ids=["tied", "not tied"])
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing")
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+def test_trained_with_steps_in_backward(make, checkpointing):
+    results = []
+    for patched in (False, True):
+        model = no_dropout(made(make))
+        optimizer = ms.AdamW(model.parameters(), lr=1e-2, in_backward=True)
+        if patched:
+            ms.patch_causal_lm(model, chunk_size=256)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        losses = []
+        for step in range(4):
+            loss = model(**batch(step)).loss
+            loss.backward()
+            head = model.get_output_embeddings().weight
+            assert head.grad is None
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        results.append((losses, optimizer.state[head]["step"].item()))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-4)
+    assert results[0][1] == results[1][1] == 4
+
+
+@pytest.mark.skipif(_native.module is None, reason="in pure Python the gradient is whole")
+def test_rows_of_a_head_of_its_own_are_stepped(recwarn):
+    model = no_dropout(made(llama))
+    optimizer = ms.AdamW(model.parameters(), lr=1e-2, in_backward=True)
+    ms.patch_causal_lm(model, debug=True)
+    model(**batch()).loss.backward()
+    optimizer.step()
+    assert not [w for w in recwarn if "linear_cross_entropy" in str(w.message)]
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_trainer(tmp_path, micro_batches, bf16):
+    rows = [{"input_ids": row, "labels": row} for row in batch()["input_ids"].repeat(4, 1)]
+    results = []
+    for patched in (False, True):
+        model = no_dropout(made(llama))
+        optimizer = ms.AdamW(model.parameters(), lr=1e-2, in_backward=True)
+        if patched:
+            ms.patch_causal_lm(model)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, seed=3,
+            save_strategy="no", logging_steps=1, per_device_train_batch_size=2, max_steps=3,
+            max_grad_norm=0, gradient_accumulation_steps=micro_batches, bf16=bf16,
+            eval_strategy="steps", eval_steps=3,
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            model, arguments, train_dataset=rows, eval_dataset=rows[:4],
+            optimizers=(optimizer, schedule),
+        )  # fmt: skip
+        optimizer.accumulate_when(lambda trainer=trainer: not trainer.accelerator.sync_gradients)
+        trainer.train()
+        logs = trainer.state.log_history
+        results.append([log.get("loss", log.get("eval_loss")) for log in logs[:-1]])
+        assert trainer.predict(rows[:2]).predictions.shape == (2, 8, 300)
+    assert len(results[0]) == 4
+    assert results[1] == pytest.approx(results[0], rel=2e-2 if bf16 else 1e-4)
