@@ -15,13 +15,14 @@ namespace memsave_ext::memory {
 namespace {
 
 std::vector<Log*> active;
+std::vector<Count*> counts;
 std::atomic<int> active_count{0};
 std::atomic<int> stack_count{0};
 
 bool watching() { return active_count.load(std::memory_order_relaxed) > 0 && paused_depth == 0; }
 
 void set_counts() {
-  active_count = static_cast<int>(active.size());
+  active_count = static_cast<int>(active.size() + counts.size());
   stack_count = static_cast<int>(
       std::count_if(active.begin(), active.end(), [](const Log* log) { return log->stacks(); }));
 }
@@ -45,6 +46,7 @@ void survive_forks() {
       pthread_atfork([] { tracking_mutex().lock(); }, [] { tracking_mutex().unlock(); },
                      [] {
                        active.clear();
+                       counts.clear();
                        set_counts();
                        recompute_observer = nullptr;
                        tracking_mutex().unlock();
@@ -67,6 +69,17 @@ void add_active(Log* log) {
   recompute_observer = &observe_recompute;
 }
 
+void add_active(Count* count) {
+  survive_forks();
+  counts.push_back(count);
+  set_counts();
+}
+
+void remove_active(Count* count) {
+  counts.erase(std::remove(counts.begin(), counts.end(), count), counts.end());
+  set_counts();
+}
+
 void remove_active(Log* log) {
   active.erase(std::remove(active.begin(), active.end(), log), active.end());
   set_counts();
@@ -74,8 +87,9 @@ void remove_active(Log* log) {
 }
 
 bool any_active(c10::DeviceType type) {
-  return std::any_of(active.begin(), active.end(),
-                     [&](const Log* log) { return log->device().type() == type; });
+  const auto is_of_type = [&](const auto* one) { return one->device().type() == type; };
+  return std::any_of(active.begin(), active.end(), is_of_type) ||
+         std::any_of(counts.begin(), counts.end(), is_of_type);
 }
 
 void report_allocated(c10::Device device, void* ptr, int64_t size, std::optional<int64_t> total) {
@@ -87,6 +101,8 @@ void report_allocated(c10::Device device, void* ptr, int64_t size, std::optional
   TrackingLock lock;
   for (Log* log : active)
     if (log->device() == device) log->allocated(context, ptr, size, total, lock);
+  for (Count* count : counts)
+    if (count->device() == device) count->allocated(ptr, size);
 }
 
 void report_freed(c10::Device device, void* ptr, std::optional<int64_t> total) {
@@ -95,6 +111,8 @@ void report_freed(c10::Device device, void* ptr, std::optional<int64_t> total) {
   const std::lock_guard<std::mutex> lock(tracking_mutex());
   for (Log* log : active)
     if (log->device() == device) log->freed(context, ptr, total);
+  for (Count* count : counts)
+    if (count->device() == device) count->freed(ptr);
 }
 
 }  // namespace memsave_ext::memory

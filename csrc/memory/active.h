@@ -1,4 +1,4 @@
-// The trackers that run in this process, and the one lock that all of them share.
+// The trackers and counts that run in this process, and the one lock that all of them share.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -8,12 +8,14 @@
 #include <optional>
 #include <vector>
 
+#include "memory/count.h"
 #include "memory/log.h"
 
 namespace memsave_ext::memory {
 
-// Guards all logs. A thread that holds it must not wait for the GIL, nor free a tensor: freeing may
-// wait for the GIL, or for an allocator's lock, whose holder may be waiting for this mutex.
+// Guards all logs and counts. A thread that holds it must not wait for the GIL, nor free a tensor:
+// freeing may wait for the GIL, or for an allocator's lock, whose holder may be waiting for this
+// mutex.
 std::mutex& tracking_mutex();
 
 class TrackingLock {
@@ -30,9 +32,11 @@ class TrackingLock {
   const std::lock_guard<std::mutex> lock_;
 };
 
-// The caller of these three holds the mutex.
+// The caller of these holds the mutex.
 void add_active(Log* log);
+void add_active(Count* count);
 void remove_active(Log* log);
+void remove_active(Count* count);
 bool any_active(c10::DeviceType type);
 
 // The allocators call these without the mutex. `total` is the number of live bytes by the

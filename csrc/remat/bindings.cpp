@@ -1,13 +1,17 @@
 #include "remat/bindings.h"
 
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "checkpoint/engine.h"
+#include "remat/plan.h"
 #include "remat/saved.h"
 
 namespace memsave_ext::remat {
@@ -25,6 +29,8 @@ class Recorder {
       : block_(std::make_shared<Block>(!everything   ? Drops::kNothing
                                        : *everything ? Drops::kEverything
                                                      : Drops::kCheap)) {}
+  Recorder(int64_t bytes, double share, bool strict, const at::Device& device)
+      : block_(std::make_shared<Block>(Budget{bytes, share, strict, device})) {}
 
   void open() {
     install_engine();
@@ -41,6 +47,52 @@ class Recorder {
   }
   void enter_module(int32_t number) { block_->enter_module(number); }
   void leave_module() { block_->leave_module(); }
+
+  void count(const std::vector<at::Tensor>& tensors, int64_t missing) {
+    block_->step()->count(tensors, missing);
+  }
+
+  bool is_newly_short() { return block_->step()->is_newly_short(); }
+
+  py::dict budget() const {
+    if (block_->step() == nullptr) throw std::runtime_error("remat: the block was not entered");
+    const Step& step = *block_->step();
+    py::dict figures;
+    figures["budget"] = step.budget();
+    figures["peak"] = step.peak();
+    figures["least"] = step.least();
+    figures["before"] = step.before();
+    figures["least_held"] = 0;
+    figures["least_where"] = "";
+    figures["curve"] = step.curve();
+    const std::optional<Plan> plan = step.plan();
+    figures["plan"] = plan ? py::object(py::make_tuple(plan->peak, plan->seconds)) : py::none();
+    py::list plans;
+    for (const Plan& other : step.plans()) {
+      plans.append(py::make_tuple(other.peak, other.seconds));
+    }
+    figures["plans"] = std::move(plans);
+    return figures;
+  }
+
+  // As remat_plans() takes it, and the plan's decisions.
+  py::tuple trace() const {
+    const Trace trace = block_->step()->trace();
+    py::list contents, calls, moments, decisions;
+    for (const auto& c : trace.contents) {
+      contents.append(py::make_tuple(c.bytes, c.call, c.saved, c.let_go, c.opened, c.closed));
+    }
+    for (const auto& call : trace.calls) {
+      calls.append(py::make_tuple(call.seconds, call.reads, call.makes, call.writes));
+    }
+    for (const auto& moment : trace.moments) {
+      moments.append(py::make_tuple(moment.now, moment.peak));
+    }
+    if (const auto plan = block_->step()->plan()) {
+      for (const Decision decision : plan->decisions) decisions.append(static_cast<int>(decision));
+    }
+    return py::make_tuple(contents, calls, moments, trace.forward, decisions);
+  }
 
   py::dict figures() const {
     SumsAgain sums_again;
@@ -70,16 +122,60 @@ class Recorder {
   std::optional<HookGuard> hooks_;
 };
 
+// For tests: a trace as tuples of its fields.
+using Positions = std::vector<int32_t>;
+using ContentFields = std::tuple<int64_t, int32_t, bool, int32_t, int32_t, int32_t>;
+using CallFields = std::tuple<double, Positions, Positions, Positions>;
+using MomentFields = std::tuple<int64_t, int64_t>;
+
+// The plans of a trace; with decisions, only the plan with these.
+py::list plans(const std::vector<ContentFields>& contents, const std::vector<CallFields>& calls,
+               const std::vector<MomentFields>& moments, int32_t forward, int most_enumerated,
+               const std::optional<std::vector<int>>& decisions) {
+  Trace trace;
+  trace.forward = forward;
+  for (const auto& [bytes, call, saved, let_go, opened, closed] : contents) {
+    trace.contents.push_back({bytes, call, saved, let_go, opened, closed});
+  }
+  for (const auto& [seconds, reads, makes, writes] : calls) {
+    trace.calls.push_back({seconds, reads, makes, writes});
+  }
+  for (const auto& [now, peak] : moments) trace.moments.push_back({now, peak});
+  std::vector<Plan> plans;
+  if (decisions) {
+    std::vector<Decision> given;
+    for (const int decision : *decisions) given.push_back(static_cast<Decision>(decision));
+    plans.push_back(simulate(trace, std::move(given)));
+  } else {
+    plans = plans_of(trace, most_enumerated);
+  }
+  py::list result;
+  for (const auto& plan : plans) {
+    std::vector<int> made;
+    for (const Decision decision : plan.decisions) made.push_back(static_cast<int>(decision));
+    result.append(py::make_tuple(plan.peak, plan.seconds, made));
+  }
+  return result;
+}
+
 }  // namespace
 
 void bind(py::module_& m) {
+  m.def("remat_forget", &forget_known_steps);
   py::class_<Recorder>(m, "RematRecorder")
       .def(py::init<std::optional<bool>>())
+      .def(py::init<int64_t, double, bool, const at::Device&>())
+      .def("count", &Recorder::count)
+      .def("budget", &Recorder::budget)
+      .def("trace", &Recorder::trace)
+      .def("is_newly_short", &Recorder::is_newly_short)
       .def("open", &Recorder::open)
       .def("close", &Recorder::close)
       .def("enter_module", &Recorder::enter_module)
       .def("leave_module", &Recorder::leave_module)
       .def("figures", &Recorder::figures);
+  m.def("remat_plans", &plans, py::arg("contents"), py::arg("calls"), py::arg("moments"),
+        py::arg("forward"), py::arg("most_enumerated") = 14, py::arg("decisions") = py::none());
 }
 
 }  // namespace memsave_ext::remat

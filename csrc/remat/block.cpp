@@ -1,5 +1,6 @@
 #include "remat/block.h"
 
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -29,6 +30,7 @@ void Block::open() {
   thread_ = std::this_thread::get_id();
   outer_ = current;
   if (outer_ == nullptr) seconds_of_copy(0);  // measures it before any operator is timed
+  if (budget_) step_ = std::make_unique<Step>(*budget_);
   callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(on_start, on_end)
                                              .needsInputs(true)
                                              .needsOutputs(true)
@@ -42,6 +44,7 @@ void Block::close() {
   current = outer_;
   if (outer_ != nullptr) at::reenableCallback(outer_->callback_);
   table_.clear();
+  let_go();
 }
 
 std::shared_ptr<Content> Block::save(const at::Tensor& tensor) {
@@ -51,6 +54,7 @@ std::shared_ptr<Content> Block::save(const at::Tensor& tensor) {
     const std::lock_guard<std::mutex> lock(contents_mutex());
     if (content->dropped && !has_all_memory(*content)) return nullptr;
     ++content->holders;
+    ++holders_;
     if (content->decided) return content;
     if (!content->held) content->held = content->storage.lock();
     // It is new in an operator that still runs and may say how it is made: decided at its end.
@@ -70,38 +74,105 @@ bool Block::is_being_written(const Content& content) const {
   });
 }
 
+void Block::released(const Content& content, bool was_last) {
+  if (!step_) return;
+  if (was_last) step_->closed(content);
+  let_go();
+}
+
+void Block::opened(const Content& content) {
+  if (!step_) return;
+  step_->opened(content);
+  const int backward = torch::autograd::get_current_graph_task_id();
+  if (backward == -1 || backward_.exchange(backward) == backward) return;
+  ++holders_;
+  auto& engine = torch::autograd::Engine::get_default_engine();
+  // Queued a second time it runs after what others, such as optimizers, have queued meanwhile.
+  engine.queue_callback([self = shared_from_this(), &engine] {
+    engine.queue_callback([self] { self->let_go(); });
+  });
+}
+
+void Block::let_go() {
+  if (--holders_ == 0 && step_) step_->finish();
+}
+
+// Returns how the content would be recomputed. The caller holds contents_mutex().
+Route Block::route_to(const Content& content, Freed& locked) const {
+  Route route;
+  if (content.call && !content.external) route = find_route(content, locked);
+  // It cannot be recomputed from memory that a running operator is about to write. This happens
+  // where autograd saves a clone of a tensor before it is changed in place.
+  for (const auto& needed : route.needs) {
+    route.possible = route.possible && !is_being_written(*needed);
+  }
+  return route;
+}
+
 void Block::decide(const std::shared_ptr<Content>& content) {
   Freed freed;  // declared first: freed last, without the mutex
   std::shared_ptr<Call> call;
+  const Choice choice = step_ ? step_->decide(*content) : Choice{drops_, true};
   const std::lock_guard<std::mutex> lock(contents_mutex());
-  Plan plan;
-  if (content->call && !content->external) plan = plan_for(*content, freed);
-  // It cannot be recomputed from memory that a running operator is about to write. This happens
-  // where autograd saves a clone of a tensor before it is changed in place.
-  for (const auto& needed : plan.needs) plan.possible = plan.possible && !is_being_written(*needed);
-  const Verdict verdict = judge(*content, plan, drops_);
+  Route route = route_to(*content, freed);
+  const Verdict verdict = judge(*content, route, choice.drops);
   content->decided = true;
+  content->held_on_the_way = choice.held_on_the_way;
   Sum& sum = sums_[{{content->module, content->op}, verdict}];
   ++sum.count;
   sum.bytes += content->bytes;
-  if (verdict != Verdict::kDropped) {
-    if (!content->relied_on) {
-      // It is kept, so that no chain of calls needs to go further back.
-      call = std::move(content->call);
-      content->depth = 0;
-    }
-    return;
-  }
-  sum.seconds += plan.seconds;
+  if (verdict == Verdict::kDropped) return drop(content, std::move(route), freed);
+  if (content->relied_on || (step_ && step_->may_drop_later())) return;
+  // It is kept, so that no chain of calls needs to go further back.
+  call = std::move(content->call);
+  content->depth = 0;
+}
+
+// The caller holds contents_mutex().
+void Block::drop(const std::shared_ptr<Content>& content, Route route, Freed& freed) {
+  sums_[{{content->module, content->op}, Verdict::kDropped}].seconds += route.seconds;
   content->dropped = true;
-  content->dropped_depth = plan.dropped_depth + 1;
-  for (const auto& needed : plan.needs) {
+  content->dropped_depth = route.dropped_depth + 1;
+  for (const auto& needed : route.needs) {
     pin(*needed);
     if (!needed->held && !needed->dropped) needed->held = needed->storage.lock();
   }
-  for (const auto& other : plan.on_the_way) other->relied_on = true;
-  content->needs = std::move(plan.needs);
-  freed.push_back(std::move(content->held));
+  for (const auto& other : route.on_the_way) other->relied_on = true;
+  content->needs = std::move(route.needs);
+  freed.push_back(content->give_up());
+}
+
+// Drops what was kept where there is no plan and the budget is exceeded: the cheapest to recompute
+// for its size first.
+void Block::make_room() {
+  int64_t excess = step_->excess();
+  if (excess <= 0) return;
+  Freed freed;
+  std::vector<std::pair<double, std::shared_ptr<Content>>> order;
+  for (auto& content : step_->candidates()) {
+    const std::lock_guard<std::mutex> lock(contents_mutex());
+    const Route route = route_to(*content, freed);
+    const int64_t bytes = content->bytes - route.more_bytes;
+    if (!content->call || !route.possible || bytes <= 0) continue;
+    order.emplace_back(route.seconds / static_cast<double>(bytes), std::move(content));
+  }
+  std::stable_sort(order.begin(), order.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  for (auto& [score, content] : order) {
+    if (excess <= 0) return;
+    const std::lock_guard<std::mutex> lock(contents_mutex());
+    Route route = route_to(*content, freed);  // dropping others has changed it
+    const int64_t bytes = content->bytes - route.more_bytes;
+    if (!route.possible || bytes <= 0) continue;
+    const Maker maker{content->module, content->op};
+    for (const auto& [verdict, sign] : {std::pair(Verdict::kFits, -1), {Verdict::kDropped, 1}}) {
+      Sum& sum = sums_[{maker, verdict}];
+      sum.count += sign;
+      sum.bytes += sign * content->bytes;
+    }
+    drop(content, std::move(route), freed);
+    excess -= bytes;
+  }
 }
 
 void Block::enter_module(int32_t number) {

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 
+#include <atomic>
 #include <chrono>
 #include <map>
 #include <memory>
@@ -14,20 +15,10 @@
 #include <vector>
 
 #include "remat/content.h"
+#include "remat/policy.h"
+#include "remat/step.h"
 
 namespace memsave_ext::remat {
-
-// Whether a saved tensor's memory is dropped, or why it is kept.
-enum class Verdict : int {
-  kDropped,
-  kInput,     // made outside of the block: a parameter or an input
-  kNotAgain,  // not repeatable (random numbers, a collective), or a kernel or region made it unseen
-  kHeavy,     // bound by arithmetic, such as a matrix product
-  kNoGain,    // recomputing it would keep about as much memory, or is not cheap for its size
-};
-// What a block drops: nothing, to measure what recording costs; what is cheap to recompute; or, for
-// tests, everything that can be recomputed.
-enum class Drops { kNothing, kCheap, kEverything };
 
 constexpr int32_t kNoModule = -1;
 
@@ -42,9 +33,10 @@ using Maker = std::pair<int32_t, const Operator*>;  // module number; operator o
 using Sums = std::map<std::pair<Maker, Verdict>, Sum>;
 using SumsAgain = std::map<Maker, Sum>;
 
-class Block {
+class Block : public std::enable_shared_from_this<Block> {
  public:
   explicit Block(Drops drops) : drops_(drops) {}
+  explicit Block(Budget budget) : drops_(Drops::kCheap), budget_(budget) {}
 
   // Records this thread's operators until close(). Blocks nest: only the innermost records.
   void open();
@@ -55,6 +47,13 @@ class Block {
   // Called for a tensor that autograd saves. Adds a holder to its content and returns it; returns
   // null where the tensor itself is to be kept.
   std::shared_ptr<Content> save(const at::Tensor& tensor);
+
+  // Called when autograd opens what save() returned. The step goes on until that backward ends,
+  // where optimizers that step in backward may still make their states.
+  void opened(const Content& content);
+  // Called for what save() returned, when its holder is gone.
+  void released(const Content& content, bool was_last);
+  Step* step() const { return step_.get(); }  // null without a budget, and before open()
 
   // Ignored on threads other than the block's own, which run replicas of a module.
   void enter_module(int32_t number);
@@ -73,6 +72,7 @@ class Block {
     uint64_t born = 0;           // contents_so_far() when it began: later ones are new in it
     std::shared_ptr<Call> call;  // null: only its results are noted
     bool repeatable = false;     // whether its results may be recomputed from `call`
+    uint64_t key = 0;            // see Step::began()
     // The tensors it writes, with their versions before.
     c10::SmallVector<std::pair<at::Tensor, uint32_t>, 2> written;
     std::chrono::steady_clock::time_point begin;
@@ -106,9 +106,18 @@ class Block {
   bool refer(Recording& recording, const at::Tensor& tensor, size_t argument, int64_t element);
   void made(Recording& recording, const at::Tensor& tensor, size_t output, int64_t element);
   void decide(const std::shared_ptr<Content>& content);
+  Route route_to(const Content& content, Freed& locked) const;
+  void drop(const std::shared_ptr<Content>& content, Route route, Freed& freed);
+  void make_room();
+  void let_go();
   void sweep();
 
   const Drops drops_;
+  const std::optional<Budget> budget_;
+  std::unique_ptr<Step> step_;
+  // Of its contents; and itself while it is open, and backwards that open its contents.
+  std::atomic<int64_t> holders_{1};
+  std::atomic<int> backward_{-1};  // number of the latest backward that opened a content
   std::unordered_map<const c10::StorageImpl*, Entry> table_;
   size_t sweep_at_ = 1024;           // size of table_ at which freed storages are removed
   std::vector<Recording*> running_;  // recorded operators that run, innermost last

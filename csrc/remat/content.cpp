@@ -64,6 +64,32 @@ Content::Content(const c10::Storage& storage, bool external)
       born(++contents),
       external(external) {}
 
+void Content::set_alone(bool now) {
+  if (alone && now != is_alone) *alone += now ? bytes : -bytes;
+  is_alone = now;
+}
+
+bool Content::is_let_go() const {
+  if (is_alone) return true;
+  if (held) return held.use_count() == 1;
+  return overwritten || storage.expired();
+}
+
+c10::intrusive_ptr<c10::StorageImpl> Content::give_up() {
+  set_alone(false);
+  return std::move(held);
+}
+
+void Content::hold_alone(c10::intrusive_ptr<c10::StorageImpl> memory) {
+  held = std::move(memory);
+  set_alone(true);
+}
+
+c10::intrusive_ptr<c10::StorageImpl> Content::memory() const {
+  if (held && !is_lost()) return held;
+  return recomputed ? recomputed->lock() : c10::intrusive_ptr<c10::StorageImpl>();
+}
+
 uint64_t contents_so_far() { return contents; }
 
 std::mutex& contents_mutex() {
@@ -99,7 +125,7 @@ void release_unused(std::shared_ptr<Content> content, Freed& freed,
     std::shared_ptr<Content> next = std::move(left.back());
     left.pop_back();
     if (next->holders == 0 && next->pins == 0) {
-      if (next->held) freed.push_back(std::move(next->held));
+      if (next->held) freed.push_back(next->give_up());
       next->dropped = next->decided = false;
       for (auto& of : next->needs) {
         unpin(*of);

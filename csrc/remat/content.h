@@ -78,7 +78,7 @@ struct Call {
 };
 
 // Guarded by contents_mutex(), except for what never changes.
-struct Content {
+struct Content : std::enable_shared_from_this<Content> {
   // The storage it was made in. The weak reference keeps its address from being given to another.
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   const int64_t bytes;
@@ -102,10 +102,27 @@ struct Content {
   int64_t holders = 0;       // saved tensors of it
   int64_t pins = 0;          // dropped contents that need it
   std::vector<std::shared_ptr<Content>> needs;  // of a dropped one: the contents it pins
-  uint64_t fill = 0;                            // how often it was recomputed
-  int64_t unopened = 0;                         // holders that have not opened the latest recompute
+  bool held_on_the_way = true;  // recomputed on the way to another content, it is held, too
+  int32_t number = -1;          // its position in the trace of the block's step; -1 without
+  // Bytes of all contents that only the block holds; null without a budget.
+  std::shared_ptr<int64_t> alone;
+  bool is_alone = false;  // only the block holds it, and it is counted there
+  // The memory that it was recomputed into, which a node may use still when it is held no more.
+  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> recomputed;
+  uint64_t fill = 0;     // how often it was recomputed
+  int64_t unopened = 0;  // holders that have not opened the latest recompute
 
   Content(const c10::Storage& storage, bool external);
+  // Gives up `held`, which is returned. Needs the mutex.
+  c10::intrusive_ptr<c10::StorageImpl> give_up();
+  // Holds memory that nobody else refers to. Needs the mutex.
+  void hold_alone(c10::intrusive_ptr<c10::StorageImpl> memory);
+  // Its memory, held or still in use after a recompute; null where it has to be recomputed. Needs
+  // the mutex.
+  c10::intrusive_ptr<c10::StorageImpl> memory() const;
+  void set_alone(bool now);  // needs the mutex
+  // Whether nobody but the block could have its values still. Needs the mutex.
+  bool is_let_go() const;
   // Whether its values are gone: overwritten, without a copy or a recompute. Needs the mutex.
   bool is_lost() const { return overwritten && !copied && fill == 0; }
 };

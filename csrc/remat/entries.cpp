@@ -91,8 +91,9 @@ void Block::before_write(const at::Tensor& tensor) {
   }
   c10::Storage copy = copy_of(c10::Storage(held));
   const std::lock_guard<std::mutex> lock(contents_mutex());
-  std::swap(held, content->held);
-  content->held = c10::intrusive_ptr<c10::StorageImpl>::reclaim(copy.unsafeReleaseStorageImpl());
+  held = content->give_up();
+  content->hold_alone(
+      c10::intrusive_ptr<c10::StorageImpl>::reclaim(copy.unsafeReleaseStorageImpl()));
   content->copied = true;
 }
 

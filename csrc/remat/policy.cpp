@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "memory/pause.h"
 #include "remat/block.h"
 
 namespace memsave_ext::remat {
@@ -22,17 +23,17 @@ constexpr double kHostSeconds = 4e-6;
 // functions take 1 to 30, normalizations 5 to 25, matrix products 80 and more.
 constexpr double kCopies = 40;
 
-// Adds to the plan a repeat of `call`, which is the `operators`th in its chain.
-void add(const Call& call, Plan& plan, Freed& locked, int operators) {
+// Adds to the route a repeat of `call`, which is the `operators`th in its chain.
+void add(const Call& call, Route& route, Freed& locked, int operators) {
   if (operators > kMostOperators) {
-    plan.possible = false;
+    route.possible = false;
     return;
   }
-  plan.seconds += call.seconds + kHostSeconds;
+  route.seconds += call.seconds + kHostSeconds;
   for (const auto& reference : call.references) {
     const auto& content = reference.content;
     if (reference.overwritten) continue;
-    if (std::find(plan.needs.begin(), plan.needs.end(), content) != plan.needs.end()) continue;
+    if (std::find(route.needs.begin(), route.needs.end(), content) != route.needs.end()) continue;
     const bool unseen = !content->copied && content->fill == 0 && reference.changed();
     const bool lost = content->is_lost() || unseen;
     // FSDP frees the memory of a module's parameters after its forward.
@@ -40,41 +41,41 @@ void add(const Call& call, Plan& plan, Freed& locked, int operators) {
       return static_cast<int64_t>(storage.nbytes()) < reference.geometry.extent();
     };
     if (content->held && !lost && is_empty(*content->held)) {
-      plan.possible = false;
+      route.possible = false;
       return;
     }
     content->extent = std::max(content->extent, reference.geometry.extent());
     if ((content->held && !lost) || content->dropped) {
       if (content->dropped) {
-        plan.dropped_depth = std::max(plan.dropped_depth, content->dropped_depth);
+        route.dropped_depth = std::max(route.dropped_depth, content->dropped_depth);
       }
-      plan.needs.push_back(content);
+      route.needs.push_back(content);
       continue;
     }
     // An intermediate value that nobody saved is recomputed on the way.
     if (content->call) {
-      plan.on_the_way.push_back(content);
-      add(*content->call, plan, locked, operators + 1);
-      if (!plan.possible) return;
+      route.on_the_way.push_back(content);
+      add(*content->call, route, locked, operators + 1);
+      if (!route.possible) return;
       continue;
     }
     auto storage = content->storage.lock();
     if (!storage || lost || is_empty(*storage)) {
-      plan.possible = false;
+      route.possible = false;
       return;
     }
     locked.push_back(std::move(storage));
-    if (!content->external) plan.more_bytes += content->bytes;
-    plan.needs.push_back(content);
+    if (!content->external) route.more_bytes += content->bytes;
+    route.needs.push_back(content);
   }
 }
 
 }  // namespace
 
-Plan plan_for(const Content& content, Freed& locked) {
-  Plan plan;
-  add(*content.call, plan, locked, 1);
-  return plan;
+Route find_route(const Content& content, Freed& locked) {
+  Route route;
+  add(*content.call, route, locked, 1);
+  return route;
 }
 
 bool has_all_memory(const Content& content) {
@@ -87,6 +88,7 @@ bool has_all_memory(const Content& content) {
 double seconds_of_copy(int64_t bytes) {
   static const double measured = [] {
     const Pause pause;
+    const memory::PauseTracking uncounted;
     constexpr int64_t size = 4 << 20;
     const auto from = at::empty({size}, at::kByte).fill_(1);
     const auto to = at::empty({size}, at::kByte).fill_(1);
@@ -102,17 +104,19 @@ double seconds_of_copy(int64_t bytes) {
   return measured * static_cast<double>(bytes);
 }
 
-Verdict judge(const Content& content, const Plan& plan, Drops drops) {
+Verdict judge(const Content& content, const Route& route, Drops drops) {
   if (content.external) return Verdict::kInput;
-  if (content.op != nullptr && content.op->is_heavy) return Verdict::kHeavy;
+  const bool is_heavy = content.op != nullptr && content.op->is_heavy;
+  if (is_heavy && (!content.call || drops == Drops::kCheap)) return Verdict::kHeavy;
   if (!content.call) return Verdict::kNotAgain;
-  if (!plan.possible) return Verdict::kNotAgain;
+  if (!route.possible) return Verdict::kNotAgain;
   if (drops == Drops::kEverything) return Verdict::kDropped;
   if (drops == Drops::kNothing) return Verdict::kNoGain;
-  if (plan.dropped_depth >= kMostDropped) return Verdict::kNoGain;
-  const int64_t saved = content.bytes - plan.more_bytes;
+  if (drops == Drops::kUntilFull) return Verdict::kFits;
+  if (route.dropped_depth >= kMostDropped) return Verdict::kNoGain;
+  const int64_t saved = content.bytes - route.more_bytes;
   if (4 * saved < content.bytes) return Verdict::kNoGain;
-  return plan.seconds <= kCopies * seconds_of_copy(saved) ? Verdict::kDropped : Verdict::kNoGain;
+  return route.seconds <= kCopies * seconds_of_copy(saved) ? Verdict::kDropped : Verdict::kNoGain;
 }
 
 }  // namespace memsave_ext::remat

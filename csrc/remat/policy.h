@@ -4,13 +4,30 @@
 #include <memory>
 #include <vector>
 
-#include "remat/block.h"
 #include "remat/content.h"
 
 namespace memsave_ext::remat {
 
+// Whether a saved tensor's memory is dropped, or why it is kept.
+enum class Verdict : int {
+  kDropped,
+  kInput,     // made outside of the block: a parameter or an input
+  kNotAgain,  // not repeatable (random numbers, a collective), or a kernel or region made it unseen
+  kHeavy,     // bound by arithmetic, such as a matrix product
+  kNoGain,    // recomputing it would keep about as much memory, or is not cheap for its size
+  kFits,      // the budget has room for it
+};
+// What a block drops: nothing, to measure what recording costs; what is cheap to recompute; or, for
+// tests, everything that can be recomputed; nothing yet, while the budget has room.
+enum class Drops { kNothing, kCheap, kEverything, kUntilFull };
+// What a step decides on a content.
+struct Choice {
+  Drops drops;
+  bool held_on_the_way;  // see Content
+};
+
 // What it takes to recompute a content.
-struct Plan {
+struct Route {
   bool possible = true;
   double seconds = 0;                                // estimated
   int64_t more_bytes = 0;                            // that would be kept only for this
@@ -20,14 +37,14 @@ struct Plan {
 };
 
 // The caller holds contents_mutex(). `locked` receives what must stay alive until it is released.
-Plan plan_for(const Content& content, Freed& locked);
+Route find_route(const Content& content, Freed& locked);
 
 // Whether all memory that a dropped content is computed from is still there. The caller holds
 // contents_mutex().
 bool has_all_memory(const Content& content);
 
-// Decides whether a content is dropped, given the plan for it, or why not.
-Verdict judge(const Content& content, const Plan& plan, Drops drops);
+// Decides whether a content is dropped, given the route to it, or why not.
+Verdict judge(const Content& content, const Route& route, Drops drops);
 
 // Returns how long copying `bytes` takes within the cache; the speed is measured once.
 double seconds_of_copy(int64_t bytes);

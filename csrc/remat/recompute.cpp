@@ -38,6 +38,7 @@ class Recomputation {
   explicit Recomputation(Block& block) : block_(block) {}
 
   c10::Storage memory(const std::shared_ptr<Content>& content) {
+    wanted_ = content.get();
     {
       const std::lock_guard<std::mutex> lock(contents_mutex());
       count_uses(*content);
@@ -46,12 +47,14 @@ class Recomputation {
   }
 
  private:
-  static bool is_there(const Content& content) { return content.held && !content.is_lost(); }
-
   // Counts how often each content that is to be recomputed will be used. The caller holds
   // contents_mutex().
   void count_uses(const Content& content) {
-    if (is_there(content) || ++uses_[&content] > 1 || !content.call) return;
+    if (auto memory = content.memory()) {
+      alive_.push_back(std::move(memory));
+      return;
+    }
+    if (++uses_[&content] > 1 || !content.call) return;
     if (!calls_.insert(content.call.get()).second) return;
     for (const auto& reference : content.call->references) {
       if (!reference.overwritten) count_uses(*reference.content);
@@ -62,7 +65,7 @@ class Recomputation {
   c10::Storage use(const std::shared_ptr<Content>& content) {
     {
       const std::lock_guard<std::mutex> lock(contents_mutex());
-      if (is_there(*content)) return c10::Storage(content->held);
+      if (auto memory = content->memory()) return c10::Storage(std::move(memory));
     }
     if (computed_.count(content.get()) == 0) {
       TORCH_INTERNAL_ASSERT(content->call, "remat: a content that was not kept has no call");
@@ -123,7 +126,8 @@ class Recomputation {
     return use(reference.content);
   }
 
-  // Whether nobody will read a content's recomputed memory after the use that it was just given for.
+  // Whether nobody will read a content's recomputed memory after the use that it was just given
+  // for.
   bool is_last_use(const Content& content) const {
     const auto found = uses_.find(&content);
     if (found == uses_.end() || found->second > 0) return false;
@@ -137,8 +141,11 @@ class Recomputation {
     if (uses != uses_.end() && uses->second > 0) computed_.insert_or_assign(content.get(), storage);
     const std::lock_guard<std::mutex> lock(contents_mutex());
     if (!content->dropped || content->held || content->holders == 0) return;
-    content->held =
+    if (content.get() != wanted_ && !content->held_on_the_way) return;
+    auto memory =
         c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage.unsafeGetStorageImpl());
+    content->recomputed = memory;
+    content->hold_alone(std::move(memory));
     ++content->fill;
     content->unopened = content->holders;
   }
@@ -189,10 +196,12 @@ class Recomputation {
   }
 
   Block& block_;
+  const Content* wanted_ = nullptr;
   // The calls that hold these contents, and so their keys here, are alive until the end.
   std::unordered_map<const Content*, c10::Storage> computed_;
   std::unordered_map<const Content*, int64_t> uses_;  // that are still to come
   std::unordered_set<const Call*> calls_;
+  Freed alive_;  // what was there at the beginning, and so needs no call
 };
 
 }  // namespace

@@ -16,6 +16,8 @@ namespace {
 
 // The longest chain of calls of which no result was kept.
 constexpr int kDeepest = 32;
+constexpr int kDeepestPlanned =
+    1000;  // plans keep what shortens chains; the stack must not overflow
 // The argument of this package's batch norm that takes the statistics.
 constexpr size_t kStatistics = 4;
 
@@ -97,6 +99,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   ++recorded_;
   sweep();
   auto recording = std::make_unique<Recording>();
+  if (step_) recording->key = step_->began(op, function);
   recording->block = this;
   const auto inputs = function.inputs();
   recording->call = std::make_shared<Call>();
@@ -104,7 +107,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   call.op = &op;
   call.module = modules_.back();
   // What is never recomputed needs no arguments recorded.
-  recording->repeatable = op.is_repeatable && !op.is_heavy;
+  recording->repeatable = op.is_repeatable && (!op.is_heavy || step_);
   const bool is_mask = op.makes_mask && !inputs.empty() && inputs[0].toTensor().is_cpu();
   if (op.is_random && !is_mask && recording->repeatable) {
     call.random = Random::of(op, inputs);
@@ -201,7 +204,7 @@ void Block::end(Recording& recording, const at::RecordFunction& function) {
     if (reference.overwritten) continue;
     if (reference.content->call) depth = std::max(depth, reference.content->depth + 1);
   }
-  if (depth > kDeepest) recording.repeatable = false;
+  if (depth > (step_ ? kDeepestPlanned : kDeepest)) recording.repeatable = false;
   const auto outputs = function.outputs();
   // Statistics that were given are among the arguments, and this output is empty.
   if (call.op->is_own_batch_norm && outputs.size() == 2 && is_plain(outputs[1].toTensor()) &&
@@ -225,6 +228,9 @@ void Block::end(Recording& recording, const at::RecordFunction& function) {
     const auto found = table_.find(storage_of(tensor));
     if (found == table_.end() || found->second.content->born <= recording.born) renew(tensor);
   }
+  if (!step_) return;
+  step_->ended(recording.repeatable ? &call : nullptr, recording.key);
+  make_room();
 }
 
 void Block::made(Recording& recording, const at::Tensor& tensor, size_t output, int64_t element) {

@@ -24,20 +24,15 @@ class BlockSaved final : public Saved {
     opened_ = content_->fill;
   }
 
-  ~BlockSaved() override {
-    Freed freed;
-    std::vector<std::shared_ptr<Content>> contents;
-    const std::lock_guard<std::mutex> lock(contents_mutex());
-    --content_->holders;
-    if (content_->fill != opened_) close(freed);
-    release_unused(content_, freed, contents);
-  }
+  ~BlockSaved() override { block_->released(*content_, release()); }
 
   at::Tensor open() override {
+    block_->opened(*content_);
     if (auto tensor = open_held()) return *tensor;
     std::optional<pybind11::gil_scoped_release> no_gil;
     if (PyGILState_Check()) no_gil.emplace();
     c10::Storage storage = memory_of(*block_, content_);
+    if (block_->step()) block_->step()->recomputed();
     no_gil.reset();
     // Counts this holder as served: it does not ask again in this backward.
     (void)open_held();
@@ -45,6 +40,17 @@ class BlockSaved final : public Saved {
   }
 
  private:
+  // Returns whether this was the content's last holder.
+  bool release() {
+    Freed freed;
+    std::vector<std::shared_ptr<Content>> contents;
+    const std::lock_guard<std::mutex> lock(contents_mutex());
+    --content_->holders;
+    if (content_->fill != opened_) close(freed);
+    release_unused(content_, freed, contents);
+    return content_->holders == 0;
+  }
+
   // Returns the tensor if the content's memory is there.
   std::optional<at::Tensor> open_held() {
     Freed freed;
@@ -52,7 +58,7 @@ class BlockSaved final : public Saved {
     bool original;
     {
       const std::lock_guard<std::mutex> lock(contents_mutex());
-      held = content_->held;
+      held = content_->held ? content_->held : content_->memory();
       if (!held) return std::nullopt;
       original = !content_->copied && content_->fill == 0;
       if (content_->fill != opened_) {
@@ -60,6 +66,7 @@ class BlockSaved final : public Saved {
         close(freed);
       }
     }
+    if (block_->step()) block_->step()->given_up(freed);
     if (original && version_.enabled() && version_.current_version() != noted_) {
       throw_error("remat_saved_changed",
                   std::vector<int64_t>(geometry_.sizes.begin(), geometry_.sizes.end()),
@@ -71,7 +78,7 @@ class BlockSaved final : public Saved {
   // Counts one holder less that waits for the recomputed memory, and frees it after the last one.
   void close(Freed& freed) {
     if (--content_->unopened == 0 && content_->dropped && content_->held) {
-      freed.push_back(std::move(content_->held));
+      freed.push_back(content_->give_up());
     }
   }
 
@@ -109,7 +116,9 @@ std::shared_ptr<Saved> BlockPacker::pack(at::Tensor& tensor) {
   if (Block::active() != block_.get()) return nullptr;
   std::shared_ptr<Content> content = block_->save(tensor);
   if (!content) return std::make_shared<KeptSaved>(tensor);
-  return std::make_shared<BlockSaved>(block_, std::move(content), tensor);
+  auto saved = std::make_shared<BlockSaved>(block_, std::move(content), tensor);
+  if (block_->step()) block_->step()->check();
+  return saved;
 }
 
 }  // namespace memsave_ext::remat

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .stepper import Stepper
+
+# All optimizers of this package that are alive.
+_alive: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def note_optimizer(optimizer: Optimizer) -> None:
+    _alive.add(optimizer)
+
+
+def optimizers_of(params: Iterable[Tensor]) -> list[Optimizer]:
+    """Returns this package's optimizers that have states of one of ``params``."""
+    listed = list(params)
+    return [o for o in _alive if any(p in o.state for p in listed)]
+
 
 _NO_PARAMS = (
     "remove_hooks: params must be a module, a parameter or an iterable of parameters, got {}"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from ..memory.hooks import Modules
+from .budget import LivedBefore, check_arguments, device_of, parse_budget, warn_if_short
 from .figures import RematFigures, make_figures, make_report
 from .recorder import make_recorder
 
@@ -40,13 +43,24 @@ class remat:  # noqa: N801, a context manager is used like a function
             that entered it, or before a block inside it.
     """
 
-    def __init__(self, model: nn.Module | None = None, *, _everything: bool | None = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        budget: int | float | str | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        strict: bool = False,
+        _everything: bool | None = False,
+    ) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(
                 f"remat: model must be a torch.nn.Module or None, got {type(model).__name__}"
             )
+        check_arguments(budget, optimizer, strict)
         self._modules = Modules(model)
-        self._recorder = make_recorder(_everything)
+        self._within = None if budget is None else parse_budget(budget, strict)
+        self._recorder = make_recorder(_everything, self._within, device_of(model))
+        self._before = None if budget is None else LivedBefore(self._recorder, model, optimizer)
         self._hooks: ExitStack | None = None
 
     def __enter__(self) -> remat:
@@ -55,6 +69,8 @@ class remat:  # noqa: N801, a context manager is used like a function
         self._hooks = self._install()
         try:
             self._recorder.open()
+            if self._before is not None:
+                self._before.install(self._hooks)
         except BaseException:
             self._hooks.close()
             raise
@@ -70,6 +86,40 @@ class remat:  # noqa: N801, a context manager is used like a function
             raise RuntimeError("remat: a block that was not entered cannot be left")
         self._recorder.close()
         self._hooks.close()
+        if self._within is not None and error is None:
+            warn_if_short(self._recorder)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that counted until now, from the block's beginning to its backward's end.
+
+        Raises:
+            RuntimeError: the block has no budget.
+        """
+        return self._of_budget("peak")
+
+    @property
+    def least(self) -> int | None:
+        """The lowest budget for a step of these shapes; None in the first one, which is measured.
+
+        Raises:
+            RuntimeError: the block has no budget.
+        """
+        return self._of_budget("least") or None
+
+    @property
+    def budget(self) -> int | None:
+        """The budget in bytes; None where it is a share and this is the first step of its shape.
+
+        Raises:
+            RuntimeError: the block has no budget.
+        """
+        return self._of_budget("budget") or None
+
+    def _of_budget(self, name: str) -> int:
+        if self._within is None:
+            raise RuntimeError(f"remat: {name} is known only with a budget")
+        return int(self._recorder.budget()[name])
 
     def figures(self) -> RematFigures:
         """Returns what has been kept, dropped and recomputed until now."""

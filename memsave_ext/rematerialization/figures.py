@@ -11,13 +11,14 @@ from ..memory.report import format_seconds
 from ..memory.table import format_bytes, print_table
 
 DROPPED, INPUT = "dropped", "from outside of the block"
-# The order is that of Verdict in csrc/remat/block.h.
+# The order is that of Verdict in csrc/remat/policy.h.
 VERDICTS = (
     DROPPED,
     INPUT,
     "cannot be repeated, or was not seen",
     "bound by arithmetic",
     "would gain too little",
+    "the budget has room for it",
 )
 
 

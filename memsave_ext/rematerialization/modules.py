@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..checkpointing.forwards import ForwardInPlace
 from .block import remat
+from .budget import check_arguments
 from .figures import RematFigures
 
 
@@ -20,7 +23,8 @@ class _RematForward(ForwardInPlace):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return type(module).forward(module, *args, **kwargs)
         model = module if self.options["by_module"] else None
-        with remat(model, _everything=self.options["everything"]) as block:
+        options = {name: self.options[name] for name in ("budget", "optimizer", "strict")}
+        with remat(model, **options, _everything=self.options["everything"]) as block:
             self.last = block
             return type(module).forward(module, *args, **kwargs)
 
@@ -57,6 +61,21 @@ class RematHandle:
         """
         return self._last().report(top=top)
 
+    @property
+    def peak(self) -> int:
+        """See :attr:`remat.peak`, of the module's last step."""
+        return self._last().peak
+
+    @property
+    def least(self) -> int | None:
+        """See :attr:`remat.least`, of the module's last step."""
+        return self._last().least
+
+    @property
+    def budget(self) -> int | None:
+        """See :attr:`remat.budget`, of the module's last step."""
+        return self._last().budget
+
     def _last(self) -> remat:
         if self._forward.last is None:
             raise RuntimeError(
@@ -66,7 +85,13 @@ class RematHandle:
 
 
 def remat_module(
-    model: nn.Module, *, by_module: bool = False, _everything: bool = False
+    model: nn.Module,
+    *,
+    by_module: bool = False,
+    budget: int | float | str | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    strict: bool = False,
+    _everything: bool = False,
 ) -> RematHandle:
     """Run every forward of ``model`` in a :class:`remat` block, changing the model in place.
 
@@ -95,6 +120,10 @@ def remat_module(
             f"remat_module: {type(model).__name__} has a forward of its own already; remove() the "
             "handle that set it first"
         )
-    forward = _RematForward(model, {"by_module": by_module, "everything": _everything})
+    check_arguments(budget, optimizer, strict)
+    options = {"budget": budget, "optimizer": optimizer, "strict": strict}
+    forward = _RematForward(
+        model, {"by_module": by_module, "everything": _everything, **options}
+    )
     forward.install()
     return RematHandle(forward)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
 
 from .. import _native
 from .fallback.block import Block
+
+
+class Budget(NamedTuple):
+    bytes: int  # 0 for a share
+    share: float  # of the activations; 0 for bytes
+    strict: bool
 
 
 class Recorder(Protocol):
@@ -24,6 +33,15 @@ class Recorder(Protocol):
 
     def leave_module(self) -> None: ...
 
+    def count(self, tensors: list[Tensor], missing: int) -> None:
+        """Within a budget: counts memory from before, and bytes of gradients yet to be made."""
+
+    def is_newly_short(self) -> bool:
+        """Within a budget: whether it is too small, and this was not asked for this shape yet."""
+
+    def budget(self) -> dict[str, Any]:
+        """Within a budget: its figures, see csrc/remat/bindings.cpp."""
+
     def figures(self) -> dict[str, Any]:
         """Returns a dict of
 
@@ -36,12 +54,17 @@ class Recorder(Protocol):
         """
 
 
-def make_recorder(everything: bool | None) -> Recorder:
-    """Returns a recorder for one block.
+def make_recorder(
+    everything: bool | None, budget: Budget | None = None, device: torch.device | None = None
+) -> Recorder:
+    """Returns a recorder for one block, or one within a budget of a device (native only).
 
     ``everything``: True drops all that can be recomputed, cheap or not, for tests. None drops
     nothing, to measure what recording costs.
     """
+    if budget is not None:
+        within: Recorder = _native.module.RematRecorder(*budget, device)
+        return within
     recorder: Recorder = (
         _native.module.RematRecorder(everything) if _native.module else Block(everything)
     )

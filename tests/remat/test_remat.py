@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from remat_programs import grads_of
+from remat_programs import everything, grads_of
 from stress import programs, regions
 from stress.worlds import namespace
 from torch import nn
@@ -133,13 +133,13 @@ def test_models(name, everything):
         assert block.figures().recomputed_operators > 0
 
 
-def run(program, code, blocks):
+def run(program, code, blocks, make=everything):
     """The steps of a program; ``blocks``: its forward, or all of it, in a block."""
     space = namespace(program, "plain")
     exec(code, space)
     torch.manual_seed(program.seed)
     steps, generator = [], space["program"]()
-    block = remat(_everything=True) if blocks else None
+    block = make() if blocks else None
     try:
         if block is not None:
             block.__enter__()
@@ -159,12 +159,12 @@ def run(program, code, blocks):
     return steps
 
 
-def check(seed):
+def check(seed, make=everything):
     program = programs.generate(seed, without=("adam",))
     writer = programs.Writer(program)
     code = compile(writer.source(), f"<program {seed}>", "exec")
     blocks = "forward" if random.Random(seed).random() < 0.7 else "all"
-    plain, ours = run(program, code, None), run(program, code, blocks)
+    plain, ours = run(program, code, None), run(program, code, blocks, make)
     for i, (label, values) in enumerate(ours):
         theirs = plain[i]
         if label == "error":

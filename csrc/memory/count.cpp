@@ -1,0 +1,126 @@
+#include "memory/count.h"
+
+#include <c10/core/CachingDeviceAllocator.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "memory/active.h"
+#include "memory/cpu_allocator.h"
+
+namespace memsave_ext::memory {
+
+Count::~Count() { stop(); }
+
+void Count::start() {
+  TrackingLock lock;
+  if (!running_ && device_.is_cpu()) {
+    watch_cpu_allocator();
+    add_active(this);
+  }
+  running_ = true;
+  earlier_ = std::exchange(blocks_, {});
+  survivors_.clear();
+  older_.clear();
+  live_ = 0;
+  before_ = peak_ = live_ = read();
+}
+
+void Count::stop() {
+  TrackingLock lock;
+  if (!running_) return;
+  running_ = false;
+  if (!device_.is_cpu()) return;
+  remove_active(this);
+  if (!any_active(c10::DeviceType::CPU)) unwatch_cpu_allocator();
+}
+
+int64_t Count::read() const {
+  if (device_.is_cpu()) return live_;
+  const auto stats = c10::getDeviceAllocator(device_.type())->getDeviceStats(device_.index());
+  return stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)]
+      .current;
+}
+
+void Count::add(const c10::Storage& storage) {
+  void* ptr = const_cast<void*>(storage.data());
+  if (!device_.is_cpu() || storage.device() != device_ || ptr == nullptr) return;
+  TrackingLock lock;
+  const auto size = static_cast<int64_t>(storage.nbytes());
+  if (!blocks_.emplace(ptr, Block{size, kFromBefore}).second) return;
+  older_.push_back({ptr, storage.getWeakStorageImpl()});
+  const auto earlier = earlier_.find(ptr);
+  if (earlier != earlier_.end() && earlier->second.mark != kFromBefore) {
+    survivors_[earlier->second.mark] += size;
+  }
+  before_ += size;
+  set_live(live_ + size);
+}
+
+void Count::look() {
+  TrackingLock lock;
+  const auto gone = [&](const Older& older) {
+    auto storage = older.storage.lock();
+    const bool lives = storage && storage->data() == older.ptr;
+    if (storage) lock.release_after(std::move(storage));
+    if (lives) return false;
+    const auto known = blocks_.find(older.ptr);
+    // Otherwise its free was reported, or its address belongs to newer memory.
+    if (known != blocks_.end() && known->second.mark == kFromBefore) {
+      set_live(live_ - known->second.size);
+      blocks_.erase(known);
+    }
+    return true;
+  };
+  older_.erase(std::remove_if(older_.begin(), older_.end(), gone), older_.end());
+}
+
+int64_t Count::live() const {
+  TrackingLock lock;
+  return read();
+}
+
+int64_t Count::before() const {
+  TrackingLock lock;
+  return before_;
+}
+
+int64_t Count::take_peak() {
+  TrackingLock lock;
+  set_live(read());
+  return std::exchange(peak_, live_);
+}
+
+std::map<int32_t, int64_t> Count::survivors() const {
+  TrackingLock lock;
+  return survivors_;
+}
+
+void Count::set_mark(int32_t mark) {
+  TrackingLock lock;
+  mark_ = mark;
+}
+
+void Count::allocated(void* ptr, int64_t size) {
+  const auto [known, is_new] = blocks_.try_emplace(ptr, Block{size, mark_});
+  int64_t live = live_ + size;
+  if (!is_new) {  // its earlier memory was freed without a report
+    live -= known->second.size;
+    known->second = {size, mark_};
+  }
+  set_live(live);
+}
+
+void Count::freed(void* ptr) {
+  const auto known = blocks_.find(ptr);
+  if (known == blocks_.end()) return;
+  set_live(live_ - known->second.size);
+  blocks_.erase(known);
+}
+
+void Count::set_live(int64_t live) {
+  live_ = live;
+  peak_ = std::max(peak_, live);
+}
+
+}  // namespace memsave_ext::memory

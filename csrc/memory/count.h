@@ -1,0 +1,70 @@
+// Counts the live bytes of a device, without a log of them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <unordered_map>
+#include <vector>
+
+namespace memsave_ext::memory {
+
+// On the CPU: what is allocated while it runs, by any thread, and what add() names, from the
+// allocator's reports. On other devices the caching allocator's own figure, which includes all.
+class Count {
+ public:
+  explicit Count(at::Device device) : device_(device) {}
+  ~Count();
+  Count(const Count&) = delete;
+  Count& operator=(const Count&) = delete;
+
+  at::Device device() const { return device_; }
+  void start();  // from nothing
+  void stop();
+
+  // Counts memory from before, each storage once.
+  void add(const c10::Storage& storage);
+  // Subtracts memory of add() that has been freed since without a report.
+  void look();
+  int64_t live() const;
+  int64_t before() const;  // of what lived before: add()'s, or on other devices all at start()
+  // The most live bytes since the last call. On other devices than the CPU, the larger of then and
+  // now: the allocator's own peak is its user's to reset.
+  int64_t take_peak();
+
+  // Bytes of add()'s memory that was allocated between the two latest calls of start(), by the
+  // value that `mark` had then.
+  std::map<int32_t, int64_t> survivors() const;
+  void set_mark(int32_t mark);
+
+  // The allocator's reports; the caller holds the tracking mutex.
+  void allocated(void* ptr, int64_t size);
+  void freed(void* ptr);
+
+ private:
+  static constexpr int32_t kFromBefore = -1;
+  struct Block {
+    int64_t size;
+    int32_t mark;
+  };
+  struct Older {
+    void* ptr;
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  };
+  int64_t read() const;
+  void set_live(int64_t live);
+
+  const at::Device device_;
+  bool running_ = false;
+  int32_t mark_ = 0;
+  int64_t live_ = 0;
+  int64_t before_ = 0;
+  int64_t peak_ = 0;
+  std::unordered_map<void*, Block> blocks_;
+  std::unordered_map<void*, Block> earlier_;  // blocks_ as they were at start()
+  std::map<int32_t, int64_t> survivors_;
+  std::vector<Older> older_;
+};
+
+}  // namespace memsave_ext::memory

@@ -1,0 +1,139 @@
+#include "remat/known.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+namespace memsave_ext::remat {
+namespace {
+
+constexpr size_t kMostSteps = 64;
+
+// Takes what the step allocated for good (gradients, states) out of its trace: before the next
+// step it is there already.
+void leave_out(Trace& trace, const std::map<int32_t, int64_t>& survivors) {
+  auto next = survivors.begin();
+  int64_t bytes = 0;
+  for (int32_t moment = 0; moment < static_cast<int32_t>(trace.moments.size()); ++moment) {
+    // In the interval that ends here it may have been allocated after the peak.
+    trace.moments[moment].peak -= bytes;
+    for (; next != survivors.end() && next->first <= moment; ++next) bytes += next->second;
+    trace.moments[moment].now -= bytes;
+  }
+}
+
+}  // namespace
+
+bool Known::is_like(const Known& other) const {
+  const Trace& a = trace;
+  const Trace& b = other.trace;
+  if (keys != other.keys || a.moments.size() != b.moments.size()) return false;
+  if (a.calls.size() != b.calls.size() || a.contents.size() != b.contents.size()) return false;
+  const auto same_content = [](const TraceContent& x, const TraceContent& y) {
+    return x.bytes == y.bytes && x.let_go == y.let_go && x.opened == y.opened &&
+           x.closed == y.closed;
+  };
+  if (!std::equal(a.contents.begin(), a.contents.end(), b.contents.begin(), same_content)) {
+    return false;
+  }
+  int64_t highest = 0, difference = 0;
+  for (size_t i = 0; i < a.moments.size(); ++i) {
+    const int64_t of_a = a.moments[i].peak - before, of_b = b.moments[i].peak - other.before;
+    highest = std::max(highest, a.moments[i].peak);
+    difference = std::max(difference, std::abs(of_a - of_b));
+  }
+  constexpr int64_t kTolerance = 500;  // a five-hundredth
+  return difference <= highest / kTolerance;
+}
+
+void KnownSteps::begin() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (running_++ > 0) {
+    overlapped_ = true;
+    return;
+  }
+  settle();  // where no step has asked for a known one since
+  overlapped_ = false;
+  count.start();
+}
+
+void KnownSteps::settle() {
+  if (!latest_) return;
+  leave_out(latest_->trace, count.survivors());
+  add(std::move(latest_));
+}
+
+void KnownSteps::end(std::shared_ptr<Known> step) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  --running_;
+  if (!step) return;
+  if (overlapped_) return add(std::move(step));
+  latest_ = std::move(step);
+}
+
+void KnownSteps::add(std::shared_ptr<Known> step) {
+  const auto same = std::find_if(steps_.begin(), steps_.end(),
+                                 [&](const auto& other) { return other->keys == step->keys; });
+  if (same != steps_.end()) {
+    std::shared_ptr<Known> old = std::move(*same);
+    steps_.erase(same);
+    step->told = old->told;
+    if (old->is_like(*step)) {
+      step = std::move(old);
+    } else if (old->trace.calls.size() == step->trace.calls.size()) {
+      // Times stay those measured first, so that plans do not follow a noisy clock.
+      for (size_t i = 0; i < step->trace.calls.size(); ++i) {
+        step->trace.calls[i].seconds = old->trace.calls[i].seconds;
+      }
+    }
+  }
+  steps_.push_back(std::move(step));
+  if (steps_.size() > kMostSteps) steps_.erase(steps_.begin());
+}
+
+std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  settle();
+  // Keys are hashes of everything until then, so that the last one speaks for all.
+  const auto is_like = [&](const std::shared_ptr<Known>& step) {
+    return step->keys.size() >= keys.size() && step->keys[keys.size() - 1] == keys.back();
+  };
+  const auto found = std::find_if(steps_.rbegin(), steps_.rend(), is_like);
+  if (found == steps_.rend()) return nullptr;
+  if ((*found)->plans.empty()) (*found)->plans = plans_of((*found)->trace);
+  return *found;
+}
+
+void KnownSteps::forget() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  latest_ = nullptr;
+  steps_.clear();
+}
+
+namespace {
+
+struct Devices {
+  std::mutex mutex;
+  std::map<std::pair<int, int>, std::unique_ptr<KnownSteps>> steps;
+};
+
+Devices& devices() {
+  static auto& all = *new Devices();  // steps may outlive static destruction
+  return all;
+}
+
+}  // namespace
+
+KnownSteps& known_steps(at::Device device) {
+  const std::lock_guard<std::mutex> lock(devices().mutex);
+  auto& found = devices().steps[{static_cast<int>(device.type()), device.index()}];
+  if (!found) found = std::make_unique<KnownSteps>(device);
+  return *found;
+}
+
+void forget_known_steps() {
+  const std::lock_guard<std::mutex> lock(devices().mutex);
+  for (auto& [device, steps] : devices().steps) steps->forget();
+}
+
+}  // namespace memsave_ext::remat

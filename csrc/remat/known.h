@@ -1,0 +1,58 @@
+// The steps that this process has seen, by device, with their plans.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "memory/count.h"
+#include "remat/plan.h"
+#include "remat/trace.h"
+
+namespace memsave_ext::remat {
+
+// A step that has ended. It is found again by the operators and shapes before each decision.
+struct Known {
+  std::vector<uint64_t> keys;  // by decision: a hash of all operators until then
+  Trace trace;
+  int64_t before = 0;       // counted bytes that lived before the step
+  std::vector<Plan> plans;  // empty until they are asked for
+  bool told = false;        // whether it was told that the budget is too small
+
+  bool is_like(const Known& other) const;
+};
+
+// What the steps of a device share.
+class KnownSteps {
+ public:
+  explicit KnownSteps(at::Device device) : count(device) {}
+
+  memory::Count count;
+
+  void begin();
+  // `step` may be null: it is not worth being known.
+  void end(std::shared_ptr<Known> step);
+  // Returns the latest step with these keys at its beginning, with its plans; null if none.
+  std::shared_ptr<Known> find(const std::vector<uint64_t>& keys);
+  void forget();
+
+ private:
+  void settle();
+  void add(std::shared_ptr<Known> step);
+
+  std::mutex mutex_;
+  int running_ = 0;
+  bool overlapped_ = false;        // while another step ran
+  // Not added yet: what it allocated for good is known once the next step has counted it.
+  std::shared_ptr<Known> latest_;
+  std::vector<std::shared_ptr<Known>> steps_;  // latest last
+};
+
+KnownSteps& known_steps(at::Device device);
+// Forgets the steps of all devices, for tests.
+void forget_known_steps();
+
+}  // namespace memsave_ext::remat

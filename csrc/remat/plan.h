@@ -1,0 +1,34 @@
+// Plans a step: which saved contents are kept, and which are dropped and recomputed.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "remat/trace.h"
+
+namespace memsave_ext::remat {
+
+enum class Decision : uint8_t {
+  kKeep,
+  kDrop,       // recomputed when it is needed first, and held until it is needed no more
+  kDropTwice,  // as kDrop, but where it lies on the way to another content it is not held: it is
+               // recomputed once more when it is needed itself
+};
+
+struct Plan {
+  int64_t peak = 0;                 // bytes
+  double seconds = 0;               // that recomputing takes
+  std::vector<Decision> decisions;  // by content; kKeep for those that are not saved
+};
+
+// Returns what a step with these decisions needs.
+Plan simulate(const Trace& trace, std::vector<Decision> decisions);
+
+// Returns plans from the fastest, which keeps everything, to the one with the lowest peak found:
+// seconds rise, peaks fall. None runs an operator again more than twice, but for the last one where
+// that lowers the peak further; it alone may take less time than the one before. The same trace
+// gives the same plans. All decisions are tried where at most `most_enumerated` contents can be
+// dropped.
+std::vector<Plan> plans_of(const Trace& trace, int most_enumerated = 14);
+
+}  // namespace memsave_ext::remat

@@ -1,0 +1,192 @@
+#include "remat/simulate.h"
+
+#include <algorithm>
+
+namespace memsave_ext::remat {
+
+Simulator::Simulator(const Trace& trace) : trace_(trace), timeline_(trace) {
+  const size_t contents = trace.contents.size();
+  based_.resize(contents);
+  held_until_.resize(contents);
+  needed_until_.resize(contents);
+  uses_.resize(contents);
+  on_the_way_.resize(contents);
+  counted_.resize(trace.calls.size());
+  runs_.resize(trace.calls.size());
+  freed_.resize(timeline_.size());
+  memory_.resize(timeline_.size());
+}
+
+bool Simulator::can_be_dropped(int32_t content) const {
+  const auto& c = trace_.contents[content];
+  return c.saved && c.call >= 0 && c.let_go >= 0;
+}
+
+Simulator::Result Simulator::run(const std::vector<Decision>& decisions) {
+  begin(decisions);
+  const auto& openings = timeline_.openings;
+  size_t next = 0;
+  for (slot_ = 0; slot_ < timeline_.size(); ++slot_) {
+    top_ = live_;
+    for (; next < openings.size() && timeline_.spans[openings[next]].opened == slot_; ++next) {
+      open(openings[next]);
+    }
+    memory_[slot_] = timeline_.memory[slot_] + top_;
+    live_ -= freed_[slot_];
+  }
+  add_kept();
+  for (const int32_t runs : runs_) result_.most_runs = std::max(result_.most_runs, runs);
+  return result_;
+}
+
+void Simulator::begin(const std::vector<Decision>& decisions) {
+  decisions_ = &decisions;
+  result_ = {};
+  live_ = top_ = 0;
+  for (size_t i = 0; i < based_.size(); ++i) {
+    const auto& content = trace_.contents[i];
+    based_[i] = content.let_go < 0 || content.call < 0 ||
+                (content.saved && decisions[i] == Decision::kKeep);
+  }
+  std::fill(held_until_.begin(), held_until_.end(), -1);
+  std::fill(needed_until_.begin(), needed_until_.end(), -1);
+  std::fill(runs_.begin(), runs_.end(), 0);
+  std::fill(freed_.begin(), freed_.end(), 0);
+}
+
+void Simulator::open(int32_t content) {
+  if (is_there(content)) return;
+  opened_ = content;
+  count_uses(content);
+  make_available(content);
+  uses_[content] = 0;  // what opens it is no call
+  for (const int32_t call : counted_calls_) counted_[call] = 0;
+  counted_calls_.clear();
+}
+
+// Counts how often each content that is to be recomputed will be used.
+void Simulator::count_uses(int32_t content) {
+  pending_.push_back(content);
+  while (!pending_.empty()) {
+    const int32_t c = pending_.back();
+    pending_.pop_back();
+    if (is_there(c)) continue;
+    // What a recomputation before this one left is zero, since all uses were counted down.
+    ++uses_[c];
+    const int32_t call = trace_.contents[c].call;
+    if (counted_[call]) continue;
+    counted_[call] = 1;
+    counted_calls_.push_back(call);
+    const auto& reads = trace_.calls[call].reads;
+    pending_.insert(pending_.end(), reads.begin(), reads.end());
+  }
+}
+
+void Simulator::make_available(int32_t content) {
+  stack_.push_back({trace_.contents[content].call, 0});
+  while (!stack_.empty()) {
+    Frame& frame = stack_.back();
+    const auto& call = trace_.calls[frame.call];
+    if (frame.next == call.reads.size()) {
+      finish(frame.call);
+      stack_.pop_back();
+      continue;
+    }
+    const int32_t read = call.reads[frame.next];
+    if (is_there(read) || on_the_way_[read]) {
+      ++frame.next;
+      take(call, read);
+    } else {
+      stack_.push_back({trace_.contents[read].call, 0});
+    }
+  }
+}
+
+// Gives a content to a call that reads it.
+void Simulator::take(const TraceCall& call, int32_t content) {
+  if (based_[content]) needed_until_[content] = slot_;
+  const bool is_held = is_there(content);
+  if (uses_[content] > 0) --uses_[content];
+  const auto written = std::find(call.writes.begin(), call.writes.end(), content);
+  if (written == call.writes.end()) return;
+  const int32_t made = call.makes[written - call.writes.begin()];
+  if (!is_held && uses_[content] == 0) {
+    // Its memory becomes that of the made one.
+    on_the_way_[content] = 0;
+    live_ -= trace_.contents[content].bytes;
+  }
+  grow(trace_.contents[made].bytes);
+}
+
+void Simulator::finish(int32_t number) {
+  const auto& call = trace_.calls[number];
+  ++runs_[number];
+  result_.seconds += call.seconds + kSecondsPerCall;
+  int64_t bytes = 0;
+  for (size_t i = call.writes.size(); i < call.makes.size(); ++i) {
+    bytes += trace_.contents[call.makes[i]].bytes;
+  }
+  grow(bytes);
+  for (const int32_t made : call.makes) {
+    const int64_t size = trace_.contents[made].bytes;
+    if (is_there(made)) {
+      live_ -= size;
+    } else if (stays(made)) {
+      held_until_[made] = timeline_.spans[made].until;
+      freed_[held_until_[made]] += size;
+    } else if (uses_[made] > 0) {
+      on_the_way_[made] = 1;
+    } else {
+      live_ -= size;
+    }
+  }
+  for (const int32_t read : call.reads) {
+    if (!on_the_way_[read] || uses_[read] > 0) continue;
+    on_the_way_[read] = 0;
+    live_ -= trace_.contents[read].bytes;
+  }
+}
+
+// Whether a content that was just made is held until nobody needs it any more.
+bool Simulator::stays(int32_t content) const {
+  if (content == opened_) return true;
+  if (!trace_.contents[content].saved || (*decisions_)[content] != Decision::kDrop) return false;
+  const auto& span = timeline_.spans[content];
+  return span.until >= slot_ && (trace_.contents[content].closed >= 0 || span.opened >= slot_);
+}
+
+void Simulator::grow(int64_t bytes) {
+  live_ += bytes;
+  top_ = std::max(top_, live_);
+}
+
+// Adds to the memory what is kept, and finds the peak.
+void Simulator::add_kept() {
+  std::fill(freed_.begin(), freed_.end(), 0);
+  std::vector<int64_t>& change = freed_;
+  for (size_t i = 0; i < based_.size(); ++i) {
+    const auto& span = timeline_.spans[i];
+    if (!based_[i] || span.kept_from < 0) continue;
+    const int32_t until = std::max(span.until, needed_until_[i]);
+    if (until < span.kept_from) continue;
+    change[span.kept_from] += trace_.contents[i].bytes;
+    if (until + 1 < timeline_.size()) change[until + 1] -= trace_.contents[i].bytes;
+  }
+  int64_t kept = 0;
+  for (int32_t slot = 0; slot < timeline_.size(); ++slot) {
+    kept += change[slot];
+    memory_[slot] += kept;
+    result_.peak = std::max(result_.peak, memory_[slot]);
+  }
+}
+
+Plan simulate(const Trace& trace, std::vector<Decision> decisions) {
+  Simulator simulator(trace);
+  for (size_t i = 0; i < decisions.size(); ++i) {
+    if (!simulator.can_be_dropped(static_cast<int32_t>(i))) decisions[i] = Decision::kKeep;
+  }
+  const auto result = simulator.run(decisions);
+  return {result.peak, result.seconds, std::move(decisions)};
+}
+
+}  // namespace memsave_ext::remat

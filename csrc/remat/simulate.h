@@ -1,0 +1,94 @@
+// Simulates steps of one trace: what a set of decisions needs, moment by moment.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "remat/plan.h"
+#include "remat/trace.h"
+
+namespace memsave_ext::remat {
+
+// The host's cost of running one operator again, besides the operator's own time.
+constexpr double kSecondsPerCall = 4e-6;
+
+// The time of a step in slots, in order. A slot is either a stretch of intervals in which no memory
+// of the block begins or ends, or a moment at which contents are opened.
+class Timeline {
+ public:
+  explicit Timeline(const Trace& trace);
+
+  // When a content's memory is there, in slots; the last slot counts.
+  struct Span {
+    int32_t kept_from = -1;  // where it is kept; -1: it costs nothing
+    int32_t opened = -1;     // its recompute begins; -1: nobody opens it
+    int32_t until = -1;
+  };
+
+  int32_t size() const { return static_cast<int32_t>(memory.size()); }
+
+  std::vector<int64_t> memory;    // by slot, without the block's
+  std::vector<Span> spans;        // by content
+  std::vector<int32_t> openings;  // saved contents that are opened, in the order of their opening
+};
+
+class Simulator {
+ public:
+  explicit Simulator(const Trace& trace);
+
+  struct Result {
+    int64_t peak = 0;
+    double seconds = 0;
+    int most_runs = 0;  // how often an operator is run again, at most
+  };
+  Result run(const std::vector<Decision>& decisions);
+
+  const Trace& trace() const { return trace_; }
+  const Timeline& timeline() const { return timeline_; }
+  // By slot, of the latest run.
+  const std::vector<int64_t>& memory() const { return memory_; }
+  bool can_be_dropped(int32_t content) const;
+
+ private:
+  struct Frame {
+    int32_t call;
+    size_t next;  // the position in its reads that comes next
+  };
+
+  void begin(const std::vector<Decision>& decisions);
+  void open(int32_t content);
+  void count_uses(int32_t content);
+  void make_available(int32_t content);
+  void take(const TraceCall& call, int32_t content);
+  void finish(int32_t call);
+  void close();
+  void add_kept();
+  bool is_there(int32_t content) const { return based_[content] || held_until_[content] >= slot_; }
+  bool stays(int32_t content) const;
+  void grow(int64_t bytes);
+
+  const Trace& trace_;
+  const Timeline timeline_;
+  const std::vector<Decision>* decisions_ = nullptr;
+  Result result_;
+  int32_t slot_ = 0;
+  int32_t opened_ = -1;                // the content that is being recomputed for its opening
+  int64_t live_ = 0;                   // bytes of recomputed contents
+  int64_t top_ = 0;                    // the most of them in this slot
+  std::vector<uint8_t> based_;         // by content: it is not recomputed
+  std::vector<int32_t> held_until_;    // by content: recomputed and held until this slot; -1: not
+  std::vector<int32_t> needed_until_;  // by content: the last slot in which it is read
+  // By content, of the recomputation that runs.
+  std::vector<int32_t> uses_;        // that are still to come
+  std::vector<uint8_t> on_the_way_;  // it has memory, though it is not held
+  std::vector<uint8_t> counted_;     // by call
+  std::vector<int32_t> pending_;     // contents whose uses are to be counted
+  std::vector<int32_t> runs_;        // by call
+  std::vector<int32_t> counted_calls_;
+  std::vector<Frame> stack_;
+  std::vector<int64_t> freed_;  // bytes that are freed after a slot
+  std::vector<int64_t> memory_;
+};
+
+}  // namespace memsave_ext::remat

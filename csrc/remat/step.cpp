@@ -1,0 +1,297 @@
+#include "remat/step.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "remat/tensors.h"
+
+namespace memsave_ext::remat {
+namespace {
+
+uint64_t mix(uint64_t hash, uint64_t value) {
+  return (hash ^ value) * 0x9E3779B97F4A7C15u + (hash << 6) + (hash >> 2);
+}
+
+// Of an operator and the shapes of its arguments.
+uint64_t key_of(const Operator& op, const at::RecordFunction& function) {
+  uint64_t hash = mix(0, reinterpret_cast<uintptr_t>(&op));
+  for (const auto& input : function.inputs()) {
+    for_tensors(input, [&](const at::Tensor& tensor, int64_t) {
+      hash = mix(hash, static_cast<uint64_t>(tensor.scalar_type()) + 1);
+      if (!is_plain(tensor)) return;
+      for (const int64_t size : tensor.sizes()) hash = mix(hash, static_cast<uint64_t>(size) + 1);
+    });
+  }
+  return hash;
+}
+
+}  // namespace
+
+Step::Step(Budget budget)
+    : budget_(budget), shared_(known_steps(budget.device)), bytes_(budget.bytes) {
+  shared_.begin();
+}
+
+Step::~Step() { finish(); }
+
+void Step::count(const std::vector<at::Tensor>& tensors, int64_t missing) {
+  for (const auto& tensor : tensors) {
+    if (is_plain(tensor)) shared_.count.add(tensor.storage());
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  missing_ += missing;
+}
+
+int32_t Step::number_of(Content& content) {
+  if (content.number >= 0) return content.number;
+  content.number = static_cast<int32_t>(trace_.contents.size());
+  trace_.contents.emplace_back().bytes = content.bytes;
+  contents_.push_back(content.weak_from_this());
+  const std::lock_guard<std::mutex> lock(contents_mutex());
+  content.alone = alone_;
+  if (!content.external) not_let_go_.push_back(content.number);
+  return content.number;
+}
+
+uint64_t Step::began(const Operator& op, const at::RecordFunction& function) {
+  const uint64_t key = key_of(op, function);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  hash_ = mix(hash_, key);
+  // Between operators is where most contents are let go: what was before belongs to the moment
+  // that is past, so that the operator's own peak is told apart from them.
+  const int64_t least = take_peak();
+  if (!trace_.moments.empty()) {
+    trace_.moments.back().peak = std::max(trace_.moments.back().peak, least);
+    let_go(static_cast<int32_t>(trace_.moments.size()) - 1);
+  }
+  held_ = held_alone();
+  return key;
+}
+
+void Step::ended(const Call* call, uint64_t key) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (call != nullptr) {
+    TraceCall& traced = trace_.calls.emplace_back();
+    const auto number = static_cast<int32_t>(trace_.calls.size()) - 1;
+    const auto once = [](std::vector<int32_t>& list, int32_t value) {
+      if (std::find(list.begin(), list.end(), value) == list.end()) list.push_back(value);
+    };
+    for (const auto& reference : call->references) {
+      if (!reference.overwritten) once(traced.reads, number_of(*reference.content));
+    }
+    for (const bool in_place : {true, false}) {
+      for (const auto& made : call->made) {
+        const auto content = made.content.lock();
+        const bool changes = made.reference >= 0 && !call->references[made.reference].overwritten;
+        if (!content || changes != in_place) continue;
+        once(traced.makes, number_of(*content));
+        trace_.contents[content->number].call = number;
+        if (in_place) once(traced.writes, call->references[made.reference].content->number);
+      }
+    }
+    const auto [known, is_new] = fastest_.try_emplace(key, call->seconds);
+    if (!is_new) known->second = std::min(known->second, call->seconds);
+    calls_.push_back(key);
+  }
+  ++trace_.forward;
+  add_moment();
+}
+
+// Notes which contents nobody but the block refers to any more.
+void Step::let_go(int32_t moment) {
+  const std::lock_guard<std::mutex> lock(contents_mutex());
+  const auto is_let_go = [&](int32_t number) {
+    const auto content = contents_[number].lock();
+    if (content && !content->is_let_go()) return false;
+    trace_.contents[number].let_go = moment;
+    if (content && content->held) content->set_alone(true);
+    return true;
+  };
+  not_let_go_.erase(std::remove_if(not_let_go_.begin(), not_let_go_.end(), is_let_go),
+                    not_let_go_.end());
+}
+
+void Step::add_moment() {
+  const int64_t peak = take_peak();
+  let_go(static_cast<int32_t>(trace_.moments.size()));
+  held_ = held_alone();
+  const int64_t now = shared_.count.live() - held_;
+  trace_.moments.push_back({now, std::max(now, peak)});
+  shared_.count.set_mark(static_cast<int32_t>(trace_.moments.size()));
+  curve_.push_back(std::exchange(highest_, 0));
+}
+
+// Returns the most bytes since the last call, less what only the block held.
+int64_t Step::take_peak() {
+  const int64_t peak = shared_.count.take_peak();
+  highest_ = std::max(highest_, peak);
+  peak_ = std::max(peak_, peak);
+  return peak - held_;
+}
+
+int64_t Step::held_alone() {
+  int64_t bytes = 0;
+  const auto is_gone = [&](const auto& memory) {
+    if (memory.expired()) return true;
+    bytes += static_cast<int64_t>(memory._unsafe_get_target()->nbytes());
+    return false;
+  };
+  given_up_.erase(std::remove_if(given_up_.begin(), given_up_.end(), is_gone), given_up_.end());
+  const std::lock_guard<std::mutex> lock(contents_mutex());
+  return bytes + *alone_;
+}
+
+void Step::given_up(const Freed& memory) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& storage : memory) given_up_.emplace_back(storage);
+}
+
+Choice Step::decide(Content& content) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const int32_t number = number_of(content);
+  trace_.contents[number].saved = true;
+  keys_.push_back(hash_);
+  if (keys_.size() == 1) before_ = shared_.count.before();
+  const bool follows = followed_ && keys_.size() <= followed_->keys.size() &&
+                       followed_->keys[keys_.size() - 1] == hash_;
+  if (!follows) follow(shared_.find(keys_));
+  if (plan_ == nullptr) return {bytes_ > 0 ? Drops::kUntilFull : Drops::kCheap, true};
+  const Decision decision = plan_->decisions[number];
+  if (decision == Decision::kKeep) return {Drops::kUntilFull, true};
+  return {Drops::kEverything, decision == Decision::kDrop};
+}
+
+bool Step::may_drop_later() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return plan_ == nullptr;
+}
+
+// Chooses the plan of `known` for this budget; null: there is no step like this one.
+void Step::follow(std::shared_ptr<Known> known) {
+  followed_ = std::move(known);
+  plan_ = nullptr;
+  if (!followed_) return;
+  const int64_t more = before_ - followed_->before;
+  const auto& plans = followed_->plans;
+  if (budget_.share > 0) {
+    const int64_t activations = plans.front().peak + more - before_;
+    bytes_ = before_ + missing_ + static_cast<int64_t>(budget_.share * double(activations));
+  }
+  least_ = plans.back().peak + more;
+  plan_ = &plans.back();
+  for (const Plan& plan : plans) {
+    if (plan.peak + more > bytes_) continue;
+    plan_ = &plan;
+    break;
+  }
+}
+
+int64_t Step::excess() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (plan_ != nullptr || bytes_ == 0) return 0;
+  const int64_t live = shared_.count.live();
+  // Freeing a tenth more than necessary keeps the searches for what to drop few.
+  return live <= bytes_ ? 0 : live - bytes_ + bytes_ / 10;
+}
+
+std::vector<std::shared_ptr<Content>> Step::candidates() {
+  std::vector<std::shared_ptr<Content>> found;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::mutex> contents(contents_mutex());
+  for (const auto& weak : contents_) {
+    auto content = weak.lock();
+    if (content && content->is_alone && content->decided && !content->dropped) {
+      found.push_back(std::move(content));
+    }
+  }
+  return found;
+}
+
+void Step::opened(const Content& content) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (content.number < 0 || trace_.contents[content.number].opened >= 0) return;
+  if (!saw_backward_) shared_.count.look();
+  saw_backward_ = true;
+  trace_.contents[content.number].opened = static_cast<int32_t>(trace_.moments.size());
+  add_moment();
+}
+
+void Step::recomputed() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  take_peak();
+  held_ = held_alone();
+}
+
+void Step::closed(const Content& content) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (content.number < 0 || finished_) return;
+  trace_.contents[content.number].closed = static_cast<int32_t>(trace_.moments.size());
+  add_moment();
+}
+
+void Step::finish() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (std::exchange(finished_, true)) return;
+  add_moment();
+  for (size_t i = 0; i < calls_.size(); ++i) trace_.calls[i].seconds = fastest_[calls_[i]];
+  auto known = std::make_shared<Known>();
+  known->keys = keys_;
+  known->trace = trace_;
+  known->before = before_;
+  shared_.end(saw_backward_ ? std::move(known) : nullptr);
+}
+
+void Step::check() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const bool refused = budget_.strict && plan_ != nullptr && least_ > bytes_;
+  TORCH_CHECK_WITH(OutOfMemoryError, !refused, "remat: out of memory: the budget is ", bytes_,
+                   " bytes, and a step of these shapes needs at least ", least_,
+                   " (strict=True). Use a larger budget or a smaller batch.");
+}
+
+bool Step::is_newly_short() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return plan_ != nullptr && least_ > bytes_ && !std::exchange(followed_->told, true);
+}
+
+int64_t Step::before() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return before_;
+}
+
+std::vector<int64_t> Step::curve() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return curve_;
+}
+
+int64_t Step::peak() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return peak_;
+}
+
+int64_t Step::budget() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return bytes_;
+}
+
+int64_t Step::least() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return least_;
+}
+
+std::optional<Plan> Step::plan() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return plan_ == nullptr ? std::nullopt : std::optional(*plan_);
+}
+
+Trace Step::trace() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return trace_;
+}
+
+std::vector<Plan> Step::plans() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return followed_ ? followed_->plans : std::vector<Plan>{};
+}
+
+}  // namespace memsave_ext::remat

@@ -1,0 +1,113 @@
+// One step within a budget: follows the plan of an earlier step with the same operators and shapes,
+// and records what happens, for the steps to come.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "remat/content.h"
+#include "remat/known.h"
+#include "remat/plan.h"
+#include "remat/policy.h"
+#include "remat/trace.h"
+
+namespace memsave_ext::remat {
+
+struct Budget {
+  int64_t bytes = 0;
+  // Where positive: the budget is what the step needs without activations, and this share of the
+  // activations of a step that keeps everything.
+  double share = 0;
+  bool strict = false;  // a step that cannot keep to it is refused
+  at::Device device{at::kCPU};
+};
+
+class Step {
+ public:
+  explicit Step(Budget budget);
+  ~Step();
+  Step(const Step&) = delete;
+  Step& operator=(const Step&) = delete;
+
+  // Counts memory from before: parameters, their gradients and states. `missing`: bytes of
+  // gradients that backward will make.
+  void count(const std::vector<at::Tensor>& tensors, int64_t missing);
+
+  // Called by the block in forward.
+  // Returns a hash of the operator and the shapes of its arguments.
+  uint64_t began(const Operator& op, const at::RecordFunction& function);
+  // `call`: null where its results cannot be recomputed.
+  void ended(const Call* call, uint64_t key);
+  Choice decide(Content& content);
+  // Throws torch's OutOfMemoryError where the budget is strict and the plan exceeds it.
+  void check() const;
+  // Whether what decide() kept may be dropped yet, because there is no plan.
+  bool may_drop_later() const;
+  // How many bytes are to be freed now, where there is no plan; 0 for none.
+  int64_t excess() const;
+  // Contents that were kept and that only the block holds.
+  std::vector<std::shared_ptr<Content>> candidates();
+
+  // Called for saved tensors in backward. The first two are called around a recompute.
+  void opened(const Content& content);
+  void recomputed();
+  void closed(const Content& content);
+  // Memory that the block holds no more, but a node that runs still uses.
+  void given_up(const Freed& memory);
+  // The step is over: the forward has ended and all its saved tensors are gone.
+  void finish();
+
+  // Figures, in bytes; 0 where they are not known yet.
+  int64_t peak() const;   // until now
+  int64_t least() const;  // the lowest peak that a plan reaches
+  int64_t budget() const;
+  int64_t before() const;  // that lived before the step
+  // Whether its plan exceeds the budget and nobody has asked this for steps like this one.
+  bool is_newly_short();
+  // The most bytes in each of the moments until now.
+  std::vector<int64_t> curve() const;
+  std::optional<Plan> plan() const;
+  std::vector<Plan> plans() const;
+  Trace trace() const;
+
+ private:
+  // The caller of these holds mutex_.
+  int32_t number_of(Content& content);
+  void let_go(int32_t moment);
+  int64_t take_peak();
+  void add_moment();
+  int64_t held_alone();
+  void follow(std::shared_ptr<Known> known);
+
+  const Budget budget_;
+  KnownSteps& shared_;
+  mutable std::mutex mutex_;
+  Trace trace_;
+  std::vector<uint64_t> keys_;                    // see Known
+  uint64_t hash_ = 0;                             // of all operators until now
+  std::vector<uint64_t> calls_;                   // keys of operators, by position in trace_.calls
+  std::unordered_map<uint64_t, double> fastest_;  // seconds, by key
+  std::vector<std::weak_ptr<Content>> contents_;  // by position in trace_.contents
+  std::vector<int32_t> not_let_go_;               // positions
+  const std::shared_ptr<int64_t> alone_ = std::make_shared<int64_t>(0);  // see Content::alone
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> given_up_;
+  int64_t held_ = 0;  // bytes of *alone_ and given_up_ at the latest moment
+  std::shared_ptr<Known> followed_;
+  const Plan* plan_ = nullptr;  // of followed_
+  int64_t bytes_;               // of the budget; 0 where a share is not known in bytes yet
+  int64_t before_ = 0;          // counted bytes that lived before
+  int64_t missing_ = 0;         // of gradients that are not there yet
+  int64_t least_ = 0, peak_ = 0;
+  std::vector<int64_t> curve_;
+  int64_t highest_ = 0;  // bytes since the latest moment
+  bool saw_backward_ = false, finished_ = false;
+};
+
+}  // namespace memsave_ext::remat

@@ -1,0 +1,166 @@
+"""Budgets: what users write, and what counts that lived before a step."""
+
+from __future__ import annotations
+
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .._native import module as native
+from ..adam.owners import optimizers_of
+from ..memory.table import format_bytes
+from ..memory.tensors import plain_tensors
+from .recorder import Budget, Recorder
+
+_UNITS = {
+    unit: base**power
+    for base, infix in ((1000, ""), (1024, "i"))
+    for power, prefix in enumerate("kMGT", 1)
+    for unit in (f"{prefix}{infix}B".lower(),)
+} | {"b": 1}
+_ALLOWED = (
+    "remat: budget must be bytes as an int (at least 1), text such as '8GB' (1e9 bytes each) or "
+    "'512MiB' (2**20), or a float above 0 and at most 1, a share of the activations; got {!r}"
+)
+
+
+def parse_budget(budget: object, strict: bool = False) -> Budget:
+    """Returns what a user's budget means.
+
+    Raises:
+        TypeError: it is none of int, float and str.
+        ValueError: it is out of range, or not to be read.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
+        raise TypeError(_ALLOWED.format(budget))
+    if isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise ValueError(_ALLOWED.format(budget))
+        return Budget(0, budget, strict)
+    count = budget if isinstance(budget, int) else _read(budget)
+    if count < 1:
+        raise ValueError(_ALLOWED.format(budget))
+    return Budget(count, 0.0, strict)
+
+
+def _read(text: str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
+    unit = match and _UNITS.get(match[2].lower() or "b")
+    if not match or not unit:
+        raise ValueError(_ALLOWED.format(text))
+    return int(float(match[1]) * unit)
+
+
+def check_arguments(budget: object, optimizer: object, strict: object) -> None:
+    """Raises TypeError or ValueError where they are wrong, or one needs another."""
+    if not isinstance(strict, bool):
+        raise TypeError(f"remat: strict must be a bool, got {type(strict).__name__}")
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    if optimizers is not None and not (
+        isinstance(optimizers, (list, tuple)) and all(isinstance(o, Optimizer) for o in optimizers)
+    ):
+        raise TypeError(
+            "remat: optimizer must be a torch.optim.Optimizer, a list of them or None, got "
+            f"{type(optimizer).__name__}"
+        )
+    if budget is None:
+        for name, value in (("optimizer", optimizer), ("strict", strict or None)):
+            if value is not None:
+                raise ValueError(f"remat: {name} has a meaning only with a budget")
+        return
+    parse_budget(budget)
+    if native is None:
+        raise RuntimeError(
+            "remat: a budget needs the native part of memsave_ext, which is not in use here "
+            "(MEMSAVE_EXT_NATIVE=0, or it was not built). Leave budget out to drop what is cheap "
+            "to recompute."
+        )
+
+
+def device_of(model: nn.Module | None) -> torch.device:
+    """Returns the device whose memory counts: the model's, or CUDA's present one if it is used."""
+    for param in model.parameters() if model is not None else ():
+        return param.device
+    if model is None and torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def warn_if_short(recorder: Recorder) -> None:
+    """Warns where even the lowest peak exceeds the budget; once for steps of one shape."""
+    if not recorder.is_newly_short():
+        return
+    figures = recorder.budget()
+    least, budget = format_bytes(figures["least"]), format_bytes(figures["budget"])
+    warnings.warn(
+        f"remat: the budget of {budget} is less than the least possible for these shapes, {least} "
+        f"({describe_least(figures)}). The step runs with the least. To go lower: Adam in backward "
+        "frees gradients as they arrive, states of 8 or 16 bits are smaller, and a smaller batch "
+        "or micro-batches with accumulation need fewer activations.",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def describe_least(figures: dict[str, Any]) -> str:
+    """Says what the lowest peak is made of."""
+    before, held = figures["before"], figures["least_held"]
+    rest = figures["least"] - before - held
+    return (
+        f"{format_bytes(before)} of parameters, gradients and states, {format_bytes(held)} of "
+        f"kept activations and {format_bytes(rest)} at work {figures['least_where']}"
+    )
+
+
+class LivedBefore:
+    """Counts the parameters, buffers, gradients and states of the modules that a block calls."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        model: nn.Module | None,
+        optimizer: Optimizer | Iterable[Optimizer] | None,
+    ) -> None:
+        self._count: Callable[[list[Tensor], int], None] = recorder.count
+        self._model = model
+        self._optimizers = (
+            () if optimizer is None else
+            (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+        )  # fmt: skip
+        self._thread = threading.get_ident()
+        self._seen: set[int] = set()
+
+    def install(self, stack: ExitStack) -> None:
+        """Counts the model now, or every module when it is called, until ``stack`` is closed."""
+        if self._model is not None:
+            self._add(self._model)
+            return
+
+        def called(module: nn.Module, _: Any) -> None:
+            if id(module) not in self._seen and threading.get_ident() == self._thread:
+                self._add(module)
+
+        hook = torch.nn.modules.module.register_module_forward_pre_hook(called)
+        stack.callback(hook.remove)
+
+    def _add(self, module: nn.Module) -> None:
+        self._seen.update(map(id, module.modules()))
+        params = list(module.parameters())
+        missing = sum(p.nbytes for p in params if p.requires_grad and p.grad is None)
+        self._count(list(self._tensors(module, params)), missing)
+
+    def _tensors(self, module: nn.Module, params: list[Tensor]) -> Iterator[Tensor]:
+        owners = dict.fromkeys((*self._optimizers, *optimizers_of(params)))
+        for value in (*params, *module.buffers(), *(p.grad for p in params)):
+            yield from plain_tensors(value)
+        for optimizer in owners:
+            for p in params:
+                if p in optimizer.state:
+                    yield from plain_tensors(optimizer.state[p])

@@ -1,0 +1,162 @@
+"""A step whose saved tensors are partly dropped, moment by moment: exact and slow.
+
+Contents, calls and moments are tuples as `memsave_ext._C.remat_plans` takes them:
+(bytes, call, saved, let_go, opened, closed), (seconds, reads, makes, writes) and (now, peak).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+KEEP, DROP, DROP_TWICE = 0, 1, 2
+SECONDS_PER_CALL = 4e-6
+
+
+class Content(NamedTuple):
+    bytes: int
+    call: int
+    saved: bool
+    let_go: int
+    opened: int
+    closed: int
+
+
+class Call(NamedTuple):
+    seconds: float
+    reads: list[int]
+    makes: list[int]
+    writes: list[int]
+
+
+class Trace(NamedTuple):
+    contents: list[Content]
+    calls: list[Call]
+    moments: list[tuple[int, int]]
+    forward: int
+
+
+class Step:
+    """`peak`, `seconds` and `runs` of a step with these decisions."""
+
+    def __init__(self, trace: Trace, decisions: list[int]) -> None:
+        self.trace, self.decisions = trace, decisions
+        self.runs = [0] * len(trace.calls)
+        self.seconds = 0.0
+        self.held: set[int] = set()  # contents that were recomputed and not closed
+        self.last_read: dict[int, int] = {}  # contents that were kept: the last moment
+        self.points: list[tuple[int, int]] = []  # (moment, bytes recomputed) in recomputations
+        between = [0] * len(trace.moments)  # bytes recomputed in the interval before a moment
+        for moment in range(len(trace.moments)):
+            between[moment] = self.size(self.held)
+            for i, content in enumerate(trace.contents):
+                if content.saved and content.opened == moment and not self.is_there(i):
+                    self.recompute(i, moment)
+            self.held -= {i for i in self.held if trace.contents[i].closed == moment}
+        at = [
+            peak + between[t] + self.kept(t, forward=True)
+            for t, (_, peak) in enumerate(trace.moments)
+        ]
+        at += [trace.moments[t][0] + extra + self.kept(t) for t, extra in self.points]
+        self.peak = max(at)
+
+    def size(self, contents) -> int:
+        return sum(self.trace.contents[i].bytes for i in contents)
+
+    def is_based(self, i: int) -> bool:
+        """Whether its memory is there without a recompute."""
+        content = self.trace.contents[i]
+        if content.let_go < 0 or content.call < 0:
+            return True
+        return content.saved and self.decisions[i] == KEEP
+
+    def is_there(self, i: int) -> bool:
+        return self.is_based(i) or i in self.held
+
+    def kept(self, t: int, forward: bool = False) -> int:
+        """Bytes that only the block keeps in the interval before moment t, or at it."""
+        kept = 0
+        for i, content in enumerate(self.trace.contents):
+            if not self.is_based(i) or content.let_go < 0:
+                continue
+            last = self.last_read.get(i, -1)
+            if content.saved:
+                closed = content.closed if content.closed >= 0 else len(self.trace.moments)
+                last = max(last, closed)
+            if content.let_go < t <= last:
+                kept += content.bytes
+        return kept
+
+    def recompute(self, target: int, moment: int) -> None:
+        trace, way = self.trace, {}  # what is on the way: its bytes, by content
+        uses = self.count_uses(target)
+        state = {"live": 0}
+
+        def note() -> None:
+            state["live"] = self.size(self.held) + sum(way.values())
+            self.points.append((moment, state["live"]))
+
+        def is_awaited(i: int) -> bool:
+            content = trace.contents[i]
+            if not content.saved or self.decisions[i] != DROP:
+                return False
+            if content.closed >= 0:
+                return content.closed >= moment
+            return content.opened >= moment
+
+        def run(number: int) -> None:
+            call = trace.calls[number]
+            done = []  # memory that was given to the call, by its made content
+            for i in call.reads:
+                if not self.is_there(i) and i not in way:
+                    run(trace.contents[i].call)
+                if self.is_based(i):
+                    self.last_read[i] = moment
+                uses[i] = uses.get(i, 0) - 1
+                if i in call.writes:
+                    made = call.makes[call.writes.index(i)]
+                    if i in way and i not in self.held and uses[i] == 0:
+                        del way[i]
+                    way["written", number, made] = trace.contents[made].bytes
+                    done.append(made)
+                    note()
+            for made in call.makes:
+                if made not in done:
+                    way["new", number, made] = trace.contents[made].bytes
+            note()
+            self.runs[number] += 1
+            self.seconds += call.seconds + SECONDS_PER_CALL
+            for made in call.makes:
+                size = way.pop(("written" if made in done else "new", number, made))
+                if self.is_there(made):
+                    continue
+                if made == target or is_awaited(made):
+                    self.held.add(made)
+                elif uses.get(made, 0) > 0:
+                    way[made] = size
+            for i in call.reads:
+                if i in way and uses[i] <= 0:
+                    del way[i]
+
+        run(trace.contents[target].call)
+        assert not way
+
+    def count_uses(self, target: int) -> dict[int, int]:
+        """How many calls of this recomputation read each content."""
+        uses: dict[int, int] = {}
+        calls: set[int] = set()
+
+        def visit(number: int) -> None:
+            if number in calls:
+                return
+            calls.add(number)
+            for i in self.trace.calls[number].reads:
+                if not self.is_there(i):
+                    uses[i] = uses.get(i, 0) + 1
+                    visit(self.trace.contents[i].call)
+
+        visit(self.trace.contents[target].call)
+        return uses
+
+
+def droppable(trace: Trace) -> list[int]:
+    return [i for i, c in enumerate(trace.contents) if c.saved and c.call >= 0 and c.let_go >= 0]

@@ -1,0 +1,252 @@
+"""Blocks with a budget: the same bits in every step, and peaks as they were promised."""
+
+import contextlib
+import gc
+import warnings
+
+import pytest
+import torch
+from test_remat import check
+from test_remat_models import MODELS
+from torch import nn
+
+import memsave_ext as ms
+
+pytestmark = pytest.mark.skipif(not ms._native.available, reason="budgets are native")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known_yet():
+    ms._native.module.remat_forget()
+
+
+def wide(layers=8, width=64):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)]
+    return nn.Sequential(*blocks), torch.randn(512, width)
+
+
+@contextlib.contextmanager
+def no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def step(model, x, **options):
+    """A step from the same state as the last one: its results, track's peak, and the block."""
+    torch.manual_seed(3)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    block = ms.remat(**options) if options else contextlib.nullcontext()
+    gc.collect()
+    with ms.memory.track(model) as track:
+        with block:
+            loss = model(x).square().mean()
+        loss.backward()
+        results = [loss.detach(), *(p.grad for p in model.parameters())]
+        del loss
+    results += [b.clone() for b in model.buffers()]
+    model.zero_grad()
+    with torch.no_grad():
+        for name, b in model.named_buffers():
+            b.copy_(buffers[name])
+    return results, track.peak, block
+
+
+def settled(model, x, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        step(model, x, **options)
+        return step(model, x, **options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.1])
+@pytest.mark.filterwarnings("ignore:remat. the budget")
+def test_models(name, share):
+    build, x = MODELS[name]
+    torch.manual_seed(0)
+    model = build()
+    expected, plain, _ = step(model, x)
+    for number in range(4):
+        actual, peak, block = step(model, x, budget=share)
+        assert all(map(torch.equal, expected, actual))
+        assert block.peak == peak
+        if number == 0:
+            assert block.least is None
+            continue
+        assert peak <= 1.02 * max(block.budget, block.least)
+        assert block.least <= plain
+
+
+def test_bytes_and_shares():
+    model, x = wide()
+    _, plain, _ = step(model, x)
+    _, _, block = settled(model, x, budget=1.0)
+    assert block.peak == plain and block.figures().dropped_bytes == 0
+    least = block.least
+    for budget in (least, (least + plain) // 2, plain):
+        _, peak, block = settled(model, x, budget=budget)
+        assert block.budget == budget and peak <= 1.02 * budget
+    for text, size in (("1MB", 10**6), ("1 MiB", 2**20), ("0.5GiB", 2**29), ("7kb", 7000)):
+        _, _, block = settled(model, x, budget=text)
+        assert block.budget == size
+
+
+def test_smaller_budgets_never_plan_higher_peaks():
+    model, x = wide(12)
+    _, plain, block = settled(model, x, budget=1.0)
+    peaks = []
+    for budget in range(block.least, plain, (plain - block.least) // 20):
+        _, peak, block = settled(model, x, budget=budget)
+        peaks.append(peak)
+    assert peaks == sorted(peaks) and peaks[0] < peaks[-1]
+
+
+def test_plans_do_not_change_between_steps():
+    model, x = wide()
+    _, _, block = settled(model, x, budget=0.4)
+    figures = block.figures().saved
+    for _ in range(5):
+        _, _, block = step(model, x, budget=0.4)
+        assert [(row.operator, row.verdict, row.bytes) for row in block.figures().saved] == [
+            (row.operator, row.verdict, row.bytes) for row in figures
+        ]
+
+
+def test_shapes_that_change_are_followed():
+    model, x = wide()
+    inputs = [x[:n] for n in (512, 200, 384)]
+    expected = [step(model, x)[0] for x in inputs]
+    for number in range(3):
+        for x, values in zip(inputs, expected, strict=True):
+            actual, peak, block = step(model, x, budget=0.5)
+            assert all(map(torch.equal, values, actual))
+            assert (block.least is None) == (number == 0)
+            if number:
+                assert peak <= 1.02 * max(block.budget, block.least)
+
+
+def test_models_and_budgets_take_turns():
+    pairs = [wide(), wide(), wide(4)]
+    budgets = [0.4, 0.7, 200_000_000]
+    for number in range(3):
+        for (model, x), budget in zip(pairs, budgets, strict=True):
+            _, peak, block = step(model, x, budget=budget)
+            if number:
+                assert peak <= 1.02 * max(block.budget, block.least)
+
+
+def test_states_that_appear_later():
+    for in_backward in (False, True):
+        model, x = wide()
+        optimizer = ms.Adam(model.parameters(), in_backward=in_backward)
+        plain = None
+        for number in range(4):
+            with ms.memory.track(model, optimizer) as track:
+                with ms.remat(budget=0.5) as block:
+                    loss = model(x).square().mean()
+                loss.backward()
+                del loss
+                peak = track.peak  # the step of an optimizer is not the block's
+            optimizer.step()
+            optimizer.zero_grad()
+            assert block.peak == peak
+            if number > 1:
+                assert peak <= 1.02 * max(block.budget, block.least), (in_backward, number, plain)
+
+
+def test_states_of_other_optimizers():
+    model, x = wide()
+    optimizer = torch.optim.Adam(model.parameters())
+    peaks = {}
+    for given in (None, optimizer):
+        for _ in range(2):
+            with ms.remat(budget="1GB", optimizer=given) as block:
+                loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        peaks[given] = block.peak
+    states = sum(t.nbytes for s in optimizer.state.values() for t in s.values())
+    assert peaks[optimizer] - peaks[None] == states
+
+
+def test_less_than_the_least():
+    model, x = wide(6, 48)
+    with no_warnings():
+        step(model, x, budget=1000)
+    with pytest.warns(UserWarning, match="less than the least possible for these shapes"):
+        _, peak, block = step(model, x, budget=1000)
+    assert peak <= 1.02 * block.least
+    with no_warnings():
+        step(model, x, budget=1000)  # it is told once
+
+
+def test_strict():
+    model, x = wide(5, 40)
+    step(model, x, budget=1000, strict=True)
+    with pytest.raises(torch.OutOfMemoryError, match="the budget is 1000 bytes"):
+        step(model, x, budget=1000, strict=True)
+    _, _, block = step(model, x, budget=1.0, strict=True)
+    assert block.peak <= 1.02 * block.budget
+
+
+def test_in_place_on_a_module():
+    model, x = wide()
+    handle = ms.remat_module(model, budget=0.5)
+    expected = None
+    for number in range(3):
+        loss = model(x).square().mean()
+        loss.backward()
+        grads = [p.grad for p in model.parameters()]
+        assert expected is None or all(map(torch.equal, expected, grads))
+        expected = grads
+        model.zero_grad()
+        assert (handle.least is None) == (number == 0)
+    assert handle.peak <= 1.02 * max(handle.budget, handle.least)
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"budget": True}, TypeError, "budget must be"),
+        ({"budget": [1]}, TypeError, "budget must be"),
+        ({"budget": 0}, ValueError, "budget must be"),
+        ({"budget": 1.5}, ValueError, "budget must be"),
+        ({"budget": "8 gigs"}, ValueError, "budget must be"),
+        ({"budget": "GB"}, ValueError, "budget must be"),
+        ({"budget": 1, "optimizer": 3}, TypeError, "optimizer must be"),
+        ({"budget": 1, "strict": 1}, TypeError, "strict must be"),
+        ({"strict": True}, ValueError, "strict has a meaning only with a budget"),
+    ],
+)
+def test_arguments(options, error, match):
+    with pytest.raises(error, match=match):
+        ms.remat(**options)
+    with pytest.raises(error, match=match):
+        ms.remat_module(nn.Linear(1, 1), **options)
+
+
+def test_figures_need_a_budget():
+    with ms.remat() as block:
+        pass
+    for name in ("peak", "least", "budget"):
+        with pytest.raises(RuntimeError, match="only with a budget"):
+            getattr(block, name)
+
+
+@pytest.mark.parametrize("start", range(0, 100, 20))
+@pytest.mark.filterwarnings("ignore:remat. the budget")
+def test_random_programs(start):
+    blocks = []
+
+    def make():
+        blocks.append(ms.remat(budget=0.3))
+        return blocks[-1]
+
+    for seed in range(start, start + 20):
+        for _ in range(3):
+            assert not (wrong := check(seed, make)), f"seed {seed}: {wrong}"
+    assert sum(block.least is not None for block in blocks) > 20
