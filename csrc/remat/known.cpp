@@ -52,9 +52,10 @@ void KnownSteps::begin() {
     overlapped_ = true;
     return;
   }
-  settle();  // where no step has asked for a known one since
+  if (next_has_begun_) settle();  // it has not asked for a known one
   overlapped_ = false;
   count.start();
+  next_has_begun_ = latest_ != nullptr;
 }
 
 void KnownSteps::settle() {
@@ -68,6 +69,8 @@ void KnownSteps::end(std::shared_ptr<Known> step) {
   --running_;
   if (!step) return;
   if (overlapped_) return add(std::move(step));
+  settle();
+  next_has_begun_ = false;
   latest_ = std::move(step);
 }
 
@@ -91,17 +94,19 @@ void KnownSteps::add(std::shared_ptr<Known> step) {
   if (steps_.size() > kMostSteps) steps_.erase(steps_.begin());
 }
 
-std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys) {
+std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64_t before) {
   const std::lock_guard<std::mutex> lock(mutex_);
   settle();
-  // Keys are hashes of everything until then, so that the last one speaks for all.
-  const auto is_like = [&](const std::shared_ptr<Known>& step) {
-    return step->keys.size() >= keys.size() && step->keys[keys.size() - 1] == keys.back();
-  };
-  const auto found = std::find_if(steps_.rbegin(), steps_.rend(), is_like);
-  if (found == steps_.rend()) return nullptr;
-  if ((*found)->plans.empty()) (*found)->plans = plans_of((*found)->trace);
-  return *found;
+  std::shared_ptr<Known> found;
+  for (const auto& step : steps_) {
+    // Keys are hashes of everything until then, so that the last one speaks for all.
+    if (step->keys.size() < keys.size() || step->keys[keys.size() - 1] != keys.back()) continue;
+    const bool is_nearer =
+        !found || std::abs(step->before - before) <= std::abs(found->before - before);
+    if (is_nearer) found = step;
+  }
+  if (found && found->plans.empty()) found->plans = plans_of(found->trace);
+  return found;
 }
 
 void KnownSteps::forget() {

@@ -35,8 +35,10 @@ class KnownSteps {
   void begin();
   // `step` may be null: it is not worth being known.
   void end(std::shared_ptr<Known> step);
-  // Returns the latest step with these keys at its beginning, with its plans; null if none.
-  std::shared_ptr<Known> find(const std::vector<uint64_t>& keys);
+  // Returns a step with these keys at its beginning, with its plans; null if none. Where there are
+  // several, as of models that begin alike, it is the one before which as much lived as `before`,
+  // and then the latest.
+  std::shared_ptr<Known> find(const std::vector<uint64_t>& keys, int64_t before);
   void forget();
 
  private:
@@ -48,6 +50,7 @@ class KnownSteps {
   bool overlapped_ = false;        // while another step ran
   // Not added yet: what it allocated for good is known once the next step has counted it.
   std::shared_ptr<Known> latest_;
+  bool next_has_begun_ = false;  // after latest_
   std::vector<std::shared_ptr<Known>> steps_;  // latest last
 };
 

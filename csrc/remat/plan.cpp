@@ -13,7 +13,13 @@ namespace {
 
 // An operator runs again at most so often, except under the last plan.
 constexpr int kMostRunsOfAny = 2;
-constexpr int kLevels = 64;
+// So many levels of memory are planned for. Those of large traces are searched for a few, and what
+// is between them is made from these.
+constexpr int kLevels = 64, kFewestLevels = 12, kMostLevels = 256, kWork = 25000;
+// The most segments to start from, and how many such starts are followed.
+// Tries to improve plans: so many by the square of what can be dropped.
+constexpr int64_t kTries = 20000000;
+constexpr int kMostSegments = 64, kStarts = 3;
 
 // The best plans found so far.
 class Frontier {
@@ -58,17 +64,17 @@ class Planner {
       : trace_(trace), simulator_(trace), routes_(simulator_), search_(simulator_, routes_) {}
 
   std::vector<Plan> plans(int most_enumerated) {
-    const int64_t plain = set(all_kept()).peak;
-    int64_t floor = 0;
-    for (const int64_t memory : simulator_.timeline().memory) floor = std::max(floor, memory);
-    const int64_t step = std::max<int64_t>((plain - floor) / kLevels, 1);
-    if (static_cast<int>(routes_.droppable.size()) <= most_enumerated) enumerate();
-    descend(plain, floor, step);
-    for (int segments = 1; segments <= 64; segments += 1 + segments / 4) {
-      ascend(drop_within_segments(trace_, routes_, segments), plain, floor, step);
-    }
-    const auto least = frontier_.sorted().back();
-    ascend(least.decisions, plain, floor, step);
+    plain_ = set(all_kept()).peak;
+    const auto& memory = simulator_.timeline().memory;
+    floor_ = memory.empty() ? 0 : *std::max_element(memory.begin(), memory.end());
+    const auto droppable = static_cast<int>(routes_.droppable.size());
+    if (droppable == 0) return frontier_.take();
+    if (droppable <= most_enumerated) enumerate();
+    const int levels = std::clamp(kWork / droppable, kFewestLevels, kMostLevels);
+    for (const double ahead : {0.03, 0.15}) descend(all_kept(), levels, ahead);
+    start_from_segments(levels);
+    ascend(frontier_.sorted().back().decisions, plain_, std::max(levels, kLevels));
+    improve(droppable);
     return frontier_.take();
   }
 
@@ -83,9 +89,11 @@ class Planner {
     return result;
   }
 
-  bool reach(int64_t level) {
+  int64_t step(int levels) const { return std::max<int64_t>((plain_ - floor_) / levels, 1); }
+
+  bool reach(int64_t level, int64_t aim) {
     for (int i = 0; i < 4; ++i) {
-      const bool lowered = search_.lower(level);
+      const bool lowered = search_.lower(level, aim);
       search_.put_back(level);
       const auto result = set(search_.decisions());
       if (result.peak <= level) return true;
@@ -94,18 +102,67 @@ class Planner {
     return false;
   }
 
-  void descend(int64_t peak, int64_t floor, int64_t step) {
-    for (int64_t level = peak - step; level >= floor; level -= step) {
-      if (!reach(level)) break;
+  // Lowers the peak level by level. `ahead` is how far below a level it looks for the best drops,
+  // as a share of all that there is to lower.
+  void descend(std::vector<Decision> decisions, int levels, double ahead) {
+    int64_t above = set(std::move(decisions)).peak;
+    const auto below = static_cast<int64_t>(static_cast<double>(plain_ - floor_) * ahead);
+    for (int64_t level = above - step(levels); level >= floor_; level -= step(levels)) {
+      if (!reach(level, std::max(level - below, floor_))) break;
+      if (levels < kLevels) {
+        // Also what is between two levels.
+        const auto reached = search_.decisions();
+        ascend(reached, above, kLevels);
+        set(reached);
+      }
+      above = level;
     }
   }
 
-  void ascend(std::vector<Decision> decisions, int64_t plain, int64_t floor, int64_t step) {
-    int64_t peak = set(std::move(decisions)).peak;
-    for (int64_t level = floor + (peak - floor + step - 1) / step * step; level < plain;
-         level += step) {
+  // Keeps more, level by level.
+  void ascend(std::vector<Decision> decisions, int64_t below, int levels) {
+    const int64_t peak = set(std::move(decisions)).peak;
+    for (int64_t level = peak; level < below; level += step(levels)) {
       search_.put_back(level);
       set(search_.decisions());
+    }
+  }
+
+  // Begins with what crosses between segments of the forward, which is needed where memory is
+  // least.
+  void start_from_segments(int levels) {
+    std::vector<Plan> starts;
+    for (int segments = 1; segments <= kMostSegments; segments += 1 + segments / 4) {
+      auto decisions = drop_within_segments(trace_, routes_, segments);
+      const auto result = set(decisions);
+      starts.push_back({result.peak, result.seconds, std::move(decisions)});
+    }
+    std::stable_sort(starts.begin(), starts.end(),
+                     [](const Plan& a, const Plan& b) { return a.peak < b.peak; });
+    starts.resize(kStarts);
+    for (const auto& start : starts) {
+      ascend(start.decisions, plain_, levels);
+      descend(start.decisions, levels, 0);
+    }
+  }
+
+  // Changes one decision of a plan, and then what follows from it, for all plans in turn. It pays
+  // for small traces, where what is left over at a level is a large share.
+  void improve(int droppable) {
+    auto tries = std::min<int64_t>(kTries / droppable / droppable, 600);
+    for (size_t next = 0; tries > 0; ++next) {
+      const std::vector<Plan> plans = frontier_.sorted();
+      if (plans.size() < 2) break;
+      for (size_t i = 1; i < plans.size() && tries > 0; ++i, --tries) {
+        const int32_t content = routes_.droppable[(next + i * 7) % routes_.droppable.size()];
+        const int64_t level = plans[i - 1].peak - 1;
+        search_.set(plans[i].decisions);
+        const bool is_kept = plans[i].decisions[content] == Decision::kKeep;
+        search_.force(content, is_kept ? Decision::kDrop : Decision::kKeep);
+        search_.lower(level, level);
+        search_.put_back(level);
+        set(search_.decisions());
+      }
     }
   }
 
@@ -122,6 +179,8 @@ class Planner {
   }
 
   const Trace& trace_;
+  int64_t plain_ = 0;  // the peak where everything is kept
+  int64_t floor_ = 0;  // no peak is lower
   Simulator simulator_;
   const Routes routes_;
   Search search_;

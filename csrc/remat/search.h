@@ -4,13 +4,14 @@
 #include <cstdint>
 #include <vector>
 
+#include "remat/profile.h"
 #include "remat/routes.h"
 #include "remat/simulate.h"
 
 namespace memsave_ext::remat {
 
-// The memory of a step under decisions that change, close to that of a Simulator: it leaves out
-// what is on the way, and what is held longer because it is read late, between two calls of set().
+// The memory of a step under decisions that change. Between two calls of set() it leaves out what
+// is on the way, and is else that of a Simulator.
 class Search {
  public:
   Search(Simulator& simulator, const Routes& routes);
@@ -19,9 +20,12 @@ class Search {
   Simulator::Result set(std::vector<Decision> decisions);
   const std::vector<Decision>& decisions() const { return decisions_; }
 
-  // Drops, and keeps what makes others wait in memory, until memory is at most `level`. Returns
-  // whether it is.
-  bool lower(int64_t level);
+  // Drops, and keeps what makes others wait in memory, until memory is at most `level`. Takes first
+  // what lowers memory over `aim` most per second: with one below the level, large contents are
+  // preferred to many small ones. Returns whether memory is at most `level`.
+  bool lower(int64_t level, int64_t aim);
+  // Changes one decision, which then stays until set() is called.
+  void force(int32_t content, Decision decision);
   // Keeps what fits below `level`, the most seconds per byte first.
   void put_back(int64_t level);
 
@@ -30,29 +34,46 @@ class Search {
     double score;  // what memory over the level falls by, per second
     int32_t content;
     Decision decision;
-    int32_t round;  // in which the score was found
+    int32_t number;  // counts up; only the latest one of a content and a decision holds
     bool operator<(const Move& other) const;
+  };
+  // The slots in which a repeat runs, in order. More than these few are not noted.
+  struct Runs {
+    int32_t count = 0;
+    int32_t slots[3] = {};
+    bool operator==(const Runs& other) const;
+    void add(int32_t slot);
+  };
+  // The slots [from, to) in which a content has memory.
+  struct Stay {
+    int32_t from = 0, to = 0;
   };
   struct Piece {
     int32_t slot;
     int64_t bytes;  // that memory grows by from this slot on
   };
+  struct Need {
+    int32_t slot, content;
+  };
 
   void change(int32_t content, Decision decision);
   void undo();
   void commit();
-  void move_start(int32_t content, int32_t start);
-  int32_t repeat_at(int32_t repeat) const;
-  int32_t start_of(int32_t content) const;
-  double seconds_of(int32_t content, Decision decision) const;
-  bool is_allowed(int32_t content, Decision decision) const;
-  bool runs_too_often(const Repeat& repeat) const;
+  void find_needs(int32_t repeat);
+  Runs follow(int32_t repeat);
+  void set_runs(int32_t repeat, const Runs& runs);
+  void set_stay(int32_t content, Stay stay);
+  void add_piece(int32_t from, int32_t to, int64_t bytes);
   template <class Function>
   void each_stretch(Function&& function) const;
-  int64_t gain(int64_t level) const;
-  bool fits(int64_t level);
-  double score(int32_t content, Decision decision, int64_t level);
-  void push_moves(int32_t content, std::vector<Move>& heap) const;
+  int64_t gain() const;
+  bool fits();
+  double score(int32_t content, Decision decision);
+  void push_moves(int32_t content, std::vector<Move>& heap);
+  void push_moves_around(int32_t content, std::vector<Move>& heap);
+  int32_t& pushed(const Move& move) {
+    return pushed_[3 * move.content + static_cast<int32_t>(move.decision)];
+  }
 
   Simulator& simulator_;
   const Routes& routes_;
@@ -60,18 +81,24 @@ class Search {
   const std::vector<Timeline::Span>& spans_;
   std::vector<int32_t> by_worth_;  // droppable contents, the most seconds per byte first
   std::vector<Decision> decisions_;
-  std::vector<int64_t> memory_;   // by slot
-  std::vector<int32_t> at_;       // by repeat: the slot in which it runs; kNever
-  std::vector<int32_t> start_;    // by content: the slot in which its memory begins
-  std::vector<int32_t> dropped_;  // by repeat: how many of `makes` are dropped
-  std::vector<int32_t> runs_;     // by call, of those on the way
+  Profile profile_;
+  std::vector<Runs> runs_;       // by repeat
+  std::vector<int32_t> on_way_;  // by call: how often it runs on the way
+  std::vector<Stay> stays_;      // by content
+  int32_t fixed_ = -1;           // a content whose decision must not change; -1: none
   // The change that is being tried.
   int32_t changed_ = -1;
   Decision before_ = Decision::kKeep;
-  std::vector<std::pair<int32_t, int32_t>> old_at_, old_start_;
+  std::vector<std::pair<int32_t, Runs>> old_runs_;
+  std::vector<std::pair<int32_t, Stay>> old_stays_;
   std::vector<Piece> pieces_;
+  double seconds_ = 0;      // that it adds
+  bool too_often_ = false;  // an operator would run again too often
+  // Room for what change() works with.
   std::vector<int32_t> pending_;  // repeats, as a heap
-  int32_t tight_ = 0;             // a slot in which something did not fit
+  std::vector<Need> needs_;
+  std::vector<int32_t> pushed_;      // by content and decision: how many moves were added for it
+  std::vector<int32_t> held_until_;  // by content
 };
 
 }  // namespace memsave_ext::remat

@@ -154,7 +154,7 @@ Choice Step::decide(Content& content) {
   if (keys_.size() == 1) before_ = shared_.count.before();
   const bool follows = followed_ && keys_.size() <= followed_->keys.size() &&
                        followed_->keys[keys_.size() - 1] == hash_;
-  if (!follows) follow(shared_.find(keys_));
+  if (!follows) follow(shared_.find(keys_, before_));
   if (plan_ == nullptr) return {bytes_ > 0 ? Drops::kUntilFull : Drops::kCheap, true};
   const Decision decision = plan_->decisions[number];
   if (decision == Decision::kKeep) return {Drops::kUntilFull, true};
