@@ -13,6 +13,7 @@ void run(const Case& of, const std::vector<Order>& orders) {
   for (const Order order : orders) {
     use(order, of.channels);
     std::vector<Memory> results = run.results(order == orders[0]);
+    for (const Memory& result : results) result.require_nothing_in_front();
     if (order == orders[0]) {
       first = std::move(results);
       continue;
@@ -28,10 +29,12 @@ void run(const Case& of, const std::vector<Order>& orders) {
 void run_all(const Options& options) {
   // Channels first: on chip, in chunks, of every width of vectors. Channels last: in groups that
   // are full and not.
-  std::vector<Case> shapes = {{{}, 1, 1, 2},   {{}, 2, 3, 35},  {{}, 2, 3, 49},   {{}, 3, 4, 196},
-                              {{}, 4, 130, 8}, {{}, 2, 1, 1},   {{}, 2, 2, 8256}, {{}, 5, 3, 1},
-                              {{}, 33, 8, 1},  {{}, 40, 67, 1}, {{}, 1, 40, 1},   {{}, 600, 16, 1},
-                              {{}, 700, 4, 1}};
+  std::vector<Case> shapes = {
+      {{}, 1, 1, 2},    {{}, 2, 3, 35},   {{}, 2, 3, 49},   {{}, 5, 3, 25},  {{}, 9, 5, 9},
+      {{}, 1, 2, 13},   {{}, 3, 4, 196},  {{}, 4, 130, 8},  {{}, 3, 130, 9}, {{}, 2, 1, 1},
+      {{}, 2, 2, 8256}, {{}, 3, 2, 8257}, {{}, 6000, 1, 3}, {{}, 5, 3, 1},   {{}, 33, 8, 1},
+      {{}, 40, 67, 1},  {{}, 1, 40, 1},   {{}, 600, 16, 1}, {{}, 700, 4, 1}, {{}, 300, 9, 1},
+      {{}, 1, 15, 1},   {{}, 20, 342, 1}, {{}, 9, 497, 1}};
   if (options.large) {
     for (const Case& one : {Case{{}, 64, 128, 49}, Case{{}, 16, 130, 196}, Case{{}, 2, 3, 300'000},
                             Case{{}, 100'000, 12, 1}, Case{{}, 2, 128, 20'000}}) {
@@ -43,11 +46,12 @@ void run_all(const Options& options) {
   for (Case of : shapes) {
     for (int dtype = 0; dtype < 4; ++dtype) {
       of.dtype = static_cast<DType>(dtype);
-      for (int variant = 0; variant < 4; ++variant) {
+      for (int variant = 0; variant < 5; ++variant) {
         of.activation = variant % 3;
         of.residual = variant % 2 == 1;
         of.affine = variant > 0;
-        of.offset = variant == 2 ? 1 : variant == 3 ? 4 : 0;
+        of.offset = variant == 2 ? 1 : variant == 3 ? 4 : variant == 4 ? 3 : 0;
+        of.input_offset = variant == 4 ? 2 : 0;
         of.affine_like_input = dtype >= 2 && variant != 1;
         run(of, options.orders);
       }

@@ -66,14 +66,16 @@ inline Exact terms(const Problem& problem) {
   using namespace memsave_ext::batch_norm;
   Exact most = 0;
   const bool channels_last = is_channels_last(problem);
-  const int64_t length = channels_last ? problem.channels : problem.inner;
-  for (const int vector : {1, 4, 8}) {
-    if (length % vector != 0) continue;
-    const Partition p = make_partition(problem, vector);
+  const auto try_these = [&](const Loads& loads) {
+    const Partition p = make_partition(problem, loads);
     const int64_t items = ceil_div(p.per_chunk, p.lanes_y);
     const int64_t on_chip = channels_last ? 0 : ceil_div(p.items, 128);
-    most = std::fmax(most, std::max(items, on_chip) * (channels_last ? 1 : vector));
+    most = std::fmax(most, std::max(items, on_chip) * (channels_last ? 1 : loads.vector));
+  };
+  for (const int vector : {1, 4, 8}) {
+    if (length_of(problem) % vector == 0) try_these({vector});
   }
+  if (can_mask(problem)) try_these({*vectors(problem.dtype).begin(), true});
   return most;
 }
 

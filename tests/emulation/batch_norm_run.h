@@ -12,7 +12,8 @@ struct Case {
   int64_t outer, channels, inner;
   int activation = 0;
   bool residual = false, affine = false;
-  int offset = 0;  // of every tensor of values
+  int offset = 0;        // of every tensor of values
+  int input_offset = 0;  // more of it for the input: other tensors are aligned otherwise
   bool affine_like_input = false;
 };
 
@@ -27,7 +28,8 @@ class Run {
     problem_.inner = of.inner;
     problem_.activation = static_cast<Activation>(of.activation);
     problem_.negative_slope = kSlope;
-    input_ = values();
+    input_ =
+        Memory(stored(of.dtype), of.outer * of.channels * of.inner, of.offset + of.input_offset);
     grad_ = values();
     residual_ = of.residual ? values() : Memory();
     for (Memory* vector : {&weight_, &bias_, &running_[0], &running_[1]}) {

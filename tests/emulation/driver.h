@@ -26,13 +26,14 @@ inline size_t bytes_of(Stored type) {
 }
 
 // Values that begin `offset` values after an address which any vector may be loaded from. What is
-// beside them is not theirs.
+// beside them is not theirs: in front, NaNs that nobody may write to, behind, the end of a block.
 class Memory {
  public:
   Memory() = default;
   Memory(Stored type, size_t count, size_t offset = 0)
       : type_(type), count_(count), offset_(offset * bytes_of(type)) {
     block_.reset(new char[offset_ + count * bytes_of(type)]);  // not initialised
+    memset(block_.get(), kInFront, offset_);
   }
 
   Memory copy() const {
@@ -83,6 +84,12 @@ class Memory {
     }
   }
 
+  void require_nothing_in_front() const {
+    for (size_t i = 0; block_ && i < offset_; ++i) {
+      if (block_[i] != kInFront) fail("a byte in front of the values was written");
+    }
+  }
+
   // What code without MemorySanitizer has written.
   void written_elsewhere() const {
 #ifdef EMULATION_MEMORY
@@ -101,6 +108,8 @@ class Memory {
   static void write(char* to, T value) {
     memcpy(to, &value, sizeof(value));
   }
+
+  static constexpr char kInFront = -1;
 
   Stored type_ = Stored::kFloat;
   size_t count_ = 0, offset_ = 0;

@@ -99,6 +99,12 @@ BUGS = [
         "static_cast<void>(address);",
     ),
     Bug(
+        "a value of a neighbouring plane",
+        "batch_norm/cuda/walk.cuh",
+        "return kAll << before & ",
+        "return kAll & ",
+    ),
+    Bug(
         "an element too many",
         "adam/cuda/step.cuh",
         "step_vectors<M, 1>(tensor, last, end, c, random);",

@@ -15,38 +15,34 @@ __global__ void __launch_bounds__(kThreads)
   using Vec = typename A::Vec;
   using Value = typename A::Value;
   constexpr int kUnroll = A::kUnroll / 2;  // each step loads from two tensors
-  Walk<A::kChannelsLast> walk(p, blockIdx.x, threadIdx.x);
+  typename A::Walk walk(p, blockIdx.x, threadIdx.x);
+  const Channels channels = walk.channels(p);
   double2 sums[A::kChannels] = {};
   if (walk.more()) {
-    const Affine<A> affine(problem, statistics, walk.column * A::kChannels);
+    const Affine<A> affine(problem, statistics, channels);
     const bool with_residual = masks_with_residual(problem);
     ThreadSums<A> of_thread;
     while (walk.more()) {
+      Place places[kUnroll];
       Vec x[kUnroll], dy[kUnroll], residual[kUnroll];
-      int64_t offset[kUnroll];
-      bool there[kUnroll];
+      take(walk, p, places);
+      load_all<A>(problem.input, p, places, x);
+      load_all<A>(grad, p, places, dy);
+      load_residual<A>(with_residual, problem, p, places, residual);
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        there[u] = walk.more();
-        offset[u] = there[u] ? walk.offset : offset[0];  // loading twice costs less than a branch
-        x[u] = load<Vec>(problem.input, offset[u]);
-        dy[u] = load<Vec>(grad, offset[u]);
-        walk.next(p);
-      }
-      load_residual(with_residual, problem, offset, residual);
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (there[u]) add_gradients(problem, affine, dy[u], x[u], residual[u], of_thread);
+        if (!places[u].there()) continue;
+        add_gradients(problem, affine, dy[u], x[u], residual[u], places[u].mask, of_thread);
       }
     }
     of_thread.fold(sums);
 #pragma unroll
     for (int c = 0; c < A::kChannels; ++c) sums[c].y *= affine.invstd[c];
   }
-  if (!sum_channels<A>(sums, p) || !walk.has_channel(p)) return;
+  if (!sum_channels<A>(sums, p, walk) || !walk.has_channel(p)) return;
 #pragma unroll
   for (int c = 0; c < A::kChannels; ++c) {
-    partials[(walk.column * A::kChannels + c) * p.chunks + walk.chunk] = sums[c];
+    if (channels.has(c)) partials[(channels.first + c) * p.chunks + walk.chunk] = sums[c];
   }
 }
 
@@ -65,35 +61,28 @@ __global__ void __launch_bounds__(kThreads)
   using Value = typename A::Value;
   constexpr int kUnroll = A::kUnroll / 2;
   // Takes the blocks in reverse: what the sums have read last is still in the cache.
-  Walk<A::kChannelsLast> walk(p, gridDim.x - 1 - blockIdx.x, threadIdx.x);
+  typename A::Walk walk(p, gridDim.x - 1 - blockIdx.x, threadIdx.x);
   if (!walk.more()) return;
-  const int64_t channel = walk.column * A::kChannels;
-  const Affine<A> affine(problem, statistics, channel);
+  const Channels channels = walk.channels(p);
+  const Affine<A> affine(problem, statistics, channels);
   const Value* values = static_cast<const Value*>(means);
   GradientMeans<A> of_channel;
-  load_channels<Value>(values, channel, Value(0), of_channel.grad);
-  load_channels<Value>(values == nullptr ? nullptr : values + problem.channels, channel, Value(0),
-                       of_channel.dot);
+  load_channels<A, Value>(values, channels, Value(0), of_channel.grad);
+  load_channels<A, Value>(values == nullptr ? nullptr : values + problem.channels, channels,
+                          Value(0), of_channel.dot);
   const bool with_residual = masks_with_residual(problem);
   while (walk.more()) {
+    Place places[kUnroll];
     Vec x[kUnroll], dy[kUnroll], residual[kUnroll];
-    int64_t offset[kUnroll];
-    bool there[kUnroll];
+    take(walk, p, places);
+    load_all<A>(problem.input, p, places, x);
+    load_all<A>(grad, p, places, dy);
+    load_residual<A>(with_residual, problem, p, places, residual);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      there[u] = walk.more();
-      offset[u] = there[u] ? walk.offset : offset[0];
-      x[u] = load<Vec>(problem.input, offset[u]);
-      dy[u] = load<Vec>(grad, offset[u]);
-      walk.next(p);
-    }
-    load_residual(with_residual, problem, offset, residual);
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (there[u]) {
-        write_gradients(problem, affine, of_channel, dy[u], x[u], residual[u], offset[u],
-                        grad_input, grad_residual);
-      }
+      if (!places[u].there()) continue;
+      write_gradients(problem, affine, of_channel, dy[u], x[u], residual[u], places[u], grad_input,
+                      grad_residual);
     }
   }
 }
@@ -102,10 +91,10 @@ __global__ void __launch_bounds__(kThreads)
 
 void launch_backward_sums(const Problem& problem, const void* statistics, const void* grad,
                           const ChannelSums& to, void* stream) {
-  const int vector = widest_vector(problem, {problem.input, problem.residual, grad});
-  const Partition p = make_partition(problem, vector);
+  const Loads loads = widest_loads(problem, {problem.input, problem.residual, grad});
+  const Partition p = make_partition(problem, loads);
   double2* partials = Workspace(problem).partials;
-  with_access(problem, vector, [&](auto access) {
+  with_access(problem, loads, [&](auto access) {
     launch(chunk_sums_kernel<decltype(access)>, p.blocks(), p.threads(), 0, stream, problem, p,
            statistics, grad, partials);
   });
@@ -117,10 +106,10 @@ void launch_backward_sums(const Problem& problem, const void* statistics, const 
 
 void launch_backward_input(const Problem& problem, const void* statistics, const void* means,
                            const void* grad, void* grad_input, void* grad_residual, void* stream) {
-  const int vector =
-      widest_vector(problem, {problem.input, problem.residual, grad, grad_input, grad_residual});
-  const Partition p = make_partition(problem, vector);
-  with_access(problem, vector, [&](auto access) {
+  const Loads loads =
+      widest_loads(problem, {problem.input, problem.residual, grad, grad_input, grad_residual});
+  const Partition p = make_partition(problem, loads);
+  with_access(problem, loads, [&](auto access) {
     launch(backward_input_kernel<decltype(access)>, p.blocks(), p.threads(), 0, stream, problem, p,
            statistics, means, grad, grad_input, grad_residual);
   });

@@ -44,11 +44,13 @@ void run_backward_sums(const Problem& problem, const void* statistics, const voi
 
 size_t workspace_bytes(const Problem& problem) {
   size_t bytes = 0;
-  const int64_t length = is_channels_last(problem) ? problem.channels : problem.inner;
+  const auto need = [&](const Loads& loads) {
+    bytes = std::max(bytes, Workspace::bytes(problem, make_partition(problem, loads)));
+  };
   for (const int vector : vectors(problem.dtype)) {
-    if (length % vector != 0) continue;
-    bytes = std::max(bytes, Workspace::bytes(problem, make_partition(problem, vector)));
+    if (length_of(problem) % vector == 0) need({vector});
   }
+  if (can_mask(problem)) need({*vectors(problem.dtype).begin(), true});
   return bytes;
 }
 

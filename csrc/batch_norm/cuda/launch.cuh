@@ -16,15 +16,6 @@ inline int merging_threads(const Partition& p) {
   return static_cast<int>(std::min<int64_t>(kThreads, ceil_div(p.chunks, 32) * 32));
 }
 
-// Returns the vector widths, in values, that have kernels; the widest first. Values of 16 bits also
-// have one of 8 bytes, because planes of 14 * 14 are common. Doubles are loaded one at a time,
-// which makes a warp's loads wide enough.
-inline std::initializer_list<int> vectors(DType dtype) {
-  static constexpr std::initializer_list<int> kOfDouble = {1}, kOfFloat = {4, 1},
-                                              kOfHalf = {8, 4, 1};
-  return dtype == DType::kDouble ? kOfDouble : dtype == DType::kFloat ? kOfFloat : kOfHalf;
-}
-
 // What a kernel leaves in Problem::workspace for the next one.
 struct Workspace {
   // (C) doubles, or (2, C) values of the statistics' type. They come first, where their address
@@ -41,44 +32,57 @@ struct Workspace {
   }
 };
 
-// Returns the widest vector that divides a plane or row and to which all addresses are aligned.
-inline int widest_vector(const Problem& problem, std::initializer_list<const void*> tensors) {
-  const int64_t length = is_channels_last(problem) ? problem.channels : problem.inner;
+// Returns the widest loads for tensors at these addresses; null ones do not count.
+inline Loads widest_loads(const Problem& problem, std::initializer_list<const void*> tensors) {
   for (const int vector : vectors(problem.dtype)) {
-    bool fits = length % vector == 0;
+    bool fits = length_of(problem) % vector == 0;
     for (const void* tensor : tensors) {
       const auto address = reinterpret_cast<uintptr_t>(tensor);
       fits = fits && address % (vector * item_size(problem.dtype)) == 0;
     }
-    if (fits) return vector;
+    if (fits && vector > 1) return {vector};
   }
-  return 1;
+  if (!can_mask(problem)) return {1};
+  Loads masked = {*vectors(problem.dtype).begin(), true, -1};
+  for (const void* tensor : tensors) {
+    if (tensor == nullptr) continue;
+    const auto address = reinterpret_cast<uintptr_t>(tensor);
+    const int begin = static_cast<int>(address / item_size(problem.dtype) % masked.vector);
+    if (masked.begin >= 0 && begin != masked.begin) return {1};
+    masked.begin = begin;
+  }
+  return masked;
 }
 
-// Calls function(Access) for this type, vector width and layout.
+template <typename T, int widest, bool channels_last, typename Function>
+void with_width(const Loads& loads, const Function& function) {
+  if (loads.masked) return function(Access<T, widest, channels_last, true>{});
+  if (loads.vector == widest) return function(Access<T, widest, channels_last, false>{});
+  if constexpr (widest == 8) {
+    if (loads.vector == 4) return function(Access<T, 4, channels_last, false>{});
+  }
+  function(Access<T, 1, channels_last, false>{});
+}
+
+// Calls function(Access) for this type, these loads and layout.
 template <bool channels_last, typename Function>
-void with_vector(DType dtype, int vector, const Function& function) {
+void with_loads(DType dtype, const Loads& loads, const Function& function) {
   switch (dtype) {
     case DType::kDouble:
-      return function(Access<double, 1, channels_last>{});
+      return function(Access<double, 1, channels_last, false>{});
     case DType::kFloat:
-      return vector == 4 ? function(Access<float, 4, channels_last>{})
-                         : function(Access<float, 1, channels_last>{});
+      return with_width<float, 4, channels_last>(loads, function);
     case DType::kHalf:
-      return vector == 8   ? function(Access<__half, 8, channels_last>{})
-             : vector == 4 ? function(Access<__half, 4, channels_last>{})
-                           : function(Access<__half, 1, channels_last>{});
+      return with_width<__half, 8, channels_last>(loads, function);
     case DType::kBFloat16:
-      return vector == 8   ? function(Access<__nv_bfloat16, 8, channels_last>{})
-             : vector == 4 ? function(Access<__nv_bfloat16, 4, channels_last>{})
-                           : function(Access<__nv_bfloat16, 1, channels_last>{});
+      return with_width<__nv_bfloat16, 8, channels_last>(loads, function);
   }
 }
 
 template <typename Function>
-void with_access(const Problem& problem, int vector, const Function& function) {
-  if (is_channels_last(problem)) return with_vector<true>(problem.dtype, vector, function);
-  return with_vector<false>(problem.dtype, vector, function);
+void with_access(const Problem& problem, const Loads& loads, const Function& function) {
+  if (is_channels_last(problem)) return with_loads<true>(problem.dtype, loads, function);
+  return with_loads<false>(problem.dtype, loads, function);
 }
 
 // Launches that another file uses.

@@ -10,34 +10,29 @@ namespace {
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
     chunk_moments_kernel(const void* input, Partition p, double2* partials, double* origins) {
-  using Vec = typename A::Vec;
-  Walk<A::kChannelsLast> walk(p, blockIdx.x, threadIdx.x);
-  Vec origin = {};
-  if (walk.has_channel(p)) origin = load<Vec>(input, walk.first(p));
+  typename A::Walk walk(p, blockIdx.x, threadIdx.x);
+  const Channels channels = walk.channels(p);
+  typename A::Vec origin = {};
+  if (walk.has_channel(p)) origin = load_first<A>(input, p, channels);
   ThreadMoments<A> moments;
   while (walk.more()) {
-    Vec x[A::kUnroll];
-    bool there[A::kUnroll];
-    const int64_t offset = walk.offset;
+    Place places[A::kUnroll];
+    typename A::Vec x[A::kUnroll];
+    take(walk, p, places);
+    load_all<A>(input, p, places, x);
 #pragma unroll
     for (int u = 0; u < A::kUnroll; ++u) {
-      there[u] = walk.more();
-      // Loading twice costs less than a branch.
-      x[u] = load<Vec>(input, there[u] ? walk.offset : offset);
-      walk.next(p);
-    }
-#pragma unroll
-    for (int u = 0; u < A::kUnroll; ++u) {
-      if (there[u]) moments.add(x[u]);
+      if (places[u].there()) moments.add(x[u], places[u].mask);
     }
   }
 
   double2 sums[A::kChannels];
   moments.fold_about(origin, sums);
-  if (!sum_channels<A>(sums, p) || !walk.has_channel(p)) return;
+  if (!sum_channels<A>(sums, p, walk) || !walk.has_channel(p)) return;
 #pragma unroll
   for (int c = 0; c < A::kChannels; ++c) {
-    const int64_t channel = walk.column * A::kChannels + c;
+    if (!channels.has(c)) continue;
+    const int64_t channel = channels.first + c;
     partials[channel * p.chunks + walk.chunk] = sums[c];
     if (walk.chunk == 0) origins[channel] = origin[c];
   }
@@ -54,11 +49,11 @@ __global__ void channel_moments_kernel(const double2* partials, int64_t chunks,
 }  // namespace
 
 void launch_moments(const Problem& problem, const Summary& to, void* stream) {
-  const int vector = widest_vector(problem, {problem.input});
-  const Partition p = make_partition(problem, vector);
+  const Loads loads = widest_loads(problem, {problem.input});
+  const Partition p = make_partition(problem, loads);
   const Workspace workspace(problem);
   double* origins = static_cast<double*>(workspace.vectors);
-  with_access(problem, vector, [&](auto access) {
+  with_access(problem, loads, [&](auto access) {
     launch(chunk_moments_kernel<decltype(access)>, p.blocks(), p.threads(), 0, stream,
            problem.input, p, workspace.partials, origins);
   });

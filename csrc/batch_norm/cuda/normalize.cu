@@ -11,26 +11,19 @@ __global__ void __launch_bounds__(kThreads)
     normalize_kernel(Problem problem, Partition p, const void* statistics, void* output) {
   using Vec = typename A::Vec;
   // Takes the blocks in reverse: what the kernel before has read last is still in the cache.
-  Walk<A::kChannelsLast> walk(p, gridDim.x - 1 - blockIdx.x, threadIdx.x);
+  typename A::Walk walk(p, gridDim.x - 1 - blockIdx.x, threadIdx.x);
   if (!walk.more()) return;
-  const Affine<A> affine(problem, statistics, walk.column * A::kChannels);
+  const Affine<A> affine(problem, statistics, walk.channels(p));
   while (walk.more()) {
     Vec x[A::kUnroll], residual[A::kUnroll];
-    int64_t offset[A::kUnroll];
-    bool there[A::kUnroll];
+    Place places[A::kUnroll];
+    take(walk, p, places);
+    load_all<A>(problem.input, p, places, x);
+    load_residual<A>(problem.residual != nullptr, problem, p, places, residual);
 #pragma unroll
     for (int u = 0; u < A::kUnroll; ++u) {
-      there[u] = walk.more();
-      offset[u] = there[u] ? walk.offset : offset[0];  // loading twice costs less than a branch
-      x[u] = load<Vec>(problem.input, offset[u]);
-      walk.next(p);
-    }
-    load_residual(problem.residual != nullptr, problem, offset, residual);
-#pragma unroll
-    for (int u = 0; u < A::kUnroll; ++u) {
-      if (there[u]) {
-        store(output, offset[u], output_of(problem, affine, x[u], residual[u]));
-      }
+      if (!places[u].there()) continue;
+      store_at<A>(output, places[u], output_of(problem, affine, x[u], residual[u]));
     }
   }
 }
@@ -58,9 +51,9 @@ void launch_running(const Problem& problem, double eps, const Running& running, 
 }
 
 void launch_normalize(const Problem& problem, const void* statistics, void* output, void* stream) {
-  const int vector = widest_vector(problem, {problem.input, problem.residual, output});
-  const Partition p = make_partition(problem, vector);
-  with_access(problem, vector, [&](auto access) {
+  const Loads loads = widest_loads(problem, {problem.input, problem.residual, output});
+  const Partition p = make_partition(problem, loads);
+  with_access(problem, loads, [&](auto access) {
     launch(normalize_kernel<decltype(access)>, p.blocks(), p.threads(), 0, stream, problem, p,
            statistics, output);
   });

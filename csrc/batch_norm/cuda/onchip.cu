@@ -26,27 +26,23 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     forward_onchip_kernel(Problem problem, Partition p, Summary to, void* output) {
   using Vec = typename A::Vec;
   using Value = typename A::Value;
+  using Walk = typename A::Walk;
   constexpr int kUnroll = A::kUnroll;
   Vec* kept = reinterpret_cast<Vec*>(kept_values);
-  Walk<false> walk(p, blockIdx.x, threadIdx.x);
-  const Vec origin = load<Vec>(problem.input, walk.first(p));
+  Walk walk(p, blockIdx.x, threadIdx.x);
+  const Channels channel = walk.channels(p);
+  const Vec origin = load_first<A>(problem.input, p, channel);
   ThreadMoments<A> moments;
   while (walk.more()) {
+    Place places[kUnroll];
     Vec x[kUnroll];
-    int item[kUnroll];
-    const int64_t offset = walk.offset;
+    take(walk, p, places);
+    load_all<A>(problem.input, p, places, x);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      item[u] = walk.more() ? walk.item : -1;
-      // Loading twice costs less than a branch.
-      x[u] = load<Vec>(problem.input, item[u] >= 0 ? walk.offset : offset);
-      walk.next(p);
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (item[u] < 0) continue;
-      kept[item[u]] = x[u];
-      moments.add(x[u]);
+      if (!places[u].there()) continue;
+      kept[places[u].item] = x[u];
+      moments.add(x[u], places[u].mask);
     }
   }
   double2 sums[1];
@@ -54,14 +50,16 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   sums[0] = sum_block(sums[0]);
   Pair<Value> statistics = {};
   if (threadIdx.x == 0) {
-    statistics = write_moments<Value>(to, walk.column, sums[0], origin[0]);
+    statistics = write_moments<Value>(to, channel.first, sums[0], origin[0]);
   }
-  const Affine<A> affine(problem, broadcast(statistics), walk.column);
+  const Affine<A> affine(problem, broadcast(statistics), channel);
 
-  for (walk = Walk<false>(p, blockIdx.x, threadIdx.x); walk.more(); walk.next(p)) {
-    Vec residual;
-    if (problem.residual) residual = load<Vec>(problem.residual, walk.offset);
-    store(output, walk.offset, output_of(problem, affine, kept[walk.item], residual));
+  for (walk = Walk(p, blockIdx.x, threadIdx.x); walk.more(); walk.next(p)) {
+    const Place place[] = {walk.place(p)};
+    if (!place->there()) continue;
+    Vec residual[1];
+    load_residual<A>(problem.residual != nullptr, problem, p, place, residual);
+    store_at<A>(output, *place, output_of(problem, affine, kept[walk.item], *residual));
   }
 }
 
@@ -71,34 +69,31 @@ __global__ void __launch_bounds__(kMostThreads, 1)
                            void* grad_input, void* grad_residual, ChannelSums to) {
   using Vec = typename A::Vec;
   using Value = typename A::Value;
+  using Walk = typename A::Walk;
   constexpr int kUnroll = A::kUnroll / 2;
   Vec* kept_x = reinterpret_cast<Vec*>(kept_values);
   Vec* kept_grad = kept_x + p.items;
   Vec* kept_residual = kept_grad + p.items;
   const bool with_residual = masks_with_residual(problem);
-  Walk<false> walk(p, blockIdx.x, threadIdx.x);
-  const Affine<A> affine(problem, statistics, walk.column);
+  Walk walk(p, blockIdx.x, threadIdx.x);
+  const Channels channel = walk.channels(p);
+  const Affine<A> affine(problem, statistics, channel);
   ThreadSums<A> of_thread;
   while (walk.more()) {
+    Place places[kUnroll];
     Vec x[kUnroll], dy[kUnroll], residual[kUnroll];
-    int item[kUnroll];
-    int64_t offset[kUnroll];
+    take(walk, p, places);
+    load_all<A>(problem.input, p, places, x);
+    load_all<A>(grad, p, places, dy);
+    load_residual<A>(with_residual, problem, p, places, residual);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      item[u] = walk.more() ? walk.item : -1;
-      offset[u] = item[u] >= 0 ? walk.offset : offset[0];
-      x[u] = load<Vec>(problem.input, offset[u]);
-      dy[u] = load<Vec>(grad, offset[u]);
-      walk.next(p);
-    }
-    load_residual(with_residual, problem, offset, residual);
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (item[u] < 0) continue;
-      kept_x[item[u]] = x[u];
-      kept_grad[item[u]] = dy[u];
-      if (with_residual) kept_residual[item[u]] = residual[u];
-      add_gradients(problem, affine, dy[u], x[u], residual[u], of_thread);
+      if (!places[u].there()) continue;
+      const int item = places[u].item;
+      kept_x[item] = x[u];
+      kept_grad[item] = dy[u];
+      if (with_residual) kept_residual[item] = residual[u];
+      add_gradients(problem, affine, dy[u], x[u], residual[u], places[u].mask, of_thread);
     }
   }
   double2 sums[1];
@@ -106,15 +101,17 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   sums[0].y *= affine.invstd[0];
   sums[0] = sum_block(sums[0]);
   Pair<Value> means = {};
-  if (threadIdx.x == 0) means = write_sums<Value>(to, walk.column, sums[0]);
+  if (threadIdx.x == 0) means = write_sums<Value>(to, channel.first, sums[0]);
   means = broadcast(means);
   const GradientMeans<A> of_channel = {{means.first}, {means.second}};
 
-  for (walk = Walk<false>(p, blockIdx.x, threadIdx.x); walk.more(); walk.next(p)) {
+  for (walk = Walk(p, blockIdx.x, threadIdx.x); walk.more(); walk.next(p)) {
+    const Place place = walk.place(p);
+    if (!place.there()) continue;
     Vec residual;
     if (with_residual) residual = kept_residual[walk.item];
     write_gradients(problem, affine, of_channel, kept_grad[walk.item], kept_x[walk.item], residual,
-                    walk.offset, grad_input, grad_residual);
+                    place, grad_input, grad_residual);
   }
 }
 
@@ -133,12 +130,13 @@ struct Fit {
 
 // Decides whether a channel of so many tensors fits into shared memory and is worth a block, and
 // with how many threads.
-Fit fit_onchip(const Problem& problem, int tensors) {
+Fit fit_onchip(const Problem& problem, const Loads& loads, int tensors) {
   constexpr int64_t kBusy = 128;  // roughly the blocks that keep a device busy
   // Bytes of a channel up to which two launches cost more than idle multiprocessors.
   constexpr int64_t kSmall = int64_t{1} << 15;
-  const int64_t bytes = problem.count() * item_size(problem.dtype) * tensors;
   if (is_channels_last(problem)) return {false, 0, 0};
+  const int64_t values = make_partition(problem, loads).items * loads.vector;
+  const int64_t bytes = values * item_size(problem.dtype) * tensors;
   if (problem.channels < kBusy && bytes > kSmall) return {false, 0, 0};
   const int64_t most = most_shared_bytes();
   if (bytes > most) return {false, 0, 0};
@@ -163,11 +161,11 @@ void launch_fit(void (*kernel)(Parameters...), const Problem& problem, const Fit
 }  // namespace
 
 bool launch_forward_onchip(const Problem& problem, const Summary& to, void* output, void* stream) {
-  const Fit fit = fit_onchip(problem, 1);
+  const Loads loads = widest_loads(problem, {problem.input, problem.residual, output});
+  const Fit fit = fit_onchip(problem, loads, 1);
   if (!fit.fits) return false;
-  const int vector = widest_vector(problem, {problem.input, problem.residual, output});
-  const Partition p = make_whole(problem, vector, fit.threads);
-  with_vector<false>(problem.dtype, vector, [&](auto access) {
+  const Partition p = make_whole(problem, loads, fit.threads);
+  with_loads<false>(problem.dtype, loads, [&](auto access) {
     launch_fit(forward_onchip_kernel<decltype(access)>, problem, fit, stream, problem, p, to,
                output);
   });
@@ -177,12 +175,12 @@ bool launch_forward_onchip(const Problem& problem, const Summary& to, void* outp
 bool launch_backward_onchip(const Problem& problem, const void* statistics, const void* grad,
                             void* grad_input, void* grad_residual, const ChannelSums& to,
                             void* stream) {
-  const Fit fit = fit_onchip(problem, masks_with_residual(problem) ? 3 : 2);
+  const Loads loads =
+      widest_loads(problem, {problem.input, problem.residual, grad, grad_input, grad_residual});
+  const Fit fit = fit_onchip(problem, loads, masks_with_residual(problem) ? 3 : 2);
   if (!fit.fits) return false;
-  const int vector =
-      widest_vector(problem, {problem.input, problem.residual, grad, grad_input, grad_residual});
-  const Partition p = make_whole(problem, vector, fit.threads);
-  with_vector<false>(problem.dtype, vector, [&](auto access) {
+  const Partition p = make_whole(problem, loads, fit.threads);
+  with_loads<false>(problem.dtype, loads, [&](auto access) {
     launch_fit(backward_onchip_kernel<decltype(access)>, problem, fit, stream, problem, p,
                statistics, grad, grad_input, grad_residual, to);
   });

@@ -36,21 +36,38 @@ __device__ __forceinline__ double2 sum_block(double2 value) {
   return sum_warp(lane < blockDim.x / 32 ? of_warps[lane] : make_double2(0, 0));
 }
 
-// Sums over lanes_y; the threads of the first row get the result. A kernel may call it only once.
-template <int count>
-__device__ __forceinline__ void sum_rows(double2 (&values)[count], int lanes_x, int lanes_y) {
-  __shared__ double2 upper[count][kThreads / 2];
-  const int thread = threadIdx.x, y = thread / lanes_x;
-  for (int rows = lanes_y; rows > 1;) {
+// Sums over lanes_y, each channel by itself; the threads of the first row get the result. A kernel
+// may call it only once.
+template <typename A>
+__device__ __forceinline__ void sum_rows(double2 (&values)[A::kChannels], const Partition& p,
+                                         const typename A::Walk& walk) {
+  __shared__ double2 upper[A::kVector][kThreads / 2];
+  const int thread = threadIdx.x, y = thread / p.lanes_x;
+  const Channels channels = walk.channels(p);
+  // The place for value i in a row of threads: by channel, because masked vectors of other rows
+  // have it elsewhere.
+  const auto place = [&](int row, int i) -> double2& {
+    if constexpr (A::kMasked) {
+      const unsigned channel = walk.lead(p) + i;
+      return upper[channel % A::kVector][row * p.lanes_x + channel / A::kVector];
+    } else {
+      return upper[i][thread + (row - y) * p.lanes_x];
+    }
+  };
+  for (int rows = p.lanes_y; rows > 1;) {
     const int half = (rows + 1) / 2;
     if (y >= half && y < rows) {
 #pragma unroll
-      for (int i = 0; i < count; ++i) upper[i][thread - half * lanes_x] = values[i];
+      for (int i = 0; i < A::kVector; ++i) {
+        if (channels.has(i)) place(y - half, i) = values[i];
+      }
     }
     __syncthreads();
     if (y + half < rows) {
 #pragma unroll
-      for (int i = 0; i < count; ++i) values[i] = values[i] + upper[i][thread];
+      for (int i = 0; i < A::kVector; ++i) {
+        if (channels.has(i)) values[i] = values[i] + place(y, i);
+      }
     }
     __syncthreads();
     rows = half;
@@ -59,9 +76,10 @@ __device__ __forceinline__ void sum_rows(double2 (&values)[count], int lanes_x, 
 
 // Sums over the block for each channel of a thread. Returns whether this thread has the result.
 template <typename A>
-__device__ __forceinline__ bool sum_channels(double2 (&sums)[A::kChannels], const Partition& p) {
+__device__ __forceinline__ bool sum_channels(double2 (&sums)[A::kChannels], const Partition& p,
+                                             const typename A::Walk& walk) {
   if constexpr (A::kChannelsLast) {
-    sum_rows(sums, p.lanes_x, p.lanes_y);
+    sum_rows<A>(sums, p, walk);
     return threadIdx.x < p.lanes_x;
   } else {
     sums[0] = sum_block(sums[0]);
@@ -101,18 +119,17 @@ struct ThreadSums {
 template <typename A>
 struct ThreadMoments : ThreadSums<A> {
   using Value = typename A::Value;
+  static constexpr bool kCountsValues = A::kMasked && !A::kChannelsLast;
   Value shift[A::kChannels] = {};
-  int items = 0;
+  int items = 0;  // that were added; channels first and masked, values
 
-  __device__ __forceinline__ void add(const typename A::Vec& x) {
-    if (items == 0) {
-#pragma unroll
-      for (int c = 0; c < A::kChannels; ++c) shift[c] = x[c];
-    }
-    ++items;
+  // Adds the values in `mask`, of which there must be one.
+  __device__ __forceinline__ void add(const typename A::Vec& x, uint32_t mask) {
+    if (items == 0) set_shift(x, mask);
+    items += kCountsValues ? __popc(mask) : 1;
 #pragma unroll
     for (int i = 0; i < A::kVector; ++i) {
-      const Value deviation = x[i] - shift[A::channel(i)];
+      const Value deviation = A::keep(mask, i, x[i] - shift[A::channel(i)]);
       this->first[i] += deviation;
       this->second[i] += deviation * deviation;
     }
@@ -123,12 +140,26 @@ struct ThreadMoments : ThreadSums<A> {
                                              double2 (&sums)[A::kChannels]) const {
     this->fold(sums);
     if (items == 0) return;
-    const double count = static_cast<double>(items) * (A::kVector / A::kChannels);
+    const double count =
+        static_cast<double>(items) * (kCountsValues ? 1 : A::kVector / A::kChannels);
 #pragma unroll
     for (int c = 0; c < A::kChannels; ++c) {
       const double distance = static_cast<double>(shift[c]) - static_cast<double>(origin[c]);
       sums[c].y += distance * (2 * sums[c].x + count * distance);
       sums[c].x += count * distance;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void set_shift(const typename A::Vec& x, uint32_t mask) {
+    if constexpr (!kCountsValues) {
+#pragma unroll
+      for (int c = 0; c < A::kChannels; ++c) shift[c] = x[c];
+    } else {
+#pragma unroll
+      for (int i = A::kVector - 1; i >= 0; --i) {
+        if ((mask >> i & 1) != 0) shift[0] = x[i];
+      }
     }
   }
 };

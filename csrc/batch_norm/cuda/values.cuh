@@ -14,46 +14,46 @@ struct Affine {
   Value mean[A::kChannels], invstd[A::kChannels], scale[A::kChannels], bias[A::kChannels];
 
   __device__ __forceinline__ Affine(const Problem& problem, const void* statistics,
-                                    int64_t channel) {
+                                    const Channels& channels) {
     const Value* values = static_cast<const Value*>(statistics);
-    load_channels<Value>(values, channel, Value(0), mean);
-    load_channels<Value>(values + problem.channels, channel, Value(0), invstd);
-    load_parameters(problem, channel);
+    load_channels<A, Value>(values, channels, Value(0), mean);
+    load_channels<A, Value>(values + problem.channels, channels, Value(0), invstd);
+    load_parameters(problem, channels);
   }
 
   // For a thread with one channel; `statistics` are its mean and invstd.
   __device__ __forceinline__ Affine(const Problem& problem, const Pair<Value>& statistics,
-                                    int64_t channel)
+                                    const Channels& channels)
       : mean{statistics.first}, invstd{statistics.second} {
-    load_parameters(problem, channel);
+    load_parameters(problem, channels);
   }
 
  private:
-  __device__ __forceinline__ void load_parameters(const Problem& problem, int64_t channel) {
+  __device__ __forceinline__ void load_parameters(const Problem& problem,
+                                                  const Channels& channels) {
     if (sizeof(typename A::Element) == 2 && problem.affine_like_input) {
-      load_parameters_of<typename A::Element>(problem, channel);
+      load_parameters_of<typename A::Element>(problem, channels);
     } else {
-      load_parameters_of<Value>(problem, channel);
+      load_parameters_of<Value>(problem, channels);
     }
 #pragma unroll
     for (int c = 0; c < A::kChannels; ++c) scale[c] *= invstd[c];
   }
 
   template <typename Stored>
-  __device__ __forceinline__ void load_parameters_of(const Problem& problem, int64_t channel) {
-    load_channels<Stored>(problem.weight, channel, Value(1), scale);
-    load_channels<Stored>(problem.bias, channel, Value(0), bias);
+  __device__ __forceinline__ void load_parameters_of(const Problem& problem,
+                                                     const Channels& channels) {
+    load_channels<A, Stored>(problem.weight, channels, Value(1), scale);
+    load_channels<A, Stored>(problem.bias, channels, Value(0), bias);
   }
 };
 
-// Loads the residual at all offsets if `wanted`, with one branch for all of them.
-template <typename Vec, int count>
+// Loads the residual at all places if `wanted`, with one branch for all of them.
+template <typename A, int count>
 __device__ __forceinline__ void load_residual(bool wanted, const Problem& problem,
-                                              const int64_t (&offsets)[count],
-                                              Vec (&residual)[count]) {
-  if (!wanted) return;
-#pragma unroll
-  for (int u = 0; u < count; ++u) residual[u] = load<Vec>(problem.residual, offsets[u]);
+                                              const Partition& p, const Place (&places)[count],
+                                              typename A::Vec (&residual)[count]) {
+  if (wanted) load_all<A>(problem.residual, p, places, residual);
 }
 
 // Returns z of the value at place i of a vector. `residual` is read only if the problem has one.
@@ -105,16 +105,20 @@ __device__ __forceinline__ typename A::Value gradient_of_z(const Problem& proble
   return Activations::backward(problem.activation, of_output, z, slope);
 }
 
-// Adds to a thread's two sums: the gradients of z, and their products with x - mean.
+// Adds to a thread's two sums, of the values in `mask`: the gradients of z, and their products with
+// x - mean.
 template <typename A, typename Sums>
 __device__ __forceinline__ void add_gradients(const Problem& problem, const Affine<A>& affine,
                                               const typename A::Vec& grad, const typename A::Vec& x,
-                                              const typename A::Vec& residual, Sums& sums) {
+                                              const typename A::Vec& residual, uint32_t mask,
+                                              Sums& sums) {
+  using Value = typename A::Value;
 #pragma unroll
   for (int i = 0; i < A::kVector; ++i) {
-    const auto of_z = gradient_of_z(problem, affine, grad, x, residual, i);
-    sums.first[i] += of_z;
-    sums.second[i] += of_z * (x[i] - affine.mean[A::channel(i)]);
+    const Value of_z = gradient_of_z(problem, affine, grad, x, residual, i);
+    const Value added = A::keep(mask, i, of_z);
+    sums.first[i] += added;
+    sums.second[i] += added * A::keep(mask, i, x[i] - affine.mean[A::channel(i)]);
   }
 }
 
@@ -125,13 +129,13 @@ struct GradientMeans {
   Value grad[A::kChannels], dot[A::kChannels];
 };
 
-// Writes a vector's gradients; a null pointer means that one is not wanted.
+// Writes the gradients of a place's values; a null pointer means that one is not wanted.
 template <typename A>
 __device__ __forceinline__ void write_gradients(const Problem& problem, const Affine<A>& affine,
                                                 const GradientMeans<A>& means,
                                                 const typename A::Vec& grad,
                                                 const typename A::Vec& x,
-                                                const typename A::Vec& residual, int64_t offset,
+                                                const typename A::Vec& residual, const Place& place,
                                                 void* grad_input, void* grad_residual) {
   using Value = typename A::Value;
   Value to_input[A::kVector], to_residual[A::kVector];
@@ -142,8 +146,8 @@ __device__ __forceinline__ void write_gradients(const Problem& problem, const Af
     to_input[i] = input_gradient(to_residual[i], x[i], affine.mean[c], affine.invstd[c],
                                  affine.scale[c], means.grad[c], means.dot[c]);
   }
-  if (grad_input != nullptr) store(grad_input, offset, A::Vec::from(to_input));
-  if (grad_residual != nullptr) store(grad_residual, offset, A::Vec::from(to_residual));
+  if (grad_input != nullptr) store_at<A>(grad_input, place, A::Vec::from(to_input));
+  if (grad_residual != nullptr) store_at<A>(grad_residual, place, A::Vec::from(to_residual));
 }
 
 }  // namespace memsave_ext::batch_norm

@@ -81,6 +81,7 @@ inline int32_t __double2hiint(double x) {
 inline int32_t __double2loint(double x) {
   return static_cast<int32_t>(emulation::bits_as<uint64_t>(x));
 }
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline float __double2float_rn(double x) { return static_cast<float>(x); }
 
 // Compiled without contraction.
