@@ -66,8 +66,6 @@ class Recorder {
     figures["peak"] = step.peak();
     figures["least"] = step.least();
     figures["before"] = step.before();
-    figures["least_held"] = 0;
-    figures["least_where"] = "";
     figures["curve"] = step.curve();
     const std::optional<Plan> plan = step.plan();
     figures["plan"] = plan ? py::object(py::make_tuple(plan->peak, plan->seconds)) : py::none();

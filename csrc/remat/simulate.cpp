@@ -52,6 +52,20 @@ void Simulator::begin(const std::vector<Decision>& decisions) {
   std::fill(needed_until_.begin(), needed_until_.end(), -1);
   std::fill(runs_.begin(), runs_.end(), 0);
   std::fill(freed_.begin(), freed_.end(), 0);
+  pin();
+}
+
+// What a dropped content is computed from is kept until no node needs the dropped one any more:
+// the block cannot know whether a graph is retained. Contents come after those they are made of.
+void Simulator::pin() {
+  for (size_t i = based_.size(); i-- > 0;) {
+    if (based_[i]) continue;
+    int32_t until = needed_until_[i];
+    if (trace_.contents[i].saved) until = std::max(until, timeline_.spans[i].until);
+    for (const int32_t read : trace_.calls[trace_.contents[i].call].reads) {
+      needed_until_[read] = std::max(needed_until_[read], until);
+    }
+  }
 }
 
 void Simulator::open(int32_t content) {
@@ -104,7 +118,6 @@ void Simulator::make_available(int32_t content) {
 
 // Gives a content to a call that reads it.
 void Simulator::take(const TraceCall& call, int32_t content) {
-  if (based_[content]) needed_until_[content] = slot_;
   const bool is_held = is_there(content);
   if (uses_[content] > 0) --uses_[content];
   const auto written = std::find(call.writes.begin(), call.writes.end(), content);

@@ -57,6 +57,7 @@ class Simulator {
   };
 
   void begin(const std::vector<Decision>& decisions);
+  void pin();
   void open(int32_t content);
   void count_uses(int32_t content);
   void make_available(int32_t content);
@@ -73,12 +74,13 @@ class Simulator {
   const std::vector<Decision>* decisions_ = nullptr;
   Result result_;
   int32_t slot_ = 0;
-  int32_t opened_ = -1;                // the content that is being recomputed for its opening
-  int64_t live_ = 0;                   // bytes of recomputed contents
-  int64_t top_ = 0;                    // the most of them in this slot
-  std::vector<uint8_t> based_;         // by content: it is not recomputed
-  std::vector<int32_t> held_until_;    // by content: recomputed and held until this slot; -1: not
-  std::vector<int32_t> needed_until_;  // by content: the last slot in which it is read
+  int32_t opened_ = -1;              // the content that is being recomputed for its opening
+  int64_t live_ = 0;                 // bytes of recomputed contents
+  int64_t top_ = 0;                  // the most of them in this slot
+  std::vector<uint8_t> based_;       // by content: it is not recomputed
+  std::vector<int32_t> held_until_;  // by content: recomputed and held until this slot; -1: not
+  std::vector<int32_t>
+      needed_until_;  // by content: the last slot in which it is kept for a dropped one
   // By content, of the recomputation that runs.
   std::vector<int32_t> uses_;        // that are still to come
   std::vector<uint8_t> on_the_way_;  // it has memory, though it is not held

@@ -17,7 +17,6 @@ class InBackward(Accumulation):
     """Methods of :class:`~memsave_ext.Adam`."""
 
     def _make_stepper(self) -> None:
-        owners.note_optimizer(self)
         raise NotImplementedError
 
     @property

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import modes
+from .owners import note_optimizer
 from .saving import Saving
 from .stepper import Stepper
 
@@ -206,6 +207,7 @@ class Adam(Saving, torch.optim.Adam):
         self._stepper.zero_grad(set_to_none)
 
     def _make_stepper(self) -> None:
+        note_optimizer(self)
         self._stepper = Stepper(self, self._small_bytes, self._bucket_bytes)
         self._reductions = []
 

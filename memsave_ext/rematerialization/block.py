@@ -11,6 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..memory.hooks import Modules
+from ..memory.report import format_seconds
+from ..memory.table import format_bytes
 from .budget import LivedBefore, check_arguments, device_of, parse_budget, warn_if_short
 from .figures import RematFigures, make_figures, make_report
 from .recorder import make_recorder
@@ -33,14 +35,31 @@ class remat:  # noqa: N801, a context manager is used like a function
     Only what the entering thread does in the block is recorded, except its backwards; what other
     threads save is kept as usual. Blocks may be nested: the inner one has its own record.
 
+    With a budget, expensive operators are recomputed, too, as many as it takes. The first step of a
+    shape (the same operators with arguments of the same shapes) is measured: its peak may exceed
+    the budget. Later ones follow a plan made of it: the least time within the budget. What counts
+    on the CPU: parameters and buffers of the modules that the block calls, their gradients, states
+    of this package's optimizers, and what is allocated from the block's beginning to the end of its
+    backward, by any thread; inputs do not. On CUDA: all that the caching allocator has given out.
+
     Args:
         model: :meth:`report` shows its modules separately. They have hooks only inside the block,
             which cost about 2 microseconds per call of a module.
+        budget: the most bytes that the step may need: an int; text with a unit, such as "8GB" (1e9
+            bytes each) or "512MiB" (2**20 each); or a float above 0 and at most 1: parameters,
+            gradients and states, and this share of what a step that keeps everything needs besides.
+            Where it is less than the least possible, a warning says so once, and the step runs with
+            the least. Needs the native part.
+        optimizer: one or several optimizers that are not this package's: their states count, too.
+        strict: with too small a budget, the second step of a shape raises torch.OutOfMemoryError at
+            its first saved tensor, in place of the warning.
 
     Raises:
-        TypeError: ``model`` is neither a module nor None.
-        RuntimeError: a block is entered a second time, or is left in another thread than the one
-            that entered it, or before a block inside it.
+        TypeError: an argument of the wrong type.
+        ValueError: a budget out of range or not to be read; ``optimizer`` or ``strict`` without a
+            budget.
+        RuntimeError: a budget without the native part; a block is entered a second time, or is left
+            in another thread than the one that entered it, or before a block inside it.
     """
 
     def __init__(
@@ -131,7 +150,18 @@ class remat:  # noqa: N801, a context manager is used like a function
         Args:
             top: the most rows a table has; those with the most memory come first.
         """
-        return make_report(self.figures(), top)
+        report = make_report(self.figures(), top)
+        return report if self._within is None else f"{self._budget_line()}\n{report}"
+
+    def _budget_line(self) -> str:
+        figures = self._recorder.budget()
+        budget, peak, least = (format_bytes(figures[name]) for name in ("budget", "peak", "least"))
+        if figures["plan"] is None:
+            return f"Peak {peak}; the first step of this shape, which is measured"
+        return (
+            f"Peak {peak} of a budget of {budget}; the least for these shapes is {least}; "
+            f"recomputing is planned to take {format_seconds(figures['plan'][1])}"
+        )
 
     def _install(self) -> ExitStack:
         recorder = self._recorder

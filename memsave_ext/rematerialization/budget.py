@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -100,22 +100,13 @@ def warn_if_short(recorder: Recorder) -> None:
     figures = recorder.budget()
     least, budget = format_bytes(figures["least"]), format_bytes(figures["budget"])
     warnings.warn(
-        f"remat: the budget of {budget} is less than the least possible for these shapes, {least} "
-        f"({describe_least(figures)}). The step runs with the least. To go lower: Adam in backward "
-        "frees gradients as they arrive, states of 8 or 16 bits are smaller, and a smaller batch "
-        "or micro-batches with accumulation need fewer activations.",
+        f"remat: the budget of {budget} is less than the least possible for these shapes, {least}, "
+        f"of which parameters, gradients and states are {format_bytes(figures['before'])}. The "
+        "step runs with the least. To go lower: Adam in backward frees gradients as they arrive, "
+        "states of 8 or 16 bits are smaller, linear_cross_entropy makes no logits, and "
+        "micro-batches with accumulation need fewer activations.",
         UserWarning,
         stacklevel=3,
-    )
-
-
-def describe_least(figures: dict[str, Any]) -> str:
-    """Says what the lowest peak is made of."""
-    before, held = figures["before"], figures["least_held"]
-    rest = figures["least"] - before - held
-    return (
-        f"{format_bytes(before)} of parameters, gradients and states, {format_bytes(held)} of "
-        f"kept activations and {format_bytes(rest)} at work {figures['least_where']}"
     )
 
 
@@ -156,7 +147,7 @@ class LivedBefore:
         missing = sum(p.nbytes for p in params if p.requires_grad and p.grad is None)
         self._count(list(self._tensors(module, params)), missing)
 
-    def _tensors(self, module: nn.Module, params: list[Tensor]) -> Iterator[Tensor]:
+    def _tensors(self, module: nn.Module, params: Sequence[Tensor]) -> Iterator[Tensor]:
         owners = dict.fromkeys((*self._optimizers, *optimizers_of(params)))
         for value in (*params, *module.buffers(), *(p.grad for p in params)):
             yield from plain_tensors(value)

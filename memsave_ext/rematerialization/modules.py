@@ -103,13 +103,17 @@ def remat_module(
     Args:
         model: the model, or a part of one.
         by_module: whether reports show its modules separately; see :class:`remat`.
+        budget: as of :class:`remat`, for every step.
+        optimizer: as of :class:`remat`.
+        strict: as of :class:`remat`.
 
     Returns:
         A handle whose ``remove()`` restores the model's forward.
 
     Raises:
-        TypeError: ``model`` is no module.
-        ValueError: the instance has a ``forward`` of its own already.
+        TypeError: ``model`` is no module; another argument is of the wrong type.
+        ValueError: the instance has a ``forward`` of its own already; a budget is out of range.
+        RuntimeError: a budget without the native part.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -40,7 +40,14 @@ class Recorder(Protocol):
         """Within a budget: whether it is too small, and this was not asked for this shape yet."""
 
     def budget(self) -> dict[str, Any]:
-        """Within a budget: its figures, see csrc/remat/bindings.cpp."""
+        """Within a budget: returns a dict of bytes, 0 where they are not known yet.
+
+        - ``budget``, ``peak`` and ``least`` (see :class:`remat`),
+        - ``before``: of parameters, gradients and states from before the block,
+        - ``plan``: None, or the predicted peak and the seconds to recompute,
+        - ``plans``: the same of all plans, from the fastest to the smallest,
+        - ``curve``: the most bytes between the moments of the step, in order.
+        """
 
     def figures(self) -> dict[str, Any]:
         """Returns a dict of
@@ -62,10 +69,11 @@ def make_recorder(
     ``everything``: True drops all that can be recomputed, cheap or not, for tests. None drops
     nothing, to measure what recording costs.
     """
-    if budget is not None:
-        within: Recorder = _native.module.RematRecorder(*budget, device)
-        return within
-    recorder: Recorder = (
-        _native.module.RematRecorder(everything) if _native.module else Block(everything)
-    )
-    return recorder
+    recorder: Any
+    if not _native.module:
+        recorder = Block(everything)
+    elif budget is not None:
+        recorder = _native.module.RematRecorder(*budget, device)
+    else:
+        recorder = _native.module.RematRecorder(everything)
+    return cast(Recorder, recorder)

@@ -43,7 +43,10 @@ class Step:
         self.runs = [0] * len(trace.calls)
         self.seconds = 0.0
         self.held: set[int] = set()  # contents that were recomputed and not closed
-        self.last_read: dict[int, int] = {}  # contents that were kept: the last moment
+        self.needed: dict[int, int] = {}  # by content: the last moment of a dropped one made of it
+        for i, content in enumerate(trace.contents):
+            if content.saved and not self.is_based(i):
+                self.pin(i, content.closed if content.closed >= 0 else len(trace.moments))
         self.points: list[tuple[int, int]] = []  # (moment, bytes recomputed) in recomputations
         between = [0] * len(trace.moments)  # bytes recomputed in the interval before a moment
         for moment in range(len(trace.moments)):
@@ -58,6 +61,14 @@ class Step:
         ]
         at += [trace.moments[t][0] + extra + self.kept(t) for t, extra in self.points]
         self.peak = max(at)
+
+    def pin(self, i: int, until: int) -> None:
+        """Keeps what a dropped content is made of, directly and further back."""
+        for read in self.trace.calls[self.trace.contents[i].call].reads:
+            if self.needed.get(read, -1) < until:
+                self.needed[read] = until
+                if not self.is_based(read):
+                    self.pin(read, until)
 
     def size(self, contents) -> int:
         return sum(self.trace.contents[i].bytes for i in contents)
@@ -78,7 +89,7 @@ class Step:
         for i, content in enumerate(self.trace.contents):
             if not self.is_based(i) or content.let_go < 0:
                 continue
-            last = self.last_read.get(i, -1)
+            last = self.needed.get(i, -1)
             if content.saved:
                 closed = content.closed if content.closed >= 0 else len(self.trace.moments)
                 last = max(last, closed)
@@ -109,8 +120,6 @@ class Step:
             for i in call.reads:
                 if not self.is_there(i) and i not in way:
                     run(trace.contents[i].call)
-                if self.is_based(i):
-                    self.last_read[i] = moment
                 uses[i] = uses.get(i, 0) - 1
                 if i in call.writes:
                     made = call.makes[call.writes.index(i)]

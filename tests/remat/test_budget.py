@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 import torch
-from test_remat import check
 from test_remat_models import MODELS
+from test_remat_random import check
 from torch import nn
 
 import memsave_ext as ms
@@ -238,7 +238,7 @@ def test_figures_need_a_budget():
 
 
 @pytest.mark.parametrize("start", range(0, 100, 20))
-@pytest.mark.filterwarnings("ignore:remat. the budget")
+@pytest.mark.filterwarnings("ignore:remat. the budget", "ignore:.torch.jit.script")
 def test_random_programs(start):
     blocks = []
 
@@ -248,5 +248,5 @@ def test_random_programs(start):
 
     for seed in range(start, start + 20):
         for _ in range(3):
-            assert not (wrong := check(seed, make)), f"seed {seed}: {wrong}"
+            assert not (wrong := check(seed, make=make)), f"seed {seed}: {wrong}"
     assert sum(block.least is not None for block in blocks) > 20

@@ -90,7 +90,7 @@ def test_wrong_use():
     with pytest.raises(RuntimeError, match="not entered cannot be left"):
         ms.remat().__exit__(None, None, None)
     with pytest.raises(TypeError):
-        ms.remat(budget="8GB")
+        ms.remat(bytes="8GB")
 
 
 def test_blocks_are_left_in_order_and_by_their_thread():

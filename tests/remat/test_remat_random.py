@@ -21,14 +21,14 @@ def everything():
     return remat(_everything=True)
 
 
-def run(program, code, blocks, mode="plain"):
+def run(program, code, blocks, mode="plain", make=everything):
     """The steps of a program; ``blocks``: its forward, or all of it, in a block."""
     space = namespace(program, mode)
-    space |= names(space["DTYPE"], everything if blocks else contextlib.nullcontext)
+    space |= names(space["DTYPE"], make if blocks else contextlib.nullcontext)
     exec(code, space)
     torch.manual_seed(program.seed)
     steps, generator = [], space["program"]()
-    block = everything() if blocks else None
+    block = make() if blocks else None
     try:
         if block is not None:
             block.__enter__()
@@ -48,7 +48,7 @@ def run(program, code, blocks, mode="plain"):
     return steps
 
 
-def check(seed, also=None):
+def check(seed, also=None, make=everything):
     program = programs.generate(seed, without=("adam",), also=also)
     writer = programs.Writer(program)
     code = compile(writer.source(), f"<program {seed}>", "exec")
@@ -56,7 +56,7 @@ def check(seed, also=None):
     blocks = "forward" if rng.random() < 0.7 else "all"
     strict = not (writer.hazards or writer.inexact)
     mode = "ours" if also and strict and rng.random() < 0.3 else "plain"
-    plain, ours = run(program, code, None), run(program, code, blocks, mode)
+    plain, ours = run(program, code, None), run(program, code, blocks, mode, make)
     for i, (label, values) in enumerate(ours):
         theirs = plain[i]
         if label == "error":
