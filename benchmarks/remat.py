@@ -1,7 +1,7 @@
 """Rematerialization: memory and time of a training step, beside torch's checkpoint.
 
-For each model: the plain step; remat that records and drops nothing; remat; torch's checkpoint
-around every block, around every second one, and its selective checkpointing that keeps products of
+For each model: the plain step; remat that records and drops nothing; remat; remat within budgets of
+shares of the activations; torch's checkpoint around every block, around every second one, and its selective checkpointing that keeps products of
 matrices. Methods take turns, on copies of one model. Activations are the peak of a step, without
 what lived before it, as memory.track counts.
 
@@ -13,6 +13,7 @@ import copy
 import functools
 import statistics
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from remat_models import Case, cases
 
 Method = Callable[[nn.Module, Tensor], Tensor]  # a forward, and the loss
 RECORDING_BAR = 1.03
+SHARES = (0.5, 0.4, 0.25)
 PLAIN, RECORDED, REMAT = "plain", "recorded", "remat"
 BLOCKS, SECOND, SELECTED = "checkpoint", "checkpoint, every second", "checkpoint, selective"
 _HEAVY = {
@@ -49,6 +51,13 @@ def forward(model: nn.Module, x: Tensor) -> Tensor:
 def in_block(everything: bool | None, model: nn.Module, x: Tensor) -> Tensor:
     with ms.remat(_everything=everything):
         return forward(model, x)
+
+
+def in_budget(share: float, model: nn.Module, x: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of what is less than the least
+        with ms.remat(model, budget=share):
+            return forward(model, x)
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -73,6 +82,8 @@ def methods(case: Case, model: nn.Module) -> dict[str, tuple[nn.Module, Method]]
         RECORDED: (copy.deepcopy(model), functools.partial(in_block, None)),
         REMAT: (copy.deepcopy(model), functools.partial(in_block, False)),
     }
+    for share in SHARES:
+        found[f"budget {share}"] = (copy.deepcopy(model), functools.partial(in_budget, share))
     if case.block is not None:
         for name, every, selective in ((BLOCKS, 1, False), (SECOND, 2, False), (SELECTED, 1, True)):
             other = checkpointed(copy.deepcopy(model), case.block, every, selective)

@@ -32,7 +32,7 @@ SECONDS = {
     "largest_model": 25,
     "memory_account": 8,
     "memory_overhead": 30,
-    "remat": 24,
+    "remat": 40,
     "linear_cross_entropy": 300,
 }
 
