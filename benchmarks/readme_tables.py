@@ -47,6 +47,12 @@ from tables.cuda import (
     checkpoint_cuda_caption,
     checkpoint_cuda_table,
 )
+from tables.remat import (
+    remat_caption,
+    remat_nets_caption,
+    remat_nets_table,
+    remat_table,
+)
 from tables.training import (
     data_parallel_caption,
     data_parallel_rows,
@@ -71,6 +77,8 @@ TABLES: dict[str, Pair] = {
     "adam_cuda": (adam_cuda_table, adam_cuda_caption),
     "adam": (adam_table, adam_caption),
     "adam_memory": (adam_memory_table, adam_memory_caption),
+    "remat": (remat_table, remat_caption),
+    "remat:nets": (remat_nets_table, remat_nets_caption),
     "largest_model": (largest_model_table, largest_model_caption),
     "memory_account": (memory.account_table, memory.account_caption),
     "memory_account:text": (memory.account_text, lambda record: ""),

@@ -1,9 +1,9 @@
 """Rematerialization: memory and time of a training step, beside torch's checkpoint.
 
 For each model: the plain step; remat that records and drops nothing; remat; remat within budgets of
-shares of the activations; torch's checkpoint around every block, around every second one, and its selective checkpointing that keeps products of
-matrices. Methods take turns, on copies of one model. Activations are the peak of a step, without
-what lived before it, as memory.track counts.
+shares of the activations; torch's checkpoint around every block, around every second one, and its
+selective checkpointing that keeps products of matrices. Methods take turns, on copies of one model.
+Activations are the peak of a step, without what lived before it, as memory.track counts.
 
     python benchmarks/remat.py --rounds 24 --scale 4 --save benchmarks/results
 """

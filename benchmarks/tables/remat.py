@@ -1,0 +1,49 @@
+"""The tables of the benchmark of remat()."""
+
+from collections.abc import Sequence
+
+from tables import TIMES, Record, machine_line, markdown
+
+TRANSFORMERS = ("GPT", "BERT", "ViT")
+NETS = ("DenseNet, ours", "ResNet, ours", "U-Net, ours", "DenseNet", "ResNet", "U-Net")
+NAMES = {"recorded": "recording alone", "checkpoint": "torch's checkpoint, each block"} | {
+    f"checkpoint, {how}": f"torch's checkpoint, {how}" for how in ("every second", "selective")
+}
+
+
+def _table(record: Record, names: Sequence[str]) -> str:
+    """Methods down, models across: shares of the plain step's activations and time."""
+    models = [model for name in names for model in record["models"] if model["model"] == name]
+    cells = [{row["method"]: row for row in model["rows"]} for model in models]
+
+    def cell(row: Record | None) -> str:
+        return f"{row['memory']:.2f} / {row['time']:.2f}" if row else "-"
+
+    rows = [
+        (NAMES.get(method, method), *(cell(of.get(method)) for of in cells))
+        for method in max(cells, key=len)
+        if method != "plain"
+    ]
+    return markdown(("", *(model["model"] for model in models)), rows)
+
+
+def remat_table(record: Record) -> str:
+    return _table(record, TRANSFORMERS)
+
+
+def remat_nets_table(record: Record) -> str:
+    return _table(record, NETS)
+
+
+def remat_caption(record: Record) -> str:
+    costs = [model["us_per_operator"] for model in record["models"]]
+    return (
+        "Activations at the peak / time of a step, as shares of the plain step's (medians of "
+        f"{record['settings']['rounds']} rounds in turns). Recording alone takes "
+        f"{sorted(costs)[len(costs) // 2]:.0f} µs an operator in the median of the models. "
+        f"{machine_line(record)}."
+    )
+
+
+def remat_nets_caption(record: Record) -> str:
+    return f"*ours*: with this package's BatchNorm; else torch's. Shares {TIMES} plain, as above."
