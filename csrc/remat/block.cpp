@@ -88,9 +88,8 @@ void Block::opened(const Content& content) {
   ++holders_;
   auto& engine = torch::autograd::Engine::get_default_engine();
   // Queued a second time it runs after what others, such as optimizers, have queued meanwhile.
-  engine.queue_callback([self = shared_from_this(), &engine] {
-    engine.queue_callback([self] { self->let_go(); });
-  });
+  engine.queue_callback(
+      [self = shared_from_this(), &engine] { engine.queue_callback([self] { self->let_go(); }); });
 }
 
 void Block::let_go() {

@@ -47,10 +47,10 @@ class KnownSteps {
 
   std::mutex mutex_;
   int running_ = 0;
-  bool overlapped_ = false;        // while another step ran
+  bool overlapped_ = false;  // while another step ran
   // Not added yet: what it allocated for good is known once the next step has counted it.
   std::shared_ptr<Known> latest_;
-  bool next_has_begun_ = false;  // after latest_
+  bool next_has_begun_ = false;                // after latest_
   std::vector<std::shared_ptr<Known>> steps_;  // latest last
 };
 
