@@ -4,7 +4,7 @@ Peaks are above inputs, weight, its states and, where rows are stepped, nothing;
 weight. Times are those of plain torch in the same round. Where rows are stepped, time includes the
 step of Adam; the others do without one.
 
-    python benchmarks/linear_cross_entropy.py --save benchmarks/results
+    python benchmarks/linear_cross_entropy.py --rounds 9 --shapes 4 --save benchmarks/results
 """
 
 import argparse
@@ -116,7 +116,8 @@ def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shapes", type=int, default=1, help="how many of them; there are 4")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
     parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
@@ -124,7 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     rows: list[dict[str, Any]] = []
-    for shape in ((64, 16, 3000),) if options.tiny else SHAPES:
+    for shape in ((64, 16, 3000),) if options.tiny else SHAPES[: options.shapes]:
         rows += measure(shape, options.rounds, options.progress)
     print(f"{'tokens x features x classes':30}{'':36}{'peak/weight':>12}{'time':>9}{'/plain':>8}")
     for row in rows:

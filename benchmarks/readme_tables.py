@@ -47,6 +47,7 @@ from tables.cuda import (
     checkpoint_cuda_caption,
     checkpoint_cuda_table,
 )
+from tables.loss_head import loss_head_caption, loss_head_table
 from tables.remat import (
     remat_caption,
     remat_nets_caption,
@@ -77,6 +78,7 @@ TABLES: dict[str, Pair] = {
     "adam_cuda": (adam_cuda_table, adam_cuda_caption),
     "adam": (adam_table, adam_caption),
     "adam_memory": (adam_memory_table, adam_memory_caption),
+    "linear_cross_entropy": (loss_head_table, loss_head_caption),
     "remat": (remat_table, remat_caption),
     "remat:nets": (remat_nets_table, remat_nets_caption),
     "largest_model": (largest_model_table, largest_model_caption),

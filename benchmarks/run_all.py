@@ -25,7 +25,7 @@ SECONDS = {
     "batch_norm": 100,
     "adam": 100,
     "adam_memory": 100,
-    "adam_modes": 180,
+    "adam_modes": 125,
     "distributed": 75,
     "densenet": 105,
     "data_parallel": 75,
@@ -33,7 +33,7 @@ SECONDS = {
     "memory_account": 8,
     "memory_overhead": 30,
     "remat": 40,
-    "linear_cross_entropy": 300,
+    "linear_cross_entropy": 35,
 }
 
 

@@ -65,7 +65,8 @@ struct Call {
   std::optional<Random> random;  // set where a second call must draw the same numbers
   // Its result as bits, which are unpacked in place of a second call; undefined for a real call.
   at::Tensor mask;
-  double seconds = 0;   // of one call, as measured
+  double seconds = 0;   // of one call, or 0 while the operator's first calls are not trusted
+  double measured = 0;  // seconds of this call, whatever they are worth
   int32_t module = -1;  // number of the module that called it; -1 for none
   // A content that it made, which may be gone by now.
   struct Made {

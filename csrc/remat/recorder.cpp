@@ -41,6 +41,7 @@ void Block::Recording::measure(double seconds, const at::RecordFunction& functio
     ++call->op->measured;
     if (seconds / bytes < least) least = seconds / bytes;
   }
+  call->measured = seconds;
   call->seconds = call->op->measured < kTrusted ? 0 : std::min(seconds, 2 * least * bytes);
 }
 
@@ -191,8 +192,9 @@ void Block::keep_mask(Recording& recording) {
   const at::NoGradGuard no_grad;
   call.mask = pack_mask(recording.written[0].first);
   constexpr double kCopies = 4;  // filling a tensor from bits takes about as long as 4 copies
-  call.seconds =
-      std::min(call.seconds, kCopies * seconds_of_copy(call.references[0].content->bytes));
+  const double filling = kCopies * seconds_of_copy(call.references[0].content->bytes);
+  call.seconds = std::min(call.seconds, filling);
+  call.measured = std::min(call.measured, filling);
 }
 
 void Block::end(Recording& recording, const at::RecordFunction& function) {

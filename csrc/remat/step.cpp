@@ -89,8 +89,8 @@ void Step::ended(const Call* call, uint64_t key) {
         if (in_place) once(traced.writes, call->references[made.reference].content->number);
       }
     }
-    const auto [known, is_new] = fastest_.try_emplace(key, call->seconds);
-    if (!is_new) known->second = std::min(known->second, call->seconds);
+    const auto [known, is_new] = fastest_.try_emplace(key, call->measured);
+    if (!is_new) known->second = std::min(known->second, call->measured);
     calls_.push_back(key);
   }
   ++trace_.forward;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -15,6 +16,7 @@ from ..memory.report import format_seconds
 from ..memory.table import format_bytes
 from .budget import LivedBefore, check_arguments, device_of, parse_budget, warn_if_short
 from .figures import RematFigures, make_figures, make_report
+from .picture import draw_budget
 from .recorder import make_recorder
 
 
@@ -69,6 +71,7 @@ class remat:  # noqa: N801, a context manager is used like a function
         budget: int | float | str | None = None,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         strict: bool = False,
+        _counted: nn.Module | None = None,
         _everything: bool | None = False,
     ) -> None:
         if model is not None and not isinstance(model, nn.Module):
@@ -78,8 +81,9 @@ class remat:  # noqa: N801, a context manager is used like a function
         check_arguments(budget, optimizer, strict)
         self._modules = Modules(model)
         self._within = None if budget is None else parse_budget(budget, strict)
-        self._recorder = make_recorder(_everything, self._within, device_of(model))
-        self._before = None if budget is None else LivedBefore(self._recorder, model, optimizer)
+        counted = model if _counted is None else _counted
+        self._recorder = make_recorder(_everything, self._within, device_of(counted))
+        self._before = None if budget is None else LivedBefore(self._recorder, counted, optimizer)
         self._hooks: ExitStack | None = None
 
     def __enter__(self) -> remat:
@@ -152,6 +156,21 @@ class remat:  # noqa: N801, a context manager is used like a function
         """
         report = make_report(self.figures(), top)
         return report if self._within is None else f"{self._budget_line()}\n{report}"
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the step's memory beside its budget, and the time that other budgets would take.
+
+        Args:
+            path: the picture's; its suffix names the format.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            RuntimeError: the block has no budget, or was not entered yet.
+        """
+        if self._within is None:
+            raise RuntimeError("remat: plot shows a budget, and the block has none")
+        forward = self._recorder.trace()[3]
+        draw_budget(self._recorder.budget(), forward, self.figures().dropped_bytes, path)
 
     def _budget_line(self) -> str:
         figures = self._recorder.budget()

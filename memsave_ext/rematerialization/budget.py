@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .._native import module as native
@@ -144,7 +145,8 @@ class LivedBefore:
     def _add(self, module: nn.Module) -> None:
         self._seen.update(map(id, module.modules()))
         params = list(module.parameters())
-        missing = sum(p.nbytes for p in params if p.requires_grad and p.grad is None)
+        trained = [p for p in params if p.requires_grad and p.grad is None and not is_lazy(p)]
+        missing = sum(t.nbytes for p in trained for t in plain_tensors(p))
         self._count(list(self._tensors(module, params)), missing)
 
     def _tensors(self, module: nn.Module, params: Sequence[Tensor]) -> Iterator[Tensor]:

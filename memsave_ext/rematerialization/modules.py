@@ -24,13 +24,14 @@ class _RematForward(ForwardInPlace):
             return type(module).forward(module, *args, **kwargs)
         model = module if self.options["by_module"] else None
         options = {name: self.options[name] for name in ("budget", "optimizer", "strict")}
-        with remat(model, **options, _everything=self.options["everything"]) as block:
+        options |= {"_counted": module, "_everything": self.options["everything"]}
+        with remat(model, **options) as block:
             self.last = block
             return type(module).forward(module, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        # `last` is left out, because a copy has run no forward yet.
-        return {"module": self.module, "options": self.options}
+        # A copy has run no forward yet, and its parameters are not the optimizer's.
+        return {"module": self.module, "options": self.options | {"optimizer": None}}
 
 
 class RematHandle:

@@ -39,6 +39,9 @@ class Recorder(Protocol):
     def is_newly_short(self) -> bool:
         """Within a budget: whether it is too small, and this was not asked for this shape yet."""
 
+    def trace(self) -> tuple[Any, ...]:
+        """Within a budget: what was written down; see csrc/remat/bindings.cpp."""
+
     def budget(self) -> dict[str, Any]:
         """Within a budget: returns a dict of bytes, 0 where they are not known yet.
 

@@ -1,7 +1,9 @@
 """Blocks with a budget: the same bits in every step, and peaks as they were promised."""
 
 import contextlib
+import copy
 import gc
+import pickle
 import warnings
 
 import pytest
@@ -208,6 +210,27 @@ def test_in_place_on_a_module():
     handle.remove()
 
 
+def test_copies_of_a_module_in_place():
+    model, x = wide(4, 32)
+    optimizer = torch.optim.Adam(model.parameters())
+    ms.remat_module(model, budget=0.5, optimizer=optimizer)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.forward.options["budget"] == 0.5
+        assert other.forward.options["optimizer"] is None
+        other(x).sum().backward()
+    assert model.forward.options["optimizer"] is optimizer
+
+
+def test_modules_that_are_compiled_or_not_known_yet():
+    model = nn.Sequential(torch.compile(nn.Linear(8, 8), backend="eager"), nn.LazyLinear(4))
+    handle = ms.remat_module(model, budget="1GB")
+    with no_warnings():
+        for _ in range(3):
+            model(torch.randn(3, 8)).sum().backward()
+            model.zero_grad()
+    assert handle.peak > 0
+
+
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
@@ -227,6 +250,18 @@ def test_arguments(options, error, match):
         ms.remat(**options)
     with pytest.raises(error, match=match):
         ms.remat_module(nn.Linear(1, 1), **options)
+
+
+def test_pictures_and_reports(tmp_path):
+    pytest.importorskip("matplotlib")
+    model, x = wide()
+    for number in range(3):
+        _, _, block = step(model, x, budget=0.5)
+        block.plot(tmp_path / f"{number}.png")
+        assert (tmp_path / f"{number}.png").stat().st_size > 1000
+        first = block.report().splitlines()[0]
+        assert ("which is measured" in first) == (number == 0)
+        assert ("of a budget of" in first) == (number > 0)
 
 
 def test_figures_need_a_budget():

@@ -1,0 +1,26 @@
+"""The table of the benchmark of the loss head."""
+
+from tables import Record, machine_line, markdown
+
+
+def loss_head_table(record: Record) -> str:
+    """Cases down, for each shape; peak, time and its ratio across."""
+    rows = [
+        (
+            f"{row['tokens']}, {row['features']}, {row['classes']}: {row['case']}",
+            f"{row['of_weight']:.2f}",
+            f"{row['seconds'] * 1e3:.0f} ms",
+            f"{row['of_plain']:.2f}",
+        )
+        for row in record["rows"]
+    ]
+    header = ("tokens, features, classes", "peak / weight", "time", "/ torch's")
+    return markdown(header, rows)
+
+
+def loss_head_caption(record: Record) -> str:
+    return (
+        "Forward and backward in float32; the peak is above inputs, weight and states. Where rows "
+        "are stepped, the time includes Adam's step, which the others do without. Medians of "
+        f"{record['settings']['rounds']} rounds in turns. {machine_line(record)}."
+    )
