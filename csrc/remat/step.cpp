@@ -156,7 +156,10 @@ Choice Step::decide(Content& content) {
                        followed_->keys[keys_.size() - 1] == hash_;
   if (!follows) follow(shared_.find(keys_, before_));
   if (plan_ == nullptr) return {bytes_ > 0 ? Drops::kUntilFull : Drops::kCheap, true};
-  const Decision decision = plan_->decisions[number];
+  // Hashes are of shapes: a program may use its tensors otherwise and so have more contents.
+  const auto position = static_cast<size_t>(number);
+  if (position >= plan_->decisions.size()) return {Drops::kUntilFull, true};
+  const Decision decision = plan_->decisions[position];
   if (decision == Decision::kKeep) return {Drops::kUntilFull, true};
   return {Drops::kEverything, decision == Decision::kDrop};
 }
