@@ -131,26 +131,7 @@ def checkpoint(
         )
         return run_in_pieces(region, args, kwargs, Chunking(chunks, chunk_dim, chunk_args))
     if torch.compiler.is_compiling():
-        # Traced into a higher-order operator, which takes no others of the options. Dynamo knows it
-        # by what is torch.utils.checkpoint.checkpoint now; what it made of it runs torch's own.
-        dynamo = torch.compiler.is_dynamo_compiling()
-        torchs = _torch.checkpoint if dynamo else _torch_checkpoint
-        if context_fn is None:
-            return torchs(
-                function,
-                *args,
-                use_reentrant=False,
-                preserve_rng_state=preserve_rng_state,
-                **kwargs,
-            )
-        return torchs(
-            function,
-            *args,
-            use_reentrant=False,
-            preserve_rng_state=preserve_rng_state,
-            context_fn=context_fn,
-            **kwargs,
-        )
+        return _run_torchs(function, args, kwargs, preserve_rng_state, context_fn)
     if not callable(function):
         raise TypeError(f"checkpoint: function must be callable, got {type(function).__name__}")
     if torch._C._are_functorch_transforms_active():
@@ -181,6 +162,35 @@ def checkpoint(
             determinism_check == "default",
             on_error,
         )
+
+
+def _run_torchs(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    preserve_rng_state: bool,
+    context_fn: ContextFn | None,
+) -> Any:
+    # Traced into a higher-order operator, which takes no others of the options. Dynamo knows it by
+    # what is torch.utils.checkpoint.checkpoint now; what it made of it runs torch's own.
+    dynamo = torch.compiler.is_dynamo_compiling()
+    torchs = _torch.checkpoint if dynamo else _torch_checkpoint
+    if context_fn is None:
+        return torchs(
+            function,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=preserve_rng_state,
+            **kwargs,
+        )
+    return torchs(
+        function,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=preserve_rng_state,
+        context_fn=context_fn,
+        **kwargs,
+    )
 
 
 def check_options(
