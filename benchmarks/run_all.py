@@ -34,6 +34,7 @@ SECONDS = {
     "memory_overhead": 30,
     "remat": 40,
     "linear_cross_entropy": 35,
+    "checkpoint_chunks": 40,
 }
 
 
