@@ -61,7 +61,7 @@ def peak(run: Callable[[], None]) -> int:
 def measure(shape: tuple[int, int, int], rounds: int, progress: bool) -> list[dict[str, Any]]:
     beside, of = cases(*shape)
     peaks = {name: peak(run) - beside for name, run in of.items()}
-    seconds = interleave(of, rounds, 1, progress)
+    seconds = interleave(of, rounds, 0, progress)  # each has run twice
     rows = []
     for name, taken in seconds.items():
         ratios = [a / b for a, b in zip(taken, seconds[WHOLE], strict=True)]

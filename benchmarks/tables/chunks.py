@@ -22,8 +22,8 @@ def chunks_caption(record: Record) -> str:
     of = record["settings"]["shape"]
     layer = f"{of['width']} → {of['hidden']} → {of['width']}"
     return (
-        f"An MLP {layer} with GELU over {of['rows']} rows in float32; {TIMES} of checkpoint without "
-        "chunks. The peak is above the input, the output and the gradients of both; those of "
+        f"An MLP {layer} with GELU over {of['rows']} rows in float32; {TIMES} of checkpoint "
+        "without chunks. The peak is above the input, the output and the gradients of both; those of "
         f"parameters count. Medians of {record['settings']['rounds']} rounds in turns. "
         f"{machine_line(record)}."
     )
