@@ -23,7 +23,7 @@ def chunks_caption(record: Record) -> str:
     layer = f"{of['width']} → {of['hidden']} → {of['width']}"
     return (
         f"An MLP {layer} with GELU over {of['rows']} rows in float32; {TIMES} of checkpoint "
-        "without chunks. The peak is above the input, the output and the gradients of both; those of "
-        f"parameters count. Medians of {record['settings']['rounds']} rounds in turns. "
+        "without chunks. The peak is above the input, the output and the gradients of both; those "
+        f"of parameters count. Medians of {record['settings']['rounds']} rounds in turns. "
         f"{machine_line(record)}."
     )
