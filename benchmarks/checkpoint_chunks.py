@@ -52,7 +52,6 @@ def cases(rows: int, width: int, hidden: int) -> tuple[int, dict[str, Callable[[
 
 
 def peak(run: Callable[[], None]) -> int:
-    run()  # what libraries keep
     with ms.memory.track() as track:
         run()
     return track.peak
@@ -61,7 +60,7 @@ def peak(run: Callable[[], None]) -> int:
 def measure(shape: tuple[int, int, int], rounds: int, progress: bool) -> list[dict[str, Any]]:
     beside, of = cases(*shape)
     peaks = {name: peak(run) - beside for name, run in of.items()}
-    seconds = interleave(of, rounds, 0, progress)  # each has run twice
+    seconds = interleave(of, rounds, 0, progress)  # each has run
     rows = []
     for name, taken in seconds.items():
         ratios = [a / b for a, b in zip(taken, seconds[WHOLE], strict=True)]
