@@ -81,6 +81,30 @@ def test_models(name, share):
         assert block.least <= plain
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.filterwarnings("ignore:remat. the budget")
+def test_recurrent_layers(kind):
+    # oneDNN's layers make what their backward needs only where gradients are enabled.
+    torch.manual_seed(0)
+    model, x = kind(8, 16, 2, batch_first=True), torch.randn(4, 6, 8)
+    first = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    whole = nn.ModuleList([first, model])
+
+    def run(block):
+        with block:
+            loss = model(first(x))[0].square().mean()
+        loss.backward()
+        grads = [p.grad for p in whole.parameters()]
+        whole.zero_grad()
+        return [loss.detach(), *grads]
+
+    expected = run(contextlib.nullcontext())
+    for _ in range(3):
+        block = ms.remat(budget=0.01)
+        assert all(map(torch.equal, expected, run(block)))
+    assert block.figures().recomputed_operators > 0
+
+
 def test_bytes_and_shares():
     model, x = wide()
     _, plain, _ = step(model, x)
