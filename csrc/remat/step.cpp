@@ -78,6 +78,7 @@ void Step::ended(const Call* call, uint64_t key) {
   if (trace_.moments.size() > kMostMoments) return stop();
   if (call != nullptr) {
     TraceCall& traced = trace_.calls.emplace_back();
+    traced.op = call->op;
     const auto number = static_cast<int32_t>(trace_.calls.size()) - 1;
     const auto once = [](std::vector<int32_t>& list, int32_t value) {
       if (std::find(list.begin(), list.end(), value) == list.end()) list.push_back(value);

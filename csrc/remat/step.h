@@ -77,7 +77,7 @@ class Step {
   // The most bytes in each of the moments until now.
   std::vector<int64_t> curve() const;
   std::optional<Plan> plan() const;
-  std::vector<Plan> plans() const;
+  std::shared_ptr<const Known> followed() const;  // whose plan it follows; null where it has none
   Trace trace() const;
 
  private:

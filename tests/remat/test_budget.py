@@ -119,6 +119,27 @@ def test_bytes_and_shares():
         assert block.budget == size
 
 
+def test_what_limits_a_step_adds_up_to_the_least():
+    model, x = wide()
+    for _ in range(2):  # in the second round gradients live before
+        for number in range(3):
+            with ms.remat(budget=0.5) as block:
+                loss = model(x).square().mean()
+            loss.backward()
+            del loss
+            limit = block._recorder.limit()
+            if number == 0:
+                assert limit is None or limit[2] + limit[3] == block.least
+                continue
+            in_forward, operator, others, held = limit
+            assert others + held == block.least
+            assert others >= block._recorder.budget()["before"] and held > 0
+            assert not in_forward and operator in ("aten::gelu", "aten::addmm")
+            assert f"The least is needed in backward, where it reads a result of {operator}" in (
+                block.report()
+            )
+
+
 def test_smaller_budgets_never_plan_higher_peaks():
     model, x = wide(12)
     _, plain, block = settled(model, x, budget=1.0)
