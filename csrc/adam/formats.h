@@ -15,13 +15,14 @@ constexpr int64_t kBlock = 256;  // elements of blockwise 8-bit states that shar
 
 inline int64_t blocks_of(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
 
-// How a parameter is stored. All but kPlain are for bfloat16 parameters; two of them keep a low
-// part, which bfloat16 has no room for.
+// How a parameter is stored. All but kPlain are for bfloat16 parameters; those after kStochastic
+// keep a low part, which bfloat16 has no room for.
 enum class ParamFormat : int {
   kPlain,       // any type, rounded to nearest
   kStochastic,  // rounded up or down at random, so that it moves by the step on average
   kKahan,       // Kahan summation: the low part is the compensation, another bfloat16
   kSplit,       // a float: the nearest bfloat16; the low part is its lower 16 bits, an int16
+  kSplit8,      // the upper 24 bits of a float, rounded at random; the low part is an int8
 };
 
 // How the moments are stored.
@@ -34,7 +35,7 @@ enum class StateFormat : int {
 
 // Type of a tensor's elements, with c10::ScalarType's numbers; kNone where there is no such tensor,
 // or where the parameter's type decides.
-enum class Element { kNone = -1, kUint8 = 0, kInt16 = 2, kFloat = 6, kBFloat16 = 15 };
+enum class Element { kNone = -1, kUint8 = 0, kInt8 = 1, kInt16 = 2, kFloat = 6, kBFloat16 = 15 };
 
 struct ParamRow {
   ParamFormat format;
@@ -48,6 +49,7 @@ constexpr ParamRow kParamRows[] = {
     {ParamFormat::kStochastic, "stochastic", Element::kNone, true},
     {ParamFormat::kKahan, "kahan", Element::kBFloat16, false},
     {ParamFormat::kSplit, "split", Element::kInt16, false},
+    {ParamFormat::kSplit8, "split8", Element::kInt8, true},
 };
 
 using DTypes = uint32_t;  // a set of DTypes: a bit for each
@@ -161,14 +163,14 @@ enum class Draw : uint32_t { kParam = 0, kMoments = 1 };
 // the same bits for every NaN; bfloat16_bits(T), rounded to nearest even, in the lower half of a
 // word; and signed_upper(Word), the upper half as a signed integer.
 
-// A parameter and its low part, each in the lower half of a word.
+// A parameter and its low part, each in the lowest bits of a word.
 template <typename Word>
 struct Halves {
   Word param, low_part;
 };
 
-// load() takes param and low_part in the upper halves of words, with zeros below. store() returns
-// them in the lower halves, and takes 16 random bits.
+// load() takes param and low_part in the uppermost bits of words, with zeros below. store() returns
+// them in the lowest, and takes 16 random bits.
 template <ParamFormat format>
 struct ParamBits;
 
@@ -214,6 +216,17 @@ struct ParamBits<ParamFormat::kSplit> {
   static MEMSAVE_EXT_INLINE Halves<Word> store(T value, Word) {
     const Word bits = Math::number_bits(value);
     return {(bits + 0x8000u) >> 16, bits & 0xffffu};
+  }
+};
+
+// The rest is what the 24 bits differ by from the bfloat16 nearest to them, in units of 2^-8 of
+// what bfloat16 resolves there. To nearest, steps of less than 2^-17 of a weight would be lost.
+template <>
+struct ParamBits<ParamFormat::kSplit8> : ParamBits<ParamFormat::kSplit> {
+  template <typename Math, typename T, typename Word>
+  static MEMSAVE_EXT_INLINE Halves<Word> store(T value, Word random) {
+    const Word bits = Math::number_bits(value) + (random & 0xffu);
+    return {(bits + 0x8000u) >> 16, (bits >> 8) & 0xffu};
   }
 };
 

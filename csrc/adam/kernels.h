@@ -13,7 +13,7 @@ namespace memsave_ext::adam {
 // computes in double where the parameter is double, else in float. Pointers point to device memory.
 struct Item {
   void* param;
-  void* param_low_part;  // only with kKahan and kSplit
+  void* param_low_part;  // of the format's type
   const void* grad;      // of the parameter's type; null for zeros
   void* exp_avg;         // the moments are stored as state_format says
   void* exp_avg_sq;

@@ -31,7 +31,7 @@ class ParamFormat:
             returns the parameter's values and the low part, None without one.
         load: takes the parameter and the low part and returns float32 values; None without one.
         low_part: the dtype of ``state["param_rest"]``, which holds what bfloat16 has no room for:
-            a Kahan compensation, or the lower 16 bits; None where there is none.
+            a Kahan compensation, or lower bits; None where there is none.
         at_random: whether ``store`` rounds at random.
     """
 
@@ -71,6 +71,16 @@ def unsplit(upper: Tensor, low_bits: Tensor) -> Tensor:
     return ((upper.view(torch.int16).int() << 16) + low_bits.int()).view(torch.float32)
 
 
+def split8(values: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
+    """Splits float32, rounded at random to 24 bits, into the nearest bfloat16 and an int8."""
+    bits = _bits(values) + (random & 0xFF)
+    return _upper(bits + 0x8000), (bits >> 8).to(torch.int8)
+
+
+def unsplit8(upper: Tensor, low_bits: Tensor) -> Tensor:
+    return unsplit(upper, low_bits.int() << 8)
+
+
 def _bits(values: Tensor) -> Tensor:
     """Returns the bits of float32 values. All NaNs become one, whose bits can be added to."""
     return torch.where(values.isnan(), 0x7FC00000, values.view(torch.int32))
@@ -85,6 +95,7 @@ PARAM_FORMATS = (
     ParamFormat("stochastic", lambda v, bits: (round_at_random(v, bits), None), at_random=True),
     ParamFormat("kahan", lambda values, _: kahan(values), unkahan, torch.bfloat16),
     ParamFormat("split", lambda values, _: split(values), unsplit, torch.int16),
+    ParamFormat("split8", split8, unsplit8, torch.int8, at_random=True),
 )
 
 

@@ -18,7 +18,8 @@ class Saving(InBackward):
     def fp32_parameters(self) -> list[Tensor]:
         """Returns float32 copies of the parameters, in the order of ``param_groups``.
 
-        Those of bfloat16 parameters include what ``bf16="kahan"`` or ``"split"`` keeps beside them.
+        Those of bfloat16 parameters include what ``bf16="kahan"``, ``"split"`` or ``"split8"``
+        keeps beside them.
         """
         return [
             modes.fp32_parameter(param, self.state.get(param, {}), group)

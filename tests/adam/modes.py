@@ -33,9 +33,12 @@ MODES = {
     ),
     "split, states bf16": (BF16, {"bf16": "split", "state_dtype": BF16, "betas": (0.5, 0.9)}),
     "split, states 8bit": (BF16, {"bf16": "split", "state_dtype": "8bit"}),
+    "split8": (BF16, {"bf16": "split8", "weight_decay": 0.1}),
+    "split8, states bf16": (BF16, {"bf16": "split8", "state_dtype": BF16, "amsgrad": True}),
+    "split8, states 8bit": (BF16, {"bf16": "split8", "state_dtype": "8bit"}),
 }  # fmt: skip
 # What the errors of an unknown one say.
-BF16_CHOICES = "bf16 must be None, 'stochastic', 'kahan' or 'split'"
+BF16_CHOICES = "bf16 must be None, 'stochastic', 'kahan', 'split' or 'split8'"
 STATE_DTYPE_CHOICES = "state_dtype must be None, torch.float32, torch.bfloat16 or '8bit'"
 
 # clip_global_norm with in_backward=True.

@@ -2,11 +2,13 @@
 
 import math
 import struct
+from fractions import Fraction
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.adam_formats import split8
 
 from memsave_ext.adam import blocks, formats, precise
 from memsave_ext.adam.fallback import packing, random_bits
@@ -150,6 +152,33 @@ def test_split_of_every_exponent():
     for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
         x = ((upper.view(torch.int16).int() << 16) + lower).view(torch.float32)
         assert same(formats.unsplit(*formats.split(x)), x)
+
+
+@given(FLOATS, st.integers(0, 0xFFFF))
+def test_split8_is_the_oracles(values, random):
+    x = floats(values)
+    upper, low_bits = formats.split8(x, bits(x.numel(), random))
+    assert (upper.dtype, low_bits.dtype) == (torch.bfloat16, torch.int8)
+    both = formats.unsplit8(upper, low_bits)
+    assert same(both[~x.isfinite()], x[~x.isfinite()])
+    for value, up, rest, joined in zip(x, upper.float(), low_bits, both, strict=True):
+        if not value.isfinite():
+            continue
+        of_upper, of_rest = split8(value.item(), random)
+        # The nearest to the largest numbers is infinity, which with its rest is a number again.
+        assert of_upper == (2**128 if up.isinf() else abs(Fraction(up.item())))
+        assert rest == of_rest
+        assert joined.signbit() == value.signbit()
+        near = value.abs().double() * 2.0**-15 + 2.0**-141
+        assert (joined.isinf() and value.abs() > 3.4e38) or (joined - value).abs() <= near
+
+
+@pytest.mark.parametrize("value", [1.00001, -1.00001, 1.5, 0.0, 3e-40])
+def test_split8_is_unbiased(value):
+    x = floats([value])
+    all_bits = torch.arange(256, dtype=torch.int32)
+    mean = formats.unsplit8(*formats.split8(x.expand(256), all_bits)).double().mean()
+    torch.testing.assert_close(mean, x.double()[0], rtol=1e-12, atol=0)
 
 
 @given(FLOATS)

@@ -6,8 +6,10 @@
 
 namespace emulation {
 
+using memsave_ext::adam::Element;
 using memsave_ext::adam::Item;
 using memsave_ext::adam::ParamFormat;
+using memsave_ext::adam::row;
 using memsave_ext::adam::StateFormat;
 using memsave_ext::adam::StepPhase;
 using memsave_ext::vector::DType;
@@ -37,7 +39,10 @@ inline Stored stored(DType type) {
 inline Stored stored(const Format& f, Operand operand) {
   if (operand == kScale || operand == kScaleSq) return Stored::kFloat;
   if (operand == kLowPart) {
-    return f.param_format == ParamFormat::kSplit ? Stored::kBits16 : Stored::kBFloat16;
+    const Element low_part = row(f.param_format).low_part;
+    return low_part == Element::kInt8    ? Stored::kBits8
+           : low_part == Element::kInt16 ? Stored::kBits16
+                                         : Stored::kBFloat16;
   }
   if (operand == kParam || operand == kGrad || f.states == StateFormat::kAsParam) {
     return stored(f.param);
@@ -50,7 +55,7 @@ inline Stored stored(const Format& f, Operand operand) {
 inline bool has(const Format& f, Operand operand) {
   switch (operand) {
     case kLowPart:
-      return f.param_format == ParamFormat::kKahan || f.param_format == ParamFormat::kSplit;
+      return row(f.param_format).low_part != Element::kNone;
     case kMax:
       return f.amsgrad;
     case kScale:

@@ -190,7 +190,7 @@ struct InBlocks {
 
 template <StateFormat states, typename Storage>
 using Moments = std::conditional_t<
-    row(states).at_random, Short<StateBits<states>, true, false>,
+    row(states).at_random, Short<StateBits<states>, true, Element::kNone>,
     Nearest<std::conditional_t<row(states).moments == Element::kFloat, float, Storage>>>;
 
 template <StateFormat states, typename Storage, bool amsgrad>

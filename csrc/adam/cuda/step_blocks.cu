@@ -13,19 +13,7 @@ constexpr int kWarp = 32;
 constexpr int kOfThread = 8;  // elements of a block that each thread steps
 static_assert(kOfThread * kWarp == kBlock && kShortestChunk % kBlock == 0);
 
-// The codes of a thread's elements.
-struct alignas(kOfThread) Codes {
-  using Element = uint8_t;
-  uint32_t words[kOfThread / 4];
-
-  __device__ __forceinline__ uint32_t operator[](int i) const {
-    return words[i / 4] >> (8 * (i % 4)) & 0xff;
-  }
-  __device__ __forceinline__ void set(int i, uint32_t code) {
-    if (i % 4 == 0) words[i / 4] = 0;
-    words[i / 4] |= code << (8 * (i % 4));
-  }
-};
+using Codes = Bytes<kOfThread>;  // of a thread's elements
 
 // Returns a block's scale: the largest of the warp's magnitudes, whose bits these are. As integers,
 // infinity and NaN are larger than numbers; for either the scale, and so all of the block, is NaN.
@@ -49,8 +37,9 @@ struct Group {
   template <typename Place>
   __device__ __forceinline__ void load(const BatchedTensor& tensor, Place place) {
     param.stored = vector::load<Stored>(tensor.param, place);
-    if constexpr (M::kHasLowPart)
-      param.low_part = vector::load<Stored>(tensor.param_low_part, place);
+    if constexpr (M::kHasLowPart) {
+      param.low_part = vector::load<typename Param::LowPart>(tensor.param_low_part, place);
+    }
     if (tensor.grad != nullptr) grad = vector::load<Stored>(tensor.grad, place);
     exp_avg = vector::load<Codes>(tensor.exp_avg, place);
     exp_avg_sq = vector::load<Codes>(tensor.exp_avg_sq, place);
@@ -139,9 +128,8 @@ __global__ void __launch_bounds__(kThreads, 3) blocks_kernel(const __grid_consta
   if (threadIdx.x == 0) shared = start_of<float, true>(batch, tensor);
   __syncthreads();
   const Random random(batch, tensor, shared.step);
-  const bool vectors =
-      is_aligned<typename M::Param, kOfThread>(tensor.param, tensor.grad, tensor.param_low_part) &&
-      is_aligned<uint8_t, kOfThread>(tensor.exp_avg, tensor.exp_avg_sq);
+  const bool vectors = params_are_aligned<M, kOfThread>(tensor) &&
+                       is_aligned_for<Codes>(tensor.exp_avg, tensor.exp_avg_sq);
   const int64_t end = (chunk.begin + chunk.count + kBlock - 1) / kBlock;
   Coefficients<float> c = shared.coefficients;
   c.phase = StepPhase::kWhole;  // there are no folds into blocks
