@@ -11,9 +11,9 @@ namespace memsave_ext::adam {
 
 using vector::DType;
 
-constexpr int64_t kBlock = 256;  // elements of blockwise 8-bit states that share a scale
-
-inline int64_t blocks_of(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
+// Elements that are stepped together: neither blocks of states that share a scale nor draws of
+// random bits go over its multiples.
+constexpr int64_t kBlock = 256;
 
 // How a parameter is stored. All but kPlain are for bfloat16 parameters; those after kStochastic
 // keep a low part, which bfloat16 has no room for.
@@ -30,7 +30,7 @@ enum class StateFormat : int {
   kAsParam,   // of the parameter's type, rounded to nearest
   kFloat,     // float32; for 16-bit parameters
   kBFloat16,  // rounded at random; for float and 16-bit parameters
-  kBlocks,    // blockwise 8-bit, a float scale per block; for the same, but without amsgrad
+  k8Bit,      // in codes, a float scale per block; for the same, but without amsgrad
 };
 
 // Type of a tensor's elements, with c10::ScalarType's numbers; kNone where there is no such tensor,
@@ -73,26 +73,37 @@ constexpr DTypes kAll = of_at_most(8);
 // How state_dtype= asks for a format: it cannot, by the moments' dtype, or by the format's name.
 enum class Option { kNone, kDtype, kName };
 
+// How numbers are coded in blocks that share a scale: see blockwise.h.
+struct Codes {
+  int64_t block;  // elements of a block; 0: there are no codes
+  int bits;       // of a code
+  int ratio;      // of the largest numbers of neighbouring levels
+};
+
 struct StateRow {
   StateFormat format;
   const char* name;
   Option option;
   Element moments;   // their type; kNone: the parameter's
   DTypes params;     // types of parameters that can have it
-  bool at_random;    // rounded at random, where state_dtype= asks for it; for kBlocks see
-                     // blockwise_8bit.h
+  bool at_random;    // rounded at random, where state_dtype= asks for it; for codes see
+                     // blockwise.h
   bool amsgrad;      // can be combined with amsgrad
   bool wide_enough;  // gradients can be folded into it, whatever the parameter's type: see Packed
-  int64_t block;     // elements that share a scale; 0: no scales
+  Codes codes;
 };
 
+constexpr Codes kNoCodes = {0, 0, 0};
+
 constexpr StateRow kStateRows[] = {
-    {StateFormat::kAsParam, "as_param", Option::kNone, Element::kNone, kAll, false, true, false, 0},
-    {StateFormat::kFloat, "float32", Option::kNone, Element::kFloat, kShort, false, true, true, 0},
+    {StateFormat::kAsParam, "as_param", Option::kNone, Element::kNone, kAll, false, true, false,
+     kNoCodes},
+    {StateFormat::kFloat, "float32", Option::kNone, Element::kFloat, kShort, false, true, true,
+     kNoCodes},
     {StateFormat::kBFloat16, "bfloat16", Option::kDtype, Element::kBFloat16, kNarrow, true, true,
-     false, 0},
-    {StateFormat::kBlocks, "8bit", Option::kName, Element::kUint8, kNarrow, false, false, false,
-     kBlock},
+     false, kNoCodes},
+    {StateFormat::k8Bit, "8bit", Option::kName, Element::kUint8, kNarrow, false, false, false,
+     Codes{256, 8, 10}},
 };
 
 constexpr int kParamFormats = sizeof(kParamRows) / sizeof(ParamRow);
@@ -101,16 +112,26 @@ constexpr int kStateFormats = sizeof(kStateRows) / sizeof(StateRow);
 constexpr const ParamRow& row(ParamFormat format) { return kParamRows[static_cast<int>(format)]; }
 constexpr const StateRow& row(StateFormat format) { return kStateRows[static_cast<int>(format)]; }
 
-constexpr bool rows_are_in_order() {
+constexpr bool in_blocks(StateFormat format) { return row(format).codes.block > 0; }
+
+constexpr int64_t blocks_of(StateFormat format, int64_t numel) {
+  const int64_t block = row(format).codes.block;
+  return (numel + block - 1) / block;
+}
+
+constexpr bool rows_are_valid() {
   for (int i = 0; i < kParamFormats; ++i) {
     if (static_cast<int>(kParamRows[i].format) != i) return false;
   }
   for (int i = 0; i < kStateFormats; ++i) {
-    if (static_cast<int>(kStateRows[i].format) != i) return false;
+    const int64_t block = kStateRows[i].codes.block;
+    if (static_cast<int>(kStateRows[i].format) != i || (block > 0 && kBlock % block != 0)) {
+      return false;
+    }
   }
   return true;
 }
-static_assert(rows_are_in_order());
+static_assert(rows_are_valid());
 
 // Whether gradients can be folded into these states: only where they have the type that the step
 // computes in, which has the bits for it (see Packed).

@@ -45,7 +45,7 @@ Item item_of(const Parameter& parameter, Operands& operands) {
   item.param_type = real_dtype(parameter.local.scalar_type());
   item.param_format = param_format(parameter.local, group);
   item.state_format = state_format(parameter.local, state, group);
-  if (item.state_format == StateFormat::kBlocks) {
+  if (in_blocks(item.state_format)) {
     item.exp_avg_scale = state.exp_avg_scale.mutable_data_ptr<float>();
     item.exp_avg_sq_scale = state.exp_avg_sq_scale.mutable_data_ptr<float>();
   }

@@ -22,7 +22,8 @@ StateFormat made_format(const Tensor& param, const Group& group) {
   const bool takes_blocks =
       param.numel() >= kSmallestOfBlocks && param.is_non_overlapping_and_dense();
   const auto& asked = row(group.state_dtype);
-  if (asked.option != Option::kNone && (asked.block == 0 || takes_blocks)) return asked.format;
+  if (asked.option != Option::kNone && (!in_blocks(asked.format) || takes_blocks))
+    return asked.format;
   const auto dtype = vector::dtype_of(param.scalar_type());
   const bool takes_float = dtype && (row(StateFormat::kFloat).params & bit(*dtype)) != 0;
   return takes_float ? StateFormat::kFloat : StateFormat::kAsParam;
@@ -72,8 +73,8 @@ void check_step(const Tensor& step, const Tensor& param) {
   if (!fits) throw_error("wrong_step");
 }
 
-void check_scale(const char* name, const Tensor& scale, const Tensor& param) {
-  const int64_t blocks = blocks_of(param.numel());
+void check_scale(const char* name, const Tensor& scale, const Tensor& param, StateFormat format) {
+  const int64_t blocks = blocks_of(format, param.numel());
   if (!scale.defined() || scale.numel() != blocks || scale.scalar_type() != at::kFloat ||
       scale.device() != param.device() || !scale.is_contiguous()) {
     throw_error("wrong_scale", name, param, blocks);
@@ -93,9 +94,9 @@ State make_state(const Tensor& param, const Group& group) {
   const StateRow& made = row(made_format(param, group));
   const auto moments =
       made.moments == Element::kNone ? param.scalar_type() : scalar_type(made.moments);
-  if (made.block > 0) {
+  if (in_blocks(made.format)) {
     const auto scales = [&] {
-      return at::zeros({blocks_of(param.numel())}, param.options().dtype(at::kFloat));
+      return at::zeros({blocks_of(made.format, param.numel())}, param.options().dtype(at::kFloat));
     };
     state.exp_avg_scale = scales();
     state.exp_avg_sq_scale = scales();
@@ -139,9 +140,9 @@ void check_state(const Tensor& param, const State& state, const Group& group) {
     if (!stored.amsgrad) throw_error("no_amsgrad");
     check_tensor("max_exp_avg_sq", state.max_exp_avg_sq, param, moments);
   }
-  if (stored.block > 0) {
-    check_scale("exp_avg_scale", state.exp_avg_scale, param);
-    check_scale("exp_avg_sq_scale", state.exp_avg_sq_scale, param);
+  if (in_blocks(stored.format)) {
+    check_scale("exp_avg_scale", state.exp_avg_scale, param, stored.format);
+    check_scale("exp_avg_sq_scale", state.exp_avg_sq_scale, param, stored.format);
     // Blocks are consecutive in memory, so both must have the same element order.
     if (!in_same_order(state.exp_avg, param) || !in_same_order(state.exp_avg_sq, param)) {
       throw_error("moved_blocks", state.exp_avg.strides(), param.strides());

@@ -18,7 +18,7 @@ struct Group {
 };
 
 // As torch keeps it: step is a scalar, on the CPU or the parameter's device. The scales are defined
-// with 8-bit moments alone, param_low_part with ParamFormats that have one.
+// with moments in blocks alone, param_low_part with ParamFormats that have one.
 struct State {
   at::Tensor step, exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_scale, exp_avg_sq_scale,
       param_low_part;
@@ -44,7 +44,7 @@ inline constexpr StateName kStateNames[] = {
 };
 
 // Returns a state of zeros. Without a state_dtype, moments are float for 16-bit parameters and of
-// the parameter's type for others. Moments are 8-bit only from kSmallestOfBlocks elements on.
+// the parameter's type for others. Moments are in blocks only from kSmallestOfBlocks elements on.
 State make_state(const at::Tensor& param, const Group& group);
 
 constexpr int64_t kSmallestOfBlocks = 4096;

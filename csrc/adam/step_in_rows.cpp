@@ -71,8 +71,9 @@ void StepInRows::step(int64_t first, const Tensor& grad) const {
   item.exp_avg_sq = moved(item.exp_avg_sq, state_.exp_avg_sq);
   item.max_exp_avg_sq = moved(item.max_exp_avg_sq, state_.max_exp_avg_sq);
   if (item.exp_avg_scale != nullptr) {
-    item.exp_avg_scale += begin / kBlock;
-    item.exp_avg_sq_scale += begin / kBlock;
+    const int64_t blocks = blocks_of(item.state_format, begin);
+    item.exp_avg_scale += blocks;
+    item.exp_avg_sq_scale += blocks;
   }
   item.numel = grad.numel();
   item.first_block = begin / kBlock;

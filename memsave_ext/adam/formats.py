@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 256  # elements of 8-bit moments that share a scale
 NARROW = (torch.float32, torch.float16, torch.bfloat16)  # dtypes that are computed in float32
 COMPUTED = (torch.float64, *NARROW)  # supported dtypes; of complex parameters, their real dtype
 
@@ -103,6 +102,21 @@ PARAM_FORMATS = (
 
 
 @dataclass(frozen=True)
+class Codes:
+    """How numbers are coded in blocks that share a scale: see :mod:`.blocks`.
+
+    Attributes:
+        block: number of elements that share a float32 scale.
+        bits: of a code.
+        ratio: of the largest numbers of neighbouring levels.
+    """
+
+    block: int
+    bits: int
+    ratio: int
+
+
+@dataclass(frozen=True)
 class StateFormat:
     """How both moments are stored.
 
@@ -112,11 +126,11 @@ class StateFormat:
         dtype: the dtype of the moments; None: that of the parameter.
         params: dtypes of the parameters whose states can have this format.
         store: rounds float32 values at random to ``dtype``, with 16 random bits for each; None
-            where they are rounded to nearest, or are blockwise 8-bit. It applies only where the
+            where they are rounded to nearest, or coded in blocks. It applies only where the
             option is set: without it, moments of the same dtype are rounded to nearest, because
             that is the parameter's own dtype.
         amsgrad: whether amsgrad can be combined with it.
-        block: number of elements that share a float32 scale; 0: there are no scales.
+        codes: of moments that are coded in blocks; None for others.
     """
 
     name: str
@@ -125,7 +139,7 @@ class StateFormat:
     params: tuple[torch.dtype, ...]
     store: Callable[[Tensor, Tensor], Tensor] | None = None
     amsgrad: bool = True
-    block: int = 0
+    codes: Codes | None = None
 
     @property
     def at_random(self) -> bool:
@@ -134,19 +148,20 @@ class StateFormat:
     @property
     def sharded(self) -> bool:
         """Whether DTensors can have it: blocks follow memory, so scales cannot be resharded."""
-        return self.block == 0
+        return self.codes is None
 
     def bytes_per_element(self, param: torch.dtype) -> float:
         """Returns the bytes of both moments and their scales per element, without amsgrad."""
-        scale = torch.float32.itemsize / self.block if self.block else 0
-        return 2 * ((self.dtype or param).itemsize + scale)
+        if self.codes is None:
+            return 2 * (self.dtype or param).itemsize
+        return 2 * (self.codes.bits / 8 + torch.float32.itemsize / self.codes.block)
 
 
 STATE_FORMATS = (
     StateFormat("as_param", None, None, COMPUTED),
     StateFormat("float32", None, torch.float32, (torch.float16, torch.bfloat16)),
     StateFormat("bfloat16", torch.bfloat16, torch.bfloat16, NARROW, round_at_random),
-    StateFormat("8bit", "8bit", torch.uint8, NARROW, amsgrad=False, block=BLOCK),
+    StateFormat("8bit", "8bit", torch.uint8, NARROW, amsgrad=False, codes=Codes(256, 8, 10)),
 )
 
 
@@ -194,9 +209,9 @@ def state_format(option: object) -> StateFormat | None:
 
 
 def made_state_format(param: Tensor, group: Any, in_blocks: bool) -> StateFormat:
-    """Returns the format of a new state. ``in_blocks``: whether ``param`` can have 8-bit blocks."""
+    """Returns the format of a new state. ``in_blocks``: whether ``param`` can have blocks."""
     row = state_format(state_option(group))
-    if row is not None and (in_blocks or not row.block):
+    if row is not None and (in_blocks or row.codes is None):
         return row
     by_name = {row.name: row for row in STATE_FORMATS}
     return by_name["float32" if param.dtype in by_name["float32"].params else "as_param"]

@@ -101,7 +101,8 @@ def test_the_kernels_rows_are_pythons():
     assert described["states"] == [
         (
             row.name, row.option, row.dtype, [d for d in COMPUTED if d in row.params],
-            row.at_random, row.amsgrad, row.block,
+            row.at_random, row.amsgrad,
+            *((row.codes.block, row.codes.bits, row.codes.ratio) if row.codes else (0, 0, 0)),
         )
         for row in STATE_FORMATS
     ]  # fmt: skip

@@ -7,6 +7,7 @@
 namespace emulation {
 
 using memsave_ext::adam::Element;
+using memsave_ext::adam::in_blocks;
 using memsave_ext::adam::Item;
 using memsave_ext::adam::ParamFormat;
 using memsave_ext::adam::row;
@@ -26,7 +27,7 @@ constexpr const char* kNames[] = {"param",         "param_low_part",  "grad",
                                   "exp_avg",       "exp_avg_sq",      "max_exp_avg_sq",
                                   "exp_avg_scale", "exp_avg_sq_scale"};
 
-inline bool in_blocks(const Format& f) { return f.states == StateFormat::kBlocks; }
+inline bool in_blocks(const Format& f) { return in_blocks(f.states); }
 
 inline Stored stored(DType type) {
   return type == DType::kDouble  ? Stored::kDouble
@@ -72,7 +73,7 @@ class Tensor {
   Tensor(const Format& format, size_t numel, int offset, Operand shifted, Generator& generator,
          bool with_grad = true, bool finite = true)
       : format_(format), numel_(numel) {
-    const size_t blocks = static_cast<size_t>(memsave_ext::adam::blocks_of(numel));
+    const auto blocks = in_blocks(format) ? memsave_ext::adam::blocks_of(format.states, numel) : 0;
     for (int i = 0; i < kOperands; ++i) {
       const auto operand = static_cast<Operand>(i);
       if (!has(format, operand) || (operand == kGrad && !with_grad)) continue;

@@ -1,4 +1,4 @@
-// The Math that adam/math.h, philox.h, formats.h and blockwise_8bit.h ask for, over vectors, for
+// The Math that adam/math.h, philox.h, formats.h and blockwise.h ask for, over vectors, for
 // the instruction set whose target region this is included in.
 #pragma once
 

@@ -37,7 +37,7 @@ MEMSAVE_EXT_OPERATOR(<<)
 MEMSAVE_EXT_OPERATOR(>>)
 #undef MEMSAVE_EXT_OPERATOR
 
-// The Math that philox.h and blockwise_8bit.h ask for.
+// The Math that philox.h and blockwise.h ask for.
 struct SeveralMath {
   struct Products {
     Several<Wide> high, low;

@@ -1,4 +1,4 @@
-// The Math that math.h, philox.h, formats.h and blockwise_8bit.h ask for, on CUDA, and what the
+// The Math that math.h, philox.h, formats.h and blockwise.h ask for, on CUDA, and what the
 // threads of a block need to know of its step.
 #pragma once
 

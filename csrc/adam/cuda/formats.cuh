@@ -23,11 +23,10 @@ struct Mode {
   static constexpr bool kHasLowPart = kLowPart != Element::kNone;
   static constexpr bool kRandomParam = row(format).at_random;
   static constexpr bool kRandomStates = row(states).at_random;
-  static constexpr bool kFolds = sizeof(State) >= 4 && states != StateFormat::kBlocks;
+  static constexpr bool kFolds = sizeof(State) >= 4 && !in_blocks(states);
   // Elements that a thread takes at once: 16 bytes of a state; with random bits, the 8 of one draw.
-  static constexpr int kSize = kRandomParam || kRandomStates || states == StateFormat::kBlocks
-                                   ? 8
-                                   : 16 / static_cast<int>(sizeof(State));
+  static constexpr int kSize =
+      kRandomParam || kRandomStates || in_blocks(states) ? 8 : 16 / static_cast<int>(sizeof(State));
   // Blocks of threads that a multiprocessor must have room for; 0: any number. Draws side by side
   // would take more than 64 registers.
   static constexpr int kMinBlocks =
