@@ -31,6 +31,7 @@ enum class StateFormat : int {
   kFloat,     // float32; for 16-bit parameters
   kBFloat16,  // rounded at random; for float and 16-bit parameters
   k8Bit,      // in codes, a float scale per block; for the same, but without amsgrad
+  k4Bit,      // the same, with the codes of both moments in one byte
 };
 
 // Type of a tensor's elements, with c10::ScalarType's numbers; kNone where there is no such tensor,
@@ -104,6 +105,8 @@ constexpr StateRow kStateRows[] = {
      false, kNoCodes},
     {StateFormat::k8Bit, "8bit", Option::kName, Element::kUint8, kNarrow, false, false, false,
      Codes{256, 8, 10}},
+    {StateFormat::k4Bit, "4bit", Option::kName, Element::kUint8, kNarrow, false, false, false,
+     Codes{128, 4, 4}},
 };
 
 constexpr int kParamFormats = sizeof(kParamRows) / sizeof(ParamRow);
@@ -113,6 +116,12 @@ constexpr const ParamRow& row(ParamFormat format) { return kParamRows[static_cas
 constexpr const StateRow& row(StateFormat format) { return kStateRows[static_cast<int>(format)]; }
 
 constexpr bool in_blocks(StateFormat format) { return row(format).codes.block > 0; }
+
+// Whether an element has one code for both moments: that of exp_avg in the lower bits of a byte,
+// that of exp_avg_sq in the upper.
+constexpr bool is_joint(StateFormat format) {
+  return in_blocks(format) && row(format).codes.bits <= 4;
+}
 
 constexpr int64_t blocks_of(StateFormat format, int64_t numel) {
   const int64_t block = row(format).codes.block;

@@ -38,7 +38,7 @@ Item item_of(const Parameter& parameter, Operands& operands) {
   item.grad = operands.read(parameter.grad, like);
   item.param = kept_by_fold(parameter.local);
   item.param_low_part = kept_by_fold(state.param_low_part);
-  item.exp_avg = operands.change(state.exp_avg, like);
+  item.exp_avg = operands.change(state.first(), like);
   item.exp_avg_sq = operands.change(state.exp_avg_sq, like);
   if (group.options.amsgrad) item.max_exp_avg_sq = operands.change(state.max_exp_avg_sq, like);
   item.numel = like.numel();

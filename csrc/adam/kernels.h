@@ -13,10 +13,10 @@ namespace memsave_ext::adam {
 // computes in double where the parameter is double, else in float. Pointers point to device memory.
 struct Item {
   void* param;
-  void* param_low_part;  // of the format's type
-  const void* grad;      // of the parameter's type; null for zeros
-  void* exp_avg;         // the moments are stored as state_format says
-  void* exp_avg_sq;
+  void* param_low_part;     // of the format's type
+  const void* grad;         // of the parameter's type; null for zeros
+  void* exp_avg;            // the moments are stored as state_format says
+  void* exp_avg_sq;         // null where exp_avg has both: is_joint()
   void* max_exp_avg_sq;     // null without amsgrad
   float* exp_avg_scale;     // one float per block; only of states in blocks
   float* exp_avg_sq_scale;  // the same

@@ -56,7 +56,8 @@ void check_moments(at::ScalarType moments, const Tensor& param, const Group& gro
     if (param.is_complex() || other.moments == Element::kNone) continue;
     const bool fits = (other.params & bit(*vector::dtype_of(type))) != 0;
     const bool chosen = !other.at_random || other.format == group.state_dtype;
-    if (fits && chosen && scalar_type(other.moments) != type) {
+    const bool listed = scalar_type(other.moments) == allowed.back();  // as another's
+    if (fits && chosen && !listed && scalar_type(other.moments) != type) {
       allowed.push_back(scalar_type(other.moments));
     }
   }
@@ -101,8 +102,12 @@ State make_state(const Tensor& param, const Group& group) {
     state.exp_avg_scale = scales();
     state.exp_avg_sq_scale = scales();
   }
-  state.exp_avg = zeros(moments);
-  state.exp_avg_sq = zeros(moments);
+  if (is_joint(made.format)) {
+    state.moments = zeros(moments);
+  } else {
+    state.exp_avg = zeros(moments);
+    state.exp_avg_sq = zeros(moments);
+  }
   if (group.options.amsgrad) state.max_exp_avg_sq = zeros(moments);
   if (const Element low_part = row(param_format(param, group)).low_part;
       low_part != Element::kNone) {
@@ -116,9 +121,10 @@ ParamFormat param_format(const Tensor& param, const Group& group) {
 }
 
 StateFormat state_format(const Tensor& param, const State& state, const Group& group) {
-  const auto type = c10::toRealValueType(state.exp_avg.scalar_type());
+  const auto type = c10::toRealValueType(state.first().scalar_type());
   for (const StateRow& made : kStateRows) {
     if (made.option == Option::kNone || type != scalar_type(made.moments)) continue;
+    if (is_joint(made.format) != state.moments.defined()) continue;
     // bfloat16 without state_dtype= is the parameter's own type, rounded to nearest.
     if (!made.at_random || made.format == group.state_dtype) return made.format;
   }
@@ -130,12 +136,16 @@ void check_state(const Tensor& param, const State& state, const Group& group) {
   const auto type = c10::toRealValueType(param.scalar_type());
   if (!vector::dtype_of(type)) throw_error("wrong_type", param.scalar_type());
   check_step(state.step, param);
-  if (!state.exp_avg.defined()) throw_error("no_state", "exp_avg");
-  const auto moments = state.exp_avg.scalar_type();
+  if (!state.first().defined()) throw_error("no_state", "exp_avg");
+  const auto moments = state.first().scalar_type();
   if (moments != param.scalar_type()) check_moments(moments, param, group);
   const StateRow& stored = row(state_format(param, state, group));
-  check_tensor("exp_avg", state.exp_avg, param, moments);
-  check_tensor("exp_avg_sq", state.exp_avg_sq, param, moments);
+  if (is_joint(stored.format)) {
+    check_tensor("moments", state.moments, param, moments);
+  } else {
+    check_tensor("exp_avg", state.exp_avg, param, moments);
+    check_tensor("exp_avg_sq", state.exp_avg_sq, param, moments);
+  }
   if (group.options.amsgrad) {
     if (!stored.amsgrad) throw_error("no_amsgrad");
     check_tensor("max_exp_avg_sq", state.max_exp_avg_sq, param, moments);
@@ -144,8 +154,9 @@ void check_state(const Tensor& param, const State& state, const Group& group) {
     check_scale("exp_avg_scale", state.exp_avg_scale, param, stored.format);
     check_scale("exp_avg_sq_scale", state.exp_avg_sq_scale, param, stored.format);
     // Blocks are consecutive in memory, so both must have the same element order.
-    if (!in_same_order(state.exp_avg, param) || !in_same_order(state.exp_avg_sq, param)) {
-      throw_error("moved_blocks", state.exp_avg.strides(), param.strides());
+    if (!in_same_order(state.first(), param) ||
+        (state.exp_avg_sq.defined() && !in_same_order(state.exp_avg_sq, param))) {
+      throw_error("moved_blocks", state.first().strides(), param.strides());
     }
   }
   if (const Element low_part = row(param_format(param, group)).low_part;

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .elements import Elements, zeros_like
-from .formats import STATE_FORMATS, Codes, StateFormat
+from .formats import STATE_FORMATS, Codes, StateFormat, key_of_state
 from .precise import square_root, wide
 
 SMALLEST = 4096  # elements; smaller parameters have no moments in blocks
@@ -34,8 +34,10 @@ def blocks_of(param: Tensor, of: Codes) -> int:
 
 def coded_format(state: Mapping[str, Tensor]) -> StateFormat | None:
     """Returns the format of a state in blocks; None for others."""
-    dtype = state["exp_avg"].dtype
-    return next((row for row in STATE_FORMATS if row.codes and row.dtype == dtype), None)
+    if "exp_avg_scale" not in state:
+        return None
+    key = key_of_state(state)
+    return next((row for row in STATE_FORMATS if row.codes and (row.dtype, row.joint) == key), None)
 
 
 @functools.cache
@@ -139,8 +141,11 @@ def decode_exp_avg_sq(codes: Tensor, scale: Tensor, of: Codes) -> Tensor:
 
 
 def read(state: Mapping[str, Tensor], name: str, of: Codes, elements: Elements) -> Tensor:
+    codes = elements.flat(state["moments" if "moments" in state else name])
+    if "moments" in state:
+        codes = codes & (1 << of.bits) - 1 if name == "exp_avg" else codes >> of.bits
     decode = decode_exp_avg if name == "exp_avg" else decode_exp_avg_sq
-    return decode(elements.flat(state[name]), state[f"{name}_scale"], of)
+    return decode(codes, state[f"{name}_scale"], of)
 
 
 def write(
@@ -154,7 +159,23 @@ def write(
     encode = encode_exp_avg if name == "exp_avg" else encode_exp_avg_sq
     codes, scale = encode(values, random, of)
     state[f"{name}_scale"].copy_(scale)
-    state[name].copy_(elements.shaped(codes))
+    if "moments" in state:
+        both, lower = state["moments"], (1 << of.bits) - 1
+        kept, shift = (~lower & 0xFF, 0) if name == "exp_avg" else (lower, of.bits)
+        both.bitwise_and_(kept).bitwise_or_(elements.shaped(codes << shift))
+    else:
+        state[name].copy_(elements.shaped(codes))
+
+
+def made(param: Tensor, row: StateFormat) -> dict[str, Tensor]:
+    """Returns moments of zeros in this format."""
+    assert row.codes is not None and row.dtype is not None
+    names = ("moments",) if row.joint else ("exp_avg", "exp_avg_sq")
+    state = {name: zeros_like(param, row.dtype) for name in names}
+    for name in SCALES:
+        count = blocks_of(param, row.codes)
+        state[name] = torch.zeros(count, dtype=torch.float32, device=param.device)
+    return state
 
 
 def to_blocks(state: dict[str, Tensor], param: Tensor, row: StateFormat) -> None:
@@ -167,22 +188,12 @@ def to_blocks(state: dict[str, Tensor], param: Tensor, row: StateFormat) -> None
         write(state, name, values, half.expand(values.shape), row.codes, elements)
 
 
-def made(param: Tensor, row: StateFormat) -> dict[str, Tensor]:
-    """Returns moments of zeros in this format."""
-    assert row.codes is not None and row.dtype is not None
-    state = {name: zeros_like(param, row.dtype) for name in ("exp_avg", "exp_avg_sq")}
-    for name in SCALES:
-        count = blocks_of(param, row.codes)
-        state[name] = torch.zeros(count, dtype=torch.float32, device=param.device)
-    return state
-
-
 def from_blocks(state: Mapping[str, Tensor], row: StateFormat) -> dict[str, Tensor]:
     """Returns the moments of a state in this format, in float32."""
     assert row.codes is not None
-    elements = Elements(state["exp_avg"])
-    moments = {}
+    like = state["moments" if row.joint else "exp_avg"]
+    elements, moments = Elements(like), {}
     for name in ("exp_avg", "exp_avg_sq"):
         values = elements.shaped(read(state, name, row.codes, elements))
-        moments[name] = zeros_like(state["exp_avg"], torch.float32).copy_(values)
+        moments[name] = zeros_like(like, torch.float32).copy_(values)
     return moments

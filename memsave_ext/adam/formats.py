@@ -6,7 +6,7 @@ all follow these rows. csrc/adam/formats.h has the same rows for the kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +146,14 @@ class StateFormat:
         return self.store is not None
 
     @property
+    def joint(self) -> bool:
+        """Whether an element has one code for both moments, in ``state["moments"]``.
+
+        That of exp_avg is in the lower bits of a byte, that of exp_avg_sq in the upper.
+        """
+        return self.codes is not None and self.codes.bits <= 4
+
+    @property
     def sharded(self) -> bool:
         """Whether DTensors can have it: blocks follow memory, so scales cannot be resharded."""
         return self.codes is None
@@ -162,6 +170,7 @@ STATE_FORMATS = (
     StateFormat("float32", None, torch.float32, (torch.float16, torch.bfloat16)),
     StateFormat("bfloat16", torch.bfloat16, torch.bfloat16, NARROW, round_at_random),
     StateFormat("8bit", "8bit", torch.uint8, NARROW, amsgrad=False, codes=Codes(256, 8, 10)),
+    StateFormat("4bit", "4bit", torch.uint8, NARROW, amsgrad=False, codes=Codes(128, 4, 4)),
 )
 
 
@@ -217,14 +226,20 @@ def made_state_format(param: Tensor, group: Any, in_blocks: bool) -> StateFormat
     return by_name["float32" if param.dtype in by_name["float32"].params else "as_param"]
 
 
-def state_formats(param: Tensor, group: Any) -> dict[torch.dtype, StateFormat]:
-    """Returns the formats that a parameter can be stepped with, by the dtype of its moments."""
+def state_formats(param: Tensor, group: Any) -> dict[tuple[torch.dtype, bool], StateFormat]:
+    """Returns the formats that a parameter can be stepped with, by :func:`key_of_state`."""
     option = state_option(group)
-    formats = {param.dtype: STATE_FORMATS[0]}
+    formats = {(param.dtype, False): STATE_FORMATS[0]}
     for row in STATE_FORMATS[1:]:
         if row.dtype and param.dtype in row.params and (not row.at_random or row.option == option):
-            formats[row.dtype] = row
+            formats[row.dtype, row.joint] = row
     return formats
+
+
+def key_of_state(state: Mapping[str, Any]) -> tuple[torch.dtype, bool]:
+    """Returns the dtype of a state's moments, and whether both share a tensor."""
+    joint = "moments" in state
+    return state["moments" if joint else "exp_avg"].dtype, joint
 
 
 def _listed(values: list[Any]) -> str:

@@ -183,7 +183,7 @@ def keep(old: list[dict[str, Any]], new: list[dict[str, Any]], scaled: bool) -> 
 
 def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     """Converts a loaded torch state to the group's mode; one of that mode stays as it is."""
-    if "exp_avg" not in state:
+    if "exp_avg" not in state and "moments" not in state:
         return
     low_part = formats.param_format(of_group(group, "bf16")).low_part
     if low_part is not None and "param_rest" not in state:
@@ -211,8 +211,8 @@ def to_fp32(state_dict: dict[str, Any]) -> dict[str, Any]:
     ]
     states = {}
     for index, state in state_dict["state"].items():
-        plain = {n: v for n, v in state.items() if n not in (*SCALES, "param_rest")}
-        if state and (row := coded_format(state)) is not None:
+        plain = {n: v for n, v in state.items() if n not in ("moments", *SCALES, "param_rest")}
+        if (row := coded_format(state)) is not None:
             plain |= from_blocks(state, row)
         for name in _MOMENTS:
             if name in plain and plain[name].dtype in (torch.bfloat16, torch.float16):

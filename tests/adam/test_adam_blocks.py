@@ -98,6 +98,10 @@ def test_blocks_are_near_and_unbiased(of, root):
         error = (read.sqrt() if root else read) - exact
         assert (error.abs() <= step).all()
         seen += error
+    if root:  # what is less than the code of 1 gets that
+        clear = (of_top >= float(of.ratio) ** (1 - levels)).view(-1)
+        assert clear.double().mean() > 0.9
+        seen, step = seen[clear], step[clear]
     assert (seen.abs() / draws < 6 * step / 2 / math.sqrt(draws)).all()
     assert abs((seen / step).mean() / draws) < 4 / 2 / math.sqrt(draws * x.numel())
 

@@ -55,6 +55,7 @@ def oracle(params, optimizer, number):
 
 
 def assert_codes_alike(found, expected):
+    """Where what was rounded differs by an ulp of float32, few are rounded to a neighbour."""
     apart = (found.int() - expected.int()).abs()
     assert apart.max() <= 1 and (apart > 0).double().mean() <= 2e-3
 
@@ -100,7 +101,11 @@ def test_a_step_is_the_references(mode, in_backward):
                 unit = UNIT_OF_BOTH_HALVES.get(row.name, 5e-7)
                 torch.testing.assert_close(*values, rtol=unit, atol=1e-8)
             for name, value in found.items():
-                IS_NEAR[value.dtype](value, state[name])
+                if name == "moments":  # the codes of both
+                    assert_codes_alike(value & 0xF, state[name] & 0xF)
+                    assert_codes_alike(value >> 4, state[name] >> 4)
+                else:
+                    IS_NEAR[value.dtype](value, state[name])
 
 
 @every_mode
@@ -179,8 +184,9 @@ def test_a_plain_state_loads_into_every_mode(mode, kind):
         exported = optimizer.to_fp32_state_dict()["state"][i]
         for name in ("exp_avg", "exp_avg_sq"):
             exact = plain.state[param][name]
-            # 8-bit: half a step of the codes, of the block's largest.
-            near = 0.03 if state["exp_avg"].dtype == torch.uint8 else 2**-8
+            # Half a step of the codes, of the block's largest.
+            near = {"8bit": 0.03, "4bit": 0.75 / 8}.get(options.get("state_dtype"), 2**-8)
+            near = near if "exp_avg_scale" in state else 2**-8
             torch.testing.assert_close(
                 exported[name].double(), exact.double(), rtol=near, atol=near * exact.abs().max()
             )
@@ -279,7 +285,7 @@ BAD = {
     "bf16 of fp32": (FP32, {"bf16": "split"}, "bf16='split' is for bfloat16 parameters, got"),
     "bf16 of fp16": (FP16, {"bf16": "kahan"}, "bf16='kahan' is for bfloat16 parameters, got"),
     "state_dtype": (FP32, {"state_dtype": FP16}, "state_dtype must be .* got torch.float16"),
-    "state_dtype name": (FP32, {"state_dtype": "4bit"}, "state_dtype must be .* got '4bit'"),
+    "state_dtype name": (FP32, {"state_dtype": "4 bit"}, "state_dtype must be .* got '4 bit'"),
     "states of fp64": (FP64, {"state_dtype": "8bit"}, "state_dtype='8bit' is for float32"),
     "states of complex": (torch.complex64, {"state_dtype": BF16}, "state_dtype=torch.bfloat16 is"),
     "amsgrad": (FP32, {"state_dtype": "8bit", "amsgrad": True}, "'8bit' cannot .* amsgrad=True"),

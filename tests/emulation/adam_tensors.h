@@ -8,6 +8,7 @@ namespace emulation {
 
 using memsave_ext::adam::Element;
 using memsave_ext::adam::in_blocks;
+using memsave_ext::adam::is_joint;
 using memsave_ext::adam::Item;
 using memsave_ext::adam::ParamFormat;
 using memsave_ext::adam::row;
@@ -57,6 +58,8 @@ inline bool has(const Format& f, Operand operand) {
   switch (operand) {
     case kLowPart:
       return row(f.param_format).low_part != Element::kNone;
+    case kExpAvgSq:
+      return !is_joint(f.states);
     case kMax:
       return f.amsgrad;
     case kScale:

@@ -205,7 +205,8 @@ def expected(case: Case, training: Training, oracles: list[Oracle], grads: Any, 
 def storage(case: Case, dtype: torch.dtype) -> str:
     parts = [case["bf16"] or ""] if dtype == torch.bfloat16 else []
     if case["state_dtype"]:
-        parts.append("8bit" if case["state_dtype"] == "8bit" else "states")
+        coded = case["state_dtype"] in ("8bit", "4bit")
+        parts.append(case["state_dtype"] if coded else "states")
     return "+".join([*parts, "fold"] if case["fold"] else parts)
 
 

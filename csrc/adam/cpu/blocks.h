@@ -156,7 +156,7 @@ struct InBlocks {
   const Item& item;
   Coded<format, false> exp_avg;
   Coded<format, true> exp_avg_sq;
-  CodesInBlock codes, codes_sq;
+  CodesInBlock codes, codes_sq;  // is_joint(): all are in the first
 
   MEMSAVE_EXT_INLINED explicit InBlocks(const Item& item)
       : item(item),
@@ -171,7 +171,7 @@ struct InBlocks {
     exp_avg.open(from, to);
     exp_avg_sq.open(from, to);
     codes.open(from, to);
-    codes_sq.open(from, to);
+    if constexpr (!kJoint) codes_sq.open(from, to);
   }
 
   // Called in the order of offsets. A group is decoded when its first offset is loaded: between
@@ -179,8 +179,9 @@ struct InBlocks {
   template <typename Size>
   MEMSAVE_EXT_INLINED void load(Values<V>& x, int64_t, int64_t offset, Size) {
     if (offset % kGroup == 0) {
-      exp_avg.decode(offset, codes.load(offset));
-      exp_avg_sq.decode(offset, codes_sq.load(offset));
+      const Words both = codes.load(offset);
+      exp_avg.decode(offset, both);
+      exp_avg_sq.decode(offset, kJoint ? both >> kBits : codes_sq.load(offset));
     }
     x.exp_avg = exp_avg.kept(offset);
     x.exp_avg_sq = exp_avg_sq.kept(offset);
@@ -198,21 +199,31 @@ struct InBlocks {
     exp_avg.find_scales(from, to);
     exp_avg_sq.find_scales(from, to);
     if constexpr (kRandomMoments) draw(item, Draw::kMoments, from, to, noise);
-    for (int64_t i = 0; i < to - from; i += kGroup) {
-      codes.store(i, exp_avg.encode(i, random_at(i)));
-    }
-    for (int64_t i = 0; i < to - from; i += kGroup) {
-      codes_sq.store(i, exp_avg_sq.encode(i, random_at(i)));
+    if constexpr (kJoint) {
+      for (int64_t i = 0; i < to - from; i += kGroup) {
+        const Words random = random_at(i);
+        codes.store(i, exp_avg.encode(i, random) | exp_avg_sq.encode(i, random) << kBits);
+      }
+    } else {
+      for (int64_t i = 0; i < to - from; i += kGroup) {
+        codes.store(i, exp_avg.encode(i, random_at(i)));
+      }
+      for (int64_t i = 0; i < to - from; i += kGroup) {
+        codes_sq.store(i, exp_avg_sq.encode(i, random_at(i)));
+      }
+      codes_sq.close(from, to);
     }
     codes.close(from, to);
-    codes_sq.close(from, to);
   }
 
  private:
+  using Words = Several<isa::Bits>;
   static constexpr int kGroup = Coded<format, false>::kGroup;
+  static constexpr bool kJoint = is_joint(format);
+  static constexpr int kBits = row(format).codes.bits;
 
-  MEMSAVE_EXT_INLINED Several<isa::Bits> random_at(int64_t offset) const {
-    Several<isa::Bits> random;
+  MEMSAVE_EXT_INLINED Words random_at(int64_t offset) const {
+    Words random;
     for (int k = 0; k < random.kCount; ++k) {
       random.of[k] = random_bits(noise.of + offset + k * isa::kLanes<float>);
     }

@@ -103,10 +103,9 @@ struct alignas(size) Bytes {
     return words[i / 4] >> (8 * (i % 4)) & 0xff;
   }
 
-  // Called in the order of i.
   __device__ __forceinline__ void set(int i, uint32_t byte) {
-    if (i % 4 == 0) words[i / 4] = 0;
-    words[i / 4] |= byte << (8 * (i % 4));
+    const int shift = 8 * (i % 4);
+    words[i / 4] = (words[i / 4] & ~(0xffu << shift)) | byte << shift;
   }
 };
 

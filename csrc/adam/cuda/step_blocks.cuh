@@ -34,7 +34,9 @@ struct OfThread {
   using Stored = typename Param::Stored;
   Param param;
   Stored grad{};
-  CodesOfThread exp_avg, exp_avg_sq;
+  static constexpr bool kJoint = is_joint(M::kStates);
+  static constexpr int kBits = Coding<M::kStates>::kCodes.bits;
+  CodesOfThread exp_avg, exp_avg_sq;  // kJoint: all are in the first
 
   // place: the index of a whole vector, or a Part of one.
   template <typename Place>
@@ -45,7 +47,7 @@ struct OfThread {
     }
     if (tensor.grad != nullptr) grad = vector::load<Stored>(tensor.grad, place);
     exp_avg = vector::load<CodesOfThread>(tensor.exp_avg, place);
-    exp_avg_sq = vector::load<CodesOfThread>(tensor.exp_avg_sq, place);
+    if constexpr (!kJoint) exp_avg_sq = vector::load<CodesOfThread>(tensor.exp_avg_sq, place);
   }
 
   template <typename Place>
@@ -53,7 +55,16 @@ struct OfThread {
     vector::store(tensor.param, place, param.stored);
     if constexpr (M::kHasLowPart) vector::store(tensor.param_low_part, place, param.low_part);
     vector::store(tensor.exp_avg, place, exp_avg);
-    vector::store(tensor.exp_avg_sq, place, exp_avg_sq);
+    if constexpr (!kJoint) vector::store(tensor.exp_avg_sq, place, exp_avg_sq);
+  }
+
+  __device__ __forceinline__ uint32_t code_sq(int i) const {
+    return kJoint ? exp_avg[i] >> kBits : exp_avg_sq[i];
+  }
+
+  __device__ __forceinline__ void set_codes(int i, uint32_t code, uint32_t code_sq) {
+    exp_avg.set(i, kJoint ? code | code_sq << kBits : code);
+    if constexpr (!kJoint) exp_avg_sq.set(i, code_sq);
   }
 };
 
@@ -94,7 +105,7 @@ __device__ __forceinline__ void step_block(const BatchedTensor& tensor, int64_t 
       const int e = w * kWord + k;
       Values<float> values = {x.param.get(w, k),
                               Code::template decode_exp_avg<Math>(x.exp_avg[e], scale),
-                              Code::template decode_exp_avg_sq<Math>(x.exp_avg_sq[e], scale_sq)};
+                              Code::template decode_exp_avg_sq<Math>(x.code_sq(e), scale_sq)};
       update<ApproximateMath, false, true>(c, x.grad.words[w][k], values);
       params[k] = values.param;
       exp_avg[e] = values.exp_avg;
@@ -115,8 +126,7 @@ __device__ __forceinline__ void step_block(const BatchedTensor& tensor, int64_t 
     const uint32_t drawn = of_moments.of(e);
     const uint32_t code = Code::template encode_exp_avg<Math>(exp_avg[e], inverse, drawn);
     const uint32_t code_sq = Code::template encode_root<Math>(roots[e], inverse_sq, drawn);
-    x.exp_avg.set(e, scale == scale ? code : 0);
-    x.exp_avg_sq.set(e, scale_sq == scale_sq ? code_sq : 0);
+    x.set_codes(e, scale == scale ? code : 0, scale_sq == scale_sq ? code_sq : 0);
   }
   if (whole) {
     x.store(tensor, group);

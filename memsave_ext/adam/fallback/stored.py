@@ -31,7 +31,7 @@ class Stored:
         self.group, self.number = group, number
         self.compute = torch.float64 if real_type(param) == torch.float64 else torch.float32
         self._format = formats.param_format_of(param, group)
-        self._states = formats.state_formats(param, group)[state["exp_avg"].dtype]
+        self._states = formats.state_formats(param, group)[formats.key_of_state(state)]
         self.in_blocks = self._states.codes is not None
         self._param, self._state, self._position = param, state, position
 
