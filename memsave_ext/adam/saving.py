@@ -30,7 +30,7 @@ class Saving(InBackward):
     def to_fp32_state_dict(self) -> dict[str, Any]:
         """Returns the ``state_dict`` as torch's Adam would have it, which any Adam can load.
 
-        Moments of 4, 8 and 16 bits are float32 in it, and this class's options are left out. For the
+        Moments of 4, 8 and 16 bits are float32 in it; this class's options are left out. For the
         parameters see :meth:`fp32_parameters`.
         """
         return modes.to_fp32(self.state_dict())
