@@ -26,9 +26,9 @@ SIGNALS = {"noisy": (0.1, 0.0), "even": (1.0, 0.0), "uneven": (1.0, 1.0)}
 # split8: weights around 0.02 are 2^-21 apart or less. A rounding at random is off by half of that
 # at most, n of them by sqrt(n) as much, 3e-6 and 1e-5; the way is n steps of up to 1e-4, of noisy
 # gradients of a tenth of it: a thousandth of it, which falls where noise cancels in the way, too.
-# 8bit: a step of the codes is 1.4 % of the block's largest exp_avg, 0.7 % of the root: of what is a
-# fifth of that, as elements are where scales are uneven, 3 to 7 %. exp_avg is right on average; what
-# stays is the root's, which forgets in 1,000 steps and is rounded in all of them.
+# 8bit: a step of the codes is 1.4 % of the largest exp_avg of the block, 0.7 % of the root: of a
+# fifth of it, which elements are where scales are uneven, 3 to 7 %. exp_avg is right on average;
+# what stays is the root's, which forgets in 1,000 steps and is rounded in all of them.
 # 4bit: 19 % and 9 % of the largest. Of exp_avg the noise averages out (the noisy ones get closer);
 # of the root what is below a 64th of the largest is taken for that, and its step is too short.
 MEASURED = {
