@@ -2,8 +2,8 @@
 
 A small GPT learns a language that is made up, and a small vision transformer the handwritten
 digits, with a learning rate that rises for a tenth of the steps and falls to 0. The figure is the
-loss on what they have not seen, the mean over several seeds, each of which has its own first weights
-and its own batches. Beside torch's AdamW: this package's formats, and others' where they run.
+loss on what they have not seen, the mean over several seeds, each with its own first weights and
+batches. Beside torch's AdamW: this package's formats, and others' where they run.
 
 The language has 8 letters. After each pair of them 3 can follow, with chances of their own for each
 pair; so the least loss that there can be is known, and is recorded.

@@ -9,7 +9,8 @@
 //
 // T is float or vectors of them, Word uint32_t or vectors of them. Math has, besides fused:
 // smaller and larger (of numbers that are no NaN), bits(T) and from_bits(Word), nearest(T) and
-// truncated(T) to a Word, and number(Word), of small integers.
+// truncated(T) to a Word, and number(Word), of small integers; kLooksUp, and where that is true
+// look_up(table, Word), which reads a table of 16 numbers by the lowest 4 bits.
 #pragma once
 
 #include "adam/formats.h"
@@ -53,6 +54,28 @@ MEMSAVE_EXT_INLINE T number_of_code(T code) {
   }
 }
 
+// The numbers of all codes of at most 4 bits, and of exp_avg's, whose highest bit is the sign. They
+// are exact in float, so that it does not matter how they are computed.
+struct Table {
+  float of[16];
+};
+
+template <typename Code>
+constexpr Table numbers_of_codes(bool sign) {
+  static_assert(Code::levels <= 4);
+  Table table{};
+  const int codes = 1 << Code::levels;
+  for (int i = 0; i < 16; ++i) {
+    const int code = i % codes;
+    int level = 0;
+    while ((2 << level) <= code) ++level;
+    const CodeLevel line = Code::line(level);
+    const float number = line.start + line.step * static_cast<float>(code);
+    table.of[i] = sign && i >= codes ? -number : number;
+  }
+  return table;
+}
+
 // Returns the code as a real number that is not rounded yet. Ignores levels below `lowest`.
 template <typename Math, typename Code, int lowest = 0, int level = Code::levels - 1, typename T>
 MEMSAVE_EXT_INLINE T code_of_number(T number) {
@@ -92,11 +115,18 @@ struct Coding {
   static constexpr int kShift = 32 - kCodes.bits;  // from the sign of a code to that of a float
   using Magnitude = Levels<kCodes.bits - 1, kCodes.ratio>;
   using Root = Levels<kCodes.bits, kCodes.ratio>;
+  template <typename Math>
+  static constexpr bool kLooksUp = Math::kLooksUp && kCodes.bits == 4 && kCodes.ratio == 4;
 
   template <typename Math, typename Word, typename Scale>
   static MEMSAVE_EXT_INLINE auto decode_exp_avg(Word code, Scale scale) {
-    const auto number = number_of_code<Math, Magnitude>(Math::number(code & (kSign - 1))) * scale;
-    return Math::from_bits(Math::bits(number) | (code & kSign) << kShift);
+    if constexpr (kLooksUp<Math>) {
+      static constexpr Table kNumbers = numbers_of_codes<Magnitude>(true);
+      return Math::look_up(kNumbers.of, code) * scale;
+    } else {
+      const auto number = number_of_code<Math, Magnitude>(Math::number(code & (kSign - 1))) * scale;
+      return Math::from_bits(Math::bits(number) | (code & kSign) << kShift);
+    }
   }
 
   template <typename Math, typename T, typename Scale, typename Word>
@@ -110,8 +140,14 @@ struct Coding {
   // What is coded of exp_avg_sq is its square root.
   template <typename Math, typename Word, typename Scale>
   static MEMSAVE_EXT_INLINE auto decode_exp_avg_sq(Word code, Scale scale) {
-    const auto root = number_of_code<Math, Root>(Math::number(code)) * scale;
-    return root * root;
+    if constexpr (kLooksUp<Math>) {
+      static constexpr Table kNumbers = numbers_of_codes<Root>(false);
+      const auto root = Math::look_up(kNumbers.of, code) * scale;
+      return root * root;
+    } else {
+      const auto root = number_of_code<Math, Root>(Math::number(code)) * scale;
+      return root * root;
+    }
   }
 
   // Only a root of 0 gets code 0, since the parameter's step is divided by the root: codes below 1,

@@ -13,6 +13,12 @@ MEMSAVE_EXT_INLINED inline uint32_t largest(V v) {
   constexpr int lanes = sizeof(V) / sizeof(v[0]);
   if constexpr (lanes == 1) {
     return static_cast<uint32_t>(v[0]);
+#if MEMSAVE_EXT_VECTOR_BYTES >= 32
+  } else if constexpr (lanes == 4) {  // gcc compares the last ones by branches
+    const __m128i pairs = _mm_max_epi32((__m128i)v, _mm_shuffle_epi32((__m128i)v, 0x4e));
+    const __m128i all = _mm_max_epi32(pairs, _mm_shuffle_epi32(pairs, 0xb1));
+    return static_cast<uint32_t>(_mm_cvtsi128_si32(all));
+#endif
   } else {
     isa::Vector<int32_t, lanes / 2> halves[2];
     __builtin_memcpy(halves, &v, sizeof(v));
@@ -35,10 +41,10 @@ struct Coded {
   static constexpr int kScales = kBlock / kOfScale;
   static_assert(kOfScale % kGroup == 0);
 
-  float* scales;             // of the tensor
-  Floats scale[kScales];     // of the codes
-  Floats inverse[kScales];   // of the new scales
-  isa::Bits kept_[kScales];  // of the new codes: none where the new scale is not finite
+  float* scales;            // of the tensor
+  Floats scale[kScales];    // of the codes
+  Floats inverse[kScales];  // of the new scales
+  bool finite[kScales];     // whether the new scales are
   alignas(64) float values[kBlock];
 
   MEMSAVE_EXT_INLINED explicit Coded(float* scales) : scales(scales) {}
@@ -65,13 +71,20 @@ struct Coded {
     const int64_t block = offset / kOfScale;
     Numbers numbers;
     for (int k = 0; k < numbers.kCount; ++k) numbers.of[k] = kept(offset + k * lanes);
-    Words codes;
     if constexpr (!is_root) {
-      codes = Code::template encode_exp_avg<SeveralMath>(numbers, inverse[block], random);
+      return Code::template encode_exp_avg<SeveralMath>(numbers, inverse[block], random);
     } else {
-      codes = Code::template encode_root<SeveralMath>(numbers, inverse[block], random);
+      return Code::template encode_root<SeveralMath>(numbers, inverse[block], random);
     }
-    return codes & Several<isa::Bits>{kept_[block], kept_[block], kept_[block], kept_[block]};
+  }
+
+  // Clears the bits of this moment's codes where the new scale is not finite. Called after
+  // encode().
+  MEMSAVE_EXT_INLINED void clear(uint8_t* codes, int64_t count, uint8_t bits) const {
+    for (int k = 0; k < kScales && k * kOfScale < count; ++k) {
+      if (finite[k]) continue;
+      for (int64_t i = k * kOfScale; i < (k + 1) * kOfScale && i < count; ++i) codes[i] &= ~bits;
+    }
   }
 
   MEMSAVE_EXT_INLINED Floats kept(int64_t offset) const { return isa::load(values + offset); }
@@ -85,12 +98,11 @@ struct Coded {
     for (int k = 0; k < kScales && from + k * kOfScale < to; ++k) {
       const int64_t begin = k * kOfScale, left = to - from - begin;
       uint32_t bits = largest_magnitude(begin, left < kOfScale ? left : kOfScale);
-      const bool finite = bits < 0x7f800000u;
-      if (!finite) bits = 0x7fc00000u;  // NaN: all of the block will be NaN
+      finite[k] = bits < 0x7f800000u;
+      if (!finite[k]) bits = 0x7fc00000u;  // NaN: all of the block will be NaN
       float& new_scale = scales[from / kOfScale + k];
       __builtin_memcpy(&new_scale, &bits, sizeof(bits));
       inverse[k] = inverse_scale<Math>(Floats{} + new_scale);
-      kept_[k] = isa::Bits{} + (finite ? ~0u : 0u);
     }
   }
 
@@ -204,6 +216,8 @@ struct InBlocks {
         const Words random = random_at(i);
         codes.store(i, exp_avg.encode(i, random) | exp_avg_sq.encode(i, random) << kBits);
       }
+      exp_avg.clear(codes.block, to - from, (1 << kBits) - 1);
+      exp_avg_sq.clear(codes.block, to - from, 0xff & ~((1 << kBits) - 1));
     } else {
       for (int64_t i = 0; i < to - from; i += kGroup) {
         codes.store(i, exp_avg.encode(i, random_at(i)));
@@ -211,6 +225,8 @@ struct InBlocks {
       for (int64_t i = 0; i < to - from; i += kGroup) {
         codes_sq.store(i, exp_avg_sq.encode(i, random_at(i)));
       }
+      exp_avg.clear(codes.block, to - from, 0xff);
+      exp_avg_sq.clear(codes_sq.block, to - from, 0xff);
       codes_sq.close(from, to);
     }
     codes.close(from, to);

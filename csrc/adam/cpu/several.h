@@ -53,6 +53,13 @@ struct SeveralMath {
     return products;
   }
 
+  static constexpr bool kLooksUp = Math::kLooksUp;
+
+  static MEMSAVE_EXT_INLINED Several<Floats> look_up(const float (&table)[16],
+                                                     const Several<isa::Bits>& index) {
+    return each([&](isa::Bits i) MEMSAVE_EXT_INLINED { return Math::look_up(table, i); }, index);
+  }
+
 #define MEMSAVE_EXT_EACH(name)                                                             \
   template <typename... V>                                                                 \
   static MEMSAVE_EXT_INLINED auto name(const Several<V>&... vectors) {                     \

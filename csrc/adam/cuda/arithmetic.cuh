@@ -53,6 +53,8 @@ struct Math {
     return static_cast<uint32_t>(static_cast<int32_t>(x) >> 16);
   }
 
+  static constexpr bool kLooksUp = false;  // threads would wait for each other at a table
+
   // In a float of 2^23 the lowest bits are an integer, which is added to it: a sum is cheaper than
   // a conversion. nearest() and truncated() return integers of 8 bits.
   static __device__ __forceinline__ float number(uint32_t x) {
