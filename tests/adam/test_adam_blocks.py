@@ -7,6 +7,7 @@ import torch
 from formats_of_floats import FINITE, FLOATS, UNIT, bits, floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.adam_formats import coded, numbers
 
 from memsave_ext.adam import blocks
 from memsave_ext.adam.formats import STATE_FORMATS
@@ -48,6 +49,30 @@ def test_numbers_of_codes(of, root):
     torch.testing.assert_close(
         blocks._codes(numbers, levels, of.ratio), codes.float(), rtol=0, atol=1e-4
     )
+
+
+@every_code
+@pytest.mark.parametrize("root", [False, True])
+def test_codes_are_the_oracles(of, root):
+    """But where the exact one is nearly an integer: floats are rounded."""
+    levels, generator = levels_of(of, root), torch.Generator().manual_seed(3)
+    exact = [float(number) for number in numbers(levels, of.ratio)]
+    table = blocks._numbers(levels, of.ratio)
+    torch.testing.assert_close(table, floats(exact), rtol=4 * UNIT, atol=0)
+    x = torch.rand(2 * of.block, generator=generator) ** 2
+    random = bits(x.numel())
+    encode = blocks.encode_exp_avg_sq if root else blocks.encode_exp_avg
+    codes, scale = encode(x.square() if root else x, random, of)
+    x = x.square().sqrt() if root else x
+    checked = 0
+    for i, (value, code, drawn) in enumerate(zip(x, codes, random, strict=True)):
+        expected = coded(value.item(), scale[i // of.block].item(), drawn.item(), levels, of.ratio)
+        if root and expected < 1:
+            assert code == 1
+        elif abs(expected - round(expected)) > 1e-4 or expected == len(exact) - 1:
+            assert code == math.floor(expected)
+            checked += 1
+    assert checked > 0.8 * x.numel()
 
 
 @every_code

@@ -27,6 +27,7 @@ from modes import (
 from torch import nn
 
 import memsave_ext as ms
+from memsave_ext import _native
 from memsave_ext.adam import formats
 from memsave_ext.adam.fallback.update import update
 
@@ -80,7 +81,13 @@ IS_NEAR = {
     FP32: assert_few_ulps_apart,
     FP64: assert_few_ulps_apart,
 }
-UNIT_OF_BOTH_HALVES = {"kahan": 2**-16}  # the others keep a float32
+
+
+def not_close(found, expected, rtol):
+    return ~torch.isclose(found, expected, rtol=rtol, atol=1e-8)
+
+
+UNIT_OF_BOTH_HALVES = {"kahan": 2**-16, "split8": 2**-15}  # the other keeps a float32
 
 
 @both_ways
@@ -100,12 +107,29 @@ def test_a_step_is_the_references(mode, in_backward):
                 values = [row.load(d["param"], d.pop("param_rest")) for d in (found, state)]
                 unit = UNIT_OF_BOTH_HALVES.get(row.name, 5e-7)
                 torch.testing.assert_close(*values, rtol=unit, atol=1e-8)
+                if row.at_random:  # few are rounded to a neighbour
+                    assert not_close(*values, rtol=5e-7).double().mean() <= 5e-3
             for name, value in found.items():
                 if name == "moments":  # the codes of both
                     assert_codes_alike(value & 0xF, state[name] & 0xF)
                     assert_codes_alike(value >> 4, state[name] >> 4)
                 else:
                     IS_NEAR[value.dtype](value, state[name])
+
+
+@pytest.mark.skipif(
+    not _native.available or torch.backends.cpu.get_cpu_capability() == "DEFAULT",
+    reason="of the native part, where it fuses products and sums",
+)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if "4bit" in mode or "split8" in mode])
+def test_a_step_is_the_references_bit_for_bit(mode):
+    params, optimizer = make_mode(mode, in_backward=True, seed=5)
+    for number in range(4):
+        expected = None if number == 0 else oracle(params, optimizer, number)
+        train(params, optimizer, 1, start=number)
+        for param, state in zip(params, expected or [], strict=bool(expected)):
+            for name, value in {"param": param.detach(), **optimizer.state[param]}.items():
+                assert torch.equal(value, state[name]), name
 
 
 @every_mode

@@ -29,3 +29,26 @@ def split8(value: float, random: int) -> tuple[Fraction, int]:
     rest = (kept - upper) / resolution(kept, 16)
     assert rest.denominator == 1
     return upper, int(rest)
+
+
+def numbers(levels: int, ratio: int) -> list[Fraction]:
+    """What each code stands for: 0, and in each level equal steps from the last one's top on."""
+    found, top = [Fraction(0)], Fraction(0)
+    for level in range(levels):
+        below, top = top, Fraction(1, ratio ** (levels - 1 - level))
+        found += [below + (top - below) * k / 2**level for k in range(1, 2**level + 1)]
+    return found
+
+
+def coded(value: float, largest: float, random: int, levels: int, ratio: int) -> Fraction:
+    """Returns the code of a magnitude before it is cut to an integer.
+
+    It goes up where what it is past a code and the 16 random bits are 1 or more together.
+    """
+    of = numbers(levels, ratio)
+    number = Fraction(value) / Fraction(largest) if largest else Fraction(0)
+    below = max(code for code in range(len(of)) if of[code] <= number)
+    past = Fraction(0)
+    if below + 1 < len(of):
+        past = (number - of[below]) / (of[below + 1] - of[below])
+    return min(below + past + Fraction(random, 65536), Fraction(len(of) - 1))
