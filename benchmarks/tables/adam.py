@@ -80,9 +80,9 @@ def training_table(record: Record) -> str:
 
 def training_caption(record: Record) -> str:
     s = record["settings"]
-    steps = " and ".join(f"{count} of the {name}" for name, count in s["steps"].items())
+    steps = " and ".join(f"{count} steps of the {name}" for name, count in s["steps"].items())
     return (
-        f"Loss on what was not learned, after {steps} steps; mean and deviation of {s['seeds']} "
+        f"Loss on what was not learned, after {steps}; mean and deviation of {s['seeds']} "
         "seeds, and the distance from torch's with the same seeds, in torch's deviations. No loss "
         f"of the GPT's can be below {s['least']:.2f}. {machine_line(record)}."
     )

@@ -146,7 +146,9 @@ def test_resume_bit_for_bit(mode):
 
 
 @both_ways
-@pytest.mark.parametrize("mode", ["split, states 8bit", "stochastic, states bf16"])
+@pytest.mark.parametrize(
+    "mode", ["split, states 8bit", "stochastic, states bf16", "split8", "fp32, states 4bit"]
+)
 def test_copies_go_on_alike(mode, in_backward):
     params, optimizer = make_mode(mode, in_backward=in_backward)
     train(params, optimizer, 2)
@@ -224,6 +226,8 @@ def test_a_plain_state_loads_into_every_mode(mode, kind):
     [
         ("split", "kahan"), ("split", "bf16"), ("split, states 8bit", "split, states bf16"),
         ("fp32, states 8bit", "fp32"), ("fp32, states bf16", "fp32, states 8bit"),
+        ("fp32, states 4bit", "fp32, states 8bit"), ("fp32, states 8bit", "fp32, states 4bit"),
+        ("split8", "split"), ("split", "split8"),
     ],
 )  # fmt: skip
 def test_another_modes_state_is_refused(saved, own):
