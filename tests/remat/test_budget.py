@@ -81,6 +81,30 @@ def test_models(name, share):
         assert block.least <= plain
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.filterwarnings("ignore:remat. the budget")
+def test_recurrent_layers(kind):
+    # oneDNN's layers make what their backward needs only where gradients are enabled.
+    torch.manual_seed(0)
+    model, x = kind(8, 16, 2, batch_first=True), torch.randn(4, 6, 8)
+    first = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    whole = nn.ModuleList([first, model])
+
+    def run(block):
+        with block:
+            loss = model(first(x))[0].square().mean()
+        loss.backward()
+        grads = [p.grad for p in whole.parameters()]
+        whole.zero_grad()
+        return [loss.detach(), *grads]
+
+    expected = run(contextlib.nullcontext())
+    for _ in range(3):
+        block = ms.remat(budget=0.01)
+        assert all(map(torch.equal, expected, run(block)))
+    assert block.figures().recomputed_operators > 0
+
+
 def test_bytes_and_shares():
     model, x = wide()
     _, plain, _ = step(model, x)
@@ -93,6 +117,27 @@ def test_bytes_and_shares():
     for text, size in (("1MB", 10**6), ("1 MiB", 2**20), ("0.5GiB", 2**29), ("7kb", 7000)):
         _, _, block = settled(model, x, budget=text)
         assert block.budget == size
+
+
+def test_what_limits_a_step_adds_up_to_the_least():
+    model, x = wide()
+    for _ in range(2):  # in the second round gradients live before
+        for number in range(3):
+            with ms.remat(budget=0.5) as block:
+                loss = model(x).square().mean()
+            loss.backward()
+            del loss
+            limit = block._recorder.limit()
+            if number == 0:
+                assert limit is None or limit[2] + limit[3] == block.least
+                continue
+            in_forward, operator, others, held = limit
+            assert others + held == block.least
+            assert others >= block._recorder.budget()["before"] and held > 0
+            assert not in_forward and operator in ("aten::gelu", "aten::addmm")
+            assert f"The least is needed in backward, where it reads a result of {operator}" in (
+                block.report()
+            )
 
 
 def test_smaller_budgets_never_plan_higher_peaks():
