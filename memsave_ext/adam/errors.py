@@ -207,14 +207,14 @@ def wrong_scale(name: str, param: Tensor, blocks: int) -> RuntimeError:
 
 def moved_blocks(then: Sequence[int], now: Sequence[int]) -> RuntimeError:
     return RuntimeError(
-        "Adam: 8-bit states need a parameter in the memory format it had when they were made: "
+        "Adam: states in blocks need a parameter in the memory format it had when they were made: "
         f"strides {list(then)} then, {list(now)} now. Load to_fp32_state_dict() into a new "
         "optimizer."
     )
 
 
 def no_amsgrad() -> RuntimeError:
-    return RuntimeError("Adam: 8-bit states cannot have amsgrad")
+    return RuntimeError("Adam: states in blocks cannot have amsgrad")
 
 
 def cannot_fold(moments: torch.dtype) -> RuntimeError:

@@ -43,11 +43,12 @@ class Adam(Saving, torch.optim.Adam):
             ``bucket_bytes`` of them have arrived, or backward ends, and are stepped together.
         bf16: how bfloat16 parameters keep updates that are smaller than their precision:
             ``"stochastic"`` rounds at random, ``"kahan"`` keeps the Kahan compensation in another
-            bfloat16, ``"split"`` keeps the lower half of a float32 in an int16. None rounds to
-            nearest. The page on bfloat16 parameters describes all of them.
-        state_dtype: the dtype of the moments: ``torch.bfloat16``, rounded at random, or ``"8bit"``,
-            in blocks of 256 elements with a scale, for parameters of 4096 elements or more. None is
-            float32, and float64 for float64 parameters.
+            bfloat16, ``"split"`` keeps the lower half of a float32 in an int16, ``"split8"`` the
+            next 8 bits in an int8. None rounds to nearest. The page on bfloat16 parameters
+            describes all of them.
+        state_dtype: the dtype of the moments: ``torch.bfloat16``, rounded at random, or, for
+            parameters of 4096 elements or more, ``"8bit"`` or ``"4bit"``, in blocks of 256 or 128
+            elements with a scale. None is float32, and float64 for float64 parameters.
         seed: the seed of random rounding.
         max_grad_norm: clips each parameter's gradient to this norm.
         clip_global_norm: clips all gradients together, exactly as ``clip_grad_norm_``. They are
@@ -74,7 +75,7 @@ class Adam(Saving, torch.optim.Adam):
     With ``in_backward`` torch's ``clip_grad_norm_`` and ``clip_grad_value_`` would find no
     gradients and clip nothing, so they raise for parameters that were stepped. Source: Kingma and
     Ba 2015, arXiv 1412.6980; Loshchilov and Hutter 2019, arXiv 1711.05101; 8-bit states: Dettmers
-    et al. 2022, arXiv 2110.02861.
+    et al. 2022, arXiv 2110.02861; 4-bit states: Li et al. 2023, arXiv 2309.01507.
     """
 
     _small_bytes = SMALL_BYTES
