@@ -15,8 +15,8 @@ from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from ...adam import Adam, AdamW, formats, modes
 from ...adam.dtensor import as_placed
-from ...adam.optimizer import BUCKET_BYTES, SMALL_BYTES
 from ...adam.states import check, make_state
+from ...adam.step_in_backward import BUCKET_BYTES, SMALL_BYTES
 from . import gradients
 from .dry_step import dry_step
 from .holdings import Amount, Entry, Holding, Inventory, Slot, Tally
