@@ -283,8 +283,8 @@ def test_sparse_gradients():
 def test_a_thread_of_its_own():
     ours, theirs = pair(SGD)
     for number in range(3):
-        thread = threading.Thread(target=step, args=(*ours, number))
-        thread.start()
-        thread.join()
-        step(*theirs, number)
+        for each in (ours, theirs):
+            thread = threading.Thread(target=step, args=(*each, number))
+            thread.start()
+            thread.join()
     assert_same(ours, theirs)
