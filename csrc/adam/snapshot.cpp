@@ -55,13 +55,6 @@ at::Tensor tensor(const py::object& value) {
   return THPVariable_Check(value.ptr()) ? THPVariable_Unpack(value.ptr()) : at::Tensor();
 }
 
-void read_max_grad_norm(const py::handle& dict, Group& group) {
-  const py::object norm = get(dict, "max_grad_norm");
-  if (norm.is_none()) return;
-  group.max_grad_norm = number(norm);
-  if (!(group.max_grad_norm > 0)) throw py::value_error("max_grad_norm");
-}
-
 // Reads the options that a group may lack; where it does, the defaults stay.
 void read_modes(const py::handle& dict, Group& group) {
   group.bf16 = param_format_named(get(dict, "bf16"));
@@ -69,16 +62,14 @@ void read_modes(const py::handle& dict, Group& group) {
   if (const py::object seed = get(dict, "seed"); !seed.is_none()) {
     group.options.seed = seed.cast<uint64_t>();
   }
-  read_max_grad_norm(dict, group);
+  if (const py::object norm = get(dict, "max_grad_norm"); !norm.is_none()) {
+    group.max_grad_norm = number(norm);
+    if (!(group.max_grad_norm > 0)) throw py::value_error("max_grad_norm");
+  }
 }
 
-Group read_checked_group(const py::handle& dict, Algorithm algorithm) {
+Group read_checked_group(const py::handle& dict) {
   Group group;
-  group.algorithm = algorithm;
-  if (algorithm == Algorithm::kOwn) {
-    read_max_grad_norm(dict, group);
-    return group;
-  }
   const py::tuple betas = get(dict, "betas");
   if (betas.size() != 2) throw py::type_error("betas");
   const py::object lr = get(dict, "lr");
@@ -101,11 +92,11 @@ Group read_checked_group(const py::handle& dict, Algorithm algorithm) {
 
 // Options can be changed between steps. One that cannot be read raises the same error as when the
 // optimizer is made.
-Group read_group(const py::handle& dict, Algorithm algorithm) {
+Group read_group(const py::handle& dict) {
   try {
-    return read_checked_group(dict, algorithm);
+    return read_checked_group(dict);
   } catch (const std::exception&) {
-    given(algorithm == Algorithm::kOwn ? "check_own_options" : "check_options")(dict);
+    given("check_options")(dict);
     throw;
   }
 }
@@ -166,10 +157,11 @@ class StateOf {
 
 Snapshot read_optimizer(const py::handle& optimizer, Algorithm algorithm) {
   Snapshot snapshot;
-  const bool has_states = algorithm != Algorithm::kOwn;
+  const bool reads = algorithm != Algorithm::kOwn;  // an own step() reads options and states itself
   StateOf state_of(optimizer.attr("state"));
   for (const py::handle group : py::list(optimizer.attr("param_groups"))) {
-    Group& options = snapshot.groups.emplace_back(read_group(group, algorithm));
+    Group& options = snapshot.groups.emplace_back(reads ? read_group(group) : Group{});
+    options.algorithm = algorithm;
     options.position = static_cast<uint32_t>(snapshot.groups.size() - 1);
     for (const py::handle param : py::list(get(group, "params"))) {
       auto& parameter = snapshot.parameters.emplace_back();
@@ -177,7 +169,7 @@ Snapshot read_optimizer(const py::handle& optimizer, Algorithm algorithm) {
       parameter.local = local_tensor(param);
       parameter.group = &options;
       parameter.position = static_cast<uint32_t>(snapshot.parameters.size() - 1);
-      PyObject* const state = has_states ? state_of(param.ptr()) : nullptr;
+      PyObject* const state = reads ? state_of(param.ptr()) : nullptr;
       if (state != nullptr) read_state(state, parameter.state);
     }
   }

@@ -94,12 +94,6 @@ def check_options(group: dict[str, Any]) -> None:
         check_norm("max_grad_norm", norm)
 
 
-def check_own_options(group: dict[str, Any]) -> None:
-    """The same for an optimizer that is not this package's: of its options one is ours."""
-    if (norm := group.get("max_grad_norm")) is not None:
-        check_norm("max_grad_norm", norm)
-
-
 def check_group(group: dict[str, Any], amsgrad: bool) -> None:
     """Raises ValueError where the group's parameters cannot be stepped with its options."""
     states = formats.state_format(formats.state_option(group))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from . import modes
 from .dtensor import is_dtensor
 
 # What a view does not share with its optimizer: the groups, step hooks, which belong to the step as
@@ -46,34 +47,43 @@ def view(kind: type[Optimizer], attributes: dict[str, Any], groups: list[dict[st
 
 
 def restricted(
-    groups: list[dict[str, Any]], params: list[Tensor], numbers: list[int]
-) -> list[dict[str, Any]]:
-    """Returns the groups with these parameters alone. ``numbers`` are those of their groups.
+    groups: list[dict[str, Any]], params: list[Tensor], numbers: list[int], counts: Iterable[str]
+) -> dict[int, dict[str, Any]]:
+    """Returns, by number, copies of the groups with these parameters alone.
 
     The options are those of this moment, so that a scheduler may change them between two steps.
+
+    Args:
+        numbers: those of the groups of the parameters.
+        counts: options that a step changes, maybe in place.
     """
-    if len(params) == 1:
-        return [{**groups[numbers[0]], "params": params}]
-    by_group: dict[int, list[Tensor]] = {}
+    chosen: dict[int, dict[str, Any]] = {}
     for param, number in zip(params, numbers, strict=True):
-        by_group.setdefault(number, []).append(param)
-    return [{**groups[number], "params": some} for number, some in by_group.items()]
+        if number in chosen:
+            chosen[number]["params"].append(param)
+        else:
+            chosen[number] = {**groups[number], "params": [param]}
+    for name in counts:
+        for group in chosen.values():
+            if isinstance(group.get(name), Tensor):
+                group[name] = group[name].clone()
+    return chosen
 
 
 @torch.no_grad()
 def scale(
-    params: list[Tensor], groups: Iterable[dict[str, Any]], scalars: tuple[Tensor | None, ...]
+    params: list[Tensor], norms: list[float | None], scalars: tuple[Tensor | None, ...]
 ) -> list[bool]:
     """Unscales and clips the gradients in ``.grad``. Returns which of them are to be used.
 
     Args:
-        groups: the group of each parameter; ``max_grad_norm`` in it clips.
+        norms: what each gradient is clipped to; None: not.
         scalars: grad_scale and found_inf, of a GradScaler; factor and skip, where the norm of all
             gradients is known. Each is None where there is none.
     """
     grad_scale, found_inf, factor, skip = scalars
     used = []
-    for param, group in zip(params, groups, strict=True):
+    for param, max_norm in zip(params, norms, strict=True):
         grad = param.grad
         assert grad is not None
         if factor is not None:
@@ -87,55 +97,11 @@ def scale(
             assert found_inf is not None
             found_inf.copy_(torch.maximum(found_inf, found))
         used.append(grad_scale is None or not found.item())
-        if (max_norm := group.get("max_grad_norm")) is not None:
+        if max_norm is not None:
+            modes.check_norm("max_grad_norm", max_norm)
             norm = torch.nn.utils.get_total_norm([grad])  # as clip_grad_norm_()
             grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).to(grad.device))
     return used
-
-
-def refuse_group_steps(optimizer: Optimizer) -> None:
-    """Raises ValueError where its step() is not one for each parameter by itself.
-
-    Found by a step of a small parameter, made for it, which changes nothing of the optimizer.
-    """
-    own: Any = type(optimizer)
-    for group in optimizer.param_groups:
-        like = next((p for p in group["params"] if p.requires_grad and not p.is_meta), None)
-        if like is None:
-            continue
-        shape = [min(size, 2) for size in like.shape]
-        param = torch.ones(shape, dtype=like.dtype, device=like.device).requires_grad_()
-        param.grad = torch.ones_like(param)
-        attributes = {**optimizer.__dict__, "state": defaultdict(dict)}
-        before, tried = {**group, "params": [param]}, {**group, "params": [param]}
-        devices = [like.device] if like.is_cuda else []
-        try:
-            with torch.random.fork_rng(devices=devices):
-                step_of(own)(view(view_class(own), attributes, [tried]))
-        except Exception as error:
-            raise ValueError(
-                f"in_backward: {own.__name__} cannot step a parameter by itself: {error}"
-            ) from error
-        changed = [*_changed(before, tried), *_changed(optimizer.__dict__, attributes)]
-        if changed:
-            raise ValueError(
-                f"in_backward: a step of {own.__name__} changes {', '.join(changed)}, which all "
-                "parameters share, and in backward it would do so once for each of them. Step it "
-                "after backward."
-            )
-
-
-def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Returns the names of numbers and tensors that are others now."""
-    kinds = (int, float, complex, Tensor)
-    return [
-        repr(name)
-        for name, value in after.items()
-        if isinstance(value, kinds)
-        and not isinstance(value, bool)
-        and value is not (old := before.get(name))
-        and (isinstance(value, Tensor) or isinstance(old, Tensor) or value != old)
-    ]
 
 
 def refuse_dtensors_that_clip(groups: list[dict[str, Any]]) -> None:

@@ -11,9 +11,6 @@ from . import dtensor, errors, fallback, modes
 Stepper: Any = fallback.AdamStepper
 if _native.module:
     Stepper = _native.module.AdamStepper
-    called = (dtensor.local_tensor, dtensor.local_gradient, dtensor.as_placed)
-    checks = (modes.check_options, modes.check_own_options)
-    _native.module.give_adam_functions(
-        {function.__name__: function for function in (*called, *checks)}
-    )
+    called = (dtensor.local_tensor, dtensor.local_gradient, dtensor.as_placed, modes.check_options)
+    _native.module.give_adam_functions({function.__name__: function for function in called})
     _native.module.give_adam_functions({"errors": errors})

@@ -1,6 +1,7 @@
 """What a training loop does with an optimizer that in_backward() has taken: Adam's words."""
 
 import math
+import pickle
 import threading
 
 import pytest
@@ -161,10 +162,11 @@ def test_torchs_clipping_raises():
 
 
 class Clips(torch.optim.SGD):
-    """Clips in its own step, as some optimizers do."""
+    """Clips each gradient in its own step, as some optimizers do."""
 
     def step(self, closure=None):
-        nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 0.1)
+        for p in (p for g in self.param_groups for p in g["params"] if p.grad is not None):
+            nn.utils.clip_grad_norm_([p], 0.1)
         return super().step(closure)
 
 
@@ -172,16 +174,55 @@ def test_an_optimizer_that_clips_and_one_that_calls_its_base():
     torch.optim.SGD([nn.Parameter(torch.ones(1))])  # its step() then calls step hooks, too
     ours, theirs = model(), model()
     seen = []
-    optimizer = ms.in_backward(Clips(ours.parameters(), lr=0.1), small_bytes=0)
-    other = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    optimizer = ms.in_backward(Clips(ours.parameters(), lr=0.1))
+    other = Clips(theirs.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: seen.append(1))
     step(ours, optimizer, 0)
     assert seen == [1]
-    loss(theirs, 0).backward()
-    for p in theirs.parameters():
-        nn.utils.clip_grad_norm_([p], 0.1)
-    other.step()
+    step(theirs, other, 0)
     assert_same((ours, optimizer), (theirs, other))
+
+
+class Counts(torch.optim.SGD):
+    """Counts its steps in the groups, in two ways, as optimi and others do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group.setdefault("tensor", torch.zeros(())).add_(1)
+            group["rate"] = group["lr"] / group["k"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.sub_(p.grad * group["rate"] * group["tensor"])
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1 << 16])
+def test_counts_of_steps_in_groups(small_bytes):
+    """They go up once for a step, also of a group of which nothing was stepped."""
+    pairs = []
+    for takes in (True, False):
+        net = model()
+        groups = [{"params": list(module.parameters())} for module in (net[0], net[2], net[3])]
+        optimizer = Counts(groups, lr=0.1)
+        if takes:
+            ms.in_backward(optimizer, small_bytes=small_bytes)
+        pairs.append((net, optimizer))
+    for number in range(5):
+        for net, optimizer in pairs:
+            net[0].requires_grad_(number % 2 == 0)
+            if number == 3:  # a part is left for step()
+                net[3].weight.grad = torch.ones_like(net[3].weight)
+                net[3].weight.requires_grad_(False)
+            loss(net, number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert [g["k"] for g in optimizer.param_groups] == [number + 1] * 3
+            net.requires_grad_(True)
+        assert_same(*pairs)
+    saved = pickle.loads(pickle.dumps(pairs[0]))
+    for net, optimizer in (saved, pairs[1]):
+        step(net, optimizer, 9)
+    assert_same(saved, pairs[1])
 
 
 # loss scaling

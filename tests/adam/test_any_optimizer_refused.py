@@ -12,15 +12,6 @@ def params():
     return list(model().parameters())
 
 
-class CountsForTheGroup(torch.optim.SGD):
-    """As Prodigy and schedule-free do."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-        return super().step(closure)
-
-
 class CountsForAll(torch.optim.SGD):
     k = 0
 
@@ -30,9 +21,17 @@ class CountsForAll(torch.optim.SGD):
 
 
 class Adapts(torch.optim.SGD):
+    """As Prodigy does."""
+
     def step(self, closure=None):
         for group in self.param_groups:
-            group["d"] = torch.ones(()) * 2
+            group["d"] = sum(p.grad.norm().item() for p in group["params"])
+        return super().step(closure)
+
+
+class ClipsAll(torch.optim.SGD):
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 0.1)
         return super().step(closure)
 
 
@@ -58,9 +57,9 @@ def replaced():
     [
         (lambda: torch.optim.LBFGS(params()), "LBFGS needs a closure"),
         (lambda: torch.optim.SparseAdam(params()), "SparseAdam does not support dense gradients"),
-        (lambda: CountsForTheGroup(params(), lr=0.1), "changes 'k', which all parameters share"),
-        (lambda: CountsForAll(params(), lr=0.1), "changes 'k', which all parameters share"),
-        (lambda: Adapts(params(), lr=0.1), "changes 'd', which all"),
+        (lambda: CountsForAll(params(), lr=0.1), "'k' differs.*counts in the optimizer"),
+        (lambda: Adapts(params(), lr=0.1), "'d' differs.*it needs all gradients"),
+        (lambda: ClipsAll(params(), lr=0.1), "it needs all gradients"),
         (lambda: NeedsAClosure(params(), lr=0.1), "by itself: a closure is needed"),
         (lambda: Wraps(params(), lr=0.1), "wraps another optimizer"),
         (lambda: torch.optim.Adam(params(), differentiable=True), "differentiable=True needs"),
@@ -79,6 +78,7 @@ def test_refused(make, says):
         ms.in_backward(optimizer)
     assert type(optimizer) is kind and optimizer.__dict__ == attributes
     assert torch.equal(torch.get_rng_state(), random)
+    assert all("d" not in group for group in optimizer.param_groups)
 
 
 def test_arguments():
@@ -96,6 +96,28 @@ def test_arguments():
             ms.in_backward(make(), **options)
     with pytest.raises(TypeError, match=r"must be a torch.amp.GradScaler"):
         ms.in_backward(make(), max_grad_norm=1.0, grad_scaler=3)
+
+
+class HasANorm(torch.optim.SGD):
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.add_defaults()
+
+    def add_defaults(self):
+        self.defaults["max_grad_norm"] = 0.0
+        for group in self.param_groups:
+            group["max_grad_norm"] = 0.0
+
+
+def test_an_optimizer_with_a_max_grad_norm_of_its_own():
+    net = model()
+    optimizer = HasANorm(net.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="has its own max_grad_norm"):
+        ms.in_backward(optimizer, max_grad_norm=1.0)
+    ms.in_backward(optimizer)
+    before = net[0].weight.detach().clone()
+    net(torch.ones(1, 6)).sum().backward()
+    assert not torch.equal(net[0].weight, before)
 
 
 def test_a_refused_optimizer_is_as_it_was():

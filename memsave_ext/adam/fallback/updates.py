@@ -75,10 +75,6 @@ def _apply_by_own(
     assert optimizer is not None
     numbers = {id(group): number for number, group in enumerate(groups)}
     positions = {id(param): i for i, param in enumerate(params)}
-    for group in groups:
-        modes.check_own_options(group)
-    if scaling.clips_all:
-        modes.refuse_two_norms(groups)
     by_device: dict[torch.device, list[Update]] = {}
     for made in updates:
         by_device.setdefault(made.param.device, []).append(made)
