@@ -24,6 +24,7 @@ SECONDS = {
     "checkpoint_threads": 38,
     "batch_norm": 100,
     "adam": 100,
+    "any_optimizer": 4,
     "adam_memory": 100,
     "adam_modes": 125,
     "distributed": 75,

@@ -20,6 +20,7 @@ class OwnStep(InBackward):
     """Methods of an optimizer that :func:`~memsave_ext.in_backward` has taken."""
 
     _own: Any  # the class that the optimizer had
+    _own_step: Any  # its step()
     _view: Any  # that of its views
     _steps_by_own = True
     _clips_each = True  # whether max_grad_norm in a group is ours, and not the optimizer's
@@ -59,6 +60,11 @@ class OwnStep(InBackward):
     ) -> None:
         """Steps parameters of these groups with the gradients in ``.grad``; for ``_stepper``."""
         groups = self.param_groups
+        if len(params) == 1 and scalars is None and not self._counts:  # most often: cheap
+            group = groups[numbers[0]]
+            if not self._clips_each or group.get("max_grad_norm") is None:
+                self._run_own_step([{**group, "params": params}])
+                return
         norms = [groups[n].get("max_grad_norm") if self._clips_each else None for n in numbers]
         if scalars is not None or any(norm is not None for norm in norms):
             used = own_step.scale(params, norms, scalars or (None,) * 4)
@@ -74,7 +80,7 @@ class OwnStep(InBackward):
     def _run_own_step(self, groups: list[dict[str, Any]]) -> None:
         self._stepping_thread = threading.get_ident()
         try:
-            own_step.step_of(self._own)(own_step.view(self._view, self.__dict__, groups))
+            self._own_step(own_step.view(self._view, self.__dict__, groups))
         finally:
             self._stepping_thread = None
 
@@ -168,6 +174,7 @@ def class_of(own: Any) -> type[OwnStep]:
             self._choose_unscaling()
 
     Taken._own, Taken._view = own, own_step.view_class(own)
+    Taken._own_step = staticmethod(own_step.step_of(own))
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         setattr(Taken, name, getattr(own, name))
     return Taken

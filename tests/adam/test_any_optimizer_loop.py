@@ -6,7 +6,6 @@ import threading
 
 import pytest
 import torch
-from any_optimizer import TORCHS, assert_same, loss, model, pair, step
 from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -14,6 +13,7 @@ from torch.optim.optimizer import (
 )
 
 import memsave_ext as ms
+from any_optimizer import TORCHS, assert_same, loss, model, pair, step
 
 SGD, ADAM = TORCHS["SGD momentum"], TORCHS["Adam"]
 MAKES = pytest.mark.parametrize("make", [SGD, ADAM, TORCHS["Adam fused"]], ids=["SGD", "Adam", "f"])

@@ -261,6 +261,19 @@ def test_adam_memory_benchmark_end_to_end(benchmark_of):
         assert peaks[f"{ours} + checkpoint"] < peaks[ours]
 
 
+def test_any_optimizer_benchmark_end_to_end(tmp_path):
+    benchmark = importlib.import_module("any_optimizer")
+    threads = torch.get_num_threads()
+    options = ["--parameters", "20", "--rounds", "2", "--no-progress", "--save", str(tmp_path)]
+    try:
+        assert benchmark.main(options) == 0
+    finally:
+        torch.set_num_threads(threads)
+    (path,) = tmp_path.glob("any_optimizer-*.json")
+    (record,) = json.loads(path.read_text())
+    assert [row["optimizer"] for row in record["rows"]] == list(benchmark.MAKES)
+
+
 @pytest.mark.skipif(not _native.available, reason="a minute in pure Python")
 def test_adam_modes_benchmark_end_to_end(densenet, tmp_path, capsys):
     benchmark, modes = (importlib.import_module(name) for name in ("adam_modes", "adam_mode_list"))
