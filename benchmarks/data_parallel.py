@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", choices=STRATEGIES, metavar="NAME")
     parser.add_argument("--depth", type=int, help="default 100, on a CPU 64")
     parser.add_argument("--growth-rate", type=int, help="default 12, on a CPU 6")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
     parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)

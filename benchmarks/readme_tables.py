@@ -39,6 +39,7 @@ from tables.adam import (
     modes_time_caption,
     modes_time_table,
 )
+from tables.chunks import chunks_caption, chunks_table
 from tables.cuda import (
     adam_cuda_caption,
     adam_cuda_table,
@@ -72,6 +73,7 @@ TABLES: dict[str, Pair] = {
     "data_parallel:rows": (data_parallel_rows, data_parallel_caption),
     "checkpoint_overhead": (overhead_table, overhead_caption),
     "checkpoint_threads": (threads_table, threads_caption),
+    "checkpoint_chunks": (chunks_table, chunks_caption),
     "batch_norm": (batch_norm_table, batch_norm_caption),
     "batch_norm_cuda": (batch_norm_cuda_table, batch_norm_cuda_caption),
     "checkpoint_cuda": (checkpoint_cuda_table, checkpoint_cuda_caption),

@@ -29,12 +29,13 @@ SECONDS = {
     "adam_modes": 125,
     "distributed": 75,
     "densenet": 105,
-    "data_parallel": 75,
+    "data_parallel": 53,
     "largest_model": 25,
     "memory_account": 8,
     "memory_overhead": 30,
     "remat": 40,
     "linear_cross_entropy": 35,
+    "checkpoint_chunks": 25,
 }
 
 

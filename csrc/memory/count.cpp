@@ -102,7 +102,7 @@ void Count::set_mark(int32_t mark) {
 }
 
 void Count::allocated(void* ptr, int64_t size) {
-  const auto [known, is_new] = blocks_.try_emplace(ptr, Block{size, mark_});
+  const auto [known, is_new] = blocks_.emplace(ptr, Block{size, mark_});
   int64_t live = live_ + size;
   if (!is_new) {  // its earlier memory was freed without a report
     live -= known->second.size;

@@ -2,10 +2,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/flat_hash_map.h>
 
 #include <cstdint>
 #include <map>
-#include <unordered_map>
 #include <vector>
 
 namespace memsave_ext::memory {
@@ -61,8 +61,8 @@ class Count {
   int64_t live_ = 0;
   int64_t before_ = 0;
   int64_t peak_ = 0;
-  std::unordered_map<void*, Block> blocks_;
-  std::unordered_map<void*, Block> earlier_;  // blocks_ as they were at start()
+  ska::flat_hash_map<void*, Block> blocks_;
+  ska::flat_hash_map<void*, Block> earlier_;  // blocks_ as they were at start()
   std::map<int32_t, int64_t> survivors_;
   std::vector<Older> older_;
 };

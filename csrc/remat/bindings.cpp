@@ -22,13 +22,19 @@ namespace {
 
 std::string name_of(const Operator* op) { return op == nullptr ? "" : op->handle.schema().name(); }
 
+std::shared_ptr<Block> make_block(std::optional<bool> everything, const at::Device& device) {
+  if (!everything) return std::make_shared<Block>(Drops::kNothing);
+  if (*everything) return std::make_shared<Block>(Drops::kEverything);
+  // A plan needs the time of each operator. On other devices the clock measures launches.
+  if (!device.is_cpu()) return std::make_shared<Block>(Drops::kCheap);
+  return std::make_shared<Block>(Budget{0, 0, false, device});
+}
+
 // A block and its saved-tensor hooks, as memsave_ext/rematerialization/recorder.py uses them.
 class Recorder {
  public:
-  explicit Recorder(std::optional<bool> everything)
-      : block_(std::make_shared<Block>(!everything   ? Drops::kNothing
-                                       : *everything ? Drops::kEverything
-                                                     : Drops::kCheap)) {}
+  Recorder(std::optional<bool> everything, const at::Device& device)
+      : block_(make_block(everything, device)) {}
   Recorder(int64_t bytes, double share, bool strict, const at::Device& device)
       : block_(std::make_shared<Block>(Budget{bytes, share, strict, device})) {}
 
@@ -165,7 +171,7 @@ py::list plans(const std::vector<ContentFields>& contents, const std::vector<Cal
 void bind(py::module_& m) {
   m.def("remat_forget", &forget_known_steps);
   py::class_<Recorder>(m, "RematRecorder")
-      .def(py::init<std::optional<bool>>())
+      .def(py::init<std::optional<bool>, const at::Device&>())
       .def(py::init<int64_t, double, bool, const at::Device&>())
       .def("count", &Recorder::count)
       .def("budget", &Recorder::budget)

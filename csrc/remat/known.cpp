@@ -22,6 +22,17 @@ void leave_out(Trace& trace, const std::map<int32_t, int64_t>& survivors) {
   }
 }
 
+// Times are the shortest measured until there were plans: these must not follow a noisy clock.
+void keep_times(Known& old, Known& step) {
+  if (old.trace.calls.size() != step.trace.calls.size()) return;
+  for (size_t i = 0; i < step.trace.calls.size(); ++i) {
+    double& before = old.trace.calls[i].seconds;
+    double& now = step.trace.calls[i].seconds;
+    if (old.plans.empty()) before = std::min(before, now);
+    now = before;
+  }
+}
+
 }  // namespace
 
 bool Known::is_like(const Known& other) const {
@@ -81,20 +92,19 @@ void KnownSteps::add(std::shared_ptr<Known> step) {
     std::shared_ptr<Known> old = std::move(*same);
     steps_.erase(same);
     step->told = old->told;
+    step->seen = old->seen + 1;
+    keep_times(*old, *step);
     if (old->is_like(*step)) {
+      old->seen = step->seen;
       step = std::move(old);
-    } else if (old->trace.calls.size() == step->trace.calls.size()) {
-      // Times stay those measured first, so that plans do not follow a noisy clock.
-      for (size_t i = 0; i < step->trace.calls.size(); ++i) {
-        step->trace.calls[i].seconds = old->trace.calls[i].seconds;
-      }
     }
   }
   steps_.push_back(std::move(step));
   if (steps_.size() > kMostSteps) steps_.erase(steps_.begin());
 }
 
-std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64_t before) {
+std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64_t before,
+                                        int least_seen) {
   const std::lock_guard<std::mutex> lock(mutex_);
   settle();
   std::shared_ptr<Known> found;
@@ -105,6 +115,7 @@ std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64
         !found || std::abs(step->before - before) <= std::abs(found->before - before);
     if (is_nearer) found = step;
   }
+  if (found && found->seen < least_seen) return nullptr;
   if (found && found->plans.empty()) found->plans = plans_of(found->trace);
   return found;
 }

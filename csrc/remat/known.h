@@ -20,6 +20,7 @@ struct Known {
   Trace trace;
   int64_t before = 0;       // counted bytes that lived before the step
   std::vector<Plan> plans;  // empty until they are asked for
+  int seen = 1;             // how many steps like it have ended
   bool told = false;        // whether it was told that the budget is too small
 
   bool is_like(const Known& other) const;
@@ -37,8 +38,8 @@ class KnownSteps {
   void end(std::shared_ptr<Known> step);
   // Returns a step with these keys at its beginning, with its plans; null if none. Where there are
   // several, as of models that begin alike, it is the one before which as much lived as `before`,
-  // and then the latest.
-  std::shared_ptr<Known> find(const std::vector<uint64_t>& keys, int64_t before);
+  // and then the latest. It must have been seen `least_seen` times.
+  std::shared_ptr<Known> find(const std::vector<uint64_t>& keys, int64_t before, int least_seen);
   void forget();
 
  private:

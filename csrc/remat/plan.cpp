@@ -193,4 +193,17 @@ std::vector<Plan> plans_of(const Trace& trace, int most_enumerated) {
   return Planner(trace).plans(most_enumerated);
 }
 
+const Plan& best_value(const Trace& trace, const std::vector<Plan>& plans) {
+  constexpr double kPrice = 0.25;
+  double forward = 0;
+  for (const TraceCall& call : trace.calls) forward += call.seconds;
+  const double seconds = std::max(3 * forward, 1e-6);  // a backward is about two forwards
+  const auto bytes = static_cast<double>(std::max<int64_t>(plans.front().peak, 1));
+  const auto cost = [&](const Plan& plan) {
+    return plan.seconds / seconds + kPrice * static_cast<double>(plan.peak) / bytes;
+  };
+  return *std::min_element(plans.begin(), plans.end(),
+                           [&](const Plan& a, const Plan& b) { return cost(a) < cost(b); });
+}
+
 }  // namespace memsave_ext::remat

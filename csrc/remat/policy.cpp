@@ -107,7 +107,8 @@ double seconds_of_copy(int64_t bytes) {
 Verdict judge(const Content& content, const Route& route, Drops drops) {
   if (content.external) return Verdict::kInput;
   const bool is_heavy = content.op != nullptr && content.op->is_heavy;
-  if (is_heavy && (!content.call || drops == Drops::kCheap)) return Verdict::kHeavy;
+  const bool only_cheap = drops == Drops::kCheap || drops == Drops::kNothing;
+  if (is_heavy && (!content.call || only_cheap)) return Verdict::kHeavy;
   if (!content.call) return Verdict::kNotAgain;
   if (!route.possible) return Verdict::kNotAgain;
   if (drops == Drops::kEverything) return Verdict::kDropped;

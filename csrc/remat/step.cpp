@@ -77,7 +77,10 @@ void Step::ended(const Call* call, uint64_t key) {
       if (std::find(list.begin(), list.end(), value) == list.end()) list.push_back(value);
     };
     for (const auto& reference : call->references) {
-      if (!reference.overwritten) once(traced.reads, number_of(*reference.content));
+      const int32_t read = number_of(*reference.content);
+      // Not only the shapes of what it reads count: x + x is another program than x + y.
+      hash_ = mix(hash_, static_cast<uint64_t>(read) + 1);
+      if (!reference.overwritten) once(traced.reads, read);
     }
     for (const bool in_place : {true, false}) {
       for (const auto& made : call->made) {
@@ -154,19 +157,22 @@ Choice Step::decide(Content& content) {
   if (keys_.size() == 1) before_ = shared_.count.before();
   const bool follows = followed_ && keys_.size() <= followed_->keys.size() &&
                        followed_->keys[keys_.size() - 1] == hash_;
-  if (!follows) follow(shared_.find(keys_, before_));
+  // The calls of a process's first step are slow. Where nothing is promised a second one is
+  // awaited.
+  if (!follows) follow(shared_.find(keys_, before_, budget_.is_limit() ? 1 : 2));
   if (plan_ == nullptr) return {bytes_ > 0 ? Drops::kUntilFull : Drops::kCheap, true};
-  // Hashes are of shapes: a program may use its tensors otherwise and so have more contents.
+  // What the running operator reads is not in the hash yet: there may be a content more.
   const auto position = static_cast<size_t>(number);
-  if (position >= plan_->decisions.size()) return {Drops::kUntilFull, true};
+  const Drops none = budget_.is_limit() ? Drops::kUntilFull : Drops::kNothing;
+  if (position >= plan_->decisions.size()) return {none, true};
   const Decision decision = plan_->decisions[position];
-  if (decision == Decision::kKeep) return {Drops::kUntilFull, true};
+  if (decision == Decision::kKeep) return {none, true};
   return {Drops::kEverything, decision == Decision::kDrop};
 }
 
 bool Step::may_drop_later() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return plan_ == nullptr;
+  return plan_ == nullptr && bytes_ > 0;
 }
 
 // Chooses the plan of `known` for this budget; null: there is no step like this one.
@@ -174,6 +180,10 @@ void Step::follow(std::shared_ptr<Known> known) {
   followed_ = std::move(known);
   plan_ = nullptr;
   if (!followed_) return;
+  if (!budget_.is_limit()) {
+    plan_ = &best_value(followed_->trace, followed_->plans);
+    return;
+  }
   const int64_t more = before_ - followed_->before;
   const auto& plans = followed_->plans;
   if (budget_.share > 0) {
@@ -250,51 +260,6 @@ void Step::check() const {
   TORCH_CHECK_WITH(OutOfMemoryError, !refused, "remat: out of memory: the budget is ", bytes_,
                    " bytes, and a step of these shapes needs at least ", least_,
                    " (strict=True). Use a larger budget or a smaller batch.");
-}
-
-bool Step::is_newly_short() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return plan_ != nullptr && least_ > bytes_ && !std::exchange(followed_->told, true);
-}
-
-int64_t Step::before() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return before_;
-}
-
-std::vector<int64_t> Step::curve() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return curve_;
-}
-
-int64_t Step::peak() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return peak_;
-}
-
-int64_t Step::budget() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return bytes_;
-}
-
-int64_t Step::least() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return least_;
-}
-
-std::optional<Plan> Step::plan() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return plan_ == nullptr ? std::nullopt : std::optional(*plan_);
-}
-
-Trace Step::trace() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return trace_;
-}
-
-std::vector<Plan> Step::plans() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return followed_ ? followed_->plans : std::vector<Plan>{};
 }
 
 }  // namespace memsave_ext::remat

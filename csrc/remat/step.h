@@ -20,6 +20,7 @@
 
 namespace memsave_ext::remat {
 
+// What limits a step; with neither bytes nor a share nothing does, and what is cheap is dropped.
 struct Budget {
   int64_t bytes = 0;
   // Where positive: the budget is what the step needs without activations, and this share of the
@@ -27,6 +28,8 @@ struct Budget {
   double share = 0;
   bool strict = false;  // a step that cannot keep to it is refused
   at::Device device{at::kCPU};
+
+  bool is_limit() const { return bytes > 0 || share > 0; }
 };
 
 class Step {

@@ -97,6 +97,7 @@ class CountOnce(_BatchNorm):
             )
         around = forward_records.NOTHING
         if not torch.compiler.is_compiling():
+            uncounted.check_batch(self)
             around = forward_records.enclosing(functions=self.training)
         if _must_use_torch():
             of = self if around.replay is None else uncounted.copy_of(self)

@@ -100,7 +100,8 @@ def checkpoint_modules(model: nn.Module, select: Select, **options: Any) -> Chec
     Args:
         model: the model, or a part of one.
         select: a module class, a tuple of classes, or a predicate called with each module.
-        **options: of :func:`checkpoint`.
+        **options: of :func:`checkpoint`. With ``chunks``, the positions in ``chunk_args`` are those
+            of the arguments that the blocks are called with.
 
     Returns:
         A handle whose ``remove()`` undoes it.
@@ -132,6 +133,10 @@ def checkpoint_modules(model: nn.Module, select: Select, **options: Any) -> Chec
                 f"checkpoint_modules: {type(module).__name__} has a forward of its own already; "
                 "remove() the handle that set it first"
             )
+    if options.get("chunk_args") is not None:  # the forward is called with the module before them
+        options["chunk_args"] = [
+            key if isinstance(key, str) else key + 1 for key in options["chunk_args"]
+        ]
     for module in chosen:
         _CheckpointedForward(module, options).install()
     return CheckpointHandle(chosen)

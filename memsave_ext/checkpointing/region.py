@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils._device import DeviceContext
 
 from .. import _native
 from . import uncounted
+from .chunks import Argument, Chunking, check_chunking, run_in_pieces
 from .debug import record_operators
 from .errors import OnError
 from .fallback import region as _fallback
@@ -40,6 +42,9 @@ def checkpoint(
     early_stop: bool = True,
     debug: bool = False,
     offload: str | None = None,
+    chunks: int | None = None,
+    chunk_dim: int = 0,
+    chunk_args: Sequence[Argument] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Run ``function(*args, **kwargs)`` without keeping what its graph saves; recompute it instead.
@@ -74,42 +79,59 @@ def checkpoint(
             ``torch.utils.checkpoint.set_checkpoint_debug_enabled`` overrides it.
         offload: "cpu" keeps CUDA arguments in pinned host memory until the recompute, copied on a
             stream of their own. Tensors on the CPU stay where they are.
+        chunks: run a function that acts on rows, such as an MLP over tokens, over this many pieces
+            of them, in forward and backward one after the other, so that what it makes on the way
+            takes one ``chunks``-th of the memory. Gradients leave the region once, complete. More
+            chunks than rows are pieces of one row.
+        chunk_dim: the dimension of the rows, of arguments and results; a negative one counts from
+            the end of each tensor.
+        chunk_args: positions and keyword names of the tensors to cut. None cuts the first tensor
+            among the arguments and all that have its size in ``chunk_dim``, but no Parameter.
+            Everything else, such as tensors in containers, each piece is given whole.
         **kwargs: passed to ``function``.
 
     Returns:
-        What ``function`` returned.
+        What ``function`` returned. With ``chunks``: a result of the same structure, each tensor the
+        pieces' tensors concatenated along ``chunk_dim``, everything else that of the first piece.
 
     Raises:
-        ValueError: an unknown ``determinism_check`` or ``offload``; ``debug`` with ``context_fn``.
-        TypeError: ``function`` is not callable; a flag is not a bool.
+        ValueError: an unknown ``determinism_check`` or ``offload``; ``debug`` with ``context_fn``;
+            ``chunks`` is less than 1, or there is nothing that it could cut.
+        TypeError: ``function`` is not callable; a flag is not a bool, ``chunks`` not an int.
         RuntimeError: inside a ``torch.func`` transform, where torch allows no saved-tensor hooks.
+            With ``chunks``: in the function a batch norm is called in training mode, or another
+            norm that counts running statistics; the pieces' results cannot be put together: a
+            tensor without ``chunk_dim`` or of another number of rows, another structure, a value
+            that is no tensor and not the same.
         CheckpointError: in backward, when the recompute differs from the forward.
 
     Under ``torch.compile`` it hands over to torch's function, which is a higher-order operator
     there. Source: Chen et al. 2016, arXiv 1604.06174.
     """
-    check_options(determinism_check, early_stop, preserve_rng_state, debug, offload)
-    if torch.compiler.is_compiling():
-        # Traced into a higher-order operator, which takes no others of the options. Dynamo knows it
-        # by what is torch.utils.checkpoint.checkpoint now; what it made of it runs torch's own.
-        dynamo = torch.compiler.is_dynamo_compiling()
-        torchs = _torch.checkpoint if dynamo else _torch_checkpoint
-        if context_fn is None:
-            return torchs(
-                function,
-                *args,
-                use_reentrant=False,
-                preserve_rng_state=preserve_rng_state,
-                **kwargs,
-            )
-        return torchs(
+    check_options(
+        determinism_check,
+        early_stop,
+        preserve_rng_state,
+        debug,
+        offload,
+        chunks,
+        chunk_dim,
+        chunk_args,
+    )
+    if chunks is not None:
+        region = functools.partial(
+            checkpoint,
             function,
-            *args,
-            use_reentrant=False,
             preserve_rng_state=preserve_rng_state,
             context_fn=context_fn,
-            **kwargs,
+            determinism_check=determinism_check,
+            early_stop=early_stop,
+            debug=debug,
+            offload=offload,
         )
+        return run_in_pieces(region, args, kwargs, Chunking(chunks, chunk_dim, chunk_args))
+    if torch.compiler.is_compiling():
+        return _run_torchs(function, args, kwargs, preserve_rng_state, context_fn)
     if not callable(function):
         raise TypeError(f"checkpoint: function must be callable, got {type(function).__name__}")
     if torch._C._are_functorch_transforms_active():
@@ -142,12 +164,44 @@ def checkpoint(
         )
 
 
+def _run_torchs(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    preserve_rng_state: bool,
+    context_fn: ContextFn | None,
+) -> Any:
+    # Traced into a higher-order operator, which takes no others of the options. Dynamo knows it by
+    # what is torch.utils.checkpoint.checkpoint now; what it made of it runs torch's own.
+    dynamo = torch.compiler.is_dynamo_compiling()
+    torchs = _torch.checkpoint if dynamo else _torch_checkpoint
+    if context_fn is None:
+        return torchs(
+            function,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=preserve_rng_state,
+            **kwargs,
+        )
+    return torchs(
+        function,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=preserve_rng_state,
+        context_fn=context_fn,
+        **kwargs,
+    )
+
+
 def check_options(
     determinism_check: object = "default",
     early_stop: object = True,
     preserve_rng_state: object = True,
     debug: object = False,
     offload: object = None,
+    chunks: object = None,
+    chunk_dim: object = 0,
+    chunk_args: object = None,
     **_: object,
 ) -> None:
     """Raises where one of these options of :func:`checkpoint` is not one of its values."""
@@ -157,6 +211,7 @@ def check_options(
         )
     if offload not in (None, "cpu"):
         raise ValueError(f"checkpoint: offload must be None or 'cpu', got {offload!r}")
+    check_chunking(chunks, chunk_dim, chunk_args)
     flags = (
         ("early_stop", early_stop),
         ("preserve_rng_state", preserve_rng_state),

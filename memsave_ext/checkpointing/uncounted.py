@@ -7,22 +7,34 @@ another thread could see is changed, and nothing has to be undone.
 
 ``_call_impl`` of their common base class is where each of them passes, called from a closure, too.
 Other modules do not pass here. In eval mode norms update nothing and are called as they are.
+
+Here, too, is where a norm raises that computes statistics of a batch of which it is given a piece.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from .function import _is_recomputing
 
 M = TypeVar("M", bound=nn.Module)
+
+
+class _Thread(threading.local):
+    in_piece = False  # whether a forward of one of several pieces of a batch runs
+
+
+_thread = _Thread()
 
 
 def copy_of(module: M) -> M:
@@ -40,10 +52,39 @@ def _counts(module: object) -> TypeGuard[_NormBase]:
 
 
 def _call(self: _NormBase, *args: Any, **kwargs: Any) -> Any:
-    if self.training and not torch.compiler.is_compiling() and _is_recomputing():
-        self = copy_of(self)
+    if not torch.compiler.is_compiling():
+        check_batch(self)
+        if self.training and _is_recomputing():
+            self = copy_of(self)
     # Looked up at each call, because others may replace it.
     return nn.Module._call_impl(self, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def refuse_batch_statistics() -> Iterator[None]:
+    """In the block norms raise that need the whole batch: their forward is given a piece of it."""
+    outer, _thread.in_piece = _thread.in_piece, True
+    try:
+        yield
+    finally:
+        _thread.in_piece = outer
+
+
+def check_batch(norm: _NormBase) -> None:
+    """Raises where a piece of a batch is given to a norm that needs the whole one."""
+    # Not in a recompute that the function itself asks for, of a region of another batch.
+    if _thread.in_piece and _needs_batch(norm) and not _is_recomputing():
+        raise RuntimeError(
+            f"checkpoint: {type(norm).__name__} computes or counts statistics of the whole batch, "
+            "and chunks=n gives it one piece after the other. Call the function without chunks, or "
+            "the norm outside of it; in eval mode, with running statistics, it is applied by rows."
+        )
+
+
+def _needs_batch(norm: _NormBase) -> bool:
+    if isinstance(norm, _InstanceNorm):  # has statistics of each row, which it may count
+        return norm.training and norm.track_running_stats
+    return norm.training or norm.running_mean is None or norm.running_var is None
 
 
 _NormBase._call_impl = _call  # type: ignore[assignment, method-assign]
@@ -66,6 +107,7 @@ def for_recompute(function: Callable[..., Any], args: tuple[Any, ...]) -> Callab
         norm, forward, given = args[0], function, 1
     if not _counts(norm) or forward is not type(norm).forward:
         return function
+    check_batch(norm)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         of = copy_of(norm) if norm.training else norm

@@ -104,10 +104,13 @@ class Figures:
 
     def remedies(self) -> list[str]:
         """Returns what would lower the peak where it is of a kind that no recompute lowers: a
-        sentence for each head of the model whose logits are a large part of it."""
+        sentence for each head of the model whose logits are a large part of it, or for a module
+        that makes a large part of it while it is computed again or in a forward without a graph.
+        """
         with untracked():
-            tensors = self._account().top(1 << 62)
-        return list(remedies(tensors, self._modules.names, self._modules.modules))
+            account = self._account()
+            tensors, phase = account.top(1 << 62), account.peak_phase
+        return list(remedies(tensors, phase, self._modules.names, self._modules.modules))
 
     def _account(self) -> Account:
         if self._final is not None:

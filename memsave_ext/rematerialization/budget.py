@@ -143,17 +143,27 @@ class LivedBefore:
         stack.callback(hook.remove)
 
     def _add(self, module: nn.Module) -> None:
-        self._seen.update(map(id, module.modules()))
-        params = list(module.parameters())
-        trained = [p for p in params if p.requires_grad and p.grad is None and not is_lazy(p)]
-        missing = sum(t.nbytes for p in trained for t in plain_tensors(p))
-        self._count(list(self._tensors(module, params)), missing)
+        parts = list(module.modules())
+        self._seen.update(map(id, parts))
+        params = {id(p): p for part in parts for p in part._parameters.values() if p is not None}
+        buffers = [b for part in parts for b in part._buffers.values() if b is not None]
+        grads = [p.grad for p in params.values() if p.grad is not None]
+        awaited = [
+            p for p in params.values() if p.requires_grad and p.grad is None and not is_lazy(p)
+        ]
+        counted = _plain([*params.values(), *buffers, *grads, *self._states([*params.values()])])
+        self._count(counted, sum(t.nbytes for t in _plain(awaited)))
 
-    def _tensors(self, module: nn.Module, params: Sequence[Tensor]) -> Iterator[Tensor]:
-        owners = dict.fromkeys((*self._optimizers, *optimizers_of(params)))
-        for value in (*params, *module.buffers(), *(p.grad for p in params)):
-            yield from plain_tensors(value)
-        for optimizer in owners:
-            for p in params:
-                if p in optimizer.state:
-                    yield from plain_tensors(optimizer.state[p])
+    def _states(self, params: Sequence[Tensor]) -> Iterator[Any]:
+        for optimizer in dict.fromkeys((*self._optimizers, *optimizers_of(params))):
+            yield from (optimizer.state[p] for p in params if p in optimizer.state)
+
+
+def _plain(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if type(value) in (Tensor, nn.Parameter):  # nearly all of them: no generator for these
+            found.append(value)
+        else:
+            found.extend(plain_tensors(value))
+    return found

@@ -64,10 +64,8 @@ class Recorder(Protocol):
         """
 
 
-def make_recorder(
-    everything: bool | None, budget: Budget | None = None, device: torch.device | None = None
-) -> Recorder:
-    """Returns a recorder for one block, or one within a budget of a device (native only).
+def make_recorder(everything: bool | None, budget: Budget | None, device: torch.device) -> Recorder:
+    """Returns a recorder for one block on a device, or one within a budget (native only).
 
     ``everything``: True drops all that can be recomputed, cheap or not, for tests. None drops
     nothing, to measure what recording costs.
@@ -78,5 +76,5 @@ def make_recorder(
     elif budget is not None:
         recorder = _native.module.RematRecorder(*budget, device)
     else:
-        recorder = _native.module.RematRecorder(everything)
+        recorder = _native.module.RematRecorder(everything, device)
     return cast(Recorder, recorder)

@@ -405,3 +405,24 @@ def test_linear_cross_entropy_end_to_end(tmp_path, capsys):
         row["case"] for row in record["rows"]
     }
     assert "peak, of the weight" in capsys.readouterr().out
+
+
+def test_checkpoint_chunks_end_to_end(tmp_path, capsys):
+    pytest.importorskip("tqdm")
+    threads = torch.get_num_threads()
+    benchmark = importlib.import_module("checkpoint_chunks")
+    try:
+        benchmark.main(["--tiny", "--rounds", "2", "--no-progress", "--save", str(tmp_path)])
+    finally:
+        torch.set_num_threads(threads)
+    (path,) = tmp_path.glob("checkpoint_chunks-*.json")
+    (record,) = json.loads(path.read_text())
+    rows = {row["case"]: row for row in record["rows"]}
+    assert rows.keys() == {
+        benchmark.PLAIN, benchmark.WHOLE, benchmark.CHUNKED, benchmark.TORCH, benchmark.PIECES,
+    }  # fmt: skip
+    assert rows[benchmark.CHUNKED]["peak_of_whole"] < 0.3
+    assert "peak, of checkpoint" in capsys.readouterr().out
+    table, caption = readme_tables.TABLES["checkpoint_chunks"]
+    assert benchmark.CHUNKED in table(record)
+    assert "MLP 32" in caption(record)

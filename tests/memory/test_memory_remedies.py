@@ -1,4 +1,5 @@
-"""The report names the loss head where logits are a large part of the peak."""
+"""The report names the loss head where logits are a large part of the peak, and chunks where one
+module makes it while it runs."""
 
 import io
 
@@ -70,3 +71,60 @@ def test_a_wide_layer_inside_is_no_head():
     with ms.memory.track(net) as track:
         net(torch.randn(256, 32)).sum().backward()
     assert track.remedies() == []
+
+
+class Block(nn.Module):
+    def __init__(self, norm=nn.LayerNorm):
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.mlp = nn.Sequential(norm(32), nn.Linear(32, 1024), nn.GELU(), nn.Linear(1024, 32))
+
+    def forward(self, x):
+        return x + self.mlp(self.first(x))
+
+
+class Blocks(nn.Module):
+    def __init__(self, norm=nn.LayerNorm, depth=4):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(norm) for _ in range(depth))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def train(net, run=lambda net, x: net(x)):
+    with ms.memory.track(net) as track:
+        run(net, torch.randn(512, 32)).sum().backward()
+    return track
+
+
+def test_a_wide_layer_that_is_computed_again_is_named():
+    net = Blocks()
+    ms.checkpoint_modules(net, Block)
+    (sentence,) = train(net).remedies()
+    assert sentence.startswith("What blocks.0.mlp makes when it is computed again is ")
+    assert "memsave_ext.checkpoint(function, x, chunks=n)" in sentence
+    assert 50 <= int(sentence.partition("again is ")[2].partition("%")[0]) <= 100
+    net = Blocks()
+    ms.checkpoint_modules(net, Block, chunks=64)
+    assert train(net).remedies() == []
+
+
+def test_a_wide_layer_without_a_graph_is_named():
+    net = Blocks()
+    with torch.no_grad(), ms.memory.track(net) as track:
+        net(torch.randn(512, 32))
+    (sentence,) = track.remedies()
+    assert sentence.startswith("What blocks.")
+    assert ".mlp makes on the way is " in sentence
+
+
+def test_no_layer_is_named_where_chunks_do_not_help():
+    assert train(Blocks()).remedies() == []  # nothing is checkpointed
+    assert train(Blocks(), ms.checkpoint).remedies() == []  # everything, in one region
+    net = Blocks(nn.BatchNorm1d)
+    ms.checkpoint_modules(net, Block)
+    assert train(net).remedies() == []
+    assert train(nn.Linear(32, 32), ms.checkpoint).remedies() == []
