@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import modes
-from .dtensor import is_dtensor
 
 # What a view does not share with its optimizer: the groups, step hooks, which belong to the step as
 # a whole, and what GradScaler tells a step of whole gradients, which these are not any more.
@@ -102,13 +101,3 @@ def scale(
             norm = torch.nn.utils.get_total_norm([grad])  # as clip_grad_norm_()
             grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).to(grad.device))
     return used
-
-
-def refuse_dtensors_that_clip(groups: list[dict[str, Any]]) -> None:
-    if any(
-        g.get("max_grad_norm") is not None and any(map(is_dtensor, g["params"])) for g in groups
-    ):
-        raise ValueError(
-            "max_grad_norm would clip each process's part of a DTensor to its own norm: leave it "
-            "out"
-        )

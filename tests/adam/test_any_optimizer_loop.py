@@ -321,6 +321,30 @@ def test_sparse_gradients():
     assert optimizer.step() is None  # which the optimizer's own does with what is left in .grad
 
 
+@pytest.mark.skipif(not ms._native.available, reason="Python cannot take torch's locks")
+def test_backwards_of_several_threads_at_once():
+    """Each of its own parameters; the optimizer's step() runs in one thread at a time."""
+    params = [nn.Parameter(torch.randn(8)) for _ in range(40)]
+    copies = [nn.Parameter(p.detach().clone()) for p in params]
+    optimizer, other = SGD(params), SGD(copies)
+    ms.in_backward(optimizer, small_bytes=0)
+
+    def run(mine):
+        sum((p * p).sum() for p in mine).backward()
+
+    for _ in range(10):
+        threads = [threading.Thread(target=run, args=(params[i::4],)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        optimizer.step()
+        run(copies)
+        other.step()
+        other.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
+
+
 def test_a_thread_of_its_own():
     ours, theirs = pair(SGD)
     for number in range(3):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from any_optimizer import model
 from torch import nn
 
 import memsave_ext as ms
+from any_optimizer import model
 
 
 def params():
@@ -134,6 +134,15 @@ def test_a_refused_optimizer_is_as_it_was():
         ms.in_backward(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1), grad_scaler=3)
     first.remove_hooks()
     ms.in_backward(second)
+
+
+def test_a_parameter_twice():
+    param = nn.Parameter(torch.ones(2))
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = torch.optim.SGD([param, param], lr=0.1)
+    with pytest.raises(ValueError, match="twice in a param group"):
+        ms.in_backward(optimizer)
+    assert type(optimizer) is torch.optim.SGD
 
 
 def test_a_group_that_is_refused_is_not_added():
