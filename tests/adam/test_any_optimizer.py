@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from any_optimizer import TORCHS, assert_same, loss, model, pair, step, twice
+from own_steps import TORCHS, assert_same, loss, model, pair, step, twice
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from own_steps import TORCHS, assert_same, loss, model, pair, step
 from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -13,7 +14,6 @@ from torch.optim.optimizer import (
 )
 
 import memsave_ext as ms
-from any_optimizer import TORCHS, assert_same, loss, model, pair, step
 
 SGD, ADAM = TORCHS["SGD momentum"], TORCHS["Adam"]
 MAKES = pytest.mark.parametrize("make", [SGD, ADAM, TORCHS["Adam fused"]], ids=["SGD", "Adam", "f"])

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from own_steps import model
 from torch import nn
 
 import memsave_ext as ms
-from any_optimizer import model
 
 
 def params():
