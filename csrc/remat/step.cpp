@@ -8,6 +8,9 @@
 namespace memsave_ext::remat {
 namespace {
 
+// A block that is open for many steps would write down more and more of them, to no use.
+constexpr size_t kMostMoments = 100000;
+
 uint64_t mix(uint64_t hash, uint64_t value) {
   return (hash ^ value) * 0x9E3779B97F4A7C15u + (hash << 6) + (hash >> 2);
 }
@@ -56,6 +59,7 @@ int32_t Step::number_of(Content& content) {
 uint64_t Step::began(const Operator& op, const at::RecordFunction& function) {
   const uint64_t key = key_of(op, function);
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (finished_) return key;
   hash_ = mix(hash_, key);
   // Between operators is where most contents are let go: what was before belongs to the moment
   // that is past, so that the operator's own peak is told apart from them.
@@ -70,6 +74,8 @@ uint64_t Step::began(const Operator& op, const at::RecordFunction& function) {
 
 void Step::ended(const Call* call, uint64_t key) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (finished_) return;
+  if (trace_.moments.size() > kMostMoments) return stop();
   if (call != nullptr) {
     TraceCall& traced = trace_.calls.emplace_back();
     const auto number = static_cast<int32_t>(trace_.calls.size()) - 1;
@@ -151,6 +157,7 @@ void Step::given_up(const Freed& memory) {
 
 Choice Step::decide(Content& content) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (finished_) return {bytes_ > 0 ? Drops::kUntilFull : Drops::kCheap, true};
   const int32_t number = number_of(content);
   trace_.contents[number].saved = true;
   keys_.push_back(hash_);
@@ -222,7 +229,7 @@ std::vector<std::shared_ptr<Content>> Step::candidates() {
 
 void Step::opened(const Content& content) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (content.number < 0 || trace_.contents[content.number].opened >= 0) return;
+  if (finished_ || content.number < 0 || trace_.contents[content.number].opened >= 0) return;
   if (!saw_backward_) shared_.count.look();
   saw_backward_ = true;
   trace_.contents[content.number].opened = static_cast<int32_t>(trace_.moments.size());
@@ -240,6 +247,20 @@ void Step::closed(const Content& content) {
   if (content.number < 0 || finished_) return;
   trace_.contents[content.number].closed = static_cast<int32_t>(trace_.moments.size());
   add_moment();
+}
+
+// Forgets what was written down. The caller holds mutex_.
+void Step::stop() {
+  finished_ = true;
+  followed_ = nullptr;
+  plan_ = nullptr;
+  trace_ = {};
+  for (auto* list : {&keys_, &calls_}) *list = {};
+  curve_ = {};
+  contents_ = {};
+  not_let_go_ = {};
+  fastest_.clear();
+  shared_.end(nullptr);
 }
 
 void Step::finish() {

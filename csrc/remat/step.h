@@ -88,6 +88,7 @@ class Step {
   void add_moment();
   int64_t held_alone();
   void follow(std::shared_ptr<Known> known);
+  void stop();
 
   const Budget budget_;
   KnownSteps& shared_;
