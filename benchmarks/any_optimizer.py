@@ -1,7 +1,4 @@
-"""What ms.in_backward() costs over an optimizer's own step of one parameter.
-
-    python benchmarks/any_optimizer.py
-    python benchmarks/any_optimizer.py --rounds 3
+"""What ms.in_backward() costs over an optimizer's own step of one parameter: a part of adam.py.
 
 Tiny parameters, whose arithmetic takes no time; all over a backward with an empty hook. "own": an
 optimizer for each parameter, whose step(), without step hooks and profiling around it, is called by
@@ -9,19 +6,16 @@ a hook of Python. "in backward": ms.in_backward() steps each parameter by itself
 bucket": several with one step(), which is the default for small ones.
 """
 
-import argparse
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import memsave_ext as ms
-from adam import HandOut
-from common import ROOT, balanced_order, bar, machine, write_record
+from adam_methods import HandOut
+from common import balanced_order
 
 MAKES: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=1e-4, momentum=0.9),
@@ -29,7 +23,6 @@ MAKES: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-4),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-4),
 }
-AT_MOST = 3.0  # µs over the optimizer's own step
 Case = Callable[[], float]  # runs once, and returns seconds
 
 
@@ -81,7 +74,8 @@ def in_backward(make: Any, count: int, **options: Any) -> Case:
     return backward(params, optimizer.step)
 
 
-def measure(count: int, rounds: int, progress: bool) -> list[dict[str, Any]]:
+def measure(count: int = 200, rounds: int = 10) -> list[dict[str, Any]]:
+    """Returns a row for each optimizer: microseconds of a parameter, the least of all rounds."""
     base = "an empty hook"
     cases: dict[str, Case] = {base: empty_hook(count)}
     for name, make in MAKES.items():
@@ -89,7 +83,7 @@ def measure(count: int, rounds: int, progress: bool) -> list[dict[str, Any]]:
         cases[f"{name} in backward"] = in_backward(make, count, small_bytes=0)
         cases[f"{name} in a bucket"] = in_backward(make, count)
     took = dict.fromkeys(cases, float("inf"))
-    for round_ in bar(range(rounds), show=progress):
+    for round_ in range(rounds):
         for name in balanced_order(list(cases), round_):
             took[name] = min(took[name], cases[name]())
     us = {name: seconds / count * 1e6 for name, seconds in took.items()}
@@ -106,30 +100,3 @@ def measure(count: int, rounds: int, progress: bool) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--parameters", type=int, default=300)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
-    parser.add_argument("--no-progress", dest="progress", action="store_false")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    rows = measure(options.parameters, options.rounds, options.progress)
-    for row in rows:
-        verdict = "ok" if row["overhead_us"] <= AT_MOST else "MISSED"
-        print(
-            f"{row['optimizer']:16} own {row['own_us']:6.1f} µs, in backward "
-            f"{row['in_backward_us']:6.1f} ({row['overhead_us']:+.1f}, at most {AT_MOST:.1f}: "
-            f"{verdict}), in a bucket {row['in_a_bucket_us']:6.1f}"
-        )
-    settings = {name: getattr(options, name) for name in ("parameters", "rounds", "threads")}
-    record = {"machine": machine("cpu"), "settings": settings, "rows": rows}
-    print(write_record(options.save, "any_optimizer", record))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -248,6 +248,8 @@ def test_adam_benchmark_end_to_end(benchmark_of):
     if _native.available:  # pure Python has temporaries
         assert ours["peak_bytes"] < fused["peak_bytes"] / 3
     assert len(record["bars"]) == 4
+    assert all(row["own_us"] > 0 for row in record["any_optimizer"])
+    assert len(record["any_optimizer"]) == 4
 
 
 def test_adam_memory_benchmark_end_to_end(benchmark_of):
@@ -259,19 +261,6 @@ def test_adam_memory_benchmark_end_to_end(benchmark_of):
     if _native.available:
         assert peaks[ours] < peaks[adam_methods.FUSED]
         assert peaks[f"{ours} + checkpoint"] < peaks[ours]
-
-
-def test_any_optimizer_benchmark_end_to_end(tmp_path):
-    benchmark = importlib.import_module("any_optimizer")
-    threads = torch.get_num_threads()
-    options = ["--parameters", "20", "--rounds", "2", "--no-progress", "--save", str(tmp_path)]
-    try:
-        assert benchmark.main(options) == 0
-    finally:
-        torch.set_num_threads(threads)
-    (path,) = tmp_path.glob("any_optimizer-*.json")
-    (record,) = json.loads(path.read_text())
-    assert [row["optimizer"] for row in record["rows"]] == list(benchmark.MAKES)
 
 
 @pytest.mark.skipif(not _native.available, reason="a minute in pure Python")

@@ -199,5 +199,5 @@ def test_refusals(results):
     for said in results["refusals"]:
         assert isinstance(said, dict), said
         assert "Call opt.attach(ddp) once, before training" in said["not attached"]
-        assert "max_grad_norm would clip each process's part of a DTensor" in said["clips"]
+        assert "max_grad_norm=1.0 would clip each process's part of a DTensor" in said["clips"]
         assert "each process's part of DTensors" in said["scales"]
