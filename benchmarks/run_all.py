@@ -23,7 +23,7 @@ SECONDS = {
     "checkpoint_overhead": 40,
     "checkpoint_threads": 38,
     "batch_norm": 100,
-    "adam": 100,
+    "adam": 101,
     "adam_memory": 100,
     "adam_modes": 150,
     "adam_training": 120,

@@ -1,4 +1,5 @@
-// The optimizer's state of a parameter: tensors that are kept between steps.
+// The optimizer's state of a parameter: tensors that are kept between steps. An optimizer that is
+// stepped by its own step() keeps its states itself, and these are undefined.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,8 +8,16 @@
 
 namespace memsave_ext::adam {
 
+// What steps an optimizer's parameters.
+enum class Algorithm {
+  kAdam,
+  kOwn,  // an optimizer that is not this package's: its own step(), in Python
+};
+
 // A parameter group's options, as they are during one step.
 struct Group {
+  Algorithm algorithm = Algorithm::kAdam;
+  uint32_t position = 0;  // among the optimizer's groups
   Options options{};
   at::Tensor lr;  // of float; undefined where lr is a number or on the CPU, and in options
   bool step_on_device = false;                      // capturable or fused

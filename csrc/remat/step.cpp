@@ -279,7 +279,7 @@ void Step::finish() {
 void Step::check() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   const bool refused = budget_.strict && plan_ != nullptr && least_ > bytes_;
-  TORCH_CHECK_WITH(OutOfMemoryError, !refused, "remat: out of memory: the budget is ", bytes_,
+  TORCH_CHECK_WITH(OutOfMemoryError, !refused, "remat: out of memory. The budget is ", bytes_,
                    " bytes, and a step of these shapes needs at least ", least_,
                    " (strict=True). Use a larger budget or a smaller batch.");
 }

@@ -10,12 +10,8 @@ import torch
 from torch import Tensor
 
 from . import modes
-from .owners import note_optimizer
 from .saving import Saving
-from .stepper import Stepper
-
-SMALL_BYTES = 1 << 16
-BUCKET_BYTES = 1 << 20
+from .step_in_backward import BUCKET_BYTES, SMALL_BYTES
 
 
 class Adam(Saving, torch.optim.Adam):
@@ -77,9 +73,6 @@ class Adam(Saving, torch.optim.Adam):
     Ba 2015, arXiv 1412.6980; Loshchilov and Hutter 2019, arXiv 1711.05101; 8-bit states: Dettmers
     et al. 2022, arXiv 2110.02861; 4-bit states: Li et al. 2023, arXiv 2309.01507.
     """
-
-    _small_bytes = SMALL_BYTES
-    _bucket_bytes = BUCKET_BYTES
 
     def __init__(
         self,
@@ -173,44 +166,10 @@ class Adam(Saving, torch.optim.Adam):
         Returns:
             What ``closure`` returned.
         """
-        self._check_not_paused()
-        if closure is not None and not callable(closure):
-            raise TypeError(
-                "closure must be a function without arguments, or None, got "
-                f"{type(closure).__name__}"
-            )
+        self._check_step(closure)
         if self.defaults["differentiable"]:
             return super().step(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._in_backward and (lost := self._stepper.lost()):
-            self._attach(lost)
-            warnings.warn(
-                f"memsave_ext: {len(lost)} parameters had lost their hook (their tensors were "
-                "swapped, or something else took its place). It is attached again; this step is "
-                "made from what is in .grad.",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        unscaled = self._check_scaler()
-        if not self._stepper.step(self.clip_global_norm or 0.0, unscaled) and self._in_backward:
-            self._check_not_orphaned()
-        if self.grad_scaler is not None and self.grad_scaler.is_enabled():
-            self._report_to_scaler(self.grad_scaler)
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        modes.check_bool("set_to_none", set_to_none)
-        if not set_to_none:
-            super().zero_grad(set_to_none=False)
-        self._stepper.zero_grad(set_to_none)
-
-    def _make_stepper(self) -> None:
-        note_optimizer(self)
-        self._stepper = Stepper(self, self._small_bytes, self._bucket_bytes)
-        self._reductions = []
+        return self._close_step(closure)
 
 
 class AdamW(Adam):

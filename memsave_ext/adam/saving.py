@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import modes
-from .in_backward import InBackward
+from .step_in_backward import InBackward
 
 
 class Saving(InBackward):

@@ -77,9 +77,9 @@ def check(
         raise errors.cannot_fold(dtype)
 
 
-def check_dense(grad: Tensor) -> None:
+def check_dense(grad: Tensor, *, own_step: bool = False) -> None:
     if grad.layout != torch.strided:
-        raise errors.sparse()
+        raise errors.sparse_for_own_step() if own_step else errors.sparse()
 
 
 def _moments(group: Mapping[str, Any]) -> list[str]:

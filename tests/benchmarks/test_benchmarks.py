@@ -248,6 +248,8 @@ def test_adam_benchmark_end_to_end(benchmark_of):
     if _native.available:  # pure Python has temporaries
         assert ours["peak_bytes"] < fused["peak_bytes"] / 3
     assert len(record["bars"]) == 4
+    assert all(row["own_us"] > 0 for row in record["any_optimizer"])
+    assert len(record["any_optimizer"]) == 4
 
 
 def test_adam_memory_benchmark_end_to_end(benchmark_of):

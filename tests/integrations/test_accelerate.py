@@ -118,6 +118,26 @@ def test_a_scaler_that_was_not_handed_over_is_an_error():
         Loop(ours, scaler=scaler()).epoch()
 
 
+@pytest.mark.skipif(not ms._native.available, reason="budgets are native")
+def test_the_batch_size_that_fits_a_budget_is_found():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    tried = []
+
+    def train(batch):
+        tried.append(batch)
+        for _ in range(3):
+            with ms.remat(budget=200_000, strict=True) as block:
+                loss = model(torch.randn(batch, 32)).square().mean()
+            loss.backward()
+        return block
+
+    block = accelerate.utils.find_executable_batch_size(train, starting_batch_size=4096)()
+    assert tried[0] == 4096 and len(tried) > 2 and block.peak <= 1.02 * 200_000
+
+
 @pytest.mark.parametrize("options", REMATERIALIZED, ids=str)
 @pytest.mark.filterwarnings("ignore:remat. the budget")
 @pytest.mark.parametrize("micro_batches", [1, 3], ids=["each batch", "3 batches"])

@@ -249,6 +249,19 @@ def test_expected_is_what_the_optimizer_does():
     assert ms.memory.footprint(make_model(device="meta")).mode == "foreach"
 
 
+def test_any_optimizer_in_backward():
+    model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
+    optimizer = ms.in_backward(torch.optim.RMSprop(model.parameters(), momentum=0.9))
+    predicted = ms.memory.footprint(model, optimizer)
+    assert predicted.mode == "in backward"
+    assert predicted.expected.peak < predicted.predicted["for-loop"].peak
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    assert ms.memory.footprint(model, optimizer).now.bytes == predicted.expected.between.bytes
+    optimizer.remove_hooks()
+    assert ms.memory.footprint(model, optimizer).mode == "for-loop"
+
+
 def test_default_dtype():
     """Step counts of fused steps are float32, whatever it is."""
     torch.set_default_dtype(FP64)

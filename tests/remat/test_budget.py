@@ -263,7 +263,7 @@ def test_less_than_the_least():
 def test_strict():
     model, x = wide(5, 40)
     step(model, x, budget=1000, strict=True)
-    with pytest.raises(torch.OutOfMemoryError, match="the budget is 1000 bytes"):
+    with pytest.raises(torch.OutOfMemoryError, match="The budget is 1000 bytes"):
         step(model, x, budget=1000, strict=True)
     _, _, block = step(model, x, budget=1.0, strict=True)
     assert block.peak <= 1.02 * block.budget
