@@ -44,6 +44,7 @@ void observe_recompute(Again what, bool begins) {
   }
   if (recompute_listener.load(std::memory_order_relaxed) != nullptr) {
     const py::gil_scoped_acquire gil;
+    const py::error_scope raised;  // a recompute may end with an exception
     if (const py::object* listener = recompute_listener)
       (*listener)(what == Again::kRegion, begins);
   }

@@ -3,6 +3,7 @@
 from .account import CATEGORIES, PHASES, Region, Step, TensorAtPeak, Timeline
 from .compare import Comparison, compare
 from .prediction.footprint import Footprint, footprint
+from .prediction.step import PredictedStep, predict
 from .snapshot import plot_snapshot
 from .tracking import Track, track
 from .usage import Usage, usage
@@ -12,6 +13,7 @@ __all__ = [
     "PHASES",
     "Comparison",
     "Footprint",
+    "PredictedStep",
     "Region",
     "Step",
     "TensorAtPeak",
@@ -21,6 +23,7 @@ __all__ = [
     "compare",
     "footprint",
     "plot_snapshot",
+    "predict",
     "track",
     "usage",
 ]
