@@ -2,6 +2,7 @@
 
 from .account import CATEGORIES, PHASES, Region, Step, TensorAtPeak, Timeline
 from .compare import Comparison, compare
+from .prediction.fits import Fit, Fits, fits
 from .prediction.footprint import Footprint, footprint
 from .prediction.step import PredictedStep, predict
 from .snapshot import plot_snapshot
@@ -12,6 +13,8 @@ __all__ = [
     "CATEGORIES",
     "PHASES",
     "Comparison",
+    "Fit",
+    "Fits",
     "Footprint",
     "PredictedStep",
     "Region",
@@ -21,6 +24,7 @@ __all__ = [
     "Track",
     "Usage",
     "compare",
+    "fits",
     "footprint",
     "plot_snapshot",
     "predict",

@@ -73,14 +73,32 @@ def _remade(optimizer: Optimizer, copied: Mapping[int, Tensor]) -> Optimizer:
             )
         return copied[id(p)]
 
-    kind: Any = type(optimizer)
+    return remade(optimizer, type(optimizer), parameter, **_own_options(optimizer))
+
+
+def remade(
+    optimizer: Optimizer, kind: type[Optimizer], parameter: Callable[[Tensor], Tensor], **more: Any
+) -> Optimizer:
+    """Returns an optimizer of a kind that takes the groups and options of ``optimizer``.
+
+    Args:
+        optimizer: what to take them from.
+        kind: the class of the new one.
+        parameter: returns what stands for a parameter in the new one.
+        **more: options that replace those.
+    """
     taken = inspect.signature(kind.__init__).parameters
     groups = [
-        {**group, "params": [parameter(p) for p in group["params"]]}
+        {
+            name: [parameter(p) for p in value] if name == "params" else value
+            for name, value in group.items()
+            if name not in more
+        }
         for group in optimizer.param_groups
     ]
     options = {name: value for name, value in optimizer.defaults.items() if name in taken}
-    made: Optimizer = kind(groups, **options, **_own_options(optimizer))
+    make: Any = kind
+    made: Optimizer = make(groups, **options | more)
     return made
 
 

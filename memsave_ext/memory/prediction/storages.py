@@ -43,9 +43,15 @@ class Storages(TorchDispatchMode):
         self._rounding = rounding
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would cost a wrapper around every call
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.prim.device.default:  # most calls are this one
+            return args[0].fake_device
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and _is_unknown(args[0]):
             return _python_type(args[0].dtype)(1)

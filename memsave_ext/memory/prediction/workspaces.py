@@ -11,8 +11,9 @@ from torch import Tensor
 from .storages import Workspace
 
 _BLOCK = 16  # oneDNN's convolutions keep channels in blocks of this size
-_ONEDNN = (torch._C._ConvBackend.Mkldnn, torch._C._ConvBackend.MkldnnEmpty)
-_IM2COL = (torch._C._ConvBackend.Slow2d, torch._C._ConvBackend.SlowDilated2d)
+_BACKENDS: Any = torch._C._ConvBackend  # type: ignore[attr-defined]
+_ONEDNN = (_BACKENDS.Mkldnn, _BACKENDS.MkldnnEmpty)
+_IM2COL = (_BACKENDS.Slow2d, _BACKENDS.SlowDilated2d)
 
 
 def workspace_of(device: torch.device) -> Workspace:
