@@ -132,6 +132,25 @@ def test_a_model_with_batch_norm_and_embedding():
     assert_same(ms.memory.predict(build), tracked(build))
 
 
+def test_remat_is_said_to_be_left_out():
+    def build():
+        model, optimizer, _ = builder(OPTIMIZERS["AdamW"])()
+        x = torch.randn(512, 64)
+
+        def step():
+            with ms.remat():
+                loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    with pytest.warns(UserWarning, match="at most that"):
+        predicted = ms.memory.predict(build)
+    assert predicted.peak == ms.memory.predict(builder(OPTIMIZERS["AdamW"])).peak
+
+
 def test_nothing_is_allocated():
     def build():
         with ms.memory.track() as t:
