@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import any_optimizer
 import memsave_ext as ms
 from adam_methods import (
     AFTER,
@@ -39,6 +40,7 @@ from adam_methods import (
     IN_BACKWARD,
     METHODS,
     TUTORIAL,
+    HandOut,
     VisionTransformer,
     available,
     reasons,
@@ -86,22 +88,6 @@ class DeviceTime:
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end) / 1e3
-
-
-class HandOut(torch.autograd.Function):
-    """A node whose backward gives the parameters gradients that are there already: away."""
-
-    @staticmethod
-    def forward(ctx: Any, grads: list[Tensor], *params: Tensor) -> Tensor:
-        ctx.grads = grads
-        return params[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:
-        # Nobody else may hold one, or it is copied.
-        grads = tuple(ctx.grads)
-        ctx.grads.clear()
-        return None, *grads
 
 
 def shapes(elements: int, depth: int = 24) -> list[torch.Size]:
@@ -241,6 +227,8 @@ def show(record: dict[str, Any]) -> None:
         print(f"{name:32} left out: {reason}")
     if record["floor_ms"]:
         print(f"{'floor of huge':60}{record['floor_ms']:14.1f}")
+    for row in record["any_optimizer"]:
+        print("in_backward({optimizer}): {own_us:.1f} µs and {overhead_us:+.1f}".format(**row))
     for figure in record["bars"]:
         verdict = "ok" if figure["ok"] else "MISSED"
         print(
@@ -274,6 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
         "floor_ms": floor_ms,
         "rows": rows,
         "left_out": reasons(options.device),
+        "any_optimizer": [] if options.device == "cuda" else any_optimizer.measure(),
         "bars": bars(rows, floor_ms),
     }
     show(record)

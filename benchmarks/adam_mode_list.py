@@ -14,7 +14,8 @@ import memsave_ext as ms
 
 FP32, BF16 = torch.float32, torch.bfloat16
 MICRO_BATCHES = 4
-SCALES = 8 / 256  # bytes of an element's share of two float32 scales, one for each block of 256
+# Bytes of an element's share of two float32 scales, one for each block.
+SCALES, SCALES_OF_4_BIT = 8 / 256, 8 / 128
 Optimizer = Any  # torch's, or a peer's that is like one
 Loss = Callable[[], Tensor]
 
@@ -53,7 +54,7 @@ class Mode:
 
 def low(name: str, page: str, dtype: torch.dtype, stored: float, **options: Any) -> Mode:
     """A gradient is read, of the parameter's type; all that is stored is read and written."""
-    bar = 2.0 if options.get("state_dtype") == "8bit" else 1.3
+    bar = 2.0 if options.get("state_dtype") in ("8bit", "4bit") else 1.3
     return Mode(name, page, stored, dtype.itemsize + 2 * stored, dtype, options, bar=bar)
 
 
@@ -93,8 +94,10 @@ def _bitsandbytes(params: list[Tensor]) -> Optimizer:
 
 
 LR, DECAY = 1e-4, 1e-2
-STOCHASTIC, KAHAN, SPLIT = ({"bf16": kind} for kind in ("stochastic", "kahan", "split"))
-BF16_STATES, BLOCKS = {"state_dtype": BF16}, {"state_dtype": "8bit"}
+STOCHASTIC, KAHAN, SPLIT, SPLIT8 = (
+    {"bf16": kind} for kind in ("stochastic", "kahan", "split", "split8")
+)
+BF16_STATES, BLOCKS, BLOCKS4 = ({"state_dtype": of} for of in (BF16, "8bit", "4bit"))
 CORE = Mode("fp32", "", 12, 28)
 ACCUMULATE = "fp32, accumulate()"
 # A norm needs another look at the gradient; folding moves 20, 12 and 12 bytes, and 28 at the end,
@@ -116,6 +119,7 @@ OURS = [
     low("bf16 stochastic", "bfloat16", BF16, 10, **STOCHASTIC),
     low("bf16 kahan", "bfloat16", BF16, 12, **KAHAN),
     low("bf16 split", "bfloat16", BF16, 12, **SPLIT),
+    low("bf16 split8", "bfloat16", BF16, 11, **SPLIT8),
     low("fp32, bf16 states", "states", FP32, 8, **BF16_STATES),
     low("bf16 stochastic, bf16 states", "states", BF16, 6, **STOCHASTIC, **BF16_STATES),
     low("bf16 kahan, bf16 states", "states", BF16, 8, **KAHAN, **BF16_STATES),
@@ -124,6 +128,10 @@ OURS = [
     low("bf16 stochastic, 8-bit states", "states", BF16, 4 + SCALES, **STOCHASTIC, **BLOCKS),
     low("bf16 kahan, 8-bit states", "states", BF16, 6 + SCALES, **KAHAN, **BLOCKS),
     low("bf16 split, 8-bit states", "states", BF16, 6 + SCALES, **SPLIT, **BLOCKS),
+    low("bf16 split8, 8-bit states", "states", BF16, 5 + SCALES, **SPLIT8, **BLOCKS),
+    low("fp32, 4-bit states", "states", FP32, 5 + SCALES_OF_4_BIT, **BLOCKS4),
+    low("bf16 stochastic, 4-bit states", "states", BF16, 3 + SCALES_OF_4_BIT, **STOCHASTIC,
+        **BLOCKS4),
 ]  # fmt: skip
 PEERS = [
     peer("torch, fused", FP32, 12, _torch_fused),
@@ -131,7 +139,7 @@ PEERS = [
     peer("optimi, bf16 kahan", BF16, 8, _optimi),
     peer("flashoptim, bf16", BF16, None, _flashoptim),
     peer("torchao, 8-bit", FP32, 6 + SCALES, _torchao("AdamW8bit")),
-    peer("torchao, 4-bit", FP32, 5 + 8 / 128, _torchao("AdamW4bit")),
+    peer("torchao, 4-bit", FP32, 5 + SCALES_OF_4_BIT, _torchao("AdamW4bit")),
     peer("torchao, fp8", FP32, 6 + SCALES, _torchao("AdamWFp8")),
     peer("bitsandbytes, 8-bit", FP32, 6 + SCALES, _bitsandbytes),
 ]

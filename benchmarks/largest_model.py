@@ -48,8 +48,8 @@ class Way:
     dtype: torch.dtype = torch.float32
 
 
-def low(bf16: str) -> adam_methods.Method:
-    return after(lambda p: ms.AdamW(p, lr=LR, in_backward=True, bf16=bf16, state_dtype="8bit"))
+def low(bf16: str, states: str) -> adam_methods.Method:
+    return after(lambda p: ms.AdamW(p, lr=LR, in_backward=True, bf16=bf16, state_dtype=states))
 
 
 NAIVE, THEIRS, OURS = "naive, foreach", "torch's checkpoint, tutorial", "memsave_ext"
@@ -59,8 +59,12 @@ WAYS = {
     # Fused, which has no temporaries.
     THEIRS: Way(METHODS["tutorial, fused"], "torch"),
     OURS: Way(METHODS[IN_BACKWARD], "memsave_ext"),
-    f"{OURS}, bf16 split, 8-bit states": Way(low("split"), "memsave_ext", torch.bfloat16),
-    f"{OURS}, bf16 stochastic, 8-bit states": Way(low("stochastic"), "memsave_ext", torch.bfloat16),
+    **{
+        f"{OURS}, bf16 {bf16}, {bits}-bit states": Way(
+            low(bf16, f"{bits}bit"), "memsave_ext", torch.bfloat16
+        )
+        for bf16, bits in (("split", 8), ("split8", 8), ("stochastic", 8), ("stochastic", 4))
+    },
 }
 
 

@@ -38,6 +38,8 @@ from tables.adam import (
     modes_page,
     modes_time_caption,
     modes_time_table,
+    training_caption,
+    training_table,
 )
 from tables.chunks import chunks_caption, chunks_table
 from tables.cuda import (
@@ -80,6 +82,7 @@ TABLES: dict[str, Pair] = {
     "adam_cuda": (adam_cuda_table, adam_cuda_caption),
     "adam": (adam_table, adam_caption),
     "adam_memory": (adam_memory_table, adam_memory_caption),
+    "adam_training": (training_table, training_caption),
     "linear_cross_entropy": (loss_head_table, loss_head_caption),
     "remat": (remat_table, remat_caption),
     "remat:nets": (remat_nets_table, remat_nets_caption),

@@ -13,6 +13,7 @@ import copy
 import functools
 import statistics
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -28,10 +29,11 @@ from torch.utils.checkpoint import (
 
 import memsave_ext as ms
 from common import ROOT, interleave, machine, median_and_spread, show_bars, write_record
-from remat_models import Case, cases
+from remat_models import Case, Transformer, cases
 
 Method = Callable[[nn.Module, Tensor], Tensor]  # a forward, and the loss
 RECORDING_BAR = 1.03
+PLANNING_BAR = 0.3  # seconds
 SHARES = (0.5, 0.4, 0.25)
 PLAIN, RECORDED, REMAT = "plain", "recorded", "remat"
 BLOCKS, SECOND, SELECTED = "checkpoint", "checkpoint, every second", "checkpoint, selective"
@@ -143,6 +145,25 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
     }
 
 
+def planning() -> dict[str, Any]:
+    """How long plans take for a step of 5,000 operators: a deep, narrow GPT."""
+    from memsave_ext import _native  # what makes plans has no public name
+
+    torch.manual_seed(0)
+    model, x = Transformer(32, 278, False, True, 0.1), torch.randn(4, 64, 32)
+    forward(model, x).backward()
+    with ms.remat(budget=1.0) as r:
+        loss = forward(model, x)
+    loss.backward()
+    trace = r._recorder.trace()[:4]
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        _native.module.remat_plans(*trace)
+        seconds.append(time.perf_counter() - begin)
+    return {"operators": r.figures().operators, "seconds": statistics.median(seconds)}
+
+
 def bars(name: str, case: Case, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     of = {row["method"]: row for row in rows}
     figures = (
@@ -182,11 +203,18 @@ def main(arguments: list[str] | None = None) -> int:
                 f"  {row['method']:26}{row['bytes'] / 2**20:8.1f} MiB ({row['memory']:.2f})"
                 f"{row['step_ms']:9.1f} ms ({row['time']:.3f}x)"
             )
+    planned = planning()
+    print(f"plans for {planned['operators']} operators: {planned['seconds'] * 1e3:.0f} ms")
+    value = planned["seconds"]
+    held.append(
+        {"name": "planning", "value": value, "bar": PLANNING_BAR, "ok": value <= PLANNING_BAR}
+    )
     names = ("rounds", "warmup", "scale", "only", "threads")
     record = {
         "machine": machine(options.device),
         "settings": {name: getattr(options, name) for name in names},
         "models": models,
+        "planning": planned,
         "bars": held,
     }
     show_bars(held, digits=3)

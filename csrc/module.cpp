@@ -81,7 +81,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("adam_formats", &memsave_ext::adam::describe_formats);
   using memsave_ext::adam::Stepper;
   py::class_<Stepper, std::shared_ptr<Stepper>>(m, "AdamStepper")
-      .def(py::init<py::object, int64_t, int64_t>())
+      .def(py::init<const py::object&, int64_t, int64_t, bool>())
       .def("attach", &Stepper::attach)
       .def("lost", &Stepper::lost)
       .def_static("owner", &Stepper::owner)

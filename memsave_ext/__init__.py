@@ -2,7 +2,7 @@
 
 from . import _ops, memory  # noqa: F401  # importing _ops defines Adam's operators
 from ._version import __version__
-from .adam import Adam, AdamW, remove_hooks
+from .adam import Adam, AdamW, in_backward, remove_hooks
 from .batch_norm import (
     BatchNorm1d,
     BatchNorm2d,
@@ -46,6 +46,7 @@ __all__ = [
     "checkpoint_sequential",
     "convert_batch_norm",
     "count_once_contexts",
+    "in_backward",
     "is_recomputing",
     "linear_cross_entropy",
     "memory",

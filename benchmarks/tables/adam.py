@@ -59,6 +59,35 @@ def adam_memory_caption(record: Record) -> str:
     )
 
 
+def training_table(record: Record) -> str:
+    """Modes down, models across: the loss, and how far it is from the base's, of the same seeds."""
+    base = record["rows"][0]["tasks"]
+
+    def cell(of: Record, spread: float) -> str:
+        change = f" ({of['change'] / spread:+.1f})" if spread and of["change"] else ""
+        return f"{of['mean']:.4f} ± {of['spread']:.4f}{change}"
+
+    rows = [
+        (
+            row["method"],
+            f"{row['stored']:.2f}",
+            *(cell(of, base[name]["spread"]) for name, of in row["tasks"].items()),
+        )
+        for row in record["rows"]
+    ]
+    return markdown(("AdamW", "bytes", *(f"{name}'s loss" for name in base)), rows)
+
+
+def training_caption(record: Record) -> str:
+    s = record["settings"]
+    steps = " and ".join(f"{count} steps of the {name}" for name, count in s["steps"].items())
+    return (
+        f"Loss on what was not learned, after {steps}; mean and deviation of {s['seeds']} "
+        "seeds, and the distance from torch's with the same seeds, in torch's deviations. No loss "
+        f"of the GPT's can be below {s['least']:.2f}. {machine_line(record)}."
+    )
+
+
 KINDS = ("in backward", "after")
 
 

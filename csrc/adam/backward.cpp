@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "adam/checks.h"
+#include "adam/given.h"
 #include "adam/grad_lock.h"
 #include "adam/stepper.h"
 #include "remat/needed.h"
@@ -83,6 +84,9 @@ void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local
   const Tensor& whole = parameter.tensor.mutable_grad();
   const Tensor& grad = local_grad.defined() ? local_grad : whole;
   if (!grad.defined()) return;  // a hook has taken it, or another thread has used it
+  if (parameter.group->algorithm == Algorithm::kOwn && grad.layout() != at::kStrided) {
+    throw_error("sparse_for_own_step");
+  }
   check_dense(grad);
   try {
     step.check_use(entry, parameter.tensor);

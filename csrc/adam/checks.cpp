@@ -48,7 +48,7 @@ void check_step(const Tensor& param, const Tensor& grad, const State& state, con
   if (grad.defined()) check_grad(grad, param);
   check_state(param, state, group);
   if (phase == StepPhase::kWhole) return;
-  const auto moments = state.exp_avg.scalar_type();
+  const auto moments = state.first().scalar_type();
   const auto type = c10::toRealValueType(moments);
   if (type != at::kFloat && type != at::kDouble) throw_error("cannot_fold", moments);
 }

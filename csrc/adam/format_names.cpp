@@ -83,7 +83,8 @@ py::dict describe_formats() {
   }
   for (const StateRow& made : kStateRows) {
     states.append(py::make_tuple(made.name, option_of(made), element_type(made.moments),
-                                 listed(made.params), made.at_random, made.amsgrad, made.block));
+                                 listed(made.params), made.at_random, made.amsgrad,
+                                 made.codes.block, made.codes.bits, made.codes.ratio));
   }
   for (int i = 0; i < kCombinations; ++i) {
     const Combination c = Combination::at(i);

@@ -11,17 +11,18 @@ namespace memsave_ext::adam {
 
 using vector::DType;
 
-constexpr int64_t kBlock = 256;  // elements of blockwise 8-bit states that share a scale
+// Elements that are stepped together: neither blocks of states that share a scale nor draws of
+// random bits go over its multiples.
+constexpr int64_t kBlock = 256;
 
-inline int64_t blocks_of(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
-
-// How a parameter is stored. All but kPlain are for bfloat16 parameters; two of them keep a low
-// part, which bfloat16 has no room for.
+// How a parameter is stored. All but kPlain are for bfloat16 parameters; those after kStochastic
+// keep a low part, which bfloat16 has no room for.
 enum class ParamFormat : int {
   kPlain,       // any type, rounded to nearest
   kStochastic,  // rounded up or down at random, so that it moves by the step on average
   kKahan,       // Kahan summation: the low part is the compensation, another bfloat16
   kSplit,       // a float: the nearest bfloat16; the low part is its lower 16 bits, an int16
+  kSplit8,      // the upper 24 bits of a float, rounded at random; the low part is an int8
 };
 
 // How the moments are stored.
@@ -29,12 +30,13 @@ enum class StateFormat : int {
   kAsParam,   // of the parameter's type, rounded to nearest
   kFloat,     // float32; for 16-bit parameters
   kBFloat16,  // rounded at random; for float and 16-bit parameters
-  kBlocks,    // blockwise 8-bit, a float scale per block; for the same, but without amsgrad
+  k8Bit,      // in codes, a float scale per block; for the same, but without amsgrad
+  k4Bit,      // the same, with the codes of both moments in one byte
 };
 
 // Type of a tensor's elements, with c10::ScalarType's numbers; kNone where there is no such tensor,
 // or where the parameter's type decides.
-enum class Element { kNone = -1, kUint8 = 0, kInt16 = 2, kFloat = 6, kBFloat16 = 15 };
+enum class Element { kNone = -1, kUint8 = 0, kInt8 = 1, kInt16 = 2, kFloat = 6, kBFloat16 = 15 };
 
 struct ParamRow {
   ParamFormat format;
@@ -48,6 +50,7 @@ constexpr ParamRow kParamRows[] = {
     {ParamFormat::kStochastic, "stochastic", Element::kNone, true},
     {ParamFormat::kKahan, "kahan", Element::kBFloat16, false},
     {ParamFormat::kSplit, "split", Element::kInt16, false},
+    {ParamFormat::kSplit8, "split8", Element::kInt8, true},
 };
 
 using DTypes = uint32_t;  // a set of DTypes: a bit for each
@@ -71,26 +74,39 @@ constexpr DTypes kAll = of_at_most(8);
 // How state_dtype= asks for a format: it cannot, by the moments' dtype, or by the format's name.
 enum class Option { kNone, kDtype, kName };
 
+// How numbers are coded in blocks that share a scale: see blockwise.h.
+struct Codes {
+  int64_t block;  // elements of a block; 0: there are no codes
+  int bits;       // of a code
+  int ratio;      // of the largest numbers of neighbouring levels
+};
+
 struct StateRow {
   StateFormat format;
   const char* name;
   Option option;
   Element moments;   // their type; kNone: the parameter's
   DTypes params;     // types of parameters that can have it
-  bool at_random;    // rounded at random, where state_dtype= asks for it; for kBlocks see
-                     // blockwise_8bit.h
+  bool at_random;    // rounded at random, where state_dtype= asks for it; for codes see
+                     // blockwise.h
   bool amsgrad;      // can be combined with amsgrad
   bool wide_enough;  // gradients can be folded into it, whatever the parameter's type: see Packed
-  int64_t block;     // elements that share a scale; 0: no scales
+  Codes codes;
 };
 
+constexpr Codes kNoCodes = {0, 0, 0};
+
 constexpr StateRow kStateRows[] = {
-    {StateFormat::kAsParam, "as_param", Option::kNone, Element::kNone, kAll, false, true, false, 0},
-    {StateFormat::kFloat, "float32", Option::kNone, Element::kFloat, kShort, false, true, true, 0},
+    {StateFormat::kAsParam, "as_param", Option::kNone, Element::kNone, kAll, false, true, false,
+     kNoCodes},
+    {StateFormat::kFloat, "float32", Option::kNone, Element::kFloat, kShort, false, true, true,
+     kNoCodes},
     {StateFormat::kBFloat16, "bfloat16", Option::kDtype, Element::kBFloat16, kNarrow, true, true,
-     false, 0},
-    {StateFormat::kBlocks, "8bit", Option::kName, Element::kUint8, kNarrow, false, false, false,
-     kBlock},
+     false, kNoCodes},
+    {StateFormat::k8Bit, "8bit", Option::kName, Element::kUint8, kNarrow, false, false, false,
+     Codes{256, 8, 10}},
+    {StateFormat::k4Bit, "4bit", Option::kName, Element::kUint8, kNarrow, false, false, false,
+     Codes{128, 4, 4}},
 };
 
 constexpr int kParamFormats = sizeof(kParamRows) / sizeof(ParamRow);
@@ -99,16 +115,32 @@ constexpr int kStateFormats = sizeof(kStateRows) / sizeof(StateRow);
 constexpr const ParamRow& row(ParamFormat format) { return kParamRows[static_cast<int>(format)]; }
 constexpr const StateRow& row(StateFormat format) { return kStateRows[static_cast<int>(format)]; }
 
-constexpr bool rows_are_in_order() {
+constexpr bool in_blocks(StateFormat format) { return row(format).codes.block > 0; }
+
+// Whether an element has one code for both moments: that of exp_avg in the lower bits of a byte,
+// that of exp_avg_sq in the upper.
+constexpr bool is_joint(StateFormat format) {
+  return in_blocks(format) && row(format).codes.bits <= 4;
+}
+
+constexpr int64_t blocks_of(StateFormat format, int64_t numel) {
+  const int64_t block = row(format).codes.block;
+  return (numel + block - 1) / block;
+}
+
+constexpr bool rows_are_valid() {
   for (int i = 0; i < kParamFormats; ++i) {
     if (static_cast<int>(kParamRows[i].format) != i) return false;
   }
   for (int i = 0; i < kStateFormats; ++i) {
-    if (static_cast<int>(kStateRows[i].format) != i) return false;
+    const int64_t block = kStateRows[i].codes.block;
+    if (static_cast<int>(kStateRows[i].format) != i || (block > 0 && kBlock % block != 0)) {
+      return false;
+    }
   }
   return true;
 }
-static_assert(rows_are_in_order());
+static_assert(rows_are_valid());
 
 // Whether gradients can be folded into these states: only where they have the type that the step
 // computes in, which has the bits for it (see Packed).
@@ -161,14 +193,14 @@ enum class Draw : uint32_t { kParam = 0, kMoments = 1 };
 // the same bits for every NaN; bfloat16_bits(T), rounded to nearest even, in the lower half of a
 // word; and signed_upper(Word), the upper half as a signed integer.
 
-// A parameter and its low part, each in the lower half of a word.
+// A parameter and its low part, each in the lowest bits of a word.
 template <typename Word>
 struct Halves {
   Word param, low_part;
 };
 
-// load() takes param and low_part in the upper halves of words, with zeros below. store() returns
-// them in the lower halves, and takes 16 random bits.
+// load() takes param and low_part in the uppermost bits of words, with zeros below. store() returns
+// them in the lowest, and takes 16 random bits.
 template <ParamFormat format>
 struct ParamBits;
 
@@ -214,6 +246,17 @@ struct ParamBits<ParamFormat::kSplit> {
   static MEMSAVE_EXT_INLINE Halves<Word> store(T value, Word) {
     const Word bits = Math::number_bits(value);
     return {(bits + 0x8000u) >> 16, bits & 0xffffu};
+  }
+};
+
+// The rest is what the 24 bits differ by from the bfloat16 nearest to them, in units of 2^-8 of
+// what bfloat16 resolves there. To nearest, steps of less than 2^-17 of a weight would be lost.
+template <>
+struct ParamBits<ParamFormat::kSplit8> : ParamBits<ParamFormat::kSplit> {
+  template <typename Math, typename T, typename Word>
+  static MEMSAVE_EXT_INLINE Halves<Word> store(T value, Word random) {
+    const Word bits = Math::number_bits(value) + (random & 0xffu);
+    return {(bits + 0x8000u) >> 16, (bits >> 8) & 0xffu};
   }
 };
 

@@ -38,14 +38,14 @@ Item item_of(const Parameter& parameter, Operands& operands) {
   item.grad = operands.read(parameter.grad, like);
   item.param = kept_by_fold(parameter.local);
   item.param_low_part = kept_by_fold(state.param_low_part);
-  item.exp_avg = operands.change(state.exp_avg, like);
+  item.exp_avg = operands.change(state.first(), like);
   item.exp_avg_sq = operands.change(state.exp_avg_sq, like);
   if (group.options.amsgrad) item.max_exp_avg_sq = operands.change(state.max_exp_avg_sq, like);
   item.numel = like.numel();
   item.param_type = real_dtype(parameter.local.scalar_type());
   item.param_format = param_format(parameter.local, group);
   item.state_format = state_format(parameter.local, state, group);
-  if (item.state_format == StateFormat::kBlocks) {
+  if (in_blocks(item.state_format)) {
     item.exp_avg_scale = state.exp_avg_scale.mutable_data_ptr<float>();
     item.exp_avg_sq_scale = state.exp_avg_sq_scale.mutable_data_ptr<float>();
   }

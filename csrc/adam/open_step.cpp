@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "adam/given.h"
+#include "adam/own_step.h"
 
 namespace memsave_ext::adam {
 
@@ -54,7 +55,7 @@ void OpenStep::apply(c10::ArrayRef<Parameter*> parameters, GradientAction action
   if (action == GradientAction::kMeasure) {
     if (norm_) norm_->add(gradients_of(parameters));  // null where the pass has been dropped
   } else {
-    records_.step(parameters, scaling(snapshot, parameters.front()->local.device()));
+    step(parameters, scaling(snapshot, parameters.front()->local.device()));
   }
   if (action == GradientAction::kStep) {
     machine_.handle(Event::kStepped);
@@ -66,10 +67,23 @@ void OpenStep::apply(c10::ArrayRef<Parameter*> parameters, GradientAction action
   }
 }
 
+void OpenStep::step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
+  if (parameters.front()->group->algorithm != Algorithm::kOwn) {
+    return records_.step(parameters, scaling);
+  }
+  try {
+    step_by_own(optimizer_, parameters, scaling);
+  } catch (...) {
+    machine_.fail(static_cast<int64_t>(parameters.size()));  // which of them were stepped?
+    throw;
+  }
+}
+
 const char* OpenStep::obstacle_to_rows(const Parameter& parameter, const Snapshot& snapshot) const {
   if (state() != StepState::kIdle && state() != StepState::kStepping) {
     return "the norm of all gradients is measured, or clips them, or an earlier backward raised";
   }
+  if (parameter.group->algorithm == Algorithm::kOwn) return "the optimizer's own step() steps it";
   if (is_used(*parameter.entry)) return "the optimizer has had a gradient of it in this step";
   if (is_folded(parameter)) return "gradients are folded into its moments";
   if (parameter.group->max_grad_norm > 0) return "max_grad_norm clips by the norm of all of it";

@@ -24,6 +24,9 @@ enum class GradientAction { kStep, kFold, kMeasure, kKeep };
 // stepper's mutex.
 class OpenStep {
  public:
+  // `optimizer`: a weak reference, which must live as long.
+  explicit OpenStep(const pybind11::object& optimizer) : optimizer_(optimizer) {}
+
   StepState state() const { return machine_.state(); }
   // Throws where the event cannot happen now.
   void check(Event event) const { machine_.check(event); }
@@ -38,7 +41,8 @@ class OpenStep {
   // Readies a parameter for apply(). Throws, and changes nothing, where the action cannot be
   // applied.
   void prepare(Parameter& parameter, at::Tensor grad, GradientAction action) const;
-  // Applies the action to prepared parameters on one device, and drops their `grad`.
+  // Applies the action to prepared parameters on one device, and drops their `grad`. Throws where
+  // the optimizer's own step() raises, after which the step has failed.
   void apply(c10::ArrayRef<Parameter*> parameters, GradientAction action, const Snapshot& snapshot);
   // Returns why a prepared parameter cannot be stepped in rows, whose whole gradient is not known;
   // null where it can be.
@@ -72,8 +76,10 @@ class OpenStep {
 
  private:
   Scaling scaling(const Snapshot& snapshot, c10::Device device);
+  void step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling);
   void begin_next();
 
+  const pybind11::object& optimizer_;
   StateMachine machine_;
   uint64_t number_ = 1;
   int64_t stepped_ = 0;

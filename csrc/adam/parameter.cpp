@@ -11,7 +11,9 @@ std::string name_of(const Entry& entry, const at::Tensor& param) {
 }
 
 void prepare(Parameter& parameter, at::Tensor grad, StepPhase phase) {
-  if (parameter.state.defined()) {
+  if (parameter.group->algorithm == Algorithm::kOwn) {
+    // Its own step() makes the state and checks.
+  } else if (parameter.state.defined()) {
     check_step(parameter.local, grad, parameter.state, *parameter.group, phase);
   } else {
     State made = make_state(parameter.local, *parameter.group);

@@ -48,7 +48,8 @@ std::unique_ptr<StepInRows> Records::step_in_rows(const Parameter& parameter) {
 }
 
 bool Records::is_folded(const State& state) const {
-  return !folded_.empty() && state.defined() && folded_.count(place_of(state.exp_avg_sq)) > 0;
+  return !folded_.empty() && state.exp_avg_sq.defined() &&
+         folded_.count(place_of(state.exp_avg_sq)) > 0;
 }
 
 // A low part that was loaded has no entry here, and belongs to the weights as they are. Under
@@ -69,7 +70,7 @@ void Records::note(const Parameter& parameter) {
   const State& state = parameter.state;
   if (is_fold(parameter.phase)) {
     folded_.emplace(place_of(state.exp_avg_sq), state.exp_avg_sq);
-  } else if (!folded_.empty()) {
+  } else if (!folded_.empty() && state.exp_avg_sq.defined()) {
     folded_.erase(place_of(state.exp_avg_sq));
   }
   if (!has_versions(parameter)) return;

@@ -155,18 +155,22 @@ class StateOf {
 
 }  // namespace
 
-Snapshot read_optimizer(const py::handle& optimizer) {
+Snapshot read_optimizer(const py::handle& optimizer, Algorithm algorithm) {
   Snapshot snapshot;
+  const bool reads = algorithm != Algorithm::kOwn;  // an own step() reads options and states itself
   StateOf state_of(optimizer.attr("state"));
   for (const py::handle group : py::list(optimizer.attr("param_groups"))) {
-    const Group* options = &snapshot.groups.emplace_back(read_group(group));
+    Group& options = snapshot.groups.emplace_back(reads ? read_group(group) : Group{});
+    options.algorithm = algorithm;
+    options.position = static_cast<uint32_t>(snapshot.groups.size() - 1);
     for (const py::handle param : py::list(get(group, "params"))) {
       auto& parameter = snapshot.parameters.emplace_back();
       parameter.tensor = THPVariable_Unpack(param.ptr());
       parameter.local = local_tensor(param);
-      parameter.group = options;
+      parameter.group = &options;
       parameter.position = static_cast<uint32_t>(snapshot.parameters.size() - 1);
-      if (PyObject* const state = state_of(param.ptr())) read_state(state, parameter.state);
+      PyObject* const state = reads ? state_of(param.ptr()) : nullptr;
+      if (state != nullptr) read_state(state, parameter.state);
     }
   }
   snapshot.grad_scale = read_grad_scale(optimizer);

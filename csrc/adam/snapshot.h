@@ -20,8 +20,8 @@ struct Snapshot {
   std::vector<const Parameter*> take_fresh();
 };
 
-// Reads the optimizer's param_groups and state. Needs the GIL.
-Snapshot read_optimizer(const pybind11::handle& optimizer);
+// Reads the optimizer's param_groups and, where they are of `algorithm`, its state. Needs the GIL.
+Snapshot read_optimizer(const pybind11::handle& optimizer, Algorithm algorithm);
 
 // Puts these parameters' states into the optimizer's state. Needs the GIL.
 void publish_states(const std::vector<const Parameter*>& parameters,

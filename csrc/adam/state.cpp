@@ -22,7 +22,8 @@ StateFormat made_format(const Tensor& param, const Group& group) {
   const bool takes_blocks =
       param.numel() >= kSmallestOfBlocks && param.is_non_overlapping_and_dense();
   const auto& asked = row(group.state_dtype);
-  if (asked.option != Option::kNone && (asked.block == 0 || takes_blocks)) return asked.format;
+  if (asked.option != Option::kNone && (!in_blocks(asked.format) || takes_blocks))
+    return asked.format;
   const auto dtype = vector::dtype_of(param.scalar_type());
   const bool takes_float = dtype && (row(StateFormat::kFloat).params & bit(*dtype)) != 0;
   return takes_float ? StateFormat::kFloat : StateFormat::kAsParam;
@@ -55,7 +56,8 @@ void check_moments(at::ScalarType moments, const Tensor& param, const Group& gro
     if (param.is_complex() || other.moments == Element::kNone) continue;
     const bool fits = (other.params & bit(*vector::dtype_of(type))) != 0;
     const bool chosen = !other.at_random || other.format == group.state_dtype;
-    if (fits && chosen && scalar_type(other.moments) != type) {
+    const bool listed = scalar_type(other.moments) == allowed.back();  // as another's
+    if (fits && chosen && !listed && scalar_type(other.moments) != type) {
       allowed.push_back(scalar_type(other.moments));
     }
   }
@@ -72,8 +74,8 @@ void check_step(const Tensor& step, const Tensor& param) {
   if (!fits) throw_error("wrong_step");
 }
 
-void check_scale(const char* name, const Tensor& scale, const Tensor& param) {
-  const int64_t blocks = blocks_of(param.numel());
+void check_scale(const char* name, const Tensor& scale, const Tensor& param, StateFormat format) {
+  const int64_t blocks = blocks_of(format, param.numel());
   if (!scale.defined() || scale.numel() != blocks || scale.scalar_type() != at::kFloat ||
       scale.device() != param.device() || !scale.is_contiguous()) {
     throw_error("wrong_scale", name, param, blocks);
@@ -93,15 +95,19 @@ State make_state(const Tensor& param, const Group& group) {
   const StateRow& made = row(made_format(param, group));
   const auto moments =
       made.moments == Element::kNone ? param.scalar_type() : scalar_type(made.moments);
-  if (made.block > 0) {
+  if (in_blocks(made.format)) {
     const auto scales = [&] {
-      return at::zeros({blocks_of(param.numel())}, param.options().dtype(at::kFloat));
+      return at::zeros({blocks_of(made.format, param.numel())}, param.options().dtype(at::kFloat));
     };
     state.exp_avg_scale = scales();
     state.exp_avg_sq_scale = scales();
   }
-  state.exp_avg = zeros(moments);
-  state.exp_avg_sq = zeros(moments);
+  if (is_joint(made.format)) {
+    state.moments = zeros(moments);
+  } else {
+    state.exp_avg = zeros(moments);
+    state.exp_avg_sq = zeros(moments);
+  }
   if (group.options.amsgrad) state.max_exp_avg_sq = zeros(moments);
   if (const Element low_part = row(param_format(param, group)).low_part;
       low_part != Element::kNone) {
@@ -115,9 +121,10 @@ ParamFormat param_format(const Tensor& param, const Group& group) {
 }
 
 StateFormat state_format(const Tensor& param, const State& state, const Group& group) {
-  const auto type = c10::toRealValueType(state.exp_avg.scalar_type());
+  const auto type = c10::toRealValueType(state.first().scalar_type());
   for (const StateRow& made : kStateRows) {
     if (made.option == Option::kNone || type != scalar_type(made.moments)) continue;
+    if (is_joint(made.format) != state.moments.defined()) continue;
     // bfloat16 without state_dtype= is the parameter's own type, rounded to nearest.
     if (!made.at_random || made.format == group.state_dtype) return made.format;
   }
@@ -129,22 +136,27 @@ void check_state(const Tensor& param, const State& state, const Group& group) {
   const auto type = c10::toRealValueType(param.scalar_type());
   if (!vector::dtype_of(type)) throw_error("wrong_type", param.scalar_type());
   check_step(state.step, param);
-  if (!state.exp_avg.defined()) throw_error("no_state", "exp_avg");
-  const auto moments = state.exp_avg.scalar_type();
+  if (!state.first().defined()) throw_error("no_state", "exp_avg");
+  const auto moments = state.first().scalar_type();
   if (moments != param.scalar_type()) check_moments(moments, param, group);
   const StateRow& stored = row(state_format(param, state, group));
-  check_tensor("exp_avg", state.exp_avg, param, moments);
-  check_tensor("exp_avg_sq", state.exp_avg_sq, param, moments);
+  if (is_joint(stored.format)) {
+    check_tensor("moments", state.moments, param, moments);
+  } else {
+    check_tensor("exp_avg", state.exp_avg, param, moments);
+    check_tensor("exp_avg_sq", state.exp_avg_sq, param, moments);
+  }
   if (group.options.amsgrad) {
     if (!stored.amsgrad) throw_error("no_amsgrad");
     check_tensor("max_exp_avg_sq", state.max_exp_avg_sq, param, moments);
   }
-  if (stored.block > 0) {
-    check_scale("exp_avg_scale", state.exp_avg_scale, param);
-    check_scale("exp_avg_sq_scale", state.exp_avg_sq_scale, param);
+  if (in_blocks(stored.format)) {
+    check_scale("exp_avg_scale", state.exp_avg_scale, param, stored.format);
+    check_scale("exp_avg_sq_scale", state.exp_avg_sq_scale, param, stored.format);
     // Blocks are consecutive in memory, so both must have the same element order.
-    if (!in_same_order(state.exp_avg, param) || !in_same_order(state.exp_avg_sq, param)) {
-      throw_error("moved_blocks", state.exp_avg.strides(), param.strides());
+    if (!in_same_order(state.first(), param) ||
+        (state.exp_avg_sq.defined() && !in_same_order(state.exp_avg_sq, param))) {
+      throw_error("moved_blocks", state.first().strides(), param.strides());
     }
   }
   if (const Element low_part = row(param_format(param, group)).low_part;

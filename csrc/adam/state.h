@@ -1,4 +1,5 @@
-// The optimizer's state of a parameter: tensors that are kept between steps.
+// The optimizer's state of a parameter: tensors that are kept between steps. An optimizer that is
+// stepped by its own step() keeps its states itself, and these are undefined.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,8 +8,16 @@
 
 namespace memsave_ext::adam {
 
+// What steps an optimizer's parameters.
+enum class Algorithm {
+  kAdam,
+  kOwn,  // an optimizer that is not this package's: its own step(), in Python
+};
+
 // A parameter group's options, as they are during one step.
 struct Group {
+  Algorithm algorithm = Algorithm::kAdam;
+  uint32_t position = 0;  // among the optimizer's groups
   Options options{};
   at::Tensor lr;  // of float; undefined where lr is a number or on the CPU, and in options
   bool step_on_device = false;                      // capturable or fused
@@ -18,12 +27,16 @@ struct Group {
 };
 
 // As torch keeps it: step is a scalar, on the CPU or the parameter's device. The scales are defined
-// with 8-bit moments alone, param_low_part with ParamFormats that have one.
+// with moments in blocks alone; `moments`, in place of exp_avg and exp_avg_sq, where is_joint();
+// param_low_part with ParamFormats that have one.
 struct State {
-  at::Tensor step, exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_scale, exp_avg_sq_scale,
+  at::Tensor step, exp_avg, exp_avg_sq, max_exp_avg_sq, moments, exp_avg_scale, exp_avg_sq_scale,
       param_low_part;
 
   bool defined() const { return step.defined(); }
+
+  // exp_avg, with exp_avg_sq where both are in one.
+  const at::Tensor& first() const { return moments.defined() ? moments : exp_avg; }
 };
 
 struct StateName {
@@ -38,13 +51,14 @@ inline constexpr StateName kStateNames[] = {
     {"exp_avg", &State::exp_avg},
     {"exp_avg_sq", &State::exp_avg_sq},
     {"max_exp_avg_sq", &State::max_exp_avg_sq},
+    {"moments", &State::moments},
     {"exp_avg_scale", &State::exp_avg_scale},
     {"exp_avg_sq_scale", &State::exp_avg_sq_scale},
     {"param_rest", &State::param_low_part},
 };
 
 // Returns a state of zeros. Without a state_dtype, moments are float for 16-bit parameters and of
-// the parameter's type for others. Moments are 8-bit only from kSmallestOfBlocks elements on.
+// the parameter's type for others. Moments are in blocks only from kSmallestOfBlocks elements on.
 State make_state(const at::Tensor& param, const Group& group);
 
 constexpr int64_t kSmallestOfBlocks = 4096;

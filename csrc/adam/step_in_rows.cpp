@@ -67,12 +67,13 @@ void StepInRows::step(int64_t first, const Tensor& grad) const {
   item.param = moved(item.param, param_);
   item.param_low_part = moved(item.param_low_part, state_.param_low_part);
   item.grad = grad.const_data_ptr();
-  item.exp_avg = moved(item.exp_avg, state_.exp_avg);
+  item.exp_avg = moved(item.exp_avg, state_.first());
   item.exp_avg_sq = moved(item.exp_avg_sq, state_.exp_avg_sq);
   item.max_exp_avg_sq = moved(item.max_exp_avg_sq, state_.max_exp_avg_sq);
   if (item.exp_avg_scale != nullptr) {
-    item.exp_avg_scale += begin / kBlock;
-    item.exp_avg_sq_scale += begin / kBlock;
+    const int64_t blocks = blocks_of(item.state_format, begin);
+    item.exp_avg_scale += blocks;
+    item.exp_avg_sq_scale += blocks;
   }
   item.numel = grad.numel();
   item.first_block = begin / kBlock;

@@ -20,7 +20,7 @@ class StepInRows {
   explicit StepInRows(const Parameter& parameter);
 
   // Steps the rows from `first` on with their gradient. Each row must be given once. The first
-  // element of a part must be that of a block, kBlock.
+  // element of a part must be a multiple of kBlock.
   void step(int64_t first, const at::Tensor& grad) const;
 
  private:

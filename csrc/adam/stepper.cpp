@@ -17,8 +17,12 @@ namespace memsave_ext::adam {
 namespace py = pybind11;
 using at::Tensor;
 
-Stepper::Stepper(py::object optimizer, int64_t small_bytes, int64_t bucket_bytes)
-    : optimizer_(py::weakref(optimizer)), small_bytes_(small_bytes), bucket_bytes_(bucket_bytes) {}
+Stepper::Stepper(const py::object& optimizer, int64_t small_bytes, int64_t bucket_bytes,
+                 bool own_step)
+    : optimizer_(py::weakref(optimizer)),
+      small_bytes_(small_bytes),
+      bucket_bytes_(bucket_bytes),
+      algorithm_(own_step ? Algorithm::kOwn : Algorithm::kAdam) {}
 
 Stepper::~Stepper() {
   if (!Py_IsInitialized()) {
@@ -84,7 +88,7 @@ std::shared_ptr<Snapshot> Stepper::take_snapshot() const {
   const py::gil_scoped_acquire gil;
   const py::object owner = optimizer();
   if (owner.is_none()) return nullptr;
-  auto snapshot = std::make_shared<Snapshot>(read_optimizer(owner));
+  auto snapshot = std::make_shared<Snapshot>(read_optimizer(owner, algorithm_));
   for (auto& parameter : snapshot->parameters) {
     const auto param = py::reinterpret_steal<py::object>(THPVariable_Wrap(parameter.tensor));
     parameter.entry = entry_of(param);

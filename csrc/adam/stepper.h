@@ -25,8 +25,10 @@ namespace memsave_ext::adam {
 class Stepper : public std::enable_shared_from_this<Stepper> {
  public:
   // Keeps a weak reference to the optimizer. Gradients of fewer than `small_bytes` wait in buckets
-  // until there are `bucket_bytes` of them, or backward ends.
-  Stepper(pybind11::object optimizer, int64_t small_bytes, int64_t bucket_bytes);
+  // until there are `bucket_bytes` of them, or backward ends. `own_step`: the optimizer is not this
+  // package's, and steps by its own step().
+  Stepper(const pybind11::object& optimizer, int64_t small_bytes, int64_t bucket_bytes,
+          bool own_step);
   ~Stepper();
 
   // Called from Python.
@@ -99,12 +101,13 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
 
   pybind11::object optimizer_;  // a weak reference
   const int64_t small_bytes_, bucket_bytes_;
+  const Algorithm algorithm_;
   OpenBlocks blocks_;
   std::atomic<bool> asks_{false};
   std::atomic<bool> attached_{false};  // whether hooks are installed
 
   std::mutex mutex_;
-  OpenStep open_step_;
+  OpenStep open_step_{optimizer_};
   Backwards backwards_;
   ByDevice<c10::Stream> streams_beside_;
 };

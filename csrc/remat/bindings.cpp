@@ -76,11 +76,23 @@ class Recorder {
     const std::optional<Plan> plan = step.plan();
     figures["plan"] = plan ? py::object(py::make_tuple(plan->peak, plan->seconds)) : py::none();
     py::list plans;
-    for (const Plan& other : step.plans()) {
-      plans.append(py::make_tuple(other.peak, other.seconds));
+    if (const auto known = step.followed()) {
+      for (const Plan& other : known->plans) {
+        plans.append(py::make_tuple(other.peak, other.seconds));
+      }
     }
     figures["plans"] = std::move(plans);
     return figures;
+  }
+
+  // Where the plan with the least memory needs the most.
+  py::object limit() const {
+    const std::shared_ptr<const Known> known = block_->step()->followed();
+    if (known == nullptr) return py::none();
+    const Limit limit = limit_of(known->trace, known->plans.back());
+    const Operator* op = limit.call < 0 ? nullptr : known->trace.calls[limit.call].op;
+    const int64_t more = block_->step()->before() - known->before;
+    return py::make_tuple(limit.in_forward, name_of(op), limit.others + more, limit.held);
   }
 
   // As remat_plans() takes it, and the plan's decisions.
@@ -175,6 +187,7 @@ void bind(py::module_& m) {
       .def(py::init<int64_t, double, bool, const at::Device&>())
       .def("count", &Recorder::count)
       .def("budget", &Recorder::budget)
+      .def("limit", &Recorder::limit)
       .def("trace", &Recorder::trace)
       .def("is_newly_short", &Recorder::is_newly_short)
       .def("open", &Recorder::open)

@@ -8,6 +8,16 @@ namespace memsave_ext::remat {
 namespace {
 
 constexpr size_t kMostSteps = 64;
+constexpr int64_t kMostBytes = int64_t{64} << 20;  // of the host, for all of them
+
+// About how much of the host's memory it takes.
+int64_t size_of(const Known& step) {
+  const auto& trace = step.trace;
+  const size_t contents = trace.contents.size() * (sizeof(TraceContent) + step.plans.size());
+  const size_t calls = trace.calls.size() * (sizeof(TraceCall) + 64);  // with what they list
+  const size_t moments = trace.moments.size() * sizeof(TraceMoment);
+  return static_cast<int64_t>(contents + calls + moments + step.keys.size() * sizeof(uint64_t));
+}
 
 // Takes what the step allocated for good (gradients, states) out of its trace: before the next
 // step it is there already.
@@ -100,7 +110,12 @@ void KnownSteps::add(std::shared_ptr<Known> step) {
     }
   }
   steps_.push_back(std::move(step));
-  if (steps_.size() > kMostSteps) steps_.erase(steps_.begin());
+  int64_t bytes = 0;
+  for (const auto& known : steps_) bytes += size_of(*known);
+  while (steps_.size() > kMostSteps || (bytes > kMostBytes && steps_.size() > 1)) {
+    bytes -= size_of(*steps_.front());
+    steps_.erase(steps_.begin());
+  }
 }
 
 std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64_t before,

@@ -15,7 +15,7 @@ namespace {
 constexpr int kMostRunsOfAny = 2;
 // So many levels of memory are planned for. Those of large traces are searched for a few, and what
 // is between them is made from these.
-constexpr int kLevels = 64, kFewestLevels = 12, kMostLevels = 256, kWork = 25000;
+constexpr int kLevels = 64, kFewestLevels = 8, kMostLevels = 256, kWork = 25000;
 // The most segments to start from, and how many such starts are followed.
 // Tries to improve plans: so many by the square of what can be dropped.
 constexpr int64_t kTries = 20000000;

@@ -31,6 +31,15 @@ Plan simulate(const Trace& trace, std::vector<Decision> decisions);
 // dropped.
 std::vector<Plan> plans_of(const Trace& trace, int most_enumerated = 14);
 
+// Where a step under a plan needs the most memory.
+struct Limit {
+  bool in_forward = false;
+  int32_t call = -1;   // forward: made the latest content; backward: made the one opened last
+  int64_t others = 0;  // bytes that no plan changes: what lived before, gradients, what runs
+  int64_t held = 0;    // bytes of contents that are kept or were recomputed
+};
+Limit limit_of(const Trace& trace, const Plan& plan);
+
 // Returns the one of a trace's plans with the lowest sum of time and memory, as shares of the plain
 // step's. A percent of the time is worth four of the memory.
 const Plan& best_value(const Trace& trace, const std::vector<Plan>& plans);

@@ -22,7 +22,7 @@ class Profile {
   bool fits(int32_t from, int32_t to, int64_t bytes);
 
  private:
-  static constexpr int32_t kSlots = 32;
+  static constexpr int32_t kSlots = 64;
   struct Block {
     int64_t least, most;
     int64_t over;   // the sum in it

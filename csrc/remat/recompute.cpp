@@ -219,7 +219,10 @@ c10::Storage memory_of(Block& block, const std::shared_ptr<Content>& content) {
   const std::lock_guard<std::recursive_mutex> lock(block.again_mutex());
   const Pause pause;
   const RecomputeScope recomputing(Again::kOperators);
-  const at::NoGradGuard no_grad;
+  // As in the forward: below autograd, with gradients enabled. Kernels may look at the latter, as
+  // oneDNN's LSTM, which makes a workspace for its backward only then.
+  const at::AutoGradMode grad_mode(true);
+  const at::AutoDispatchBelowAutograd below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   return Recomputation(block).memory(content);
 }

@@ -202,4 +202,36 @@ Plan simulate(const Trace& trace, std::vector<Decision> decisions) {
   return {result.peak, result.seconds, std::move(decisions)};
 }
 
+Limit limit_of(const Trace& trace, const Plan& plan) {
+  Simulator simulator(trace);
+  simulator.run(plan.decisions);
+  const Timeline& timeline = simulator.timeline();
+  const auto& memory = simulator.memory();
+  const auto highest = std::max_element(memory.begin(), memory.end());
+  Limit limit;
+  if (highest == memory.end()) return limit;
+  const auto slot = static_cast<int32_t>(highest - memory.begin());
+  limit.others = timeline.memory[slot];
+  limit.held = *highest - limit.others;
+  const auto& openings = timeline.openings;
+  limit.in_forward = openings.empty() || slot < timeline.spans[openings.front()].opened;
+  int32_t latest = -1;
+  const auto is_past = [&](int32_t content) {
+    const auto& span = timeline.spans[content];
+    const int32_t when = limit.in_forward ? span.kept_from : span.opened;
+    return when >= 0 && when <= slot;
+  };
+  if (limit.in_forward) {
+    for (size_t i = 0; i < trace.contents.size(); ++i) {
+      if (is_past(static_cast<int32_t>(i))) latest = static_cast<int32_t>(i);
+    }
+  } else {
+    for (const int32_t content : openings) {
+      if (is_past(content)) latest = content;
+    }
+  }
+  if (latest >= 0) limit.call = trace.contents[latest].call;
+  return limit;
+}
+
 }  // namespace memsave_ext::remat

@@ -8,6 +8,9 @@
 namespace memsave_ext::remat {
 namespace {
 
+// A block that is open for many steps would write down more and more of them, to no use.
+constexpr size_t kMostMoments = 100000;
+
 uint64_t mix(uint64_t hash, uint64_t value) {
   return (hash ^ value) * 0x9E3779B97F4A7C15u + (hash << 6) + (hash >> 2);
 }
@@ -56,6 +59,7 @@ int32_t Step::number_of(Content& content) {
 uint64_t Step::began(const Operator& op, const at::RecordFunction& function) {
   const uint64_t key = key_of(op, function);
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (finished_) return key;
   hash_ = mix(hash_, key);
   // Between operators is where most contents are let go: what was before belongs to the moment
   // that is past, so that the operator's own peak is told apart from them.
@@ -70,8 +74,11 @@ uint64_t Step::began(const Operator& op, const at::RecordFunction& function) {
 
 void Step::ended(const Call* call, uint64_t key) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (finished_) return;
+  if (trace_.moments.size() > kMostMoments) return stop();
   if (call != nullptr) {
     TraceCall& traced = trace_.calls.emplace_back();
+    traced.op = call->op;
     const auto number = static_cast<int32_t>(trace_.calls.size()) - 1;
     const auto once = [](std::vector<int32_t>& list, int32_t value) {
       if (std::find(list.begin(), list.end(), value) == list.end()) list.push_back(value);
@@ -151,6 +158,7 @@ void Step::given_up(const Freed& memory) {
 
 Choice Step::decide(Content& content) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (finished_) return {bytes_ > 0 ? Drops::kUntilFull : Drops::kCheap, true};
   const int32_t number = number_of(content);
   trace_.contents[number].saved = true;
   keys_.push_back(hash_);
@@ -222,7 +230,7 @@ std::vector<std::shared_ptr<Content>> Step::candidates() {
 
 void Step::opened(const Content& content) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (content.number < 0 || trace_.contents[content.number].opened >= 0) return;
+  if (finished_ || content.number < 0 || trace_.contents[content.number].opened >= 0) return;
   if (!saw_backward_) shared_.count.look();
   saw_backward_ = true;
   trace_.contents[content.number].opened = static_cast<int32_t>(trace_.moments.size());
@@ -242,6 +250,20 @@ void Step::closed(const Content& content) {
   add_moment();
 }
 
+// Forgets what was written down. The caller holds mutex_.
+void Step::stop() {
+  finished_ = true;
+  followed_ = nullptr;
+  plan_ = nullptr;
+  trace_ = {};
+  for (auto* list : {&keys_, &calls_}) *list = {};
+  curve_ = {};
+  contents_ = {};
+  not_let_go_ = {};
+  fastest_.clear();
+  shared_.end(nullptr);
+}
+
 void Step::finish() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (std::exchange(finished_, true)) return;
@@ -257,7 +279,7 @@ void Step::finish() {
 void Step::check() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   const bool refused = budget_.strict && plan_ != nullptr && least_ > bytes_;
-  TORCH_CHECK_WITH(OutOfMemoryError, !refused, "remat: out of memory: the budget is ", bytes_,
+  TORCH_CHECK_WITH(OutOfMemoryError, !refused, "remat: out of memory. The budget is ", bytes_,
                    " bytes, and a step of these shapes needs at least ", least_,
                    " (strict=True). Use a larger budget or a smaller batch.");
 }

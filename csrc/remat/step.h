@@ -77,7 +77,7 @@ class Step {
   // The most bytes in each of the moments until now.
   std::vector<int64_t> curve() const;
   std::optional<Plan> plan() const;
-  std::vector<Plan> plans() const;
+  std::shared_ptr<const Known> followed() const;  // whose plan it follows; null where it has none
   Trace trace() const;
 
  private:
@@ -88,6 +88,7 @@ class Step {
   void add_moment();
   int64_t held_alone();
   void follow(std::shared_ptr<Known> known);
+  void stop();
 
   const Budget budget_;
   KnownSteps& shared_;

@@ -44,9 +44,9 @@ Trace Step::trace() const {
   return trace_;
 }
 
-std::vector<Plan> Step::plans() const {
+std::shared_ptr<const Known> Step::followed() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return followed_ ? followed_->plans : std::vector<Plan>{};
+  return followed_;
 }
 
 }  // namespace memsave_ext::remat

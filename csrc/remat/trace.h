@@ -6,6 +6,8 @@
 
 namespace memsave_ext::remat {
 
+struct Operator;
+
 // Positions in the other vectors of a Trace; -1 stands for none.
 struct TraceContent {
   int64_t bytes = 0;
@@ -25,6 +27,7 @@ struct TraceCall {
   // Contents among `reads` that it changes in place into `makes` (same positions there, from the
   // first one on). Their memory is reused where nobody needs it any more, and copied otherwise.
   std::vector<int32_t> writes;
+  const Operator* op = nullptr;  // null in tests
 };
 
 // A moment is the end of a recorded operator in forward, or where a saved tensor is opened or

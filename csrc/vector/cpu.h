@@ -237,6 +237,14 @@ MEMSAVE_EXT_INLINED inline Bits load_bytes(const uint8_t* from) {
 #endif
 }
 
+MEMSAVE_EXT_INLINED inline Bits load_bytes(const uint8_t* from, Whole) { return load_bytes(from); }
+
+MEMSAVE_EXT_INLINED inline Bits load_bytes(const uint8_t* from, Part part) {
+  uint8_t whole[kLanes<float>] = {};
+  copy(whole, from, part);
+  return load_bytes(whole);
+}
+
 MEMSAVE_EXT_INLINED inline void store_bytes(uint8_t* to, Bits bits) {
 #if MEMSAVE_EXT_VECTOR_BYTES == 64
   const __m128i stored = _mm512_maskz_cvtepi32_epi8(kAll, (__m512i)bits);
@@ -251,6 +259,16 @@ MEMSAVE_EXT_INLINED inline void store_bytes(uint8_t* to, Bits bits) {
   const auto stored = __builtin_convertvector(bits, Vector<uint8_t, kLanes<float>>);
   __builtin_memcpy(to, &stored, sizeof(stored));
 #endif
+}
+
+MEMSAVE_EXT_INLINED inline void store_bytes(uint8_t* to, Bits bits, Whole) {
+  store_bytes(to, bits);
+}
+
+MEMSAVE_EXT_INLINED inline void store_bytes(uint8_t* to, Bits bits, Part part) {
+  uint8_t whole[kLanes<float>];
+  store_bytes(whole, bits);
+  copy(to, whole, part);
 }
 
 // Stores past the caches; `to` is aligned to the size of what is stored.

@@ -85,10 +85,6 @@ class Accumulation(LossScaling):
             self._pauses -= 1
             self._stepper.pause(False, keep)
 
-    def _check_not_paused(self) -> None:
-        if self._pauses:
-            raise RuntimeError("Adam: step() inside of paused(), where nothing is stepped")
-
     def accumulate_when(
         self, condition: Callable[[], object] | None, *, fold: bool = False
     ) -> None:

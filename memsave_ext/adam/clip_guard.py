@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -33,13 +34,16 @@ def _check(name: str, params: list[Tensor], limit: float) -> None:
     if limit == math.inf:  # the caller only wants to know the norm
         return
     for optimizer in _optimizers:
+        if optimizer._stepping_thread == threading.get_ident():  # its own step() clips
+            continue
         if count := optimizer._stepper.count_used(params):
             kind = type(optimizer).__name__
+            kind = f"in_backward({kind})" if optimizer._steps_by_own else kind
             raise RuntimeError(
                 f"{name}: {count} of {len(params)} parameters have been stepped in backward by "
                 f"memsave_ext.{kind}: their gradients are gone, and would not be clipped. Switch "
                 "this clipping off (transformers: max_grad_norm=0, Lightning: gradient_clip_val="
-                f"None), and have the optimizer clip: {kind}(max_grad_norm=...) each gradient, or "
+                "None), and have the optimizer clip: with max_grad_norm= each gradient, or with "
                 "clip_global_norm= or norm_pass() all together."
             )
 

@@ -36,7 +36,7 @@ def impossible(reason: str, stepped: int) -> RuntimeError:
 
     ``stepped`` is how many parameters a backward had stepped before it failed.
     """
-    return RuntimeError(f"Adam: {_REASONS[reason].format(stepped=stepped)}")
+    return RuntimeError(f"memsave_ext: {_REASONS[reason].format(stepped=stepped)}")
 
 
 def two_norms() -> ValueError:
@@ -48,7 +48,7 @@ def two_norms() -> ValueError:
 
 def compiled_autograd() -> NotImplementedError:
     return NotImplementedError(
-        "Adam: compiled autograd cannot trace a step in backward. Leave it off, "
+        "memsave_ext: compiled autograd cannot trace a step in backward. Leave it off, "
         "torch._dynamo.config.compiled_autograd = False, or the optimizer's in_backward=True "
         "out. torch.compile() of the model alone works."
     )
@@ -56,15 +56,15 @@ def compiled_autograd() -> NotImplementedError:
 
 def backward_runs() -> RuntimeError:
     return RuntimeError(
-        "Adam: step() while a backward is under way, in another thread or around this call. Wait "
-        "until all of a step's backwards have ended."
+        "memsave_ext: step() while a backward is under way, in another thread or around this call. "
+        "Wait until all of a step's backwards have ended."
     )
 
 
 def measures_sums() -> RuntimeError:
     return RuntimeError(
-        "Adam: norm_pass() while gradients are accumulated: it drops those that it measures. Use "
-        "clip_global_norm=, which keeps them."
+        "memsave_ext: norm_pass() while gradients are accumulated: it drops those that it "
+        "measures. Use clip_global_norm=, which keeps them."
     )
 
 
@@ -73,17 +73,17 @@ def measures_sums() -> RuntimeError:
 
 def stepped_again(name: str) -> RuntimeError:
     return RuntimeError(
-        f"Adam: {name} was stepped in backward and has a gradient again, which would be a second "
-        "step. Set .grad before backward(), or after step()."
+        f"memsave_ext: {name} was stepped in backward and has a gradient again, which would be a "
+        "second step. Set .grad before backward(), or after step()."
     )
 
 
 def second_gradient(name: str) -> RuntimeError:
     return RuntimeError(
-        f"Adam: {name} receives a second gradient in one step. Either backward() ran twice before "
-        "opt.step(): put `with opt.accumulate():` around all but the last, or, where a trainer "
-        "runs it, call opt.accumulate_when() once. Or one of them was of a loss that is not to "
-        "train this parameter, as a GAN's generator's for the discriminator: put `with "
+        f"memsave_ext: {name} receives a second gradient in one step. Either backward() ran twice "
+        "before opt.step(): put `with opt.accumulate():` around all but the last, or, where a "
+        "trainer runs it, call opt.accumulate_when() once. Or one of them was of a loss that is "
+        "not to train this parameter, as a GAN's generator's for the discriminator: put `with "
         "opt.paused():` around it. Or the parameter is used in several regions of "
         "torch.utils.checkpoint(use_reentrant=True), which deliver their gradients one by one: "
         "use use_reentrant=False, or memsave_ext.checkpoint."
@@ -92,16 +92,16 @@ def second_gradient(name: str) -> RuntimeError:
 
 def not_measured(name: str) -> RuntimeError:
     return RuntimeError(
-        f"Adam: {name} has a gradient now, but had none in norm_pass(), whose norm it would be "
-        "clipped by. Both must run the backward of the same loss."
+        f"memsave_ext: {name} has a gradient now, but had none in norm_pass(), whose norm it would "
+        "be clipped by. Both must run the backward of the same loss."
     )
 
 
 def several_threads(name: str) -> RuntimeError:
     return RuntimeError(
-        f"Adam: {name} receives gradients from several threads in one step. Python has no access "
-        "to torch's lock of a gradient: run the step's backwards in one thread, use accumulate(), "
-        "or the compiled memsave_ext."
+        f"memsave_ext: {name} receives gradients from several threads in one step. Python has no "
+        "access to torch's lock of a gradient: run the step's backwards in one thread, use "
+        "accumulate(), or the compiled memsave_ext."
     )
 
 
@@ -110,36 +110,36 @@ def several_threads(name: str) -> RuntimeError:
 
 def not_reduced(name: str) -> RuntimeError:
     return RuntimeError(
-        f"Adam: the gradient of {name} has not been reduced over the processes. The last backward "
-        "of a step must be outside of ddp.no_sync()."
+        f"memsave_ext: the gradient of {name} has not been reduced over the processes. The last "
+        "backward of a step must be outside of ddp.no_sync()."
     )
 
 
 def not_attached(param: Tensor) -> RuntimeError:
     return RuntimeError(
-        f"Adam: a parameter of shape {list(param.shape)} belongs to a DistributedDataParallel "
-        "module, which reduces its gradient after it would be stepped here. Call opt.attach(ddp) "
-        "once, before training."
+        f"memsave_ext: a parameter of shape {list(param.shape)} belongs to a "
+        "DistributedDataParallel module, which reduces its gradient after it would be stepped "
+        "here. Call opt.attach(ddp) once, before training."
     )
 
 
 def folds_unreduced() -> RuntimeError:
     return RuntimeError(
-        "Adam: accumulate(fold=True) would fold gradients of one process, which "
+        "memsave_ext: accumulate(fold=True) would fold gradients of one process, which "
         "DistributedDataParallel has not reduced. Use accumulate()."
     )
 
 
 def keeps_reduced() -> RuntimeError:
     return RuntimeError(
-        "Adam: opt.paused(keep=True) around a backward whose gradients DistributedDataParallel "
-        "reduces. Use `with ddp.no_sync(), opt.paused(keep=True):`."
+        "memsave_ext: opt.paused(keep=True) around a backward whose gradients "
+        "DistributedDataParallel reduces. Use `with ddp.no_sync(), opt.paused(keep=True):`."
     )
 
 
 def accumulates_reduced() -> RuntimeError:
     return RuntimeError(
-        "Adam: opt.accumulate() around a backward whose gradients DistributedDataParallel "
+        "memsave_ext: opt.accumulate() around a backward whose gradients DistributedDataParallel "
         "reduces, or accumulate_when() says so. Use `with ddp.no_sync(), opt.accumulate():`."
     )
 
@@ -150,6 +150,13 @@ def accumulates_reduced() -> RuntimeError:
 def sparse() -> RuntimeError:
     return RuntimeError(
         "Adam does not support sparse gradients, please consider SparseAdam instead"
+    )
+
+
+def sparse_for_own_step() -> RuntimeError:
+    return RuntimeError(
+        "memsave_ext: a sparse gradient is not stepped in backward. Leave the parameter out of "
+        "in_backward(), in an optimizer of its own."
     )
 
 
@@ -207,14 +214,14 @@ def wrong_scale(name: str, param: Tensor, blocks: int) -> RuntimeError:
 
 def moved_blocks(then: Sequence[int], now: Sequence[int]) -> RuntimeError:
     return RuntimeError(
-        "Adam: 8-bit states need a parameter in the memory format it had when they were made: "
+        "Adam: states in blocks need a parameter in the memory format it had when they were made: "
         f"strides {list(then)} then, {list(now)} now. Load to_fp32_state_dict() into a new "
         "optimizer."
     )
 
 
 def no_amsgrad() -> RuntimeError:
-    return RuntimeError("Adam: 8-bit states cannot have amsgrad")
+    return RuntimeError("Adam: states in blocks cannot have amsgrad")
 
 
 def cannot_fold(moments: torch.dtype) -> RuntimeError:

@@ -6,14 +6,13 @@ all follow these rows. csrc/adam/formats.h has the same rows for the kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-BLOCK = 256  # elements of 8-bit moments that share a scale
 NARROW = (torch.float32, torch.float16, torch.bfloat16)  # dtypes that are computed in float32
 COMPUTED = (torch.float64, *NARROW)  # supported dtypes; of complex parameters, their real dtype
 
@@ -31,7 +30,7 @@ class ParamFormat:
             returns the parameter's values and the low part, None without one.
         load: takes the parameter and the low part and returns float32 values; None without one.
         low_part: the dtype of ``state["param_rest"]``, which holds what bfloat16 has no room for:
-            a Kahan compensation, or the lower 16 bits; None where there is none.
+            a Kahan compensation, or lower bits; None where there is none.
         at_random: whether ``store`` rounds at random.
     """
 
@@ -71,6 +70,16 @@ def unsplit(upper: Tensor, low_bits: Tensor) -> Tensor:
     return ((upper.view(torch.int16).int() << 16) + low_bits.int()).view(torch.float32)
 
 
+def split8(values: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
+    """Splits float32, rounded at random to 24 bits, into the nearest bfloat16 and an int8."""
+    bits = _bits(values) + (random & 0xFF)
+    return _upper(bits + 0x8000), (bits >> 8).to(torch.int8)
+
+
+def unsplit8(upper: Tensor, low_bits: Tensor) -> Tensor:
+    return unsplit(upper, low_bits.int() << 8)
+
+
 def _bits(values: Tensor) -> Tensor:
     """Returns the bits of float32 values. All NaNs become one, whose bits can be added to."""
     return torch.where(values.isnan(), 0x7FC00000, values.view(torch.int32))
@@ -85,10 +94,26 @@ PARAM_FORMATS = (
     ParamFormat("stochastic", lambda v, bits: (round_at_random(v, bits), None), at_random=True),
     ParamFormat("kahan", lambda values, _: kahan(values), unkahan, torch.bfloat16),
     ParamFormat("split", lambda values, _: split(values), unsplit, torch.int16),
+    ParamFormat("split8", split8, unsplit8, torch.int8, at_random=True),
 )
 
 
 # moments
+
+
+@dataclass(frozen=True)
+class Codes:
+    """How numbers are coded in blocks that share a scale: see :mod:`.blocks`.
+
+    Attributes:
+        block: number of elements that share a float32 scale.
+        bits: of a code.
+        ratio: of the largest numbers of neighbouring levels.
+    """
+
+    block: int
+    bits: int
+    ratio: int
 
 
 @dataclass(frozen=True)
@@ -101,11 +126,11 @@ class StateFormat:
         dtype: the dtype of the moments; None: that of the parameter.
         params: dtypes of the parameters whose states can have this format.
         store: rounds float32 values at random to ``dtype``, with 16 random bits for each; None
-            where they are rounded to nearest, or are blockwise 8-bit. It applies only where the
+            where they are rounded to nearest, or coded in blocks. It applies only where the
             option is set: without it, moments of the same dtype are rounded to nearest, because
             that is the parameter's own dtype.
         amsgrad: whether amsgrad can be combined with it.
-        block: number of elements that share a float32 scale; 0: there are no scales.
+        codes: of moments that are coded in blocks; None for others.
     """
 
     name: str
@@ -114,28 +139,38 @@ class StateFormat:
     params: tuple[torch.dtype, ...]
     store: Callable[[Tensor, Tensor], Tensor] | None = None
     amsgrad: bool = True
-    block: int = 0
+    codes: Codes | None = None
 
     @property
     def at_random(self) -> bool:
         return self.store is not None
 
     @property
+    def joint(self) -> bool:
+        """Whether an element has one code for both moments, in ``state["moments"]``.
+
+        That of exp_avg is in the lower bits of a byte, that of exp_avg_sq in the upper.
+        """
+        return self.codes is not None and self.codes.bits <= 4
+
+    @property
     def sharded(self) -> bool:
         """Whether DTensors can have it: blocks follow memory, so scales cannot be resharded."""
-        return self.block == 0
+        return self.codes is None
 
     def bytes_per_element(self, param: torch.dtype) -> float:
         """Returns the bytes of both moments and their scales per element, without amsgrad."""
-        scale = torch.float32.itemsize / self.block if self.block else 0
-        return 2 * ((self.dtype or param).itemsize + scale)
+        if self.codes is None:
+            return 2 * (self.dtype or param).itemsize
+        return 2 * (self.codes.bits / 8 + torch.float32.itemsize / self.codes.block)
 
 
 STATE_FORMATS = (
     StateFormat("as_param", None, None, COMPUTED),
     StateFormat("float32", None, torch.float32, (torch.float16, torch.bfloat16)),
     StateFormat("bfloat16", torch.bfloat16, torch.bfloat16, NARROW, round_at_random),
-    StateFormat("8bit", "8bit", torch.uint8, NARROW, amsgrad=False, block=BLOCK),
+    StateFormat("8bit", "8bit", torch.uint8, NARROW, amsgrad=False, codes=Codes(256, 8, 10)),
+    StateFormat("4bit", "4bit", torch.uint8, NARROW, amsgrad=False, codes=Codes(128, 4, 4)),
 )
 
 
@@ -183,22 +218,28 @@ def state_format(option: object) -> StateFormat | None:
 
 
 def made_state_format(param: Tensor, group: Any, in_blocks: bool) -> StateFormat:
-    """Returns the format of a new state. ``in_blocks``: whether ``param`` can have 8-bit blocks."""
+    """Returns the format of a new state. ``in_blocks``: whether ``param`` can have blocks."""
     row = state_format(state_option(group))
-    if row is not None and (in_blocks or not row.block):
+    if row is not None and (in_blocks or row.codes is None):
         return row
     by_name = {row.name: row for row in STATE_FORMATS}
     return by_name["float32" if param.dtype in by_name["float32"].params else "as_param"]
 
 
-def state_formats(param: Tensor, group: Any) -> dict[torch.dtype, StateFormat]:
-    """Returns the formats that a parameter can be stepped with, by the dtype of its moments."""
+def state_formats(param: Tensor, group: Any) -> dict[tuple[torch.dtype, bool], StateFormat]:
+    """Returns the formats that a parameter can be stepped with, by :func:`key_of_state`."""
     option = state_option(group)
-    formats = {param.dtype: STATE_FORMATS[0]}
+    formats = {(param.dtype, False): STATE_FORMATS[0]}
     for row in STATE_FORMATS[1:]:
         if row.dtype and param.dtype in row.params and (not row.at_random or row.option == option):
-            formats[row.dtype] = row
+            formats[row.dtype, row.joint] = row
     return formats
+
+
+def key_of_state(state: Mapping[str, Any]) -> tuple[torch.dtype, bool]:
+    """Returns the dtype of a state's moments, and whether both share a tensor."""
+    joint = "moments" in state
+    return state["moments" if joint else "exp_avg"].dtype, joint
 
 
 def _listed(values: list[Any]) -> str:

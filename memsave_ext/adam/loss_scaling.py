@@ -60,10 +60,10 @@ class LossScaling(Clipping):
             return False
         if self.grad_scaler is None:
             raise RuntimeError(
-                "Adam: GradScaler.step() for an optimizer that has stepped in backward, with "
-                "gradients multiplied by the scale. Hand it over before training: "
-                f"{type(self).__name__}(..., in_backward=True, grad_scaler=scaler), or "
-                "opt.grad_scaler = scaler where a trainer has made it (trainer.accelerator.scaler, "
+                "memsave_ext: GradScaler.step() for an optimizer that has stepped in backward, "
+                "with gradients multiplied by the scale. Hand it over before training, with "
+                "grad_scaler=scaler where the optimizer is made, or opt.grad_scaler = scaler where "
+                "a trainer has made it (trainer.accelerator.scaler, "
                 "trainer.precision_plugin.scaler)."
             )
         return self.grad_scale is None

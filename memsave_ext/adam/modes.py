@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import errors, formats
-from .blocks import SCALES, from_blocks, takes_blocks, to_blocks
+from .blocks import SCALES, coded_format, from_blocks, takes_blocks, to_blocks
 from .dtensor import is_dtensor
 from .formats import StateFormat
 
@@ -151,10 +151,12 @@ def check_loadable(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> No
     """Raises ValueError where saved states do not fit: torch's can be converted to this
     optimizer's mode, those of another mode cannot."""
     for theirs, ours in zip(saved, own, strict=False):
-        if ours.get("state_dtype") == "8bit" and theirs.get("amsgrad"):
+        states = formats.state_format(formats.state_option(ours))
+        if states is not None and not states.amsgrad and theirs.get("amsgrad"):
             raise ValueError(
-                "state_dict was saved with amsgrad=True, this optimizer has state_dtype='8bit', "
-                "which cannot be combined: make this one with another state_dtype"
+                "state_dict was saved with amsgrad=True, this optimizer has "
+                f"state_dtype={states.option!r}, which cannot be combined: make this one with "
+                "another state_dtype"
             )
         modes = [{name: of_group(group, name) for name in _STORAGE} for group in (theirs, ours)]
         if modes[0] == modes[1] or not any(modes[0].values()):
@@ -181,8 +183,7 @@ def keep(old: list[dict[str, Any]], new: list[dict[str, Any]], scaled: bool) -> 
 
 def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     """Converts a loaded torch state to the group's mode; one of that mode stays as it is."""
-    exp_avg = state.get("exp_avg")
-    if exp_avg is None:
+    if "exp_avg" not in state and "moments" not in state:
         return
     low_part = formats.param_format(of_group(group, "bf16")).low_part
     if low_part is not None and "param_rest" not in state:
@@ -194,12 +195,12 @@ def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) 
     states = formats.state_format(formats.state_option(group))
     if states is None or states.dtype is None:
         return
-    if not states.block:
+    if states.codes is None:
         for name in _MOMENTS:
             if name in state:
                 state[name] = state[name].to(states.dtype)
-    elif exp_avg.dtype != states.dtype and takes_blocks(param):
-        to_blocks(state, param)
+    elif coded_format(state) is None and takes_blocks(param):
+        to_blocks(state, param, states)
 
 
 def to_fp32(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -210,13 +211,11 @@ def to_fp32(state_dict: dict[str, Any]) -> dict[str, Any]:
     ]
     states = {}
     for index, state in state_dict["state"].items():
-        plain = {n: v for n, v in state.items() if n not in (*SCALES, "param_rest")}
+        plain = {n: v for n, v in state.items() if n not in ("moments", *SCALES, "param_rest")}
+        if (row := coded_format(state)) is not None:
+            plain |= from_blocks(state, row)
         for name in _MOMENTS:
-            if name not in plain:
-                continue
-            if plain[name].dtype == torch.uint8:
-                plain[name] = from_blocks(state, name)
-            elif plain[name].dtype in (torch.bfloat16, torch.float16):
+            if name in plain and plain[name].dtype in (torch.bfloat16, torch.float16):
                 plain[name] = plain[name].float()
         states[index] = plain
     return {**state_dict, "state": states, "param_groups": groups}

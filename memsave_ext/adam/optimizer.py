@@ -10,12 +10,8 @@ import torch
 from torch import Tensor
 
 from . import modes
-from .owners import note_optimizer
 from .saving import Saving
-from .stepper import Stepper
-
-SMALL_BYTES = 1 << 16
-BUCKET_BYTES = 1 << 20
+from .step_in_backward import BUCKET_BYTES, SMALL_BYTES
 
 
 class Adam(Saving, torch.optim.Adam):
@@ -43,11 +39,12 @@ class Adam(Saving, torch.optim.Adam):
             ``bucket_bytes`` of them have arrived, or backward ends, and are stepped together.
         bf16: how bfloat16 parameters keep updates that are smaller than their precision:
             ``"stochastic"`` rounds at random, ``"kahan"`` keeps the Kahan compensation in another
-            bfloat16, ``"split"`` keeps the lower half of a float32 in an int16. None rounds to
-            nearest. The page on bfloat16 parameters describes all of them.
-        state_dtype: the dtype of the moments: ``torch.bfloat16``, rounded at random, or ``"8bit"``,
-            in blocks of 256 elements with a scale, for parameters of 4096 elements or more. None is
-            float32, and float64 for float64 parameters.
+            bfloat16, ``"split"`` keeps the lower half of a float32 in an int16, ``"split8"`` the
+            next 8 bits in an int8. None rounds to nearest. The page on bfloat16 parameters
+            describes all of them.
+        state_dtype: the dtype of the moments: ``torch.bfloat16``, rounded at random, or, for
+            parameters of 4096 elements or more, ``"8bit"`` or ``"4bit"``, in blocks of 256 or 128
+            elements with a scale. None is float32, and float64 for float64 parameters.
         seed: the seed of random rounding.
         max_grad_norm: clips each parameter's gradient to this norm.
         clip_global_norm: clips all gradients together, exactly as ``clip_grad_norm_``. They are
@@ -74,11 +71,8 @@ class Adam(Saving, torch.optim.Adam):
     With ``in_backward`` torch's ``clip_grad_norm_`` and ``clip_grad_value_`` would find no
     gradients and clip nothing, so they raise for parameters that were stepped. Source: Kingma and
     Ba 2015, arXiv 1412.6980; Loshchilov and Hutter 2019, arXiv 1711.05101; 8-bit states: Dettmers
-    et al. 2022, arXiv 2110.02861.
+    et al. 2022, arXiv 2110.02861; 4-bit states: Li et al. 2023, arXiv 2309.01507.
     """
-
-    _small_bytes = SMALL_BYTES
-    _bucket_bytes = BUCKET_BYTES
 
     def __init__(
         self,
@@ -172,44 +166,10 @@ class Adam(Saving, torch.optim.Adam):
         Returns:
             What ``closure`` returned.
         """
-        self._check_not_paused()
-        if closure is not None and not callable(closure):
-            raise TypeError(
-                "closure must be a function without arguments, or None, got "
-                f"{type(closure).__name__}"
-            )
+        self._check_step(closure)
         if self.defaults["differentiable"]:
             return super().step(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._in_backward and (lost := self._stepper.lost()):
-            self._attach(lost)
-            warnings.warn(
-                f"memsave_ext: {len(lost)} parameters had lost their hook (their tensors were "
-                "swapped, or something else took its place). It is attached again; this step is "
-                "made from what is in .grad.",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        unscaled = self._check_scaler()
-        if not self._stepper.step(self.clip_global_norm or 0.0, unscaled) and self._in_backward:
-            self._check_not_orphaned()
-        if self.grad_scaler is not None and self.grad_scaler.is_enabled():
-            self._report_to_scaler(self.grad_scaler)
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        modes.check_bool("set_to_none", set_to_none)
-        if not set_to_none:
-            super().zero_grad(set_to_none=False)
-        self._stepper.zero_grad(set_to_none)
-
-    def _make_stepper(self) -> None:
-        note_optimizer(self)
-        self._stepper = Stepper(self, self._small_bytes, self._bucket_bytes)
-        self._reductions = []
+        return self._close_step(closure)
 
 
 class AdamW(Adam):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import modes
-from .in_backward import InBackward
+from .step_in_backward import InBackward
 
 
 class Saving(InBackward):
@@ -18,7 +18,8 @@ class Saving(InBackward):
     def fp32_parameters(self) -> list[Tensor]:
         """Returns float32 copies of the parameters, in the order of ``param_groups``.
 
-        Those of bfloat16 parameters include what ``bf16="kahan"`` or ``"split"`` keeps beside them.
+        Those of bfloat16 parameters include what ``bf16="kahan"``, ``"split"`` or ``"split8"``
+        keeps beside them.
         """
         return [
             modes.fp32_parameter(param, self.state.get(param, {}), group)
@@ -29,7 +30,7 @@ class Saving(InBackward):
     def to_fp32_state_dict(self) -> dict[str, Any]:
         """Returns the ``state_dict`` as torch's Adam would have it, which any Adam can load.
 
-        Moments of 8 and 16 bits are float32 in it, and this class's options are left out. For the
+        Moments of 4, 8 and 16 bits are float32 in it; this class's options are left out. For the
         parameters see :meth:`fp32_parameters`.
         """
         return modes.to_fp32(self.state_dict())

@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from . import errors
-from .blocks import SCALES, blocks_of, takes_blocks
+from .blocks import SCALES, blocks_of, made, takes_blocks
 from .elements import real_type, zeros_like
-from .formats import COMPUTED, made_state_format, param_format_of, state_formats
+from .formats import (
+    COMPUTED,
+    Codes,
+    key_of_state,
+    made_state_format,
+    param_format_of,
+    state_formats,
+)
 
 # A step is made as a whole, or in parts: gradients are folded into the moments ("first_fold", then
 # "fold"), and "close" adds the last one and updates the parameter.
@@ -23,11 +30,11 @@ def make_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     device = param.device if group["capturable"] or group["fused"] else "cpu"
     row = made_state_format(param, group, takes_blocks(param))
     state = {"step": torch.zeros((), dtype=torch.float32, device=device)}
-    for name in _moments(group):
-        state[name] = zeros_like(param, row.dtype or param.dtype)
-    if row.block:
-        for name in SCALES:
-            state[name] = torch.zeros(blocks_of(param), dtype=torch.float32, device=param.device)
+    if row.codes:
+        state |= made(param, row)
+    else:
+        for name in _moments(group):
+            state[name] = zeros_like(param, row.dtype or param.dtype)
     if (low_part := param_format_of(param, group).low_part) is not None:
         state["param_rest"] = zeros_like(param, low_part)
     return state
@@ -48,28 +55,31 @@ def check(
     step = state.get("step")
     if not isinstance(step, Tensor) or step.numel() != 1 or not step.is_floating_point():
         raise errors.wrong_step()
-    if "exp_avg" not in state:
+    if "exp_avg" not in state and "moments" not in state:
         raise errors.no_state("exp_avg")
-    dtype = state["exp_avg"].dtype
-    allowed = state_formats(param, group)
-    if dtype not in allowed:
-        raise errors.wrong_moments(param.dtype, dtype, allowed)
-    row = allowed[dtype]
-    for name in _moments(group):
+    key, allowed = key_of_state(state), state_formats(param, group)
+    dtype = key[0]
+    if key not in allowed:
+        raise errors.wrong_moments(param.dtype, dtype, dict.fromkeys(of for of, _ in allowed))
+    row = allowed[key]
+    for name in ["moments"] if row.joint else _moments(group):
         if name == "max_exp_avg_sq" and not row.amsgrad:
             raise errors.no_amsgrad()
         _check_like(name, param, state, dtype)
-    if row.block:
-        _check_blocks(param, state)
+    if row.joint and group["amsgrad"]:
+        raise errors.no_amsgrad()
+    if row.codes:
+        _check_blocks(param, state, row.codes)
     if (low_part := param_format_of(param, group).low_part) is not None:
         _check_like("param_rest", param, state, low_part)
-    if phase != "whole" and real_type(state["exp_avg"]) not in (torch.float32, torch.float64):
+    folds = (torch.float32, torch.float64)
+    if phase != "whole" and (row.joint or real_type(state["exp_avg"]) not in folds):
         raise errors.cannot_fold(dtype)
 
 
-def check_dense(grad: Tensor) -> None:
+def check_dense(grad: Tensor, *, own_step: bool = False) -> None:
     if grad.layout != torch.strided:
-        raise errors.sparse()
+        raise errors.sparse_for_own_step() if own_step else errors.sparse()
 
 
 def _moments(group: Mapping[str, Any]) -> list[str]:
@@ -92,18 +102,19 @@ def _check_like(name: str, param: Tensor, state: Mapping[str, Tensor], dtype: to
         raise errors.wrong_state_type(name, tensor.dtype, dtype)
 
 
-def _check_blocks(param: Tensor, state: Mapping[str, Tensor]) -> None:
+def _check_blocks(param: Tensor, state: Mapping[str, Tensor], of: Codes) -> None:
+    blocks = blocks_of(param, of)
     for name in SCALES:
         scale = state.get(name)
         if (
             scale is None
-            or scale.numel() != blocks_of(param)
+            or scale.numel() != blocks
             or scale.dtype != torch.float32
             or scale.device != param.device
             or not scale.is_contiguous()
         ):
-            raise errors.wrong_scale(name, param, blocks_of(param))
+            raise errors.wrong_scale(name, param, blocks)
     # Blocks are consecutive in memory, so the codes are valid only for the strides they had.
-    then, now = state["exp_avg"].stride(), param.stride()
+    then, now = state["moments" if "moments" in state else "exp_avg"].stride(), param.stride()
     if any(size > 1 and a != b for size, a, b in zip(param.shape, then, now, strict=True)):
         raise errors.moved_blocks(then, now)

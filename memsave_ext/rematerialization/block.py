@@ -16,7 +16,14 @@ from torch.optim import Optimizer
 from ..memory.hooks import Modules
 from ..memory.report import format_seconds
 from ..memory.table import format_bytes
-from .budget import LivedBefore, check_arguments, device_of, parse_budget, warn_if_short
+from .budget import (
+    LivedBefore,
+    check_arguments,
+    describe_limit,
+    device_of,
+    parse_budget,
+    warn_if_short,
+)
 from .figures import RematFigures, make_figures, make_report
 from .picture import draw_budget
 from .recorder import make_recorder
@@ -190,7 +197,8 @@ class remat:  # noqa: N801, a context manager is used like a function
             return f"Peak {peak}; the first step of this shape, which is measured"
         return (
             f"Peak {peak} of a budget of {budget}; the least for these shapes is {least}; "
-            f"recomputing is planned to take {format_seconds(figures['plan'][1])}"
+            f"recomputing is planned to take {format_seconds(figures['plan'][1])}\n"
+            f"The least is needed in {describe_limit(self._recorder)}"
         )
 
     def _install(self) -> ExitStack:

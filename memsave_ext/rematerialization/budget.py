@@ -94,6 +94,21 @@ def device_of(model: nn.Module | None) -> torch.device:
     return torch.device("cpu")
 
 
+def describe_limit(recorder: Recorder) -> str:
+    """Tells where the step needs the least, and what holds it there; empty if it is not known."""
+    limit = recorder.limit()
+    if limit is None:
+        return ""
+    in_forward, operator, others, held = limit
+    before = min(int(recorder.budget()["before"]), others)
+    where = "forward, after" if in_forward else "backward, where it reads a result of"
+    return (
+        f"{where} {operator or 'an input'}: {format_bytes(before)} of parameters, gradients and "
+        f"states, {format_bytes(held)} of activations, and {format_bytes(others - before)} of "
+        "gradients and temporary memory"
+    )
+
+
 def warn_if_short(recorder: Recorder) -> None:
     """Warns where even the lowest peak exceeds the budget; once for steps of one shape."""
     if not recorder.is_newly_short():
@@ -101,10 +116,10 @@ def warn_if_short(recorder: Recorder) -> None:
     figures = recorder.budget()
     least, budget = format_bytes(figures["least"]), format_bytes(figures["budget"])
     warnings.warn(
-        f"remat: the budget of {budget} is less than the least possible for these shapes, {least}, "
-        f"of which parameters, gradients and states are {format_bytes(figures['before'])}. The "
-        "step runs with the least. To go lower: Adam in backward frees gradients as they arrive, "
-        "states of 8 or 16 bits are smaller, linear_cross_entropy makes no logits, and "
+        f"remat: the budget of {budget} is less than the least possible for these shapes, {least}. "
+        f"That is needed in {describe_limit(recorder)}. The step runs with the least. To go lower: "
+        "Adam in backward frees gradients as they arrive, states of 8 or 16 bits are smaller, "
+        "linear_cross_entropy makes no logits, checkpoint(chunks=) splits wide layers, and "
         "micro-batches with accumulation need fewer activations.",
         UserWarning,
         stacklevel=3,

@@ -39,6 +39,13 @@ class Recorder(Protocol):
     def is_newly_short(self) -> bool:
         """Within a budget: whether it is too small, and this was not asked for this shape yet."""
 
+    def limit(self) -> tuple[bool, str, int, int] | None:
+        """Within a budget: where the least is needed. None: it is not known yet.
+
+        Whether that is in forward; the operator that runs there, or whose result a node of backward
+        reads; bytes that no plan changes, parameters and the like included; bytes of activations.
+        """
+
     def trace(self) -> tuple[Any, ...]:
         """Within a budget: what was written down; see csrc/remat/bindings.cpp."""
 

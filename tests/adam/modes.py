@@ -33,10 +33,19 @@ MODES = {
     ),
     "split, states bf16": (BF16, {"bf16": "split", "state_dtype": BF16, "betas": (0.5, 0.9)}),
     "split, states 8bit": (BF16, {"bf16": "split", "state_dtype": "8bit"}),
+    "fp32, states 4bit": (FP32, {"state_dtype": "4bit", "weight_decay": 0.1}),
+    "fp16, states 4bit": (FP16, {"state_dtype": "4bit"}),
+    "stochastic, states 4bit": (
+        BF16, {"bf16": "stochastic", "state_dtype": "4bit", "max_grad_norm": 0.5}
+    ),
+    "split, states 4bit": (BF16, {"bf16": "split", "state_dtype": "4bit"}),
+    "split8": (BF16, {"bf16": "split8", "weight_decay": 0.1}),
+    "split8, states bf16": (BF16, {"bf16": "split8", "state_dtype": BF16, "amsgrad": True}),
+    "split8, states 8bit": (BF16, {"bf16": "split8", "state_dtype": "8bit"}),
 }  # fmt: skip
 # What the errors of an unknown one say.
-BF16_CHOICES = "bf16 must be None, 'stochastic', 'kahan' or 'split'"
-STATE_DTYPE_CHOICES = "state_dtype must be None, torch.float32, torch.bfloat16 or '8bit'"
+BF16_CHOICES = "bf16 must be None, 'stochastic', 'kahan', 'split' or 'split8'"
+STATE_DTYPE_CHOICES = "state_dtype must be None, torch.float32, torch.bfloat16, '8bit' or '4bit'"
 
 # clip_global_norm with in_backward=True.
 nothing_in_backward = pytest.mark.filterwarnings("ignore:memsave_ext. clip_global_norm needs")

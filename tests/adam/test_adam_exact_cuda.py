@@ -172,6 +172,8 @@ LARGE = {  # type, options, bytes of an element: parameter, gradient and states
     "bf16, states fp32": (BF16, {}, 12),
     "bf16 split": (BF16, {"bf16": "split"}, 14),
     "fp32, 8-bit": (FP32, {"state_dtype": "8bit"}, 10),
+    "bf16 split8, 8-bit": (BF16, {"bf16": "split8", "state_dtype": "8bit"}, 7),
+    "bf16 stochastic, 4-bit": (BF16, {"bf16": "stochastic", "state_dtype": "4bit"}, 5),
     "bf16 stochastic, 8-bit": (BF16, {"bf16": "stochastic", "state_dtype": "8bit"}, 6),
 }
 

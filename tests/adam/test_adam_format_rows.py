@@ -69,7 +69,8 @@ def test_what_exists_is_stepped(combination):
     (3 * weight).sum().backward()
     optimizer.step()
     state = optimizer.state[weight]
-    assert state["exp_avg"].dtype == (states.dtype or param)
+    assert formats.key_of_state(state) == (states.dtype or param, states.joint)
+    assert ("exp_avg" in state) != states.joint and ("exp_avg_sq" in state) != states.joint
     assert state["step"] == 2
     low_part = state.get("param_rest")
     assert (None if low_part is None else low_part.dtype) == bf16.low_part
@@ -101,7 +102,8 @@ def test_the_kernels_rows_are_pythons():
     assert described["states"] == [
         (
             row.name, row.option, row.dtype, [d for d in COMPUTED if d in row.params],
-            row.at_random, row.amsgrad, row.block,
+            row.at_random, row.amsgrad,
+            *((row.codes.block, row.codes.bits, row.codes.ratio) if row.codes else (0, 0, 0)),
         )
         for row in STATE_FORMATS
     ]  # fmt: skip

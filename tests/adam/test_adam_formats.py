@@ -1,50 +1,18 @@
 """How Adam's parameters and states are stored, in the reference, beside plain Python."""
 
 import math
-import struct
+from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from formats_of_floats import CPU, FINITE, FLOATS, bits, floats, same
+from hypothesis import given
 from hypothesis import strategies as st
+from oracles.adam_formats import split8
 
-from memsave_ext.adam import blocks, formats, precise
+from memsave_ext.adam import formats, precise
 from memsave_ext.adam.fallback import packing, random_bits
 from memsave_ext.adam.fallback.random_bits import Draw
-from memsave_ext.adam.formats import BLOCK
-
-CPU = torch.device("cpu")
-UNIT = 2.0**-23
-ANY = [0.0, -0.0, 1.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 1e-39, 3.4028235e38]
-# Of every exponent and both signs: patterns of bits, as they are.
-FLOATS = st.lists(
-    st.integers(0, 2**32 - 1).map(lambda bits: struct.unpack("<f", struct.pack("<I", bits))[0])
-    | st.sampled_from(ANY),
-    min_size=1,
-    max_size=50,
-)
-FINITE = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1)
-
-
-def floats(values):
-    return torch.tensor(values, dtype=torch.float32)
-
-
-def bits(numel, value=None, seed=3):
-    if value is not None:
-        return torch.full((numel,), value, dtype=torch.int32)
-    return random_bits.random_bits(
-        numel, seed=seed, position=1, step=2, draw=Draw.MOMENTS, device=CPU
-    )
-
-
-def same(left, right):
-    """Bitwise, but for the bits of what is no number."""
-    assert left.dtype == right.dtype
-    return torch.equal(left.isnan(), right.isnan()) and torch.equal(
-        left[~left.isnan()].view(torch.int32), right[~right.isnan()].view(torch.int32)
-    )
-
 
 # random bits
 
@@ -152,6 +120,33 @@ def test_split_of_every_exponent():
         assert same(formats.unsplit(*formats.split(x)), x)
 
 
+@given(FLOATS, st.integers(0, 0xFFFF))
+def test_split8_is_the_oracles(values, random):
+    x = floats(values)
+    upper, low_bits = formats.split8(x, bits(x.numel(), random))
+    assert (upper.dtype, low_bits.dtype) == (torch.bfloat16, torch.int8)
+    both = formats.unsplit8(upper, low_bits)
+    assert same(both[~x.isfinite()], x[~x.isfinite()])
+    for value, up, rest, joined in zip(x, upper.float(), low_bits, both, strict=True):
+        if not value.isfinite():
+            continue
+        of_upper, of_rest = split8(value.item(), random)
+        # The nearest to the largest numbers is infinity, which with its rest is a number again.
+        assert of_upper == (2**128 if up.isinf() else abs(Fraction(up.item())))
+        assert rest == of_rest
+        assert joined.signbit() == value.signbit()
+        near = value.abs().double() * 2.0**-15 + 2.0**-141
+        assert (joined.isinf() and value.abs() > 3.4e38) or (joined - value).abs() <= near
+
+
+@pytest.mark.parametrize("value", [1.00001, -1.00001, 1.5, 0.0, 3e-40])
+def test_split8_is_unbiased(value):
+    x = floats([value])
+    all_bits = torch.arange(256, dtype=torch.int32)
+    mean = formats.unsplit8(*formats.split8(x.expand(256), all_bits)).double().mean()
+    torch.testing.assert_close(mean, x.double()[0], rtol=1e-12, atol=0)
+
+
 @given(FLOATS)
 def test_kahan_keeps_twice_the_bits(values):
     x = floats(values)
@@ -164,126 +159,6 @@ def test_kahan_keeps_twice_the_bits(values):
     tolerance = x.double().abs() * 2.0**-17 + 1e-40
     assert ((both.double() - x.double()).abs() <= tolerance)[fits].all()
     assert same(both[~fits], upper.float()[~fits])
-
-
-# moments in blocks
-
-
-def in_blocks(values, random=None, root=False):
-    """As read again after values were stored."""
-    x = floats(values) if isinstance(values, list) else values
-    random = bits(x.numel()) if random is None else random
-    encode = blocks.encode_exp_avg_sq if root else blocks.encode_exp_avg
-    decode = blocks.decode_exp_avg_sq if root else blocks.decode_exp_avg
-    codes, scale = encode(x, random)
-    assert codes.dtype == torch.uint8 and codes.shape == x.shape
-    assert scale.dtype == torch.float32 and scale.shape == (-(-x.numel() // BLOCK),)
-    return decode(codes, scale)
-
-
-@pytest.mark.parametrize("levels", [7, 8])
-def test_numbers_of_codes(levels):
-    numbers = blocks._numbers(levels)
-    assert numbers[0] == 0 and numbers[-1] == pytest.approx(1, rel=UNIT)
-    steps = numbers.diff()
-    assert (steps > 0).all()
-    assert (steps.diff() > -1e-7).all()  # convex
-    for level in range(1, levels):  # a tenth of each level's top is the top of the one before
-        top = numbers[(2 << level) - 1].double()
-        assert top == pytest.approx(10.0 ** (level + 1 - levels), rel=1e-6)
-    codes = torch.arange(1 << levels)
-    torch.testing.assert_close(blocks._codes(numbers, levels), codes.float(), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("levels", [7, 8])
-def test_codes_rise_with_numbers(levels):
-    numbers = torch.cat([torch.linspace(0, 1, 100_001), torch.logspace(-9, 0, 10_001)]).sort()[0]
-    codes = blocks._codes(numbers, levels)
-    assert (codes.diff() >= 0).all()
-    assert codes[0] == 0 and codes[-1] == (1 << levels) - 1
-
-
-@pytest.mark.parametrize("root", [False, True])
-@pytest.mark.parametrize("random", [0, 0x8000, 0xFFFF])
-@pytest.mark.parametrize("scale", [1.0, 1e-30, 3e8])
-def test_blocks_are_exact_at_zero_and_the_maximum(root, random, scale):
-    torch.manual_seed(1)
-    x = torch.rand(3 * BLOCK + 5) * scale
-    x[::7] = 0
-    x[-5:] = 0  # a whole block
-    tops = [10, BLOCK, 2 * BLOCK + 7]
-    x[tops] = scale * torch.tensor([1.0, 2.0, 3.0])
-    read = in_blocks(x, bits(x.numel(), random), root)
-    assert not read[::7].any() and not read[-5:].any()
-    torch.testing.assert_close(read[tops], x[tops], rtol=3 * UNIT, atol=0)
-
-
-@pytest.mark.parametrize("root", [False, True])
-def test_blocks_are_near_and_unbiased(root):
-    """Within one of a level's equal steps, which go from a tenth of its top to that."""
-    torch.manual_seed(2)
-    x = torch.rand(16 * BLOCK) ** 3  # more of the small
-    x = x if root else x * torch.randn(x.shape).sign()
-    exact = x.sqrt() if root else x
-    of_top = exact.abs().view(-1, BLOCK)
-    tops = of_top.amax(1, keepdim=True)
-    of_top = of_top / tops
-    levels = 8 if root else 7
-    level = (levels - 1 + of_top.double().log10().ceil()).clamp(min=0)
-    step = tops * 0.9 * 10 ** (level - levels + 1) / 2**level
-    step = torch.where(level == 0, tops * 10.0 ** (1 - levels), step).view(-1) * 1.0001
-    draws = 200
-    seen = torch.zeros_like(step)
-    for seed in range(draws):
-        read = in_blocks(x, bits(x.numel(), seed=seed), root)
-        error = (read.sqrt() if root else read) - exact
-        assert (error.abs() <= step).all()
-        seen += error
-    assert (seen.abs() / draws < 6 * step / 2 / math.sqrt(draws)).all()
-    assert abs((seen / step).mean() / draws) < 4 / 2 / math.sqrt(draws * x.numel())
-
-
-@given(FINITE.filter(any), st.sampled_from([0, 1, 0xFFFF]))
-def test_no_root_but_zero_is_zero(values, random):
-    x = floats(values).square()
-    x = x[x.isfinite()]
-    codes, _ = blocks.encode_exp_avg_sq(x, bits(x.numel(), random))
-    assert torch.equal(codes == 0, x == 0)
-
-
-@given(FLOATS, st.integers(0, 0xFFFF))
-def test_exp_avg_in_a_block(values, random):
-    x = floats(values)
-    read = in_blocks(x, bits(x.numel(), random))
-    if not x.isfinite().all():
-        assert read.isnan().all()
-        return
-    top = x.abs().max()
-    assert (read.abs() <= top).all()
-    assert ((read.sign() == x.sign()) | (read == 0)).all()
-    if top >= 1.2e-38:  # of what is less the inverse may be no number
-        assert ((read - x).abs().double() <= top.double() * 0.9 / 64 * 1.0001).all()
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("root", [False, True])
-def test_what_is_not_finite_shows_in_its_block_alone(bad, root):
-    x = torch.zeros(3 * BLOCK)
-    x[BLOCK + 3] = bad
-    read = in_blocks(x, root=root)
-    assert torch.equal(read.isnan().view(3, BLOCK).all(1), torch.tensor([False, True, False]))
-    assert torch.equal(read[:BLOCK], x[:BLOCK]) and torch.equal(read[-BLOCK:], x[-BLOCK:])
-
-
-@settings(deadline=None)
-@given(st.integers(1, 3 * BLOCK), st.booleans())
-def test_a_part_of_a_block_is_as_one_with_zeros(numel, root):
-    torch.manual_seed(numel)
-    x = torch.rand(numel)
-    padded = torch.nn.functional.pad(x, (0, -numel % BLOCK))
-    read = in_blocks(padded, root=root)
-    assert torch.equal(in_blocks(x, root=root), read[:numel])
-    assert not read[numel:].any()
 
 
 # moments that are folded

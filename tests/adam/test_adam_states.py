@@ -1,4 +1,4 @@
-"""States of bfloat16 and of 8 bits."""
+"""States of bfloat16, of 8 and of 4 bits."""
 
 import math
 
@@ -61,7 +61,7 @@ def test_the_bound_of_an_8bit_step_is_what_adam_can_reach(betas):
         assert step == pytest.approx(reached, rel=1e-3)
 
 
-@pytest.mark.parametrize("state_dtype", [BF16, "8bit"])
+@pytest.mark.parametrize("state_dtype", [BF16, "8bit", "4bit"])
 def test_what_is_not_finite_shows(state_dtype):
     param = nn.Parameter(torch.zeros(2 * 4096))
     optimizer = ms.Adam([param], state_dtype=state_dtype)
@@ -72,11 +72,20 @@ def test_what_is_not_finite_shows(state_dtype):
     assert param[5].isnan() and not param[4096:].isnan().any()
 
 
-def test_8bit_states_and_memory_formats():
+def test_4bit_states_are_of_4_bits():
+    params, optimizer = make(state_dtype="4bit")
+    train(params, optimizer, 1)
+    for p, small in zip(params, [False, True, False, True], strict=True):
+        size = sum(t.nbytes for n, t in optimizer.state[p].items() if n != "step")
+        assert size == (8 * p.numel() if small else p.numel() + 8 * math.ceil(p.numel() / 128))
+
+
+@pytest.mark.parametrize("state_dtype", ["8bit", "4bit"])
+def test_states_in_blocks_and_memory_formats(state_dtype):
     same_order = nn.Parameter(torch.randn(64, 128, 1, 1))
     other = nn.Parameter(torch.randn(64, 16, 3, 3))
     gaps = nn.Parameter(torch.randn(8192)[::2])
-    optimizer = ms.Adam([same_order, other, gaps], state_dtype="8bit")
+    optimizer = ms.Adam([same_order, other, gaps], state_dtype=state_dtype)
 
     def step():
         for p in (same_order, other, gaps):
@@ -85,7 +94,8 @@ def test_8bit_states_and_memory_formats():
 
     step()
     assert optimizer.state[gaps]["exp_avg"].dtype == torch.float32
-    assert optimizer.state[other]["exp_avg"].dtype == torch.uint8
+    codes = "moments" if state_dtype == "4bit" else "exp_avg"
+    assert optimizer.state[other][codes].dtype == torch.uint8
     same_order.data = same_order.data.to(memory_format=torch.channels_last)
     step()
     other.data = other.data.to(memory_format=torch.channels_last)
@@ -93,8 +103,10 @@ def test_8bit_states_and_memory_formats():
         step()
 
 
-def test_an_amsgrad_state_is_not_for_8bit():
+@pytest.mark.parametrize("state_dtype", ["8bit", "4bit"])
+def test_an_amsgrad_state_is_not_for_blocks(state_dtype):
     p = nn.Parameter(torch.ones(8))
     saved = torch.optim.Adam([p], amsgrad=True).state_dict()
-    with pytest.raises(ValueError, match="amsgrad=True, this optimizer has state_dtype='8bit'"):
-        ms.Adam([p], state_dtype="8bit").load_state_dict(saved)
+    match = f"amsgrad=True, this optimizer has state_dtype='{state_dtype}'"
+    with pytest.raises(ValueError, match=match):
+        ms.Adam([p], state_dtype=state_dtype).load_state_dict(saved)

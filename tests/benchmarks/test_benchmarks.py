@@ -248,6 +248,8 @@ def test_adam_benchmark_end_to_end(benchmark_of):
     if _native.available:  # pure Python has temporaries
         assert ours["peak_bytes"] < fused["peak_bytes"] / 3
     assert len(record["bars"]) == 4
+    assert all(row["own_us"] > 0 for row in record["any_optimizer"])
+    assert len(record["any_optimizer"]) == 4
 
 
 def test_adam_memory_benchmark_end_to_end(benchmark_of):
@@ -305,6 +307,24 @@ def test_adam_modes_benchmark_end_to_end(densenet, tmp_path, capsys):
         table, caption = readme_tables.TABLES[claim]
         assert "fp32" in table(record)
         assert torch.__version__ in caption(record)
+
+
+@pytest.mark.skipif(not _native.available, reason="a minute in pure Python")
+def test_adam_training_benchmark_end_to_end(densenet, tmp_path, capsys):
+    benchmark = importlib.import_module("adam_training")
+    sizes = ["--seeds", "2", "--gpt-steps", "5", "--vit-steps", "5", "--processes", "1"]
+    assert benchmark.main([*sizes, "--no-progress", "--save", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("adam_training-*.json")
+    assert str(path) in capsys.readouterr().out
+    (record,) = json.loads(path.read_text())
+    rows = {row["method"]: row for row in record["rows"]}
+    assert rows.keys() | record["left_out"].keys() == set(benchmark.MODES)
+    for row in record["rows"]:
+        assert row["tasks"].keys() == benchmark.TASKS.keys()
+        assert all(0 < loss < 10 for of in row["tasks"].values() for loss in of["losses"])
+    table, caption = readme_tables.TABLES["adam_training"]
+    assert all(name in table(record) for name in rows)
+    assert torch.__version__ in caption(record)
 
 
 def test_each_peer_of_the_modes_runs_or_says_why_not():

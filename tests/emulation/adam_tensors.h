@@ -6,8 +6,12 @@
 
 namespace emulation {
 
+using memsave_ext::adam::Element;
+using memsave_ext::adam::in_blocks;
+using memsave_ext::adam::is_joint;
 using memsave_ext::adam::Item;
 using memsave_ext::adam::ParamFormat;
+using memsave_ext::adam::row;
 using memsave_ext::adam::StateFormat;
 using memsave_ext::adam::StepPhase;
 using memsave_ext::vector::DType;
@@ -24,7 +28,7 @@ constexpr const char* kNames[] = {"param",         "param_low_part",  "grad",
                                   "exp_avg",       "exp_avg_sq",      "max_exp_avg_sq",
                                   "exp_avg_scale", "exp_avg_sq_scale"};
 
-inline bool in_blocks(const Format& f) { return f.states == StateFormat::kBlocks; }
+inline bool in_blocks(const Format& f) { return in_blocks(f.states); }
 
 inline Stored stored(DType type) {
   return type == DType::kDouble  ? Stored::kDouble
@@ -37,7 +41,10 @@ inline Stored stored(DType type) {
 inline Stored stored(const Format& f, Operand operand) {
   if (operand == kScale || operand == kScaleSq) return Stored::kFloat;
   if (operand == kLowPart) {
-    return f.param_format == ParamFormat::kSplit ? Stored::kBits16 : Stored::kBFloat16;
+    const Element low_part = row(f.param_format).low_part;
+    return low_part == Element::kInt8    ? Stored::kBits8
+           : low_part == Element::kInt16 ? Stored::kBits16
+                                         : Stored::kBFloat16;
   }
   if (operand == kParam || operand == kGrad || f.states == StateFormat::kAsParam) {
     return stored(f.param);
@@ -50,7 +57,9 @@ inline Stored stored(const Format& f, Operand operand) {
 inline bool has(const Format& f, Operand operand) {
   switch (operand) {
     case kLowPart:
-      return f.param_format == ParamFormat::kKahan || f.param_format == ParamFormat::kSplit;
+      return row(f.param_format).low_part != Element::kNone;
+    case kExpAvgSq:
+      return !is_joint(f.states);
     case kMax:
       return f.amsgrad;
     case kScale:
@@ -67,7 +76,7 @@ class Tensor {
   Tensor(const Format& format, size_t numel, int offset, Operand shifted, Generator& generator,
          bool with_grad = true, bool finite = true)
       : format_(format), numel_(numel) {
-    const size_t blocks = static_cast<size_t>(memsave_ext::adam::blocks_of(numel));
+    const auto blocks = in_blocks(format) ? memsave_ext::adam::blocks_of(format.states, numel) : 0;
     for (int i = 0; i < kOperands; ++i) {
       const auto operand = static_cast<Operand>(i);
       if (!has(format, operand) || (operand == kGrad && !with_grad)) continue;

@@ -87,6 +87,7 @@ MODES = {
     "fp32, all clipped": (FP32, {"clip_global_norm": 0.5}),
     "fp32, states bf16": (FP32, {"state_dtype": BF16, "amsgrad": True}),
     "fp32, states 8bit": (FP32, {"state_dtype": "8bit"}),
+    "fp32, states 4bit": (FP32, {"state_dtype": "4bit"}),
     "fp16": (FP16, {"max_grad_norm": 0.5}),
     "fp16, states bf16": (FP16, {"state_dtype": BF16}),
     "fp16, states 8bit": (FP16, {"state_dtype": "8bit"}),
@@ -95,8 +96,8 @@ MODES = {
     "bf16, states 8bit": (BF16, {"state_dtype": "8bit"}),
     **{
         f"{kind}, states {state or 'fp32'}": (BF16, {"bf16": kind, "state_dtype": state})
-        for kind in ("stochastic", "kahan", "split")
-        for state in (None, BF16, "8bit")
+        for kind in ("stochastic", "kahan", "split", "split8")
+        for state in (None, BF16, "8bit", "4bit")
     },
 }
 

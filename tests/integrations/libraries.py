@@ -7,6 +7,8 @@ import os
 import pytest
 import torch
 
+from memsave_ext import _native as native
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 _operators = None
@@ -40,3 +42,12 @@ def _let_torchvision_be_imported():
     _operators = torch.library.Library("torchvision", "FRAGMENT")
     for operator in ("nms", "qnms"):
         _operators.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+# Options of remat_module that have something to drop, however small a model is.
+REMATERIALIZED = [
+    {"_everything": True},
+    pytest.param(
+        {"budget": 0.01}, marks=pytest.mark.skipif(not native.available, reason="it is native")
+    ),
+]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from libraries import REMATERIALIZED
 from torch import nn
 
 import memsave_ext as ms
@@ -117,15 +118,40 @@ def test_a_scaler_that_was_not_handed_over_is_an_error():
         Loop(ours, scaler=scaler()).epoch()
 
 
+@pytest.mark.skipif(not ms._native.available, reason="budgets are native")
+def test_the_batch_size_that_fits_a_budget_is_found():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    tried = []
+
+    def train(batch):
+        tried.append(batch)
+        for _ in range(3):
+            with ms.remat(budget=200_000, strict=True) as block:
+                loss = model(torch.randn(batch, 32)).square().mean()
+            loss.backward()
+        return block
+
+    block = accelerate.utils.find_executable_batch_size(train, starting_batch_size=4096)()
+    assert tried[0] == 4096 and len(tried) > 2 and block.peak <= 1.02 * 200_000
+
+
+@pytest.mark.parametrize("options", REMATERIALIZED, ids=str)
+@pytest.mark.filterwarnings("ignore:remat. the budget")
 @pytest.mark.parametrize("micro_batches", [1, 3], ids=["each batch", "3 batches"])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_rematerialization_changes_nothing(micro_batches, precision):
+def test_rematerialization_changes_nothing(micro_batches, precision, options):
     loops = []
-    for change in (None, lambda net: ms.remat_module(net, _everything=True)):
+    for change in (None, lambda net: ms.remat_module(net, **options)):
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         loop = Loop(ours, micro_batches, change=change, mixed_precision=precision)
         loop.optimizer.accumulate_when(lambda loop=loop: not loop.accelerator.sync_gradients)
         loops.append(loop.epoch().epoch())
     loops[1].assert_same(loops[0])
-    figures = loops[1].handle.figures()
-    assert figures.dropped_bytes > 0 and figures.recomputed_operators > 0
+    handle = loops[1].handle
+    if "budget" in options:
+        assert handle.least is not None
+    else:
+        assert handle.figures().recomputed_operators > 0 < handle.figures().dropped_bytes

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from libraries import REMATERIALIZED
 from torch import nn
 
 import memsave_ext as ms
@@ -196,9 +197,11 @@ def test_a_second_fit_without_it_says_what_to_do():
         trainer.fit(net, torch.utils.data.DataLoader(torch.randn(4, 4), batch_size=2))
 
 
+@pytest.mark.parametrize("options", REMATERIALIZED, ids=str)
+@pytest.mark.filterwarnings("ignore:remat. the budget")
 @pytest.mark.parametrize("batches", [1, 3], ids=["each batch", "3 batches"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_rematerialization_changes_nothing(batches, precision):
+def test_rematerialization_changes_nothing(batches, precision, options):
     """Of what training_step() calls: the module's own forward is none of it."""
 
     class Body(nn.Sequential):
@@ -209,7 +212,7 @@ def test_rematerialization_changes_nothing(batches, precision):
     for in_place in (False, True):
         net = net_class()(told, 0)
         net.first = Body(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.2))
-        handle = ms.remat_module(net.first, _everything=True) if in_place else None
+        handle = ms.remat_module(net.first, **options) if in_place else None
         fit(told, net=net, accumulate_grad_batches=batches, precision=precision)
         runs.append((net, handle))
     (plain, _), (net, handle) = runs

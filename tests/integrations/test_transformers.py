@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from libraries import REMATERIALIZED
 
 import memsave_ext as ms
 
@@ -214,14 +215,16 @@ def test_a_second_trainer(tmp_path, kept):
     assert len(runs[0]) == 10 and runs[1] == pytest.approx(runs[0], rel=1e-3)
 
 
+@pytest.mark.parametrize("options", REMATERIALIZED, ids=str)
+@pytest.mark.filterwarnings("ignore:remat. the budget")
 @pytest.mark.parametrize("micro_batches", [1, 4], ids=["each batch", "4 batches"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
-def test_rematerialization_changes_nothing(tmp_path, micro_batches, bf16):
+def test_rematerialization_changes_nothing(tmp_path, micro_batches, bf16, options):
     """Two runs each, of a Trainer of their own."""
     runs = []
     for in_place in (False, True):
         model, losses = gpt2(), []
-        handle = ms.remat_module(model, _everything=True) if in_place else None
+        handle = ms.remat_module(model, **options) if in_place else None
         for _ in range(2):
             ms.remove_hooks(model)
             optimizer = ours(model)

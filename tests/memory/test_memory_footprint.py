@@ -112,7 +112,7 @@ def test_bytes_of_each_parameter_by_hand():
     n = 1 << 20
     model = nn.Linear(1024, 1024, bias=False, device="meta")
     predicted = ms.memory.footprint(model).predicted
-    scales = 2 * 4 * n // 256
+    scales, scales_of_4bit = 2 * 4 * n // 256, 2 * 4 * n // 128
     between = {
         "fused": 12 * n,
         "in backward": 12 * n,
@@ -122,6 +122,9 @@ def test_bytes_of_each_parameter_by_hand():
         "in backward, bf16=kahan": 12 * n,
         "in backward, bf16=split, state_dtype=bfloat16": 8 * n,
         "in backward, bf16=stochastic, state_dtype=8bit": 4 * n + scales,
+        "in backward, bf16=split8, state_dtype=8bit": 5 * n + scales,
+        "in backward, state_dtype=4bit": 5 * n + scales_of_4bit,
+        "in backward, bf16=stochastic, state_dtype=4bit": 3 * n + scales_of_4bit,
     }
     step = 4
     for mode, expected in between.items():
@@ -207,7 +210,9 @@ def test_one_optimizer_predicts_for_the_other(in_backward):
     of_ours = ms.memory.footprint(model, ours)
     assert of_torchs.predicted == of_ours.predicted
     assert of_torchs.unpredicted == of_ours.unpredicted
-    assert set(of_torchs.unpredicted) == {name_of(b, "8bit") for b, s in OUR_MODES if s == "8bit"}
+    assert set(of_torchs.unpredicted) == {
+        name_of(b, s) for b, s in OUR_MODES if s in ("8bit", "4bit")
+    }
     if in_backward:
         assert of_torchs.mode == of_ours.mode == "in backward"
     for why in of_ours.unpredicted.values():
@@ -242,6 +247,19 @@ def test_expected_is_what_the_optimizer_does():
     ]:
         assert ms.memory.footprint(model, optimizer, in_backward=in_backward).mode == mode
     assert ms.memory.footprint(make_model(device="meta")).mode == "foreach"
+
+
+def test_any_optimizer_in_backward():
+    model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
+    optimizer = ms.in_backward(torch.optim.RMSprop(model.parameters(), momentum=0.9))
+    predicted = ms.memory.footprint(model, optimizer)
+    assert predicted.mode == "in backward"
+    assert predicted.expected.peak < predicted.predicted["for-loop"].peak
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    assert ms.memory.footprint(model, optimizer).now.bytes == predicted.expected.between.bytes
+    optimizer.remove_hooks()
+    assert ms.memory.footprint(model, optimizer).mode == "for-loop"
 
 
 def test_default_dtype():

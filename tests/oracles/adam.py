@@ -73,8 +73,8 @@ def clip_factor(grads: list[Tensor], limit: float | None) -> float:
 
 def too_far(param: Tensor, oracle: Oracle, storage: str, dtype: torch.dtype) -> str:
     """Nothing, or how far a parameter is from the oracle's and how far it may be. ``storage``:
-    "exact", "bf16" (rounded to nearest or at random), "kahan", "states" (of bfloat16), "8bit",
-    "fold"; several joined by "+"."""
+    "exact", "bf16" (rounded to nearest or at random), "kahan", "split", "split8", "states" (of
+    bfloat16), "8bit", "4bit", "fold"; several joined by "+"."""
     if oracle.step == 0:
         return "" if torch.equal(wide(param), oracle.param) else "it was stepped without a gradient"
     if not param.numel():
@@ -87,7 +87,7 @@ def too_far(param: Tensor, oracle: Oracle, storage: str, dtype: torch.dtype) -> 
     per_step = 64 * ULP[real]  # of a learning rate: moments are weighted sums of several gradients
     bound = oracle.path * per_step + 2 * oracle.step * size * ULP[real]
     if dtype in (torch.float16, torch.bfloat16):
-        rounding = {"kahan": 2.0**-15, "split": ULP[torch.float32]}
+        rounding = {"kahan": 2.0**-15, "split8": 2.0**-15, "split": ULP[torch.float32]}
         relative = next((rounding[s] for s in rounding if s in storage), ULP[dtype])
         bound += oracle.step * size * relative
     # Where weight decay cancels a gradient, Adam magnifies what rounding left of it.
@@ -98,7 +98,8 @@ def too_far(param: Tensor, oracle: Oracle, storage: str, dtype: torch.dtype) -> 
     clear = lost < 0.1 * oracle.path
     count = max(1, int(clear.sum()))
     distance = float((ours - oracle.param)[clear].norm()) / math.sqrt(count)
-    if "8bit" in storage or "states" in storage or "fold" in storage:
-        allowed = bound + oracle.path * (0.3 if "8bit" in storage else 0.1)
+    coarse = {"4bit": 0.6, "8bit": 0.3, "states": 0.1, "fold": 0.1}
+    if of_path := [share for name, share in coarse.items() if name in storage]:
+        allowed = bound + oracle.path * of_path[0]
         return f"distance {distance:.3g}, allowed {allowed:.3g}" if distance > allowed else ""
     return f"off by {worst:.3g}, allowed {bound:.3g}" if worst > bound else ""

@@ -122,3 +122,17 @@ def test_programs_of_the_same_shapes_that_read_other_tensors():
     _, block = run(True, budget=10**8)
     # It is not taken for the other one where that has ended otherwise.
     assert block._recorder.budget()["plan"] is None
+
+
+def test_a_block_that_stays_open_forgets_what_it_wrote_down():
+    w, x = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    with ms.remat() as block:
+        for _ in range(20_000):
+            (x @ w).tanh().exp().sum().backward()
+        contents, calls, moments, *_ = block._recorder.trace()
+        assert len(contents) == len(calls) == len(moments) == 0
+        w.grad = None
+        for _ in range(3):
+            (x @ w).tanh().exp().sum().backward()
+    (grad,) = torch.autograd.grad((x @ w).tanh().exp().sum(), w)
+    assert torch.equal(w.grad, grad + grad + grad)

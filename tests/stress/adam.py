@@ -96,7 +96,7 @@ class Training:
 
     def values(self) -> dict[int, Tensor]:
         """Of parameters that have more bits than they show."""
-        if self.case["bf16"] not in ("kahan", "split"):
+        if self.case["bf16"] not in ("kahan", "split", "split8"):
             return {}
         params = (p for g in self.optimizer.param_groups for p in g["params"])
         return dict(zip(map(id, params), self.optimizer.fp32_parameters(), strict=True))
@@ -205,7 +205,8 @@ def expected(case: Case, training: Training, oracles: list[Oracle], grads: Any, 
 def storage(case: Case, dtype: torch.dtype) -> str:
     parts = [case["bf16"] or ""] if dtype == torch.bfloat16 else []
     if case["state_dtype"]:
-        parts.append("8bit" if case["state_dtype"] == "8bit" else "states")
+        coded = case["state_dtype"] in ("8bit", "4bit")
+        parts.append(case["state_dtype"] if coded else "states")
     return "+".join([*parts, "fold"] if case["fold"] else parts)
 
 

@@ -31,8 +31,8 @@ def generate(seed: int, without: list[str]) -> Case:
         return value if rng.random() < chance else otherwise
 
     case: Case = {
-        "bf16": some(rng.choice(["stochastic", "kahan", "split"]), 0.3, None),
-        "state_dtype": some(rng.choice(["8bit", torch.bfloat16]), 0.3, None),
+        "bf16": some(rng.choice(["stochastic", "kahan", "split", "split8"]), 0.3, None),
+        "state_dtype": some(rng.choice(["8bit", "4bit", torch.bfloat16]), 0.3, None),
         "amsgrad": some(True, 0.2, False),
         "maximize": some(True, 0.2, False),
         # Exact in float32: where it cancels a gradient nothing must be left for Adam to magnify.
@@ -73,14 +73,14 @@ def generate(seed: int, without: list[str]) -> Case:
         elif case["state_dtype"]:
             dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16])
         shape, layout = rng.choice(SHAPES), rng.choice(LAYOUTS)
-        layout = "contiguous" if case["state_dtype"] == "8bit" else layout
+        layout = "contiguous" if case["state_dtype"] in ("8bit", "4bit") else layout
         case["params"].append((dtype, shape, layout, rng.randrange(2)))
     return settled(case)
 
 
 def settled(case: Case) -> Case:
     """Without what is documented not to be combined."""
-    if case["state_dtype"] == "8bit":
+    if case["state_dtype"] in ("8bit", "4bit"):
         case["amsgrad"] = False
     if case["clip_global_norm"] is not None:
         case["norm_pass"] = False
@@ -91,7 +91,11 @@ def settled(case: Case) -> Case:
         case["fold"] = False
     if case["scaler"] and case["interlude"]:
         case["interlude"] = None
-    if case["bf16"] in ("kahan", "split") and case["interlude"] and case["interlude"][0] == "fp32":
+    if (
+        case["bf16"] in ("kahan", "split", "split8")
+        and case["interlude"]
+        and case["interlude"][0] == "fp32"
+    ):
         case["interlude"] = None  # which is without what these keep beside a parameter
     if case["scaler"]:  # which torch has for real numbers only
         swap = {torch.complex64: torch.float32, torch.complex128: torch.float64}

@@ -9,10 +9,15 @@ import pytest
 import torch
 
 import memsave_ext as ms
-from stress import adam, backwards, programs, regions, run, worlds
+from stress import adam, any_optimizer, backwards, programs, regions, run, worlds
 from stress.programs import Op
 
-PARTS = {"regions": (regions, 100), "adam": (adam, 60), "backwards": (backwards, 15)}
+PARTS = {
+    "regions": (regions, 100),
+    "adam": (adam, 60),
+    "backwards": (backwards, 15),
+    "any_optimizer": (any_optimizer, 20),
+}
 
 
 @pytest.mark.parametrize("part", run.PARTS)

@@ -41,18 +41,40 @@ struct Nearest {
   }
 };
 
-// 16-bit values, and with `has_low_part` a 16-bit low part of each. Bits: ParamBits or StateBits.
-template <typename Bits, bool random, bool has_low_part>
+// Low parts are read into the uppermost bits of words, and written from the lowest.
+template <typename Size>
+MEMSAVE_EXT_INLINED inline isa::Bits load_low(const uint8_t* from, Size size) {
+  return isa::load_bytes(from, size) << 24;
+}
+
+template <typename Size>
+MEMSAVE_EXT_INLINED inline isa::Bits load_low(const BFloat16* from, Size size) {
+  return (isa::Bits)isa::load(from, size);
+}
+
+template <typename Size>
+MEMSAVE_EXT_INLINED inline void store_low(uint8_t* to, isa::Bits bits, Size size) {
+  isa::store_bytes(to, bits, size);
+}
+
+template <typename Size>
+MEMSAVE_EXT_INLINED inline void store_low(BFloat16* to, isa::Bits bits, Size size) {
+  isa::store_halves(to, bits, size);
+}
+
+// 16-bit values, each with a low part unless that is kNone. Bits: ParamBits or StateBits.
+template <typename Bits, bool random, Element low_part>
 struct Short {
   using Vector = Floats;
+  using LowPart = std::conditional_t<low_part == Element::kInt8, uint8_t, BFloat16>;
   static constexpr bool kRandom = random;
-  static constexpr bool kHasLowPart = has_low_part;
+  static constexpr bool kHasLowPart = low_part != Element::kNone;
 
   BFloat16* values;
-  BFloat16* low_parts;  // int16 with kSplit
+  LowPart* low_parts;  // those of 16 bits are read as bfloat16, whatever they are
 
-  MEMSAVE_EXT_INLINED explicit Short(void* at, void* low_part = nullptr)
-      : values(static_cast<BFloat16*>(at)), low_parts(static_cast<BFloat16*>(low_part)) {}
+  MEMSAVE_EXT_INLINED explicit Short(void* at, void* low_parts = nullptr)
+      : values(static_cast<BFloat16*>(at)), low_parts(static_cast<LowPart*>(low_parts)) {}
 
   MEMSAVE_EXT_INLINED void prefetch_at(int64_t i) const {
     prefetch(values + i);
@@ -61,9 +83,9 @@ struct Short {
 
   template <typename Size>
   MEMSAVE_EXT_INLINED Vector load(int64_t i, Size size) const {
-    isa::Bits low_part{};
-    if constexpr (kHasLowPart) low_part = (isa::Bits)isa::load(low_parts + i, size);
-    return Bits::template load<Math>((isa::Bits)isa::load(values + i, size), low_part);
+    isa::Bits low{};
+    if constexpr (kHasLowPart) low = load_low(low_parts + i, size);
+    return Bits::template load<Math>((isa::Bits)isa::load(values + i, size), low);
   }
 
   template <typename Size>
@@ -72,13 +94,13 @@ struct Short {
     if constexpr (kRandom) drawn = random_bits(noise);
     const auto halves = Bits::template store<Math>(v, drawn);
     isa::store_halves(values + i, halves.param, size);
-    if constexpr (kHasLowPart) isa::store_halves(low_parts + i, halves.low_part, size);
+    if constexpr (kHasLowPart) store_low(low_parts + i, halves.low_part, size);
   }
 };
 
 template <ParamFormat format, typename Storage>
-using Param = std::conditional_t<
-    format == ParamFormat::kPlain, Nearest<Storage>,
-    Short<ParamBits<format>, row(format).at_random, row(format).low_part != Element::kNone>>;
+using Param =
+    std::conditional_t<format == ParamFormat::kPlain, Nearest<Storage>,
+                       Short<ParamBits<format>, row(format).at_random, row(format).low_part>>;
 
 }  // namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA

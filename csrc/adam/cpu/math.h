@@ -1,4 +1,4 @@
-// The Math that adam/math.h, philox.h, formats.h and blockwise_8bit.h ask for, over vectors, for
+// The Math that adam/math.h, philox.h, formats.h and blockwise.h ask for, over vectors, for
 // the instruction set whose target region this is included in.
 #pragma once
 
@@ -115,6 +115,25 @@ struct Math {
 
   static MEMSAVE_EXT_INLINED Floats number(isa::Bits integers) {
     return __builtin_convertvector((Integers)integers, Floats);
+  }
+
+#if MEMSAVE_EXT_VECTOR_BYTES >= 32
+  static constexpr bool kLooksUp = true;
+#else
+  static constexpr bool kLooksUp = false;
+#endif
+
+  static MEMSAVE_EXT_INLINED Floats look_up([[maybe_unused]] const float (&table)[16],
+                                            isa::Bits index) {
+#if MEMSAVE_EXT_VECTOR_BYTES == 64
+    return (Floats)_mm512_maskz_permutexvar_ps(isa::kAll, (__m512i)index, _mm512_loadu_ps(table));
+#elif MEMSAVE_EXT_VECTOR_BYTES == 32
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)index);
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)index);
+    return (Floats)_mm256_blendv_ps(low, high, (__m256)(index << 28));  // by the 4th bit
+#else
+    return (Floats)index;
+#endif
   }
 
   // Shuffles move the upper halves down, because shifts compete with multiplications.

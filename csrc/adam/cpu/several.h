@@ -37,7 +37,7 @@ MEMSAVE_EXT_OPERATOR(<<)
 MEMSAVE_EXT_OPERATOR(>>)
 #undef MEMSAVE_EXT_OPERATOR
 
-// The Math that philox.h and blockwise_8bit.h ask for.
+// The Math that philox.h and blockwise.h ask for.
 struct SeveralMath {
   struct Products {
     Several<Wide> high, low;
@@ -51,6 +51,13 @@ struct SeveralMath {
       products.low.of[i] = product.low;
     }
     return products;
+  }
+
+  static constexpr bool kLooksUp = Math::kLooksUp;
+
+  static MEMSAVE_EXT_INLINED Several<Floats> look_up(const float (&table)[16],
+                                                     const Several<isa::Bits>& index) {
+    return each([&](isa::Bits i) MEMSAVE_EXT_INLINED { return Math::look_up(table, i); }, index);
   }
 
 #define MEMSAVE_EXT_EACH(name)                                                             \

@@ -1,4 +1,4 @@
-// The Math that math.h, philox.h, formats.h and blockwise_8bit.h ask for, on CUDA, and what the
+// The Math that math.h, philox.h, formats.h and blockwise.h ask for, on CUDA, and what the
 // threads of a block need to know of its step.
 #pragma once
 
@@ -52,6 +52,8 @@ struct Math {
   static __device__ __forceinline__ uint32_t signed_upper(uint32_t x) {
     return static_cast<uint32_t>(static_cast<int32_t>(x) >> 16);
   }
+
+  static constexpr bool kLooksUp = false;  // threads would wait for each other at a table
 
   // In a float of 2^23 the lowest bits are an integer, which is added to it: a sum is cheaper than
   // a conversion. nearest() and truncated() return integers of 8 bits.

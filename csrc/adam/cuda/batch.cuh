@@ -123,7 +123,7 @@ class Batcher {
     tensor.grad = item.grad;
     tensor.exp_avg = item.exp_avg;
     tensor.exp_avg_sq = item.exp_avg_sq;
-    if (item.state_format == StateFormat::kBlocks) {
+    if (in_blocks(item.state_format)) {
       tensor.exp_avg_scale = item.exp_avg_scale;
     } else {
       tensor.max_exp_avg_sq = item.max_exp_avg_sq;

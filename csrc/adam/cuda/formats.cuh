@@ -19,14 +19,14 @@ struct Mode {
   static constexpr StateFormat kStates = states;
   static constexpr ParamFormat kFormat = format;
   static constexpr bool kAmsgrad = with_amsgrad;
-  static constexpr bool kHasLowPart = row(format).low_part != Element::kNone;
+  static constexpr Element kLowPart = row(format).low_part;
+  static constexpr bool kHasLowPart = kLowPart != Element::kNone;
   static constexpr bool kRandomParam = row(format).at_random;
   static constexpr bool kRandomStates = row(states).at_random;
-  static constexpr bool kFolds = sizeof(State) >= 4 && states != StateFormat::kBlocks;
+  static constexpr bool kFolds = sizeof(State) >= 4 && !in_blocks(states);
   // Elements that a thread takes at once: 16 bytes of a state; with random bits, the 8 of one draw.
-  static constexpr int kSize = kRandomParam || kRandomStates || states == StateFormat::kBlocks
-                                   ? 8
-                                   : 16 / static_cast<int>(sizeof(State));
+  static constexpr int kSize =
+      kRandomParam || kRandomStates || in_blocks(states) ? 8 : 16 / static_cast<int>(sizeof(State));
   // Blocks of threads that a multiprocessor must have room for; 0: any number. Draws side by side
   // would take more than 64 registers.
   static constexpr int kMinBlocks =
@@ -93,20 +93,70 @@ __device__ __forceinline__ uint32_t bits_of(const Word16<word>& values, int i) {
   }
 }
 
+// Bytes, in words of 4 where there are as many.
+template <int size>
+struct alignas(size) Bytes {
+  using Element = uint8_t;
+  uint32_t words[size / 4];
+
+  __device__ __forceinline__ uint32_t operator[](int i) const {
+    return words[i / 4] >> (8 * (i % 4)) & 0xff;
+  }
+
+  __device__ __forceinline__ void set(int i, uint32_t byte) {
+    const int shift = 8 * (i % 4);
+    words[i / 4] = (words[i / 4] & ~(0xffu << shift)) | byte << shift;
+  }
+};
+
+template <>
+struct Bytes<1> {
+  using Element = uint8_t;
+  uint8_t byte;
+
+  __device__ __forceinline__ uint32_t operator[](int) const { return byte; }
+  __device__ __forceinline__ void set(int, uint32_t to) { byte = static_cast<uint8_t>(to); }
+};
+
+// The low parts of a vector of parameters, in as many bits as they have. get() returns one in the
+// uppermost bits, set() takes those of a word in the lowest.
+template <int size, int word, Element element>
+struct LowParts : Words<__nv_bfloat16, size, word> {
+  __device__ __forceinline__ uint32_t get(int w, int i) const {
+    return bits_of<word>(this->words[w], i);
+  }
+  __device__ __forceinline__ void set(int w, const uint32_t (&bits)[word]) {
+    this->words[w] = lower_halves<word>(bits);
+  }
+};
+
+template <int size, int word>
+struct LowParts<size, word, Element::kInt8> : Bytes<size> {
+  __device__ __forceinline__ uint32_t get(int w, int i) const {
+    return (*this)[w * word + i] << 24;
+  }
+  __device__ __forceinline__ void set(int w, const uint32_t (&bits)[word]) {
+#pragma unroll
+    for (int i = 0; i < word; ++i) Bytes<size>::set(w * word + i, bits[i]);
+  }
+};
+
 template <typename M, int size>
 struct Params {
   using Value = typename M::Value;
   static constexpr int kWord = M::template kWord<size>;
   using Stored = Words<typename M::Param, size, kWord>;
+  using LowPart = LowParts<size, kWord, M::kLowPart>;
   using Word = typename Stored::Word;
-  Stored stored, low_part;
+  Stored stored;
+  LowPart low_part;
 
   __device__ __forceinline__ Value get(int w, int i) const {
     if constexpr (M::kFormat == ParamFormat::kPlain) {
       return stored.words[w][i];
     } else {
       uint32_t of_low_part = 0;
-      if constexpr (M::kHasLowPart) of_low_part = bits_of<kWord>(low_part.words[w], i);
+      if constexpr (M::kHasLowPart) of_low_part = low_part.get(w, i);
       return ParamBits<M::kFormat>::template load<Math>(bits_of<kWord>(stored.words[w], i),
                                                         of_low_part);
     }
@@ -126,7 +176,7 @@ struct Params {
         low_parts[i] = halves.low_part;
       }
       stored.words[w] = lower_halves<kWord>(params);
-      if constexpr (M::kHasLowPart) low_part.words[w] = lower_halves<kWord>(low_parts);
+      if constexpr (M::kHasLowPart) low_part.set(w, low_parts);
     }
   }
 };
@@ -162,12 +212,23 @@ struct States {
   }
 };
 
-// Returns whether all pointers are aligned for vectors of `size` elements, which are loaded in
-// parts of at most 16 bytes.
+// Returns whether all pointers are aligned for such vectors.
+template <typename Vec, typename... Pointers>
+__device__ __forceinline__ bool is_aligned_for(Pointers... pointers) {
+  return ((reinterpret_cast<uintptr_t>(pointers) | ...) & (alignof(Vec) - 1)) == 0;
+}
+
+// The same for vectors of `size` elements, which are loaded in parts of at most 16 bytes.
 template <typename T, int size, typename... Pointers>
 __device__ __forceinline__ bool is_aligned(Pointers... pointers) {
-  constexpr uintptr_t kBytes = alignof(Words<T, size, 1>);
-  return ((reinterpret_cast<uintptr_t>(pointers) | ...) & (kBytes - 1)) == 0;
+  return is_aligned_for<Words<T, size, 1>>(pointers...);
+}
+
+// Returns whether the parameter, its low part and its gradient are.
+template <typename M, int size>
+__device__ __forceinline__ bool params_are_aligned(const BatchedTensor& tensor) {
+  return is_aligned<typename M::Param, size>(tensor.param, tensor.grad) &&
+         is_aligned_for<typename Params<M, size>::LowPart>(tensor.param_low_part);
 }
 
 }  // namespace memsave_ext::adam

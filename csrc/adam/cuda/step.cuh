@@ -23,7 +23,7 @@ __device__ __forceinline__ void step_vectors(const BatchedTensor& tensor, int64_
     Param param;
     param.stored = vector::load<typename Param::Stored>(tensor.param, i);
     if constexpr (M::kHasLowPart) {
-      param.low_part = vector::load<typename Param::Stored>(tensor.param_low_part, i);
+      param.low_part = vector::load<typename Param::LowPart>(tensor.param_low_part, i);
     }
     typename Param::Stored grad{};
     if (tensor.grad != nullptr) grad = vector::load<typename Param::Stored>(tensor.grad, i);
@@ -65,8 +65,7 @@ __device__ __forceinline__ void step_vectors(const BatchedTensor& tensor, int64_
 
 template <typename M>
 __device__ __forceinline__ bool takes_vectors(const BatchedTensor& tensor) {
-  return is_aligned<typename M::Param, M::kSize>(tensor.param, tensor.grad,
-                                                 tensor.param_low_part) &&
+  return params_are_aligned<M, M::kSize>(tensor) &&
          is_aligned<typename M::State, M::kSize>(tensor.exp_avg, tensor.exp_avg_sq,
                                                  tensor.max_exp_avg_sq);
 }

@@ -12,8 +12,8 @@ from ..formats import PARAM_FORMATS, STATE_FORMATS, state_option
 from ..states import StepPhase
 
 _STATES = (
-    "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale",
-    "param_rest",
+    "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "moments", "exp_avg_scale",
+    "exp_avg_sq_scale", "param_rest",
 )  # fmt: skip
 _PHASES: tuple[StepPhase, ...] = ("whole", "first_fold", "fold", "close")
 _BF16 = tuple(row.name for row in PARAM_FORMATS)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 
 class Params:
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, own_step: bool) -> None:
+        self.own_step = own_step  # whether its own step() steps them
         self.optimizer = weakref.ref(optimizer)
 
     def __iter__(self) -> Iterator[Tensor]:

@@ -37,8 +37,8 @@ class Records:
         self._folded.clear()
 
     def set_folded(self, state: Mapping[str, Tensor], folded: bool) -> None:
-        exp_avg_sq = state["exp_avg_sq"]
-        if folded:
+        exp_avg_sq = state.get("exp_avg_sq")
+        if folded and exp_avg_sq is not None:
             self._folded[id(exp_avg_sq)] = exp_avg_sq
         else:
             self._folded.pop(id(exp_avg_sq), None)

@@ -27,8 +27,10 @@ from .updates import Update, apply
 
 
 class AdamStepper:
-    def __init__(self, optimizer: torch.optim.Optimizer, small_bytes: int, bucket_bytes: int):
-        self._params = Params(optimizer)
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, small_bytes: int, bucket_bytes: int, own_step: bool
+    ) -> None:
+        self._params = Params(optimizer, own_step)
         self.small_bytes, self.bucket_bytes = small_bytes, bucket_bytes
         self._attached = self._asks = False
         self._machine = StateMachine()
@@ -36,9 +38,9 @@ class AdamStepper:
         self._backwards = Backwards()
         self._scaling = Scaling()
         self._records = Records()
+        self._of_steps = self._params, self._records, self._scaling, self._machine
         self._reduced_by_ddp = ReducedByDdp()
-        # Ids of parameters in the current step.
-        self._stepped: set[int] = set()  # stepped, or queued to be
+        self._stepped: set[int] = set()  # ids, of this step: stepped, or queued
         self._folded: set[int] = set()  # with gradients folded into the moments
         self._threads: dict[int, int] = {}  # the thread whose backward uses the gradient
 
@@ -112,7 +114,7 @@ class AdamStepper:
         if max_norm > 0 and updates:
             grads = [(param, grad) for param, _, grad in updates if grad is not None]
             self._scaling.clip_together(grads, max_norm, scale)
-        apply(updates, self._params, self._records, self._scaling, scale, folds=False)
+        apply(updates, *self._of_steps, scale, folds=False)
         if self._attached:
             for param in left:
                 param.grad = None
@@ -202,7 +204,7 @@ class AdamStepper:
         if backward.action is GradientAction.FOLD and backward.waits_for(param):
             return  # the part of a second checkpoint region, which autograd has added to .grad
         self._check_fires_once(param)
-        check_dense(param.grad)
+        check_dense(param.grad, own_step=self._params.own_step)
         self._threads[id(param)] = thread
         if backward.action is GradientAction.STEP:
             self._stepped.add(id(param))
@@ -232,8 +234,8 @@ class AdamStepper:
                 assert grad is not None
                 self._scaling.measure(param, grad)
         elif updates:
-            scale, folds = grad_scale_of(self.optimizer()), action is GradientAction.FOLD
-            apply(updates, self._params, self._records, self._scaling, scale, folds=folds)
+            scale = grad_scale_of(self.optimizer())
+            apply(updates, *self._of_steps, scale, folds=action is GradientAction.FOLD)
             if action is GradientAction.STEP:
                 self._machine.handle(Event.STEPPED)
             else:
@@ -243,8 +245,7 @@ class AdamStepper:
         self._backwards.ended(backward)
 
     def raised(self, used: int, waiting: list[Tensor]) -> None:
-        """Notes that a backward raised after it had used ``used`` gradients. Those of ``waiting``
-        were queued and are still in ``.grad``."""
+        """Notes that a backward raised after ``used`` gradients; ``waiting`` are in ``.grad``."""
         self._machine.fail(used)
         self._stepped.difference_update(id(param) for param in waiting)
 
@@ -257,9 +258,8 @@ class AdamStepper:
             for param in group["params"]:
                 if param.grad is not None:
                     stepped = self._attached and id(param) in self._stepped
-                    # The reducer has written this gradient, and it has been stepped with already.
                     if stepped and param in self._reduced_by_ddp:
-                        continue
+                        continue  # stepped with it already; the reducer has written it
                     if self._reduced_by_ddp.is_local(param):
                         raise errors.not_reduced(self._params.name(param))
                     if stepped:

@@ -31,8 +31,8 @@ class Stored:
         self.group, self.number = group, number
         self.compute = torch.float64 if real_type(param) == torch.float64 else torch.float32
         self._format = formats.param_format_of(param, group)
-        self._states = formats.state_formats(param, group)[state["exp_avg"].dtype]
-        self.in_blocks = self._states.block > 0
+        self._states = formats.state_formats(param, group)[formats.key_of_state(state)]
+        self.in_blocks = self._states.codes is not None
         self._param, self._state, self._position = param, state, position
 
     @functools.cached_property
@@ -67,17 +67,14 @@ class Stored:
         real(self._param).copy_(values)
 
     def load(self, name: str) -> Tensor:
-        if not self.in_blocks:
+        if (codes := self._states.codes) is None:
             return real(self._state[name]).to(self.compute)
-        codes = self._elements.flat(self._state[name])
-        return self._elements.shaped(blocks.decode(name, codes, self._state[f"{name}_scale"]))
+        return self._elements.shaped(blocks.read(self._state, name, codes, self._elements))
 
     def store(self, name: str, values: Tensor) -> None:
-        if self.in_blocks:
+        if (codes := self._states.codes) is not None:
             flat, random = self._elements.flat(values), self._elements.flat(self._of_moments)
-            codes, scale = blocks.encode(name, flat, random)
-            self._state[f"{name}_scale"].copy_(scale)
-            values = self._elements.shaped(codes)
-        elif self._states.store is not None:
+            return blocks.write(self._state, name, flat, random, codes, self._elements)
+        if self._states.store is not None:
             values = self._states.store(values, self._of_moments)
         real(self._state[name]).copy_(values)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...checkpointing.fallback.stepped import note_step
 from .. import dtensor, modes
 from ..states import check, make_state
 from .arguments import Prepared
@@ -14,6 +15,7 @@ from .operator import step
 from .params import Params
 from .records import Records
 from .scaling import Scaling
+from .state_machine import StateMachine
 
 
 class Update(NamedTuple):
@@ -27,6 +29,7 @@ def apply(
     params: Params,
     records: Records,
     scaling: Scaling,
+    machine: StateMachine,
     scale: Tensor | None,
     *,
     folds: bool,
@@ -35,6 +38,12 @@ def apply(
 
     ``scale`` is the loss scale of the gradients; None without one.
     """
+    if params.own_step:
+        try:
+            return _apply_by_own(updates, params, scaling, scale)
+        except BaseException:
+            machine.fail(len(updates))  # which of them were stepped?
+            raise
     optimizer = params.optimizer()
     assert optimizer is not None
     for group in {id(group): group for _, group, _ in updates}.values():
@@ -56,6 +65,31 @@ def apply(
             records.set_folded(optimizer.state[made.param], folds)
             if not folds:
                 records.note_versions(p.param, p.state)
+
+
+def _apply_by_own(
+    updates: list[Update], params: Params, scaling: Scaling, scale: Tensor | None
+) -> None:
+    optimizer: Any
+    optimizer, groups = params.optimizer(), params.groups()
+    assert optimizer is not None
+    numbers = {id(group): number for number, group in enumerate(groups)}
+    positions = {id(param): i for i, param in enumerate(params)}
+    by_device: dict[torch.device, list[Update]] = {}
+    for made in updates:
+        by_device.setdefault(made.param.device, []).append(made)
+    for device, on_device in by_device.items():
+        for param, _, grad in on_device:
+            param.grad = grad  # where DistributedDataParallel has reduced it, it is elsewhere
+        by_name = scaling.on(device, scale)
+        names = ("grad_scale", "found_inf", "factor", "skip")
+        optimizer._step_by_own(
+            [made.param for made in on_device],
+            [numbers[id(made.group)] for made in on_device],
+            tuple(by_name.get(name) for name in names) if by_name else None,
+        )
+        for param, *_ in on_device:
+            note_step(dtensor.local_tensor(param), positions[id(param)])
 
 
 def _make_and_check_states(

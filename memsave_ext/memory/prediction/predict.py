@@ -15,8 +15,9 @@ from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from ...adam import Adam, AdamW, formats, modes
 from ...adam.dtensor import as_placed
-from ...adam.optimizer import BUCKET_BYTES, SMALL_BYTES
+from ...adam.own_optimizer import OwnStep
 from ...adam.states import check, make_state
+from ...adam.step_in_backward import BUCKET_BYTES, SMALL_BYTES
 from . import gradients
 from .dry_step import dry_step
 from .holdings import Amount, Entry, Holding, Inventory, Slot, Tally
@@ -64,22 +65,25 @@ class Predictor:
 
     def __init__(self, inventory: Inventory, optimizer: torch.optim.Optimizer | None) -> None:
         self._inventory = inventory
-        self._ours = optimizer if isinstance(optimizer, Adam) else None
+        self._ours = optimizer if isinstance(optimizer, (Adam, OwnStep)) else None
         self._kind: type[torch.optim.Optimizer] = torch.optim.AdamW
         if optimizer is None:
             self._defaults = torch.optim.AdamW([torch.empty(0, device="meta")]).defaults
             self._groups = [(dict(self._defaults), inventory.trained)]
         else:
-            if self._ours is None:
+            if isinstance(optimizer, OwnStep):
+                self._kind = optimizer._own
+            elif self._ours is None:
                 self._kind = type(optimizer)
             elif not isinstance(optimizer, AdamW):
                 self._kind = torch.optim.Adam
             self._defaults = optimizer.defaults
             self._groups = [_group(g, inventory) for g in optimizer.param_groups]
         self._stepped = {slot for _, slots in self._groups for slot in slots}
-        self.is_adam = self._kind in (torch.optim.Adam, torch.optim.AdamW)
+        by_own = isinstance(optimizer, OwnStep)
+        self.is_adam = self._kind in (torch.optim.Adam, torch.optim.AdamW) and not by_own
         self.in_backward = self._ours is not None and self._ours.in_backward
-        self.ordinary = AFTER if self._ours is not None else self._ordinary_of_torch()
+        self.ordinary = AFTER if isinstance(optimizer, Adam) else self._ordinary_of_torch()
         self.predicted: dict[str, Prediction] = {}
         self.unpredicted: dict[str, str] = {}
         self._predict()
@@ -89,6 +93,8 @@ class Predictor:
         for switch in (FOREACH, FUSED):
             if switch in self._defaults:
                 self._try(switch, self._of_torch)
+        if isinstance(self._ours, OwnStep):
+            self._try(IN_BACKWARD, self._of_own)
         if not self.is_adam:
             return
         self._try(AFTER, self._of_ours)
@@ -120,6 +126,15 @@ class Predictor:
         return next((mode for mode in (FOREACH, FOR_LOOP, FUSED) if mode in chosen), FOR_LOOP)
 
     def _of_torch(self, mode: str) -> Prediction:
+        return self._stepped_after(*self._dry_step(mode))
+
+    def _of_own(self, mode: str) -> Prediction:
+        """Predicts what steps of single parameters hold, as those of the for-loop are."""
+        state, temporaries = self._dry_step(FOR_LOOP)
+        return self._stepped_in_backward(state, temporaries, narrow=False)
+
+    def _dry_step(self, mode: str) -> tuple[list[Entry], int]:
+        """Returns the state that a step makes, and the bytes of its temporaries."""
         slot_of: dict[object, Slot] = {}
         groups = []
         for options, slots in self._groups:
@@ -151,7 +166,7 @@ class Predictor:
         for key, value in state.items():
             module = slot_of[key].module if key in slot_of else ""
             tally.add_tensors("optimizer", module, value)
-        return self._stepped_after(tally.entries(), temporaries)
+        return tally.entries(), temporaries
 
     # Modes in which memsave_ext's Adam steps.
 
@@ -163,6 +178,11 @@ class Predictor:
             state += _our_state({**own, **options}, slots, narrow)
         if mode == AFTER:
             return self._stepped_after(state, 0)
+        return self._stepped_in_backward(state, 0, narrow)
+
+    def _stepped_in_backward(
+        self, state: list[Entry], temporaries: int, narrow: bool
+    ) -> Prediction:
         small, limit = SMALL_BYTES, BUCKET_BYTES
         if self._ours is not None:
             small, limit = self._ours._small_bytes, self._ours._bucket_bytes
@@ -173,7 +193,7 @@ class Predictor:
         return Prediction(
             between=self._holding(state, self._left, narrow),
             at_peak=self._holding(state, live, narrow),
-            temporaries=0,
+            temporaries=temporaries,
         )
 
     # Used for both.

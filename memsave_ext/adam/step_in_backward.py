@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import clip_guard, owners
+from . import clip_guard, modes, owners
 from .accumulation import Accumulation
+from .stepper import Stepper
+
+SMALL_BYTES = 1 << 16
+BUCKET_BYTES = 1 << 20
 
 
 class InBackward(Accumulation):
     """Methods of :class:`~memsave_ext.Adam`."""
 
+    _small_bytes = SMALL_BYTES
+    _bucket_bytes = BUCKET_BYTES
+    _steps_by_own = False  # whether the parameters are stepped by another package's step()
+    _stepping_thread: int | None = None  # the one that is in such a step()
+
     def _make_stepper(self) -> None:
-        raise NotImplementedError
+        owners.note_optimizer(self)
+        self._stepper = Stepper(self, self._small_bytes, self._bucket_bytes, self._steps_by_own)
+        self._reductions = []
 
     @property
     def in_backward(self) -> bool:
@@ -73,6 +85,44 @@ class InBackward(Accumulation):
         self._in_backward = False
         self._choose_unscaling()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        modes.check_bool("set_to_none", set_to_none)
+        if not set_to_none:
+            super().zero_grad(set_to_none=False)
+        self._stepper.zero_grad(set_to_none)
+
+    def _check_step(self, closure: object) -> None:
+        """Raises where step() cannot be called now, or with this closure."""
+        if self._pauses:
+            raise RuntimeError("memsave_ext: step() inside of paused(), where nothing is stepped")
+        if closure is not None and not callable(closure):
+            raise TypeError(
+                "closure must be a function without arguments, or None, got "
+                f"{type(closure).__name__}"
+            )
+
+    def _close_step(self, closure: Callable[[], Any] | None) -> Any:
+        """Steps what has a gradient, closes the step and returns what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._in_backward and (lost := self._stepper.lost()):
+            self._attach(lost)
+            warnings.warn(
+                f"memsave_ext: {len(lost)} parameters had lost their hook (their tensors were "
+                "swapped, or something else took its place). It is attached again; this step is "
+                "made from what is in .grad.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        unscaled = self._check_scaler()
+        if not self._stepper.step(self.clip_global_norm or 0.0, unscaled) and self._in_backward:
+            self._check_not_orphaned()
+        if self.grad_scaler is not None and self.grad_scaler.is_enabled():
+            self._report_to_scaler(self.grad_scaler)
+        return loss
+
     def _attach(self, params: Iterable[Tensor]) -> None:
         params = list(params)
         for param in params:
@@ -94,9 +144,10 @@ class InBackward(Accumulation):
             if count > in_a_list + 1 + (param in self.state):
                 return
         raise RuntimeError(
-            "Adam: no parameter has received a gradient, and nothing but the optimizer refers to "
-            "them: the model has other ones by now, as after load_state_dict(assign=True). Make "
-            "the optimizer anew, and load_state_dict() this one's state_dict() into it."
+            "memsave_ext: no parameter has received a gradient, and nothing but the optimizer "
+            "refers to them: the model has other ones by now, as after "
+            "load_state_dict(assign=True). Make the optimizer anew, and load_state_dict() this "
+            "one's state_dict() into it."
         )
 
 

@@ -1,59 +1,53 @@
-// Steps with blockwise 8-bit states. A warp steps each block of a state, because its scale is known
-// only when all of its new values are.
-#include "adam/blockwise_8bit.h"
+// The step of blockwise states. A warp steps kBlock elements, one block of a state or several,
+// because a block's scale is known only when all of its new values are.
+#pragma once
+
+#include "adam/blockwise.h"
 #include "adam/cuda/formats.cuh"
 #include "adam/cuda/launch.cuh"
 
 namespace memsave_ext::adam {
-namespace {
 
 using Draws = Bits<8>;
 
 constexpr int kWarp = 32;
-constexpr int kOfThread = 8;  // elements of a block that each thread steps
+constexpr int kOfThread = 8;  // elements that each thread steps
 static_assert(kOfThread * kWarp == kBlock && kShortestChunk % kBlock == 0);
 
-// The codes of a thread's elements.
-struct alignas(kOfThread) Codes {
-  using Element = uint8_t;
-  uint32_t words[kOfThread / 4];
+using CodesOfThread = Bytes<kOfThread>;
 
-  __device__ __forceinline__ uint32_t operator[](int i) const {
-    return words[i / 4] >> (8 * (i % 4)) & 0xff;
-  }
-  __device__ __forceinline__ void set(int i, uint32_t code) {
-    if (i % 4 == 0) words[i / 4] = 0;
-    words[i / 4] |= code << (8 * (i % 4));
-  }
-};
-
-// Returns a block's scale: the largest of the warp's magnitudes, whose bits these are. As integers,
-// infinity and NaN are larger than numbers; for either the scale, and so all of the block, is NaN.
-__device__ __forceinline__ float warp_scale(uint32_t bits) {
+// Returns a block's scale: the largest magnitude of the threads that step it, whose bits these are.
+// As integers, infinity and NaN are larger than numbers; for either the scale, and so all of the
+// block, is NaN.
+template <int threads>
+__device__ __forceinline__ float scale_of_block(uint32_t bits) {
 #pragma unroll
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+  for (int distance = threads / 2; distance > 0; distance /= 2) {
     bits = max(bits, __shfl_xor_sync(~0u, bits, distance));
   }
   return __uint_as_float(bits < 0x7f800000u ? bits : 0x7fc00000u);
 }
 
 template <typename M>
-struct Group {
+struct OfThread {
   using Param = Params<M, kOfThread>;
   using Stored = typename Param::Stored;
   Param param;
   Stored grad{};
-  Codes exp_avg, exp_avg_sq;
+  static constexpr bool kJoint = is_joint(M::kStates);
+  static constexpr int kBits = Coding<M::kStates>::kCodes.bits;
+  CodesOfThread exp_avg, exp_avg_sq;  // kJoint: all are in the first
 
   // place: the index of a whole vector, or a Part of one.
   template <typename Place>
   __device__ __forceinline__ void load(const BatchedTensor& tensor, Place place) {
     param.stored = vector::load<Stored>(tensor.param, place);
-    if constexpr (M::kHasLowPart)
-      param.low_part = vector::load<Stored>(tensor.param_low_part, place);
+    if constexpr (M::kHasLowPart) {
+      param.low_part = vector::load<typename Param::LowPart>(tensor.param_low_part, place);
+    }
     if (tensor.grad != nullptr) grad = vector::load<Stored>(tensor.grad, place);
-    exp_avg = vector::load<Codes>(tensor.exp_avg, place);
-    exp_avg_sq = vector::load<Codes>(tensor.exp_avg_sq, place);
+    exp_avg = vector::load<CodesOfThread>(tensor.exp_avg, place);
+    if constexpr (!kJoint) exp_avg_sq = vector::load<CodesOfThread>(tensor.exp_avg_sq, place);
   }
 
   template <typename Place>
@@ -61,22 +55,37 @@ struct Group {
     vector::store(tensor.param, place, param.stored);
     if constexpr (M::kHasLowPart) vector::store(tensor.param_low_part, place, param.low_part);
     vector::store(tensor.exp_avg, place, exp_avg);
-    vector::store(tensor.exp_avg_sq, place, exp_avg_sq);
+    if constexpr (!kJoint) vector::store(tensor.exp_avg_sq, place, exp_avg_sq);
+  }
+
+  __device__ __forceinline__ uint32_t code_sq(int i) const {
+    return kJoint ? exp_avg[i] >> kBits : exp_avg_sq[i];
+  }
+
+  __device__ __forceinline__ void set_codes(int i, uint32_t code, uint32_t code_sq) {
+    exp_avg.set(i, kJoint ? code | code_sq << kBits : code);
+    if constexpr (!kJoint) exp_avg_sq.set(i, code_sq);
   }
 };
 
-// Steps block i of the tensor by one warp. `vectors`: whether the pointers are aligned for vectors.
+// Steps the elements from kBlock * i on by one warp. `vectors`: whether the pointers are aligned
+// for vectors.
 template <typename M>
 __device__ __forceinline__ void step_block(const BatchedTensor& tensor, int64_t i, bool vectors,
                                            const Coefficients<float>& c, const Random& random) {
+  using Code = Coding<M::kStates>;
+  constexpr int kThreadsOfBlock = static_cast<int>(Code::kCodes.block) / kOfThread;
   const int lane = threadIdx.x % kWarp;
   const int64_t group = i * kWarp + lane, left = tensor.numel - group * kOfThread;
   const Part part = {group * kOfThread, static_cast<int>(left < 0           ? 0
                                                          : left < kOfThread ? left
                                                                             : kOfThread)};
   const bool whole = vectors && part.count == kOfThread;
-  Group<M> x;
-  float scale = tensor.exp_avg_scale[i], scale_sq = tensor.exp_avg_sq_scale[i];
+  OfThread<M> x;
+  const int64_t block = group / kThreadsOfBlock;
+  const bool exists = block * Code::kCodes.block < tensor.numel;
+  float scale = exists ? tensor.exp_avg_scale[block] : 0;
+  float scale_sq = exists ? tensor.exp_avg_sq_scale[block] : 0;
   if (whole) {
     x.load(tensor, group);
   } else {
@@ -87,15 +96,16 @@ __device__ __forceinline__ void step_block(const BatchedTensor& tensor, int64_t 
 
   float exp_avg[kOfThread], roots[kOfThread];
   uint32_t largest = 0, largest_sq = 0;
-  constexpr int kWord = Group<M>::Param::kWord;
+  constexpr int kWord = OfThread<M>::Param::kWord;
 #pragma unroll
   for (int w = 0; w < kOfThread / kWord; ++w) {
     float params[kWord];
 #pragma unroll
     for (int k = 0; k < kWord; ++k) {
       const int e = w * kWord + k;
-      Values<float> values = {x.param.get(w, k), decode_exp_avg<Math>(x.exp_avg[e], scale),
-                              decode_exp_avg_sq<Math>(x.exp_avg_sq[e], scale_sq)};
+      Values<float> values = {x.param.get(w, k),
+                              Code::template decode_exp_avg<Math>(x.exp_avg[e], scale),
+                              Code::template decode_exp_avg_sq<Math>(x.code_sq(e), scale_sq)};
       update<ApproximateMath, false, true>(c, x.grad.words[w][k], values);
       params[k] = values.param;
       exp_avg[e] = values.exp_avg;
@@ -108,15 +118,15 @@ __device__ __forceinline__ void step_block(const BatchedTensor& tensor, int64_t 
     x.param.set(w, params, of_param.words[w % Draws::kWords]);
   }
   if constexpr (kRandomMoments) of_moments = Draws::draw(random, Draw::kMoments, group);
-  scale = warp_scale(largest);
-  scale_sq = warp_scale(largest_sq);
+  scale = scale_of_block<kThreadsOfBlock>(largest);
+  scale_sq = scale_of_block<kThreadsOfBlock>(largest_sq);
   const float inverse = inverse_scale<Math>(scale), inverse_sq = inverse_scale<Math>(scale_sq);
 #pragma unroll
   for (int e = 0; e < kOfThread; ++e) {
-    const uint32_t code = encode_exp_avg<Math>(exp_avg[e], inverse, of_moments.of(e));
-    const uint32_t code_sq = encode_root<Math>(roots[e], inverse_sq, of_moments.of(e));
-    x.exp_avg.set(e, scale == scale ? code : 0);
-    x.exp_avg_sq.set(e, scale_sq == scale_sq ? code_sq : 0);
+    const uint32_t drawn = of_moments.of(e);
+    const uint32_t code = Code::template encode_exp_avg<Math>(exp_avg[e], inverse, drawn);
+    const uint32_t code_sq = Code::template encode_root<Math>(roots[e], inverse_sq, drawn);
+    x.set_codes(e, scale == scale ? code : 0, scale_sq == scale_sq ? code_sq : 0);
   }
   if (whole) {
     x.store(tensor, group);
@@ -124,9 +134,9 @@ __device__ __forceinline__ void step_block(const BatchedTensor& tensor, int64_t 
     x.store(tensor, part);
   }
   __syncwarp();  // all lanes have read the scales; shuffles do not order memory
-  if (lane == 0) {
-    tensor.exp_avg_scale[i] = scale;
-    tensor.exp_avg_sq_scale[i] = scale_sq;
+  if (lane % kThreadsOfBlock == 0 && exists) {
+    tensor.exp_avg_scale[block] = scale;
+    tensor.exp_avg_sq_scale[block] = scale_sq;
   }
 }
 
@@ -139,9 +149,8 @@ __global__ void __launch_bounds__(kThreads, 3) blocks_kernel(const __grid_consta
   if (threadIdx.x == 0) shared = start_of<float, true>(batch, tensor);
   __syncthreads();
   const Random random(batch, tensor, shared.step);
-  const bool vectors =
-      is_aligned<typename M::Param, kOfThread>(tensor.param, tensor.grad, tensor.param_low_part) &&
-      is_aligned<uint8_t, kOfThread>(tensor.exp_avg, tensor.exp_avg_sq);
+  const bool vectors = params_are_aligned<M, kOfThread>(tensor) &&
+                       is_aligned_for<CodesOfThread>(tensor.exp_avg, tensor.exp_avg_sq);
   const int64_t end = (chunk.begin + chunk.count + kBlock - 1) / kBlock;
   Coefficients<float> c = shared.coefficients;
   c.phase = StepPhase::kWhole;  // there are no folds into blocks
@@ -151,8 +160,9 @@ __global__ void __launch_bounds__(kThreads, 3) blocks_kernel(const __grid_consta
   }
 }
 
+template <StateFormat states>
 struct BlocksSource {
-  static constexpr bool makes(const Combination& c) { return c.states == StateFormat::kBlocks; }
+  static constexpr bool makes(const Combination& c) { return c.states == states; }
 
   template <int index>
   static constexpr StepKernel kernel() {
@@ -161,17 +171,10 @@ struct BlocksSource {
   }
 };
 
+template <StateFormat states>
 constexpr StepKernels blocks_kernels() {
   StepKernels kernels{};
-  fill<BlocksSource>(kernels);
-  return kernels;
-}
-
-}  // namespace
-
-template <>
-const StepKernels& steps_with<StateFormat::kBlocks>() {
-  static const StepKernels kernels = blocks_kernels();
+  fill<BlocksSource<states>>(kernels);
   return kernels;
 }
 

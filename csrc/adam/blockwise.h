@@ -1,0 +1,163 @@
+// Numbers from 0 to 1 in a few bits: the dynamic quantisation of Dettmers et al. 2022 (arXiv
+// 2110.02861), with cells that meet exactly, so that code and number follow from each other without
+// a table. Blockwise states are such codes, times a scale for each block.
+//
+// Codes are the integers from 0. Level i has the codes from 2^i to 2^(i+1) - 1, whose numbers rise
+// in equal steps to the level's top from the top of the level before; the tops are powers of the
+// row's ratio, the last is 1. Code 0 is 0. So the number is a convex, piecewise linear function of
+// the code: it is the largest of the levels' lines, and the code is the smallest of their inverses.
+//
+// T is float or vectors of them, Word uint32_t or vectors of them. Math has, besides fused:
+// smaller and larger (of numbers that are no NaN), bits(T) and from_bits(Word), nearest(T) and
+// truncated(T) to a Word, and number(Word), of small integers; kLooksUp, and where that is true
+// look_up(table, Word), which reads a table of 16 numbers by the lowest 4 bits.
+#pragma once
+
+#include "adam/formats.h"
+#include "vector/types.h"
+
+namespace memsave_ext::adam {
+
+// Whether codes are rounded at random (true) or to nearest.
+constexpr bool kRandomMoments = true;
+
+// The line of one level: number = start + step * code, and code = offset + inverse * number.
+struct CodeLevel {
+  float start, step, offset, inverse;
+};
+
+constexpr CodeLevel code_level(int levels, int ratio, int level) {
+  double top = 1;
+  for (int i = levels - 1; i > level; --i) top /= ratio;
+  const double codes = 1 << level;
+  const double step = level == 0 ? top : (1 - 1.0 / ratio) * top / codes;
+  const double start = level == 0 ? 0 : top - step * (2 * codes - 1);
+  return {static_cast<float>(start), static_cast<float>(step), static_cast<float>(-start / step),
+          static_cast<float>(1 / step)};
+}
+
+// A code of so many levels, each of which has its top at `ratio` times the top of the one before.
+template <int levels_, int ratio>
+struct Levels {
+  static constexpr int levels = levels_;
+  static constexpr CodeLevel line(int level) { return code_level(levels, ratio, level); }
+};
+
+template <typename Math, typename Code, int level = Code::levels - 1, typename T>
+MEMSAVE_EXT_INLINE T number_of_code(T code) {
+  constexpr CodeLevel line = Code::line(level);
+  if constexpr (level == 0) {
+    return code * line.step;
+  } else {
+    const T below = number_of_code<Math, Code, level - 1>(code);
+    return Math::larger(below, Math::fused(T{} + line.step, code, T{} + line.start));
+  }
+}
+
+// The numbers of all codes of at most 4 bits, and of exp_avg's, whose highest bit is the sign. They
+// are exact in float, so that it does not matter how they are computed.
+struct Table {
+  float of[16];
+};
+
+template <typename Code>
+constexpr Table numbers_of_codes(bool sign) {
+  static_assert(Code::levels <= 4);
+  Table table{};
+  const int codes = 1 << Code::levels;
+  for (int i = 0; i < 16; ++i) {
+    const int code = i % codes;
+    int level = 0;
+    while ((2 << level) <= code) ++level;
+    const CodeLevel line = Code::line(level);
+    const float number = line.start + line.step * static_cast<float>(code);
+    table.of[i] = sign && i >= codes ? -number : number;
+  }
+  return table;
+}
+
+// Returns the code as a real number that is not rounded yet. Ignores levels below `lowest`.
+template <typename Math, typename Code, int lowest = 0, int level = Code::levels - 1, typename T>
+MEMSAVE_EXT_INLINE T code_of_number(T number) {
+  constexpr CodeLevel line = Code::line(level);
+  if constexpr (level == lowest) {
+    return Math::fused(T{} + line.inverse, number, T{} + line.offset);
+  } else {
+    const T below = code_of_number<Math, Code, lowest, level - 1>(number);
+    return Math::smaller(below, Math::fused(T{} + line.inverse, number, T{} + line.offset));
+  }
+}
+
+// Returns 1 / scale, by which numbers are multiplied before they are coded. Where that is infinite,
+// returns the largest float, so that zeros in a block of zeros stay zeros.
+template <typename Math, typename T>
+MEMSAVE_EXT_INLINE T inverse_scale(T scale) {
+  return Math::smaller((T{} + 1.0f) / scale, T{} + 3.40282347e+38f);
+}
+
+// Rounds to an integer. At random: adds `random` / 2^16, where `random` is 16 bits, and truncates.
+template <typename Math, int levels, typename T, typename Word>
+MEMSAVE_EXT_INLINE auto round_code(T code, Word random) {
+  if constexpr (kRandomMoments) {
+    const T sum = Math::fused(Math::number(random), T{} + 1.0f / 65536, code);
+    return Math::truncated(Math::smaller(sum, T{} + ((1 << levels) - 1.0f)));
+  } else {
+    return Math::nearest(code);
+  }
+}
+
+// The codes of both moments in one format. exp_avg has a sign, which is its code's highest bit, and
+// one level less. A scale that is NaN makes the whole block NaN.
+template <StateFormat format>
+struct Coding {
+  static constexpr Codes kCodes = row(format).codes;
+  static constexpr uint32_t kSign = 1u << (kCodes.bits - 1);
+  static constexpr int kShift = 32 - kCodes.bits;  // from the sign of a code to that of a float
+  using Magnitude = Levels<kCodes.bits - 1, kCodes.ratio>;
+  using Root = Levels<kCodes.bits, kCodes.ratio>;
+  template <typename Math>
+  static constexpr bool kLooksUp = Math::kLooksUp && kCodes.bits == 4 && kCodes.ratio == 4;
+
+  template <typename Math, typename Word, typename Scale>
+  static MEMSAVE_EXT_INLINE auto decode_exp_avg(Word code, Scale scale) {
+    if constexpr (kLooksUp<Math>) {
+      static constexpr Table kNumbers = numbers_of_codes<Magnitude>(true);
+      return Math::look_up(kNumbers.of, code) * scale;
+    } else {
+      const auto number = number_of_code<Math, Magnitude>(Math::number(code & (kSign - 1))) * scale;
+      return Math::from_bits(Math::bits(number) | (code & kSign) << kShift);
+    }
+  }
+
+  template <typename Math, typename T, typename Scale, typename Word>
+  static MEMSAVE_EXT_INLINE Word encode_exp_avg(T exp_avg, Scale inverse_scale, Word random) {
+    const Word bits = Math::bits(exp_avg);
+    const T magnitude = Math::from_bits(bits & 0x7fffffffu) * inverse_scale;
+    const T code = code_of_number<Math, Magnitude>(magnitude);
+    return round_code<Math, Magnitude::levels>(code, random) | ((bits >> kShift) & kSign);
+  }
+
+  // What is coded of exp_avg_sq is its square root.
+  template <typename Math, typename Word, typename Scale>
+  static MEMSAVE_EXT_INLINE auto decode_exp_avg_sq(Word code, Scale scale) {
+    if constexpr (kLooksUp<Math>) {
+      static constexpr Table kNumbers = numbers_of_codes<Root>(false);
+      const auto root = Math::look_up(kNumbers.of, code) * scale;
+      return root * root;
+    } else {
+      const auto root = number_of_code<Math, Root>(Math::number(code)) * scale;
+      return root * root;
+    }
+  }
+
+  // Only a root of 0 gets code 0, since the parameter's step is divided by the root: codes below 1,
+  // which are those of level 0, become 1.
+  template <typename Math, typename T, typename Scale, typename Word>
+  static MEMSAVE_EXT_INLINE Word encode_root(T root, Scale inverse_scale, Word random) {
+    const T code = Math::larger(code_of_number<Math, Root, 1>(root * inverse_scale), T{} + 1.0f);
+    const T more_unless_zero = root * 1e30f;  // a root of a float is 0 or above 1e-23
+    return round_code<Math, Root::levels>(Math::smaller(code, more_unless_zero), random);
+  }
+};
+
+}  // namespace memsave_ext::adam

@@ -1,0 +1,52 @@
+#include "adam/own_step.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "checkpoint/stepped.h"
+
+namespace memsave_ext::adam {
+
+namespace py = pybind11;
+using at::Tensor;
+
+namespace {
+
+py::object wrapped(const Tensor& tensor) {
+  if (!tensor.defined()) return py::none();
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+}
+
+py::object scalars_of(const Scaling& scaling) {
+  if (!scaling.grad_scale.defined() && !scaling.factor.defined()) return py::none();
+  return py::make_tuple(wrapped(scaling.grad_scale), wrapped(scaling.found_inf),
+                        wrapped(scaling.factor), wrapped(scaling.skip));
+}
+
+}  // namespace
+
+void step_by_own(const py::object& optimizer, c10::ArrayRef<Parameter*> parameters,
+                 const Scaling& scaling) {
+  const py::gil_scoped_acquire gil;
+  const py::object owner = optimizer();
+  if (owner.is_none()) return;
+  py::list params(parameters.size()), groups(parameters.size());
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const Parameter& parameter = *parameters[i];
+    // What DistributedDataParallel has reduced is not in .grad, where the step looks for it. A
+    // DTensor's is there, and `grad` is the local part alone.
+    if (parameter.local.is_same(parameter.tensor)) {
+      parameter.tensor.mutable_grad() = parameter.grad;
+    }
+    params[i] = wrapped(parameter.tensor);
+    groups[i] = py::int_(parameter.group->position);
+  }
+  static PyObject* const method = PyUnicode_InternFromString("_step_by_own");
+  const py::object scalars = scalars_of(scaling);
+  const auto done = py::reinterpret_steal<py::object>(PyObject_CallMethodObjArgs(
+      owner.ptr(), method, params.ptr(), groups.ptr(), scalars.ptr(), nullptr));
+  if (!done) throw py::error_already_set();
+  for (const Parameter* parameter : parameters) note_step(parameter->local, parameter->position);
+}
+
+}  // namespace memsave_ext::adam

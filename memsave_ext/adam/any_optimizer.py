@@ -1,0 +1,119 @@
+"""Any optimizer, stepped in backward by its own step()."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from . import modes, own_step, own_step_trial
+from .optimizer import Adam
+from .own_optimizer import OwnStep, class_of
+from .step_in_backward import BUCKET_BYTES, SMALL_BYTES
+
+
+def in_backward(
+    optimizer: Optimizer,
+    *,
+    small_bytes: int = SMALL_BYTES,
+    bucket_bytes: int = BUCKET_BYTES,
+    max_grad_norm: float | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
+) -> Any:
+    """Have any optimizer step in backward, while gradients arrive, and free them.
+
+    The training loop, schedulers and checkpoints stay as they are::
+
+        opt = ms.in_backward(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 100)
+        loss.backward()        # updates each parameter when its gradient is complete, and frees it
+        opt.step()             # closes the step; applies what is left in .grad
+        opt.zero_grad()
+        scheduler.step()
+
+    Each parameter is stepped by the optimizer's own ``step()``, to the same bits: it runs with
+    ``param_groups`` that have this parameter alone, or several small ones. The optimizer also gets
+    what ``memsave_ext.Adam`` has for steps in backward: ``accumulate()``, ``accumulate_when()``,
+    ``paused()``, ``norm_pass()``, ``grad_norm``, ``grad_scaler``, ``attach()`` for
+    DistributedDataParallel, and ``remove_hooks()``, after which it is an ordinary one. Step hooks
+    run once for each call of ``step()``.
+
+    Args:
+        optimizer: any that steps each parameter by itself. It may have states already.
+        small_bytes, bucket_bytes: gradients of fewer than ``small_bytes`` wait in ``.grad`` until
+            ``bucket_bytes`` of them have arrived, or backward ends, and are stepped together.
+        max_grad_norm: clips each parameter's gradient to this norm, as torch's ``clip_grad_norm_``
+            of it alone does; a param group may have its own.
+        grad_scaler: the ``torch.amp.GradScaler`` of the training loop, whose calls stay as they
+            are. A parameter whose gradient is not finite is not stepped; the others are.
+
+    Returns:
+        The same object. Its class is a subclass of what it was. A copy, or what is unpickled, is
+        stepped in backward as well, and has no grad_scaler.
+
+    Raises:
+        TypeError: ``optimizer`` is no optimizer.
+        ValueError: it cannot step a parameter by itself: it needs all gradients or a closure, as
+            LBFGS, or counts steps for a whole group; it wraps another; it is stepped in backward
+            already; ``differentiable=True``; another optimizer steps one of the parameters.
+        RuntimeError: in backward: a second gradient for a parameter in one step outside of
+            ``accumulate()``; a sparse gradient.
+    """
+    _check(optimizer)
+    counts = own_step_trial.find_counts(optimizer)
+    modes.check_bytes("small_bytes", small_bytes)
+    modes.check_bytes("bucket_bytes", bucket_bytes)
+    if max_grad_norm is not None:
+        modes.check_norm("max_grad_norm", max_grad_norm)
+    taken: Any = optimizer
+    own: Any = type(optimizer)
+    attributes = dict(optimizer.__dict__)
+    groups = [dict(group) for group in optimizer.param_groups]
+    try:
+        taken.__class__ = class_of(own)
+        taken._small_bytes, taken._bucket_bytes = small_bytes, bucket_bytes
+        taken._counts = counts
+        taken._begin(max_grad_norm, grad_scaler)
+    except BaseException:
+        if "_stepper" in taken.__dict__:
+            taken._stepper.detach()
+        taken.__class__, taken.__dict__ = own, attributes
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.pop("max_grad_norm", None)
+            group.update(before)
+        raise
+    return taken
+
+
+def _check(optimizer: object) -> None:
+    """Raises where the optimizer cannot be taken."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"in_backward: expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    name, step = type(optimizer).__name__, optimizer.__dict__.get("step")
+    if isinstance(optimizer, (Adam, OwnStep)):
+        raise ValueError(
+            f"in_backward: {name} is memsave_ext's or was taken by in_backward() already. Of "
+            "memsave_ext's, make one with in_backward=True"
+        )
+    if any(isinstance(value, Optimizer) for value in optimizer.__dict__.values()):
+        raise ValueError(f"in_backward: {name} wraps another optimizer: hand that one over first")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        raise ValueError(
+            f"in_backward: step() of this {name} has been replaced: call in_backward() before that"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError(
+            "in_backward: differentiable=True needs a graph, which a step in backward has not"
+        )
+    own: Any = type(optimizer)
+    _, *arguments = inspect.signature(own_step.step_of(own)).parameters.values()
+    for argument in arguments:
+        if argument.default is argument.empty and argument.kind is argument.POSITIONAL_OR_KEYWORD:
+            raise ValueError(
+                f"in_backward: step() of {name} needs a {argument.name}, which a step of one "
+                "parameter cannot have. Step it after backward"
+            )

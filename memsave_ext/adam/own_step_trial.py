@@ -1,0 +1,132 @@
+"""Tries whether an optimizer's own step() is one for each parameter by itself."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .own_step import restricted, step_of, view, view_class
+
+_STEPS = 3
+_MOST_GROUPS = 8
+
+
+def find_counts(optimizer: Optimizer) -> tuple[str, ...]:
+    """Returns the names of options of param groups that a step changes, as a count of steps.
+
+    Small parameters are stepped together and one by one, and must come out the same, with their
+    states and groups. Nothing of the optimizer changes.
+
+    Raises:
+        ValueError: they come out differently, or a step raises.
+    """
+    name = type(optimizer).__name__
+    tried = _Trial(optimizer)
+    if not tried.groups:
+        return ()
+    try:
+        together, alone = tried.run(alone=False), tried.run(alone=True)
+    except Exception as error:
+        where = " Call in_backward() before it has states." if optimizer.state else ""
+        raise ValueError(
+            f"in_backward: {name} cannot step a parameter by itself: {error}.{where}"
+        ) from error
+    for of_one, of_other in zip(together, alone, strict=True):
+        for key, value in of_one.items():
+            if not _equal(value, of_other.get(key)):
+                raise ValueError(
+                    f"in_backward: {name} steps a parameter otherwise by itself than together with "
+                    f"others ({key!r} differs): it needs all gradients, or counts in the "
+                    "optimizer. Step it after backward."
+                )
+    changed = {
+        key: None
+        for before, after in zip(tried.groups, together, strict=False)
+        for key, value in after.items()
+        if key != "params" and not _equal(before.get(key), value)
+    }
+    return tuple(changed)
+
+
+class _Trial:
+    """Two small parameters for each group of an optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._kind: Any = type(optimizer)
+        self._attributes = optimizer.__dict__
+        self.groups: list[dict[str, Any]] = []
+        self._like: list[list[Tensor]] = []
+        for group in optimizer.param_groups:
+            like = [p for p in group["params"] if p.requires_grad and not p.is_meta][:2]
+            if like and len(self.groups) < _MOST_GROUPS:
+                self.groups.append(group)
+                self._like.append([like[0], like[-1]])
+
+    def run(self, *, alone: bool) -> list[dict[str, Any]]:
+        """Returns the groups after some steps; then, of each parameter, its values and state; and
+        the optimizer's numbers."""
+        attributes = {**_copies(self._attributes), "state": defaultdict(dict)}
+        kind, step = view_class(self._kind), step_of(self._kind)
+        params = [[_made(like, i) for i, like in enumerate(of)] for of in self._like]
+        groups = [
+            {**_copies(group), "params": of} for group, of in zip(self.groups, params, strict=True)
+        ]
+        devices = {p.device for of in params for p in of if p.is_cuda}
+        with torch.random.fork_rng(devices=list(devices)):
+            for number in range(_STEPS):
+                for i, param in enumerate(p for of in params for p in of):
+                    param.grad = _values(param, i + 2 * number + 1) * (i + 1)
+                if not alone:
+                    step(view(kind, attributes, groups))
+                    continue
+                changes: list[dict[str, Any]] = []
+                for i, group in enumerate(groups):
+                    for param in params[i]:
+                        (one,) = restricted([group], [param], [0], group).values()
+                        step(view(kind, attributes, [one]))
+                    changes.append({**one, "params": params[i]})
+                groups = changes
+        states = [{"params": p.detach(), **attributes["state"][p]} for of in params for p in of]
+        return [*({**g, "params": None} for g in groups), *states, _numbers(attributes)]
+
+
+def _values(like: Tensor, number: int) -> Tensor:
+    return (
+        torch.linspace(-1, 0.3 * number, like.numel(), device=like.device)
+        .to(like.dtype)
+        .view(like.shape)
+    )
+
+
+def _made(like: Tensor, number: int) -> Tensor:
+    shape = [min(size, 2) for size in like.shape]
+    empty = torch.empty(shape, dtype=like.dtype, device=like.device)
+    return _values(empty, number + 1).requires_grad_()
+
+
+def _copies(of: dict[str, Any]) -> dict[str, Any]:
+    """Returns the same with copies of tensors, which a step could change in place."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value for name, value in of.items()
+    }
+
+
+def _numbers(of: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in of.items() if isinstance(value, (int, float, Tensor))}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        both = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return both and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, (int, float, str, type(None))):
+        return type(one) is type(other) and one == other
+    return True  # of something else nothing is known

@@ -1,0 +1,355 @@
+"""What a training loop does with an optimizer that in_backward() has taken: Adam's words."""
+
+import math
+import pickle
+import threading
+
+import pytest
+import torch
+from own_steps import TORCHS, assert_same, loss, model, pair, step
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+import memsave_ext as ms
+
+SGD, ADAM = TORCHS["SGD momentum"], TORCHS["Adam"]
+MAKES = pytest.mark.parametrize("make", [SGD, ADAM, TORCHS["Adam fused"]], ids=["SGD", "Adam", "f"])
+
+
+def accumulated(net, optimizer, number, context):
+    with context:
+        (loss(net, number) / 2).backward()
+    (loss(net, number + 1) / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@MAKES
+def test_accumulate(make):
+    ours, theirs = pair(make)
+    for number in range(3):
+        accumulated(*ours, number, ours[1].accumulate())
+        accumulated(*theirs, number, torch.enable_grad())
+    assert_same(ours, theirs)
+
+
+def test_accumulate_when():
+    ours, theirs = pair(SGD)
+    last = False
+    ours[1].accumulate_when(lambda: not last)
+    for number in range(2):
+        last = False
+        (loss(ours[0], number) / 2).backward()
+        assert all(p.grad is not None for p in ours[0].parameters())
+        last = True
+        (loss(ours[0], number + 1) / 2).backward()
+        ours[1].step()
+        accumulated(*theirs, number, torch.enable_grad())
+    assert_same(ours, theirs)
+    with pytest.raises(ValueError, match="fold=True"):
+        ours[1].accumulate_when(lambda: True, fold=True)
+    with pytest.raises(ValueError, match="fold=True"), ours[1].accumulate(fold=True):
+        pass
+
+
+def test_paused():
+    ours, theirs = pair(SGD)
+    net, optimizer = ours
+    with optimizer.paused():
+        loss(net, 5).backward()
+        with pytest.raises(RuntimeError, match="nothing is stepped"):
+            optimizer.step()
+    assert all(p.grad is None for p in net.parameters())
+    with optimizer.paused(keep=True):
+        (loss(net, 0) / 2).backward()
+    (loss(net, 1) / 2).backward()
+    optimizer.step()
+    accumulated(*theirs, 0, torch.enable_grad())
+    assert_same(ours, theirs)
+
+
+def test_closures():
+    ours, theirs = pair(SGD)
+    for net, optimizer in (ours, theirs):
+        for number in range(2):
+
+            def closure(net=net, number=number):
+                value = loss(net, number)
+                value.backward()
+                return value
+
+            optimizer.zero_grad()
+            assert optimizer.step(closure).item() > 0
+        optimizer.zero_grad()
+    assert_same(ours, theirs)
+    with pytest.raises(TypeError, match="closure must be a function"):
+        ours[1].step(3)
+
+
+def test_step_hooks_run_once_for_a_step():
+    net, seen = model(), []
+    optimizer = SGD(list(net.parameters()))
+    optimizer.register_step_pre_hook(lambda o, a, k: seen.append(("before", o)))
+    ms.in_backward(optimizer)
+    optimizer.register_step_post_hook(lambda o, a, k: seen.append(("after", o)))
+    handles = [
+        register_optimizer_step_pre_hook(lambda o, a, k: seen.append(("before all", o))),
+        register_optimizer_step_post_hook(lambda o, a, k: seen.append(("after all", o))),
+    ]
+    try:
+        for _ in range(2):
+            loss(net, 0).backward()
+            assert not seen
+            optimizer.step()
+            assert [name for name, _ in seen] == ["before all", "before", "after", "after all"]
+            assert all(o is optimizer for _, o in seen)
+            seen.clear()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# clipping
+
+
+@MAKES
+def test_max_grad_norm_of_each_parameter(make):
+    ours, theirs = pair(make, max_grad_norm=0.05)
+    for number in range(3):
+        step(*ours, number)
+        loss(theirs[0], number).backward()
+        for p in theirs[0].parameters():
+            nn.utils.clip_grad_norm_([p], 0.05)
+        theirs[1].step()
+        theirs[1].zero_grad()
+    for p, q in zip(ours[0].parameters(), theirs[0].parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert all(group["max_grad_norm"] == 0.05 for group in ours[1].param_groups)
+    ours[1].load_state_dict(theirs[1].state_dict())  # which has none
+    assert all(group["max_grad_norm"] == 0.05 for group in ours[1].param_groups)
+    ours[1].add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert ours[1].param_groups[1]["max_grad_norm"] == 0.05
+    ours[1].param_groups[0]["max_grad_norm"] = -1
+    with pytest.raises(ValueError, match="max_grad_norm must be a number above 0"):
+        loss(ours[0], 0).backward()
+
+
+def test_norm_pass():
+    ours, theirs = pair(SGD)
+    for number in range(3):
+        net, optimizer = ours
+        with optimizer.norm_pass(max_norm=0.1):
+            loss(net, number).backward()
+        step(net, optimizer, number)
+        loss(theirs[0], number).backward()
+        norm = nn.utils.clip_grad_norm_(theirs[0].parameters(), 0.1)
+        theirs[1].step()
+        theirs[1].zero_grad()
+        torch.testing.assert_close(optimizer.grad_norm, norm)
+    for p, q in zip(ours[0].parameters(), theirs[0].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_torchs_clipping_raises():
+    (net, optimizer), _ = pair(SGD)
+    loss(net, 0).backward()
+    with pytest.raises(RuntimeError, match=r"memsave_ext.in_backward\(SGD\)"):
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    optimizer.step()
+
+
+class Clips(torch.optim.SGD):
+    """Clips each gradient in its own step, as some optimizers do."""
+
+    def step(self, closure=None):
+        for p in (p for g in self.param_groups for p in g["params"] if p.grad is not None):
+            nn.utils.clip_grad_norm_([p], 0.1)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_clips_and_one_that_calls_its_base():
+    torch.optim.SGD([nn.Parameter(torch.ones(1))])  # its step() then calls step hooks, too
+    ours, theirs = model(), model()
+    seen = []
+    optimizer = ms.in_backward(Clips(ours.parameters(), lr=0.1))
+    other = Clips(theirs.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(1))
+    step(ours, optimizer, 0)
+    assert seen == [1]
+    step(theirs, other, 0)
+    assert_same((ours, optimizer), (theirs, other))
+
+
+class Counts(torch.optim.SGD):
+    """Counts its steps in the groups, in two ways, as optimi and others do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group.setdefault("tensor", torch.zeros(())).add_(1)
+            group["rate"] = group["lr"] / group["k"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.sub_(p.grad * group["rate"] * group["tensor"])
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1 << 16])
+def test_counts_of_steps_in_groups(small_bytes):
+    """They go up once for a step, also of a group of which nothing was stepped."""
+    pairs = []
+    for takes in (True, False):
+        net = model()
+        groups = [{"params": list(module.parameters())} for module in (net[0], net[2], net[3])]
+        optimizer = Counts(groups, lr=0.1)
+        if takes:
+            ms.in_backward(optimizer, small_bytes=small_bytes)
+        pairs.append((net, optimizer))
+    for number in range(5):
+        for net, optimizer in pairs:
+            net[0].requires_grad_(number % 2 == 0)
+            if number == 3:  # a part is left for step()
+                net[3].weight.grad = torch.ones_like(net[3].weight)
+                net[3].weight.requires_grad_(False)
+            loss(net, number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert [g["k"] for g in optimizer.param_groups] == [number + 1] * 3
+            net.requires_grad_(True)
+        assert_same(*pairs)
+    saved = pickle.loads(pickle.dumps(pairs[0]))
+    for net, optimizer in (saved, pairs[1]):
+        step(net, optimizer, 9)
+    assert_same(saved, pairs[1])
+
+
+# loss scaling
+
+
+@MAKES
+def test_grad_scaler_as_in_torchs_loop(make):
+    ours, theirs = pair(make)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3) for _ in range(2)]
+    ours[1].grad_scaler = scalers[0]
+    for number in range(7):
+        for (net, optimizer), scaler in zip((ours, theirs), scalers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(loss(net, number)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].state_dict() == scalers[1].state_dict()
+    assert scalers[0].get_scale() == 4096
+    assert_same(ours, theirs)
+
+
+def test_an_infinity_skips_its_parameter():
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    (net, optimizer), _ = pair(ADAM, grad_scaler=scaler, max_grad_norm=1.0)
+    for spoiled in (False, True):
+        value = loss(net, 0)
+        if spoiled:
+            before = [p.detach().clone() for p in net.parameters()]
+            value = value + (net[2].weight * math.inf).sum()
+        scaler.scale(value).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    same = [torch.equal(p, b) for p, b in zip(net.parameters(), before, strict=True)]
+    assert same == [False, False, True, False, False, False]
+    assert [optimizer.state[p]["step"].item() for p in net.parameters()] == [2, 2, 1, 2, 2, 2]
+    assert scaler.get_scale() == 512
+
+
+def test_a_grad_scaler_that_was_not_handed_over():
+    scaler = torch.amp.GradScaler("cpu")
+    (net, optimizer), _ = pair(SGD)
+    scaler.scale(loss(net, 0)).backward()
+    with pytest.raises(RuntimeError, match="grad_scaler=scaler"):
+        scaler.step(optimizer)
+
+
+# errors
+
+
+def test_a_second_backward_is_refused():
+    (net, optimizer), _ = pair(SGD)
+    loss(net, 0).backward()
+    with pytest.raises(RuntimeError, match=r"memsave_ext: parameter \d .* receives a second grad"):
+        loss(net, 0).backward()
+    with pytest.raises(RuntimeError, match=r"the others were not|second gradient"):
+        loss(net, 0).backward()
+    optimizer.zero_grad()
+
+
+class Fails(torch.optim.SGD):
+    fails = False
+
+    def step(self, closure=None):
+        if self.fails:
+            raise ArithmeticError("no")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1 << 16])
+def test_a_step_that_raises(small_bytes):
+    net = model()
+    optimizer = ms.in_backward(Fails(net.parameters(), lr=0.1), small_bytes=small_bytes)
+    optimizer.fails = True
+    with pytest.raises(ArithmeticError, match="no"):
+        loss(net, 0).backward()
+    with pytest.raises(RuntimeError, match="the others were not"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.fails = False
+    step(net, optimizer, 0)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.fails = True
+    with pytest.raises(ArithmeticError, match="no"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.fails = False
+    step(net, optimizer, 0)
+
+
+def test_sparse_gradients():
+    embedding = nn.Embedding(5, 3, sparse=True)
+    optimizer = ms.in_backward(torch.optim.SGD(embedding.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match="a sparse gradient is not stepped in backward"):
+        embedding(torch.tensor([1, 2])).sum().backward()
+    assert optimizer.step() is None  # which the optimizer's own does with what is left in .grad
+
+
+@pytest.mark.skipif(not ms._native.available, reason="Python cannot take torch's locks")
+def test_backwards_of_several_threads_at_once():
+    """Each of its own parameters; the optimizer's step() runs in one thread at a time."""
+    params = [nn.Parameter(torch.randn(8)) for _ in range(40)]
+    copies = [nn.Parameter(p.detach().clone()) for p in params]
+    optimizer, other = SGD(params), SGD(copies)
+    ms.in_backward(optimizer, small_bytes=0)
+
+    def run(mine):
+        sum((p * p).sum() for p in mine).backward()
+
+    for _ in range(10):
+        threads = [threading.Thread(target=run, args=(params[i::4],)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        optimizer.step()
+        run(copies)
+        other.step()
+        other.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
+
+
+def test_a_thread_of_its_own():
+    ours, theirs = pair(SGD)
+    for number in range(3):
+        for each in (ours, theirs):
+            thread = threading.Thread(target=step, args=(*each, number))
+            thread.start()
+            thread.join()
+    assert_same(ours, theirs)
