@@ -13,6 +13,9 @@ from .storages import Workspace
 _BLOCK = 16  # oneDNN's convolutions keep channels in blocks of this size
 _BACKENDS: Any = torch._C._ConvBackend  # type: ignore[attr-defined]
 _ONEDNN = (_BACKENDS.Mkldnn, _BACKENDS.MkldnnEmpty)
+# With larger kernels, as in the patches of vision transformers, the gradient of the weight is a
+# matrix product of oneDNN's, whose scratch memory is, as measured, that of four copies.
+_LARGEST = 14
 _IM2COL = (_BACKENDS.Slow2d, _BACKENDS.SlowDilated2d)
 
 
@@ -55,6 +58,8 @@ def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
     weight_copy = _weight(weight, options[-1])
     later = sum(t.nbytes for t in result[1:] if t is not None)
     needs = [0]
+    if for_weight and max(weight.shape[2:]) > _LARGEST:
+        return weight_copy + 4 * (weight.nbytes + grad.nbytes // grad.shape[0]) - later
     if for_input:
         needs.append(weight_copy + _reordered(grad) + _reordered(x) - later)
     if for_weight:
