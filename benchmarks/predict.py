@@ -47,7 +47,10 @@ OTHER_NAMES = {"n_embd": 256, "n_layer": 4, "n_head": 4, "intermediate_size": 51
 
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "DenseNet", lambda: images(DenseNet(22, 12), 32, 8)
-    yield "VisionTransformer", lambda: images(VisionTransformer(64, width=192, heads=3, depth=6), 64, 8)
+    yield (
+        "VisionTransformer",
+        lambda: images(VisionTransformer(64, width=192, heads=3, depth=6), 64, 8),
+    )
     if library("timm"):
         for name in TIMM:
             yield f"timm {name}", lambda name=name: images(timm_model(name), 64, 8)

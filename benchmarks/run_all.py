@@ -33,6 +33,7 @@ SECONDS = {
     "largest_model": 25,
     "memory_account": 8,
     "memory_overhead": 30,
+    "predict": 180,
     "remat": 40,
     "linear_cross_entropy": 35,
     "checkpoint_chunks": 25,

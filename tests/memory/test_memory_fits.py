@@ -43,7 +43,7 @@ def rows(found):
 
 def test_the_cheapest_that_fits():
     peaks = {name: row.peak for name, row in rows(ms.memory.fits(build, 1 << 40)).items()}
-    assert len(peaks) == 6
+    assert len(peaks) == 7
     assert peaks["as built"] == ms.memory.predict(build, device="cuda").peak
     for name, budget in (
         ("as built", 1 << 40),
@@ -52,8 +52,8 @@ def test_the_cheapest_that_fits():
         assert ms.memory.fits(build, budget).cheapest.name == name
     least = min(peaks.values())
     only = ms.memory.fits(build, least)
-    assert only.cheapest.name == "checkpoint by block, Adam in backward, 8-bit states"
-    assert [row.fits for row in only.rows] == [False] * 5 + [True]
+    assert only.cheapest.name == "checkpoint by block, Adam in backward, 4-bit states"
+    assert [row.fits for row in only.rows] == [False] * 6 + [True]
 
 
 def test_means_are_what_they_are_called():
@@ -147,7 +147,7 @@ def test_the_command_line(capsys):
     assert main(["fits", where, "--budget", "1KB", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["cheapest"] is None and document["budget"] == 1000
-    assert [row["largest_batch"] for row in document["rows"]] == [0] * 6
+    assert [row["largest_batch"] for row in document["rows"]] == [0] * 7
     assert main(["fits", where, "--budget", "much"]) == 2
     assert "budget must be" in capsys.readouterr().err
     with pytest.raises(ValueError, match="of the user's own"):

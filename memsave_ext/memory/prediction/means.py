@@ -30,7 +30,8 @@ class Means:
     @property
     def name(self) -> str:
         names = ["checkpoint by block"] * self.checkpoint + ["Adam in backward"] * self.in_backward
-        names += ["8-bit states"] * (self.state_dtype is not None)
+        if self.state_dtype is not None:
+            names.append(self.state_dtype.replace("bit", "-bit states"))
         return ", ".join(names) or "as built"
 
     @property
@@ -83,6 +84,7 @@ ALL = (
     Means(checkpoint=True, in_backward=True),
     Means(in_backward=True, state_dtype="8bit"),
     Means(checkpoint=True, in_backward=True, state_dtype="8bit"),
+    Means(checkpoint=True, in_backward=True, state_dtype="4bit"),
 )
 
 

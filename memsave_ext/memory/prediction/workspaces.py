@@ -56,10 +56,11 @@ def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
     for_input, for_weight = mask[0], mask[1] or mask[2]
     # First the gradient of the input, then that of the weight, then a copy of that.
     weight_copy = _weight(weight, options[-1])
-    later = sum(t.nbytes for t in result[1:] if t is not None)
+    later: int = sum(t.nbytes for t in result[1:] if t is not None)
     needs = [0]
     if for_weight and max(weight.shape[2:]) > _LARGEST:
-        return weight_copy + 4 * (weight.nbytes + grad.nbytes // grad.shape[0]) - later
+        scratch: int = 4 * (weight.nbytes + grad.nbytes // grad.shape[0])
+        return weight_copy + scratch - later
     if for_input:
         needs.append(weight_copy + _reordered(grad) + _reordered(x) - later)
     if for_weight:
