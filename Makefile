@@ -46,7 +46,7 @@ test: build $(TRAINERS)  ## run the tests, native and in pure Python
 stress: build  ## run random programs against plain torch and float64, MINUTES=10
 	$(VENV) tests/stress/run.py --minutes $(MINUTES) $(STRESS)
 
-bench: build  ## run every benchmark, in a quarter of an hour on two cores
+bench: build  ## run every benchmark, in twenty minutes on two cores
 	$(VENV) benchmarks/run_all.py
 
 guide: build  ## run the guide's cells, write what they print into docs/guide.md and docs/guide.ipynb

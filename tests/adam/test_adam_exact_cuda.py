@@ -212,7 +212,8 @@ def check_large(numel, dtype, options, device):
         found.append(param.detach())
     large, small = found
     # To a neighbour at random; by a factor that is rounded otherwise.
-    unit = torch.finfo(dtype).eps if options.get("bf16") == "stochastic" else 0
+    at_random = options.get("bf16") in ("stochastic", "split8")
+    unit = torch.finfo(dtype).eps if at_random else 0
     unit = 1e-6 if norm else unit
     for place in places(numel, PERIOD):
         torch.testing.assert_close(

@@ -97,7 +97,7 @@ def test_bad_lists():
     for name, value, message in (
         ("groups", [0, 0, 0, 1], "there is no group 1"),
         ("phases", [0, 0, 4, 0], "there is no phase 4"),
-        ("modes", [0, 1, 0, 4, 0, 0, 0], "no format has the number 4"),
+        ("modes", [0, 1, 0, 5, 0, 0, 0], "no format has the number 5"),
         ("lrs", [torch.ones(())], "there are more tensors than present and modes say"),
     ):
         wrong = list(arguments(lists, False, True, False))

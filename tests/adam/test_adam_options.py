@@ -37,7 +37,7 @@ OPTIONS = {
     "bf16": ({"bf16": "garbage"}, ValueError, f"{BF16}'garbage'"),
     "bf16 number": ({"bf16": 3}, ValueError, f"{BF16}3"),
     "state_dtype": ({"state_dtype": torch.float16}, ValueError, f"{STATE}torch.float16"),
-    "state_dtype text": ({"state_dtype": "4bit"}, ValueError, f"{STATE}'4bit'"),
+    "state_dtype text": ({"state_dtype": "2bit"}, ValueError, f"{STATE}'2bit'"),
     "state_dtype number": ({"state_dtype": 8}, ValueError, f"{STATE}8"),
     "seed": ({"seed": -1}, ValueError, f"{SEED}-1"),
     "seed text": ({"seed": "x"}, ValueError, f"{SEED}'x'"),

@@ -269,4 +269,4 @@ def test_run_all_has_every_benchmark_and_a_quarter_of_an_hour():
         path.stem for path in BENCHMARKS.glob("*.py") if "write_record(options." in path.read_text()
     } | {"densenet"}
     assert module.SECONDS.keys() == {name for name in scripts if not name.endswith("_cuda")}
-    assert sum(module.SECONDS.values()) <= 15 * 60
+    assert sum(module.SECONDS.values()) <= 20 * 60

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "adam/cpu/noise.h"
+#include "vector/cpu_bytes.h"
 
 namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA {
 

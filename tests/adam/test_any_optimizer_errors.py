@@ -1,0 +1,95 @@
+"""What goes wrong in the steps of an optimizer that in_backward() has taken, and threads."""
+
+import threading
+
+import pytest
+import torch
+from own_steps import TORCHS, assert_same, loss, model, pair, step
+from torch import nn
+
+import memsave_ext as ms
+
+SGD = TORCHS["SGD momentum"]
+
+
+def test_a_second_backward_is_refused():
+    (net, optimizer), _ = pair(SGD)
+    loss(net, 0).backward()
+    with pytest.raises(RuntimeError, match=r"memsave_ext: parameter \d .* receives a second grad"):
+        loss(net, 0).backward()
+    with pytest.raises(RuntimeError, match=r"the others were not|second gradient"):
+        loss(net, 0).backward()
+    optimizer.zero_grad()
+
+
+class Fails(torch.optim.SGD):
+    fails = False
+
+    def step(self, closure=None):
+        if self.fails:
+            raise ArithmeticError("no")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1 << 16])
+def test_a_step_that_raises(small_bytes):
+    net = model()
+    optimizer = ms.in_backward(Fails(net.parameters(), lr=0.1), small_bytes=small_bytes)
+    optimizer.fails = True
+    with pytest.raises(ArithmeticError, match="no"):
+        loss(net, 0).backward()
+    with pytest.raises(RuntimeError, match="the others were not"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.fails = False
+    step(net, optimizer, 0)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.fails = True
+    with pytest.raises(ArithmeticError, match="no"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.fails = False
+    step(net, optimizer, 0)
+
+
+def test_sparse_gradients():
+    embedding = nn.Embedding(5, 3, sparse=True)
+    optimizer = ms.in_backward(torch.optim.SGD(embedding.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match="a sparse gradient is not stepped in backward"):
+        embedding(torch.tensor([1, 2])).sum().backward()
+    assert optimizer.step() is None  # which the optimizer's own does with what is left in .grad
+
+
+@pytest.mark.skipif(not ms._native.available, reason="Python cannot take torch's locks")
+def test_backwards_of_several_threads_at_once():
+    """Each of its own parameters; the optimizer's step() runs in one thread at a time."""
+    params = [nn.Parameter(torch.randn(8)) for _ in range(40)]
+    copies = [nn.Parameter(p.detach().clone()) for p in params]
+    optimizer, other = SGD(params), SGD(copies)
+    ms.in_backward(optimizer, small_bytes=0)
+
+    def run(mine):
+        sum((p * p).sum() for p in mine).backward()
+
+    for _ in range(10):
+        threads = [threading.Thread(target=run, args=(params[i::4],)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        optimizer.step()
+        run(copies)
+        other.step()
+        other.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
+
+
+def test_a_thread_of_its_own():
+    ours, theirs = pair(SGD)
+    for number in range(3):
+        for each in (ours, theirs):
+            thread = threading.Thread(target=step, args=(*each, number))
+            thread.start()
+            thread.join()
+    assert_same(ours, theirs)
