@@ -90,6 +90,7 @@ TABLES: dict[str, Pair] = {
     "memory_account": (memory.account_table, memory.account_caption),
     "memory_account:text": (memory.account_text, lambda record: ""),
     "memory_overhead": (memory.overhead_table, memory.overhead_caption),
+    "predict": (memory.predict_table, memory.predict_caption),
     "distributed": (distributed_table, distributed_caption),
     "adam_modes:bytes": (modes_bytes_table, modes_bytes_caption),
     "adam_modes:time": (modes_time_table, modes_time_caption),

@@ -34,6 +34,7 @@ SECONDS = {
     "memory_account": 8,
     "memory_overhead": 30,
     "remat": 60,
+    "predict": 180,
     "linear_cross_entropy": 35,
     "checkpoint_chunks": 25,
 }

@@ -18,6 +18,7 @@
 #include "checkpoint/forward_record.h"
 #include "checkpoint/hooks.h"
 #include "checkpoint/recomputing.h"
+#include "memory/active.h"
 #include "memory/pause.h"
 #include "memory/tracker.h"
 #include "remat/bindings.h"
@@ -53,6 +54,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   using memsave_ext::memory::Tracker;
   m.def("pause_tracking", &memsave_ext::memory::pause_tracking);
+  m.def("listen_to_recomputes", &memsave_ext::memory::listen_to_recomputes);
   py::class_<Tracker>(m, "MemoryTracker")
       .def(py::init<at::Device, std::vector<int32_t>, bool, int64_t>())
       .def("start", &Tracker::start)

@@ -110,3 +110,28 @@ def overhead_caption(record: Record) -> str:
         f"{of['batch_size']}; medians ± half the interquartile range of "
         f"{of['rounds'] * of['steps']} interleaved steps. {machine_line(record)}."
     )
+
+
+def predict_table(record: Record) -> str:
+    """Models down; the error of each mode's predicted peak across."""
+    modes = record["settings"]["modes"]
+    models = dict.fromkeys(row["model"] for row in record["rows"])
+    errors = {
+        (row["model"], row["mode"]): f"{100 * (row['predicted'] / row['tracked'] - 1):+.2f} %"
+        for row in record["rows"]
+        if "tracked" in row
+    }
+    rows = [(model, *(errors.get((model, mode), "-") for mode in modes)) for model in models]
+    return markdown(("predicted peak against tracked", *modes), rows)
+
+
+def predict_caption(record: Record) -> str:
+    errors = [
+        abs(row["predicted"] / row["tracked"] - 1) for row in record["rows"] if "tracked" in row
+    ]
+    within = {limit: 100 * sum(e <= limit / 100 for e in errors) / len(errors) for limit in (2, 5)}
+    return (
+        f"{len(errors)} steps at small sizes, {within[2]:.0f} % of them within 2 % and "
+        f"{within[5]:.0f} % within 5 %; the goal is 95 % and all. -: not predicted; the file says "
+        f"why. {machine_line(record)}."
+    )

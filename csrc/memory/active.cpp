@@ -12,12 +12,15 @@
 #include "memory/pause.h"
 
 namespace memsave_ext::memory {
+namespace py = pybind11;
 namespace {
 
 std::vector<Log*> active;
 std::vector<Count*> counts;
 std::atomic<int> active_count{0};
 std::atomic<int> stack_count{0};
+// Called with the GIL; null without. It is leaked at exit, when Python may be gone.
+std::atomic<py::object*> recompute_listener{nullptr};
 
 bool watching() { return active_count.load(std::memory_order_relaxed) > 0 && paused_depth == 0; }
 
@@ -30,13 +33,26 @@ void set_counts() {
 void observe_recompute(Again what, bool begins) {
   const EventContext context = EventContext::now();
   const Phase phase = what == Again::kRegion ? Phase::kRecompute : Phase::kRematerialize;
-  const std::lock_guard<std::mutex> lock(tracking_mutex());
-  for (Log* log : active) {
-    if (begins)
-      log->threads().begin_recompute(context, phase);
-    else
-      log->threads().end_recompute(context);
+  {
+    const std::lock_guard<std::mutex> lock(tracking_mutex());
+    for (Log* log : active) {
+      if (begins)
+        log->threads().begin_recompute(context, phase);
+      else
+        log->threads().end_recompute(context);
+    }
   }
+  if (recompute_listener.load(std::memory_order_relaxed) != nullptr) {
+    const py::gil_scoped_acquire gil;
+    const py::error_scope raised;  // a recompute may end with an exception
+    if (const py::object* listener = recompute_listener)
+      (*listener)(what == Again::kRegion, begins);
+  }
+}
+
+void set_observer() {
+  const bool observed = !active.empty() || recompute_listener.load() != nullptr;
+  recompute_observer = observed ? &observe_recompute : nullptr;
 }
 
 // Installs fork handlers. Without them, a child that is forked while another thread holds the mutex
@@ -67,7 +83,7 @@ void add_active(Log* log) {
   survive_forks();
   active.push_back(log);
   set_counts();
-  recompute_observer = &observe_recompute;
+  set_observer();
 }
 
 void add_active(Count* count) {
@@ -84,7 +100,17 @@ void remove_active(Count* count) {
 void remove_active(Log* log) {
   active.erase(std::remove(active.begin(), active.end(), log), active.end());
   set_counts();
-  if (active.empty()) recompute_observer = nullptr;
+  set_observer();
+}
+
+void listen_to_recomputes(std::optional<py::object> listener) {
+  py::object* before =
+      recompute_listener.exchange(listener ? new py::object(std::move(*listener)) : nullptr);
+  {
+    const std::lock_guard<std::mutex> lock(tracking_mutex());
+    set_observer();
+  }
+  delete before;
 }
 
 bool any_active(c10::DeviceType type) {

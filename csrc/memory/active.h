@@ -2,6 +2,7 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <pybind11/pybind11.h>
 
 #include <cstdint>
 #include <mutex>
@@ -43,5 +44,9 @@ bool any_active(c10::DeviceType type);
 // allocator's own count, if it has one.
 void report_allocated(c10::Device device, void* ptr, int64_t size, std::optional<int64_t> total);
 void report_freed(c10::Device device, void* ptr, std::optional<int64_t> total);
+
+// Calls `listener(is_region, begins)` at the begin and end of every recompute, until it is
+// replaced; nullopt for none. Needs the GIL. It must not raise.
+void listen_to_recomputes(std::optional<pybind11::object> listener);
 
 }  // namespace memsave_ext::memory

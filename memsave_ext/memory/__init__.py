@@ -2,7 +2,9 @@
 
 from .account import CATEGORIES, PHASES, Region, Step, TensorAtPeak, Timeline
 from .compare import Comparison, compare
+from .prediction.fits import Fit, Fits, fits
 from .prediction.footprint import Footprint, footprint
+from .prediction.step import PredictedStep, predict
 from .snapshot import plot_snapshot
 from .tracking import Track, track
 from .usage import Usage, usage
@@ -11,7 +13,10 @@ __all__ = [
     "CATEGORIES",
     "PHASES",
     "Comparison",
+    "Fit",
+    "Fits",
     "Footprint",
+    "PredictedStep",
     "Region",
     "Step",
     "TensorAtPeak",
@@ -19,8 +24,10 @@ __all__ = [
     "Track",
     "Usage",
     "compare",
+    "fits",
     "footprint",
     "plot_snapshot",
+    "predict",
     "track",
     "usage",
 ]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .pictures.timeline import plot_track
+from .prediction import command
 from .report import as_json, print_report, write_json
 from .subjects import UsageError, find_model, find_optimizer, load_function, load_instance
 from .tracking import Track, track
@@ -22,6 +23,8 @@ _HELP = """
 FUNCTION takes no arguments. It makes one training step; its first call is a warm-up, and the model
 and the optimizer are those among the names it uses. Or it returns a tuple (model, optimizer or
 None, step), and step, which takes no arguments, makes one training step.
+
+`fits MODULE:FUNCTION --budget 24GB` predicts instead what would fit; see `fits --help`.
 
 Written to DIR: report.txt, timeline.json and, where matplotlib is installed, timeline.png.
 """
@@ -35,11 +38,19 @@ def main(arguments: list[str] | None = None) -> int:
     Args:
         arguments: the command line; None for that of the process.
     """
-    options = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    asks_fits = arguments[:1] == ["fits"]
+    options = (
+        command.parser(_PROGRAM).parse_args(arguments[1:])
+        if asks_fits
+        else _parser().parse_args(arguments)
+    )
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # absent if Python was told to leave it out
     sys.argv[1:] = []  # the user's module may read arguments of its own
     try:
+        if asks_fits:
+            return command.run(options)
         _profile(options)
     except UsageError as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)

@@ -28,15 +28,20 @@ def untracked() -> Iterator[None]:
         _pause(False)
 
 
+def make_tracker(device: torch.device, parents: list[int], stacks: bool, max_events: int) -> Any:
+    """Returns a tracker, native where there is one; csrc/memory/tracker.h describes it."""
+    return _Tracker(device, parents, stacks, max_events)
+
+
 class Figures:
     """Reads the figures of a tracker, while it runs and afterwards."""
 
-    def __init__(
-        self, device: torch.device, modules: Modules, names: Names, stacks: bool, max_events: int
-    ) -> None:
+    timed = True  # whether the times in the figures are those of a run
+
+    def __init__(self, tracker: Any, device: torch.device, modules: Modules, names: Names) -> None:
         self.device = device
         self._modules, self._names = modules, names
-        self._tracker: Any = _Tracker(device, modules.parents, stacks, max_events)
+        self._tracker = tracker
         self._installed: ExitStack | None = None  # ends tracking when closed; None: not running
         self._final: Account | None = None  # kept once tracking has ended; None: not made yet
 

@@ -40,7 +40,8 @@ def measure(
     """Measures one variant on ``wanted``, or on its model's device if None; returns that too."""
     with _named(name, "while it was built"):
         made = build()
-    model, optimizer, step = _checked(name, made)
+    start = f"compare: the builder of variant {name!r}"
+    model, optimizer, step = checked(start, made)
     device = wanted or _device_of(model)
     with _named(name, "in a warm-up step"):
         for _ in range(warmup):
@@ -72,9 +73,9 @@ def _named(name: str, when: str) -> Iterator[None]:
         raise RuntimeError(f"compare: variant {name!r} failed {when}: {what}") from error
 
 
-def _checked(name: str, made: object) -> tuple[nn.Module, Optimizer | None, Callable[[], object]]:
-    """Returns what a builder made; raises an error that names the variant if it is wrong."""
-    start = f"compare: the builder of variant {name!r} must return (model, optimizer or None, step)"
+def checked(who: str, made: object) -> tuple[nn.Module, Optimizer | None, Callable[[], object]]:
+    """Returns what a builder made; raises an error that names ``who`` built it if it is wrong."""
+    start = f"{who} must return (model, optimizer or None, step)"
     if not isinstance(made, tuple) or len(made) != 3:
         got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
         raise TypeError(f"{start}, got {got}")

@@ -50,7 +50,7 @@ def print_report(track: Figures, *, top: int = 10, file: TextIO | None = None) -
         _print_tensors(track, peak, top, file)
     for phase in _RECOMPUTED:
         _print_regions(track, phase, top, file)
-    if track.steps:
+    if track.steps and track.timed:
         _print_steps(track, file)
 
 
@@ -108,7 +108,7 @@ def _print_regions(track: Figures, phase: str, top: int, file: TextIO | None) ->
         seconds = sum(region.seconds for region in regions)
         per_call = format_seconds(seconds / calls) if calls else "-"
         time = format_seconds(seconds), per_call, _share(seconds, trained)
-        return (name, calls, format_bytes(saved), *time)
+        return (name, calls, format_bytes(saved), *(time if track.timed else ()))
 
     regions = [region for region in track.regions if region.phase == phase]
     if not regions:
@@ -120,8 +120,8 @@ def _print_regions(track: Figures, phase: str, top: int, file: TextIO | None) ->
     if len(regions) > 1:
         rows.append(row("all", regions))
     title, of, saved_bytes = _RECOMPUTED[phase]
-    columns = [of, "calls", saved_bytes, phase, "per call", "of all time"]
-    print_table(title, columns, rows, file)
+    times = [phase, "per call", "of all time"] if track.timed else []
+    print_table(title, [of, "calls", saved_bytes, *times], rows, file)
 
 
 def _print_steps(track: Figures, file: TextIO | None) -> None:

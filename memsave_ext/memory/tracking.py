@@ -7,16 +7,15 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .figures import Figures, untracked
+from .figures import make_tracker, untracked
 from .hooks import Hooks, Modules, Names
-from .pictures.timeline import plot_track
-from .report import as_json, print_report
+from .reported import Reported
 from .snapshot import save_snapshot
 
 _running: list[Track] = []
@@ -29,7 +28,7 @@ def running() -> list[Track]:
         return list(_running)
 
 
-class Track(Figures):
+class Track(Reported):
     """What :func:`track` returns. Its figures can be read at any time, also inside the block."""
 
     def __init__(
@@ -41,27 +40,10 @@ class Track(Figures):
         max_events: int,
     ) -> None:
         modules, names = Modules(model), Names()
-        super().__init__(device, modules, names, stacks, max_events)
+        tracker = make_tracker(device, modules.parents, stacks, max_events)
+        super().__init__(tracker, device, modules, names)
         self.stacks = stacks
         self._hooks = Hooks(self._tracker, model, modules, optimizers, names)
-
-    def report(self, *, top: int = 10, file: TextIO | None = None) -> None:
-        """Prints the peak, what it was made of, its ``top`` largest tensors, steps and regions,
-        and :meth:`remedies`."""
-        with untracked():
-            print_report(self, top=top, file=file)
-            for sentence in self.remedies():
-                print(f"\n{sentence}", file=file)
-
-    def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
-        """Draws the timeline: live bytes by category, the phases, the peak. Needs matplotlib."""
-        with untracked():
-            plot_track(self, path, title=title)
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-        """Returns all figures as plain numbers and strings; also written to ``path`` if given."""
-        with untracked():
-            return as_json(self, path)
 
     def snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes torch's snapshot of the CUDA device's memory.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -98,6 +100,13 @@ class remat:  # noqa: N801, a context manager is used like a function
     def __enter__(self) -> remat:
         if self._hooks is not None:
             raise RuntimeError("remat: a block is entered once; make another")
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            warnings.warn(
+                "remat keeps everything under fake tensors: a prediction is that of the step "
+                "without remat, and the peak with it is at most that",
+                UserWarning,
+                stacklevel=2,
+            )
         self._hooks = self._install()
         try:
             self._recorder.open()

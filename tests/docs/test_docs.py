@@ -12,7 +12,10 @@ from memsave_ext import _native
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = [
     *sorted((DOCS / "adam").glob("*.md")),
-    *(DOCS / f"{n}.md" for n in ("choosing", "chunks", "linear_cross_entropy", "memory", "remat")),
+    *(
+        DOCS / f"{n}.md"
+        for n in ("choosing", "chunks", "fits", "linear_cross_entropy", "memory", "remat")
+    ),
 ]
 
 

@@ -68,6 +68,7 @@ def track_of(line, tensors=(), regions=(), steps=()):
     peak = int((total == total.max()).nonzero()[0])
     largest = sorted(tensors, key=lambda tensor: -tensor.bytes)
     return SimpleNamespace(
+        timed=True,
         timeline=line,
         device=torch.device("cpu"),
         live=int(total[-1]),

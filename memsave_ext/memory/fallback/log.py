@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +34,14 @@ class Block:
             return self.label
         made_by_forward = self.phase in (FORWARD, *RECOMPUTES)
         return _ACTIVATIONS if made_by_forward and not self.temporary else _OTHER_CATEGORY
+
+
+class Labelled(Protocol):
+    """Memory that can get a label."""
+
+    ptr: int
+    size: int
+    block: Block | None
 
 
 class Memory:
@@ -116,7 +125,7 @@ class Log:
         self._change(None, _FREED, self.total, self.threads.where(context).phase, context)
 
     def label(
-        self, memories: Iterable[tuple[Memory, int]], category: int, context: EventContext
+        self, memories: Iterable[tuple[Labelled, int]], category: int, context: EventContext
     ) -> None:
         """Gives memory a category and a name. Memory not yet known was there before tracking."""
         for memory, name in memories:

@@ -54,7 +54,7 @@ def plot_track(track: Figures, path: str | os.PathLike[str], *, title: str | Non
     """
     figure = new_figure((11, 5))
     axes = figure.add_subplot()
-    draw_timeline(axes, track.timeline)
+    draw_timeline(axes, track.timeline, timed=track.timed)
     axes.set_title(_title(track) if title is None else title, loc="left", fontsize=11)
     save(figure, path)
 
@@ -66,7 +66,12 @@ def _title(track: Figures) -> str:
 
 
 def draw_timeline(
-    axes: Axes, timeline: Timeline, *, legend: bool = True, top: float | None = None
+    axes: Axes,
+    timeline: Timeline,
+    *,
+    legend: bool = True,
+    top: float | None = None,
+    timed: bool = True,
 ) -> None:
     """Draws a timeline into matplotlib axes: stacked areas, phases below them, the peak marked.
 
@@ -80,6 +85,7 @@ def draw_timeline(
             the axes.
         top: bytes at the upper end of the axes, to give several pictures the same scale. None: the
             peak and room for its label.
+        timed: whether ``timeline.time`` is a time; if not, the axis only names an order.
     """
     if not len(timeline.time):
         axes.text(0.5, 0.5, "nothing was allocated", ha="center", transform=axes.transAxes)
@@ -96,7 +102,7 @@ def draw_timeline(
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     areas = _draw_areas(axes, timeline, time, peak)
-    phases = _draw_phases(axes, timeline, time)
+    phases = _draw_phases(axes, timeline, time, timed)
     _mark_peak(axes, timeline, time, peak)
     _mark_steps(axes, timeline, time, lines=not many)
     _mark_gaps(axes, timeline, time)
@@ -143,7 +149,7 @@ def _draw_areas(axes: Axes, timeline: Timeline, time: list[float], peak: int) ->
     return areas[::-1]  # the uppermost area first
 
 
-def _draw_phases(axes: Axes, timeline: Timeline, time: list[float]) -> list[Artist]:
+def _draw_phases(axes: Axes, timeline: Timeline, time: list[float], timed: bool) -> list[Artist]:
     """Draws phases in a strip below, and recomputes also behind the areas.
 
     Returns the patches for the legend.
@@ -179,7 +185,11 @@ def _draw_phases(axes: Axes, timeline: Timeline, time: list[float]) -> list[Arti
             alpha=0.12,
             zorder=0.5,
         )
-    _name_times(strip, timeline, time)
+    if timed:
+        _name_times(strip, timeline, time)
+    else:
+        strip.set_xticks([], [])
+        strip.set_xlabel("allocations and frees, in their order")
     return [Patch(**_PHASES[phase], label=_legend(phase)) for phase in PHASES if phase in spans]
 
 

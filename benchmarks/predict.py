@@ -1,0 +1,177 @@
+"""How far predicted peaks are from tracked ones: memory.predict() against memory.track().
+
+The same steps on fake and on real memory, on the CPU at small sizes: this project's models, and
+those of timm and transformers where these are installed; each plain, with checkpointed blocks, with
+Adam in backward, and with its 8-bit states. Nothing is timed.
+
+    python benchmarks/predict.py --save benchmarks/results
+"""
+
+import argparse
+import gc
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import memsave_ext as ms
+from adam_methods import VisionTransformer
+from common import ROOT, machine, write_record
+from memsave_ext.memory.prediction.means import Means
+from memsave_ext.memory.table import format_bytes, print_table
+from models import DenseNet
+
+MODES = {
+    "plain": Means(),
+    "checkpoint": Means(checkpoint=True),
+    "in backward": Means(in_backward=True),
+    "8-bit states": Means(in_backward=True, state_dtype="8bit"),
+}
+TIMM = (
+    *("resnet18", "resnext26ts", "regnetx_002", "mobilenetv3_small_100", "efficientnet_b0"),
+    *("convnext_atto", "repvgg_a0", "vit_tiny_patch16_224", "deit_tiny_patch16_224"),
+    *("cait_xxs24_224", "xcit_nano_12_p16_224", "mixer_s32_224"),
+)
+TRANSFORMERS = (
+    *("llama", "mistral", "qwen2", "gemma", "phi", "gpt2", "gpt_neox", "opt"),
+    *("bert", "roberta"),
+)
+WIDTH = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 2000}
+OTHER_NAMES = {"n_embd": 256, "n_layer": 4, "n_head": 4, "intermediate_size": 512, "ffn_dim": 512}
+
+
+def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
+    yield "DenseNet", lambda: images(DenseNet(22, 12), 32, 8)
+    yield (
+        "VisionTransformer",
+        lambda: images(VisionTransformer(64, width=192, heads=3, depth=6), 64, 8),
+    )
+    if library("timm"):
+        for name in TIMM:
+            yield f"timm {name}", lambda name=name: images(timm_model(name), 64, 8)
+    if library("transformers"):
+        for name in TRANSFORMERS:
+            yield f"transformers {name}", lambda name=name: tokens(name)
+
+
+def library(name: str) -> Any:
+    """Imports a library, None if it is not installed. A torchvision made for CUDA, which others
+    import, needs operators to be declared beside a torch for CPUs."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+    except RuntimeError as error:
+        if "operator torchvision::nms does not exist" not in str(error):
+            raise
+    global _operators
+    _operators = torch.library.Library("torchvision", "FRAGMENT")
+    for operator in ("nms", "qnms"):
+        _operators.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return importlib.import_module(name)
+
+
+_operators: Any = None  # kept, as its declarations end with it
+
+
+def timm_model(name: str) -> nn.Module:
+    timm = library("timm")
+    try:
+        model: nn.Module = timm.create_model(name, num_classes=10, img_size=64)
+    except TypeError:
+        model = timm.create_model(name, num_classes=10)
+    return model
+
+
+def images(model: nn.Module, size: int, batch: int) -> Any:
+    x, labels = torch.randn(batch, 3, size, size), torch.zeros(batch, dtype=torch.long)
+    return stepped(model, lambda: F.cross_entropy(model(x), labels))
+
+
+def tokens(name: str) -> Any:
+    transformers = library("transformers")
+    config = transformers.AutoConfig.for_model(name, **WIDTH)
+    for key, value in OTHER_NAMES.items():
+        if hasattr(config, key):
+            setattr(config, key, value)
+    if hasattr(config, "num_key_value_heads"):
+        config.num_key_value_heads = 4
+    masked = name in ("bert", "roberta")
+    kind = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+    model = kind.from_config(config).train()
+    batch = torch.ones(4, 128, dtype=torch.long) * 5
+    return stepped(model, lambda: model(input_ids=batch, labels=batch).loss)
+
+
+def stepped(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def compare(build: Callable[[], Any], means: Means) -> dict[str, Any]:
+    built = means.applied(build)
+    try:
+        model, optimizer, step = built()
+        step()
+        with ms.memory.track(model, optimizer) as track:
+            step()
+        del model, optimizer, step
+        gc.collect()
+        predicted = ms.memory.predict(built)
+    except (ValueError, RuntimeError) as error:
+        return {"reason": str(error).partition("\n")[0]}
+    phases = [predicted.peak_phase, track.peak_phase]
+    return {"predicted": predicted.peak, "tracked": track.peak, "phases": phases}
+
+
+def error_of(row: dict[str, Any]) -> float:
+    return float(row["predicted"] / row["tracked"] - 1)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="only models named like this")
+    parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
+    options = parser.parse_args(arguments)
+    rows = []
+    for name, build in cases():
+        if options.only in name:
+            for mode, means in MODES.items():
+                torch.manual_seed(0)
+                rows.append({"model": name, "mode": mode, **compare(build, means)})
+            print(f"{name} done", file=sys.stderr, flush=True)
+    shown = [
+        (
+            row["model"],
+            row["mode"],
+            *map(format_bytes, (row["predicted"], row["tracked"])),
+            f"{error_of(row):+.2%}",
+            " / ".join(dict.fromkeys(row["phases"])),
+        )
+        if "tracked" in row
+        else (row["model"], row["mode"], "-", "-", row["reason"][:60], "-")
+        for row in rows
+    ]
+    print_table("", ["model", "mode", "predicted", "tracked", "error", "in"], shown)
+    errors = [abs(error_of(row)) for row in rows if "tracked" in row]
+    within = [sum(e <= limit for e in errors) / max(len(errors), 1) for limit in (0.02, 0.05)]
+    print(f"{len(errors)} steps: within 2 %: {within[0]:.0%}, within 5 %: {within[1]:.0%}")
+    settings = {"only": options.only, "modes": list(MODES)}
+    record = {"machine": machine(), "settings": settings, "rows": rows}
+    print(write_record(options.save, "predict", record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""Finds what makes a training step fit into a budget, and how large its batch can be."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
+
+import torch
+
+from ..account import CATEGORIES, TensorAtPeak
+from ..checks import check_count
+from ..measure import Build
+from ..table import format_bytes, print_table
+from .means import ALL, Means
+from .step import predict
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_MOST = 1 << 20  # the largest batch that is asked for
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What one combination of means needs.
+
+    Attributes:
+        name: the means, such as ``"checkpoint by block, Adam in backward"``.
+        cost: what they cost.
+        peak: predicted bytes; None where the means do not apply.
+        at_peak: the peak by category.
+        fits: whether the peak is within the budget.
+        largest_batch: the largest batch that fits, 0 for none; None where ``build`` takes no batch
+            or the means do not apply.
+        reason: why they do not apply, else ``""``.
+    """
+
+    name: str
+    cost: str
+    peak: int | None = None
+    at_peak: dict[str, int] | None = None
+    fits: bool = False
+    largest_batch: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Fits:
+    """What :func:`fits` returns; ``rows`` are in the order of their cost, the cheapest first.
+
+    Attributes:
+        rows: a combination of means each.
+        budget: bytes.
+        device: the device that was predicted for.
+        batch: the batch that peaks are of; None where ``build`` takes none.
+        largest: the largest tensors at the lowest peak.
+    """
+
+    rows: list[Fit]
+    budget: int
+    device: str
+    batch: int | None
+    largest: list[TensorAtPeak]
+
+    @property
+    def cheapest(self) -> Fit | None:
+        """The first row that fits; None if none does."""
+        return next((row for row in self.rows if row.fits), None)
+
+    def report(self, *, file: TextIO | None = None) -> None:
+        """Prints a row for each combination, and which is the cheapest, or what holds the memory.
+
+        Args:
+            file: where to print; None for ``sys.stdout``.
+        """
+        cells = [
+            (
+                row.name,
+                "-" if row.peak is None else format_bytes(row.peak),
+                "yes" if row.fits else "no" if row.peak is not None else row.reason,
+                "-" if row.largest_batch is None else row.largest_batch,
+                row.cost,
+            )
+            for row in self.rows
+        ]
+        at = "" if self.batch is None else f", batch {self.batch}"
+        title = f"Predicted peaks of a training step on {self.device}{at}"
+        columns = ["means", "peak", f"in {format_bytes(self.budget)}", "largest batch", "cost"]
+        print_table(title, columns, cells, file)
+        print(self._verdict(), file=file)
+
+    def _verdict(self) -> str:
+        if self.cheapest is not None:
+            return f"The cheapest that fits: {self.cheapest.name}."
+        lowest = _lowest(self.rows)
+        assert lowest.at_peak is not None and lowest.peak is not None
+        parts = [f"{c} {format_bytes(lowest.at_peak[c])}" for c in CATEGORIES if lowest.at_peak[c]]
+        tensors = [
+            f"{t.name or t.module or t.category} {format_bytes(t.bytes)}" for t in self.largest
+        ]
+        return (
+            f"Nothing fits. The lowest peak is {format_bytes(lowest.peak)}, with {lowest.name}: "
+            f"{', '.join(parts)}. Its largest tensors: {', '.join(tensors)}."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns all fields as numbers, strings, lists and dicts."""
+        return {**asdict(self), "cheapest": self.cheapest.name if self.cheapest else None}
+
+
+def fits(
+    build: Build | Callable[[int], Any],
+    budget: str | int,
+    *,
+    batch: int = 1,
+    device: torch.device | str = "cuda",
+) -> Fits:
+    """Predicts which means make a training step fit into ``budget``, the cheapest first.
+
+    The means are memsave_ext's: checkpointing the model's blocks, Adam in backward in place of
+    torch's, and its 8-bit and 4-bit states. They are applied to what ``build`` made, in fakes
+    alone; see :func:`predict` for how exact the peaks are. On CUDA leave room beside the budget for
+    what the context takes and for fragmentation.
+
+    Args:
+        build: a function as :func:`predict` takes it; or one of a batch size, of which the largest
+            that fits is found for each combination.
+        budget: bytes, or a text such as ``"24GB"`` (10^9 bytes each) or ``"22.5GiB"`` (2^30).
+        batch: the batch size whose peaks are shown, if ``build`` takes one.
+        device: the device to predict for.
+
+    Raises:
+        TypeError, ValueError: an argument, or what ``build`` returned, is not as said above.
+        RuntimeError: the step as it is built cannot be predicted; see :func:`predict`.
+    """
+    limit = _bytes(budget)
+    check_count("fits: batch", batch, 1)
+    if not callable(build):
+        raise TypeError(f"fits: build must be a function, got {type(build).__name__}")
+    sized = _takes_batch(build)
+    rows, tops = [], {}
+    for means in ALL:
+        row, tops[means.name] = _row(means, build, limit, batch if sized else None, device)
+        rows.append(row)
+    largest = tops[_lowest(rows).name]
+    return Fits(rows, limit, str(torch.device(device)), batch if sized else None, largest)
+
+
+def _lowest(rows: list[Fit]) -> Fit:
+    return min((row for row in rows if row.peak is not None), key=lambda row: row.peak or 0)
+
+
+def _row(
+    means: Means, build: Any, budget: int, batch: int | None, device: torch.device | str
+) -> tuple[Fit, list[TensorAtPeak]]:
+    def predicted(size: int | None) -> Any:
+        made = build if size is None else functools.partial(build, size)
+        return predict(means.applied(made), device=device)
+
+    try:
+        step = predicted(batch)
+    except (ValueError, RuntimeError) as error:
+        if means == ALL[0]:
+            raise
+        return Fit(means.name, means.cost, reason=str(error)), []
+    largest = None
+    if batch is not None:
+        largest = _largest(lambda size: predicted(size).peak, budget, batch, step.peak)
+    row = Fit(means.name, means.cost, step.peak, step.at_peak, step.peak <= budget, largest)
+    return row, step.top(3)
+
+
+def _largest(peak: Callable[[int], int], budget: int, batch: int, its_peak: int) -> int:
+    """Returns the largest batch whose peak is within ``budget``, 0 for none.
+
+    Peaks are nearly straight in the batch, so that a line through the last two finds the next to
+    try in a few steps; where it stays on one side the interval is halved.
+    """
+    known = {batch: its_peak}
+    low, high = (batch, _MOST + 1) if its_peak <= budget else (0, batch)
+    size = max(batch * 2 if low else batch // 2, 1)
+    for attempt in range(64):
+        if high - low <= 1:
+            break
+        size = min(max(size, low + 1), high - 1)
+        known[size] = peak(size)
+        if known[size] <= budget:
+            low = size
+        else:
+            high = size
+        size = _next(known, budget) if attempt % 3 < 2 or high > _MOST else (low + high) // 2
+    return low
+
+
+def _next(known: dict[int, int], budget: int) -> int:
+    """Returns the size at which a line through the two sizes nearest to the budget meets it."""
+    near = sorted(known, key=lambda size: abs(known[size] - budget))[:2]
+    a, b = sorted(near)
+    if a == b or known[a] >= known[b]:
+        return 2 * max(known)
+    return a + int((budget - known[a]) * (b - a) / (known[b] - known[a]))
+
+
+def _takes_batch(build: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(build).bind()
+    except ValueError:
+        return False
+    except TypeError:
+        return True
+    return False
+
+
+def _bytes(budget: str | int) -> int:
+    if isinstance(budget, int) and not isinstance(budget, bool):
+        if budget < 1:
+            raise ValueError(f"fits: budget must be positive, got {budget}")
+        return budget
+    found = (
+        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", budget)
+        if isinstance(budget, str)
+        else None
+    )
+    if found is None or found[2].upper() not in _UNITS:
+        raise ValueError(f"fits: budget must be bytes or a text such as '24GB', got {budget!r}")
+    return int(float(found[1]) * _UNITS[found[2].upper()])

@@ -1,0 +1,125 @@
+"""Means against a peak that can be applied to a model and optimizer that somebody else built."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..measure import Build, checked
+from .batch import remade
+
+
+@dataclass(frozen=True)
+class Means:
+    """What is done to a training step.
+
+    Attributes:
+        checkpoint: whether the blocks of the model are checkpointed.
+        in_backward: whether memsave_ext's Adam steps in backward in place of torch's.
+        state_dtype: its ``state_dtype``.
+    """
+
+    checkpoint: bool = False
+    in_backward: bool = False
+    state_dtype: str | None = None
+
+    @property
+    def name(self) -> str:
+        names = ["checkpoint by block"] * self.checkpoint + ["Adam in backward"] * self.in_backward
+        if self.state_dtype is not None:
+            names.append(self.state_dtype.replace("bit", "-bit states"))
+        return ", ".join(names) or "as built"
+
+    @property
+    def cost(self) -> str:
+        costs = ["a forward more"] * self.checkpoint
+        costs += ["states are rounded"] * (self.state_dtype is not None)
+        return ", ".join(costs) or "none"
+
+    def applied(self, build: Build) -> Build:
+        """Returns a function that builds what ``build`` builds, with these means.
+
+        The built function raises ValueError where they do not apply.
+        """
+
+        def built() -> object:
+            model, optimizer, step = checked("fits: build", build())
+            if self.checkpoint:
+                _checkpoint_blocks(model)
+            if self.in_backward:
+                optimizer = self._step_in_place_of(optimizer)
+            return model, optimizer, step
+
+        return built  # type: ignore[return-value]
+
+    def _step_in_place_of(self, optimizer: Optimizer | None) -> Optimizer:
+        """Returns an optimizer that steps where the step that was built calls ``optimizer``."""
+        from ... import adam  # which imports this package for its own tables
+
+        kinds = {torch.optim.Adam: adam.Adam, torch.optim.AdamW: adam.AdamW}
+        ours = next(
+            (ours for torchs, ours in kinds.items() if type(optimizer) in (torchs, ours)), None
+        )
+        if optimizer is None or ours is None:
+            raise ValueError(f"the optimizer is {type(optimizer).__name__}, not Adam or AdamW")
+        if isinstance(optimizer, adam.Adam) and optimizer._in_backward:
+            if self.state_dtype is None:
+                raise ValueError("the optimizer steps in backward already")
+            optimizer.remove_hooks()
+        more = {} if self.state_dtype is None else {"state_dtype": self.state_dtype}
+        made = remade(optimizer, ours, lambda p: p, in_backward=True, **more)
+        optimizer.step, optimizer.zero_grad = made.step, made.zero_grad  # type: ignore[method-assign]
+        return made
+
+
+# The cheapest first: what is exact comes before what rounds, and then what costs no time.
+ALL = (
+    Means(),
+    Means(in_backward=True),
+    Means(checkpoint=True),
+    Means(checkpoint=True, in_backward=True),
+    Means(in_backward=True, state_dtype="8bit"),
+    Means(checkpoint=True, in_backward=True, state_dtype="8bit"),
+    Means(checkpoint=True, in_backward=True, state_dtype="4bit"),
+)
+
+
+def _checkpoint_blocks(model: nn.Module) -> None:
+    from ...checkpointing import checkpoint_modules
+
+    chosen = {id(block) for block in blocks_of(model)}
+    if not chosen:
+        raise ValueError("the model has no list of blocks of one class")
+    checkpoint_modules(model, lambda module: id(module) in chosen)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Returns the blocks of a model: modules of one class, of which several are in a list or
+    sequence, and which hold more parameters than those of any other class."""
+    found: defaultdict[type[nn.Module], list[nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        if not isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+            continue
+        children = [
+            child for child in module.children() if next(child.children(), None) is not None
+        ]
+        for kind, count in Counter(map(type, children)).items():
+            if count > 1:
+                found[kind] += [child for child in children if type(child) is kind]
+    outermost = [
+        [block for block in blocks if not any(_holds(outer, block) for outer in blocks)]
+        for blocks in found.values()
+    ]
+
+    def parameters(blocks: list[nn.Module]) -> int:
+        return sum(p.numel() for block in blocks for p in block.parameters())
+
+    return max(outermost, key=parameters, default=[])
+
+
+def _holds(outer: nn.Module, inner: nn.Module) -> bool:
+    return outer is not inner and any(module is inner for module in outer.modules())

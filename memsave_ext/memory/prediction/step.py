@@ -1,0 +1,163 @@
+"""Predicts the memory of a training step: the step runs on fake tensors, which hold no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import Optimizer
+
+from ..hooks import Hooks, Modules, Names
+from ..measure import Build, checked
+from ..reported import Reported
+from .batch import from_batch
+from .surroundings import card_names, in_sentences, swaps_of_fakes
+from .tracker import FakeTracker
+from .workspaces import workspace_of
+
+
+class PredictedStep(Reported):
+    """What :func:`predict` returns: the figures of a :class:`Track` of one training step.
+
+    The times among them count events, as nothing was run.
+    """
+
+    timed = False
+
+    def __init__(
+        self,
+        tracker: FakeTracker,
+        device: torch.device,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+    ) -> None:
+        modules, names = Modules(model), Names()
+        super().__init__(tracker, device, modules, names)
+        tracker.set_modules(modules.parents)
+        self._hooks = Hooks(tracker, model, modules, [optimizer] if optimizer else [], names)
+
+    def _follow(self, step: Callable[[], object]) -> None:
+        self._tracker.start()
+        self._hooks.label()
+        self._tracker.begin()
+        with self._hooks.install():
+            step()
+        self._tracker.stop()
+        del self._hooks
+
+
+def predict(
+    build: Build | nn.Module,
+    optimizer: Optimizer | None = None,
+    batch: Any = None,
+    *,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    device: torch.device | str = "cpu",
+) -> PredictedStep:
+    """Predicts the memory of a training step that follows a first one, which makes the states.
+
+    Nothing is allocated and nothing computed: ``build`` and its steps run on fake tensors, which
+    have sizes but no memory. What recomputes, steps in backward or keeps its states in eight bits
+    does so in the prediction, too::
+
+        def build():
+            model = Transformer(config)
+            optimizer = ms.AdamW(model.parameters(), in_backward=True)
+            tokens = torch.zeros(8, 2048, dtype=torch.long)
+
+            def step():
+                model(tokens).loss.backward()
+                optimizer.step()
+
+            return model, optimizer, step
+
+        print(ms.memory.predict(build, device="cuda").peak)
+
+    Or give the model, which may be on the meta device, with its optimizer and a batch::
+
+        ms.memory.predict(model, torch.optim.AdamW(model.parameters()), batch, loss=my_loss)
+
+    Args:
+        build: a function, as :func:`compare` takes it, which makes the model, the optimizer (or
+            None) and a function that makes one step; or a model, of which a fake copy is used.
+        optimizer: with a model: its optimizer, None for one that has no state. A new one with the
+            same class and options is used.
+        batch: with a model: what it is called with, a tensor, a tuple of arguments or a dict of
+            keyword arguments. Tensors may be on the meta device.
+        loss: with a model: makes the loss of what the model returns; None takes its ``loss``.
+        device: the device to predict for. ``"cuda"`` needs no card: the fake tensors are on the
+            CPU, sizes are rounded up as CUDA's caching allocator does, all memory counts, also of
+            batches, and torch's optimizers step as on CUDA. On the CPU, as for :func:`track`, of
+            memory from before the step only the model's and the optimizer's counts.
+
+    The workspaces of kernels are added where they are known: of convolutions on the CPU and of
+    attention. cuBLAS's and cuDNN's, fragmentation, and what a CUDA context holds are not. Values
+    that Python reads from tensors are all 1. :func:`remat` keeps everything under fake tensors, so
+    that the peak with it is at most the predicted one; a warning says so.
+
+    Raises:
+        TypeError, ValueError: an argument, or what ``build`` returned, is not as said above.
+        RuntimeError: an operator's result depends on values, or it has no fake kernel. The
+            message names it and says what to do.
+    """
+    chosen = _device(device)
+    if isinstance(build, nn.Module):
+        build = from_batch(build, optimizer, batch, loss)
+    elif optimizer is not None or batch is not None or loss is not None:
+        raise TypeError("predict: optimizer, batch and loss go with a model, not with a function")
+    elif not callable(build):
+        raise TypeError(
+            "predict: build must be a function that returns (model, optimizer or None, step), or "
+            f"a torch.nn.Module, got {type(build).__name__}"
+        )
+    tracker = FakeTracker(chosen, workspace_of(chosen))
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(in_sentences())
+        if chosen.type == "cuda":
+            stack.enter_context(card_names())
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(swaps_of_fakes())
+        stack.enter_context(tracker.storages)
+        stack.enter_context(tracker.listening())
+        model, made, step = checked("predict: build", build())
+        _refuse_real(model)
+        if chosen.type == "cuda" and made is not None:
+            _step_as_on_cuda(made)
+        step()
+        predicted = PredictedStep(tracker, chosen, model, made)
+        predicted._follow(step)
+    return predicted
+
+
+def _device(device: torch.device | str) -> torch.device:
+    chosen = torch.device(device)
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"predict: device must be the CPU or a CUDA device, got {chosen}")
+    return chosen
+
+
+def _refuse_real(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if not isinstance(p, FakeTensor) and not p.is_meta:
+            raise ValueError(
+                f"predict: the parameter {name} was made before. build must make the model itself; "
+                "or give the model, in place of build, with optimizer and batch"
+            )
+        if p.is_meta and not isinstance(p, FakeTensor):
+            raise ValueError(
+                f"predict: the parameter {name} is on the meta device. Give the model, in place of "
+                "build, with optimizer and batch"
+            )
+
+
+def _step_as_on_cuda(optimizer: Optimizer) -> None:
+    """Torch's optimizers step lists of tensors on CUDA, unless they are told otherwise."""
+    if type(optimizer).__module__.startswith("torch.optim"):
+        for group in optimizer.param_groups:
+            if group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True

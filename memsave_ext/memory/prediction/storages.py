@@ -1,0 +1,106 @@
+"""Tells a listener when fake memory is made and freed, as an allocator would."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+# Returns the bytes that the kernel of an operator makes for itself, given the operator, its
+# arguments and its result.
+Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
+
+
+class Storages(TorchDispatchMode):
+    """Sees the results of all operators. It is entered after a FakeTensorMode, and so above it.
+
+    What fake kernels make on the way to a result is not seen, which is right: other operators may
+    stand for the real kernel there.
+
+    Args:
+        allocated: called with the number and the size of new memory.
+        freed: called with its number.
+        workspace: tells what kernels make and free themselves.
+        rounding: sizes are rounded up to a multiple of this.
+    """
+
+    def __init__(
+        self,
+        allocated: Callable[[int, int], None],
+        freed: Callable[[int], None],
+        workspace: Workspace,
+        rounding: int,
+    ) -> None:
+        super().__init__()
+        self._allocated, self._freed = allocated, freed
+        self._workspace = workspace
+        self._rounding = rounding
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would cost a wrapper around every call
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default:  # most calls are this one
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and _is_unknown(args[0]):
+            return _python_type(args[0].dtype)(1)
+        result = func(*args, **kwargs)
+        for leaf in tree_iter(result):
+            if isinstance(leaf, FakeTensor):
+                self.memory(leaf)
+        if size := self._workspace(func, args, kwargs, result):
+            self._allocated(-1, self._rounded(size))
+            self._freed(-1)
+        return result
+
+    def memory(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Returns the number and size of a tensor's memory, which is told if it is new.
+
+        None if it has none.
+        """
+        if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        if tensor.fake_device.type == "meta" or not storage.nbytes():
+            return None
+        number = storage._cdata
+        if number not in self._known:
+            size = self._rounded(storage.nbytes())
+            self._known[number] = weakref.ref(storage, lambda _: self._forget(number)), size
+            self._allocated(number, size)
+        return number, self._known[number][1]
+
+    def living(self) -> Iterator[tuple[int, int]]:
+        """Yields the number and size of all memory that lives."""
+        for number, (_, size) in self._known.items():
+            yield number, size
+
+    def _forget(self, number: int) -> None:
+        del self._known[number]
+        self._freed(number)
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self._rounding) * self._rounding
+
+
+def _is_unknown(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.constant is None
+
+
+def _python_type(dtype: torch.dtype) -> type[bool] | type[int] | type[float] | type[complex]:
+    if dtype is torch.bool:
+        return bool
+    if dtype.is_complex:
+        return complex
+    return float if dtype.is_floating_point else int

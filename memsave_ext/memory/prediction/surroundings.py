@@ -1,0 +1,89 @@
+"""What a step needs around it to run on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.overrides import TorchFunctionMode
+
+
+@contextmanager
+def in_sentences() -> Iterator[None]:
+    """Turns what fake tensors raise into an error that says what to do."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise RuntimeError(
+            f"predict: the result of {error.func} depends on the values of tensors, which are not "
+            "known before the step. Leave it out of what is predicted, or put a tensor of the size "
+            "that is expected in its place"
+        ) from error
+    except UnsupportedOperatorException as error:
+        raise RuntimeError(
+            f"predict: {error.func} has no fake kernel, so that the size of its result is not "
+            "known. Register one with torch.library.register_fake, or leave it out of what is "
+            "predicted"
+        ) from error
+    except UnsupportedFakeTensorException as error:
+        raise RuntimeError(
+            f"predict: a kind of tensor cannot be predicted ({error.reason}). Put dense tensors of "
+            "the same size in its place"
+        ) from error
+
+
+@contextmanager
+def swaps_of_fakes() -> Iterator[None]:
+    """Lets modules convert fake parameters, as in ``model.bfloat16()``.
+
+    torch swaps the tensors then, which fails where a weak reference to one exists, and fake
+    tensors' own bookkeeping makes such references.
+    """
+    swap = torch.utils.swap_tensors
+
+    def set_data(t1: Tensor, t2: Tensor) -> None:
+        if isinstance(t1, FakeTensor) and isinstance(t2, FakeTensor):
+            t1.data = t2.data
+        else:
+            swap(t1, t2)
+
+    torch.utils.swap_tensors = set_data
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
+
+
+def card_names() -> TorchFunctionMode:
+    """Lets a step name a card that need not be there: its tensors are on the CPU instead."""
+    return _CardNames()
+
+
+class _CardNames(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.cuda:
+            return args[0]
+        if func is not torch.device.__new__:
+            args = tuple(map(_on_cpu, args))
+            kwargs = {name: _on_cpu(value) for name, value in kwargs.items()}
+        kwargs.pop("pin_memory", None)
+        return func(*args, **kwargs)
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    return "cpu" if isinstance(value, str) and value.split(":")[0] == "cuda" else value

@@ -1,0 +1,32 @@
+"""What is done with figures: printed, drawn and written."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TextIO
+
+from .figures import Figures, untracked
+from .pictures.timeline import plot_track
+from .report import as_json, print_report
+
+
+class Reported(Figures):
+    """Figures that can be printed, drawn and written."""
+
+    def report(self, *, top: int = 10, file: TextIO | None = None) -> None:
+        """Prints the peak, what it was made of, its ``top`` largest tensors, steps and regions,
+        and :meth:`remedies`."""
+        with untracked():
+            print_report(self, top=top, file=file)
+            for sentence in self.remedies():
+                print(f"\n{sentence}", file=file)
+
+    def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
+        """Draws the timeline: live bytes by category, the phases, the peak. Needs matplotlib."""
+        with untracked():
+            plot_track(self, path, title=title)
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+        """Returns all figures as plain numbers and strings; also written to ``path`` if given."""
+        with untracked():
+            return as_json(self, path)

@@ -1,0 +1,154 @@
+"""memory.fits(): which means make a step fit, and how large its batch can be."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import memsave_ext as ms
+from memsave_ext.memory.__main__ import main
+from memsave_ext.memory.prediction.means import blocks_of
+
+
+def net():
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(4)]
+    return nn.Sequential(nn.Linear(64, 64), nn.Sequential(*blocks), nn.Linear(64, 8))
+
+
+def of_batch(batch, make=torch.optim.AdamW):
+    model = net()
+    optimizer = make(model.parameters())
+    x = torch.randn(batch, 64)
+
+    def step():
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def build():
+    return of_batch(256)
+
+
+def failing():
+    raise ValueError("of the user's own")
+
+
+def rows(found):
+    return {row.name: row for row in found.rows}
+
+
+def test_the_cheapest_that_fits():
+    peaks = {name: row.peak for name, row in rows(ms.memory.fits(build, 1 << 40)).items()}
+    assert len(peaks) == 7
+    assert peaks["as built"] == ms.memory.predict(build, device="cuda").peak
+    for name, budget in (
+        ("as built", 1 << 40),
+        ("checkpoint by block", peaks["checkpoint by block"]),
+    ):
+        assert ms.memory.fits(build, budget).cheapest.name == name
+    least = min(peaks.values())
+    only = ms.memory.fits(build, least)
+    assert only.cheapest.name == "checkpoint by block, Adam in backward, 4-bit states"
+    assert [row.fits for row in only.rows] == [False] * 6 + [True]
+
+
+def test_means_are_what_they_are_called():
+    """As a user would write them."""
+
+    def written():
+        model = net()
+        ms.checkpoint_modules(
+            model[1], lambda m: isinstance(m, nn.Sequential) and m is not model[1]
+        )
+        optimizer = ms.AdamW(model.parameters(), in_backward=True, state_dtype="8bit")
+        x = torch.randn(256, 64)
+
+        def step():
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    found = rows(ms.memory.fits(build, "1GB", device="cpu"))
+    row = found["checkpoint by block, Adam in backward, 8-bit states"]
+    assert row.peak == ms.memory.predict(written).peak
+
+
+def test_the_largest_batch():
+    budget = 8 << 20
+    found = ms.memory.fits(of_batch, budget, batch=16, device="cpu")
+    assert found.batch == 16
+    for row in found.rows[:2]:
+        size = row.largest_batch
+        assert size > 16
+    size = found.rows[0].largest_batch
+    assert ms.memory.predict(lambda: of_batch(size)).peak <= budget
+    assert ms.memory.predict(lambda: of_batch(size + 1)).peak > budget
+    none = ms.memory.fits(of_batch, 1 << 17, batch=16, device="cpu")
+    assert {row.largest_batch for row in none.rows} == {0}
+
+
+def test_nothing_fits(capsys):
+    found = ms.memory.fits(build, "100KB")
+    assert found.cheapest is None
+    found.report()
+    text = capsys.readouterr().out
+    assert "Nothing fits. The lowest peak is" in text
+    assert "parameters" in text and "Its largest tensors: " in text
+
+
+def test_means_that_do_not_apply():
+    def plain():
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, optimizer, lambda: model(torch.randn(2, 4)).sum().backward()
+
+    found = rows(ms.memory.fits(plain, "1GB"))
+    assert found["as built"].fits
+    assert "not Adam or AdamW" in found["Adam in backward"].reason
+    assert "no list of blocks" in found["checkpoint by block"].reason
+    assert found["checkpoint by block"].peak is None
+
+
+def test_an_optimizer_that_steps_in_backward_already():
+    def ours():
+        return of_batch(64, lambda params: ms.AdamW(params, in_backward=True))
+
+    found = rows(ms.memory.fits(ours, "1GB"))
+    assert "already" in found["Adam in backward"].reason
+    eight = found["Adam in backward, 8-bit states"].peak
+    assert eight is not None and eight < found["as built"].peak
+
+
+def test_blocks():
+    assert len(blocks_of(net())) == 4
+    assert blocks_of(nn.Linear(2, 2)) == []
+
+
+def test_budgets():
+    assert ms.memory.fits(build, "24GB").budget == 24 * 10**9
+    assert ms.memory.fits(build, " 1.5 GiB").budget == 3 << 29
+    for wrong in ("24 apples", "GB", "", -1, 0, None, True):
+        with pytest.raises(ValueError, match="budget must be"):
+            ms.memory.fits(build, wrong)
+    with pytest.raises(ValueError, match="batch must be at least 1"):
+        ms.memory.fits(build, 1, batch=0)
+
+
+def test_the_command_line(capsys):
+    where = f"{__name__}:of_batch"
+    assert main(["fits", where, "--budget", "1GB", "--batch", "8"]) == 0
+    assert "The cheapest that fits: as built." in capsys.readouterr().out
+    assert main(["fits", where, "--budget", "1KB", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["cheapest"] is None and document["budget"] == 1000
+    assert [row["largest_batch"] for row in document["rows"]] == [0] * 7
+    assert main(["fits", where, "--budget", "much"]) == 2
+    assert "budget must be" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="of the user's own"):
+        main(["fits", f"{__name__}:failing", "--budget", "1GB"])
