@@ -394,7 +394,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, help="default 10, with --quick 2")
+    parser.add_argument("--rounds", type=int, help="default 5, with --quick 2")
     parser.add_argument("--threads", type=int, default=1, help="of one process")
     parser.add_argument("--quick", action="store_true", help="toy sizes")
     parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
@@ -402,7 +402,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA device")
-    options.rounds = options.rounds or (2 if options.quick else 10)
+    options.rounds = options.rounds or (2 if options.quick else 5)
     options.backend = "nccl" if options.device == "cuda" and options.ranks == 1 else "gloo"
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (options, folder), nprocs=options.ranks)

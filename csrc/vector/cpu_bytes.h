@@ -12,7 +12,7 @@ MEMSAVE_EXT_INLINED inline Bits load_bytes(const uint8_t* from) {
 #elif MEMSAVE_EXT_VECTOR_BYTES == 32
   return (Bits)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
 #else
-  return __builtin_convertvector(load_raw<Vector<uint8_t, kLanes<float>>>(from), Bits);
+  return __builtin_convertvector(load_raw<Vector<uint8_t, kLanes<float> > >(from), Bits);
 #endif
 }
 
@@ -35,7 +35,7 @@ MEMSAVE_EXT_INLINED inline void store_bytes(uint8_t* to, Bits bits) {
   const __m128i stored = _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), high);
   _mm_storel_epi64(reinterpret_cast<__m128i*>(to), stored);
 #else
-  const auto stored = __builtin_convertvector(bits, Vector<uint8_t, kLanes<float>>);
+  const auto stored = __builtin_convertvector(bits, Vector<uint8_t, kLanes<float> >);
   __builtin_memcpy(to, &stored, sizeof(stored));
 #endif
 }
