@@ -1,11 +1,12 @@
 """Rematerialization: memory and time of a training step, beside torch's checkpoint.
 
 For each model: the plain step; remat that records and drops nothing; remat; remat within budgets of
-shares of the activations; torch's checkpoint around every block, around every second one, and its
-selective checkpointing that keeps products of matrices. Methods take turns, on copies of one model.
+shares of the activations; torch.compile's budgets of the same shares, without its code generation;
+torch's checkpoint around every block, around every second one, and its selective checkpointing that
+keeps products of matrices. Methods take turns, on copies of one model.
 Activations are the peak of a step, without what lived before it, as memory.track counts.
 
-    python benchmarks/remat.py --rounds 24 --scale 4 --save benchmarks/results
+    python benchmarks/remat.py --rounds 24 --scale 4 --compiled --save benchmarks/results
 """
 
 import argparse
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
+import torch._functorch.config
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -62,6 +65,12 @@ def in_budget(share: float, model: nn.Module, x: Tensor) -> Tensor:
             return forward(model, x)
 
 
+def in_compiled(share: float, model: nn.Module, x: Tensor) -> Tensor:
+    # It is read when the model is compiled, at its first call.
+    with torch._functorch.config.patch(activation_memory_budget=share):
+        return forward(model, x)
+
+
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in _HEAVY else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -77,7 +86,7 @@ def checkpointed(model: nn.Module, kind: type[nn.Module], every: int, selective:
     return model
 
 
-def methods(case: Case, model: nn.Module) -> dict[str, tuple[nn.Module, Method]]:
+def methods(case: Case, model: nn.Module, compiled: bool) -> dict[str, tuple[nn.Module, Method]]:
     """Models are copied before their forwards are changed: the copies' forwards are their own."""
     found: dict[str, tuple[nn.Module, Method]] = {
         PLAIN: (model, forward),
@@ -86,6 +95,11 @@ def methods(case: Case, model: nn.Module) -> dict[str, tuple[nn.Module, Method]]
     }
     for share in SHARES:
         found[f"budget {share}"] = (copy.deepcopy(model), functools.partial(in_budget, share))
+    for share in SHARES if compiled else ():
+        # A backend of its own, since copies of a model share what is compiled with the same one.
+        backend = functools.partial(torch._dynamo.lookup_backend("aot_eager"))
+        other = torch.compile(copy.deepcopy(model), backend=backend)
+        found[f"compile, budget {share}"] = (other, functools.partial(in_compiled, share))
     if case.block is not None:
         for name, every, selective in ((BLOCKS, 1, False), (SECOND, 2, False), (SELECTED, 1, True)):
             other = checkpointed(copy.deepcopy(model), case.block, every, selective)
@@ -115,7 +129,7 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
         if x.is_cuda:
             torch.cuda.synchronize()
 
-    found = methods(case, model)
+    found = methods(case, model, options.compiled)
     steps = {method: functools.partial(step, *how) for method, how in found.items()}
     peaks = {method: activations(run, device) for method, run in steps.items()}
     seconds = interleave(steps, options.rounds, options.warmup, options.progress)
@@ -176,6 +190,7 @@ def bars(name: str, case: Case, rows: list[dict[str, Any]]) -> list[dict[str, An
     return [
         {"name": what, "value": value, "bar": bar, "ok": value <= bar}
         for what, value, bar in figures
+        if bar is not None
     ]
 
 
@@ -185,12 +200,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--scale", type=int, default=1, help="multiplies batches")
     parser.add_argument("--only", nargs="+", choices=cases(1), metavar="MODEL", default=[*cases(1)])
+    parser.add_argument(
+        "--compiled", action="store_true", help="also torch.compile's budgets (backend aot_eager)"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
     parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
+    torch._dynamo.config.recompile_limit = 100  # of one function: past that it runs as it is
     models, held = [], []
     for name in options.only:
         case = cases(options.scale)[name]
@@ -211,7 +230,7 @@ def main(arguments: list[str] | None = None) -> int:
     held.append(
         {"name": "planning", "value": value, "bar": PLANNING_BAR, "ok": value <= PLANNING_BAR}
     )
-    names = ("rounds", "warmup", "scale", "only", "threads")
+    names = ("rounds", "warmup", "scale", "only", "threads", "compiled")
     record = {
         "machine": machine(options.device),
         "settings": {name: getattr(options, name) for name in names},

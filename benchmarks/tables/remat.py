@@ -4,10 +4,13 @@ from collections.abc import Sequence
 
 from tables import TIMES, Record, machine_line, markdown
 
-TRANSFORMERS = ("GPT", "BERT", "ViT")
+TRANSFORMERS = ("GPT", "BERT", "ViT", "LSTM")  # and what has no batch norms
 NETS = ("DenseNet, ours", "ResNet, ours", "U-Net, ours", "DenseNet", "ResNet", "U-Net")
 NAMES = {"recorded": "recording alone", "checkpoint": "torch's checkpoint, each block"} | {
     f"checkpoint, {how}": f"torch's checkpoint, {how}" for how in ("every second", "selective")
+}
+NAMES |= {
+    f"compile, budget {share}": f"torch.compile, budget {share}" for share in (0.5, 0.4, 0.25)
 }
 
 
