@@ -37,7 +37,7 @@ BUGS = [
     ),
     Bug(
         "the same, where blocks of states are stepped",
-        "adam/cuda/step_blocks.cu",
+        "adam/cuda/step_blocks.cuh",
         "start_of<float, true>(batch, tensor);\n  __syncthreads();",
         "start_of<float, true>(batch, tensor);",
     ),
@@ -56,7 +56,7 @@ BUGS = [
     ),
     Bug(
         "memory that a shuffle is taken to order",
-        "adam/cuda/step_blocks.cu",
+        "adam/cuda/step_blocks.cuh",
         "  __syncwarp();",
         "",
         "thread",
