@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "loss_head/kernels.h"
 #include "vector/cuda.cuh"
@@ -49,7 +50,7 @@ struct Row {
   // The logit over its cap; without one the logit itself.
   __device__ __forceinline__ T bounded(int64_t i) const {
     const T logit = vector::widen(logits[i]);
-    if constexpr (caps) return tanhf(logit / cap);
+    if constexpr (caps) return std::tanh(logit / cap);
     return logit;
   }
   __device__ __forceinline__ T capped(T bounded) const {
@@ -74,17 +75,17 @@ struct Reduced {
 
   __device__ __forceinline__ void add(T logit) {
     if (logit > maximum) {
-      sum = sum * expf(maximum - logit) + 1;
+      sum = sum * std::exp(maximum - logit) + 1;
       maximum = logit;
     } else if (logit != lowest<T>()) {
-      sum += expf(logit - maximum);
+      sum += std::exp(logit - maximum);
     }
   }
 
   __device__ __forceinline__ Reduced with(const Reduced& other) const {
     const T larger = other.maximum > maximum ? other.maximum : maximum;
     const T base = larger == lowest<T>() ? T{0} : larger;
-    return {larger, sum * expf(maximum - base) + other.sum * expf(other.maximum - base),
+    return {larger, sum * std::exp(maximum - base) + other.sum * std::exp(other.maximum - base),
             dot + other.dot};
   }
 };
@@ -155,8 +156,8 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t i = (block * kPerThread + k) * kThreads + threadIdx.x;
     if (i >= chunk.classes) return;
     const T bounded = row.bounded(i);
-    T gradient =
-        of_softmax * expf(row.capped(bounded) - maximum - log_sum) - of_target * row.distribution(i);
+    T gradient = of_softmax * std::exp(row.capped(bounded) - maximum - log_sum) -
+                 of_target * row.distribution(i);
     if constexpr (caps) gradient *= 1 - bounded * bounded;
     row.logits[i] = vector::narrow<Storage>(counts ? gradient : T{0});
   }
