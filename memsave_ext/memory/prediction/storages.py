@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 # Returns the bytes that the kernel of an operator makes for itself, given the operator, its
 # arguments and its result.
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
+MOST_KNOWN = 64  # elements of a tensor whose values are known
+_COUNTS = (torch.ops.aten.arange.default, torch.ops.aten.arange.start)
+_COUNTS += (torch.ops.aten.arange.start_step, torch.ops.aten.linspace.default)
 
 
 class Storages(TorchDispatchMode):
@@ -56,6 +59,12 @@ class Storages(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and _is_unknown(args[0]):
             return _python_type(args[0].dtype)(1)
         result = func(*args, **kwargs)
+        if func in _COUNTS and isinstance(result, FakeTensor) and result.numel() <= MOST_KNOWN:
+            # Models are built with the values of such tensors, as in a rule for their widths.
+            with unset_fake_temporarily():
+                known = func(*args, **kwargs)
+            mode = result.fake_mode
+            result = mode.fake_tensor_converter.from_real_tensor(mode, known, make_constant=True)
         for leaf in tree_iter(result):
             if isinstance(leaf, FakeTensor):
                 self.memory(leaf)
