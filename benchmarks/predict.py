@@ -147,6 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="only models named like this")
     parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
+    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     rows = []
     for name, build in cases():
@@ -154,7 +155,8 @@ def main(arguments: list[str] | None = None) -> int:
             for mode, means in MODES.items():
                 torch.manual_seed(0)
                 rows.append({"model": name, "mode": mode, **compare(build, means)})
-            print(f"{name} done", file=sys.stderr, flush=True)
+            if options.progress:
+                print(f"{name} done", file=sys.stderr, flush=True)
     shown = [
         (
             row["model"],

@@ -56,16 +56,12 @@ def test_everything_dropped(make_optimizer):
 
 
 def test_what_is_cheap():
-    build = builder()
-    peak = ms.memory.predict(build).peak
-    assert peak == pytest.approx(tracked(build).peak, rel=0.05)
-
     def without():
-        model, optimizer, step = build()
+        model, optimizer, step = builder()()
         del model.forward
         return model, optimizer, step
 
-    assert peak < 0.8 * ms.memory.predict(without).peak
+    assert ms.memory.predict(builder()).peak < 0.8 * ms.memory.predict(without).peak
 
 
 def test_times_of_fakes_are_not_kept():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,45 +46,53 @@ def _convolution(y: Tensor, args: tuple[Any, ...]) -> int:
         return 0
     groups = options[-1]
     if _is_mostly_padding(x, y, options):
-        return max(_columns_of_group(weight, y), y.nbytes)
+        return max(_columns_of_group(weight, y), int(y.nbytes))
     copy = _reordered(y)
     made = _reordered(x, is_input=True) + _weight(weight, groups) + (copy - y.nbytes if copy else 0)
     return max(made, copy)
 
 
 def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
-    """The gradient of the input is made first, then those of the weight and bias, then copies of
-    these. All results are counted when this is asked, so that those not made yet are taken off."""
-    grad, x, weight, bias_sizes, *options, mask = args
+    grad, x, weight, bias_sizes, *options, _ = args
     backend = torch._C._select_conv_backend(x, weight, None, *options, bias_sizes)
     if backend in _IM2COL:
         return _columns(x, weight, grad)
     if backend not in _ONEDNN:
         return 0
+    # A slice of a gradient, as that of what was concatenated, is copied first.
+    copy = 0 if grad.is_contiguous() or _is_last(grad) else grad.nbytes
+    return copy + max(0, *_gradients(args, result))
+
+
+def _gradients(args: tuple[Any, ...], result: Any) -> Iterator[int]:
+    """Yields what is made besides the results at each of the moments that may need the most.
+
+    The gradient of the input is made first, then those of the weight and bias, then copies of
+    these. All results are counted when this is asked, so that those not made yet are taken off.
+    """
+    grad, x, weight, _, *options, mask = args
     groups = options[-1]
     later: int = sum(t.nbytes for t in result[1:] if t is not None)
     given = _reordered(x, is_input=True), _reordered(grad)
-    needs = [0]
+    weight_copy = _weight(weight, groups)
     if mask[0] and _is_mostly_padding(x, grad, options) and not _is_depthwise(weight, groups):
-        needs.append(_columns_of_group(weight, grad) - later)
+        yield _columns_of_group(weight, grad) - later
     elif mask[0]:
-        needs.append(sum(given) + _weight(weight, groups) - (x.nbytes if given[0] else 0) - later)
+        yield sum(given) + weight_copy - (x.nbytes if given[0] else 0) - later
         if min(options[0]) > 1 and not (_is_depthwise(weight, groups) or _is_last(x)):
             # The kernel's result has its channels last, and goes by way of blocks.
-            needs.append(2 * x.nbytes - later)
+            yield 2 * x.nbytes - later
     if not (mask[1] or mask[2]):
-        return max(needs)
+        return
     bias = result[2].nbytes if result[2] is not None else 0
-    if _has_kernel(x, weight, options):
-        made = _weight(weight, groups)
-    elif _is_last(x):
-        made = _weight_of_groups(weight, groups)
-    else:
+    has_kernel = _has_kernel(x, weight, options)
+    if not has_kernel and not _is_last(x):
         threads = min(torch.get_num_threads(), x.shape[0] * groups)
-        return max(*needs, threads * (_columns_of_group(weight, grad) + 4 * weight.nbytes))
-    needs.append(sum(given) + made + bias - later)
-    needs.append(made + bias + (weight.nbytes if _is_last(x) else 0))
-    return max(needs)
+        yield threads * (_columns_of_group(weight, grad) + 4 * weight.nbytes)
+        return
+    made = weight_copy if has_kernel else _weight_of_groups(weight, groups)
+    yield sum(given) + made + bias - later
+    yield made + bias + (weight.nbytes if _is_last(x) else 0)
 
 
 def _is_mostly_padding(x: Tensor, y: Tensor, options: list[Any]) -> bool:

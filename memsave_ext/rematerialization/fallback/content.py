@@ -44,7 +44,8 @@ def is_plain(tensor: Tensor) -> bool:
 def copied(storage: UntypedStorage, device: torch.device) -> UntypedStorage:
     """Returns a copy of the storage of a tensor that is on ``device``."""
     if storage.device == device:
-        return storage.clone()
+        copy: UntypedStorage = storage.clone()
+        return copy
     return torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
 
 
