@@ -94,9 +94,10 @@ def predict(
             batches, and torch's optimizers step as on CUDA. On the CPU, as for :func:`track`, of
             memory from before the step only the model's and the optimizer's counts.
 
-    The workspaces of kernels are added where they are known: of convolutions on the CPU. cuBLAS's
-    and cuDNN's, fragmentation, and what a CUDA context holds are not. Values that Python reads from
-    tensors are all 1, but for those of small tensors that are known, such as ``torch.arange(4)``.
+    The workspaces of kernels are added where they are known: of convolutions and attention on the
+    CPU. cuBLAS's and cuDNN's, fragmentation, and what a CUDA context holds are not. Values that
+    Python reads from tensors are all 1, but for those of small tensors that are known, such as
+    ``torch.arange(4)``.
     :func:`remat` drops what its rule for single tensors drops, as in the first two steps of a
     shape. With a budget it keeps everything, and a warning says so.
 

@@ -20,8 +20,8 @@ _IM2COL = (_BACKENDS.Slow2d, _BACKENDS.SlowDilated2d)
 
 
 def workspace_of(device: torch.device) -> Workspace:
-    """Returns what tells the workspaces of the kernels of a device: those of convolutions on the
-    CPU. cuDNN's depend on the algorithm that it picks on the card."""
+    """Returns what tells the workspaces of the kernels of a device: those of convolutions and
+    attention on the CPU. cuDNN's depend on the algorithm that it picks on the card."""
     return _on_cpu if device.type == "cpu" else _nothing
 
 
@@ -34,6 +34,10 @@ def _on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         return _convolution(result, args)
     if func is torch.ops.aten.convolution_backward.default:
         return _convolution_backward(args, result)
+    if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+        return _attention(*args[:2])
+    if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        return _attention_backward(*args[:3])
     return 0
 
 
@@ -166,3 +170,30 @@ def _columns(x: Tensor, weight: Tensor, y: Tensor) -> int:
 def _columns_of_group(weight: Tensor, y: Tensor) -> int:
     """Bytes of the patches of one group of an image."""
     return int(weight[0].numel() * y.shape[2:].numel() * y.element_size())
+
+
+def _attention(query: Tensor, key: Tensor) -> int:
+    """Bytes of the tiles of torch's FlashAttentionKernel.cpp: scores, two sums and the result of
+    some rows, for each thread; the scores again in the dtype of the arguments if that is narrow."""
+    rows, columns, wide = _tile(query, key)
+    narrow = query.element_size() if query.element_size() < wide else 0
+    size = wide * rows * (columns + 2 + query.shape[3]) + narrow * rows * columns
+    return int(torch.get_num_threads() * size)
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor) -> int:
+    """Bytes of the tiles of the scores and their gradients, and of a copy of the result's gradient
+    if it is not laid out as the result. Packed tiles of narrow dtypes, which are less, are not
+    known."""
+    rows, columns, wide = _tile(query, key)
+    narrow = query.element_size() if query.element_size() < wide else 0
+    size = 2 * (wide + narrow) * rows * columns + wide * rows
+    copy = 0 if grad.transpose(1, 2).is_contiguous() else grad.nbytes
+    return int(torch.get_num_threads() * size + copy)
+
+
+def _tile(query: Tensor, key: Tensor) -> tuple[int, int, int]:
+    """Returns the rows and columns of a tile of scores, and the bytes of a number in it."""
+    length = query.shape[2]
+    rows = 256 if length >= 768 else 64 if length >= 192 else 32
+    return min(rows, length), min(512, key.shape[2]), max(4, query.element_size())
