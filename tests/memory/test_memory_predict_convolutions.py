@@ -21,6 +21,15 @@ CASES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As some kernels add up gradients of weights in memory of each thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def builder(case, memory_format):
     channels, size, make = CASES[case]
 
