@@ -110,6 +110,7 @@ PICTURES = {
     "adam_memory": "Peak memory of a ViT-L/16",
     "largest_model": "The largest model and the largest batch of each method",
     "memory_account": "What memory is made of, during two steps of each loop",
+    "remat": "Time of a step over the activations that it keeps, of each method",
 }
 
 
