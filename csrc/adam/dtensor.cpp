@@ -29,4 +29,25 @@ py::object as_placed(const py::handle& param, const at::Tensor& local) {
   return is_dtensor(param) ? given("as_placed")(param, tensor) : tensor;
 }
 
+py::object scale_as_placed(const py::handle& param, const at::Tensor& local) {
+  auto tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(local));
+  return is_dtensor(param) ? given("scale_as_placed")(param, tensor) : tensor;
+}
+
+int64_t largest_shard(const at::Tensor& param) {
+  const py::gil_scoped_acquire gil;
+  const auto wrapped = py::reinterpret_steal<py::object>(THPVariable_Wrap(param));
+  return given("largest_shard")(wrapped).cast<int64_t>();
+}
+
+std::vector<int64_t> local_scale_shape(const at::Tensor& param, int64_t block) {
+  const py::gil_scoped_acquire gil;
+  const auto wrapped = py::reinterpret_steal<py::object>(THPVariable_Wrap(param));
+  std::vector<int64_t> shape;
+  for (const py::handle size : given("local_scale_shape")(wrapped, block)) {
+    shape.push_back(size.cast<int64_t>());
+  }
+  return shape;
+}
+
 }  // namespace memsave_ext::adam

@@ -11,6 +11,9 @@ from . import dtensor, errors, fallback, modes
 Stepper: Any = fallback.AdamStepper
 if _native.module:
     Stepper = _native.module.AdamStepper
-    called = (dtensor.local_tensor, dtensor.local_gradient, dtensor.as_placed, modes.check_options)
+    called = (
+        dtensor.local_tensor, dtensor.local_gradient, dtensor.as_placed, dtensor.largest_shard,
+        dtensor.local_scale_shape, dtensor.scale_as_placed, modes.check_options,
+    )  # fmt: skip
     _native.module.give_adam_functions({function.__name__: function for function in called})
     _native.module.give_adam_functions({"errors": errors})
