@@ -52,5 +52,12 @@ def remat_caption(record: Record) -> str:
     )
 
 
+def remat_picture_caption(record: Record) -> str:
+    return (
+        "Activations at the peak and time of a step, as shares of the plain step's: lower and "
+        f"further left is better. {machine_line(record)}."
+    )
+
+
 def remat_nets_caption(record: Record) -> str:
     return f"*ours*: with this package's BatchNorm; else torch's. Shares {TIMES} plain, as above."
