@@ -32,6 +32,18 @@ def local_gradient(param: Any, grad: Any) -> Tensor:
     return local_tensor(grad)
 
 
+@torch.no_grad()
+def leave_buffer(grad: Any, local: Tensor) -> Tensor:
+    """Gives a gradient memory of its own where its ``local`` part is a part of more.
+
+    FSDP2's gradients are views of all that was reduced together. Returns the local part.
+    """
+    if local.untyped_storage().nbytes() <= local.nbytes or local_tensor(grad) is not local:
+        return local
+    grad._local_tensor = local.clone()
+    return local_tensor(grad)
+
+
 def as_placed(param: Any, local: Tensor) -> Tensor:
     """Returns ``local`` as a DTensor of ``param``'s shape and placement, where it is a DTensor."""
     if not is_dtensor(param):

@@ -102,7 +102,7 @@ def check_group(group: dict[str, Any], amsgrad: bool) -> None:
             f"state_dtype={states.option!r} cannot be combined with amsgrad=True: choose one"
         )
     for param in listed(group["params"]):
-        _check_param(param, group.get("bf16"), states, group.get("max_grad_norm"))
+        _check_param(param, group.get("bf16"), states)
 
 
 def listed(params: Any) -> list[Tensor]:
@@ -123,7 +123,7 @@ def refuse_twice(params: Any) -> None:
         seen.add(id(param))
 
 
-def _check_param(param: Tensor, bf16: Any, states: StateFormat | None, norm: Any) -> None:
+def _check_param(param: Tensor, bf16: Any, states: StateFormat | None) -> None:
     got = f"a parameter of {param.dtype} and shape {list(param.shape)}"
     own = "Put it into a param group of its own, with"
     if bf16 is not None and param.dtype != torch.bfloat16:
@@ -132,13 +132,6 @@ def _check_param(param: Tensor, bf16: Any, states: StateFormat | None, norm: Any
         raise ValueError(
             f"state_dtype={states.option!r} is for float32, float16 and bfloat16 parameters, got "
             f"{got}. {own} state_dtype=None."
-        )
-    if not is_dtensor(param):
-        return
-    if norm is not None:
-        raise ValueError(
-            f"max_grad_norm={norm!r} would clip each process's part of a DTensor to its own norm, "
-            f"got {got}. {own} max_grad_norm=None."
         )
 
 
