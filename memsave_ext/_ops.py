@@ -25,8 +25,8 @@ _library = torch.library.Library("memsave_ext", "DEF")
 #
 # Each group has
 # - 6 `options`: lr, beta1, beta2, eps, weight_decay, and max_grad_norm (0: none);
-# - 7 `modes`: decoupled_weight_decay, amsgrad, maximize, the row numbers of bf16 and state_dtype
-#   (adam/formats.py), the seed, and whether its lr is the next tensor of `lrs`.
+# - 7 `modes`: decoupled_weight_decay, the row of the rule (adam/rules.py), maximize, the rows of bf16
+#   and state_dtype (adam/formats.py), the seed, and whether its lr is the next tensor of `lrs`.
 #
 # With `grad_scale` the gradients are divided by it, and `found_inf` becomes 1 where one is not
 # finite. With `factor` they are multiplied by it instead, and nothing is stepped where `skip` is

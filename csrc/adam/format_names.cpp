@@ -90,7 +90,7 @@ py::dict describe_formats() {
     const Combination c = Combination::at(i);
     if (!c.exists()) continue;
     combinations.append(py::make_tuple(vector::scalar_type_of(c.param), option_of(row(c.format)),
-                                       row(c.states).name, c.amsgrad, c.closes));
+                                       row(c.states).name, row(c.rule).name, c.closes));
   }
   py::dict all;
   all["params"] = params;

@@ -28,6 +28,7 @@ void* stream_of([[maybe_unused]] c10::Device device) {
 Item item_of(const Parameter& parameter, Operands& operands) {
   const State& state = parameter.state;
   const Group& group = *parameter.group;
+  const int moments = row(group.options.rule).moments;
   const Tensor like = layout_of(parameter.local);
   // A fold changes neither the parameter nor its low part, and copying back would bump their
   // versions.
@@ -40,7 +41,7 @@ Item item_of(const Parameter& parameter, Operands& operands) {
   item.param_low_part = kept_by_fold(state.param_low_part);
   item.exp_avg = operands.change(state.first(), like);
   item.exp_avg_sq = operands.change(state.exp_avg_sq, like);
-  if (group.options.amsgrad) item.max_exp_avg_sq = operands.change(state.max_exp_avg_sq, like);
+  if (moments > 2) item.max_exp_avg_sq = operands.change(state.max_exp_avg_sq, like);
   item.numel = like.numel();
   item.param_type = real_dtype(parameter.local.scalar_type());
   item.param_format = param_format(parameter.local, group);

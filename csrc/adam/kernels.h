@@ -36,8 +36,7 @@ struct Item {
 
   // The combination whose kernel steps the item, where its phase is not a fold.
   Combination combination() const {
-    return {param_type, param_format, state_format, max_exp_avg_sq != nullptr,
-            phase == StepPhase::kClose};
+    return {param_type, param_format, state_format, options->rule, phase == StepPhase::kClose};
   }
 };
 

@@ -83,7 +83,7 @@ Group read_checked_group(const py::handle& dict) {
   group.options.eps = number(get(dict, "eps"));
   group.options.weight_decay = number(get(dict, "weight_decay"));
   group.options.decoupled_weight_decay = is_true(get(dict, "decoupled_weight_decay"));
-  group.options.amsgrad = is_true(get(dict, "amsgrad"));
+  group.options.rule = is_true(get(dict, "amsgrad")) ? Rule::kAmsgrad : Rule::kAdam;
   group.options.maximize = is_true(get(dict, "maximize"));
   group.step_on_device = is_true(get(dict, "capturable")) || is_true(get(dict, "fused"));
   read_modes(dict, group);

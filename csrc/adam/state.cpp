@@ -108,7 +108,7 @@ State make_state(const Tensor& param, const Group& group) {
     state.exp_avg = zeros(moments);
     state.exp_avg_sq = zeros(moments);
   }
-  if (group.options.amsgrad) state.max_exp_avg_sq = zeros(moments);
+  if (row(group.options.rule).moments > 2) state.max_exp_avg_sq = zeros(moments);
   if (const Element low_part = row(param_format(param, group)).low_part;
       low_part != Element::kNone) {
     state.param_low_part = zeros(scalar_type(low_part));
@@ -146,7 +146,7 @@ void check_state(const Tensor& param, const State& state, const Group& group) {
     check_tensor("exp_avg", state.exp_avg, param, moments);
     check_tensor("exp_avg_sq", state.exp_avg_sq, param, moments);
   }
-  if (group.options.amsgrad) {
+  if (row(group.options.rule).moments > 2) {
     if (!stored.amsgrad) throw_error("no_amsgrad");
     check_tensor("max_exp_avg_sq", state.max_exp_avg_sq, param, moments);
   }
@@ -164,7 +164,7 @@ void check_state(const Tensor& param, const State& state, const Group& group) {
     check_tensor("param_rest", state.param_low_part, param, scalar_type(low_part));
   }
   const Combination combination = {*vector::dtype_of(type), param_format(param, group),
-                                   stored.format, group.options.amsgrad, false};
+                                   stored.format, group.options.rule, false};
   TORCH_CHECK(combination.exists(), "Adam: no kernel steps a ", param.scalar_type(),
               " parameter with states of ", moments);
 }

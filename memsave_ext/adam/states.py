@@ -19,6 +19,7 @@ from .formats import (
     param_format_of,
     state_formats,
 )
+from .rules import rule_of
 
 # A step is made as a whole, or in parts: gradients are folded into the moments ("first_fold", then
 # "fold"), and "close" adds the last one and updates the parameter.
@@ -33,7 +34,7 @@ def make_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     if row.codes:
         state |= made(param, row)
     else:
-        for name in _moments(group):
+        for name in rule_of(group).moments:
             state[name] = zeros_like(param, row.dtype or param.dtype)
     if (low_part := param_format_of(param, group).low_part) is not None:
         state["param_rest"] = zeros_like(param, low_part)
@@ -62,12 +63,11 @@ def check(
     if key not in allowed:
         raise errors.wrong_moments(param.dtype, dtype, dict.fromkeys(of for of, _ in allowed))
     row = allowed[key]
-    for name in ["moments"] if row.joint else _moments(group):
-        if name == "max_exp_avg_sq" and not row.amsgrad:
-            raise errors.no_amsgrad()
-        _check_like(name, param, state, dtype)
-    if row.joint and group["amsgrad"]:
+    moments = rule_of(group).moments
+    if "max_exp_avg_sq" in moments and not row.amsgrad:
         raise errors.no_amsgrad()
+    for name in ("moments",) if row.joint else moments:
+        _check_like(name, param, state, dtype)
     if row.codes:
         _check_blocks(param, state, row.codes)
     if (low_part := param_format_of(param, group).low_part) is not None:
@@ -80,10 +80,6 @@ def check(
 def check_dense(grad: Tensor, *, own_step: bool = False) -> None:
     if grad.layout != torch.strided:
         raise errors.sparse_for_own_step() if own_step else errors.sparse()
-
-
-def _moments(group: Mapping[str, Any]) -> list[str]:
-    return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
 
 
 def _check_grad(param: Tensor, grad: Tensor) -> None:

@@ -12,17 +12,18 @@ import memsave_ext as ms
 from memsave_ext import _native
 from memsave_ext.adam import formats
 from memsave_ext.adam.formats import COMPUTED, PARAM_FORMATS, STATE_FORMATS
+from memsave_ext.adam.rules import ADAM, AMSGRAD, RULES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 NUMEL = 4096  # enough for blocks
 needs_native = pytest.mark.skipif(not _native.available, reason="needs the native part")
 
 
-def exists(param, bf16, states, amsgrad, closes):
+def exists(param, bf16, states, rule, closes):
     """What csrc/adam/formats.h says of a combination, by Python's rows."""
     if param not in states.params or (bf16.name is not None and param != torch.bfloat16):
         return False
-    if amsgrad and not states.amsgrad:
+    if rule is AMSGRAD and not states.amsgrad:
         return False
     return not closes or (states.dtype or param) in (torch.float32, torch.float64)
 
@@ -30,22 +31,23 @@ def exists(param, bf16, states, amsgrad, closes):
 COMBINATIONS = [
     combination
     for combination in itertools.product(
-        COMPUTED, PARAM_FORMATS, STATE_FORMATS, (False, True), (False, True)
+        COMPUTED, PARAM_FORMATS, STATE_FORMATS, RULES, (False, True)
     )
     if exists(*combination)
 ]
 
 
-def names(param, bf16, states, amsgrad, closes):
-    return param, bf16.name, states.name, amsgrad, closes
+def names(param, bf16, states, rule, closes):
+    return param, bf16.name, states.name, rule.name, closes
 
 
-def optimizer_of(param, bf16, states, amsgrad):
+def optimizer_of(param, bf16, states, rule):
     """Of one parameter, with states in this format, whichever way it has come."""
     weight = nn.Parameter(torch.randn(NUMEL).to(param))
     optimizer = ms.Adam(
-        [weight], in_backward=True, amsgrad=amsgrad, bf16=bf16.name, state_dtype=states.option
-    )
+        [weight], in_backward=True, amsgrad=rule is AMSGRAD, bf16=bf16.name,
+        state_dtype=states.option,
+    )  # fmt: skip
     weight.sum().backward()
     optimizer.step()
     if states.option is None:  # a loaded state keeps its dtype
@@ -59,8 +61,8 @@ def optimizer_of(param, bf16, states, amsgrad):
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: "-".join(map(str, names(*c))))
 def test_what_exists_is_stepped(combination):
     """On CPUs. CUDA's tables are filled from the same rows by the same function, dispatch.h's."""
-    param, bf16, states, amsgrad, closes = combination
-    weight, optimizer = optimizer_of(param, bf16, states, amsgrad)
+    param, bf16, states, rule, closes = combination
+    weight, optimizer = optimizer_of(param, bf16, states, rule)
     before = weight.detach().clone()
     if closes:
         with optimizer.accumulate(fold=True):
@@ -79,7 +81,7 @@ def test_what_exists_is_stepped(combination):
 
 
 def test_what_does_not_exist_is_refused_before_anything_changes():
-    weight, optimizer = optimizer_of(torch.float32, *_rows(None, "float32"), False)
+    weight, optimizer = optimizer_of(torch.float32, *_rows(None, "float32"), ADAM)
     state = optimizer.state[weight]
     for name in ("exp_avg", "exp_avg_sq"):
         state[name] = state[name].to(torch.float16)

@@ -160,7 +160,6 @@ struct CodesInBlock {
 template <StateFormat format>
 struct InBlocks {
   using V = Floats;
-  static constexpr bool kAmsgrad = false;
   static constexpr bool kClamps = true;
   static constexpr bool kInBlocks = true;
   static constexpr bool kRandom = false;  // close() draws the bits itself
@@ -254,8 +253,9 @@ using Moments = std::conditional_t<
     row(states).at_random, Short<StateBits<states>, true, Element::kNone>,
     Nearest<std::conditional_t<row(states).moments == Element::kFloat, float, Storage>>>;
 
-template <StateFormat states, typename Storage, bool amsgrad>
+// moments: how many a rule has.
+template <StateFormat states, typename Storage, int moments>
 using States = std::conditional_t<in_blocks(states), InBlocks<states>,
-                                  Separate<Moments<states, Storage>, amsgrad>>;
+                                  Separate<Moments<states, Storage>, moments>>;
 
 }  // namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA

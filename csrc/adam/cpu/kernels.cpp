@@ -1,6 +1,7 @@
 // Steps on CPUs: the elements of all items form one range, which is divided among threads.
 #include <ATen/Parallel.h>
 
+#include "adam/arithmetic.h"
 #include "adam/cpu/loops.h"
 #include "adam/cpu/measure.h"
 
@@ -33,8 +34,8 @@ class RecentCoefficients {
     }
     Entry& entry = entries_[next_++ % kEntries];
     const Options& options = *key.options;
-    entry = {key,
-             coefficients(options, options.lr, powers(options, key.step), key.phase, key.factor)};
+    entry = {key, coefficients<Rule::kAdam>(options, options.lr, powers(options, key.step),
+                                            key.phase, key.factor)};
     return entry.values;
   }
 

@@ -106,7 +106,7 @@ __device__ __forceinline__ void step_block(const BatchedTensor& tensor, int64_t 
       Values<float> values = {x.param.get(w, k),
                               Code::template decode_exp_avg<Math>(x.exp_avg[e], scale),
                               Code::template decode_exp_avg_sq<Math>(x.code_sq(e), scale_sq)};
-      update<ApproximateMath, false, true>(c, x.grad.words[w][k], values);
+      update<ApproximateMath, M::kRule, true>(c, x.grad.words[w][k], values);
       params[k] = values.param;
       exp_avg[e] = values.exp_avg;
       roots[e] = ApproximateMath::square_root(values.exp_avg_sq);
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, 3) blocks_kernel(const __grid_consta
   const BatchedTensor& tensor = batch.tensors[chunk.tensor];
   if (is_skipped(tensor)) return;
   __shared__ Start<float> shared;
-  if (threadIdx.x == 0) shared = start_of<float, true>(batch, tensor);
+  if (threadIdx.x == 0) shared = start_of<float, M::kRule, true>(batch, tensor);
   __syncthreads();
   const Random random(batch, tensor, shared.step);
   const bool vectors = params_are_aligned<M, kOfThread>(tensor) &&
@@ -167,7 +167,7 @@ struct BlocksSource {
   template <int index>
   static constexpr StepKernel kernel() {
     constexpr Combination c = Combination::at(index);
-    return blocks_kernel<Mode<vector::DeviceStorageOf<c.param>, c.format, c.states, c.amsgrad>>;
+    return blocks_kernel<Mode<vector::DeviceStorageOf<c.param>, c.format, c.states, c.rule>>;
   }
 };
 

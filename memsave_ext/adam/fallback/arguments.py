@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..formats import PARAM_FORMATS, STATE_FORMATS, state_option
+from ..rules import AMSGRAD, RULES, rule_of
 from ..states import StepPhase
 
 _STATES = (
@@ -66,7 +67,7 @@ def _pack_group(
     seed = group.get("seed", 0)
     modes += [
         bool(group["decoupled_weight_decay"]),
-        bool(group["amsgrad"]),
+        RULES.index(rule_of(group)),
         bool(group["maximize"]),
         _BF16.index(group.get("bf16")),
         _STATE_DTYPES.index(state_option(group)),
@@ -121,17 +122,19 @@ def _unpack_group(
     options: Sequence[float], modes: Sequence[int], lrs: Iterator[Tensor]
 ) -> dict[str, Any]:
     lr, beta1, beta2, eps, weight_decay, max_grad_norm = options[:_OPTIONS]
-    decoupled, amsgrad, maximize, bf16, state_dtype, seed, lr_on_device = modes[:_MODES]
-    for number, of in ((bf16, _BF16), (state_dtype, _STATE_DTYPES)):
+    decoupled, rule, maximize, bf16, state_dtype, seed, lr_on_device = modes[:_MODES]
+    for name, number, of in (
+        ("rule", rule, RULES), ("format", bf16, _BF16), ("format", state_dtype, _STATE_DTYPES)
+    ):  # fmt: skip
         if not 0 <= number < len(of):
-            raise ValueError(f"adam_step_: no format has the number {number}")
+            raise ValueError(f"adam_step_: no {name} has the number {number}")
     return {
         "lr": _next(lrs, "lrs", "modes") if lr_on_device else lr,
         "betas": (beta1, beta2),
         "eps": eps,
         "weight_decay": weight_decay,
         "decoupled_weight_decay": bool(decoupled),
-        "amsgrad": bool(amsgrad),
+        "amsgrad": RULES[rule] is AMSGRAD,
         "maximize": bool(maximize),
         "bf16": _BF16[bf16],
         "state_dtype": _STATE_DTYPES[state_dtype],

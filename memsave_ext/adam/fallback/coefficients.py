@@ -1,4 +1,4 @@
-"""The coefficients of a step, computed from its options and number as in csrc/adam/math.h."""
+"""The coefficients of a step, computed from its options and number as in csrc/adam/adam_rule.h."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps one parameter with torch's operators, by the formula of csrc/adam/math.h."""
+"""Steps one parameter with torch's operators, by the formula of csrc/adam/adam_rule.h."""
 
 from __future__ import annotations
 
