@@ -153,7 +153,9 @@ constexpr bool folds(DType param, StateFormat states) {
 
 // Whether the rule's moments can be stored in this format.
 constexpr bool fits(Rule rule, StateFormat states) {
-  return row(rule).moments < 3 || row(states).amsgrad;
+  const int moments = row(rule).moments;
+  if (moments == 0) return states == StateFormat::kAsParam;  // which stands for none
+  return moments == 1 ? !is_joint(states) : moments == 2 || row(states).amsgrad;
 }
 
 // What a step's kernel is compiled for. Every device has a kernel for each one that exists().

@@ -11,11 +11,12 @@ namespace memsave_ext::adam {
 // The options of a parameter group.
 struct Options {
   double lr;
-  double beta1;
-  double beta2;
+  double beta1;  // SGD: momentum
+  double beta2;  // SGD: dampening
   double eps;
   double weight_decay;
   bool decoupled_weight_decay;
+  bool nesterov;
   bool maximize;
   Rule rule;
   uint64_t seed;  // of random rounding
@@ -40,7 +41,8 @@ MEMSAVE_EXT_INLINE Powers powers(const Options& o, double step) {
   return {pow(o.beta1, step), pow(o.beta2, step)};
 }
 
-// The constants of a step that all elements of a tensor share. T: a scalar or a vector.
+// The constants of a step that all elements of a tensor share. T: a scalar or a vector. A rule sets
+// those that it reads.
 template <typename T>
 struct Coefficients {
   T grad_factor;
@@ -57,6 +59,7 @@ struct Coefficients {
   T update_bound;        // bound of |exp_avg| / denominator; see update_bound()
   bool decays_grad;
   bool adds_to_exp_avg;  // else to the gradient, so that a beta1 of 0 gives just the gradient
+  bool nesterov;
   StepPhase phase;
 };
 
@@ -77,6 +80,7 @@ MEMSAVE_EXT_INLINE Coefficients<To> convert(const Coefficients<double>& c, const
                          convert(c.update_bound),
                          c.decays_grad,
                          c.adds_to_exp_avg,
+                         c.nesterov,
                          c.phase};
   const bool adds_micro_gradients = c.phase == StepPhase::kFold || c.phase == StepPhase::kClose;
   if (!adds_micro_gradients && !c.adds_to_exp_avg) {
@@ -85,11 +89,11 @@ MEMSAVE_EXT_INLINE Coefficients<To> convert(const Coefficients<double>& c, const
   return to;
 }
 
-// The values that a step changes.
+// The values that a step changes; a rule has the first ones of the moments.
 template <typename T>
 struct Values {
   T param;
-  T exp_avg;
+  T exp_avg;  // SGD: the momentum buffer
   T exp_avg_sq;
   T max_exp_avg_sq;  // only with amsgrad
 };

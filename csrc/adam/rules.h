@@ -6,6 +6,9 @@ namespace memsave_ext::adam {
 enum class Rule : int {
   kAdam,
   kAmsgrad,
+  kSgd,       // without momentum
+  kMomentum,  // SGD with momentum
+  kLion,
 };
 
 struct RuleRow {
@@ -16,11 +19,16 @@ struct RuleRow {
 };
 
 constexpr RuleRow kRuleRows[] = {
-    {Rule::kAdam, "adam", 2, true},
-    {Rule::kAmsgrad, "amsgrad", 3, true},
+    {Rule::kAdam, "adam", 2, true},  {Rule::kAmsgrad, "amsgrad", 3, true},
+    {Rule::kSgd, "sgd", 0, false},   {Rule::kMomentum, "momentum", 1, false},
+    {Rule::kLion, "lion", 1, false},
 };
 
 constexpr int kRules = sizeof(kRuleRows) / sizeof(RuleRow);
+static_assert(kRuleRows[kRules - 1].rule == Rule::kLion && kRules == 5);
+
+constexpr bool is_adam(Rule rule) { return rule == Rule::kAdam || rule == Rule::kAmsgrad; }
+constexpr bool is_sgd(Rule rule) { return rule == Rule::kSgd || rule == Rule::kMomentum; }
 
 constexpr const RuleRow& row(Rule rule) { return kRuleRows[static_cast<int>(rule)]; }
 

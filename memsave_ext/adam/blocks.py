@@ -7,17 +7,18 @@ float32 and flat. ``random`` is 16 random bits for each element, in int32.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from .elements import Elements, zeros_like
-from .formats import STATE_FORMATS, Codes, StateFormat, key_of_state
+from .formats import STATE_FORMATS, Codes, StateFormat, first_of_state, key_of_state
 from .precise import square_root, wide
 
+_CODED = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # moments that can be in blocks
 SMALLEST = 4096  # elements; smaller parameters have no moments in blocks
-SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+SCALES = tuple(f"{name}_scale" for name in _CODED)
 
 
 def takes_blocks(param: Tensor) -> bool:
@@ -34,7 +35,7 @@ def blocks_of(param: Tensor, of: Codes) -> int:
 
 def coded_format(state: Mapping[str, Tensor]) -> StateFormat | None:
     """Returns the format of a state in blocks; None for others."""
-    if "exp_avg_scale" not in state:
+    if not any(name in state for name in SCALES):
         return None
     key = key_of_state(state)
     return next((row for row in STATE_FORMATS if row.codes and (row.dtype, row.joint) == key), None)
@@ -144,7 +145,7 @@ def read(state: Mapping[str, Tensor], name: str, of: Codes, elements: Elements) 
     codes = elements.flat(state["moments" if "moments" in state else name])
     if "moments" in state:
         codes = codes & (1 << of.bits) - 1 if name == "exp_avg" else codes >> of.bits
-    decode = decode_exp_avg if name == "exp_avg" else decode_exp_avg_sq
+    decode = decode_exp_avg_sq if name == "exp_avg_sq" else decode_exp_avg
     return decode(codes, state[f"{name}_scale"], of)
 
 
@@ -156,7 +157,7 @@ def write(
     of: Codes,
     elements: Elements,
 ) -> None:
-    encode = encode_exp_avg if name == "exp_avg" else encode_exp_avg_sq
+    encode = encode_exp_avg_sq if name == "exp_avg_sq" else encode_exp_avg
     codes, scale = encode(values, random, of)
     state[f"{name}_scale"].copy_(scale)
     if "moments" in state:
@@ -167,14 +168,14 @@ def write(
         state[name].copy_(elements.shaped(codes))
 
 
-def made(param: Tensor, row: StateFormat) -> dict[str, Tensor]:
-    """Returns moments of zeros in this format."""
+def made(param: Tensor, row: StateFormat, names: Sequence[str]) -> dict[str, Tensor]:
+    """Returns these moments, of zeros, in this format."""
     assert row.codes is not None and row.dtype is not None
-    names = ("moments",) if row.joint else ("exp_avg", "exp_avg_sq")
-    state = {name: zeros_like(param, row.dtype) for name in names}
-    for name in SCALES:
+    stored = ("moments",) if row.joint else names
+    state = {name: zeros_like(param, row.dtype) for name in stored}
+    for name in names:
         count = blocks_of(param, row.codes)
-        state[name] = torch.zeros(count, dtype=torch.float32, device=param.device)
+        state[f"{name}_scale"] = torch.zeros(count, dtype=torch.float32, device=param.device)
     return state
 
 
@@ -182,8 +183,9 @@ def to_blocks(state: dict[str, Tensor], param: Tensor, row: StateFormat) -> None
     """Converts the moments in ``state`` to this format, rounded to nearest."""
     assert row.codes is not None
     elements, half = Elements(param), torch.tensor(0x8000, device=param.device)
-    moments = {name: elements.flat(state.pop(name)).float() for name in ("exp_avg", "exp_avg_sq")}
-    state |= made(param, row)
+    names = [name for name in _CODED if name in state]
+    moments = {name: elements.flat(state.pop(name)).float() for name in names}
+    state |= made(param, row, names)
     for name, values in moments.items():
         write(state, name, values, half.expand(values.shape), row.codes, elements)
 
@@ -191,9 +193,11 @@ def to_blocks(state: dict[str, Tensor], param: Tensor, row: StateFormat) -> None
 def from_blocks(state: Mapping[str, Tensor], row: StateFormat) -> dict[str, Tensor]:
     """Returns the moments of a state in this format, in float32."""
     assert row.codes is not None
-    like = state["moments" if row.joint else "exp_avg"]
+    first = first_of_state(state)
+    assert first is not None
+    like = state[first]
     elements, moments = Elements(like), {}
-    for name in ("exp_avg", "exp_avg_sq"):
+    for name in (name for name in _CODED if f"{name}_scale" in state):
         values = elements.shaped(read(state, name, row.codes, elements))
         moments[name] = zeros_like(like, torch.float32).copy_(values)
     return moments

@@ -28,9 +28,30 @@ class Rule:
 ADAM = Rule("adam", ("exp_avg", "exp_avg_sq"), folds=True)
 AMSGRAD = Rule("amsgrad", ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), folds=True)
 
-RULES = (ADAM, AMSGRAD)
+SGD = Rule("sgd", ())
+MOMENTUM = Rule("momentum", ("momentum_buffer",))
+LION = Rule("lion", ("exp_avg",))
+
+RULES = (ADAM, AMSGRAD, SGD, MOMENTUM, LION)
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")  # of any rule
 
 
 def rule_of(group: Mapping[str, Any]) -> Rule:
     """Returns the rule that steps the parameters of a group."""
-    return AMSGRAD if group["amsgrad"] else ADAM
+    if "amsgrad" in group:
+        return AMSGRAD if group["amsgrad"] else ADAM
+    if "dampening" in group:
+        return MOMENTUM if group["momentum"] != 0 else SGD
+    return LION
+
+
+def is_adam(rule: Rule) -> bool:
+    return rule in (ADAM, AMSGRAD)
+
+
+def is_complete(state: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
+    """Returns whether a state has all that the group's options ask for.
+
+    SGD's may begin to ask for a momentum buffer at any step.
+    """
+    return bool(state) and (rule_of(group) is not MOMENTUM or "momentum_buffer" in state)

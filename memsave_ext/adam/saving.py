@@ -74,7 +74,8 @@ class Saving(InBackward):
                 state = self.state.get(param)
                 if state:
                     modes.convert_loaded(param, state, group)
-                if state and self.grad_scaler is not None:  # the device knows what is skipped
+                # The device knows what is skipped.
+                if state and "step" in state and self.grad_scaler is not None:
                     state["step"] = state["step"].to(param.device, torch.float32)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import memsave_ext as ms
 from memsave_ext import _native
 from memsave_ext.adam import formats
 from memsave_ext.adam.formats import COMPUTED, PARAM_FORMATS, STATE_FORMATS
-from memsave_ext.adam.rules import ADAM, AMSGRAD, RULES
+from memsave_ext.adam.rules import ADAM, AMSGRAD, LION, MOMENTUM, RULES, SGD
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 NUMEL = 4096  # enough for blocks
@@ -25,9 +25,19 @@ def exists(param, bf16, states, rule, closes):
         return False
     if rule is AMSGRAD and not states.amsgrad:
         return False
-    return not closes or (states.dtype or param) in (torch.float32, torch.float64)
+    if len(rule.moments) < 2 and (states.joint or (not rule.moments and states.name != "as_param")):
+        return False
+    wide = (states.dtype or param) in (torch.float32, torch.float64)
+    return not closes or (rule.folds and wide)
 
 
+KINDS = {
+    ADAM: (ms.Adam, {}),
+    AMSGRAD: (ms.Adam, {"amsgrad": True}),
+    SGD: (ms.SGD, {}),
+    MOMENTUM: (ms.SGD, {"momentum": 0.9}),
+    LION: (ms.Lion, {}),
+}
 COMBINATIONS = [
     combination
     for combination in itertools.product(
@@ -44,17 +54,14 @@ def names(param, bf16, states, rule, closes):
 def optimizer_of(param, bf16, states, rule):
     """Of one parameter, with states in this format, whichever way it has come."""
     weight = nn.Parameter(torch.randn(NUMEL).to(param))
-    optimizer = ms.Adam(
-        [weight], in_backward=True, amsgrad=rule is AMSGRAD, bf16=bf16.name,
-        state_dtype=states.option,
-    )  # fmt: skip
+    kind, own = KINDS[rule]
+    optimizer = kind([weight], **own, in_backward=True, bf16=bf16.name, state_dtype=states.option)
     weight.sum().backward()
     optimizer.step()
     if states.option is None:  # a loaded state keeps its dtype
         state = optimizer.state[weight]
-        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-            if name in state:
-                state[name] = state[name].to(states.dtype or param)
+        for name in rule.moments:
+            state[name] = state[name].to(states.dtype or param)
     return weight, optimizer
 
 
@@ -70,10 +77,12 @@ def test_what_exists_is_stepped(combination):
         assert optimizer._stepper.folded() == 1
     (3 * weight).sum().backward()
     optimizer.step()
-    state = optimizer.state[weight]
-    assert formats.key_of_state(state) == (states.dtype or param, states.joint)
-    assert ("exp_avg" in state) != states.joint and ("exp_avg_sq" in state) != states.joint
-    assert state["step"] == 2
+    state = optimizer.state.get(weight, {})
+    if rule.moments:
+        assert formats.key_of_state(state) == (states.dtype or param, states.joint)
+    assert all((name in state) != states.joint for name in rule.moments)
+    counts = rule.folds or bf16.at_random or bool(states.at_random or states.codes)
+    assert state.get("step") == (2 if counts else None)
     low_part = state.get("param_rest")
     assert (None if low_part is None else low_part.dtype) == bf16.low_part
     moved = not torch.equal(weight, before)
@@ -109,6 +118,7 @@ def test_the_kernels_rows_are_pythons():
         )
         for row in STATE_FORMATS
     ]  # fmt: skip
+    assert described["rules"] == [(row.name, len(row.moments), row.folds) for row in RULES]
     expected = [names(*combination) for combination in COMBINATIONS]
     assert sorted(described["combinations"], key=str) == sorted(expected, key=str)
 

@@ -85,7 +85,7 @@ def test_bad_lists():
         ("positions", "positions must have 4 elements, got 3"),
         ("groups", "groups must have 4 elements, got 3"),
         ("options", "options must have 0 elements, got 5"),
-        ("modes", "modes must have 7 elements, got 6"),
+        ("modes", "modes must have 8 elements, got 7"),
         ("grads", "grads has fewer tensors than present says"),
         ("states", "states has fewer tensors than present says"),
     ):

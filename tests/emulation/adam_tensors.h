@@ -59,13 +59,16 @@ inline bool has(const Format& f, Operand operand) {
   switch (operand) {
     case kLowPart:
       return row(f.param_format).low_part != Element::kNone;
+    case kExpAvg:
+      return row(f.rule).moments > 0;
     case kExpAvgSq:
-      return !is_joint(f.states);
+      return row(f.rule).moments > 1 && !is_joint(f.states);
     case kMax:
       return row(f.rule).moments > 2;
     case kScale:
-    case kScaleSq:
       return in_blocks(f);
+    case kScaleSq:
+      return row(f.rule).moments > 1 && in_blocks(f);
     default:
       return true;
   }

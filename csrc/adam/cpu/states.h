@@ -21,8 +21,8 @@ struct Separate {
       : exp_avg(item.exp_avg), exp_avg_sq(item.exp_avg_sq), max_exp_avg_sq(item.max_exp_avg_sq) {}
 
   MEMSAVE_EXT_INLINED void prefetch_at(int64_t i) const {
-    exp_avg.prefetch_at(i);
-    exp_avg_sq.prefetch_at(i);
+    if constexpr (moments > 0) exp_avg.prefetch_at(i);
+    if constexpr (moments > 1) exp_avg_sq.prefetch_at(i);
     if constexpr (moments > 2) max_exp_avg_sq.prefetch_at(i);
   }
 
@@ -31,8 +31,8 @@ struct Separate {
   // The third argument is the offset of element i in the chunk.
   template <typename Size>
   MEMSAVE_EXT_INLINED void load(Values<V>& x, int64_t i, int64_t, Size size) const {
-    x.exp_avg = exp_avg.load(i, size);
-    x.exp_avg_sq = exp_avg_sq.load(i, size);
+    if constexpr (moments > 0) x.exp_avg = exp_avg.load(i, size);
+    if constexpr (moments > 1) x.exp_avg_sq = exp_avg_sq.load(i, size);
     if constexpr (moments > 2) x.max_exp_avg_sq = max_exp_avg_sq.load(i, size);
   }
 
@@ -40,9 +40,9 @@ struct Separate {
   template <typename Size>
   MEMSAVE_EXT_INLINED void store(const Values<V>& x, int64_t i, int64_t offset, Size size,
                                  const Noise& noise) {
-    const uint16_t* const random = noise.of + offset;
-    exp_avg.store(i, x.exp_avg, size, random);
-    exp_avg_sq.store(i, x.exp_avg_sq, size, random);
+    [[maybe_unused]] const uint16_t* const random = noise.of + offset;
+    if constexpr (moments > 0) exp_avg.store(i, x.exp_avg, size, random);
+    if constexpr (moments > 1) exp_avg_sq.store(i, x.exp_avg_sq, size, random);
     if constexpr (moments > 2) max_exp_avg_sq.store(i, x.max_exp_avg_sq, size, random);
   }
 

@@ -134,9 +134,10 @@ __device__ __forceinline__ Start<Value> start_of(const Batch& batch, const Batch
   if (on_device) step = *tensor.device_step + (is_fold(recipe.phase) ? 1 : 0);
   const double lr = recipe.device_lr != nullptr ? *recipe.device_lr : recipe.options.lr;
   const double factor = tensor.factor != nullptr ? *tensor.factor : 1;
-  Coefficients<double> c = coefficients<rule>(
-      recipe.options, lr, on_device ? powers(recipe.options, step) : recipe.powers, recipe.phase,
-      factor);
+  Powers of_step{};
+  if constexpr (is_adam(rule)) of_step = on_device ? powers(recipe.options, step) : recipe.powers;
+  Coefficients<double> c =
+      coefficients<rule>(recipe.options, lr, step, of_step, recipe.phase, factor);
   if constexpr (!clamps) c.update_bound = 0;
   return {convert<Value>(c, Rounded<Value>{}), static_cast<uint32_t>(step)};
 }
