@@ -130,6 +130,9 @@ constexpr int64_t blocks_of(StateFormat format, int64_t numel) {
 }
 
 constexpr bool rows_are_valid() {
+  for (int i = 0; i < kRules; ++i) {
+    if (static_cast<int>(kRuleRows[i].rule) != i) return false;
+  }
   for (int i = 0; i < kParamFormats; ++i) {
     if (static_cast<int>(kParamRows[i].format) != i) return false;
   }

@@ -25,7 +25,6 @@ constexpr RuleRow kRuleRows[] = {
 };
 
 constexpr int kRules = sizeof(kRuleRows) / sizeof(RuleRow);
-static_assert(kRuleRows[kRules - 1].rule == Rule::kLion && kRules == 5);
 
 constexpr bool is_adam(Rule rule) { return rule == Rule::kAdam || rule == Rule::kAmsgrad; }
 constexpr bool is_sgd(Rule rule) { return rule == Rule::kSgd || rule == Rule::kMomentum; }

@@ -28,7 +28,7 @@ class Saving(InBackward):
         ]
 
     def to_fp32_state_dict(self) -> dict[str, Any]:
-        """Returns the ``state_dict`` as torch's Adam would have it, which any Adam can load.
+        """Returns the ``state_dict`` as torch's optimizer has it, which any of its rule can load.
 
         Moments of 4, 8 and 16 bits are float32 in it; this class's options are left out. For the
         parameters see :meth:`fp32_parameters`.
