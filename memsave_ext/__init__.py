@@ -2,7 +2,7 @@
 
 from . import _ops, memory  # noqa: F401  # importing _ops defines Adam's operators
 from ._version import __version__
-from .adam import Adam, AdamW, in_backward, remove_hooks
+from .adam import SGD, Adam, AdamW, Lion, in_backward, remove_hooks
 from .batch_norm import (
     BatchNorm1d,
     BatchNorm2d,
@@ -30,6 +30,7 @@ from .loss_head import (
 from .rematerialization import remat, remat_module
 
 __all__ = [
+    "SGD",
     "Adam",
     "AdamW",
     "BatchNorm1d",
@@ -39,6 +40,7 @@ __all__ = [
     "CheckpointFunction",
     "CpBatchNorm2d",
     "LinearCrossEntropyLoss",
+    "Lion",
     "SyncBatchNorm",
     "__version__",
     "checkpoint",

@@ -24,9 +24,11 @@ _library = torch.library.Library("memsave_ext", "DEF")
 # - `groups`: the index of its group among those of this call.
 #
 # Each group has
-# - 6 `options`: lr, beta1, beta2, eps, weight_decay, and max_grad_norm (0: none);
-# - 7 `modes`: decoupled_weight_decay, amsgrad, maximize, the row numbers of bf16 and state_dtype
-#   (adam/formats.py), the seed, and whether its lr is the next tensor of `lrs`.
+# - 6 `options`: lr, beta1 (SGD: momentum), beta2 (SGD: dampening), eps, weight_decay, and
+#   max_grad_norm (0: none);
+# - 8 `modes`: the row of the rule (adam/rules.py), decoupled_weight_decay, nesterov, maximize, the
+#   rows of bf16 and state_dtype (adam/formats.py), the seed, and whether its lr is the next tensor
+#   of `lrs`.
 #
 # With `grad_scale` the gradients are divided by it, and `found_inf` becomes 1 where one is not
 # finite. With `factor` they are multiplied by it instead, and nothing is stepped where `skip` is

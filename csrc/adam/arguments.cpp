@@ -11,33 +11,35 @@ using at::Tensor;
 namespace {
 
 constexpr size_t kOptionsOfGroup = 6;
-constexpr size_t kModesOfGroup = 7;
+constexpr size_t kModesOfGroup = 8;
 
 void pack_group(const Group& group, PackedStep& into) {
   const Options& o = group.options;
   into.options.insert(into.options.end(),
                       {o.lr, o.beta1, o.beta2, o.eps, o.weight_decay, group.max_grad_norm});
-  into.modes.insert(
-      into.modes.end(),
-      {o.decoupled_weight_decay, o.amsgrad, o.maximize, static_cast<int64_t>(group.bf16),
-       static_cast<int64_t>(group.state_dtype), static_cast<int64_t>(o.seed), group.lr.defined()});
+  into.modes.insert(into.modes.end(),
+                    {static_cast<int64_t>(o.rule), o.decoupled_weight_decay, o.nesterov, o.maximize,
+                     static_cast<int64_t>(group.bf16), static_cast<int64_t>(group.state_dtype),
+                     static_cast<int64_t>(o.seed), group.lr.defined()});
   if (group.lr.defined()) into.lrs.push_back(group.lr);
 }
 
 Group unpack_group(const double* options, const int64_t* modes, const Tensor*& lr,
                    const Tensor* end_of_lrs) {
-  const auto format = [](int64_t value, int count) {
-    TORCH_CHECK_VALUE(value >= 0 && value < count, "adam_step_: no format has the number ", value);
+  const auto number = [](const char* of, int64_t value, int count) {
+    TORCH_CHECK_VALUE(value >= 0 && value < count, "adam_step_: no ", of, " has the number ",
+                      value);
     return value;
   };
   Group group;
-  group.options = {options[0],    options[1],    options[2],
-                   options[3],    options[4],    modes[0] != 0,
-                   modes[1] != 0, modes[2] != 0, static_cast<uint64_t>(modes[5])};
+  const auto rule = static_cast<Rule>(number("rule", modes[0], kRules));
+  group.options = {
+      options[0],    options[1],    options[2],    options[3], options[4],
+      modes[1] != 0, modes[2] != 0, modes[3] != 0, rule,       static_cast<uint64_t>(modes[6])};
   group.max_grad_norm = options[5];
-  group.bf16 = static_cast<ParamFormat>(format(modes[3], kParamFormats));
-  group.state_dtype = static_cast<StateFormat>(format(modes[4], kStateFormats));
-  if (modes[6] != 0) {
+  group.bf16 = static_cast<ParamFormat>(number("format", modes[4], kParamFormats));
+  group.state_dtype = static_cast<StateFormat>(number("format", modes[5], kStateFormats));
+  if (modes[7] != 0) {
     TORCH_CHECK_VALUE(lr != end_of_lrs && !lr->is_cpu() && lr->scalar_type() == at::kFloat,
                       "adam_step_: lrs must have a float32 scalar on a device for each group whose "
                       "last mode is not 0");
@@ -111,6 +113,9 @@ Unpacked unpack(const StepArguments& of) {
     TORCH_CHECK_VALUE(group < groups, "adam_step_: there is no group ", of.groups[i]);
     TORCH_CHECK_VALUE(of.phases[i] >= 0 && of.phases[i] <= static_cast<int64_t>(StepPhase::kClose),
                       "adam_step_: there is no phase ", of.phases[i]);
+    const RuleRow& rule = row(unpacked.groups[group].options.rule);
+    TORCH_CHECK_VALUE(of.phases[i] == 0 || rule.folds, "adam_step_: nothing is folded by ",
+                      rule.name);
     parameter.local = of.params[i];
     parameter.group = &unpacked.groups[group];
     parameter.phase = static_cast<StepPhase>(of.phases[i]);

@@ -59,7 +59,7 @@ void Backward::fail() {
   try {
     publish();
   } catch (const std::exception& error) {
-    TORCH_WARN("Adam: could not keep the state of parameters stepped before an error: ",
+    TORCH_WARN("memsave_ext: could not keep the state of parameters stepped before an error: ",
                error.what());
   }
 }
@@ -92,7 +92,7 @@ void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local
   if (parameter.group->algorithm == Algorithm::kOwn && grad.layout() != at::kStrided) {
     throw_error("sparse_for_own_step");
   }
-  check_dense(grad);
+  check_dense(grad, parameter.group->options.rule);
   try {
     step.check_use(entry, parameter.tensor);
   } catch (...) {

@@ -10,8 +10,8 @@ namespace memsave_ext::adam {
 // Throws where this build has no kernels for a device.
 void check_device(c10::Device device);
 
-// Throws where the gradient is not strided, for example sparse.
-void check_dense(const at::Tensor& grad);
+// Throws where the gradient is not strided, for example sparse. rule: whose error it is.
+void check_dense(const at::Tensor& grad, Rule rule = Rule::kAdam);
 
 // Throws where the parameter cannot be stepped with this gradient and state. An undefined `grad`
 // stands for zeros.

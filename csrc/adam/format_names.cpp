@@ -77,7 +77,7 @@ StateFormat state_format_named(const py::handle& state_dtype) {
 }
 
 py::dict describe_formats() {
-  py::list params, states, combinations;
+  py::list params, states, rules, combinations;
   for (const ParamRow& made : kParamRows) {
     params.append(py::make_tuple(option_of(made), element_type(made.low_part), made.at_random));
   }
@@ -86,15 +86,19 @@ py::dict describe_formats() {
                                  listed(made.params), made.at_random, made.amsgrad,
                                  made.codes.block, made.codes.bits, made.codes.ratio));
   }
+  for (const RuleRow& made : kRuleRows) {
+    rules.append(py::make_tuple(made.name, made.moments, made.folds));
+  }
   for (int i = 0; i < kCombinations; ++i) {
     const Combination c = Combination::at(i);
     if (!c.exists()) continue;
     combinations.append(py::make_tuple(vector::scalar_type_of(c.param), option_of(row(c.format)),
-                                       row(c.states).name, c.amsgrad, c.closes));
+                                       row(c.states).name, row(c.rule).name, c.closes));
   }
   py::dict all;
   all["params"] = params;
   all["states"] = states;
+  all["rules"] = rules;
   all["combinations"] = combinations;
   return all;
 }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "adam/rules.h"
 #include "vector/types.h"
 
 namespace memsave_ext::adam {
@@ -129,6 +130,9 @@ constexpr int64_t blocks_of(StateFormat format, int64_t numel) {
 }
 
 constexpr bool rows_are_valid() {
+  for (int i = 0; i < kRules; ++i) {
+    if (static_cast<int>(kRuleRows[i].rule) != i) return false;
+  }
   for (int i = 0; i < kParamFormats; ++i) {
     if (static_cast<int>(kParamRows[i].format) != i) return false;
   }
@@ -150,35 +154,45 @@ constexpr bool folds(DType param, StateFormat states) {
          (states == StateFormat::kAsParam && (param == DType::kDouble || param == DType::kFloat));
 }
 
+// Whether the rule's moments can be stored in this format.
+constexpr bool fits(Rule rule, StateFormat states) {
+  const int moments = row(rule).moments;
+  if (moments == 0) return states == StateFormat::kAsParam;  // which stands for none
+  return moments == 1 ? !is_joint(states) : moments == 2 || row(states).amsgrad;
+}
+
 // What a step's kernel is compiled for. Every device has a kernel for each one that exists().
 struct Combination {
   DType param;
   ParamFormat format;
   StateFormat states;
-  bool amsgrad;
+  Rule rule;
   bool closes;  // gradients that were folded into the moments: StepPhase::kClose
 
   constexpr bool exists() const {
     return (row(states).params & bit(param)) != 0 &&
-           (format == ParamFormat::kPlain || param == DType::kBFloat16) &&
-           (!amsgrad || row(states).amsgrad) && (!closes || folds(param, states));
+           (format == ParamFormat::kPlain || param == DType::kBFloat16) && fits(rule, states) &&
+           (!closes || (row(rule).folds && folds(param, states)));
   }
 
   constexpr int index() const {
     const int formats = static_cast<int>(param) * kParamFormats + static_cast<int>(format);
-    return ((formats * kStateFormats + static_cast<int>(states)) * 2 + amsgrad) * 2 + closes;
+    return ((formats * kStateFormats + static_cast<int>(states)) * kRules +
+            static_cast<int>(rule)) *
+               2 +
+           closes;
   }
 
   static constexpr Combination at(int index) {
-    const int formats = index / 4 / kStateFormats;
+    const int states = index / 2 / kRules, formats = states / kStateFormats;
     return {static_cast<DType>(formats / kParamFormats),
             static_cast<ParamFormat>(formats % kParamFormats),
-            static_cast<StateFormat>(index / 4 % kStateFormats), index / 2 % 2 != 0,
+            static_cast<StateFormat>(states % kStateFormats), static_cast<Rule>(index / 2 % kRules),
             index % 2 != 0};
   }
 };
 
-constexpr int kCombinations = vector::kDTypes * kParamFormats * kStateFormats * 4;
+constexpr int kCombinations = vector::kDTypes * kParamFormats * kStateFormats * kRules * 2;
 
 // Stochastic rounding adds 16 random bits below the bits that are kept, and truncates. The random
 // bits of a tensor's element i are the (i % 8)-th 16 bits, counted from the lowest of the first

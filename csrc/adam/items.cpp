@@ -28,6 +28,7 @@ void* stream_of([[maybe_unused]] c10::Device device) {
 Item item_of(const Parameter& parameter, Operands& operands) {
   const State& state = parameter.state;
   const Group& group = *parameter.group;
+  const int moments = row(group.options.rule).moments;
   const Tensor like = layout_of(parameter.local);
   // A fold changes neither the parameter nor its low part, and copying back would bump their
   // versions.
@@ -38,16 +39,16 @@ Item item_of(const Parameter& parameter, Operands& operands) {
   item.grad = operands.read(parameter.grad, like);
   item.param = kept_by_fold(parameter.local);
   item.param_low_part = kept_by_fold(state.param_low_part);
-  item.exp_avg = operands.change(state.first(), like);
-  item.exp_avg_sq = operands.change(state.exp_avg_sq, like);
-  if (group.options.amsgrad) item.max_exp_avg_sq = operands.change(state.max_exp_avg_sq, like);
+  if (moments > 0) item.exp_avg = operands.change(state.first(), like);
+  if (moments > 1) item.exp_avg_sq = operands.change(state.exp_avg_sq, like);
+  if (moments > 2) item.max_exp_avg_sq = operands.change(state.max_exp_avg_sq, like);
   item.numel = like.numel();
   item.param_type = real_dtype(parameter.local.scalar_type());
   item.param_format = param_format(parameter.local, group);
   item.state_format = state_format(parameter.local, state, group);
   if (in_blocks(item.state_format)) {
-    item.exp_avg_scale = state.exp_avg_scale.mutable_data_ptr<float>();
-    item.exp_avg_sq_scale = state.exp_avg_sq_scale.mutable_data_ptr<float>();
+    item.exp_avg_scale = state.first_scale().mutable_data_ptr<float>();
+    if (moments > 1) item.exp_avg_sq_scale = state.exp_avg_sq_scale.mutable_data_ptr<float>();
   }
   item.phase = parameter.phase;
   item.position = parameter.position;
@@ -83,9 +84,12 @@ void advance_steps(std::vector<Item>& items, std::vector<Parameter*>& of_items,
     if (on_cpu && item.skip != nullptr && *item.skip != 0) continue;
     const Tensor& step = of_items[i]->state.step;
     const bool advances = !is_fold(item.phase);
-    if (step.device().is_cpu()) {
-      TORCH_CHECK(on_cpu || item.skip == nullptr,
-                  "Adam: with a GradScaler the state step of a parameter must be on its device");
+    if (!step.defined()) {
+      item.step = 0;
+    } else if (step.device().is_cpu()) {
+      TORCH_CHECK(
+          on_cpu || item.skip == nullptr,
+          "memsave_ext: with a GradScaler the state step of a parameter must be on its device");
       if (advances) advance_on_cpu(step);
       item.step = read_on_cpu(step) + !advances;
     } else {

@@ -13,11 +13,11 @@ namespace memsave_ext::adam {
 // computes in double where the parameter is double, else in float. Pointers point to device memory.
 struct Item {
   void* param;
-  void* param_low_part;     // of the format's type
-  const void* grad;         // of the parameter's type; null for zeros
-  void* exp_avg;            // the moments are stored as state_format says
-  void* exp_avg_sq;         // null where exp_avg has both: is_joint()
-  void* max_exp_avg_sq;     // null without amsgrad
+  void* param_low_part;  // of the format's type
+  const void* grad;      // of the parameter's type; null for zeros
+  void* exp_avg;         // moments are stored as state_format says, and null where the rule has
+  void* exp_avg_sq;      // fewer, and this one where exp_avg has both: is_joint()
+  void* max_exp_avg_sq;
   float* exp_avg_scale;     // one float per block; only of states in blocks
   float* exp_avg_sq_scale;  // the same
   int64_t numel;
@@ -27,7 +27,7 @@ struct Item {
   StepPhase phase;           // kWhole unless the states are float or double
   uint32_t position;         // of the parameter in the optimizer
   int64_t first_block;       // of its first element in the parameter, in units of kBlock
-  double step;               // the number of this step, from 1
+  double step;               // the number of this step, from 1; 0 where steps are not counted
   const float* device_step;  // on CUDA: read there in place of `step`, where not null
   const float* device_lr;    // on CUDA: read there in place of options->lr, where not null
   const double* factor;      // the gradient is multiplied by it; null: by 1
@@ -36,8 +36,7 @@ struct Item {
 
   // The combination whose kernel steps the item, where its phase is not a fold.
   Combination combination() const {
-    return {param_type, param_format, state_format, max_exp_avg_sq != nullptr,
-            phase == StepPhase::kClose};
+    return {param_type, param_format, state_format, options->rule, phase == StepPhase::kClose};
   }
 };
 

@@ -35,7 +35,7 @@ bool have_one_order(const Tensor& a, const Tensor& b) {
 
 DType real_dtype(at::ScalarType type) {
   const auto dtype = vector::dtype_of(c10::toRealValueType(type));
-  TORCH_CHECK(dtype, "Adam: tensors must be floating-point or complex, got ", type);
+  TORCH_CHECK(dtype, "memsave_ext: tensors must be floating-point or complex, got ", type);
   return *dtype;
 }
 

@@ -13,13 +13,15 @@ std::string name_of(const Entry& entry, const at::Tensor& param) {
 void prepare(Parameter& parameter, at::Tensor grad, StepPhase phase) {
   if (parameter.group->algorithm == Algorithm::kOwn) {
     // Its own step() makes the state and checks.
-  } else if (parameter.state.defined()) {
+  } else if (is_complete(parameter.state, *parameter.group)) {
     check_step(parameter.local, grad, parameter.state, *parameter.group, phase);
   } else {
     State made = make_state(parameter.local, parameter.tensor, *parameter.group);
+    const at::Tensor& low_part = parameter.state.param_low_part;
+    if (low_part.defined()) made.param_low_part = low_part;
     check_step(parameter.local, grad, made, *parameter.group, phase);
     parameter.state = std::move(made);
-    parameter.fresh = true;
+    parameter.fresh = parameter.state.defined();
   }
   parameter.grad = std::move(grad);
   parameter.phase = phase;

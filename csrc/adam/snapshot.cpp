@@ -68,22 +68,42 @@ void read_modes(const py::handle& dict, Group& group) {
   }
 }
 
-Group read_checked_group(const py::handle& dict) {
-  Group group;
+void read_betas(const py::handle& dict, Options& options) {
   const py::tuple betas = get(dict, "betas");
   if (betas.size() != 2) throw py::type_error("betas");
+  options.beta1 = number(betas[0]);
+  options.beta2 = number(betas[1]);
+}
+
+// Reads what only some rules have. Which rule it is follows from the options that a group has, as
+// in memsave_ext/adam/rules.py.
+void read_rule(const py::handle& dict, Options& options) {
+  if (PyDict_GetItemString(dict.ptr(), "amsgrad") != nullptr) {
+    read_betas(dict, options);
+    options.eps = number(get(dict, "eps"));
+    options.decoupled_weight_decay = is_true(get(dict, "decoupled_weight_decay"));
+    options.rule = is_true(get(dict, "amsgrad")) ? Rule::kAmsgrad : Rule::kAdam;
+  } else if (PyDict_GetItemString(dict.ptr(), "dampening") != nullptr) {
+    options.beta1 = number(get(dict, "momentum"));
+    options.beta2 = number(get(dict, "dampening"));
+    options.nesterov = is_true(get(dict, "nesterov"));
+    options.rule = options.beta1 != 0 ? Rule::kMomentum : Rule::kSgd;
+  } else {
+    read_betas(dict, options);
+    options.rule = Rule::kLion;
+  }
+}
+
+Group read_checked_group(const py::handle& dict) {
+  Group group;
   const py::object lr = get(dict, "lr");
   if (const at::Tensor on_device = tensor(lr); on_device.defined() && !on_device.is_cpu()) {
     group.lr = on_device.to(at::kFloat);
   } else {
     group.options.lr = number(lr);
   }
-  group.options.beta1 = number(betas[0]);
-  group.options.beta2 = number(betas[1]);
-  group.options.eps = number(get(dict, "eps"));
+  read_rule(dict, group.options);
   group.options.weight_decay = number(get(dict, "weight_decay"));
-  group.options.decoupled_weight_decay = is_true(get(dict, "decoupled_weight_decay"));
-  group.options.amsgrad = is_true(get(dict, "amsgrad"));
   group.options.maximize = is_true(get(dict, "maximize"));
   group.step_on_device = is_true(get(dict, "capturable")) || is_true(get(dict, "fused"));
   read_modes(dict, group);

@@ -57,7 +57,8 @@ bool in_same_order(const Tensor& a, const Tensor& b) {
 }
 
 // Throws where moments of this type, which is not the parameter's, do not fit it.
-void check_moments(at::ScalarType moments, const Tensor& param, const Group& group) {
+void check_moments(const char* name, at::ScalarType moments, const Tensor& param,
+                   const Group& group) {
   const auto type = c10::toRealValueType(param.scalar_type());
   std::vector<at::ScalarType> allowed = {param.scalar_type()};
   for (const StateRow& other : kStateRows) {
@@ -70,7 +71,7 @@ void check_moments(at::ScalarType moments, const Tensor& param, const Group& gro
     }
   }
   if (std::find(allowed.begin(), allowed.end(), moments) == allowed.end()) {
-    throw_error("wrong_moments", param.scalar_type(), moments, allowed);
+    throw_error("wrong_moments", name, param.scalar_type(), moments, allowed);
   }
 }
 
@@ -92,33 +93,90 @@ void check_scale(const char* name, const Tensor& scale, const Tensor& param, Sta
   }
 }
 
+// Throws where the moments, or their scales, are not such as kernels take.
+void check_format(const Tensor& param, const State& state, const Group& group) {
+  const RuleRow& rule = row(group.options.rule);
+  const bool is_buffer = rule.rule == Rule::kMomentum;
+  const char* const name = is_buffer ? "momentum_buffer" : "exp_avg";
+  if (!state.first().defined()) throw_error("no_state", name);
+  const auto moments = state.first().scalar_type();
+  if (moments != param.scalar_type()) check_moments(name, moments, param, group);
+  const StateRow& stored = row(state_format(param, state, group));
+  if (is_joint(stored.format)) {
+    check_tensor("moments", state.moments, param, moments);
+  } else {
+    check_tensor(name, is_buffer ? state.momentum_buffer : state.exp_avg, param, moments);
+    if (rule.moments > 1) check_tensor("exp_avg_sq", state.exp_avg_sq, param, moments);
+  }
+  if (rule.moments > 2) {
+    if (!stored.amsgrad) throw_error("no_amsgrad");
+    check_tensor("max_exp_avg_sq", state.max_exp_avg_sq, param, moments);
+  }
+  if (!in_blocks(stored.format)) return;
+  check_scale(is_buffer ? "momentum_buffer_scale" : "exp_avg_scale", state.first_scale(), param,
+              stored.format);
+  if (rule.moments > 1) {
+    check_scale("exp_avg_sq_scale", state.exp_avg_sq_scale, param, stored.format);
+  }
+  // Blocks are consecutive in memory, so all must have the same element order.
+  if (!in_same_order(state.first(), param) ||
+      (state.exp_avg_sq.defined() && !in_same_order(state.exp_avg_sq, param))) {
+    throw_error("moved_blocks", state.first().strides(), param.strides());
+  }
+}
+
+// Whether a step cannot be made without its number: Adam corrects by it, random bits depend on it.
+bool needs_step(const Tensor& param, const Group& group, StateFormat states) {
+  const RuleRow& rule = row(group.options.rule);
+  return is_adam(rule.rule) || row(param_format(param, group)).at_random ||
+         (rule.moments > 0 && (row(states).at_random || in_blocks(states)));
+}
+
+void make_moments(State& state, const Tensor& param, const Tensor& whole, const StateRow& made,
+                  const RuleRow& rule) {
+  const auto type =
+      made.moments == Element::kNone ? param.scalar_type() : scalar_type(made.moments);
+  const auto moment = [&] {
+    return at::zeros_like(param, param.options().dtype(type), at::MemoryFormat::Preserve);
+  };
+  const bool is_buffer = rule.rule == Rule::kMomentum;
+  if (in_blocks(made.format)) {
+    const auto scales = [&] {
+      return at::zeros(scale_shape(param, whole, made.format), param.options().dtype(at::kFloat));
+    };
+    (is_buffer ? state.momentum_buffer_scale : state.exp_avg_scale) = scales();
+    if (rule.moments > 1) state.exp_avg_sq_scale = scales();
+  }
+  if (is_joint(made.format)) {
+    state.moments = moment();
+    return;
+  }
+  (is_buffer ? state.momentum_buffer : state.exp_avg) = moment();
+  if (rule.moments > 1) state.exp_avg_sq = moment();
+  if (rule.moments > 2) state.max_exp_avg_sq = moment();
+}
+
 }  // namespace
+
+bool is_complete(const State& state, const Group& group) {
+  return state.defined() && (group.options.rule != Rule::kMomentum || state.first().defined());
+}
 
 State make_state(const Tensor& param, const Tensor& whole, const Group& group) {
   const at::NoGradGuard no_grad;
   const auto zeros = [&](at::ScalarType of_type) {
     return at::zeros_like(param, param.options().dtype(of_type), at::MemoryFormat::Preserve);
   };
-  const auto step_device = group.step_on_device ? param.device() : c10::Device(c10::kCPU);
-  State state;
-  state.step = at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(step_device));
+  const RuleRow& rule = row(group.options.rule);
   const StateRow& made = row(made_format(param, whole, group));
-  const auto moments =
-      made.moments == Element::kNone ? param.scalar_type() : scalar_type(made.moments);
-  if (in_blocks(made.format)) {
-    const auto scales = [&] {
-      return at::zeros(scale_shape(param, whole, made.format), param.options().dtype(at::kFloat));
-    };
-    state.exp_avg_scale = scales();
-    state.exp_avg_sq_scale = scales();
+  const bool dampens = rule.rule == Rule::kMomentum && group.options.beta2 != 0;
+  State state;
+  if (needs_step(param, group, made.format) || dampens) {
+    const bool on_device = group.step_on_device || !is_adam(rule.rule);
+    const auto device = on_device ? param.device() : c10::Device(c10::kCPU);
+    state.step = at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(device));
   }
-  if (is_joint(made.format)) {
-    state.moments = zeros(moments);
-  } else {
-    state.exp_avg = zeros(moments);
-    state.exp_avg_sq = zeros(moments);
-  }
-  if (group.options.amsgrad) state.max_exp_avg_sq = zeros(moments);
+  if (rule.moments > 0) make_moments(state, param, whole, made, rule);
   if (const Element low_part = row(param_format(param, group)).low_part;
       low_part != Element::kNone) {
     state.param_low_part = zeros(scalar_type(low_part));
@@ -131,6 +189,7 @@ ParamFormat param_format(const Tensor& param, const Group& group) {
 }
 
 StateFormat state_format(const Tensor& param, const State& state, const Group& group) {
+  if (row(group.options.rule).moments == 0) return StateFormat::kAsParam;
   const auto type = c10::toRealValueType(state.first().scalar_type());
   for (const StateRow& made : kStateRows) {
     if (made.option == Option::kNone || type != scalar_type(made.moments)) continue;
@@ -145,38 +204,20 @@ StateFormat state_format(const Tensor& param, const State& state, const Group& g
 void check_state(const Tensor& param, const State& state, const Group& group) {
   const auto type = c10::toRealValueType(param.scalar_type());
   if (!vector::dtype_of(type)) throw_error("wrong_type", param.scalar_type());
-  check_step(state.step, param);
-  if (!state.first().defined()) throw_error("no_state", "exp_avg");
-  const auto moments = state.first().scalar_type();
-  if (moments != param.scalar_type()) check_moments(moments, param, group);
+  const RuleRow& rule = row(group.options.rule);
+  if (rule.moments > 0) check_format(param, state, group);
   const StateRow& stored = row(state_format(param, state, group));
-  if (is_joint(stored.format)) {
-    check_tensor("moments", state.moments, param, moments);
-  } else {
-    check_tensor("exp_avg", state.exp_avg, param, moments);
-    check_tensor("exp_avg_sq", state.exp_avg_sq, param, moments);
-  }
-  if (group.options.amsgrad) {
-    if (!stored.amsgrad) throw_error("no_amsgrad");
-    check_tensor("max_exp_avg_sq", state.max_exp_avg_sq, param, moments);
-  }
-  if (in_blocks(stored.format)) {
-    check_scale("exp_avg_scale", state.exp_avg_scale, param, stored.format);
-    check_scale("exp_avg_sq_scale", state.exp_avg_sq_scale, param, stored.format);
-    // Blocks are consecutive in memory, so both must have the same element order.
-    if (!in_same_order(state.first(), param) ||
-        (state.exp_avg_sq.defined() && !in_same_order(state.exp_avg_sq, param))) {
-      throw_error("moved_blocks", state.first().strides(), param.strides());
-    }
+  if (state.step.defined() || needs_step(param, group, stored.format)) {
+    check_step(state.step, param);
   }
   if (const Element low_part = row(param_format(param, group)).low_part;
       low_part != Element::kNone) {
     check_tensor("param_rest", state.param_low_part, param, scalar_type(low_part));
   }
   const Combination combination = {*vector::dtype_of(type), param_format(param, group),
-                                   stored.format, group.options.amsgrad, false};
-  TORCH_CHECK(combination.exists(), "Adam: no kernel steps a ", param.scalar_type(),
-              " parameter with states of ", moments);
+                                   stored.format, group.options.rule, false};
+  TORCH_CHECK(combination.exists(), "memsave_ext: no kernel steps a ", param.scalar_type(),
+              " parameter with such states by ", rule.name);
 }
 
 }  // namespace memsave_ext::adam

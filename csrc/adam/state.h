@@ -10,13 +10,13 @@ namespace memsave_ext::adam {
 
 // What steps an optimizer's parameters.
 enum class Algorithm {
-  kAdam,
-  kOwn,  // an optimizer that is not this package's: its own step(), in Python
+  kRule,  // a Rule, by kernels
+  kOwn,   // an optimizer that is not this package's: its own step(), in Python
 };
 
 // A parameter group's options, as they are during one step.
 struct Group {
-  Algorithm algorithm = Algorithm::kAdam;
+  Algorithm algorithm = Algorithm::kRule;
   uint32_t position = 0;  // among the optimizer's groups
   Options options{};
   at::Tensor lr;  // of float; undefined where lr is a number or on the CPU, and in options
@@ -26,17 +26,24 @@ struct Group {
   double max_grad_norm = 0;                         // of each parameter's gradient; 0: no clipping
 };
 
-// As torch keeps it: step is a scalar, on the CPU or the parameter's device. The scales are defined
-// with moments in blocks alone; `moments`, in place of exp_avg and exp_avg_sq, where is_joint();
-// param_low_part with ParamFormats that have one.
+// As torch keeps it, the moments that the rule has: SGD's is momentum_buffer. step is a scalar, on
+// the CPU or the parameter's device. The scales are defined with moments in blocks alone;
+// `moments`, in place of exp_avg and exp_avg_sq, where is_joint(); param_low_part with ParamFormats
+// that have one.
 struct State {
   at::Tensor step, exp_avg, exp_avg_sq, max_exp_avg_sq, moments, exp_avg_scale, exp_avg_sq_scale,
-      param_low_part;
+      momentum_buffer, momentum_buffer_scale, param_low_part;
 
-  bool defined() const { return step.defined(); }
+  bool defined() const { return step.defined() || first().defined() || param_low_part.defined(); }
 
-  // exp_avg, with exp_avg_sq where both are in one.
-  const at::Tensor& first() const { return moments.defined() ? moments : exp_avg; }
+  // The first moment, with the second where both are in one.
+  const at::Tensor& first() const {
+    if (moments.defined()) return moments;
+    return momentum_buffer.defined() ? momentum_buffer : exp_avg;
+  }
+  const at::Tensor& first_scale() const {
+    return momentum_buffer.defined() ? momentum_buffer_scale : exp_avg_scale;
+  }
 };
 
 struct StateName {
@@ -54,12 +61,20 @@ inline constexpr StateName kStateNames[] = {
     {"moments", &State::moments},
     {"exp_avg_scale", &State::exp_avg_scale},
     {"exp_avg_sq_scale", &State::exp_avg_sq_scale},
+    {"momentum_buffer", &State::momentum_buffer},
+    {"momentum_buffer_scale", &State::momentum_buffer_scale},
     {"param_rest", &State::param_low_part},
 };
 
-// Returns a state of zeros. Without a state_dtype, moments are float for 16-bit parameters and of
-// the parameter's type for others. Moments are in blocks only from kSmallestOfBlocks elements on,
-// of a DTensor `whole` in the largest shard. `param` is its local part, else `whole` itself.
+// Returns whether the state has all that the group's options ask for. SGD's may begin to ask for a
+// momentum buffer at any step.
+bool is_complete(const State& state, const Group& group);
+
+// Returns a state of zeros; without tensors where the rule and the formats need none. Steps are
+// counted by Adam, for random bits, and where dampening leaves out the first one. Without a
+// state_dtype, moments are float for 16-bit parameters and of the parameter's type for others.
+// Moments are in blocks only from kSmallestOfBlocks elements on, of a DTensor `whole` in the
+// largest shard. `param` is its local part, else `whole` itself.
 State make_state(const at::Tensor& param, const at::Tensor& whole, const Group& group);
 
 constexpr int64_t kSmallestOfBlocks = 4096;

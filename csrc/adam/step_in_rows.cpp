@@ -59,7 +59,7 @@ void StepInRows::step(int64_t first, const Tensor& grad) const {
   TORCH_CHECK(first >= 0 && begin % kBlock == 0 && begin + grad.numel() <= param_.numel() &&
                   grad.is_contiguous() && grad.scalar_type() == param_.scalar_type() &&
                   grad.device() == param_.device(),
-              "Adam: these rows cannot be stepped: ", grad.sizes(), " from ", first, " on");
+              "memsave_ext: these rows cannot be stepped: ", grad.sizes(), " from ", first, " on");
   const auto moved = [begin](void* memory, const Tensor& of) -> void* {
     return memory == nullptr ? nullptr : static_cast<char*>(memory) + begin * bytes_of(of);
   };
@@ -73,7 +73,7 @@ void StepInRows::step(int64_t first, const Tensor& grad) const {
   if (item.exp_avg_scale != nullptr) {
     const int64_t blocks = blocks_of(item.state_format, begin);
     item.exp_avg_scale += blocks;
-    item.exp_avg_sq_scale += blocks;
+    if (item.exp_avg_sq_scale != nullptr) item.exp_avg_sq_scale += blocks;
   }
   item.numel = grad.numel();
   item.first_block = begin / kBlock;

@@ -24,7 +24,7 @@ Stepper::Stepper(const py::object& optimizer, int64_t small_bytes, int64_t bucke
     : optimizer_(py::weakref(optimizer)),
       small_bytes_(small_bytes),
       bucket_bytes_(bucket_bytes),
-      algorithm_(own_step ? Algorithm::kOwn : Algorithm::kAdam) {}
+      algorithm_(own_step ? Algorithm::kOwn : Algorithm::kRule) {}
 
 Stepper::~Stepper() {
   if (!Py_IsInitialized()) {

@@ -53,7 +53,7 @@ int64_t Stepper::step(double max_norm, bool unscaled) {
 
 std::shared_ptr<Snapshot> Stepper::read_for_step(bool unscaled) const {
   auto snapshot = take_snapshot();
-  TORCH_CHECK(snapshot, "Adam: the optimizer is gone");
+  TORCH_CHECK(snapshot, "memsave_ext: the optimizer is gone");
   if (unscaled && snapshot->grad_scale.defined()) {
     snapshot->grad_scale = at::ones_like(snapshot->grad_scale);
   }

@@ -1,7 +1,9 @@
-"""Adam and AdamW: a step is one native call, or runs in backward as the gradients arrive."""
+"""Optimizers: a step is one native call, or runs in backward as the gradients arrive."""
 
 from .any_optimizer import in_backward
+from .lion import Lion
 from .optimizer import Adam, AdamW
 from .owners import remove_hooks
+from .sgd import SGD
 
-__all__ = ["Adam", "AdamW", "in_backward", "remove_hooks"]
+__all__ = ["SGD", "Adam", "AdamW", "Lion", "in_backward", "remove_hooks"]

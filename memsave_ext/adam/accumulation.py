@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import modes
 from .loss_scaling import LossScaling
+from .rules import rule_of
 
 
 class Accumulation(LossScaling):
@@ -140,6 +141,8 @@ class Accumulation(LossScaling):
         def refuse(other: str, way_out: str) -> None:
             raise ValueError(f"accumulate(fold=True) cannot be combined with {other}: {way_out}")
 
+        if not all(rule_of(group).folds for group in self.param_groups):
+            refuse(type(self).__name__, "only Adam's moments take gradients up. Use accumulate().")
         if self.clip_global_norm is not None:
             refuse("clip_global_norm", "the norm is that of whole gradients. Use accumulate().")
         if not self._in_backward:

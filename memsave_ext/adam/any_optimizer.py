@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from . import modes, own_step, own_step_trial
-from .optimizer import Adam
+from .native import Native
 from .own_optimizer import OwnStep, class_of
 from .step_in_backward import BUCKET_BYTES, SMALL_BYTES
 
@@ -94,7 +94,7 @@ def _check(optimizer: object) -> None:
             f"in_backward: expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
     name, step = type(optimizer).__name__, optimizer.__dict__.get("step")
-    if isinstance(optimizer, (Adam, OwnStep)):
+    if isinstance(optimizer, (Native, OwnStep)):
         raise ValueError(
             f"in_backward: {name} is memsave_ext's or was taken by in_backward() already. Of "
             "memsave_ext's, make one with in_backward=True"

@@ -7,18 +7,19 @@ float32 and flat. ``random`` is 16 random bits for each element, in int32.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from . import dtensor
 from .elements import Elements, zeros_like
-from .formats import STATE_FORMATS, Codes, StateFormat, key_of_state
+from .formats import STATE_FORMATS, Codes, StateFormat, first_of_state, key_of_state
 from .precise import square_root, wide
 
+_CODED = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # moments that can be in blocks
 SMALLEST = 4096  # elements; smaller parameters have no moments in blocks
-SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+SCALES = tuple(f"{name}_scale" for name in _CODED)
 
 
 def takes_blocks(param: Tensor) -> bool:
@@ -44,7 +45,7 @@ def scale_shape(param: Tensor, of: Codes) -> torch.Size:
 
 def coded_format(state: Mapping[str, Tensor]) -> StateFormat | None:
     """Returns the format of a state in blocks; None for others."""
-    if "exp_avg_scale" not in state:
+    if not any(name in state for name in SCALES):
         return None
     key = key_of_state(state)
     return next((row for row in STATE_FORMATS if row.codes and (row.dtype, row.joint) == key), None)
@@ -155,7 +156,7 @@ def read(state: Mapping[str, Tensor], name: str, of: Codes, elements: Elements) 
     codes = elements.flat(state["moments" if "moments" in state else name])
     if "moments" in state:
         codes = codes & (1 << of.bits) - 1 if name == "exp_avg" else codes >> of.bits
-    decode = decode_exp_avg if name == "exp_avg" else decode_exp_avg_sq
+    decode = decode_exp_avg_sq if name == "exp_avg_sq" else decode_exp_avg
     return decode(codes, _used_scales(state, name, codes.numel(), of), of)
 
 
@@ -167,7 +168,7 @@ def write(
     of: Codes,
     elements: Elements,
 ) -> None:
-    encode = encode_exp_avg if name == "exp_avg" else encode_exp_avg_sq
+    encode = encode_exp_avg_sq if name == "exp_avg_sq" else encode_exp_avg
     codes, scale = encode(values, random, of)
     _used_scales(state, name, values.numel(), of).copy_(scale)
     if "moments" in state:
@@ -183,17 +184,17 @@ def _used_scales(state: Mapping[str, Tensor], name: str, numel: int, of: Codes) 
     return state[f"{name}_scale"].view(-1)[: (numel + of.block - 1) // of.block]
 
 
-def made(param: Tensor, row: StateFormat) -> dict[str, Tensor]:
-    """Returns moments of zeros in this format."""
+def made(param: Tensor, row: StateFormat, names: Sequence[str]) -> dict[str, Tensor]:
+    """Returns these moments, of zeros, in this format."""
     assert row.codes is not None and row.dtype is not None
-    names = ("moments",) if row.joint else ("exp_avg", "exp_avg_sq")
-    state = {name: zeros_like(param, row.dtype) for name in names}
+    stored = ("moments",) if row.joint else names
+    state = {name: zeros_like(param, row.dtype) for name in stored}
     shape = scale_shape(param, row.codes)
     if dtensor.is_dtensor(param):
         shape = dtensor.local_scale_shape(param, row.codes.block)
-    for name in SCALES:
+    for name in names:
         scale = torch.zeros(shape, dtype=torch.float32, device=param.device)
-        state[name] = dtensor.scale_as_placed(param, scale)
+        state[f"{name}_scale"] = dtensor.scale_as_placed(param, scale)
     return state
 
 
@@ -202,10 +203,9 @@ def to_blocks(state: dict[str, Tensor], param: Tensor, row: StateFormat) -> None
     assert row.codes is not None
     local = dtensor.local_tensor
     elements, half = Elements(local(param)), torch.tensor(0x8000, device=param.device)
-    moments = {
-        name: elements.flat(local(state.pop(name))).float() for name in ("exp_avg", "exp_avg_sq")
-    }
-    state |= made(param, row)
+    names = [name for name in _CODED if name in state]
+    moments = {name: elements.flat(local(state.pop(name))).float() for name in names}
+    state |= made(param, row, names)
     locals_ = {name: local(value) for name, value in state.items()}
     for name, values in moments.items():
         write(locals_, name, values, half.expand(values.shape), row.codes, elements)
@@ -214,11 +214,13 @@ def to_blocks(state: dict[str, Tensor], param: Tensor, row: StateFormat) -> None
 def from_blocks(state: Mapping[str, Tensor], row: StateFormat) -> dict[str, Tensor]:
     """Returns the moments of a state in this format, in float32."""
     assert row.codes is not None
-    placed_like = state["moments" if row.joint else "exp_avg"]
+    first = first_of_state(state)
+    assert first is not None
+    placed_like = state[first]
     state = {name: dtensor.local_tensor(value) for name, value in state.items()}
     like = dtensor.local_tensor(placed_like)
     elements, moments = Elements(like), {}
-    for name in ("exp_avg", "exp_avg_sq"):
+    for name in (name for name in _CODED if f"{name}_scale" in state):
         values = elements.shaped(read(state, name, row.codes, elements))
         made = zeros_like(like, torch.float32).copy_(values)
         moments[name] = dtensor.as_placed(placed_like, made)

@@ -147,10 +147,14 @@ def accumulates_reduced() -> RuntimeError:
 # of gradients and states
 
 
-def sparse() -> RuntimeError:
-    return RuntimeError(
-        "Adam does not support sparse gradients, please consider SparseAdam instead"
-    )
+def sparse(rule: str = "adam") -> RuntimeError:
+    instead = {
+        "sgd": "SGD does not support sparse gradients, torch.optim.SGD does",
+        "momentum": "SGD does not support sparse gradients, torch.optim.SGD does",
+        "lion": "Lion does not support sparse gradients",
+    }
+    ours = "Adam does not support sparse gradients, please consider SparseAdam instead"
+    return RuntimeError(instead.get(rule, ours))
 
 
 def sparse_for_own_step() -> RuntimeError:
@@ -162,32 +166,32 @@ def sparse_for_own_step() -> RuntimeError:
 
 def wrong_gradient(param: Tensor, grad: Tensor) -> RuntimeError:
     return RuntimeError(
-        "Adam: a gradient must have the shape, dtype and device of its parameter, "
+        "memsave_ext: a gradient must have the shape, dtype and device of its parameter, "
         f"{list(param.shape)} {param.dtype} {param.device}, got {list(grad.shape)} "
         f"{grad.dtype} {grad.device}"
     )
 
 
 def wrong_type(dtype: torch.dtype) -> RuntimeError:
-    return RuntimeError(f"Adam: parameters must be floating-point or complex, got {dtype}")
+    return RuntimeError(f"memsave_ext: parameters must be floating-point or complex, got {dtype}")
 
 
 def wrong_step() -> RuntimeError:
     return RuntimeError(
-        "Adam: the state step of a parameter must be a floating-point scalar tensor on the CPU, or "
-        "float32 on the parameter's device"
+        "memsave_ext: the state step of a parameter must be a floating-point scalar tensor on the "
+        "CPU, or float32 on the parameter's device"
     )
 
 
 def no_state(name: str) -> RuntimeError:
-    return RuntimeError(f"Adam: the state of a parameter has no {name}")
+    return RuntimeError(f"memsave_ext: the state of a parameter has no {name}")
 
 
 def wrong_moments(
-    param: torch.dtype, moments: torch.dtype, allowed: Iterable[torch.dtype]
+    name: str, param: torch.dtype, moments: torch.dtype, allowed: Iterable[torch.dtype]
 ) -> RuntimeError:
     return RuntimeError(
-        f"Adam: the state exp_avg of a {param} parameter must be "
+        f"memsave_ext: the state {name} of a {param} parameter must be "
         f"{' or '.join(map(str, allowed))}, got {moments}. Convert the model before making the "
         "optimizer, or load the optimizer's state_dict() into it again."
     )
@@ -195,37 +199,39 @@ def wrong_moments(
 
 def wrong_place(name: str, state: Tensor, param: Tensor) -> RuntimeError:
     return RuntimeError(
-        f"Adam: the state {name} of a parameter is a tensor of shape {list(state.shape)} on "
+        f"memsave_ext: the state {name} of a parameter is a tensor of shape {list(state.shape)} on "
         f"{state.device}, the parameter one of shape {list(param.shape)} on {param.device}. Move "
         "the model before making the optimizer, or load the optimizer's state_dict() into it again."
     )
 
 
 def wrong_state_type(name: str, got: torch.dtype, expected: torch.dtype) -> RuntimeError:
-    return RuntimeError(f"Adam: the state {name} of a parameter is {got}, expected {expected}")
+    return RuntimeError(
+        f"memsave_ext: the state {name} of a parameter is {got}, expected {expected}"
+    )
 
 
 def wrong_scale(name: str, param: Tensor, blocks: int) -> RuntimeError:
     return RuntimeError(
-        f"Adam: the state {name} of a parameter of shape {list(param.shape)} must be a contiguous "
-        f"float32 tensor of {blocks} elements on its device"
+        f"memsave_ext: the state {name} of a parameter of shape {list(param.shape)} must be a "
+        f"contiguous float32 tensor of {blocks} elements on its device"
     )
 
 
 def moved_blocks(then: Sequence[int], now: Sequence[int]) -> RuntimeError:
     return RuntimeError(
-        "Adam: states in blocks need a parameter in the memory format it had when they were made: "
-        f"strides {list(then)} then, {list(now)} now. Load to_fp32_state_dict() into a new "
+        "memsave_ext: states in blocks need a parameter in the memory format it had when they were "
+        f"made: strides {list(then)} then, {list(now)} now. Load to_fp32_state_dict() into a new "
         "optimizer."
     )
 
 
 def no_amsgrad() -> RuntimeError:
-    return RuntimeError("Adam: states in blocks cannot have amsgrad")
+    return RuntimeError("memsave_ext: states in blocks cannot have amsgrad")
 
 
 def cannot_fold(moments: torch.dtype) -> RuntimeError:
     return RuntimeError(
-        f"Adam: accumulate(fold=True) needs states of float32 or float64, got {moments}. Use "
-        "accumulate() or state_dtype=None."
+        f"memsave_ext: accumulate(fold=True) needs states of float32 or float64, got {moments}. "
+        "Use accumulate() or state_dtype=None."
     )

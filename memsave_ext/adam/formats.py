@@ -118,7 +118,7 @@ class Codes:
 
 @dataclass(frozen=True)
 class StateFormat:
-    """How both moments are stored.
+    """How moments are stored.
 
     Attributes:
         name: the row's name, as in csrc/adam/formats.h.
@@ -231,10 +231,17 @@ def state_formats(param: Tensor, group: Any) -> dict[tuple[torch.dtype, bool], S
     return formats
 
 
+def first_of_state(state: Mapping[str, Any]) -> str | None:
+    """Returns the name of a state's first moment, or of both in one; None where it has none."""
+    names = ("moments", "momentum_buffer", "exp_avg")
+    return next((name for name in names if name in state), None)
+
+
 def key_of_state(state: Mapping[str, Any]) -> tuple[torch.dtype, bool]:
     """Returns the dtype of a state's moments, and whether both share a tensor."""
-    joint = "moments" in state
-    return state["moments" if joint else "exp_avg"].dtype, joint
+    first = first_of_state(state)
+    assert first is not None
+    return state[first].dtype, first == "moments"
 
 
 def _listed(values: list[Any]) -> str:

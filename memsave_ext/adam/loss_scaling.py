@@ -8,6 +8,7 @@ import torch
 
 from .clipping import Clipping
 from .dtensor import is_dtensor
+from .rules import is_adam, rule_of
 from .shards import largest_of_processes
 
 
@@ -42,10 +43,11 @@ class LossScaling(Clipping):
     def _count_on_device(self, groups: list[dict[str, Any]]) -> None:
         """Moves step counts to the device: whether a step is skipped is known only there."""
         for group in groups:
-            if not group.get("capturable") and not group.get("foreach"):
+            adam = is_adam(rule_of(group))
+            if adam and not group.get("capturable") and not group.get("foreach"):
                 group["fused"] = True
             for param in group["params"]:
-                if state := self.state.get(param):
+                if "step" in (state := self.state.get(param, {})):
                     state["step"] = state["step"].to(param.device, torch.float32)
 
     def _choose_unscaling(self) -> None:

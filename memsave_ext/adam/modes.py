@@ -17,10 +17,14 @@ from . import errors, formats
 from .blocks import SCALES, coded_format, from_blocks, scale_shape, takes_blocks, to_blocks
 from .dtensor import is_dtensor
 from .formats import StateFormat
+from .rules import MOMENTS, Rule, is_adam, rule_of
+from .states import needs_step
 
 DEFAULTS: dict[str, Any] = {"bf16": None, "state_dtype": None, "seed": 0, "max_grad_norm": None}
+_SWITCHES = (
+    "amsgrad", "maximize", "capturable", "decoupled_weight_decay", "differentiable", "nesterov"
+)  # fmt: skip
 _STORAGE = ("bf16", "state_dtype")  # the options that decide what a state consists of
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 def of_group(group: dict[str, Any], name: str) -> Any:
@@ -74,14 +78,15 @@ def _check_number(name: str, value: Any) -> None:
 
 def check_options(group: dict[str, Any]) -> None:
     """Raises TypeError or ValueError for an invalid option of the group, defaults included."""
-    for name in ("lr", "eps", "weight_decay"):
+    rule = rule_of(group)
+    numbers = ["lr", "weight_decay", *(["eps"] if is_adam(rule) else [])]
+    if "dampening" in group:
+        numbers += ["momentum", "dampening"]
+    else:
+        _check_betas(group.get("betas"))
+    for name in numbers:
         _check_number(name, group.get(name))
-    betas = group.get("betas")
-    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
-        raise TypeError(f"betas must be two numbers, got {betas!r}")
-    for beta in betas:
-        _check_number("betas", beta)
-    for name in ("amsgrad", "maximize", "capturable", "decoupled_weight_decay", "differentiable"):
+    for name in _SWITCHES:
         check_bool(name, group.get(name, False))
     for name in ("foreach", "fused"):
         check_bool(name, group.get(name), none=True)
@@ -94,10 +99,22 @@ def check_options(group: dict[str, Any]) -> None:
         check_norm("max_grad_norm", norm)
 
 
-def check_group(group: dict[str, Any], amsgrad: bool) -> None:
+def _check_betas(betas: Any) -> None:
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
+        raise TypeError(f"betas must be two numbers, got {betas!r}")
+    for beta in betas:
+        _check_number("betas", beta)
+
+
+def check_group(group: dict[str, Any], rule: Rule) -> None:
     """Raises ValueError where the group's parameters cannot be stepped with its options."""
     states = formats.state_format(formats.state_option(group))
-    if states is not None and amsgrad and not states.amsgrad:
+    if states is not None and states.joint and not is_adam(rule):
+        raise ValueError(
+            f"state_dtype={states.option!r} has both of Adam's moments in a byte, and SGD and Lion "
+            "have one: use state_dtype='8bit', which is as large"
+        )
+    if states is not None and "max_exp_avg_sq" in rule.moments and not states.amsgrad:
         raise ValueError(
             f"state_dtype={states.option!r} cannot be combined with amsgrad=True: choose one"
         )
@@ -161,11 +178,12 @@ def check_loadable(loaded: dict[str, Any], own: list[dict[str, Any]]) -> None:
 def _check_scales(state: dict[str, Any], param: Tensor) -> None:
     """Raises ValueError where the blocks of a saved state are those of other shards."""
     row = coded_format(state)
-    if row is None or row.codes is None or (state[SCALES[0]].dim() < 2 and not is_dtensor(param)):
+    if row is None or row.codes is None:
         return
     expected = scale_shape(param, row.codes)
-    for name in SCALES:
-        if state[name].shape != expected:
+    for name in (name for name in SCALES if name in state):
+        is_sharded = state[name].dim() > 1 or is_dtensor(param)
+        if is_sharded and state[name].shape != expected:
             raise ValueError(
                 f"state_dict has {name} of shape {list(state[name].shape)} for a parameter that "
                 f"has {list(expected)} here: its {row.option} blocks are those of another "
@@ -179,7 +197,7 @@ def keep(old: list[dict[str, Any]], new: list[dict[str, Any]], scaled: bool) -> 
     With a GradScaler (``scaled``) also ``fused``, which decides where steps are counted.
     """
     for before, after in zip(old, new, strict=True):
-        if scaled:
+        if scaled and "fused" in before:
             after["fused"] = before["fused"]
         for name in DEFAULTS:
             if name in before and name not in after:
@@ -188,7 +206,8 @@ def keep(old: list[dict[str, Any]], new: list[dict[str, Any]], scaled: bool) -> 
 
 def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     """Converts a loaded torch state to the group's mode; one of that mode stays as it is."""
-    if "exp_avg" not in state and "moments" not in state:
+    first = formats.first_of_state(state)
+    if first is None and "param_rest" not in state:
         return
     low_part = formats.param_format(of_group(group, "bf16")).low_part
     if low_part is not None and "param_rest" not in state:
@@ -197,11 +216,14 @@ def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) 
         # A new tensor, of which no versions are known: this low part belongs to weights that were
         # loaded with it, and must not be dropped as stale.
         state["param_rest"] = state["param_rest"].clone()
+    made = formats.made_state_format(param, group, takes_blocks(param))
+    if "step" not in state and needs_step(param, group, made):
+        state["step"] = torch.ones((), device=param.device)  # torch's SGD does not count
     states = formats.state_format(formats.state_option(group))
-    if states is None or states.dtype is None:
+    if states is None or states.dtype is None or first is None:
         return
     if states.codes is None:
-        for name in _MOMENTS:
+        for name in MOMENTS:
             if name in state:
                 state[name] = state[name].to(states.dtype)
     elif coded_format(state) is None and takes_blocks(param):
@@ -209,20 +231,26 @@ def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) 
 
 
 def to_fp32(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state_dict as torch's Adam would have it, with moments of at least float32."""
+    """Returns the state_dict as torch's optimizer would have it, with moments of at least float32.
+
+    Only Adam counts steps in it.
+    """
+    counts = all(is_adam(rule_of(group)) for group in state_dict["param_groups"])
+    ours = ("moments", *SCALES, "param_rest", *([] if counts else ["step"]))
     groups = [
         {name: value for name, value in group.items() if name not in DEFAULTS}
         for group in copy.deepcopy(state_dict["param_groups"])
     ]
     states = {}
     for index, state in state_dict["state"].items():
-        plain = {n: v for n, v in state.items() if n not in ("moments", *SCALES, "param_rest")}
+        plain = {name: value for name, value in state.items() if name not in ours}
         if (row := coded_format(state)) is not None:
             plain |= from_blocks(state, row)
-        for name in _MOMENTS:
+        for name in MOMENTS:
             if name in plain and plain[name].dtype in (torch.bfloat16, torch.float16):
                 plain[name] = plain[name].float()
-        states[index] = plain
+        if plain:
+            states[index] = plain
     return {**state_dict, "state": states, "param_groups": groups}
 
 

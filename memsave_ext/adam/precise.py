@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,8 +17,11 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.to(tensor.dtype if of_mps else torch.float64, copy=True)
 
 
-def fused(a: Tensor | float, b: Tensor, c: Tensor) -> Tensor:
-    """Returns a * b + c, for float32 rounded once as by a fused multiply-add."""
+def fused(a: Tensor | float, b: Any, c: Tensor) -> Tensor:
+    """Returns a * b + c, for float32 rounded once as by a fused multiply-add.
+
+    Where ``a`` is a tensor ``b`` may be a number, or a scalar tensor.
+    """
     wide_sum = wide(a).mul_(b).add_(c) if isinstance(a, Tensor) else wide(c).add_(b, alpha=a)
     return wide_sum.to(c.dtype)
 

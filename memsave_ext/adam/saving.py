@@ -28,7 +28,7 @@ class Saving(InBackward):
         ]
 
     def to_fp32_state_dict(self, state_dict: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Returns the ``state_dict`` as torch's Adam would have it, which any Adam can load.
+        """Returns the ``state_dict`` as torch's optimizer has it, which any of its rule can load.
 
         Moments of 4, 8 and 16 bits are float32 in it; this class's options are left out. For the
         parameters see :meth:`fp32_parameters`.
@@ -78,7 +78,8 @@ class Saving(InBackward):
                 state = self.state.get(param)
                 if state:
                     modes.convert_loaded(param, state, group)
-                if state and self.grad_scaler is not None:  # the device knows what is skipped
+                # The device knows what is skipped.
+                if state and "step" in state and self.grad_scaler is not None:
                     state["step"] = state["step"].to(param.device, torch.float32)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from . import errors
-from .blocks import SCALES, made, scale_shape, takes_blocks
+from . import errors, formats
+from .blocks import made, scale_shape, takes_blocks
 from .elements import real_type, zeros_like
-from .formats import (
-    COMPUTED,
-    Codes,
-    key_of_state,
-    made_state_format,
-    param_format_of,
-    state_formats,
-)
+from .formats import COMPUTED, Codes, StateFormat, made_state_format, param_format_of
+from .rules import MOMENTUM, is_adam, rule_of
 
 # A step is made as a whole, or in parts: gradients are folded into the moments ("first_fold", then
 # "fold"), and "close" adds the last one and updates the parameter.
@@ -26,18 +20,35 @@ StepPhase = Literal["whole", "first_fold", "fold", "close"]
 
 
 def make_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns a state of zeros in the format that the group's options and the dtype select."""
-    device = param.device if group["capturable"] or group["fused"] else "cpu"
-    row = made_state_format(param, group, takes_blocks(param))
-    state = {"step": torch.zeros((), dtype=torch.float32, device=device)}
-    if row.codes:
-        state |= made(param, row)
+    """Returns a state of zeros in the format that the group's options and the dtype select.
+
+    It is empty where the rule and the formats need none. Steps are counted by Adam, for random
+    bits, and where dampening leaves out the first one.
+    """
+    rule, row = rule_of(group), made_state_format(param, group, takes_blocks(param))
+    state = {}
+    if needs_step(param, group, row) or (rule is MOMENTUM and group["dampening"] != 0):
+        on_device = group.get("capturable") or group.get("fused") or not is_adam(rule)
+        device = param.device if on_device else "cpu"
+        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+    if row.codes and rule.moments:
+        state |= made(param, row, rule.moments)
     else:
-        for name in _moments(group):
+        for name in rule.moments:
             state[name] = zeros_like(param, row.dtype or param.dtype)
     if (low_part := param_format_of(param, group).low_part) is not None:
         state["param_rest"] = zeros_like(param, low_part)
     return state
+
+
+def needs_step(param: Tensor, group: Mapping[str, Any], states: StateFormat | None) -> bool:
+    """Whether a step cannot be made without its number: Adam corrects by it, and random bits
+    depend on it. ``states``: the format of the moments; None without them."""
+    rule = rule_of(group)
+    if is_adam(rule) or param_format_of(param, group).at_random:
+        return True
+    at_random = states is not None and (states.at_random or states.codes is not None)
+    return at_random and bool(rule.moments)
 
 
 def check(
@@ -49,45 +60,51 @@ def check(
 ) -> None:
     """Raises RuntimeError where a step cannot be made. Changes nothing."""
     if grad is not None:
-        _check_grad(param, grad)
+        _check_grad(param, grad, group)
     if real_type(param) not in COMPUTED:
         raise errors.wrong_type(param.dtype)
+    row = _check_moments(param, state, group) if rule_of(group).moments else None
     step = state.get("step")
-    if not isinstance(step, Tensor) or step.numel() != 1 or not step.is_floating_point():
+    if (step is not None or needs_step(param, group, row)) and (
+        not isinstance(step, Tensor) or step.numel() != 1 or not step.is_floating_point()
+    ):
         raise errors.wrong_step()
-    if "exp_avg" not in state and "moments" not in state:
-        raise errors.no_state("exp_avg")
-    key, allowed = key_of_state(state), state_formats(param, group)
-    dtype = key[0]
-    if key not in allowed:
-        raise errors.wrong_moments(param.dtype, dtype, dict.fromkeys(of for of, _ in allowed))
-    row = allowed[key]
-    for name in ["moments"] if row.joint else _moments(group):
-        if name == "max_exp_avg_sq" and not row.amsgrad:
-            raise errors.no_amsgrad()
-        _check_like(name, param, state, dtype)
-    if row.joint and group["amsgrad"]:
-        raise errors.no_amsgrad()
-    if row.codes:
-        _check_blocks(param, state, row.codes)
     if (low_part := param_format_of(param, group).low_part) is not None:
         _check_like("param_rest", param, state, low_part)
     folds = (torch.float32, torch.float64)
-    if phase != "whole" and (row.joint or real_type(state["exp_avg"]) not in folds):
-        raise errors.cannot_fold(dtype)
+    if phase != "whole" and (row is None or row.joint or real_type(state["exp_avg"]) not in folds):
+        raise errors.cannot_fold(formats.key_of_state(state)[0])
 
 
-def check_dense(grad: Tensor, *, own_step: bool = False) -> None:
+def _check_moments(
+    param: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]
+) -> StateFormat:
+    """Checks the moments and their scales, and returns their format."""
+    moments = rule_of(group).moments
+    if formats.first_of_state(state) is None:
+        raise errors.no_state(moments[0])
+    key, allowed = formats.key_of_state(state), formats.state_formats(param, group)
+    if key not in allowed:
+        types = dict.fromkeys(of for of, _ in allowed)
+        raise errors.wrong_moments(moments[0], param.dtype, key[0], types)
+    row = allowed[key]
+    if "max_exp_avg_sq" in moments and not row.amsgrad:
+        raise errors.no_amsgrad()
+    for name in ("moments",) if row.joint else moments:
+        _check_like(name, param, state, key[0])
+    if row.codes:
+        _check_blocks(param, state, moments, row.codes)
+    return row
+
+
+def check_dense(grad: Tensor, group: Mapping[str, Any] | None = None) -> None:
+    """Raises RuntimeError where the gradient is sparse. ``group``: the parameter's."""
     if grad.layout != torch.strided:
-        raise errors.sparse_for_own_step() if own_step else errors.sparse()
+        raise errors.sparse(*([] if group is None else [rule_of(group).name]))
 
 
-def _moments(group: Mapping[str, Any]) -> list[str]:
-    return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
-
-
-def _check_grad(param: Tensor, grad: Tensor) -> None:
-    check_dense(grad)
+def _check_grad(param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+    check_dense(grad, group)
     if grad.shape != param.shape or grad.device != param.device or grad.dtype != param.dtype:
         raise errors.wrong_gradient(param, grad)
 
@@ -102,9 +119,11 @@ def _check_like(name: str, param: Tensor, state: Mapping[str, Tensor], dtype: to
         raise errors.wrong_state_type(name, tensor.dtype, dtype)
 
 
-def _check_blocks(param: Tensor, state: Mapping[str, Tensor], of: Codes) -> None:
+def _check_blocks(
+    param: Tensor, state: Mapping[str, Tensor], moments: Sequence[str], of: Codes
+) -> None:
     blocks = scale_shape(param, of).numel()
-    for name in SCALES:
+    for name in (f"{moment}_scale" for moment in moments):
         scale = state.get(name)
         if (
             scale is None
@@ -116,6 +135,7 @@ def _check_blocks(param: Tensor, state: Mapping[str, Tensor], of: Codes) -> None
         ):
             raise errors.wrong_scale(name, param, blocks)
     # Blocks are consecutive in memory, so the codes are valid only for the strides they had.
-    then, now = state["moments" if "moments" in state else "exp_avg"].stride(), param.stride()
+    first = state["moments" if "moments" in state else moments[0]]
+    then, now = first.stride(), param.stride()
     if any(size > 1 and a != b for size, a, b in zip(param.shape, then, now, strict=True)):
         raise errors.moved_blocks(then, now)

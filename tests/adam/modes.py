@@ -53,11 +53,11 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 both_ways = pytest.mark.parametrize("in_backward", [False, True], ids=["after", "in backward"])
 
 
-def make(dtype=FP32, **options):
+def make(dtype=FP32, kind=ms.Adam, **options):
     torch.manual_seed(1)
     params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
     params[2].data = params[2].data.to(memory_format=torch.channels_last)
-    return params, ms.Adam(params, **{"lr": 1e-2, **options})
+    return params, kind(params, **{"lr": 1e-2, **options})
 
 
 def make_mode(mode, **options):

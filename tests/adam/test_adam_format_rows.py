@@ -12,55 +12,64 @@ import memsave_ext as ms
 from memsave_ext import _native
 from memsave_ext.adam import formats
 from memsave_ext.adam.formats import COMPUTED, PARAM_FORMATS, STATE_FORMATS
+from memsave_ext.adam.rules import ADAM, AMSGRAD, LION, MOMENTUM, RULES, SGD
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 NUMEL = 4096  # enough for blocks
 needs_native = pytest.mark.skipif(not _native.available, reason="needs the native part")
 
 
-def exists(param, bf16, states, amsgrad, closes):
+def exists(param, bf16, states, rule, closes):
     """What csrc/adam/formats.h says of a combination, by Python's rows."""
     if param not in states.params or (bf16.name is not None and param != torch.bfloat16):
         return False
-    if amsgrad and not states.amsgrad:
+    if rule is AMSGRAD and not states.amsgrad:
         return False
-    return not closes or (states.dtype or param) in (torch.float32, torch.float64)
+    if len(rule.moments) < 2 and (states.joint or (not rule.moments and states.name != "as_param")):
+        return False
+    wide = (states.dtype or param) in (torch.float32, torch.float64)
+    return not closes or (rule.folds and wide)
 
 
+KINDS = {
+    ADAM: (ms.Adam, {}),
+    AMSGRAD: (ms.Adam, {"amsgrad": True}),
+    SGD: (ms.SGD, {}),
+    MOMENTUM: (ms.SGD, {"momentum": 0.9}),
+    LION: (ms.Lion, {}),
+}
 COMBINATIONS = [
     combination
     for combination in itertools.product(
-        COMPUTED, PARAM_FORMATS, STATE_FORMATS, (False, True), (False, True)
+        COMPUTED, PARAM_FORMATS, STATE_FORMATS, RULES, (False, True)
     )
     if exists(*combination)
 ]
 
 
-def names(param, bf16, states, amsgrad, closes):
-    return param, bf16.name, states.name, amsgrad, closes
+def names(param, bf16, states, rule, closes):
+    return param, bf16.name, states.name, rule.name, closes
 
 
-def optimizer_of(param, bf16, states, amsgrad):
+def optimizer_of(param, bf16, states, rule):
     """Of one parameter, with states in this format, whichever way it has come."""
     weight = nn.Parameter(torch.randn(NUMEL).to(param))
-    optimizer = ms.Adam(
-        [weight], in_backward=True, amsgrad=amsgrad, bf16=bf16.name, state_dtype=states.option
-    )
+    kind, own = KINDS[rule]
+    optimizer = kind([weight], **own, in_backward=True, bf16=bf16.name, state_dtype=states.option)
     weight.sum().backward()
     optimizer.step()
     if states.option is None:  # a loaded state keeps its dtype
         state = optimizer.state[weight]
-        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-            if name in state:
-                state[name] = state[name].to(states.dtype or param)
+        for name in rule.moments:
+            state[name] = state[name].to(states.dtype or param)
     return weight, optimizer
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: "-".join(map(str, names(*c))))
 def test_what_exists_is_stepped(combination):
     """On CPUs. CUDA's tables are filled from the same rows by the same function, dispatch.h's."""
-    param, bf16, states, amsgrad, closes = combination
-    weight, optimizer = optimizer_of(param, bf16, states, amsgrad)
+    param, bf16, states, rule, closes = combination
+    weight, optimizer = optimizer_of(param, bf16, states, rule)
     before = weight.detach().clone()
     if closes:
         with optimizer.accumulate(fold=True):
@@ -68,10 +77,12 @@ def test_what_exists_is_stepped(combination):
         assert optimizer._stepper.folded() == 1
     (3 * weight).sum().backward()
     optimizer.step()
-    state = optimizer.state[weight]
-    assert formats.key_of_state(state) == (states.dtype or param, states.joint)
-    assert ("exp_avg" in state) != states.joint and ("exp_avg_sq" in state) != states.joint
-    assert state["step"] == 2
+    state = optimizer.state.get(weight, {})
+    if rule.moments:
+        assert formats.key_of_state(state) == (states.dtype or param, states.joint)
+    assert all((name in state) != states.joint for name in rule.moments)
+    counts = rule.folds or bf16.at_random or bool(states.at_random or states.codes)
+    assert state.get("step") == (2 if counts else None)
     low_part = state.get("param_rest")
     assert (None if low_part is None else low_part.dtype) == bf16.low_part
     moved = not torch.equal(weight, before)
@@ -79,7 +90,7 @@ def test_what_exists_is_stepped(combination):
 
 
 def test_what_does_not_exist_is_refused_before_anything_changes():
-    weight, optimizer = optimizer_of(torch.float32, *_rows(None, "float32"), False)
+    weight, optimizer = optimizer_of(torch.float32, *_rows(None, "float32"), ADAM)
     state = optimizer.state[weight]
     for name in ("exp_avg", "exp_avg_sq"):
         state[name] = state[name].to(torch.float16)
@@ -107,6 +118,7 @@ def test_the_kernels_rows_are_pythons():
         )
         for row in STATE_FORMATS
     ]  # fmt: skip
+    assert described["rules"] == [(row.name, len(row.moments), row.folds) for row in RULES]
     expected = [names(*combination) for combination in COMBINATIONS]
     assert sorted(described["combinations"], key=str) == sorted(expected, key=str)
 

@@ -44,18 +44,31 @@ MODES = {
     "fp32, states 4bit": (FP32, {"state_dtype": "4bit", "weight_decay": 0.1}),
     "stochastic, states 4bit": (BF16, {"bf16": "stochastic", "state_dtype": "4bit"}),
 }  # fmt: skip
-every_mode = pytest.mark.parametrize("mode", MODES)
+MOMENTUM = {"kind": ms.SGD, "momentum": 0.9}
+OTHERS = {
+    "SGD": (FP32, {"kind": ms.SGD, "weight_decay": 0.1, "max_grad_norm": 0.5}),
+    "SGD, split8": (BF16, {"kind": ms.SGD, "bf16": "split8"}),
+    "momentum": (FP32, {**MOMENTUM, "dampening": 0.1}),
+    "momentum, fp64": (FP64, {**MOMENTUM, "nesterov": True}),
+    "momentum, split": (BF16, {**MOMENTUM, "bf16": "split", "maximize": True}),
+    "momentum, states bf16": (FP16, {**MOMENTUM, "state_dtype": BF16}),
+    "momentum, states 8bit": (FP32, {**MOMENTUM, "state_dtype": "8bit"}),
+    "Lion": (FP32, {"kind": ms.Lion, "weight_decay": 0.1}),
+    "Lion, kahan, states bf16": (BF16, {"kind": ms.Lion, "bf16": "kahan", "state_dtype": BF16}),
+}
+every_mode = pytest.mark.parametrize("mode", MODES | OTHERS)
 
 
 def make_mode(mode, device=DEVICE, **more):
-    dtype, options = MODES[mode] if isinstance(mode, str) else (mode, {})
+    dtype, options = (MODES | OTHERS)[mode] if isinstance(mode, str) else (mode, {})
+    kind, options = options.get("kind", ms.Adam), {k: v for k, v in options.items() if k != "kind"}
     generator = torch.Generator().manual_seed(1)
     values = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
     values[4] = values[4].to(memory_format=torch.channels_last)
     values = [value.to(device) for value in values]
     values[5] = torch.cat([values[5][:1], values[5]])[1:]
     params = [nn.Parameter(value) for value in values]
-    return params, ms.Adam(params, **{"lr": 1e-2, "seed": 2**40 + 3, **options, **more})
+    return params, kind(params, **{"lr": 1e-2, "seed": 2**40 + 3, **options, **more})
 
 
 def gradients(params, number):

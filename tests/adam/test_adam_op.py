@@ -85,7 +85,7 @@ def test_bad_lists():
         ("positions", "positions must have 4 elements, got 3"),
         ("groups", "groups must have 4 elements, got 3"),
         ("options", "options must have 0 elements, got 5"),
-        ("modes", "modes must have 7 elements, got 6"),
+        ("modes", "modes must have 8 elements, got 7"),
         ("grads", "grads has fewer tensors than present says"),
         ("states", "states has fewer tensors than present says"),
     ):
@@ -97,13 +97,19 @@ def test_bad_lists():
     for name, value, message in (
         ("groups", [0, 0, 0, 1], "there is no group 1"),
         ("phases", [0, 0, 4, 0], "there is no phase 4"),
-        ("modes", [0, 1, 0, 5, 0, 0, 0], "no format has the number 5"),
+        ("modes", [0, 0, 0, 0, 5, 0, 0, 0], "no format has the number 5"),
+        ("modes", [5, 0, 0, 0, 0, 0, 0, 0], "no rule has the number 5"),
         ("lrs", [torch.ones(())], "there are more tensors than present and modes say"),
     ):
         wrong = list(arguments(lists, False, True, False))
         wrong[names.index(name)] = value
         with pytest.raises(ValueError, match=message):
             ops.adam_step_(*wrong)
+    wrong = list(arguments(lists, False, True, False))
+    wrong[names.index("modes")] = [3, 0, 0, 0, 0, 0, 0, 0]
+    wrong[names.index("phases")] = [1, 0, 0, 0]
+    with pytest.raises(ValueError, match="nothing is folded by momentum"):
+        ops.adam_step_(*wrong)
     wrong = list(lists)
     wrong[1] = [*lists[1][:-1], torch.ones(2)]
     with pytest.raises(RuntimeError, match="a gradient must have the shape, dtype and device"):

@@ -20,13 +20,18 @@ struct Variant {
 
 constexpr float kLr = 0.01f;
 const Variant kVariants[] = {
-    {{kLr, 0.9, 0.999, 1e-8, 0, false, false, false, 7}, 1, 0, false, false, false},
-    {{kLr, 0.9, 0.999, 1e-8, 0.1, true, false, false, ~uint64_t{0}}, 0.5, 0, true, false, false},
-    {{kLr, 0.9, 0.99, 1e-6, 0.1, false, false, true, 9}, 1, 0, false, true, true},
-    {{kLr, 0.0, 0.999, 1e-8, 0, true, false, false, 3}, 1, 1, false, true, false},
-    {{kLr, 0.4, 0.9, 1e-8, 0.01, true, false, true, 4}, 2, 0, true, true, true},
-    {{kLr, 0.95, 0.95, 1e-8, 0, false, false, false, 5}, 1, 0, false, false, true},
-    {{kLr, 0.9, 0.999, 1e-3, 0, false, false, false, 6}, 0.25, 0, true, false, false},
+    {{kLr, 0.9, 0.999, 1e-8, 0, false, false, false, {}, 7}, 1, 0, false, false, false},
+    {{kLr, 0.9, 0.999, 1e-8, 0.1, true, false, false, {}, ~uint64_t{0}},
+     0.5,
+     0,
+     true,
+     false,
+     false},
+    {{kLr, 0.9, 0.99, 1e-6, 0.1, false, false, true, {}, 9}, 1, 0, false, true, true},
+    {{kLr, 0.0, 0.999, 1e-8, 0, true, false, false, {}, 3}, 1, 1, false, true, false},
+    {{kLr, 0.4, 0.9, 1e-8, 0.01, true, true, true, {}, 4}, 2, 0, true, true, true},
+    {{kLr, 0.95, 0.95, 1e-8, 0, false, true, false, {}, 5}, 1, 0, false, false, true},
+    {{kLr, 0.9, 0.999, 1e-3, 0, false, false, false, {}, 6}, 0.25, 0, true, false, false},
 };
 
 // Tensors of one format, each with its own variant, position and count of steps.
@@ -39,7 +44,7 @@ class Steps {
            bool with_grad = true) {
     tensors_.emplace_back(format_, numel, offset, shifted, generator_, with_grad, finite_);
     variants_.push_back(kVariants[variant]);
-    variants_.back().options.amsgrad = format_.amsgrad;
+    variants_.back().options.rule = format_.rule;
   }
 
   void step(const char* what, StepPhase phase = StepPhase::kWhole) {
@@ -137,7 +142,7 @@ void run_all(bool large) {
     const Combination combination = Combination::at(i);
     if (!combination.exists()) continue;
     const Format format = {combination.param, combination.format, combination.states,
-                           combination.amsgrad};
+                           combination.rule};
     combination.closes ? run_folds(format, large) : run_whole(format, large);
   }
 }

@@ -46,7 +46,8 @@ bool close(double a, double b, size_t terms) {
 
 void compare(DType type, const std::vector<size_t>& sizes, bool finite) {
   Generator generator(sizes.size());
-  const Format format = {type, ParamFormat::kPlain, StateFormat::kAsParam, false};
+  const Format format = {type, ParamFormat::kPlain, StateFormat::kAsParam,
+                         memsave_ext::adam::Rule::kAdam};
   std::vector<Tensor> tensors;
   for (size_t i = 0; i < sizes.size(); ++i) {
     tensors.emplace_back(format, sizes[i], i % 2, kOperands, generator, i % 7 != 6, finite);

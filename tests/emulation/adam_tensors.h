@@ -12,6 +12,7 @@ using memsave_ext::adam::is_joint;
 using memsave_ext::adam::Item;
 using memsave_ext::adam::ParamFormat;
 using memsave_ext::adam::row;
+using memsave_ext::adam::Rule;
 using memsave_ext::adam::StateFormat;
 using memsave_ext::adam::StepPhase;
 using memsave_ext::vector::DType;
@@ -20,7 +21,7 @@ struct Format {
   DType param;
   ParamFormat param_format;
   StateFormat states;
-  bool amsgrad;
+  Rule rule;
 };
 
 enum Operand { kParam, kLowPart, kGrad, kExpAvg, kExpAvgSq, kMax, kScale, kScaleSq, kOperands };
@@ -58,13 +59,16 @@ inline bool has(const Format& f, Operand operand) {
   switch (operand) {
     case kLowPart:
       return row(f.param_format).low_part != Element::kNone;
+    case kExpAvg:
+      return row(f.rule).moments > 0;
     case kExpAvgSq:
-      return !is_joint(f.states);
+      return row(f.rule).moments > 1 && !is_joint(f.states);
     case kMax:
-      return f.amsgrad;
+      return row(f.rule).moments > 2;
     case kScale:
-    case kScaleSq:
       return in_blocks(f);
+    case kScaleSq:
+      return row(f.rule).moments > 1 && in_blocks(f);
     default:
       return true;
   }
@@ -121,12 +125,13 @@ class Tensor {
       checks += static_cast<int64_t>(cpu_[i].count());
       if (at < 0) continue;
       fail(
-          "adam, %s: type %d, format %d, states %d, amsgrad %d: element %lld of %zu of %s is "
+          "adam, %s: type %d, format %d, states %d, rule %d: element %lld of %zu of %s is "
           "%.17g, "
           "on the CPU %.17g",
           what, static_cast<int>(format_.param), static_cast<int>(format_.param_format),
-          static_cast<int>(format_.states), format_.amsgrad, static_cast<long long>(at),
-          cpu_[i].count(), kNames[i], device_[i].get(at), cpu_[i].get(at));
+          static_cast<int>(format_.states), static_cast<int>(format_.rule),
+          static_cast<long long>(at), cpu_[i].count(), kNames[i], device_[i].get(at),
+          cpu_[i].get(at));
     }
   }
 

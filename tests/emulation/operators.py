@@ -32,6 +32,7 @@ ADAM += ["_modes_cuda", "_rows", "_rows_graphs", "_rows_whole"]
 TESTS = ["emulation/sanitized_kernels.py"]
 TESTS += [f"batch_norm/test_batch_norm{name}.py" for name in BATCH_NORM]
 TESTS += [f"adam/test_adam{name}.py" for name in ADAM]
+TESTS += [f"adam/test_{name}.py" for name in ("sgd", "lion", "sgd_lion_modes")]
 TESTS += [f"loss_head/test_{name}.py" for name in ("loss", "loss_autograd", "operators")]
 
 

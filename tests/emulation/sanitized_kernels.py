@@ -129,6 +129,23 @@ def test_adam(mode, on_device):
     finite(*params, *optimizer.fp32_parameters())
 
 
+@pytest.mark.parametrize("kind", ["SGD", "momentum", "Lion"])
+@pytest.mark.parametrize("mode", [m for m in MODES if "amsgrad" not in m and "4bit" not in m])
+def test_sgd_and_lion(mode, kind):
+    dtype, options = MODES[mode]
+    options = {name: value for name, value in options.items() if name != "amsgrad"}
+    params = parameters(dtype)
+    options |= {"momentum": 0.9, "dampening": 0.1} if kind == "momentum" else {}
+    in_backward = "clip_global_norm" not in options
+    make = ms.Lion if kind == "Lion" else ms.SGD
+    optimizer = make(params, lr=1e-3, in_backward=in_backward, **options)
+    for _ in range(2):
+        backward(params)
+        optimizer.step()
+        optimizer.zero_grad()
+    finite(*params, *optimizer.fp32_parameters())
+
+
 @pytest.mark.parametrize("mode", ["fp64", "fp32", "fp32, amsgrad", "bf16", "split, states fp32"])
 def test_adam_folds(mode):
     dtype, options = MODES[mode]

@@ -32,14 +32,14 @@ BUGS = [
     Bug(
         "a missing barrier before what one thread wrote is read",
         "adam/cuda/step.cuh",
-        "start_of<typename M::Value>(batch, tensor);\n  __syncthreads();",
-        "start_of<typename M::Value>(batch, tensor);",
+        "start_of<typename M::Value, M::kRule>(batch, tensor);\n  __syncthreads();",
+        "start_of<typename M::Value, M::kRule>(batch, tensor);",
     ),
     Bug(
         "the same, where blocks of states are stepped",
         "adam/cuda/step_blocks.cuh",
-        "start_of<float, true>(batch, tensor);\n  __syncthreads();",
-        "start_of<float, true>(batch, tensor);",
+        "start_of<float, M::kRule, true>(batch, tensor);\n  __syncthreads();",
+        "start_of<float, M::kRule, true>(batch, tensor);",
     ),
     Bug(
         "the same, between the sums of warps",

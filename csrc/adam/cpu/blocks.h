@@ -157,10 +157,9 @@ struct CodesInBlock {
 };
 
 // A chunk has kBlock elements.
-template <StateFormat format>
+template <StateFormat format, int moments>
 struct InBlocks {
   using V = Floats;
-  static constexpr bool kAmsgrad = false;
   static constexpr bool kClamps = true;
   static constexpr bool kInBlocks = true;
   static constexpr bool kRandom = false;  // close() draws the bits itself
@@ -181,9 +180,9 @@ struct InBlocks {
 
   MEMSAVE_EXT_INLINED void open(int64_t from, int64_t to) {
     exp_avg.open(from, to);
-    exp_avg_sq.open(from, to);
     codes.open(from, to);
-    if constexpr (!kJoint) codes_sq.open(from, to);
+    if constexpr (kTwo) exp_avg_sq.open(from, to);
+    if constexpr (kTwo && !kJoint) codes_sq.open(from, to);
   }
 
   // Called in the order of offsets. A group is decoded when its first offset is loaded: between
@@ -193,23 +192,23 @@ struct InBlocks {
     if (offset % kGroup == 0) {
       const Words both = codes.load(offset);
       exp_avg.decode(offset, both);
-      exp_avg_sq.decode(offset, kJoint ? both >> kBits : codes_sq.load(offset));
+      if constexpr (kTwo) exp_avg_sq.decode(offset, kJoint ? both >> kBits : codes_sq.load(offset));
     }
     x.exp_avg = exp_avg.kept(offset);
-    x.exp_avg_sq = exp_avg_sq.kept(offset);
+    if constexpr (kTwo) x.exp_avg_sq = exp_avg_sq.kept(offset);
   }
 
   template <typename Size>
   MEMSAVE_EXT_INLINED void store(const Values<V>& x, int64_t, int64_t offset, Size size,
                                  const Noise&) {
     exp_avg.keep(offset, isa::keep(x.exp_avg, size));
-    exp_avg_sq.keep(offset, isa::keep(Math::square_root(x.exp_avg_sq), size));
+    if constexpr (kTwo) exp_avg_sq.keep(offset, isa::keep(Math::square_root(x.exp_avg_sq), size));
   }
 
   // Random bits are drawn between finding the scales and encoding, which waits for the scales.
   MEMSAVE_EXT_INLINED void close(int64_t from, int64_t to, const Noise&) {
     exp_avg.find_scales(from, to);
-    exp_avg_sq.find_scales(from, to);
+    if constexpr (kTwo) exp_avg_sq.find_scales(from, to);
     if constexpr (kRandomMoments) draw(item, Draw::kMoments, from, to, noise);
     if constexpr (kJoint) {
       for (int64_t i = 0; i < to - from; i += kGroup) {
@@ -222,10 +221,12 @@ struct InBlocks {
       for (int64_t i = 0; i < to - from; i += kGroup) {
         codes.store(i, exp_avg.encode(i, random_at(i)));
       }
+      exp_avg.clear(codes.block, to - from, 0xff);
+    }
+    if constexpr (kTwo && !kJoint) {
       for (int64_t i = 0; i < to - from; i += kGroup) {
         codes_sq.store(i, exp_avg_sq.encode(i, random_at(i)));
       }
-      exp_avg.clear(codes.block, to - from, 0xff);
       exp_avg_sq.clear(codes_sq.block, to - from, 0xff);
       codes_sq.close(from, to);
     }
@@ -235,6 +236,7 @@ struct InBlocks {
  private:
   using Words = Several<isa::Bits>;
   static constexpr int kGroup = Coded<format, false>::kGroup;
+  static constexpr bool kTwo = moments > 1;
   static constexpr bool kJoint = is_joint(format);
   static constexpr int kBits = row(format).codes.bits;
 
@@ -254,8 +256,9 @@ using Moments = std::conditional_t<
     row(states).at_random, Short<StateBits<states>, true, Element::kNone>,
     Nearest<std::conditional_t<row(states).moments == Element::kFloat, float, Storage>>>;
 
-template <StateFormat states, typename Storage, bool amsgrad>
-using States = std::conditional_t<in_blocks(states), InBlocks<states>,
-                                  Separate<Moments<states, Storage>, amsgrad>>;
+// moments: how many a rule has.
+template <StateFormat states, typename Storage, int moments>
+using States = std::conditional_t<in_blocks(states), InBlocks<states, moments>,
+                                  Separate<Moments<states, Storage>, moments>>;
 
 }  // namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA

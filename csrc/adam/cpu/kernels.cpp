@@ -1,6 +1,7 @@
 // Steps on CPUs: the elements of all items form one range, which is divided among threads.
 #include <ATen/Parallel.h>
 
+#include "adam/arithmetic.h"
 #include "adam/cpu/loops.h"
 #include "adam/cpu/measure.h"
 
@@ -22,6 +23,13 @@ cpu::Step step_of(const Item& item) {
   return cpu::loops().steps[item.combination()];
 }
 
+Coefficients<double> coefficients_of(const Options& o, double step, StepPhase phase,
+                                     double factor) {
+  if (is_sgd(o.rule)) return coefficients<Rule::kMomentum>(o, o.lr, step, {}, phase, factor);
+  if (o.rule == Rule::kLion) return coefficients<Rule::kLion>(o, o.lr, step, {}, phase, factor);
+  return coefficients<Rule::kAdam>(o, o.lr, step, powers(o, step), phase, factor);
+}
+
 // Caches the coefficients of the last few items, which alternate between parameter groups.
 class RecentCoefficients {
  public:
@@ -32,9 +40,7 @@ class RecentCoefficients {
       if (entry.key == key) return entry.values;
     }
     Entry& entry = entries_[next_++ % kEntries];
-    const Options& options = *key.options;
-    entry = {key,
-             coefficients(options, options.lr, powers(options, key.step), key.phase, key.factor)};
+    entry = {key, coefficients_of(*key.options, key.step, key.phase, key.factor)};
     return entry.values;
   }
 

@@ -1,8 +1,8 @@
-// The Math that adam/math.h, philox.h, formats.h and blockwise.h ask for, over vectors, for
+// The Math that arithmetic.h, philox.h, formats.h and blockwise.h ask for, over vectors, for
 // the instruction set whose target region this is included in.
 #pragma once
 
-#include "adam/math.h"
+#include "adam/arithmetic.h"
 #include "vector/cpu.h"
 
 namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA {

@@ -23,7 +23,7 @@ alignas(64) constexpr Grad kZeros[kBlock] = {};
 
 // Param: Nearest or Short of cpu/formats.h. closes: the phase is kClose, else kWhole. The compiler
 // knows it, because the time for memory does not hide branches in the loop.
-template <typename Param, typename States, bool closes>
+template <typename Param, typename States, Rule rule, bool closes>
 __attribute__((flatten)) void step(const Item& item, int64_t begin, int64_t end,
                                    const Coefficients<double>& scalars) {
   using V = typename Param::Vector;
@@ -43,7 +43,7 @@ __attribute__((flatten)) void step(const Item& item, int64_t begin, int64_t end,
     Values<V> x;
     x.param = param.load(i, size);
     states.load(x, i, offset, size);
-    update<Math, States::kAmsgrad, States::kClamps>(c, isa::load(grad + offset, size), x);
+    update<Math, rule, States::kClamps>(c, isa::load(grad + offset, size), x);
     param.store(i, x.param, size, of_param.of + offset);
     states.store(x, i, offset, size, of_moments);
   };
@@ -118,7 +118,8 @@ struct StepSource {
   static constexpr Step kernel() {
     constexpr Combination c = Combination::at(index);
     using Storage = vector::StorageOf<c.param>;
-    return step<Param<c.format, Storage>, States<c.states, Storage, c.amsgrad>, c.closes>;
+    return step<Param<c.format, Storage>, States<c.states, Storage, row(c.rule).moments>, c.rule,
+                c.closes>;
   }
 };
 

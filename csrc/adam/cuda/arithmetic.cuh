@@ -1,4 +1,4 @@
-// The Math that math.h, philox.h, formats.h and blockwise.h ask for, on CUDA, and what the
+// The Math that arithmetic.h, philox.h, formats.h and blockwise.h ask for, on CUDA, and what the
 // threads of a block need to know of its step.
 #pragma once
 
@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "adam/arithmetic.h"
 #include "adam/cuda/batch.cuh"
 #include "adam/philox.h"
 
@@ -125,7 +126,7 @@ struct Start {
 
 // Returns the Start of a block that steps this tensor. Called by one thread. Without `clamps`
 // nothing reads update_bound, which is 0 then.
-template <typename Value, bool clamps = false>
+template <typename Value, Rule rule, bool clamps = false>
 __device__ __forceinline__ Start<Value> start_of(const Batch& batch, const BatchedTensor& tensor) {
   const Recipe& recipe = batch.recipes[tensor.recipe];
   const bool on_device = tensor.device_step != nullptr;
@@ -133,9 +134,10 @@ __device__ __forceinline__ Start<Value> start_of(const Batch& batch, const Batch
   if (on_device) step = *tensor.device_step + (is_fold(recipe.phase) ? 1 : 0);
   const double lr = recipe.device_lr != nullptr ? *recipe.device_lr : recipe.options.lr;
   const double factor = tensor.factor != nullptr ? *tensor.factor : 1;
+  Powers of_step{};
+  if constexpr (is_adam(rule)) of_step = on_device ? powers(recipe.options, step) : recipe.powers;
   Coefficients<double> c =
-      coefficients(recipe.options, lr, on_device ? powers(recipe.options, step) : recipe.powers,
-                   recipe.phase, factor);
+      coefficients<rule>(recipe.options, lr, step, of_step, recipe.phase, factor);
   if constexpr (!clamps) c.update_bound = 0;
   return {convert<Value>(c, Rounded<Value>{}), static_cast<uint32_t>(step)};
 }

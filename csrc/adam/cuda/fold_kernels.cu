@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) fold_kernel(const __grid_constant__ 
   const BatchedTensor& tensor = batch.tensors[chunk.tensor];
   if (is_skipped(tensor)) return;
   __shared__ Start<Value> shared;
-  if (threadIdx.x == 0) shared = start_of<Value>(batch, tensor);
+  if (threadIdx.x == 0) shared = start_of<Value, M::kRule>(batch, tensor);
   __syncthreads();
   const Coefficients<Value> c = shared.coefficients;
   const Random random(batch, tensor, shared.step);
@@ -78,7 +78,7 @@ struct FoldSource {
     constexpr StateFormat states =
         folds(dtype, StateFormat::kAsParam) ? StateFormat::kAsParam : StateFormat::kFloat;
     static_assert(folds(dtype, states));
-    return fold_kernel<Mode<Param, ParamFormat::kPlain, states, false>>;
+    return fold_kernel<Mode<Param, ParamFormat::kPlain, states, Rule::kAdam>>;
   }
 };
 

@@ -10,7 +10,7 @@ using vector::Part;
 using vector::ValueOf;
 
 // A combination of formats. State has no meaning for blockwise states.
-template <typename ParamType, ParamFormat format, StateFormat states, bool with_amsgrad>
+template <typename ParamType, ParamFormat format, StateFormat states, Rule rule>
 struct Mode {
   using Param = ParamType;
   using Value = ValueOf<Param>;
@@ -18,19 +18,20 @@ struct Mode {
                                    std::conditional_t<row(states).at_random, __nv_bfloat16, float>>;
   static constexpr StateFormat kStates = states;
   static constexpr ParamFormat kFormat = format;
-  static constexpr bool kAmsgrad = with_amsgrad;
+  static constexpr Rule kRule = rule;
+  static constexpr int kMoments = row(rule).moments;
   static constexpr Element kLowPart = row(format).low_part;
   static constexpr bool kHasLowPart = kLowPart != Element::kNone;
   static constexpr bool kRandomParam = row(format).at_random;
   static constexpr bool kRandomStates = row(states).at_random;
-  static constexpr bool kFolds = sizeof(State) >= 4 && !in_blocks(states);
+  static constexpr bool kFolds = row(rule).folds && sizeof(State) >= 4 && !in_blocks(states);
   // Elements that a thread takes at once: 16 bytes of a state; with random bits, the 8 of one draw.
   static constexpr int kSize =
       kRandomParam || kRandomStates || in_blocks(states) ? 8 : 16 / static_cast<int>(sizeof(State));
   // Blocks of threads that a multiprocessor must have room for; 0: any number. Draws side by side
   // would take more than 64 registers.
   static constexpr int kMinBlocks =
-      kAmsgrad && kRandomStates && (kRandomParam || sizeof(Param) == 4) ? 3 : 0;
+      kMoments > 2 && kRandomStates && (kRandomParam || sizeof(Param) == 4) ? 3 : 0;
   // Elements in a word: 2 of 16 bits, so that a word has at least 4 bytes, else 1.
   template <int size>
   static constexpr int kWord = size > 1 && (sizeof(Param) == 2 || sizeof(State) == 2) ? 2 : 1;

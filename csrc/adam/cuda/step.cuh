@@ -28,9 +28,13 @@ __device__ __forceinline__ void step_vectors(const BatchedTensor& tensor, int64_
     typename Param::Stored grad{};
     if (tensor.grad != nullptr) grad = vector::load<typename Param::Stored>(tensor.grad, i);
     State exp_avg, exp_avg_sq, max_exp_avg_sq;
-    exp_avg.stored = vector::load<typename State::Stored>(tensor.exp_avg, i);
-    exp_avg_sq.stored = vector::load<typename State::Stored>(tensor.exp_avg_sq, i);
-    if constexpr (M::kAmsgrad) {
+    if constexpr (M::kMoments > 0) {
+      exp_avg.stored = vector::load<typename State::Stored>(tensor.exp_avg, i);
+    }
+    if constexpr (M::kMoments > 1) {
+      exp_avg_sq.stored = vector::load<typename State::Stored>(tensor.exp_avg_sq, i);
+    }
+    if constexpr (M::kMoments > 2) {
       max_exp_avg_sq.stored = vector::load<typename State::Stored>(tensor.max_exp_avg_sq, i);
     }
     Draws of_param{}, of_moments{};
@@ -41,9 +45,11 @@ __device__ __forceinline__ void step_vectors(const BatchedTensor& tensor, int64_
       Value params[kWord], first[kWord], second[kWord], largest[kWord];
 #pragma unroll
       for (int k = 0; k < kWord; ++k) {
-        Values<Value> x = {param.get(w, k), exp_avg.get(w, k), exp_avg_sq.get(w, k)};
-        if constexpr (M::kAmsgrad) x.max_exp_avg_sq = max_exp_avg_sq.get(w, k);
-        update<Arithmetic, M::kAmsgrad>(c, grad.words[w][k], x);
+        Values<Value> x = {param.get(w, k)};
+        if constexpr (M::kMoments > 0) x.exp_avg = exp_avg.get(w, k);
+        if constexpr (M::kMoments > 1) x.exp_avg_sq = exp_avg_sq.get(w, k);
+        if constexpr (M::kMoments > 2) x.max_exp_avg_sq = max_exp_avg_sq.get(w, k);
+        update<Arithmetic, M::kRule>(c, grad.words[w][k], x);
         params[k] = x.param;
         first[k] = x.exp_avg;
         second[k] = x.exp_avg_sq;
@@ -51,15 +57,15 @@ __device__ __forceinline__ void step_vectors(const BatchedTensor& tensor, int64_
       }
       const int drawn = w % Draws::kWords;  // w, where bits are drawn
       param.set(w, params, of_param.words[drawn]);
-      exp_avg.set(w, first, of_moments.words[drawn]);
-      exp_avg_sq.set(w, second, of_moments.words[drawn]);
-      if constexpr (M::kAmsgrad) max_exp_avg_sq.set(w, largest, of_moments.words[drawn]);
+      if constexpr (M::kMoments > 0) exp_avg.set(w, first, of_moments.words[drawn]);
+      if constexpr (M::kMoments > 1) exp_avg_sq.set(w, second, of_moments.words[drawn]);
+      if constexpr (M::kMoments > 2) max_exp_avg_sq.set(w, largest, of_moments.words[drawn]);
     }
     vector::store(tensor.param, i, param.stored);
     if constexpr (M::kHasLowPart) vector::store(tensor.param_low_part, i, param.low_part);
-    vector::store(tensor.exp_avg, i, exp_avg.stored);
-    vector::store(tensor.exp_avg_sq, i, exp_avg_sq.stored);
-    if constexpr (M::kAmsgrad) vector::store(tensor.max_exp_avg_sq, i, max_exp_avg_sq.stored);
+    if constexpr (M::kMoments > 0) vector::store(tensor.exp_avg, i, exp_avg.stored);
+    if constexpr (M::kMoments > 1) vector::store(tensor.exp_avg_sq, i, exp_avg_sq.stored);
+    if constexpr (M::kMoments > 2) vector::store(tensor.max_exp_avg_sq, i, max_exp_avg_sq.stored);
   }
 }
 
@@ -78,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, M::kMinBlocks)
   const BatchedTensor& tensor = batch.tensors[chunk.tensor];
   if (is_skipped(tensor)) return;
   __shared__ Start<typename M::Value> shared;
-  if (threadIdx.x == 0) shared = start_of<typename M::Value>(batch, tensor);
+  if (threadIdx.x == 0) shared = start_of<typename M::Value, M::kRule>(batch, tensor);
   __syncthreads();
   const Random random(batch, tensor, shared.step);
   const int64_t end = chunk.begin + chunk.count;
@@ -107,7 +113,7 @@ struct StepSource {
   template <int index>
   static constexpr StepKernel kernel() {
     constexpr Combination c = Combination::at(index);
-    return step_kernel<Mode<vector::DeviceStorageOf<c.param>, c.format, c.states, c.amsgrad>>;
+    return step_kernel<Mode<vector::DeviceStorageOf<c.param>, c.format, c.states, c.rule>>;
   }
 };
 

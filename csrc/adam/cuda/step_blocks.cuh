@@ -35,6 +35,7 @@ struct OfThread {
   Param param;
   Stored grad{};
   static constexpr bool kJoint = is_joint(M::kStates);
+  static constexpr bool kSecond = M::kMoments > 1 && !kJoint;  // exp_avg_sq has codes of its own
   static constexpr int kBits = Coding<M::kStates>::kCodes.bits;
   CodesOfThread exp_avg, exp_avg_sq;  // kJoint: all are in the first
 
@@ -47,7 +48,7 @@ struct OfThread {
     }
     if (tensor.grad != nullptr) grad = vector::load<Stored>(tensor.grad, place);
     exp_avg = vector::load<CodesOfThread>(tensor.exp_avg, place);
-    if constexpr (!kJoint) exp_avg_sq = vector::load<CodesOfThread>(tensor.exp_avg_sq, place);
+    if constexpr (kSecond) exp_avg_sq = vector::load<CodesOfThread>(tensor.exp_avg_sq, place);
   }
 
   template <typename Place>
@@ -55,7 +56,7 @@ struct OfThread {
     vector::store(tensor.param, place, param.stored);
     if constexpr (M::kHasLowPart) vector::store(tensor.param_low_part, place, param.low_part);
     vector::store(tensor.exp_avg, place, exp_avg);
-    if constexpr (!kJoint) vector::store(tensor.exp_avg_sq, place, exp_avg_sq);
+    if constexpr (kSecond) vector::store(tensor.exp_avg_sq, place, exp_avg_sq);
   }
 
   __device__ __forceinline__ uint32_t code_sq(int i) const {
@@ -64,7 +65,7 @@ struct OfThread {
 
   __device__ __forceinline__ void set_codes(int i, uint32_t code, uint32_t code_sq) {
     exp_avg.set(i, kJoint ? code | code_sq << kBits : code);
-    if constexpr (!kJoint) exp_avg_sq.set(i, code_sq);
+    if constexpr (kSecond) exp_avg_sq.set(i, code_sq);
   }
 };
 
@@ -74,6 +75,7 @@ template <typename M>
 __device__ __forceinline__ void step_block(const BatchedTensor& tensor, int64_t i, bool vectors,
                                            const Coefficients<float>& c, const Random& random) {
   using Code = Coding<M::kStates>;
+  constexpr bool kTwo = M::kMoments > 1;
   constexpr int kThreadsOfBlock = static_cast<int>(Code::kCodes.block) / kOfThread;
   const int lane = threadIdx.x % kWarp;
   const int64_t group = i * kWarp + lane, left = tensor.numel - group * kOfThread;
@@ -85,7 +87,7 @@ __device__ __forceinline__ void step_block(const BatchedTensor& tensor, int64_t 
   const int64_t block = group / kThreadsOfBlock;
   const bool exists = block * Code::kCodes.block < tensor.numel;
   float scale = exists ? tensor.exp_avg_scale[block] : 0;
-  float scale_sq = exists ? tensor.exp_avg_sq_scale[block] : 0;
+  float scale_sq = kTwo && exists ? tensor.exp_avg_sq_scale[block] : 0;
   if (whole) {
     x.load(tensor, group);
   } else {
@@ -104,28 +106,31 @@ __device__ __forceinline__ void step_block(const BatchedTensor& tensor, int64_t 
     for (int k = 0; k < kWord; ++k) {
       const int e = w * kWord + k;
       Values<float> values = {x.param.get(w, k),
-                              Code::template decode_exp_avg<Math>(x.exp_avg[e], scale),
-                              Code::template decode_exp_avg_sq<Math>(x.code_sq(e), scale_sq)};
-      update<ApproximateMath, false, true>(c, x.grad.words[w][k], values);
+                              Code::template decode_exp_avg<Math>(x.exp_avg[e], scale)};
+      if constexpr (kTwo) {
+        values.exp_avg_sq = Code::template decode_exp_avg_sq<Math>(x.code_sq(e), scale_sq);
+      }
+      update<ApproximateMath, M::kRule, true>(c, x.grad.words[w][k], values);
       params[k] = values.param;
       exp_avg[e] = values.exp_avg;
-      roots[e] = ApproximateMath::square_root(values.exp_avg_sq);
+      if constexpr (kTwo) roots[e] = ApproximateMath::square_root(values.exp_avg_sq);
       if (e < part.count) {
         largest = max(largest, __float_as_uint(exp_avg[e]) & 0x7fffffffu);
-        largest_sq = max(largest_sq, __float_as_uint(roots[e]) & 0x7fffffffu);
+        if constexpr (kTwo) largest_sq = max(largest_sq, __float_as_uint(roots[e]) & 0x7fffffffu);
       }
     }
     x.param.set(w, params, of_param.words[w % Draws::kWords]);
   }
   if constexpr (kRandomMoments) of_moments = Draws::draw(random, Draw::kMoments, group);
   scale = scale_of_block<kThreadsOfBlock>(largest);
-  scale_sq = scale_of_block<kThreadsOfBlock>(largest_sq);
+  if constexpr (kTwo) scale_sq = scale_of_block<kThreadsOfBlock>(largest_sq);
   const float inverse = inverse_scale<Math>(scale), inverse_sq = inverse_scale<Math>(scale_sq);
 #pragma unroll
   for (int e = 0; e < kOfThread; ++e) {
     const uint32_t drawn = of_moments.of(e);
     const uint32_t code = Code::template encode_exp_avg<Math>(exp_avg[e], inverse, drawn);
-    const uint32_t code_sq = Code::template encode_root<Math>(roots[e], inverse_sq, drawn);
+    uint32_t code_sq = 0;
+    if constexpr (kTwo) code_sq = Code::template encode_root<Math>(roots[e], inverse_sq, drawn);
     x.set_codes(e, scale == scale ? code : 0, scale_sq == scale_sq ? code_sq : 0);
   }
   if (whole) {
@@ -136,7 +141,7 @@ __device__ __forceinline__ void step_block(const BatchedTensor& tensor, int64_t 
   __syncwarp();  // all lanes have read the scales; shuffles do not order memory
   if (lane % kThreadsOfBlock == 0 && exists) {
     tensor.exp_avg_scale[block] = scale;
-    tensor.exp_avg_sq_scale[block] = scale_sq;
+    if constexpr (kTwo) tensor.exp_avg_sq_scale[block] = scale_sq;
   }
 }
 
@@ -146,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, 3) blocks_kernel(const __grid_consta
   const BatchedTensor& tensor = batch.tensors[chunk.tensor];
   if (is_skipped(tensor)) return;
   __shared__ Start<float> shared;
-  if (threadIdx.x == 0) shared = start_of<float, true>(batch, tensor);
+  if (threadIdx.x == 0) shared = start_of<float, M::kRule, true>(batch, tensor);
   __syncthreads();
   const Random random(batch, tensor, shared.step);
   const bool vectors = params_are_aligned<M, kOfThread>(tensor) &&
@@ -167,7 +172,7 @@ struct BlocksSource {
   template <int index>
   static constexpr StepKernel kernel() {
     constexpr Combination c = Combination::at(index);
-    return blocks_kernel<Mode<vector::DeviceStorageOf<c.param>, c.format, c.states, c.amsgrad>>;
+    return blocks_kernel<Mode<vector::DeviceStorageOf<c.param>, c.format, c.states, c.rule>>;
   }
 };
 

@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..formats import PARAM_FORMATS, STATE_FORMATS, state_option
+from ..rules import AMSGRAD, MOMENTUM, RULES, SGD, is_adam, rule_of
 from ..states import StepPhase
 
 _STATES = (
     "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "moments", "exp_avg_scale",
-    "exp_avg_sq_scale", "param_rest",
+    "exp_avg_sq_scale", "momentum_buffer", "momentum_buffer_scale", "param_rest",
 )  # fmt: skip
 _PHASES: tuple[StepPhase, ...] = ("whole", "first_fold", "fold", "close")
 _BF16 = tuple(row.name for row in PARAM_FORMATS)
 _STATE_DTYPES = tuple(row.option for row in STATE_FORMATS)
-_OPTIONS, _MODES = 6, 7  # how many `options` and `modes` each group has
+_OPTIONS, _MODES = 6, 8  # how many `options` and `modes` each group has
 LISTS = 10  # how many lists pack() returns, the operator's first arguments
 
 
@@ -61,12 +62,15 @@ def _pack_group(
     on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
     if on_device:
         lrs.append(lr.float())
-    first = [0.0 if on_device else lr, *group["betas"], group["eps"], group["weight_decay"]]
+    rule = rule_of(group)
+    betas = (group["momentum"], group["dampening"]) if "dampening" in group else group["betas"]
+    first = [0.0 if on_device else lr, *betas, group.get("eps", 0.0), group["weight_decay"]]
     options += [float(value) for value in (*first, group.get("max_grad_norm") or 0.0)]
     seed = group.get("seed", 0)
     modes += [
-        bool(group["decoupled_weight_decay"]),
-        bool(group["amsgrad"]),
+        RULES.index(rule),
+        bool(group.get("decoupled_weight_decay")),
+        bool(group.get("nesterov")),
         bool(group["maximize"]),
         _BF16.index(group.get("bf16")),
         _STATE_DTYPES.index(state_option(group)),
@@ -111,6 +115,8 @@ def unpack(
         names = (name for j, name in enumerate(_STATES) if present[i] & 2 << j)
         state = {name: _next(next_state, "states") for name in names}
         group, phase = of_groups[groups[i]], _PHASES[phases[i]]
+        if phase != "whole" and not (rule := rule_of(group)).folds:
+            raise ValueError(f"adam_step_: nothing is folded by {rule.name}")
         prepared.append(Prepared(param, grad, state, group, phase, positions[i]))
     if any(left is not None for of in (next_grad, next_state, next_lr) for left in of):
         raise ValueError("adam_step_: there are more tensors than present and modes say")
@@ -121,23 +127,28 @@ def _unpack_group(
     options: Sequence[float], modes: Sequence[int], lrs: Iterator[Tensor]
 ) -> dict[str, Any]:
     lr, beta1, beta2, eps, weight_decay, max_grad_norm = options[:_OPTIONS]
-    decoupled, amsgrad, maximize, bf16, state_dtype, seed, lr_on_device = modes[:_MODES]
-    for number, of in ((bf16, _BF16), (state_dtype, _STATE_DTYPES)):
-        if not 0 <= number < len(of):
-            raise ValueError(f"adam_step_: no format has the number {number}")
-    return {
+    number, decoupled, nesterov, maximize, bf16, state_dtype, seed, lr_on_device = modes[:_MODES]
+    for name, value, of in (
+        ("rule", number, RULES), ("format", bf16, _BF16), ("format", state_dtype, _STATE_DTYPES)
+    ):  # fmt: skip
+        if not 0 <= value < len(of):
+            raise ValueError(f"adam_step_: no {name} has the number {value}")
+    rule = RULES[number]
+    group: dict[str, Any] = {
         "lr": _next(lrs, "lrs", "modes") if lr_on_device else lr,
-        "betas": (beta1, beta2),
-        "eps": eps,
         "weight_decay": weight_decay,
-        "decoupled_weight_decay": bool(decoupled),
-        "amsgrad": bool(amsgrad),
         "maximize": bool(maximize),
         "bf16": _BF16[bf16],
         "state_dtype": _STATE_DTYPES[state_dtype],
         "seed": seed % 2**64,
         "max_grad_norm": max_grad_norm or None,
     }
+    if rule in (SGD, MOMENTUM):
+        return group | {"momentum": beta1, "dampening": beta2, "nesterov": bool(nesterov)}
+    group["betas"] = (beta1, beta2)
+    if is_adam(rule):
+        group |= {"eps": eps, "decoupled_weight_decay": bool(decoupled), "amsgrad": rule is AMSGRAD}
+    return group
 
 
 def _next(tensors: Iterator[Tensor], name: str, says: str = "present") -> Tensor:

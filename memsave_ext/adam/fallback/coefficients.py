@@ -1,4 +1,4 @@
-"""The coefficients of a step, computed from its options and number as in csrc/adam/math.h."""
+"""The coefficients of a step, computed from its options and number as in csrc/adam/adam_rule.h."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def coefficients(
     group: Mapping[str, Any], number: float | Tensor, dtype: torch.dtype, device: torch.device
 ) -> Coefficients:
     beta1, beta2 = (float(beta) for beta in group["betas"])
-    lr = group["lr"]
-    if isinstance(lr, Tensor):
-        lr = lr.item() if lr.device.type == "cpu" else wide(lr.to(device))
+    lr = learning_rate(group, device)
     decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
     return Coefficients(
         grad_decay=rounded(group["weight_decay"] - decay, dtype),
@@ -54,6 +52,14 @@ def coefficients(
         minus_step_size=rounded(-(lr / (1 - beta1**number)), dtype),
         per_exp_avg_weight=rounded(1 / (1 - beta1), dtype),
     )
+
+
+def learning_rate(group: Mapping[str, Any], device: torch.device) -> Any:
+    """Returns a number, or a tensor on the parameter's device where it lies on a device."""
+    lr = group["lr"]
+    if not isinstance(lr, Tensor):
+        return lr
+    return lr.item() if lr.device.type == "cpu" else wide(lr.to(device))
 
 
 _N = TypeVar("_N", float, Tensor, float | Tensor)

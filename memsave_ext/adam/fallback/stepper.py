@@ -203,7 +203,9 @@ class AdamStepper:
         if backward.action is GradientAction.FOLD and backward.waits_for(param):
             return  # the part of a second checkpoint region, which autograd has added to .grad
         self._check_fires_once(param)
-        check_dense(param.grad, own_step=self._params.own_step)
+        if self._params.own_step and param.grad.layout != torch.strided:
+            raise errors.sparse_for_own_step()
+        check_dense(param.grad, group)
         self._threads[id(param)] = thread
         if backward.action is GradientAction.STEP:
             self._stepped.add(id(param))

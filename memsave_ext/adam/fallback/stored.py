@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import blocks, formats
 from ..elements import Elements, real, real_type
+from ..rules import rule_of
 from .random_bits import Draw, random_bits
 
 
@@ -31,7 +32,10 @@ class Stored:
         self.group, self.number = group, number
         self.compute = torch.float64 if real_type(param) == torch.float64 else torch.float32
         self._format = formats.param_format_of(param, group)
-        self._states = formats.state_formats(param, group)[formats.key_of_state(state)]
+        self.device = param.device
+        self._states = formats.STATE_FORMATS[0]  # stands for none
+        if rule_of(group).moments:
+            self._states = formats.state_formats(param, group)[formats.key_of_state(state)]
         self.in_blocks = self._states.codes is not None
         self._param, self._state, self._position = param, state, position
 

@@ -1,4 +1,4 @@
-"""Steps one parameter with torch's operators, by the formula of csrc/adam/math.h."""
+"""Steps one parameter with torch's operators, by the rule of its group."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from torch import Tensor
 
 from ...checkpointing.fallback.stepped import note_step
 from ..elements import plain, real
-from ..precise import fused, square_root, wide
+from ..precise import wide
+from ..rules import LION, is_adam, rule_of
 from ..states import StepPhase
-from .coefficients import Coefficients, coefficients, rounded, update_bound
-from .packing import pack, unpack
-from .random_bits import Draw
+from . import adam_rule, lion_rule, sgd_rule
 from .stored import Stored
 
 
@@ -57,70 +56,26 @@ def _update(
     factor: float | Tensor | None,
 ) -> None:
     folds = phase in ("first_fold", "fold")
-    step = state["step"]
-    if not folds:
+    step = state.get("step")
+    if step is not None and not folds:
         step.add_(1)
     if param.numel() == 0:
         torch.autograd.graph.increment_version(param)
         return
-    number = step.item() if step.device.type == "cpu" else wide(step.to(param.device))
+    number: float | Tensor = 0.0  # where steps are not counted
+    if step is not None:
+        number = step.item() if step.device.type == "cpu" else wide(step.to(param.device))
     number = number + 1 if folds else number
     stored = Stored(param, state, group, position, number)
-    c = coefficients(group, number, stored.compute, param.device)
     g = torch.zeros_like(param) if grad is None else plain(grad)
     g = real(g).to(stored.compute)
     if factor is not None:
         g = g * (factor.to(g) if isinstance(factor, Tensor) else factor)
     if group["maximize"]:
         g = -g
-    if folds:
-        _fold(c, g, stored, first=phase == "first_fold")
+    if is_adam(rule := rule_of(group)):
+        adam_rule.apply(g, stored, phase)
     else:
-        _step(c, g, stored, closes=phase == "close")
+        (lion_rule if rule is LION else sgd_rule).step(g, stored)
+    if not folds:
         note_step(param, position)
-
-
-def _fold(c: Coefficients, grad: Tensor, stored: Stored, first: bool) -> None:
-    exp_avg = stored.load("exp_avg")
-    if first:
-        packed = pack(exp_avg, stored.load("exp_avg_sq"), stored.random(Draw.MOMENTS))
-        stored.store("exp_avg_sq", packed)
-        exp_avg = _average(c, grad, exp_avg)
-    else:
-        exp_avg = fused(c.exp_avg_weight, grad, exp_avg)
-    stored.store("exp_avg", exp_avg)
-
-
-def _step(c: Coefficients, grad: Tensor, stored: Stored, closes: bool) -> None:
-    group = stored.group
-    param, exp_avg = stored.load_param(), stored.load("exp_avg")
-    exp_avg_sq = stored.load("exp_avg_sq")
-    if c.grad_decay != 0:
-        grad = fused(c.grad_decay, param, grad)
-    if closes:
-        before, exp_avg_sq = unpack(exp_avg_sq)
-        exp_avg = fused(c.exp_avg_weight, grad, exp_avg)
-        grad = fused(-c.beta1, before, exp_avg) * c.per_exp_avg_weight  # sum of all gradients
-    else:
-        exp_avg = _average(c, grad, exp_avg)
-    exp_avg_sq = fused(grad * c.one_minus_beta2, grad, exp_avg_sq * c.beta2)
-    second = exp_avg_sq
-    if group["amsgrad"]:
-        second = torch.maximum(stored.load("max_exp_avg_sq"), exp_avg_sq)
-    denominator = square_root(second).div_(c.bias_correction2_sqrt).add_(c.eps)
-    direction = exp_avg
-    if stored.in_blocks:  # 8-bit rounding is so coarse that a step could have any size
-        bound = update_bound(group, stored.number) * denominator
-        direction = torch.maximum(torch.minimum(exp_avg, bound), -bound)
-    change = (direction * c.minus_step_size).div_(denominator)
-    stored.store_param(change.add_(param * c.param_decay))
-    stored.store("exp_avg", exp_avg)
-    stored.store("exp_avg_sq", exp_avg_sq)
-    if group["amsgrad"]:
-        stored.store("max_exp_avg_sq", second)
-
-
-def _average(c: Coefficients, grad: Tensor, exp_avg: Tensor) -> Tensor:
-    if c.adds_to_exp_avg:
-        return fused(c.exp_avg_weight, grad - exp_avg, exp_avg)
-    return fused(rounded(c.exp_avg_weight - 1, exp_avg.dtype), grad - exp_avg, grad)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...checkpointing.fallback.stepped import note_step
 from .. import dtensor, modes
+from ..rules import is_complete
 from ..shards import sharding_of
 from ..states import check, make_state
 from .arguments import Prepared
@@ -63,7 +64,7 @@ def apply(
         ]
         _step(on_device, prepared, scaling, scale)
         for made, p in zip(on_device, prepared, strict=True):
-            records.set_folded(optimizer.state[made.param], folds)
+            records.set_folded(optimizer.state.get(made.param, {}), folds)
             if not folds:
                 records.note_versions(p.param, p.state)
 
@@ -130,14 +131,22 @@ def _make_and_check_states(
     fresh = []
     try:
         for param, group, grad in updates:
-            if not optimizer.state.get(param):
-                optimizer.state[param] = make_state(param, group)
-                fresh.append(param)
-            state = optimizer.state[param]
+            state = optimizer.state.get(param, {})
+            if not is_complete(state, group):
+                made = make_state(param, group)
+                if "param_rest" in state:
+                    made["param_rest"] = state["param_rest"]
+                if made:
+                    fresh.append((param, state))
+                    optimizer.state[param] = made
+                state = made
             check(param, grad, state, group, records.phase(state, folds=folds))
     except BaseException:
-        for made in fresh:
-            del optimizer.state[made]
+        for param, state in fresh:
+            if state:
+                optimizer.state[param] = state
+            else:
+                del optimizer.state[param]
         raise
 
 
@@ -145,7 +154,7 @@ def _prepare(
     made: Update, optimizer: torch.optim.Optimizer, records: Records, *, folds: bool, position: int
 ) -> Prepared:
     """Returns the operator's view of an update: of DTensors the local parts."""
-    param, state = dtensor.local_tensor(made.param), optimizer.state[made.param]
+    param, state = dtensor.local_tensor(made.param), optimizer.state.get(made.param, {})
     grad = None if made.grad is None else dtensor.local_gradient(made.param, made.grad)
     phase = records.phase(state, folds=folds)
     state = {name: dtensor.local_tensor(value) for name, value in state.items()}

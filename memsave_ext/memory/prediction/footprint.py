@@ -166,7 +166,7 @@ def footprint(
     if optimizer is not None:
         _check_same_parameters(inventory, optimizer)
     predictor = Predictor(inventory, optimizer)
-    if in_backward and not predictor.is_adam:
+    if in_backward and not predictor.has_modes:
         raise ValueError(
             "in_backward=True is for torch.optim.Adam and AdamW, which memsave_ext's replace, and "
             f"for memsave_ext's, got {type(optimizer).__name__}"

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
-from ...adam import Adam, AdamW, formats, modes
+from ...adam import SGD, AdamW, Lion, formats, modes
 from ...adam.dtensor import as_placed
+from ...adam.native import Native
 from ...adam.own_optimizer import OwnStep
+from ...adam.rules import rule_of
 from ...adam.states import check, make_state
 from ...adam.step_in_backward import BUCKET_BYTES, SMALL_BYTES
 from . import gradients
@@ -60,12 +62,12 @@ class Predictor:
         predicted, unpredicted: by name of the mode, what it will hold or why that is not known.
         ordinary: the mode in which the optimizer steps when it steps after backward.
         in_backward: whether the optimizer steps in backward.
-        is_adam: whether memsave_ext's Adam or AdamW can take the optimizer's place.
+        has_modes: whether the optimizer is memsave_ext's, or its Adam or AdamW can take its place.
     """
 
     def __init__(self, inventory: Inventory, optimizer: torch.optim.Optimizer | None) -> None:
         self._inventory = inventory
-        self._ours = optimizer if isinstance(optimizer, (Adam, OwnStep)) else None
+        self._ours = optimizer if isinstance(optimizer, (Native, OwnStep)) else None
         self._kind: type[torch.optim.Optimizer] = torch.optim.AdamW
         if optimizer is None:
             self._defaults = torch.optim.AdamW([torch.empty(0, device="meta")]).defaults
@@ -75,27 +77,30 @@ class Predictor:
                 self._kind = optimizer._own
             elif self._ours is None:
                 self._kind = type(optimizer)
+            elif isinstance(optimizer, SGD):
+                self._kind = torch.optim.SGD
             elif not isinstance(optimizer, AdamW):
                 self._kind = torch.optim.Adam
             self._defaults = optimizer.defaults
             self._groups = [_group(g, inventory) for g in optimizer.param_groups]
         self._stepped = {slot for _, slots in self._groups for slot in slots}
-        by_own = isinstance(optimizer, OwnStep)
-        self.is_adam = self._kind in (torch.optim.Adam, torch.optim.AdamW) and not by_own
+        is_adam = self._kind in (torch.optim.Adam, torch.optim.AdamW)
+        self.has_modes = isinstance(optimizer, Native) or (is_adam and self._ours is None)
         self.in_backward = self._ours is not None and self._ours.in_backward
-        self.ordinary = AFTER if isinstance(optimizer, Adam) else self._ordinary_of_torch()
+        self.ordinary = AFTER if isinstance(optimizer, Native) else self._ordinary_of_torch()
         self.predicted: dict[str, Prediction] = {}
         self.unpredicted: dict[str, str] = {}
         self._predict()
 
     def _predict(self) -> None:
-        self._try(FOR_LOOP, self._of_torch)
+        if not isinstance(self._ours, Lion):  # torch has none
+            self._try(FOR_LOOP, self._of_torch)
         for switch in (FOREACH, FUSED):
             if switch in self._defaults:
                 self._try(switch, self._of_torch)
         if isinstance(self._ours, OwnStep):
             self._try(IN_BACKWARD, self._of_own)
-        if not self.is_adam:
+        if not self.has_modes:
             return
         self._try(AFTER, self._of_ours)
         self._try(IN_BACKWARD, self._of_ours)
@@ -168,7 +173,7 @@ class Predictor:
             tally.add_tensors("optimizer", module, value)
         return tally.entries(), temporaries
 
-    # Modes in which memsave_ext's Adam steps.
+    # Modes in which memsave_ext's optimizers step.
 
     def _of_ours(self, mode: str, **options: Any) -> Prediction:
         """Predicts a mode with ``options`` in every group; with ``bf16`` the model is bfloat16."""
@@ -253,7 +258,7 @@ def _our_state(group: dict[str, Any], slots: Sequence[Slot], narrow: bool) -> li
     # By the properties that decide a parameter's state, as many parameters are alike.
     known: dict[object, list[tuple[torch.dtype, Amount]]] = {}
     try:
-        modes.check_group({**group, "params": placed}, group["amsgrad"])
+        modes.check_group({**group, "params": placed}, rule_of(group))
         for slot, meta in zip(slots, metas, strict=True):
             if meta.grad is None:
                 continue

@@ -1,0 +1,94 @@
+// Adam (Kingma and Ba 2015, arXiv 1412.6980), decoupled weight decay (Loshchilov and Hutter 2019,
+// arXiv 1711.05101) and amsgrad (Reddi et al. 2018). The operations, their order and where they are
+// fused are those of torch's fused Adam on CPUs with fused multiply-add, so results are
+// bit-identical to it.
+#pragma once
+
+#include <cmath>
+
+#include "adam/math.h"
+
+namespace memsave_ext::adam {
+
+// Returns the largest possible exp_avg / (sqrt(exp_avg_sq) / bias_correction2_sqrt), by the
+// Cauchy-Schwarz inequality over the gradients that both are sums of. Rounded states can exceed it.
+MEMSAVE_EXT_INLINE double update_bound(const Options& o, Powers powers) {
+  const double ratio = o.beta1 * o.beta1 / o.beta2;
+  // Once beta2^step has underflowed, 0: the limit for ratio < 1. There is no bound otherwise.
+  const double power = powers.beta2 > 0 ? powers.beta1 * powers.beta1 / powers.beta2 : 0;
+  const double bound =
+      (1 - o.beta1) * sqrt((1 - powers.beta2) / (1 - o.beta2) * (1 - power) / (1 - ratio));
+  return bound > 0 && (powers.beta2 > 0 || ratio < 1) ? bound * 1.0001 : 1e30;
+}
+
+MEMSAVE_EXT_INLINE Coefficients<double> adam_coefficients(const Options& o, double lr,
+                                                          Powers powers, StepPhase phase,
+                                                          double factor) {
+  Coefficients<double> c;
+  c.phase = phase;
+  c.grad_factor = o.maximize ? -factor : factor;
+  c.decays_grad = o.weight_decay != 0 && !o.decoupled_weight_decay;
+  c.grad_decay = o.weight_decay;
+  c.param_decay = o.decoupled_weight_decay ? 1 - lr * o.weight_decay : 1;
+  c.adds_to_exp_avg = fabs(1 - o.beta1) < 0.5;
+  c.exp_avg_weight = 1 - o.beta1;
+  c.beta2 = o.beta2;
+  c.one_minus_beta2 = 1 - o.beta2;
+  c.bias_correction2_sqrt = sqrt(1 - powers.beta2);
+  c.eps = o.eps;
+  c.minus_step_size = -(lr / (1 - powers.beta1));
+  c.beta1 = o.beta1;
+  c.per_exp_avg_weight = 1 / (1 - o.beta1);
+  c.update_bound = update_bound(o, powers);
+  return c;
+}
+
+// exp_avg = beta1 * exp_avg + (1 - beta1) * grad.
+template <typename Math, typename T>
+MEMSAVE_EXT_INLINE void average_grad(const Coefficients<T>& c, T grad, T& exp_avg) {
+  const T base = c.adds_to_exp_avg ? exp_avg : grad;
+  exp_avg = Math::fused(c.exp_avg_weight, grad - exp_avg, base);
+}
+
+// Folds a micro-gradient into the moments. update() closes the step, with the last micro-gradient
+// or with none.
+template <typename Math, typename T, typename Random>
+MEMSAVE_EXT_INLINE void fold(const Coefficients<T>& c, T grad, Values<T>& x, Random random) {
+  grad = Math::product(grad, c.grad_factor);
+  if (c.phase == StepPhase::kFirstFold) {
+    const Packed<T> before = {x.exp_avg, x.exp_avg_sq};
+    average_grad<Math>(c, grad, x.exp_avg);
+    x.exp_avg_sq = Math::pack(before, random);
+  } else {
+    x.exp_avg = Math::fused(c.exp_avg_weight, grad, x.exp_avg);
+  }
+}
+
+template <typename Math, bool amsgrad, bool clamps, typename T>
+MEMSAVE_EXT_INLINE void adam_update(const Coefficients<T>& c, T grad, Values<T>& x) {
+  grad = Math::product(grad, c.grad_factor);
+  if (c.decays_grad) grad = Math::fused(x.param, c.grad_decay, grad);
+  T exp_avg_sq = x.exp_avg_sq;
+  if (c.phase == StepPhase::kClose) {
+    const Packed<T> before = Math::unpack(x.exp_avg_sq);
+    x.exp_avg = Math::fused(c.exp_avg_weight, grad, x.exp_avg);
+    grad = Math::fused(-c.beta1, before.exp_avg, x.exp_avg) * c.per_exp_avg_weight;  // the sum
+    exp_avg_sq = before.exp_avg_sq;
+  } else {
+    average_grad<Math>(c, grad, x.exp_avg);
+  }
+  x.exp_avg_sq = Math::fused(c.one_minus_beta2 * grad, grad, exp_avg_sq * c.beta2);
+  if constexpr (amsgrad) x.max_exp_avg_sq = Math::maximum(x.max_exp_avg_sq, x.exp_avg_sq);
+  const T second = amsgrad ? x.max_exp_avg_sq : x.exp_avg_sq;
+  const T denominator = Math::quotient(Math::square_root(second), c.bias_correction2_sqrt) + c.eps;
+  T exp_avg = x.exp_avg;
+  if constexpr (clamps) {
+    const T bound = c.update_bound * denominator;
+    exp_avg = exp_avg > bound ? bound : exp_avg;
+    exp_avg = exp_avg < -bound ? -bound : exp_avg;
+  }
+  x.param = Math::product(x.param, c.param_decay) +
+            Math::quotient(c.minus_step_size * exp_avg, denominator);
+}
+
+}  // namespace memsave_ext::adam
