@@ -27,6 +27,16 @@ void* emulated_end_capture() {
 
 bool emulated_is_capturing() { return emulated::capture() != 0; }
 
+void emulated_refuse_waits(bool refuses) { emulated::refuses_waits = refuses; }
+
+int64_t emulated_bytes_allocated() { return emulated::bytes_allocated(); }
+
+void emulated_generator_state(uint64_t* seed_and_offset) {
+  const at::Generator& generator = at::cuda::detail::getDefaultCUDAGenerator();
+  seed_and_offset[0] = generator.current_seed();
+  seed_and_offset[1] = generator.get_offset();
+}
+
 void emulated_seed(uint64_t seed) {
   at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator();
   generator.set_current_seed(seed);

@@ -130,6 +130,11 @@ void synchronize(const Clock& event) {
 
 void synchronize(StreamId stream) { synchronize(recorded(stream)); }
 
+void synchronize_all() {
+  const Lock lock(mutex);
+  for (const Clock& clock : streams) synchronize(clock);
+}
+
 void allocated(void* data, size_t bytes, StreamId stream) {
   const Lock lock(mutex);
   const auto* const begin = static_cast<const char*>(data);

@@ -31,6 +31,7 @@ Clock recorded(StreamId stream);
 void wait(StreamId stream, const Clock& event);
 void synchronize(const Clock& event);  // the host waits
 void synchronize(StreamId stream);
+void synchronize_all();
 
 void allocated(void* data, size_t bytes, StreamId stream);
 // Memory that the host allocates for transfers. Its allocator waits for every use by itself.

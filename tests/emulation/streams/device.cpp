@@ -39,6 +39,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryStream(const c10::Stream&) const override { return false; }
   void synchronizeStream(const c10::Stream& stream) const override { synchronize(stream.id()); }
+  void synchronizeDevice(c10::DeviceIndex) const override { synchronize_all(); }
   bool isStreamCapturing(const c10::Stream&) const override { return capture() != 0; }
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex,
@@ -91,6 +92,8 @@ class Allocator final : public c10::DeviceAllocator {
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex) override {}
 
+  static inline int64_t live = 0;
+
  private:
   class Entered {
    public:
@@ -118,7 +121,6 @@ class Allocator final : public c10::DeviceAllocator {
 
   static inline std::recursive_mutex mutex;
   static inline int depth = 0;
-  static inline int64_t live = 0;
   static inline std::unordered_map<void*, int64_t> sizes;
 };
 
@@ -152,6 +154,8 @@ REGISTER_HOST_ALLOCATOR(c10::DeviceType::CUDA, &pinned)
 }  // namespace
 
 StreamId current_stream() { return current; }
+
+int64_t bytes_allocated() { return Allocator::live; }
 
 c10::Allocator* device_allocator() { return &allocator; }
 

@@ -20,6 +20,8 @@ import torch  # noqa: E402
 _library.emulated_take_failures.restype = ctypes.c_void_p
 _library.emulated_end_capture.restype = ctypes.c_void_p
 _library.emulated_is_capturing.restype = ctypes.c_bool
+_library.emulated_bytes_allocated.restype = ctypes.c_int64
+_library.emulated_refuse_waits.argtypes = [ctypes.c_bool]
 _library.emulated_replay.argtypes = [ctypes.c_void_p]
 _library.emulated_seed.argtypes = [ctypes.c_uint64]
 _free = ctypes.CDLL(None).free
@@ -58,6 +60,12 @@ def _graph(graph: CUDAGraph) -> Iterator[None]:
             yield
         finally:
             graph.capture_end()
+
+
+def _generator_state() -> torch.Tensor:
+    values = (ctypes.c_uint64 * 2)()
+    _library.emulated_generator_state(values)
+    return torch.tensor(list(values)).view(torch.uint8)
 
 
 class Stream(torch.Stream):
@@ -107,10 +115,14 @@ def _install() -> None:
         "stream": lambda stream: contextlib.nullcontext() if stream is None else stream,
         "current_stream": _current_stream,
         "default_stream": _default_stream,
-        "synchronize": lambda device=None: _current_stream().synchronize(),
+        "synchronize": lambda device=None: torch.accelerator.synchronize(DEVICE),
         "is_current_stream_capturing": lambda: _library.emulated_is_capturing(),
         "manual_seed": lambda seed: _library.emulated_seed(seed),
         "manual_seed_all": lambda seed: _library.emulated_seed(seed),
+        "is_bf16_supported": lambda *_arguments: True,
+        "get_rng_state": lambda device=None: _generator_state(),
+        "memory_allocated": lambda device=None: _library.emulated_bytes_allocated(),
+        "set_sync_debug_mode": lambda mode: _library.emulated_refuse_waits(mode == "error"),
         "CUDAGraph": CUDAGraph,
         "graph": _graph,
     }

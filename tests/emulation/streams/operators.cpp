@@ -8,6 +8,7 @@
 #include <ATen/ops/from_blob.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <mutex>
 
 #include "ATen/cuda/CUDAGeneratorImpl.h"
@@ -26,7 +27,14 @@ Use use_of(const Tensor& tensor, bool writes) {
   return {tensor.const_data_ptr(), static_cast<size_t>(last + 1) * tensor.element_size(), writes};
 }
 
+std::atomic<bool> refuses_waits = false;
+
 namespace {
+
+void wait_for_result() {
+  if (refuses_waits) failed("the host waits for a result");
+  synchronize(current_stream());
+}
 
 Tensor on_host(const Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_cuda()) return tensor;
@@ -40,8 +48,8 @@ Tensor empty_strided_on_device(at::IntArrayRef sizes, at::IntArrayRef strides,
                                            c10::DispatchKeySet(c10::DispatchKey::CUDA), type);
 }
 
-// A CPU generator that begins where the device's does, which moves on.
-std::function<at::Generator()> next_numbers(const at::Generator& given) {
+// The seed of a CPU generator that draws from where the device's is, which moves on.
+std::function<uint64_t()> next_numbers(const at::Generator& given) {
   at::Generator generator = given.defined() ? given : at::cuda::detail::getDefaultCUDAGenerator();
   const std::lock_guard<std::mutex> lock(generator.mutex());
   const auto from = generator.get<at::CUDAGeneratorImpl>()->philox_cuda_state(4);
@@ -50,9 +58,24 @@ std::function<at::Generator()> next_numbers(const at::Generator& given) {
     const uint64_t offset = from.offset_.ptr != nullptr
                                 ? *from.offset_.ptr + from.offset_intragraph_
                                 : from.offset_.val;
-    return at::detail::createCPUGenerator(seed * 1000003 + offset);
+    return seed * 1000003 + offset;
   };
 }
+
+// Sets the CPU's default generator for operators that are given none.
+class DefaultGenerator {
+ public:
+  explicit DefaultGenerator(uint64_t seed) : lock_(mutex), outer_(generator_.get_state()) {
+    generator_.set_current_seed(seed);
+  }
+  ~DefaultGenerator() { generator_.set_state(outer_); }
+
+ private:
+  static inline std::mutex mutex;
+  const std::lock_guard<std::mutex> lock_;
+  at::Generator generator_ = at::detail::getDefaultCPUGenerator();
+  Tensor outer_;
+};
 
 // A call of an operator, whose arguments are on the device.
 class Call {
@@ -66,8 +89,11 @@ class Call {
       if (alias != nullptr && alias->isWrite() && is_empty(arguments_[i])) {
         host_.back() = at::empty({0}, host_.back().toTensor().options());
       }
-      if (of[i].name() == "generator") find_numbers(i);
+      if (of[i].name() == "generator") generator_ = i;
     }
+    if (!op.hasTag(at::Tag::nondeterministic_seeded)) return;
+    const bool given = generator_ && arguments_[*generator_].isGenerator();
+    numbers_ = next_numbers(given ? arguments_[*generator_].toGenerator() : at::Generator());
   }
 
   void run(Stack& stack) {
@@ -84,7 +110,7 @@ class Call {
       }
     }
     queue(current_stream(), c10::toString(op_.operator_name()), uses_, again());
-    if (waits) synchronize(current_stream());
+    if (waits) wait_for_result();
   }
 
  private:
@@ -125,14 +151,11 @@ class Call {
     host_[i] = seen;
   }
 
-  void find_numbers(size_t i) {
-    generator_ = i;
-    numbers_ = next_numbers(arguments_[i].isNone() ? at::Generator() : arguments_[i].toGenerator());
-  }
-
   Stack compute() const {
     Stack stack = host_;
-    if (numbers_) stack[generator_] = numbers_();
+    std::optional<DefaultGenerator> numbers;
+    if (numbers_) numbers.emplace(numbers_());
+    if (generator_) stack[*generator_] = IValue();
     op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
     return stack;
   }
@@ -186,9 +209,9 @@ class Call {
   std::vector<IValue> arguments_;
   Stack host_;
   std::vector<Use> uses_;
-  std::vector<Tensor> made_;  // new results, as the host sees them
-  size_t generator_ = 0;
-  std::function<at::Generator()> numbers_;
+  std::vector<Tensor> made_;           // new results, as the host sees them
+  std::optional<size_t> generator_;    // the argument
+  std::function<uint64_t()> numbers_;  // of what draws
 };
 
 void fallback(const c10::OperatorHandle& op, Stack* stack) {
@@ -221,7 +244,7 @@ Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
   queue(current_stream(), "copy_", {use_of(self, true), use_of(from, false)}, copy);
   const Tensor& on_cpu = self.is_cuda() ? from : self;
   if (on_cpu.is_cuda()) return self;
-  if (!(non_blocking && is_pinned(on_cpu.const_data_ptr()))) synchronize(current_stream());
+  if (!(non_blocking && is_pinned(on_cpu.const_data_ptr()))) wait_for_result();
   return self;
 }
 
@@ -247,6 +270,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("view", at::native::view);
   library.impl("_reshape_alias", at::native::_reshape_alias);
   library.impl("unfold", at::native::unfold);
+  library.impl("view_as_real", at::native::view_as_real);
+  library.impl("view_as_complex", at::native::view_as_complex);
   library.impl("resize_", at::native::resize_);
   library.impl("set_.source_Storage", [](Tensor& self, at::Storage source) -> Tensor& {
     return at::native::set_(self, std::move(source));
