@@ -109,6 +109,9 @@ def write_mistake(mistake: Mistake, folder: Path) -> Path:
     target = (folder / "csrc" if of_cpp else folder) / mistake.file
     target.parent.mkdir(parents=True, exist_ok=True)
     wrong = text.replace(mistake.right, mistake.wrong)
+    for other in (folder / "csrc").rglob("*"):  # of what had this number before
+        if other.is_file() and other != target:
+            other.unlink()
     if not target.exists() or target.read_text() != wrong:
         target.write_text(wrong)
     return folder / "csrc"
@@ -117,13 +120,14 @@ def write_mistake(mistake: Mistake, folder: Path) -> Path:
 def main() -> None:
     words = sys.argv[1:]
     operators.build(Package)
-    chosen = [i for i, m in enumerate(MISTAKES) if not words or any(w in m.cases for w in words)]
+    of_mistakes = [(i, w) for i, m in enumerate(MISTAKES) for w in m.cases.split()]
+    chosen = [(i, w) for i, w in of_mistakes if not words or w in words]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         right = FOLDER / "with_cuda"
         runs = [pool.submit(run_tests, right, [path], " or ".join(words)) for path in CASES]
         if not words:
             runs += [pool.submit(run_tests, right, [p], f"not ({NEED_A_CARD})") for p in OF_GPUS]
-        missed = list(pool.map(is_missed, chosen)).count(True)
+        missed = list(pool.map(is_missed, *zip(*chosen, strict=True))).count(True)
     for run in runs:
         print(run.result().stdout, end="")
     if any(run.result().returncode not in (0, NOTHING_CHOSEN) for run in runs):
@@ -156,10 +160,10 @@ def run_tests(
     )
 
 
-def is_missed(number: int) -> bool:
-    """Whether no seed of the mistake's cases fails by what is checked."""
+def is_missed(number: int, words: str) -> bool:
+    """Whether no seed of the cases fails by what is checked."""
     mistake = MISTAKES[number]
-    done = run_tests(FOLDER / package_with(number), CASES, mistake.cases, "-x")
+    done = run_tests(FOLDER / package_with(number), CASES, words, "-x")
     lines = [x for x in done.stdout.splitlines() if x.startswith("E ") or "Timeout" in x]
     seen = done.returncode == 1 and any(mistake.seen in line for line in lines)
     how = next((line[1:].strip() for line in lines if mistake.seen in line), done.stdout[-500:])

@@ -15,4 +15,5 @@ def pytest_generate_tests(metafunc):
 def _in_order():
     fake_cuda.take_failures()
     yield
-    assert fake_cuda.take_failures() == []
+    failures = fake_cuda.take_failures()
+    assert not failures, "\n".join(failures)

@@ -58,7 +58,7 @@ void join(Clock& clock, const Clock& other) {
 
 bool is_over(const Past& use, const Clock& clock) {
   const auto stream = static_cast<size_t>(use.stream);
-  return stream < clock.size() && use.time <= clock[stream];
+  return use.time == 0 || (stream < clock.size() && use.time <= clock[stream]);
 }
 
 std::pair<const char* const, Block>* block_at(const void* data) {
@@ -168,8 +168,8 @@ bool freed(void* data) {
   const Clock clock = recorded(*block.stream);
   for (const Past& past : block.uses) {
     if (is_over(past, clock) || block.recorded.count(past.stream) > 0) continue;
-    failed("memory of" + on(*block.stream) + " is freed, which " + past.what + on(past.stream) +
-           " may still use");
+    failed("memory of stream " + std::to_string(*block.stream) + " is freed, which " + past.what +
+           on(past.stream) + " may still use");
   }
   return true;
 }

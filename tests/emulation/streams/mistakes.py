@@ -11,7 +11,7 @@ class Mistake:
     file: str  # in csrc, or in the package
     right: str
     wrong: str
-    cases: str  # words of pytest's -k
+    cases: str  # words of pytest's -k, each of which must see it
     seen: str  # in the failure
     of_header: tuple[str, ...] = ()  # the sources by which a header's mistake is compiled
 
@@ -24,20 +24,19 @@ UNORDERED = "nothing orders the two"
 FREED = "may still use"
 MISTAKES = [
     Mistake(
-        "partial sums of a norm are read without waiting for their streams",
-        "adam/per_stream.h",
-        "      use_here(part.tensor, part.stream);\n",
+        "a recompute on its forward's stream does not wait for backward's",
+        "checkpoint/device.cpp",
+        "    order_after(*inner_, *outer_);\n",
         "",
-        "norm",
+        "regions",
         UNORDERED,
-        ("adam/grad_norm.cpp",),
     ),
     Mistake(
-        "found_inf is zeroed on one stream and set on others",
+        "partial sums of norms, and found_inf, are those of all streams",
         "adam/per_stream.h",
         "part.device == device && part.stream == stream",
         "part.device == device",
-        "infinite",
+        "norm infinite",
         UNORDERED,
         ("adam/amp.cpp", "adam/grad_norm.cpp"),
     ),
@@ -122,22 +121,6 @@ MISTAKES = [
         "the allocator is called by what it reports to",
     ),
     Mistake(
-        "a report waits for the interpreter's lock, whose holder waits for the allocator's",
-        "memory/active.cpp",
-        "device.is_cpu() ? stack_here() : stack_of_operator()",
-        "stack_here()",
-        "trackers_lock",
-        "Timeout",
-    ),
-    Mistake(
-        "a captured recompute draws from the graph's beginning",
-        "checkpoint/cuda.cpp",
-        "now.offset_intragraph_}",
-        "0}",
-        "replays",
-        "assert False",
-    ),
-    Mistake(
         "a captured step rounds by the number of the step that was captured",
         "adam/items.cpp",
         "item.device_step = step.const_data_ptr<float>();",
@@ -146,11 +129,11 @@ MISTAKES = [
         "assert False",
     ),
     Mistake(
-        "a recompute on its forward's stream does not wait for backward's",
-        "checkpoint/device.cpp",
-        "    order_after(*inner_, *outer_);\n",
-        "",
-        "regions",
-        UNORDERED,
+        "a captured recompute draws from the graph's beginning",
+        "checkpoint/cuda.cpp",
+        "now.offset_intragraph_}",
+        "0}",
+        "replays",
+        "assert False",
     ),
 ]

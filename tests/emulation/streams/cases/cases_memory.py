@@ -1,4 +1,4 @@
-"""The tracker's lock, the allocator's and the interpreter's, taken by several threads."""
+"""The tracker's lock and the allocator's, taken by several threads."""
 
 import faulthandler
 import random
@@ -23,22 +23,21 @@ def tracker():
 
 
 def test_trackers_lock_and_the_allocators(seed, tracker):
-    """This thread's allocations are reported; the other one frees with the interpreter's lock."""
-    chance = random.Random(seed)
+    """This thread's allocations are reported; the other one frees what the reports look for."""
+    count = random.Random(seed).randint(500, 2000)
     done = threading.Event()
 
     def allocate_and_free():
-        while not done.is_set():
-            tensors = [torch.empty(16, device=DEVICE) for _ in range(20)]
-            tracker.label(tensors, 0, [0] * len(tensors))
+        for _ in range(3):
+            tensors = [torch.empty(1, device=DEVICE) for _ in range(count)]
+            tracker.label(tensors, 0, [0] * count)
             while tensors:
                 tensors.pop()
+        done.set()
 
     thread = threading.Thread(target=allocate_and_free, daemon=True)
     thread.start()
     x = torch.ones(4, device=DEVICE, requires_grad=True)
-    for _ in range(chance.randint(10, 30)):
+    while not done.is_set():
         (x * 2).exp().sum().backward()
-        assert tracker.live >= 0
-    done.set()
     thread.join()
