@@ -6,6 +6,7 @@ import matplotlib
 
 from readme_tables import TABLES
 from tables import TIMES, Record, size
+from tables.remat import method_name
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -214,6 +215,44 @@ def plot_memory_account(record: Record) -> Figure:
     return figure
 
 
+FRONTIER = "GPT", "ViT", "DenseNet, ours"  # models whose time at memory is drawn
+METHODS = {  # how methods whose names begin so are drawn: label, colour, marker, line
+    "torch's checkpoint": ("torch's checkpoint", PEER, "s", "none"),
+    "torch.compile": ("torch.compile, memory budgets", SHADES["torch"], "^", "--"),
+    "remat": ("remat", OURS, "*", "none"),
+    "budget": ("remat, memory budgets", OURS, "o", "-"),
+}
+
+
+def plot_remat(record: Record) -> Figure:
+    """Time of a step over the activations at its peak, both as shares of the plain step's."""
+    models = [model for name in FRONTIER for model in record["models"] if model["model"] == name]
+    figure, axes = plt.subplots(
+        1, len(models), sharey=True, squeeze=False, figsize=(11, 4.2), layout="constrained"
+    )
+    handles: dict[str, Artist] = {}
+    for axis, model in zip(axes[0], models, strict=True):
+        for start, (label, shade, marker, line) in METHODS.items():
+            rows = [row for row in model["rows"] if method_name(row["method"]).startswith(start)]
+            rows.sort(key=lambda row: row["memory"])
+            x, y = [row["memory"] for row in rows], [row["time"] for row in rows]
+            size = 13 if marker == "*" else 6
+            (handles[label],) = axis.plot(
+                x, y, color=shade, marker=marker, linestyle=line, markersize=size
+            )
+        axis.plot([1], [1], color=NAIVE, marker="D")
+        axis.annotate("plain ", (1, 1), ha="right", va="center", fontsize=8, color=NAIVE)
+        axis.set_title(model["model"].partition(",")[0], fontsize=10)
+        axis.set_xlabel("activations at the peak")
+        axis.set_xlim(0.2, 1.05)
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel(f"time of a step, {TIMES} plain")
+    figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, ncols=4,
+                  loc="outside lower center")  # fmt: skip
+    return figure
+
+
 DRAWINGS: dict[str, Callable[[Record], Figure]] = {
     "densenet": plot_densenet,
     "data_parallel": plot_data_parallel,
@@ -221,4 +260,5 @@ DRAWINGS: dict[str, Callable[[Record], Figure]] = {
     "adam_memory": plot_adam_memory,
     "largest_model": plot_largest_model,
     "memory_account": plot_memory_account,
+    "remat": plot_remat,
 }

@@ -4,8 +4,8 @@
     python benchmarks/readme_tables.py --check    # exit 1 where a page differs
 
 A table stands between ``<!-- claim:begin -->`` and ``<!-- claim:end -->``, or, one of several from
-the same results, ``<!-- claim:table:begin -->``. Its picture, drawn by plot.py, follows it. Needs
-no torch.
+the same results, ``<!-- claim:table:begin -->``. Its picture, drawn by plot.py, follows it, and
+stands alone between markers of ``claim:picture``. Needs no torch.
 """
 
 import argparse
@@ -55,6 +55,7 @@ from tables.remat import (
     remat_caption,
     remat_nets_caption,
     remat_nets_table,
+    remat_picture_caption,
     remat_table,
 )
 from tables.training import (
@@ -86,6 +87,7 @@ TABLES: dict[str, Pair] = {
     "linear_cross_entropy": (loss_head_table, loss_head_caption),
     "remat": (remat_table, remat_caption),
     "remat:nets": (remat_nets_table, remat_nets_caption),
+    "remat:picture": (lambda record: "", remat_picture_caption),
     "largest_model": (largest_model_table, largest_model_caption),
     "memory_account": (memory.account_table, memory.account_caption),
     "memory_account:text": (memory.account_text, lambda record: ""),
@@ -110,6 +112,7 @@ PICTURES = {
     "adam_memory": "Peak memory of a ViT-L/16",
     "largest_model": "The largest model and the largest batch of each method",
     "memory_account": "What memory is made of, during two steps of each loop",
+    "remat": "Time of a step over the activations that it keeps, of each method",
 }
 
 
@@ -120,14 +123,15 @@ def section(claim: str, results: Path, page: Path) -> str | None:
     parts = []
     for path in sorted(results.glob(f"{kind}-*.json")):
         run = newest(path)
-        parts.append(table(run))
+        if above := table(run):
+            parts.append(above)
         if below := caption(run):
             peers = left_out(run) if claim == kind else ""
             parts.append(f"{below} {peers}Source: `benchmarks/results/{path.name}`.")
         picture = path.with_suffix(".png")
-        if claim in PICTURES and picture.exists():
+        if claim in (kind, f"{kind}:picture") and kind in PICTURES and picture.exists():
             target = Path(os.path.relpath(picture, page.parent)).as_posix()
-            parts.append(f"![{PICTURES[claim]}]({target})")
+            parts.append(f"![{PICTURES[kind]}]({target})")
     return "\n\n".join(parts) or None
 
 

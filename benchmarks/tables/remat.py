@@ -14,6 +14,10 @@ NAMES |= {
 }
 
 
+def method_name(method: str) -> str:
+    return NAMES.get(method, method)
+
+
 def _table(record: Record, names: Sequence[str]) -> str:
     """Methods down, models across: shares of the plain step's activations and time."""
     models = [model for name in names for model in record["models"] if model["model"] == name]
@@ -23,7 +27,7 @@ def _table(record: Record, names: Sequence[str]) -> str:
         return f"{row['memory']:.2f} / {row['time']:.2f}" if row else "-"
 
     rows = [
-        (NAMES.get(method, method), *(cell(of.get(method)) for of in cells))
+        (method_name(method), *(cell(of.get(method)) for of in cells))
         for method in max(cells, key=len)
         if method != "plain"
     ]
@@ -45,6 +49,13 @@ def remat_caption(record: Record) -> str:
         f"{record['settings']['rounds']} rounds in turns). Recording alone takes "
         f"{sorted(costs)[len(costs) // 2]:.0f} µs an operator in the median of the models. "
         f"{machine_line(record)}."
+    )
+
+
+def remat_picture_caption(record: Record) -> str:
+    return (
+        "Activations at the peak and time of a step, as shares of the plain step's: lower and "
+        f"further left is better. {machine_line(record)}."
     )
 
 

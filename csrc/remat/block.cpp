@@ -141,28 +141,23 @@ void Block::drop(const std::shared_ptr<Content>& content, Route route, Freed& fr
   freed.push_back(content->give_up());
 }
 
-// Drops what was kept where there is no plan and the budget is exceeded: the cheapest to recompute
-// for its size first.
+// Drops what was kept where there is no plan and the budget is exceeded. What is recomputed for a
+// content on its route stays until backward has used it, so that what saves little beside that is
+// kept, and routes end there. From the oldest on, so that what a route comes from is settled.
 void Block::make_room() {
+  constexpr int64_t kMostAgain = 10;  // times the bytes that are saved
   int64_t excess = step_->excess();
   if (excess <= 0) return;
   Freed freed;
-  std::vector<std::pair<double, std::shared_ptr<Content>>> order;
-  for (auto& content : step_->candidates()) {
-    const std::lock_guard<std::mutex> lock(contents_mutex());
-    const Route route = route_to(*content, freed);
-    const int64_t bytes = content->bytes - route.more_bytes;
-    if (!content->call || !route.possible || bytes <= 0) continue;
-    order.emplace_back(route.seconds / static_cast<double>(bytes), std::move(content));
-  }
-  std::stable_sort(order.begin(), order.end(),
-                   [](const auto& a, const auto& b) { return a.first < b.first; });
-  for (auto& [score, content] : order) {
+  const std::vector<std::shared_ptr<Content>> candidates = step_->candidates();
+  for (const auto& content : candidates) {
     if (excess <= 0) return;
     const std::lock_guard<std::mutex> lock(contents_mutex());
-    Route route = route_to(*content, freed);  // dropping others has changed it
+    if (!content->call || content->pins > 0) continue;
+    Route route = route_to(*content, freed);
     const int64_t bytes = content->bytes - route.more_bytes;
     if (!route.possible || bytes <= 0) continue;
+    if (bytes_on(route, kMostAgain * bytes) > kMostAgain * bytes) continue;
     const Maker maker{content->module, content->op};
     for (const auto& [verdict, sign] : {std::pair(Verdict::kFits, -1), {Verdict::kDropped, 1}}) {
       Sum& sum = sums_[{maker, verdict}];

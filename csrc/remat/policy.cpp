@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <unordered_set>
 
 #include "memory/pause.h"
 #include "remat/block.h"
@@ -76,6 +77,26 @@ Route find_route(const Content& content, Freed& locked) {
   Route route;
   add(*content.call, route, locked, 1);
   return route;
+}
+
+int64_t bytes_on(const Route& route, int64_t enough) {
+  int64_t bytes = 0;
+  for (const auto& content : route.on_the_way) bytes += content->bytes;
+  std::unordered_set<const Content*> seen;
+  std::vector<const Content*> pending;
+  const auto visit = [&](const std::vector<std::shared_ptr<Content>>& needs) {
+    for (const auto& needed : needs) {
+      if (needed->dropped && seen.insert(needed.get()).second) pending.push_back(needed.get());
+    }
+  };
+  visit(route.needs);
+  while (!pending.empty() && bytes <= enough) {
+    const Content& content = *pending.back();
+    pending.pop_back();
+    bytes += content.bytes;
+    visit(content.needs);
+  }
+  return bytes;
 }
 
 bool has_all_memory(const Content& content) {

@@ -39,6 +39,10 @@ struct Route {
 // The caller holds contents_mutex(). `locked` receives what must stay alive until it is released.
 Route find_route(const Content& content, Freed& locked);
 
+// Returns the bytes of what is recomputed on the route, through all dropped contents that it needs;
+// it stops at more than `enough`. The caller holds contents_mutex().
+int64_t bytes_on(const Route& route, int64_t enough);
+
 // Whether all memory that a dropped content is computed from is still there. The caller holds
 // contents_mutex().
 bool has_all_memory(const Content& content);

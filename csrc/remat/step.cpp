@@ -123,9 +123,11 @@ void Step::let_go(int32_t moment) {
 
 void Step::add_moment() {
   const int64_t peak = take_peak();
+  if (!trace_.moments.empty()) most_added_ = std::max(most_added_, highest_ - live_);
   let_go(static_cast<int32_t>(trace_.moments.size()));
   held_ = held_alone();
-  const int64_t now = shared_.count.live() - held_;
+  live_ = shared_.count.live();
+  const int64_t now = live_ - held_;
   trace_.moments.push_back({now, std::max(now, peak)});
   shared_.count.set_mark(static_cast<int32_t>(trace_.moments.size()));
   curve_.push_back(std::exchange(highest_, 0));
@@ -210,9 +212,12 @@ void Step::follow(std::shared_ptr<Known> known) {
 int64_t Step::excess() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (plan_ != nullptr || bytes_ == 0) return 0;
+  // Room for the next operator, and for backward, whose operators add a gradient for each input.
+  constexpr int64_t kOperators = 3;
+  const int64_t most = bytes_ - kOperators * most_added_;
   const int64_t live = shared_.count.live();
   // Freeing a tenth more than necessary keeps the searches for what to drop few.
-  return live <= bytes_ ? 0 : live - bytes_ + bytes_ / 10;
+  return live <= most ? 0 : live - most + bytes_ / 10;
 }
 
 std::vector<std::shared_ptr<Content>> Step::candidates() {

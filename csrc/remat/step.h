@@ -55,7 +55,7 @@ class Step {
   bool may_drop_later() const;
   // How many bytes are to be freed now, where there is no plan; 0 for none.
   int64_t excess() const;
-  // Contents that were kept and that only the block holds.
+  // Contents that were kept and that only the block holds, the oldest first.
   std::vector<std::shared_ptr<Content>> candidates();
 
   // Called for saved tensors in backward. The first two are called around a recompute.
@@ -110,7 +110,9 @@ class Step {
   int64_t missing_ = 0;         // of gradients that are not there yet
   int64_t least_ = 0, peak_ = 0;
   std::vector<int64_t> curve_;
-  int64_t highest_ = 0;  // bytes since the latest moment
+  int64_t highest_ = 0;     // bytes since the latest moment
+  int64_t live_ = 0;        // bytes at that moment
+  int64_t most_added_ = 0;  // the most bytes that an operator has added to them while it ran
   bool saw_backward_ = false, finished_ = false;
 };
 

@@ -119,6 +119,26 @@ def test_bytes_and_shares():
         assert block.budget == size
 
 
+def encoder(layers=12):
+    torch.manual_seed(0)
+    options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+    blocks = [nn.TransformerEncoderLayer(32, 2, 128, **options) for _ in range(layers)]
+    return nn.Sequential(*blocks), torch.randn(16, 33, 32)
+
+
+@pytest.mark.parametrize("build", [lambda: wide(24), encoder], ids=["wide", "encoder"])
+@pytest.mark.parametrize("part", [0.25, 0.5, 0.75])
+def test_the_first_step_keeps_to_it_where_there_is_room(build, part):
+    model, x = build()
+    _, plain, _ = step(model, x)
+    _, _, block = settled(model, x, budget=0.01)
+    budget = round(block.least + part * (plain - block.least))
+    ms._native.module.remat_forget()
+    _, peak, block = step(model, x, budget=budget)
+    assert block.least is None  # nothing is known yet
+    assert 0.7 * budget < peak <= 1.02 * budget
+
+
 def test_what_limits_a_step_adds_up_to_the_least():
     model, x = wide()
     for _ in range(2):  # in the second round gradients live before

@@ -1,0 +1,176 @@
+"""The models of largest_model.py, and the ways to train them that it compares."""
+
+import argparse
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import adam_methods
+import memsave_ext as ms
+from adam_methods import FOREACH, FUSED, IN_BACKWARD, LR, METHODS, VisionTransformer, after
+from remat import checkpointed
+from remat_models import TransformerBlock
+
+VIT, GPT = "ViT", "GPT"
+BLOCKS = nn.TransformerEncoderLayer, TransformerBlock
+
+
+class LanguageModel(nn.Module):
+    """A GPT whose head is not tied to its embedding."""
+
+    def __init__(self, width: int, heads: int, depth: int, vocabulary: int, tokens: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(torch.randn(tokens, width) * 0.02)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(width, heads, 0.0, post=False, causal=True) for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x).flatten(0, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.hidden(ids))
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Parameters are made of this type: converting them would need more memory than training."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build(kind: str, options: argparse.Namespace, depth: int) -> nn.Module:
+    if kind == VIT:
+        return VisionTransformer(options.image, options.patch, options.width, options.heads, depth)
+    shape = options.vocabulary, options.tokens
+    return LanguageModel(options.width, options.heads, depth, *shape)
+
+
+def parameters(kind: str, options: argparse.Namespace, depth: int) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in build(kind, options, depth).parameters())
+
+
+Forward = Callable[[], Tensor]
+
+
+def plain(forward: Forward, model: nn.Module, budget: int) -> Tensor:
+    return forward()
+
+
+def in_remat(forward: Forward, model: nn.Module, budget: int) -> Tensor:
+    with ms.remat(model):
+        return forward()
+
+
+def in_budget(forward: Forward, model: nn.Module, budget: int) -> Tensor:
+    # A planned step may take 2 % more than its budget, and inputs do not count there.
+    with ms.remat(model, budget=int(0.97 * budget)):
+        return forward()
+
+
+def compiled(share: float, forward: Forward, model: nn.Module, budget: int) -> Tensor:
+    # It is read when the model is compiled, at its first call.
+    with torch._functorch.config.patch(activation_memory_budget=share):
+        return forward()
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to train: the optimizer, what is done to the model and around its forward."""
+
+    method: adam_methods.Method
+    change: Callable[[nn.Module], Any] = lambda model: model  # returns the model to call
+    forward: Callable[[Forward, nn.Module, int], Tensor] = plain
+    dtype: torch.dtype = torch.float32
+    chunked_head: bool = False
+
+
+def _checkpoint(model: nn.Module) -> nn.Module:
+    ms.checkpoint_modules(model, BLOCKS)
+    return model
+
+
+def _theirs(model: nn.Module, selective: bool = False) -> nn.Module:
+    for kind in BLOCKS:
+        checkpointed(model, kind, 1, selective)
+    return model
+
+
+def _low(bf16: str, bits: int) -> Way:
+    method = after(
+        lambda p: ms.AdamW(p, lr=LR, in_backward=True, bf16=bf16, state_dtype=f"{bits}bit")
+    )
+    return Way(method, _checkpoint, dtype=torch.bfloat16, chunked_head=True)
+
+
+NAIVE, THEIRS, OURS = "naive, foreach", "torch's checkpoint, tutorial", "memsave_ext"
+REMAT, BUDGET = f"{OURS}, remat", f"{OURS}, remat in the budget"
+TUTORIAL = METHODS["tutorial, fused"]  # fused, which has no temporaries
+COMPILED = "torch.compile's budget, tutorial"
+WAYS = {
+    NAIVE: Way(METHODS[FOREACH]),
+    "naive, fused": Way(METHODS[FUSED]),
+    THEIRS: Way(TUTORIAL, _theirs),
+    "torch's selective checkpoint, tutorial": Way(
+        TUTORIAL, functools.partial(_theirs, selective=True)
+    ),
+    COMPILED: Way(
+        TUTORIAL,
+        lambda model: torch.compile(model, backend="aot_eager"),
+        functools.partial(compiled, 0.25),
+    ),
+    OURS: Way(METHODS[IN_BACKWARD], _checkpoint, chunked_head=True),
+    REMAT: Way(METHODS[IN_BACKWARD], forward=in_remat, chunked_head=True),
+    BUDGET: Way(METHODS[IN_BACKWARD], forward=in_budget, chunked_head=True),
+    **{
+        f"{OURS}, bf16 {bf16}, {bits}-bit states": _low(bf16, bits)
+        for bf16, bits in (("split", 8), ("split8", 8), ("stochastic", 8), ("stochastic", 4))
+    },
+}
+
+
+def trainer(
+    kind: str, way: Way, depth: int, batch: int, budget: int, options: argparse.Namespace
+) -> Callable[[], None]:
+    """A model of one way, in the memory that ``budget`` is of. Each call is a step."""
+    device = torch.device(options.device)
+    torch.manual_seed(0)
+    if kind == VIT:
+        x = torch.randn(batch, 3, options.image, options.image, device=device, dtype=way.dtype)
+        y = torch.zeros(batch, dtype=torch.int64, device=device)
+    else:
+        x = torch.randint(options.vocabulary, (batch, options.tokens), device=device)
+        y = x.roll(-1, 1).flatten()
+    with device, default_dtype(way.dtype):
+        model: Any = build(kind, options, depth)
+    called = way.change(model)
+    params = list(model.parameters())
+    step = way.method(params)
+
+    def loss() -> Tensor:
+        if kind == GPT and way.chunked_head:
+            return ms.linear_cross_entropy(model.hidden(x), model.head.weight, y)
+        return F.cross_entropy(called(x).float(), y)
+
+    def run(own: tuple[Any, ...] = (model, params)) -> None:
+        step(lambda: way.forward(loss, model, budget).backward())
+
+    return run
