@@ -24,12 +24,12 @@ UNORDERED = "nothing orders the two"
 FREED = "may still use"
 MISTAKES = [
     Mistake(
-        "a recompute on its forward's stream does not wait for backward's",
-        "checkpoint/device.cpp",
-        "    order_after(*inner_, *outer_);\n",
-        "",
-        "regions",
-        UNORDERED,
+        "a captured recompute draws from the graph's beginning",
+        "checkpoint/cuda.cpp",
+        "now.offset_intragraph_}",
+        "0}",
+        "replays",
+        "assert False",
     ),
     Mistake(
         "partial sums of norms, and found_inf, are those of all streams",
@@ -125,14 +125,6 @@ MISTAKES = [
         "adam/items.cpp",
         "item.device_step = step.const_data_ptr<float>();",
         "item.step = *step.const_data_ptr<float>() + 1;",
-        "replays",
-        "assert False",
-    ),
-    Mistake(
-        "a captured recompute draws from the graph's beginning",
-        "checkpoint/cuda.cpp",
-        "now.offset_intragraph_}",
-        "0}",
         "replays",
         "assert False",
     ),
