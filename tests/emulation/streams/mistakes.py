@@ -49,14 +49,6 @@ MISTAKES = [
         FREED,
     ),
     Mistake(
-        "gradients are used on a stream that does not wait for theirs",
-        "adam/backward.cpp",
-        "    order_after(*current, *bucket.stream);\n",
-        "",
-        "gradients_of_several_streams",
-        UNORDERED,
-    ),
-    Mistake(
         "a DTensor is handed to record_stream",
         "adam/backward.cpp",
         "parameter->grad.record_stream(*current)",
