@@ -33,9 +33,13 @@ MODES = {
     "8-bit states": Means(in_backward=True, state_dtype="8bit"),
 }
 TIMM = (
-    *("resnet18", "resnext26ts", "regnetx_002", "mobilenetv3_small_100", "efficientnet_b0"),
-    *("convnext_atto", "repvgg_a0", "vit_tiny_patch16_224", "deit_tiny_patch16_224"),
-    *("cait_xxs24_224", "xcit_nano_12_p16_224", "mixer_s32_224"),
+    *("resnet18", "resnext26ts", "skresnet18", "regnetx_002", "regnety_002", "densenet121"),
+    *("mobilenetv2_100", "mobilenetv3_small_100", "lcnet_050", "ghostnet_100", "rexnet_100"),
+    *("efficientnet_b0", "tf_efficientnet_lite0", "convnext_atto", "convnextv2_atto"),
+    *("repvgg_a0", "repvit_m0_9", "edgenext_xx_small", "poolformer_s12", "mobilevit_xxs"),
+    *("vit_tiny_patch16_224", "deit_tiny_patch16_224", "cait_xxs24_224", "coat_tiny"),
+    *("xcit_nano_12_p16_224", "pvt_v2_b0", "tiny_vit_5m_224", "swin_tiny_patch4_window7_224"),
+    *("mixer_s32_224", "gmlp_ti16_224"),
 )
 TRANSFORMERS = (
     *("llama", "mistral", "qwen2", "gemma", "phi", "gpt2", "gpt_neox", "opt"),
@@ -143,6 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="only models named like this")
     parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
+    parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     rows = []
     for name, build in cases():
@@ -150,7 +155,8 @@ def main(arguments: list[str] | None = None) -> int:
             for mode, means in MODES.items():
                 torch.manual_seed(0)
                 rows.append({"model": name, "mode": mode, **compare(build, means)})
-            print(f"{name} done", file=sys.stderr, flush=True)
+            if options.progress:
+                print(f"{name} done", file=sys.stderr, flush=True)
     shown = [
         (
             row["model"],

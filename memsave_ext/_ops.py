@@ -30,7 +30,7 @@ _library = torch.library.Library("memsave_ext", "DEF")
 #
 # With `grad_scale` the gradients are divided by it, and `found_inf` becomes 1 where one is not
 # finite. With `factor` they are multiplied by it instead, and nothing is stepped where `skip` is
-# not 0.
+# not 0; both are scalars, or vectors with an element for each parameter.
 _library.define(
     "adam_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] states, int[] present, "
     "int[] phases, int[] positions, int[] groups, float[] options, int[] modes, Tensor[] lrs, "

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "adam/checks.h"
+#include "adam/dtensor.h"
 #include "adam/given.h"
 #include "adam/grad_lock.h"
 #include "adam/stepper.h"
@@ -17,14 +18,10 @@ namespace memsave_ext::adam {
 namespace py = pybind11;
 using at::Tensor;
 
-namespace {
-
 // Whether this backward still has to recompute dropped values from the parameter as it is now.
-bool is_awaited(const Parameter& parameter, GradientAction action) {
-  return action == GradientAction::kStep && remat::is_needed(parameter.local);
+bool Backward::is_awaited(const Parameter& parameter) const {
+  return action_ == GradientAction::kStep && remat::is_needed(parameter.local);
 }
-
-}  // namespace
 
 Backward::Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> snapshot,
                    GradientAction action)
@@ -67,12 +64,20 @@ void Backward::fail() {
   }
 }
 
-Backward::Bucket& Backward::bucket_of(const Tensor& param) {
+Backward::Bucket& Backward::bucket_of(const Tensor& param, Kind kind) {
   const auto stream = current_stream(param.device());
   for (auto& bucket : buckets_) {
-    if (bucket.device == param.device() && bucket.stream == stream) return bucket;
+    if (bucket.kind == kind && bucket.device == param.device() && bucket.stream == stream) {
+      return bucket;
+    }
   }
-  return buckets_.emplace_back(Bucket{stream, param.device(), {}, 0});
+  return buckets_.emplace_back(Bucket{kind, stream, param.device(), {}, 0});
+}
+
+int64_t Backward::bytes_of(const Parameter& parameter, const Tensor& grad, Kind kind) {
+  if (kind != Kind::kShardsThatAsk) return static_cast<int64_t>(grad.nbytes());
+  const Tensor& whole = parameter.tensor;
+  return whole.numel() * grad.element_size() / sharding_of(whole).shards;
 }
 
 void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local_grad,
@@ -97,17 +102,26 @@ void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local
   // Queued already; a second region or thread has only added its part to .grad.
   if (entry.waits_in != nullptr) return;
   const bool is_sharded = local_grad.defined();
-  const auto bytes = static_cast<int64_t>(grad.nbytes());
-  // FSDP2's gradients are views of one buffer of all that was reduced together; one queued
-  // gradient would keep all of it alive.
-  const bool is_small = bytes < stepper_->small_bytes() && !is_sharded;
-  if (!finished_ && (is_small || !may_flush || is_awaited(parameter, action_))) {
-    Bucket& bucket = bucket_of(parameter.local);
+  const bool asks = is_sharded && action_ == GradientAction::kStep && !finished_ &&
+                    step.asks_others(parameter, *snapshot_);
+  const Kind kind = asks ? Kind::kShardsThatAsk : is_sharded ? Kind::kShards : Kind::kPlain;
+  const bool is_small = static_cast<int64_t>(grad.nbytes()) < stepper_->small_bytes();
+  // To wait is worth it for what is saved in calls, or in collectives: a shard by itself is stepped
+  // at once.
+  const bool waits = asks || (is_small && !is_sharded) || !may_flush;
+  if (!finished_ && (waits || is_awaited(parameter))) {
+    Bucket& bucket = bucket_of(parameter.local, kind);
     // By now all hooks of the parameters that were queued before this one have run.
-    if (is_sharded) flush(bucket, false);
+    if (kind == Kind::kShards || (asks && bucket.bytes >= stepper_->bucket_bytes())) {
+      flush(bucket, false);
+    }
     step.note_use(entry, action_);
     entry.waits_in = this;
-    bucket.waiting.push_back({&parameter, accumulator, whole, local_grad});
+    const int64_t bytes = bytes_of(parameter, grad, kind);
+    // FSDP2's gradients are views of one buffer of all that was reduced together, which a small one
+    // would keep alive.
+    const Tensor kept = is_sharded && is_small ? leave_buffer(whole, local_grad) : local_grad;
+    bucket.waiting.push_back({&parameter, accumulator, whole, kept, bytes});
     bucket.bytes += bytes;
     lock.reset();
     if (bucket.bytes >= stepper_->bucket_bytes() && may_flush) flush(bucket, false);
@@ -115,7 +129,8 @@ void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local
   }
   step.prepare(parameter, grad, action_);
   step.note_use(entry, action_);
-  is_sharded ? apply_beside(parameter) : apply(&parameter);
+  Parameter* const one = &parameter;
+  is_sharded ? apply_beside(one, current_stream(parameter.local.device())) : apply(one);
   parameter.tensor.mutable_grad().reset();
 }
 
@@ -129,7 +144,7 @@ std::variant<const char*, std::unique_ptr<StepInRows>> Backward::step_in_rows(
   if (entry.waits_in != nullptr || parameter.tensor.mutable_grad().defined()) {
     return "its .grad is set, to which this gradient is added";
   }
-  if (is_awaited(parameter, action_)) return "remat has to compute dropped values from it";
+  if (is_awaited(parameter)) return "remat has to compute dropped values from it";
   step.prepare(parameter, {}, action_);
   if (const char* obstacle = step.obstacle_to_rows(parameter, *snapshot_)) {
     forget_prepared(parameter);
@@ -142,17 +157,18 @@ std::variant<const char*, std::unique_ptr<StepInRows>> Backward::step_in_rows(
 
 // Steps on a stream of its own: FSDP2 calls hooks on the stream of its reductions, and the next
 // reduction would wait for the step.
-void Backward::apply_beside(Parameter& parameter) {
-  const auto current = current_stream(parameter.local.device());
-  if (!current) return apply(&parameter);
-  const c10::Stream beside = stepper_->stream_beside(*current);
-  const Tensor grad = parameter.grad;
-  order_after(beside, *current);
+void Backward::apply_beside(c10::ArrayRef<Parameter*> parameters,
+                            const std::optional<c10::Stream>& made_on) {
+  if (!made_on || parameters.empty()) return apply(parameters);
+  const c10::Stream beside = stepper_->stream_beside(*made_on);
+  std::vector<Tensor> grads;
+  for (const Parameter* parameter : parameters) grads.push_back(parameter->grad);
+  order_after(beside, *made_on);
   {
     const c10::StreamGuard on_stream(beside);
-    apply(&parameter);
+    apply(parameters);
   }
-  if (beside != *current) grad.record_stream(beside);
+  for (const Tensor& grad : grads) grad.record_stream(beside);
 }
 
 void Backward::forget_waiting(Entry& entry) {
@@ -189,29 +205,30 @@ void Backward::flush(Bucket& bucket, bool all) {
   ready.reserve(bucket.waiting.size());
   for (auto& waiting : bucket.waiting) {
     if (waiting.parameter->entry->waits_in != this) continue;  // was forgotten
-    if (!all && is_awaited(*waiting.parameter, action_)) {
+    if (!all && is_awaited(*waiting.parameter)) {
       stays.push_back(std::move(waiting));
       continue;
     }
     if (!waiting.local_grad.defined()) locks.emplace_back(std::move(waiting.accumulator));
     if (prepare(waiting)) ready.push_back(waiting.parameter);
   }
-  const auto current = current_stream(bucket.device);
-  if (current != bucket.stream) {
-    order_after(*current, *bucket.stream);
-    for (Parameter* parameter : ready) parameter->grad.record_stream(*current);
+  if (bucket.kind != Kind::kPlain) {
+    apply_beside(ready, bucket.stream);
+  } else {
+    const auto current = current_stream(bucket.device);
+    if (current != bucket.stream) {
+      order_after(*current, *bucket.stream);
+      for (Parameter* parameter : ready) parameter->grad.record_stream(*current);
+    }
+    apply(ready);
   }
-  apply(ready);
   for (Parameter* parameter : ready) {
     parameter->entry->waits_in = nullptr;
     parameter->tensor.mutable_grad().reset();
   }
   bucket.waiting = std::move(stays);
   bucket.bytes = 0;
-  for (const auto& waiting : bucket.waiting) {
-    const Tensor& grad = waiting.local_grad.defined() ? waiting.local_grad : waiting.grad;
-    bucket.bytes += static_cast<int64_t>(grad.nbytes());
-  }
+  for (const auto& waiting : bucket.waiting) bucket.bytes += waiting.bytes;
 }
 
 void Backward::apply(c10::ArrayRef<Parameter*> parameters) {
@@ -234,42 +251,6 @@ void Backward::end() {
   ended_ = true;
   const std::lock_guard<std::mutex> lock(stepper_->mutex());
   stepper_->backwards().end_one();
-}
-
-void Backward::add_reduced(Parameter& parameter, const Tensor& grad) {
-  Entry& entry = *parameter.entry;
-  stepper_->open_step().note_use(entry, action_);
-  entry.waits_in = this;
-  Bucket& bucket = bucket_of(parameter.local);
-  bucket.waiting.push_back({&parameter, {}, grad.clone(), {}, true});  // DDP reuses the memory
-  bucket.bytes += static_cast<int64_t>(grad.nbytes());
-  parameter.tensor.mutable_grad().reset();
-}
-
-void Backward::step_reduced(const std::vector<std::shared_ptr<Entry>>& entries,
-                            const std::vector<Tensor>& grads) {
-  {
-    const std::lock_guard<std::mutex> lock(stepper_->mutex());
-    OpenStep& step = stepper_->open_step();
-    step.check(Event::kUseGradient);
-    std::vector<Parameter*> ready;
-    for (size_t i = 0; i < entries.size(); ++i) {
-      if (!has(*entries[i])) continue;  // not in param_groups any more
-      Parameter& parameter = parameter_of(*entries[i]);
-      if (!finished_ && is_awaited(parameter, action_)) {
-        add_reduced(parameter, grads[i]);
-        continue;
-      }
-      ready.push_back(&parameter);
-      step.prepare(parameter, grads[i], action_);
-    }
-    apply(ready);
-    for (Parameter* parameter : ready) {
-      step.note_use(*parameter->entry, action_);
-      parameter->tensor.mutable_grad().reset();
-    }
-  }
-  publish();
 }
 
 void Backward::publish() {

@@ -52,9 +52,15 @@ class Backward {
     Parameter* parameter;
     NodePtr accumulator;          // the parameter's
     at::Tensor grad, local_grad;  // when it was queued; local_grad is undefined but for DTensors
-    bool is_reduced = false;      // by DDP: `grad` is a copy, and .grad has none
+    int64_t bytes = 0;
+    bool is_reduced = false;  // by DDP: `grad` is a copy, and .grad has none
   };
+  // What a bucket's gradients are of. Where stepping shards takes collectives, all processes must
+  // flush the same ones together: these wait by themselves, and only what all processes know
+  // decides how long.
+  enum class Kind { kPlain, kShards, kShardsThatAsk };
   struct Bucket {  // gradients that wait, all made on one stream
+    Kind kind;
     std::optional<c10::Stream> stream;
     c10::Device device;
     std::deque<Waiting> waiting;
@@ -62,14 +68,18 @@ class Backward {
   };
 
   Parameter& parameter_of(const Entry& entry) { return snapshot_->parameters[entry.position]; }
-  Bucket& bucket_of(const at::Tensor& param);
+  Bucket& bucket_of(const at::Tensor& param, Kind kind);
+  // Returns the size of a gradient, for DTensors of its largest shard.
+  static int64_t bytes_of(const Parameter& parameter, const at::Tensor& grad, Kind kind);
   // Applies the action to the bucket's gradients. Without `all`, those stay queued whose parameters
   // a recompute still needs unchanged.
   void flush(Bucket& bucket, bool all);
+  bool is_awaited(const Parameter& parameter) const;
   void add_reduced(Parameter& parameter, const at::Tensor& grad);
   bool prepare(const Waiting& waiting);
   void apply(c10::ArrayRef<Parameter*> parameters);
-  void apply_beside(Parameter& parameter);
+  void apply_beside(c10::ArrayRef<Parameter*> parameters,
+                    const std::optional<c10::Stream>& made_on);
   void publish();
   void fail();
   void end();

@@ -8,6 +8,14 @@ namespace memsave_ext::adam {
 
 namespace py = pybind11;
 
+namespace {
+
+py::object wrapped(const at::Tensor& tensor) {
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+}
+
+}  // namespace
+
 bool is_dtensor(const py::handle& tensor) {
   return !THPVariable_CheckExact(tensor.ptr()) && py::hasattr(tensor, "_local_tensor");
 }
@@ -25,8 +33,45 @@ at::Tensor local_gradient(const py::handle& param) {
 }
 
 py::object as_placed(const py::handle& param, const at::Tensor& local) {
-  auto tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(local));
+  py::object tensor = wrapped(local);
   return is_dtensor(param) ? given("as_placed")(param, tensor) : tensor;
+}
+
+py::object scale_as_placed(const py::handle& param, const at::Tensor& local) {
+  py::object tensor = wrapped(local);
+  return is_dtensor(param) ? given("scale_as_placed")(param, tensor) : tensor;
+}
+
+int64_t largest_shard(const at::Tensor& param) {
+  const py::gil_scoped_acquire gil;
+  return given("largest_shard")(wrapped(param)).cast<int64_t>();
+}
+
+std::vector<int64_t> local_scale_shape(const at::Tensor& param, int64_t block) {
+  const py::gil_scoped_acquire gil;
+  std::vector<int64_t> shape;
+  for (const py::handle size : given("local_scale_shape")(wrapped(param), block)) {
+    shape.push_back(size.cast<int64_t>());
+  }
+  return shape;
+}
+
+at::Tensor leave_buffer(const at::Tensor& grad, const at::Tensor& local) {
+  const py::gil_scoped_acquire gil;
+  const py::object left = given("leave_buffer")(wrapped(grad), wrapped(local));
+  return THPVariable_Unpack(left.ptr());
+}
+
+Sharding sharding_of(const at::Tensor& param) {
+  const py::gil_scoped_acquire gil;
+  const py::tuple found = given("sharding_of")(wrapped(param));
+  return {found[0].cast<int64_t>(), found[1].cast<int64_t>()};
+}
+
+at::Tensor sum_over_shards(const at::Tensor& param, const at::Tensor& values) {
+  const py::gil_scoped_acquire gil;
+  const py::object sums = given("sum_over_shards")(wrapped(param), wrapped(values));
+  return THPVariable_Unpack(sums.ptr());
 }
 
 }  // namespace memsave_ext::adam

@@ -9,9 +9,17 @@ using at::Tensor;
 void Factors::find(std::vector<Item>& items, c10::ArrayRef<Parameter*> parameters,
                    const Scaling& scaling) {
   if (scaling.factor.defined()) {
-    for (auto& item : items) {
-      item.factor = scaling.factor.const_data_ptr<double>();
-      if (scaling.skip.defined()) item.skip = scaling.skip.const_data_ptr<float>();
+    const auto count = static_cast<int64_t>(items.size());
+    for (const Tensor& of : {scaling.factor, scaling.skip}) {
+      TORCH_CHECK_VALUE(!of.defined() || of.numel() == 1 || of.numel() == count,
+                        "adam_step_: factor and skip must be scalars or have one element for each "
+                        "parameter");
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const auto of = [i](const Tensor& tensor) { return tensor.numel() == 1 ? 0 : i; };
+      items[i].factor = scaling.factor.const_data_ptr<double>() + of(scaling.factor);
+      if (!scaling.skip.defined()) continue;
+      items[i].skip = scaling.skip.const_data_ptr<float>() + of(scaling.skip);
     }
     return;
   }

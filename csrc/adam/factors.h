@@ -11,11 +11,12 @@
 namespace memsave_ext::adam {
 
 // How gradients are scaled. Scalars on their device: `factor` is a double, the others are floats.
-// Each is undefined where it does not apply.
+// Each is undefined where it does not apply. `factor` and `skip` may also be vectors, with an
+// element for each parameter.
 struct Scaling {
   at::Tensor grad_scale;  // the gradients are to be divided by it
   at::Tensor found_inf;   // set to 1 where a gradient is not finite, which is not used
-  // Known in advance, for all gradients together: their factor, and whether (not 0) to skip them.
+  // Known in advance: the factor of gradients, and whether (not 0) to skip them.
   at::Tensor factor, skip;
 };
 

@@ -11,19 +11,38 @@ namespace memsave_ext::adam {
 
 using at::Tensor;
 
-void GradNorm::add(c10::ArrayRef<Tensor> grads) {
-  if (grads.empty()) return;
+void GradNorm::add(c10::ArrayRef<Parameter*> parameters) {
   const at::NoGradGuard no_grad;
-  const Tensor squares = sum_of_squares(grads);
-  Tensor& sum = squares_.here(squares.device());
-  sum = sum.defined() ? sum + squares : squares;
+  std::map<int64_t, std::vector<Tensor>> grads;
+  for (const Parameter* parameter : parameters) {
+    const bool is_whole = parameter->local.is_same(parameter->tensor);
+    grads[is_whole ? 0 : sharding_of(parameter->tensor).number].push_back(parameter->grad);
+  }
+  for (const auto& [sharding, of_sharding] : grads) {
+    const Tensor squares = sum_of_squares(of_sharding);
+    Tensor& sum = squares_[sharding].here(squares.device());
+    sum = sum.defined() ? sum + squares : squares;
+  }
 }
 
-void GradNorm::finish(double max_norm, const Tensor& grad_scale) {
+Tensor GradNorm::sum_of(int64_t sharding) const {
+  Tensor sum;
+  const auto found = squares_.find(sharding);
+  if (found == squares_.end()) return sum;
+  for (const auto& [device, squares] : found->second.combined(std::plus<Tensor>())) {
+    sum = sum.defined() ? sum + squares.to(sum.device()) : squares;
+  }
+  return sum;
+}
+
+void GradNorm::finish(double max_norm, const Tensor& grad_scale, c10::ArrayRef<Tensor> sharded) {
   const at::NoGradGuard no_grad;
-  Tensor total;
-  for (const auto& [device, squares] : squares_.combined(std::plus<Tensor>())) {
-    total = total.defined() ? total + squares.to(total.device()) : squares;
+  Tensor total = sum_of(0);
+  for (const Tensor& param : sharded) {
+    Tensor sum = sum_of(sharding_of(param).number);
+    if (!sum.defined()) sum = at::zeros({}, at::kDouble);
+    sum = sum_over_shards(param, sum);
+    total = total.defined() ? total + sum.to(total.device()) : sum;
   }
   if (!total.defined()) total = at::zeros({}, at::kDouble);
   Tensor norm = total.sqrt(), scale;

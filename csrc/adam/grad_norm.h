@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "adam/dtensor.h"
 #include "adam/per_stream.h"
 #include "adam/step.h"
 
@@ -10,12 +11,14 @@ namespace memsave_ext::adam {
 
 class GradNorm {
  public:
-  // Adds gradients, all on one device.
-  void add(c10::ArrayRef<at::Tensor> grads);
+  // Adds the gradients of these parameters, all on one device.
+  void add(c10::ArrayRef<Parameter*> parameters);
 
   // Computes norm(), found_inf() and the clipping factor; no gradients may be added after it.
-  // `grad_scale` is undefined where the gradients are not multiples of one.
-  void finish(double max_norm, const at::Tensor& grad_scale);
+  // `grad_scale` is undefined where the gradients are not multiples of one. `sharded` has one
+  // DTensor of each sharding among the optimizer's parameters: the shards' sums are added up over
+  // processes, in one collective for each, whether this process has added gradients or not.
+  void finish(double max_norm, const at::Tensor& grad_scale, c10::ArrayRef<at::Tensor> sharded);
 
   // The norm of the gradients divided by their scale, before clipping: a float scalar, undefined
   // before finish().
@@ -26,7 +29,9 @@ class GradNorm {
   Scaling scaling(c10::Device device) const;
 
  private:
-  PerStream squares_;
+  at::Tensor sum_of(int64_t sharding) const;  // undefined where nothing was added
+
+  std::map<int64_t, PerStream> squares_;  // by number of the sharding
   at::Tensor norm_, factor_, skip_;
   std::optional<c10::Stream> made_on_;  // the stream on which these three were made
 };

@@ -1,5 +1,6 @@
 #include "adam/open_step.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "adam/given.h"
@@ -8,17 +9,6 @@
 namespace memsave_ext::adam {
 
 using at::Tensor;
-
-namespace {
-
-std::vector<Tensor> gradients_of(c10::ArrayRef<Parameter*> parameters) {
-  std::vector<Tensor> grads;
-  grads.reserve(parameters.size());
-  for (const Parameter* parameter : parameters) grads.push_back(parameter->grad);
-  return grads;
-}
-
-}  // namespace
 
 void OpenStep::check_use(const Entry& entry, const Tensor& param) const {
   machine_.check(Event::kUseGradient);
@@ -53,7 +43,7 @@ void OpenStep::apply(c10::ArrayRef<Parameter*> parameters, GradientAction action
                      const Snapshot& snapshot) {
   if (parameters.empty()) return;
   if (action == GradientAction::kMeasure) {
-    if (norm_) norm_->add(gradients_of(parameters));  // null where the pass has been dropped
+    if (norm_) norm_->add(parameters);  // null where the pass has been dropped
   } else {
     step(parameters, scaling(snapshot, parameters.front()->local.device()));
   }
@@ -69,13 +59,26 @@ void OpenStep::apply(c10::ArrayRef<Parameter*> parameters, GradientAction action
 
 void OpenStep::step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
   if (parameters.front()->group->algorithm != Algorithm::kOwn) {
-    return records_.step(parameters, scaling);
+    return step_shards(parameters, scaling);
   }
   try {
     step_by_own(optimizer_, parameters, scaling);
   } catch (...) {
     machine_.fail(static_cast<int64_t>(parameters.size()));  // which of them were stepped?
     throw;
+  }
+}
+
+void OpenStep::step_shards(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
+  const bool scaled = scaling.grad_scale.defined();
+  const auto asks = [&](const Parameter* parameter) {
+    return !scaling.factor.defined() && asks_other_shards(*parameter, scaled);
+  };
+  if (std::none_of(parameters.begin(), parameters.end(), asks)) {
+    return records_.step(parameters, scaling);
+  }
+  for (const auto& part : parts_that_agree(parameters, scaled)) {
+    records_.step(part, asks(part.front()) ? agree(part, scaling) : scaling);
   }
 }
 
@@ -115,11 +118,12 @@ void OpenStep::begin_norm_pass() {
   norm_ = std::make_unique<GradNorm>();
 }
 
-void OpenStep::end_norm_pass(std::optional<double> max_norm, const Tensor& grad_scale) {
+void OpenStep::end_norm_pass(std::optional<double> max_norm, const Tensor& grad_scale,
+                             c10::ArrayRef<Tensor> sharded) {
   machine_.handle(max_norm ? Event::kFinishNormPass : Event::kDropNormPass);
   if (!norm_) return;  // zero_grad() has ended the step of the pass
   if (max_norm) {
-    norm_->finish(*max_norm, grad_scale);
+    norm_->finish(*max_norm, grad_scale, sharded);
   } else {
     norm_.reset();
     ++number_;
@@ -127,10 +131,10 @@ void OpenStep::end_norm_pass(std::optional<double> max_norm, const Tensor& grad_
 }
 
 void OpenStep::clip(const ByDevice<std::vector<Parameter*>>& parameters, double max_norm,
-                    const Tensor& grad_scale) {
+                    const Tensor& grad_scale, c10::ArrayRef<Tensor> sharded) {
   norm_ = std::make_unique<GradNorm>();
-  for (const auto& [device, of_device] : parameters) norm_->add(gradients_of(of_device));
-  norm_->finish(max_norm, grad_scale);
+  for (const auto& [device, of_device] : parameters) norm_->add(of_device);
+  norm_->finish(max_norm, grad_scale, sharded);
 }
 
 int64_t OpenStep::end() {

@@ -12,6 +12,7 @@
 #include "adam/entry.h"
 #include "adam/grad_norm.h"
 #include "adam/records.h"
+#include "adam/shards.h"
 #include "adam/snapshot.h"
 #include "adam/state_machine.h"
 
@@ -33,6 +34,10 @@ class OpenStep {
   // Throws where the gradient of this parameter cannot be used now: it has had one in this step, or
   // its norm was not measured.
   void check_use(const Entry& entry, const at::Tensor& param) const;
+  // Whether stepping the shard takes a collective of the processes that have the others.
+  bool asks_others(const Parameter& parameter, const Snapshot& snapshot) const {
+    return !norm_ && asks_other_shards(parameter, snapshot.grad_scale.defined());
+  }
   // Notes that the parameter takes part in this step. Its gradient may still wait in a bucket.
   void note_use(Entry& entry, GradientAction action) const;
   bool is_stepped(const Entry& entry) const { return entry.step == number_; }
@@ -54,10 +59,12 @@ class OpenStep {
 
   void begin_norm_pass();
   // Without `max_norm` the norm pass is dropped, as if there had been none.
-  void end_norm_pass(std::optional<double> max_norm, const at::Tensor& grad_scale);
+  // `sharded`: as for GradNorm::finish(), also in clip().
+  void end_norm_pass(std::optional<double> max_norm, const at::Tensor& grad_scale,
+                     c10::ArrayRef<at::Tensor> sharded);
   // Measures the norm of all gradients of these prepared parameters; apply() then clips to it.
   void clip(const ByDevice<std::vector<Parameter*>>& parameters, double max_norm,
-            const at::Tensor& grad_scale);
+            const at::Tensor& grad_scale, c10::ArrayRef<at::Tensor> sharded);
 
   bool is_folded(const Parameter& parameter) const { return records_.is_folded(parameter.state); }
   // Returns how many parameters have folded gradients that are not stepped yet.
@@ -77,6 +84,8 @@ class OpenStep {
  private:
   Scaling scaling(const Snapshot& snapshot, c10::Device device);
   void step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling);
+  // Steps, where shards of DTensors may have to be scaled alike.
+  void step_shards(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling);
   void begin_next();
 
   const pybind11::object& optimizer_;

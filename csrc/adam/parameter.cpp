@@ -16,7 +16,7 @@ void prepare(Parameter& parameter, at::Tensor grad, StepPhase phase) {
   } else if (parameter.state.defined()) {
     check_step(parameter.local, grad, parameter.state, *parameter.group, phase);
   } else {
-    State made = make_state(parameter.local, *parameter.group);
+    State made = make_state(parameter.local, parameter.tensor, *parameter.group);
     check_step(parameter.local, grad, made, *parameter.group, phase);
     parameter.state = std::move(made);
     parameter.fresh = true;

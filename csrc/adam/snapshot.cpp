@@ -194,11 +194,14 @@ void publish_states(const std::vector<const Parameter*>& parameters, const py::h
     for (size_t i = 0; i < keys().size(); ++i) {
       const at::Tensor& value = parameter->state.*kStateNames[i].tensor;
       if (!value.defined()) continue;
-      // The step and the scales are not sharded as a DTensor parameter is.
+      const bool is_scale = kStateNames[i].tensor == &State::exp_avg_scale ||
+                            kStateNames[i].tensor == &State::exp_avg_sq_scale;
+      // The step is the same in all processes.
       const bool like_param = value.sizes() == parameter->local.sizes() && value.dim() > 0;
       state[py::handle(keys()[i])] =
-          like_param ? as_placed(param, value)
-                     : py::reinterpret_steal<py::object>(THPVariable_Wrap(value));
+          is_scale     ? scale_as_placed(param, value)
+          : like_param ? as_placed(param, value)
+                       : py::reinterpret_steal<py::object>(THPVariable_Wrap(value));
     }
     if (PyObject_SetItem(states.ptr(), param.ptr(), state.ptr()) < 0) {
       throw py::error_already_set();

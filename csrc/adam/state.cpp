@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "adam/dtensor.h"
 #include "adam/format_names.h"
 #include "adam/given.h"
 #include "vector/dtype.h"
@@ -18,15 +19,22 @@ using at::Tensor;
 namespace {
 
 // Returns the format of the state that make_state() makes.
-StateFormat made_format(const Tensor& param, const Group& group) {
-  const bool takes_blocks =
-      param.numel() >= kSmallestOfBlocks && param.is_non_overlapping_and_dense();
+StateFormat made_format(const Tensor& param, const Tensor& whole, const Group& group) {
+  const auto size = [&] { return param.is_same(whole) ? param.numel() : largest_shard(whole); };
+  const auto takes_blocks = [&] {
+    return size() >= kSmallestOfBlocks && param.is_non_overlapping_and_dense();
+  };
   const auto& asked = row(group.state_dtype);
-  if (asked.option != Option::kNone && (!in_blocks(asked.format) || takes_blocks))
+  if (asked.option != Option::kNone && (!in_blocks(asked.format) || takes_blocks()))
     return asked.format;
   const auto dtype = vector::dtype_of(param.scalar_type());
   const bool takes_float = dtype && (row(StateFormat::kFloat).params & bit(*dtype)) != 0;
   return takes_float ? StateFormat::kFloat : StateFormat::kAsParam;
+}
+
+std::vector<int64_t> scale_shape(const Tensor& param, const Tensor& whole, StateFormat format) {
+  if (!param.is_same(whole)) return local_scale_shape(whole, row(format).codes.block);
+  return {blocks_of(format, param.numel())};
 }
 
 void check_tensor(const char* name, const Tensor& tensor, const Tensor& param,
@@ -76,7 +84,9 @@ void check_step(const Tensor& step, const Tensor& param) {
 
 void check_scale(const char* name, const Tensor& scale, const Tensor& param, StateFormat format) {
   const int64_t blocks = blocks_of(format, param.numel());
-  if (!scale.defined() || scale.numel() != blocks || scale.scalar_type() != at::kFloat ||
+  const int64_t found = scale.defined() ? scale.numel() : -1;
+  // A shard's scales may be more, and have a dimension for each of the parameter's then.
+  if (found < blocks || (found > blocks && scale.dim() < 2) || scale.scalar_type() != at::kFloat ||
       scale.device() != param.device() || !scale.is_contiguous()) {
     throw_error("wrong_scale", name, param, blocks);
   }
@@ -84,7 +94,7 @@ void check_scale(const char* name, const Tensor& scale, const Tensor& param, Sta
 
 }  // namespace
 
-State make_state(const Tensor& param, const Group& group) {
+State make_state(const Tensor& param, const Tensor& whole, const Group& group) {
   const at::NoGradGuard no_grad;
   const auto zeros = [&](at::ScalarType of_type) {
     return at::zeros_like(param, param.options().dtype(of_type), at::MemoryFormat::Preserve);
@@ -92,12 +102,12 @@ State make_state(const Tensor& param, const Group& group) {
   const auto step_device = group.step_on_device ? param.device() : c10::Device(c10::kCPU);
   State state;
   state.step = at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(step_device));
-  const StateRow& made = row(made_format(param, group));
+  const StateRow& made = row(made_format(param, whole, group));
   const auto moments =
       made.moments == Element::kNone ? param.scalar_type() : scalar_type(made.moments);
   if (in_blocks(made.format)) {
     const auto scales = [&] {
-      return at::zeros({blocks_of(made.format, param.numel())}, param.options().dtype(at::kFloat));
+      return at::zeros(scale_shape(param, whole, made.format), param.options().dtype(at::kFloat));
     };
     state.exp_avg_scale = scales();
     state.exp_avg_sq_scale = scales();

@@ -58,8 +58,9 @@ inline constexpr StateName kStateNames[] = {
 };
 
 // Returns a state of zeros. Without a state_dtype, moments are float for 16-bit parameters and of
-// the parameter's type for others. Moments are in blocks only from kSmallestOfBlocks elements on.
-State make_state(const at::Tensor& param, const Group& group);
+// the parameter's type for others. Moments are in blocks only from kSmallestOfBlocks elements on,
+// of a DTensor `whole` in the largest shard. `param` is its local part, else `whole` itself.
+State make_state(const at::Tensor& param, const at::Tensor& whole, const Group& group);
 
 constexpr int64_t kSmallestOfBlocks = 4096;
 

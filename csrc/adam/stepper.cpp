@@ -4,10 +4,12 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <set>
 
 #include "adam/amp.h"
 #include "adam/backward.h"
 #include "adam/ddp.h"
+#include "adam/dtensor.h"
 #include "adam/given.h"
 #include "adam/grad_lock.h"
 #include "adam/hook.h"
@@ -50,6 +52,17 @@ bool Stepper::any_gradient() const {
     any = any || THPVariable_Unpack(param.ptr()).grad().defined();
   });
   return any;
+}
+
+std::vector<Tensor> Stepper::sharded() const {
+  std::vector<Tensor> of_each;
+  std::set<int64_t> known = {0};  // whole parameters take no collective
+  for_parameters([&](const py::handle& param) {
+    if (!is_dtensor(param)) return;
+    const Tensor& tensor = THPVariable_Unpack(param.ptr());
+    if (known.insert(sharding_of(tensor).number).second) of_each.push_back(tensor);
+  });
+  return of_each;
 }
 
 py::object Stepper::owner(const py::object& param) {
@@ -194,9 +207,10 @@ void Stepper::end_norm_pass(const py::object& max_norm) {
   if (!max_norm.is_none()) norm = max_norm.cast<double>();
   Tensor grad_scale;
   if (const py::object owner = optimizer(); !owner.is_none()) grad_scale = read_grad_scale(owner);
+  const std::vector<Tensor> of_each_sharding = sharded();
   const py::gil_scoped_release no_gil;
   const std::lock_guard<std::mutex> lock(mutex_);
-  open_step_.end_norm_pass(norm, grad_scale);
+  open_step_.end_norm_pass(norm, grad_scale, of_each_sharding);
 }
 
 int64_t Stepper::folded() {

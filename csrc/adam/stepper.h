@@ -93,6 +93,8 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
 
   template <typename Body>
   void for_parameters(const Body& body) const;
+  // Returns one DTensor of each sharding among the parameters. Needs the GIL.
+  std::vector<at::Tensor> sharded() const;
   bool any_gradient() const;  // whether any .grad is set. Needs the GIL
   std::shared_ptr<Snapshot> read_for_step(bool unscaled) const;  // with gradients. Needs the GIL
   std::vector<Parameter*> with_gradients(Snapshot& snapshot) const;  // in .grad or folded

@@ -16,12 +16,15 @@ namespace py = pybind11;
 
 int64_t Stepper::step(double max_norm, bool unscaled) {
   const bool any = any_gradient();
+  // Other processes may have gradients: all of them take part in measuring the norm.
+  const std::vector<at::Tensor> of_each_sharding = max_norm > 0 ? sharded() : decltype(sharded())();
   {
     const py::gil_scoped_release no_gil;
     const std::lock_guard<std::mutex> lock(mutex_);
     open_step_.check(Event::kEndStep);
     backwards_.check_none();
-    if (!any && open_step_.folded() == 0) return open_step_.end();
+    const bool measures = !of_each_sharding.empty();
+    if (!any && !measures && open_step_.folded() == 0) return open_step_.end();
   }
   const auto snapshot = read_for_step(unscaled);
   int64_t stepped = 0;
@@ -32,7 +35,9 @@ int64_t Stepper::step(double max_norm, bool unscaled) {
     backwards_.use_snapshot(snapshot);  // errors name parameters by their position in it
     const auto remaining = with_gradients(*snapshot);
     const Batches batches = prepare(remaining);
-    if (max_norm > 0) open_step_.clip(batches, max_norm, snapshot->grad_scale);
+    if (max_norm > 0) {
+      open_step_.clip(batches, max_norm, snapshot->grad_scale, of_each_sharding);
+    }
     for (const auto& [device, batch] : batches)
       open_step_.apply(batch, GradientAction::kStep, *snapshot);
     if (attached_) {

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from . import dtensor
 from .elements import Elements, zeros_like
 from .formats import STATE_FORMATS, Codes, StateFormat, key_of_state
 from .precise import square_root, wide
@@ -24,12 +25,21 @@ def takes_blocks(param: Tensor) -> bool:
     """Whether the moments of ``param`` can be in blocks.
 
     Blocks are consecutive in memory, so it must be dense; in small ones they are not worth it.
+    Of a DTensor the largest shard decides.
     """
-    return param.numel() >= SMALLEST and Elements(param).dense
+    size = dtensor.largest_shard(param) if dtensor.is_dtensor(param) else param.numel()
+    return size >= SMALLEST and Elements(dtensor.local_tensor(param)).dense
 
 
 def blocks_of(param: Tensor, of: Codes) -> int:
     return (param.numel() + of.block - 1) // of.block
+
+
+def scale_shape(param: Tensor, of: Codes) -> torch.Size:
+    """Returns the shape of a parameter's scales; of a DTensor those of all processes."""
+    if dtensor.is_dtensor(param):
+        return dtensor.scale_shape(param, of.block)
+    return torch.Size([blocks_of(param, of)])
 
 
 def coded_format(state: Mapping[str, Tensor]) -> StateFormat | None:
@@ -78,7 +88,8 @@ def _codes(numbers: Tensor, levels: int, ratio: int) -> Tensor:
 
 
 def _blocks(values: Tensor, of: Codes) -> Tensor:
-    return torch.nn.functional.pad(values, (0, -values.numel() % of.block)).view(-1, of.block)
+    padded = torch.nn.functional.pad(values, (0, -values.numel() % of.block))
+    return padded.view(padded.numel() // of.block, of.block)  # there may be no block
 
 
 def _encode(
@@ -145,7 +156,7 @@ def read(state: Mapping[str, Tensor], name: str, of: Codes, elements: Elements) 
     if "moments" in state:
         codes = codes & (1 << of.bits) - 1 if name == "exp_avg" else codes >> of.bits
     decode = decode_exp_avg if name == "exp_avg" else decode_exp_avg_sq
-    return decode(codes, state[f"{name}_scale"], of)
+    return decode(codes, _used_scales(state, name, codes.numel(), of), of)
 
 
 def write(
@@ -158,7 +169,7 @@ def write(
 ) -> None:
     encode = encode_exp_avg if name == "exp_avg" else encode_exp_avg_sq
     codes, scale = encode(values, random, of)
-    state[f"{name}_scale"].copy_(scale)
+    _used_scales(state, name, values.numel(), of).copy_(scale)
     if "moments" in state:
         both, lower = state["moments"], (1 << of.bits) - 1
         kept, shift = (~lower & 0xFF, 0) if name == "exp_avg" else (lower, of.bits)
@@ -167,33 +178,48 @@ def write(
         state[name].copy_(elements.shaped(codes))
 
 
+def _used_scales(state: Mapping[str, Tensor], name: str, numel: int, of: Codes) -> Tensor:
+    """Returns the scales of ``numel`` elements: a shard may leave some unused."""
+    return state[f"{name}_scale"].view(-1)[: (numel + of.block - 1) // of.block]
+
+
 def made(param: Tensor, row: StateFormat) -> dict[str, Tensor]:
     """Returns moments of zeros in this format."""
     assert row.codes is not None and row.dtype is not None
     names = ("moments",) if row.joint else ("exp_avg", "exp_avg_sq")
     state = {name: zeros_like(param, row.dtype) for name in names}
+    shape = scale_shape(param, row.codes)
+    if dtensor.is_dtensor(param):
+        shape = dtensor.local_scale_shape(param, row.codes.block)
     for name in SCALES:
-        count = blocks_of(param, row.codes)
-        state[name] = torch.zeros(count, dtype=torch.float32, device=param.device)
+        scale = torch.zeros(shape, dtype=torch.float32, device=param.device)
+        state[name] = dtensor.scale_as_placed(param, scale)
     return state
 
 
 def to_blocks(state: dict[str, Tensor], param: Tensor, row: StateFormat) -> None:
     """Converts the moments in ``state`` to this format, rounded to nearest."""
     assert row.codes is not None
-    elements, half = Elements(param), torch.tensor(0x8000, device=param.device)
-    moments = {name: elements.flat(state.pop(name)).float() for name in ("exp_avg", "exp_avg_sq")}
+    local = dtensor.local_tensor
+    elements, half = Elements(local(param)), torch.tensor(0x8000, device=param.device)
+    moments = {
+        name: elements.flat(local(state.pop(name))).float() for name in ("exp_avg", "exp_avg_sq")
+    }
     state |= made(param, row)
+    locals_ = {name: local(value) for name, value in state.items()}
     for name, values in moments.items():
-        write(state, name, values, half.expand(values.shape), row.codes, elements)
+        write(locals_, name, values, half.expand(values.shape), row.codes, elements)
 
 
 def from_blocks(state: Mapping[str, Tensor], row: StateFormat) -> dict[str, Tensor]:
     """Returns the moments of a state in this format, in float32."""
     assert row.codes is not None
-    like = state["moments" if row.joint else "exp_avg"]
+    placed_like = state["moments" if row.joint else "exp_avg"]
+    state = {name: dtensor.local_tensor(value) for name, value in state.items()}
+    like = dtensor.local_tensor(placed_like)
     elements, moments = Elements(like), {}
     for name in ("exp_avg", "exp_avg_sq"):
         values = elements.shaped(read(state, name, row.codes, elements))
-        moments[name] = zeros_like(like, torch.float32).copy_(values)
+        made = zeros_like(like, torch.float32).copy_(values)
+        moments[name] = dtensor.as_placed(placed_like, made)
     return moments

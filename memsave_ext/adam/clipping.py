@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from . import modes
-from .dtensor import is_dtensor
 
 
 class Clipping(torch.optim.Optimizer):
@@ -61,8 +60,7 @@ class Clipping(torch.optim.Optimizer):
         Instead of ``retain_graph`` the forward can be run again. :attr:`grad_norm` is the norm.
 
         Raises:
-            ValueError: without ``in_backward``; with ``clip_global_norm`` or ``max_grad_norm``;
-                with DTensor parameters.
+            ValueError: without ``in_backward``; with ``clip_global_norm`` or ``max_grad_norm``.
             RuntimeError: gradients are being accumulated, or were stepped already.
         """
         modes.check_norm("max_norm", max_norm)
@@ -74,8 +72,6 @@ class Clipping(torch.optim.Optimizer):
         if not self._in_backward:
             raise ValueError("norm_pass() is for in_backward=True: use clip_global_norm=")
         modes.refuse_two_norms(self.param_groups)
-        params = [p for g in self.param_groups for p in g["params"]]
-        self._refuse_dtensors("norm_pass()", params)
         self._stepper.begin_norm_pass()
         finished = False
         try:
@@ -83,11 +79,3 @@ class Clipping(torch.optim.Optimizer):
             finished = True
         finally:
             self._stepper.end_norm_pass(max_norm if finished else None)
-
-    @staticmethod
-    def _refuse_dtensors(what: str, params: Any) -> None:
-        if any(is_dtensor(param) for param in modes.listed(params)):
-            raise ValueError(
-                f"{what} would look at each process's part of DTensors alone: use torch's "
-                "clip_grad_norm_ or GradScaler.unscale_ and an optimizer without in_backward"
-            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -31,17 +32,89 @@ def local_gradient(param: Any, grad: Any) -> Tensor:
     return local_tensor(grad)
 
 
+@torch.no_grad()
+def leave_buffer(grad: Any, local: Tensor) -> Tensor:
+    """Gives a gradient memory of its own where its ``local`` part is a part of more.
+
+    FSDP2's gradients are views of all that was reduced together. Returns the local part.
+    """
+    if local.untyped_storage().nbytes() <= local.nbytes or local_tensor(grad) is not local:
+        return local
+    grad._local_tensor = local.clone()
+    return local_tensor(grad)
+
+
 def as_placed(param: Any, local: Tensor) -> Tensor:
     """Returns ``local`` as a DTensor of ``param``'s shape and placement, where it is a DTensor."""
     if not is_dtensor(param):
         return local
+    return _placed(param, local, param.shape, param.stride())
+
+
+def _placed(param: Any, local: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        local,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
+        local, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride
     )
+
+
+# States in blocks: every process has blocks of its own shard.
+
+
+def largest_shard(param: Any) -> int:
+    """Returns how many elements the largest shard has, the same number in every process.
+
+    It decides whether states are in blocks: they are in all shards or in none.
+    """
+    shards = _shards_along_dims(param)
+    return math.prod(-(-size // n) for size, n in zip(param.shape, shards, strict=True))
+
+
+def scale_shape(param: Any, block: int) -> torch.Size:
+    """Returns the shape of the scales of all shards together, for blocks of ``block`` elements.
+
+    Where all shards end with whole blocks, the blocks are those of the whole parameter: there is a
+    scale for each, and any sharding that is as even can load them. Otherwise there is a row of
+    scales for each shard, of which a smaller shard leaves some unused, and the shape says how the
+    parameter is sharded.
+    """
+    largest, shards = largest_shard(param), _shards_along_dims(param)
+    even = all(size % n == 0 for size, n in zip(param.shape, shards, strict=True))
+    if even and largest % block == 0 and all(n == 1 for n in shards[1:]) and is_ordered(param):
+        return torch.Size([param.numel() // block])
+    return torch.Size([*shards, -(-largest // block)])
+
+
+def is_ordered(param: Any) -> bool:
+    """Whether the elements lie in memory in the order of their indices."""
+    return local_tensor(param).is_contiguous()
+
+
+def local_scale_shape(param: Any, block: int) -> torch.Size:
+    """Returns the part of :func:`scale_shape` in each process."""
+    shape = scale_shape(param, block)
+    if len(shape) == 1:
+        return torch.Size([largest_shard(param) // block])
+    return torch.Size([1] * param.dim() + [shape[-1]])
+
+
+def scale_as_placed(param: Any, local: Tensor) -> Tensor:
+    """Returns this process's scales as a DTensor that is sharded as ``param``, where it is one."""
+    if not is_dtensor(param):
+        return local
+    shards = _shards_along_dims(param)
+    if local.dim() == 1:
+        shape = torch.Size([math.prod(shards) * local.numel()])
+    else:
+        shape = torch.Size([*shards, local.size(-1)])
+    return _placed(param, local, shape, torch.empty(shape, device="meta").stride())
+
+
+def _shards_along_dims(param: Any) -> list[int]:
+    """Returns the number of shards along each dimension of ``param``."""
+    shards = [1] * param.dim()
+    for size, placement in zip(param.device_mesh.shape, param.placements, strict=True):
+        if not placement.is_replicate():
+            shards[placement.dim] *= size
+    return shards

@@ -153,11 +153,6 @@ class StateFormat:
         """
         return self.codes is not None and self.codes.bits <= 4
 
-    @property
-    def sharded(self) -> bool:
-        """Whether DTensors can have it: blocks follow memory, so scales cannot be resharded."""
-        return self.codes is None
-
     def bytes_per_element(self, param: torch.dtype) -> float:
         """Returns the bytes of both moments and their scales per element, without amsgrad."""
         if self.codes is None:

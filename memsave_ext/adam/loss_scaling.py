@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from .clipping import Clipping
+from .dtensor import is_dtensor
+from .shards import largest_of_processes
 
 
 class LossScaling(Clipping):
@@ -33,7 +35,6 @@ class LossScaling(Clipping):
                 raise ValueError(
                     "differentiable=True, which is torch's implementation, has no grad_scaler"
                 )
-            self._refuse_dtensors("grad_scaler", [p for g in groups for p in g["params"]])
             self._count_on_device(groups)
         self._grad_scaler = scaler
         self._choose_unscaling()
@@ -71,6 +72,10 @@ class LossScaling(Clipping):
     def _report_to_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Hands ``scaler`` the found_inf tensors by which its ``update()`` adapts the scale."""
         found_inf = self._stepper.found_inf() or [torch.zeros_like(scaler._get_scale_async())]  # type: ignore[arg-type]
+        params = [param for group in self.param_groups for param in group["params"]]
+        if any(map(is_dtensor, params)):  # the processes must adapt the scale alike
+            here = torch.stack([tensor.to(found_inf[0].device) for tensor in found_inf]).amax()
+            found_inf = [largest_of_processes(params, here)]
         # GradScaler has no public function for this; its unscale_() fills the same dict.
         state = scaler._per_optimizer_states[id(self)]
         state["found_inf_per_device"] = {tensor.device: tensor for tensor in found_inf}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import errors, formats
-from .blocks import SCALES, coded_format, from_blocks, takes_blocks, to_blocks
+from .blocks import SCALES, coded_format, from_blocks, scale_shape, takes_blocks, to_blocks
 from .dtensor import is_dtensor
 from .formats import StateFormat
 
@@ -102,7 +102,7 @@ def check_group(group: dict[str, Any], amsgrad: bool) -> None:
             f"state_dtype={states.option!r} cannot be combined with amsgrad=True: choose one"
         )
     for param in listed(group["params"]):
-        _check_param(param, group.get("bf16"), states, group.get("max_grad_norm"))
+        _check_param(param, group.get("bf16"), states)
 
 
 def listed(params: Any) -> list[Tensor]:
@@ -123,7 +123,7 @@ def refuse_twice(params: Any) -> None:
         seen.add(id(param))
 
 
-def _check_param(param: Tensor, bf16: Any, states: StateFormat | None, norm: Any) -> None:
+def _check_param(param: Tensor, bf16: Any, states: StateFormat | None) -> None:
     got = f"a parameter of {param.dtype} and shape {list(param.shape)}"
     own = "Put it into a param group of its own, with"
     if bf16 is not None and param.dtype != torch.bfloat16:
@@ -133,24 +133,14 @@ def _check_param(param: Tensor, bf16: Any, states: StateFormat | None, norm: Any
             f"state_dtype={states.option!r} is for float32, float16 and bfloat16 parameters, got "
             f"{got}. {own} state_dtype=None."
         )
-    if not is_dtensor(param):
-        return
-    if states is not None and not states.sharded:
-        raise ValueError(
-            f"state_dtype={states.option!r} keeps a scale for each block of memory, which cannot "
-            f"be sharded anew: not for DTensors, got {got}. {own} state_dtype=torch.bfloat16."
-        )
-    if norm is not None:
-        raise ValueError(
-            f"max_grad_norm={norm!r} would clip each process's part of a DTensor to its own norm, "
-            f"got {got}. {own} max_grad_norm=None."
-        )
 
 
-def check_loadable(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
+def check_loadable(loaded: dict[str, Any], own: list[dict[str, Any]]) -> None:
     """Raises ValueError where saved states do not fit: torch's can be converted to this
     optimizer's mode, those of another mode cannot."""
-    for theirs, ours in zip(saved, own, strict=False):
+    for theirs, ours in zip(loaded["param_groups"], own, strict=False):
+        for saved, param in zip(theirs["params"], ours["params"], strict=False):
+            _check_scales(loaded["state"].get(saved, {}), param)
         states = formats.state_format(formats.state_option(ours))
         if states is not None and not states.amsgrad and theirs.get("amsgrad"):
             raise ValueError(
@@ -166,6 +156,21 @@ def check_loadable(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> No
             f"state_dict was saved with {names[0]}, this optimizer has {names[1]}. Make this one "
             "with the same, or load the other's to_fp32_state_dict()."
         )
+
+
+def _check_scales(state: dict[str, Any], param: Tensor) -> None:
+    """Raises ValueError where the blocks of a saved state are those of other shards."""
+    row = coded_format(state)
+    if row is None or row.codes is None or (state[SCALES[0]].dim() < 2 and not is_dtensor(param)):
+        return
+    expected = scale_shape(param, row.codes)
+    for name in SCALES:
+        if state[name].shape != expected:
+            raise ValueError(
+                f"state_dict has {name} of shape {list(state[name].shape)} for a parameter that "
+                f"has {list(expected)} here: its {row.option} blocks are those of another "
+                "sharding. Save to_fp32_state_dict() to load it with any."
+            )
 
 
 def keep(old: list[dict[str, Any]], new: list[dict[str, Any]], scaled: bool) -> None:

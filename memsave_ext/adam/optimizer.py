@@ -145,9 +145,6 @@ class Adam(Saving, torch.optim.Adam):
             modes.check_group(param_group, complete["amsgrad"])
             if self.clip_global_norm is not None:
                 modes.refuse_two_norms([param_group])
-            for name in ("clip_global_norm", "grad_scaler"):
-                if getattr(self, name) is not None:
-                    self._refuse_dtensors(name, param_group["params"])
         super().add_param_group(param_group)
         if self._in_backward:
             try:

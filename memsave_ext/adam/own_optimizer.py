@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from . import modes, own_step
-from .dtensor import is_dtensor
 from .step_in_backward import InBackward
 
 
@@ -37,7 +36,7 @@ class OwnStep(InBackward):
             for group in self.param_groups:
                 group.setdefault("max_grad_norm", max_grad_norm)
         for group in self.param_groups:
-            self._check_group(group)
+            modes.refuse_twice(group["params"])
         self._make_stepper()
         self._counted = {}
         self._patch_step_function()
@@ -46,20 +45,9 @@ class OwnStep(InBackward):
         self._in_backward = True
         self.grad_scaler = scaler
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        modes.refuse_twice(group["params"])
-        norm = group.get("max_grad_norm")
-        if self._clips_each and norm is not None and any(map(is_dtensor, group["params"])):
-            raise ValueError(
-                f"max_grad_norm={norm!r} would clip each process's part of a DTensor to its own "
-                "norm: leave it out"
-            )
-
     def _take_group(self, group: dict[str, Any]) -> None:
         """Prepares a group that was added."""
-        self._check_group(group)
-        if self.grad_scaler is not None:
-            self._refuse_dtensors("grad_scaler", group["params"])
+        modes.refuse_twice(group["params"])
         if self._in_backward:
             self._attach(group["params"])
 

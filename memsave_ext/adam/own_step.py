@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import modes
+from .dtensor import is_dtensor
 
 # What a view does not share with its optimizer: the groups, step hooks, which belong to the step as
 # a whole, and what GradScaler tells a step of whole gradients, which these are not any more.
@@ -75,6 +76,8 @@ def scale(
 ) -> list[bool]:
     """Unscales and clips the gradients in ``.grad``. Returns which of them are to be used.
 
+    Of DTensors, all processes find the same, in a collective for each gradient and question.
+
     Args:
         norms: what each gradient is clipped to; None: not.
         scalars: grad_scale and found_inf, of a GradScaler; factor and skip, where the norm of all
@@ -98,6 +101,7 @@ def scale(
         used.append(grad_scale is None or not found.item())
         if max_norm is not None:
             modes.check_norm("max_grad_norm", max_norm)
-            norm = torch.nn.utils.get_total_norm([grad])  # as clip_grad_norm_()
+            norm: Any = torch.nn.utils.get_total_norm([grad])  # as clip_grad_norm_()
+            norm = norm.full_tensor() if is_dtensor(norm) else norm
             grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).to(grad.device))
     return used

@@ -27,13 +27,17 @@ class Saving(InBackward):
             for param in group["params"]
         ]
 
-    def to_fp32_state_dict(self) -> dict[str, Any]:
+    def to_fp32_state_dict(self, state_dict: dict[str, Any] | None = None) -> dict[str, Any]:
         """Returns the ``state_dict`` as torch's Adam would have it, which any Adam can load.
 
         Moments of 4, 8 and 16 bits are float32 in it; this class's options are left out. For the
         parameters see :meth:`fp32_parameters`.
+
+        Args:
+            state_dict: is converted in place of the optimizer's own: what torch's
+                ``get_optimizer_state_dict(model, opt)`` returns, with names in place of numbers.
         """
-        return modes.to_fp32(self.state_dict())
+        return modes.to_fp32(self.state_dict() if state_dict is None else state_dict)
 
     def state_dict(self) -> dict[str, Any]:
         self._check_not_folding()
@@ -53,7 +57,7 @@ class Saving(InBackward):
 
         # Registered last, it gets the state_dict as the other pre-hooks leave it.
         def look(_: Any, loaded: dict[str, Any]) -> None:
-            modes.check_loadable(loaded["param_groups"], groups)
+            modes.check_loadable(loaded, groups)
             self._loading = loaded
 
         handle = self.register_load_state_dict_pre_hook(look)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import errors
-from .blocks import SCALES, blocks_of, made, takes_blocks
+from .blocks import SCALES, made, scale_shape, takes_blocks
 from .elements import real_type, zeros_like
 from .formats import (
     COMPUTED,
@@ -103,12 +103,13 @@ def _check_like(name: str, param: Tensor, state: Mapping[str, Tensor], dtype: to
 
 
 def _check_blocks(param: Tensor, state: Mapping[str, Tensor], of: Codes) -> None:
-    blocks = blocks_of(param, of)
+    blocks = scale_shape(param, of).numel()
     for name in SCALES:
         scale = state.get(name)
         if (
             scale is None
-            or scale.numel() != blocks
+            or scale.numel() < blocks
+            or (scale.numel() > blocks and scale.dim() < 2)  # not of a shard, which may have more
             or scale.dtype != torch.float32
             or scale.device != param.device
             or not scale.is_contiguous()

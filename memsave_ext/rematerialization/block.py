@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,6 +23,7 @@ from .budget import (
     parse_budget,
     warn_if_short,
 )
+from .fallback.content import under_fakes
 from .figures import RematFigures, make_figures, make_report
 from .picture import draw_budget
 from .recorder import make_recorder
@@ -90,6 +90,15 @@ class remat:  # noqa: N801, a context manager is used like a function
                 f"remat: model must be a torch.nn.Module or None, got {type(model).__name__}"
             )
         check_arguments(budget, optimizer, strict)
+        if budget is not None and under_fakes():
+            warnings.warn(
+                "remat keeps everything under fake tensors where it has a budget, as its plan is "
+                "made of a step that was measured: the peak is then the budget or what is "
+                "predicted, whichever is less, unless the budget is less than the least possible",
+                UserWarning,
+                stacklevel=2,
+            )
+            budget, _everything = None, None
         self._modules = Modules(model)
         self._within = None if budget is None else parse_budget(budget, strict)
         counted = model if _counted is None else _counted
@@ -100,13 +109,6 @@ class remat:  # noqa: N801, a context manager is used like a function
     def __enter__(self) -> remat:
         if self._hooks is not None:
             raise RuntimeError("remat: a block is entered once; make another")
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            warnings.warn(
-                "remat keeps everything under fake tensors: a prediction is that of the step "
-                "without remat, and the peak with it is at most that",
-                UserWarning,
-                stacklevel=2,
-            )
         self._hooks = self._install()
         try:
             self._recorder.open()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import _native
 from .fallback.block import Block
+from .fallback.content import under_fakes
 
 
 class Budget(NamedTuple):
@@ -74,11 +75,13 @@ class Recorder(Protocol):
 def make_recorder(everything: bool | None, budget: Budget | None, device: torch.device) -> Recorder:
     """Returns a recorder for one block on a device, or one within a budget (native only).
 
+    On fake tensors it is the fallback's: the native part follows real memory.
+
     ``everything``: True drops all that can be recomputed, cheap or not, for tests. None drops
     nothing, to measure what recording costs.
     """
     recorder: Any
-    if not _native.module:
+    if not _native.module or under_fakes():
         recorder = Block(everything)
     elif budget is not None:
         recorder = _native.module.RematRecorder(*budget, device)

@@ -43,7 +43,7 @@ def rows(found):
 
 def test_the_cheapest_that_fits():
     peaks = {name: row.peak for name, row in rows(ms.memory.fits(build, 1 << 40)).items()}
-    assert len(peaks) == 7
+    assert len(peaks) == 9
     assert peaks["as built"] == ms.memory.predict(build, device="cuda").peak
     for name, budget in (
         ("as built", 1 << 40),
@@ -53,7 +53,7 @@ def test_the_cheapest_that_fits():
     least = min(peaks.values())
     only = ms.memory.fits(build, least)
     assert only.cheapest.name == "checkpoint by block, Adam in backward, 4-bit states"
-    assert [row.fits for row in only.rows] == [False] * 6 + [True]
+    assert [row.fits for row in only.rows] == [False] * 8 + [True]
 
 
 def test_means_are_what_they_are_called():
@@ -115,6 +115,20 @@ def test_means_that_do_not_apply():
     assert found["checkpoint by block"].peak is None
 
 
+def test_optimizers_of_any_kind_in_backward():
+    def momentum(params):
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+    def written():
+        model, optimizer, step = of_batch(256, momentum)
+        return model, ms.in_backward(optimizer, small_bytes=0), step
+
+    found = rows(ms.memory.fits(lambda: of_batch(256, momentum), "1GB", device="cpu"))
+    assert found["optimizer in backward"].peak <= found["as built"].peak
+    assert found["optimizer in backward"].reason == ""
+    assert ms.memory.predict(written).peak < found["as built"].peak
+
+
 def test_an_optimizer_that_steps_in_backward_already():
     def ours():
         return of_batch(64, lambda params: ms.AdamW(params, in_backward=True))
@@ -147,7 +161,7 @@ def test_the_command_line(capsys):
     assert main(["fits", where, "--budget", "1KB", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["cheapest"] is None and document["budget"] == 1000
-    assert [row["largest_batch"] for row in document["rows"]] == [0] * 7
+    assert [row["largest_batch"] for row in document["rows"]] == [0] * 9
     assert main(["fits", where, "--budget", "much"]) == 2
     assert "budget must be" in capsys.readouterr().err
     with pytest.raises(ValueError, match="of the user's own"):

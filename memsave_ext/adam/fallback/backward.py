@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...checkpointing.fallback.pinned import is_pinned
-from ..dtensor import is_dtensor
+from ..dtensor import is_dtensor, leave_buffer, local_tensor
+from ..shards import sharding_of
 from .updates import Update
 
 
@@ -30,6 +31,7 @@ class UsesGradients(Protocol):
     bucket_bytes: int
 
     def use(self, updates: list[Update], action: GradientAction) -> None: ...
+    def asks_others(self, param: Tensor, group: dict[str, Any]) -> bool: ...
     def ended(self, backward: Backward) -> None: ...
     def raised(self, used: int, waiting: list[Tensor]) -> None: ...
 
@@ -44,11 +46,15 @@ class Backward:
         self._waiting: list[tuple[Tensor, dict[str, Any]]] = []  # queued, gradients in .grad
         self._late: list[Update] = []  # reduced gradients of parameters that are still needed
         self._bytes = 0  # of the gradients queued since the last flush
+        # Shards whose step takes a collective. All processes must flush the same ones together, so
+        # that only what all of them know decides how long they wait.
+        self._asking: list[tuple[Tensor, dict[str, Any]]] = []
+        self._asking_bytes = 0
         self._used = 0  # how many gradients have been used
         self._finished = False
 
     def waits_for(self, param: Tensor) -> bool:
-        return any(other is param for other, _ in self._waiting)
+        return any(other is param for other, _ in self._waiting + self._asking)
 
     def add(self, param: Tensor, group: dict[str, Any], is_last: bool) -> None:
         """Uses the gradient now, or queues it. If other hooks still run (not ``is_last``): queues.
@@ -57,9 +63,13 @@ class Backward:
         """
         assert param.grad is not None
         size = param.grad.nbytes
-        # FSDP2's gradients are views of one reduced buffer, which a queued one would keep alive.
         sharded = is_dtensor(param)
-        is_small = size < self._stepper.small_bytes and not sharded
+        is_small = size < self._stepper.small_bytes
+        steps = self.action is GradientAction.STEP and not self._finished
+        if sharded and steps and self._stepper.asks_others(param, group):
+            return self._add_asking(param, group, is_last, is_small)
+        # To wait is worth it for what is saved in calls, or in collectives.
+        is_small = is_small and not sharded
         if is_last and not is_small and not self._is_needed(param):
             self._flush([(param, group)])
             return
@@ -70,7 +80,27 @@ class Backward:
             self._flush([each for each in self._waiting if id(each[0]) not in needed])
             self._waiting = [each for each in self._waiting if id(each[0]) in needed]
             self._bytes = size
+        if sharded and size < self._stepper.small_bytes:
+            leave_buffer(param.grad, local_tensor(param.grad))
         self._waiting.append((param, group))
+
+    def _add_asking(
+        self, param: Tensor, group: dict[str, Any], is_last: bool, is_small: bool
+    ) -> None:
+        # By now all hooks of the parameters that were queued before this one have run.
+        if self._asking_bytes >= self._stepper.bucket_bytes:
+            self._flush_asking()
+        if is_small:
+            leave_buffer(param.grad, local_tensor(param.grad))
+        self._asking.append((param, group))
+        size = param.numel() * param.element_size()  # of all shards
+        self._asking_bytes += size // sharding_of(param)[1]
+        if is_last and self._asking_bytes >= self._stepper.bucket_bytes:
+            self._flush_asking()
+
+    def _flush_asking(self) -> None:
+        asking, self._asking, self._asking_bytes = self._asking, [], 0
+        self._flush(asking)
 
     def use_reduced(self, updates: list[Update]) -> None:
         """Uses gradients that were reduced over processes."""
@@ -89,6 +119,7 @@ class Backward:
     def finish(self) -> None:
         self._stepper.use(self._late, self.action)
         self._late = []
+        self._flush_asking()
         self._flush(self._waiting)
         self._waiting = []
         self._finished = True
@@ -111,7 +142,8 @@ class Backward:
     def __del__(self) -> None:
         self._stepper.ended(self)
         if not self._finished:  # backward raised
-            self._stepper.raised(self._used, [param for param, _ in self._waiting])
+            waiting = [param for param, _ in self._waiting + self._asking]
+            self._stepper.raised(self._used, waiting)
 
 
 class Backwards:

@@ -30,8 +30,14 @@ def sum_of_squares(grad: Tensor) -> Tensor:
 
 @torch.no_grad()
 def adam_step_(*arguments: Any, **scaling: Tensor | None) -> None:
-    for p in checked(*arguments[:LISTS]):
-        by, skips = _scaling(p, *arguments[LISTS:], **scaling)
+    prepared = checked(*arguments[:LISTS])
+    names = ("grad_scale", "found_inf", "factor", "skip")
+    scaling |= dict(zip(names, arguments[LISTS:], strict=False))
+    for i, p in enumerate(prepared):
+        of_one = dict(scaling)
+        for name in names[2:]:
+            of_one[name] = _of_one(scaling.get(name), i, len(prepared))
+        by, skips = _scaling(p, **of_one)
         if not skips:
             update(p.param, p.grad, p.state, p.group, position=p.position, phase=p.phase, factor=by)
 
@@ -66,6 +72,17 @@ def _square(grad: Tensor) -> Tensor:
     """Returns one gradient's sum of squares in float64."""
     check_dense(grad)
     return real(plain(grad)).double().square().sum()
+
+
+def _of_one(values: Tensor | None, i: int, count: int) -> Tensor | None:
+    """Returns the scalar of one parameter, where there is one for each or one for all."""
+    if values is None or values.numel() == 1:
+        return None if values is None else values.view(())
+    if values.numel() != count:
+        raise ValueError(
+            "adam_step_: factor and skip must be scalars or have one element for each parameter"
+        )
+    return values[i]
 
 
 def _scaling(

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dtensor import is_dtensor
+from ..shards import sharding_of
+
 
 class Params:
     def __init__(self, optimizer: torch.optim.Optimizer, own_step: bool) -> None:
@@ -31,6 +34,14 @@ class Params:
         """Returns the parameter's state; empty where it has none."""
         optimizer = self.optimizer()
         return {} if optimizer is None else optimizer.state.get(param, {})
+
+    def sharded(self) -> list[Tensor]:
+        """Returns one DTensor of each sharding among the parameters."""
+        of_each: dict[int, Tensor] = {}
+        for param in self:
+            if is_dtensor(param) and (number := sharding_of(param)[0]):
+                of_each.setdefault(number, param)
+        return list(of_each.values())
 
     def name(self, param: Tensor) -> str:
         position = next(i for i, p in enumerate(self) if p is param)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import dtensor
+from .. import dtensor, shards
+from .arguments import Prepared
 from .operator import sum_of_squares
 
 
@@ -24,19 +25,33 @@ class GradNorm:
 
     def __init__(self) -> None:
         self._squares: dict[int, Tensor] = {}  # sums of squares, by the parameter's id
+        self._of_shards: dict[int, list[Tensor]] = {}  # those of shards, by number of the sharding
         self.value: Tensor | None = None  # the unscaled norm before clipping; None until finish()
         self.factor: Tensor | None = None  # clips and unscales a gradient; None until finish()
         self.skip: Tensor | None = None  # 1 if the norm is not finite; None without a loss scale
 
     def add(self, param: Tensor, grad: Tensor) -> None:
-        self._squares[id(param)] = sum_of_squares(dtensor.local_tensor(grad))
+        square = sum_of_squares(dtensor.local_gradient(param, grad))
+        number = shards.sharding_of(param)[0] if dtensor.is_dtensor(param) else 0
+        self._squares[id(param)] = torch.zeros_like(square) if number else square
+        if number:
+            self._of_shards.setdefault(number, []).append(square)
 
     def __contains__(self, param: Tensor) -> bool:
         return id(param) in self._squares
 
-    def finish(self, max_norm: float, scale: Tensor | None) -> None:
-        """Computes the norm and the factor from the gradients added. Ends the adding."""
+    def finish(self, max_norm: float, scale: Tensor | None, sharded: list[Tensor]) -> None:
+        """Computes the norm and the factor from the gradients added. Ends the adding.
+
+        ``sharded`` has one DTensor of each sharding among the optimizer's parameters: the shards'
+        sums are added up over processes, in one collective for each, whether this process has
+        added gradients or not.
+        """
         squares = list(self._squares.values())
+        for param in sharded:
+            zero = torch.zeros((), dtype=torch.double)
+            here = self._of_shards.get(shards.sharding_of(param)[0], [zero])
+            squares.append(shards.sum_over_shards(param, torch.stack(here).sum()))
         total = sum((s.to(squares[0].device) for s in squares), torch.zeros((), dtype=torch.double))
         norm = total.sqrt()
         if scale is not None:
@@ -72,19 +87,29 @@ class Scaling:
         assert self.norm is not None
         self.norm.add(param, grad)
 
-    def finish_norm(self, max_norm: float, scale: Tensor | None) -> None:
+    def finish_norm(self, max_norm: float, scale: Tensor | None, sharded: list[Tensor]) -> None:
         assert self.norm is not None
-        self.norm.finish(max_norm, scale)
+        self.norm.finish(max_norm, scale, sharded)
         self.last_norm = self.norm.value
 
     def clip_together(
-        self, grads: Iterable[tuple[Tensor, Tensor]], max_norm: float, scale: Tensor | None
+        self,
+        grads: Iterable[tuple[Tensor, Tensor]],
+        max_norm: float,
+        scale: Tensor | None,
+        sharded: list[Tensor],
     ) -> None:
-        """Measures the global norm of complete gradients, given with their parameters."""
+        """Measures the global norm of complete gradients, given with their parameters.
+
+        Other processes may have gradients where this one has none: all take part.
+        """
+        grads = list(grads)
+        if not grads and not sharded:
+            return
         self.norm = GradNorm()
         for param, grad in grads:
             self.norm.add(param, grad)
-        self.finish_norm(max_norm, scale)
+        self.finish_norm(max_norm, scale, sharded)
 
     def on(self, device: torch.device, scale: Tensor | None) -> dict[str, Tensor | None]:
         """Returns the operator's scaling arguments on ``device``.
@@ -98,6 +123,30 @@ class Scaling:
             return {}
         found_inf = self._found_inf.setdefault(device, torch.zeros((), device=device))
         return {"grad_scale": scale.to(device), "found_inf": found_inf}
+
+    def agree(
+        self, param: Tensor, prepared: list[Prepared], scale: Tensor | None
+    ) -> dict[str, Tensor | None]:
+        """Returns the operator's scaling arguments for shards that are split as ``param``.
+
+        All have the same max_grad_norm. A collective: see csrc/adam/shards.cpp.
+        """
+        here = torch.stack([sum_of_squares(p.grad) for p in prepared if p.grad is not None])
+        squares = shards.sum_over_shards(param, here)
+        max_norm = prepared[0].group.get("max_grad_norm")
+        by = self.on(squares.device, scale)
+        inverse = torch.ones_like(squares)
+        skip = None
+        if (on_device := by.get("grad_scale")) is not None:
+            inverse = inverse / on_device.double()
+            skip = squares.isfinite().logical_not().float()
+            found_inf = by["found_inf"]
+            assert found_inf is not None
+            found_inf.copy_(torch.maximum(found_inf, skip.amax()))
+        if max_norm is None:
+            return {"factor": inverse, "skip": skip}
+        clip = (max_norm / (squares.sqrt() * inverse + 1e-6)).clamp(max=1)
+        return {"factor": inverse * clip, "skip": skip}
 
     def end_step(self) -> None:
         self.last_found_inf = list(self._found_inf.values())

@@ -23,7 +23,7 @@ from .params import Params
 from .records import Records
 from .scaling import GradNorm, Scaling, grad_scale_of
 from .state_machine import Block, Event, State, StateMachine
-from .updates import Update, apply
+from .updates import Update, apply, asks_others
 
 
 class AdamStepper:
@@ -40,6 +40,7 @@ class AdamStepper:
         self._records = Records()
         self._of_steps = self._params, self._records, self._scaling, self._machine
         self._reduced_by_ddp = ReducedByDdp()
+        self.hand_to_ddp, self.ended = self._reduced_by_ddp.hand_over, self._backwards.ended
         self._stepped: set[int] = set()  # ids, of this step: stepped, or queued
         self._folded: set[int] = set()  # with gradients folded into the moments
         self._threads: dict[int, int] = {}  # the thread whose backward uses the gradient
@@ -99,7 +100,8 @@ class AdamStepper:
             self._scaling.norm = None
         else:
             self._machine.handle(Event.FINISH_NORM_PASS)
-            self._scaling.finish_norm(max_norm, grad_scale_of(self.optimizer()))
+            sharded = self._params.sharded()
+            self._scaling.finish_norm(max_norm, grad_scale_of(self.optimizer()), sharded)
 
     def step(self, max_norm: float, unscaled: bool) -> int:
         """Steps what has a gradient and closes the step. Returns how many parameters have been
@@ -111,9 +113,9 @@ class AdamStepper:
         updates = self._remaining()
         scale = grad_scale_of(self.optimizer())
         scale = torch.ones_like(scale) if unscaled and scale is not None else scale
-        if max_norm > 0 and updates:
+        if max_norm > 0:
             grads = [(param, grad) for param, _, grad in updates if grad is not None]
-            self._scaling.clip_together(grads, max_norm, scale)
+            self._scaling.clip_together(grads, max_norm, scale, self._params.sharded())
         apply(updates, *self._of_steps, scale, folds=False)
         if self._attached:
             for param in left:
@@ -145,9 +147,6 @@ class AdamStepper:
         return sum(id(param) in used for param in params)
 
     # called by DistributedDataParallel's communication hook
-
-    def hand_to_ddp(self, params: list[Tensor], enabled: bool) -> None:
-        self._reduced_by_ddp.hand_over(params, enabled)
 
     def begin_reduced(self, params: list[Tensor]) -> Backward | None:
         """Called before these gradients are reduced. Returns the backward to give to
@@ -241,15 +240,15 @@ class AdamStepper:
             else:
                 self._folded.update(id(param) for param, *_ in updates)
 
-    def ended(self, backward: Backward) -> None:
-        self._backwards.ended(backward)
+    def asks_others(self, param: Tensor, group: dict[str, Any]) -> bool:
+        """Whether stepping the shard takes a collective. An own step() asks by itself."""
+        scale = grad_scale_of(self.optimizer())
+        return not self._params.own_step and asks_others(param, group, self._scaling, scale)
 
     def raised(self, used: int, waiting: list[Tensor]) -> None:
         """Notes that a backward raised after ``used`` gradients; ``waiting`` are in ``.grad``."""
         self._machine.fail(used)
         self._stepped.difference_update(id(param) for param in waiting)
-
-    # what they share
 
     def _remaining(self) -> list[Update]:
         """Returns the updates that step() still has to make."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...checkpointing.fallback.stepped import note_step
 from .. import dtensor, modes
+from ..shards import sharding_of
 from ..states import check, make_state
 from .arguments import Prepared
 from .operator import step
@@ -55,16 +56,46 @@ def apply(
     for made in updates:
         by_device.setdefault(made.param.device, []).append(made)
     positions = {id(param): i for i, param in enumerate(params)}
-    for device, on_device in by_device.items():
+    for on_device in by_device.values():
         prepared = [
             _prepare(made, optimizer, records, folds=folds, position=positions[id(made.param)])
             for made in on_device
         ]
-        step(prepared, **scaling.on(device, scale))
+        _step(on_device, prepared, scaling, scale)
         for made, p in zip(on_device, prepared, strict=True):
             records.set_folded(optimizer.state[made.param], folds)
             if not folds:
                 records.note_versions(p.param, p.state)
+
+
+def asks_others(
+    param: Tensor, group: dict[str, Any], scaling: Scaling, scale: Tensor | None
+) -> bool:
+    """Whether a step needs the whole gradient of which this process has a shard."""
+    if scaling.clips_all or not dtensor.is_dtensor(param):
+        return False
+    clips = group.get("max_grad_norm") is not None
+    return (clips or scale is not None) and sharding_of(param)[0] != 0
+
+
+def _step(
+    updates: list[Update], prepared: list[Prepared], scaling: Scaling, scale: Tensor | None
+) -> None:
+    """Steps parameters on one device. Shards that must be scaled alike ask for the others first,
+    together with those that are split and clipped alike."""
+    parts: dict[tuple[int, Any], list[int]] = {}
+    others: list[Prepared] = []
+    for i, (param, group, grad) in enumerate(updates):
+        if grad is not None and asks_others(param, group, scaling, scale):
+            key = sharding_of(param)[0], group.get("max_grad_norm")
+            parts.setdefault(key, []).append(i)
+        else:
+            others.append(prepared[i])
+    for part in parts.values():
+        of_part = [prepared[i] for i in part]
+        step(of_part, **scaling.agree(updates[part[0]].param, of_part, scale))
+    if others:
+        step(others, **scaling.on(others[0].param.device, scale))
 
 
 def _apply_by_own(

@@ -203,6 +203,23 @@ class Log:
         self._part += 1
 
 
+class Logging:
+    """A tracker whose figures are those of its log."""
+
+    _log: Log
+
+    @property
+    def live(self) -> int:
+        return self._log.total
+
+    @property
+    def peak(self) -> int:
+        return self._log.peak
+
+    def record(self) -> Record:
+        return self._log.record()
+
+
 def _as_table(values: array[int], columns: int) -> Tensor:
     if not values:  # frombuffer takes no empty array
         return torch.empty(0, columns, dtype=torch.int64)

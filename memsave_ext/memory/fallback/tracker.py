@@ -16,7 +16,7 @@ from torch._C._autograd import _get_sequence_nr
 from ...checkpointing.fallback import surroundings
 from ...checkpointing.fallback.surroundings import Again
 from .events import AFTER_BACKWARD, Mark, marks_and_changes, put_mark
-from .log import Log, Memory, Record, address
+from .log import Log, Logging, Memory, address
 from .threads import RECOMPUTE, REMATERIALIZE, EventContext
 
 _queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -36,7 +36,7 @@ def pause_tracking(paused: bool) -> None:
         running.pause(by)
 
 
-class MemoryTracker:
+class MemoryTracker(Logging):
     """Follows the memory of the thread that starts it and of that thread's backwards.
 
     The figures are known once :meth:`stop` has run. What the hooks tell is noted, with a mark among
@@ -61,14 +61,6 @@ class MemoryTracker:
         self._depths: defaultdict[int, list[int]] = defaultdict(list)
         self._labelled: dict[int, Memory] = {}  # by address
         self._paused: defaultdict[int, int] = defaultdict(int)  # by thread, at the event being read
-
-    @property
-    def live(self) -> int:
-        return self._log.total
-
-    @property
-    def peak(self) -> int:
-        return self._log.peak
 
     def start(self, total: int | None) -> None:
         global _running
@@ -154,9 +146,6 @@ class MemoryTracker:
     def reset_peak(self) -> None:
         self._look()
         self._note(self._log.reset_peak)
-
-    def record(self) -> Record:
-        return self._log.record()
 
     def pause(self, by: int) -> None:
         self._note(partial(self._pause, by))

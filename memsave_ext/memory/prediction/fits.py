@@ -120,10 +120,10 @@ def fits(
 ) -> Fits:
     """Predicts which means make a training step fit into ``budget``, the cheapest first.
 
-    The means are memsave_ext's: checkpointing the model's blocks, Adam in backward in place of
-    torch's, and its 8-bit and 4-bit states. They are applied to what ``build`` made, in fakes
-    alone; see :func:`predict` for how exact the peaks are. On CUDA leave room beside the budget for
-    what the context takes and for fragmentation.
+    The means are memsave_ext's: the optimizer stepped in backward, checkpointing the model's
+    blocks, its Adam in backward in place of torch's, and its 8-bit and 4-bit states. They are
+    applied to what ``build`` made, in fakes alone; see :func:`predict` for how exact the peaks are.
+    On CUDA leave room beside the budget for what the context takes and for fragmentation.
 
     Args:
         build: a function as :func:`predict` takes it; or one of a batch size, of which the largest

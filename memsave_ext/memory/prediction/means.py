@@ -19,17 +19,21 @@ class Means:
 
     Attributes:
         checkpoint: whether the blocks of the model are checkpointed.
+        own_in_backward: whether the optimizer, of any kind, steps in backward.
         in_backward: whether memsave_ext's Adam steps in backward in place of torch's.
         state_dtype: its ``state_dtype``.
     """
 
     checkpoint: bool = False
+    own_in_backward: bool = False
     in_backward: bool = False
     state_dtype: str | None = None
 
     @property
     def name(self) -> str:
-        names = ["checkpoint by block"] * self.checkpoint + ["Adam in backward"] * self.in_backward
+        names = ["checkpoint by block"] * self.checkpoint
+        names += ["optimizer in backward"] * self.own_in_backward
+        names += ["Adam in backward"] * self.in_backward
         if self.state_dtype is not None:
             names.append(self.state_dtype.replace("bit", "-bit states"))
         return ", ".join(names) or "as built"
@@ -50,6 +54,8 @@ class Means:
             model, optimizer, step = checked("fits: build", build())
             if self.checkpoint:
                 _checkpoint_blocks(model)
+            if self.own_in_backward:
+                _step_in_backward(optimizer)
             if self.in_backward:
                 optimizer = self._step_in_place_of(optimizer)
             return model, optimizer, step
@@ -79,13 +85,23 @@ class Means:
 # The cheapest first: what is exact comes before what rounds, and then what costs no time.
 ALL = (
     Means(),
+    Means(own_in_backward=True),
     Means(in_backward=True),
     Means(checkpoint=True),
+    Means(checkpoint=True, own_in_backward=True),
     Means(checkpoint=True, in_backward=True),
     Means(in_backward=True, state_dtype="8bit"),
     Means(checkpoint=True, in_backward=True, state_dtype="8bit"),
     Means(checkpoint=True, in_backward=True, state_dtype="4bit"),
 )
+
+
+def _step_in_backward(optimizer: Optimizer | None) -> None:
+    from ...adam import in_backward
+
+    if optimizer is None:
+        raise ValueError("the step has no optimizer")
+    in_backward(optimizer)
 
 
 def _checkpoint_blocks(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from ..hooks import Hooks, Modules, Names
 from ..measure import Build, checked
 from ..reported import Reported
 from .batch import from_batch
-from .surroundings import card_names, in_sentences, swaps_of_fakes
+from .surroundings import card_names, in_sentences, known_values, swaps_of_fakes
 from .tracker import FakeTracker
 from .workspaces import workspace_of
 
@@ -94,10 +94,12 @@ def predict(
             batches, and torch's optimizers step as on CUDA. On the CPU, as for :func:`track`, of
             memory from before the step only the model's and the optimizer's counts.
 
-    The workspaces of kernels are added where they are known: of convolutions on the CPU and of
-    attention. cuBLAS's and cuDNN's, fragmentation, and what a CUDA context holds are not. Values
-    that Python reads from tensors are all 1. :func:`remat` keeps everything under fake tensors, so
-    that the peak with it is at most the predicted one; a warning says so.
+    The workspaces of kernels are added where they are known: of convolutions and attention on the
+    CPU. cuBLAS's and cuDNN's, fragmentation, and what a CUDA context holds are not. Values that
+    Python reads from tensors are all 1, but for those of small tensors that are known, such as
+    ``torch.arange(4)``.
+    :func:`remat` drops what its rule for single tensors drops, as in the first two steps of a
+    shape. With a budget it keeps everything, and a warning says so.
 
     Raises:
         TypeError, ValueError: an argument, or what ``build`` returned, is not as said above.
@@ -121,6 +123,7 @@ def predict(
         if chosen.type == "cuda":
             stack.enter_context(card_names())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(known_values())
         stack.enter_context(swaps_of_fakes())
         stack.enter_context(tracker.storages)
         stack.enter_context(tracker.listening())

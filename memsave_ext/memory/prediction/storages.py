@@ -8,13 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from .repeats import Repeats
 
 # Returns the bytes that the kernel of an operator makes for itself, given the operator, its
 # arguments and its result.
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
+MOST_KNOWN = 64  # elements of a tensor whose values are known
+_ARANGE = torch.ops.aten.arange
+_COUNTS = (_ARANGE.default, _ARANGE.start, _ARANGE.start_step, torch.ops.aten.linspace.default)
 
 
 class Storages(TorchDispatchMode):
@@ -41,6 +46,7 @@ class Storages(TorchDispatchMode):
         self._allocated, self._freed = allocated, freed
         self._workspace = workspace
         self._rounding = rounding
+        self._repeats = Repeats()
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     @classmethod
@@ -55,12 +61,26 @@ class Storages(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and _is_unknown(args[0]):
             return _python_type(args[0].dtype)(1)
-        result = func(*args, **kwargs)
-        for leaf in tree_iter(result):
-            if isinstance(leaf, FakeTensor):
-                self.memory(leaf)
-        if size := self._workspace(func, args, kwargs, result):
-            self._allocated(-1, self._rounded(size))
+        if (view := self._repeats.view(func, args, kwargs)) is not None:
+            for tensor in (view,) if isinstance(view, FakeTensor) else view:
+                self.memory(tensor)
+            return view
+        call = self._repeats.call(func, args, kwargs)
+        repeated = call and call.repeated(args)
+        if repeated:
+            result, made, workspace = repeated
+        else:
+            result = func(*args, **kwargs)
+            if func in _COUNTS and isinstance(result, FakeTensor) and result.numel() <= MOST_KNOWN:
+                result = _with_values(result, func, args, kwargs)
+            made = [leaf for leaf in tree_iter(result) if isinstance(leaf, FakeTensor)]
+            workspace = self._workspace(func, args, kwargs, result)
+            if call:
+                call.remember(args, result, workspace)
+        for tensor in made:
+            self.memory(tensor)
+        if workspace:
+            self._allocated(-1, self._rounded(workspace))
             self._freed(-1)
         return result
 
@@ -92,6 +112,16 @@ class Storages(TorchDispatchMode):
 
     def _rounded(self, size: int) -> int:
         return -(-size // self._rounding) * self._rounding
+
+
+def _with_values(
+    result: FakeTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> FakeTensor:
+    """Returns the result with its values, as models are built with those of such tensors."""
+    with unset_fake_temporarily():
+        real = func(*args, **kwargs)
+    mode = result.fake_mode
+    return mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=True)
 
 
 def _is_unknown(tensor: Tensor) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -16,6 +17,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.overrides import TorchFunctionMode
+
+from .storages import MOST_KNOWN
 
 
 @contextmanager
@@ -62,6 +65,17 @@ def swaps_of_fakes() -> Iterator[None]:
         yield
     finally:
         torch.utils.swap_tensors = swap
+
+
+@contextmanager
+def known_values() -> Iterator[None]:
+    """Lets operators on small tensors of known values compute values, as torch does for scalars."""
+    before = fake_tensor.CONSTANT_NUMEL_LIMIT
+    fake_tensor.CONSTANT_NUMEL_LIMIT = MOST_KNOWN
+    try:
+        yield
+    finally:
+        fake_tensor.CONSTANT_NUMEL_LIMIT = before
 
 
 def card_names() -> TorchFunctionMode:

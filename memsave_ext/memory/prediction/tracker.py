@@ -13,7 +13,7 @@ from torch._C._autograd import _get_sequence_nr
 
 from ... import _native
 from ...checkpointing.fallback import surroundings
-from ..fallback.log import Block, Log, Record
+from ..fallback.log import Block, Log, Logging
 from ..fallback.threads import RECOMPUTE, REMATERIALIZE, EventContext
 from .storages import Storages, Workspace
 
@@ -29,7 +29,7 @@ class FakeMemory:
         self.block: Block | None = None
 
 
-class FakeTracker:
+class FakeTracker(Logging):
     """Does what the native tracker does, for the fake tensors made below :attr:`storages`.
 
     A clock that counts events stands for the time.
@@ -51,14 +51,6 @@ class FakeTracker:
         self.storages = Storages(self._allocated, self._freed, workspace, rounding)
         self._open: list[int] = []
         self._depths: list[int] = []
-
-    @property
-    def live(self) -> int:
-        return self._log.total
-
-    @property
-    def peak(self) -> int:
-        return self._log.peak
 
     def set_modules(self, parents: list[int]) -> None:
         """Tells the model's modules, before :meth:`start`."""
@@ -111,9 +103,6 @@ class FakeTracker:
             if memory is not None:
                 found.append((FakeMemory(*memory), name))
         self._log.label(found, category, self._context())
-
-    def record(self) -> Record:
-        return self._log.record()
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,17 +12,16 @@ from torch import Tensor
 from .storages import Workspace
 
 _BLOCK = 16  # oneDNN's convolutions keep channels in blocks of this size
+_WIDEST = 14  # its kernels for gradients of weights are at most this wide
+_WIDEST_DEPTHWISE = 3
 _BACKENDS: Any = torch._C._ConvBackend  # type: ignore[attr-defined]
 _ONEDNN = (_BACKENDS.Mkldnn, _BACKENDS.MkldnnEmpty)
-# With larger kernels, as in the patches of vision transformers, the gradient of the weight is a
-# matrix product of oneDNN's, whose scratch memory is, as measured, that of four copies.
-_LARGEST = 14
 _IM2COL = (_BACKENDS.Slow2d, _BACKENDS.SlowDilated2d)
 
 
 def workspace_of(device: torch.device) -> Workspace:
-    """Returns what tells the workspaces of the kernels of a device: those of convolutions on the
-    CPU. cuDNN's depend on the algorithm that it picks on the card."""
+    """Returns what tells the workspaces of the kernels of a device: those of convolutions and
+    attention on the CPU. cuDNN's depend on the algorithm that it picks on the card."""
     return _on_cpu if device.type == "cpu" else _nothing
 
 
@@ -34,56 +34,126 @@ def _on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         return _convolution(result, args)
     if func is torch.ops.aten.convolution_backward.default:
         return _convolution_backward(args, result)
+    if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+        return _attention(*args[:2])
+    if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        return _attention_backward(*args[:3])
     return 0
 
 
 def _convolution(y: Tensor, args: tuple[Any, ...]) -> int:
     x, weight, bias, *options = args
     backend = torch._C._select_conv_backend(x, weight, bias, *options)
-    if backend in _ONEDNN:
-        made = _reordered(x) + _weight(weight, options[-1]) + _reordered(y) - y.nbytes
-        return max(made, _reordered(y))
-    return _columns(x, weight, y) if backend in _IM2COL else 0
+    if backend in _IM2COL:
+        return _columns(x, weight, y)
+    if backend not in _ONEDNN:
+        return 0
+    groups = options[-1]
+    if _is_mostly_padding(x, y, options):
+        return max(_columns_of_group(weight, y), int(y.nbytes))
+    copy = _reordered(y)
+    made = _reordered(x, is_input=True) + _weight(weight, groups) + (copy - y.nbytes if copy else 0)
+    return max(made, copy)
 
 
 def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
-    grad, x, weight, bias_sizes, *options, mask = args
+    grad, x, weight, bias_sizes, *options, _ = args
     backend = torch._C._select_conv_backend(x, weight, None, *options, bias_sizes)
     if backend in _IM2COL:
         return _columns(x, weight, grad)
     if backend not in _ONEDNN:
         return 0
-    for_input, for_weight = mask[0], mask[1] or mask[2]
-    # First the gradient of the input, then that of the weight, then a copy of that.
-    weight_copy = _weight(weight, options[-1])
+    # A slice of a gradient, as that of what was concatenated, is copied first.
+    copy = 0 if grad.is_contiguous() or _is_last(grad) else grad.nbytes
+    return copy + max(0, *_gradients(args, result))
+
+
+def _gradients(args: tuple[Any, ...], result: Any) -> Iterator[int]:
+    """Yields what is made besides the results at each of the moments that may need the most.
+
+    The gradient of the input is made first, then those of the weight and bias, then copies of
+    these. All results are counted when this is asked, so that those not made yet are taken off.
+    """
+    grad, x, weight, _, *options, mask = args
+    groups = options[-1]
     later: int = sum(t.nbytes for t in result[1:] if t is not None)
-    needs = [0]
-    if for_weight and max(weight.shape[2:]) > _LARGEST:
-        scratch: int = 4 * (weight.nbytes + grad.nbytes // grad.shape[0])
-        return weight_copy + scratch - later
-    if for_input:
-        needs.append(weight_copy + _reordered(grad) + _reordered(x) - later)
-    if for_weight:
-        needs.append(_reordered(x) + _reordered(grad) + weight_copy - later)
-        needs.append(weight_copy)
-    return max(needs)
+    given = _reordered(x, is_input=True), _reordered(grad)
+    weight_copy = _weight(weight, groups)
+    if mask[0] and _is_mostly_padding(x, grad, options) and not _is_depthwise(weight, groups):
+        yield _columns_of_group(weight, grad) - later
+    elif mask[0]:
+        yield sum(given) + weight_copy - (x.nbytes if given[0] else 0) - later
+        if min(options[0]) > 1 and not (_is_depthwise(weight, groups) or _is_last(x)):
+            # The kernel's result has its channels last, and goes by way of blocks.
+            yield 2 * x.nbytes - later
+    if not (mask[1] or mask[2]):
+        return
+    bias = result[2].nbytes if result[2] is not None else 0
+    has_kernel = _has_kernel(x, weight, options)
+    if not has_kernel and not _is_last(x):
+        threads = min(torch.get_num_threads(), x.shape[0] * groups)
+        yield threads * (_columns_of_group(weight, grad) + 4 * weight.nbytes)
+        return
+    made = weight_copy if has_kernel else _weight_of_groups(weight, groups)
+    yield sum(given) + made + bias - later
+    yield made + bias + (weight.nbytes if _is_last(x) else 0)
 
 
-def _reordered(tensor: Tensor) -> int:
+def _is_mostly_padding(x: Tensor, y: Tensor, options: list[Any]) -> bool:
+    """Whether oneDNN multiplies matrices of patches, for lack of a kernel for tiny images."""
+    return not _is_last(x) and options[1][-1] > y.shape[-1]
+
+
+def _has_kernel(x: Tensor, weight: Tensor, options: list[Any]) -> bool:
+    """Whether oneDNN has its own kernel for the gradient of the weight. It multiplies matrices
+    otherwise, or, where channels are last, takes a kernel that fills a block for each group.
+
+    Its conditions are those of jit_uni_dw_conv_kernel_utils.hpp and, as measured, a widest kernel.
+    """
+    stride, padding, dilation, groups = *options[:3], options[-1]
+    if not _is_depthwise(weight, groups):
+        reach = zip(weight.shape[2:], dilation, x.shape[2:], strict=True)
+        fits = all(step == 1 or (kernel - 1) * step < size for kernel, step, size in reach)
+        return fits and max(weight.shape[2:]) <= _WIDEST
+    sizes = zip(x.shape[2:], weight.shape[2:], stride, padding, strict=True)
+    fits = all(size >= kernel + -pad % step for size, kernel, step, pad in sizes)
+    return fits and weight.shape[-1] <= _WIDEST_DEPTHWISE
+
+
+def _is_last(tensor: Tensor) -> bool:
+    last = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    return (
+        tensor.dim() in (4, 5)
+        and tensor.is_contiguous(memory_format=last)
+        and not tensor.is_contiguous()
+    )
+
+
+def _is_depthwise(weight: Tensor, groups: int) -> bool:
+    return groups > 1 and weight.shape[0] == groups and weight.shape[1] == 1
+
+
+def _reordered(tensor: Tensor, *, is_input: bool = False) -> int:
     """Bytes of a copy in blocks of channels; 0 if the kernel reads the tensor as it is."""
     channels = tensor.shape[1]
-    last = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
-    if channels < _BLOCK or (tensor.dim() in (4, 5) and tensor.is_contiguous(memory_format=last)):
+    if _is_last(tensor) or (is_input and channels < _BLOCK):
         return 0
     return tensor.nbytes // channels * _in_blocks(channels)
 
 
 def _weight(weight: Tensor, groups: int) -> int:
     out, inside = weight.shape[:2]
-    if groups > 1 and inside == 1:  # depthwise
+    if _is_depthwise(weight, groups):
         return weight.nbytes // out * _in_blocks(out)
     inside_copied = _in_blocks(inside) if inside >= _BLOCK else inside
     return weight.nbytes // (out * inside) * _in_blocks(out) * inside_copied
+
+
+def _weight_of_groups(weight: Tensor, groups: int) -> int:
+    """Bytes of a copy in which every group fills blocks of its own."""
+    out, inside = weight.shape[:2]
+    blocks = groups * _in_blocks(out // groups) * _in_blocks(inside)
+    return weight.nbytes // (out * inside) * blocks
 
 
 def _in_blocks(channels: int) -> int:
@@ -95,3 +165,35 @@ def _columns(x: Tensor, weight: Tensor, y: Tensor) -> int:
     if weight.shape[2:].numel() == 1:
         return 0
     return x.shape[0] * math.prod(weight.shape[1:]) * y.shape[2:].numel() * x.element_size()
+
+
+def _columns_of_group(weight: Tensor, y: Tensor) -> int:
+    """Bytes of the patches of one group of an image."""
+    return int(weight[0].numel() * y.shape[2:].numel() * y.element_size())
+
+
+def _attention(query: Tensor, key: Tensor) -> int:
+    """Bytes of the tiles of torch's FlashAttentionKernel.cpp: scores, two sums and the result of
+    some rows, for each thread; the scores again in the dtype of the arguments if that is narrow."""
+    rows, columns, wide = _tile(query, key)
+    narrow = query.element_size() if query.element_size() < wide else 0
+    size = wide * rows * (columns + 2 + query.shape[3]) + narrow * rows * columns
+    return int(torch.get_num_threads() * size)
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor) -> int:
+    """Bytes of the tiles of the scores and their gradients, and of a copy of the result's gradient
+    if it is not laid out as the result. Packed tiles of narrow dtypes, which are less, are not
+    known."""
+    rows, columns, wide = _tile(query, key)
+    narrow = query.element_size() if query.element_size() < wide else 0
+    size = 2 * (wide + narrow) * rows * columns + wide * rows
+    copy = 0 if grad.transpose(1, 2).is_contiguous() else grad.nbytes
+    return int(torch.get_num_threads() * size + copy)
+
+
+def _tile(query: Tensor, key: Tensor) -> tuple[int, int, int]:
+    """Returns the rows and columns of a tile of scores, and the bytes of a number in it."""
+    length = query.shape[2]
+    rows = 256 if length >= 768 else 64 if length >= 192 else 32
+    return min(rows, length), min(512, key.shape[2]), max(4, query.element_size())

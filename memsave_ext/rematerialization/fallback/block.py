@@ -76,8 +76,11 @@ class Block:
     # called while it is open
 
     def run(self, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs an operator; records it unless it is higher-order, or in a backward or recompute."""
-        if isinstance(overload, OpOverload) and _records():
+        """Runs an operator; records it unless it is higher-order, or in a backward or recompute.
+
+        A fake tensor is asked for its device by an operator, too, which is no part of the step.
+        """
+        if isinstance(overload, OpOverload) and overload.namespace != "prim" and _records():
             return self._recorder.run(overload, args, kwargs)
         return overload(*args, **kwargs)
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...checkpointing.fallback.outside import version_of
@@ -19,10 +20,15 @@ from ...checkpointing.fallback.pinned import Pin, is_pinned, pin
 from .operators import Key, Operator
 
 
+def under_fakes() -> bool:
+    """Whether operators run on fake tensors, which have sizes and no memory."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is a strided Tensor or Parameter with memory: no wrapper, not on meta."""
+    """Whether it is a strided Tensor or Parameter, or a fake of one: no wrapper, not on meta."""
     return (
-        type(tensor) in (Tensor, nn.Parameter)
+        type(tensor) in (Tensor, nn.Parameter, FakeTensor)
         and tensor.layout is torch.strided
         and not (
             tensor.is_meta
@@ -35,13 +41,22 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
+def copied(storage: UntypedStorage, device: torch.device) -> UntypedStorage:
+    """Returns a copy of the storage of a tensor that is on ``device``."""
+    if storage.device == device:
+        copy: UntypedStorage = storage.clone()
+        return copy
+    return torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
+
+
 class Geometry(NamedTuple):
-    """Sizes, strides, offset and dtype: how a tensor views its storage."""
+    """How a tensor views its storage. The device of a fake tensor is not that of its storage."""
 
     sizes: torch.Size
     strides: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    device: torch.device
     is_conj: bool
     is_neg: bool
 
@@ -52,17 +67,30 @@ class Geometry(NamedTuple):
             tensor.stride(),
             int(tensor.storage_offset()),
             tensor.dtype,
+            tensor.device,
             tensor.is_conj(),
             tensor.is_neg(),
         )
 
     def view(self, storage: UntypedStorage) -> Tensor:
         """Returns a tensor with this geometry on ``storage``, without autograd history."""
-        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        if storage.device != self.device:
+            return self._fake_view(storage)
+        tensor = torch.empty(0, dtype=self.dtype, device=self.device)
         tensor.set_(storage, self.offset, self.sizes, self.strides)
         if self.is_conj:
             tensor = tensor.conj()
         return torch._neg_view(tensor) if self.is_neg else tensor
+
+    def _fake_view(self, storage: UntypedStorage) -> Tensor:
+        """The mode's own set_() would keep the storage alive, in a key of its cache."""
+        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        with in_kernel_invocation_manager(mode):
+            tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+            tensor.set_(storage, self.offset, self.sizes, self.strides)
+            torch._C._set_conj(tensor, self.is_conj)
+            torch._C._set_neg(tensor, self.is_neg)
+        return FakeTensor(mode, tensor, self.device)
 
 
 class Reference(NamedTuple):
@@ -206,7 +234,7 @@ class Memory:
     def before_write(self) -> None:
         """Copies the content before it is changed, if dropped memory is recomputed from it."""
         if self._tensor is not None and self.storage is not None and is_pinned(self._tensor):
-            self.storage = self.storage.clone()
+            self.storage = copied(self.storage, self._tensor.device)
             self._tensor = None
 
     def add_holder(self, holder: Any) -> None:

@@ -13,7 +13,7 @@ from torch import UntypedStorage
 
 from ...checkpointing import errors
 from ...checkpointing.fallback import surroundings
-from .content import Call, Content, Memory, Reference
+from .content import Call, Content, Memory, Reference, copied
 from .operators import results_of
 
 _thread = threading.local()
@@ -95,7 +95,8 @@ class _Recomputation:
             if reference.content not in calls:
                 _check_unchanged(call, reference, storage)
             if reference.content in written:
-                storage = copies.setdefault(reference.content, storage.clone())
+                copy = copied(storage, reference.geometry.device)
+                storage = copies.setdefault(reference.content, copy)
             tensor = reference.geometry.view(storage)
             if reference.element < 0:
                 given[reference.key] = tensor
