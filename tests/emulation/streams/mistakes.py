@@ -59,7 +59,7 @@ MISTAKES = [
     Mistake(
         "a step beside FSDP2's reductions does not wait for its gradient",
         "adam/backward.cpp",
-        "  order_after(beside, *current);\n",
+        "  order_after(beside, *made_on);\n",
         "",
         "fsdp",
         UNORDERED,
