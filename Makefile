@@ -66,8 +66,9 @@ format: $(INSTALLED)  ## rewrite the sources in the project's style
 cuda-check: $(INSTALLED)  ## compile every CUDA source, without a GPU or a CUDA torch
 	$(VENV) tools/cuda_check.py
 
-emulate: $(INSTALLED)  ## run every CUDA kernel on the CPU, also with address sanitizer
+emulate: build  ## run every CUDA kernel on the CPU, also with address sanitizer; then streams
 	$(VENV) tests/emulation/run.py
+	$(VENV) tests/emulation/streams.py
 
 emulate-full: $(INSTALLED)  ## the same with all sanitizers and large tensors; then seeded bugs
 	$(VENV) tests/emulation/run.py --builds plain --large

@@ -115,10 +115,7 @@ class StepReduced:
             for param in mine:
                 param.grad = None  # the bucket has the gradient
             if self._reducer_writes and bucket.is_last():
-                # The reducer queues its write to .grad after this call. A callback that another
-                # callback queues runs after that write.
-                engine = torch.autograd.Variable._execution_engine
-                engine.queue_callback(lambda: engine.queue_callback(self._clear_gradients))
+                _call_after_reducer(self._clear_gradients)
         futures = [self._reduce(self._state, bucket)]
         if self._some_unused:
             # The gradient of a parameter that no process used arrives as zeros, and so may that of
@@ -129,6 +126,11 @@ class StepReduced:
             futures.append(work.get_future())
 
         stream = torch.cuda.current_stream(buffer.device) if buffer.is_cuda else None
+        if stream is not None:
+            # Autograd's own wait for this stream can come before the step is queued.
+            _call_after_reducer(
+                lambda: torch.cuda.current_stream(stream.device).wait_stream(stream)
+            )
 
         def finish(done: Any) -> Tensor:
             with _that_backward_waits_for(stream):
@@ -158,25 +160,36 @@ class StepReduced:
             param.grad = None
 
 
+def _call_after_reducer(function: Callable[[], None]) -> None:
+    """Calls ``function`` when the reducer has waited for all futures and written to ``.grad``.
+
+    The reducer queues that for the end of backward after it has called the hook; a callback that
+    another callback queues runs later. The current streams are those on which backward was called.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(function))
+
+
 @contextlib.contextmanager
 def _that_backward_waits_for(stream: torch.cuda.Stream | None) -> Iterator[None]:
     """Runs the block on a stream that the end of backward waits for.
 
-    ``stream`` is the backward's; None on a CPU.
+    ``stream`` is that of the hook, for which it does; None on a CPU.
 
     Callbacks of NCCL's futures, which have devices, run on a stream of their own, and the end of
-    backward waits for it. gloo's futures have no devices: their callbacks run on the default stream
-    of gloo's thread, which has the reduced values and which nobody waits for. In that case the
-    block runs on the backward's stream, which waits for the default one. That wait is short,
-    because gloo is done by then.
+    backward waits for it. gloo's futures have no devices. It makes the default stream wait for the
+    reduced values, and its callbacks run on the default stream of its thread, for which nobody
+    waits, or, where it is done already, on that of the hook. In both cases the block runs on the
+    hook's stream, which waits for the default one. That wait is short: gloo is done by then.
     """
     if stream is None:
         yield
         return
-    current = torch.cuda.current_stream(stream.device)
-    if current == stream or current != torch.cuda.default_stream(stream.device):
+    default = torch.cuda.default_stream(stream.device)
+    if torch.cuda.current_stream(stream.device) not in (stream, default):
         yield
         return
-    stream.wait_stream(current)
+    if stream != default:
+        stream.wait_stream(default)
     with torch.cuda.stream(stream):
         yield

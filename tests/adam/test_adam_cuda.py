@@ -54,7 +54,7 @@ def test_unaligned_and_many():
     base = [torch.randn(101) for _ in range(300)]
     runs = []
     for device in ("cpu", "cuda"):
-        params = [nn.Parameter(b.to(device)[1:]) for b in base]
+        params = [nn.Parameter(b.clone().to(device)[1:]) for b in base]  # stepped in place
         optimizer = ms.AdamW(params, lr=0.1)
         for _ in range(3):
             for p in params:

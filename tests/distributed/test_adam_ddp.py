@@ -377,6 +377,7 @@ class Stream:
     [
         ("default", "loop", "loop"),  # gloo's thread
         ("default", "default", "default"),
+        ("loop", "loop", "loop"),  # gloo was done before the hook
         ("nccl", "loop", "nccl"),  # which the end of backward waits for
         ("nccl", "default", "nccl"),
     ],
@@ -396,4 +397,4 @@ def test_a_step_is_ordered_with_the_stream_of_backward(monkeypatch, callback, ba
     stream = Stream(backward)
     with _that_backward_waits_for(stream):
         assert current[-1].name == runs_on
-    assert stream.waited == ([] if runs_on == callback else [callback])
+    assert stream.waited == (["default"] if runs_on == "loop" else [])

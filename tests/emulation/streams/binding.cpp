@@ -1,0 +1,50 @@
+// What fake_cuda.py calls.
+#include <cstring>
+
+#include "ATen/cuda/CUDAGeneratorImpl.h"
+#include "device.h"
+
+namespace {
+
+struct CudaGraph {
+  uint64_t number;
+  std::shared_ptr<emulated::Graph> graph;
+};
+
+}  // namespace
+
+extern "C" {
+
+// The caller frees it.
+char* emulated_take_failures() { return strdup(emulated::take_failures().c_str()); }
+
+void emulated_begin_capture() { emulated::begin_capture(); }
+
+void* emulated_end_capture() {
+  const uint64_t number = emulated::capture();
+  return new CudaGraph{number, emulated::end_capture()};
+}
+
+bool emulated_is_capturing() { return emulated::capture() != 0; }
+
+void emulated_refuse_waits(bool refuses) { emulated::refuses_waits = refuses; }
+
+int64_t emulated_bytes_allocated() { return emulated::bytes_allocated(); }
+
+void emulated_generator_state(uint64_t* seed_and_offset) {
+  const at::Generator& generator = at::cuda::detail::getDefaultCUDAGenerator();
+  seed_and_offset[0] = generator.current_seed();
+  seed_and_offset[1] = generator.get_offset();
+}
+
+void emulated_seed(uint64_t seed) {
+  at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator();
+  generator.set_current_seed(seed);
+}
+
+void emulated_replay(const CudaGraph* graph) {
+  const at::Generator& generator = at::cuda::detail::getDefaultCUDAGenerator();
+  generator.get<at::CUDAGeneratorImpl>()->replay_prologue(graph->number);
+  emulated::replay(*graph->graph, emulated::current_stream());
+}
+}

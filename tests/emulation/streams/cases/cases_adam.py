@@ -1,0 +1,124 @@
+"""Adam's hooks on several streams: parts of a network run on streams of their own."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import memsave_ext as ms
+
+DEVICE = "cuda"
+
+
+class Branches(nn.Module):
+    """Layers that run each on one of two side streams or on the caller's, as a seed says."""
+
+    def __init__(self, chance):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(chance.randint(3, 6)))
+        self.streams = [torch.cuda.Stream() for _ in range(2)]
+        # At least two, in which hooks run.
+        self.places = [0, 1] + [chance.choice([None, 0, 1]) for _ in self.layers[2:]]
+        chance.shuffle(self.places)
+
+    def forward(self, x):
+        current = torch.cuda.current_stream()
+        total = 0
+        for layer, place in zip(self.layers, self.places, strict=True):
+            if place is None:
+                total = total + layer(x).tanh()
+                continue
+            stream = self.streams[place]
+            stream.wait_stream(current)
+            x.record_stream(stream)
+            with torch.cuda.stream(stream):
+                y = layer(x).tanh()
+            current.wait_stream(stream)
+            y.record_stream(current)
+            total = total + y
+        return total
+
+
+def network(seed):
+    torch.manual_seed(seed)
+    return Branches(random.Random(seed)).to(DEVICE)
+
+
+def loss_of(net, step):
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+    return net(x).square().mean()
+
+
+def train(net, optimizer, steps=3, scaler=None, norm=None):
+    for step in range(steps):
+        loss = loss_of(net, step)
+        if scaler is not None:
+            loss = scaler.scale(1000 * loss)
+        if norm is not None:
+            with optimizer.norm_pass(norm):
+                loss.backward(retain_graph=True)
+        loss.backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+    return [p.detach().cpu() for p in net.parameters()]
+
+
+def on_one_stream(net):
+    net.places = [None] * len(net.places)
+    return net
+
+
+def assert_same(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+OPTIONS = {"lr": 0.01, "eps": 1e-3}
+at_once_or_in_buckets = pytest.mark.parametrize(
+    "small_bytes", [0, 1 << 20], ids=["at once", "in buckets"]
+)
+
+
+@at_once_or_in_buckets
+def test_gradients_of_several_streams(seed, small_bytes):
+    net = network(seed)
+    found = train(
+        net, ms.AdamW(net.parameters(), in_backward=True, small_bytes=small_bytes, **OPTIONS)
+    )
+    assert all(p.grad is None for p in net.parameters())
+    net = on_one_stream(network(seed))
+    assert_same(found, train(net, ms.AdamW(net.parameters(), **OPTIONS)))
+
+
+@at_once_or_in_buckets
+def test_the_norm_of_gradients_of_several_streams(seed, small_bytes):
+    net = network(seed)
+    optimizer = ms.AdamW(net.parameters(), in_backward=True, small_bytes=small_bytes, **OPTIONS)
+    found = train(net, optimizer, norm=0.1)
+    net = on_one_stream(network(seed))
+    assert_same(found, train(net, ms.AdamW(net.parameters(), clip_global_norm=0.1, **OPTIONS)))
+
+
+@at_once_or_in_buckets
+def test_infinite_gradients_of_several_streams(seed, small_bytes):
+    """The first scale is so large that gradients overflow, of some parameters or of all."""
+
+    def run(net):
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**127, backoff_factor=2.0**-8)
+        optimizer = ms.AdamW(
+            net.parameters(),
+            in_backward=True,
+            small_bytes=small_bytes,
+            grad_scaler=scaler,
+            **OPTIONS,
+        )
+        found = train(net, optimizer, steps=4, scaler=scaler)
+        assert scaler.get_scale() < 2.0**127
+        return found
+
+    assert_same(run(network(seed)), run(on_one_stream(network(seed))))

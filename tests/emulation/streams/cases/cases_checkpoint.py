@@ -1,0 +1,108 @@
+"""Checkpointed regions on several streams, offloaded, and in a captured graph."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import memsave_ext as ms
+
+DEVICE = "cuda"
+
+
+def layers(seed, count=3):
+    torch.manual_seed(seed)
+    return nn.ModuleList(nn.Linear(8, 8) for _ in range(count)).to(DEVICE)
+
+
+def gradients(net, seed, region, move=False):
+    """Of a loss that runs each layer as a region, on streams that take turns where ``move`` is."""
+    chance = random.Random(seed)
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    torch.manual_seed(seed)
+    for layer in net:
+        stream = chance.choice(streams) if move else streams[0]
+        before = torch.cuda.current_stream()
+        stream.wait_stream(before)
+        x.record_stream(stream)
+        with torch.cuda.stream(stream):
+            x = region(lambda x, layer=layer: F.dropout(layer(x).tanh(), 0.3), x.sin())
+        before.wait_stream(stream)
+        x.record_stream(before)
+    x.square().mean().backward()
+    found = [p.grad.cpu() for p in net.parameters()]
+    for param in net.parameters():
+        param.grad = None
+    return found
+
+
+def plainly(function, x):
+    return function(x)
+
+
+def assert_same(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"], ids=str)
+def test_regions_on_several_streams(seed, offload):
+    net = layers(seed)
+
+    def region(function, x):
+        return ms.checkpoint(function, x, offload=offload)
+
+    found = gradients(net, seed, region, move=True)
+    assert_same(found, gradients(net, seed, plainly))
+
+
+def test_offloaded_inputs(seed):
+    """What a region was given is freed when it has been copied, and copied back in backward."""
+    net = layers(seed, random.Random(seed).randint(1, 4))
+
+    def region(function, x):
+        return ms.checkpoint(function, x, offload="cpu")
+
+    assert_same(gradients(net, seed, region), gradients(net, seed, plainly))
+
+
+FORMATS = [{}, {"bf16": "stochastic"}, {"state_dtype": torch.bfloat16}]
+
+
+def trained(seed, options, captured, replays=4):
+    """Values after some steps with dropout and rounding at random; the last ones are replays."""
+    net = layers(seed).to(torch.bfloat16 if "bf16" in options else torch.float32)
+    optimizer = ms.AdamW(net.parameters(), lr=0.01, in_backward=True, capturable=True, **options)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    x = x.to(net[0].weight.dtype)
+
+    def step():
+        y = x
+        for layer in net:
+            y = ms.checkpoint(lambda y, layer=layer: F.dropout(layer(y).tanh(), 0.3), y)
+        loss = y.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    torch.manual_seed(seed)
+    losses = [step() for _ in range(2)]
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = step()
+        for _ in range(replays):
+            graph.replay()
+            losses.append(loss.clone())
+    else:
+        losses += [step() for _ in range(replays)]
+    return [value.detach().cpu() for value in [*losses, *net.parameters()]]
+
+
+@pytest.mark.parametrize("options", FORMATS, ids=["plain", "stochastic", "states"])
+def test_replays_draw_what_steps_draw(seed, options):
+    assert_same(trained(seed, options, True), trained(seed, options, False))

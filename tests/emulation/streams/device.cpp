@@ -1,0 +1,197 @@
+// What torch asks a device for: streams, events, memory, and hooks that say that it is there.
+#include "device.h"
+
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <cstdlib>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+#include "ATen/cuda/CUDAGeneratorImpl.h"
+
+namespace emulated {
+namespace {
+
+thread_local StreamId current = 0;
+
+c10::Stream stream_of(StreamId id) { return c10::Stream(c10::Stream::UNSAFE, kDevice, id); }
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return c10::DeviceType::CUDA; }
+  c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
+  c10::Device getDevice() const override { return kDevice; }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+
+  c10::Stream getStream(c10::Device) const override { return stream_of(current); }
+  c10::Stream getDefaultStream(c10::Device) const override { return stream_of(0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
+    return stream_of(new_stream());
+  }
+  c10::Stream getNewStream(c10::Device, int) const override { return stream_of(new_stream()); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    return stream_of(std::exchange(current, stream.id()));
+  }
+  bool queryStream(const c10::Stream&) const override { return false; }
+  void synchronizeStream(const c10::Stream& stream) const override { synchronize(stream.id()); }
+  void synchronizeDevice(c10::DeviceIndex) const override { synchronize_all(); }
+  bool isStreamCapturing(const c10::Stream&) const override { return capture() != 0; }
+
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex,
+              c10::EventFlag) const override {
+    if (*event == nullptr) *event = new Clock;
+    *static_cast<Clock*>(*event) = recorded(stream.id());
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event != nullptr) wait(stream.id(), *static_cast<Clock*>(event));
+  }
+  void synchronizeEvent(void* event) const override { synchronize(*static_cast<Clock*>(event)); }
+  bool queryEvent(void*) const override { return false; }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+    delete static_cast<Clock*>(event);
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    if (data) used_on(data.get(), stream.id());
+  }
+};
+
+// Like CUDA's it reports while it holds its lock. That one can be taken again by its holder, which
+// would find the allocator in the middle of a change: here that is a failure.
+class Allocator final : public c10::DeviceAllocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    void* data = nullptr;
+    if (bytes > 0) {
+      const Entered entered;
+      data = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
+      sizes[data] = static_cast<int64_t>(bytes);
+      allocated(data, bytes, current);
+      entered.report(data, static_cast<int64_t>(bytes));
+    }
+    return {data, data, &Allocator::release, kDevice};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &Allocator::release; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    used_on(data.get(), stream.id());
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    stats.allocated_bytes[0].current = live;
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex) override {}
+
+  static inline int64_t live = 0;
+
+ private:
+  class Entered {
+   public:
+    Entered() : lock_(mutex) {
+      if (depth++ > 0) failed("the allocator is called by what it reports to");
+    }
+    ~Entered() { --depth; }
+    void report(void* data, int64_t bytes) const {
+      live += bytes;
+      c10::reportMemoryUsageToProfiler(data, bytes, live, live, kDevice);
+    }
+
+   private:
+    const std::lock_guard<std::recursive_mutex> lock_;
+  };
+
+  static void release(void* data) {
+    if (data == nullptr) return;
+    const Entered entered;
+    const int64_t bytes = sizes.extract(data).mapped();
+    const bool gone = freed(data);
+    entered.report(data, -bytes);
+    if (gone) std::free(data);
+  }
+
+  static inline std::recursive_mutex mutex;
+  static inline int depth = 0;
+  static inline std::unordered_map<void*, int64_t> sizes;
+};
+
+struct Pinned final : at::HostAllocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    void* const data = std::aligned_alloc(512, (bytes + 511) / 512 * 512 + 512);
+    allocated_pinned(data, bytes);
+    return {data, data, &Pinned::release, c10::DeviceType::CPU};
+  }
+  static void release(void* data) {
+    if (freed(data)) std::free(data);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &Pinned::release; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+  bool record_event(void*, void*, c10::Stream) override { return true; }
+  void empty_cache() override {}
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
+};
+
+Allocator allocator;
+Pinned pinned;
+
+C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+REGISTER_ALLOCATOR(c10::DeviceType::CUDA, &allocator)
+REGISTER_HOST_ALLOCATOR(c10::DeviceType::CUDA, &pinned)
+
+}  // namespace
+
+StreamId current_stream() { return current; }
+
+int64_t bytes_allocated() { return Allocator::live; }
+
+c10::Allocator* device_allocator() { return &allocator; }
+
+}  // namespace emulated
+
+namespace at {
+namespace {
+
+// Under the name by which torch looks for it.
+struct CUDAHooks final : CUDAHooksInterface {
+  explicit CUDAHooks(CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasCUDART() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  int getNumGPUs() const override { return 1; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex current_device() const override { return 0; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  void setCurrentDevice(c10::DeviceIndex) const override {}
+  bool isPinnedPtr(const void* data) const override { return emulated::is_pinned(data); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return getHostAllocator(kCUDA); }
+  c10::Allocator* getCUDADeviceAllocator() const override { return emulated::device_allocator(); }
+  const Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    return cuda::detail::getDefaultCUDAGenerator(0);
+  }
+  Generator getNewGenerator(c10::DeviceIndex) const override {
+    return make_generator<CUDAGeneratorImpl>(0);
+  }
+};
+
+REGISTER_CUDA_HOOKS(CUDAHooks)
+
+}  // namespace
+}  // namespace at

@@ -1,0 +1,22 @@
+// The device: its memory is the host's, its streams are those of clocks.h. There is one.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <atomic>
+
+#include "clocks.h"
+
+namespace emulated {
+
+inline const c10::Device kDevice(c10::DeviceType::CUDA, 0);
+
+StreamId current_stream();  // of this thread
+c10::Allocator* device_allocator();
+extern std::atomic<bool> refuses_waits;  // whether it is a failure that an operator waits
+int64_t bytes_allocated();
+// The bytes that a tensor covers.
+Use use_of(const at::Tensor& tensor, bool writes);
+
+}  // namespace emulated

@@ -1,0 +1,135 @@
+"""A CUDA device for torch's CPU build, whose memory is the host's and whose streams are checked.
+
+Importing it makes ``torch.cuda`` available. It must come before anything asks torch for CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+LIBRARY = Path(os.environ["MEMSAVE_EXT_FAKE_CUDA"])  # libfake_cuda.so
+# Before torch, which asks once whether there is CUDA.
+_library = ctypes.CDLL(str(LIBRARY), ctypes.RTLD_GLOBAL)
+
+import torch  # noqa: E402
+
+_library.emulated_take_failures.restype = ctypes.c_void_p
+_library.emulated_end_capture.restype = ctypes.c_void_p
+_library.emulated_is_capturing.restype = ctypes.c_bool
+_library.emulated_bytes_allocated.restype = ctypes.c_int64
+_library.emulated_refuse_waits.argtypes = [ctypes.c_bool]
+_library.emulated_replay.argtypes = [ctypes.c_void_p]
+_library.emulated_seed.argtypes = [ctypes.c_uint64]
+_free = ctypes.CDLL(None).free
+_free.argtypes = [ctypes.c_void_p]
+
+DEVICE = torch.device("cuda", 0)
+
+
+def take_failures() -> list[str]:
+    """What was wrong with the order of work since the last call."""
+    text = _library.emulated_take_failures()
+    try:
+        return ctypes.string_at(text).decode().splitlines()
+    finally:
+        _free(text)
+
+
+class CUDAGraph:
+    def capture_begin(self, **_options: object) -> None:
+        _library.emulated_begin_capture()
+
+    def capture_end(self) -> None:
+        self._graph = _library.emulated_end_capture()
+
+    def replay(self) -> None:
+        _library.emulated_replay(self._graph)
+
+
+@contextlib.contextmanager
+def _graph(graph: CUDAGraph) -> Iterator[None]:
+    stream = Stream()
+    stream.wait_stream(_current_stream())
+    with stream:
+        graph.capture_begin()
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+
+def _generator_state() -> torch.Tensor:
+    values = (ctypes.c_uint64 * 2)()
+    _library.emulated_generator_state(values)
+    return torch.tensor(list(values)).view(torch.uint8)
+
+
+class Stream(torch.Stream):
+    def __new__(cls, device: object = None, priority: int = 0) -> Stream:
+        return super().__new__(cls, DEVICE)
+
+
+class Event(torch.Event):
+    def __new__(cls, *_arguments: object, **_options: object) -> Event:
+        return super().__new__(cls, DEVICE)
+
+
+def _current_stream(device: object = None) -> torch.Stream:
+    return torch.accelerator.current_stream(DEVICE)
+
+
+def _default_stream(device: object = None) -> torch.Stream:
+    return torch.Stream(
+        stream_id=0, device_index=0, device_type=int(torch._C._autograd.DeviceType.CUDA)
+    )
+
+
+_resize = torch.UntypedStorage.resize_
+
+
+def _resize_storage(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    if storage.device.type != "cuda":
+        return _resize(storage, size)
+    tensor = torch.empty(0, dtype=torch.uint8, device=DEVICE)
+    torch.ops.emulated.resize_storage(tensor.set_(storage), size)
+    return storage
+
+
+def _initialise() -> None:
+    torch.cuda._initialized = True
+
+
+def _install() -> None:
+    replacements = {
+        "_lazy_init": _initialise,
+        "init": _initialise,
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "Stream": Stream,
+        "Event": Event,
+        "stream": lambda stream: contextlib.nullcontext() if stream is None else stream,
+        "current_stream": _current_stream,
+        "default_stream": _default_stream,
+        "synchronize": lambda device=None: torch.accelerator.synchronize(DEVICE),
+        "is_current_stream_capturing": lambda: _library.emulated_is_capturing(),
+        "manual_seed": lambda seed: _library.emulated_seed(seed),
+        "manual_seed_all": lambda seed: _library.emulated_seed(seed),
+        "is_bf16_supported": lambda *_arguments: True,
+        "get_rng_state": lambda device=None: _generator_state(),
+        "memory_allocated": lambda device=None: _library.emulated_bytes_allocated(),
+        "set_sync_debug_mode": lambda mode: _library.emulated_refuse_waits(mode == "error"),
+        "CUDAGraph": CUDAGraph,
+        "graph": _graph,
+    }
+    for name, replacement in replacements.items():
+        setattr(torch.cuda, name, replacement)
+    torch.UntypedStorage.resize_ = _resize_storage
+
+
+_install()
+_initialise()
