@@ -182,13 +182,15 @@ Choice Step::decide(Content& content) {
 
 bool Step::may_drop_later() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return plan_ == nullptr && bytes_ > 0;
+  return bytes_ > 0;
 }
 
 // Chooses the plan of `known` for this budget; null: there is no step like this one.
 void Step::follow(std::shared_ptr<Known> known) {
   followed_ = std::move(known);
   plan_ = nullptr;
+  bytes_ = budget_.bytes;
+  least_ = 0;
   if (!followed_) return;
   if (!budget_.is_limit()) {
     plan_ = &best_value(followed_->trace, followed_->plans);

@@ -139,6 +139,16 @@ def test_the_first_step_keeps_to_it_where_there_is_room(build, part):
     assert 0.7 * budget < peak <= 1.02 * budget
 
 
+def test_a_first_step_that_begins_like_a_smaller_one():
+    model, x = encoder()
+    settled(model[:3], x, budget=0.9)
+    _, plain, _ = step(model, x)
+    budget = plain // 2
+    settled(model[:3], x, budget=budget)
+    _, peak, block = step(model, x, budget=budget)
+    assert block.least is None and peak <= 1.02 * budget
+
+
 def test_what_limits_a_step_adds_up_to_the_least():
     model, x = wide()
     for _ in range(2):  # in the second round gradients live before
