@@ -121,10 +121,10 @@ void Block::decide(const std::shared_ptr<Content>& content) {
   ++sum.count;
   sum.bytes += content->bytes;
   if (verdict == Verdict::kDropped) return drop(content, std::move(route), freed);
-  if (content->relied_on) return;
+  if (content->relied_on || (step_ && step_->may_drop_later())) return;
   // It is kept, so that no chain of calls needs to go further back.
+  call = std::move(content->call);
   content->depth = 0;
-  if (!step_ || !step_->may_drop_later()) call = std::move(content->call);
 }
 
 // The caller holds contents_mutex().

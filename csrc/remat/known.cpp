@@ -8,6 +8,7 @@ namespace memsave_ext::remat {
 namespace {
 
 constexpr size_t kMostSteps = 64;
+constexpr int64_t kTolerance = 500;  // bytes that differ by a five-hundredth are about the same
 constexpr int64_t kMostBytes = int64_t{64} << 20;  // of the host, for all of them
 
 // About how much of the host's memory it takes.
@@ -63,7 +64,6 @@ bool Known::is_like(const Known& other) const {
     highest = std::max(highest, a.moments[i].peak);
     difference = std::max(difference, std::abs(of_a - of_b));
   }
-  constexpr int64_t kTolerance = 500;  // a five-hundredth
   return difference <= highest / kTolerance;
 }
 
@@ -123,12 +123,13 @@ std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64
   const std::lock_guard<std::mutex> lock(mutex_);
   settle();
   std::shared_ptr<Known> found;
+  bool found_close = false;
   for (const auto& step : steps_) {
     // Keys are hashes of everything until then, so that the last one speaks for all.
     if (step->keys.size() < keys.size() || step->keys[keys.size() - 1] != keys.back()) continue;
-    const bool is_nearer =
-        !found || std::abs(step->before - before) <= std::abs(found->before - before);
-    if (is_nearer) found = step;
+    const bool is_close = std::abs(step->before - before) <= before / kTolerance;
+    if (is_close || !found_close) found = step;
+    found_close = found_close || is_close;
   }
   if (found && found->seen < least_seen) return nullptr;
   if (found && found->plans.empty()) found->plans = plans_of(found->trace);

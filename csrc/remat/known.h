@@ -37,8 +37,8 @@ class KnownSteps {
   // `step` may be null: it is not worth being known.
   void end(std::shared_ptr<Known> step);
   // Returns a step with these keys at its beginning, with its plans; null if none. Where there are
-  // several, as of models that begin alike, it is the one before which as much lived as `before`,
-  // and then the latest. It must have been seen `least_seen` times.
+  // several, as of models that begin alike, it is one before which about as much lived as `before`,
+  // if there is one, and of these the latest. It must have been seen `least_seen` times.
   std::shared_ptr<Known> find(const std::vector<uint64_t>& keys, int64_t before, int least_seen);
   void forget();
 

@@ -182,7 +182,7 @@ Choice Step::decide(Content& content) {
 
 bool Step::may_drop_later() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return bytes_ > 0;
+  return plan_ == nullptr && bytes_ > 0;
 }
 
 // Chooses the plan of `known` for this budget; null: there is no step like this one.

@@ -51,8 +51,7 @@ class Step {
   Choice decide(Content& content);
   // Throws torch's OutOfMemoryError where the budget is strict and the plan exceeds it.
   void check() const;
-  // Whether what decide() kept may be dropped yet, where there is no plan or the step turns out to
-  // be another one than that it follows.
+  // Whether what decide() kept may be dropped yet, because there is no plan.
   bool may_drop_later() const;
   // How many bytes are to be freed now, where there is no plan; 0 for none.
   int64_t excess() const;
