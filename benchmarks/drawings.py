@@ -149,27 +149,29 @@ def plot_data_parallel(record: Record) -> Figure:
 
 
 def plot_largest_model(record: Record) -> Figure:
-    """The largest depth and batch of each method, a row of pictures for each budget."""
-    budgets = list(dict.fromkeys(row["budget_bytes"] for row in record["rows"]))
+    """The largest depth and batch of each method, a row of pictures for each model and budget."""
+    places = list(dict.fromkeys((row["model"], row["budget_bytes"]) for row in record["rows"]))
     methods = len({row["method"] for row in record["rows"]})
-    extent = (11, len(budgets) * (0.9 + 0.45 * methods) + 0.6)
+    extent = (11, len(places) * (0.9 + 0.45 * methods) + 0.6)
     figure, axes = plt.subplots(
-        len(budgets), 2, sharey=True, squeeze=False, figsize=extent, layout="constrained"
+        len(places), 2, sharey=True, squeeze=False, figsize=extent, layout="constrained"
     )
-    for pair, budget in zip(axes, budgets, strict=True):
-        rows = [row for row in record["rows"] if row["budget_bytes"] == budget]
+    for pair, (model, budget) in zip(axes, places, strict=True):
+        rows = [
+            row for row in record["rows"] if (row["model"], row["budget_bytes"]) == (model, budget)
+        ]
         base = rows[0]
-        for axis, of, count, scale, label in (
-            (pair[0], "depth", "parameters", 1e6, "million parameters of the deepest model"),
-            (pair[1], "batch", "largest", 1, "images of the largest batch"),
+        for axis, of, label in (
+            (pair[0], "depth", "blocks of the deepest model"),
+            (pair[1], "batch", "the largest batch"),
         ):
-            values = [row[of][count] / scale for row in rows]
-            ratios = [row[of]["largest"] / base[of]["largest"] if base[of]["largest"] else None
-                      for row in rows]  # fmt: skip
-            _bars(axis, rows, values, ratios=ratios, form="{:.0f}" if scale == 1 else "{:.1f}")
+            values = [row[of]["largest"] for row in rows]
+            ratios = [value / base[of]["largest"] if base[of]["largest"] else None
+                      for value in values]  # fmt: skip
+            _bars(axis, rows, values, ratios=ratios)
             axis.set_xlabel(label)
         pair[0].invert_yaxis()
-        pair[0].set_ylabel(size(budget))
+        pair[0].set_ylabel(f"{model}, {size(budget)}")
     _caption(figure, record)
     return figure
 

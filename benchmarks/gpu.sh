@@ -190,7 +190,7 @@ part_data_parallel() {
   record data_parallel data_parallel.py --device cuda --rounds 4 \
     --methods naive torch torch_reentrant memsave_ext memsave_ext_checkpoint
 }
-part_largest_model() { record largest_model largest_model.py --device cuda --budget-gb 16 40 80; }
+part_largest_model() { record largest_model largest_model.py --device cuda --budget-gb 16 40 80 --gpt-budget-gb 40; }
 
 # Elsewhere, so that the build with CUDA stays.
 part_cpu_build() {

@@ -142,35 +142,43 @@ WAYS = {
     BUDGET: Way(METHODS[IN_BACKWARD], forward=in_budget, chunked_head=True),
     **{
         f"{OURS}, bf16 {bf16}, {bits}-bit states": _low(bf16, bits)
-        for bf16, bits in (("split", 8), ("split8", 8), ("stochastic", 8), ("stochastic", 4))
+        for bf16, bits in (("split8", 8), ("stochastic", 4))
     },
 }
 
 
-def trainer(
-    kind: str, way: Way, depth: int, batch: int, budget: int, options: argparse.Namespace
-) -> Callable[[], None]:
-    """A model of one way, in the memory that ``budget`` is of. Each call is a step."""
-    device = torch.device(options.device)
-    torch.manual_seed(0)
-    if kind == VIT:
-        x = torch.randn(batch, 3, options.image, options.image, device=device, dtype=way.dtype)
-        y = torch.zeros(batch, dtype=torch.int64, device=device)
-    else:
-        x = torch.randint(options.vocabulary, (batch, options.tokens), device=device)
-        y = x.roll(-1, 1).flatten()
-    with device, default_dtype(way.dtype):
-        model: Any = build(kind, options, depth)
-    called = way.change(model)
-    params = list(model.parameters())
-    step = way.method(params)
+class Trainer:
+    """A model of one way, in the memory that ``budget`` bytes are of."""
 
-    def loss() -> Tensor:
-        if kind == GPT and way.chunked_head:
-            return ms.linear_cross_entropy(model.hidden(x), model.head.weight, y)
-        return F.cross_entropy(called(x).float(), y)
+    def __init__(
+        self, kind: str, way: Way, depth: int, batch: int, budget: int, options: argparse.Namespace
+    ) -> None:
+        device = torch.device(options.device)
+        torch.manual_seed(0)
+        if ms._native.available:
+            ms._native.module.remat_forget()  # as in a process of its own
+        if kind == VIT:
+            shape = batch, 3, options.image, options.image
+            self.x = torch.randn(shape, device=device, dtype=way.dtype)
+            self.y = torch.zeros(batch, dtype=torch.int64, device=device)
+        else:
+            self.x = torch.randint(options.vocabulary, (batch, options.tokens), device=device)
+            self.y = self.x.roll(-1, 1).flatten()
+        with device, default_dtype(way.dtype):
+            self.model: Any = build(kind, options, depth)
+        self.way, self.budget = way, budget
+        self.is_chunked = kind == GPT and way.chunked_head
+        self.called = way.change(self.model)
+        self.run = way.method(list(self.model.parameters()))
 
-    def run(own: tuple[Any, ...] = (model, params)) -> None:
-        step(lambda: way.forward(loss, model, budget).backward())
+    def loss(self) -> Tensor:
+        if self.is_chunked:
+            hidden = self.model.hidden(self.x)
+            return ms.linear_cross_entropy(hidden, self.model.head.weight, self.y)
+        return F.cross_entropy(self.called(self.x).float(), self.y)
 
-    return run
+    def step(self) -> None:
+        self.run(lambda: self.way.forward(self.loss, self.model, self.budget).backward())
+
+    def release(self) -> None:
+        adam_methods.release(self.model.parameters())

@@ -67,6 +67,7 @@ from tables.training import (
     distributed_caption,
     distributed_table,
     largest_model_caption,
+    largest_model_short,
     largest_model_table,
 )
 
@@ -89,6 +90,7 @@ TABLES: dict[str, Pair] = {
     "remat:nets": (remat_nets_table, remat_nets_caption),
     "remat:picture": (lambda record: "", remat_picture_caption),
     "largest_model": (largest_model_table, largest_model_caption),
+    "largest_model:short": (largest_model_short, largest_model_caption),
     "memory_account": (memory.account_table, memory.account_caption),
     "memory_account:text": (memory.account_text, lambda record: ""),
     "memory_overhead": (memory.overhead_table, memory.overhead_caption),

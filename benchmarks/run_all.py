@@ -30,11 +30,11 @@ SECONDS = {
     "distributed": 40,
     "densenet": 105,
     "data_parallel": 53,
-    "largest_model": 25,
+    "largest_model": 125,
     "memory_account": 8,
     "memory_overhead": 30,
     "remat": 45,
-    "predict": 180,
+    "predict": 75,
     "linear_cross_entropy": 35,
     "checkpoint_chunks": 25,
 }

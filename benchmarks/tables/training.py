@@ -1,6 +1,6 @@
 """The tables of the benchmarks that train networks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tables import TIMES, Record, machine_line, markdown, size, times
 
@@ -128,23 +128,42 @@ def data_parallel_caption(record: Record) -> str:
 
 
 def largest_model_table(record: Record) -> str:
-    """Methods down, for each budget: the deepest model with its parameters, and the batch."""
+    """Methods down, for each model and budget: the deepest with its parameters, and the batch."""
+    return _largest(record, list(dict.fromkeys(row["method"] for row in record["rows"])))
+
+
+# Of the README: naive, with torch's features together, and with this package's.
+LARGEST_SHOWN = (
+    "naive, fused",
+    "torch's checkpoint, tutorial",
+    "memsave_ext",
+    "memsave_ext, remat in the budget",
+    "memsave_ext, bf16 split8, 8-bit states",
+    "memsave_ext, bf16 stochastic, 4-bit states",
+)
+
+
+def largest_model_short(record: Record) -> str:
+    return _largest(record, LARGEST_SHOWN)
+
+
+def _largest(record: Record, methods: Sequence[str]) -> str:
+    places = list(dict.fromkeys((row["model"], row["budget_bytes"]) for row in record["rows"]))
+    of = {(row["model"], row["budget_bytes"], row["method"]): row for row in record["rows"]}
+    base = record["rows"][0]["method"]
+    header = ["trains with"]
+    for model, budget in places:
+        header += [f"{model} in {size(budget)}: blocks", "batch", "time"]
     lines = []
-    for budget in dict.fromkeys(row["budget_bytes"] for row in record["rows"]):
-        rows = [row for row in record["rows"] if row["budget_bytes"] == budget]
-        base = rows[0]
-        for row in rows:
-            depth, batch = row["depth"], row["batch"]
-            lines.append(
-                (
-                    row["method"],
-                    size(budget),
-                    f"{depth['largest']}{_over(depth, base['depth'])}",
-                    f"{depth['parameters'] / 1e6:.1f} M",
-                    f"{batch['largest']}{_over(batch, base['batch'])}",
-                )
-            )
-    return markdown(("trains with", "memory", "blocks", "parameters", "batch"), lines)
+    for method in methods:
+        cells = [method]
+        for place in places:
+            row, first = of[(*place, method)], of[(*place, base)]
+            for what in ("depth", "batch"):
+                cells.append(f"{row[what]['largest']}{_over(row[what], first[what])}")
+            cells.append(f"{row['time']:.2f}" if "time" in row else "-")
+        lines.append(cells)
+    return markdown(header, lines)
 
 
 def _over(one: Record, base: Record) -> str:
@@ -154,9 +173,12 @@ def _over(one: Record, base: Record) -> str:
 def largest_model_caption(record: Record) -> str:
     s = record["settings"]
     return (
-        f"ViT of width {s['width']} on images of {s['image']} {TIMES} {s['image']}: the most "
-        f"blocks with a batch of {s['batch_size']}, and the largest batch with {s['depth']} "
-        f"blocks; found by bisection, {TIMES} against the first row. {machine_line(record)}."
+        f"Blocks of width {s['width']}: a ViT on images of {s['image']} {TIMES} {s['image']}; a "
+        f"GPT of {s['tokens']} tokens and a vocabulary of {s['vocabulary']}. The most blocks with "
+        f"a batch of {s['batch_size']}, the largest batch with {s['depth']} blocks, found by "
+        f"bisection, {TIMES} the naive ones; time of a step of the deepest model that torch's "
+        "features (checkpoint each block, fused AdamW of the tutorial in backward) allow, as a "
+        f"share of theirs. {machine_line(record)}."
     )
 
 

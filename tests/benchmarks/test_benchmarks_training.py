@@ -188,48 +188,52 @@ def test_largest_needs_few_tries_where_peaks_are_linear():
             assert len(found["tries"]) <= 6
 
 
-SMALL = ["--budget-gb", "0.004", "--image", "16", "--patch", "4", "--width", "64", "--heads", "2",
-         "--depth", "2", "--batch-size", "4", "--threads", "1"]  # fmt: skip
+SMALL = ["--budget-gb", "0.004", "--gpt-budget-gb", "0.012", "--image", "16", "--patch", "4",
+         "--width", "64", "--heads", "2", "--depth", "2", "--batch-size", "4", "--threads", "1",
+         "--vocabulary", "2048", "--tokens", "16", "--rounds", "1"]  # fmt: skip
 
 
 @pytest.mark.skipif(not _native.available, reason="in pure Python Adam's temporaries need more")
 def test_largest_model_benchmark_end_to_end(record_of, monkeypatch):
     pytest.importorskip("matplotlib")
     module = importlib.import_module("largest_model")
-    low = f"{module.OURS}, bf16 stochastic, 8-bit states"
-    shown = (module.NAIVE, module.THEIRS, module.OURS, low)
+    tables = importlib.import_module("tables.training")
+    low = f"{module.OURS}, bf16 stochastic, 4-bit states"
+    shown = (module.NAIVE, module.THEIRS, module.OURS, f"{module.OURS}, remat in the budget", low)
     monkeypatch.setattr(module, "WAYS", {name: module.WAYS[name] for name in shown})
+    monkeypatch.setattr(tables, "LARGEST_SHOWN", shown)
     record = record_of("largest_model", *SMALL)
-    rows = {row["method"]: row for row in record["rows"]}
-    assert list(rows) == list(shown)
-    budget = 4_000_000
-    for row in rows.values():
-        for what in ("depth", "batch"):
-            peaks = dict(row[what]["tries"])
-            largest = row[what]["largest"]
-            assert peaks[largest] == row[what]["peak_bytes"] <= budget
-            assert peaks[largest + 1] > budget
-    # What a trained parameter needs at least: itself and its states, naively its gradient, too.
-    for name, bytes_ in ((module.NAIVE, 16), (module.THEIRS, 12), (module.OURS, 12)):
-        assert rows[name]["depth"]["parameters"] * bytes_ <= budget
-    for what in ("depth", "batch"):
-        largest = [rows[name][what]["largest"] for name in shown]
-        assert largest[0] < largest[1]
-        if _native.available:  # pure Python has temporaries
-            # Not beside the second: so small a model's gradients all wait in one bucket.
-            assert largest[0] < largest[2] < largest[3]
-    if _native.available:
+    for kind, budget in ((module.VIT, 4_000_000), (module.GPT, 12_000_000)):
+        rows = {row["method"]: row for row in record["rows"] if row["model"] == kind}
+        assert list(rows) == list(shown)
+        for row in rows.values():
+            assert row["budget_bytes"] == budget
+            for what in ("depth", "batch"):
+                peaks = dict(row[what]["tries"])
+                largest = row[what]["largest"]
+                assert peaks[largest] == row[what]["peak_bytes"] <= budget
+                assert peaks[largest + 1] > budget
+        # What a trained parameter needs at least: itself and its states, naively its gradient, too.
+        for name, bytes_ in ((module.NAIVE, 16), (module.THEIRS, 12), (module.OURS, 12)):
+            assert rows[name]["depth"]["parameters"] * bytes_ <= budget
         assert rows[low]["depth"]["parameters"] * 12 > budget
-    assert [bar["value"] for bar in record["bars"]] == [
-        rows[module.OURS][what]["largest"] / rows[other][what]["largest"]
-        for other in (module.NAIVE, module.THEIRS)
-        for what in ("depth", "batch")
-    ]
+        for what in ("depth", "batch"):
+            # Not beside the second: so small a model's gradients all wait in one bucket.
+            naive, _, ours, _, smallest = (rows[name][what]["largest"] for name in shown)
+            assert naive < ours < smallest
+        assert rows[module.THEIRS]["time"] == 1
+        assert all(row["seconds"] > 0 for row in rows.values())
+        values = [bar["value"] for bar in record["bars"] if bar["name"].startswith(kind)]
+        assert values == [
+            rows[module.OURS][what]["largest"] / rows[other][what]["largest"]
+            for other in (module.NAIVE, module.THEIRS)
+            for what in ("depth", "batch")
+        ] + [1 / rows[module.OURS]["time"]]
 
 
 def test_parameters_are_made_in_the_type_that_is_trained():
     pytest.importorskip("matplotlib")
-    module = importlib.import_module("largest_model")
+    module = importlib.import_module("largest_ways")
     with module.default_dtype(torch.bfloat16):
         assert nn.Linear(2, 2).weight.dtype == torch.bfloat16
     assert torch.get_default_dtype() == torch.float32
