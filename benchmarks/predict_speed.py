@@ -14,7 +14,6 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,17 +23,7 @@ from torch import nn
 import memsave_ext as ms
 from adam_methods import VisionTransformer
 from memsave_ext.memory.table import format_bytes, print_table
-
-
-def stepped(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Any:
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step() -> None:
-        loss().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, optimizer, step
+from predict import stepped
 
 
 def layers(count: int = 500) -> Any:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import errors_of_ranks, run_ranks
+from test_adam_fsdp import STEPS, data, model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -13,26 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import memsave_ext as ms
-
-STEPS = 4
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(7), nn.Linear(7, 7)  # of odd sizes
-
-    def forward(self, x):
-        return x + self.linear(self.norm(x)).tanh()
-
-
-def model():
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 7), Block(), Block(), nn.Linear(7, 1))
-
-
-def data(step):
-    return torch.randn(12, 6, generator=torch.Generator().manual_seed(step))
 
 
 def part(step):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from test_memory_predict import tracked
 from torch import nn
 
 import memsave_ext as ms
@@ -32,14 +33,6 @@ def builder(make_optimizer=torch.optim.AdamW, **options):
         return model, optimizer, step
 
     return build
-
-
-def tracked(build):
-    model, optimizer, step = build()
-    step()
-    with ms.memory.track(model, optimizer) as t:
-        step()
-    return t
 
 
 def in_backward(params):

@@ -1,7 +1,6 @@
 """Steps parameters in backward, in Python, by the rules of csrc/adam/stepper.cpp.
 
-A hook reports that a gradient is complete (:meth:`AdamStepper.ready`), the backward collects small
-gradients, and :meth:`AdamStepper.use` steps with them, folds or measures them.
+:meth:`ready` is called by hooks; the backward collects small gradients; :meth:`use` applies them.
 """
 
 from __future__ import annotations
