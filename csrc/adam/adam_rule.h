@@ -24,7 +24,7 @@ MEMSAVE_EXT_INLINE double update_bound(const Options& o, Powers powers) {
 MEMSAVE_EXT_INLINE Coefficients<double> adam_coefficients(const Options& o, double lr,
                                                           Powers powers, StepPhase phase,
                                                           double factor) {
-  Coefficients<double> c;
+  Coefficients<double> c = {};
   c.phase = phase;
   c.grad_factor = o.maximize ? -factor : factor;
   c.decays_grad = o.weight_decay != 0 && !o.decoupled_weight_decay;
