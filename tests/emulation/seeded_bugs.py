@@ -1,6 +1,6 @@
 """Whether the emulation finds bugs: each is put into a copy of the sources and must be seen.
 
-python tests/emulation/seeded_bugs.py [WORD...]     # those whose file or kind has such a word
+python tests/emulation/seeded_bugs.py [WORD...]     # those whose file or kind is such a word
 """
 
 from __future__ import annotations
