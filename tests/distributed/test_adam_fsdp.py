@@ -210,7 +210,7 @@ def hooks_see_gradients():
     return seen == [True] * 4 * count, all(kept)
 
 
-def groups_alive(later_hooks):
+def groups_alive(make, later_hooks=False):
     """The most groups whose reduced gradients were there when another's were."""
     net = shard(model())
     seen, most = [], 0
@@ -224,7 +224,7 @@ def groups_alive(later_hooks):
 
     for p in net.parameters():
         p.register_post_accumulate_grad_hook(see)
-    _kept = adam(net)
+    _kept = make(net)
     if later_hooks:
         for p in net.parameters():
             p.register_post_accumulate_grad_hook(lambda param: None)
@@ -233,11 +233,11 @@ def groups_alive(later_hooks):
 
 
 def gradients_do_not_wait():
-    return groups_alive(False)
+    return groups_alive(adam)
 
 
 def gradients_wait_for_later_hooks():
-    return groups_alive(True)
+    return groups_alive(adam, later_hooks=True)
 
 
 def raises_twice():

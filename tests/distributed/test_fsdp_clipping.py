@@ -6,12 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import errors_of_ranks, run_ranks
-from test_adam_fsdp import STEPS, data, model
+from test_adam_fsdp import STEPS, data, groups_alive, model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import memsave_ext as ms
 
@@ -334,23 +333,8 @@ def split_twice():
     return found
 
 
-def groups_alive():
-    """The most groups whose reduced gradients were there when another's were."""
-    net = shard(model())
-    seen, most = [], 0
-
-    def see(param):
-        nonlocal most
-        storage = StorageWeakRef(param.grad.to_local().untyped_storage())
-        if all(storage.cdata != other.cdata for other in seen):
-            seen.append(storage)
-        most = max(most, sum(not other.expired() for other in seen))
-
-    for p in net.parameters():
-        p.register_post_accumulate_grad_hook(see)
-    _kept = MAKES["adam"](net.parameters(), max_grad_norm=0.05)
-    loss(net, part(0)).backward()
-    return len(seen), most
+def groups_waiting():
+    return groups_alive(lambda net: MAKES["adam"](net.parameters(), max_grad_norm=0.05))
 
 
 def raises_in_backward():
@@ -369,7 +353,7 @@ def raises_in_backward():
 @pytest.fixture(scope="module")
 def results():
     infinities = [infinite, infinite_of_sgd, infinite_of_all]
-    others = [collectives, gradient_on_one_rank, groups_alive]
+    others = [collectives, gradient_on_one_rank, groups_waiting]
     found = run_ranks(2, [sharded, replicas, mixed, loops, *infinities, *others])
     found |= run_ranks(1, {"alone": sharded})
     return found | run_ranks(4, [hybrid, split_twice])
@@ -442,7 +426,7 @@ def test_each_element_counts_once(results):
 
 
 def test_waiting_shards_leave_what_was_reduced_together(results):
-    for rank in results["groups_alive"]:
+    for rank in results["groups_waiting"]:
         assert rank == (4, 1), rank
 
 
