@@ -25,7 +25,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test stress lint format cuda-check emulate emulate-full emulate-operators emulate-streams bench docs guide sanitize clean
+.PHONY: help build demo test stress lint format cuda-check emulate emulate-full emulate-operators bench docs guide sanitize clean
 # A recipe that fails must not leave a fresh stamp behind.
 .DELETE_ON_ERROR:
 
@@ -66,14 +66,13 @@ format: $(INSTALLED)  ## rewrite the sources in the project's style
 cuda-check: $(INSTALLED)  ## compile every CUDA source, without a GPU or a CUDA torch
 	$(VENV) tools/cuda_check.py
 
-emulate: $(INSTALLED)  ## run every CUDA kernel on the CPU, also with address sanitizer
+emulate: build  ## run every CUDA kernel on the CPU; then the package on a CUDA device whose streams are checked
 	$(VENV) tests/emulation/run.py
-
-emulate-streams: build  ## run the package on a CUDA device whose streams are checked, and mistakes that it must see
 	$(VENV) tests/emulation/streams.py
 
-emulate-full: $(INSTALLED)  ## the same with all sanitizers and large tensors; then seeded bugs
+emulate-full: build  ## the same with all sanitizers, large tensors and more tests; then seeded bugs
 	$(VENV) tests/emulation/run.py --builds plain --large
+	$(VENV) tests/emulation/streams.py --full
 	$(VENV) tests/emulation/run.py --builds address thread memory
 	$(VENV) tests/emulation/seeded_bugs.py
 

@@ -163,7 +163,10 @@ void Backward::apply_beside(c10::ArrayRef<Parameter*> parameters,
   const c10::Stream beside = stepper_->stream_beside(*made_on);
   std::vector<Tensor> grads;
   for (const Parameter* parameter : parameters) grads.push_back(parameter->grad);
-  order_after(beside, *made_on);
+  // At the end of backward another stream is the current one, on which new states are made.
+  const c10::Stream current = *current_stream(made_on->device());
+  order_after(beside, current);
+  if (current != *made_on) order_after(beside, *made_on);
   {
     const c10::StreamGuard on_stream(beside);
     apply(parameters);
@@ -215,9 +218,9 @@ void Backward::flush(Bucket& bucket, bool all) {
   if (bucket.kind != Kind::kPlain) {
     apply_beside(ready, bucket.stream);
   } else {
+    // The end of backward waits for the streams of all hooks; their memory may go on being reused.
     const auto current = current_stream(bucket.device);
     if (current != bucket.stream) {
-      order_after(*current, *bucket.stream);
       for (Parameter* parameter : ready) parameter->grad.record_stream(*current);
     }
     apply(ready);

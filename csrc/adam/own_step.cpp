@@ -12,15 +12,15 @@ using at::Tensor;
 
 namespace {
 
-py::object wrapped(const Tensor& tensor) {
+py::object tensor_or_none(const Tensor& tensor) {
   if (!tensor.defined()) return py::none();
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
 }
 
 py::object scalars_of(const Scaling& scaling) {
   if (!scaling.grad_scale.defined() && !scaling.factor.defined()) return py::none();
-  return py::make_tuple(wrapped(scaling.grad_scale), wrapped(scaling.found_inf),
-                        wrapped(scaling.factor), wrapped(scaling.skip));
+  return py::make_tuple(tensor_or_none(scaling.grad_scale), tensor_or_none(scaling.found_inf),
+                        tensor_or_none(scaling.factor), tensor_or_none(scaling.skip));
 }
 
 }  // namespace
@@ -38,7 +38,7 @@ void step_by_own(const py::object& optimizer, c10::ArrayRef<Parameter*> paramete
     if (parameter.local.is_same(parameter.tensor)) {
       parameter.tensor.mutable_grad() = parameter.grad;
     }
-    params[i] = wrapped(parameter.tensor);
+    params[i] = tensor_or_none(parameter.tensor);
     groups[i] = py::int_(parameter.group->position);
   }
   static PyObject* const method = PyUnicode_InternFromString("_step_by_own");

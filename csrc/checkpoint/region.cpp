@@ -197,6 +197,8 @@ py::tuple Region::unpack_arguments() const {
 
 void Region::recompute(const BackwardKey& key) {
   const py::gil_scoped_acquire gil;
+  // Already here: what was offloaded is copied back on the stream that reads it.
+  const StreamScope on_its_stream(surroundings_.stream);
   const py::tuple arguments = unpack_arguments();
   forget(key);
   Recompute run(*this, key);

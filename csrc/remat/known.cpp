@@ -8,7 +8,7 @@ namespace memsave_ext::remat {
 namespace {
 
 constexpr size_t kMostSteps = 64;
-constexpr int64_t kTolerance = 500;  // bytes that differ by a five-hundredth are about the same
+constexpr int64_t kCloseFraction = 500;  // bytes that differ by a five-hundredth are about the same
 constexpr int64_t kMostBytes = int64_t{64} << 20;  // of the host, for all of them
 
 // About how much of the host's memory it takes.
@@ -64,7 +64,7 @@ bool Known::is_like(const Known& other) const {
     highest = std::max(highest, a.moments[i].peak);
     difference = std::max(difference, std::abs(of_a - of_b));
   }
-  return difference <= highest / kTolerance;
+  return difference <= highest / kCloseFraction;
 }
 
 void KnownSteps::begin() {
@@ -127,7 +127,7 @@ std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64
   for (const auto& step : steps_) {
     // Keys are hashes of everything until then, so that the last one speaks for all.
     if (step->keys.size() < keys.size() || step->keys[keys.size() - 1] != keys.back()) continue;
-    const bool is_close = std::abs(step->before - before) <= before / kTolerance;
+    const bool is_close = std::abs(step->before - before) <= before / kCloseFraction;
     if (is_close || !found_close) found = step;
     found_close = found_close || is_close;
   }

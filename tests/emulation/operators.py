@@ -18,8 +18,7 @@ import sysconfig
 from pathlib import Path
 
 import programs
-import translate
-from programs import HERE, ROOT, build_config
+from programs import ROOT, build_config
 from torch.utils import cpp_extension
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -38,7 +37,7 @@ TESTS += [f"loss_head/test_{name}.py" for name in ("loss", "loss_autograd", "ope
 
 
 def main() -> None:
-    build(Library)
+    build(Library, FOLDER)
     environment = {
         **os.environ,
         "PYTHONPATH": str(FOLDER),
@@ -50,74 +49,60 @@ def main() -> None:
     sys.exit(subprocess.run(command, cwd=FOLDER, env=environment, check=False).returncode)
 
 
-def build(library: type[Library]) -> None:
-    copy_package(FOLDER / library.package)
-    kernels = translate.translate_tree(ROOT / "csrc", FOLDER / "csrc")
-    (FOLDER / "build.ninja").write_text(library(FOLDER, ROOT / "csrc", kernels).text())
-    programs.run_ninja(FOLDER)
-
-
-def copy_package(target: Path) -> None:
+def build(library: type[Library], folder: Path) -> None:
+    """Build a package in ``folder``, beside a copy of its Python."""
+    programs.build(["plain"])
     ignored = shutil.ignore_patterns("_C.*.so", "_build_info.json", "__pycache__")
-    shutil.copytree(ROOT / "memsave_ext", target, ignore=ignored, dirs_exist_ok=True)
+    package = folder / "memsave_ext"
+    shutil.copytree(ROOT / "memsave_ext", package, ignore=ignored, dirs_exist_ok=True)
     # What setup.py wrote of the build in place: this one is of the same versions.
-    shutil.copy(ROOT / "memsave_ext" / "_build_info.json", target)
+    shutil.copy(ROOT / "memsave_ext" / "_build_info.json", package)
+    (folder / "build.ninja").write_text(library(folder, ROOT / "csrc", []).text())
+    programs.run_ninja(folder)
 
 
 class Library(programs.Plan):
     """The package with CUDA's kernels, and what its host part is compiled with."""
 
-    host = "host"  # the folder of its objects
-    package = "memsave_ext"
     with_cuda = False
-    defines = ("-Dcpu_kernels=cuda_kernels",)
+    flags = ("-Dcpu_kernels=cuda_kernels",)
 
     def text(self) -> str:
-        self._extension([*self._host(), *self._kernels()], self.package)
+        self._extension(self._host(), [])
         return "".join(self.lines)
 
-    def _extension(self, objects: list[str], package: str, *more: str) -> None:
-        libraries = cpp_extension.library_paths()
-        flags = ["-shared", *(f"-L'{path}' -Wl,-rpath,'{path}'" for path in libraries)]
-        flags += ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python", *more]
-        target = f"{package}/_C" + sysconfig.get_config_var("EXT_SUFFIX")
-        self._build("plain", "link", objects, target, flags)
+    def _extension(self, objects: list[str], flags: list[str]) -> None:
+        kernels = [os.path.relpath(path, self.folder) for path in programs.kernel_objects()]
+        libraries = [f"-L'{path}' -Wl,-rpath,'{path}'" for path in cpp_extension.library_paths()]
+        flags = ["-shared", *libraries, "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python", *flags]
+        target = "memsave_ext/_C" + sysconfig.get_config_var("EXT_SUFFIX")
+        self._build("plain", "link", [*objects, *kernels], target, flags)
 
     def _host(self) -> list[str]:
-        """What is compiled of the build but its kernels, with the emulated ones in their place."""
-        return [self._host_object(path, self.host) for path in self._host_sources()]
-
-    def _host_sources(self) -> list[Path]:
-        found = build_config.sources(ROOT, self.with_cuda)
-        sources = [s for s in found if "/cpu/" not in s and not s.endswith(".cu")]
-        alone, texts = build_units.units(sources, [])
+        """All sources but kernels, as two files: most of the time of one is for torch's headers."""
+        texts = {"optimizer.cpp": "", "regions.cpp": ""}
+        for source in build_config.sources(ROOT, self.with_cuda):
+            path = Path(source).relative_to("csrc")
+            if path.suffix != ".cu" and "cpu" not in path.parts:
+                with_kernels = (ROOT / "csrc" / path.parts[0] / "cuda").is_dir()
+                texts["optimizer.cpp" if with_kernels else "regions.cpp"] += f'#include "{path}"\n'
         units = build_units.write_units(self.folder / "units", texts)
-        return [*units, *(ROOT / source for source in alone)]
+        return [self._host_object(path, list(self.flags)) for path in units]
 
-    def _host_object(self, path: Path, folder: str, *first: Path) -> str:
-        target = f"{folder}/{path.parent.name}_{path.stem}.o"
-        self._compile("plain", path, target, self._host_flags(*first))
+    def _host_object(self, path: Path, flags: list[str]) -> str:
+        target = f"objects/{path.stem}.o"
+        self._compile("plain", path, target, [*self._host_flags(), *flags])
         return target
 
-    def _host_flags(self, *first: Path) -> list[str]:
-        """``first``: folders of headers that come before all others."""
+    def _host_flags(self) -> list[str]:
         torch_std = re.search(r"-std=c\+\+\d+", inspect.getsource(cpp_extension))
         assert torch_std, "torch.utils.cpp_extension names no -std"
-        includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
-        flags = [torch_std.group(), "-O1", "-fPIC", "-DNDEBUG", "-fvisibility=hidden", "-fopenmp"]
+        # Not optimised: to compile takes longer than to run.
+        flags = [torch_std.group(), "-O0", "-fPIC", "-DNDEBUG", "-fvisibility=hidden", "-fopenmp"]
         flags += ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
-        flags += [*self.defines, *self._includes(*first, self.csrc)]
-        return flags + [f"-isystem '{path}'" for path in includes]
-
-    def _kernels(self) -> list[str]:
-        flags = [*programs.FLAGS, "-fPIC", "-fvisibility=hidden", "-w"]
-        flags += self._includes(self.folder / "csrc", self.csrc, HERE, HERE / "cuda")
-        executor = [HERE / f"{name}.cpp" for name in programs.EXECUTOR]
-        objects = []
-        for path in [*executor, *self.sources]:
-            objects.append(f"kernels/{'_'.join(path.with_suffix('').parts[-3:])}.o")
-            self._compile("plain", path, objects[-1], flags)
-        return objects
+        flags += self._includes(self.csrc)
+        torchs = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+        return flags + [f"-isystem '{path}'" for path in torchs]
 
 
 if __name__ == "__main__":

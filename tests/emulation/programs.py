@@ -23,7 +23,8 @@ KINDS = {
     "memory": ["-fsanitize=memory", "-DEMULATION_MEMORY"],
 }
 # Without contraction: comparisons must not depend on what a compiler makes of it.
-FLAGS = ["-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-mfma"]
+# What a library needs, too: the kernels' objects are linked into the package by operators.py.
+FLAGS = ["-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-mfma", "-fPIC", "-fvisibility=hidden"]
 DRIVERS = {
     "adam": ["adam", "adam_measure", "driver"],
     "batch_norm": ["batch_norm", "driver"],
@@ -54,6 +55,16 @@ def build(
     sources = translate.translate_tree(csrc, folder / "csrc")
     (folder / "build.ninja").write_text(Plan(folder, csrc, sources).text(kinds, programs))
     run_ninja(folder)
+
+
+def kernel_objects() -> list[Path]:
+    """The objects of all kernels and the executor, once each, as build(["plain"]) leaves them."""
+    objects = [FOLDER / "plain" / "adam_objects" / f"{name}.o" for name in EXECUTOR]
+    for path in sorted((ROOT / "csrc").glob("**/*.cu")):
+        kernel = path.relative_to(ROOT / "csrc").with_suffix(".o")
+        program = "adam" if kernel.parts[0] == "report" else kernel.parts[0]
+        objects.append(FOLDER / "plain" / f"{program}_objects" / kernel)
+    return objects
 
 
 def run_ninja(folder: Path) -> None:

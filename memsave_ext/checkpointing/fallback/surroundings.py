@@ -94,7 +94,7 @@ class Surroundings:
         """Restore them, with grad mode on, for a recompute inside the block."""
         with contextlib.ExitStack() as stack:
             if self.stream is not None:
-                stack.enter_context(torch.cuda.stream(self.stream))
+                stack.enter_context(_on_stream(self.stream))
             stack.enter_context(uncached_autocast(self.autocast))
             if self.rng is not None:
                 stack.callback(RngState.capture().restore)
@@ -102,6 +102,18 @@ class Surroundings:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recomputing())
             yield
+
+
+@contextlib.contextmanager
+def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Run the block on the stream, after what is queued on the current one, which then waits."""
+    outer = torch.cuda.current_stream(stream.device)
+    if outer != stream:
+        stream.wait_stream(outer)
+    with torch.cuda.stream(stream):
+        yield
+    if outer != stream:
+        outer.wait_stream(stream)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,10 @@
-// What fake_cuda.py calls.
+// What fake_cuda.py calls, and mistakes.
+#include <cstdlib>
 #include <cstring>
 
 #include "ATen/cuda/CUDAGeneratorImpl.h"
 #include "device.h"
+#include "mistake.h"
 
 namespace {
 
@@ -12,6 +14,15 @@ struct CudaGraph {
 };
 
 }  // namespace
+
+namespace emulated {
+
+bool is_mistaken(int number) {
+  static const char* const chosen = std::getenv("MEMSAVE_EXT_MISTAKE");
+  return chosen != nullptr && std::atoi(chosen) == number;
+}
+
+}  // namespace emulated
 
 extern "C" {
 
@@ -35,6 +46,12 @@ void emulated_generator_state(uint64_t* seed_and_offset) {
   const at::Generator& generator = at::cuda::detail::getDefaultCUDAGenerator();
   seed_and_offset[0] = generator.current_seed();
   seed_and_offset[1] = generator.get_offset();
+}
+
+void emulated_set_generator_state(const uint64_t* seed_and_offset) {
+  at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator();
+  generator.set_current_seed(seed_and_offset[0]);
+  generator.set_offset(seed_and_offset[1]);
 }
 
 void emulated_seed(uint64_t seed) {

@@ -68,6 +68,10 @@ def _generator_state() -> torch.Tensor:
     return torch.tensor(list(values)).view(torch.uint8)
 
 
+def _set_generator_state(state: torch.Tensor, device: object = None) -> None:
+    _library.emulated_set_generator_state((ctypes.c_uint64 * 2)(*state.view(torch.int64).tolist()))
+
+
 class Stream(torch.Stream):
     def __new__(cls, device: object = None, priority: int = 0) -> Stream:
         return super().__new__(cls, DEVICE)
@@ -88,15 +92,24 @@ def _default_stream(device: object = None) -> torch.Stream:
     )
 
 
-_resize = torch.UntypedStorage.resize_
+_resize, _clone = torch.UntypedStorage.resize_, torch.UntypedStorage.clone
 
 
 def _resize_storage(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     if storage.device.type != "cuda":
         return _resize(storage, size)
-    tensor = torch.empty(0, dtype=torch.uint8, device=DEVICE)
-    torch.ops.emulated.resize_storage(tensor.set_(storage), size)
+    torch.ops.emulated.resize_storage(_bytes(storage), size)
     return storage
+
+
+def _clone_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    if storage.device.type != "cuda":
+        return _clone(storage)
+    return _bytes(storage).clone().untyped_storage()
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(storage)
 
 
 def _initialise() -> None:
@@ -121,7 +134,9 @@ def _install() -> None:
         "manual_seed_all": lambda seed: _library.emulated_seed(seed),
         "is_bf16_supported": lambda *_arguments: True,
         "get_rng_state": lambda device=None: _generator_state(),
+        "set_rng_state": _set_generator_state,
         "memory_allocated": lambda device=None: _library.emulated_bytes_allocated(),
+        "mem_get_info": lambda device=None: (0, 0),  # too little for the largest tensors
         "set_sync_debug_mode": lambda mode: _library.emulated_refuse_waits(mode == "error"),
         "CUDAGraph": CUDAGraph,
         "graph": _graph,
@@ -129,6 +144,7 @@ def _install() -> None:
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
     torch.UntypedStorage.resize_ = _resize_storage
+    torch.UntypedStorage.clone = _clone_storage
 
 
 _install()

@@ -1,8 +1,16 @@
-"""Mistakes in the order of streams and locks, each of which the named cases must see."""
+"""Mistakes in the order of streams and locks, each of which the named cases must see.
+
+All are put into one copy of the sources, where MISTAKE says whether it is this one that runs.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+VARIABLE = "MEMSAVE_EXT_MISTAKE"  # the number of the mistake that runs; none without
+IN_PYTHON = '(__import__("os").environ.get("{variable}") == "{number}")'
+IN_CPP = "::emulated::is_mistaken({number})"
 
 
 @dataclass
@@ -13,62 +21,81 @@ class Mistake:
     wrong: str
     cases: str  # words of pytest's -k, each of which must see it
     seen: str  # in the failure
-    of_header: tuple[str, ...] = ()  # the sources by which a header's mistake is compiled
-
-    @property
-    def compiled(self) -> tuple[str, ...]:
-        return self.of_header or (self.file,)
 
 
 UNORDERED = "nothing orders the two"
 FREED = "may still use"
+DIFFERS = "assert False"
 MISTAKES = [
     Mistake(
         "a captured recompute draws from the graph's beginning",
         "checkpoint/cuda.cpp",
         "now.offset_intragraph_}",
-        "0}",
+        "MISTAKE ? 0 : now.offset_intragraph_}",
         "replays",
-        "assert False",
+        DIFFERS,
     ),
     Mistake(
         "partial sums of norms, and found_inf, are those of all streams",
         "adam/per_stream.h",
         "part.device == device && part.stream == stream",
-        "part.device == device",
+        "part.device == device && (MISTAKE || part.stream == stream)",
         "norm infinite",
         UNORDERED,
-        ("adam/amp.cpp", "adam/grad_norm.cpp"),
+    ),
+    Mistake(
+        "partial sums of norms are put together without a wait",
+        "adam/per_stream.h",
+        "      use_here(part.tensor, part.stream);\n",
+        "      if (!MISTAKE) use_here(part.tensor, part.stream);\n",
+        "norm_that_is_read",
+        UNORDERED,
     ),
     Mistake(
         "a gradient is freed that another stream still reads",
         "adam/backward.cpp",
-        "    for (Parameter* parameter : ready) parameter->grad.record_stream(*current);\n",
-        "",
+        "      for (Parameter* parameter : ready) parameter->grad.record_stream(*current);\n",
+        "      for (Parameter* p : ready) if (!MISTAKE) p->grad.record_stream(*current);\n",
         "gradients_of_several_streams",
         FREED,
     ),
     Mistake(
         "a DTensor is handed to record_stream",
         "adam/backward.cpp",
-        "parameter->grad.record_stream(*current)",
-        "parameter->tensor.mutable_grad().record_stream(*current)",
+        "grads.push_back(parameter->grad)",
+        "grads.push_back(MISTAKE ? parameter->tensor.mutable_grad() : parameter->grad)",
         "fsdp",
         "record_stream",
     ),
     Mistake(
+        "a gradient of FSDP2 is freed that the step beside still reads",
+        "adam/backward.cpp",
+        "for (const Tensor& grad : grads) grad",
+        "for (const Tensor& grad : grads) if (!MISTAKE) grad",
+        "fsdp",
+        FREED,
+    ),
+    Mistake(
         "a step beside FSDP2's reductions does not wait for its gradient",
         "adam/backward.cpp",
-        "  order_after(beside, *made_on);\n",
-        "",
+        "  order_after(beside, current);\n",
+        "  if (!(MISTAKE && current == *made_on)) order_after(beside, current);\n",
         "fsdp",
+        UNORDERED,
+    ),
+    Mistake(
+        "a step beside FSDP2's reductions does not wait for states made at the end of backward",
+        "adam/backward.cpp",
+        "order_after(beside, current);\n  if",
+        "if (!(MISTAKE && current != *made_on)) order_after(beside, current);\n  if",
+        "watched",
         UNORDERED,
     ),
     Mistake(
         "gloo's future steps on its thread's stream",
         "memsave_ext/adam/ddp.py",
-        "            with _that_backward_waits_for(stream):\n                return use(done)\n",
-        "            return use(done)\n",
+        "            with _that_backward_waits_for(stream):\n",
+        "            with _that_backward_waits_for(None if MISTAKE else stream):\n",
         "ddp",
         UNORDERED,
     ),
@@ -76,15 +103,15 @@ MISTAKES = [
         "gloo's future steps after autograd has waited for its stream",
         "memsave_ext/adam/ddp.py",
         "        if stream is not None:\n",
-        "        if False:\n",
+        "        if stream is not None and not MISTAKE:\n",
         "ddp",
         UNORDERED,
     ),
     Mistake(
         "a step does not wait for gloo, which was done before the hook",
         "memsave_ext/adam/ddp.py",
-        "    if torch.cuda.current_stream(stream.device) not in (stream, default):",
-        "    if torch.cuda.current_stream(stream.device) != default:",
+        "not in (stream, default):",
+        "not in (default if MISTAKE else stream, default):",
         "ddp",
         UNORDERED,
     ),
@@ -92,7 +119,7 @@ MISTAKES = [
         "an offloaded input is copied back before its copy out has ended",
         "memsave_ext/checkpointing/offload.py",
         "    torch.cuda.current_stream(kept.device).wait_event(kept.copied)\n",
-        "",
+        "    MISTAKE or torch.cuda.current_stream(kept.device).wait_event(kept.copied)\n",
         "offloaded",
         UNORDERED,
     ),
@@ -100,24 +127,63 @@ MISTAKES = [
         "an offloaded input is freed before its copy out has ended",
         "memsave_ext/checkpointing/offload.py",
         "    tensor.record_stream(stream)\n",
-        "",
+        "    MISTAKE or tensor.record_stream(stream)\n",
         "offloaded",
         FREED,
     ),
     Mistake(
-        "a tracker holds memory while the allocator reports",
+        "an offloaded input is copied back on a stream that does not read it",
+        "checkpoint/region.cpp",
+        "  const StreamScope on_its_stream(surroundings_.stream);\n",
+        "  const StreamScope on_its_stream(MISTAKE ? std::nullopt : surroundings_.stream);\n",
+        "in_a_region",
+        FREED,
+    ),
+    Mistake(
+        "what is recomputed is used before it is there",
+        "checkpoint/device.cpp",
+        "    order_after(*outer_, *inner_);\n",
+        "    if (!MISTAKE) order_after(*outer_, *inner_);\n",
+        "is_recomputed",
+        UNORDERED,
+    ),
+    Mistake(
+        "a tracker frees memory while the allocator reports",
         "memory/log.cpp",
-        "  if (!device_.is_cpu()) return !older.storage.expired();\n",
-        "",
-        "trackers_lock",
+        "if (!device_.is_cpu()) return !older.storage.expired();\n",
+        "if (!MISTAKE && !device_.is_cpu()) return !older.storage.expired();\n",
+        "reports",
         "the allocator is called by what it reports to",
     ),
     Mistake(
         "a captured step rounds by the number of the step that was captured",
         "adam/items.cpp",
         "item.device_step = step.const_data_ptr<float>();",
-        "item.step = *step.const_data_ptr<float>() + 1;",
+        "MISTAKE ? void(item.step = *step.const_data_ptr<float>() + 1)"
+        " : void(item.device_step = step.const_data_ptr<float>());",
         "replays",
-        "assert False",
+        DIFFERS,
     ),
 ]
+
+
+def put_in(csrc: Path, changed_csrc: Path, package: Path) -> None:
+    """Write what is changed of csrc to a folder of its own, and of the package in its place."""
+    texts: dict[Path, str] = {}
+    for number, mistake in enumerate(MISTAKES):
+        of_cpp = mistake.file.endswith((".h", ".cpp"))
+        source = (csrc if of_cpp else package.parent) / mistake.file
+        target = (changed_csrc if of_cpp else package.parent) / mistake.file
+        text = texts.get(target) or source.read_text()
+        if text.count(mistake.right) != 1:
+            raise SystemExit(f"emulate: {mistake.file} has not one such line: {mistake.what}")
+        switch = (IN_CPP if of_cpp else IN_PYTHON).format(variable=VARIABLE, number=number)
+        wrong = mistake.wrong.replace("MISTAKE", switch)
+        texts[target] = text.replace(mistake.right, wrong)
+    for path in changed_csrc.rglob("*"):  # of mistakes that are not here any more
+        if path.is_file() and path not in texts:
+            path.unlink()
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_text() != text:  # what is as it was keeps its time
+            path.write_text(text)

@@ -50,14 +50,18 @@ def loss_of(net, step):
     return net(x).square().mean()
 
 
-def train(net, optimizer, steps=3, scaler=None, norm=None):
+def train(net, optimizer, steps=3, scaler=None, norm=None, on=None):
+    """With ``norm`` the backward that measures is on the stream ``on``."""
     for step in range(steps):
         loss = loss_of(net, step)
         if scaler is not None:
             loss = scaler.scale(1000 * loss)
         if norm is not None:
             with optimizer.norm_pass(norm):
-                loss.backward(retain_graph=True)
+                if on is not None:
+                    on.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(on):
+                    loss.backward(retain_graph=True)
         loss.backward()
         if scaler is None:
             optimizer.step()
@@ -100,6 +104,15 @@ def test_the_norm_of_gradients_of_several_streams(seed, small_bytes):
     net = network(seed)
     optimizer = ms.AdamW(net.parameters(), in_backward=True, small_bytes=small_bytes, **OPTIONS)
     found = train(net, optimizer, norm=0.1)
+    net = on_one_stream(network(seed))
+    assert_same(found, train(net, ms.AdamW(net.parameters(), clip_global_norm=0.1, **OPTIONS)))
+
+
+def test_a_norm_that_is_read_on_another_stream(seed):
+    """Its block ends on a stream that has not waited for that of the backward."""
+    net = network(seed)
+    optimizer = ms.AdamW(net.parameters(), in_backward=True, **OPTIONS)
+    found = train(net, optimizer, norm=0.1, on=torch.cuda.Stream())
     net = on_one_stream(network(seed))
     assert_same(found, train(net, ms.AdamW(net.parameters(), clip_global_norm=0.1, **OPTIONS)))
 

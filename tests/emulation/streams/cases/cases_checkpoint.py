@@ -59,6 +59,48 @@ def test_regions_on_several_streams(seed, offload):
     assert_same(found, gradients(net, seed, plainly))
 
 
+@pytest.mark.parametrize("offload", [None, "cpu"], ids=str)
+def test_several_streams_in_a_region(seed, offload):
+    """The recompute is asked for on the stream of what is last in the region, and runs on that of
+    the region, on which what was offloaded is copied back."""
+    net = layers(seed)
+    side = torch.cuda.Stream()
+
+    def on_the_side(function, x):
+        outer = torch.cuda.current_stream()
+        side.wait_stream(outer)
+        x.record_stream(side)
+        with torch.cuda.stream(side):
+            y = function(x)
+        outer.wait_stream(side)
+        y.record_stream(outer)
+        return y
+
+    def region(function, x):
+        return ms.checkpoint(lambda x: on_the_side(torch.sigmoid, function(x)), x, offload=offload)
+
+    def alone(function, x):
+        return torch.sigmoid(function(x))
+
+    assert_same(gradients(net, seed, region), gradients(net, seed, alone))
+
+
+def test_what_is_recomputed_is_read_on_another_stream(seed):
+    """By someone who looks at what the graph has saved."""
+    chance = random.Random(seed)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    x.requires_grad_()
+    current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(current)
+    x.record_stream(stream)
+    with torch.cuda.stream(stream):
+        y = ms.checkpoint(lambda x: x.exp().sin(), x, offload=chance.choice([None, "cpu"]))
+    current.wait_stream(stream)
+    saved = y.grad_fn._saved_self
+    saved.record_stream(current)
+    assert torch.equal(saved.cpu(), x.detach().exp().cpu())
+
+
 def test_offloaded_inputs(seed):
     """What a region was given is freed when it has been copied, and copied back in backward."""
     net = layers(seed, random.Random(seed).randint(1, 4))

@@ -3,7 +3,9 @@
 import faulthandler
 import random
 import threading
+import time
 
+import checked_streams
 import pytest
 import torch
 
@@ -16,13 +18,14 @@ DEVICE = torch.device("cuda", 0)
 def tracker():
     tracker = _native.module.MemoryTracker(DEVICE, [], True, 1000)
     tracker.start(0)
-    faulthandler.dump_traceback_later(10, exit=True)  # where threads wait for each other
+    # Where threads wait for each other.
+    faulthandler.dump_traceback_later(10, exit=True, file=checked_streams.STDERR)
     yield tracker
     faulthandler.cancel_dump_traceback_later()
     tracker.stop()
 
 
-def test_trackers_lock_and_the_allocators(seed, tracker):
+def test_the_allocator_is_not_called_by_what_it_reports_to(seed, tracker):
     """This thread's allocations are reported; the other one frees what the reports look for."""
     count = random.Random(seed).randint(500, 2000)
     done = threading.Event()
@@ -41,3 +44,49 @@ def test_trackers_lock_and_the_allocators(seed, tracker):
     while not done.is_set():
         (x * 2).exp().sum().backward()
     thread.join()
+
+
+def test_threads_do_not_wait_for_each_other(seed, tracker):
+    """One thread looks whether memory is still there that a backward of this one frees.
+
+    The one has the tracker's lock and may be the last to hold a storage, whose memory the allocator
+    takes back; the other one's allocations are reported with the allocator's lock held.
+    """
+    chance = random.Random(seed)
+    done = threading.Event()
+    # So large that it takes a while to free what an operation has saved, after it has allocated.
+    x = torch.ones(1 << 16, device=DEVICE, requires_grad=True)
+
+    def look():
+        while not done.is_set():
+            assert tracker.live >= 0
+            time.sleep(chance.random() * 2e-4)  # in which the backward comes on
+
+    for _ in range(3):
+        y = unreported(lambda: results(x, chance.randint(5, 20), tracker))
+        done.clear()
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        y.sum().backward()
+        done.set()
+        thread.join()
+
+
+def unreported(make):
+    """What ``make`` returns on a thread whose allocations are not reported."""
+    made = []
+    thread = threading.Thread(target=lambda: made.append(make()))
+    thread.start()
+    thread.join()
+    return made.pop()
+
+
+def results(x, count, tracker):
+    """The last of so many results; the graph alone has the others."""
+    made = []
+    for _ in range(count):
+        x = x.sin().exp()
+        made.append(x)
+    # The first that the tracker looks for is the next that backward frees.
+    tracker.label(made[-2::-1], 0, [0] * (count - 1))
+    return x

@@ -1,0 +1,9 @@
+// Included before all sources, into which mistakes.py puts mistakes.
+#pragma once
+
+namespace emulated {
+
+// Whether this process runs the mistake of this number.
+bool is_mistaken(int number);
+
+}  // namespace emulated
