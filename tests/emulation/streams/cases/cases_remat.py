@@ -1,4 +1,4 @@
-"""Blocks of rematerialization: operators on several streams, run again on the streams of backward."""
+"""Blocks of rematerialization on several streams, run again on those of backward."""
 
 import random
 
