@@ -206,6 +206,8 @@ def keep(old: list[dict[str, Any]], new: list[dict[str, Any]], scaled: bool) -> 
 
 def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     """Converts a loaded torch state to the group's mode; one of that mode stays as it is."""
+    if state.get("momentum_buffer", ...) is None:  # as older SGDs of torch without momentum have it
+        del state["momentum_buffer"]
     first = formats.first_of_state(state)
     if first is None and "param_rest" not in state:
         return

@@ -280,3 +280,19 @@ def test_a_copy_goes_on_alike():
         train(*one, 3, start=3)
     assert_same(net, other)
     assert copied.in_backward
+
+
+@both_ways
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_states_that_older_torchs_saved(momentum, in_backward):
+    """Without momentum they had a momentum_buffer of None."""
+    nets = model(), model()
+    ours = ms.SGD(nets[0].parameters(), lr=0.1, momentum=momentum, in_backward=in_backward)
+    theirs = torch.optim.SGD(nets[1].parameters(), lr=0.1, momentum=momentum)
+    for net, optimizer in zip(nets, (ours, theirs), strict=True):
+        saved = optimizer.state_dict()
+        saved["state"] = {i: {"momentum_buffer": None} for i in saved["param_groups"][0]["params"]}
+        optimizer.load_state_dict(saved)
+        train(net, optimizer, 3)
+    assert_same(*nets)
+    assert len(ours.to_fp32_state_dict()["state"]) == (6 if momentum else 0)
