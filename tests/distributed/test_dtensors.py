@@ -1,0 +1,150 @@
+"""DTensors that no FSDP2 made, on gloo ranks: split along several dimensions of a mesh, or not
+where their gradients and states are."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from fsdp_blocks import OPTIMIZERS, local, make
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import memsave_ext as ms
+
+FOLDER = "MEMSAVE_EXT_TEST_FOLDER"  # an environment variable, which the ranks inherit
+BOTH_ON_0, ROWS_AND_COLUMNS = (Shard(0), Shard(0)), (Shard(0), Shard(1))
+PLACEMENTS = [
+    BOTH_ON_0, ROWS_AND_COLUMNS, (Shard(1), Shard(0)), (Replicate(), Shard(0)),
+    (Shard(0), Replicate()), (Replicate(), Replicate()),
+]  # fmt: skip
+# Uneven: shards of 3, 2, 2 and 2 rows; of 1 and none; of 1, 1, 1 and 0. Then even ones.
+SHAPES = [(9, 4096), (2, 5000), (3, 8192), (16, 2048), (4, 6)]
+PLAIN = {
+    "SGD": lambda params: ms.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "Lion": lambda params: ms.Lion(params, lr=0.01, weight_decay=0.1),
+    "Adam": lambda params: ms.Adam(params, lr=0.01),
+}
+MAKES = PLAIN | {
+    name: lambda params, name=name: make(name, params, in_backward=False) for name in OPTIMIZERS
+}
+
+
+def values(shape, number, mesh, placements):
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+    return distribute_tensor(whole, mesh, placements)
+
+
+def split_twice():
+    """This process's part of each, beside a plain parameter of the same values; and what was saved
+    and loaded."""
+    mesh, results = init_device_mesh("cpu", (2, 2)), []
+    for name, make_optimizer in MAKES.items():
+        for placements in PLACEMENTS:
+            for shape in SHAPES:
+                of = shape, mesh, placements
+                results.append((name, shape, placements, *beside_plain(make_optimizer, *of)))
+    return results
+
+
+def beside_plain(make_optimizer, shape, mesh, placements):
+    param = nn.Parameter(values(shape, 0, mesh, placements))
+    plain = nn.Parameter(local(param.detach()).clone())
+    optimizer, other = make_optimizer([param]), make_optimizer([plain])
+    for number in range(1, 4):
+        param.grad = values(shape, number, mesh, placements)
+        plain.grad = local(param.grad).clone()
+        optimizer.step()
+        other.step()
+    state = optimizer.state[param]
+    dcp.save(state, checkpoint_id=os.environ[FOLDER])
+    loaded = {key: torch.zeros_like(value) for key, value in state.items()}
+    dcp.load(loaded, checkpoint_id=os.environ[FOLDER])
+    unlike = [key for key in state if not torch.equal(local(loaded[key]), local(state[key]))]
+    not_placed = [key for key in state if isinstance(state[key], DTensor) == (key == "step")]
+    distance = (local(param.detach()) - plain.detach()).abs()
+    alike = state.keys() == other.state[plain].keys()  # a small shard by itself has no blocks
+    return alike, float(distance.max()) if distance.numel() else 0.0, unlike, not_placed
+
+
+def misplaced():
+    """The errors of gradients and states that are of other meshes, or of none."""
+    mesh, turned = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 0])
+    found = {}
+    for name, make_optimizer in MAKES.items():
+
+        def stepped(mesh, placement, make_optimizer=make_optimizer):
+            param = nn.Parameter(values((4, 8), 0, mesh, [placement]))
+            optimizer = make_optimizer([param])
+            param.grad = values((4, 8), 1, mesh, [placement])
+            optimizer.step()
+            return param, optimizer
+
+        def gradient(grad, stepped=stepped):
+            param, optimizer = stepped(mesh, Shard(0))
+            before = local(param.detach()).clone()
+            param.grad = grad
+            said = error_of(optimizer.step)
+            return said, torch.equal(before, local(param.detach()))
+
+        def load(mesh_, placement, stepped=stepped):
+            saved = stepped(mesh_, placement)[1].state_dict()
+            return error_of(lambda: stepped(mesh, Shard(0))[1].load_state_dict(saved))
+
+        found[name] = {
+            "gradient turned": gradient(values((4, 8), 2, turned, [Shard(0)])),
+            "gradient plain": gradient(torch.ones(4, 8)),
+            "gradient replicated": gradient(values((4, 8), 2, mesh, [Replicate()])),
+            "state turned": load(turned, Shard(0)),
+            "state of columns": load(mesh, Shard(1)),
+            "state": load(DeviceMesh("cpu", [0, 1]), Shard(0)),
+        }
+    return found
+
+
+def error_of(function):
+    try:
+        function()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    os.environ[FOLDER] = str(tmp_path_factory.mktemp("checkpoint"))
+    found = run_ranks(4, [split_twice]) | run_ranks(2, [misplaced])
+    del os.environ[FOLDER]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_steps_are_those_of_the_shards(results):
+    for rank in results["split_twice"]:
+        assert isinstance(rank, list), rank
+        assert len(rank) == len(MAKES) * len(PLACEMENTS) * len(SHAPES)
+        for name, shape, placements, alike, distance, unlike, not_placed in rank:
+            assert distance == 0 if alike else distance < 0.05, (name, shape, placements)
+            assert unlike == [] == not_placed, (name, shape, placements)
+
+
+def test_a_gradient_of_another_mesh_is_refused(results):
+    for rank in results["misplaced"]:
+        assert isinstance(rank, dict), rank
+        for found in rank.values():
+            for kind, got in (("turned", "one on DeviceMesh"), ("plain", "a plain tensor")):
+                said, unchanged = found[f"gradient {kind}"]
+                assert said.startswith("RuntimeError: memsave_ext: the gradient of a DTensor must")
+                assert f"got {got}" in said and unchanged
+            assert found["gradient replicated"] == ("", False)
+
+
+def test_states_of_another_mesh_are_refused(results):
+    for rank in results["misplaced"]:
+        assert isinstance(rank, dict), rank
+        for found in rank.values():
+            for kind in ("turned", "of columns"):
+                assert "Load it with torch.distributed.checkpoint" in found[f"state {kind}"]
+            assert found["state"] == ""
