@@ -60,6 +60,9 @@ class Run:
 
     def close(self) -> None:
         assert not self.in_backward or all(p.grad is None for p in self.params)
+        self.end()
+
+    def end(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -68,8 +68,7 @@ class Loop(Runs):
             else:
                 run.loss(first).backward()
             run.loss(second).backward()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+            run.end()
         self.follow(sums)
 
     def do_paused(self) -> None:
@@ -85,8 +84,7 @@ class Loop(Runs):
             others = [None if i == number else g for i, g in enumerate(grads)]
             run.loss(others).backward()
             param.grad = None if grads[number] is None else grads[number].clone()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+            run.end()
         self.follow(grads)
 
     def do_copy(self) -> None:
