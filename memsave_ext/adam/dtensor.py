@@ -35,7 +35,7 @@ def local_gradient(param: Any, grad: Any) -> Tensor:
     """
     if not is_dtensor(param):
         return local_tensor(grad)
-    if not is_dtensor(grad) or grad.device_mesh != param.device_mesh:
+    if not is_dtensor(grad) or not _same_mesh(param, grad):
         raise errors.another_mesh(param, grad)
     if grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
@@ -44,7 +44,18 @@ def local_gradient(param: Any, grad: Any) -> Tensor:
 
 def is_placed_alike(param: Any, tensor: Any) -> bool:
     """Whether two DTensors are split over the same processes in the same way."""
-    return bool(tensor.device_mesh == param.device_mesh and tensor.placements == param.placements)
+    return _same_mesh(param, tensor) and bool(tensor.placements == param.placements)
+
+
+def _same_mesh(param: Any, tensor: Any) -> bool:
+    """Whether two DTensors are on the same processes, whatever the names and ages of their meshes.
+
+    Two meshes are equal for torch only if one thread of one process has made them.
+    """
+    one, other = param.device_mesh, tensor.device_mesh
+    return one is other or (
+        one.device_type == other.device_type and torch.equal(one.mesh, other.mesh)
+    )
 
 
 @torch.no_grad()

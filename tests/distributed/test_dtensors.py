@@ -1,7 +1,9 @@
 """DTensors that no FSDP2 made, on gloo ranks: split along several dimensions of a mesh, or not
 where their gradients and states are."""
 
+import io
 import os
+import threading
 
 import pytest
 import torch
@@ -38,15 +40,18 @@ def values(shape, number, mesh, placements):
 
 
 def split_twice():
-    """This process's part of each, beside a plain parameter of the same values; and what was saved
-    and loaded."""
-    mesh, results = init_device_mesh("cpu", (2, 2)), []
+    """What each comes to beside a plain parameter of this process's part; and what of the states
+    was not saved and loaded."""
+    mesh, results, not_restored = init_device_mesh("cpu", (2, 2)), [], {}
     for name, make_optimizer in MAKES.items():
+        states = {}
         for placements in PLACEMENTS:
             for shape in SHAPES:
-                of = shape, mesh, placements
-                results.append((name, shape, placements, *beside_plain(make_optimizer, *of)))
-    return results
+                state, *found = beside_plain(make_optimizer, shape, mesh, placements)
+                states |= {f"{shape} {placements} {key}": v for key, v in state.items()}
+                results.append((name, shape, placements, *found))
+        not_restored[name] = unlike_after_loading(states, f"{os.environ[FOLDER]}/{name}")
+    return results, not_restored
 
 
 def beside_plain(make_optimizer, shape, mesh, placements):
@@ -59,14 +64,17 @@ def beside_plain(make_optimizer, shape, mesh, placements):
         optimizer.step()
         other.step()
     state = optimizer.state[param]
-    dcp.save(state, checkpoint_id=os.environ[FOLDER])
-    loaded = {key: torch.zeros_like(value) for key, value in state.items()}
-    dcp.load(loaded, checkpoint_id=os.environ[FOLDER])
-    unlike = [key for key in state if not torch.equal(local(loaded[key]), local(state[key]))]
     not_placed = [key for key in state if isinstance(state[key], DTensor) == (key == "step")]
     distance = (local(param.detach()) - plain.detach()).abs()
     alike = state.keys() == other.state[plain].keys()  # a small shard by itself has no blocks
-    return alike, float(distance.max()) if distance.numel() else 0.0, unlike, not_placed
+    return state, alike, float(distance.max()) if distance.numel() else 0.0, not_placed
+
+
+def unlike_after_loading(states, folder):
+    dcp.save(states, checkpoint_id=folder)
+    loaded = {key: torch.zeros_like(value) for key, value in states.items()}
+    dcp.load(loaded, checkpoint_id=folder)
+    return [key for key in states if not torch.equal(local(loaded[key]), local(states[key]))]
 
 
 def misplaced():
@@ -90,7 +98,10 @@ def misplaced():
             return said, torch.equal(before, local(param.detach()))
 
         def load(mesh_, placement, stepped=stepped):
-            saved = stepped(mesh_, placement)[1].state_dict()
+            file = io.BytesIO()
+            torch.save(stepped(mesh_, placement)[1].state_dict(), file)
+            file.seek(0)
+            saved = torch.load(file, weights_only=False)
             return error_of(lambda: stepped(mesh, Shard(0))[1].load_state_dict(saved))
 
         found[name] = {
@@ -100,8 +111,21 @@ def misplaced():
             "state turned": load(turned, Shard(0)),
             "state of columns": load(mesh, Shard(1)),
             "state": load(DeviceMesh("cpu", [0, 1]), Shard(0)),
+            "state of a named mesh": load(
+                init_device_mesh("cpu", (2,), mesh_dim_names=("shards",)), Shard(0)
+            ),
+            "state of a thread": of_another_thread(load),
         }
     return found
+
+
+def of_another_thread(load):
+    """Torch takes meshes of two threads, and so one that was saved, to be different."""
+    said = []
+    thread = threading.Thread(target=lambda: said.append(load(DeviceMesh("cpu", [0, 1]), Shard(0))))
+    thread.start()
+    thread.join()
+    return said[0]
 
 
 def error_of(function):
@@ -120,14 +144,15 @@ def results(tmp_path_factory):
     return found
 
 
-@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 def test_steps_are_those_of_the_shards(results):
     for rank in results["split_twice"]:
-        assert isinstance(rank, list), rank
-        assert len(rank) == len(MAKES) * len(PLACEMENTS) * len(SHAPES)
-        for name, shape, placements, alike, distance, unlike, not_placed in rank:
+        assert isinstance(rank, tuple), rank
+        found, not_restored = rank
+        assert len(found) == len(MAKES) * len(PLACEMENTS) * len(SHAPES)
+        for name, shape, placements, alike, distance, not_placed in found:
             assert distance == 0 if alike else distance < 0.05, (name, shape, placements)
-            assert unlike == [] == not_placed, (name, shape, placements)
+            assert not_placed == [], (name, shape, placements)
+        assert not any(not_restored.values()), not_restored
 
 
 def test_a_gradient_of_another_mesh_is_refused(results):
@@ -147,4 +172,5 @@ def test_states_of_another_mesh_are_refused(results):
         for found in rank.values():
             for kind in ("turned", "of columns"):
                 assert "Load it with torch.distributed.checkpoint" in found[f"state {kind}"]
-            assert found["state"] == ""
+            for kind in ("", " of a named mesh", " of a thread"):
+                assert found[f"state{kind}"] == ""
