@@ -150,7 +150,7 @@ def largest_model_short(record: Record) -> str:
 def _largest(record: Record, methods: Sequence[str]) -> str:
     places = list(dict.fromkeys((row["model"], row["budget_bytes"]) for row in record["rows"]))
     of = {(row["model"], row["budget_bytes"], row["method"]): row for row in record["rows"]}
-    base = record["rows"][0]["method"]
+    base, most = record["rows"][0]["method"], record["settings"].get("most_batch")
     header = ["trains with"]
     for model, budget in places:
         header += [f"{model} in {size(budget)}: blocks", "batch", "time"]
@@ -160,7 +160,9 @@ def _largest(record: Record, methods: Sequence[str]) -> str:
         for place in places:
             row, first = of[(*place, method)], of[(*place, base)]
             for what in ("depth", "batch"):
-                cells.append(f"{row[what]['largest']}{_over(row[what], first[what])}")
+                ended = what == "batch" and row[what]["largest"] == most
+                count = f"{'≥ ' if ended else ''}{row[what]['largest']}"
+                cells.append(f"{count}{_over(row[what], first[what])}")
             cells.append(f"{row['time']:.2f}" if "time" in row else "-")
         lines.append(cells)
     return markdown(header, lines)
@@ -172,11 +174,12 @@ def _over(one: Record, base: Record) -> str:
 
 def largest_model_caption(record: Record) -> str:
     s = record["settings"]
+    ended = f" (at most {s['most_batch']} is tried)" if "most_batch" in s else ""
     return (
         f"Blocks of width {s['width']}: a ViT on images of {s['image']} {TIMES} {s['image']}; a "
         f"GPT of {s['tokens']} tokens and a vocabulary of {s['vocabulary']}. The most blocks with "
-        f"a batch of {s['batch_size']}, the largest batch with {s['depth']} blocks, found by "
-        f"bisection, {TIMES} the naive ones; time of a step of the deepest model that torch's "
+        f"a batch of {s['batch_size']}, the largest batch with {s['depth']} blocks{ended}, found "
+        f"by bisection, {TIMES} the naive ones; time of a step of the deepest model that torch's "
         "features (checkpoint each block, fused AdamW of the tutorial in backward) allow, as a "
         f"share of theirs. {machine_line(record)}."
     )

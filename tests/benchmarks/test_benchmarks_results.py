@@ -118,6 +118,55 @@ def test_every_result_is_on_a_page():
     assert {path.name.partition("-")[0] for path in results} <= marked
 
 
+def scripts_that_record():
+    return {
+        path.stem for path in BENCHMARKS.glob("*.py") if "write_record(options." in path.read_text()
+    } | {"densenet"}
+
+
+def test_every_claim_is_told_and_measured():
+    """What, against whom, and what it does not show, beside the list of all results."""
+    page = ROOT / "docs" / "benchmarks.md"
+    if not page.is_file():
+        pytest.skip("no docs")
+    rows = re.findall(r"^\| (`\w+\.py`.*) \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    told = []
+    for row in rows:
+        names, *cells = row.split(" | ")
+        assert len(cells) == 3 and all(cells), row
+        told += re.findall(r"`(\w+)\.py`", names)
+    assert len(set(told)) == len(told)
+    assert set(told) == scripts_that_record() | {"predict_speed"}  # which only prints
+    if results := list((BENCHMARKS / "results").glob("*.json")):
+        measured = {path.name.partition("-")[0] for path in results}
+        assert measured >= {name for name in scripts_that_record() if not name.endswith("_cuda")}
+
+
+def test_index_has_the_newest_run_of_each_file(tmp_path):
+    path = write(tmp_path, 1, {}, commit="old")
+    write(tmp_path, 2, {}, commit="new", dirty=True)
+    bars = [{"name": "a", "value": 1, "bar": 2, "ok": ok} for ok in (True, False, True)]
+    common.write_record(tmp_path, "other", record(bars=bars))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- results:begin -->\n<!-- results:end -->\n")
+    options = ["--readme", str(page), "--results", str(tmp_path)]
+    assert readme_tables.main(options) == 0
+    assert readme_tables.main([*options, "--check"]) == 0
+    lines = page.read_text().splitlines()[3:-1]
+    assert len(lines) == 2
+    assert " new* " in lines[0] and " old" not in lines[0]
+    assert " 2 of 3 " in lines[1]
+    assert all(json.loads(path.read_text())[-1]["date"] in line for line in lines)
+
+
+def test_record_has_the_command_that_made_it(tmp_path, monkeypatch):
+    words = ["/somewhere/a.py", "--rounds", "3", "--save", str(tmp_path), "--no-progress", "--big"]
+    monkeypatch.setattr(sys, "argv", words)
+    (run,) = json.loads(write(tmp_path, 1, {}).read_text())
+    assert run["command"] == "benchmarks/a.py --rounds 3 --big"
+    assert run["seconds"] >= 0
+
+
 def test_tables_are_rewritten(tmp_path):
     left_out = {"a peer": "not installed"}
     path = common.write_record(tmp_path, "checkpoint_overhead", record(left_out=left_out))
@@ -265,8 +314,6 @@ def test_run_all_runs_what_is_asked_for(run_all, tmp_path):
 
 def test_run_all_has_every_benchmark_and_a_quarter_of_an_hour():
     module = importlib.import_module("run_all")
-    scripts = {
-        path.stem for path in BENCHMARKS.glob("*.py") if "write_record(options." in path.read_text()
-    } | {"densenet"}
-    assert module.SECONDS.keys() == {name for name in scripts if not name.endswith("_cuda")}
+    names = {name for name in scripts_that_record() if not name.endswith("_cuda")}
+    assert module.SECONDS.keys() == names
     assert sum(module.SECONDS.values()) <= 20 * 60
