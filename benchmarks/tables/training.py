@@ -174,6 +174,24 @@ def _over(one: Record, base: Record) -> str:
     return times(one["largest"] / base["largest"] if base["largest"] else None)
 
 
+def _most_in_float32(record: Record) -> str:
+    """Blocks whose parameters and states alone fill each budget, at Adam's 12 bytes a parameter."""
+    most = []
+    for model, budget in dict.fromkeys((r["model"], r["budget_bytes"]) for r in record["rows"]):
+        known = {
+            row["depth"]["largest"]: row["depth"]["parameters"]
+            for row in record["rows"]
+            if row["model"] == model and row["depth"]["largest"]
+        }
+        if len(known) > 1:
+            few, many = min(known), max(known)
+            each = (known[many] - known[few]) / (many - few)
+            most.append(f"{int(few + (budget / 12 - known[few]) / each)} ({model})")
+    return (
+        f" Float32 parameters and states alone fill it at {', '.join(most)} blocks." if most else ""
+    )
+
+
 def largest_model_caption(record: Record) -> str:
     s = record["settings"]
     ended = f" (at most {s['most_batch']} is tried)" if "most_batch" in s else ""
@@ -183,7 +201,7 @@ def largest_model_caption(record: Record) -> str:
         f"a batch of {s['batch_size']}, the largest batch with {s['depth']} blocks{ended}, found "
         f"by bisection, {TIMES} the naive ones; time of a step of the deepest model that torch's "
         "features (checkpoint each block, fused AdamW of the tutorial in backward, the loss in "
-        f"chunks) allow, as a share of theirs. {machine_line(record)}."
+        f"chunks) allow, as a share of theirs.{_most_in_float32(record)} {machine_line(record)}."
     )
 
 
