@@ -25,8 +25,8 @@ std::string name_of(const Operator* op) { return op == nullptr ? "" : op->handle
 std::shared_ptr<Block> make_block(std::optional<bool> everything, const at::Device& device) {
   if (!everything) return std::make_shared<Block>(Drops::kNothing);
   if (*everything) return std::make_shared<Block>(Drops::kEverything);
-  // A plan needs the time of each operator. On other devices the clock measures launches.
-  if (!device.is_cpu()) return std::make_shared<Block>(Drops::kCheap);
+  // A plan needs the time of each operator. On other devices than these the clock sees launches.
+  if (!device.is_cpu() && !device.is_cuda()) return std::make_shared<Block>(Drops::kCheap);
   return std::make_shared<Block>(Budget{0, 0, false, device});
 }
 

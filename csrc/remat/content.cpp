@@ -4,6 +4,7 @@
 #include <unordered_map>
 
 #include "remat/needed.h"
+#include "streams.h"
 
 namespace memsave_ext::remat {
 
@@ -62,7 +63,8 @@ Content::Content(const c10::Storage& storage, bool external)
       bytes(static_cast<int64_t>(storage.nbytes())),
       device(storage.device()),
       born(++contents),
-      external(external) {}
+      external(external),
+      made_on(current_stream(device)) {}
 
 void Content::set_alone(bool now) {
   if (alone && now != is_alone) *alone += now ? bytes : -bytes;
