@@ -163,7 +163,7 @@ GOALS = {VIT: 1.0, GPT: 1.5}
 GOAL_OF_FORMATS = 8.0  # over naive
 
 
-def bars(rows: list[Row]) -> list[Row]:
+def bars(rows: list[Row], most_batch: int) -> list[Row]:
     """Over what torch itself offers, at float32 and exact arithmetic."""
     found = []
     of = {(row["model"], row["budget_bytes"], row["method"]): row for row in rows}
@@ -172,7 +172,8 @@ def bars(rows: list[Row]) -> list[Row]:
             continue
         for other, what in itertools.product((NAIVE, THEIRS), ("depth", "batch")):
             theirs, ours = of[kind, budget, other][what]["largest"], row[what]["largest"]
-            if theirs:
+            # Where both searches ended at their limit nothing is known.
+            if theirs and not (what == "batch" and theirs == ours == most_batch):
                 label = f"{kind}, {size(budget)}: {what} over {other}"
                 ratio, goal = ours / theirs, GOALS[kind]
                 found.append({"name": label, "value": ratio, "bar": goal, "ok": ratio >= goal})
@@ -238,7 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
         "machine": machine(options.device),
         "settings": {name: getattr(options, name) for name in (*DEFAULTS, "threads")},
         "rows": rows,
-        "bars": bars(rows),
+        "bars": bars(rows, options.most_batch),
     }
     print(f"\n{largest_model_table(record)}\n\n{largest_model_caption(record)}\n")
     show_bars(record["bars"], "at least")
