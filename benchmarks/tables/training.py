@@ -186,10 +186,10 @@ def _most_in_float32(record: Record) -> str:
         if len(known) > 1:
             few, many = min(known), max(known)
             each = (known[many] - known[few]) / (many - few)
-            most.append(f"{int(few + (budget / 12 - known[few]) / each)} ({model})")
-    return (
-        f" Float32 parameters and states alone fill it at {', '.join(most)} blocks." if most else ""
-    )
+            most.append(f"{int(few + (budget / 12 - known[few]) / each)} ({model}, {size(budget)})")
+    if not most:
+        return ""
+    return f" Float32 parameters and states alone fill the memory at {' and '.join(most)} blocks."
 
 
 def largest_model_caption(record: Record) -> str:
