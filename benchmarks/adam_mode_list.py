@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Mode:
     against: str = "fp32"  # whose time is 1
     bar: float = 1.3
     make: Callable[[list[Tensor]], Optimizer] | None = None  # a peer's
+    optimizer: Any = ms.AdamW
 
     @property
     def backwards(self) -> int:
@@ -62,8 +63,20 @@ def peer(name: str, dtype: torch.dtype, stored: float | None, make: Any) -> Mode
     return Mode(name, "", stored, None, dtype, kinds=("after",), make=make)
 
 
+def other(name: str, of: Any, against: str, moment: float, **options: Any) -> Mode:
+    """Of SGD or Lion, whose moments are of so many bytes."""
+    dtype = BF16 if "bf16" in options else FP32
+    stored = dtype.itemsize + moment
+    moved = dtype.itemsize + 2 * stored
+    return Mode(name, "sgd_lion", stored, moved, dtype, options, against=against, optimizer=of)
+
+
 def _torch_fused(params: list[Tensor]) -> Optimizer:
     return torch.optim.AdamW(params, lr=LR, fused=True)
+
+
+def _torch_sgd(**options: Any) -> Callable[[list[Tensor]], Optimizer]:
+    return lambda params: torch.optim.SGD(params, lr=LR, weight_decay=DECAY, **options)
 
 
 def _optimi(params: list[Tensor]) -> Optimizer:
@@ -143,6 +156,30 @@ PEERS = [
     peer("torchao, fp8", FP32, 6 + SCALES, _torchao("AdamWFp8")),
     peer("bitsandbytes, 8-bit", FP32, 6 + SCALES, _bitsandbytes),
 ]
+# What takes part only in times and bytes: distances and losses are of Adam.
+MOMENTUM = {"momentum": 0.9}
+SGD_LION = [
+    other("SGD", ms.SGD, "SGD", 0),
+    other("SGD, momentum", ms.SGD, "SGD, momentum", 4, **MOMENTUM),
+    other("SGD, momentum, bf16 states", ms.SGD, "SGD, momentum", 2, **MOMENTUM, **BF16_STATES),
+    other("SGD, momentum, 8-bit states", ms.SGD, "SGD, momentum", 1 + SCALES / 2, **MOMENTUM,
+          **BLOCKS),
+    other("SGD, momentum, bf16 stochastic, 8-bit states", ms.SGD, "SGD, momentum", 1 + SCALES / 2,
+          **MOMENTUM, **STOCHASTIC, **BLOCKS),
+    other("Lion", ms.Lion, "Lion", 4),
+    other("Lion, bf16 states", ms.Lion, "Lion", 2, **BF16_STATES),
+    other("Lion, 8-bit states", ms.Lion, "Lion", 1 + SCALES / 2, **BLOCKS),
+    other("Lion, bf16 stochastic, 8-bit states", ms.Lion, "Lion", 1 + SCALES / 2, **STOCHASTIC,
+          **BLOCKS),
+    replace(peer("torch, SGD, fused", FP32, 4, _torch_sgd(fused=True)), against="SGD"),
+    *(
+        replace(
+            peer(f"torch, SGD, momentum, {way}", FP32, 8, _torch_sgd(momentum=0.9, **{way: True})),
+            against="SGD, momentum",
+        )
+        for way in ("fused", "foreach")
+    ),
+]  # fmt: skip
 
 
 class Stepper:
@@ -169,7 +206,7 @@ class Stepper:
         options = {**mode.options, **dict.fromkeys(norms, max_norm)}
         if self.scaler is not None:
             options["grad_scaler"] = self.scaler
-        self.optimizer = ms.AdamW(
+        self.optimizer = mode.optimizer(
             self.params, lr=lr, weight_decay=DECAY, in_backward=kind == "in backward", **options
         )
 

@@ -4,6 +4,7 @@
 - ``one`` and ``vit``: milliseconds of a step in backward and after it, over a backward with an
   empty hook, of a tensor of 20 M elements and of the 296 parameters of a ViT-L/16 made as small.
   Divided by those of the float32 core; of folding, by those of accumulating.
+  SGD's and Lion's by those of their own float32 steps.
 - ``bytes``: of a model of a few large layers, for each of its parameters: after a step (the
   parameter and its states), and at the peak of a step, which has gradients, too.
 
@@ -33,7 +34,18 @@ import adam_accuracy
 import memsave_ext as ms
 from adam import DeviceTime, HandOut, host_time, medians, shapes, whole_time
 from adam_methods import release
-from adam_mode_list import BF16, CORE, FP32, OURS, PEERS, Mode, Stepper, available, reasons
+from adam_mode_list import (
+    BF16,
+    CORE,
+    FP32,
+    OURS,
+    PEERS,
+    SGD_LION,
+    Mode,
+    Stepper,
+    available,
+    reasons,
+)
 from common import ROOT, bar, copy_bandwidth, machine, write_record
 from training import CudaMemory
 
@@ -129,6 +141,8 @@ def timed(options: argparse.Namespace) -> tuple[dict[str, dict[str, Any]], float
             # Beside the core again: what is divided has been measured in the same rounds.
             compare(rows, seldom, times([CORE, *seldom], sizes, clock, few), job)
             gc.collect()
+        compare(rows, SGD_LION, times(SGD_LION, sizes, clock, options), job)
+        gc.collect()
     if bandwidth:
         elements = options.elements // 256 * 256
         for mode in OURS:
@@ -182,7 +196,7 @@ def measured_bytes(mode: Mode, kind: str, device: str, width: int, depth: int) -
 
 def all_bytes(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
-    for mode in bar(available(options.device), show=options.progress):
+    for mode in bar([*available(options.device), *SGD_LION], show=options.progress):
         found = {
             kind: measured_bytes(mode, kind, options.device, options.width, options.layers)
             for kind in mode.kinds

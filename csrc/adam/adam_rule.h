@@ -35,6 +35,7 @@ MEMSAVE_EXT_INLINE Coefficients<double> adam_coefficients(const Options& o, doub
   c.beta2 = o.beta2;
   c.one_minus_beta2 = 1 - o.beta2;
   c.bias_correction2_sqrt = sqrt(1 - powers.beta2);
+  c.per_bias_correction2_sqrt = 1 / c.bias_correction2_sqrt;
   c.eps = o.eps;
   c.minus_step_size = -(lr / (1 - powers.beta1));
   c.beta1 = o.beta1;
@@ -64,8 +65,8 @@ MEMSAVE_EXT_INLINE void fold(const Coefficients<T>& c, T grad, Values<T>& x, Ran
   }
 }
 
-template <typename Math, bool amsgrad, bool clamps, typename T>
-MEMSAVE_EXT_INLINE void adam_update(const Coefficients<T>& c, T grad, Values<T>& x) {
+template <typename Math, typename T>
+MEMSAVE_EXT_INLINE void adam_moments(const Coefficients<T>& c, T grad, Values<T>& x) {
   grad = Math::product(grad, c.grad_factor);
   if (c.decays_grad) grad = Math::fused(x.param, c.grad_decay, grad);
   T exp_avg_sq = x.exp_avg_sq;
@@ -78,17 +79,28 @@ MEMSAVE_EXT_INLINE void adam_update(const Coefficients<T>& c, T grad, Values<T>&
     average_grad<Math>(c, grad, x.exp_avg);
   }
   x.exp_avg_sq = Math::fused(c.one_minus_beta2 * grad, grad, exp_avg_sq * c.beta2);
-  if constexpr (amsgrad) x.max_exp_avg_sq = Math::maximum(x.max_exp_avg_sq, x.exp_avg_sq);
-  const T second = amsgrad ? x.max_exp_avg_sq : x.exp_avg_sq;
-  const T denominator = Math::quotient(Math::square_root(second), c.bias_correction2_sqrt) + c.eps;
-  T exp_avg = x.exp_avg;
-  if constexpr (clamps) {
-    const T bound = c.update_bound * denominator;
-    exp_avg = exp_avg > bound ? bound : exp_avg;
-    exp_avg = exp_avg < -bound ? -bound : exp_avg;
+}
+
+// root: of exp_avg_sq, or with amsgrad of the largest.
+template <typename Math, bool clamps, typename T>
+MEMSAVE_EXT_INLINE T adam_param(const Coefficients<T>& c, T param, T exp_avg, T root) {
+  T denominator;
+  if constexpr (clamps) {  // with a division less: it need not have the bits of torch's
+    denominator = Math::fused(root, c.per_bias_correction2_sqrt, c.eps);
+    exp_avg = Math::clamped(exp_avg, c.update_bound * denominator);
+  } else {
+    denominator = Math::quotient(root, c.bias_correction2_sqrt) + c.eps;
   }
-  x.param = Math::product(x.param, c.param_decay) +
-            Math::quotient(c.minus_step_size * exp_avg, denominator);
+  return Math::product(param, c.param_decay) +
+         Math::quotient(c.minus_step_size * exp_avg, denominator);
+}
+
+template <typename Math, bool amsgrad, bool clamps, typename T>
+MEMSAVE_EXT_INLINE void adam_update(const Coefficients<T>& c, T grad, Values<T>& x) {
+  adam_moments<Math>(c, grad, x);
+  if constexpr (amsgrad) x.max_exp_avg_sq = Math::maximum(x.max_exp_avg_sq, x.exp_avg_sq);
+  const T root = Math::square_root(amsgrad ? x.max_exp_avg_sq : x.exp_avg_sq);
+  x.param = adam_param<Math, clamps>(c, x.param, x.exp_avg, root);
 }
 
 }  // namespace memsave_ext::adam

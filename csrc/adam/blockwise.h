@@ -9,8 +9,9 @@
 //
 // T is float or vectors of them, Word uint32_t or vectors of them. Math has, besides fused:
 // smaller and larger (of numbers that are no NaN), bits(T) and from_bits(Word), nearest(T) and
-// truncated(T) to a Word, and number(Word), of small integers; kLooksUp, and where that is true
-// look_up(table, Word), which reads a table of 16 numbers by the lowest 4 bits.
+// truncated(T) to a Word, zero_where_zero(T, Word), and number(Word), of small integers; kLooksUp,
+// and where that is true look_up(table, Word), which reads a table of 16 or 8 numbers by the lowest
+// bits, and thirds_of_exponent<least>(T).
 #pragma once
 
 #include "adam/formats.h"
@@ -41,12 +42,55 @@ template <int levels_, int ratio>
 struct Levels {
   static constexpr int levels = levels_;
   static constexpr CodeLevel line(int level) { return code_level(levels, ratio, level); }
+  // Whether the level can be told by exponents: that of a code, and of a number a third of it. At
+  // every float the level's line then gives the same bits as the largest or smallest of all.
+  static constexpr bool kByExponent = ratio == 8 && levels > 4;
 };
+
+// Lines in tables: values at 0, and slopes.
+struct Lines {
+  float at_0[8], slope[8];
+};
+
+// Numbers of codes, by the lowest 3 bits of the exponent of a code as a float.
+template <typename Code>
+constexpr Lines lines_of_codes() {
+  Lines lines{};
+  for (int level = 0; level < Code::levels; ++level) {
+    const CodeLevel line = Code::line(level);
+    lines.at_0[(127 + level) % 8] = line.start;
+    lines.slope[(127 + level) % 8] = line.step;
+  }
+  return lines;
+}
+
+// Codes of numbers, by how many levels above `lowest` a number is. That of 1, as the only one of
+// the last level whose exponent is that of the next, has the last level's line, too.
+template <typename Code, int lowest>
+constexpr Lines lines_of_numbers() {
+  static_assert(Code::levels - lowest == 7);
+  Lines lines{};
+  for (int i = 0; i < 8; ++i) {
+    const CodeLevel line = Code::line(i < 7 ? lowest + i : Code::levels - 1);
+    lines.at_0[i] = line.offset;
+    lines.slope[i] = line.inverse;
+  }
+  return lines;
+}
+
+template <typename Math, typename T, typename Word>
+MEMSAVE_EXT_INLINE T on_line(const Lines& lines, Word line, T x) {
+  return Math::fused(Math::look_up(lines.slope, line), x, Math::look_up(lines.at_0, line));
+}
 
 template <typename Math, typename Code, int level = Code::levels - 1, typename T>
 MEMSAVE_EXT_INLINE T number_of_code(T code) {
   constexpr CodeLevel line = Code::line(level);
-  if constexpr (level == 0) {
+  if constexpr (Math::kLooksUp && Code::kByExponent) {
+    static constexpr Lines kLines = lines_of_codes<Code>();
+    const T number = on_line<Math>(kLines, Math::bits(code) >> 23, code);
+    return Math::larger(number, T{});  // code 0 has the bits of level 1
+  } else if constexpr (level == 0) {
     return code * line.step;
   } else {
     const T below = number_of_code<Math, Code, level - 1>(code);
@@ -80,7 +124,11 @@ constexpr Table numbers_of_codes(bool sign) {
 template <typename Math, typename Code, int lowest = 0, int level = Code::levels - 1, typename T>
 MEMSAVE_EXT_INLINE T code_of_number(T number) {
   constexpr CodeLevel line = Code::line(level);
-  if constexpr (level == lowest) {
+  if constexpr (Math::kLooksUp && Code::kByExponent) {
+    static constexpr Lines kLines = lines_of_numbers<Code, lowest>();
+    // The exponents of 1 and of 7 levels, of 3 each, below it.
+    return on_line<Math>(kLines, Math::template thirds_of_exponent<127 - 7 * 3>(number), number);
+  } else if constexpr (level == lowest) {
     return Math::fused(T{} + line.inverse, number, T{} + line.offset);
   } else {
     const T below = code_of_number<Math, Code, lowest, level - 1>(number);
@@ -96,11 +144,12 @@ MEMSAVE_EXT_INLINE T inverse_scale(T scale) {
 }
 
 // Rounds to an integer. At random: adds `random` / 2^16, where `random` is 16 bits, and truncates.
-template <typename Math, int levels, typename T, typename Word>
+// That is never past the last code: a block's largest times the inverse of it is 1 at most.
+template <typename Math, typename T, typename Word>
 MEMSAVE_EXT_INLINE auto round_code(T code, Word random) {
   if constexpr (kRandomMoments) {
     const T sum = Math::fused(Math::number(random), T{} + 1.0f / 65536, code);
-    return Math::truncated(Math::smaller(sum, T{} + ((1 << levels) - 1.0f)));
+    return Math::truncated(sum);
   } else {
     return Math::nearest(code);
   }
@@ -134,7 +183,7 @@ struct Coding {
     const Word bits = Math::bits(exp_avg);
     const T magnitude = Math::from_bits(bits & 0x7fffffffu) * inverse_scale;
     const T code = code_of_number<Math, Magnitude>(magnitude);
-    return round_code<Math, Magnitude::levels>(code, random) | ((bits >> kShift) & kSign);
+    return round_code<Math>(code, random) | ((bits >> kShift) & kSign);
   }
 
   // What is coded of exp_avg_sq is its square root.
@@ -155,8 +204,7 @@ struct Coding {
   template <typename Math, typename T, typename Scale, typename Word>
   static MEMSAVE_EXT_INLINE Word encode_root(T root, Scale inverse_scale, Word random) {
     const T code = Math::larger(code_of_number<Math, Root, 1>(root * inverse_scale), T{} + 1.0f);
-    const T more_unless_zero = root * 1e30f;  // a root of a float is 0 or above 1e-23
-    return round_code<Math, Root::levels>(Math::smaller(code, more_unless_zero), random);
+    return Math::zero_where_zero(root, round_code<Math>(code, random));
   }
 };
 

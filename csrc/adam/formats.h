@@ -105,7 +105,7 @@ constexpr StateRow kStateRows[] = {
     {StateFormat::kBFloat16, "bfloat16", Option::kDtype, Element::kBFloat16, kNarrow, true, true,
      false, kNoCodes},
     {StateFormat::k8Bit, "8bit", Option::kName, Element::kUint8, kNarrow, false, false, false,
-     Codes{256, 8, 10}},
+     Codes{256, 8, 8}},
     {StateFormat::k4Bit, "4bit", Option::kName, Element::kUint8, kNarrow, false, false, false,
      Codes{128, 4, 4}},
 };

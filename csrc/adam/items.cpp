@@ -2,10 +2,6 @@
 
 #include "adam/checks.h"
 
-#ifdef MEMSAVE_EXT_WITH_CUDA
-#include "cuda_stream.h"
-#endif
-
 namespace memsave_ext::adam {
 
 using at::Tensor;
@@ -16,13 +12,6 @@ const Kernels& kernels_for(c10::Device device) {
   if (device.is_cuda()) return cuda_kernels;
 #endif
   return cpu_kernels;
-}
-
-void* stream_of([[maybe_unused]] c10::Device device) {
-#ifdef MEMSAVE_EXT_WITH_CUDA
-  if (device.is_cuda()) return current_cuda_stream(device);
-#endif
-  return nullptr;
 }
 
 Item item_of(const Parameter& parameter, Operands& operands) {

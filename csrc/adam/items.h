@@ -8,13 +8,12 @@
 #include "adam/kernels.h"
 #include "adam/operands.h"
 #include "adam/parameter.h"
+#include "cuda_stream.h"
 
 namespace memsave_ext::adam {
 
 // Throws where this build has no kernels for a device.
 const Kernels& kernels_for(c10::Device device);
-// Returns the current stream, as kernels take it.
-void* stream_of(c10::Device device);
 
 // The parameter is prepared. Its item points to memory of the tensors, or of `operands`.
 Item item_of(const Parameter& parameter, Operands& operands);

@@ -52,6 +52,7 @@ struct Coefficients {
   T beta2;
   T one_minus_beta2;
   T bias_correction2_sqrt;
+  T per_bias_correction2_sqrt;  // 1 / bias_correction2_sqrt
   T eps;
   T minus_step_size;
   T beta1;
@@ -73,6 +74,7 @@ MEMSAVE_EXT_INLINE Coefficients<To> convert(const Coefficients<double>& c, const
                          convert(c.beta2),
                          convert(c.one_minus_beta2),
                          convert(c.bias_correction2_sqrt),
+                         convert(c.per_bias_correction2_sqrt),
                          convert(c.eps),
                          convert(c.minus_step_size),
                          convert(c.beta1),
@@ -113,6 +115,7 @@ struct Packed {
 // What Math must have: product(), whose result is rounded, and fused(a, b, c) = a * b + c, whose
 // product is not, whatever the compiler contracts; quotient() and square_root(), which are IEEE's
 // or, where a device says so, near them; maximum(), which returns NaN where either argument is NaN;
+// clamped(value, bound), from -bound to bound, where a NaN of either leaves the value as it is;
 // and pack(Packed, random) and unpack(T), which convert as described at Packed.
 
 // Returns the factor that clips a gradient of this norm, like torch.nn.utils.clip_grad_norm_.

@@ -2,23 +2,13 @@
 
 #include <ATen/core/grad_mode.h>
 
-#ifdef MEMSAVE_EXT_WITH_CUDA
 #include "cuda_stream.h"
-#endif
 
 namespace memsave_ext::adam {
 
 using at::Tensor;
 
 namespace {
-
-bool is_captured([[maybe_unused]] const Tensor& param) {
-#ifdef MEMSAVE_EXT_WITH_CUDA
-  return param.is_cuda() && is_capturing(param.device());
-#else
-  return false;
-#endif
-}
 
 // Returns whether the versions of the parameter and its low part matter and exist: tensors of
 // inference mode have none.
@@ -59,7 +49,7 @@ void Records::drop_stale_low_part(const Parameter& parameter) const {
   const Tensor& low_part = parameter.state.param_low_part;
   const auto found = versions_.find(place_of(low_part));
   if (found == versions_.end() || found->second.of_param == parameter.local._version() ||
-      found->second.of_low_part != low_part._version() || is_captured(parameter.local)) {
+      found->second.of_low_part != low_part._version() || is_capturing(parameter.local.device())) {
     return;
   }
   const at::NoGradGuard no_grad;

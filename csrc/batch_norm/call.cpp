@@ -9,11 +9,8 @@
 #include <optional>
 #include <utility>
 
-#include "vector/dtype.h"
-
-#ifdef MEMSAVE_EXT_WITH_CUDA
 #include "cuda_stream.h"
-#endif
+#include "vector/dtype.h"
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -123,12 +120,7 @@ const Kernels& Call::kernels() const {
   return cpu_kernels;
 }
 
-void* Call::stream() const {
-#ifdef MEMSAVE_EXT_WITH_CUDA
-  if (input_.is_cuda()) return current_cuda_stream(input_.device());
-#endif
-  return nullptr;
-}
+void* Call::stream() const { return stream_of(input_.device()); }
 
 Tensor Call::empty() const {
   Tensor tensor = at::empty_like(input_, {}, format_);

@@ -4,12 +4,9 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>
 
+#include "cuda_stream.h"
 #include "loss_head/kernels.h"
 #include "vector/dtype.h"
-
-#ifdef MEMSAVE_EXT_WITH_CUDA
-#include "cuda_stream.h"
-#endif
 
 namespace memsave_ext::loss_head {
 
@@ -70,13 +67,6 @@ const Kernels& kernels_for([[maybe_unused]] c10::Device device) {
   if (device.is_cuda()) return cuda_kernels;
 #endif
   return cpu_kernels;
-}
-
-void* stream_of([[maybe_unused]] c10::Device device) {
-#ifdef MEMSAVE_EXT_WITH_CUDA
-  if (device.is_cuda()) return current_cuda_stream(device);
-#endif
-  return nullptr;
 }
 
 void reduce(const Tensor& sums, const Tensor& logits, const std::optional<Tensor>& target,

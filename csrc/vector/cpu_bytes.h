@@ -50,4 +50,31 @@ MEMSAVE_EXT_INLINED inline void store_bytes(uint8_t* to, Bits bits, Part part) {
   copy(to, whole, part);
 }
 
+// Stores the bytes of four vectors, whose lanes are from 0 to 255.
+MEMSAVE_EXT_INLINED inline void store_bytes(uint8_t* to, const Bits (&of)[4]) {
+#if MEMSAVE_EXT_VECTOR_BYTES == 64
+  const __m512i first = _mm512_packus_epi32((__m512i)of[0], (__m512i)of[1]);
+  const __m512i second = _mm512_packus_epi32((__m512i)of[2], (__m512i)of[3]);
+  const __m512i packed = _mm512_packus_epi16(first, second);  // 4 bytes of each, 4 times
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i stored = _mm512_maskz_permutexvar_epi32(kAll, order, packed);
+#elif MEMSAVE_EXT_VECTOR_BYTES == 32
+  const __m256i first = _mm256_packus_epi32((__m256i)of[0], (__m256i)of[1]);
+  const __m256i second = _mm256_packus_epi32((__m256i)of[2], (__m256i)of[3]);
+  const __m256i packed = _mm256_packus_epi16(first, second);  // 4 bytes of each, twice
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m256i stored = _mm256_permutevar8x32_epi32(packed, order);
+#elif defined(__x86_64__)
+  const __m128i first = _mm_packs_epi32((__m128i)of[0], (__m128i)of[1]);
+  const __m128i second = _mm_packs_epi32((__m128i)of[2], (__m128i)of[3]);
+  const __m128i stored = _mm_packus_epi16(first, second);
+#else
+  Vector<uint8_t, 4 * kLanes<float> > stored;
+  for (int i = 0; i < 4 * kLanes<float>; ++i) {
+    stored[i] = static_cast<uint8_t>(of[i / kLanes<float>][i % kLanes<float>]);
+  }
+#endif
+  __builtin_memcpy(to, &stored, sizeof(stored));
+}
+
 }  // namespace memsave_ext::vector::MEMSAVE_EXT_ISA

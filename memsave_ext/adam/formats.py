@@ -164,7 +164,7 @@ STATE_FORMATS = (
     StateFormat("as_param", None, None, COMPUTED),
     StateFormat("float32", None, torch.float32, (torch.float16, torch.bfloat16)),
     StateFormat("bfloat16", torch.bfloat16, torch.bfloat16, NARROW, round_at_random),
-    StateFormat("8bit", "8bit", torch.uint8, NARROW, amsgrad=False, codes=Codes(256, 8, 10)),
+    StateFormat("8bit", "8bit", torch.uint8, NARROW, amsgrad=False, codes=Codes(256, 8, 8)),
     StateFormat("4bit", "4bit", torch.uint8, NARROW, amsgrad=False, codes=Codes(128, 4, 4)),
 )
 

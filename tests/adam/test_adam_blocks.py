@@ -11,6 +11,7 @@ from oracles.adam_formats import coded, numbers
 
 from memsave_ext.adam import blocks
 from memsave_ext.adam.formats import STATE_FORMATS
+from memsave_ext.adam.precise import fused
 
 CODED = {row.name: row.codes for row in STATE_FORMATS if row.codes}
 every_code = pytest.mark.parametrize("of", CODED.values(), ids=CODED)
@@ -73,6 +74,27 @@ def test_codes_are_the_oracles(of, root):
             assert code == math.floor(expected)
             checked += 1
     assert checked > 0.8 * x.numel()
+
+
+@pytest.mark.parametrize("root", [False, True])
+def test_where_lines_of_8_bits_meet_an_exponent_tells_the_level(root):
+    """Kernels look levels up by exponents; the largest or the smallest of all lines is the same."""
+    of = CODED["8bit"]
+    levels = levels_of(of, root)
+    start, step, offset, inverse = floats(blocks._lines(levels, of.ratio)).unbind(1)
+    codes = torch.arange(1, 1 << levels)
+    level = codes.double().log2().floor().int()
+    by_level = fused(step[level], codes.float(), start[level])
+    assert torch.equal(by_level, blocks._numbers(levels, of.ratio)[1:])
+    for top in range(1, levels):
+        middle = floats([float(of.ratio) ** (top + 1 - levels)]).view(torch.int32)
+        near = (middle + torch.arange(-5000, 5000)).to(torch.int32).view(torch.float32)
+        near = near[near <= 1]
+        exponent = near.frexp().exponent - 1  # of 1: 0, of numbers from a half on: -1
+        below = torch.where(exponent < 0, (-exponent - 1) // 3, 0)
+        level = (levels - 1 - below).clamp(min=1)
+        by_level = fused(inverse[level], near, offset[level])
+        assert torch.equal(by_level, blocks._codes(near, levels, of.ratio))
 
 
 @every_code

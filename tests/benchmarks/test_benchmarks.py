@@ -298,6 +298,10 @@ def test_adam_modes_benchmark_end_to_end(densenet, tmp_path, capsys):
             # A layer's gradient and that of the next, of 8.
             assert row["peak"]["in backward"] < mode.stored + 0.3 * mode.dtype.itemsize, mode.name
         assert row["loss"] > 0
+    for mode in modes.SGD_LION:
+        row = rows[mode.name]
+        assert row["one"].keys() == row["vit"].keys() == row["peak"].keys() == set(mode.kinds)
+        assert row["measured"] == pytest.approx(mode.stored, rel=0.01), mode.name
     for name in ("fp32, norm_pass()", "fp32, clip_global_norm"):
         assert abs(rows[name]["loss_change"]) < 1e-5
     assert rows["bf16"]["loss_spread"] > 0

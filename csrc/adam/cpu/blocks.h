@@ -26,101 +26,11 @@ MEMSAVE_EXT_INLINED inline uint32_t largest(V v) {
   }
 }
 
-// One moment of kBlock elements: exp_avg, or with `is_root` exp_avg_sq, which is coded as its
-// square root. `values` has the decoded numbers, and then the new ones (of exp_avg_sq: the roots)
-// until all are known, and with them the scales.
-template <StateFormat format, bool is_root>
-struct Coded {
-  static constexpr int lanes = isa::kLanes<float>;
-  using Integers = isa::Vector<int32_t, lanes>;
-  using Numbers = Several<Floats>;
-  using Words = Several<isa::Bits>;
-  using Code = Coding<format>;
-  static constexpr int kGroup = lanes * Numbers::kCount;
-  static constexpr int64_t kOfScale = Code::kCodes.block;  // elements that share a scale
-  static constexpr int kScales = kBlock / kOfScale;
-  static_assert(kOfScale % kGroup == 0);
-
-  float* scales;            // of the tensor
-  Floats scale[kScales];    // of the codes
-  Floats inverse[kScales];  // of the new scales
-  bool finite[kScales];     // whether the new scales are
-  alignas(64) float values[kBlock];
-
-  MEMSAVE_EXT_INLINED explicit Coded(float* scales) : scales(scales) {}
-
-  MEMSAVE_EXT_INLINED void open(int64_t from, int64_t to) {
-    for (int k = 0; k < kScales && from + k * kOfScale < to; ++k) {
-      scale[k] = Floats{} + scales[from / kOfScale + k];
-    }
-  }
-
-  // A group's codes, which begin at `offset`.
-  MEMSAVE_EXT_INLINED void decode(int64_t offset, const Words& codes) {
-    const Floats of_group = scale[offset / kOfScale];
-    Numbers numbers;
-    if constexpr (!is_root) {
-      numbers = Code::template decode_exp_avg<SeveralMath>(codes, of_group);
-    } else {
-      numbers = Code::template decode_exp_avg_sq<SeveralMath>(codes, of_group);
-    }
-    for (int k = 0; k < numbers.kCount; ++k) keep(offset + k * lanes, numbers.of[k]);
-  }
-
-  MEMSAVE_EXT_INLINED Words encode(int64_t offset, const Words& random) const {
-    const int64_t block = offset / kOfScale;
-    Numbers numbers;
-    for (int k = 0; k < numbers.kCount; ++k) numbers.of[k] = kept(offset + k * lanes);
-    if constexpr (!is_root) {
-      return Code::template encode_exp_avg<SeveralMath>(numbers, inverse[block], random);
-    } else {
-      return Code::template encode_root<SeveralMath>(numbers, inverse[block], random);
-    }
-  }
-
-  // Clears the bits of this moment's codes where the new scale is not finite. Called after
-  // encode().
-  MEMSAVE_EXT_INLINED void clear(uint8_t* codes, int64_t count, uint8_t bits) const {
-    for (int k = 0; k < kScales && k * kOfScale < count; ++k) {
-      if (finite[k]) continue;
-      for (int64_t i = k * kOfScale; i < (k + 1) * kOfScale && i < count; ++i) codes[i] &= ~bits;
-    }
-  }
-
-  MEMSAVE_EXT_INLINED Floats kept(int64_t offset) const { return isa::load(values + offset); }
-
-  MEMSAVE_EXT_INLINED void keep(int64_t offset, Floats v) {
-    __builtin_memcpy(values + offset, &v, sizeof(v));
-  }
-
-  // Sets the new scales. Called after the last value is kept.
-  MEMSAVE_EXT_INLINED void find_scales(int64_t from, int64_t to) {
-    for (int k = 0; k < kScales && from + k * kOfScale < to; ++k) {
-      const int64_t begin = k * kOfScale, left = to - from - begin;
-      uint32_t bits = largest_magnitude(begin, left < kOfScale ? left : kOfScale);
-      finite[k] = bits < 0x7f800000u;
-      if (!finite[k]) bits = 0x7fc00000u;  // NaN: all of the block will be NaN
-      float& new_scale = scales[from / kOfScale + k];
-      __builtin_memcpy(&new_scale, &bits, sizeof(bits));
-      inverse[k] = inverse_scale<Math>(Floats{} + new_scale);
-    }
-  }
-
- private:
-  // Returns the bits of the largest magnitude. Bits are in the order of the numbers, and those of
-  // infinity and NaN are larger.
-  MEMSAVE_EXT_INLINED uint32_t largest_magnitude(int64_t begin, int64_t count) const {
-    Integers maximum{};
-    for (int64_t i = 0; i < count; i += lanes) {
-      const Integers magnitudes = (Integers)kept(begin + i) & 0x7fffffff;
-      maximum = magnitudes > maximum ? magnitudes : maximum;
-    }
-    return largest(maximum);
-  }
-};
-
 // The codes of a moment in kBlock elements. Those of fewer are read and written in a copy.
 struct CodesInBlock {
+  static constexpr int kVectors = 4;  // that are stored at once
+  static constexpr int kGroup = kVectors * isa::kLanes<float>;
+
   uint8_t* all;  // of the tensor
   uint8_t* block;
   uint8_t last[kBlock];
@@ -141,18 +51,98 @@ struct CodesInBlock {
     if (block == last) __builtin_memcpy(all + from, last, to - from);
   }
 
-  MEMSAVE_EXT_INLINED Several<isa::Bits> load(int64_t offset) const {
-    Several<isa::Bits> words;
-    for (int k = 0; k < words.kCount; ++k) {
-      words.of[k] = isa::load_bytes(block + offset + k * isa::kLanes<float>);
-    }
-    return words;
+  MEMSAVE_EXT_INLINED isa::Bits load(int64_t offset) const {
+    return isa::load_bytes(block + offset);
   }
 
-  MEMSAVE_EXT_INLINED void store(int64_t offset, const Several<isa::Bits>& words) {
-    for (int k = 0; k < words.kCount; ++k) {
-      isa::store_bytes(block + offset + k * isa::kLanes<float>, words.of[k]);
+  MEMSAVE_EXT_INLINED void store(int64_t offset, const isa::Bits (&of_group)[kVectors]) {
+    isa::store_bytes(block + offset, of_group);
+  }
+};
+
+// One moment of kBlock elements: exp_avg, or with `is_root` exp_avg_sq, which is coded as its
+// square root. `values` has the new numbers (of exp_avg_sq: the roots) until all are known, and
+// with them the scales.
+template <StateFormat format, bool is_root>
+struct Coded {
+  static constexpr int lanes = isa::kLanes<float>;
+  using Integers = isa::Vector<int32_t, lanes>;
+  using Code = Coding<format>;
+  static constexpr int64_t kOfScale = Code::kCodes.block;  // elements that share a scale
+  static constexpr int kScales = kBlock / kOfScale;
+  static_assert(kOfScale % CodesInBlock::kGroup == 0);
+
+  float* scales;            // of the tensor
+  Floats scale[kScales];    // of the codes
+  Floats inverse[kScales];  // of the new scales
+  bool finite[kScales];     // whether the new scales are
+  alignas(64) float values[kBlock];
+
+  MEMSAVE_EXT_INLINED explicit Coded(float* scales) : scales(scales) {}
+
+  MEMSAVE_EXT_INLINED void open(int64_t from, int64_t to) {
+    for (int k = 0; k < kScales && from + k * kOfScale < to; ++k) {
+      scale[k] = Floats{} + scales[from / kOfScale + k];
     }
+  }
+
+  MEMSAVE_EXT_INLINED Floats decode(int64_t offset, isa::Bits codes) const {
+    const Floats of_codes = scale[offset / kOfScale];
+    if constexpr (is_root) {
+      return Code::template decode_exp_avg_sq<Math>(codes, of_codes);
+    } else {
+      return Code::template decode_exp_avg<Math>(codes, of_codes);
+    }
+  }
+
+  MEMSAVE_EXT_INLINED isa::Bits encode(int64_t offset, isa::Bits random) const {
+    const Floats number = kept(offset), of_codes = inverse[offset / kOfScale];
+    if constexpr (is_root) {
+      return Code::template encode_root<Math>(number, of_codes, random);
+    } else {
+      return Code::template encode_exp_avg<Math>(number, of_codes, random);
+    }
+  }
+
+  MEMSAVE_EXT_INLINED Floats kept(int64_t offset) const { return isa::load(values + offset); }
+
+  MEMSAVE_EXT_INLINED void keep(int64_t offset, Floats v) {
+    __builtin_memcpy(values + offset, &v, sizeof(v));
+  }
+
+  // Sets the new scales; returns whether all are finite. Called after the last value is kept.
+  MEMSAVE_EXT_INLINED bool find_scales(int64_t from, int64_t to) {
+    bool all = true;
+    for (int k = 0; k < kScales && from + k * kOfScale < to; ++k) {
+      const int64_t begin = k * kOfScale, left = to - from - begin;
+      uint32_t bits = largest_magnitude(begin, left < kOfScale ? left : kOfScale);
+      finite[k] = bits < 0x7f800000u;
+      if (!finite[k]) bits = 0x7fc00000u;  // NaN: all of the block will be NaN
+      all = all && finite[k];
+      float& new_scale = scales[from / kOfScale + k];
+      __builtin_memcpy(&new_scale, &bits, sizeof(bits));
+      inverse[k] = inverse_scale<Math>(Floats{} + new_scale);
+    }
+    return all;
+  }
+
+  // Sets to 0 what has a scale that is not finite.
+  MEMSAVE_EXT_INLINED void clear(int64_t count) {
+    for (int k = 0; k < kScales && k * kOfScale < count; ++k) {
+      if (!finite[k]) __builtin_memset(values + k * kOfScale, 0, kOfScale * sizeof(float));
+    }
+  }
+
+ private:
+  // Returns the bits of the largest magnitude. Bits are in the order of the numbers, and those of
+  // infinity and NaN are larger.
+  MEMSAVE_EXT_INLINED uint32_t largest_magnitude(int64_t begin, int64_t count) const {
+    Integers maximum{};
+    for (int64_t i = 0; i < count; i += lanes) {
+      const Integers magnitudes = (Integers)kept(begin + i) & 0x7fffffff;
+      maximum = magnitudes > maximum ? magnitudes : maximum;
+    }
+    return largest(maximum);
   }
 };
 
@@ -185,17 +175,13 @@ struct InBlocks {
     if constexpr (kTwo && !kJoint) codes_sq.open(from, to);
   }
 
-  // Called in the order of offsets. A group is decoded when its first offset is loaded: between
-  // updates, whose divisions take the time.
   template <typename Size>
-  MEMSAVE_EXT_INLINED void load(Values<V>& x, int64_t, int64_t offset, Size) {
-    if (offset % kGroup == 0) {
-      const Words both = codes.load(offset);
-      exp_avg.decode(offset, both);
-      if constexpr (kTwo) exp_avg_sq.decode(offset, kJoint ? both >> kBits : codes_sq.load(offset));
+  MEMSAVE_EXT_INLINED void load(Values<V>& x, int64_t, int64_t offset, Size) const {
+    const isa::Bits both = codes.load(offset);
+    x.exp_avg = exp_avg.decode(offset, both);
+    if constexpr (kTwo) {
+      x.exp_avg_sq = exp_avg_sq.decode(offset, kJoint ? both >> kBits : codes_sq.load(offset));
     }
-    x.exp_avg = exp_avg.kept(offset);
-    if constexpr (kTwo) x.exp_avg_sq = exp_avg_sq.kept(offset);
   }
 
   template <typename Size>
@@ -205,47 +191,48 @@ struct InBlocks {
     if constexpr (kTwo) exp_avg_sq.keep(offset, isa::keep(Math::square_root(x.exp_avg_sq), size));
   }
 
+  // What was stored.
+  MEMSAVE_EXT_INLINED Floats new_exp_avg(int64_t offset) const { return exp_avg.kept(offset); }
+  MEMSAVE_EXT_INLINED Floats root(int64_t offset) const { return exp_avg_sq.kept(offset); }
+
   // Random bits are drawn between finding the scales and encoding, which waits for the scales.
-  MEMSAVE_EXT_INLINED void close(int64_t from, int64_t to, const Noise&) {
-    exp_avg.find_scales(from, to);
-    if constexpr (kTwo) exp_avg_sq.find_scales(from, to);
+  // Calls beside(begin, end) for all offsets of the chunk, which may use what was stored.
+  template <typename F>
+  MEMSAVE_EXT_INLINED void close(int64_t from, int64_t to, const Noise&, const F& beside) {
+    const int64_t count = to - from;
+    bool finite = exp_avg.find_scales(from, to);
+    if constexpr (kTwo) finite &= exp_avg_sq.find_scales(from, to);
     if constexpr (kRandomMoments) draw(item, Draw::kMoments, from, to, noise);
-    if constexpr (kJoint) {
-      for (int64_t i = 0; i < to - from; i += kGroup) {
-        const Words random = random_at(i);
-        codes.store(i, exp_avg.encode(i, random) | exp_avg_sq.encode(i, random) << kBits);
-      }
-      exp_avg.clear(codes.block, to - from, (1 << kBits) - 1);
-      exp_avg_sq.clear(codes.block, to - from, 0xff & ~((1 << kBits) - 1));
-    } else {
-      for (int64_t i = 0; i < to - from; i += kGroup) {
-        codes.store(i, exp_avg.encode(i, random_at(i)));
-      }
-      exp_avg.clear(codes.block, to - from, 0xff);
+    if (!finite) {
+      beside(0, count);
+      exp_avg.clear(count);
+      if constexpr (kTwo) exp_avg_sq.clear(count);
     }
-    if constexpr (kTwo && !kJoint) {
-      for (int64_t i = 0; i < to - from; i += kGroup) {
-        codes_sq.store(i, exp_avg_sq.encode(i, random_at(i)));
-      }
-      exp_avg_sq.clear(codes_sq.block, to - from, 0xff);
-      codes_sq.close(from, to);
+    for (int64_t i = 0; i < count; i += CodesInBlock::kGroup) {
+      if (finite) beside(i, count - i < CodesInBlock::kGroup ? count : i + CodesInBlock::kGroup);
+      encode(i);
     }
     codes.close(from, to);
+    if constexpr (kTwo && !kJoint) codes_sq.close(from, to);
   }
 
  private:
-  using Words = Several<isa::Bits>;
-  static constexpr int kGroup = Coded<format, false>::kGroup;
   static constexpr bool kTwo = moments > 1;
   static constexpr bool kJoint = is_joint(format);
   static constexpr int kBits = row(format).codes.bits;
 
-  MEMSAVE_EXT_INLINED Words random_at(int64_t offset) const {
-    Words random;
-    for (int k = 0; k < random.kCount; ++k) {
-      random.of[k] = random_bits(noise.of + offset + k * isa::kLanes<float>);
+  // The group of codes from `offset` on.
+  MEMSAVE_EXT_INLINED void encode(int64_t offset) {
+    isa::Bits group[CodesInBlock::kVectors], group_sq[CodesInBlock::kVectors];
+    for (int k = 0; k < CodesInBlock::kVectors; ++k) {
+      const int64_t i = offset + k * isa::kLanes<float>;
+      const isa::Bits random = random_bits(noise.of + i);
+      group[k] = exp_avg.encode(i, random);
+      if constexpr (kTwo) group_sq[k] = exp_avg_sq.encode(i, random);
+      if constexpr (kJoint) group[k] |= group_sq[k] << kBits;
     }
-    return random;
+    codes.store(offset, group);
+    if constexpr (kTwo && !kJoint) codes_sq.store(offset, group_sq);
   }
 
   Noise noise;

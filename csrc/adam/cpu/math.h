@@ -93,6 +93,11 @@ struct Math {
 #endif
   }
 
+  // Both return their second argument where either is NaN.
+  static MEMSAVE_EXT_INLINED Floats clamped(Floats v, Floats bound) {
+    return larger(-bound, smaller(bound, v));
+  }
+
   static MEMSAVE_EXT_INLINED isa::Bits bits(Floats v) { return (isa::Bits)v; }
   static MEMSAVE_EXT_INLINED Floats from_bits(isa::Bits bits) { return (Floats)bits; }
   static MEMSAVE_EXT_INLINED isa::Bits number_bits(Floats v) {
@@ -113,6 +118,16 @@ struct Math {
     return (isa::Bits) __builtin_convertvector(v, Integers);
   }
 
+  // Returns the integers, and 0 where v is 0.
+  static MEMSAVE_EXT_INLINED isa::Bits zero_where_zero(Floats v, isa::Bits integers) {
+#if MEMSAVE_EXT_VECTOR_BYTES == 64
+    const __mmask16 kept = _mm512_cmp_ps_mask((__m512)v, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+    return (isa::Bits)_mm512_maskz_mov_epi32(kept, (__m512i)integers);
+#else
+    return (isa::Bits)(v != Floats{}) & integers;
+#endif
+  }
+
   static MEMSAVE_EXT_INLINED Floats number(isa::Bits integers) {
     return __builtin_convertvector((Integers)integers, Floats);
   }
@@ -123,16 +138,43 @@ struct Math {
   static constexpr bool kLooksUp = false;
 #endif
 
-  static MEMSAVE_EXT_INLINED Floats look_up([[maybe_unused]] const float (&table)[16],
+  // Returns the numbers in a table at the lowest bits of each index: 4 bits, or 3 of a table of 8.
+  template <int size>
+  static MEMSAVE_EXT_INLINED Floats look_up([[maybe_unused]] const float (&table)[size],
                                             isa::Bits index) {
+    static_assert(size == 16 || size == 8);
 #if MEMSAVE_EXT_VECTOR_BYTES == 64
-    return (Floats)_mm512_maskz_permutexvar_ps(isa::kAll, (__m512i)index, _mm512_loadu_ps(table));
+    __m512 numbers;
+    if constexpr (size == 16) numbers = _mm512_loadu_ps(table);
+    if constexpr (size == 8) {
+      numbers = _mm512_maskz_broadcast_f32x8(isa::kAll, _mm256_loadu_ps(table));
+    }
+    return (Floats)_mm512_maskz_permutexvar_ps(isa::kAll, (__m512i)index, numbers);
 #elif MEMSAVE_EXT_VECTOR_BYTES == 32
     const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)index);
-    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)index);
+    if constexpr (size == 8) return (Floats)low;
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + size - 8), (__m256i)index);
     return (Floats)_mm256_blendv_ps(low, high, (__m256)(index << 28));  // by the 4th bit
 #else
     return (Floats)index;
+#endif
+  }
+
+  // Returns a third of how much the exponent of a number from 0 to 1 is above `least`, or 0 where
+  // it is below. least: from 106 on. Only the upper 16 bits of each lane count, which are 128 times
+  // the exponent and 7 bits more: they are divided by 3 * 128 as a product.
+  template <int least>
+  static MEMSAVE_EXT_INLINED isa::Bits thirds_of_exponent(Floats v) {
+    static_assert(least >= 106);
+    [[maybe_unused]] constexpr int below = least * 128 << 16, factor = 10923 << 16;  // 2^22 / 384
+#if MEMSAVE_EXT_VECTOR_BYTES == 64
+    const __m512i above = _mm512_subs_epu16((__m512i)v, _mm512_set1_epi32(below));
+    return (isa::Bits)_mm512_mulhi_epu16(above, _mm512_set1_epi32(factor)) >> 22;
+#elif MEMSAVE_EXT_VECTOR_BYTES == 32
+    const __m256i above = _mm256_subs_epu16((__m256i)v, _mm256_set1_epi32(below));
+    return (isa::Bits)_mm256_mulhi_epu16(above, _mm256_set1_epi32(factor)) >> 22;
+#else
+    return (isa::Bits)v;
 #endif
   }
 

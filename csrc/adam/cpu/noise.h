@@ -1,11 +1,47 @@
 // The random bits of formats.h, for the instruction set whose target region this is included in.
 #pragma once
 
-#include "adam/cpu/several.h"
+#include "adam/cpu/math.h"
 #include "adam/kernels.h"
 #include "adam/philox.h"
 
 namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA {
+
+// Several vectors as one: long chains of operations go through all of them side by side, and share
+// constants.
+struct SeveralWides {
+  static constexpr int kCount = 4;
+  Wide of[kCount];
+
+  MEMSAVE_EXT_INLINED SeveralWides operator^(const SeveralWides& other) const {
+    SeveralWides results;
+    for (int i = 0; i < kCount; ++i) results.of[i] = of[i] ^ other.of[i];
+    return results;
+  }
+
+  MEMSAVE_EXT_INLINED SeveralWides operator^(uint32_t other) const {
+    SeveralWides results;
+    for (int i = 0; i < kCount; ++i) results.of[i] = of[i] ^ other;
+    return results;
+  }
+};
+
+// The Math that philox.h asks for.
+struct SeveralMath {
+  struct Products {
+    SeveralWides high, low;
+  };
+
+  static MEMSAVE_EXT_INLINED Products multiply(uint32_t a, const SeveralWides& b) {
+    Products products;
+    for (int i = 0; i < b.kCount; ++i) {
+      const Product product = Math::multiply(a, b.of[i]);
+      products.high.of[i] = product.high;
+      products.low.of[i] = product.low;
+    }
+    return products;
+  }
+};
 
 // 16 random bits for each of kBlock elements. The index of the first is a multiple of 8.
 struct alignas(64) Noise {
@@ -41,7 +77,7 @@ MEMSAVE_EXT_INLINED inline Drawn side_by_side(const Words4<Wide>& words) {
 __attribute__((noinline, flatten)) inline void draw(const Item& item, Draw what, int64_t begin,
                                                     int64_t end, Noise& noise) {
   constexpr int lanes = sizeof(Wide) / 8;
-  using Word = Several<Wide>;
+  using Word = SeveralWides;
   static_assert(kBlock % (8 * lanes * Word::kCount) == 0);
   Wide counters;
   for (int i = 0; i < lanes; ++i) counters[i] = static_cast<uint64_t>(i % 2 * (lanes / 2) + i / 2);

@@ -46,7 +46,8 @@ struct Separate {
     if constexpr (moments > 2) max_exp_avg_sq.store(i, x.max_exp_avg_sq, size, random);
   }
 
-  MEMSAVE_EXT_INLINED void close(int64_t, int64_t, const Noise&) {}
+  template <typename F>
+  MEMSAVE_EXT_INLINED void close(int64_t, int64_t, const Noise&, const F&) {}
 };
 
 }  // namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA

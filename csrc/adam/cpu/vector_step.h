@@ -21,6 +21,14 @@ struct Broadcast {
 template <typename Grad>
 alignas(64) constexpr Grad kZeros[kBlock] = {};
 
+// Calls f(i, size) for the vectors of the elements from begin to end.
+template <int64_t lanes, typename F>
+MEMSAVE_EXT_INLINED inline void for_each_vector(int64_t begin, int64_t end, const F& f) {
+  int64_t i = begin;
+  for (; i + lanes <= end; i += lanes) f(i, isa::Whole{});
+  if (i < end) f(i, isa::Part{end - i});
+}
+
 // Param: Nearest or Short of cpu/formats.h. closes: the phase is kClose, else kWhole. The compiler
 // knows it, because the time for memory does not hide branches in the loop.
 template <typename Param, typename States, Rule rule, bool closes>
@@ -31,6 +39,9 @@ __attribute__((flatten)) void step(const Item& item, int64_t begin, int64_t end,
   using Value = std::remove_reference_t<decltype(V{}[0])>;
   using Grad = std::remove_pointer_t<decltype(Param::values)>;
   constexpr int64_t lanes = sizeof(V) / sizeof(Value);
+  // A vector's codes are a long chain of operations, and so are its moments and its parameter: in
+  // one loop too few vectors would be in flight.
+  constexpr bool in_halves = States::kInBlocks && rule == Rule::kAdam;
   constexpr bool in_chunks = States::kInBlocks || Param::kRandom || States::kRandom;
   auto c = convert<V>(scalars, Broadcast<V>{});
   c.phase = closes ? StepPhase::kClose : StepPhase::kWhole;
@@ -41,32 +52,44 @@ __attribute__((flatten)) void step(const Item& item, int64_t begin, int64_t end,
   const auto update_at = [&](const Grad* grad, int64_t i, int64_t offset,
                              auto size) MEMSAVE_EXT_INLINED {
     Values<V> x;
-    x.param = param.load(i, size);
     states.load(x, i, offset, size);
-    update<Math, rule, States::kClamps>(c, isa::load(grad + offset, size), x);
-    param.store(i, x.param, size, of_param.of + offset);
+    if constexpr (in_halves) {
+      if (c.decays_grad) x.param = param.load(i, size);
+      adam_moments<Math>(c, isa::load(grad + offset, size), x);
+    } else {
+      x.param = param.load(i, size);
+      update<Math, rule, States::kClamps>(c, isa::load(grad + offset, size), x);
+      param.store(i, x.param, size, of_param.of + offset);
+    }
     states.store(x, i, offset, size, of_moments);
   };
-  const auto update_chunk = [&](const Grad* grad, int64_t from, int64_t to) MEMSAVE_EXT_INLINED {
-    int64_t i = from;
-    for (; i + lanes <= to; i += lanes) {
-      param.prefetch_at(i);
-      prefetch(grad + (i - from));
-      states.prefetch_at(i);
-      update_at(grad, i, i - from, isa::Whole{});
+  const auto update_param_at = [&](int64_t i, int64_t offset, auto size) MEMSAVE_EXT_INLINED {
+    if constexpr (in_halves) {
+      const V moved = adam_param<Math, States::kClamps>(
+          c, param.load(i, size), states.new_exp_avg(offset), states.root(offset));
+      param.store(i, moved, size, of_param.of + offset);
     }
-    if (i < to) update_at(grad, i, i - from, isa::Part{to - i});
   };
 
-  const auto* const grad = static_cast<const Grad*>(item.grad);
-  const int64_t chunk = in_chunks || grad == nullptr ? kBlock : end - begin;
+  const auto* const grads = static_cast<const Grad*>(item.grad);
+  const int64_t chunk = in_chunks || grads == nullptr ? kBlock : end - begin;
   for (int64_t from = begin; from < end; from += chunk) {
     const int64_t to = end - from < chunk ? end : from + chunk;
+    const Grad* const grad = grads != nullptr ? grads + from : kZeros<Grad>;
     if constexpr (Param::kRandom) draw(item, Draw::kParam, from, to, of_param);
     if constexpr (States::kRandom) draw(item, Draw::kMoments, from, to, of_moments);
     states.open(from, to);
-    update_chunk(grad != nullptr ? grad + from : kZeros<Grad>, from, to);
-    states.close(from, to, of_moments);
+    for_each_vector<lanes>(from, to, [&](int64_t i, auto size) MEMSAVE_EXT_INLINED {
+      param.prefetch_at(i);
+      prefetch(grad + (i - from));
+      states.prefetch_at(i);
+      update_at(grad, i, i - from, size);
+    });
+    states.close(from, to, of_moments, [&](int64_t begin, int64_t end) MEMSAVE_EXT_INLINED {
+      for_each_vector<lanes>(begin, end, [&](int64_t offset, auto size) MEMSAVE_EXT_INLINED {
+        update_param_at(from + offset, offset, size);
+      });
+    });
   }
 }
 
@@ -100,14 +123,12 @@ __attribute__((flatten)) void fold_grads(const Item& item, int64_t begin, int64_
   for (int64_t from = begin; from < end; from += kBlock) {
     const int64_t to = end - from < kBlock ? end : from + kBlock;
     if (first && random) draw(item, Draw::kMoments, from, to, noise);
-    int64_t i = from;
-    for (; i + lanes <= to; i += lanes) {
+    for_each_vector<lanes>(from, to, [&](int64_t i, auto size) MEMSAVE_EXT_INLINED {
       prefetch(grad + i);
       exp_avg.prefetch_at(i);
       if (first) exp_avg_sq.prefetch_at(i);
-      fold_at(i, i - from, isa::Whole{});
-    }
-    if (i < to) fold_at(i, i - from, isa::Part{to - i});
+      fold_at(i, i - from, size);
+    });
   }
 }
 

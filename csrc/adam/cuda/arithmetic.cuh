@@ -44,6 +44,13 @@ struct Math {
 
   static __device__ __forceinline__ float smaller(float a, float b) { return fminf(a, b); }
   static __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
+  static __device__ __forceinline__ float clamped(float x, float bound) {
+    x = x > bound ? bound : x;
+    return x < -bound ? -bound : x;
+  }
+  static __device__ __forceinline__ uint32_t zero_where_zero(float x, uint32_t integer) {
+    return x != 0 ? integer : 0;
+  }
   static __device__ __forceinline__ uint32_t bits(float x) { return __float_as_uint(x); }
   static __device__ __forceinline__ float from_bits(uint32_t x) { return __uint_as_float(x); }
   static __device__ __forceinline__ uint32_t number_bits(float x) { return float_bits(x); }

@@ -48,11 +48,14 @@ def _step(c: Coefficients, grad: Tensor, stored: Stored, closes: bool) -> None:
     second = exp_avg_sq
     if group["amsgrad"]:
         second = torch.maximum(stored.load("max_exp_avg_sq"), exp_avg_sq)
-    denominator = square_root(second).div_(c.bias_correction2_sqrt).add_(c.eps)
-    direction = exp_avg
+    root, direction = square_root(second), exp_avg
     if stored.in_blocks:  # 8-bit rounding is so coarse that a step could have any size
+        eps = torch.full_like(root, c.eps)
+        denominator = fused(root, c.per_bias_correction2_sqrt, eps)
         bound = update_bound(group, stored.number) * denominator
         direction = torch.maximum(torch.minimum(exp_avg, bound), -bound)
+    else:
+        denominator = root.div_(c.bias_correction2_sqrt).add_(c.eps)
     change = (direction * c.minus_step_size).div_(denominator)
     stored.store_param(change.add_(param * c.param_decay))
     stored.store("exp_avg", exp_avg)

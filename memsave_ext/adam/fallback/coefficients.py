@@ -28,6 +28,7 @@ class Coefficients(NamedTuple):
     beta2: float
     one_minus_beta2: float
     bias_correction2_sqrt: float | Tensor
+    per_bias_correction2_sqrt: float | Tensor
     eps: float
     minus_step_size: float | Tensor
     per_exp_avg_weight: float
@@ -39,6 +40,7 @@ def coefficients(
     beta1, beta2 = (float(beta) for beta in group["betas"])
     lr = learning_rate(group, device)
     decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
+    correction2_sqrt = (1 - beta2**number) ** 0.5
     return Coefficients(
         grad_decay=rounded(group["weight_decay"] - decay, dtype),
         param_decay=rounded(1 - lr * decay, dtype),
@@ -47,7 +49,8 @@ def coefficients(
         beta1=rounded(beta1, dtype),
         beta2=rounded(beta2, dtype),
         one_minus_beta2=rounded(1 - beta2, dtype),
-        bias_correction2_sqrt=rounded((1 - beta2**number) ** 0.5, dtype),
+        bias_correction2_sqrt=rounded(correction2_sqrt, dtype),
+        per_bias_correction2_sqrt=rounded(1 / correction2_sqrt, dtype),
         eps=rounded(group["eps"], dtype),
         minus_step_size=rounded(-(lr / (1 - beta1**number)), dtype),
         per_exp_avg_weight=rounded(1 / (1 - beta1), dtype),
