@@ -75,7 +75,7 @@ class Block : public std::enable_shared_from_this<Block> {
     uint64_t key = 0;            // see Step::began()
     // The tensors it writes, with their versions before.
     c10::SmallVector<std::pair<at::Tensor, uint32_t>, 2> written;
-    std::chrono::steady_clock::time_point begin;
+    double begin;  // by now()
 
     bool writes(const c10::StorageImpl* storage) const;
     void measure(double seconds, const at::RecordFunction& function);

@@ -4,11 +4,13 @@
 #include <map>
 #include <utility>
 
+#include "remat/fakes.h"
+
 namespace memsave_ext::remat {
 namespace {
 
 constexpr size_t kMostSteps = 64;
-constexpr int64_t kTolerance = 500;  // bytes that differ by a five-hundredth are about the same
+constexpr int64_t kSameWithin = 500;  // bytes that differ by a five-hundredth are about the same
 constexpr int64_t kMostBytes = int64_t{64} << 20;  // of the host, for all of them
 
 // About how much of the host's memory it takes.
@@ -64,7 +66,7 @@ bool Known::is_like(const Known& other) const {
     highest = std::max(highest, a.moments[i].peak);
     difference = std::max(difference, std::abs(of_a - of_b));
   }
-  return difference <= highest / kTolerance;
+  return difference <= highest / kSameWithin;
 }
 
 void KnownSteps::begin() {
@@ -127,7 +129,7 @@ std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64
   for (const auto& step : steps_) {
     // Keys are hashes of everything until then, so that the last one speaks for all.
     if (step->keys.size() < keys.size() || step->keys[keys.size() - 1] != keys.back()) continue;
-    const bool is_close = std::abs(step->before - before) <= before / kTolerance;
+    const bool is_close = std::abs(step->before - before) <= before / kSameWithin;
     if (is_close || !found_close) found = step;
     found_close = found_close || is_close;
   }
@@ -146,7 +148,7 @@ namespace {
 
 struct Devices {
   std::mutex mutex;
-  std::map<std::pair<int, int>, std::unique_ptr<KnownSteps>> steps;
+  std::map<std::pair<int, int>, std::shared_ptr<KnownSteps>> steps;
 };
 
 Devices& devices() {
@@ -156,11 +158,12 @@ Devices& devices() {
 
 }  // namespace
 
-KnownSteps& known_steps(at::Device device) {
+std::shared_ptr<KnownSteps> known_steps(at::Device device) {
+  if (device.is_meta()) return Fakes::current()->steps();
   const std::lock_guard<std::mutex> lock(devices().mutex);
   auto& found = devices().steps[{static_cast<int>(device.type()), device.index()}];
-  if (!found) found = std::make_unique<KnownSteps>(device);
-  return *found;
+  if (!found) found = std::make_shared<KnownSteps>(device);
+  return found;
 }
 
 void forget_known_steps() {

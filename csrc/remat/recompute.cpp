@@ -4,7 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <chrono>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -12,6 +11,7 @@
 
 #include "checkpoint/errors.h"
 #include "checkpoint/recomputing.h"
+#include "remat/fakes.h"
 #include "remat/mask.h"
 
 namespace memsave_ext::remat {
@@ -98,7 +98,7 @@ class Recomputation {
           reference.argument != last_argument);
       last_argument = reference.argument;
     }
-    const auto begin = std::chrono::steady_clock::now();
+    const double begin = now();
     std::optional<RandomGuard> random;
     if (call.random) random.emplace(*call.random, *call.op, stack);
     if (call.mask.defined()) {
@@ -107,8 +107,7 @@ class Recomputation {
       call.op->handle.callBoxed(stack);
     }
     random.reset();
-    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - begin;
-    block_.count_again(call, time.count());
+    block_.count_again(call, now() - begin);
     for (const auto& made : call.made) {
       const std::shared_ptr<Content> content = made.content.lock();
       if (!content) continue;

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import _native
 from ...checkpointing.fallback import surroundings
@@ -48,7 +49,9 @@ class FakeTracker(Logging):
         self._running = False
         self._clock = itertools.count()
         rounding = CUDA_BLOCK if device.type == "cuda" else 1
-        self.storages = Storages(self._allocated, self._freed, workspace, rounding)
+        # Native remat counts the bytes and seconds of the step, too.
+        self._remat = _native.module and _native.module.RematFakes(_fake_of, self._counts_all)
+        self.storages = Storages(self._allocated, self._freed, self._ran, workspace, rounding)
         self._open: list[int] = []
         self._depths: list[int] = []
 
@@ -60,7 +63,7 @@ class FakeTracker(Logging):
         self._running = True
         if self._counts_all:
             for number, size in self.storages.living():
-                self._allocated(number, size)
+                self._log_allocated(number, size)
 
     def begin(self) -> None:
         """Begins the record, once all that lived before is labelled."""
@@ -113,12 +116,14 @@ class FakeTracker(Logging):
         )
         if _native.module:
             _native.module.listen_to_recomputes(self._recompute)
+            self._remat.enter()
         try:
             yield
         finally:
             surroundings.recompute_observer = before
             if _native.module:
                 _native.module.listen_to_recomputes(None)
+                self._remat.leave()
 
     def _recompute(self, region: bool, begins: bool) -> None:
         if not self._running:
@@ -134,12 +139,23 @@ class FakeTracker(Logging):
             self._log.threads.end_recompute(self._context())
 
     def _allocated(self, number: int, size: int) -> None:
+        if self._remat:
+            self._remat.allocated(number, size)
+        self._log_allocated(number, size)
+
+    def _log_allocated(self, number: int, size: int) -> None:
         if self._running:
             self._log.allocated(number, size, None, self._context())
 
     def _freed(self, number: int) -> None:
+        if self._remat:
+            self._remat.freed(number)
         if self._running:
             self._log.freed(number, None, self._context())
+
+    def _ran(self, seconds: float) -> None:
+        if self._remat:
+            self._remat.ran(seconds)
 
     def _context(self) -> EventContext:
         time, thread = next(self._clock), threading.get_ident()
@@ -148,3 +164,9 @@ class FakeTracker(Logging):
         node = torch._C._current_autograd_node()
         sequence = -1 if node is None else node._sequence_nr()
         return EventContext(time, thread, True, thread, -1 if sequence >= _NO_NODE else sequence)
+
+
+def _fake_of(tensor: Tensor) -> FakeTensor:
+    """Returns a fake tensor with the memory of one on the meta device."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return FakeTensor(mode, tensor, torch.device("cpu"))
