@@ -11,7 +11,8 @@
 namespace memsave_ext::memory {
 
 // On the CPU: what is allocated while it runs, by any thread, and what add() names, from the
-// allocator's reports; likewise fake memory, from a prediction's. On other devices the caching allocator's own figure, which includes all.
+// allocator's reports; likewise fake memory, from a prediction's. On other devices the caching
+// allocator's own figure, which includes all.
 class Count {
  public:
   // `counts_all`: of fake memory, which has the meta device; as on CUDA, all that is alive counts.

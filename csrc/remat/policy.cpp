@@ -26,7 +26,7 @@ constexpr double kHostSeconds = 4e-6;
 constexpr double kCopies = 40;
 
 // Of a predicted operator: as operator_seconds() in memory/prediction/costs.py has it.
-constexpr double kFakeCopy = 1e-10;
+constexpr double kFakeCopy = 6e-11;
 
 // Adds to the route a repeat of `call`, which is the `operators`th in its chain.
 void add(const Call& call, Route& route, Freed& locked, int operators) {

@@ -167,9 +167,10 @@ Choice Step::decide(Content& content) {
   if (keys_.size() == 1) before_ = shared_->count.before();
   const bool follows = followed_ && keys_.size() <= followed_->keys.size() &&
                        followed_->keys[keys_.size() - 1] == hash_;
-  // The calls of a process's first step are slow. Where nothing is promised a second one is
-  // awaited.
-  if (!follows) follow(shared_->find(keys_, before_, budget_.is_limit() ? 1 : 2));
+  // The calls of a process's first step are slow. Where nothing is promised, and times are
+  // measured, a second one is awaited.
+  const bool waits = !budget_.is_limit() && !budget_.device.is_meta();
+  if (!follows) follow(shared_->find(keys_, before_, waits ? 2 : 1));
   if (plan_ == nullptr) return {bytes_ > 0 ? Drops::kUntilFull : Drops::kCheap, true};
   // What the running operator reads is not in the hash yet: there may be a content more.
   const auto position = static_cast<size_t>(number);

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from ..fallback.threads import RECOMPUTE, REMATERIALIZE, EventContext
 from .storages import Storages, Workspace
 
 CUDA_BLOCK = 512  # CUDA's caching allocator rounds sizes up to a multiple of this
+_listening: list[FakeTracker] = []  # the innermost last
 _NO_NODE = 1 << 63  # sequence numbers from here on are those of nodes that accumulate gradients
 
 
@@ -47,10 +49,11 @@ class FakeTracker(Logging):
         # The log only asks whether totals are those of CUDA's allocator, of which there are none.
         self._log = Log(torch.device("cpu"), [])
         self._running = False
+        self._thread = threading.get_ident()
         self._clock = itertools.count()
         rounding = CUDA_BLOCK if device.type == "cuda" else 1
         # Native remat counts the bytes and seconds of the step, too.
-        self._remat = _native.module and _native.module.RematFakes(_fake_of, self._counts_all)
+        self._remat: Any = _native.module and _native.module.RematFakes(_fake_of, self._counts_all)
         self.storages = Storages(self._allocated, self._freed, self._ran, workspace, rounding)
         self._open: list[int] = []
         self._depths: list[int] = []
@@ -109,24 +112,32 @@ class FakeTracker(Logging):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hears inside the block when recomputes begin and end."""
+        """Hears inside the block when recomputes begin and end.
+
+        The caller holds a lock, so that of several only the innermost hears them.
+        """
         before = surroundings.recompute_observer
         surroundings.recompute_observer = lambda again, begins: self._recompute(
             again is surroundings.Again.REGION, begins
         )
-        if _native.module:
-            _native.module.listen_to_recomputes(self._recompute)
-            self._remat.enter()
+        _listening.append(self)
+        self._listen_to_native(True)
         try:
             yield
         finally:
             surroundings.recompute_observer = before
-            if _native.module:
-                _native.module.listen_to_recomputes(None)
-                self._remat.leave()
+            self._listen_to_native(False)
+            _listening.pop()
+            if _listening:
+                _listening[-1]._listen_to_native(True)
+
+    def _listen_to_native(self, begins: bool) -> None:
+        if _native.module:
+            _native.module.listen_to_recomputes(self._recompute if begins else None)
+            (self._remat.enter if begins else self._remat.leave)()
 
     def _recompute(self, region: bool, begins: bool) -> None:
-        if not self._running:
+        if not self._running or threading.get_ident() != self._thread:
             return
         if begins:
             self._depths.append(len(self._open))
