@@ -41,7 +41,7 @@ MEMSAVE_EXT_INLINE void update(void* running, int64_t channel, double momentum, 
 // Returns 1 / sqrt(var + eps) for a running variance; that of a batch is computed in double.
 template <typename T>
 MEMSAVE_EXT_INLINE T invstd_of(T var, double eps) {
-  return 1 / sqrt(var + static_cast<T>(eps));
+  return 1 / std::sqrt(var + static_cast<T>(eps));
 }
 
 // `scale` is invstd * weight. x * scale + (bias - mean * scale) would cancel for large means.

@@ -16,7 +16,8 @@ bool cuda_in_use() {
   if (!built_with_cuda) return false;
   static std::atomic<bool> initialised{false};
   if (!initialised) {
-    // C++ does not export this flag; torch.cuda keeps it.
+    // C++ does not export this flag; torch.cuda keeps it. Operators are recorded without the GIL.
+    const pybind11::gil_scoped_acquire gil;
     initialised = pybind11::module_::import("torch.cuda").attr("_initialized").cast<bool>();
   }
   return initialised && !torch::utils::is_device_in_bad_fork(at::kCUDA);

@@ -21,7 +21,12 @@ void Count::start() {
   running_ = true;
   survivors_.clear();
   older_.clear();
-  if (!counts_all_) {
+  if (counts_all_) {
+    for (auto& [ptr, block] : blocks_) {
+      if (block.mark != kFromBefore) survivors_[block.mark] += block.size;
+      block.mark = kFromBefore;
+    }
+  } else {
     earlier_ = std::exchange(blocks_, {});
     live_ = 0;
   }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "remat/content.h"
+#include "remat/device_time.h"
 #include "remat/policy.h"
 #include "remat/step.h"
 
@@ -75,10 +76,11 @@ class Block : public std::enable_shared_from_this<Block> {
     uint64_t key = 0;            // see Step::began()
     // The tensors it writes, with their versions before.
     c10::SmallVector<std::pair<at::Tensor, uint32_t>, 2> written;
-    double begin;  // by now()
+    double begin;                             // by now()
+    std::unique_ptr<DeviceTime> device_time;  // null where it is not asked for
 
     bool writes(const c10::StorageImpl* storage) const;
-    void measure(double seconds, const at::RecordFunction& function);
+    void measure(const at::RecordFunction& function);
   };
   struct Entry {
     std::shared_ptr<Content> content;  // what the storage holds now

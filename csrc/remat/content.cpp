@@ -5,6 +5,7 @@
 
 #include "remat/fakes.h"
 #include "remat/needed.h"
+#include "streams.h"
 
 namespace memsave_ext::remat {
 
@@ -78,7 +79,8 @@ Content::Content(const c10::Storage& storage, bool external)
       bytes(static_cast<int64_t>(storage.nbytes())),
       device(is_fake(storage) ? at::Device(at::kCPU) : storage.device()),
       born(++contents),
-      external(external) {}
+      external(external),
+      made_on(current_stream(device)) {}
 
 void Content::set_alone(bool now) {
   if (alone && now != is_alone) *alone += now ? bytes : -bytes;

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/Storage.h>
+#include <c10/core/Stream.h>
 #include <c10/util/SmallVector.h>
 
 #include <memory>
@@ -63,13 +64,16 @@ struct Reference {
 // An operator that was called, with what it takes to call it again.
 struct Call {
   const Operator* op = nullptr;
+  at::Device device{at::kCPU};         // of its tensors
   std::vector<c10::IValue> arguments;  // None in place of tensors, which are references
   std::vector<Reference> references;
   std::optional<Random> random;  // set where a second call must draw the same numbers
   // Its result as bits, which are unpacked in place of a second call; undefined for a real call.
   at::Tensor mask;
-  double seconds = 0;   // of one call, or 0 while the operator's first calls are not trusted
-  double measured = 0;  // seconds of this call, whatever they are worth
+  double seconds = 0;  // of one call, or 0 while the operator's first calls are not trusted
+  // Seconds of this call by the host's clock, whatever they are worth; on CUDA, where that clock
+  // only sees launches, those of an earlier step, or infinite.
+  double measured = 0;
   int32_t module = -1;  // number of the module that called it; -1 for none
   // A content that it made, which may be gone by now.
   struct Made {
@@ -96,7 +100,9 @@ struct Content : std::enable_shared_from_this<Content> {
 
   // Its memory, where it is kept or was recomputed; null where it is dropped or nobody saved it.
   c10::intrusive_ptr<c10::StorageImpl> held;
-  int64_t extent = 0;        // how many bytes of `held`, from its start, dropped contents read
+  int64_t extent = 0;  // how many bytes of `held`, from its start, dropped contents read
+  // The stream that filled its memory (of an external one: that first used it); null on a CPU.
+  std::optional<c10::Stream> made_on;
   bool overwritten = false;  // the storage has been written since
   bool copied = false;       // `held` is a copy from before the storage was written
   bool relied_on = false;    // dropped contents are recomputed through its call, not from it

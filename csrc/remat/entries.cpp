@@ -5,6 +5,7 @@
 #include "remat/block.h"
 #include "remat/recompute.h"
 #include "remat/tensors.h"
+#include "streams.h"
 
 namespace memsave_ext::remat {
 
@@ -95,6 +96,7 @@ void Block::before_write(const at::Tensor& tensor) {
   content->hold_alone(
       c10::intrusive_ptr<c10::StorageImpl>::reclaim(copy.unsafeReleaseStorageImpl()));
   content->copied = true;
+  content->made_on = current_stream(content->device);
 }
 
 // Removes the entries of storages that were freed, once the table has grown.

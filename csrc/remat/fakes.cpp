@@ -16,7 +16,6 @@ thread_local Fakes* current_fakes = nullptr;
 
 Fakes::Fakes(pybind11::object make, bool counts_all)
     : make_(std::move(make)),
-      counts_all_(counts_all),
       steps_(std::make_shared<KnownSteps>(at::Device(at::kMeta), counts_all)) {}
 
 Fakes* Fakes::current() { return current_fakes; }

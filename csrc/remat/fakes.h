@@ -33,13 +33,11 @@ class Fakes {
   void ran(double seconds) { seconds_ += seconds; }
 
   double seconds() const { return seconds_; }
-  bool counts_all() const { return counts_all_; }
   std::shared_ptr<KnownSteps> steps() const { return steps_; }
   at::Tensor make(const at::Tensor& on_meta) const;
 
  private:
   const pybind11::object make_;
-  const bool counts_all_;
   const std::shared_ptr<KnownSteps> steps_;
   double seconds_ = 0;
 };

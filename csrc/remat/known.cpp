@@ -1,6 +1,7 @@
 #include "remat/known.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <utility>
 
@@ -10,7 +11,7 @@ namespace memsave_ext::remat {
 namespace {
 
 constexpr size_t kMostSteps = 64;
-constexpr int64_t kSameWithin = 500;  // bytes that differ by a five-hundredth are about the same
+constexpr int64_t kAboutEqual = 500;  // bytes that differ by a five-hundredth are about the same
 constexpr int64_t kMostBytes = int64_t{64} << 20;  // of the host, for all of them
 
 // About how much of the host's memory it takes.
@@ -48,6 +49,20 @@ void keep_times(Known& old, Known& step) {
 
 }  // namespace
 
+bool Known::read_times() {
+  // The latest first: where the device is not past it, nothing else is asked.
+  for (; !times.empty(); times.pop_back()) {
+    const auto seconds = times.back().time->seconds();
+    if (!seconds) return false;
+    for (size_t i = 0; i < calls.size(); ++i) {
+      if (calls[i] != times.back().key) continue;
+      trace.calls[i].seconds = std::min(trace.calls[i].seconds, *seconds);
+    }
+  }
+  return std::none_of(trace.calls.begin(), trace.calls.end(),
+                      [](const TraceCall& call) { return std::isinf(call.seconds); });
+}
+
 bool Known::is_like(const Known& other) const {
   const Trace& a = trace;
   const Trace& b = other.trace;
@@ -66,7 +81,7 @@ bool Known::is_like(const Known& other) const {
     highest = std::max(highest, a.moments[i].peak);
     difference = std::max(difference, std::abs(of_a - of_b));
   }
-  return difference <= highest / kSameWithin;
+  return difference <= highest / kAboutEqual;
 }
 
 void KnownSteps::begin() {
@@ -105,8 +120,10 @@ void KnownSteps::add(std::shared_ptr<Known> step) {
     steps_.erase(same);
     step->told = old->told;
     step->seen = old->seen + 1;
-    keep_times(*old, *step);
-    if (old->is_like(*step)) {
+    const bool are_known = old->read_times();
+    if (are_known) keep_times(*old, *step);
+    const bool will_be = are_known || !old->times.empty();
+    if (will_be && old->is_like(*step)) {
       old->seen = step->seen;
       step = std::move(old);
     }
@@ -129,12 +146,14 @@ std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64
   for (const auto& step : steps_) {
     // Keys are hashes of everything until then, so that the last one speaks for all.
     if (step->keys.size() < keys.size() || step->keys[keys.size() - 1] != keys.back()) continue;
-    const bool is_close = std::abs(step->before - before) <= before / kSameWithin;
+    const bool is_close = std::abs(step->before - before) <= before / kAboutEqual;
     if (is_close || !found_close) found = step;
     found_close = found_close || is_close;
   }
   if (found && found->seen < least_seen) return nullptr;
-  if (found && found->plans.empty()) found->plans = plans_of(found->trace);
+  if (!found || !found->plans.empty()) return found;
+  if (!found->read_times()) return nullptr;
+  found->plans = plans_of(found->trace);
   return found;
 }
 

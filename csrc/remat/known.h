@@ -9,20 +9,32 @@
 #include <vector>
 
 #include "memory/count.h"
+#include "remat/device_time.h"
 #include "remat/plan.h"
 #include "remat/trace.h"
 
 namespace memsave_ext::remat {
 
+// How long an operator took on its device. The key is that of Step::began().
+struct TimeOfKey {
+  uint64_t key;
+  std::unique_ptr<DeviceTime> time;
+};
+
 // A step that has ended. It is found again by the operators and shapes before each decision.
 struct Known {
-  std::vector<uint64_t> keys;  // by decision: a hash of all operators until then
-  Trace trace;
-  int64_t before = 0;       // counted bytes that lived before the step
-  std::vector<Plan> plans;  // empty until they are asked for
-  int seen = 1;             // how many steps like it have ended
-  bool told = false;        // whether it was told that the budget is too small
+  std::vector<uint64_t> keys;    // by decision: a hash of all operators until then
+  Trace trace;                   // with infinite times of calls, until read_times()
+  std::vector<uint64_t> calls;   // keys, by position in trace.calls
+  std::vector<TimeOfKey> times;  // on devices; empty once they were read
+  int64_t before = 0;            // counted bytes that lived before the step
+  std::vector<Plan> plans;       // empty until they are asked for
+  int seen = 1;                  // how many steps like it have ended
+  bool told = false;             // whether it was told that the budget is too small
 
+  // Completes the trace's times with those measured on devices, as soon as the devices have come so
+  // far. Returns whether all are known.
+  bool read_times();
   bool is_like(const Known& other) const;
 };
 
@@ -38,7 +50,8 @@ class KnownSteps {
   void end(std::shared_ptr<Known> step);
   // Returns a step with these keys at its beginning, with its plans; null if none. Where there are
   // several, as of models that begin alike, it is one before which about as much lived as `before`,
-  // if there is one, and of these the latest. It must have been seen `least_seen` times.
+  // if there is one, and of these the latest. It must have been seen `least_seen` times, and its
+  // times must be known.
   std::shared_ptr<Known> find(const std::vector<uint64_t>& keys, int64_t before, int least_seen);
   void forget();
 

@@ -13,6 +13,7 @@
 #include "checkpoint/recomputing.h"
 #include "remat/fakes.h"
 #include "remat/mask.h"
+#include "streams.h"
 
 namespace memsave_ext::remat {
 namespace {
@@ -63,10 +64,7 @@ class Recomputation {
 
   // Returns the memory of a content, recomputed where necessary, for one use of it.
   c10::Storage use(const std::shared_ptr<Content>& content) {
-    {
-      const std::lock_guard<std::mutex> lock(contents_mutex());
-      if (auto memory = content->memory()) return c10::Storage(std::move(memory));
-    }
+    if (auto memory = ready(*content)) return *memory;
     if (computed_.count(content.get()) == 0) {
       TORCH_INTERNAL_ASSERT(content->call, "remat: a content that was not kept has no call");
       run(*content->call);
@@ -75,6 +73,21 @@ class Recomputation {
     TORCH_INTERNAL_ASSERT(found != computed_.end(), "remat: a call did not make its content");
     c10::Storage storage = found->second;
     if (--uses_[content.get()] <= 0) computed_.erase(found);
+    return storage;
+  }
+
+  // Returns the memory of a content if it is there, for use on the current stream.
+  static std::optional<c10::Storage> ready(const Content& content) {
+    c10::intrusive_ptr<c10::StorageImpl> memory;
+    std::optional<c10::Stream> made_on;
+    {
+      const std::lock_guard<std::mutex> lock(contents_mutex());
+      memory = content.memory();
+      made_on = content.made_on;
+    }
+    if (!memory) return std::nullopt;
+    c10::Storage storage(std::move(memory));
+    use_here(storage, made_on);
     return storage;
   }
 
@@ -107,7 +120,8 @@ class Recomputation {
       call.op->handle.callBoxed(stack);
     }
     random.reset();
-    block_.count_again(call, now() - begin);
+    // On CUDA this was the time of launches; a time of its own would be two events in each step.
+    block_.count_again(call, call.device.is_cuda() ? call.seconds : now() - begin);
     for (const auto& made : call.made) {
       const std::shared_ptr<Content> content = made.content.lock();
       if (!content) continue;
@@ -144,6 +158,7 @@ class Recomputation {
     auto memory =
         c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage.unsafeGetStorageImpl());
     content->recomputed = memory;
+    content->made_on = current_stream(content->device);
     content->hold_alone(std::move(memory));
     ++content->fill;
     content->unopened = content->holders;

@@ -3,6 +3,8 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
+#include <limits>
+#include <utility>
 
 #include "checkpoint/recomputing.h"
 #include "checkpoint/saved.h"
@@ -26,9 +28,28 @@ bool below_autograd() {
   return c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
 }
 
+// Returns the device of the first tensor among `inputs`; `otherwise` where there is none.
+at::Device device_of(c10::ArrayRef<const c10::IValue> inputs, at::Device otherwise) {
+  if (Fakes::current() != nullptr) return at::kCPU;  // theirs is asked in Python
+  for (const auto& input : inputs) {
+    std::optional<at::Device> device;
+    for_tensors(input, [&](const at::Tensor& tensor, int64_t) {
+      if (!device && tensor.defined()) device = tensor.device();
+    });
+    if (device) return *device;
+  }
+  return otherwise;
+}
+
 }  // namespace
 
-void Block::Recording::measure(double seconds, const at::RecordFunction& function) {
+void Block::Recording::measure(const at::RecordFunction& function) {
+  if (call->device.is_cuda()) {
+    if (device_time) device_time->stop();
+    call->measured = std::numeric_limits<double>::infinity();
+    return;
+  }
+  const double seconds = now() - begin;
   call->measured = call->seconds = seconds;
   if (Fakes::current() != nullptr) return;  // what operators are known to take is measured
   int64_t bytes = 0;
@@ -163,6 +184,10 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   }
   recording->born = contents_so_far();
   running_.push_back(recording.get());
+  call.device = device_of(inputs, step_ ? budget_->device : at::Device(at::kCPU));
+  if (step_ && call.device.is_cuda()) {
+    recording->device_time = step_->start_time(recording->key, call.device);
+  }
   recording->begin = now();
   return recording;
 }
@@ -171,7 +196,7 @@ void Block::on_end(const at::RecordFunction& function, at::ObserverContext* cont
   auto* recording = static_cast<Recording*>(context);
   if (recording == nullptr) return;
   if (!recording->call) return recording->block->end_unrecorded(function);
-  recording->measure(now() - recording->begin, function);
+  recording->measure(function);
   recording->block->end(*recording, function);
 }
 
@@ -232,7 +257,8 @@ void Block::end(Recording& recording, const at::RecordFunction& function) {
     if (found == table_.end() || found->second.content->born <= recording.born) renew(tensor);
   }
   if (!step_) return;
-  step_->ended(recording.repeatable ? &call : nullptr, recording.key);
+  step_->ended(recording.repeatable ? &call : nullptr, recording.key,
+               std::move(recording.device_time));
   make_room();
 }
 

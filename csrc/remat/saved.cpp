@@ -7,6 +7,7 @@
 #include "checkpoint/errors.h"
 #include "checkpoint/saved.h"
 #include "remat/recompute.h"
+#include "streams.h"
 
 namespace memsave_ext::remat {
 namespace {
@@ -55,12 +56,14 @@ class BlockSaved final : public Saved {
   std::optional<at::Tensor> open_held() {
     Freed freed;
     c10::intrusive_ptr<c10::StorageImpl> held;
+    std::optional<c10::Stream> made_on;
     bool original;
     {
       const std::lock_guard<std::mutex> lock(contents_mutex());
       held = content_->held ? content_->held : content_->memory();
       if (!held) return std::nullopt;
       original = !content_->copied && content_->fill == 0;
+      made_on = content_->made_on;
       if (content_->fill != opened_) {
         opened_ = content_->fill;
         close(freed);
@@ -72,7 +75,10 @@ class BlockSaved final : public Saved {
                   std::vector<int64_t>(geometry_.sizes.begin(), geometry_.sizes.end()),
                   static_cast<int64_t>(noted_), static_cast<int64_t>(version_.current_version()));
     }
-    at::Tensor tensor = geometry_.view(c10::Storage(std::move(held)));
+    c10::Storage storage(std::move(held));
+    // Of an original autograd's own rules speak: who saved it was ordered after it.
+    if (!original) use_here(storage, made_on);
+    at::Tensor tensor = geometry_.view(std::move(storage));
     // Whoever is given it, a region for one, sees later changes of the memory by its version.
     if (original && version_.enabled()) tensor.unsafeGetTensorImpl()->set_version_counter(version_);
     return tensor;

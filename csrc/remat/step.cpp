@@ -1,6 +1,7 @@
 #include "remat/step.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "remat/tensors.h"
@@ -72,9 +73,20 @@ uint64_t Step::began(const Operator& op, const at::RecordFunction& function) {
   return key;
 }
 
-void Step::ended(const Call* call, uint64_t key) {
+std::unique_ptr<DeviceTime> Step::start_time(uint64_t key, at::Device device) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (finished_ || plan_ != nullptr) return nullptr;
+  // The shortest of so many is about the operator's time without waiting for the host.
+  constexpr int kMostTimes = 3;
+  const auto is_same = [key](const TimeOfKey& time) { return time.key == key; };
+  if (std::count_if(times_.begin(), times_.end(), is_same) >= kMostTimes) return nullptr;
+  return DeviceTime::start(device);
+}
+
+void Step::ended(Call* call, uint64_t key, std::unique_ptr<DeviceTime> time) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (finished_) return;
+  if (time) times_.push_back({key, std::move(time)});
   if (trace_.moments.size() > kMostMoments) return stop();
   if (call != nullptr) {
     TraceCall& traced = trace_.calls.emplace_back();
@@ -98,6 +110,10 @@ void Step::ended(const Call* call, uint64_t key) {
         trace_.contents[content->number].call = number;
         if (in_place) once(traced.writes, call->references[made.reference].content->number);
       }
+    }
+    if (plan_ != nullptr && std::isinf(call->measured) &&
+        calls_.size() < followed_->trace.calls.size()) {
+      call->measured = call->seconds = followed_->trace.calls[calls_.size()].seconds;
     }
     const auto [known, is_new] = fastest_.try_emplace(key, call->measured);
     if (!is_new) known->second = std::min(known->second, call->measured);
@@ -269,6 +285,7 @@ void Step::stop() {
   contents_ = {};
   not_let_go_ = {};
   fastest_.clear();
+  times_.clear();
   shared_->end(nullptr);
 }
 
@@ -280,6 +297,8 @@ void Step::finish() {
   auto known = std::make_shared<Known>();
   known->keys = keys_;
   known->trace = trace_;
+  known->calls = calls_;
+  known->times = std::move(times_);
   known->before = before_;
   shared_->end(saw_backward_ ? std::move(known) : nullptr);
 }

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "remat/content.h"
+#include "remat/device_time.h"
 #include "remat/known.h"
 #include "remat/plan.h"
 #include "remat/policy.h"
@@ -46,8 +47,10 @@ class Step {
   // Called by the block in forward.
   // Returns a hash of the operator and the shapes of its arguments.
   uint64_t began(const Operator& op, const at::RecordFunction& function);
-  // `call`: null where its results cannot be recomputed.
-  void ended(const Call* call, uint64_t key);
+  // Starts to measure how long an operator takes on a device; null where that is known by now.
+  std::unique_ptr<DeviceTime> start_time(uint64_t key, at::Device device);
+  // `call`: null where its results cannot be recomputed. `time`: see start_time().
+  void ended(Call* call, uint64_t key, std::unique_ptr<DeviceTime> time);
   Choice decide(Content& content);
   // Throws torch's OutOfMemoryError where the budget is strict and the plan exceeds it.
   void check() const;
@@ -97,7 +100,8 @@ class Step {
   std::vector<uint64_t> keys_;                    // see Known
   uint64_t hash_ = 0;                             // of all operators until now
   std::vector<uint64_t> calls_;                   // keys of operators, by position in trace_.calls
-  std::unordered_map<uint64_t, double> fastest_;  // seconds, by key
+  std::unordered_map<uint64_t, double> fastest_;  // seconds by the host's clock, by key
+  std::vector<TimeOfKey> times_;                  // on devices
   std::vector<std::weak_ptr<Content>> contents_;  // by position in trace_.contents
   std::vector<int32_t> not_let_go_;               // positions
   const std::shared_ptr<int64_t> alone_ = std::make_shared<int64_t>(0);  // see Content::alone

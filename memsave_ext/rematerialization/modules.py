@@ -63,11 +63,6 @@ class RematHandle:
         return self._last().report(top=top)
 
     @property
-    def has_run(self) -> bool:
-        """Whether the module has run a forward with gradients."""
-        return self._forward.last is not None
-
-    @property
     def peak(self) -> int:
         """See :attr:`remat.peak`, of the module's last step."""
         return self._last().peak

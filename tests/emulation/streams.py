@@ -151,7 +151,7 @@ def run_tests(
     command += ["-p", "checked_streams", "--rootdir", str(ROOT), *options, "-k", words]
     return subprocess.run(
         [*command, *map(str, paths)],
-        cwd=FOLDER,
+        cwd=package,  # where python -m looks first
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -174,3 +174,54 @@ def test_the_command_line(capsys):
     assert "budget must be" in capsys.readouterr().err
     with pytest.raises(ValueError, match="of the user's own"):
         main(["fits", f"{__name__}:failing", "--budget", "1GB"])
+
+
+def test_a_step_that_calls_parts_of_the_model():
+    def parts():
+        model, optimizer, _ = build()
+        x = torch.randn(256, 64)
+
+        def step():
+            model[2](model[1](model[0](x))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    found = ms.memory.fits(parts, "1GB")
+    assert "never the model itself" in rows(found)["remat"].reason
+    assert rows(found)["checkpoint by block"].fits
+
+
+def test_what_does_not_apply_is_told_below(capsys):
+    def plain():
+        model = nn.Linear(4, 4)
+        return model, None, lambda: model(torch.randn(2, 4)).sum().backward()
+
+    ms.memory.fits(plain, "1GB").report()
+    assert "Not tried: checkpoint by block (the model has no list of blocks" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_the_loss_head_of_a_causal_language_model():
+    transformers = pytest.importorskip("transformers")
+
+    def llama():
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 4000}
+        heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+        config = transformers.LlamaConfig(**sizes, **heads)
+        model = transformers.LlamaForCausalLM(config).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tokens = torch.ones(4, 128, dtype=torch.long)
+
+        def step():
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    found = ms.memory.fits(llama, "1GB", device="cpu")
+    assert rows(found)["loss head in chunks"].peak < 0.7 * rows(found)["as built"].peak
+    assert "loss head in chunks" not in rows(ms.memory.fits(build, "1GB"))

@@ -149,3 +149,27 @@ def test_a_graph_does_not_outlive_its_prediction():
         kept[0].backward()
     del kept[:]
     ms.memory.predict(builder(budget=0.3))
+
+
+@needs_native
+def test_states_of_the_first_step_are_there_in_the_second():
+    """Where parameters, their states and gradients are most of it, and all memory counts."""
+
+    def build(budget=None):
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)])
+        if budget:
+            ms.remat_module(model, budget=budget)
+        optimizer = ms.AdamW(model.parameters(), in_backward=True)
+        x = torch.randn(1024, 512)
+
+        def step():
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    plain = ms.memory.predict(build, device="cuda").peak
+    within = ms.memory.predict(lambda: build(0.5), device="cuda").peak
+    assert within < plain - (8 << 20)
+    assert within == pytest.approx(ms.memory.predict(lambda: build(0.5)).peak, rel=0.1)

@@ -149,8 +149,10 @@ def _rematerialized(
 
     def checked_step() -> None:
         step()
-        if not handle.has_run:
-            raise ValueError("the step calls parts of the model, of which no whole one can be kept")
+        try:
+            handle.figures()
+        except RuntimeError:
+            raise ValueError("the step calls parts of the model, never the model itself") from None
 
     return checked_step
 

@@ -1,0 +1,34 @@
+#include "remat/device_time.h"
+
+#include "streams.h"
+#ifdef MEMSAVE_EXT_WITH_CUDA
+#include "cuda_stream.h"
+#endif
+
+namespace memsave_ext::remat {
+
+std::unique_ptr<DeviceTime> DeviceTime::start(c10::Device device) {
+#ifdef MEMSAVE_EXT_WITH_CUDA
+  if (is_capturing(device)) return nullptr;
+#endif
+  const auto stream = current_stream(device);
+  if (!stream) return nullptr;  // fake tensors, of a device that is not there
+  return std::unique_ptr<DeviceTime>(new DeviceTime(*stream));
+}
+
+DeviceTime::DeviceTime(c10::Stream stream)
+    : stream_(stream),
+      begin_(stream.device_type(), c10::EventFlag::BACKEND_DEFAULT),
+      end_(stream.device_type(), c10::EventFlag::BACKEND_DEFAULT) {
+  begin_.record(stream_);
+}
+
+void DeviceTime::stop() { end_.record(stream_); }
+
+std::optional<double> DeviceTime::seconds() const {
+  if (!end_.was_marked_for_recording() || !end_.query() || !begin_.query()) return std::nullopt;
+  constexpr double kMillisecond = 1e-3;
+  return kMillisecond * begin_.elapsedTime(end_);
+}
+
+}  // namespace memsave_ext::remat
