@@ -202,26 +202,3 @@ def test_what_does_not_apply_is_told_below(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "Not tried: checkpoint by block; checkpoint by block, optimizer in backward;" in text
     assert "(the model has no list of blocks of one class)." in text
-
-
-def test_the_loss_head_of_a_causal_language_model():
-    transformers = pytest.importorskip("transformers")
-
-    def llama():
-        sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 4000}
-        heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
-        config = transformers.LlamaConfig(**sizes, **heads)
-        model = transformers.LlamaForCausalLM(config).train()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        tokens = torch.ones(4, 128, dtype=torch.long)
-
-        def step():
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return model, optimizer, step
-
-    found = ms.memory.fits(llama, "1GB", device="cpu")
-    assert rows(found)["loss head in chunks"].peak < 0.7 * rows(found)["as built"].peak
-    assert "loss head in chunks" not in rows(ms.memory.fits(build, "1GB"))
