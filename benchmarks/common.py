@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+_STARTED = time.monotonic()
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
@@ -113,9 +114,8 @@ def write_record(folder: Path, claim: str, record: dict[str, Any]) -> Path:
         unrepeatable = run["machine"].get("dirty") and run["settings"] == record["settings"]
         return bool(unrepeatable) or key(run) == key(record)
 
-    record = json.loads(
-        json.dumps({"claim": claim, "date": _today(), **record})
-    )  # tuples as JSON will have them
+    about = {"claim": claim, "date": _today(), "command": _command(), "seconds": _seconds()}
+    record = json.loads(json.dumps({**about, **record}))  # tuples as JSON will have them
     path = result_path(folder, claim, record["machine"])
     runs = json.loads(path.read_text()) if path.exists() else []
     runs = [run for run in runs if not replaced(run)] + [record]
@@ -150,6 +150,21 @@ def newest(path: Path) -> dict[str, Any]:
 
 def _today() -> str:
     return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+
+
+def _command() -> str:
+    """What was run, but for where its results go and how it shows its progress."""
+    script, *arguments = sys.argv
+    words = [word for word in arguments if word != "--no-progress"]
+    if "--save" in words:
+        at = words.index("--save")
+        del words[at : at + 2]
+    return " ".join([f"benchmarks/{Path(script).name}", *words])
+
+
+def _seconds() -> float:
+    """Since this process imported it, which a benchmark does first."""
+    return round(time.monotonic() - _STARTED, 1)
 
 
 def median_and_spread(values: Sequence[float]) -> tuple[float, float]:

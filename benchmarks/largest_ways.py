@@ -69,6 +69,12 @@ def parameters(kind: str, options: argparse.Namespace, depth: int) -> int:
 
 
 Forward = Callable[[], Tensor]
+Head = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _torch_head(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    options = nn.LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(hidden, weight, target, options=options)
 
 
 def plain(forward: Forward, model: nn.Module, budget: int) -> Tensor:
@@ -100,7 +106,7 @@ class Way:
     change: Callable[[nn.Module], Any] = lambda model: model  # returns the model to call
     forward: Callable[[Forward, nn.Module, int], Tensor] = plain
     dtype: torch.dtype = torch.float32
-    chunked_head: bool = False
+    head: Head | None = None  # of the GPT: the loss without logits
 
 
 def _checkpoint(model: nn.Module) -> nn.Module:
@@ -114,36 +120,53 @@ def _theirs(model: nn.Module, selective: bool = False) -> nn.Module:
     return model
 
 
+def _nested(model: nn.Module) -> nn.Module:
+    """Pairs of blocks, inside of them each half of a block, and the MLP's in two pieces."""
+    for block in model.blocks:  # type: ignore[union-attr]
+        attend, mix = ("attend", "mix") if hasattr(block, "mix") else ("_sa_block", "_ff_block")
+        setattr(block, attend, functools.partial(ms.checkpoint, getattr(block, attend)))
+        setattr(block, mix, functools.partial(ms.checkpoint, getattr(block, mix), chunks=2))
+    blocks = list(model.blocks)  # type: ignore[arg-type]
+    pairs = (nn.Sequential(*blocks[i : i + 2]) for i in range(0, len(blocks), 2))
+    model.blocks = nn.ModuleList(pairs)
+    ms.checkpoint_modules(model, nn.Sequential)
+    return model
+
+
 def _low(bf16: str, bits: int) -> Way:
     method = after(
         lambda p: ms.AdamW(p, lr=LR, in_backward=True, bf16=bf16, state_dtype=f"{bits}bit")
     )
-    return Way(method, _checkpoint, dtype=torch.bfloat16, chunked_head=True)
+    return Way(method, _checkpoint, dtype=torch.bfloat16, head=ms.linear_cross_entropy)
 
 
-NAIVE, THEIRS, OURS = "naive, foreach", "torch's checkpoint, tutorial", "memsave_ext"
+NAIVE, OURS = "naive, foreach", "memsave_ext"
+THEIRS = "torch's checkpoint, tutorial, chunked loss"  # all that torch has
 REMAT, BUDGET = f"{OURS}, remat", f"{OURS}, remat in the budget"
+LOWEST = f"{OURS}, bf16 stochastic, 4-bit states"
+NESTED = f"{OURS}, nested, MLP in chunks"
+TORCH_HEAD = _torch_head if hasattr(F, "linear_cross_entropy") else None  # torch 2.13 has it
 TUTORIAL = METHODS["tutorial, fused"]  # fused, which has no temporaries
 COMPILED = "torch.compile's budget, tutorial"
 WAYS = {
     NAIVE: Way(METHODS[FOREACH]),
     "naive, fused": Way(METHODS[FUSED]),
-    THEIRS: Way(TUTORIAL, _theirs),
-    "torch's selective checkpoint, tutorial": Way(
-        TUTORIAL, functools.partial(_theirs, selective=True)
-    ),
     COMPILED: Way(
         TUTORIAL,
         lambda model: torch.compile(model, backend="aot_eager"),
         functools.partial(compiled, 0.25),
     ),
-    OURS: Way(METHODS[IN_BACKWARD], _checkpoint, chunked_head=True),
-    REMAT: Way(METHODS[IN_BACKWARD], forward=in_remat, chunked_head=True),
-    BUDGET: Way(METHODS[IN_BACKWARD], forward=in_budget, chunked_head=True),
-    **{
-        f"{OURS}, bf16 {bf16}, {bits}-bit states": _low(bf16, bits)
-        for bf16, bits in (("split8", 8), ("stochastic", 4))
-    },
+    "torch's checkpoint, tutorial": Way(TUTORIAL, _theirs),
+    "torch's selective checkpoint, tutorial, chunked loss": Way(
+        TUTORIAL, functools.partial(_theirs, selective=True), head=TORCH_HEAD
+    ),
+    THEIRS: Way(TUTORIAL, _theirs, head=TORCH_HEAD),
+    OURS: Way(METHODS[IN_BACKWARD], _checkpoint, head=ms.linear_cross_entropy),
+    REMAT: Way(METHODS[IN_BACKWARD], forward=in_remat, head=ms.linear_cross_entropy),
+    BUDGET: Way(METHODS[IN_BACKWARD], forward=in_budget, head=ms.linear_cross_entropy),
+    NESTED: Way(METHODS[IN_BACKWARD], _nested, head=ms.linear_cross_entropy),
+    f"{OURS}, bf16 split8, 8-bit states": _low("split8", 8),
+    LOWEST: _low("stochastic", 4),
 }
 
 
@@ -167,14 +190,13 @@ class Trainer:
         with device, default_dtype(way.dtype):
             self.model: Any = build(kind, options, depth)
         self.way, self.budget = way, budget
-        self.is_chunked = kind == GPT and way.chunked_head
+        self.head = way.head if kind == GPT else None
         self.called = way.change(self.model)
         self.run = way.method(list(self.model.parameters()))
 
     def loss(self) -> Tensor:
-        if self.is_chunked:
-            hidden = self.model.hidden(self.x)
-            return ms.linear_cross_entropy(hidden, self.model.head.weight, self.y)
+        if self.head is not None:
+            return self.head(self.model.hidden(self.x), self.model.head.weight, self.y)
         return F.cross_entropy(self.called(self.x).float(), self.y)
 
     def step(self) -> None:

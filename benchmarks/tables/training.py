@@ -135,7 +135,7 @@ def largest_model_table(record: Record) -> str:
 # Of the README: naive, with torch's features together, and with this package's.
 LARGEST_SHOWN = (
     "naive, fused",
-    "torch's checkpoint, tutorial",
+    "torch's checkpoint, tutorial, chunked loss",
     "memsave_ext",
     "memsave_ext, remat in the budget",
     "memsave_ext, bf16 split8, 8-bit states",
@@ -150,17 +150,21 @@ def largest_model_short(record: Record) -> str:
 def _largest(record: Record, methods: Sequence[str]) -> str:
     places = list(dict.fromkeys((row["model"], row["budget_bytes"]) for row in record["rows"]))
     of = {(row["model"], row["budget_bytes"], row["method"]): row for row in record["rows"]}
-    base = record["rows"][0]["method"]
+    base, most = record["rows"][0]["method"], record["settings"].get("most_batch")
     header = ["trains with"]
     for model, budget in places:
         header += [f"{model} in {size(budget)}: blocks", "batch", "time"]
     lines = []
     for method in methods:
+        if (*places[0], method) not in of:
+            continue  # it was not there yet
         cells = [method]
         for place in places:
             row, first = of[(*place, method)], of[(*place, base)]
             for what in ("depth", "batch"):
-                cells.append(f"{row[what]['largest']}{_over(row[what], first[what])}")
+                ended = what == "batch" and row[what]["largest"] == most
+                count = f"{'≥ ' if ended else ''}{row[what]['largest']}"
+                cells.append(f"{count}{_over(row[what], first[what])}")
             cells.append(f"{row['time']:.2f}" if "time" in row else "-")
         lines.append(cells)
     return markdown(header, lines)
@@ -170,15 +174,34 @@ def _over(one: Record, base: Record) -> str:
     return times(one["largest"] / base["largest"] if base["largest"] else None)
 
 
+def _most_in_float32(record: Record) -> str:
+    """Blocks whose parameters and states alone fill each budget, at Adam's 12 bytes a parameter."""
+    most = []
+    for model, budget in dict.fromkeys((r["model"], r["budget_bytes"]) for r in record["rows"]):
+        known = {
+            row["depth"]["largest"]: row["depth"]["parameters"]
+            for row in record["rows"]
+            if row["model"] == model and row["depth"]["largest"]
+        }
+        if len(known) > 1:
+            few, many = min(known), max(known)
+            each = (known[many] - known[few]) / (many - few)
+            most.append(f"{int(few + (budget / 12 - known[few]) / each)} ({model}, {size(budget)})")
+    if not most:
+        return ""
+    return f" Float32 parameters and states alone fill the memory at {' and '.join(most)} blocks."
+
+
 def largest_model_caption(record: Record) -> str:
     s = record["settings"]
+    ended = f" (at most {s['most_batch']} is tried)" if "most_batch" in s else ""
     return (
         f"Blocks of width {s['width']}: a ViT on images of {s['image']} {TIMES} {s['image']}; a "
         f"GPT of {s['tokens']} tokens and a vocabulary of {s['vocabulary']}. The most blocks with "
-        f"a batch of {s['batch_size']}, the largest batch with {s['depth']} blocks, found by "
-        f"bisection, {TIMES} the naive ones; time of a step of the deepest model that torch's "
-        "features (checkpoint each block, fused AdamW of the tutorial in backward) allow, as a "
-        f"share of theirs. {machine_line(record)}."
+        f"a batch of {s['batch_size']}, the largest batch with {s['depth']} blocks{ended}, found "
+        f"by bisection, {TIMES} the naive ones; time of a step of the deepest model that torch's "
+        "features (checkpoint each block, fused AdamW of the tutorial in backward, the loss in "
+        f"chunks) allow, as a share of theirs.{_most_in_float32(record)} {machine_line(record)}."
     )
 
 

@@ -215,7 +215,8 @@ void publish_states(const std::vector<const Parameter*>& parameters, const py::h
       const at::Tensor& value = parameter->state.*kStateNames[i].tensor;
       if (!value.defined()) continue;
       const bool is_scale = kStateNames[i].tensor == &State::exp_avg_scale ||
-                            kStateNames[i].tensor == &State::exp_avg_sq_scale;
+                            kStateNames[i].tensor == &State::exp_avg_sq_scale ||
+                            kStateNames[i].tensor == &State::momentum_buffer_scale;
       // The step is the same in all processes.
       const bool like_param = value.sizes() == parameter->local.sizes() && value.dim() > 0;
       state[py::handle(keys()[i])] =

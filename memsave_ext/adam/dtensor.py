@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import errors
+
 
 def is_dtensor(tensor: Tensor) -> bool:
     return hasattr(tensor, "_local_tensor")
@@ -26,10 +28,34 @@ def local_tensor(tensor: Any) -> Tensor:
 
 @torch.no_grad()
 def local_gradient(param: Any, grad: Any) -> Tensor:
-    """Returns the local part of the gradient, redistributed to ``param``'s placement."""
-    if is_dtensor(param) and grad.placements != param.placements:
+    """Returns the local part of the gradient, redistributed to ``param``'s placement.
+
+    Raises:
+        RuntimeError: ``param`` is a DTensor, and the gradient none, or one of another mesh.
+    """
+    if not is_dtensor(param):
+        return local_tensor(grad)
+    if not is_dtensor(grad) or not _same_mesh(param, grad):
+        raise errors.another_mesh(param, grad)
+    if grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
     return local_tensor(grad)
+
+
+def is_placed_alike(param: Any, tensor: Any) -> bool:
+    """Whether two DTensors are split over the same processes in the same way."""
+    return _same_mesh(param, tensor) and bool(tensor.placements == param.placements)
+
+
+def _same_mesh(param: Any, tensor: Any) -> bool:
+    """Whether two DTensors are on the same processes, whatever the names and ages of their meshes.
+
+    Two meshes are equal for torch only if one thread of one process has made them.
+    """
+    one, other = param.device_mesh, tensor.device_mesh
+    return one is other or (
+        one.device_type == other.device_type and torch.equal(one.mesh, other.mesh)
+    )
 
 
 @torch.no_grad()

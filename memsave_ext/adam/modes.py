@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import errors, formats
 from .blocks import SCALES, coded_format, from_blocks, scale_shape, takes_blocks, to_blocks
-from .dtensor import is_dtensor
+from .dtensor import is_dtensor, is_placed_alike
 from .formats import StateFormat
 from .rules import MOMENTS, Rule, is_adam, rule_of
 from .states import needs_step
@@ -157,6 +157,7 @@ def check_loadable(loaded: dict[str, Any], own: list[dict[str, Any]]) -> None:
     optimizer's mode, those of another mode cannot."""
     for theirs, ours in zip(loaded["param_groups"], own, strict=False):
         for saved, param in zip(theirs["params"], ours["params"], strict=False):
+            _check_placement(loaded["state"].get(saved, {}), param)
             _check_scales(loaded["state"].get(saved, {}), param)
         states = formats.state_format(formats.state_option(ours))
         if states is not None and not states.amsgrad and theirs.get("amsgrad"):
@@ -173,6 +174,18 @@ def check_loadable(loaded: dict[str, Any], own: list[dict[str, Any]]) -> None:
             f"state_dict was saved with {names[0]}, this optimizer has {names[1]}. Make this one "
             "with the same, or load the other's to_fp32_state_dict()."
         )
+
+
+def _check_placement(state: dict[str, Any], param: Any) -> None:
+    """Raises ValueError where a saved state is split otherwise than the parameter is."""
+    for name, value in state.items() if is_dtensor(param) else ():
+        if is_dtensor(value) and not is_placed_alike(param, value):
+            raise ValueError(
+                f"state_dict has {name} as a DTensor on {value.device_mesh} with "
+                f"{value.placements}, its parameter is on {param.device_mesh} with "
+                f"{param.placements}. Load it with torch.distributed.checkpoint, which splits it "
+                "anew."
+            )
 
 
 def _check_scales(state: dict[str, Any], param: Tensor) -> None:
@@ -206,6 +219,8 @@ def keep(old: list[dict[str, Any]], new: list[dict[str, Any]], scaled: bool) -> 
 
 def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     """Converts a loaded torch state to the group's mode; one of that mode stays as it is."""
+    if state.get("momentum_buffer", ...) is None:  # as older SGDs of torch without momentum have it
+        del state["momentum_buffer"]
     first = formats.first_of_state(state)
     if first is None and "param_rest" not in state:
         return

@@ -43,6 +43,42 @@ MODES = {
     "split8, states bf16": (BF16, {"bf16": "split8", "state_dtype": BF16, "amsgrad": True}),
     "split8, states 8bit": (BF16, {"bf16": "split8", "state_dtype": "8bit"}),
 }  # fmt: skip
+# Those of the other rules.
+MOMENTUM = {"kind": ms.SGD, "momentum": 0.9}
+LION = {"kind": ms.Lion, "lr": 1e-3}
+RULE_MODES = {
+    "SGD": (FP32, {"kind": ms.SGD, "weight_decay": 0.1}),
+    "SGD, fp64": (FP64, {"kind": ms.SGD, "max_grad_norm": 0.5}),
+    "SGD, fp16": (FP16, {"kind": ms.SGD}),
+    "SGD, bf16": (BF16, {"kind": ms.SGD}),
+    "SGD, stochastic": (BF16, {"kind": ms.SGD, "bf16": "stochastic", "seed": 3}),
+    "SGD, kahan": (BF16, {"kind": ms.SGD, "bf16": "kahan", "max_grad_norm": 0.5}),
+    "SGD, split": (BF16, {"kind": ms.SGD, "bf16": "split", "maximize": True}),
+    "SGD, split8": (BF16, {"kind": ms.SGD, "bf16": "split8"}),
+    "momentum": (FP32, {**MOMENTUM, "dampening": 0.1}),
+    "momentum, nesterov": (FP32, {**MOMENTUM, "nesterov": True, "weight_decay": 0.1}),
+    "momentum, fp64, clipped": (FP64, {**MOMENTUM, "max_grad_norm": 0.5}),
+    "momentum, fp16": (FP16, MOMENTUM),
+    "momentum, bf16": (BF16, MOMENTUM),
+    "momentum, stochastic": (BF16, {**MOMENTUM, "bf16": "stochastic", "dampening": 0.5}),
+    "momentum, kahan": (BF16, {**MOMENTUM, "bf16": "kahan"}),
+    "momentum, split": (BF16, {**MOMENTUM, "bf16": "split", "nesterov": True}),
+    "momentum, states bf16": (FP32, {**MOMENTUM, "state_dtype": BF16}),
+    "momentum, states 8bit": (FP32, {**MOMENTUM, "state_dtype": "8bit", "dampening": 0.3}),
+    "momentum, stochastic, states bf16": (
+        BF16, {**MOMENTUM, "bf16": "stochastic", "state_dtype": BF16}
+    ),
+    "momentum, split8, states 8bit": (BF16, {**MOMENTUM, "bf16": "split8", "state_dtype": "8bit"}),
+    "Lion": (FP32, {**LION, "weight_decay": 0.1}),
+    "Lion, fp64": (FP64, {**LION, "betas": (0.95, 0.98)}),
+    "Lion, fp16": (FP16, LION),
+    "Lion, stochastic": (BF16, {**LION, "bf16": "stochastic", "maximize": True}),
+    "Lion, split": (BF16, {**LION, "bf16": "split"}),
+    "Lion, states bf16": (FP32, {**LION, "state_dtype": BF16, "max_grad_norm": 0.5}),
+    "Lion, states 8bit": (FP32, {**LION, "state_dtype": "8bit"}),
+    "Lion, split8, states 8bit": (BF16, {**LION, "bf16": "split8", "state_dtype": "8bit"}),
+}  # fmt: skip
+ALL_MODES = MODES | RULE_MODES
 # What the errors of an unknown one say.
 BF16_CHOICES = "bf16 must be None, 'stochastic', 'kahan', 'split' or 'split8'"
 STATE_DTYPE_CHOICES = "state_dtype must be None, torch.float32, torch.bfloat16, '8bit' or '4bit'"
@@ -50,6 +86,7 @@ STATE_DTYPE_CHOICES = "state_dtype must be None, torch.float32, torch.bfloat16, 
 # clip_global_norm with in_backward=True.
 nothing_in_backward = pytest.mark.filterwarnings("ignore:memsave_ext. clip_global_norm needs")
 every_mode = pytest.mark.parametrize("mode", MODES)
+every_mode_of_all = pytest.mark.parametrize("mode", ALL_MODES)
 both_ways = pytest.mark.parametrize("in_backward", [False, True], ids=["after", "in backward"])
 
 
@@ -61,8 +98,8 @@ def make(dtype=FP32, kind=ms.Adam, **options):
 
 
 def make_mode(mode, **options):
-    dtype, own = MODES[mode]
-    return make(dtype, **own, **options)
+    dtype, own = ALL_MODES[mode]
+    return make(dtype, **{**own, **options})
 
 
 def copies(params, dtype=None):

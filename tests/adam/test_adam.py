@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_net import model, train
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -19,22 +20,6 @@ OPTIONS = [
     {"eps": 1e-3, "weight_decay": 0.01, "amsgrad": True, "maximize": True}, {"lr": 0.0},
     {"lr": torch.tensor(3e-3)}, {"foreach": True}, {"fused": True}, {"betas": (0.0, 0.9)},
 ]  # fmt: skip
-
-
-def model(dtype=torch.float32):
-    torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(5, 33), nn.Tanh(), nn.Linear(33, 7), nn.Tanh(), nn.Linear(7, 1))
-    return net.to(dtype)
-
-
-def train(net, optimizer, steps, start=0, after=lambda step: None):
-    for step in range(start, start + steps):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(8, 5, generator=generator).to(net[0].weight.dtype)
-        optimizer.zero_grad()
-        (net(x) - 3).square().mean().backward()
-        optimizer.step()
-        after(step)
 
 
 def assert_close_to(ours, theirs, rtol=2e-5, atol=2e-6):

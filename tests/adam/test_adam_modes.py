@@ -1,4 +1,4 @@
-"""Every mode of Adam as the reference has it: stepped, saved, loaded; options by group."""
+"""Every mode as the reference has it: stepped, saved, loaded; of Adam also options by group."""
 
 import copy
 import math
@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from modes import (
+    ALL_MODES,
     BF16,
     BF16_CHOICES,
     FP16,
@@ -17,6 +18,7 @@ from modes import (
     both_ways,
     copies,
     every_mode,
+    every_mode_of_all,
     loss,
     make,
     make_mode,
@@ -30,7 +32,7 @@ import memsave_ext as ms
 from memsave_ext import _native
 
 
-@every_mode
+@every_mode_of_all
 def test_in_backward_as_after_it(mode):
     runs = [make_mode(mode, in_backward=in_backward) for in_backward in (False, True)]
     for params, optimizer in runs:
@@ -40,7 +42,7 @@ def test_in_backward_as_after_it(mode):
 
 
 @both_ways
-@every_mode
+@every_mode_of_all
 def test_a_step_is_the_references(mode, in_backward):
     """Float32 within a few ulps, as not every machine fuses; the same random bits."""
     params, optimizer = make_mode(mode, in_backward=in_backward, seed=2**63 + 5)
@@ -67,17 +69,20 @@ def test_a_step_is_the_references_bit_for_bit(mode):
                 assert torch.equal(value, state[name]), name
 
 
-@every_mode
+@every_mode_of_all
 def test_resume_bit_for_bit(mode):
     params, optimizer = make_mode(mode, in_backward=True)
     train(params, optimizer, 3)
     others = copies(params)
-    resumed = ms.Adam(others, in_backward=True, **MODES[mode][1])
+    dtype, options = ALL_MODES[mode]
+    own = {name: value for name, value in options.items() if name != "kind"}
+    resumed = options.get("kind", ms.Adam)(others, in_backward=True, **own)
     resumed.load_state_dict(save_and_load(optimizer.state_dict()))
     assert_same((params, optimizer), (others, resumed))
     for one in ((params, optimizer), (others, resumed)):
         train(*one, 3, start=3)
     assert_same((params, optimizer), (others, resumed))
+    assert others[0].dtype == dtype
 
 
 @both_ways

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from modes import FP32, FP64
+from modes import FP32, FP64, both_ways
 from oracles.lion import Oracle
 from torch import nn
 
 import memsave_ext as ms
 
-both_ways = pytest.mark.parametrize("in_backward", [False, True], ids=["after", "in backward"])
 OPTIONS = [
     {}, {"lr": 1e-3}, {"betas": (0.95, 0.98)}, {"weight_decay": 0.1}, {"maximize": True},
     {"betas": (0.0, 0.9)}, {"betas": (0.9, 0.0)}, {"lr": torch.tensor(2e-3), "weight_decay": 0.01},

@@ -4,7 +4,10 @@ import copy
 import io
 
 import pytest
+import small_net
 import torch
+from modes import both_ways
+from small_net import train
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -47,28 +50,13 @@ ERRORS = {
     "nesterov without momentum": ([weight()], {"nesterov": True}),
 }  # fmt: skip
 each_case = pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-both_ways = pytest.mark.parametrize("in_backward", [False, True], ids=["after", "in backward"])
 fuses = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="torch does not fuse here"
 )
 
 
 def model(dtype=torch.float32):
-    torch.manual_seed(1)
-    net = nn.Sequential(
-        nn.Linear(5, 33), nn.Tanh(), nn.Linear(33, 130), nn.Tanh(), nn.Linear(130, 1)
-    )
-    return net.to(dtype)
-
-
-def train(net, optimizer, steps, start=0, after=lambda step: None):
-    for step in range(start, start + steps):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(8, 5, generator=generator).to(net[0].weight.dtype)
-        optimizer.zero_grad()
-        (net(x) - 1).square().mean().backward()
-        optimizer.step()
-        after(step)
+    return small_net.model(dtype, width=130)
 
 
 def assert_same(ours, theirs):
@@ -280,3 +268,19 @@ def test_a_copy_goes_on_alike():
         train(*one, 3, start=3)
     assert_same(net, other)
     assert copied.in_backward
+
+
+@both_ways
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_states_that_older_torchs_saved(momentum, in_backward):
+    """Without momentum they had a momentum_buffer of None."""
+    nets = model(), model()
+    ours = ms.SGD(nets[0].parameters(), lr=0.1, momentum=momentum, in_backward=in_backward)
+    theirs = torch.optim.SGD(nets[1].parameters(), lr=0.1, momentum=momentum)
+    for net, optimizer in zip(nets, (ours, theirs), strict=True):
+        saved = optimizer.state_dict()
+        saved["state"] = {i: {"momentum_buffer": None} for i in saved["param_groups"][0]["params"]}
+        optimizer.load_state_dict(saved)
+        train(net, optimizer, 3)
+    assert_same(*nets)
+    assert len(ours.to_fp32_state_dict()["state"]) == (6 if momentum else 0)

@@ -1,109 +1,35 @@
-"""Every mode of SGD and Lion: by the reference, in backward, saved, loaded, scaled, clipped."""
+"""Every mode of SGD and Lion: converted, accumulated, scaled, clipped. See test_adam_modes.py."""
 
 import copy
 
 import pytest
 import torch
 from modes import (
-    BF16,
-    FP16,
     FP32,
     FP64,
+    LION,
+    MOMENTUM,
+    RULE_MODES,
     assert_same,
     both_ways,
     clip_all,
     copies,
     loss,
     make,
+    make_mode,
     save_and_load,
     train,
 )
-from references import assert_is_the_references, oracle
 from torch import nn
 
 import memsave_ext as ms
 from memsave_ext.adam import rules
 from memsave_ext.memory import footprint
 
-MOMENTUM = {"kind": ms.SGD, "momentum": 0.9}
-LION = {"kind": ms.Lion, "lr": 1e-3}
-MODES = {
-    "SGD": (FP32, {"kind": ms.SGD, "weight_decay": 0.1}),
-    "SGD, fp64": (FP64, {"kind": ms.SGD, "max_grad_norm": 0.5}),
-    "SGD, fp16": (FP16, {"kind": ms.SGD}),
-    "SGD, bf16": (BF16, {"kind": ms.SGD}),
-    "SGD, stochastic": (BF16, {"kind": ms.SGD, "bf16": "stochastic", "seed": 3}),
-    "SGD, kahan": (BF16, {"kind": ms.SGD, "bf16": "kahan", "max_grad_norm": 0.5}),
-    "SGD, split": (BF16, {"kind": ms.SGD, "bf16": "split", "maximize": True}),
-    "SGD, split8": (BF16, {"kind": ms.SGD, "bf16": "split8"}),
-    "momentum": (FP32, {**MOMENTUM, "dampening": 0.1}),
-    "momentum, nesterov": (FP32, {**MOMENTUM, "nesterov": True, "weight_decay": 0.1}),
-    "momentum, fp64, clipped": (FP64, {**MOMENTUM, "max_grad_norm": 0.5}),
-    "momentum, fp16": (FP16, MOMENTUM),
-    "momentum, bf16": (BF16, MOMENTUM),
-    "momentum, stochastic": (BF16, {**MOMENTUM, "bf16": "stochastic", "dampening": 0.5}),
-    "momentum, kahan": (BF16, {**MOMENTUM, "bf16": "kahan"}),
-    "momentum, split": (BF16, {**MOMENTUM, "bf16": "split", "nesterov": True}),
-    "momentum, states bf16": (FP32, {**MOMENTUM, "state_dtype": BF16}),
-    "momentum, states 8bit": (FP32, {**MOMENTUM, "state_dtype": "8bit", "dampening": 0.3}),
-    "momentum, stochastic, states bf16": (
-        BF16, {**MOMENTUM, "bf16": "stochastic", "state_dtype": BF16}
-    ),
-    "momentum, split8, states 8bit": (BF16, {**MOMENTUM, "bf16": "split8", "state_dtype": "8bit"}),
-    "Lion": (FP32, {**LION, "weight_decay": 0.1}),
-    "Lion, fp64": (FP64, {**LION, "betas": (0.95, 0.98)}),
-    "Lion, fp16": (FP16, LION),
-    "Lion, stochastic": (BF16, {**LION, "bf16": "stochastic", "maximize": True}),
-    "Lion, split": (BF16, {**LION, "bf16": "split"}),
-    "Lion, states bf16": (FP32, {**LION, "state_dtype": BF16, "max_grad_norm": 0.5}),
-    "Lion, states 8bit": (FP32, {**LION, "state_dtype": "8bit"}),
-    "Lion, split8, states 8bit": (BF16, {**LION, "bf16": "split8", "state_dtype": "8bit"}),
-}  # fmt: skip
-every_mode = pytest.mark.parametrize("mode", MODES)
+each_mode = pytest.mark.parametrize("mode", RULE_MODES)
 
 
-def make_mode(mode, **options):
-    dtype, own = MODES[mode]
-    return make(dtype, **{**own, **options})
-
-
-@every_mode
-def test_in_backward_as_after_it(mode):
-    runs = [make_mode(mode, in_backward=in_backward) for in_backward in (False, True)]
-    for params, optimizer in runs:
-        train(params, optimizer, 4)
-    assert_same(*runs)
-    assert all(p.grad is None for p in runs[1][0])
-
-
-@both_ways
-@every_mode
-def test_a_step_is_the_references(mode, in_backward):
-    params, optimizer = make_mode(mode, in_backward=in_backward, seed=2**63 + 5)
-    train(params, optimizer, 2)
-    for number in range(2, 5):
-        expected = oracle(params, optimizer, number)
-        train(params, optimizer, 1, start=number)
-        for param, state in zip(params, expected, strict=True):
-            assert_is_the_references(param, optimizer, state)
-
-
-@every_mode
-def test_resume_bit_for_bit(mode):
-    params, optimizer = make_mode(mode, in_backward=True)
-    train(params, optimizer, 3)
-    others = copies(params)
-    dtype, options = MODES[mode]
-    resumed = (options := dict(options)).pop("kind")(others, in_backward=True, **options)
-    resumed.load_state_dict(save_and_load(optimizer.state_dict()))
-    assert_same((params, optimizer), (others, resumed))
-    for one in ((params, optimizer), (others, resumed)):
-        train(*one, 3, start=3)
-    assert_same((params, optimizer), (others, resumed))
-    assert others[0].dtype == dtype
-
-
-@every_mode
+@each_mode
 def test_to_fp32_state_dict(mode):
     """A plain optimizer goes on from it, and torch's where it has one."""
     params, optimizer = make_mode(mode, in_backward=True)
@@ -124,9 +50,9 @@ def test_to_fp32_state_dict(mode):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@every_mode
+@each_mode
 def test_a_plain_state_loads_into_every_mode(mode):
-    dtype, options = MODES[mode]
+    dtype, options = RULE_MODES[mode]
     kind = options["kind"]
     plain_options = {k: v for k, v in options.items() if k in ("momentum", "lr")}
     params, _ = make(FP64 if dtype == FP64 else FP32)
@@ -214,7 +140,7 @@ def test_loss_scaling(options, in_backward):
     "mode", ["SGD", "momentum", "momentum, states 8bit", "Lion", "Lion, split"]
 )
 def test_footprint_knows_the_states(mode):
-    dtype, options = MODES[mode]
+    dtype, options = RULE_MODES[mode]
     options = dict(options)
     kind = options.pop("kind")
     net = nn.Linear(256, 64).to(dtype)

@@ -118,6 +118,31 @@ def test_every_result_is_on_a_page():
     assert {path.name.partition("-")[0] for path in results} <= marked
 
 
+def test_index_has_the_newest_run_of_each_file(tmp_path):
+    path = write(tmp_path, 1, {}, commit="old")
+    write(tmp_path, 2, {}, commit="new", dirty=True)
+    bars = [{"name": "a", "value": 1, "bar": 2, "ok": ok} for ok in (True, False, True)]
+    common.write_record(tmp_path, "other", record(bars=bars))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- results:begin -->\n<!-- results:end -->\n")
+    options = ["--readme", str(page), "--results", str(tmp_path)]
+    assert readme_tables.main(options) == 0
+    assert readme_tables.main([*options, "--check"]) == 0
+    lines = page.read_text().splitlines()[3:-1]
+    assert len(lines) == 2
+    assert " new* " in lines[0] and " old" not in lines[0]
+    assert " 2 of 3 " in lines[1]
+    assert all(json.loads(path.read_text())[-1]["date"] in line for line in lines)
+
+
+def test_record_has_the_command_that_made_it(tmp_path, monkeypatch):
+    words = ["/somewhere/a.py", "--rounds", "3", "--save", str(tmp_path), "--no-progress", "--big"]
+    monkeypatch.setattr(sys, "argv", words)
+    (run,) = json.loads(write(tmp_path, 1, {}).read_text())
+    assert run["command"] == "benchmarks/a.py --rounds 3 --big"
+    assert run["seconds"] >= 0
+
+
 def test_tables_are_rewritten(tmp_path):
     left_out = {"a peer": "not installed"}
     path = common.write_record(tmp_path, "checkpoint_overhead", record(left_out=left_out))
@@ -219,54 +244,3 @@ def test_page_shows_the_picture_from_where_it_is(plot, tmp_path):
     assert readme_tables.main(["--readme", str(page), "--results", str(results)]) == 0
     (target,) = re.findall(r"!\[.+?\]\((.+?)\)", page.read_text())
     assert target == f"../results/{path.stem}.png"
-
-
-# all of them
-
-
-@pytest.fixture
-def run_all(monkeypatch, tmp_path):
-    """With two benchmarks that are none."""
-    pytest.importorskip("tqdm")
-    module = importlib.import_module("run_all")
-    folder = tmp_path / "benchmarks"
-    folder.mkdir()
-    (folder / "bad.py").write_text("import sys\nprint('a bar  3.0 MISSED')\nsys.exit(3)\n")
-    (folder / "good.py").write_text(
-        "import argparse, pathlib\n"
-        "parser = argparse.ArgumentParser()\n"
-        "parser.add_argument('--save', type=pathlib.Path)\n"
-        "parser.add_argument('--no-progress', action='store_true', required=True)\n"
-        "print('a peer left out: not installed')\n"
-        "(parser.parse_args().save / 'good.json').write_text('')\n"
-    )
-    monkeypatch.setattr(module, "ROOT", tmp_path)
-    monkeypatch.setattr(module, "SECONDS", {"bad": 1, "good": 1})
-    return module
-
-
-def test_run_all_goes_on_after_a_failure(run_all, tmp_path, capsys):
-    save, logs = tmp_path / "save", tmp_path / "logs"
-    save.mkdir()
-    assert run_all.main(["--save", str(save), "--logs", str(logs)]) == 1
-    printed = capsys.readouterr().out
-    assert (save / "good.json").exists()
-    assert "MISSED" in (logs / "bad.log").read_text()
-    assert "bad: a bar 3.0 MISSED" in printed
-    assert "good: a peer left out: not installed" in printed
-    assert "bad: exit 3" in printed
-
-
-def test_run_all_runs_what_is_asked_for(run_all, tmp_path):
-    options = ["--only", "good", "--save", str(tmp_path), "--logs", str(tmp_path)]
-    assert run_all.main(options) == 0
-    assert not (tmp_path / "bad.log").exists()
-
-
-def test_run_all_has_every_benchmark_and_a_quarter_of_an_hour():
-    module = importlib.import_module("run_all")
-    scripts = {
-        path.stem for path in BENCHMARKS.glob("*.py") if "write_record(options." in path.read_text()
-    } | {"densenet"}
-    assert module.SECONDS.keys() == {name for name in scripts if not name.endswith("_cuda")}
-    assert sum(module.SECONDS.values()) <= 20 * 60

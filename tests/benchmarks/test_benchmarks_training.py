@@ -228,7 +228,8 @@ def test_largest_model_benchmark_end_to_end(record_of, monkeypatch):
             rows[module.OURS][what]["largest"] / rows[other][what]["largest"]
             for other in (module.NAIVE, module.THEIRS)
             for what in ("depth", "batch")
-        ] + [1 / rows[module.OURS]["time"]]
+        ] + [1 / rows[module.OURS]["time"],
+             rows[low]["depth"]["largest"] / rows[module.NAIVE]["depth"]["largest"]]  # fmt: skip
 
 
 def test_parameters_are_made_in_the_type_that_is_trained():

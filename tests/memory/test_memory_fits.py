@@ -56,7 +56,7 @@ def test_the_cheapest_that_fits():
         assert rows(found)[name].fits
         costlier = [row.name for row in found.rows if row.fits and "budget" not in row.name]
         assert name in (found.cheapest.name, costlier[0])
-    least = min(peaks.values())
+    least = min(peak for peak in peaks.values() if peak is not None)
     only = ms.memory.fits(build, least)
     assert only.cheapest.name == "checkpoint by block, Adam in backward, 4-bit states"
     assert [row.fits for row in only.rows] == [False] * 13 + [True]
@@ -133,7 +133,7 @@ def test_optimizers_of_any_kind_in_backward():
     assert found["optimizer in backward"].peak <= found["as built"].peak
     assert found["optimizer in backward"].reason == ""
     peak = ms.memory.predict(written).peak
-    # In pure Python the gradients of so small a model are all there when the first is stepped.
+    # In pure Python a bucket of gradients waits for the hooks of who follows them: all of these.
     assert peak < found["as built"].peak if ms._native.available else peak <= found["as built"].peak
 
 
@@ -169,7 +169,8 @@ def test_the_command_line(capsys):
     assert main(["fits", where, "--budget", "1KB", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["cheapest"] is None and document["budget"] == 1000
-    assert [row["largest_batch"] for row in document["rows"]] == [0] * 14
+    batches = [row["largest_batch"] for row in document["rows"] if not row["reason"]]
+    assert batches == [0] * (14 if ms._native.available else 11)
     assert main(["fits", where, "--budget", "much"]) == 2
     assert "budget must be" in capsys.readouterr().err
     with pytest.raises(ValueError, match="of the user's own"):

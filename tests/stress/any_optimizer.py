@@ -25,7 +25,7 @@ Pairs = list[tuple[Any, Any]]  # a model and its optimizer: stepped in backward,
 class Loop:
     def __init__(self, seed: int, without: list[str]) -> None:
         self.rng = random.Random(seed)
-        self.name = self.rng.choice([name for name in TORCHS if name != "Muon"])
+        self.name = self.rng.choice(list(TORCHS))
         self.several = self.rng.random() < 0.5
         self.options = {
             "small_bytes": self.rng.choice([0, 64, 1 << 16]),
@@ -35,7 +35,8 @@ class Loop:
             without = [*without, "left", "freeze"]
         actions = [action for action in ACTIONS if action not in without]
         self.actions = [self.rng.choice(actions) for _ in range(self.rng.randint(3, 12))]
-        self.pairs: Pairs = [(net, self.make(net)) for net in (model(), model())]
+        nets = [model(flat=self.name == "Muon") for _ in range(2)]
+        self.pairs: Pairs = [(net, self.make(net)) for net in nets]
         ms.in_backward(self.pairs[0][1], **self.options)
 
     def __str__(self) -> str:

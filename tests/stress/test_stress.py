@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import memsave_ext as ms
-from stress import adam, any_optimizer, backwards, programs, regions, run, worlds
+from stress import adam, any_optimizer, backwards, programs, regions, rules, run, worlds
 from stress.programs import Op
 
 PARTS = {
     "regions": (regions, 100),
     "adam": (adam, 60),
+    "rules": (rules, 60),
     "backwards": (backwards, 15),
     "any_optimizer": (any_optimizer, 20),
 }

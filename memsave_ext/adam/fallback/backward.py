@@ -99,8 +99,8 @@ class Backward:
             self._flush_asking()
 
     def _flush_asking(self) -> None:
-        asking, self._asking, self._asking_bytes = self._asking, [], 0
-        self._flush(asking)
+        self._flush(self._asking)
+        self._asking, self._asking_bytes = [], 0
 
     def use_reduced(self, updates: list[Update]) -> None:
         """Uses gradients that were reduced over processes."""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -23,6 +22,7 @@ from .records import Records
 from .scaling import GradNorm, Scaling, grad_scale_of
 from .state_machine import Block, Event, State, StateMachine
 from .updates import Update, apply, asks_others
+from .uses import Uses
 
 
 class AdamStepper:
@@ -40,9 +40,7 @@ class AdamStepper:
         self._of_steps = self._params, self._records, self._scaling, self._machine
         self._reduced_by_ddp = ReducedByDdp()
         self.hand_to_ddp, self.ended = self._reduced_by_ddp.hand_over, self._backwards.ended
-        self._stepped: set[int] = set()  # ids, of this step: stepped, or queued
-        self._folded: set[int] = set()  # with gradients folded into the moments
-        self._threads: dict[int, int] = {}  # the thread whose backward uses the gradient
+        self._uses = Uses()
 
     # called by the optimizer
 
@@ -94,6 +92,7 @@ class AdamStepper:
         self._scaling.norm = GradNorm()
 
     def end_norm_pass(self, max_norm: float | None) -> None:
+        self._uses.forget_threads()  # the gradients that were measured are gone
         if max_norm is None:
             self._machine.handle(Event.DROP_NORM_PASS)
             self._scaling.norm = None
@@ -120,7 +119,7 @@ class AdamStepper:
             for param in left:
                 param.grad = None
                 hooks.renew_hooks(param)
-        count = len(self._stepped) + len(updates)
+        count = self._uses.stepped() + len(updates)
         self._records.forget_folded()  # those left are of parameters removed from param_groups
         self._end_step(Event.END_STEP)
         return count
@@ -142,8 +141,7 @@ class AdamStepper:
         return self._records.folded()
 
     def count_used(self, params: list[Tensor]) -> int:
-        used = self._stepped | self._folded if self._attached else set()
-        return sum(id(param) in used for param in params)
+        return self._uses.count(params) if self._attached else 0
 
     # called by DistributedDataParallel's communication hook
 
@@ -173,7 +171,7 @@ class AdamStepper:
         updates = [Update(p, group, grad) for p, group, grad in of_groups if group is not None]
         backward.use_reduced(updates)
         if backward.action is GradientAction.STEP:
-            self._stepped.update(id(param) for param, *_ in updates)
+            self._uses.add_stepped(param for param, *_ in updates)
 
     # called by hooks
 
@@ -182,8 +180,7 @@ class AdamStepper:
         if self._stays(param, is_last) or torch._C._current_graph_task_id() == -1:
             return
         # This must precede any look at .grad: another thread may have taken part of the gradient.
-        thread = threading.get_ident()
-        if self._threads.get(id(param), thread) != thread:
+        if self._uses.is_of_another_thread(param):
             raise errors.several_threads(self._params.name(param))
         if param.grad is None:
             return
@@ -205,10 +202,15 @@ class AdamStepper:
         if self._params.own_step and param.grad.layout != torch.strided:
             raise errors.sparse_for_own_step()
         check_dense(param.grad, group)
-        self._threads[id(param)] = thread
+        self._uses.note_thread(param)
         if backward.action is GradientAction.STEP:
-            self._stepped.add(id(param))
-        backward.add(param, group, is_last)
+            self._uses.add_stepped([param])
+        try:
+            backward.add(param, group, is_last)
+        except BaseException:
+            if param.grad is not None:  # it was not used
+                self._uses.forget([param])
+            raise
 
     def _stays(self, param: Tensor, is_last: bool) -> bool:
         """Whether the gradient is not used here: an open block or a reducer prevents it."""
@@ -239,7 +241,7 @@ class AdamStepper:
             if action is GradientAction.STEP:
                 self._machine.handle(Event.STEPPED)
             else:
-                self._folded.update(id(param) for param, *_ in updates)
+                self._uses.add_folded(param for param, *_ in updates)
 
     def asks_others(self, param: Tensor, group: dict[str, Any]) -> bool:
         """Whether stepping the shard takes a collective. An own step() asks by itself."""
@@ -249,7 +251,7 @@ class AdamStepper:
     def raised(self, used: int, waiting: list[Tensor]) -> None:
         """Notes that a backward raised after ``used`` gradients; ``waiting`` are in ``.grad``."""
         self._machine.fail(used)
-        self._stepped.difference_update(id(param) for param in waiting)
+        self._uses.forget(waiting)
 
     def _remaining(self) -> list[Update]:
         """Returns the updates that step() still has to make."""
@@ -257,7 +259,7 @@ class AdamStepper:
         for group in self._params.groups():
             for param in group["params"]:
                 if param.grad is not None:
-                    stepped = self._attached and id(param) in self._stepped
+                    stepped = self._attached and self._uses.is_stepped(param)
                     if stepped and param in self._reduced_by_ddp:
                         continue  # stepped with it already; the reducer has written it
                     if self._reduced_by_ddp.is_local(param):
@@ -270,9 +272,7 @@ class AdamStepper:
 
     def _end_step(self, event: Event) -> None:
         self._machine.handle(event)
-        self._stepped.clear()
-        self._folded.clear()
-        self._threads.clear()
+        self._uses.clear()
         self._scaling.end_step()
 
     def _current_backward(self) -> Backward | None:
@@ -294,7 +294,7 @@ class AdamStepper:
     def _check_fires_once(self, param: Tensor) -> None:
         measures = self._machine.state is State.MEASURING
         measured = self._scaling.norm is not None and param in self._scaling.norm
-        if measured if measures else id(param) in self._stepped:
+        if measured if measures else self._uses.is_stepped(param):
             raise errors.second_gradient(self._params.name(param))
         if self._machine.state is State.CLIPPING and not measured:
             raise errors.not_measured(self._params.name(param))

@@ -153,8 +153,10 @@ def footprint(
     the last of them. Predictions leave out activations, sparse gradients (whose size depends on the
     batch), buckets of DistributedDataParallel, gathered parameters of FSDP2, workspaces inside
     kernels, and copies of gradients whose strides are not their parameter's. The states of DTensors
-    are predicted as those of plain tensors of the local shape. In pure Python memsave_ext's Adam
-    also makes temporaries of the size of single parameters, which predictions leave out.
+    are predicted as those of plain tensors of the local shape; whether they are in 8 or 4 bits is
+    decided by the largest shard, so that those of a smaller one may be fewer bytes. In pure Python
+    memsave_ext's Adam also makes temporaries of the size of single parameters, which predictions
+    leave out.
 
     Raises:
         TypeError: ``model``, ``optimizer`` or ``in_backward`` is of another type.
