@@ -2,8 +2,9 @@
 
 A model of 304 M float32 parameters learns an image of 224 x 224; the peak counts every byte of
 tensors: parameters, states, gradients, activations and temporaries. The methods come one at a time,
-and each frees its model. On a GPU they come ``--repeats`` times, and the median time of the steps
-after the first one is shown, too; on a CPU a few steps, minutes apart, would say little.
+and each frees its model. Beside it stands the peak that memory.predict() tells, of methods with one
+optimizer. On a GPU they come ``--repeats`` times, and the median time of the steps after the first
+one is shown, too; on a CPU a few steps, minutes apart, would say little.
 
     python benchmarks/adam_memory.py --save benchmarks/results
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import memsave_ext as ms
 from adam_methods import (
@@ -30,6 +31,7 @@ from adam_methods import (
     METHODS,
     OPTIMI,
     TUTORIAL,
+    Step,
     VisionTransformer,
     reason,
     release,
@@ -48,19 +50,44 @@ def left_out(device: str) -> dict[str, str]:
     return {name: why for name in NAMES if name in METHODS and (why := reason(name, device))}
 
 
+def batch(options: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    images = torch.randn(options.batch_size, 3, options.image, options.image, device=options.device)
+    return images, torch.zeros(options.batch_size, dtype=torch.int64, device=options.device)
+
+
+def prepare(name: str, options: argparse.Namespace) -> tuple[nn.Module, Step]:
+    with torch.device(options.device):
+        model = VisionTransformer(options.image, width=options.width, depth=options.depth)
+    if name == CHECKPOINTED:
+        ms.checkpoint_modules(model, nn.TransformerEncoderLayer)
+    return model, METHODS[IN_BACKWARD if name == CHECKPOINTED else name](list(model.parameters()))
+
+
+def predict(name: str, options: argparse.Namespace) -> int | None:
+    """The predicted peak; None where several optimizers step, or another library's."""
+    if name in PEERS or name.startswith(TUTORIAL):
+        return None
+
+    def build() -> Any:
+        model, step = prepare(name, options)
+        images, labels = batch(options)
+
+        def one() -> None:
+            step(lambda: nn.functional.cross_entropy(model(images), labels).backward())
+
+        return model, step.optimizer, one  # type: ignore[attr-defined]
+
+    return ms.memory.predict(build, device=options.device).peak
+
+
 def train(name: str, options: argparse.Namespace) -> tuple[int, list[float]]:
     """Peak bytes, and the seconds of each step but the first."""
     device = torch.device(options.device)
     torch.manual_seed(0)
-    images = torch.randn(options.batch_size, 3, options.image, options.image, device=device)
-    labels = torch.zeros(options.batch_size, dtype=torch.int64, device=device)
+    images, labels = batch(options)
     seconds = []
     with CudaMemory(device) if images.is_cuda else ms.memory.track() as memory:
-        with device:
-            model = VisionTransformer(options.image, width=options.width, depth=options.depth)
-        if name == CHECKPOINTED:
-            ms.checkpoint_modules(model, nn.TransformerEncoderLayer)
-        step = METHODS[IN_BACKWARD if name == CHECKPOINTED else name](list(model.parameters()))
+        model, step = prepare(name, options)
         for _ in range(1 + options.steps):
             start = time.perf_counter()
             step(lambda: nn.functional.cross_entropy(model(images), labels).backward())
@@ -85,6 +112,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         {
             "method": name,
             "peak_bytes": max(peaks[name]),
+            "predicted_bytes": predict(name, options),
             "step_ms": statistics.median(seconds[name]) * 1e3 if on_cuda else None,
         }
         for name in names

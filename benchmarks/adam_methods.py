@@ -41,6 +41,7 @@ def after(make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Method:
             optimizer.step()
             optimizer.zero_grad()
 
+        step.optimizer = optimizer  # type: ignore[attr-defined]
         return step
 
     return prepare

@@ -86,6 +86,7 @@ TABLES: dict[str, Pair] = {
     "adam_cuda": (adam_cuda_table, adam_cuda_caption),
     "adam": (adam_table, adam_caption),
     "adam_memory": (adam_memory_table, adam_memory_caption),
+    "adam_memory:predicted": (memory.predicted_table, adam_memory_caption),
     "adam_training": (training_table, training_caption),
     "linear_cross_entropy": (loss_head_table, loss_head_caption),
     "remat": (remat_table, remat_caption),

@@ -125,6 +125,21 @@ def predict_table(record: Record) -> str:
     return markdown(("predicted peak against tracked", *modes), rows)
 
 
+def predicted_table(record: Record) -> str:
+    """Methods of stepping a large model down; its predicted peak beside the measured one."""
+    rows = [
+        (
+            row["method"],
+            f"{row['predicted_bytes']:,}",
+            f"{row['peak_bytes']:,}",
+            f"{100 * (row['predicted_bytes'] / row['peak_bytes'] - 1):+.3f} %",
+        )
+        for row in record["rows"]
+        if row.get("predicted_bytes") is not None
+    ]
+    return markdown(("AdamW", "predicted", "measured", "error"), rows) if rows else ""
+
+
 def predict_caption(record: Record) -> str:
     errors = [
         abs(row["predicted"] / row["tracked"] - 1) for row in record["rows"] if "tracked" in row

@@ -19,10 +19,17 @@ void Count::start() {
     add_active(this);
   }
   running_ = true;
-  earlier_ = std::exchange(blocks_, {});
   survivors_.clear();
   older_.clear();
-  live_ = 0;
+  if (counts_all_) {
+    for (auto& [ptr, block] : blocks_) {
+      if (block.mark != kFromBefore) survivors_[block.mark] += block.size;
+      block.mark = kFromBefore;
+    }
+  } else {
+    earlier_ = std::exchange(blocks_, {});
+    live_ = 0;
+  }
   before_ = peak_ = live_ = read();
 }
 
@@ -35,16 +42,21 @@ void Count::stop() {
   if (!any_active(c10::DeviceType::CPU)) unwatch_cpu_allocator();
 }
 
+void* Count::address_of(const c10::StorageImpl& storage) {
+  const bool is_fake = storage.device().is_meta();
+  return is_fake ? const_cast<c10::StorageImpl*>(&storage) : const_cast<void*>(storage.data());
+}
+
 int64_t Count::read() const {
-  if (device_.is_cpu()) return live_;
+  if (is_reported()) return live_;
   const auto stats = c10::getDeviceAllocator(device_.type())->getDeviceStats(device_.index());
   return stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)]
       .current;
 }
 
 void Count::add(const c10::Storage& storage) {
-  void* ptr = const_cast<void*>(storage.data());
-  if (!device_.is_cpu() || storage.device() != device_ || ptr == nullptr) return;
+  void* ptr = address_of(*storage.unsafeGetStorageImpl());
+  if (!is_reported() || counts_all_ || storage.device() != device_ || ptr == nullptr) return;
   TrackingLock lock;
   const auto size = static_cast<int64_t>(storage.nbytes());
   if (!blocks_.emplace(ptr, Block{size, kFromBefore}).second) return;
@@ -61,7 +73,7 @@ void Count::look() {
   TrackingLock lock;
   const auto gone = [&](const Older& older) {
     auto storage = older.storage.lock();
-    const bool lives = storage && storage->data() == older.ptr;
+    const bool lives = storage && address_of(*storage) == older.ptr;
     if (storage) lock.release_after(std::move(storage));
     if (lives) return false;
     const auto known = blocks_.find(older.ptr);
@@ -102,6 +114,7 @@ void Count::set_mark(int32_t mark) {
 }
 
 void Count::allocated(void* ptr, int64_t size) {
+  if (!running_ && !counts_all_) return;
   const auto [known, is_new] = blocks_.emplace(ptr, Block{size, mark_});
   int64_t live = live_ + size;
   if (!is_new) {  // its earlier memory was freed without a report

@@ -11,10 +11,13 @@
 namespace memsave_ext::memory {
 
 // On the CPU: what is allocated while it runs, by any thread, and what add() names, from the
-// allocator's reports. On other devices the caching allocator's own figure, which includes all.
+// allocator's reports; likewise fake memory, from a prediction's. On other devices the caching
+// allocator's own figure, which includes all.
 class Count {
  public:
-  explicit Count(at::Device device) : device_(device) {}
+  // `counts_all`: of fake memory, which has the meta device; as on CUDA, all that is alive counts.
+  explicit Count(at::Device device, bool counts_all = false)
+      : device_(device), counts_all_(counts_all) {}
   ~Count();
   Count(const Count&) = delete;
   Count& operator=(const Count&) = delete;
@@ -52,10 +55,14 @@ class Count {
     void* ptr;
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   };
+  // The name of a storage's memory: its address, or the storage's own for a fake one.
+  static void* address_of(const c10::StorageImpl& storage);
+  bool is_reported() const { return device_.is_cpu() || device_.is_meta(); }
   int64_t read() const;
   void set_live(int64_t live);
 
   const at::Device device_;
+  const bool counts_all_;
   bool running_ = false;
   int32_t mark_ = 0;
   int64_t live_ = 0;

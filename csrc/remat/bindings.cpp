@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "checkpoint/engine.h"
+#include "remat/fakes.h"
 #include "remat/plan.h"
 #include "remat/saved.h"
 
@@ -22,11 +23,17 @@ namespace {
 
 std::string name_of(const Operator* op) { return op == nullptr ? "" : op->handle.schema().name(); }
 
+// The device whose memory counts. In a prediction fake tensors are on the meta device.
+at::Device counted(const at::Device& device) {
+  return Fakes::current() != nullptr ? at::Device(at::kMeta) : device;
+}
+
 std::shared_ptr<Block> make_block(std::optional<bool> everything, const at::Device& device) {
   if (!everything) return std::make_shared<Block>(Drops::kNothing);
   if (*everything) return std::make_shared<Block>(Drops::kEverything);
   // A plan needs the time of each operator. On other devices than these the clock sees launches.
-  if (!device.is_cpu() && !device.is_cuda()) return std::make_shared<Block>(Drops::kCheap);
+  const bool is_timed = device.is_cpu() || device.is_cuda() || device.is_meta();
+  if (!is_timed) return std::make_shared<Block>(Drops::kCheap);
   return std::make_shared<Block>(Budget{0, 0, false, device});
 }
 
@@ -34,9 +41,9 @@ std::shared_ptr<Block> make_block(std::optional<bool> everything, const at::Devi
 class Recorder {
  public:
   Recorder(std::optional<bool> everything, const at::Device& device)
-      : block_(make_block(everything, device)) {}
+      : block_(make_block(everything, counted(device))) {}
   Recorder(int64_t bytes, double share, bool strict, const at::Device& device)
-      : block_(std::make_shared<Block>(Budget{bytes, share, strict, device})) {}
+      : block_(std::make_shared<Block>(Budget{bytes, share, strict, counted(device)})) {}
 
   // A block that was not left stays open, since its thread refers to it; the hooks keep it alive.
   ~Recorder() { (void)hooks_.release(); }
@@ -182,6 +189,14 @@ py::list plans(const std::vector<ContentFields>& contents, const std::vector<Cal
 
 void bind(py::module_& m) {
   m.def("remat_forget", &forget_known_steps);
+  m.def("remat_is_predicted", [] { return Fakes::current() != nullptr; });
+  py::class_<Fakes>(m, "RematFakes")
+      .def(py::init<py::object, bool>(), py::arg("make"), py::arg("counts_all"))
+      .def("enter", &Fakes::enter)
+      .def("leave", &Fakes::leave)
+      .def("allocated", &Fakes::allocated)
+      .def("freed", &Fakes::freed)
+      .def("ran", &Fakes::ran);
   py::class_<Recorder>(m, "RematRecorder")
       .def(py::init<std::optional<bool>, const at::Device&>())
       .def(py::init<int64_t, double, bool, const at::Device&>())

@@ -76,7 +76,7 @@ class Block : public std::enable_shared_from_this<Block> {
     uint64_t key = 0;            // see Step::began()
     // The tensors it writes, with their versions before.
     c10::SmallVector<std::pair<at::Tensor, uint32_t>, 2> written;
-    std::chrono::steady_clock::time_point begin;
+    double begin;                             // by now()
     std::unique_ptr<DeviceTime> device_time;  // null where it is not asked for
 
     bool writes(const c10::StorageImpl* storage) const;

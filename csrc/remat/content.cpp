@@ -3,6 +3,7 @@
 #include <atomic>
 #include <unordered_map>
 
+#include "remat/fakes.h"
 #include "remat/needed.h"
 #include "streams.h"
 
@@ -32,19 +33,34 @@ int64_t Geometry::extent() const {
 }
 
 at::Tensor Geometry::view(c10::Storage storage) const {
+  if (is_fake(storage)) return fake_view(std::move(storage));
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW,
                                                                std::move(storage), keys, dtype);
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
   return tensor;
 }
 
+at::Tensor Geometry::fake_view(c10::Storage storage) const {
+  TORCH_CHECK(Fakes::current() != nullptr,
+              "remat: the graph of a predicted step cannot be used outside of the prediction");
+  const c10::DispatchKeySet flags{c10::DispatchKey::Conjugate, c10::DispatchKey::Negative};
+  const c10::DispatchKeySet meta{c10::DispatchKey::Meta, c10::DispatchKey::AutogradMeta,
+                                 c10::DispatchKey::ADInplaceOrView};
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, std::move(storage), meta | (keys & flags), dtype);
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  return Fakes::current()->make(tensor);
+}
+
 bool is_plain(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
-         tensor.storage().unsafeGetStorageImpl() != nullptr && !tensor.is_meta() &&
-         !tensor.is_quantized() && !tensor._is_zerotensor() &&
-         !tensor.key_set().has_any(c10::python_ks) &&
-         !tensor.key_set().has(c10::DispatchKey::Functionalize) &&
-         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+         tensor.storage().unsafeGetStorageImpl() != nullptr && !tensor.is_quantized() &&
+         !tensor._is_zerotensor() && !tensor.key_set().has(c10::DispatchKey::Functionalize) &&
+         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
+         // A fake tensor would call Python to be asked for its device.
+         (tensor.key_set().has_any(c10::python_ks)
+              ? Fakes::current() != nullptr && is_fake(tensor.storage())
+              : !tensor.is_meta());
 }
 
 namespace {
@@ -61,7 +77,7 @@ std::atomic<size_t> any_needed{0};
 Content::Content(const c10::Storage& storage, bool external)
     : storage(storage.getWeakStorageImpl()),
       bytes(static_cast<int64_t>(storage.nbytes())),
-      device(storage.device()),
+      device(is_fake(storage) ? at::Device(at::kCPU) : storage.device()),
       born(++contents),
       external(external),
       made_on(current_stream(device)) {}
@@ -73,7 +89,9 @@ void Content::set_alone(bool now) {
 
 bool Content::is_let_go() const {
   if (is_alone) return true;
-  if (held) return held.use_count() == 1;
+  // A storage's Python object, which a prediction asks for, holds the storage.
+  const bool has_object = held && held->device().is_meta() && held->pyobj_slot()->load_pyobj();
+  if (held) return held.use_count() == (has_object ? 2 : 1);
   return overwritten || storage.expired();
 }
 

@@ -36,10 +36,13 @@ struct Geometry {
   int64_t extent() const;  // bytes from the start of the storage to the tensor's end
   // Returns a tensor of this geometry on `storage`, without autograd history.
   at::Tensor view(c10::Storage storage) const;
+
+ private:
+  at::Tensor fake_view(c10::Storage storage) const;
 };
 
 // Whether a tensor is just memory with a geometry: strided, with real memory (not meta), no wrapper
-// of other tensors.
+// of other tensors; or, while a step is predicted, a fake of one.
 bool is_plain(const at::Tensor& tensor);
 
 // A tensor among the arguments of a call.

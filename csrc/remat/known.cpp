@@ -5,6 +5,8 @@
 #include <map>
 #include <utility>
 
+#include "remat/fakes.h"
+
 namespace memsave_ext::remat {
 namespace {
 
@@ -165,7 +167,7 @@ namespace {
 
 struct Devices {
   std::mutex mutex;
-  std::map<std::pair<int, int>, std::unique_ptr<KnownSteps>> steps;
+  std::map<std::pair<int, int>, std::shared_ptr<KnownSteps>> steps;
 };
 
 Devices& devices() {
@@ -175,11 +177,12 @@ Devices& devices() {
 
 }  // namespace
 
-KnownSteps& known_steps(at::Device device) {
+std::shared_ptr<KnownSteps> known_steps(at::Device device) {
+  if (device.is_meta()) return Fakes::current()->steps();
   const std::lock_guard<std::mutex> lock(devices().mutex);
   auto& found = devices().steps[{static_cast<int>(device.type()), device.index()}];
-  if (!found) found = std::make_unique<KnownSteps>(device);
-  return *found;
+  if (!found) found = std::make_shared<KnownSteps>(device);
+  return found;
 }
 
 void forget_known_steps() {

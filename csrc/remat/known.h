@@ -41,7 +41,7 @@ struct Known {
 // What the steps of a device share.
 class KnownSteps {
  public:
-  explicit KnownSteps(at::Device device) : count(device) {}
+  explicit KnownSteps(at::Device device, bool counts_all = false) : count(device, counts_all) {}
 
   memory::Count count;
 
@@ -68,7 +68,8 @@ class KnownSteps {
   std::vector<std::shared_ptr<Known>> steps_;  // latest last
 };
 
-KnownSteps& known_steps(at::Device device);
+// Of the meta device: those of the prediction that runs on this thread.
+std::shared_ptr<KnownSteps> known_steps(at::Device device);
 // Forgets the steps of all devices, for tests.
 void forget_known_steps();
 

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "remat/fakes.h"
+
 namespace memsave_ext::remat {
 namespace {
 
@@ -53,6 +55,7 @@ void with_width(size_t itemsize, const Body& body) {
 at::Tensor pack_mask(const at::Tensor& values) {
   const int64_t count = values.numel();
   at::Tensor bits = at::empty({(count + 7) / 8}, at::kByte);
+  if (is_fake(values.storage())) return bits;
   with_width(values.itemsize(), [&](auto zero) {
     pack<decltype(zero)>(values.const_data_ptr(), count, bits.mutable_data_ptr<uint8_t>());
   });
@@ -60,6 +63,7 @@ at::Tensor pack_mask(const at::Tensor& values) {
 }
 
 void unpack_mask(const at::Tensor& bits, caffe2::TypeMeta dtype, const c10::Storage& to) {
+  if (is_fake(to)) return;
   const at::Tensor value = at::ones({}, at::TensorOptions().dtype(dtype));
   with_width(dtype.itemsize(), [&](auto one) {
     std::memcpy(&one, value.const_data_ptr(), sizeof(one));

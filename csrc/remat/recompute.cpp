@@ -4,7 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <chrono>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -12,6 +11,7 @@
 
 #include "checkpoint/errors.h"
 #include "checkpoint/recomputing.h"
+#include "remat/fakes.h"
 #include "remat/mask.h"
 #include "streams.h"
 
@@ -111,7 +111,7 @@ class Recomputation {
           reference.argument != last_argument);
       last_argument = reference.argument;
     }
-    const auto begin = std::chrono::steady_clock::now();
+    const double begin = now();
     std::optional<RandomGuard> random;
     if (call.random) random.emplace(*call.random, *call.op, stack);
     if (call.mask.defined()) {
@@ -120,9 +120,8 @@ class Recomputation {
       call.op->handle.callBoxed(stack);
     }
     random.reset();
-    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - begin;
     // On CUDA this was the time of launches; a time of its own would be two events in each step.
-    block_.count_again(call, call.device.is_cuda() ? call.seconds : time.count());
+    block_.count_again(call, call.device.is_cuda() ? call.seconds : now() - begin);
     for (const auto& made : call.made) {
       const std::shared_ptr<Content> content = made.content.lock();
       if (!content) continue;

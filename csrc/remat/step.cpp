@@ -33,14 +33,14 @@ uint64_t key_of(const Operator& op, const at::RecordFunction& function) {
 
 Step::Step(Budget budget)
     : budget_(budget), shared_(known_steps(budget.device)), bytes_(budget.bytes) {
-  shared_.begin();
+  shared_->begin();
 }
 
 Step::~Step() { finish(); }
 
 void Step::count(const std::vector<at::Tensor>& tensors, int64_t missing) {
   for (const auto& tensor : tensors) {
-    if (is_plain(tensor)) shared_.count.add(tensor.storage());
+    if (is_plain(tensor)) shared_->count.add(tensor.storage());
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   missing_ += missing;
@@ -142,16 +142,16 @@ void Step::add_moment() {
   if (!trace_.moments.empty()) most_added_ = std::max(most_added_, highest_ - live_);
   let_go(static_cast<int32_t>(trace_.moments.size()));
   held_ = held_alone();
-  live_ = shared_.count.live();
+  live_ = shared_->count.live();
   const int64_t now = live_ - held_;
   trace_.moments.push_back({now, std::max(now, peak)});
-  shared_.count.set_mark(static_cast<int32_t>(trace_.moments.size()));
+  shared_->count.set_mark(static_cast<int32_t>(trace_.moments.size()));
   curve_.push_back(std::exchange(highest_, 0));
 }
 
 // Returns the most bytes since the last call, less what only the block held.
 int64_t Step::take_peak() {
-  const int64_t peak = shared_.count.take_peak();
+  const int64_t peak = shared_->count.take_peak();
   highest_ = std::max(highest_, peak);
   peak_ = std::max(peak_, peak);
   return peak - held_;
@@ -180,12 +180,13 @@ Choice Step::decide(Content& content) {
   const int32_t number = number_of(content);
   trace_.contents[number].saved = true;
   keys_.push_back(hash_);
-  if (keys_.size() == 1) before_ = shared_.count.before();
+  if (keys_.size() == 1) before_ = shared_->count.before();
   const bool follows = followed_ && keys_.size() <= followed_->keys.size() &&
                        followed_->keys[keys_.size() - 1] == hash_;
-  // The calls of a process's first step are slow. Where nothing is promised a second one is
-  // awaited.
-  if (!follows) follow(shared_.find(keys_, before_, budget_.is_limit() ? 1 : 2));
+  // The calls of a process's first step are slow. Where nothing is promised, and times are
+  // measured, a second one is awaited.
+  const bool waits = !budget_.is_limit() && !budget_.device.is_meta();
+  if (!follows) follow(shared_->find(keys_, before_, waits ? 2 : 1));
   if (plan_ == nullptr) return {bytes_ > 0 ? Drops::kUntilFull : Drops::kCheap, true};
   // What the running operator reads is not in the hash yet: there may be a content more.
   const auto position = static_cast<size_t>(number);
@@ -233,7 +234,7 @@ int64_t Step::excess() const {
   // Room for the next operator, and for backward, whose operators add a gradient for each input.
   constexpr int64_t kOperators = 3;
   const int64_t most = bytes_ - kOperators * most_added_;
-  const int64_t live = shared_.count.live();
+  const int64_t live = shared_->count.live();
   // Freeing a tenth more than necessary keeps the searches for what to drop few.
   return live <= most ? 0 : live - most + bytes_ / 10;
 }
@@ -254,7 +255,7 @@ std::vector<std::shared_ptr<Content>> Step::candidates() {
 void Step::opened(const Content& content) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (finished_ || content.number < 0 || trace_.contents[content.number].opened >= 0) return;
-  if (!saw_backward_) shared_.count.look();
+  if (!saw_backward_) shared_->count.look();
   saw_backward_ = true;
   trace_.contents[content.number].opened = static_cast<int32_t>(trace_.moments.size());
   add_moment();
@@ -285,7 +286,7 @@ void Step::stop() {
   not_let_go_ = {};
   fastest_.clear();
   times_.clear();
-  shared_.end(nullptr);
+  shared_->end(nullptr);
 }
 
 void Step::finish() {
@@ -299,7 +300,7 @@ void Step::finish() {
   known->calls = calls_;
   known->times = std::move(times_);
   known->before = before_;
-  shared_.end(saw_backward_ ? std::move(known) : nullptr);
+  shared_->end(saw_backward_ ? std::move(known) : nullptr);
 }
 
 void Step::check() const {

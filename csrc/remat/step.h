@@ -94,7 +94,7 @@ class Step {
   void stop();
 
   const Budget budget_;
-  KnownSteps& shared_;
+  const std::shared_ptr<KnownSteps> shared_;
   mutable std::mutex mutex_;
   Trace trace_;
   std::vector<uint64_t> keys_;                    // see Known

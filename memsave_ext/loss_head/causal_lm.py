@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .function import loss_of
 
@@ -147,7 +148,7 @@ class PatchedCausalLM:
     def _check(self, call: _Call, logits: Tensor, vocab_size: int) -> None:
         """Raises RuntimeError where the model's logits are not those of the loss. Looks once, since
         a GPU has to be awaited for it."""
-        if self._checked or call.probe is None or call.probe.is_meta:
+        if self._checked or call.probe is None or not _has_values(call.probe):
             return
         expected = call.probe.float()
         if self._softcap is not None:
@@ -159,3 +160,7 @@ class PatchedCausalLM:
                 "this loss does not know, for example scales them. Call remove()."
             )
         self._checked = True
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))

@@ -23,10 +23,9 @@ from .budget import (
     parse_budget,
     warn_if_short,
 )
-from .fallback.content import under_fakes
 from .figures import RematFigures, make_figures, make_report
 from .picture import draw_budget
-from .recorder import make_recorder
+from .recorder import keeps_no_budget, make_recorder
 
 
 class remat:  # noqa: N801, a context manager is used like a function
@@ -90,7 +89,7 @@ class remat:  # noqa: N801, a context manager is used like a function
                 f"remat: model must be a torch.nn.Module or None, got {type(model).__name__}"
             )
         check_arguments(budget, optimizer, strict)
-        if budget is not None and under_fakes():
+        if budget is not None and keeps_no_budget():
             warnings.warn(
                 "remat keeps everything under fake tensors where it has a budget, as its plan is "
                 "made of a step that was measured: the peak is then the budget or what is "

@@ -72,16 +72,23 @@ class Recorder(Protocol):
         """
 
 
+def keeps_no_budget() -> bool:
+    """Whether tensors are fake, and no prediction says what they would take."""
+    predicted = _native.module and _native.module.remat_is_predicted()
+    return under_fakes() and not predicted
+
+
 def make_recorder(everything: bool | None, budget: Budget | None, device: torch.device) -> Recorder:
     """Returns a recorder for one block on a device, or one within a budget (native only).
 
-    On fake tensors it is the fallback's: the native part follows real memory.
+    On fake tensors it is the fallback's, except in a prediction, which tells the native part what
+    the allocator and the clock would.
 
     ``everything``: True drops all that can be recomputed, cheap or not, for tests. None drops
     nothing, to measure what recording costs.
     """
     recorder: Any
-    if not _native.module or under_fakes():
+    if not _native.module or keeps_no_budget():
         recorder = Block(everything)
     elif budget is not None:
         recorder = _native.module.RematRecorder(*budget, device)

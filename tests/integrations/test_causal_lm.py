@@ -242,3 +242,24 @@ def test_trainer(tmp_path, micro_batches, bf16):
         assert trainer.predict(rows[:2]).predictions.shape == (2, 8, 300)
     assert len(results[0]) == 4
     assert results[1] == pytest.approx(results[0], rel=2e-2 if bf16 else 1e-4)
+
+
+def test_fits_tries_the_head():
+    def llama():
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 4000}
+        heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+        config = transformers.LlamaConfig(**sizes, **heads)
+        model = transformers.LlamaForCausalLM(config).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tokens = torch.ones(4, 128, dtype=torch.long)
+
+        def step():
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    found = ms.memory.fits(llama, "1GB", device="cpu")
+    rows = {row.name: row for row in found.rows}
+    assert rows["loss head in chunks"].peak < 0.7 * rows["as built"].peak

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 
@@ -57,6 +58,7 @@ class Fits:
         device: the device that was predicted for.
         batch: the batch that peaks are of; None where ``build`` takes none.
         largest: the largest tensors at the lowest peak.
+        hints: what else would lower that peak, by a change of the model's code: a sentence each.
     """
 
     rows: list[Fit]
@@ -64,6 +66,7 @@ class Fits:
     device: str
     batch: int | None
     largest: list[TensorAtPeak]
+    hints: list[str]
 
     @property
     def cheapest(self) -> Fit | None:
@@ -80,7 +83,7 @@ class Fits:
             (
                 row.name,
                 "-" if row.peak is None else format_bytes(row.peak),
-                "yes" if row.fits else "no" if row.peak is not None else row.reason,
+                "yes" if row.fits else "no" if row.peak is not None else "-",
                 "-" if row.largest_batch is None else row.largest_batch,
                 row.cost,
             )
@@ -91,6 +94,16 @@ class Fits:
         columns = ["means", "peak", f"in {format_bytes(self.budget)}", "largest batch", "cost"]
         print_table(title, columns, cells, file)
         print(self._verdict(), file=file)
+        for line in (*self._not_applied(), *self.hints):
+            print(line, file=file)
+
+    def _not_applied(self) -> Iterator[str]:
+        reasons: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.peak is None:
+                reasons.setdefault(row.reason, []).append(row.name)
+        for reason, names in reasons.items():
+            yield f"Not tried: {'; '.join(names)} ({reason})."
 
     def _verdict(self) -> str:
         if self.cheapest is not None:
@@ -120,9 +133,11 @@ def fits(
 ) -> Fits:
     """Predicts which means make a training step fit into ``budget``, the cheapest first.
 
-    The means are memsave_ext's: the optimizer stepped in backward, checkpointing the model's
-    blocks, its Adam in backward in place of torch's, and its 8-bit and 4-bit states. They are
-    applied to what ``build`` made, in fakes alone; see :func:`predict` for how exact the peaks are.
+    The means are memsave_ext's: the optimizer stepped in backward, ``remat``, also within the
+    budget, checkpointing the model's blocks, its Adam in backward in place of torch's, its 8-bit
+    and 4-bit states, and for causal language models of Hugging Face the loss without logits. They
+    are applied to what ``build`` made, in fakes alone; see :func:`predict` for how exact the peaks
+    are.
     On CUDA leave room beside the budget for what the context takes and for fragmentation.
 
     Args:
@@ -144,9 +159,16 @@ def fits(
     rows, tops = [], {}
     for means in ALL:
         row, tops[means.name] = _row(means, build, limit, batch if sized else None, device)
-        rows.append(row)
-    largest = tops[_lowest(rows).name]
-    return Fits(rows, limit, str(torch.device(device)), batch if sized else None, largest)
+        if row.peak is not None or not means.head:  # which most models do not have
+            rows.append(row)
+    top = tops[_lowest(rows).name]
+    shown = batch if sized else None
+    return Fits(rows, limit, str(torch.device(device)), shown, top.largest, top.hints)
+
+
+class _Top(NamedTuple):
+    largest: list[TensorAtPeak]
+    hints: list[str]
 
 
 def _lowest(rows: list[Fit]) -> Fit:
@@ -155,29 +177,36 @@ def _lowest(rows: list[Fit]) -> Fit:
 
 def _row(
     means: Means, build: Any, budget: int, batch: int | None, device: torch.device | str
-) -> tuple[Fit, list[TensorAtPeak]]:
+) -> tuple[Fit, _Top]:
     def predicted(size: int | None) -> Any:
         made = build if size is None else functools.partial(build, size)
-        return predict(means.applied(made), device=device)
+        with warnings.catch_warnings():
+            # That it cannot keep to the budget is what the row says.
+            warnings.filterwarnings("ignore", "remat: the budget of")
+            return predict(means.applied(made, budget), device=device)
 
     try:
         step = predicted(batch)
     except (ValueError, RuntimeError) as error:
         if means == ALL[0]:
             raise
-        return Fit(means.name, means.cost, reason=str(error)), []
+        return Fit(means.name, means.cost, reason=str(error)), _Top([], [])
     largest = None
     if batch is not None:
-        largest = _largest(lambda size: predicted(size).peak, budget, batch, step.peak)
+        straight = not means.within_budget
+        largest = _largest(lambda size: predicted(size).peak, budget, batch, step.peak, straight)
     row = Fit(means.name, means.cost, step.peak, step.at_peak, step.peak <= budget, largest)
-    return row, step.top(3)
+    return row, _Top(step.top(3), step.remedies())
 
 
-def _largest(peak: Callable[[int], int], budget: int, batch: int, its_peak: int) -> int:
+def _largest(
+    peak: Callable[[int], int], budget: int, batch: int, its_peak: int, straight: bool
+) -> int:
     """Returns the largest batch whose peak is within ``budget``, 0 for none.
 
     Peaks are nearly straight in the batch, so that a line through the last two finds the next to
-    try in a few steps; where it stays on one side the interval is halved.
+    try in a few steps; where it stays on one side the interval is halved. ``straight``: False where
+    they are not, as of what keeps to the budget while it can.
     """
     known = {batch: its_peak}
     low, high = (batch, _MOST + 1) if its_peak <= budget else (0, batch)
@@ -191,7 +220,10 @@ def _largest(peak: Callable[[int], int], budget: int, batch: int, its_peak: int)
             low = size
         else:
             high = size
-        size = _next(known, budget) if attempt % 3 < 2 or high > _MOST else (low + high) // 2
+        if high > _MOST:
+            size = _next(known, budget) if straight else 2 * low
+        else:
+            size = _next(known, budget) if straight and attempt % 3 < 2 else (low + high) // 2
     return low
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +19,18 @@ class Means:
     """What is done to a training step.
 
     Attributes:
+        head: whether a causal language model of Hugging Face makes its loss without logits.
+        remat: whether the model runs in ``remat``.
+        within_budget: whether it does so within the budget.
         checkpoint: whether the blocks of the model are checkpointed.
         own_in_backward: whether the optimizer, of any kind, steps in backward.
         in_backward: whether memsave_ext's Adam steps in backward in place of torch's.
         state_dtype: its ``state_dtype``.
     """
 
+    head: bool = False
+    remat: bool = False
+    within_budget: bool = False
     checkpoint: bool = False
     own_in_backward: bool = False
     in_backward: bool = False
@@ -31,7 +38,10 @@ class Means:
 
     @property
     def name(self) -> str:
-        names = ["checkpoint by block"] * self.checkpoint
+        names = ["loss head in chunks"] * self.head
+        names += ["remat"] * self.remat
+        names += ["remat within the budget"] * self.within_budget
+        names += ["checkpoint by block"] * self.checkpoint
         names += ["optimizer in backward"] * self.own_in_backward
         names += ["Adam in backward"] * self.in_backward
         if self.state_dtype is not None:
@@ -40,31 +50,41 @@ class Means:
 
     @property
     def cost(self) -> str:
-        costs = ["a forward more"] * self.checkpoint
+        costs = ["logits again"] * self.head
+        costs += ["cheap operators again"] * self.remat
+        costs += ["operators again, as many as it takes"] * self.within_budget
+        costs += ["a forward more"] * self.checkpoint
         costs += ["states are rounded"] * (self.state_dtype is not None)
         return ", ".join(costs) or "none"
 
-    def applied(self, build: Build) -> Build:
+    def applied(self, build: Build, budget: int | None = None) -> Build:
         """Returns a function that builds what ``build`` builds, with these means.
 
-        The built function raises ValueError where they do not apply.
+        ``budget``: bytes, for those that keep within it. The built function raises ValueError
+        where they do not apply.
         """
 
         def built() -> object:
             model, optimizer, step = checked("fits: build", build())
+            if self.head:
+                _head_in_chunks(model)
             if self.checkpoint:
                 _checkpoint_blocks(model)
             if self.own_in_backward:
                 _step_in_backward(optimizer)
             if self.in_backward:
                 optimizer = self._step_in_place_of(optimizer)
+            if self.remat or self.within_budget:
+                step = _rematerialized(
+                    model, optimizer, step, budget if self.within_budget else None
+                )
             return model, optimizer, step
 
         return built  # type: ignore[return-value]
 
     def _step_in_place_of(self, optimizer: Optimizer | None) -> Optimizer:
         """Returns an optimizer that steps where the step that was built calls ``optimizer``."""
-        from ... import adam  # which imports this package for its own tables
+        from ... import adam
 
         kinds = {torch.optim.Adam: adam.Adam, torch.optim.AdamW: adam.AdamW}
         ours = next(
@@ -87,13 +107,54 @@ ALL = (
     Means(),
     Means(own_in_backward=True),
     Means(in_backward=True),
+    Means(head=True),
+    Means(head=True, own_in_backward=True),
+    Means(remat=True),
+    Means(remat=True, own_in_backward=True),
+    Means(within_budget=True),
+    Means(within_budget=True, own_in_backward=True),
     Means(checkpoint=True),
     Means(checkpoint=True, own_in_backward=True),
     Means(checkpoint=True, in_backward=True),
+    Means(head=True, checkpoint=True, own_in_backward=True),
     Means(in_backward=True, state_dtype="8bit"),
+    Means(within_budget=True, in_backward=True, state_dtype="8bit"),
     Means(checkpoint=True, in_backward=True, state_dtype="8bit"),
     Means(checkpoint=True, in_backward=True, state_dtype="4bit"),
 )
+
+
+# Applied by functions that import where they are called: the rooms they import make their own
+# reports with this package, and so are imported after it.
+
+
+def _head_in_chunks(model: nn.Module) -> None:
+    from ...loss_head import patch_causal_lm
+
+    try:
+        patch_causal_lm(model)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+
+
+def _rematerialized(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    step: Callable[[], object],
+    budget: int | None,
+) -> Callable[[], object]:
+    from ...rematerialization import remat_module
+
+    handle = remat_module(model, budget=budget, optimizer=optimizer if budget is not None else None)
+
+    def checked_step() -> None:
+        step()
+        try:
+            handle.figures()
+        except RuntimeError:
+            raise ValueError("the step calls parts of the model, never the model itself") from None
+
+    return checked_step
 
 
 def _step_in_backward(optimizer: Optimizer | None) -> None:

@@ -28,11 +28,18 @@ class _New(NamedTuple):
     device: torch.device
 
 
+class Costs(NamedTuple):
+    """What the kernel of an operator takes."""
+
+    bytes: int  # that it makes and frees itself
+    seconds: float  # about
+
+
 class _Known(NamedTuple):
     # A position among the arguments stands for that argument, which an operator changed in place.
     results: list[_New | int | None]
     sequence: Any  # the class that holds them, None for a single one
-    workspace: int
+    costs: Costs
     mode: Any
 
 
@@ -73,8 +80,8 @@ class Call:
     def __init__(self, known: dict[Any, _Known], key: tuple[Any, ...]) -> None:
         self._known, self._key = known, key
 
-    def repeated(self, args: tuple[Any, ...]) -> tuple[Any, list[FakeTensor], int] | None:
-        """Returns the result, the tensors in it with new memory, and the workspace; None if this
+    def repeated(self, args: tuple[Any, ...]) -> tuple[Any, list[FakeTensor], Costs] | None:
+        """Returns the result, the tensors in it with new memory, and what it takes; None if this
         is the first such call."""
         known = self._known.get(self._key)
         if known is None:
@@ -88,9 +95,9 @@ class Call:
             else:
                 results.append(None if result is None else args[result])
         whole = known.sequence(results) if known.sequence else results[0]
-        return whole, made, known.workspace
+        return whole, made, known.costs
 
-    def remember(self, args: tuple[Any, ...], result: Any, workspace: int) -> None:
+    def remember(self, args: tuple[Any, ...], result: Any, costs: Costs) -> None:
         several = type(result) if type(result) in (tuple, list) else None
         given = {t.untyped_storage()._cdata for t in tree_iter(args) if type(t) is FakeTensor}
         results: list[_New | int | None] = []
@@ -108,7 +115,7 @@ class Call:
                 if place is None
                 else place
             )
-        self._known[self._key] = _Known(results, several, workspace, mode)
+        self._known[self._key] = _Known(results, several, costs, mode)
 
 
 def _made(new: _New, mode: Any) -> FakeTensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -15,9 +16,11 @@ from ..hooks import Hooks, Modules, Names
 from ..measure import Build, checked
 from ..reported import Reported
 from .batch import from_batch
-from .surroundings import card_names, in_sentences, known_values, swaps_of_fakes
+from .surroundings import card_names, copies_of_fakes, in_sentences, known_values, swaps_of_fakes
 from .tracker import FakeTracker
 from .workspaces import workspace_of
+
+_one_at_a_time = threading.RLock()
 
 
 class PredictedStep(Reported):
@@ -98,8 +101,10 @@ def predict(
     CPU. cuBLAS's and cuDNN's, fragmentation, and what a CUDA context holds are not. Values that
     Python reads from tensors are all 1, but for those of small tensors that are known, such as
     ``torch.arange(4)``.
-    :func:`remat` drops what its rule for single tensors drops, as in the first two steps of a
-    shape. With a budget it keeps everything, and a warning says so.
+    :func:`remat` follows a plan, within a budget or without, as its later steps do. Plans are made
+    of estimated times: those within a budget reach its bytes all the same; without one they need a
+    few percent more or less than those of measured times. In pure Python its rule for single
+    tensors is followed, as it is there in all steps.
 
     Raises:
         TypeError, ValueError: an argument, or what ``build`` returned, is not as said above.
@@ -118,6 +123,8 @@ def predict(
         )
     tracker = FakeTracker(chosen, workspace_of(chosen))
     with ExitStack() as stack:
+        # What is put around the step belongs to the process. A step may predict another.
+        stack.enter_context(_one_at_a_time)
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(in_sentences())
         if chosen.type == "cuda":
@@ -125,6 +132,7 @@ def predict(
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(known_values())
         stack.enter_context(swaps_of_fakes())
+        stack.enter_context(copies_of_fakes())
         stack.enter_context(tracker.storages)
         stack.enter_context(tracker.listening())
         model, made, step = checked("predict: build", build())

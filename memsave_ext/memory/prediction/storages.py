@@ -12,12 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from .repeats import Repeats
+from .costs import operator_seconds
+from .repeats import Costs, Repeats
 
 # Returns the bytes that the kernel of an operator makes for itself, given the operator, its
 # arguments and its result.
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
 MOST_KNOWN = 64  # elements of a tensor whose values are known
+_WORKSPACE = 1  # the number of memory that has no storage, whose addresses are even
 _ARANGE = torch.ops.aten.arange
 _COUNTS = (_ARANGE.default, _ARANGE.start, _ARANGE.start_step, torch.ops.aten.linspace.default)
 
@@ -31,6 +33,7 @@ class Storages(TorchDispatchMode):
     Args:
         allocated: called with the number and the size of new memory.
         freed: called with its number.
+        ran: called with about how long an operator would run.
         workspace: tells what kernels make and free themselves.
         rounding: sizes are rounded up to a multiple of this.
     """
@@ -39,11 +42,12 @@ class Storages(TorchDispatchMode):
         self,
         allocated: Callable[[int, int], None],
         freed: Callable[[int], None],
+        ran: Callable[[float], None],
         workspace: Workspace,
         rounding: int,
     ) -> None:
         super().__init__()
-        self._allocated, self._freed = allocated, freed
+        self._allocated, self._freed, self._ran = allocated, freed, ran
         self._workspace = workspace
         self._rounding = rounding
         self._repeats = Repeats()
@@ -61,6 +65,8 @@ class Storages(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and _is_unknown(args[0]):
             return _python_type(args[0].dtype)(1)
+        if func is torch.ops.aten.equal.default and any(map(_is_unknown, args)):
+            return bool(args[0].shape == args[1].shape)
         if (view := self._repeats.view(func, args, kwargs)) is not None:
             for tensor in (view,) if isinstance(view, FakeTensor) else view:
                 self.memory(tensor)
@@ -68,20 +74,24 @@ class Storages(TorchDispatchMode):
         call = self._repeats.call(func, args, kwargs)
         repeated = call and call.repeated(args)
         if repeated:
-            result, made, workspace = repeated
+            result, made, costs = repeated
         else:
             result = func(*args, **kwargs)
             if func in _COUNTS and isinstance(result, FakeTensor) and result.numel() <= MOST_KNOWN:
                 result = _with_values(result, func, args, kwargs)
             made = [leaf for leaf in tree_iter(result) if isinstance(leaf, FakeTensor)]
-            workspace = self._workspace(func, args, kwargs, result)
+            costs = Costs(
+                self._workspace(func, args, kwargs, result),
+                operator_seconds(func, args, kwargs, result),
+            )
             if call:
-                call.remember(args, result, workspace)
+                call.remember(args, result, costs)
         for tensor in made:
             self.memory(tensor)
-        if workspace:
-            self._allocated(-1, self._rounded(workspace))
-            self._freed(-1)
+        if costs.bytes:
+            self._allocated(_WORKSPACE, self._rounded(costs.bytes))
+            self._freed(_WORKSPACE)
+        self._ran(costs.seconds)
         return result
 
     def memory(self, tensor: Tensor) -> tuple[int, int] | None:

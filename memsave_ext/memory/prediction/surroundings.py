@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -43,6 +43,13 @@ def in_sentences() -> Iterator[None]:
             f"predict: a kind of tensor cannot be predicted ({error.reason}). Put dense tensors of "
             "the same size in its place"
         ) from error
+    except RuntimeError as error:
+        if "not supported for tensor subclasses" not in str(error):
+            raise
+        raise RuntimeError(
+            f"predict: {str(error).partition(' ')[0]} reads the values of tensors, which are not "
+            "known before the step. Leave it out of what is predicted"
+        ) from error
 
 
 @contextmanager
@@ -65,6 +72,31 @@ def swaps_of_fakes() -> Iterator[None]:
         yield
     finally:
         torch.utils.swap_tensors = swap
+
+
+@contextmanager
+def copies_of_fakes() -> Iterator[None]:
+    """Lets fake tensors be deep-copied, of which torch would copy memory that is not there."""
+    deepcopy = Tensor.__deepcopy__
+
+    def copied(self: Tensor, memo: dict[int, Any]) -> Any:
+        if not isinstance(self, FakeTensor) or not self.is_leaf or id(self) in memo:
+            return deepcopy(self, memo)
+        made: Tensor = self.detach().clone()
+        if isinstance(self, nn.Parameter):
+            made = nn.Parameter(made, self.requires_grad)
+        else:
+            made.requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        if self.grad is not None:
+            made.grad = copied(self.grad, memo)
+        return made
+
+    Tensor.__deepcopy__ = copied  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.__deepcopy__ = deepcopy  # type: ignore[method-assign]
 
 
 @contextmanager

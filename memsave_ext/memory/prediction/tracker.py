@@ -6,10 +6,12 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import _native
 from ...checkpointing.fallback import surroundings
@@ -18,6 +20,7 @@ from ..fallback.threads import RECOMPUTE, REMATERIALIZE, EventContext
 from .storages import Storages, Workspace
 
 CUDA_BLOCK = 512  # CUDA's caching allocator rounds sizes up to a multiple of this
+_listening: list[FakeTracker] = []  # the innermost last
 _NO_NODE = 1 << 63  # sequence numbers from here on are those of nodes that accumulate gradients
 
 
@@ -46,9 +49,12 @@ class FakeTracker(Logging):
         # The log only asks whether totals are those of CUDA's allocator, of which there are none.
         self._log = Log(torch.device("cpu"), [])
         self._running = False
+        self._thread = threading.get_ident()
         self._clock = itertools.count()
         rounding = CUDA_BLOCK if device.type == "cuda" else 1
-        self.storages = Storages(self._allocated, self._freed, workspace, rounding)
+        # Native remat counts the bytes and seconds of the step, too.
+        self._remat: Any = _native.module and _native.module.RematFakes(_fake_of, self._counts_all)
+        self.storages = Storages(self._allocated, self._freed, self._ran, workspace, rounding)
         self._open: list[int] = []
         self._depths: list[int] = []
 
@@ -60,7 +66,7 @@ class FakeTracker(Logging):
         self._running = True
         if self._counts_all:
             for number, size in self.storages.living():
-                self._allocated(number, size)
+                self._log_allocated(number, size)
 
     def begin(self) -> None:
         """Begins the record, once all that lived before is labelled."""
@@ -106,22 +112,32 @@ class FakeTracker(Logging):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hears inside the block when recomputes begin and end."""
+        """Hears inside the block when recomputes begin and end.
+
+        The caller holds a lock, so that of several only the innermost hears them.
+        """
         before = surroundings.recompute_observer
         surroundings.recompute_observer = lambda again, begins: self._recompute(
             again is surroundings.Again.REGION, begins
         )
-        if _native.module:
-            _native.module.listen_to_recomputes(self._recompute)
+        _listening.append(self)
+        self._listen_to_native(True)
         try:
             yield
         finally:
             surroundings.recompute_observer = before
-            if _native.module:
-                _native.module.listen_to_recomputes(None)
+            self._listen_to_native(False)
+            _listening.pop()
+            if _listening:
+                _listening[-1]._listen_to_native(True)
+
+    def _listen_to_native(self, begins: bool) -> None:
+        if _native.module:
+            _native.module.listen_to_recomputes(self._recompute if begins else None)
+            (self._remat.enter if begins else self._remat.leave)()
 
     def _recompute(self, region: bool, begins: bool) -> None:
-        if not self._running:
+        if not self._running or threading.get_ident() != self._thread:
             return
         if begins:
             self._depths.append(len(self._open))
@@ -134,12 +150,23 @@ class FakeTracker(Logging):
             self._log.threads.end_recompute(self._context())
 
     def _allocated(self, number: int, size: int) -> None:
+        if self._remat:
+            self._remat.allocated(number, size)
+        self._log_allocated(number, size)
+
+    def _log_allocated(self, number: int, size: int) -> None:
         if self._running:
             self._log.allocated(number, size, None, self._context())
 
     def _freed(self, number: int) -> None:
+        if self._remat:
+            self._remat.freed(number)
         if self._running:
             self._log.freed(number, None, self._context())
+
+    def _ran(self, seconds: float) -> None:
+        if self._remat:
+            self._remat.ran(seconds)
 
     def _context(self) -> EventContext:
         time, thread = next(self._clock), threading.get_ident()
@@ -148,3 +175,9 @@ class FakeTracker(Logging):
         node = torch._C._current_autograd_node()
         sequence = -1 if node is None else node._sequence_nr()
         return EventContext(time, thread, True, thread, -1 if sequence >= _NO_NODE else sequence)
+
+
+def _fake_of(tensor: Tensor) -> FakeTensor:
+    """Returns a fake tensor with the memory of one on the meta device."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return FakeTensor(mode, tensor, torch.device("cpu"))

@@ -1,0 +1,52 @@
+#include "remat/fakes.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <chrono>
+#include <utility>
+
+#include "memory/active.h"
+
+namespace memsave_ext::remat {
+namespace {
+
+thread_local Fakes* current_fakes = nullptr;
+
+}  // namespace
+
+Fakes::Fakes(pybind11::object make, bool counts_all)
+    : make_(std::move(make)),
+      steps_(std::make_shared<KnownSteps>(at::Device(at::kMeta), counts_all)) {}
+
+Fakes* Fakes::current() { return current_fakes; }
+
+void Fakes::enter() { current_fakes = this; }
+
+void Fakes::leave() {
+  if (current_fakes == this) current_fakes = nullptr;
+}
+
+void Fakes::allocated(uintptr_t storage, int64_t size) {
+  memory::TrackingLock lock;
+  steps_->count.allocated(reinterpret_cast<void*>(storage), size);
+}
+
+void Fakes::freed(uintptr_t storage) {
+  memory::TrackingLock lock;
+  steps_->count.freed(reinterpret_cast<void*>(storage));
+}
+
+at::Tensor Fakes::make(const at::Tensor& on_meta) const {
+  const pybind11::gil_scoped_acquire gil;
+  const auto given = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(on_meta));
+  const pybind11::object made = make_(given);
+  TORCH_INTERNAL_ASSERT(THPVariable_Check(made.ptr()));
+  return THPVariable_Unpack(made.ptr());
+}
+
+double now() {
+  if (current_fakes != nullptr) return current_fakes->seconds();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace memsave_ext::remat

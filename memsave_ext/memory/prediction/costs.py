@@ -1,0 +1,68 @@
+"""Estimates what operators would take, for plans that weigh time against memory.
+
+A fake step takes no time that says anything. A plan within a budget must fit first of all, so that
+rough figures do. They are those of one core of a server's CPU, as measured for small transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry, sdpa_flop
+
+_SECONDS_PER_BYTE = 3e-11  # read or written; csrc/remat/policy.cpp has twice that for a copied byte
+_SECONDS_PER_FLOP = 1e-11
+# How many times as long as sums take operators whose names have these parts; the first that is
+# found counts.
+_FACTORS = {
+    "batch_norm": 8,
+    "group_norm": 4,
+    "norm": 2,
+    "pool": 20,
+    "upsample": 20,
+    "cat": 2,
+    "bernoulli": 48,
+    "div": 2,
+    "tanh": 6,
+    "gelu": 3,
+    "softmax": 3,
+    "exp": 2,
+    "log": 2,
+    "sigmoid": 4,
+    "silu": 3,
+    "softplus": 3,
+    "mish": 6,
+    "elu": 1,
+    "erf": 3,
+    "sin": 3,
+    "cos": 3,
+    "pow": 3,
+}
+_aten = torch.ops.aten
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+    **flop_registry,
+}
+
+
+def operator_seconds(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """Returns about how long an operator would run."""
+    formula = _FORMULAS.get(getattr(func, "_overloadpacket", None))
+    # What is changed in place is among the arguments and the results, and is counted once.
+    tensors = {id(t): t for t in tree_iter((args, result)) if isinstance(t, Tensor)}
+    seconds = sum(t.nbytes for t in tensors.values()) * _SECONDS_PER_BYTE
+    if formula is not None:
+        try:
+            return seconds + formula(*args, **kwargs, out_val=result) * _SECONDS_PER_FLOP
+        except (TypeError, ValueError, AssertionError, RuntimeError):
+            return seconds  # arguments that the formula does not know
+    return seconds * _factor(func)
+
+
+def _factor(func: Any) -> int:
+    name = func._schema.name if isinstance(func, torch._ops.OpOverload) else ""
+    return next((times for part, times in _FACTORS.items() if part in name), 1)
