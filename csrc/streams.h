@@ -37,20 +37,12 @@ inline void use_here(const at::Tensor& tensor, const std::optional<c10::Stream>&
   tensor.record_stream(*current);
 }
 
-// Keeps memory that stream `made_on` filled from being reused, once it is freed, until the current
-// stream is done with it. Nothing on a CPU.
-inline void record_here(const c10::Storage& storage, const std::optional<c10::Stream>& made_on) {
-  const auto current = made_on ? current_stream(storage.device()) : std::nullopt;
-  if (made_on == current) return;
-  const c10::impl::VirtualGuardImpl guard(storage.device_type());
-  guard.recordDataPtrOnStream(storage.data_ptr(), *current);
-}
-
 inline void use_here(const c10::Storage& storage, const std::optional<c10::Stream>& made_on) {
   const auto current = made_on ? current_stream(storage.device()) : std::nullopt;
   if (made_on == current) return;
   order_after(*current, *made_on);
-  record_here(storage, made_on);
+  const c10::impl::VirtualGuardImpl guard(storage.device_type());
+  guard.recordDataPtrOnStream(storage.data_ptr(), *current);
 }
 
 }  // namespace memsave_ext

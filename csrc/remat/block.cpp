@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "remat/policy.h"
-#include "streams.h"
 
 namespace memsave_ext::remat {
 namespace {
@@ -48,21 +47,9 @@ void Block::close() {
   let_go();
 }
 
-// Keeps what an operator saves from being reused before the operator's stream is done with it. A
-// saved tensor that is not dropped lives until backward, when the stream is long done.
-static void outlive_this_stream(const Content& content, const c10::Storage& storage) {
-  std::optional<c10::Stream> made_on;
-  {
-    const std::lock_guard<std::mutex> lock(contents_mutex());
-    made_on = content.made_on;
-  }
-  record_here(storage, made_on);
-}
-
 std::shared_ptr<Content> Block::save(const at::Tensor& tensor) {
   if (!is_plain(tensor)) return nullptr;
   std::shared_ptr<Content> content = entry_of(tensor).content;
-  if (!content->device.is_cpu()) outlive_this_stream(*content, tensor.storage());
   {
     const std::lock_guard<std::mutex> lock(contents_mutex());
     if (content->dropped && !has_all_memory(*content)) return nullptr;

@@ -110,7 +110,7 @@ def test_densenet_end_to_end(densenet, tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
     (record,) = json.loads(path.read_text())
     keys = {"claim", "date", "machine", "settings", "rows", "left_out", "checks"}
-    assert record.keys() == keys
+    assert record.keys() == keys | {"command", "seconds"}
     assert {"cpu", "cores", "torch", "memsave_ext", "native", "commit"} <= record["machine"].keys()
     rows = {row["method"]: row for row in record["rows"]}
     assert list(rows) == models.available()

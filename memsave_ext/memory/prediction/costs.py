@@ -19,6 +19,7 @@ _SECONDS_PER_FLOP = 1e-11
 # How many times as long as sums take operators whose names have these parts; the first that is
 # found counts.
 _FACTORS = {
+    "memsave_ext::batch_norm": 2,
     "batch_norm": 8,
     "group_norm": 4,
     "norm": 2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -124,8 +125,9 @@ ALL = (
 )
 
 
-# Applied by functions that import where they are called: the rooms they import make their own
-# reports with this package, and so are imported after it.
+# That of memsave_ext.rematerialization, which puts it here: it makes its reports with this package,
+# and so is imported after it.
+remat_module: Callable[..., Any]
 
 
 def _head_in_chunks(model: nn.Module) -> None:
@@ -143,8 +145,6 @@ def _rematerialized(
     step: Callable[[], object],
     budget: int | None,
 ) -> Callable[[], object]:
-    from ...rematerialization import remat_module
-
     handle = remat_module(model, budget=budget, optimizer=optimizer if budget is not None else None)
 
     def checked_step() -> None:

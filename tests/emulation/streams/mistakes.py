@@ -148,6 +148,22 @@ MISTAKES = [
         UNORDERED,
     ),
     Mistake(
+        "what remat computes again on another stream does not wait for what it reads",
+        "remat/recompute.cpp",
+        "    use_here(storage, made_on);\n",
+        "    if (!MISTAKE) use_here(storage, made_on);\n",
+        "blocks_on_several",
+        UNORDERED,
+    ),
+    Mistake(
+        "a node is given recomputed memory before it is there",
+        "remat/saved.cpp",
+        "    if (!original) use_here(storage, made_on);\n",
+        "    if (!original && !MISTAKE) use_here(storage, made_on);\n",
+        "blocks_on_several",
+        UNORDERED,
+    ),
+    Mistake(
         "a tracker frees memory while the allocator reports",
         "memory/log.cpp",
         "if (!device_.is_cpu()) return !older.storage.expired();\n",
