@@ -63,10 +63,13 @@ Operator::Operator(const c10::OperatorName& name)
     : handle(c10::Dispatcher::singleton().findSchemaOrThrow(name.name.c_str(),
                                                             name.overload_name.c_str())) {
   const bool collective = is_collective(name.name);
+  const bool is_recorded_stream = name.name == "aten::record_stream";
   for (const auto& argument : handle.schema().arguments()) {
     const auto* alias = argument.alias_info();
     if (argument.name() == "generator") generator = writes.size();
-    writes.push_back(collective || (alias != nullptr && alias->isWrite()));
+    // Its schema says that record_stream writes; it changes no value.
+    const bool is_written = alias != nullptr && alias->isWrite() && !is_recorded_stream;
+    writes.push_back(collective || is_written);
     any_writes = any_writes || writes.back();
   }
   for (const auto& result : handle.schema().returns()) {

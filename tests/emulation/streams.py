@@ -65,8 +65,12 @@ def main() -> None:
     full = "--full" in sys.argv
     words = [word for word in sys.argv[1:] if word != "--full"]
     operators.build(Package, FOLDER)
-    seeing = [(i, w) for i, m in enumerate(MISTAKES) for w in m.cases.split()]
-    seeing = [(i, w) for i, w in seeing if not words or w in words]
+    seeing = [
+        (i, word)
+        for i, mistake in enumerate(MISTAKES)
+        for word in mistake.cases.split()
+        if (word in words if words else mistake.always or full)
+    ]
     of_gpus = [] if words else [*EVERY_TIME, *(IN_FULL if full else [])]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         runs = [pool.submit(run_gpu_tests, tests) for tests in of_gpus]

@@ -127,7 +127,7 @@ ALL = (
 
 # That of memsave_ext.rematerialization, which puts it here: it makes its reports with this package,
 # and so is imported after it.
-remat_module: Callable[..., Any]
+remat_module: Callable[..., Any] | None = None
 
 
 def _head_in_chunks(model: nn.Module) -> None:
@@ -145,6 +145,7 @@ def _rematerialized(
     step: Callable[[], object],
     budget: int | None,
 ) -> Callable[[], object]:
+    assert remat_module is not None
     handle = remat_module(model, budget=budget, optimizer=optimizer if budget is not None else None)
 
     def checked_step() -> None:

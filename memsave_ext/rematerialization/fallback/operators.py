@@ -55,11 +55,13 @@ class Operator:
             key: argument.name for key, argument in zip(self.keys, schema.arguments, strict=True)
         }
         self.positions = {a.name: i for i, a in enumerate(schema.arguments) if not a.kwarg_only}
-        # The arguments it writes to: by its schema, or all for a collective.
+        # The arguments it writes to: by its schema, or all for a collective. record_stream changes
+        # no value.
+        by_schema = schema.name != "aten::record_stream"
         self.writes = {
             key
             for key, argument in zip(self.keys, schema.arguments, strict=True)
-            if collective or (argument.alias_info is not None and argument.alias_info.is_write)
+            if collective or (by_schema and argument.alias_info and argument.alias_info.is_write)
         }
         # Whether a second call with the same arguments gives the same values: it draws no random
         # numbers, reads no uninitialised memory and does not communicate with other processes.

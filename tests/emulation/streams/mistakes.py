@@ -21,6 +21,7 @@ class Mistake:
     wrong: str
     cases: str  # words of pytest's -k, each of which must see it
     seen: str  # in the failure
+    always: bool = True  # False: threads must meet for it to be seen, which luck decides
 
 
 UNORDERED = "nothing orders the two"
@@ -148,20 +149,20 @@ MISTAKES = [
         UNORDERED,
     ),
     Mistake(
-        "what remat computes again on another stream does not wait for what it reads",
-        "remat/recompute.cpp",
-        "    use_here(storage, made_on);\n",
-        "    if (!MISTAKE) use_here(storage, made_on);\n",
+        "what remat computed again on another stream is used before it is there",
+        "streams.h",
+        "  order_after(*current, *made_on);\n  const c10",
+        "  if (!MISTAKE) order_after(*current, *made_on);\n  const c10",
         "blocks_on_several",
         UNORDERED,
     ),
     Mistake(
-        "a node is given recomputed memory before it is there",
-        "remat/saved.cpp",
-        "    if (!original) use_here(storage, made_on);\n",
-        "    if (!original && !MISTAKE) use_here(storage, made_on);\n",
+        "what remat computed again is freed while another stream may still read it",
+        "streams.h",
+        "  guard.recordDataPtrOnStream(",
+        "  if (!MISTAKE) guard.recordDataPtrOnStream(",
         "blocks_on_several",
-        UNORDERED,
+        FREED,
     ),
     Mistake(
         "a tracker frees memory while the allocator reports",
@@ -170,6 +171,7 @@ MISTAKES = [
         "if (!MISTAKE && !device_.is_cpu()) return !older.storage.expired();\n",
         "reports",
         "the allocator is called by what it reports to",
+        always=False,
     ),
     Mistake(
         "a captured step rounds by the number of the step that was captured",
