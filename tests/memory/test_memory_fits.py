@@ -96,7 +96,8 @@ def test_the_largest_batch():
     assert ms.memory.predict(lambda: of_batch(size)).peak <= budget
     assert ms.memory.predict(lambda: of_batch(size + 1)).peak > budget
     none = ms.memory.fits(of_batch, 1 << 17, batch=16, device="cpu")
-    assert {row.largest_batch for row in none.rows} == {0}
+    applied = [row for row in none.rows if row.peak is not None]  # in pure Python not all do
+    assert {row.largest_batch for row in applied} == {0}
 
 
 def test_nothing_fits(capsys):
