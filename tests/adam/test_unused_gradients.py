@@ -72,6 +72,16 @@ def test_a_wrong_option_and_step(small_bytes, by_zero_grad):
         assert torch.equal(p, q)
 
 
+def check_step_of_another_thread(nets, optimizers):
+    """The first net's backward, on another thread, steps as the second's does here."""
+    run_threads(lambda _: loss(nets[0]).backward(), 1)
+    optimizers[0].step()
+    loss(nets[1]).backward()
+    optimizers[1].step()
+    for p, q in zip(*nets, strict=True):
+        assert torch.equal(p, q)
+
+
 @pytest.mark.parametrize("finishes", [False, True])
 @pytest.mark.parametrize("kind", [ms.Adam, ms.SGD, ms.Lion])
 def test_a_norm_pass_and_a_backward_of_another_thread(kind, finishes):
@@ -83,12 +93,7 @@ def test_a_norm_pass_and_a_backward_of_another_thread(kind, finishes):
                 raise KeyError
     except KeyError:
         pass
-    run_threads(lambda _: loss(nets[0]).backward(), 1)
-    optimizers[0].step()
-    loss(nets[1]).backward()
-    optimizers[1].step()
-    for p, q in zip(*nets, strict=True):
-        assert torch.equal(p, q)
+    check_step_of_another_thread(nets, optimizers)
 
 
 def test_a_backward_that_raised_and_one_of_another_thread():
@@ -102,9 +107,4 @@ def test_a_backward_that_raised_and_one_of_another_thread():
         loss(nets[0]).backward()
     handle.remove()
     optimizers[0].zero_grad()
-    run_threads(lambda _: loss(nets[0]).backward(), 1)
-    optimizers[0].step()
-    loss(nets[1]).backward()
-    optimizers[1].step()
-    for p, q in zip(*nets, strict=True):
-        assert torch.equal(p, q)
+    check_step_of_another_thread(nets, optimizers)
