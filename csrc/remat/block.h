@@ -5,7 +5,6 @@
 #include <ATen/record_function.h>
 
 #include <atomic>
-#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
