@@ -69,13 +69,22 @@ void moments_of(const Passes& passes, DType dtype, const Piece& piece) {
   }
 }
 
-// Merges the moments of all blocks into those of the first one, always in the same order.
+// Calls body(sums, count) for the sums of each block and each of its joined rows, but not for the
+// first, always in the same order.
+template <typename Body>
+void for_others(const Partition& partition, const double* sums, int64_t pitch, const Body& body) {
+  const int64_t joined = partition.joined(), distance = partition.channels() / joined;
+  for (int64_t i = 1; i < partition.blocks() * joined; ++i) {
+    const int64_t block = i / joined;
+    body(sums + 2 * pitch * block + i % joined * distance, partition.count(block));
+  }
+}
+
+// Merges all moments into the first ones.
 void merge_moments(const Partition& partition, int64_t channels, double* sums, int64_t pitch) {
   double *mean = sums, *m2 = sums + pitch;
   int64_t count = partition.count(0);
-  for (int64_t block = 1; block < partition.blocks(); ++block) {
-    const double* other = sums + 2 * pitch * block;
-    const int64_t other_count = partition.count(block);
+  for_others(partition, sums, pitch, [&](const double* other, int64_t other_count) {
     for (int64_t c = 0; c < channels; ++c) {
       const Moments<double> merged =
           merge<double>({count, mean[c], m2[c]}, {other_count, other[c], other[pitch + c]});
@@ -84,18 +93,17 @@ void merge_moments(const Partition& partition, int64_t channels, double* sums, i
       m2[c] = merged.m2;
     }
     count += other_count;
-  }
+  });
 }
 
-// Adds the sums of all blocks to those of the first one.
+// Adds all sums to the first ones.
 void add_sums(const Partition& partition, int64_t channels, double* sums, int64_t pitch) {
-  for (int64_t block = 1; block < partition.blocks(); ++block) {
-    const double* other = sums + 2 * pitch * block;
+  for_others(partition, sums, pitch, [&](const double* other, int64_t) {
     for (int64_t c = 0; c < channels; ++c) {
       sums[c] += other[c];
       sums[pitch + c] += other[pitch + c];
     }
-  }
+  });
 }
 
 void nothing(const Piece&) {}

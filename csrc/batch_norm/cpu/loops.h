@@ -20,12 +20,14 @@ struct Group {
   static constexpr int kRows = rows;
 };
 
-// Calls body(first row, Group) for all rows, in groups of kUnroll and then one by one.
+// Calls body(first row, distance, Group) for all rows: in groups of kUnroll rows that lie
+// `distance` apart, and then one by one. Processors follow several streams of addresses better than
+// one, which ends with each page.
 template <typename Body>
 MEMSAVE_EXT_INLINED inline void for_groups(int64_t rows, const Body& body) {
-  int64_t row = 0;
-  for (; row + kUnroll <= rows; row += kUnroll) body(row, Group<kUnroll>{});
-  for (; row < rows; ++row) body(row, Group<1>{});
+  const int64_t distance = rows / kUnroll;
+  for (int64_t row = 0; row < distance; ++row) body(row, distance, Group<kUnroll>{});
+  for (int64_t row = kUnroll * distance; row < rows; ++row) body(row, distance, Group<1>{});
 }
 
 // Calls body(column, size, k) for the vectors that make up `width` values. The first has `head`
@@ -84,21 +86,21 @@ class Sums {
   template <typename Term>
   MEMSAVE_EXT_INLINED Sums(const Piece& piece, const Term& term) {
     if constexpr (channels_last) {
-      for_groups(piece.rows, [&](int64_t row, auto group) MEMSAVE_EXT_INLINED {
-        for_vectors<Storage, 1>(0, piece.width, Whole{},
-                                [&](int64_t column, auto size, int) MEMSAVE_EXT_INLINED {
-                                  const Of of(piece, column);
-                                  V* sums = values_[column / kLanes<Storage>];
-                                  V first = sums[0], second = sums[1];
-                                  for (int k = 0; k < decltype(group)::kRows; ++k) {
-                                    V a, b;
-                                    term((row + k) * piece.stride + column, size, of, a, b);
-                                    first += a;
-                                    second += b;
-                                  }
-                                  sums[0] = first;
-                                  sums[1] = second;
-                                });
+      for_groups(piece.rows, [&](int64_t row, int64_t distance, auto group) MEMSAVE_EXT_INLINED {
+        for_vectors<Storage, 1>(
+            0, piece.width, Whole{}, [&](int64_t column, auto size, int) MEMSAVE_EXT_INLINED {
+              const Of of(piece, column);
+              V* sums = values_[column / kLanes<Storage>];
+              V first = sums[0], second = sums[1];
+              for (int k = 0; k < decltype(group)::kRows; ++k) {
+                V a, b;
+                term((row + k * distance) * piece.stride + column, size, of, a, b);
+                first += a;
+                second += b;
+              }
+              sums[0] = first;
+              sums[1] = second;
+            });
       });
     } else {
       for_runs(piece, [&](int64_t start, int64_t channel) MEMSAVE_EXT_INLINED {
@@ -132,14 +134,16 @@ class Sums {
 template <typename Storage, bool channels_last, typename Body>
 MEMSAVE_EXT_INLINED inline void for_written(const Piece& piece, const void* to, const Body& body) {
   constexpr auto lanes = kLanes<Storage>;
-  const auto rows = [&](int64_t row, auto group, int64_t head, auto whole) MEMSAVE_EXT_INLINED {
-    for_vectors<Storage, 1>(head, piece.width, whole,
-                            [&](int64_t column, auto size, int) MEMSAVE_EXT_INLINED {
-                              const Coefficients<Storage, true> of(piece, column);
-                              for (int k = 0; k < decltype(group)::kRows; ++k) {
-                                body((row + k) * piece.stride + column, size, of);
-                              }
-                            });
+  const auto rows = [&](int64_t head, auto whole) MEMSAVE_EXT_INLINED {
+    for_groups(piece.rows, [&](int64_t row, int64_t distance, auto group) MEMSAVE_EXT_INLINED {
+      for_vectors<Storage, 1>(head, piece.width, whole,
+                              [&](int64_t column, auto size, int) MEMSAVE_EXT_INLINED {
+                                const Coefficients<Storage, true> of(piece, column);
+                                for (int k = 0; k < decltype(group)::kRows; ++k) {
+                                  body((row + k * distance) * piece.stride + column, size, of);
+                                }
+                              });
+    });
   };
   // Loads the coefficients of the next run early: a load can wait long behind streaming stores.
   const auto runs = [&](const auto& head, auto whole) MEMSAVE_EXT_INLINED {
@@ -159,14 +163,7 @@ MEMSAVE_EXT_INLINED inline void for_written(const Piece& piece, const void* to, 
     return left < piece.width ? left : piece.width;
   };
   if constexpr (channels_last) {
-    if (!piece.stream) {
-      for_groups(piece.rows, [&](int64_t row, auto group)
-                                 MEMSAVE_EXT_INLINED { rows(row, group, 0, Whole{}); });
-    } else {
-      for (int64_t row = 0; row < piece.rows; ++row) {
-        rows(row, Group<1>{}, head(row * piece.stride), Streamed{});
-      }
-    }
+    piece.stream ? rows(head(0), Streamed{}) : rows(0, Whole{});  // all rows have the same head
   } else if (!piece.stream) {
     runs([](int64_t) { return int64_t{0}; }, Whole{});
   } else {

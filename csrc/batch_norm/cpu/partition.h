@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <utility>
 
 #include "batch_norm/cpu/piece.h"
@@ -11,13 +12,26 @@
 
 namespace memsave_ext::batch_norm::cpu {
 
+// How many neighbouring rows are taken as one, with channels last: so many that each begins with a
+// cache line. To the passes they are one row with more channels; the sums of a channel over each of
+// them are merged like those of blocks.
+inline int64_t joined_rows(const Problem& problem) {
+  if (problem.inner > 1 || problem.channels == 1) return 1;
+  const int64_t line = 64 / item_size(problem.dtype);
+  const int64_t joined = line / std::gcd(line, problem.channels);
+  return problem.outer % joined == 0 && problem.outer >= 64 * joined ? joined : 1;
+}
+
 // A tensor is cut into units of channels, and each unit into blocks of values.
 class Partition {
  public:
   // `sums`: whether a pass sums over channels. If none does, a piece may, channels first, have any
   // number of channels.
   Partition(const Problem& problem, bool sums)
-      : outer_(problem.outer), inner_(problem.inner), channels_(problem.channels) {
+      : joined_(joined_rows(problem)),
+        outer_(problem.outer / joined_),
+        inner_(problem.inner),
+        channels_(problem.channels * joined_) {
     if (channels_ == 1) {
       inner_ *= outer_;
       outer_ = 1;
@@ -25,7 +39,7 @@ class Partition {
     channels_last_ = inner_ == 1;
     if (channels_last_) {
       unit_channels_ = std::min(channels_, kMaxChannelsLast);
-      rows_ = std::clamp<int64_t>(65536 / std::max<int64_t>(unit_channels_, 1), 128, 512);
+      rows_ = std::clamp<int64_t>(65536 / std::max<int64_t>(unit_channels_, 1), 128, 512) / 4 * 4;
     } else {
       const int64_t run = (sums ? kRunValues : kPieceValues) / std::max<int64_t>(inner_, 1);
       const int64_t most = sums ? std::min(channels_, kMaxChannelsFirst) : channels_;
@@ -39,6 +53,10 @@ class Partition {
 
   int64_t units() const { return units_; }
   int64_t blocks() const { return blocks_; }
+  bool channels_last() const { return channels_last_; }
+  int64_t joined() const { return joined_; }
+  int64_t channels() const { return channels_; }                       // of all joined rows
+  int64_t run() const { return channels_last_ ? channels_ : inner_; }  // values
   int64_t unit_channels() const { return unit_channels_; }
   int64_t channel(int64_t unit) const { return unit * unit_channels_; }
   int64_t channels_of(int64_t unit) const {
@@ -75,7 +93,7 @@ class Partition {
     return std::min(kPieceValues, inner_ - block % cuts_ * kPieceValues);
   }
 
-  int64_t outer_, inner_, channels_;
+  int64_t joined_, outer_, inner_, channels_;
   bool channels_last_;
   int64_t unit_channels_ = 1;
   int64_t rows_;

@@ -21,12 +21,15 @@ constexpr int64_t kGrain = 32768;            // values that are worth a thread
 constexpr int64_t kCachedBytes = 2 << 20;    // up to here, a unit stays in cache between passes
 constexpr int64_t kStreamedBytes = 4 << 20;  // from here on, an output bypasses the caches
 
-// The matrix of coefficients that the passes read: a row per Coefficient, a column per channel.
+// The matrix of coefficients that the passes read: a row per Coefficient, a column per channel of
+// all joined rows.
 template <typename T>
 class Coefficients {
  public:
   explicit Coefficients(const Problem& problem)
-      : pitch_(problem.channels + kPadding),
+      : channels_(problem.channels),
+        columns_(channels_ * joined_rows(problem)),
+        pitch_(columns_ + kPadding),
         values_(kCoefficients * pitch_),
         weight_(static_cast<const T*>(problem.weight)),
         bias_(static_cast<const T*>(problem.bias)) {}
@@ -37,15 +40,15 @@ class Coefficients {
   }
 
   void set(int64_t channel, T mean, T invstd) {
-    at(kMean, channel) = mean;
-    at(kInvstd, channel) = invstd;
-    at(kScale, channel) = weight_ ? invstd * weight_[channel] : invstd;
-    at(kBias, channel) = bias_ ? bias_[channel] : T(0);
+    set(kMean, channel, mean);
+    set(kInvstd, channel, invstd);
+    set(kScale, channel, weight_ ? invstd * weight_[channel] : invstd);
+    set(kBias, channel, bias_ ? bias_[channel] : T(0));
   }
 
   void set_means(int64_t channel, T grad_mean, T dot_mean) {
-    at(kGradMean, channel) = grad_mean;
-    at(kDotMean, channel) = dot_mean;
+    set(kGradMean, channel, grad_mean);
+    set(kDotMean, channel, dot_mean);
   }
 
   T get(Coefficient which, int64_t channel) const { return values_[which * pitch_ + channel]; }
@@ -53,9 +56,12 @@ class Coefficients {
   int64_t pitch() const { return pitch_; }
 
  private:
-  T& at(Coefficient which, int64_t channel) { return values_[which * pitch_ + channel]; }
+  void set(Coefficient which, int64_t channel, T value) {
+    T* row = values_.data() + which * pitch_;
+    for (; channel < columns_; channel += channels_) row[channel] = value;
+  }
 
-  int64_t pitch_;
+  int64_t channels_, columns_, pitch_;
   std::vector<T> values_;
   const T* weight_;
   const T* bias_;
@@ -104,11 +110,12 @@ class Run {
   void operator()(const Reduce& reduce, const Finish& finish, const Apply& apply) const {
     const int64_t units = partition_.units(), blocks = partition_.blocks();
     const int threads = at::get_num_threads();
-    if (cached_bytes() > kCachedBytes || (threads > 1 && units < 4 * threads)) {
-      const int64_t pitch = problem_.channels;
+    if (cached_bytes() > kCachedBytes || (threads > 1 && units < 4 * threads) ||
+        partition_.joined() > 1) {
+      const int64_t pitch = partition_.channels();
       std::vector<double> sums(2 * pitch * blocks);
       for_pieces(false, reduce, sums.data(), pitch);
-      at::parallel_for(0, pitch, grain(2 * blocks), [&](int64_t begin, int64_t end) {
+      at::parallel_for(0, problem_.channels, grain(2 * blocks), [&](int64_t begin, int64_t end) {
         finish(begin, end - begin, sums.data() + begin, pitch);
       });
       for_pieces(true, apply);
@@ -131,9 +138,8 @@ class Run {
   // Whether streaming pays off for runs of this length: a cache line that is partly streamed and
   // partly stored costs many times as much.
   bool streams_well() const {
-    const int64_t run =
-        (problem_.inner == 1 ? problem_.channels : problem_.inner) * item_size(problem_.dtype);
-    return run % 64 == 0 || run >= 1024;
+    const int64_t run = partition_.run() * item_size(problem_.dtype);
+    return run % 64 == 0 || (run >= 1024 && !partition_.channels_last());
   }
 
   static int64_t grain(int64_t values) { return 1 + kGrain / (1 + values); }
