@@ -48,16 +48,6 @@ MEMSAVE_EXT_INLINED inline void for_vectors(int64_t head, int64_t width, Size si
   if (column < width) body(column, Part{width - column}, unroll - 1);
 }
 
-// Calls body(place, channel) for every run of values of one channel; `place` is its offset.
-template <typename Body>
-MEMSAVE_EXT_INLINED inline void for_runs(const Piece& piece, const Body& body) {
-  for (int64_t row = 0; row < piece.rows; ++row) {
-    for (int64_t channel = 0; channel < piece.channels; ++channel) {
-      body(row * piece.stride + channel * piece.channel_stride, channel);
-    }
-  }
-}
-
 // The coefficients of one channel; with `channels_last`, of a vector of channels from that one on.
 // All are loaded in the constructor, because for all the compiler knows a later store could change
 // them.
@@ -77,8 +67,9 @@ struct Coefficients {
 };
 
 // Two sums for each channel of a piece. term(place, size, of, first, second) sets the two vectors
-// to be added; `of` is an Of(piece, channel).
-template <typename Storage, typename Of, bool channels_last>
+// to be added; `of` is an Of(piece, channel). Channels first, `by_channel` takes all rows of a
+// channel before the next one, which adds up less; else the order is that of addresses.
+template <typename Storage, typename Of, bool channels_last, bool by_channel>
 class Sums {
  public:
   using V = Lanes<Storage>;
@@ -103,9 +94,9 @@ class Sums {
             });
       });
     } else {
-      for_runs(piece, [&](int64_t start, int64_t channel) MEMSAVE_EXT_INLINED {
-        const Of of(piece, channel);
-        V first[kUnroll]{}, second[kUnroll]{};
+      const auto add = [&](int64_t row, int64_t channel, const Of& of, V* first,
+                           V* second) MEMSAVE_EXT_INLINED {
+        const int64_t start = row * piece.stride + channel * piece.channel_stride;
         for_vectors<Storage, kUnroll>(0, piece.width, Whole{},
                                       [&](int64_t column, auto size, int k) MEMSAVE_EXT_INLINED {
                                         V a, b;
@@ -113,9 +104,29 @@ class Sums {
                                         first[k] += a;
                                         second[k] += b;
                                       });
+      };
+      const auto finish = [&](int64_t channel, const V* first,
+                              const V* second) MEMSAVE_EXT_INLINED {
         values_[channel][0] += (first[0] + first[1]) + (first[2] + first[3]);
         values_[channel][1] += (second[0] + second[1]) + (second[2] + second[3]);
-      });
+      };
+      if constexpr (by_channel) {
+        for (int64_t channel = 0; channel < piece.channels; ++channel) {
+          const Of of(piece, channel);
+          V first[kUnroll]{}, second[kUnroll]{};
+          for (int64_t row = 0; row < piece.rows; ++row) add(row, channel, of, first, second);
+          finish(channel, first, second);
+        }
+      } else {
+        for (int64_t row = 0; row < piece.rows; ++row) {
+          for (int64_t channel = 0; channel < piece.channels; ++channel) {
+            const Of of(piece, channel);
+            V first[kUnroll]{}, second[kUnroll]{};
+            add(row, channel, of, first, second);
+            finish(channel, first, second);
+          }
+        }
+      }
     }
   }
 
@@ -134,40 +145,47 @@ class Sums {
 template <typename Storage, bool channels_last, typename Body>
 MEMSAVE_EXT_INLINED inline void for_written(const Piece& piece, const void* to, const Body& body) {
   constexpr auto lanes = kLanes<Storage>;
-  const auto rows = [&](int64_t head, auto whole) MEMSAVE_EXT_INLINED {
+  // Returns how many values come before the first address that is aligned for streaming.
+  const auto offset = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) / sizeof(Storage));
+  const auto head = [&](int64_t place, auto whole) {
+    if constexpr (std::is_same_v<decltype(whole), Whole>) return int64_t{0};
+    const int64_t left = -(offset + place) & (lanes - 1);
+    return left < piece.width ? left : piece.width;
+  };
+  const auto rows = [&](auto whole) MEMSAVE_EXT_INLINED {
     for_groups(piece.rows, [&](int64_t row, int64_t distance, auto group) MEMSAVE_EXT_INLINED {
-      for_vectors<Storage, 1>(head, piece.width, whole,
+      const int64_t first = row * piece.stride, next = distance * piece.stride;
+      for_vectors<Storage, 1>(head(first, whole), piece.width, whole,
                               [&](int64_t column, auto size, int) MEMSAVE_EXT_INLINED {
                                 const Coefficients<Storage, true> of(piece, column);
                                 for (int k = 0; k < decltype(group)::kRows; ++k) {
-                                  body((row + k * distance) * piece.stride + column, size, of);
+                                  body(first + k * next + column, size, of);
                                 }
                               });
     });
   };
   // Loads the coefficients of the next run early: a load can wait long behind streaming stores.
-  const auto runs = [&](const auto& head, auto whole) MEMSAVE_EXT_INLINED {
-    Coefficients<Storage, false> next(piece, 0);
-    for_runs(piece, [&](int64_t start, int64_t channel) MEMSAVE_EXT_INLINED {
-      const Coefficients<Storage, false> of = next;
-      next = Coefficients<Storage, false>(piece, channel + 1 < piece.channels ? channel + 1 : 0);
-      for_vectors<Storage, 1>(head(start), piece.width, whole,
-                              [&](int64_t column, auto size, int)
-                                  MEMSAVE_EXT_INLINED { body(start + column, size, of); });
+  const auto runs = [&](auto whole) MEMSAVE_EXT_INLINED {
+    Coefficients<Storage, false> early(piece, 0);
+    for_groups(piece.rows, [&](int64_t row, int64_t distance, auto group) MEMSAVE_EXT_INLINED {
+      for (int64_t channel = 0; channel < piece.channels; ++channel) {
+        const Coefficients<Storage, false> of = early;
+        early = Coefficients<Storage, false>(piece, channel + 1 < piece.channels ? channel + 1 : 0);
+        const int64_t first = row * piece.stride + channel * piece.channel_stride;
+        const int64_t next = distance * piece.stride;
+        for_vectors<Storage, 1>(head(first, whole), piece.width, whole,
+                                [&](int64_t column, auto size, int) MEMSAVE_EXT_INLINED {
+                                  for (int k = 0; k < decltype(group)::kRows; ++k) {
+                                    body(first + k * next + column, size, of);
+                                  }
+                                });
+      }
     });
   };
-  // Returns how many values come before the first address that is aligned for streaming.
-  const auto offset = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) / sizeof(Storage));
-  const auto head = [&](int64_t place) {
-    const int64_t left = -(offset + place) & (lanes - 1);
-    return left < piece.width ? left : piece.width;
-  };
   if constexpr (channels_last) {
-    piece.stream ? rows(head(0), Streamed{}) : rows(0, Whole{});  // all rows have the same head
-  } else if (!piece.stream) {
-    runs([](int64_t) { return int64_t{0}; }, Whole{});
+    piece.stream ? rows(Streamed{}) : rows(Whole{});
   } else {
-    runs(head, Streamed{});
+    piece.stream ? runs(Streamed{}) : runs(Whole{});
   }
 #if defined(__x86_64__)
   if (piece.stream) _mm_sfence();

@@ -41,11 +41,16 @@ class Partition {
       unit_channels_ = std::min(channels_, kMaxChannelsLast);
       rows_ = std::clamp<int64_t>(65536 / std::max<int64_t>(unit_channels_, 1), 128, 512) / 4 * 4;
     } else {
-      const int64_t run = (sums ? kRunValues : kPieceValues) / std::max<int64_t>(inner_, 1);
+      // Where no pass sums, a piece has four rows, which are written together. That gains nothing
+      // with 16 bits, whose conversion takes longest, unless the rows can be streamed.
+      const bool converts = item_size(problem.dtype) == 2 && inner_ < 512;
+      cut_ = sums || converts ? kPieceValues : kPieceValues / 4;
+      cuts_ = (inner_ + cut_ - 1) / cut_;
+      const int64_t run = (sums ? kRunValues : cut_) / std::max<int64_t>(inner_, 1);
       const int64_t most = sums ? std::min(channels_, kMaxChannelsFirst) : channels_;
       unit_channels_ = std::clamp<int64_t>(run, 1, most);
-      cuts_ = (inner_ + kPieceValues - 1) / kPieceValues;
-      rows_ = std::max<int64_t>(kPieceValues / std::max<int64_t>(inner_ * unit_channels_, 1), 1);
+      rows_ = std::max<int64_t>(
+          kPieceValues / std::max<int64_t>(std::min(inner_, cut_) * unit_channels_, 1), 1);
     }
     blocks_ = (outer_ + rows_ - 1) / rows_ * cuts_;
     units_ = (channels_ + unit_channels_ - 1) / unit_channels_;
@@ -81,7 +86,7 @@ class Partition {
     piece.channel_stride = inner_;
     piece.width = channels_last_ ? piece.channels : width(block);
     const int64_t row = block / cuts_ * rows_;
-    return row * piece.stride + channel(unit) * inner_ + block % cuts_ * kPieceValues;
+    return row * piece.stride + channel(unit) * inner_ + block % cuts_ * cut_;
   }
 
  private:
@@ -89,15 +94,14 @@ class Partition {
   static constexpr int64_t kRunValues = 1024;     // contiguous values, if a pass sums
 
   int64_t rows(int64_t block) const { return std::min(rows_, outer_ - block / cuts_ * rows_); }
-  int64_t width(int64_t block) const {
-    return std::min(kPieceValues, inner_ - block % cuts_ * kPieceValues);
-  }
+  int64_t width(int64_t block) const { return std::min(cut_, inner_ - block % cuts_ * cut_); }
 
   int64_t joined_, outer_, inner_, channels_;
   bool channels_last_;
   int64_t unit_channels_ = 1;
   int64_t rows_;
-  int64_t cuts_ = 1;  // pieces of a row
+  int64_t cut_ = kPieceValues;  // most values of a row's piece
+  int64_t cuts_ = 1;            // pieces of a row
   int64_t blocks_, units_;
 };
 

@@ -135,11 +135,13 @@ class Run {
   }
 
  private:
-  // Whether streaming pays off for runs of this length: a cache line that is partly streamed and
-  // partly stored costs many times as much.
+  // Whether streaming pays off: a cache line that is partly streamed and partly stored costs many
+  // times as much. Rows that are written together have to begin alike.
   bool streams_well() const {
-    const int64_t run = partition_.run() * item_size(problem_.dtype);
-    return run % 64 == 0 || (run >= 1024 && !partition_.channels_last());
+    const int64_t size = item_size(problem_.dtype);
+    const int64_t run = partition_.run() * size,
+                  row = problem_.channels * problem_.inner * size * partition_.joined();
+    return run % 64 == 0 || (run >= 1024 && row % 64 == 0);
   }
 
   static int64_t grain(int64_t values) { return 1 + kGrain / (1 + values); }

@@ -77,12 +77,14 @@ MEMSAVE_EXT_INLINED inline void near_means(const Piece& piece, const Storage* in
   }
 }
 
-// Returns how many rows ahead to prefetch. Processors themselves do it less well: they do not
-// follow several rows, nor one row past the end of its page.
-template <bool channels_last>
-MEMSAVE_EXT_INLINED inline int64_t rows_ahead(const Piece& piece) {
-  if (!channels_last) return piece.rows > 1;
-  return kUnroll * (1 + 4096 / (kUnroll * piece.stride));
+// Returns how far ahead of a value to prefetch, in elements. Processors themselves do it less well:
+// they do not follow several rows, nor one row past the end of its page. Channels first: the same
+// channel in the next row, or with `by_channel` the next channel in the same row.
+template <bool channels_last, bool by_channel>
+MEMSAVE_EXT_INLINED inline int64_t places_ahead(const Piece& piece) {
+  if (channels_last) return kUnroll * (1 + 4096 / (kUnroll * piece.stride)) * piece.stride;
+  if (by_channel && piece.channels > 1) return piece.channel_stride;
+  return piece.rows > 1 ? piece.stride : 0;
 }
 
 // The values from which the deviations of the moments are counted: near_means().
@@ -104,10 +106,10 @@ void moments_of(const Piece of) {
   const auto* input = static_cast<const Storage*>(of.input);
   ValueOf<Storage> shifts[channels_last ? kMaxChannelsLast : kMaxChannelsFirst];
   near_means<Storage, channels_last>(of, input, shifts);
-  const int64_t ahead = rows_ahead<channels_last>(of) * of.stride;
+  const int64_t ahead = places_ahead<channels_last, true>(of);
   Piece piece = of;
   piece.coefficients = shifts;
-  const Sums<Storage, Shift<Storage, channels_last>, channels_last> sums(
+  const Sums<Storage, Shift<Storage, channels_last>, channels_last, true> sums(
       piece, [&](int64_t place, auto size, const auto& shift, V& deviation, V& square)
                  MEMSAVE_EXT_INLINED {
                    __builtin_prefetch(input + place + ahead);
@@ -128,8 +130,8 @@ template <typename Storage, typename Activation, bool channels_last>
 void gradient_sums_of(const Piece piece) {
   using V = Lanes<Storage>;
   const Tensors<Storage, Activation> tensors(piece);
-  const int64_t ahead = rows_ahead<channels_last>(piece) * piece.stride;
-  const Sums<Storage, Coefficients<Storage, channels_last>, channels_last> sums(
+  const int64_t ahead = places_ahead<channels_last, false>(piece);
+  const Sums<Storage, Coefficients<Storage, channels_last>, channels_last, false> sums(
       piece,
       [&](int64_t place, auto size, const auto& of, V& gradient, V& product) MEMSAVE_EXT_INLINED {
         __builtin_prefetch(tensors.input + place + ahead);
