@@ -45,7 +45,7 @@ MEMSAVE_EXT_INLINED inline void for_vectors(int64_t head, int64_t width, Size si
   for (int k = 0; k < unroll - 1 && column + lanes <= width; ++k, column += lanes) {
     body(column, size, k);
   }
-  if (column < width) body(column, Part{width - column}, unroll - 1);
+  if (column < width) body(column, Part{(width - column) & (lanes - 1)}, unroll - 1);
 }
 
 // The coefficients of one channel; with `channels_last`, of a vector of channels from that one on.
