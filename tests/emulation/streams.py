@@ -69,7 +69,7 @@ def main() -> None:
         (i, word)
         for i, mistake in enumerate(MISTAKES)
         for word in mistake.cases.split()
-        if (word in words if words else mistake.always or full)
+        if word in words or not words
     ]
     of_gpus = [] if words else [*EVERY_TIME, *(IN_FULL if full else [])]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

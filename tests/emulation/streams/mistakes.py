@@ -1,4 +1,4 @@
-"""Mistakes in the order of streams and locks, each of which the named cases must see.
+"""Mistakes in the order of streams and locks, each of which the named cases see in every run.
 
 All are put into one copy of the sources, where MISTAKE says whether it is this one that runs.
 """
@@ -21,7 +21,6 @@ class Mistake:
     wrong: str
     cases: str  # words of pytest's -k, each of which must see it
     seen: str  # in the failure
-    always: bool = True  # False: threads must meet for it to be seen, which luck decides
 
 
 UNORDERED = "nothing orders the two"
@@ -169,9 +168,16 @@ MISTAKES = [
         "memory/log.cpp",
         "if (!device_.is_cpu()) return !older.storage.expired();\n",
         "if (!MISTAKE && !device_.is_cpu()) return !older.storage.expired();\n",
-        "reports",
+        "takes_no_storage",
         "the allocator is called by what it reports to",
-        always=False,
+    ),
+    Mistake(
+        "a tracker frees memory with its lock held",
+        "memory/log.cpp",
+        "return !older.storage.expired();",
+        "return MISTAKE ? older.storage.lock() != nullptr : !older.storage.expired();",
+        "takes_no_storage",
+        "a report waits for the GIL",
     ),
     Mistake(
         "a captured step rounds by the number of the step that was captured",
