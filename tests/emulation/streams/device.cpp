@@ -214,7 +214,7 @@ void wait_until_it_has_stopped() {
 
 bool let_it_end(double seconds) {
   std::unique_lock<std::mutex> lock(Stop::mutex);
-  Stop::change_to(Stop::kGoesOn);
+  if (Stop::state == Stop::kStopped) Stop::change_to(Stop::kGoesOn);
   return Stop::changed.wait_for(lock, std::chrono::duration<double>(seconds),
                                 [] { return Stop::state == Stop::kNone; });
 }

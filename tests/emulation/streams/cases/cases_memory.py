@@ -89,24 +89,30 @@ def test_a_report_takes_no_storage(tracker, keeps_the_gil):
     A report that took the storages it looks for would need the GIL for the one that Python alone
     holds. By then it would be the last to hold the others, which the allocator takes back.
     """
-    storages = unreported(lambda: [torch.empty(1, device=DEVICE) for _ in range(3)])
-    tracker.label(storages, 0, [0] * 3)
+    storages = unreported(lambda: [torch.empty(1, device=DEVICE) for _ in range(4)])
+    tracker.label(storages, 0, [0] * 4)
     of_python = storages.pop().untyped_storage()
+    last = storages[-1].untyped_storage()._cdata
+    holders = torch._C._storage_Use_Count(last)
     y = torch.ones(4, device=DEVICE, requires_grad=True).exp()
     gradient = torch.ones_like(y)
-    ended = []
+    has_ended = []
 
     def free():
         fake_cuda.wait_until_it_has_stopped()
-        ended.append(fake_cuda.let_it_end(seconds=3))
-        storages.clear()
+        limit = time.monotonic() + 5
+        while not (ended := fake_cuda.let_it_end(seconds=0.01)) and time.monotonic() < limit:
+            if torch._C._storage_Use_Count(last) > holders:
+                storages.clear()
+                break
+        has_ended.append(ended)
 
     fake_cuda.stop_next_allocation()
     thread = threading.Thread(target=free, daemon=True)
     thread.start()
     y.backward(gradient)
     thread.join()
-    assert ended == [True], "a report waits for the GIL"
+    assert has_ended == [True], "a report waits for the GIL"
     assert of_python.nbytes() == 4
 
 
