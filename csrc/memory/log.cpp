@@ -9,6 +9,20 @@
 
 namespace memsave_ext::memory {
 
+namespace {
+
+std::shared_ptr<Block> new_block() {
+  return std::allocate_shared<Block>(std::pmr::polymorphic_allocator<Block>(block_memory()));
+}
+
+}  // namespace
+
+std::pmr::memory_resource* block_memory() {
+  // Never destroyed: a record may outlive all else. Other threads free its blocks.
+  static auto* const pool = new std::pmr::synchronized_pool_resource();
+  return pool;
+}
+
 Category Block::category() const {
   if (label != Category::kNone) return label;
   const bool made_by_forward = phase == Phase::kForward || is_recompute(phase);
@@ -31,7 +45,7 @@ void Log::allocated(const EventContext& context, void* ptr, int64_t size,
   // look for them when backward begins.
   if (where.phase == Phase::kBackward && phase_ != Phase::kBackward) look(lock);
   phase_ = where.phase;
-  auto block = std::make_shared<Block>();
+  auto block = new_block();
   block->size = size;
   block->phase = where.phase;
   block->span = where.span;
@@ -56,9 +70,7 @@ void Log::mark_phase(const EventContext& context) {
   if (!parts_.empty()) add_event(context, nullptr, threads_.where(context).phase, true);
 }
 
-void Log::remove(const EventContext& context,
-                 std::unordered_map<void*, std::shared_ptr<Block>>::iterator it,
-                 std::optional<int64_t> total) {
+void Log::remove(const EventContext& context, Blocks::iterator it, std::optional<int64_t> total) {
   std::shared_ptr<Block> block = std::move(it->second);
   live_.erase(it);
   const Where where = threads_.where(context);
@@ -87,7 +99,7 @@ void Log::label(const at::Tensor& tensor, Category category, int32_t name) {
   auto known = live_.find(ptr);
   if (known == live_.end()) {
     const EventContext context = EventContext::now();
-    auto block = std::make_shared<Block>();
+    auto block = new_block();
     block->size = static_cast<int64_t>(storage.nbytes());
     known = live_.emplace(ptr, block).first;
     older_.push_back({ptr, block, storage.getWeakStorageImpl()});

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <memory_resource>
 #include <unordered_map>
 #include <vector>
 
@@ -18,6 +19,10 @@ namespace memsave_ext::memory {
 enum class Category : int8_t { kParameters, kGradients, kOptimizer, kActivations, kOther, kNone };
 
 class TrackingLock;
+
+// Where blocks and their index are kept. In malloc's heap they would lie between the tensors that
+// they describe, outlive them, and leave it in pieces, in which malloc searches longer.
+std::pmr::memory_resource* block_memory();
 
 struct Block {
   int64_t size = 0;  // bytes
@@ -95,10 +100,10 @@ class Log {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   };
 
+  using Blocks = std::pmr::unordered_map<void*, std::shared_ptr<Block>>;
+
   bool is_there(const Older& older, TrackingLock& lock) const;
-  void remove(const EventContext& context,
-              std::unordered_map<void*, std::shared_ptr<Block>>::iterator it,
-              std::optional<int64_t> total);
+  void remove(const EventContext& context, Blocks::iterator it, std::optional<int64_t> total);
   void add_event(const EventContext& context, std::shared_ptr<Block> block, Phase phase,
                  bool freed);
   void drop_parts();
@@ -114,7 +119,7 @@ class Log {
   int64_t time_ = 0;
   int64_t total_ = 0;
   int64_t peak_ = 0;
-  std::unordered_map<void*, std::shared_ptr<Block>> live_;
+  Blocks live_{block_memory()};
   std::vector<Older> older_;
   std::deque<Part> parts_;
   Threads threads_;

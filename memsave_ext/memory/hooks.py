@@ -115,17 +115,17 @@ class Hooks:
     def _watch_module(self, stack: ExitStack, number: int, module: nn.Module) -> None:
         enter, leave = self._tracker.enter_module, self._tracker.exit_module
 
-        def before(*_: Any) -> None:
+        def before(_module: nn.Module, _args: Any) -> None:
             enter(number)
 
-        def before_root(*_: Any) -> None:
+        def before_root(_module: nn.Module, _args: Any) -> None:
             if not self._tracker.inside_module() and torch._C._current_graph_task_id() == -1:
                 if self._forwards and not self._optimizers:
                     self._tracker.end_step()
                 self._forwards += 1
             enter(number)
 
-        def after(*_: Any) -> None:
+        def after(_module: nn.Module, _args: Any, _result: Any) -> None:
             leave(number)
 
         first = before_root if module is self._model else before
@@ -136,11 +136,15 @@ class Hooks:
     def _gradient_hook(self, number: int) -> Callable[[Tensor], None]:
         label = self._tracker.label
 
+        names = [number]
+
         def hook(param: Tensor) -> None:
             grad = param.grad
-            if grad is not None:
+            if type(grad) is Tensor:  # without the time that a search for its parts takes
+                label([grad], GRADIENTS, names)
+            elif grad is not None:
                 tensors = list(plain_tensors(grad))
-                label(tensors, GRADIENTS, [number] * len(tensors))
+                label(tensors, GRADIENTS, names * len(tensors))
 
         # A gradient that exists in parts alone may go without it (csrc/adam/hook.h).
         hook._memsave_ext_watches = True  # type: ignore[attr-defined]

@@ -13,9 +13,10 @@ namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA {
 using vector::BFloat16;
 using vector::Half;
 
-// Hardware prefetching stops at each page, and with five arrays sees too little of each.
+// Hardware prefetching stops at each page, which matters to small tensors. Further ahead costs: of
+// 0 to 4096 bytes, 256 was never behind none, and from memory took 10 % less time than 1024.
 MEMSAVE_EXT_INLINED inline void prefetch(const void* from) {
-  constexpr int64_t bytes_ahead = 1024;
+  constexpr int64_t bytes_ahead = 256;
   __builtin_prefetch(static_cast<const char*>(from) + bytes_ahead);
 }
 
