@@ -2,6 +2,7 @@
 
     python tools/check_torch_versions.py            # 2.11.0, 2.13.0 and 2.15.0
     python tools/check_torch_versions.py 2.15.0
+    python tools/check_torch_versions.py 2.11.0 --native 1 -- tests/remat  # these tests only
 
 What is built is the sdist, as whoever gets it would: unpacked into a folder with a space in its
 name, without build isolation and without an index. The folders are in build/torch-versions; their
@@ -37,8 +38,8 @@ class Failure(Exception):
 class Check:
     """One torch version: an environment, a build, two runs of the tests."""
 
-    def __init__(self, torch: str, folder: Path, workers: str) -> None:
-        self.torch, self.folder, self.workers = torch, folder, workers
+    def __init__(self, torch: str, folder: Path, pytest: list[str]) -> None:
+        self.torch, self.folder, self.pytest = torch, folder, pytest
         self.python = folder / "venv" / "bin" / "python"
         self.source = folder / "source of memsave_ext"
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,8 +88,7 @@ class Check:
         name = "native" if native == "1" else "pure"
         results = self.folder / f"{name}.xml"
         results.unlink(missing_ok=True)
-        processes = ("-n", self.workers, "--dist", "loadfile", "--no-loadscope-reorder")
-        options = ("-q", *processes, f"--junit-xml={results}")
+        options = ("-q", f"--junit-xml={results}", *self.pytest)
         try:
             self.run(name, self.python, "-m", "pytest", *options, MEMSAVE_EXT_NATIVE=native)
         except Failure:
@@ -102,19 +102,17 @@ class Check:
             raise Failure(f"{failed} failed: {(self.folder / name).relative_to(ROOT)}.log")
         return f"{passed} passed, {counts['skipped']} skipped"
 
-    def row(self, sdist: Path, tests: bool) -> tuple[bool, list[str]]:
+    def row(self, sdist: Path, natives: list[str]) -> tuple[bool, list[str]]:
         """Whether all is well, and the cells of the table."""
         try:
             self.prepare(sdist)
             cells = [self.version(), self.build()]
         except Failure as failure:
             return False, [self.torch, str(failure), "-", "-"]
-        if not tests:
-            return True, [*cells, "not run", "not run"]
         well = True
         for native in ("1", "0"):
             try:
-                cells.append(self.test(native))
+                cells.append(self.test(native) if native in natives else "not run")
             except Failure as failure:
                 well = False
                 cells.append(str(failure))
@@ -137,16 +135,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("versions", nargs="*", default=VERSIONS, metavar="VERSION")
     parser.add_argument("--no-tests", action="store_true", help="build only")
+    parser.add_argument("--native", choices=("0", "1"), help="test only native, or pure Python")
     parser.add_argument("--workers", default="auto", help="processes that run tests")
-    options = parser.parse_args()
+    parser.epilog = "What follows -- is handed to pytest."
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    options = parser.parse_args(sys.argv[1:end])
+    processes = ["-n", options.workers, "--dist", "loadfile", "--no-loadscope-reorder"]
+    pytest = [*processes, *sys.argv[end + 1 :]]
+    natives = [] if options.no_tests else [options.native] if options.native else ["1", "0"]
     folder = ROOT / "build" / "torch-versions"
     sdist = make_sdist(folder / "sdist")
     rows, well = [], True
     for version in options.versions:
         print(f"== torch {version}", flush=True)
-        fine, cells = Check(version, folder / version, options.workers).row(
-            sdist, not options.no_tests
-        )
+        fine, cells = Check(version, folder / version, pytest).row(sdist, natives)
         well &= fine
         rows.append(ROW.format(*cells))
         print(rows[-1], flush=True)

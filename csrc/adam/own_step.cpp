@@ -1,5 +1,6 @@
 #include "adam/own_step.h"
 
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -23,6 +24,19 @@ py::object scalars_of(const Scaling& scaling) {
                         tensor_or_none(scaling.factor), tensor_or_none(scaling.skip));
 }
 
+// Puts the gradient into .grad, where a step looks for it, and from where it may change it. A copy,
+// where backward goes on with memory that it shares: that of a view, as in `h + param.view(...)`.
+void give_gradient(const Parameter& parameter) {
+  // A DTensor's gradient is there, and `grad` is the local part alone.
+  if (!parameter.local.is_same(parameter.tensor)) return;
+  Tensor& grad = parameter.tensor.mutable_grad();
+  if (!grad.is_same(parameter.grad)) {
+    grad = parameter.grad;  // DistributedDataParallel has reduced it elsewhere
+  } else if (torch::autograd::get_current_graph_task_id() != -1 && grad.storage().use_count() > 1) {
+    grad = grad.detach().clone();
+  }
+}
+
 }  // namespace
 
 void step_by_own(const py::object& optimizer, c10::ArrayRef<Parameter*> parameters,
@@ -33,11 +47,7 @@ void step_by_own(const py::object& optimizer, c10::ArrayRef<Parameter*> paramete
   py::list params(parameters.size()), groups(parameters.size());
   for (size_t i = 0; i < parameters.size(); ++i) {
     const Parameter& parameter = *parameters[i];
-    // What DistributedDataParallel has reduced is not in .grad, where the step looks for it. A
-    // DTensor's is there, and `grad` is the local part alone.
-    if (parameter.local.is_same(parameter.tensor)) {
-      parameter.tensor.mutable_grad() = parameter.grad;
-    }
+    give_gradient(parameter);
     params[i] = tensor_or_none(parameter.tensor);
     groups[i] = py::int_(parameter.group->position);
   }

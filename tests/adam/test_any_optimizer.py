@@ -82,6 +82,39 @@ def test_schedulers(early):
     assert_same(*zip(nets, optimizers, strict=True))
 
 
+def nesterov(params):
+    """One that minimizes: maximizing, as TORCHS's, soon makes NaN, which is equal to nothing."""
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+
+
+@pytest.mark.parametrize("make", [SGD, nesterov, TORCHS["Adam"]], ids=["SGD", "nesterov", "Adam"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        # The first two change momentum or betas.
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.02, 12),
+        lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.001, 0.02, 2, base_momentum=0.0),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+        lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=1.0),
+    ],
+    ids=["one cycle", "cyclic", "warm restarts", "plateau"],
+)
+def test_schedulers_through_accumulation_and_copies(make, kind):
+    triples = [(net, optimizer, kind(optimizer)) for net, optimizer in pair(make)]
+    for number in range(9):
+        if number == 5:
+            triples = [copy.deepcopy(triple) for triple in triples]
+        for net, optimizer, scheduler in triples:
+            context = optimizer.accumulate() if optimizer is triples[0][1] else torch.enable_grad()
+            with context:
+                loss(net, number).backward()
+            step(net, optimizer, number + 20)
+            plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            scheduler.step(*[1.0] * plateau)
+        assert_same(*(triple[:2] for triple in triples))
+    assert all(p.isfinite().all() for p in triples[0][0].parameters())
+
+
 def test_param_groups():
     """Options of a group are read when its parameters are stepped; groups can be added."""
     pairs = []

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,8 @@ import torch
 from own_steps import TORCHS, assert_same, loss, model
 
 import memsave_ext as ms
+
+from .loops import verdict_of
 
 ACTIONS = (
     "step", "step", "step", "accumulate", "lr", "paused", "left", "freeze", "copy", "pickle",
@@ -156,13 +157,6 @@ class Loop:
 
 def run_seed(seed: int, without: list[str], shrinks: bool) -> tuple[str, str]:
     loop = Loop(seed, without)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            verdict = loop.run()
-    except AssertionError as error:
-        verdict = f"wrong: {error or 'other parameters'}"
-    except Exception as error:
-        verdict = f"error: {type(error).__name__}: {error}"
+    verdict = verdict_of(loop.run)
     loop.pairs[0][1].remove_hooks()
     return verdict, f"# {loop}"

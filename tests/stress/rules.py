@@ -6,13 +6,13 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-import warnings
 
 import torch
 from torch import Tensor
 
 import memsave_ext as ms
 
+from .loops import verdict_of
 from .rule_runs import Run, Runs, file_of, same
 
 ACTIONS = (
@@ -286,14 +286,7 @@ def is_own(tensor: Tensor) -> bool:
 
 def run_seed(seed: int, without: list[str], shrinks: bool) -> tuple[str, str]:
     loop = Loop(seed, without)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            verdict = loop.run()
-    except AssertionError as error:
-        verdict = f"wrong: {error}"
-    except Exception as error:
-        verdict = f"error: {type(error).__name__}: {error}"
+    verdict = verdict_of(loop.run)
     for run in loop.runs:
         ms.remove_hooks(run.params)
     return verdict, f"# {loop}"

@@ -112,7 +112,9 @@ def _apply_by_own(
         by_device.setdefault(made.param.device, []).append(made)
     for device, on_device in by_device.items():
         for param, _, grad in on_device:
-            param.grad = grad  # where DistributedDataParallel has reduced it, it is elsewhere
+            assert grad is not None
+            # Where DistributedDataParallel has reduced it, it is not in .grad.
+            param.grad = _changeable(grad) if grad is param.grad else grad
         by_name = scaling.on(device, scale)
         names = ("grad_scale", "found_inf", "factor", "skip")
         optimizer._step_by_own(
@@ -122,6 +124,19 @@ def _apply_by_own(
         )
         for param, *_ in on_device:
             note_step(dtensor.local_tensor(param), positions[id(param)])
+
+
+def _changeable(grad: Tensor) -> Tensor:
+    """Returns the gradient as one that a step may change in place.
+
+    It is a copy where backward goes on with memory that the gradient shares: that of a view, as in
+    ``h + param.view(...)``.
+    """
+    if torch._C._current_graph_task_id() == -1 or dtensor.is_dtensor(grad):
+        return grad
+    storage = grad.untyped_storage()
+    is_shared = torch._C._storage_Use_Count(storage._cdata) > 2  # by more than both of these
+    return grad.detach().clone() if is_shared else grad
 
 
 def _make_and_check_states(

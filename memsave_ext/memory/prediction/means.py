@@ -11,6 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ...adam import Adam, AdamW, in_backward
+from ...checkpointing import checkpoint_modules
+from ...loss_head import patch_causal_lm
 from ..measure import Build, checked
 from .batch import remade
 
@@ -85,15 +88,13 @@ class Means:
 
     def _step_in_place_of(self, optimizer: Optimizer | None) -> Optimizer:
         """Returns an optimizer that steps where the step that was built calls ``optimizer``."""
-        from ... import adam
-
-        kinds = {torch.optim.Adam: adam.Adam, torch.optim.AdamW: adam.AdamW}
+        kinds = {torch.optim.Adam: Adam, torch.optim.AdamW: AdamW}
         ours = next(
             (ours for torchs, ours in kinds.items() if type(optimizer) in (torchs, ours)), None
         )
         if optimizer is None or ours is None:
             raise ValueError(f"the optimizer is {type(optimizer).__name__}, not Adam or AdamW")
-        if isinstance(optimizer, adam.Adam) and optimizer._in_backward:
+        if isinstance(optimizer, Adam) and optimizer._in_backward:
             if self.state_dtype is None:
                 raise ValueError("the optimizer steps in backward already")
             optimizer.remove_hooks()
@@ -131,8 +132,6 @@ remat_module: Callable[..., Any] | None = None
 
 
 def _head_in_chunks(model: nn.Module) -> None:
-    from ...loss_head import patch_causal_lm
-
     try:
         patch_causal_lm(model)
     except TypeError as error:
@@ -159,16 +158,12 @@ def _rematerialized(
 
 
 def _step_in_backward(optimizer: Optimizer | None) -> None:
-    from ...adam import in_backward
-
     if optimizer is None:
         raise ValueError("the step has no optimizer")
     in_backward(optimizer)
 
 
 def _checkpoint_blocks(model: nn.Module) -> None:
-    from ...checkpointing import checkpoint_modules
-
     chosen = {id(block) for block in blocks_of(model)}
     if not chosen:
         raise ValueError("the model has no list of blocks of one class")
