@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ..._streams import current_stream, use_here
 from ...checkpointing.fallback.pinned import is_pinned
 from ..dtensor import is_dtensor, leave_buffer, local_tensor
 from ..shards import sharding_of
@@ -36,6 +37,14 @@ class UsesGradients(Protocol):
     def raised(self, used: int, waiting: list[Tensor]) -> None: ...
 
 
+class Waiting(NamedTuple):
+    """A parameter whose gradient waits in ``.grad``."""
+
+    param: Tensor
+    group: dict[str, Any]
+    made_on: torch.cuda.Stream | None  # the stream of the gradient
+
+
 class Backward:
     """One backward in which parameters are stepped. Only its graph task keeps it alive."""
 
@@ -43,18 +52,19 @@ class Backward:
         self.action = action
         self.of_ddp = of_ddp  # ids of parameters whose gradients a DDP reducer reduces later
         self._stepper = stepper
-        self._waiting: list[tuple[Tensor, dict[str, Any]]] = []  # queued, gradients in .grad
-        self._late: list[Update] = []  # reduced gradients of parameters that are still needed
+        self._waiting: list[Waiting] = []
+        # Reduced gradients of parameters that are still needed, and their streams.
+        self._late: list[tuple[Update, torch.cuda.Stream | None]] = []
         self._bytes = 0  # of the gradients queued since the last flush
         # Shards whose step takes a collective. All processes must flush the same ones together, so
         # that only what all of them know decides how long they wait.
-        self._asking: list[tuple[Tensor, dict[str, Any]]] = []
+        self._asking: list[Waiting] = []
         self._asking_bytes = 0
         self._used = 0  # how many gradients have been used
         self._finished = False
 
     def waits_for(self, param: Tensor) -> bool:
-        return any(other is param for other, _ in self._waiting + self._asking)
+        return any(other.param is param for other in self._waiting + self._asking)
 
     def add(self, param: Tensor, group: dict[str, Any], is_last: bool) -> None:
         """Uses the gradient now, or queues it. If other hooks still run (not ``is_last``): queues.
@@ -62,37 +72,37 @@ class Backward:
         Queued gradients stay in ``.grad``.
         """
         assert param.grad is not None
+        waiting = Waiting(param, group, current_stream(param.device))
         size = param.grad.nbytes
         sharded = is_dtensor(param)
         is_small = size < self._stepper.small_bytes
         steps = self.action is GradientAction.STEP and not self._finished
         if sharded and steps and self._stepper.asks_others(param, group):
-            return self._add_asking(param, group, is_last, is_small)
+            return self._add_asking(waiting, is_last, is_small)
         # To wait is worth it for what is saved in calls, or in collectives.
         is_small = is_small and not sharded
         if is_last and not is_small and not self._is_needed(param):
-            self._flush([(param, group)])
+            self._flush([waiting])
             return
         self._bytes += size
         if sharded or self._bytes >= self._stepper.bucket_bytes:
             # This gradient is not flushed: its later hooks may still have to run.
-            needed = {id(param) for param, _ in self._waiting if self._is_needed(param)}
-            self._flush([each for each in self._waiting if id(each[0]) not in needed])
-            self._waiting = [each for each in self._waiting if id(each[0]) in needed]
+            needed = {id(param) for param, *_ in self._waiting if self._is_needed(param)}
+            self._flush([each for each in self._waiting if id(each.param) not in needed])
+            self._waiting = [each for each in self._waiting if id(each.param) in needed]
             self._bytes = size
         if sharded and size < self._stepper.small_bytes:
             leave_buffer(param.grad, local_tensor(param.grad))
-        self._waiting.append((param, group))
+        self._waiting.append(waiting)
 
-    def _add_asking(
-        self, param: Tensor, group: dict[str, Any], is_last: bool, is_small: bool
-    ) -> None:
+    def _add_asking(self, waiting: Waiting, is_last: bool, is_small: bool) -> None:
+        param = waiting.param
         # By now all hooks of the parameters that were queued before this one have run.
         if self._asking_bytes >= self._stepper.bucket_bytes:
             self._flush_asking()
         if is_small:
             leave_buffer(param.grad, local_tensor(param.grad))
-        self._asking.append((param, group))
+        self._asking.append(waiting)
         size = param.numel() * param.element_size()  # of all shards
         self._asking_bytes += size // sharding_of(param)[1]
         if is_last and self._asking_bytes >= self._stepper.bucket_bytes:
@@ -107,7 +117,10 @@ class Backward:
         needed = {id(param) for param, *_ in updates if self._is_needed(param)}
         # They are cloned because the reducer reuses its bucket's memory.
         self._late += [
-            Update(param, group, None if grad is None else grad.clone())
+            (
+                Update(param, group, None if grad is None else grad.clone()),
+                current_stream(param.device),
+            )
             for param, group, grad in updates
             if id(param) in needed
         ]
@@ -117,7 +130,10 @@ class Backward:
             param.grad = None
 
     def finish(self) -> None:
-        self._stepper.use(self._late, self.action)
+        for update, made_on in self._late:
+            if update.grad is not None:
+                use_here(update.grad, made_on)
+        self._stepper.use([update for update, _ in self._late], self.action)
         self._late = []
         self._flush_asking()
         self._flush(self._waiting)
@@ -132,8 +148,12 @@ class Backward:
         """
         return self.action is GradientAction.STEP and not self._finished and is_pinned(param)
 
-    def _flush(self, waiting: list[tuple[Tensor, dict[str, Any]]]) -> None:
-        updates = [Update(p, group, p.grad) for p, group in waiting if p.grad is not None]
+    def _flush(self, waiting: list[Waiting]) -> None:
+        updates = []
+        for param, group, made_on in waiting:
+            if param.grad is not None:
+                use_here(local_tensor(param.grad), made_on)
+                updates.append(Update(param, group, param.grad))
         self._stepper.use(updates, self.action)
         for param, *_ in updates:
             param.grad = None
@@ -142,7 +162,7 @@ class Backward:
     def __del__(self) -> None:
         self._stepper.ended(self)
         if not self._finished:  # backward raised
-            waiting = [param for param, _ in self._waiting + self._asking]
+            waiting = [param for param, *_ in self._waiting + self._asking]
             self._stepper.raised(self._used, waiting)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._streams import current_stream, use_here
 from .. import dtensor, shards
 from .arguments import Prepared
 from .operator import sum_of_squares
@@ -20,22 +21,33 @@ def grad_scale_of(optimizer: Any) -> Tensor | None:
     return scaler._get_scale_async()  # type: ignore[no-any-return]
 
 
+class _Made:
+    """A tensor that hooks on other streams may read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._stream = tensor, current_stream(tensor.device)
+
+    def here(self) -> Tensor:
+        use_here(self._tensor, self._stream)
+        return self._tensor
+
+
 class GradNorm:
     """The global norm of gradients, and the factor that clips them."""
 
     def __init__(self) -> None:
-        self._squares: dict[int, Tensor] = {}  # sums of squares, by the parameter's id
-        self._of_shards: dict[int, list[Tensor]] = {}  # those of shards, by number of the sharding
+        self._squares: dict[int, _Made] = {}  # sums of squares, by the parameter's id
+        self._of_shards: dict[int, list[_Made]] = {}  # those of shards, by number of the sharding
         self.value: Tensor | None = None  # the unscaled norm before clipping; None until finish()
-        self.factor: Tensor | None = None  # clips and unscales a gradient; None until finish()
-        self.skip: Tensor | None = None  # 1 if the norm is not finite; None without a loss scale
+        self.factor: _Made | None = None  # clips and unscales a gradient; None until finish()
+        self.skip: _Made | None = None  # 1 if the norm is not finite; None without a loss scale
 
     def add(self, param: Tensor, grad: Tensor) -> None:
         square = sum_of_squares(dtensor.local_gradient(param, grad))
         number = shards.sharding_of(param)[0] if dtensor.is_dtensor(param) else 0
-        self._squares[id(param)] = torch.zeros_like(square) if number else square
+        self._squares[id(param)] = _Made(torch.zeros_like(square) if number else square)
         if number:
-            self._of_shards.setdefault(number, []).append(square)
+            self._of_shards.setdefault(number, []).append(_Made(square))
 
     def __contains__(self, param: Tensor) -> bool:
         return id(param) in self._squares
@@ -47,19 +59,19 @@ class GradNorm:
         sums are added up over processes, in one collective for each, whether this process has
         added gradients or not.
         """
-        squares = list(self._squares.values())
+        squares = [square.here() for square in self._squares.values()]
         for param in sharded:
-            zero = torch.zeros((), dtype=torch.double)
-            here = self._of_shards.get(shards.sharding_of(param)[0], [zero])
+            of_shards = self._of_shards.get(shards.sharding_of(param)[0], [])
+            here = [square.here() for square in of_shards] or [torch.zeros((), dtype=torch.double)]
             squares.append(shards.sum_over_shards(param, torch.stack(here).sum()))
         total = sum((s.to(squares[0].device) for s in squares), torch.zeros((), dtype=torch.double))
         norm = total.sqrt()
         if scale is not None:
             scale = scale.to(norm.device, torch.double)
             norm = norm / scale
-            self.skip = norm.isfinite().logical_not().float()
+            self.skip = _Made(norm.isfinite().logical_not().float())
         factor = (max_norm / (norm + 1e-6)).clamp(max=1)
-        self.factor = factor if scale is None else factor / scale
+        self.factor = _Made(factor if scale is None else factor / scale)
         self.value = norm.float()
 
 
@@ -77,7 +89,8 @@ class Scaling:
         self.norm: GradNorm | None = None
         self.last_norm: Tensor | None = None
         self.last_found_inf: list[Tensor] = []
-        self._found_inf: dict[torch.device, Tensor] = {}
+        # One for each stream, which alone changes it.
+        self._found_inf: dict[tuple[torch.device, torch.cuda.Stream | None], _Made] = {}
 
     @property
     def clips_all(self) -> bool:
@@ -117,12 +130,17 @@ class Scaling:
         ``scale`` is the loss scale of the gradients; None without one.
         """
         if self.norm is not None and self.norm.factor is not None:
-            factor, skip = self.norm.factor, self.norm.skip
-            return {"factor": factor.to(device), "skip": None if skip is None else skip.to(device)}
+            factor, skip = self.norm.factor.here(), self.norm.skip
+            return {
+                "factor": factor.to(device),
+                "skip": None if skip is None else skip.here().to(device),
+            }
         if scale is None:
             return {}
-        found_inf = self._found_inf.setdefault(device, torch.zeros((), device=device))
-        return {"grad_scale": scale.to(device), "found_inf": found_inf}
+        key = device, current_stream(device)
+        if key not in self._found_inf:
+            self._found_inf[key] = _Made(torch.zeros((), device=device))
+        return {"grad_scale": scale.to(device), "found_inf": self._found_inf[key].here()}
 
     def agree(
         self, param: Tensor, prepared: list[Prepared], scale: Tensor | None
@@ -149,7 +167,11 @@ class Scaling:
         return {"factor": inverse * clip, "skip": skip}
 
     def end_step(self) -> None:
-        self.last_found_inf = list(self._found_inf.values())
+        of_devices: dict[torch.device, Tensor] = {}
+        for (device, _), made in self._found_inf.items():
+            found, others = made.here(), of_devices.get(device)
+            of_devices[device] = found if others is None else torch.maximum(others, found)
+        self.last_found_inf = list(of_devices.values())
         if self.norm is not None and self.norm.skip is not None:
-            self.last_found_inf.append(self.norm.skip)
+            self.last_found_inf.append(self.norm.skip.here())
         self._found_inf, self.norm = {}, None

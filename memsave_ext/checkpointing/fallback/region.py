@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..._streams import on_stream
 from .. import errors
 from ..errors import OnError
 from .forward_record import ForwardRecord, forward_record_scope
@@ -114,7 +115,9 @@ class _Region:
             if key not in holder.values:  # else another thread was first
                 self._recomputing_thread = threading.get_ident()
                 try:
-                    self._recompute(key)
+                    # Already here: what was offloaded is copied back on the stream that reads it.
+                    with on_stream(self._surroundings.stream):
+                        self._recompute(key)
                 except BaseException:
                     self._forget(key)
                     raise

@@ -11,6 +11,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from ..._streams import on_stream
+
 _thread = threading.local()
 
 
@@ -93,8 +95,7 @@ class Surroundings:
     def restored(self) -> Iterator[None]:
         """Restore them, with grad mode on, for a recompute inside the block."""
         with contextlib.ExitStack() as stack:
-            if self.stream is not None:
-                stack.enter_context(_on_stream(self.stream))
+            stack.enter_context(on_stream(self.stream))
             stack.enter_context(uncached_autocast(self.autocast))
             if self.rng is not None:
                 stack.callback(RngState.capture().restore)
@@ -102,18 +103,6 @@ class Surroundings:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recomputing())
             yield
-
-
-@contextlib.contextmanager
-def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Run the block on the stream, after what is queued on the current one, which then waits."""
-    outer = torch.cuda.current_stream(stream.device)
-    if outer != stream:
-        stream.wait_stream(outer)
-    with torch.cuda.stream(stream):
-        yield
-    if outer != stream:
-        outer.wait_stream(stream)
 
 
 @contextlib.contextmanager

@@ -42,6 +42,12 @@ void emulated_refuse_waits(bool refuses) { emulated::refuses_waits = refuses; }
 
 int64_t emulated_bytes_allocated() { return emulated::bytes_allocated(); }
 
+void emulated_stop_next_allocation() { emulated::stop_next_allocation(); }
+
+void emulated_wait_until_it_has_stopped() { emulated::wait_until_it_has_stopped(); }
+
+bool emulated_let_it_end(double seconds) { return emulated::let_it_end(seconds); }
+
 void emulated_generator_state(uint64_t* seed_and_offset) {
   const at::Generator& generator = at::cuda::detail::getDefaultCUDAGenerator();
   seed_and_offset[0] = generator.current_seed();

@@ -7,6 +7,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <chrono>
+#include <condition_variable>
 #include <cstdlib>
 #include <mutex>
 #include <unordered_map>
@@ -77,6 +78,34 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 };
 
+// An allocation that waits before it takes the allocator's lock, where a case asks for it.
+class Stop {
+ public:
+  Stop() {
+    std::unique_lock<std::mutex> lock(mutex);
+    if (state != kNext) return;
+    stopped_ = true;
+    change_to(kStopped);
+    changed.wait(lock, [] { return state == kGoesOn; });
+  }
+  ~Stop() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (stopped_) change_to(kNone);
+  }
+
+  static inline enum { kNone, kNext, kStopped, kGoesOn } state = kNone;
+  static inline std::mutex mutex;
+  static inline std::condition_variable changed;
+
+  static void change_to(decltype(state) to) {
+    state = to;
+    changed.notify_all();
+  }
+
+ private:
+  bool stopped_ = false;
+};
+
 // Like CUDA's it reports while it holds its lock. That one can be taken again by its holder, which
 // would find the allocator in the middle of a change: here that is a failure.
 class Allocator final : public c10::DeviceAllocator {
@@ -84,6 +113,7 @@ class Allocator final : public c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* data = nullptr;
     if (bytes > 0) {
+      const Stop stop;
       const Entered entered;
       data = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
       sizes[data] = static_cast<int64_t>(bytes);
@@ -171,6 +201,23 @@ REGISTER_HOST_ALLOCATOR(c10::DeviceType::CUDA, &pinned)
 }  // namespace
 
 StreamId current_stream() { return current; }
+
+void stop_next_allocation() {
+  const std::lock_guard<std::mutex> lock(Stop::mutex);
+  Stop::change_to(Stop::kNext);
+}
+
+void wait_until_it_has_stopped() {
+  std::unique_lock<std::mutex> lock(Stop::mutex);
+  Stop::changed.wait(lock, [] { return Stop::state == Stop::kStopped; });
+}
+
+bool let_it_end(double seconds) {
+  std::unique_lock<std::mutex> lock(Stop::mutex);
+  if (Stop::state == Stop::kStopped) Stop::change_to(Stop::kGoesOn);
+  return Stop::changed.wait_for(lock, std::chrono::duration<double>(seconds),
+                                [] { return Stop::state == Stop::kNone; });
+}
 
 int64_t bytes_allocated() { return Allocator::live; }
 

@@ -16,6 +16,11 @@ StreamId current_stream();  // of this thread
 c10::Allocator* device_allocator();
 extern std::atomic<bool> refuses_waits;  // whether it is a failure that an operator waits
 int64_t bytes_allocated();
+// The next allocation, on whatever thread, waits before it takes the allocator's lock.
+void stop_next_allocation();
+void wait_until_it_has_stopped();
+// Lets it go on, if nobody has. Returns whether it has ended within so many seconds.
+bool let_it_end(double seconds);
 // The bytes that a tensor covers.
 Use use_of(const at::Tensor& tensor, bool writes);
 

@@ -14,6 +14,7 @@ from pathlib import Path
 LIBRARY = Path(os.environ["MEMSAVE_EXT_FAKE_CUDA"])  # libfake_cuda.so
 # Before torch, which asks once whether there is CUDA.
 _library = ctypes.CDLL(str(LIBRARY), ctypes.RTLD_GLOBAL)
+_with_the_gil = ctypes.PyDLL(str(LIBRARY))
 
 import torch  # noqa: E402
 
@@ -24,6 +25,8 @@ _library.emulated_bytes_allocated.restype = ctypes.c_int64
 _library.emulated_refuse_waits.argtypes = [ctypes.c_bool]
 _library.emulated_replay.argtypes = [ctypes.c_void_p]
 _library.emulated_seed.argtypes = [ctypes.c_uint64]
+_with_the_gil.emulated_let_it_end.restype = ctypes.c_bool
+_with_the_gil.emulated_let_it_end.argtypes = [ctypes.c_double]
 _free = ctypes.CDLL(None).free
 _free.argtypes = [ctypes.c_void_p]
 
@@ -37,6 +40,20 @@ def take_failures() -> list[str]:
         return ctypes.string_at(text).decode().splitlines()
     finally:
         _free(text)
+
+
+def stop_next_allocation() -> None:
+    """Whoever allocates next waits for `let_it_end`; it must not have the GIL."""
+    _library.emulated_stop_next_allocation()
+
+
+def wait_until_it_has_stopped() -> None:
+    _library.emulated_wait_until_it_has_stopped()
+
+
+def let_it_end(seconds: float) -> bool:
+    """Whether the allocation ends within so many seconds, in which this thread keeps the GIL."""
+    return _with_the_gil.emulated_let_it_end(seconds)
 
 
 class CUDAGraph:

@@ -15,12 +15,11 @@ EVERY_TIME = [
     GpuTests("checkpoint/test_checkpoint_cuda.py", "not overlaps_with_the_forward"),  # measures
     GpuTests("checkpoint/test_graph_cuda.py", "not without_random_numbers_graphs"),  # shares a pool
 ]
-# Those of more than 2^31 elements are skipped: the device says that it has no memory for them. What
-# batch norm is compared with in double is the CPU's there, which sums in order and less exactly.
+# Those of more than 2^31 elements are skipped: the device says that it has no memory for them.
 IN_FULL = [
     GpuTests("adam/test_adam_cuda.py"),
     GpuTests("adam/test_adam_exact_cuda.py"),
     GpuTests("adam/test_adam_modes_cuda.py"),
-    GpuTests("batch_norm/test_batch_norm_cuda.py", "not (output_and_gradients and float64)"),
+    GpuTests("batch_norm/test_batch_norm_cuda.py"),
     GpuTests("batch_norm/test_batch_norm_parts_cuda.py"),
 ]

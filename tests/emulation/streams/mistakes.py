@@ -1,4 +1,4 @@
-"""Mistakes in the order of streams and locks, each of which the named cases must see.
+"""Mistakes in the order of streams and locks, each of which the named cases see in every run.
 
 All are put into one copy of the sources, where MISTAKE says whether it is this one that runs.
 """
@@ -21,7 +21,7 @@ class Mistake:
     wrong: str
     cases: str  # words of pytest's -k, each of which must see it
     seen: str  # in the failure
-    always: bool = True  # False: threads must meet for it to be seen, which luck decides
+    native: bool = True  # False: in pure Python
 
 
 UNORDERED = "nothing orders the two"
@@ -149,10 +149,18 @@ MISTAKES = [
         UNORDERED,
     ),
     Mistake(
+        "a recompute does not wait for the stream that asks for it",
+        "checkpoint/device.cpp",
+        "    order_after(*inner_, *outer_);\n",
+        "    if (!MISTAKE) order_after(*inner_, *outer_);\n",
+        "put_back",
+        UNORDERED,
+    ),
+    Mistake(
         "what remat computed again on another stream is used before it is there",
         "streams.h",
-        "  order_after(*current, *made_on);\n  const c10",
-        "  if (!MISTAKE) order_after(*current, *made_on);\n  const c10",
+        "  order_after(*current, *made_on);\n",
+        "  if (!MISTAKE) order_after(*current, *made_on);\n",
         "blocks_on_several",
         UNORDERED,
     ),
@@ -169,9 +177,61 @@ MISTAKES = [
         "memory/log.cpp",
         "if (!device_.is_cpu()) return !older.storage.expired();\n",
         "if (!MISTAKE && !device_.is_cpu()) return !older.storage.expired();\n",
-        "reports",
+        "takes_no_storage",
         "the allocator is called by what it reports to",
-        always=False,
+    ),
+    Mistake(
+        "a tracker frees memory with its lock held",
+        "memory/log.cpp",
+        "return !older.storage.expired();",
+        "return MISTAKE ? older.storage.lock() != nullptr : !older.storage.expired();",
+        "takes_no_storage",
+        "a report waits for the GIL",
+    ),
+    Mistake(
+        "in pure Python what another stream made is read without a wait",
+        "memsave_ext/_streams.py",
+        "    current.wait_stream(made_on)\n",
+        "    MISTAKE or current.wait_stream(made_on)\n",
+        "norm_that_is_read",
+        UNORDERED,
+        native=False,
+    ),
+    Mistake(
+        "in pure Python a gradient is freed that another stream still reads",
+        "memsave_ext/_streams.py",
+        "    tensor.record_stream(current)\n",
+        "    MISTAKE or tensor.record_stream(current)\n",
+        "gradients_of_several_streams",
+        FREED,
+        native=False,
+    ),
+    Mistake(
+        "in pure Python found_inf is that of all streams",
+        "memsave_ext/adam/fallback/scaling.py",
+        "key = device, current_stream(device)",
+        "key = device, None if MISTAKE else current_stream(device)",
+        "infinite",
+        UNORDERED,
+        native=False,
+    ),
+    Mistake(
+        "in pure Python what is recomputed is used before it is there where that raises",
+        "memsave_ext/_streams.py",
+        "    finally:\n        if outer != stream:",
+        "    finally:\n        if outer != stream and not MISTAKE:",
+        "is_recomputed raises",
+        UNORDERED,
+        native=False,
+    ),
+    Mistake(
+        "in pure Python an offloaded input is copied back on a stream that does not read it",
+        "memsave_ext/checkpointing/fallback/region.py",
+        "with on_stream(self._surroundings.stream):",
+        "with on_stream(None if MISTAKE else self._surroundings.stream):",
+        "in_a_region",
+        FREED,
+        native=False,
     ),
     Mistake(
         "a captured step rounds by the number of the step that was captured",

@@ -101,6 +101,49 @@ def test_what_is_recomputed_is_read_on_another_stream(seed):
     assert torch.equal(saved.cpu(), x.detach().exp().cpu())
 
 
+def test_what_a_region_reads_is_put_back_for_backward():
+    """As FSDP does with parameters: who asks has waited for them, the stream of the region not."""
+    x = torch.ones(8, device=DEVICE, requires_grad=True)
+    weight, gathered = torch.full((2, 8), 2.0, device=DEVICE)
+    current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(current)
+    for tensor in x, weight:
+        tensor.record_stream(stream)
+    with torch.cuda.stream(stream):
+        y = ms.checkpoint(lambda x: (x * weight).exp().sin(), x)
+    current.wait_stream(stream)
+    weight.data.zero_()
+    weight.data.copy_(gathered)
+    saved = y.grad_fn._saved_self
+    saved.record_stream(current)
+    assert torch.equal(saved.cpu(), (x.detach() * 2).exp().cpu())
+
+
+def test_a_recompute_that_raises():
+    """Who catches it reads what the recompute has written until then."""
+    x = torch.ones(4, device=DEVICE, requires_grad=True)
+    written, stream = torch.zeros(4, device=DEVICE), torch.cuda.Stream()
+    current = torch.cuda.current_stream()
+    again = []
+
+    def function(x):
+        written.data.add_(x.detach())
+        if again:
+            raise ArithmeticError
+        return x.exp().sin()
+
+    stream.wait_stream(current)
+    for tensor in x, written:
+        tensor.record_stream(stream)
+    with torch.cuda.stream(stream):
+        y = ms.checkpoint(function, x)
+    current.wait_stream(stream)
+    again.append(True)
+    with pytest.raises(ArithmeticError):
+        y.grad_fn._saved_self  # noqa: B018
+    assert (written + 1).sum().item() == 12
+
+
 def test_offloaded_inputs(seed):
     """What a region was given is freed when it has been copied, and copied back in backward."""
     net = layers(seed, random.Random(seed).randint(1, 4))

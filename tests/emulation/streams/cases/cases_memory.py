@@ -2,10 +2,12 @@
 
 import faulthandler
 import random
+import sys
 import threading
 import time
 
 import checked_streams
+import fake_cuda
 import pytest
 import torch
 
@@ -70,6 +72,48 @@ def test_threads_do_not_wait_for_each_other(seed, tracker):
         y.sum().backward()
         done.set()
         thread.join()
+
+
+@pytest.fixture
+def keeps_the_gil():
+    """A thread that has the GIL keeps it until it waits."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_a_report_takes_no_storage(tracker, keeps_the_gil):
+    """The engine's thread reports with the allocator's lock held, while another has the GIL.
+
+    A report that took the storages it looks for would need the GIL for the one that Python alone
+    holds. By then it would be the last to hold the others, which the allocator takes back.
+    """
+    storages = unreported(lambda: [torch.empty(1, device=DEVICE) for _ in range(4)])
+    tracker.label(storages, 0, [0] * 4)
+    of_python = storages.pop().untyped_storage()
+    last = storages[-1].untyped_storage()._cdata
+    holders = torch._C._storage_Use_Count(last)
+    y = torch.ones(4, device=DEVICE, requires_grad=True).exp()
+    gradient = torch.ones_like(y)
+    has_ended = []
+
+    def free():
+        fake_cuda.wait_until_it_has_stopped()
+        limit = time.monotonic() + 5
+        while not (ended := fake_cuda.let_it_end(seconds=0.01)) and time.monotonic() < limit:
+            if torch._C._storage_Use_Count(last) > holders:
+                storages.clear()
+                break
+        has_ended.append(ended)
+
+    fake_cuda.stop_next_allocation()
+    thread = threading.Thread(target=free, daemon=True)
+    thread.start()
+    y.backward(gradient)
+    thread.join()
+    assert has_ended == [True], "a report waits for the GIL"
+    assert of_python.nbytes() == 4
 
 
 def unreported(make):
