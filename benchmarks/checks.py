@@ -1,5 +1,6 @@
 """What recomputing must not change: losses, running statistics, and how often they are counted."""
 
+import dataclasses
 import itertools
 import statistics
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from training import Job, Trainer, one_ulp_away, train
 
 Check = dict[str, Any]  # name, text, and ok: None for what is only reported
 EPS = torch.finfo(torch.float32).eps
+TWINS, FIRST_STEPS = 5, 10  # whose losses tell how far rounding alone takes a training
 
 
 def check(trainers: dict[str, Trainer], images: Images, job: Job) -> list[Check]:
@@ -70,18 +72,25 @@ def within_noise(
     """Holds differences to the noise float32 has in this very job.
 
     Training amplifies a rounding error by a factor that depends on network, rate and data, so no
-    bound can be written down. It is measured: naive again, from weights one ulp away. The factor of
-    10 is for rounding that differs in every step, where the twin's differs before the first only.
+    bound can be written down. It is measured: naive again, from weights one ulp away; and several
+    times for the first steps, in which a single activation that changes its sign, or none that
+    does, is all of the noise. The factor of 10 is for rounding that differs in every step, where
+    a twin's differs before the first only.
     """
-    twin = one_ulp_away(job)
-    train({"one ulp away": twin}, images, job, progress=False)
-    apart = (abs(a - b) for a, b in zip(twin.losses, naive.losses, strict=True))
+    twins = [one_ulp_away(job, seed) for seed in range(TWINS)]
+    train({"one ulp away": twins[0]}, images, job, progress=False)
+    first = dataclasses.replace(job, steps=min(job.steps, FIRST_STEPS))
+    train({str(i): twin for i, twin in enumerate(twins[1:])}, images, first, progress=False)
+    apart = [
+        max(abs(loss - twin.losses[step]) for twin in twins if step < len(twin.losses))
+        for step, loss in enumerate(naive.losses)
+    ]
     noise = itertools.accumulate(apart, max)  # once reached, a level of noise is there to stay
     bounds = [10 * n + 8 * EPS * abs(loss) for n, loss in zip(noise, naive.losses, strict=True)]
     worst = max(range(job.steps), key=lambda step: losses[step] / bounds[step])
     losses_ok = all(diff <= bound for diff, bound in zip(losses, bounds, strict=True))
     largest = float(naive.running_statistics().abs().max())
-    stats_bound = 10 * statistics_diff(twin, naive) + 8 * EPS * largest
+    stats_bound = 10 * statistics_diff(twins[0], naive) + 8 * EPS * largest
     why = "10 times what moving each initial weight by one ulp does to naive"
     return [
         _check(

@@ -151,10 +151,13 @@ def train(trainers: dict[str, Trainer], images: Images, job: Job, progress: bool
         rounds.set_postfix({"loss": f"{trainers[name].losses[-1]:.3f}"}, refresh=False)
 
 
-def one_ulp_away(job: Job) -> Trainer:
-    """The naive method, from weights that are each moved by the smallest step float32 has."""
+def one_ulp_away(job: Job, seed: int) -> Trainer:
+    """The naive method, from weights each moved up or down by the smallest step float32 has."""
     twin = Trainer("naive", job)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in twin.model.parameters():
-            parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, torch.inf)))
+            up = torch.rand(parameter.shape, generator=generator).to(parameter.device) < 0.5
+            towards = torch.where(up, torch.inf, -torch.inf).to(parameter.dtype)
+            parameter.copy_(torch.nextafter(parameter, towards))
     return twin
