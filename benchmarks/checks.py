@@ -14,7 +14,7 @@ from training import Job, Trainer, one_ulp_away, train
 
 Check = dict[str, Any]  # name, text, and ok: None for what is only reported
 EPS = torch.finfo(torch.float32).eps
-TWINS, FIRST_STEPS = 5, 10  # whose losses tell how far rounding alone takes a training
+TWINS, FIRST_STEPS = 5, 4  # whose losses tell how far rounding alone takes a training
 
 
 def check(trainers: dict[str, Trainer], images: Images, job: Job) -> list[Check]:
