@@ -12,6 +12,7 @@ built for CUDA in build/emulation-streams, with its kernels emulated.
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -101,8 +102,7 @@ def run_gpu_tests(tests: GpuTests) -> subprocess.CompletedProcess[str]:
 def run_tests(
     paths: list[Path], words: str, native: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "checked_streams"]
-    return run_python([*command, "--rootdir", str(ROOT), "-k", words, *map(str, paths)], native)
+    return run_python(["-m", "pytest", "-k", words, *map(str, paths)], native)
 
 
 def see_mistakes(numbers: list[str], native: bool) -> subprocess.CompletedProcess[str]:
@@ -110,8 +110,10 @@ def see_mistakes(numbers: list[str], native: bool) -> subprocess.CompletedProces
 
 
 def run_python(arguments: list[str], native: bool) -> subprocess.CompletedProcess[str]:
+    options = ["-q", "-p", "no:cacheprovider", "-p", "checked_streams", "--rootdir", str(ROOT)]
     environment = {
         **os.environ,
+        "PYTEST_ADDOPTS": shlex.join(options),
         "PYTHONPATH": f"{DEVICE}:{ROOT / 'tests'}:{FOLDER}",  # FOLDER has the package
         "MEMSAVE_EXT_FAKE_CUDA": str(LIBRARY),
         "MEMSAVE_EXT_NATIVE": str(int(native)),
