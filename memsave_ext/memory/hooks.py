@@ -136,15 +136,11 @@ class Hooks:
     def _gradient_hook(self, number: int) -> Callable[[Tensor], None]:
         label = self._tracker.label
 
-        names = [number]
-
         def hook(param: Tensor) -> None:
             grad = param.grad
-            if type(grad) is Tensor:  # without the time that a search for its parts takes
-                label([grad], GRADIENTS, names)
-            elif grad is not None:
-                tensors = list(plain_tensors(grad))
-                label(tensors, GRADIENTS, names * len(tensors))
+            if grad is not None:
+                tensors = plain_tensors(grad)
+                label(tensors, GRADIENTS, [number] * len(tensors))
 
         # A gradient that exists in parts alone may go without it (csrc/adam/hook.h).
         hook._memsave_ext_watches = True  # type: ignore[attr-defined]

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
-def plain_tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the plain tensors in a tensor, mapping, list or tuple, at any depth.
+def plain_tensors(value: Any) -> list[Tensor]:
+    """Returns the plain tensors in a tensor, mapping, list or tuple, at any depth.
 
-    A wrapper subclass yields the tensors it wraps: a DTensor its local shard.
+    A wrapper subclass has those it wraps: a DTensor its local shard.
     """
+    if type(value) is Tensor:  # most often, and once for each gradient of a step
+        return [value]
+    parts: Iterable[Any]
     if isinstance(value, Tensor):
         wrapper: Any = value
-        if type(value) is not Tensor and is_traceable_wrapper_subclass(wrapper):
-            names, _ = wrapper.__tensor_flatten__()
-            for name in names:
-                yield from plain_tensors(getattr(wrapper, name))
-        else:
-            yield value
+        if not is_traceable_wrapper_subclass(wrapper):
+            return [value]
+        names, _ = wrapper.__tensor_flatten__()
+        parts = (getattr(wrapper, name) for name in names)
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from plain_tensors(item)
+        parts = value.values()
     elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from plain_tensors(item)
+        parts = value
+    else:
+        return []
+    return [tensor for part in parts for tensor in plain_tensors(part)]
