@@ -41,7 +41,7 @@ at::MemoryFormat layout_of(const Tensor& input) {
 void prefer_large_pages([[maybe_unused]] const Tensor& tensor) {
 #ifdef __linux__
   constexpr uintptr_t kPage = 2 << 20;
-  if (!tensor.is_cpu() || tensor.nbytes() < (32 << 20)) return;
+  if (!tensor.is_cpu() || static_cast<int64_t>(tensor.nbytes()) < kFreshBytes) return;
   const auto begin = reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr());
   const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
   const uintptr_t last = (begin + tensor.nbytes()) / kPage * kPage;

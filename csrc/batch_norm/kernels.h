@@ -21,6 +21,9 @@ using vector::item_size;
 
 inline int64_t statistic_bytes(DType dtype) { return dtype == DType::kDouble ? 8 : 4; }
 
+// On a CPU a tensor from this size on has memory fresh from the system, left to glibc.
+constexpr int64_t kFreshBytes = 32 << 20;
+
 // Calls `function` with a value of the statistics' type for tensors of `dtype`.
 template <typename Function>
 void with_statistic(DType dtype, const Function& function) {

@@ -28,6 +28,11 @@ struct Streamed {};  // a whole vector, stored past the caches
 struct Part {
   int64_t lanes;
 };
+// A whole vector that ends with a row. Its values but the last `lanes` were taken before: they are
+// written again, and left out of sums.
+struct Last {
+  int64_t lanes;
+};
 
 template <typename V, typename T>
 MEMSAVE_EXT_INLINED inline V broadcast(T value) {
@@ -119,6 +124,20 @@ MEMSAVE_EXT_INLINED inline auto narrow(Lanes<Storage> v) {
   }
 }
 
+#if MEMSAVE_EXT_VECTOR_BYTES == 32
+// Two vectors of 16-bit values as they are stored.
+template <typename Storage>
+MEMSAVE_EXT_INLINED inline __m256i narrow_both(Lanes<Storage> low, Lanes<Storage> high) {
+  if constexpr (std::is_same_v<Storage, BFloat16>) {
+    const __m256i packed =
+        _mm256_packus_epi32((__m256i)bfloat16_bits(low), (__m256i)bfloat16_bits(high));
+    return _mm256_permute4x64_epi64(packed, 0xd8);
+  } else {
+    return _mm256_set_m128i(narrow<Storage>(high), narrow<Storage>(low));
+  }
+}
+#endif
+
 template <typename Storage>
 MEMSAVE_EXT_INLINED inline Lanes<Storage> load(const Storage* from, Whole) {
   return load(from);
@@ -126,6 +145,11 @@ MEMSAVE_EXT_INLINED inline Lanes<Storage> load(const Storage* from, Whole) {
 
 template <typename Storage>
 MEMSAVE_EXT_INLINED inline Lanes<Storage> load(const Storage* from, Streamed) {
+  return load(from);
+}
+
+template <typename Storage>
+MEMSAVE_EXT_INLINED inline Lanes<Storage> load(const Storage* from, Last) {
   return load(from);
 }
 
@@ -147,6 +171,13 @@ template <typename V>
 MEMSAVE_EXT_INLINED inline V keep(V v, Part part) {
   using T = std::remove_reference_t<decltype(v[0])>;
   return lanes_of<T, sizeof(V) / sizeof(T)>(part) ? v : V{};
+}
+
+template <typename V>
+MEMSAVE_EXT_INLINED inline V keep(V v, Last last) {
+  using T = std::remove_reference_t<decltype(v[0])>;
+  constexpr int lanes = sizeof(V) / sizeof(T);
+  return lanes_of<T, lanes>(Part{lanes - last.lanes}) ? V{} : v;
 }
 
 template <typename Storage>
@@ -188,6 +219,11 @@ template <typename Storage>
 MEMSAVE_EXT_INLINED inline void store(Storage* to, Lanes<Storage> v, Whole) {
   const auto stored = narrow<Storage>(v);
   __builtin_memcpy(to, &stored, sizeof(stored));
+}
+
+template <typename Storage>
+MEMSAVE_EXT_INLINED inline void store(Storage* to, Lanes<Storage> v, Last) {
+  store(to, v, Whole{});
 }
 
 template <typename Storage>
@@ -246,6 +282,25 @@ MEMSAVE_EXT_INLINED inline void store(Storage* to, Lanes<Storage> v, Streamed) {
   }
 #endif
   __builtin_memcpy(to, &stored, sizeof(stored));
+}
+
+// Stores some vectors, one after the other; with AVX2 those of 16-bit values by twos, which takes
+// fewer instructions and fills a line in half as many stores.
+template <typename Storage, int count, typename Size>
+MEMSAVE_EXT_INLINED inline void store_all(Storage* to, const Lanes<Storage> (&v)[count],
+                                          Size size) {
+#if MEMSAVE_EXT_VECTOR_BYTES == 32
+  if constexpr (sizeof(Storage) == 2 && count % 2 == 0) {
+    for (int i = 0; i < count; i += 2) {
+      auto* at = reinterpret_cast<__m256i*>(to + i * kLanes<Storage>);
+      const __m256i both = narrow_both<Storage>(v[i], v[i + 1]);
+      std::is_same_v<Size, Streamed> ? _mm256_stream_si256(at, both)
+                                     : _mm256_storeu_si256(at, both);
+    }
+    return;
+  }
+#endif
+  for (int i = 0; i < count; ++i) store(to + i * kLanes<Storage>, v[i], size);
 }
 
 template <typename V>

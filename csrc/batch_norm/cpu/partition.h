@@ -39,7 +39,7 @@ class Partition {
     channels_last_ = inner_ == 1;
     if (channels_last_) {
       unit_channels_ = std::min(channels_, kMaxChannelsLast);
-      rows_ = std::clamp<int64_t>(65536 / std::max<int64_t>(unit_channels_, 1), 128, 512) / 4 * 4;
+      rows_ = even_rows(65536 / std::max<int64_t>(unit_channels_, 1));
     } else {
       // Where no pass sums, a piece has four rows, which are written together. That gains nothing
       // with 16 bits, whose conversion takes longest, unless the rows can be streamed.
@@ -92,6 +92,16 @@ class Partition {
  private:
   static constexpr int64_t kPieceValues = 32768;  // values of a piece, of one or more channels
   static constexpr int64_t kRunValues = 1024;     // contiguous values, if a pass sums
+
+  // About so many rows, 128 to 512, in an even number of blocks that are nearly equal: a last block
+  // of a few rows would leave one of two threads with less to do than the other.
+  int64_t even_rows(int64_t about) const {
+    const int64_t most = std::clamp<int64_t>(about, 128, 512);
+    if (outer_ <= most) return most;
+    const int64_t pairs = (outer_ + 2 * most - 1) / (2 * most);
+    const int64_t rows = (outer_ + 2 * pairs - 1) / (2 * pairs);
+    return (rows + 3) / 4 * 4;  // the passes take four at a time
+  }
 
   int64_t rows(int64_t block) const { return std::min(rows_, outer_ - block / cuts_ * rows_); }
   int64_t width(int64_t block) const { return std::min(cut_, inner_ - block % cuts_ * cut_); }

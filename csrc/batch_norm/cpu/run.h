@@ -19,7 +19,7 @@ namespace memsave_ext::batch_norm::cpu {
 
 constexpr int64_t kGrain = 32768;            // values that are worth a thread
 constexpr int64_t kCachedBytes = 2 << 20;    // up to here, a unit stays in cache between passes
-constexpr int64_t kStreamedBytes = 4 << 20;  // from here on, an output bypasses the caches
+constexpr int64_t kStreamedBytes = 4 << 20;  // from here to kFreshBytes, an output bypasses caches
 
 // The matrix of coefficients that the passes read: a row per Coefficient, a column per channel of
 // all joined rows.
@@ -94,7 +94,7 @@ class Run {
     whole_.grad_residual = grad_residual;
     const auto distance = static_cast<char*>(output) - static_cast<char*>(grad_residual);
     const bool alike = !output || !grad_residual || distance % 64 == 0;
-    whole_.stream = alike && tensor_bytes() >= kStreamedBytes && streams_well();
+    whole_.stream = alike && streams_well();
     return *this;
   }
 
@@ -135,10 +135,12 @@ class Run {
   }
 
  private:
-  // Whether streaming pays off: a cache line that is partly streamed and partly stored costs many
-  // times as much. Rows that are written together have to begin alike.
+  // Whether streaming pays off. Fresh pages lie in the caches, as the system has just cleared them.
+  // A cache line that is partly streamed and partly stored costs many times as much; rows that are
+  // written together have to begin alike.
   bool streams_well() const {
     const int64_t size = item_size(problem_.dtype);
+    if (tensor_bytes() < kStreamedBytes || tensor_bytes() >= kFreshBytes) return false;
     const int64_t run = partition_.run() * size,
                   row = problem_.channels * problem_.inner * size * partition_.joined();
     return run % 64 == 0 || (run >= 1024 && row % 64 == 0);

@@ -137,8 +137,8 @@ void gradient_sums_of(const Piece piece) {
         __builtin_prefetch(tensors.input + place + ahead);
         __builtin_prefetch(tensors.grad + place + ahead);
         const V x = load(tensors.input + place, size);
-        gradient = tensors.z_gradient(x, of, place, size);
-        product = gradient * (x - of[kMean]);
+        gradient = keep(tensors.z_gradient(x, of, place, size), size);
+        product = keep(gradient * (x - of[kMean]), size);
       });
   for (int64_t c = 0; c < piece.channels; ++c) {
     piece.sums[c] = sums.get(c, 0);
@@ -150,9 +150,16 @@ template <typename Storage, typename Activation, bool channels_last>
 void normalize_piece(const Piece piece) {
   const Tensors<Storage, Activation> tensors(piece);
   for_written<Storage, channels_last>(
-      piece, piece.output, [&](int64_t place, auto size, const auto& of) MEMSAVE_EXT_INLINED {
-        const auto z = tensors.z(load(tensors.input + place, size), of, place, size);
-        store(tensors.output + place, Activation::forward(z, tensors.slope), size);
+      piece, piece.output,
+      [&](int64_t place, auto size, const auto& of, auto vectors) MEMSAVE_EXT_INLINED {
+        constexpr int count = decltype(vectors)::kCount;
+        Lanes<Storage> output[count];
+        for (int v = 0; v < count; ++v) {
+          const int64_t at = place + v * kLanes<Storage>;
+          const auto z = tensors.z(load(tensors.input + at, size), of[v], at, size);
+          output[v] = Activation::forward(z, tensors.slope);
+        }
+        store_all(tensors.output + place, output, size);
       });
 }
 
@@ -161,14 +168,22 @@ void input_gradient_piece(const Piece piece) {
   const Tensors<Storage, Activation> tensors(piece);
   for_written<Storage, channels_last>(
       piece, piece.output ? piece.output : piece.grad_residual,
-      [&](int64_t place, auto size, const auto& of) MEMSAVE_EXT_INLINED {
-        const auto x = load(tensors.input + place, size);
-        const auto gradient = tensors.z_gradient(x, of, place, size);
-        if (tensors.grad_residual) store(tensors.grad_residual + place, gradient, size);
+      [&](int64_t place, auto size, const auto& of, auto vectors) MEMSAVE_EXT_INLINED {
+        constexpr int count = decltype(vectors)::kCount;
+        Lanes<Storage> x[count], gradient[count];
+        for (int v = 0; v < count; ++v) {
+          const int64_t at = place + v * kLanes<Storage>;
+          x[v] = load(tensors.input + at, size);
+          gradient[v] = tensors.z_gradient(x[v], of[v], at, size);
+        }
+        if (tensors.grad_residual) store_all(tensors.grad_residual + place, gradient, size);
         if (!tensors.output) return;
-        const auto of_input = input_gradient(gradient, x, of[kMean], of[kInvstd], of[kScale],
-                                             of[kGradMean], of[kDotMean]);
-        store(tensors.output + place, of_input, size);
+        for (int v = 0; v < count; ++v) {
+          const auto& o = of[v];
+          gradient[v] = input_gradient(gradient[v], x[v], o[kMean], o[kInvstd], o[kScale],
+                                       o[kGradMean], o[kDotMean]);
+        }
+        store_all(tensors.output + place, gradient, size);
       });
 }
 

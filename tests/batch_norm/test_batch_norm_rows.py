@@ -1,0 +1,76 @@
+"""Rows of every length, against float64, on each instruction set that this CPU has.
+
+A row ends with a part of a vector, or with a whole one that overlaps the one before; outputs of 4
+to 32 MiB bypass the caches, a cache line at a time.
+"""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import memsave_ext as ms
+
+CAPABILITIES = ["DEFAULT", "AVX2", "AVX512"]
+PRECISION = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# With values of 16 bits; (N, C) and (N, C, L) as in check().
+STREAMED = [(4200, 512), (1 << 15, 65), (80, 33, 1040), (80, 33, 1024), (122, 20, 1000)]
+
+
+def step(function, x, residual, grad):
+    x, residual = (t.detach().requires_grad_() for t in (x, residual))
+    weight = torch.linspace(0.5, 1.5, x.shape[1], dtype=x.dtype).requires_grad_()
+    bias = torch.linspace(-1, 1, x.shape[1], dtype=x.dtype).requires_grad_()
+    output = function(x, residual, weight, bias)
+    return output, *torch.autograd.grad(output, (x, residual, weight, bias), grad)
+
+
+def ours(x, residual, weight, bias):
+    of = (x, weight, bias, residual, None, None, None, True, 0.1, 1e-5, "none", 0.0, None)
+    return torch.ops.memsave_ext.batch_norm_forward(*of)[0]
+
+
+def expected(x, residual, weight, bias):
+    return F.batch_norm(x, None, None, weight, bias, True, 0.1, 1e-5) + residual
+
+
+def check(shape, dtype):
+    """Both layouts: (N, C) has its channels last, (N, C, L) first."""
+    tensors = [torch.randn(shape).to(dtype) for _ in range(3)]
+    found = step(ours, *tensors)
+    wanted = step(expected, *(t.double() for t in tensors))
+    for a, b in zip(found, wanted, strict=True):
+        bound = PRECISION[dtype] * (1 + b.abs().max().item())
+        assert (a.double() - b).abs().max() <= bound, (shape, dtype)
+
+
+def check_all():
+    torch.manual_seed(0)
+    for dtype in PRECISION:
+        for length in range(1, 71):
+            check((9, length), dtype)
+            check((5, 3, length), dtype)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for shape in STREAMED:
+            assert 4 << 20 <= math.prod(shape) * dtype.itemsize < 32 << 20
+            check(shape, dtype)
+
+
+@pytest.mark.skipif(not ms._native.available, reason="about the native kernels")
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_rows_of_every_length(capability):
+    most = torch.backends.cpu.get_cpu_capability()
+    if most not in CAPABILITIES or CAPABILITIES.index(capability) > CAPABILITIES.index(most):
+        pytest.skip("this CPU does not have it")
+    code = (
+        f"import sys, torch; sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
+        f"assert torch.backends.cpu.get_cpu_capability() == {capability!r}\n"
+        "import test_batch_norm_rows; test_batch_norm_rows.check_all()"
+    )
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability.lower()}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert run.returncode == 0, run.stderr.decode()
