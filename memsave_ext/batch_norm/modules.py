@@ -16,7 +16,8 @@ from . import calls, operators  # noqa: F401  # operators defines them
 from .activations import ACTIVATIONS, check_activation
 from .calls import Settings, Tensors
 
-Running = tuple[Tensor | None, Tensor | None, float]
+Buffers = tuple[Tensor | None, Tensor | None]  # running mean and variance
+Running = tuple[Tensor | None, Tensor | None, float]  # these, and the weight of the batch in them
 NO_RUNNING: Running = None, None, 0.0
 
 DOUBLE = torch.float64
@@ -104,9 +105,11 @@ class CountOnce(_BatchNorm):
             output = _BatchNorm.forward(of, input)
             z = output if residual is None else output + residual
             return ACTIVATIONS[self.activation or "none"].forward(z, self.negative_slope)
-        # Weight and bias are read once: a parametrized one is computed at each access.
+        # Everything is read once: a parametrized weight is computed at each access, and any access
+        # to a module's tensors takes a microsecond.
         tensors = Tensors(input, self.weight, self.bias, residual)
-        for name, tensor in (("weight", tensors.weight), ("running_mean", self.running_mean)):
+        buffers = self.running_mean, self.running_var
+        for name, tensor in (("weight", tensors.weight), ("running_mean", buffers[0])):
             if tensor is not None and (tensor.dtype is DOUBLE) is not (input.dtype is DOUBLE):
                 raise RuntimeError(
                     f"{type(self).__name__}: both or none of input and {name} must be float64, got "
@@ -116,9 +119,9 @@ class CountOnce(_BatchNorm):
         if found is not None:
             output, _ = run(tensors, found.settings, found.statistics)
         else:
-            settings = self._settings()
+            settings = self._settings(buffers)
             is_recompute = around.replay is not None
-            output, statistics = self._compute(tensors, settings, count=not is_recompute)
+            output, statistics = self._compute(tensors, settings, buffers, count=not is_recompute)
             if around.recording:
                 found = calls.Call.of(self, tensors, statistics, settings)
         if found is not None:
@@ -139,8 +142,8 @@ class CountOnce(_BatchNorm):
             text += f", negative_slope={self.negative_slope}"
         return text
 
-    def _settings(self) -> Settings:
-        training = self.training or self.running_mean is None or self.running_var is None
+    def _settings(self, buffers: Buffers) -> Settings:
+        training = self.training or buffers[0] is None or buffers[1] is None
         eps = self.eps
         if eps <= 0 and (training or eps < 0):  # with torch's messages
             kind = "positive during training" if training else "non-negative"
@@ -150,15 +153,18 @@ class CountOnce(_BatchNorm):
             training, eps, activation, self.negative_slope, self._group_name() if training else None
         )
 
-    def _compute(self, tensors: Tensors, settings: Settings, count: bool) -> tuple[Tensor, Tensor]:
+    def _compute(
+        self, tensors: Tensors, settings: Settings, buffers: Buffers, count: bool
+    ) -> tuple[Tensor, Tensor]:
         """Return output and statistics. ``count``: in training, update the running statistics."""
         if not settings.training:
-            running = self.running_mean, self.running_var, 0.0
-            return run(tensors, settings, None, running)
-        count = count and self.training and self.track_running_stats
-        result = self._run_and_count(tensors, settings, self._running() if count else NO_RUNNING)
-        if count and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
+            return run(tensors, settings, None, (*buffers, 0.0))
+        if not (count and self.training and self.track_running_stats):
+            return self._run_and_count(tensors, settings, NO_RUNNING)
+        batches = self.num_batches_tracked
+        result = self._run_and_count(tensors, settings, (*buffers, self._share(batches)))
+        if batches is not None:
+            batches.add_(1)
         return result
 
     def _run_and_count(
@@ -170,13 +176,11 @@ class CountOnce(_BatchNorm):
         """Return the group of processes that share statistics, or None."""
         return None
 
-    def _running(self) -> Running:
-        """Return the buffers to update, and the weight of the batch in them."""
+    def _share(self, batches: Tensor | None) -> float:
+        """Return the weight of the batch in the running statistics."""
         if self.momentum is not None:
-            return self.running_mean, self.running_var, self.momentum
-        count = self.num_batches_tracked
-        share = 0.0 if count is None else 1.0 / (float(count) + 1.0)
-        return self.running_mean, self.running_var, share
+            return self.momentum
+        return 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
 
 
 def _must_use_torch() -> bool:

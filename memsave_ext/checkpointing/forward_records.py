@@ -38,7 +38,13 @@ _RUN_BACKWARD: CodeType = _engine_run_backward.__code__
 _native_or = _native.module or _fallback
 _forward_record_scopes: Callable[[], tuple[_fallback.Scope, ...]] = _native_or.forward_record_scopes
 _pack_hooks: Callable[[], tuple[Any, ...]] = _native_or.pack_hooks
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    scopes: tuple[_fallback.Scope, ...] = ()
+
+
+_thread = _Thread()
 
 
 class Replay(NamedTuple):
@@ -62,7 +68,7 @@ def enclosing(functions: bool = True) -> Enclosing:
     no graph; without ``functions`` they are not, which is what inference can afford.
     """
     scopes = _forward_record_scopes()
-    contexts: tuple[_fallback.Scope, ...] = getattr(_thread, "scopes", ())
+    contexts = _thread.scopes
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     task = torch._C._current_graph_task_id()
     look_for_forwards = functions and not torch.is_grad_enabled()
@@ -107,7 +113,7 @@ class _Contexts:
             {} if self.replaying else None,
             torch._C._current_graph_task_id(),
         )
-        _thread.scopes = (*getattr(_thread, "scopes", ()), scope)
+        _thread.scopes = (*_thread.scopes, scope)
 
     def __exit__(self, *exception: object) -> None:
         _thread.scopes = _thread.scopes[:-1]
