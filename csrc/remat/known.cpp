@@ -63,7 +63,7 @@ bool Known::read_times() {
                       [](const TraceCall& call) { return std::isinf(call.seconds); });
 }
 
-bool Known::is_like(const Known& other) const {
+bool Known::is_same_program(const Known& other) const {
   const Trace& a = trace;
   const Trace& b = other.trace;
   if (keys != other.keys || a.moments.size() != b.moments.size()) return false;
@@ -72,14 +72,16 @@ bool Known::is_like(const Known& other) const {
     return x.bytes == y.bytes && x.let_go == y.let_go && x.opened == y.opened &&
            x.closed == y.closed;
   };
-  if (!std::equal(a.contents.begin(), a.contents.end(), b.contents.begin(), same_content)) {
-    return false;
-  }
+  return std::equal(a.contents.begin(), a.contents.end(), b.contents.begin(), same_content);
+}
+
+bool Known::is_same_memory(const Known& other) const {
+  const auto& a = trace.moments;
+  const auto& b = other.trace.moments;
   int64_t highest = 0, difference = 0;
-  for (size_t i = 0; i < a.moments.size(); ++i) {
-    const int64_t of_a = a.moments[i].peak - before, of_b = b.moments[i].peak - other.before;
-    highest = std::max(highest, a.moments[i].peak);
-    difference = std::max(difference, std::abs(of_a - of_b));
+  for (size_t i = 0; i < a.size(); ++i) {
+    highest = std::max(highest, a[i].peak);
+    difference = std::max(difference, std::abs((a[i].peak - before) - (b[i].peak - other.before)));
   }
   return difference <= highest / kAboutEqual;
 }
@@ -99,20 +101,21 @@ void KnownSteps::begin() {
 void KnownSteps::settle() {
   if (!latest_) return;
   leave_out(latest_->trace, count.survivors());
-  add(std::move(latest_));
+  add(std::move(latest_), false);
 }
 
 void KnownSteps::end(std::shared_ptr<Known> step) {
   const std::lock_guard<std::mutex> lock(mutex_);
   --running_;
   if (!step) return;
-  if (overlapped_) return add(std::move(step));
+  if (overlapped_) return add(std::move(step), true);
   settle();
   next_has_begun_ = false;
   latest_ = std::move(step);
 }
 
-void KnownSteps::add(std::shared_ptr<Known> step) {
+// `overlapped`: its memory is in part that of other steps, which is another each time.
+void KnownSteps::add(std::shared_ptr<Known> step, bool overlapped) {
   const auto same = std::find_if(steps_.begin(), steps_.end(),
                                  [&](const auto& other) { return other->keys == step->keys; });
   if (same != steps_.end()) {
@@ -123,9 +126,13 @@ void KnownSteps::add(std::shared_ptr<Known> step) {
     const bool are_known = old->read_times();
     if (are_known) keep_times(*old, *step);
     const bool will_be = are_known || !old->times.empty();
-    if (will_be && old->is_like(*step)) {
+    const bool same_program = will_be && old->is_same_program(*step);
+    if (same_program && (overlapped || old->is_same_memory(*step))) {
       old->seen = step->seen;
       step = std::move(old);
+    } else if (same_program) {
+      step->plans = old->plans;
+      step->plans_are_old = !step->plans.empty();
     }
   }
   steps_.push_back(std::move(step));
@@ -138,23 +145,32 @@ void KnownSteps::add(std::shared_ptr<Known> step) {
 }
 
 std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64_t before,
-                                        int least_seen) {
+                                        int least_seen, bool exact) {
   const std::lock_guard<std::mutex> lock(mutex_);
   settle();
-  std::shared_ptr<Known> found;
+  std::shared_ptr<Known>* place = nullptr;
   bool found_close = false;
-  for (const auto& step : steps_) {
+  for (auto& step : steps_) {
     // Keys are hashes of everything until then, so that the last one speaks for all.
     if (step->keys.size() < keys.size() || step->keys[keys.size() - 1] != keys.back()) continue;
     const bool is_close = std::abs(step->before - before) <= before / kAboutEqual;
-    if (is_close || !found_close) found = step;
+    if (is_close || !found_close) place = &step;
     found_close = found_close || is_close;
   }
-  if (found && found->seen < least_seen) return nullptr;
-  if (!found || !found->plans.empty()) return found;
-  if (!found->read_times()) return nullptr;
-  found->plans = plans_of(found->trace);
-  return found;
+  if (place == nullptr || (*place)->seen < least_seen) return nullptr;
+  Known& found = **place;
+  if (!found.plans.empty() && !(exact && found.plans_are_old)) return *place;
+  if (!found.read_times()) return nullptr;
+  std::vector<Plan> plans = plans_of(found.trace);
+  if (found.plans.empty()) {
+    found.plans = std::move(plans);
+  } else {  // steps of other threads may follow the old ones
+    *place = std::make_shared<Known>(
+        Known{found.keys, found.trace, found.calls, {}, found.before, std::move(plans)});
+    (*place)->seen = found.seen;
+    (*place)->told = found.told;
+  }
+  return *place;
 }
 
 void KnownSteps::forget() {

@@ -28,14 +28,17 @@ struct Known {
   std::vector<uint64_t> calls;   // keys, by position in trace.calls
   std::vector<TimeOfKey> times;  // on devices; empty once they were read
   int64_t before = 0;            // counted bytes that lived before the step
-  std::vector<Plan> plans;       // empty until they are asked for
+  std::vector<Plan> plans;       // empty until they are asked for, and then never changed
+  bool plans_are_old = false;    // made for the memory of an earlier step of the same program
   int seen = 1;                  // how many steps like it have ended
   bool told = false;             // whether it was told that the budget is too small
 
   // Completes the trace's times with those measured on devices, as soon as the devices have come so
   // far. Returns whether all are known.
   bool read_times();
-  bool is_like(const Known& other) const;
+  // Whether the other one has the same operators and contents, and whether as much memory, too.
+  bool is_same_program(const Known& other) const;
+  bool is_same_memory(const Known& other) const;
 };
 
 // What the steps of a device share.
@@ -51,13 +54,14 @@ class KnownSteps {
   // Returns a step with these keys at its beginning, with its plans; null if none. Where there are
   // several, as of models that begin alike, it is one before which about as much lived as `before`,
   // if there is one, and of these the latest. It must have been seen `least_seen` times, and its
-  // times must be known.
-  std::shared_ptr<Known> find(const std::vector<uint64_t>& keys, int64_t before, int least_seen);
+  // times must be known. `exact`: plans that were made for other memory are made again.
+  std::shared_ptr<Known> find(const std::vector<uint64_t>& keys, int64_t before, int least_seen,
+                              bool exact);
   void forget();
 
  private:
   void settle();
-  void add(std::shared_ptr<Known> step);
+  void add(std::shared_ptr<Known> step, bool overlapped);
 
   std::mutex mutex_;
   int running_ = 0;

@@ -18,7 +18,7 @@ Choice Step::decide(Content& content) {
   // The calls of a process's first step are slow. Where nothing is promised, and times are
   // measured, a second one is awaited.
   const bool waits = !budget_.is_limit() && !budget_.device.is_meta();
-  if (!follows) follow(shared_->find(keys_, before_, waits ? 2 : 1));
+  if (!follows) follow(shared_->find(keys_, before_, waits ? 2 : 1, budget_.is_limit()));
   if (plan_ == nullptr) return {bytes_ > 0 ? Drops::kUntilFull : Drops::kCheap, true};
   // What the running operator reads is not in the hash yet: there may be a content more.
   const auto position = static_cast<size_t>(number);

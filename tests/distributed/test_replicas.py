@@ -125,6 +125,17 @@ def one_by_one(replicas, parts):
     return [replica(x) for replica, x in zip(replicas, parts, strict=True)]
 
 
+def check_backward(*runs):
+    """Of a model, its replicas and their outputs, twice: the same gradients and buffers."""
+    for net, _, outputs in runs:
+        net.zero_grad()
+        loss(torch.cat(outputs)).backward()
+    (found, replicas, _), (expected, references, _) = runs
+    torch.testing.assert_close(grads(found), grads(expected), rtol=1e-12, atol=1e-12)
+    for a, b in zip(replicas, references, strict=True):
+        assert_equal(buffers(a), buffers(b))
+
+
 @pytest.fixture(params=[False, True], ids=["hooks", "engine hooks"])
 def engine_hooks(request):
     before = ms.use_engine_hooks(request.param)
@@ -166,12 +177,7 @@ def test_data_parallel(kind, count, replicate_on_cpu, engine_hooks):
         output = apply(replicas, data(count).chunk(count))
         reference = one_by_one(references, data(count).chunk(count))
         assert_equal(output, reference)
-        for net, outputs in ((found, output), (expected, reference)):
-            net.zero_grad()
-            loss(torch.cat(outputs)).backward()
-        torch.testing.assert_close(grads(found), grads(expected), rtol=1e-12, atol=1e-12)
-        for a, b in zip(replicas, references, strict=True):
-            assert_equal(buffers(a), buffers(b))
+        check_backward((found, replicas, output), (expected, references, reference))
         assert_equal(buffers(found), buffers(expected))
         with torch.no_grad():
             for net in (found, expected):
@@ -218,6 +224,19 @@ def test_checkpointed_modules_can_be_replicated(replicate_on_cpu):
     loss(torch.cat(outputs)).backward()
     for a, b in zip(found, wanted, strict=True):
         assert_equal(buffers(a), buffers(b))
+
+
+def test_a_module_under_remat_can_be_replicated(replicate_on_cpu):
+    """Each replica's forward is a block in its own thread; later steps follow plans."""
+    net, expected = model(), model()
+    handle = ms.remat_module(net)
+    for _ in range(5):
+        found, wanted = replicate_on_cpu(net, 2), replicate_on_cpu(expected, 2)
+        outputs, references = apply(found, data(2).chunk(2)), one_by_one(wanted, data(2).chunk(2))
+        assert_equal(outputs, references)
+        check_backward((net, found, outputs), (expected, wanted, references))
+    with pytest.raises(RuntimeError, match="no forward"):
+        handle.figures()  # the blocks were those of the replicas
 
 
 # ---- each thread its own forward and backward ----------------------------------------------------

@@ -122,7 +122,8 @@ def test_real_steps_know_nothing_of_predicted_ones():
     assert model.forward.last.least is None  # the first of its shape
     ms.memory.predict(build)
     step()
-    assert tracked_third(build).peak == expected
+    # Not to the byte: plans follow measured times, and of two that are as good either may be best.
+    assert tracked_third(build).peak == pytest.approx(expected, rel=0.03)
 
 
 @needs_native

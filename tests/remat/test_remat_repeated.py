@@ -1,5 +1,8 @@
 """Blocks without a budget, step after step: from the third on they follow a plan."""
 
+import copy
+import threading
+
 import pytest
 import torch
 from test_budget import step
@@ -74,6 +77,60 @@ def test_plans_stay():
         _, _, block = step(model, x, budget=None)
         saved.append([(r.operator, r.verdict, r.bytes) for r in block.figures().saved])
     assert saved[2] == saved[3] == saved[4] == saved[5]
+
+
+class Hoard(nn.Module):
+    """Memory that is not recorded, and gone when the forward goes on."""
+
+    size = 0
+
+    def forward(self, x):
+        with torch.no_grad():
+            torch.empty(self.size, dtype=torch.uint8)
+        return x
+
+
+def test_plans_stay_where_other_memory_comes_and_goes():
+    model, x = residuals()
+    model = nn.Sequential(model[:4], Hoard(), model[4:])
+    made = []
+    for megabytes in (0, 0, 0, 3, 1, 9, 0):
+        model[1].size = megabytes << 20
+        _, _, block = step(model, x, budget=None)
+        made.append(block._recorder.budget()["plans"])
+    assert made[2] and all(plans == made[2] for plans in made[2:])
+    # Where bytes are promised, plans are made for the memory that there was last.
+    model[1].size = 20 << 20
+    least = [step(model, x, budget=10**9)[2].least for _ in range(2)]
+    assert least[1] > least[0] + (10 << 20)
+
+
+def test_steps_in_threads_share_plans():
+    """New threads for each step, as under DataParallel; each step counts the other's memory."""
+    model, x = residuals()
+    both = threading.Barrier(2)
+
+    def meet(*_):
+        both.wait(10)
+
+    model[3].register_forward_hook(meet)
+    made, gradients = [], []
+
+    def run(model):
+        with ms.remat() as block:
+            loss = model(x).square().mean()
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+        made.append(block._recorder.budget()["plans"])
+
+    models = [model, copy.deepcopy(model)]
+    for _ in range(6):
+        threads = [threading.Thread(target=run, args=(of,)) for of in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(made) == 12 and made[-1] and all(plans == made[-1] for plans in made[4:])
+    assert all(map(torch.equal, gradients[0] * 12, sum(gradients, ())))
 
 
 def test_reports_say_why_it_is_kept():
