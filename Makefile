@@ -20,6 +20,9 @@ CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(NATIVE_SOURCES))
 # the last ones are short.
 PYTEST := $(VENV) -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
+# Tests that run whole programs for minutes: once, with the native part.
+WHOLE_PROGRAMS := tests/benchmarks tests/distributed/test_distributed_example.py
+
 # torch looks for ninja on PATH.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -41,12 +44,12 @@ test: build $(TRAINERS)  ## run the tests, native and in pure Python
 	@echo "== tests with the native part"
 	MEMSAVE_EXT_NATIVE=1 $(PYTEST)
 	@echo "== tests in pure Python"
-	MEMSAVE_EXT_NATIVE=0 $(PYTEST)
+	MEMSAVE_EXT_NATIVE=0 $(PYTEST) $(WHOLE_PROGRAMS:%=--ignore=%)
 
 stress: build  ## run random programs against plain torch and float64, MINUTES=10
 	$(VENV) tests/stress/run.py --minutes $(MINUTES) $(STRESS)
 
-bench: build  ## run every benchmark, in twenty minutes on two cores
+bench: build  ## run every benchmark, in about half an hour on two cores
 	$(VENV) benchmarks/run_all.py
 
 guide: build  ## run the guide's cells, write what they print into docs/guide.md and docs/guide.ipynb

@@ -28,6 +28,8 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     return {
         "device": device.partition(":")[0],
         "cpu": _cpu_name(),
+        # Machines of one name may differ in it, and vector code with them.
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
@@ -94,7 +96,7 @@ def result_path(folder: Path, claim: str, of: dict[str, Any], suffix: str = ".js
 
 
 # What two runs must share, and their settings, for the later one to be the earlier one repeated.
-_SAME = ("device", "cpu", "cores", "gpu", "torch", "native", "commit")
+_SAME = ("device", "cpu", "instructions", "cores", "gpu", "torch", "native", "commit")
 
 
 def write_record(folder: Path, claim: str, record: dict[str, Any]) -> Path:

@@ -22,6 +22,7 @@ SHADES = {  # of methods side by side
     "fairscale": "#c9c2a5",
     "memsave_ext": "#d1495b",
     "memsave_ext_checkpoint": "#ec9ca7",
+    "memsave_ext_remat": "#8c1c2f",
 }
 
 

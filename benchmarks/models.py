@@ -83,8 +83,10 @@ STRATEGIES: dict[str, Strategy] = {
     "fairscale": _fairscale,
     "memsave_ext": _memsave_ext,
     "memsave_ext_checkpoint": _memsave_ext_checkpoint,
+    "memsave_ext_remat": _naive,  # the whole network is under remat
 }
-OURS = ("memsave_ext", "memsave_ext_checkpoint")  # checkpoints
+CHECKPOINTS = ("memsave_ext", "memsave_ext_checkpoint")
+OURS = (*CHECKPOINTS, "memsave_ext_remat")  # recompute
 LABELS = {
     "naive": "naive",
     "memsave_ext_batch_norm": "naive with memsave_ext.BatchNorm2d",
@@ -94,6 +96,7 @@ LABELS = {
     "fairscale": "fairscale checkpoint_wrapper",
     "memsave_ext": "memsave_ext.CheckpointFunction",
     "memsave_ext_checkpoint": "memsave_ext.checkpoint",
+    "memsave_ext_remat": "memsave_ext.remat",
 }
 
 
@@ -213,6 +216,8 @@ class DenseNet(nn.Module):
         self.features = nn.Sequential(*parts)
         self.classifier = nn.Linear(channels, num_classes)
         self._initialise(seed)
+        if checkpoint == "memsave_ext_remat":
+            ms.remat_module(self)
 
     def _initialise(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

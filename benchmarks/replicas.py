@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from training import Job, memory_of, network, sgd
 
+PEAK_STEPS = 4  # the first one makes the optimizer's states; from the third on, remat has a plan
+
 
 def in_threads(calls: Sequence[Callable[[], None]]) -> None:
     """Each call in a new thread, as nn.parallel.parallel_apply starts them; raises what one did."""
@@ -60,7 +62,7 @@ class Replicas:
 
     def peak(self, x: Tensor, y: Tensor) -> int:
         """Bytes at the peak of the device that needs most, in steps whose replicas take turns."""
-        for _ in range(2):  # the first one makes the optimizer's states
+        for _ in range(PEAK_STEPS):
             self._broadcast()
             for memory, call in zip(self.memories, self._backwards(x, y), strict=True):
                 with memory:
@@ -126,7 +128,7 @@ class DataParallel:
         self.optimizer.zero_grad()
 
     def peak(self, x: Tensor, y: Tensor) -> int:
-        for _ in range(2):
+        for _ in range(PEAK_STEPS):
             with self._tracked():
                 self.step(x, y)
         return max(memory.peak for memory in self.memories)

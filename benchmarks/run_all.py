@@ -5,7 +5,7 @@
     python benchmarks/run_all.py --only densenet adam         # some
 
 Each runs in a process of its own, and what it prints goes to benchmarks/out/NAME.log. On two cores
-all of them take less than twenty minutes. One that fails does not stop the others.
+all of them take about half an hour. One that fails does not stop the others.
 """
 
 import argparse

@@ -39,8 +39,9 @@ def machine_line(record: Record) -> str:
     of = record["machine"]
     threads = record["settings"].get("threads")
     count = f" ({threads} thread{'s' if threads != 1 else ''})" if threads else ""
+    isa = f", {of['instructions']}" if of.get("instructions") else ""
     parts = [
-        device_name(of) + (count if of["device"] == "cpu" else ""),
+        device_name(of) + (isa + count if of["device"] == "cpu" else ""),
         f"torch {of['torch']}",
         f"memsave_ext {of['memsave_ext']}" + ("" if of["native"] else " without its native part"),
         f"commit {of['commit']}" + (" with changes" if of["dirty"] else "")

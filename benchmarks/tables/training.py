@@ -89,7 +89,13 @@ def _original(row: Record) -> str:
     return figures + times(row["original_time_ratio"])
 
 
-README_METHODS = ("naive", "torch", "memsave_ext", "memsave_ext_checkpoint")
+README_METHODS = (
+    "naive",
+    "torch",
+    "memsave_ext",
+    "memsave_ext_checkpoint",
+    "memsave_ext_remat",
+)
 
 
 def data_parallel_table(record: Record) -> str:

@@ -126,8 +126,9 @@ def test_densenet_end_to_end(densenet, tmp_path, capsys):
     for name in models.OURS:
         assert rows[name]["running_stats_max_diff"] == 0
         assert rows[name]["loss"] == rows["memsave_ext_batch_norm"]["loss"]
-        assert rows[name]["memory_ratio"] < 1
-    assert [check["ok"] for check in record["checks"]] == [True] * 9 + [None] * 3
+        if name in models.CHECKPOINTS:  # remat drops by what it measures, here next to nothing
+            assert rows[name]["memory_ratio"] < 1
+    assert [check["ok"] for check in record["checks"]] == [True] * 12 + [None] * 3
 
 
 def test_densenet_fails_where_statistics_are_counted_twice(densenet, monkeypatch, tmp_path, capsys):
