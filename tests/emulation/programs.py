@@ -25,9 +25,9 @@ KINDS = {
 # Without contraction: comparisons must not depend on what a compiler makes of it.
 # What a library needs, too: the kernels' objects are linked into the package by operators.py.
 FLAGS = ["-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-mfma", "-fPIC", "-fvisibility=hidden"]
-DRIVERS = {
-    "adam": ["adam", "adam_measure", "driver"],
+DRIVERS = {  # first what runs longest
     "batch_norm": ["batch_norm", "driver"],
+    "adam": ["adam", "adam_measure", "driver"],
     "loss_head": ["loss_head", "driver"],
 }
 CONVERSIONS = "conversions"  # a program that needs the toolkit's headers, and no kernels

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="tensors of millions of elements, too")
     options = parser.parse_args()
     kinds = [kind for kind in options.builds if has_compiler(kind)]
-    runs = [(kind, program) for kind in kinds for program in programs.DRIVERS]
+    runs = [(kind, program) for program in programs.DRIVERS for kind in kinds]
     programs.build(kinds)
     if build_config.find_cuda_home()[0] is None:
         print("conversions: not compared with NVIDIA's, whose headers are not here")
@@ -44,7 +44,7 @@ def main() -> None:
         programs.build(["plain"], programs=(programs.CONVERSIONS,))
         runs.insert(0, ("plain", programs.CONVERSIONS))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        results = list(pool.map(lambda of: run_program(path_of(*of), of[0], options.large), runs))
+        results = list(pool.map(lambda of: run(*of, options.large), runs))
     ran: dict[str, set[str]] = {}
     for (kind, program), (status, output) in zip(runs, results, strict=True):
         print(f"== {kind}\n{output}", end="", flush=True)
@@ -74,11 +74,15 @@ def path_of(kind: str, program: str) -> Path:
     return programs.FOLDER / kind / program
 
 
-def run_program(path: Path, kind: str, large: bool) -> tuple[int, str]:
-    command = [str(path), str(list_of(path))]
-    command += ["--large"] if large else []
-    if kind in ("thread", "memory"):
-        command.append("--one-order")  # what they see does not depend on it
+def run(kind: str, program: str, large: bool) -> tuple[int, str]:
+    options = ["--large"] if large else []
+    if kind != "plain":
+        options.append("--one-order")  # what sanitizers see of right kernels does not depend on it
+    return run_program(path_of(kind, program), kind, *options)
+
+
+def run_program(path: Path, kind: str, *options: str) -> tuple[int, str]:
+    command = [str(path), str(list_of(path)), *options]
     if kind == "thread":
         # Its shadow memory needs addresses where they used to be.
         command = ["setarch", platform.machine(), "-R", *command]

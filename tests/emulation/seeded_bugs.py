@@ -160,7 +160,7 @@ def seen(bug: Bug) -> tuple[bool, str]:
         return False, f"{bug.file} has no such line any more"
     file.write_text(text.replace(bug.right, bug.wrong))
     programs.build([bug.kind], FOLDER, csrc, (bug.program,))
-    status, output = run.run_program(FOLDER / bug.kind / bug.program, bug.kind, False)
+    status, output = run.run_program(FOLDER / bug.kind / bug.program, bug.kind)
     lines = [line for line in output.splitlines() if run.names_an_error(line)]
     return status != 0, lines[0] if lines else f"exit {status}"
 

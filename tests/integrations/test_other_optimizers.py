@@ -3,7 +3,7 @@
 Each equals its ordinary step to the bit.
 """
 
-import importlib
+import importlib.util
 
 import pytest
 import torch
@@ -22,6 +22,8 @@ OTHERS = {
     "pytorch_optimizer": ["AdaBelief", "Lion", "SOAP", "Shampoo", "ADOPT", "StableAdamW", "Adan"],
     "timm.optim": ["AdamP", "Adan", "Lion", "LaProp", "MADGRAD", "Mars", "NovoGrad"],
 }  # fmt: skip
+# Where triton is, and nothing that it can compile for.
+WITHOUT_GPU = importlib.util.find_spec("triton") is not None and not torch.cuda.is_available()
 REFUSED = {"prodigyopt": ["Prodigy"], "timm.optim": ["Lamb"], "pytorch_optimizer": ["DAdaptAdam"]}
 
 
@@ -42,9 +44,8 @@ def made(package, name, net):
     except AttributeError:
         pytest.skip(f"{package} has no {name}")
     optimizer = kind(net.parameters(), lr=0.01)
-    if (package, name) == ("optimi", "StableAdamW") and not torch.cuda.is_available():
-        if importlib.util.find_spec("triton") is not None:
-            pytest.skip("optimi's StableAdamW asks triton, where there is one, for a GPU")
+    if (package, name) == ("optimi", "StableAdamW") and WITHOUT_GPU:
+        pytest.skip("it asks triton, where there is one, for a GPU")
     if package == "schedulefree":
         optimizer.train()
     return optimizer

@@ -46,5 +46,8 @@ def params_of_modules() -> set[int]:
         return set()
     from torch.nn.parallel import DistributedDataParallel
 
-    modules = [m for m in gc.get_objects() if type(m) is DistributedDataParallel]
+    # Every object refers to its class. To ask the collector for these takes half of what a list of
+    # all objects does; it is still some 30 ms.
+    referrers = gc.get_referrers(DistributedDataParallel)
+    modules = [m for m in referrers if type(m) is DistributedDataParallel]
     return {id(p) for module in modules for p in module.parameters()}
