@@ -178,7 +178,8 @@ MISTAKES = [
         "if (!device_.is_cpu()) return !older.storage.expired();\n",
         "if (!MISTAKE && !device_.is_cpu()) return !older.storage.expired();\n",
         "takes_no_storage",
-        "the allocator is called by what it reports to",
+        # "the allocator is called by what it reports to", or first "a report waits for the GIL".
+        " report",
     ),
     Mistake(
         "a tracker frees memory with its lock held",
