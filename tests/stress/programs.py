@@ -126,12 +126,13 @@ def drawn_events(
 
 class Writer:
     """Writes a program's source. ``hazards``: why it may be refused; ``inexact``: why it need not
-    have the same bits; ``torchs_own``: it has regions that are none of this package."""
+    have the same bits; ``torchs_own``: it has regions that are none of this package; ``nested``: it
+    has regions in regions."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.lines, self.count = program, [], 0
         self.hazards: set[str] = set()
-        self.inexact = self.explicit = self.torchs_own = False
+        self.inexact = self.explicit = self.torchs_own = self.nested = False
 
     def add(self, text: str, indent: int) -> None:
         self.lines += ["    " * indent + line for line in text.split("\n")]
@@ -188,6 +189,7 @@ class Writer:
         scope = [*(["x1", "x0"] if leaves else names), *inner]
         start = len(self.lines)
         self.explicit |= kind == "explicit"
+        self.nested |= bool(outer)
         if keyword:
             signature += ", *, m"
             call += f", m={{'t': {names[op.j % len(names)]}, 'l': [{names[0]}]}}"
