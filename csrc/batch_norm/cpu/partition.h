@@ -100,7 +100,10 @@ class Partition {
     if (outer_ <= most) return most;
     const int64_t pairs = (outer_ + 2 * most - 1) / (2 * most);
     const int64_t rows = (outer_ + 2 * pairs - 1) / (2 * pairs);
-    return (rows + 3) / 4 * 4;  // the passes take four at a time
+    // The passes take four rows at a time, a quarter of the block apart. Were the distance a power
+    // of two, they would have the same places in the first cache.
+    const int64_t quarter = (rows + 3) / 4;
+    return 4 * (quarter | 1);
   }
 
   int64_t rows(int64_t block) const { return std::min(rows_, outer_ - block / cuts_ * rows_); }

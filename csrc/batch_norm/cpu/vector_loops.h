@@ -78,11 +78,12 @@ MEMSAVE_EXT_INLINED inline void near_means(const Piece& piece, const Storage* in
 }
 
 // Returns how far ahead of a value to prefetch, in elements. Processors themselves do it less well:
-// they do not follow several rows, nor one row past the end of its page. Channels first: the same
-// channel in the next row, or with `by_channel` the next channel in the same row.
+// they do not follow several rows, nor one row past the end of its page. Channels last: some rows
+// further, in each of the streams. Channels first: the same channel in the next row, or with
+// `by_channel` the next channel in the same row.
 template <bool channels_last, bool by_channel>
 MEMSAVE_EXT_INLINED inline int64_t places_ahead(const Piece& piece) {
-  if (channels_last) return kUnroll * (1 + 4096 / (kUnroll * piece.stride)) * piece.stride;
+  if (channels_last) return (1 + 512 / piece.stride) * piece.stride;
   if (by_channel && piece.channels > 1) return piece.channel_stride;
   return piece.rows > 1 ? piece.stride : 0;
 }
