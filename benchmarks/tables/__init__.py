@@ -35,13 +35,18 @@ def size(bytes_: int) -> str:
     return f"{bytes_ / 1e9:g} GB" if bytes_ >= 1e9 else f"{bytes_ / 1e6:g} MB"
 
 
+def machine_name(of: Record) -> str:
+    """With the instruction set, in which machines of one name may differ."""
+    instructions = of.get("instructions") if of["device"] == "cpu" else None
+    return device_name(of) + (f", {instructions}" if instructions else "")
+
+
 def machine_line(record: Record) -> str:
     of = record["machine"]
     threads = record["settings"].get("threads")
     count = f" ({threads} thread{'s' if threads != 1 else ''})" if threads else ""
-    isa = f", {of['instructions']}" if of.get("instructions") else ""
     parts = [
-        device_name(of) + (isa + count if of["device"] == "cpu" else ""),
+        machine_name(of) + (count if of["device"] == "cpu" else ""),
         f"torch {of['torch']}",
         f"memsave_ext {of['memsave_ext']}" + ("" if of["native"] else " without its native part"),
         f"commit {of['commit']}" + (" with changes" if of["dirty"] else "")

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from common import device_name, newest
-from tables import Record, markdown
+from common import newest
+from tables import Record, machine_name, markdown
 
 
 def index(results: Path) -> str:
@@ -17,7 +17,7 @@ def _row(run: Record) -> tuple[str, ...]:
     of, bars = run["machine"], run.get("bars") or []
     return (
         f"`{run.get('command') or 'benchmarks/' + run['claim'] + '.py'}`",
-        device_name(of),
+        machine_name(of),
         run["date"],
         f"{of['commit']}{'*' if of['dirty'] else ''}",
         f"{run['seconds']:.0f} s" if "seconds" in run else "-",
