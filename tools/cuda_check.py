@@ -33,17 +33,15 @@ def main() -> None:
         return
     kernels = sorted(ROOT.glob("csrc/**/*.cu"))
     bindings = sorted(ROOT.glob("csrc/**/cuda.cpp"))
-    commands = [bindings_command(cuda_home, bindings)]  # first, as it takes longest
-    commands += [kernel_command(cuda_home, path) for path in kernels]
+    commands = [kernel_command(cuda_home, path) for path in kernels]
+    commands += [binding_command(cuda_home, path) for path in bindings]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        (compiled, output), *results = pool.map(run, commands)
+        results = list(pool.map(run, commands))
 
-    files = ", ".join(str(path.relative_to(ROOT)) for path in bindings)
-    print(f"{files}: {'compile' if compiled else 'do not compile'}\n{output}", end="")
-    problems = int(not compiled)
+    problems = 0
     names: set[str] = set()
     print(ROW.format("kernel", "arch", "registers", "spill bytes", "shared bytes"))
-    for path, (compiled, output) in zip(kernels, results, strict=True):
+    for path, (compiled, output) in zip(kernels, results, strict=False):
         if not compiled:
             problems += 1
             print(f"{path.relative_to(ROOT)} does not compile:\n{output}")
@@ -52,6 +50,10 @@ def main() -> None:
             problems += spill > 0
             names.add(name)
             print(ROW.format(name, arch, registers, spill, shared))
+    for path, (compiled, output) in zip(bindings, results[len(kernels) :], strict=True):
+        problems += not compiled
+        print(f"{path.relative_to(ROOT)}: {'compiles' if compiled else 'does not compile'}")
+        print(output, end="")
     KERNELS.parent.mkdir(exist_ok=True)
     KERNELS.write_text("".join(f"{name}\n" for name in sorted(names)))
     if problems:
@@ -65,11 +67,9 @@ def kernel_command(cuda_home: str, path: Path) -> list[str]:
     return [*command, "--compiler-options", "-fPIC", *cpp_extension.COMMON_NVCC_FLAGS]
 
 
-def bindings_command(cuda_home: str, paths: list[Path]) -> list[str]:
-    """All of them at once: most of the time of one is for torch's headers."""
-    command = [os.environ.get("CXX", "c++"), "-fsyntax-only", torch_std(), "-x", "c++", os.devnull]
-    command += [f for path in paths for f in ("-include", str(path))]
+def binding_command(cuda_home: str, path: Path) -> list[str]:
     # The first define keeps a CPU wheel's headers from including a file only CUDA wheels have.
+    command = [os.environ.get("CXX", "c++"), "-fsyntax-only", torch_std(), str(path)]
     command += ["-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE", "-DMEMSAVE_EXT_WITH_CUDA=1"]
     command += [*build_config.WARNINGS, f"-I{ROOT / 'csrc'}", "-isystem", f"{cuda_home}/include"]
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]

@@ -142,7 +142,8 @@ def compare(ours: list[Step], plain: list[Step], unchanged: list[Step], writer: 
             return "refused: it goes another way in a recompute"
         if writer.explicit and writer.hazards & {"eval", "train"}:
             return "refused: an explicit region does not look at the modes of modules"
-        if writer.nested and writer.hazards & {"eval", "train"}:  # torch's do not, either
+        modes = writer.hazards & {"eval", "train"}
+        if label == "backward" and writer.nested and modes:  # torch's do not, either
             return "refused: a region does not look at what nested ones save"
         if theirs[0] == "error":
             if inplace:

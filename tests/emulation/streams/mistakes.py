@@ -20,7 +20,7 @@ class Mistake:
     right: str
     wrong: str
     cases: str  # words of pytest's -k, each of which must see it
-    seen: str  # in the failure
+    seen: str  # in the failure; "a|b": one of both
     native: bool = True  # False: in pure Python
 
 
@@ -178,8 +178,7 @@ MISTAKES = [
         "if (!device_.is_cpu()) return !older.storage.expired();\n",
         "if (!MISTAKE && !device_.is_cpu()) return !older.storage.expired();\n",
         "takes_no_storage",
-        # "the allocator is called by what it reports to", or first "a report waits for the GIL".
-        " report",
+        "the allocator is called by what it reports to|a report waits for the GIL",
     ),
     Mistake(
         "a tracker frees memory with its lock held",

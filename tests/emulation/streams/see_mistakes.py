@@ -43,7 +43,8 @@ def is_seen(number: int, word: str) -> bool:
         output.seek(0)
         text = output.read()
     lines = [x for x in text.splitlines() if x.startswith("E ") or "Timeout" in x]
-    how = next((line[1:].strip() for line in lines if mistake.seen in line), None)
+    ways = mistake.seen.split("|")  # which of them comes first is a matter of time
+    how = next((line[1:].strip() for line in lines if any(way in line for way in ways)), None)
     seen = os.waitstatus_to_exitcode(ended) == 1 and how is not None
     verdict = "seen" if seen else "NOT SEEN"
     print(f"{verdict}: {mistake.what} ({mistake.file}): {how or text[-500:]}", flush=True)
