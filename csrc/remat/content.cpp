@@ -21,6 +21,12 @@ void Geometry::assign(const at::Tensor& tensor) {
   offset = tensor.storage_offset();
   dtype = tensor.dtype();
   keys = tensor.key_set();
+  is_wrapped_number = tensor.unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+bool Geometry::fits(const at::Tensor& tensor) const {
+  return tensor.dtype() == dtype && tensor.sizes() == at::IntArrayRef(sizes) &&
+         tensor.strides() == at::IntArrayRef(strides) && tensor.storage_offset() == offset;
 }
 
 int64_t Geometry::extent() const {
@@ -37,6 +43,7 @@ at::Tensor Geometry::view(c10::Storage storage) const {
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW,
                                                                std::move(storage), keys, dtype);
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  if (is_wrapped_number) tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
   return tensor;
 }
 
@@ -49,13 +56,16 @@ at::Tensor Geometry::fake_view(c10::Storage storage) const {
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
       c10::TensorImpl::VIEW, std::move(storage), meta | (keys & flags), dtype);
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
-  return Fakes::current()->make(tensor);
+  at::Tensor fake = Fakes::current()->make(tensor);
+  if (is_wrapped_number) fake.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return fake;
 }
 
 bool is_plain(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
          tensor.storage().unsafeGetStorageImpl() != nullptr && !tensor.is_quantized() &&
-         !tensor._is_zerotensor() && !tensor.key_set().has(c10::DispatchKey::Functionalize) &&
+         !tensor.is_nested() && !tensor._is_zerotensor() &&
+         !tensor.key_set().has(c10::DispatchKey::Functionalize) &&
          !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
          // A fake tensor would call Python to be asked for its device.
          (tensor.key_set().has_any(c10::python_ks)

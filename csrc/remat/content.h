@@ -30,10 +30,13 @@ struct Geometry {
   int64_t offset = 0;
   caffe2::TypeMeta dtype;
   c10::DispatchKeySet keys;  // including the conjugate and negative bits
+  // Whether it is a Python number that became a tensor, which decides dtypes by other rules.
+  bool is_wrapped_number = false;
 
   static Geometry of(const at::Tensor& tensor);
   void assign(const at::Tensor& tensor);
   int64_t extent() const;  // bytes from the start of the storage to the tensor's end
+  bool fits(const at::Tensor& tensor) const;  // whether it is of this dtype and lies like this
   // Returns a tensor of this geometry on `storage`, without autograd history.
   at::Tensor view(c10::Storage storage) const;
 
@@ -81,6 +84,7 @@ struct Call {
     size_t output;      // position among the values it returned
     int64_t element;    // position in a value that is a list; else -1
     int64_t reference;  // written in place: position of the argument in `references`; else -1
+    Geometry geometry;  // of the tensor that was returned
   };
   std::vector<Made> made;
 };

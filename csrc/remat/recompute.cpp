@@ -6,8 +6,10 @@
 
 #include <optional>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <unordered_set>
+#include <vector>
 
 #include "checkpoint/errors.h"
 #include "checkpoint/recomputing.h"
@@ -25,6 +27,13 @@ at::Tensor bytes_of(const c10::Storage& storage) {
   Geometry geometry = Geometry::of(tensor);
   geometry.sizes = {static_cast<int64_t>(storage.nbytes())};
   return geometry.view(storage);
+}
+
+// As memsave_ext/checkpointing/errors.py takes it.
+auto facts_of(const Geometry& geometry) {
+  return std::make_tuple(std::vector<int64_t>(geometry.sizes.begin(), geometry.sizes.end()),
+                         std::vector<int64_t>(geometry.strides.begin(), geometry.strides.end()),
+                         c10::typeMetaToScalarType(geometry.dtype));
 }
 
 c10::Storage empty_for(const Content& content) {
@@ -125,7 +134,11 @@ class Recomputation {
     for (const auto& made : call.made) {
       const std::shared_ptr<Content> content = made.content.lock();
       if (!content) continue;
-      keep(content, made.reference >= 0 ? storages[made.reference] : result(stack, made).storage());
+      if (made.reference >= 0) {
+        keep(content, storages[made.reference]);
+      } else {
+        keep(content, result(call, stack, made).storage());
+      }
     }
   }
 
@@ -164,9 +177,18 @@ class Recomputation {
     content->unopened = content->holders;
   }
 
-  static at::Tensor result(const std::vector<c10::IValue>& stack, const Call::Made& made) {
+  // Returns the result that the content was made of. Of another dtype or layout its bytes would be
+  // taken for other values.
+  static at::Tensor result(const Call& call, const std::vector<c10::IValue>& stack,
+                           const Call::Made& made) {
     const c10::IValue& value = stack[made.output];
-    return made.element < 0 ? value.toTensor() : value.toTensorList().get(made.element);
+    at::Tensor tensor =
+        made.element < 0 ? value.toTensor() : value.toTensorList().get(made.element);
+    if (!made.geometry.fits(tensor)) {
+      throw_error("remat_other_result", call.op->handle.schema().name(), facts_of(made.geometry),
+                  facts_of(Geometry::of(tensor)));
+    }
+    return tensor;
   }
 
   static void set(std::vector<c10::IValue>& stack, const Reference& reference,

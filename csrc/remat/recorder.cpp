@@ -94,7 +94,8 @@ std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& f
 bool Block::refer(Recording& recording, const at::Tensor& tensor, size_t argument,
                   int64_t element) {
   if (!tensor.defined()) return true;
-  if (!is_plain(tensor)) return false;
+  // Of an inference tensor no version tells whether it has been written.
+  if (!is_plain(tensor) || tensor.is_inference()) return false;
   Entry& entry = entry_of(tensor);
   const Operator& op = *recording.call->op;
   const bool written = argument < op.writes.size() && op.writes[argument];
@@ -289,7 +290,7 @@ void Block::made(Recording& recording, const at::Tensor& tensor, size_t output, 
     const std::lock_guard<std::mutex> lock(contents_mutex());
     if (recording.repeatable && !own_statistics && is_written == (written >= 0)) {
       content->call = recording.call;
-      recording.call->made.push_back({content, output, element, written});
+      recording.call->made.push_back({content, output, element, written, Geometry::of(tensor)});
     }
     waits = content->holders > 0;
   }

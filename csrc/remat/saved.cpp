@@ -21,6 +21,7 @@ class BlockSaved final : public Saved {
         geometry_(Geometry::of(tensor)),
         version_(tensor.unsafeGetTensorImpl()->version_counter()),
         noted_(version_of(tensor)) {
+    if (content_->external) tensor_ = tensor;
     const std::lock_guard<std::mutex> lock(contents_mutex());
     opened_ = content_->fill;
   }
@@ -76,6 +77,10 @@ class BlockSaved final : public Saved {
                   static_cast<int64_t>(noted_), static_cast<int64_t>(version_.current_version()));
     }
     c10::Storage storage(std::move(held));
+    if (original && tensor_.defined() && geometry_.fits(tensor_) &&
+        tensor_.storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl()) {
+      return tensor_;
+    }
     // Of an original autograd's own rules speak: who saved it was ordered after it.
     if (!original) use_here(storage, made_on);
     at::Tensor tensor = geometry_.view(std::move(storage));
@@ -96,6 +101,8 @@ class BlockSaved final : public Saved {
   const Geometry geometry_;
   const c10::VariableVersion version_;
   const uint32_t noted_;
+  // One from outside of the block, which comes back as the object that it was.
+  at::Tensor tensor_;
   uint64_t opened_;  // the content's `fill` that this holder has opened last
 };
 

@@ -3,6 +3,7 @@
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 """
 
+from . import saved_parameters  # noqa: F401
 from .engine_hooks import use_engine_hooks
 from .errors import CheckpointError
 from .forward_records import count_once_contexts

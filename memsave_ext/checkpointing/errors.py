@@ -246,6 +246,23 @@ def remat_given_back(operator: str, argument: str) -> CheckpointError:
     )
 
 
+def remat_other_result(
+    operator: str,
+    forward: tuple[Sequence[int], Sequence[int], torch.dtype],
+    recompute: tuple[Sequence[int], Sequence[int], torch.dtype],
+) -> CheckpointError:
+    """Each is a result's shape, strides and dtype."""
+
+    def describe(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> str:
+        return f"{_describe(shape, dtype)}, strides {list(strides)}"
+
+    return CheckpointError(
+        f"memsave_ext.remat: {operator} was computed again and returned another kind of tensor "
+        f"({describe(*recompute)}) than in the forward ({describe(*forward)}). Something that it "
+        "depends on, such as a setting of the process, has changed in between."
+    )
+
+
 def remat_saved_changed(shape: Sequence[int], before: int, now: int) -> CheckpointError:
     return CheckpointError(
         "memsave_ext.remat: one of the variables needed for gradient computation has been "

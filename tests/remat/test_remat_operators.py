@@ -3,11 +3,11 @@
 import pytest
 import torch
 from helpers import Wrapper
-from remat_programs import check
+from remat_programs import check, everything
 from torch import nn
 from torch.nn import functional as F
 
-from memsave_ext import CheckpointError
+from memsave_ext import CheckpointError, _native
 
 
 def test_generators_of_the_users_own():
@@ -327,5 +327,79 @@ def test_masks(dtype):
             part[1:8].bernoulli_(torch.full((7, 5), 0.7))  # not all of its memory
             y = (w * mask).sin() * mask * part[1:8]
         return torch.autograd.grad(y.double().sum(), w)
+
+    check(program)
+
+
+SCALARS = {
+    "times": lambda w, a: w + a * 0.1,
+    "plus": lambda w, a: w + (a + 3),
+    "mean": lambda w, a: w - w.mean() * 0.5,
+    "sum": lambda w, a: w + w.sum() / 256.0,
+    "element": lambda w, a: w + w[0, 0] * 0.5,
+    "in_place": lambda w, a: w + (a * 1).mul_(0.3),
+    "power": lambda w, a: w * (2.5 ** a + a**2),
+    "where": lambda w, a: w * torch.where(a > 0, a, 0.5),
+    "integers": lambda w, a: w + (a.detach() * 7).long() * 0.25 + (a > 0) * 1.5,
+    "complex": lambda w, a: (w + a * 0.5j).abs() + (a * (1 + 2j)).imag * w,
+    "view": lambda w, a: w * (a.view(1) * 0.1).squeeze().expand(2),
+    "float64": lambda w, a: w + (a.double() * 0.1).float(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("scalar", SCALARS.values(), ids=SCALARS.keys())
+def test_numbers_beside_tensors_of_no_dimensions(scalar, dtype):
+    w = nn.Parameter(torch.randn(256, 2, dtype=dtype))
+    a = nn.Parameter(torch.tensor(0.7, dtype=dtype))
+
+    def program(block):
+        with block():
+            y = scalar(w, a).sin().exp()
+        return torch.autograd.grad(y.sum().float(), [w, a], allow_unused=True)
+
+    check(program)
+
+
+@pytest.mark.skipif(not _native.module, reason="without the native part nothing is dropped")
+def test_another_kind_of_result_is_an_error():
+    w = nn.Parameter(torch.randn(8, 8))
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        with everything():
+            y = torch.special.i1e(w * 2).sin()
+        library.impl("special_i1e", lambda x: torch.ops.aten.sin(x).double(), "CPU")
+        with pytest.raises(
+            CheckpointError, match=r"i1e .*\(shape \[8, 8\], dtype float64.* than .*dtype float32"
+        ):
+            y.sum().backward()
+
+
+def test_nested_tensors():
+    a, b = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(2, 4))
+
+    def program(block):
+        results = []
+        for layout in (torch.strided, torch.jagged):
+            with block():
+                nested = torch.nested.as_nested_tensor([a * 2, b * 2], layout=layout)
+                out = (nested.sin() * nested).cos()
+                y = torch.cat([part.sin() for part in out.unbind()])
+            results += torch.autograd.grad(y.sum(), [a, b])
+        return results
+
+    check(program)
+
+
+def test_an_inference_tensor_that_changes():
+    w = nn.Parameter(torch.randn(8, 8))
+
+    def program(block):
+        with torch.inference_mode():
+            x = torch.ones(8, 8)
+        with block():
+            y = (w + x).sin().exp()
+        with torch.inference_mode():
+            x.mul_(3)
+        return torch.autograd.grad(y.sum(), w)
 
     check(program)

@@ -119,7 +119,7 @@ class Recorder:
             call.arguments[key] = None
         else:
             call.arguments[key][element] = None
-        if not is_plain(tensor):
+        if not is_plain(tensor) or tensor.is_inference():
             recording.is_repeatable = False
             return
         content = self.content_of(tensor)
