@@ -212,6 +212,7 @@ py::object apply(const Arguments& arguments) {
     parameters.push_back({tensor, static_cast<uint32_t>(tensor._version())});
     edges.push_back(repeated ? torch::autograd::Edge() : gradient_edge(tensor));
   }
+  const auto settings = Settings::capture();
   const auto rng = std::make_shared<RngState>();
 
   const std::vector<PyObject*> roots{arguments.function.ptr()};
@@ -230,10 +231,10 @@ py::object apply(const Arguments& arguments) {
   }
   outside.leave_out_own_changes(roots);
   rng->forget_unused_capture();
-  auto node = make_node<CheckpointNode>(arguments.function, std::move(saved), std::move(types),
-                                        std::move(parameters), std::move(outside),
-                                        Surroundings{autocast, rng, current_cuda_stream()},
-                                        std::move(record), CallSite::current(), std::move(edges));
+  auto node = make_node<CheckpointNode>(
+      arguments.function, std::move(saved), std::move(types), std::move(parameters),
+      std::move(outside), Surroundings{settings, autocast, rng, current_cuda_stream()},
+      std::move(record), CallSite::current(), std::move(edges));
   return connect_outputs(result, arguments.inputs, node.get(), node);
 }
 

@@ -48,7 +48,7 @@ void Region::save_arguments(PyObject* arguments) {
 }
 
 void Region::save_surroundings() {
-  surroundings_ = {AutocastState::capture(), nullptr, current_cuda_stream()};
+  surroundings_ = {Settings::capture(), AutocastState::capture(), nullptr, current_cuda_stream()};
   if (options_.preserve_rng_state) surroundings_.rng = std::make_shared<RngState>();
 }
 

@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/settings.h"
 #include "remat/operators.h"
 #include "remat/random.h"
 
@@ -70,7 +71,8 @@ struct Call {
   at::Device device{at::kCPU};         // of its tensors
   std::vector<c10::IValue> arguments;  // None in place of tensors, which are references
   std::vector<Reference> references;
-  std::optional<Random> random;  // set where a second call must draw the same numbers
+  std::optional<Random> random;              // set where a second call must draw the same numbers
+  std::shared_ptr<const Settings> settings;  // under which it was called; shared by many
   // Its result as bits, which are unpacked in place of a second call; undefined for a real call.
   at::Tensor mask;
   double seconds = 0;  // of one call, or 0 while the operator's first calls are not trusted

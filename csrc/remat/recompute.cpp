@@ -120,6 +120,7 @@ class Recomputation {
           reference.argument != last_argument);
       last_argument = reference.argument;
     }
+    const SettingsGuard settings(*call.settings);
     const double begin = now();
     std::optional<RandomGuard> random;
     if (call.random) random.emplace(*call.random, *call.op, stack);

@@ -143,6 +143,9 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
     recording->repeatable = false;  // it reads running statistics, which change unseen
   }
   if (recording->repeatable) {
+    const Settings settings = Settings::capture();
+    if (!settings_ || !(*settings_ == settings)) settings_ = std::make_shared<Settings>(settings);
+    call.settings = settings_;
     call.arguments.reserve(inputs.size());
     call.references.reserve(inputs.size());
   }
@@ -244,6 +247,12 @@ void Block::end(Recording& recording, const at::RecordFunction& function) {
       recording.repeatable = refer(recording, outputs[1].toTensor(), kStatistics, -1);
     }
   }
+  // Memory that was written gets a new content, returned or not, before any is decided on: nothing
+  // can be computed from what it held.
+  for (const auto& [tensor, before] : recording.written) {
+    const auto found = table_.find(storage_of(tensor));
+    if (found == table_.end() || found->second.content->born <= recording.born) renew(tensor);
+  }
   for (size_t i = 0; i < outputs.size(); ++i) {
     for_tensors(outputs[i], [&](const at::Tensor& tensor, int64_t element) {
       made(recording, tensor, i, element);
@@ -251,11 +260,6 @@ void Block::end(Recording& recording, const at::RecordFunction& function) {
         found->second.content->depth = depth;
       }
     });
-  }
-  // Memory that was written but not returned gets a new content, too.
-  for (const auto& [tensor, before] : recording.written) {
-    const auto found = table_.find(storage_of(tensor));
-    if (found == table_.end() || found->second.content->born <= recording.born) renew(tensor);
   }
   if (!step_) return;
   step_->ended(recording.repeatable ? &call : nullptr, recording.key,

@@ -28,8 +28,9 @@ class CheckpointFunction:
         function: takes the n inputs as positional arguments and returns a tensor, or a tuple or
             list of tensors and other values. Values other than floating-point and complex tensors
             are passed through. It must do the same each time it is called; the second call finds
-            the random numbers, autocast state (with the cast cache off), CUDA device and stream of
-            the first. Tensors that it reads from outside must not have changed in between; those
+            the random numbers, autocast state (with the cast cache off), default dtype, torch's
+            settings of determinism, precision and backends, CUDA device and stream of the first.
+            Tensors that it reads from outside must not have changed in between; those
             that stand in its closure, the globals it names or modules there are looked at, as
             :func:`checkpoint` does, and one that has changed and is read raises.
         n: how many of ``args`` are inputs.

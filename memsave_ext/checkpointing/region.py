@@ -56,8 +56,8 @@ def checkpoint(
 
     Args:
         function: called again in backward; must do the same each time. It finds the random numbers,
-            autocast state (with the cast cache off), default device, CUDA device and stream of its
-            forward.
+            autocast state (with the cast cache off), default device and dtype, torch's settings
+            of determinism, precision and backends, CUDA device and stream of its forward.
         *args: its arguments. Tensors among them are kept as autograd keeps tensors.
         use_reentrant: accepted for code written for torch. True is served by the same path, which
             does all that torch's reentrant variant does.

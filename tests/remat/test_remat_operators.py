@@ -48,6 +48,18 @@ def test_views_and_changes_in_place():
     check(program)
 
 
+def test_memory_written_besides_a_result():
+    """`rrelu_` writes its input, which it returns, and its noise, which it does not."""
+    w = nn.Parameter(torch.randn(32, 32))
+
+    def program(block):
+        with block():
+            y = F.rrelu_(w * 1, training=True).sin() * F.rrelu_(w.sin(), 0.1, 0.9, True).exp()
+        return torch.autograd.grad(y.sum(), w)
+
+    check(program)
+
+
 def test_numbers_keep_their_promotion():
     w = nn.Parameter(torch.randn(8, 8, dtype=torch.bfloat16))
     i = torch.arange(64).view(8, 8)

@@ -1,4 +1,4 @@
-"""Autocast, random state and device of a forward, restored for its recompute."""
+"""Settings, autocast, random state and device of a forward, restored for its recompute."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,99 @@ class AutocastState:
         torch.set_autocast_cache_enabled(cache)
 
 
+# What decides how an operator computes, as in csrc/checkpoint/settings.cpp: torch's names of what
+# gets and sets it. Those of two flags return and take a tuple.
+_C: Any = torch._C
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[..., Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (
+        lambda: (
+            _C._get_deterministic_algorithms(),
+            _C._get_deterministic_algorithms_warn_only(),
+        ),
+        lambda value: _C._set_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
+    (
+        _C._get_deterministic_fill_uninitialized_memory,
+        _C._set_deterministic_fill_uninitialized_memory,
+    ),
+    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+    (_C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic),
+    (_C._get_nnpack_enabled, _C._set_nnpack_enabled),
+    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+    (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
+    (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
+    (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
+    (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
+    (_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
+    (_C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation),
+    (
+        _C._get_cublas_allow_fp16_reduced_precision_reduction,
+        lambda value: _C._set_cublas_allow_fp16_reduced_precision_reduction(*value),
+    ),
+    (
+        _C._get_cublas_allow_bf16_reduced_precision_reduction,
+        lambda value: _C._set_cublas_allow_bf16_reduced_precision_reduction(*value),
+    ),
+    (_C._get_linalg_preferred_backend, _C._set_linalg_preferred_backend),
+)
+_FLOAT32 = tuple(
+    (backend, op)
+    for backend, ops in {
+        "generic": ("all",),
+        "mkldnn": ("all", "conv", "rnn", "matmul"),
+        "cuda": ("all", "conv", "rnn", "matmul"),
+    }.items()
+    for op in ops
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the process that decide how an operator computes."""
+
+    values: tuple[Any, ...]
+    float32: dict[tuple[str, str], str]
+
+    @staticmethod
+    def capture() -> Settings:
+        return Settings(
+            tuple(get() for get, _ in _SETTINGS),
+            {key: _C._get_fp32_precision_getter(*key) for key in _FLOAT32},
+        )
+
+    def _restore(self, now: Settings) -> None:
+        for (_, write), value, present in zip(_SETTINGS, self.values, now.values, strict=True):
+            if value != present:
+                write(value)
+        if self.float32 != now.float32:
+            self._restore_float32(now)
+
+    def _restore_float32(self, now: Settings) -> None:
+        """torch refuses where its older functions contradict the newer, so they come first."""
+        cuda, mkldnn = self.float32["cuda", "matmul"], self.float32["mkldnn", "matmul"]
+        if (cuda, mkldnn) != (now.float32["cuda", "matmul"], now.float32["mkldnn", "matmul"]):
+            high = "medium" if mkldnn == "bf16" else "high"
+            _C._set_float32_matmul_precision(high if cuda == "tf32" else "highest")
+        convolution = self.float32["cuda", "conv"]
+        if convolution != now.float32["cuda", "conv"]:
+            _C._set_cudnn_allow_tf32(convolution not in ("ieee", "none"))
+        for key, value in self.float32.items():
+            if _C._get_fp32_precision_getter(*key) != value:
+                _C._set_fp32_precision_setter(*key, value)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        outer = Settings.capture()
+        self._restore(outer)
+        try:
+            yield
+        finally:
+            outer._restore(Settings.capture())
+
+
 @contextlib.contextmanager
 def uncached_autocast(state: AutocastState) -> Iterator[None]:
     """The state without its cache: casts made without a graph must not be found by others."""
@@ -82,6 +176,7 @@ def is_recomputing() -> bool:
 class Surroundings:
     """What a recompute must find as its forward did."""
 
+    settings: Settings
     autocast: AutocastState
     rng: RngState | None  # None where random numbers are not replayed
     stream: torch.cuda.Stream | None
@@ -89,13 +184,16 @@ class Surroundings:
     @staticmethod
     def capture(rng: bool = True) -> Surroundings:
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-        return Surroundings(AutocastState.capture(), RngState.capture() if rng else None, stream)
+        return Surroundings(
+            Settings.capture(), AutocastState.capture(), RngState.capture() if rng else None, stream
+        )
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Restore them, with grad mode on, for a recompute inside the block."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(on_stream(self.stream))
+            stack.enter_context(self.settings.restored())
             stack.enter_context(uncached_autocast(self.autocast))
             if self.rng is not None:
                 stack.callback(RngState.capture().restore)
