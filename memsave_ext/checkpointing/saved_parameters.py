@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 def _lies_like(tensor: Tensor, other: Tensor) -> bool:
     return (
-        tensor.layout is other.layout is torch.strided
+        other.layout is torch.strided
         and tensor.dtype == other.dtype
         and tensor.shape == other.shape
         and tensor.stride() == other.stride()
@@ -32,6 +32,8 @@ def _lies_like(tensor: Tensor, other: Tensor) -> bool:
 def _original(tensor: Any) -> Any:
     if type(tensor) is not Tensor or not tensor.requires_grad or not tensor.is_leaf:
         return tensor
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor  # torch finds no accumulator of theirs
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return tensor
     leaf = get_gradient_edge(tensor).node.variable  # type: ignore[attr-defined]

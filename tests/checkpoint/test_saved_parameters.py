@@ -111,3 +111,21 @@ def test_transforms_of_torch_func():
     gradient = torch.func.vmap(torch.func.grad(lambda t: Square.apply(t).sum()))(x)
     assert torch.equal(gradient, 2 * x)
     assert torch.equal(torch.func.jacrev(Square.apply)(x), torch.diag(2 * x))
+
+
+def test_sparse_parameters_that_were_saved():
+    class Times(Function):
+        @staticmethod
+        def forward(ctx, a, b):
+            ctx.save_for_backward(a, b)
+            return a @ b
+
+        @staticmethod
+        def backward(ctx, grad):
+            a, _ = ctx.saved_tensors
+            return None, a.to_dense().T @ grad
+
+    a = nn.Parameter(torch.eye(4).to_sparse_csr())
+    b = torch.randn(4, 4, requires_grad=True)
+    Times.apply(a, b).sum().backward()
+    assert torch.equal(b.grad, torch.ones(4, 4))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
-PARTS = ("regions", "adam", "rules", "backwards", "any_optimizer")
+PARTS = ("regions", "adam", "rules", "backwards", "any_optimizer", "databases")
 LONGEST = 60  # seconds; a program that takes more hangs
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import memsave_ext as ms
-from stress import adam, any_optimizer, backwards, programs, regions, rules, run, worlds
+from stress import adam, any_optimizer, backwards, databases, programs, regions, rules, run, worlds
 from stress.programs import Op
 
 PARTS = {
@@ -18,6 +18,7 @@ PARTS = {
     "rules": (rules, 60),
     "backwards": (backwards, 15),
     "any_optimizer": (any_optimizer, 20),
+    "databases": (databases, 10),
 }
 
 
@@ -27,6 +28,31 @@ def test_programs_of_fixed_seeds(part):
     for seed in range(count):
         verdict, text = module.run_seed(seed, [], False)
         assert not verdict or verdict.startswith("refused"), f"{part} {seed}: {verdict}\n{text}"
+
+
+@pytest.mark.parametrize("share", range(4))
+def test_a_sample_of_each_operator_and_module(share):
+    """Of torch's databases; and that things are dropped while nearly all of them run."""
+    counts = {way: databases.Counts() for way in databases.WAYS}
+    for case in databases.cases()[share::4]:
+        counts[case.way] += databases.check(case, most=1)
+    ways = databases.WAYS if ms._native.available else ["checkpoint"]
+    for way in ways:
+        assert counts[way].samples > 400
+        assert counts[way].refused < 5
+    if ms._native.available:
+        assert counts["remat"].dropped > 0.95 * counts["remat"].samples
+        assert counts["budget"].dropped > 0.5 * counts["budget"].samples
+
+
+def test_other_bits_are_found(monkeypatch):
+    def wrong(function, *args):
+        return worlds.plain_checkpoint(function, *args) * 1.5
+
+    monkeypatch.setattr(ms, "checkpoint", wrong)
+    case = next(c for c in databases.cases() if str(c) == "checkpoint exp float32")
+    verdict, _ = databases.run_seed(databases.cases().index(case), [], False)
+    assert verdict == "checkpoint exp float32: AssertionError"
 
 
 def test_a_wrong_gradient_is_found_and_made_small(monkeypatch):

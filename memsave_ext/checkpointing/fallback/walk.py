@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _LARGEST = 1000  # elements of a container
@@ -18,10 +19,14 @@ Visitor = Callable[[Tensor, str], None]
 
 
 def walk(roots: Iterable[Any], visitor: Visitor) -> None:
-    """Call ``visitor`` with the tensors that ``roots`` lead to, always in the same order."""
+    """Call ``visitor`` with the tensors that ``roots`` lead to, always in the same order.
+
+    Without the tensors' ``__torch_function__``: a lazy module's parameter refuses to be looked at.
+    """
     visited: set[int] = set()
-    for root in roots:
-        _walk(root, visitor, visited, "", 0)
+    with torch._C.DisableTorchFunctionSubclass():
+        for root in roots:
+            _walk(root, visitor, visited, "", 0)
 
 
 def _walk(value: Any, visitor: Visitor, visited: set[int], name: str, depth: int) -> None:
