@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -25,7 +24,7 @@ from .budget import (
 )
 from .figures import RematFigures, make_figures, make_report
 from .picture import draw_budget
-from .recorder import keeps_no_budget, make_recorder
+from .recorder import NoRecorder, Recorder, make_recorder
 
 
 class remat:  # noqa: N801, a context manager is used like a function
@@ -33,9 +32,11 @@ class remat:  # noqa: N801, a context manager is used like a function
 
     Of the tensors that autograd saves in it, those that are cheap to recompute from what is kept
     are dropped. Backward recomputes them, one operator at a time. The model's code stays as it is,
-    and gradients equal those of the plain run bit for bit. On the CPU, where the native part is
-    there, the third step of a shape and later ones follow a plan: the best sum of time and peak
-    memory, a percent of the step's time for four of the activations.
+    and gradients equal those of the plain run bit for bit. On the CPU, the third step of a shape
+    and later ones follow a plan: the best sum of time and peak memory, a percent of the step's time
+    for four of the activations. Only the native part records a block: without it, and on fake
+    tensors outside of a prediction, the block keeps everything, says so in a UserWarning, and its
+    figures are empty.
 
     Example::
 
@@ -61,7 +62,7 @@ class remat:  # noqa: N801, a context manager is used like a function
             bytes each) or "512MiB" (2**20 each); or a float above 0 and at most 1: parameters,
             gradients and states, and this share of what a step that keeps everything needs besides.
             Where it is less than the least possible, a warning says so once, and the step runs with
-            the least. Needs the native part.
+            the least.
         optimizer: one or several optimizers that are not this package's: their states count, too.
         strict: with too small a budget, the second step of a shape raises torch.OutOfMemoryError at
             its first saved tensor, in place of the warning.
@@ -89,20 +90,15 @@ class remat:  # noqa: N801, a context manager is used like a function
                 f"remat: model must be a torch.nn.Module or None, got {type(model).__name__}"
             )
         check_arguments(budget, optimizer, strict)
-        if budget is not None and keeps_no_budget():
-            warnings.warn(
-                "remat keeps everything under fake tensors where it has a budget, as its plan is "
-                "made of a step that was measured: the peak is then the budget or what is "
-                "predicted, whichever is less, unless the budget is less than the least possible",
-                UserWarning,
-                stacklevel=2,
-            )
-            budget, _everything = None, None
         self._modules = Modules(model)
         self._within = None if budget is None else parse_budget(budget, strict)
         counted = model if _counted is None else _counted
         self._recorder = make_recorder(_everything, self._within, device_of(counted))
-        self._before = None if budget is None else LivedBefore(self._recorder, counted, optimizer)
+        self._before: LivedBefore | None = None
+        if isinstance(self._recorder, NoRecorder):
+            self._within = None
+        elif self._within is not None:
+            self._before = LivedBefore(self._recorder, counted, optimizer)
         self._hooks: ExitStack | None = None
 
     def __enter__(self) -> remat:
@@ -129,7 +125,7 @@ class remat:  # noqa: N801, a context manager is used like a function
         self._recorder.close()
         self._hooks.close()
         if self._within is not None and error is None:
-            warn_if_short(self._recorder)
+            warn_if_short(self._budgeted("budget"))
 
     @property
     def peak(self) -> int:
@@ -159,9 +155,14 @@ class remat:  # noqa: N801, a context manager is used like a function
         return self._of_budget("budget") or None
 
     def _of_budget(self, name: str) -> int:
+        return int(self._budgeted(name).budget()[name])
+
+    def _budgeted(self, name: str) -> Recorder:
+        if isinstance(self._recorder, NoRecorder):
+            raise RuntimeError(f"remat: {name} is not known: {self._recorder.reason}")
         if self._within is None:
             raise RuntimeError(f"remat: {name} is known only with a budget")
-        return int(self._recorder.budget()[name])
+        return self._recorder
 
     def figures(self) -> RematFigures:
         """Returns what has been kept, dropped and recomputed until now."""
@@ -173,8 +174,10 @@ class remat:  # noqa: N801, a context manager is used like a function
         Args:
             top: the most rows a table has; those with the most memory come first.
         """
+        if isinstance(self._recorder, NoRecorder):
+            return f"Kept everything: {self._recorder.reason}"
         report = make_report(self.figures(), top)
-        return report if self._within is None else f"{self._budget_line()}\n{report}"
+        return report if self._within is None else f"{self._budget_line(self._recorder)}\n{report}"
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the step's memory beside its budget, and the time that other budgets would take.
@@ -186,20 +189,19 @@ class remat:  # noqa: N801, a context manager is used like a function
             ImportError: matplotlib is not installed.
             RuntimeError: the block has no budget, or was not entered yet.
         """
-        if self._within is None:
-            raise RuntimeError("remat: plot shows a budget, and the block has none")
-        forward = self._recorder.trace()[3]
-        draw_budget(self._recorder.budget(), forward, self.figures().dropped_bytes, path)
+        recorder = self._budgeted("plot")
+        forward = recorder.trace()[3]
+        draw_budget(recorder.budget(), forward, self.figures().dropped_bytes, path)
 
-    def _budget_line(self) -> str:
-        figures = self._recorder.budget()
+    def _budget_line(self, recorder: Recorder) -> str:
+        figures = recorder.budget()
         budget, peak, least = (format_bytes(figures[name]) for name in ("budget", "peak", "least"))
         if figures["plan"] is None:
             return f"Peak {peak}; the first step of this shape, which is measured"
         return (
             f"Peak {peak} of a budget of {budget}; the least for these shapes is {least}; "
             f"recomputing is planned to take {format_seconds(figures['plan'][1])}\n"
-            f"The least is needed in {describe_limit(self._recorder)}"
+            f"The least is needed in {describe_limit(recorder)}"
         )
 
     def _install(self) -> ExitStack:

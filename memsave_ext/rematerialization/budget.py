@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from .._native import module as native
+from .. import _native
 from ..adam.owners import optimizers_of
 from ..memory.table import format_bytes
 from ..memory.tensors import plain_tensors
@@ -77,11 +77,10 @@ def check_arguments(budget: object, optimizer: object, strict: object) -> None:
                 raise ValueError(f"remat: {name} has a meaning only with a budget")
         return
     parse_budget(budget)
-    if native is None:
+    if _native.module is None:
         raise RuntimeError(
             "remat: a budget needs the native part of memsave_ext, which is not in use here "
-            "(MEMSAVE_EXT_NATIVE=0, or it was not built). Leave budget out to drop what is cheap "
-            "to recompute."
+            f"({_native.reason}). Without a budget, remat keeps everything there."
         )
 
 

@@ -1,15 +1,15 @@
-"""Chooses what records the operators of a block: the native part, or the fallback."""
+"""What records the operators of a block: the native part, or nothing, and then all is kept."""
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from .. import _native
-from .fallback.block import Block
-from .fallback.content import under_fakes
 
 
 class Budget(NamedTuple):
@@ -72,26 +72,57 @@ class Recorder(Protocol):
         """
 
 
-def keeps_no_budget() -> bool:
-    """Whether tensors are fake, and no prediction says what they would take."""
-    predicted = _native.module and _native.module.remat_is_predicted()
-    return under_fakes() and not predicted
+class NoRecorder:
+    """Stands where nothing records a block: autograd keeps all that it saves, as without one.
+
+    ``reason``: a clause that says why.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def open(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def enter_module(self, number: int) -> None: ...
+
+    def leave_module(self) -> None: ...
+
+    def figures(self) -> dict[str, Any]:
+        return {"operators": 0, "saved": [], "again": []}
 
 
-def make_recorder(everything: bool | None, budget: Budget | None, device: torch.device) -> Recorder:
-    """Returns a recorder for one block on a device, or one within a budget (native only).
+def make_recorder(
+    everything: bool | None, budget: Budget | None, device: torch.device
+) -> Recorder | NoRecorder:
+    """Returns a recorder for one block on a device, or one within a budget.
 
-    On fake tensors it is the fallback's, except in a prediction, which tells the native part what
-    the allocator and the clock would.
+    Warns where there is none: once in a process without the native part, and on fake tensors, but
+    not in a prediction, which tells the native part what the allocator and the clock would.
 
     ``everything``: True drops all that can be recomputed, cheap or not, for tests. None drops
     nothing, to measure what recording costs.
     """
-    recorder: Any
-    if not _native.module or keeps_no_budget():
-        recorder = Block(everything)
-    elif budget is not None:
-        recorder = _native.module.RematRecorder(*budget, device)
-    else:
-        recorder = _native.module.RematRecorder(everything, device)
-    return cast(Recorder, recorder)
+    if not _native.module:
+        reason = "the native part of memsave_ext, which alone records operators, is not in use here"
+        _warn_once(reason)
+        return NoRecorder(reason)
+    if _under_fakes() and not _native.module.remat_is_predicted():
+        reason = "tensors are fake, and no memsave_ext.memory.predict says what they would take"
+        _warn(reason)
+        return NoRecorder(reason)
+    arguments = (everything,) if budget is None else budget
+    return cast(Recorder, _native.module.RematRecorder(*arguments, device))
+
+
+def _under_fakes() -> bool:
+    """Whether operators run on fake tensors, which have sizes and no memory."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def _warn(reason: str) -> None:
+    warnings.warn(f"remat keeps everything: {reason}", UserWarning, stacklevel=4)
+
+
+_warn_once = functools.cache(_warn)

@@ -46,8 +46,8 @@ def _let_torchvision_be_imported():
 
 # Options of remat_module that have something to drop, however small a model is.
 REMATERIALIZED = [
-    {"_everything": True},
     pytest.param(
-        {"budget": 0.01}, marks=pytest.mark.skipif(not native.available, reason="it is native")
-    ),
+        options, marks=pytest.mark.skipif(not native.available, reason="remat records natively")
+    )
+    for options in ({"_everything": True}, {"budget": 0.01})
 ]

@@ -8,6 +8,8 @@ import memsave_ext as ms
 LIBRARIES = ["transformers"]
 transformers = None  # conftest.py imports it
 
+pytestmark = pytest.mark.skipif(not ms._native.available, reason="remat records natively")
+
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}
 
 

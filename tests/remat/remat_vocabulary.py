@@ -11,8 +11,6 @@ import torch.autograd.forward_ad as fwAD
 from torch import nn
 from torch.autograd import Function
 
-from memsave_ext import _native
-
 BLOCKS = {
     "block": "with block():\n    {v} = ({x} * {y}).sin().exp()",
     "block_in_block": (
@@ -172,9 +170,7 @@ TRANSFORMS = {
     "jacrev": "{v} = torch.func.jacrev(lambda t: (t.sin() * w0).sum(1))({x}).sum(0).tanh()",
     "jvp": "{v} = torch.func.jvp(lambda t: (t.sin() * t).tanh(), ({x},), ({y},))[1].sin()",
 }
-MORE = {**BLOCKS, **MODES, **WRITES, **FUNCTIONS, **SHAPES}
-if _native.module:
-    MORE |= TRANSFORMS
+MORE = {**BLOCKS, **MODES, **WRITES, **FUNCTIONS, **SHAPES, **TRANSFORMS}
 
 
 class Attribute(Function):

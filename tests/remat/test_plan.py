@@ -9,8 +9,6 @@ from remat_traces import random_trace
 
 from memsave_ext import _native
 
-pytestmark = pytest.mark.skipif(not _native.available, reason="plans are native")
-
 
 def plans_of(trace, **options):
     return _native.module.remat_plans(*trace, **options)

@@ -137,7 +137,6 @@ def test_models(name, everything):
         assert block.figures().dropped_bytes > 0
 
 
-@pytest.mark.skipif(not ms._native.available, reason="Python keeps what is drawn")
 def test_dropout_masks_are_not_kept():
     x = torch.randn(256, 256, requires_grad=True)
     with ms.remat() as r:

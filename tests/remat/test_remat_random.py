@@ -9,12 +9,12 @@ from remat_vocabulary import MORE, names
 from stress import programs, regions
 from stress.worlds import namespace
 
-from memsave_ext import _native, remat
+from memsave_ext import remat
 
 # Of forward differentiation in torch.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")
 
-PROGRAMS = 500 if _native.module else 100
+PROGRAMS = 500
 
 
 def everything():

@@ -12,8 +12,6 @@ from torch import nn
 
 import memsave_ext as ms
 
-pytestmark = pytest.mark.skipif(not ms._native.available, reason="plans are native")
-
 
 @pytest.fixture(autouse=True)
 def nothing_is_known_yet():

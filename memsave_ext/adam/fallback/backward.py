@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..._streams import current_stream, use_here
-from ...checkpointing.fallback.pinned import is_pinned
 from ..dtensor import is_dtensor, leave_buffer, local_tensor
 from ..shards import sharding_of
 from .updates import Update
@@ -53,8 +52,6 @@ class Backward:
         self.of_ddp = of_ddp  # ids of parameters whose gradients a DDP reducer reduces later
         self._stepper = stepper
         self._waiting: list[Waiting] = []
-        # Reduced gradients of parameters that are still needed, and their streams.
-        self._late: list[tuple[Update, torch.cuda.Stream | None]] = []
         self._bytes = 0  # of the gradients queued since the last flush
         # Shards whose step takes a collective. All processes must flush the same ones together, so
         # that only what all of them know decides how long they wait.
@@ -81,15 +78,14 @@ class Backward:
             return self._add_asking(waiting, is_last, is_small)
         # To wait is worth it for what is saved in calls, or in collectives.
         is_small = is_small and not sharded
-        if is_last and not is_small and not self._is_needed(param):
+        if is_last and not is_small:
             self._flush([waiting])
             return
         self._bytes += size
         if sharded or self._bytes >= self._stepper.bucket_bytes:
             # This gradient is not flushed: its later hooks may still have to run.
-            needed = {id(param) for param, *_ in self._waiting if self._is_needed(param)}
-            self._flush([each for each in self._waiting if id(each.param) not in needed])
-            self._waiting = [each for each in self._waiting if id(each.param) in needed]
+            self._flush(self._waiting)
+            self._waiting = []
             self._bytes = size
         if sharded and size < self._stepper.small_bytes:
             leave_buffer(param.grad, local_tensor(param.grad))
@@ -114,39 +110,17 @@ class Backward:
 
     def use_reduced(self, updates: list[Update]) -> None:
         """Uses gradients that were reduced over processes."""
-        needed = {id(param) for param, *_ in updates if self._is_needed(param)}
-        # They are cloned because the reducer reuses its bucket's memory.
-        self._late += [
-            (
-                Update(param, group, None if grad is None else grad.clone()),
-                current_stream(param.device),
-            )
-            for param, group, grad in updates
-            if id(param) in needed
-        ]
-        self._stepper.use([each for each in updates if id(each[0]) not in needed], self.action)
+        self._stepper.use(updates, self.action)
         self._used += len(updates)
         for param, *_ in updates:
             param.grad = None
 
     def finish(self) -> None:
-        for update, made_on in self._late:
-            if update.grad is not None:
-                use_here(update.grad, made_on)
-        self._stepper.use([update for update, _ in self._late], self.action)
-        self._late = []
         self._flush_asking()
         self._flush(self._waiting)
         self._waiting = []
         self._finished = True
         self._stepper.ended(self)
-
-    def _is_needed(self, param: Tensor) -> bool:
-        """Whether this backward's recomputes still need the parameter's present value.
-
-        Its step then waits, until the end of the backward at the latest.
-        """
-        return self.action is GradientAction.STEP and not self._finished and is_pinned(param)
 
     def _flush(self, waiting: list[Waiting]) -> None:
         updates = []

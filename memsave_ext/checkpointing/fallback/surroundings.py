@@ -6,7 +6,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
@@ -17,15 +16,8 @@ from ..._streams import on_stream
 _thread = threading.local()
 
 
-class Again(Enum):
-    """What runs again: a region's function, or single operators of a rematerialization."""
-
-    REGION = "region"
-    OPERATORS = "operators"
-
-
 # Called at the begin and end of every recompute while memory is tracked; None otherwise.
-recompute_observer: Callable[[Again, bool], None] | None = None
+recompute_observer: Callable[[bool], None] | None = None
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
@@ -204,17 +196,17 @@ class Surroundings:
 
 
 @contextlib.contextmanager
-def recomputing(again: Again = Again.REGION) -> Iterator[None]:
+def recomputing() -> Iterator[None]:
     _thread.depth = getattr(_thread, "depth", 0) + 1
-    _tell(again, True)
+    _tell(True)
     try:
         yield
     finally:
         _thread.depth -= 1
-        _tell(again, False)
+        _tell(False)
 
 
-def _tell(again: Again, begins: bool) -> None:
+def _tell(begins: bool) -> None:
     observer = recompute_observer
     if observer is not None:
-        observer(again, begins)
+        observer(begins)

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 
 from ...checkpointing.fallback import surroundings
-from ...checkpointing.fallback.surroundings import Again
 from .events import AFTER_BACKWARD, Mark, marks_and_changes, put_mark
 from .log import Log, Logging, Memory, address
-from .threads import RECOMPUTE, REMATERIALIZE, EventContext
+from .threads import RECOMPUTE, EventContext
 
 _queue = torch.autograd.Variable._execution_engine.queue_callback
 _thread = threading.local()
@@ -153,12 +152,11 @@ class MemoryTracker(Logging):
     def _pause(self, by: int, context: EventContext) -> None:
         self._paused[context.thread] += by
 
-    def _observe_recompute(self, again: Again, begins: bool) -> None:
+    def _observe_recompute(self, begins: bool) -> None:
         opened, depths = self._open[threading.get_ident()], self._depths[threading.get_ident()]
         if begins:
             depths.append(len(opened))
-            phase = RECOMPUTE if again is Again.REGION else REMATERIALIZE
-            self._note(partial(self._log.threads.begin_recompute, phase))
+            self._note(partial(self._log.threads.begin_recompute, RECOMPUTE))
         else:
             if depths:  # else it began before tracking
                 # A recompute that stops early leaves its modules without calling their hooks.

@@ -117,9 +117,7 @@ class FakeTracker(Logging):
         The caller holds a lock, so that of several only the innermost hears them.
         """
         before = surroundings.recompute_observer
-        surroundings.recompute_observer = lambda again, begins: self._recompute(
-            again is surroundings.Again.REGION, begins
-        )
+        surroundings.recompute_observer = lambda begins: self._recompute(True, begins)
         _listening.append(self)
         self._listen_to_native(True)
         try:
