@@ -18,6 +18,7 @@
 #include "checkpoint/forward_record.h"
 #include "checkpoint/hooks.h"
 #include "checkpoint/recomputing.h"
+#include "checkpoint/stepped.h"
 #include "memory/active.h"
 #include "memory/pause.h"
 #include "memory/tracker.h"
@@ -49,6 +50,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("pack_hooks", &memsave_ext::pack_hooks);
   m.def("register_errors", &memsave_ext::register_errors);
   m.def("use_engine_hooks", &memsave_ext::use_engine_hooks);
+  m.def("is_any_pending", &memsave_ext::is_any_pending);
+  m.def("note_step", &memsave_ext::note_step);
   memsave_ext::init_hooks();
   memsave_ext::remat::bind(m);
 

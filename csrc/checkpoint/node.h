@@ -72,7 +72,7 @@ class CheckpointNode : public torch::autograd::Node {
   ForwardRecord forward_record_;
   CallSite call_site_;
   OutputNumbers output_numbers_;
-  const PendingRegion pending_;
+  const Pending pending_;
   bool released_ = false;
 };
 

@@ -136,7 +136,7 @@ py::list as_list(const std::vector<Read>& reads) {
   return list;
 }
 
-ReadObserver::ReadObserver(std::vector<ChangedTensor> changed, const PendingRegion* region)
+ReadObserver::ReadObserver(std::vector<ChangedTensor> changed, const Pending* region)
     : changed_(std::move(changed)),
       region_(region),
       active_(!changed_.empty() || (region != nullptr && region->any_stepped())) {

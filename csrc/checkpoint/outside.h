@@ -65,7 +65,7 @@ pybind11::list as_list(const std::vector<Read>& reads);
 // optimizer has stepped while `region`, which may be null, waited. Does nothing if there are none.
 class ReadObserver {
  public:
-  ReadObserver(std::vector<ChangedTensor> changed, const PendingRegion* region);
+  ReadObserver(std::vector<ChangedTensor> changed, const Pending* region);
   ~ReadObserver();
   ReadObserver(const ReadObserver&) = delete;
   ReadObserver& operator=(const ReadObserver&) = delete;
@@ -77,7 +77,7 @@ class ReadObserver {
   void look(const at::RecordFunction& operator_, size_t argument, const at::Tensor& tensor);
 
   std::vector<ChangedTensor> changed_;
-  const PendingRegion* region_;
+  const Pending* region_;
   const bool active_;
   ReadObserver* outer_ = nullptr;
   at::CallbackHandle callback_ = 0;

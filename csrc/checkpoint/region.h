@@ -85,7 +85,7 @@ class Region : public std::enable_shared_from_this<Region> {
   std::vector<RegionArgument> arguments_;
   Surroundings surroundings_;
   OutsideTensors outside_;
-  std::optional<PendingRegion> pending_;  // set when a forward that saved anything has ended
+  std::optional<Pending> pending_;  // set when a forward that saved anything has ended
   ForwardRecord forward_record_;
   // Guards slots_ and values_. While it is held nothing is called and no tensor is freed.
   std::mutex state_mutex_;

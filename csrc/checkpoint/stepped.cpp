@@ -22,48 +22,75 @@ struct StepsOfStorage {
 };
 
 std::atomic<int64_t> pending{0};
+std::atomic<uint64_t> outdated{0};  // up to this step nothing is pending that asks for it
 std::atomic<uint64_t> steps_noted{0};
 std::mutex mutex;  // guards `steps`; no other lock is taken under it
-// Never destroyed: regions may outlive static destruction.
+// Never destroyed: what is pending may outlive static destruction.
 auto& steps = *new std::unordered_map<const c10::StorageImpl*, StepsOfStorage>();
+
+// The caller holds the mutex.
+void forget(uint64_t until) {
+  if (until == 0) return;
+  for (auto entry = steps.begin(); entry != steps.end();) {
+    auto& of_storage = entry->second.steps;
+    std::erase_if(of_storage, [&](const NotedStep& step) { return step.number <= until; });
+    entry = of_storage.empty() ? steps.erase(entry) : std::next(entry);
+  }
+}
 
 }  // namespace
 
 ByteRange ByteRange::of(const at::Tensor& tensor) {
-  const int64_t size = static_cast<int64_t>(tensor.itemsize());
-  const int64_t begin = tensor.storage_offset() * size;
-  if (tensor.numel() == 0) return {begin, begin};
+  return of(tensor.sizes(), tensor.strides(), tensor.storage_offset(), tensor.itemsize());
+}
+
+ByteRange ByteRange::of(at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset,
+                        size_t itemsize) {
+  const int64_t size = static_cast<int64_t>(itemsize);
+  const int64_t begin = offset * size;
   int64_t last = 0;
-  for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] == 0) return {begin, begin};
+    last += (sizes[i] - 1) * strides[i];
+  }
   return {begin, begin + (last + 1) * size};
 }
 
-PendingRegion::PendingRegion() : since_(steps_noted) { ++pending; }
+Pending::Pending() : since_(steps_noted) { ++pending; }
 
-PendingRegion::~PendingRegion() {
-  if (--pending > 0) return;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (pending == 0) steps.clear();
+Pending::~Pending() {
+  const uint64_t until = steps_noted;  // what another thread makes pending now asks for later ones
+  if (--pending == 0) outdated = until;
 }
 
-bool PendingRegion::any_stepped() const { return steps_noted > since_; }
+bool Pending::any_stepped() const { return steps_noted > since_; }
 
-std::optional<uint32_t> PendingRegion::stepped(const at::Tensor& tensor) const {
+std::optional<uint32_t> Pending::stepped(const at::Tensor& tensor) const {
   if (!tensor.has_storage() || tensor.layout() != at::kStrided) return std::nullopt;
+  return step_since(since_, tensor.storage().unsafeGetStorageImpl(), ByteRange::of(tensor));
+}
+
+bool is_any_pending() { return pending.load(std::memory_order_relaxed) > 0; }
+
+uint64_t steps_so_far() { return steps_noted.load(std::memory_order_relaxed); }
+
+std::optional<uint32_t> step_since(uint64_t since, const c10::StorageImpl* storage,
+                                   ByteRange range) {
+  if (steps_noted <= since) return std::nullopt;
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = steps.find(tensor.storage().unsafeGetStorageImpl());
+  const auto found = steps.find(storage);
   if (found == steps.end()) return std::nullopt;
-  const auto range = ByteRange::of(tensor);
   for (const auto& step : found->second.steps) {
-    if (step.number > since_ && step.range.overlaps(range)) return step.position;
+    if (step.number > since && step.range.overlaps(range)) return step.position;
   }
   return std::nullopt;
 }
 
 void note_step(const at::Tensor& param, uint32_t position) {
-  if (pending.load(std::memory_order_relaxed) == 0 || !param.has_storage()) return;
+  if (!is_any_pending() || !param.has_storage()) return;
   const auto range = ByteRange::of(param);
   const std::lock_guard<std::mutex> lock(mutex);
+  forget(outdated.exchange(0));
   const uint64_t number = ++steps_noted;
   auto [entry, made] = steps.try_emplace(param.storage().unsafeGetStorageImpl(),
                                          StepsOfStorage{param.storage().getWeakStorageImpl(), {}});

@@ -30,6 +30,7 @@ void Block::open() {
   thread_ = std::this_thread::get_id();
   outer_ = current;
   if (outer_ == nullptr) seconds_of_copy(0);  // measures it before any operator is timed
+  pending_.emplace();
   if (budget_) step_ = std::make_unique<Step>(*budget_);
   callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(on_start, on_end)
                                              .needsInputs(true)
@@ -44,6 +45,7 @@ void Block::close() {
   current = outer_;
   if (outer_ != nullptr) at::reenableCallback(outer_->callback_);
   table_.clear();
+  pending_.reset();
   let_go();
 }
 
@@ -131,6 +133,7 @@ void Block::decide(const std::shared_ptr<Content>& content) {
 void Block::drop(const std::shared_ptr<Content>& content, Route route, Freed& freed) {
   sums_[{{content->module, content->op}, Verdict::kDropped}].seconds += route.seconds;
   content->dropped = true;
+  content->pending.emplace();
   content->dropped_depth = route.dropped_depth + 1;
   for (const auto& needed : route.needs) {
     pin(*needed);

@@ -115,6 +115,7 @@ class Block : public std::enable_shared_from_this<Block> {
 
   const Drops drops_;
   const std::optional<Budget> budget_;
+  std::optional<Pending> pending_;  // set while it is open
   std::unique_ptr<Step> step_;
   // Of its contents; and itself while it is open, and backwards that open its contents.
   std::atomic<int64_t> holders_{1};

@@ -29,13 +29,13 @@ bool Geometry::fits(const at::Tensor& tensor) const {
          tensor.strides() == at::IntArrayRef(strides) && tensor.storage_offset() == offset;
 }
 
+ByteRange Geometry::range() const {
+  return ByteRange::of(sizes, strides, offset, dtype.itemsize());
+}
+
 int64_t Geometry::extent() const {
-  int64_t last = offset;
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    if (sizes[i] == 0) return 0;
-    last += (sizes[i] - 1) * strides[i];
-  }
-  return (last + 1) * static_cast<int64_t>(dtype.itemsize());
+  const ByteRange bytes = range();
+  return bytes.begin == bytes.end ? 0 : bytes.end;
 }
 
 at::Tensor Geometry::view(c10::Storage storage) const {
@@ -157,6 +157,7 @@ void release_unused(std::shared_ptr<Content> content, Freed& freed,
     if (next->holders == 0 && next->pins == 0) {
       if (next->held) freed.push_back(next->give_up());
       next->dropped = next->decided = false;
+      next->pending.reset();
       for (auto& of : next->needs) {
         unpin(*of);
         left.push_back(std::move(of));

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "checkpoint/settings.h"
+#include "checkpoint/stepped.h"
 #include "remat/operators.h"
 #include "remat/random.h"
 
@@ -36,6 +37,7 @@ struct Geometry {
 
   static Geometry of(const at::Tensor& tensor);
   void assign(const at::Tensor& tensor);
+  ByteRange range() const;
   int64_t extent() const;  // bytes from the start of the storage to the tensor's end
   bool fits(const at::Tensor& tensor) const;  // whether it is of this dtype and lies like this
   // Returns a tensor of this geometry on `storage`, without autograd history.
@@ -73,6 +75,7 @@ struct Call {
   std::vector<Reference> references;
   std::optional<Random> random;              // set where a second call must draw the same numbers
   std::shared_ptr<const Settings> settings;  // under which it was called; shared by many
+  uint64_t steps_before = 0;                 // steps_so_far() when it was called
   // Its result as bits, which are unpacked in place of a second call; undefined for a real call.
   at::Tensor mask;
   double seconds = 0;  // of one call, or 0 while the operator's first calls are not trusted
@@ -109,14 +112,15 @@ struct Content : std::enable_shared_from_this<Content> {
   int64_t extent = 0;  // how many bytes of `held`, from its start, dropped contents read
   // The stream that filled its memory (of an external one: that first used it); null on a CPU.
   std::optional<c10::Stream> made_on;
-  bool overwritten = false;  // the storage has been written since
-  bool copied = false;       // `held` is a copy from before the storage was written
-  bool relied_on = false;    // dropped contents are recomputed through its call, not from it
-  bool dropped = false;      // its holders will recompute it
-  bool decided = false;      // whether to keep or drop it has been decided
-  int dropped_depth = 0;     // of a dropped one: dropped ones in its chain, with itself
-  int64_t holders = 0;       // saved tensors of it
-  int64_t pins = 0;          // dropped contents that need it
+  bool overwritten = false;        // the storage has been written since
+  bool copied = false;             // `held` is a copy from before the storage was written
+  bool relied_on = false;          // dropped contents are recomputed through its call, not from it
+  bool dropped = false;            // its holders will recompute it
+  std::optional<Pending> pending;  // set while it is dropped
+  bool decided = false;            // whether to keep or drop it has been decided
+  int dropped_depth = 0;           // of a dropped one: dropped ones in its chain, with itself
+  int64_t holders = 0;             // saved tensors of it
+  int64_t pins = 0;                // dropped contents that need it
   std::vector<std::shared_ptr<Content>> needs;  // of a dropped one: the contents it pins
   bool held_on_the_way = true;  // recomputed on the way to another content, it is held, too
   int32_t number = -1;          // its position in the trace of the block's step; -1 without

@@ -218,6 +218,13 @@ class Recomputation {
     }
     if (reference.changed()) throw_changed(call, reference);
     const auto& schema = call.op->handle.schema();
+    const auto stepped =
+        step_since(call.steps_before, storage.unsafeGetStorageImpl(), reference.geometry.range());
+    if (stepped) {
+      const auto& sizes = reference.geometry.sizes;
+      throw_error("remat_stepped", schema.name(), schema.arguments()[reference.argument].name(),
+                  std::vector<int64_t>(sizes.begin(), sizes.end()), *stepped);
+    }
     if (static_cast<int64_t>(storage.nbytes()) < reference.geometry.extent()) {
       throw_error("remat_given_back", schema.name(), schema.arguments()[reference.argument].name());
     }

@@ -146,6 +146,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
     const Settings settings = Settings::capture();
     if (!settings_ || !(*settings_ == settings)) settings_ = std::make_shared<Settings>(settings);
     call.settings = settings_;
+    call.steps_before = steps_so_far();
     call.arguments.reserve(inputs.size());
     call.references.reserve(inputs.size());
   }

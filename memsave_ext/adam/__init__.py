@@ -1,5 +1,6 @@
 """Optimizers: a step is one native call, or runs in backward as the gradients arrive."""
 
+from . import other_steps  # noqa: F401
 from .any_optimizer import in_backward
 from .lion import Lion
 from .optimizer import Adam, AdamW

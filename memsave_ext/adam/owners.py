@@ -21,6 +21,11 @@ def note_optimizer(optimizer: Optimizer) -> None:
     _alive.add(optimizer)
 
 
+def is_own(optimizer: Optimizer) -> bool:
+    """Whether it is one of this package's."""
+    return optimizer in _alive
+
+
 def optimizers_of(params: Iterable[Tensor]) -> list[Optimizer]:
     """Returns this package's optimizers that have states of one of ``params``."""
     listed = list(params)

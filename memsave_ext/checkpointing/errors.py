@@ -239,6 +239,16 @@ def remat_changed(
     )
 
 
+def remat_stepped(
+    operator: str, argument: str, shape: Sequence[int], position: int
+) -> CheckpointError:
+    return CheckpointError(
+        f"memsave_ext.remat: {operator} is to be computed again, but its argument {argument} "
+        f"(shape {list(shape)}) is parameter {position} of an optimizer, which has stepped it "
+        "since the forward. Step after backward."
+    )
+
+
 def remat_given_back(operator: str, argument: str) -> CheckpointError:
     return CheckpointError(
         f"memsave_ext.remat: {operator} is to be computed again, but the memory of its argument "

@@ -17,7 +17,7 @@ from .forward_record import forward_record_scope
 from .graph import check_not_computed_from_listed, find_unlisted, sequence_number
 from .outputs import alias_of, check_outputs
 from .outside import OutsideTensors, observed_reads
-from .stepped import PendingRegion
+from .stepped import Pending
 from .surroundings import Surroundings, uncached_autocast
 
 _hook_lock = threading.RLock()
@@ -57,7 +57,7 @@ class Node(torch.autograd.Function):
         ctx.outside.leave_out_own_changes([forward.function])
         forward.positions = [i for i, element in enumerate(elements) if is_differentiable(element)]
         ctx.call, ctx.size = forward, len(elements)
-        ctx.pending = PendingRegion()
+        ctx.pending = Pending()
         ctx.save_for_backward(*inputs)
         # Apart from the inputs: a hook such as save_on_cpu would copy parameters for nothing.
         ctx.parameters = [(t, t._version) for t in parameters]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import Read, describe_change
-from .stepped import ByteRange, PendingRegion
+from .stepped import ByteRange, Pending
 from .walk import walk
 
 
@@ -124,9 +124,7 @@ class OutsideTensors:
 
 
 @contextmanager
-def observed_reads(
-    changed: list[ChangedTensor], region: PendingRegion | None
-) -> Iterator[ReadObserver]:
+def observed_reads(changed: list[ChangedTensor], region: Pending | None) -> Iterator[ReadObserver]:
     """Collects the recompute's operators that read a tensor which has changed or was stepped."""
     observer = ReadObserver(changed, region)
     if changed or (region is not None and region.any_stepped()):
@@ -137,7 +135,7 @@ def observed_reads(
 
 
 class ReadObserver(TorchDispatchMode):
-    def __init__(self, changed: list[ChangedTensor], region: PendingRegion | None) -> None:
+    def __init__(self, changed: list[ChangedTensor], region: Pending | None) -> None:
         super().__init__()
         self._changed, self._region = changed, region
         self.reads: list[Read] = []

@@ -19,7 +19,7 @@ from .graph import any_fills_after_saving, sequence_number
 from .outside import ChangedTensor, OutsideTensors, ReadObserver, observed_reads
 from .recompute import Recompute, Stop
 from .saved import Argument, BackwardKey, Holder, Slot
-from .stepped import PendingRegion
+from .stepped import Pending
 from .surroundings import Surroundings, uncached_autocast
 
 _opened_outside = itertools.count()
@@ -78,7 +78,7 @@ class _Region:
         self._early_stop = self._stop_at_last_save = early_stop
         self._slots: list[Slot] = []
         self._finished = False  # the forward
-        self._pending: PendingRegion | None = None  # from then on
+        self._pending: Pending | None = None  # from then on
         self._mark = sequence_number()
         self._lock = threading.Lock()
         self._recomputing_thread: int | None = None
@@ -96,7 +96,7 @@ class _Region:
         if self._slots:
             if self._check:
                 self._outside.leave_out_own_changes(self._roots())
-            self._pending = PendingRegion()
+            self._pending = Pending()
         if self._stop_at_last_save:
             self._stop_at_last_save = not any_fills_after_saving(outputs, self._mark)
 

@@ -1,4 +1,4 @@
-"""Parameters that optimizers of this package step while regions wait."""
+"""Parameters that optimizers step while regions wait for their recompute."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _steps_noted = 0
 _steps: dict[int, _StepsOfStorage] = {}
 
 
-class PendingRegion:
+class Pending:
     """A region that can still be recomputed. Steps are noted while there is any."""
 
     def __init__(self) -> None:
@@ -72,6 +72,10 @@ class PendingRegion:
                 if number > self._since and other.overlaps(range_):
                     return position
         return None
+
+
+def is_any_pending() -> bool:
+    return _pending > 0
 
 
 def note_step(param: Tensor, position: int) -> None:
