@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import assert_equal
-from rows import CHUNK, PYTHON, Model, expect_whole, reasons, train, whole
+from rows import CHUNK, Model, expect_whole, reasons, train, whole
 
 import memsave_ext as ms
 from memsave_ext import _native
@@ -163,6 +163,7 @@ def test_states_and_weights_in_another_order_of_memory():
     assert_equal(list(model.tensors()), list(other.tensors()))
 
 
+@pytest.mark.skipif(not _native.available, reason="remat records natively")
 def test_remat_around_the_model():
     """The head's weight is not what dropped values are computed from."""
     results = []
@@ -179,5 +180,5 @@ def test_remat_around_the_model():
                 loss.backward()
                 model.optimizer.step()
         results.append(list(model.tensors()))
-    assert found == ([PYTHON] * 2 if _native.module is None else [])
+    assert found == []
     assert_equal(*results)
