@@ -2,7 +2,8 @@
 
 Kernels (*.cu, free of torch headers) are compiled for sm_80 and sm_90 and listed with registers,
 spills and shared memory; cuda.cpp files are checked against the headers of the installed torch.
-Fails on an error or a spill. The kernels' names are left for `make emulate`, which runs each.
+Fails on an error or a spill. The kernels' registers and names are left for `make emulate`, which
+runs each.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def main() -> None:
         results = list(pool.map(run, commands))
 
     problems = 0
-    names: set[str] = set()
+    registers_of: dict[str, int] = {}
     print(ROW.format("kernel", "arch", "registers", "spill bytes", "shared bytes"))
     for path, (compiled, output) in zip(kernels, results, strict=False):
         if not compiled:
@@ -48,14 +49,15 @@ def main() -> None:
             continue
         for name, arch, registers, spill, shared in parse_ptxas(output):
             problems += spill > 0
-            names.add(name)
+            registers_of[name] = max(registers_of.get(name, 0), registers)
             print(ROW.format(name, arch, registers, spill, shared))
     for path, (compiled, output) in zip(bindings, results[len(kernels) :], strict=True):
         problems += not compiled
         print(f"{path.relative_to(ROOT)}: {'compiles' if compiled else 'does not compile'}")
         print(output, end="")
     KERNELS.parent.mkdir(exist_ok=True)
-    KERNELS.write_text("".join(f"{name}\n" for name in sorted(names)))
+    rows = (f"{registers} {name}\n" for name, registers in sorted(registers_of.items()))
+    KERNELS.write_text("".join(rows))
     if problems:
         sys.exit(f"cuda-check: {problems} sources that do not compile or kernels that spill.")
 

@@ -35,7 +35,7 @@ std::function<void()> body;
 std::unique_ptr<Fiber> fibers[kMostThreads];
 Thread threads[kMostThreads];
 unsigned thread_count, running;
-size_t dynamic_bytes, shared_bytes;
+size_t dynamic_bytes, static_bytes, most_static_bytes;
 void* dynamic_memory;
 SharedVariable variables[32];
 int variable_count;
@@ -57,15 +57,6 @@ void describe(unsigned thread) {
   describe(one);
   if (other < thread_count) describe(other);
   fail("block %u of %u: %s", blockIdx.x, gridDim.x, what);
-}
-
-void* allocate_shared(size_t bytes, size_t alignment) {
-  shared_bytes += bytes;
-  if (shared_bytes > (dynamic_bytes > kSharedUnasked ? kMostSharedBytes : kSharedUnasked)) {
-    fail("a block takes %zu bytes of shared memory", shared_bytes);
-  }
-  // A block of the heap for each, of its own size: sanitizers see what lies beside it.
-  return allocate(bytes, alignment);
 }
 
 // ---- One block ----------------------------------------------------------------------------------
@@ -182,9 +173,11 @@ bool release_block() {
 
 void run_block() {
   variable_count = 0;
-  shared_bytes = 0;
+  static_bytes = 0;
   orders = static_cast<char*>(allocate(1 + kMostThreads / kWarp, 1));
-  dynamic_memory = dynamic_bytes > 0 ? allocate_shared(dynamic_bytes, 16) : nullptr;
+  // Of shared memory each part is a block of the heap, of its own size: sanitizers see what lies
+  // beside it.
+  dynamic_memory = dynamic_bytes > 0 ? allocate(dynamic_bytes, 16) : nullptr;
   for (unsigned i = 0; i < thread_count; ++i) {
     if (!fibers[i]) fibers[i] = std::make_unique<Fiber>(body);
     fibers[i]->start();
@@ -246,7 +239,14 @@ void* static_shared(const void* key, size_t bytes, size_t alignment) {
     if (variables[i].key == key) return variables[i].memory;
   }
   if (variable_count == 32) fail("more than 32 shared variables");
-  variables[variable_count] = {key, allocate_shared(bytes, alignment)};
+  static_bytes += bytes;
+  if (static_bytes > most_static_bytes) {
+    fail(
+        "a kernel declares %zu bytes of shared memory beside the %zu that are asked for, where %zu "
+        "are left",
+        static_bytes, dynamic_bytes, most_static_bytes);
+  }
+  variables[variable_count] = {key, allocate(bytes, alignment)};
   return variables[variable_count++].memory;
 }
 
@@ -254,11 +254,13 @@ void* dynamic_shared() { return dynamic_memory; }
 
 // ---- What the host calls ------------------------------------------------------------------------
 
-void run_blocks(dim3 grid, dim3 block, size_t dynamic, const std::function<void()>& thread) {
+void run_blocks(dim3 grid, dim3 block, size_t dynamic, size_t most_static,
+                const std::function<void()>& thread) {
   gridDim = grid;
   blockDim = block;
   thread_count = block.x;
   dynamic_bytes = dynamic;
+  most_static_bytes = most_static;
   body = [&] {
     acquire(&kernel_begin);
     thread();

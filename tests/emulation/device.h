@@ -59,15 +59,16 @@ T& shared_variable(Key) {
 
 using KernelPointer = void (*)();
 
-// As cudaFuncSetAttribute does, to more than 48 KiB.
+// As cudaFuncSetAttribute does, from then on.
 void allow_dynamic_shared(KernelPointer kernel, size_t bytes);
 constexpr size_t kMostSharedBytes = size_t{227} << 10;  // of sm_90
 
 constexpr unsigned kMostThreads = 1024;
 constexpr size_t kSharedUnasked = size_t{48} << 10;
 
-// Without the checks of run().
-void run_blocks(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& thread);
+// Without the checks of run(). `most_static` is what the kernel may declare itself.
+void run_blocks(dim3 grid, dim3 block, size_t shared_bytes, size_t most_static,
+                const std::function<void()>& thread);
 
 void run(KernelPointer kernel, dim3 grid, dim3 block, size_t shared_bytes, size_t argument_bytes,
          const std::function<void()>& thread);
@@ -82,7 +83,11 @@ auto launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_
   };
 }
 
+struct Launched {
+  KernelPointer kernel;
+  unsigned threads;  // the most of a block
+};
 // Every kernel that was launched, once.
-const std::vector<KernelPointer>& launched();
+const std::vector<Launched>& launched();
 
 }  // namespace emulation

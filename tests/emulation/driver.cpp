@@ -22,8 +22,8 @@ void finish(const Options& options, const char* what) {
   if (options.kernels != nullptr) {
     FILE* to = fopen(options.kernels, "w");
     if (to == nullptr) fail("cannot write %s", options.kernels);
-    for (const KernelPointer kernel : launched()) {
-      fprintf(to, "%zx\n", reinterpret_cast<size_t>(kernel));
+    for (const Launched& of : launched()) {
+      fprintf(to, "%zx %u\n", reinterpret_cast<size_t>(of.kernel), of.threads);
     }
     fclose(to);
   }

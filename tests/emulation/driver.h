@@ -139,7 +139,8 @@ inline int below(Generator& generator, int count) {
 // Values that were compared.
 inline int64_t checks = 0;
 
-// `driver [--large] [--one-order] FILE`: where the addresses of the kernels that ran are written.
+// `driver [--large] [--one-order] FILE`: where each kernel that ran is written: its address
+// and the most threads of a block.
 struct Options {
   bool large = false;
   std::vector<Order> orders = {Order::kForward, Order::kReverse, Order::kRandom};

@@ -3,7 +3,8 @@
     python tests/emulation/run.py [--builds plain address thread memory] [--large]
 
 The last line says how many kernels ran: all that the programs hold, and, where `make cuda-check`
-has left the list of what nvcc compiled, all of those.
+has left the list of what nvcc compiled, all of those, in blocks for which a multiprocessor has
+registers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import programs
 import translate
 from programs import build_config
 
+REGISTERS = 65_536  # of a multiprocessor, with every compute capability since 5.3
 NVCC_KERNELS = programs.ROOT / "build" / "cuda-kernels.txt"  # written by tools/cuda_check.py
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
@@ -45,21 +47,22 @@ def main() -> None:
         runs.insert(0, ("plain", programs.CONVERSIONS))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         results = list(pool.map(lambda of: run(*of, options.large), runs))
-    ran: dict[str, set[str]] = {}
+    ran: dict[str, dict[str, int]] = {}
     for (kind, program), (status, output) in zip(runs, results, strict=True):
         print(f"== {kind}\n{output}", end="", flush=True)
         if status:
             sys.exit(f"emulate: {program}, {kind}: exit {status}")
         if program in programs.DRIVERS:
-            ran.setdefault(kind, set()).update(launched(path_of(kind, program)))
-    compiled = nvcc_kernels()
-    for names in ran.values():
-        require_same(names, all_kernels(kinds[0]), "compiled here")
-        if compiled is not None:
-            require_same(names, compiled, "compiled by nvcc")
-    if compiled is None:
+            ran.setdefault(kind, {}).update(launched(path_of(kind, program)))
+    registers = nvcc_registers()
+    for threads in ran.values():
+        require_same(set(threads), all_kernels(kinds[0]), "compiled here")
+        if registers is not None:
+            require_same(set(threads), set(registers), "compiled by nvcc")
+            require_registers(threads, registers)
+    if registers is None:
         print("not compared with what nvcc compiles: `make cuda-check` has left no list")
-    print(f"{len(names)} kernels ran")
+    print(f"{len(threads)} kernels ran")
 
 
 def has_compiler(kind: str) -> bool:
@@ -119,9 +122,11 @@ def output_of(*command: str, given: str | None = None) -> str:
     return done.stdout
 
 
-def launched(program: Path) -> set[str]:
+def launched(program: Path) -> dict[str, int]:
+    """The most threads of a block, of each kernel that was launched."""
     named = symbols(program)
-    return {named[int(line, 16)] for line in list_of(program).read_text().split()}
+    rows = [line.split() for line in list_of(program).read_text().splitlines()]
+    return {named[int(at, 16)]: int(threads) for at, threads in rows}
 
 
 def all_kernels(kind: str) -> set[str]:
@@ -137,8 +142,22 @@ def all_kernels(kind: str) -> set[str]:
     return found
 
 
-def nvcc_kernels() -> set[str] | None:
-    return set(NVCC_KERNELS.read_text().splitlines()) if NVCC_KERNELS.exists() else None
+def nvcc_registers() -> dict[str, int] | None:
+    """A thread's, by kernel."""
+    if not NVCC_KERNELS.exists():
+        return None
+    rows = [line.split(" ", 1) for line in NVCC_KERNELS.read_text().splitlines()]
+    return {name: int(registers) for registers, name in rows}
+
+
+def require_registers(threads: dict[str, int], registers: dict[str, int]) -> None:
+    """A launch fails where a block takes more than a multiprocessor has (CUDA C++ Programming
+    Guide, "Technical Specifications"): a warp takes them in units of 256."""
+    for name, count in threads.items():
+        of_warp = -(-registers[name] * 32 // 256) * 256
+        taken = -(-count // 32) * of_warp
+        if taken > REGISTERS:
+            sys.exit(f"emulate: {name}: {count} threads take {taken} registers of {REGISTERS}")
 
 
 def require_same(ran: set[str], expected: set[str], where: str) -> None:

@@ -115,17 +115,20 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   }
 }
 
+// At least what the kernels declare statically. Limits hold for that and the dynamic part together.
+constexpr int64_t kStaticBytes = 1024;
+
 int64_t most_shared_bytes() {
   int device = 0, bytes = 0;
   check_cuda(cudaGetDevice(&device));
   check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  return bytes - 1024;  // leaves room for what the kernels declare statically
+  return bytes - kStaticBytes;
 }
 
 struct Fit {
   bool fits;
   int threads;
-  size_t bytes;
+  int64_t bytes;
 };
 
 // Decides whether a channel of so many tensors fits into shared memory and is worth a block, and
@@ -143,19 +146,21 @@ Fit fit_onchip(const Problem& problem, const Loads& loads, int tensors) {
   // A multiprocessor has registers for about 1024 threads.
   const int64_t resident = std::min(problem.channels / kBusy, most / bytes);
   const int threads = resident >= 8 ? 128 : resident >= 4 ? 256 : kMostThreads;
-  return {true, threads, static_cast<size_t>(bytes)};
+  return {true, threads, bytes};
 }
 
 template <typename... Parameters, typename... Arguments>
 void launch_fit(void (*kernel)(Parameters...), const Problem& problem, const Fit& fit, void* stream,
                 const Arguments&... arguments) {
-  if (fit.bytes > (size_t{48} << 10)) {  // more than a kernel gets by default
+  constexpr int64_t kDefault = int64_t{48} << 10;  // what a kernel gets without being allowed more
+  if (fit.bytes + kStaticBytes > kDefault) {
     // Allows the most, not fit.bytes: another host thread with another shape could lower the limit
     // again before the launch.
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     static_cast<int>(most_shared_bytes())));
   }
-  launch(kernel, problem.channels, fit.threads, fit.bytes, stream, arguments...);
+  launch(kernel, problem.channels, fit.threads, static_cast<size_t>(fit.bytes), stream,
+         arguments...);
 }
 
 }  // namespace
