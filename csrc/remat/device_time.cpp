@@ -1,16 +1,12 @@
 #include "remat/device_time.h"
 
-#include "streams.h"
-#ifdef MEMSAVE_EXT_WITH_CUDA
 #include "cuda_stream.h"
-#endif
+#include "streams.h"
 
 namespace memsave_ext::remat {
 
 std::unique_ptr<DeviceTime> DeviceTime::start(c10::Device device) {
-#ifdef MEMSAVE_EXT_WITH_CUDA
   if (is_capturing(device)) return nullptr;
-#endif
   const auto stream = current_stream(device);
   if (!stream) return nullptr;  // fake tensors, of a device that is not there
   return std::unique_ptr<DeviceTime>(new DeviceTime(*stream));
@@ -26,6 +22,7 @@ DeviceTime::DeviceTime(c10::Stream stream)
 void DeviceTime::stop() { end_.record(stream_); }
 
 std::optional<double> DeviceTime::seconds() const {
+  if (is_capturing(stream_.device())) return std::nullopt;  // no event may be queried then
   if (!end_.was_marked_for_recording() || !end_.query() || !begin_.query()) return std::nullopt;
   constexpr double kMillisecond = 1e-3;
   return kMillisecond * begin_.elapsedTime(end_);

@@ -63,6 +63,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override { synchronize(event_of(event).clock); }
   bool queryEvent(void* event) const override {
+    if (capture() != 0) failed("an event is queried while a graph is captured");
     if (++event_of(event).asked < 2) return false;
     synchronizeEvent(event);
     return true;
