@@ -63,7 +63,8 @@ class Adam(Native, torch.optim.Adam):
             optimizer steps in backward; ``in_backward`` with ``differentiable``.
         RuntimeError: in backward: a second gradient for a parameter in one step outside of
             :meth:`accumulate`; a sparse gradient. From :meth:`step`: a backward raised after it had
-            stepped some parameters, and :meth:`zero_grad` was not called since.
+            stepped some parameters, and neither :meth:`zero_grad` nor :meth:`load_state_dict` was
+            called since.
 
     With ``in_backward`` torch's ``clip_grad_norm_`` and ``clip_grad_value_`` would find no
     gradients and clip nothing, so they raise for parameters that were stepped. Source: Kingma and
