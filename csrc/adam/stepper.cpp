@@ -225,7 +225,7 @@ int64_t Stepper::count_used(const py::list& params) {
   const py::gil_scoped_release no_gil;
   const std::lock_guard<std::mutex> lock(mutex_);
   return std::count_if(entries.begin(), entries.end(), [&](const auto& entry) {
-    return entry != nullptr && open_step_.is_used(*entry);
+    return entry != nullptr && entry->waits_in == nullptr && open_step_.is_used(*entry);
   });
 }
 

@@ -64,7 +64,8 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   // Returns the found_inf of each device in the last step with a loss scale: 1 where a gradient was
   // not finite.
   pybind11::list found_inf() const;
-  // Returns how many of these parameters were stepped, or folded into, since the last step().
+  // Returns how many of these parameters were stepped, or folded into, since the last step(). Those
+  // do not count whose gradient still waits in .grad.
   int64_t count_used(const pybind11::list& params);
 
   // Called by hooks, without the GIL, when the gradient of a parameter is complete. local_grad: the

@@ -157,7 +157,11 @@ class AdamStepper:
         return self._records.folded()
 
     def count_used(self, params: list[Tensor]) -> int:
-        return self._uses.count(params) if self._attached else 0
+        if not self._attached:
+            return 0
+        backward = self._backwards.current()
+        waiting = backward.waits_for if backward else lambda _: False
+        return self._uses.count(param for param in params if not waiting(param))
 
     # called by DistributedDataParallel's communication hook
 
