@@ -59,6 +59,15 @@ def refuse_two_norms(groups: list[dict[str, Any]]) -> None:
         raise errors.two_norms()
 
 
+def refuse_options_of_others(group: dict[str, Any], defaults: dict[str, Any], kind: str) -> None:
+    """Raises TypeError where a param group has an option by which another rule would step it."""
+    for name in ("amsgrad", "dampening"):
+        if name in group and name not in defaults:
+            raise TypeError(
+                f"a param group of {kind} cannot have the option {name!r}: leave it out"
+            )
+
+
 def check_bool(name: str, value: Any, *, none: bool = False) -> None:
     try:
         allowed = bool(value in (True, False)) or (none and value is None)

@@ -80,6 +80,7 @@ class Native(Saving):
             for name, value in self._modes.items():
                 param_group.setdefault(name, value)
             modes.refuse_twice(param_group["params"])
+            modes.refuse_options_of_others(param_group, self.defaults, type(self).__name__)
             complete = {**self.defaults, **param_group}
             modes.check_options(complete)
             modes.check_ranges(complete)

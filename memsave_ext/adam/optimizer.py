@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from .native import Native
 from .step_in_backward import BUCKET_BYTES, SMALL_BYTES
+
+_OPTIONS = inspect.signature(torch.optim.Adam).parameters  # those that torch's has
 
 
 class Adam(Native, torch.optim.Adam):
@@ -92,6 +95,10 @@ class Adam(Native, torch.optim.Adam):
         grad_scaler: torch.amp.GradScaler | None = None,
         **options: Any,
     ) -> None:
+        for name in options:
+            if name not in _OPTIONS:
+                kind = type(self).__name__
+                raise TypeError(f"{kind}.__init__() got an unexpected keyword argument {name!r}")
         self._take_options(
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
             | options,
