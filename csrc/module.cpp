@@ -91,6 +91,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("detach", &Stepper::detach)
       .def("step", &Stepper::step)
       .def("zero_grad", &Stepper::zero_grad)
+      .def("begin_loading", &Stepper::begin_loading)
+      .def("end_loading", &Stepper::end_loading)
       .def("accumulate", &Stepper::accumulate)
       .def("pause", &Stepper::pause)
       .def("begin_norm_pass", &Stepper::begin_norm_pass)

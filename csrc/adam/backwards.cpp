@@ -69,8 +69,8 @@ void Backwards::end_one() {
   if (--running_ == 0) snapshot_.reset();
 }
 
-void Backwards::check_none() const {
-  if (running_ > 0) throw_error("backward_runs");
+void Backwards::check_none(const char* call) const {
+  if (running_ > 0) throw_error("backward_runs", call);
 }
 
 void Backwards::use_snapshot(const std::shared_ptr<Snapshot>& snapshot) {

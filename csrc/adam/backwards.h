@@ -24,8 +24,8 @@ class Backwards {
   std::shared_ptr<Backward> begin(Stepper& stepper);
   // Notes that a backward has ended, finished or not.
   void end_one();
-  // Throws while any backward runs.
-  void check_none() const;
+  // Throws while any backward runs. `call`: what cannot be called then.
+  void check_none(const char* call) const;
   // Makes this the shared snapshot, and notes in each entry its parameter's position there.
   void use_snapshot(const std::shared_ptr<Snapshot>& snapshot);
 

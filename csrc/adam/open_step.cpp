@@ -152,6 +152,13 @@ void OpenStep::acknowledge() {
   begin_next();
 }
 
+void OpenStep::restart() {
+  machine_.handle(Event::kLoad);
+  records_.forget_folded();
+  begin_next();
+  if (state() == StepState::kMeasuring) norm_ = std::make_unique<GradNorm>();
+}
+
 void OpenStep::begin_next() {
   ++number_;
   stepped_ = 0;

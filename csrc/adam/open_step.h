@@ -74,6 +74,9 @@ class OpenStep {
   int64_t end();
   // Forgets a failure, and begins the next step. Does nothing where nothing failed.
   void acknowledge();
+  // Begins a step anew, in which nothing has been stepped, folded or measured. An open norm pass
+  // stays open.
+  void restart();
 
   // The norm of all gradients in the last step that measured it; undefined where none has.
   at::Tensor grad_norm() const;

@@ -39,6 +39,7 @@ constexpr Next kTable[][5] = {
     /* kEndStep */ {N::kStay, N::kIdle, N::kStepInPass, N::kIdle, N::kHasFailed},
     /* kFail */ {N::kFailed, N::kFailed, N::kFailed, N::kFailed, N::kStay},
     /* kAcknowledge */ {N::kStay, N::kStay, N::kStay, N::kStay, N::kIdle},
+    /* kLoad */ {N::kStay, N::kIdle, N::kStay, N::kIdle, N::kIdle},
 };
 
 Next next(StepState state, Event event) {

@@ -31,6 +31,7 @@ enum class Event {
   kEndStep,         // step() is called
   kFail,            // a backward raised after it had stepped or folded
   kAcknowledge,     // zero_grad() is called, which forgets a failure
+  kLoad,            // states were loaded: what the step has come to does not matter any more
 };
 
 // The caller holds the stepper's mutex.

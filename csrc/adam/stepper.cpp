@@ -225,7 +225,7 @@ int64_t Stepper::count_used(const py::list& params) {
   const py::gil_scoped_release no_gil;
   const std::lock_guard<std::mutex> lock(mutex_);
   return std::count_if(entries.begin(), entries.end(), [&](const auto& entry) {
-    return entry != nullptr && open_step_.is_used(*entry);
+    return entry != nullptr && entry->waits_in == nullptr && open_step_.is_used(*entry);
   });
 }
 
@@ -248,17 +248,37 @@ py::list Stepper::found_inf() const {
   return tensors;
 }
 
+void Stepper::drop_gradients() const {
+  for_parameters([](const py::handle& param) {
+    const Tensor& tensor = THPVariable_Unpack(param.ptr());
+    // A parameter that never required a gradient has no place for one either.
+    if (tensor.grad().defined()) tensor.mutable_grad().reset();
+  });
+}
+
 void Stepper::zero_grad(bool to_none) {
-  if (to_none) {
-    for_parameters([](const py::handle& param) {
-      const Tensor& tensor = THPVariable_Unpack(param.ptr());
-      // A parameter that never required a gradient has no place for one either.
-      if (tensor.grad().defined()) tensor.mutable_grad().reset();
+  if (to_none) drop_gradients();
+  const py::gil_scoped_release no_gil;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  open_step_.acknowledge();
+}
+
+void Stepper::begin_loading() {
+  const py::gil_scoped_release no_gil;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  backwards_.check_none("load_state_dict()");
+}
+
+void Stepper::end_loading() {
+  if (attached_) {
+    drop_gradients();
+    for_parameters([&](const py::handle& param) {
+      if (const auto entry = entry_of(param)) entry->has_local_gradient = false;
     });
   }
   const py::gil_scoped_release no_gil;
   const std::lock_guard<std::mutex> lock(mutex_);
-  open_step_.acknowledge();
+  open_step_.restart();
 }
 
 }  // namespace memsave_ext::adam

@@ -44,6 +44,11 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   // multiples of the loss scale any more.
   int64_t step(double max_norm, bool unscaled);
   void zero_grad(bool to_none);  // also forgets a failure
+  // The states of a checkpoint are loaded between these two. The first throws while a backward
+  // runs, which would step with the old ones; the second forgets all that the open step has come
+  // to, gradients in .grad included.
+  void begin_loading();
+  void end_loading();
   void accumulate(bool enabled, bool fold);
   // While enabled, nothing is stepped or folded; gradients are kept in .grad, or dropped.
   void pause(bool enabled, bool keep);
@@ -59,7 +64,8 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   // Returns the found_inf of each device in the last step with a loss scale: 1 where a gradient was
   // not finite.
   pybind11::list found_inf() const;
-  // Returns how many of these parameters were stepped, or folded into, since the last step().
+  // Returns how many of these parameters were stepped, or folded into, since the last step(). Those
+  // do not count whose gradient still waits in .grad.
   int64_t count_used(const pybind11::list& params);
 
   // Called by hooks, without the GIL, when the gradient of a parameter is complete. local_grad: the
@@ -95,7 +101,8 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   void for_parameters(const Body& body) const;
   // Returns one DTensor of each sharding among the parameters. Needs the GIL.
   std::vector<at::Tensor> sharded() const;
-  bool any_gradient() const;  // whether any .grad is set. Needs the GIL
+  bool any_gradient() const;    // whether any .grad is set. Needs the GIL
+  void drop_gradients() const;  // in .grad. Needs the GIL
   std::shared_ptr<Snapshot> read_for_step(bool unscaled) const;  // with gradients. Needs the GIL
   std::vector<Parameter*> with_gradients(Snapshot& snapshot) const;  // in .grad or folded
   Batches prepare(const std::vector<Parameter*>& remaining) const;

@@ -22,7 +22,7 @@ int64_t Stepper::step(double max_norm, bool unscaled) {
     const py::gil_scoped_release no_gil;
     const std::lock_guard<std::mutex> lock(mutex_);
     open_step_.check(Event::kEndStep);
-    backwards_.check_none();
+    backwards_.check_none("step()");
     const bool measures = !of_each_sharding.empty();
     if (!any && !measures && open_step_.folded() == 0) return open_step_.end();
   }

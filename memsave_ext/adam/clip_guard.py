@@ -1,7 +1,7 @@
-"""Makes torch's clipping raise for parameters that were stepped in backward.
+"""Makes clipping by torch and timm raise for parameters that were stepped in backward.
 
-Their gradients are gone. Trainers clip by default, and torch does not report that it has clipped
-nothing (torchtune#1934).
+Their gradients are gone. Trainers clip by default, and neither reports that it has clipped nothing
+(torchtune#1934).
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,10 +25,11 @@ _guarded: set[str] = set()
 
 
 def watch(optimizer: Any) -> None:
-    """Make torch's functions raise for parameters that this optimizer has stepped already."""
+    """Make clipping functions raise for parameters that this optimizer has stepped already."""
     # clip_grad_norm_ calls _clip_grads_with_norm_.
     _guard("_clip_grads_with_norm_", "clip_grad_norm_", "max_norm")
     _guard("clip_grad_value_", "clip_grad_value_", "clip_value")
+    _guard_timm()
     _optimizers.add(optimizer)
 
 
@@ -44,7 +47,8 @@ def _check(name: str, params: list[Tensor], limit: float) -> None:
                 f"memsave_ext.{kind}: their gradients are gone, and would not be clipped. Switch "
                 "this clipping off (transformers: max_grad_norm=0, Lightning: gradient_clip_val="
                 "None), and have the optimizer clip: with max_grad_norm= each gradient, or with "
-                "clip_global_norm= or norm_pass() all together."
+                "clip_global_norm= or norm_pass() all together. What clips each gradient by itself "
+                "can be called in a hook, param.register_post_accumulate_grad_hook(clip)."
             )
 
 
@@ -57,7 +61,33 @@ def _guard(function: str, name: str, limit: str) -> None:
         return
     # Replaces the function inside its decorator, which also reaches modules that imported it.
     cell = wrapper.__closure__[variables.index("func")]
-    inner: Callable[..., Any] = cell.cell_contents
+    cell.cell_contents = _guarded_by(cell.cell_contents, name, limit)
+    _guarded.add(function)
+
+
+def _guard_timm() -> None:
+    """Guards timm's adaptive_clip_grad where timm has been imported."""
+    function: Any = getattr(sys.modules.get("timm.utils.agc"), "adaptive_clip_grad", None)
+    is_plain = isinstance(function, types.FunctionType) and function.__closure__ is None
+    if not is_plain or "adaptive_clip_grad" in _guarded:
+        return
+    # Replaces what the function runs, which also reaches modules that imported it.
+    inner = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__
+    )
+    guarded = _guarded_by(inner, "adaptive_clip_grad", "clip_factor")
+    function.__globals__["_memsave_ext_guarded"] = guarded
+    function.__code__, function.__defaults__ = _call_guarded.__code__, None
+    function.__wrapped__ = inner  # for its signature
+    _guarded.add("adaptive_clip_grad")
+
+
+def _call_guarded(*args: Any, **kwargs: Any) -> Any:
+    return _memsave_ext_guarded(*args, **kwargs)  # type: ignore[name-defined]  # noqa: F821
+
+
+def _guarded_by(inner: Callable[..., Any], name: str, limit: str) -> Callable[..., Any]:
+    """Returns a function that checks ``inner``'s parameters before it calls it."""
     signature = inspect.signature(inner)
 
     @functools.wraps(inner)
@@ -65,6 +95,7 @@ def _guard(function: str, name: str, limit: str) -> None:
         if torch.compiler.is_compiling() or not _optimizers:
             return inner(*args, **kwargs)
         call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
         params = call.arguments["parameters"]
         # It is read twice, and may be a generator.
         params = [params] if isinstance(params, Tensor) else list(params)
@@ -72,5 +103,4 @@ def _guard(function: str, name: str, limit: str) -> None:
         _check(name, params, float(call.arguments[limit]))
         return inner(*call.args, **call.kwargs)
 
-    cell.cell_contents = guarded
-    _guarded.add(function)
+    return guarded

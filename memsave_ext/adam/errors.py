@@ -24,7 +24,7 @@ _REASONS = {
     ),
     "has_failed": (
         "a backward raised after {stepped} parameters had been stepped; the others were not. "
-        "Call zero_grad() to go on from there, or load a checkpoint."
+        "Call zero_grad() to go on from there, or load a checkpoint with load_state_dict()."
     ),
 }
 
@@ -55,10 +55,10 @@ def compiled_autograd() -> NotImplementedError:
     )
 
 
-def backward_runs() -> RuntimeError:
+def backward_runs(call: str) -> RuntimeError:
     return RuntimeError(
-        "memsave_ext: step() while a backward is under way, in another thread or around this call. "
-        "Wait until all of a step's backwards have ended."
+        f"memsave_ext: {call} while a backward is under way, in another thread or around this "
+        "call. Wait until all of a step's backwards have ended."
     )
 
 

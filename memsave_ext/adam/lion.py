@@ -51,10 +51,5 @@ class Lion(Native):
             "lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize
         }  # fmt: skip
         self._take_options(options, in_backward=in_backward, **modes)
-        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-            if value < 0:
-                raise ValueError(f"{name} must be at least 0, got {value!r}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas must be from 0 to below 1, got {betas!r}")
         super().__init__(params, options)
         self._begin(in_backward, stacklevel=2 if type(self) is Lion else 3)

@@ -7,6 +7,7 @@ them is the same as torch's.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any, SupportsFloat
 
@@ -58,6 +59,15 @@ def refuse_two_norms(groups: list[dict[str, Any]]) -> None:
         raise errors.two_norms()
 
 
+def refuse_options_of_others(group: dict[str, Any], defaults: dict[str, Any], kind: str) -> None:
+    """Raises TypeError where a param group has an option by which another rule would step it."""
+    for name in ("amsgrad", "dampening"):
+        if name in group and name not in defaults:
+            raise TypeError(
+                f"a param group of {kind} cannot have the option {name!r}: leave it out"
+            )
+
+
 def check_bool(name: str, value: Any, *, none: bool = False) -> None:
     try:
         allowed = bool(value in (True, False)) or (none and value is None)
@@ -69,10 +79,13 @@ def check_bool(name: str, value: Any, *, none: bool = False) -> None:
 
 
 def _check_number(name: str, value: Any) -> None:
-    """Raises TypeError where ``value`` is no number. As in torch, numpy's numbers and tensors of
-    one element are allowed."""
-    one = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, SupportsFloat)
-    if not one or isinstance(value, complex):
+    """Raises TypeError or ValueError where ``value`` is no number. As in torch, numpy's numbers and
+    tensors of one element are allowed."""
+    of_tensor = isinstance(value, Tensor)
+    if of_tensor and value.numel() != 1:
+        raise ValueError(f"Tensor {name} must be 1-element, got {value!r}")
+    is_complex = value.is_complex() if of_tensor else isinstance(value, complex)
+    if is_complex or not (of_tensor or isinstance(value, SupportsFloat)):
         raise TypeError(f"{name} must be a number or a tensor of one element, got {value!r}")
 
 
@@ -104,6 +117,37 @@ def _check_betas(betas: Any) -> None:
         raise TypeError(f"betas must be two numbers, got {betas!r}")
     for beta in betas:
         _check_number("betas", beta)
+
+
+# What torch calls options in its errors; any number that is finite and at least 0 is allowed.
+_AT_LEAST_0 = {
+    "lr": "learning rate",
+    "eps": "epsilon value",
+    "weight_decay": "weight_decay value",
+    "momentum": "momentum value",
+}
+
+
+def _number(value: Any) -> float:
+    return float(value.item() if isinstance(value, Tensor) else value)
+
+
+def check_ranges(group: dict[str, Any]) -> None:
+    """Raises ValueError where an option that check_options() has passed is out of its range.
+
+    Not in every step: to read a tensor on a device is to wait for it.
+    """
+    for name, said in _AT_LEAST_0.items():
+        if name in group and not 0 <= _number(group[name]) < math.inf:
+            raise ValueError(f"Invalid {said}: {group[name]}. {name} must be finite and at least 0")
+    for index, beta in enumerate(group.get("betas", ())):
+        if not 0 <= _number(beta) < 1:
+            raise ValueError(
+                f"Invalid beta parameter at index {index}: {beta}. betas must be at least 0 and "
+                "below 1"
+            )
+    if not math.isfinite(dampening := _number(group.get("dampening", 0))):
+        raise ValueError(f"Invalid dampening value: {dampening}. dampening must be finite")
 
 
 def check_group(group: dict[str, Any], rule: Rule) -> None:

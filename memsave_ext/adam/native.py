@@ -35,6 +35,7 @@ class Native(Saving):
         """Checks and keeps all options before the optimizer is made. ``options``: the rule's."""
         modes.check_bool("in_backward", in_backward)
         modes.check_options(options)
+        modes.check_ranges(options)
         if in_backward and options.get("differentiable"):
             raise ValueError(
                 "differentiable=True cannot be combined with in_backward=True: a step in backward "
@@ -79,8 +80,10 @@ class Native(Saving):
             for name, value in self._modes.items():
                 param_group.setdefault(name, value)
             modes.refuse_twice(param_group["params"])
+            modes.refuse_options_of_others(param_group, self.defaults, type(self).__name__)
             complete = {**self.defaults, **param_group}
             modes.check_options(complete)
+            modes.check_ranges(complete)
             modes.check_group(param_group, rule_of(complete))
             if self.clip_global_norm is not None:
                 modes.refuse_two_norms([param_group])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from .native import Native
 from .step_in_backward import BUCKET_BYTES, SMALL_BYTES
+
+_OPTIONS = inspect.signature(torch.optim.Adam).parameters  # those that torch's has
 
 
 class Adam(Native, torch.optim.Adam):
@@ -63,7 +66,8 @@ class Adam(Native, torch.optim.Adam):
             optimizer steps in backward; ``in_backward`` with ``differentiable``.
         RuntimeError: in backward: a second gradient for a parameter in one step outside of
             :meth:`accumulate`; a sparse gradient. From :meth:`step`: a backward raised after it had
-            stepped some parameters, and :meth:`zero_grad` was not called since.
+            stepped some parameters, and neither :meth:`zero_grad` nor :meth:`load_state_dict` was
+            called since.
 
     With ``in_backward`` torch's ``clip_grad_norm_`` and ``clip_grad_value_`` would find no
     gradients and clip nothing, so they raise for parameters that were stepped. Source: Kingma and
@@ -91,6 +95,10 @@ class Adam(Native, torch.optim.Adam):
         grad_scaler: torch.amp.GradScaler | None = None,
         **options: Any,
     ) -> None:
+        for name in options:
+            if name not in _OPTIONS:
+                kind = type(self).__name__
+                raise TypeError(f"{kind}.__init__() got an unexpected keyword argument {name!r}")
         self._take_options(
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
             | options,

@@ -149,6 +149,12 @@ def class_of(own: Any) -> type[OwnStep]:
                 del self.param_groups[-1]
                 raise
 
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self._stepper.begin_loading()
+            super().load_state_dict(state_dict)
+            self._stepper.end_loading()
+            self._counted = {}
+
         def __reduce_ex__(self, protocol: Any) -> Any:
             reduced: Any = super().__reduce_ex__(protocol)
             function, args, *rest = reduced

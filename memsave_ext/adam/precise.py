@@ -1,4 +1,5 @@
-"""Float32 arithmetic that rounds each result once, as a processor's fused operations do."""
+"""Arithmetic whose results do not depend on the machine: float32 that rounds each result once, as a
+processor's fused operations do, and sums in one order."""
 
 from __future__ import annotations
 
@@ -29,3 +30,19 @@ def fused(a: Tensor | float, b: Any, c: Tensor) -> Tensor:
 def square_root(values: Tensor) -> Tensor:
     """Returns the root, for float32 rounded to nearest, as torch's own is not on all devices."""
     return wide(values).sqrt_().to(values.dtype)
+
+
+def total(values: Tensor) -> Tensor:
+    """Returns the sum of all, in an order that does not depend on the number of threads.
+
+    torch gives each thread a part where there are many values, and one result; rows it divides
+    among threads as a whole.
+    """
+    flat = values.flatten()
+    while flat.numel() > _AT_ONCE:
+        whole = flat.numel() // _ROW * _ROW
+        flat = torch.cat([flat[:whole].view(-1, _ROW).sum(1), flat[whole:]])
+    return flat.sum()
+
+
+_ROW, _AT_ONCE = 1024, 4096  # torch sums 32768 values and more in several threads

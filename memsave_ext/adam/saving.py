@@ -51,21 +51,41 @@ class Saving(InBackward):
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Like torch's, but state keeps its own dtype (pytorch#43706)."""
-        self._check_not_folding()
+        """Like torch's, but state keeps its own dtype (pytorch#43706).
+
+        It is a fresh start: what the open step has come to is forgotten, a backward that raised and
+        folded gradients included. With ``in_backward`` gradients in ``.grad`` are dropped.
+
+        Raises:
+            RuntimeError: while a backward runs.
+            ValueError: the ``state_dict`` does not fit, as in torch, or is of another mode.
+        """
         groups = self.param_groups
 
         # Registered last, it gets the state_dict as the other pre-hooks leave it.
         def look(_: Any, loaded: dict[str, Any]) -> None:
             modes.check_loadable(loaded, groups)
+            if self._stepper.folded():
+                self._refuse_folded(loaded)
             self._loading = loaded
 
+        self._stepper.begin_loading()
         handle = self.register_load_state_dict_pre_hook(look)
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
             self.__dict__.pop("_loading", None)
+        self._stepper.end_loading()
+
+    def _refuse_folded(self, loaded: dict[str, Any]) -> None:
+        """Raises ValueError where tensors to load are those that gradients are folded into."""
+        own = {id(state.get("exp_avg_sq")) for state in self.state.values()}
+        if any(id(state.get("exp_avg_sq", ...)) in own for state in loaded["state"].values()):
+            raise ValueError(
+                "state_dict has the optimizer's own tensors, into which gradients are folded that "
+                "are not stepped yet: load a copy that was made before, copy.deepcopy(state_dict)"
+            )
 
     def _finish_loading(self, loaded: dict[str, Any], old_groups: list[dict[str, Any]]) -> None:
         modes.keep(old_groups, self.param_groups, scaled=self.grad_scaler is not None)

@@ -21,7 +21,8 @@ OPTIONS = {
     "lr": ({"lr": None}, TypeError, f"lr {NUMBER}None"),
     "lr text": ({"lr": "1e-3"}, TypeError, f"lr {NUMBER}'1e-3'"),
     "lr complex": ({"lr": 1j}, TypeError, f"lr {NUMBER}1j"),
-    "lr of several": ({"lr": torch.ones(2)}, TypeError, f"lr {NUMBER}tensor"),
+    "lr of several": ({"lr": torch.ones(2)}, ValueError, "Tensor lr must be 1-element, got t"),
+    "lr complex tensor": ({"lr": torch.tensor(1j)}, TypeError, f"lr {NUMBER}tensor"),
     "betas": ({"betas": None}, TypeError, "betas must be two numbers, got None"),
     "one beta": ({"betas": 0.9}, TypeError, "betas must be two numbers, got 0.9"),
     "three betas": ({"betas": (0.9, 0.9, 0.9)}, TypeError, "betas must be two numbers, got"),
@@ -262,3 +263,54 @@ def test_arguments_of_methods(case):
     p.sum().backward()  # nothing was entered
     assert p.grad is None and (p < 1).all()
     optimizer.step()
+
+
+KINDS = {"Adam": ms.Adam, "AdamW": ms.AdamW, "SGD": ms.SGD, "Lion": ms.Lion}
+WORDS = {  # torch's
+    "lr": "Invalid learning rate: {}. lr must be finite and at least 0",
+    "eps": "Invalid epsilon value: {}. eps must be finite and at least 0",
+    "weight_decay": "Invalid weight_decay value: {}. weight_decay must be finite and at least 0",
+    "momentum": "Invalid momentum value: {}. momentum must be finite and at least 0",
+    "dampening": "Invalid dampening value: {}. dampening must be finite",
+    "betas": "Invalid beta parameter at index {}: {}. betas must be at least 0 and below 1",
+}
+OUT_OF_RANGE = [
+    (kind, name, value, bad)
+    for kind in KINDS
+    for name, bads in {
+        **dict.fromkeys(["lr", "weight_decay"], (-1.0, math.nan, math.inf, torch.tensor(math.nan))),
+        **({"eps": (-1.0, math.nan, math.inf)} if "Adam" in kind else {}),
+        **({"momentum": (-0.5, math.nan, math.inf)} if kind == "SGD" else {}),
+        **({"dampening": (math.nan, -math.inf)} if kind == "SGD" else {}),
+        **({"betas": (-0.1, 1.0, math.nan, math.inf)} if kind != "SGD" else {}),
+    }.items()
+    for bad in bads
+    for value in ([(bad, 0.9), (0.9, bad)] if name == "betas" else [bad])
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "value", "bad"), OUT_OF_RANGE)
+def test_out_of_range(kind, name, value, bad):
+    said = [f"{bad}"] if name != "betas" else [0 if value[0] is bad else 1, bad]
+    message = WORDS[name].format(*said)
+    make = KINDS[kind]
+    first, second = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    with refused(ValueError, message):
+        make([first], in_backward=True, **{name: value})
+    with refused(ValueError, message):
+        make([{"params": [first], name: value}], in_backward=True)
+    optimizer = make([first], in_backward=True)
+    with refused(ValueError, message):
+        optimizer.add_param_group({"params": [second], name: value})
+    assert len(optimizer.param_groups) == 1 and second._post_accumulate_grad_hooks is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ends_of_ranges(kind):
+    options = {"lr": 0.0, "weight_decay": torch.tensor(0.0)}
+    if kind != "SGD":
+        options["betas"] = (0.0, 0.0)
+    optimizer = KINDS[kind]([param()], **options)
+    assert optimizer.param_groups[0]["lr"] == 0
+    # torch knows no bound of it
+    ms.SGD([param()], dampening=-0.5, momentum=2.0)

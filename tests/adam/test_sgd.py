@@ -103,7 +103,8 @@ def test_torchs_errors(params, options):
         with pytest.raises((TypeError, ValueError)) as error:
             kind(params, **options)
         raised.append((error.type, str(error.value)))
-    assert raised[0] == raised[1]
+    (theirs, said), (ours, we_say) = raised
+    assert ours is theirs and we_say.startswith(said)  # and go on with what is allowed
 
 
 def test_a_parameter_that_is_twice_in_a_group_is_refused():
@@ -114,7 +115,7 @@ def test_a_parameter_that_is_twice_in_a_group_is_refused():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"lr": torch.ones(2)}, TypeError, "lr must be a number or a tensor of one element"),
+        ({"lr": torch.ones(2)}, ValueError, "Tensor lr must be 1-element"),
         ({"momentum": "0.9"}, TypeError, "momentum must be a number"),
         ({"dampening": None}, TypeError, "dampening must be a number"),
         ({"nesterov": 2}, TypeError, "nesterov must be True or False"),

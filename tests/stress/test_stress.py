@@ -9,7 +9,18 @@ import pytest
 import torch
 
 import memsave_ext as ms
-from stress import adam, any_optimizer, backwards, databases, programs, regions, rules, run, worlds
+from stress import (
+    adam,
+    any_optimizer,
+    backwards,
+    databases,
+    optimizers,
+    programs,
+    regions,
+    rules,
+    run,
+    worlds,
+)
 from stress.programs import Op
 
 PARTS = {
@@ -19,6 +30,7 @@ PARTS = {
     "backwards": (backwards, 15),
     "any_optimizer": (any_optimizer, 20),
     "databases": (databases, 10),
+    "optimizers": (optimizers, 10),
 }
 
 
@@ -43,6 +55,46 @@ def test_a_sample_of_each_operator_and_module(share):
     if ms._native.available:
         assert counts["remat"].dropped > 0.95 * counts["remat"].samples
         assert counts["budget"].dropped > 0.5 * counts["budget"].samples
+
+
+def test_a_share_of_the_optimizers():
+    """Of torch's database, a fifth of all options; and that parameters are stepped in backward."""
+    counts = {way: optimizers.Counts() for way in ("taken", "ours", "lion")}
+    for case in optimizers.cases()[::5]:
+        counts[case.way] += optimizers.check(case)
+    taken, ours, lion = counts.values()
+    assert taken.programs > 100 and taken.stepped > 30 * taken.programs
+    assert taken.refused > 40 and ours.refused == 0
+    assert ours.programs > 20 and ours.stepped > 30 * ours.programs
+    assert lion.stepped > 0 and lion.refused > 0
+    names = {case.info.name for case in optimizers.cases()[::5]}
+    assert len(names) == len(optimizers.optim_db)
+
+
+def test_another_step_in_backward_is_found(monkeypatch):
+    """A fault in each of the ways."""
+    for name, way in (("RAdam", "taken"), ("SGD", "ours"), ("Adam", "lion")):
+        case = next(
+            c
+            for c in optimizers.cases()
+            if (c.info.name, c.way, c.impl, c.number) == (name, way, "", 0)
+            and c.dtype == torch.float32
+        )
+        number = optimizers.cases().index(case)
+        assert optimizers.run_seed(number, [], False)[0] == ""
+        with monkeypatch.context() as patched:
+            step = optimizers.Side.step
+
+            def wrong(side, number, step=step):
+                stepped = step(side, number)
+                if getattr(side.optimizer, "in_backward", False) and number == 4:
+                    with torch.no_grad():
+                        side.params[0][0, 0] += 1e-3
+                return stepped
+
+            patched.setattr(optimizers.Side, "step", wrong)
+            verdict, _ = optimizers.run_seed(number, [], False)
+        assert verdict == f"{case}: AssertionError"
 
 
 def test_other_bits_are_found(monkeypatch):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._streams import current_stream, use_here
+from .. import errors
 from ..dtensor import is_dtensor, leave_buffer, local_tensor
 from ..shards import sharding_of
 from .updates import Update
@@ -45,7 +46,7 @@ class Waiting(NamedTuple):
 
 
 class Backward:
-    """One backward in which parameters are stepped. Only its graph task keeps it alive."""
+    """One backward in which parameters are stepped, until :meth:`finish` or :meth:`fail`."""
 
     def __init__(self, stepper: UsesGradients, action: GradientAction, of_ddp: set[int]) -> None:
         self.action = action
@@ -58,7 +59,7 @@ class Backward:
         self._asking: list[Waiting] = []
         self._asking_bytes = 0
         self._used = 0  # how many gradients have been used
-        self._finished = False
+        self._finished = self._failed = False
 
     def waits_for(self, param: Tensor) -> bool:
         return any(other.param is param for other in self._waiting + self._asking)
@@ -133,11 +134,34 @@ class Backward:
             param.grad = None
         self._used += len(updates)
 
-    def __del__(self) -> None:
+    def fail(self) -> None:
+        """Called where the backward raised. Does nothing after :meth:`finish`, and twice."""
+        if self._finished or self._failed:
+            return
+        self._failed = True
         self._stepper.ended(self)
-        if not self._finished:  # backward raised
-            waiting = [param for param, *_ in self._waiting + self._asking]
-            self._stepper.raised(self._used, waiting)
+        waiting = [param for param, *_ in self._waiting + self._asking]
+        self._stepper.raised(self._used, waiting)
+
+
+class _AtEnd:
+    """The callback of a graph task, which alone keeps it alive: it goes where the task fails.
+
+    The backward itself may live on in an error's traceback.
+    """
+
+    def __init__(self, backward: Backward) -> None:
+        self._backward = backward
+
+    def __call__(self) -> None:
+        try:
+            self._backward.finish()
+        except BaseException:
+            self._backward.fail()
+            raise
+
+    def __del__(self) -> None:
+        self._backward.fail()
 
 
 class Backwards:
@@ -145,20 +169,22 @@ class Backwards:
 
     def __init__(self) -> None:
         self._by_task: weakref.WeakValueDictionary[int, Backward] = weakref.WeakValueDictionary()
-        self._running: set[int] = set()  # ids; that of one that raised goes when it is destroyed
+        self._running: set[int] = set()  # ids
 
     def current(self) -> Backward | None:
         return self._by_task.get(torch._C._current_graph_task_id())
 
     def begin(self, backward: Backward) -> Backward:
-        """Registers ``backward`` for the current graph task, which alone keeps it alive."""
+        """Registers ``backward`` for the current graph task."""
         self._by_task[torch._C._current_graph_task_id()] = backward
         self._running.add(id(backward))
-        torch.autograd.Variable._execution_engine.queue_callback(backward.finish)
+        torch.autograd.Variable._execution_engine.queue_callback(_AtEnd(backward))
         return backward
 
     def ended(self, backward: Backward) -> None:
         self._running.discard(id(backward))
 
-    def any_runs(self) -> bool:
-        return bool(self._running)
+    def check_none(self, call: str) -> None:
+        """Raises RuntimeError while any backward runs. ``call``: what cannot be called then."""
+        if self._running:
+            raise errors.backward_runs(call)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..elements import plain, real
+from ..precise import total
 from ..states import check, check_dense
 from .arguments import LISTS, Prepared, pack, unpack
 from .update import update
@@ -61,7 +62,7 @@ def fake_adam_step_(*arguments: Any, **_: Any) -> None:
 
 @torch.no_grad()
 def adam_sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
-    return torch.stack([_square(grad) for grad in grads]).sum()
+    return total(torch.stack([_square(grad) for grad in grads]))
 
 
 def fake_adam_sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
@@ -71,7 +72,7 @@ def fake_adam_sum_of_squares(grads: Sequence[Tensor]) -> Tensor:
 def _square(grad: Tensor) -> Tensor:
     """Returns one gradient's sum of squares in float64."""
     check_dense(grad)
-    return real(plain(grad)).double().square().sum()
+    return total(real(plain(grad)).double().square())
 
 
 def _of_one(values: Tensor | None, i: int, count: int) -> Tensor | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..._streams import current_stream, use_here
 from .. import dtensor, shards
+from ..precise import total
 from .arguments import Prepared
 from .operator import sum_of_squares
 
@@ -63,9 +64,11 @@ class GradNorm:
         for param in sharded:
             of_shards = self._of_shards.get(shards.sharding_of(param)[0], [])
             here = [square.here() for square in of_shards] or [torch.zeros((), dtype=torch.double)]
-            squares.append(shards.sum_over_shards(param, torch.stack(here).sum()))
-        total = sum((s.to(squares[0].device) for s in squares), torch.zeros((), dtype=torch.double))
-        norm = total.sqrt()
+            squares.append(shards.sum_over_shards(param, total(torch.stack(here))))
+        square = sum(
+            (s.to(squares[0].device) for s in squares), torch.zeros((), dtype=torch.double)
+        )
+        norm = square.sqrt()
         if scale is not None:
             scale = scale.to(norm.device, torch.double)
             norm = norm / scale

@@ -30,6 +30,7 @@ class Event(Enum):
     END_STEP = "step()"
     FAIL = "a backward raised that had stepped parameters, or folded"
     ACKNOWLEDGE = "zero_grad(), after which a failure is forgotten"
+    LOAD = "states were loaded: what the step has come to does not matter any more"
 
 
 class Block(Enum):
@@ -67,6 +68,11 @@ _TABLE: dict[Event, dict[State, State | str]] = {
     },
     Event.FAIL: dict.fromkeys(State, State.FAILED),
     Event.ACKNOWLEDGE: {State.FAILED: State.IDLE},
+    Event.LOAD: {
+        State.STEPPING: State.IDLE,
+        State.CLIPPING: State.IDLE,
+        State.FAILED: State.IDLE,
+    },
 }
 
 

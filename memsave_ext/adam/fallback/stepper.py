@@ -105,8 +105,7 @@ class AdamStepper:
         """Steps what has a gradient and closes the step. Returns how many parameters have been
         stepped since the last call, backwards included."""
         self._machine.check(Event.END_STEP)
-        if self._backwards.any_runs():
-            raise errors.backward_runs()
+        self._backwards.check_none("step()")
         left = [param for param in self._params if param.grad is not None]
         updates = self._remaining()
         scale = grad_scale_of(self.optimizer())
@@ -126,10 +125,27 @@ class AdamStepper:
 
     def zero_grad(self, to_none: bool) -> None:
         if to_none:
-            for param in self._params:
-                param.grad = None
+            self._drop_gradients()
         if self._machine.state is State.FAILED:
             self._end_step(Event.ACKNOWLEDGE)
+
+    def begin_loading(self) -> None:
+        """Called before states are loaded; raises while a backward steps with the old ones."""
+        self._backwards.check_none("load_state_dict()")
+
+    def end_loading(self) -> None:
+        """Forgets all that the open step has come to; an open norm pass stays open."""
+        if self._attached:
+            self._drop_gradients()
+            self._reduced_by_ddp.note_reduced(self._params)
+        self._records.forget_folded()
+        self._end_step(Event.LOAD)
+        if self._machine.state is State.MEASURING:
+            self._scaling.norm = GradNorm()
+
+    def _drop_gradients(self) -> None:
+        for param in self._params:
+            param.grad = None
 
     def grad_norm(self) -> Tensor | None:
         return self._scaling.last_norm
@@ -141,7 +157,11 @@ class AdamStepper:
         return self._records.folded()
 
     def count_used(self, params: list[Tensor]) -> int:
-        return self._uses.count(params) if self._attached else 0
+        if not self._attached:
+            return 0
+        backward = self._backwards.current()
+        waiting = backward.waits_for if backward else lambda _: False
+        return self._uses.count(param for param in params if not waiting(param))
 
     # called by DistributedDataParallel's communication hook
 

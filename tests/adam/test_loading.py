@@ -1,0 +1,350 @@
+"""Loading a checkpoint is a fresh start, whatever the open step had come to: training goes on to
+the bits of a new optimizer that has loaded it."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import memsave_ext as ms
+
+
+def take(kind, **options):
+    return lambda params: ms.in_backward(kind(params, **options), small_bytes=0)
+
+
+def own(kind, **options):
+    return lambda params: kind(params, in_backward=True, small_bytes=0, **options)
+
+
+KINDS = {
+    "Adam": own(ms.Adam, lr=0.01),
+    "AdamW amsgrad": own(ms.AdamW, lr=0.01, amsgrad=True),
+    "Adam in buckets": lambda params: ms.Adam(params, lr=0.01, in_backward=True),
+    "Adam bfloat16": own(ms.Adam, lr=0.01, state_dtype=torch.bfloat16),
+    "SGD": own(ms.SGD, lr=0.1),
+    "SGD momentum": own(ms.SGD, lr=0.1, momentum=0.9, dampening=0.1),
+    "Lion": own(ms.Lion, lr=0.01),
+    "torch's SGD": take(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "torch's AdamW": take(torch.optim.AdamW, lr=0.01),
+    "torch's Adafactor": take(torch.optim.Adafactor, lr=0.01),
+}
+FOLDING = ("Adam", "AdamW amsgrad", "Adam in buckets")
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError
+
+
+def model():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 33), nn.Tanh(), nn.Linear(33, 7), nn.Tanh(), nn.Linear(7, 1))
+
+
+def loss(net, number, raises=False):
+    h = torch.randn(8, 5, generator=torch.Generator().manual_seed(number))
+    for i, layer in enumerate(net):
+        h = layer(h)
+        if raises and i == 0:  # the last two layers' gradients have come by then
+            h = Raises.apply(h)
+    return (h - 1).square().mean()
+
+
+def step(net, optimizer, number):
+    loss(net, number).backward()
+    assert all(p.grad is None for p in net.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def failing(net, number=7):
+    with pytest.raises(ZeroDivisionError):
+        loss(net, number, raises=True).backward()
+
+
+# What comes between the last step and the loading.
+
+
+def backward(net, optimizer):
+    loss(net, 7).backward()
+
+
+def backward_failed(net, optimizer):
+    failing(net)
+
+
+def second_backward(net, optimizer):
+    loss(net, 7).backward()
+    with pytest.raises(RuntimeError, match="second gradient|has a gradient again"):
+        loss(net, 8).backward()
+
+
+def accumulated(net, optimizer):
+    with optimizer.accumulate():
+        loss(net, 7).backward()
+
+
+def accumulated_and_failed(net, optimizer):
+    accumulated(net, optimizer)
+    failing(net)
+
+
+def kept(net, optimizer):
+    with optimizer.paused(keep=True):
+        loss(net, 7).backward()
+
+
+def set_by_hand(net, optimizer):
+    net[0].weight.grad = torch.ones_like(net[0].weight)
+
+
+def folded(net, optimizer):
+    with optimizer.accumulate(fold=True):
+        loss(net, 7).backward()
+
+
+def folded_in_part(net, optimizer):
+    with optimizer.accumulate(fold=True):
+        failing(net)
+
+
+def folded_and_failed(net, optimizer):
+    folded(net, optimizer)
+    failing(net)
+
+
+def measured(net, optimizer):
+    with optimizer.norm_pass(1e-3):
+        loss(net, 7).backward()
+
+
+def measured_and_failed(net, optimizer):
+    measured(net, optimizer)
+    failing(net)
+
+
+def pass_failed(net, optimizer):
+    failing(net)
+    with pytest.raises(RuntimeError, match="norm_pass|raised after"), optimizer.norm_pass(1):
+        pass
+
+
+def scaled(net, optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer.grad_scaler = scaler
+    scaler.scale(loss(net, 7)).backward()
+    optimizer.grad_scaler = None
+
+
+BETWEEN = [
+    backward, backward_failed, second_backward, accumulated, accumulated_and_failed, kept,
+    set_by_hand, folded, folded_in_part, folded_and_failed, measured, measured_and_failed,
+    pass_failed, scaled,
+]  # fmt: skip
+
+
+def trained(kind):
+    """A model and its optimizer after two steps, and their checkpoint."""
+    net = model()
+    optimizer = KINDS[kind](list(net.parameters()))
+    for number in range(2):
+        step(net, optimizer, number)
+    return net, optimizer, copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+
+
+def load(net, optimizer, saved):
+    net.load_state_dict(saved[0])
+    optimizer.load_state_dict(copy.deepcopy(saved[1]))
+
+
+def assert_goes_on_as_new(kind, net, optimizer, saved):
+    other = model()
+    new = KINDS[kind](list(other.parameters()))
+    load(other, new, saved)
+    for number in range(2, 5):
+        step(net, optimizer, number)
+        step(other, new, number)
+        for p, q in zip(net.parameters(), other.parameters(), strict=True):
+            assert torch.equal(p, q)
+            assert optimizer.state[p].keys() == new.state[q].keys()
+            for name, value in optimizer.state[p].items():
+                assert torch.equal(value, new.state[q][name]), name
+
+
+@pytest.mark.parametrize("between", BETWEEN, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_is_a_fresh_start(kind, between):
+    if "folded" in between.__name__ and kind not in FOLDING:
+        pytest.skip("nothing is folded by it")
+    net, optimizer, saved = trained(kind)
+    between(net, optimizer)
+    load(net, optimizer, saved)
+    assert all(p.grad is None for p in net.parameters())
+    assert_goes_on_as_new(kind, net, optimizer, saved)
+
+
+@pytest.mark.parametrize("between", BETWEEN, ids=lambda f: f.__name__)
+def test_without_it_the_step_is_another(between):
+    """Of the tests above: there is something to forget."""
+    net, optimizer, _ = trained("Adam")
+    reference, new, saved = trained("Adam")
+    between(net, optimizer)
+    if not optimizer._stepper.folded():
+        net.load_state_dict(saved[0])
+    try:
+        step(net, optimizer, 2)
+    except (RuntimeError, AssertionError):
+        return
+    step(reference, new, 2)
+    pairs = zip(net.parameters(), reference.parameters(), strict=True)
+    assert not all(torch.equal(p, q) for p, q in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_the_error_is_caught(kind):
+    """The error's traceback refers to what raised it."""
+    net, optimizer, saved = trained(kind)
+
+    def refuse(param):
+        raise ZeroDivisionError
+
+    handle = net[0].weight.register_post_accumulate_grad_hook(refuse)
+    try:
+        loss(net, 7).backward()
+    except ZeroDivisionError:
+        handle.remove()
+        load(net, optimizer, saved)
+        assert_goes_on_as_new(kind, net, optimizer, saved)
+    else:
+        raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1 << 16], ids=["in a hook", "at the end"])
+@pytest.mark.parametrize("loads", [True, False], ids=["load", "zero_grad"])
+def test_where_the_step_raised_and_the_error_is_kept(small_bytes, loads):
+    """Its traceback has the frames of the step itself."""
+    net, optimizer, saved = trained("torch's SGD")
+    optimizer.remove_hooks()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    ms.in_backward(optimizer, small_bytes=small_bytes)
+    optimizer.load_state_dict(copy.deepcopy(saved[1]))
+    optimizer.param_groups[0]["lr"] = "x"
+    with pytest.raises(TypeError) as kept:
+        loss(net, 7).backward()
+    if loads:
+        load(net, optimizer, saved)
+        assert_goes_on_as_new("torch's SGD", net, optimizer, saved)
+    else:
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.zero_grad()
+        step(net, optimizer, 2)
+    assert kept.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block", ["accumulate", "paused", "norm_pass", "fold"])
+def test_in_an_open_block(kind, block):
+    if block == "fold" and kind not in FOLDING:
+        pytest.skip("nothing is folded by it")
+    net, optimizer, saved = trained(kind)
+    blocks = {
+        "accumulate": optimizer.accumulate,
+        "paused": optimizer.paused,
+        "norm_pass": lambda: optimizer.norm_pass(1e-3),
+        "fold": lambda: optimizer.accumulate(fold=True),
+    }
+    with blocks[block]():
+        loss(net, 7).backward()
+        load(net, optimizer, saved)
+    if block == "norm_pass":  # nothing has been measured since
+        with pytest.raises(RuntimeError, match="had none in norm_pass"):
+            loss(net, 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        load(net, optimizer, saved)
+    assert_goes_on_as_new(kind, net, optimizer, saved)
+
+
+def test_the_norm_is_that_of_what_was_loaded_in_its_pass():
+    net, optimizer, saved = trained("Adam")
+    other, new, _ = trained("Adam")
+    with optimizer.norm_pass(1e-3):
+        loss(net, 7).backward()
+        load(net, optimizer, saved)
+        loss(net, 2).backward()
+    with new.norm_pass(1e-3):
+        loss(other, 2).backward()
+    assert optimizer.grad_norm == new.grad_norm
+    for of, by in ((net, optimizer), (other, new)):
+        loss(of, 2).backward()
+        by.step()
+    pairs = zip(net.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(p, q) for p, q in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_refused_changes_nothing(kind):
+    net, optimizer, saved = trained(kind)
+    twin, other, _ = trained(kind)
+    for of, by in ((net, optimizer), (twin, other)):
+        with by.accumulate():
+            loss(of, 7).backward()
+    wrong = copy.deepcopy(saved[1])
+    wrong["param_groups"][0]["params"].pop()
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        optimizer.load_state_dict(wrong)
+    for of, by in ((net, optimizer), (twin, other)):
+        step(of, by, 8)
+    pairs = zip(net.parameters(), twin.parameters(), strict=True)
+    assert all(torch.equal(p, q) for p, q in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_while_a_backward_runs(kind):
+    net, optimizer, saved = trained(kind)
+    twin, other, _ = trained(kind)
+    raised = []
+
+    def loads(grad):
+        with pytest.raises(RuntimeError, match=re.escape("load_state_dict() while a backward is")):
+            optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        raised.append(True)
+
+    handle = net[0].weight.register_hook(loads)
+    step(net, optimizer, 2)
+    handle.remove()
+    step(twin, other, 2)
+    assert raised == [True]
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+    load(net, optimizer, saved)
+    assert_goes_on_as_new(kind, net, optimizer, saved)
+
+
+def test_the_tensors_that_are_folded_into_are_no_checkpoint():
+    net, optimizer, saved = trained("Adam")
+    shared = optimizer.state_dict()
+    folded(net, optimizer)
+    with pytest.raises(ValueError, match="copy.deepcopy"):
+        optimizer.load_state_dict(shared)
+    assert optimizer._stepper.folded()
+    load(net, optimizer, saved)
+    assert_goes_on_as_new("Adam", net, optimizer, saved)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "torch's SGD"])
+def test_an_ordinary_one_keeps_its_gradients(kind):
+    """As torch's: they are not steps in backward that are undone."""
+    net, optimizer, saved = trained(kind)
+    optimizer.remove_hooks()
+    loss(net, 7).backward()
+    optimizer.load_state_dict(saved[1])
+    assert all(p.grad is not None for p in net.parameters())
