@@ -41,7 +41,7 @@ class Saving(InBackward):
 
     def state_dict(self) -> dict[str, Any]:
         self._check_not_folding()
-        return super().state_dict()
+        return modes.to_saved(super().state_dict())
 
     def _check_not_folding(self) -> None:
         if count := self._stepper.folded():
@@ -56,9 +56,10 @@ class Saving(InBackward):
         groups = self.param_groups
 
         # Registered last, it gets the state_dict as the other pre-hooks leave it.
-        def look(_: Any, loaded: dict[str, Any]) -> None:
-            modes.check_loadable(loaded, groups)
-            self._loading = loaded
+        def look(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+            self._loading = modes.from_saved(loaded)
+            modes.check_loadable(self._loading, groups)
+            return self._loading
 
         handle = self.register_load_state_dict_pre_hook(look)
         try:
