@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import errors, formats
 from .blocks import SCALES, coded_format, from_blocks, scale_shape, takes_blocks, to_blocks
-from .dtensor import is_dtensor, is_placed_alike
+from .dtensor import as_placed, is_dtensor, is_placed_alike, local_tensor
 from .formats import StateFormat
 from .rules import MOMENTS, Rule, is_adam, rule_of
 from .states import needs_step
@@ -261,6 +261,37 @@ def keep(old: list[dict[str, Any]], new: list[dict[str, Any]], scaled: bool) -> 
                 after[name] = before[name]
 
 
+def to_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state_dict in types that torch.distributed can gather and send.
+
+    A dtype among the options becomes its name. 16-bit low parts that are DTensors become int32 of
+    the same numbers: gloo and NCCL gather no int16.
+    """
+    states = {}
+    for index, state in state_dict["state"].items():
+        low_part = state.get("param_rest")
+        if low_part is not None and low_part.dtype == torch.int16 and is_dtensor(low_part):
+            state = state | {"param_rest": as_placed(low_part, local_tensor(low_part).int())}
+        states[index] = state
+    groups = [
+        group | {"state_dtype": str(dtype).removeprefix("torch.")}
+        if isinstance(dtype := group.get("state_dtype"), torch.dtype)
+        else group
+        for group in state_dict["param_groups"]
+    ]
+    return {**state_dict, "state": states, "param_groups": groups}
+
+
+def from_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state_dict with dtypes in place of their names, which older ones do not have."""
+    groups = []
+    for group in state_dict["param_groups"]:
+        name = group.get("state_dtype")
+        dtype = getattr(torch, name, None) if isinstance(name, str) else None
+        groups.append(group | {"state_dtype": dtype} if isinstance(dtype, torch.dtype) else group)
+    return {**state_dict, "param_groups": groups}
+
+
 def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     """Converts a loaded torch state to the group's mode; one of that mode stays as it is."""
     if state.get("momentum_buffer", ...) is None:  # as older SGDs of torch without momentum have it
@@ -271,10 +302,10 @@ def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) 
     low_part = formats.param_format(of_group(group, "bf16")).low_part
     if low_part is not None and "param_rest" not in state:
         state["param_rest"] = torch.zeros_like(param, dtype=low_part)
-    elif "param_rest" in state:
+    elif low_part is not None:
         # A new tensor, of which no versions are known: this low part belongs to weights that were
         # loaded with it, and must not be dropped as stale.
-        state["param_rest"] = state["param_rest"].clone()
+        state["param_rest"] = state["param_rest"].to(low_part, copy=True)
     made = formats.made_state_format(param, group, takes_blocks(param))
     if "step" not in state and needs_step(param, group, made):
         state["step"] = torch.ones((), device=param.device)  # torch's SGD does not count
@@ -318,4 +349,5 @@ def fp32_parameter(param: Tensor, state: dict[str, Any], group: dict[str, Any]) 
     low_part, load = state.get("param_rest"), formats.param_format(of_group(group, "bf16")).load
     if low_part is None or load is None:
         return param.detach().to(torch.float32, copy=True)
-    return load(param.detach(), low_part)
+    # Bits are those of memory, which a DTensor's operators do not see.
+    return as_placed(param, load(local_tensor(param.detach()), local_tensor(low_part)))

@@ -41,7 +41,7 @@ class Saving(InBackward):
 
     def state_dict(self) -> dict[str, Any]:
         self._check_not_folding()
-        return super().state_dict()
+        return modes.to_saved(super().state_dict())
 
     def _check_not_folding(self) -> None:
         if count := self._stepper.folded():
@@ -63,11 +63,12 @@ class Saving(InBackward):
         groups = self.param_groups
 
         # Registered last, it gets the state_dict as the other pre-hooks leave it.
-        def look(_: Any, loaded: dict[str, Any]) -> None:
-            modes.check_loadable(loaded, groups)
+        def look(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+            self._loading = modes.from_saved(loaded)
+            modes.check_loadable(self._loading, groups)
             if self._stepper.folded():
                 self._refuse_folded(loaded)
-            self._loading = loaded
+            return self._loading
 
         self._stepper.begin_loading()
         handle = self.register_load_state_dict_pre_hook(look)

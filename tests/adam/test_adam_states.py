@@ -6,6 +6,7 @@ import pytest
 import torch
 from modes import BF16, FP64, copies, distance, make, make_mode, train
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import memsave_ext as ms
 
@@ -110,3 +111,23 @@ def test_an_amsgrad_state_is_not_for_blocks(state_dtype):
     match = f"amsgrad=True, this optimizer has state_dtype='{state_dtype}'"
     with pytest.raises(ValueError, match=match):
         ms.Adam([p], state_dtype=state_dtype).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_state_dict_has_the_name_of_a_dtype(dtype):
+    """torch.distributed.checkpoint gathers no options that are dtypes."""
+    net = nn.Linear(4, 4)
+    optimizer = ms.Adam(net.parameters(), state_dtype=dtype)
+    net(torch.ones(4)).sum().backward()
+    optimizer.step()
+    for options in ({"full_state_dict": True}, {"cpu_offload": True}):
+        saved = get_optimizer_state_dict(net, optimizer, options=StateDictOptions(**options))
+        assert saved["param_groups"][0]["state_dtype"] == str(dtype).split(".")[1]
+    older = optimizer.state_dict()
+    older["param_groups"][0]["state_dtype"] = dtype
+    for state_dict in (optimizer.state_dict(), older):
+        other = ms.Adam(nn.Linear(4, 4).parameters(), state_dtype=dtype)
+        other.load_state_dict(state_dict)
+        assert other.param_groups[0]["state_dtype"] is dtype
+        assert other.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+    assert optimizer.param_groups[0]["state_dtype"] is dtype
