@@ -115,7 +115,7 @@ class Figures:
         with untracked():
             account = self._account()
             tensors, phase = account.top(1 << 62), account.peak_phase
-        return list(remedies(tensors, phase, self._modules.names, self._modules.modules))
+        return list(remedies(tensors, phase, self._modules.names, self._modules.layers))
 
     def _account(self) -> Account:
         if self._final is not None:

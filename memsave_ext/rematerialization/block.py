@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -56,8 +55,8 @@ class remat:  # noqa: N801, a context manager is used like a function
     backward, by any thread; inputs do not. On CUDA: all that the caching allocator has given out.
 
     Args:
-        model: :meth:`report` shows its modules separately. They have hooks only inside the block,
-            which cost about 2 microseconds per call of a module.
+        model: :meth:`report` shows its modules separately. Their calls are watched only inside the
+            block, for about 2 microseconds each; a compiled module is one.
         budget: the most bytes that the step may need: an int; text with a unit, such as "8GB" (1e9
             bytes each) or "512MiB" (2**20 each); or a float above 0 and at most 1: parameters,
             gradients and states, and this share of what a step that keeps everything needs besides.
@@ -206,16 +205,14 @@ class remat:  # noqa: N801, a context manager is used like a function
 
     def _install(self) -> ExitStack:
         recorder = self._recorder
+
+        def watchers(number: int) -> tuple[Callable[[], None], Callable[[], None]]:
+            def before() -> None:
+                recorder.enter_module(number)
+
+            return before, recorder.leave_module
+
         with ExitStack() as stack:
-            for number, module in enumerate(self._modules.modules):
-
-                def before(*_: Any, number: int = number) -> None:
-                    recorder.enter_module(number)
-
-                def after(*_: Any) -> None:
-                    recorder.leave_module()
-
-                stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-                # always_call: it is called also where the forward raises.
-                stack.callback(module.register_forward_hook(after, always_call=True).remove)
+            if not isinstance(recorder, NoRecorder):
+                self._modules.watch(stack, watchers)
             return stack.pop_all()
