@@ -111,7 +111,7 @@ def track(
         with memsave_ext.memory.track(model, optimizer) as t:
             for batch in batches:
                 train_step(batch)
-        t.report()
+        print(t.report())
         t.plot("timeline.png")
         print(t.peak, t.at_peak)
 

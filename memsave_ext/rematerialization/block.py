@@ -6,13 +6,14 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
+from typing import TextIO
 
 from torch import nn
 from torch.optim import Optimizer
 
 from ..memory.hooks import Modules
 from ..memory.report import format_seconds
-from ..memory.table import format_bytes
+from ..memory.table import Text, as_text, format_bytes
 from .budget import (
     LivedBefore,
     check_arguments,
@@ -21,7 +22,7 @@ from .budget import (
     parse_budget,
     warn_if_short,
 )
-from .figures import RematFigures, make_figures, make_report
+from .figures import RematFigures, make_figures, write_report
 from .picture import draw_budget
 from .recorder import NoRecorder, Recorder, make_recorder
 
@@ -167,16 +168,23 @@ class remat:  # noqa: N801, a context manager is used like a function
         """Returns what has been kept, dropped and recomputed until now."""
         return make_figures(self._recorder.figures(), self._modules.names)
 
-    def report(self, *, top: int = 10) -> str:
+    def report(self, *, top: int = 10, file: TextIO | None = None) -> Text:
         """Returns the figures as tables by module and by operator, and why the rest is kept.
 
         Args:
             top: the most rows a table has; those with the most memory come first.
+            file: where to print it, too; None for nowhere.
         """
-        if isinstance(self._recorder, NoRecorder):
-            return f"Kept everything: {self._recorder.reason}"
-        report = make_report(self.figures(), top)
-        return report if self._within is None else f"{self._budget_line(self._recorder)}\n{report}"
+
+        def write(text: TextIO) -> None:
+            if isinstance(self._recorder, NoRecorder):
+                print(f"Kept everything: {self._recorder.reason}", file=text)
+                return
+            if self._within is not None:
+                print(self._budget_line(self._recorder), file=text)
+            write_report(self.figures(), top, text)
+
+        return as_text(write, file)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the step's memory beside its budget, and the time that other budgets would take.
