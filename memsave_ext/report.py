@@ -12,13 +12,19 @@ import torch
 from . import _native
 from ._version import __version__
 
+_KERNELS = "native on CPU and, where built, CUDA"
+
 # feature -> (path with the native part, path without it)
 PATHS = {
     "checkpoint": ("native", "pure Python"),
     "CheckpointFunction": ("native", "pure Python"),
-    "BatchNorm": ("native on CPU and, where built, CUDA", "torch operators"),
-    "Adam": ("native on CPU and, where built, CUDA", "torch operators"),
-    "memory tracking": ("native", "pure Python"),
+    "remat": ("native", "keeps everything"),
+    "BatchNorm": (_KERNELS, "torch operators"),
+    "Adam, SGD, Lion": (_KERNELS, "torch operators"),
+    "in_backward": ("native hooks, the optimizer's own step", "hooks in Python, its own step"),
+    "loss head": (_KERNELS, "torch operators"),
+    "memory tracking": ("native", "pure Python, torch's profiler"),
+    "prediction": ("fake tensors, native plans of remat", "fake tensors"),
 }
 
 

@@ -102,7 +102,7 @@ void Tracker::label(const std::vector<at::Tensor>& tensors, int64_t category,
 
 int64_t Tracker::live() {
   TrackingLock lock;
-  log_.look(lock);
+  look_if_running(lock);
   return log_.live();
 }
 
@@ -113,15 +113,19 @@ int64_t Tracker::peak() {
 
 void Tracker::reset_peak() {
   TrackingLock lock;
-  log_.look(lock);
+  look_if_running(lock);
   log_.reset_peak();
 }
 
 std::shared_ptr<Record> Tracker::record() {
   const PauseTracking paused;
   TrackingLock lock;
-  log_.look(lock);
+  look_if_running(lock);
   return std::make_shared<Record>(log_);
+}
+
+void Tracker::look_if_running(TrackingLock& lock) {
+  if (running_) log_.look(lock);
 }
 
 }  // namespace memsave_ext::memory

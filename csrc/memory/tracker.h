@@ -38,6 +38,8 @@ class Tracker {
   std::shared_ptr<Record> record();
 
  private:
+  // What is freed once tracking has ended does not count.
+  void look_if_running(TrackingLock& lock);
   bool takes_stacks_of_operators() const { return log_.stacks() && !log_.device().is_cpu(); }
 
   Log log_;

@@ -32,9 +32,9 @@ class Record(Protocol):
     def stack(self, block: int) -> Sequence[tuple[str, int, str]]: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Timeline:
-    """Live bytes after every allocation and every free, in order of time.
+    """Live bytes after every allocation and every free, in order of time; equal if all rows are.
 
     Attributes:
         time: float64 ``[n]``, seconds since tracking began.
@@ -51,6 +51,16 @@ class Timeline:
     phase: Tensor
     step: Tensor
     gaps: tuple[int, ...]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Timeline):
+            return NotImplemented
+        names = ("time", "live", "phase", "step")
+        same = (torch.equal(getattr(self, name), getattr(other, name)) for name in names)
+        return self.gaps == other.gaps and all(same)
+
+    def __hash__(self) -> int:
+        return hash((len(self.time), self.gaps))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from .checks import check_count
 from .measure import Build, Row, forget, measure
 from .pictures.comparison import plot_comparison
 from .report import format_seconds, timeline_as_json, write_json
-from .table import format_bytes, print_table
+from .table import Text, as_text, format_bytes, print_table
 
 FORMAT = "memsave_ext.memory.comparison"
 VERSION = 1
@@ -28,13 +28,16 @@ class Comparison:
     rows: list[Row]
     device: str
 
-    def report(self, *, file: TextIO | None = None) -> None:
-        """Prints a row for each variant: its time, its peak, and what the peak held.
+    def __str__(self) -> str:
+        return self.report()
+
+    def report(self, *, file: TextIO | None = None) -> Text:
+        """Returns a table with a row for each variant: its time, its peak, and what the peak held.
 
         Times and peaks are also given relative to those of the first variant.
 
         Args:
-            file: where to print; None for ``sys.stdout``.
+            file: where to print it, too; None for nowhere.
         """
         first = self.rows[0]
         held = [c for c in CATEGORIES if any(row.at_peak[c] for row in self.rows)]
@@ -52,7 +55,8 @@ class Comparison:
         ]
         columns = ["variant", "step", "\N{MULTIPLICATION SIGN}", "peak", "\N{MULTIPLICATION SIGN}"]
         title = f"Training steps on {self.device}, \N{MULTIPLICATION SIGN} against {first.name}"
-        print_table(title, [*columns, "in", *held], cells, file)
+        columns += ["in", *held]
+        return as_text(lambda text: print_table(title, columns, cells, text), file)
 
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
         """Draws all variants in one picture: memory over a step, peak against time and

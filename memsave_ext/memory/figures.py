@@ -34,7 +34,10 @@ def make_tracker(device: torch.device, parents: list[int], stacks: bool, max_eve
 
 
 class Figures:
-    """Reads the figures of a tracker, while it runs and afterwards."""
+    """Reads the figures of a tracker, while it runs and afterwards.
+
+    Before it has run ``live`` and ``peak`` are 0, and all else is a RuntimeError.
+    """
 
     timed = True  # whether the times in the figures are those of a run
 
@@ -115,13 +118,19 @@ class Figures:
         with untracked():
             account = self._account()
             tensors, phase = account.top(1 << 62), account.peak_phase
-        return list(remedies(tensors, phase, self._modules.names, self._modules.modules))
+        return list(remedies(tensors, phase, self._modules.names, self._modules.layers))
 
     def _account(self) -> Account:
         if self._final is not None:
             return self._final
         with untracked():
-            account = Account(self._tracker.record(), self._names.texts, self._modules.names)
+            record = self._tracker.record()
+            if not len(record.changes):
+                raise RuntimeError(
+                    "memory: nothing was tracked yet: there are figures once the `with` block of "
+                    "track() has been entered"
+                )
+            account = Account(record, self._names.texts, self._modules.names)
         if self._installed is None:
             self._final = account
         return account

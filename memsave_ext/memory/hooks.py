@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .account import CATEGORIES
+from .calls import is_compiled, not_compiled, watch_calls, without_compiler
+from .remedies import Layer
 from .tensors import plain_tensors
+
+# Tensors by their id, each with the number of its name.
+Numbered: TypeAlias = dict[int, tuple[Tensor, int]]
 
 PARAMETERS, GRADIENTS, OPTIMIZER = (CATEGORIES.index(c) for c in CATEGORIES[:3])
 
@@ -31,14 +37,16 @@ class Told(Protocol):
 class Modules:
     """Numbers a model's modules; the model itself is number 0.
 
-    ``modules``, ``names`` and ``parents`` are indexed by that number. A parent is the number of the
-    module that holds it, -1 for the model. All three are empty without a model.
+    ``names``, ``parents`` and ``layers`` are indexed by that number. A parent is the number of the
+    module that holds it, -1 for the model. All three are empty without a model. The modules are not
+    kept alive.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
-        self.modules: list[nn.Module] = []
         self.names: list[str] = []
         self.parents: list[int] = []
+        self.layers: list[Layer] = []
+        self._modules: list[weakref.ref[nn.Module]] = []
         numbers: dict[str, int] = {}
         for name, module in model.named_modules() if model is not None else ():
             parent = name
@@ -46,8 +54,29 @@ class Modules:
                 parent = parent.rpartition(".")[0]
             self.parents.append(numbers[parent] if name else -1)
             numbers[name] = len(self.names)
-            self.names.append(name or type(module).__name__)
-            self.modules.append(module)
+            self.names.append(name or type(without_compiler(module)).__name__)
+            self.layers.append(Layer.of(module))
+            self._modules.append(weakref.ref(module))
+
+    def watch(
+        self, stack: ExitStack, watchers: Callable[[int], tuple[Callable[[], None], ...]]
+    ) -> None:
+        """Watches the calls of all modules until ``stack`` is closed, see :func:`watch_calls`.
+
+        Modules inside of one that is compiled are left out: it runs without calling them.
+
+        Args:
+            watchers: by a module's number, what is called before and after it.
+        """
+        left_out = set()
+        for number, reference in enumerate(self._modules):
+            module = reference()
+            if self.parents[number] in left_out or isinstance(module, torch.jit.ScriptModule):
+                left_out.add(number)
+            elif module is not None:
+                if is_compiled(module):
+                    left_out.add(number)
+                watch_calls(stack, module, *watchers(number))
 
 
 class Names:
@@ -65,7 +94,7 @@ class Names:
 
 
 class Hooks:
-    """The hooks of one tracker on a model and its optimizers.
+    """The hooks of one tracker on a model and its optimizers, neither of which it keeps alive.
 
     A training step ends with the step of the last of ``optimizers`` or, without optimizers, where
     the next forward of ``model`` begins.
@@ -80,62 +109,60 @@ class Hooks:
         names: Names,
     ) -> None:
         self._tracker = tracker
-        self._model = model
         self._modules = modules
-        self._optimizers = optimizers
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._names = names
-        self._params = dict(_named_parameters(model, optimizers))
-        self._numbers = {p: names.number(name) for p, name in self._params.items()}
+        found = _owned(model, "_parameters"), _owned(model, "_buffers")
+        self._parameters, self._buffers = (
+            [(weakref.ref(module), key, names.number(name)) for module, key, name in owned]
+            for owned in found
+        )
         self._forwards = 0
 
     def label(self) -> None:
         """Labels all parameters, buffers, gradients and optimizer states that there are now."""
-        buffers = self._model.named_buffers() if self._model is not None else ()
-        owners = [(p, self._numbers[p]) for p in self._params]
-        owners += [(b, self._names.number(name)) for name, b in buffers]
-        self._label(PARAMETERS, owners)
-        self._label_gradients(self._params)
-        for optimizer in self._optimizers:
-            self._label_states(optimizer)
+        params = self._numbered_parameters()
+        buffers = _present(self._buffers, "_buffers")
+        self._label(PARAMETERS, [*params.values(), *buffers.values()])
+        self._label_gradients(params)
+        for optimizer in self._present_optimizers():
+            self._label_states(optimizer, params)
 
     def install(self) -> ExitStack:
         """Registers all hooks, or none if it raises; closing what is returned removes them."""
         with ExitStack() as stack:
-            for number, module in enumerate(self._modules.modules):
-                if not isinstance(module, torch.jit.ScriptModule):
-                    self._watch_module(stack, number, module)
-            for p, number in self._numbers.items():
+            self._modules.watch(stack, self._watchers)
+            for p, number in self._numbered_parameters().values():
                 if p.requires_grad and p.is_leaf:
                     hook = p.register_post_accumulate_grad_hook(self._gradient_hook(number))
                     stack.callback(hook.remove)
-            for optimizer in self._optimizers:
-                self._watch_optimizer(stack, optimizer, optimizer is self._optimizers[-1])
+            optimizers = self._present_optimizers()
+            for optimizer in optimizers:
+                self._watch_optimizer(stack, optimizer, optimizer is optimizers[-1])
             return stack.pop_all()
 
-    def _watch_module(self, stack: ExitStack, number: int, module: nn.Module) -> None:
+    def _watchers(self, number: int) -> tuple[Callable[[], None], Callable[[], None]]:
         enter, leave = self._tracker.enter_module, self._tracker.exit_module
 
-        def before(_module: nn.Module, _args: Any) -> None:
+        def before() -> None:
             enter(number)
 
-        def before_root(_module: nn.Module, _args: Any) -> None:
+        def before_root() -> None:
             if not self._tracker.inside_module() and torch._C._current_graph_task_id() == -1:
                 if self._forwards and not self._optimizers:
                     self._tracker.end_step()
                 self._forwards += 1
             enter(number)
 
-        def after(_module: nn.Module, _args: Any, _result: Any) -> None:
+        def after() -> None:
             leave(number)
 
-        first = before_root if module is self._model else before
-        stack.callback(module.register_forward_pre_hook(first, prepend=True).remove)
-        # always_call: also if the forward raises.
-        stack.callback(module.register_forward_hook(after, always_call=True).remove)
+        return before if number else before_root, after
 
     def _gradient_hook(self, number: int) -> Callable[[Tensor], None]:
         label = self._tracker.label
 
+        @not_compiled
         def hook(param: Tensor) -> None:
             grad = param.grad
             if grad is not None:
@@ -147,26 +174,46 @@ class Hooks:
         return hook
 
     def _watch_optimizer(self, stack: ExitStack, optimizer: Optimizer, last: bool) -> None:
+        @not_compiled
         def before(*_: Any) -> None:
-            self._label_gradients(self._params)
+            self._label_gradients(self._numbered_parameters())
             self._tracker.begin_optimizer()
 
-        def after(*_: Any) -> None:
-            self._label_states(optimizer)
+        @not_compiled
+        def after(optimizer: Optimizer, *_: Any) -> None:
+            self._label_states(optimizer, self._numbered_parameters())
             self._tracker.end_optimizer(last)
 
         stack.callback(optimizer.register_step_pre_hook(before).remove)
         stack.callback(optimizer.register_step_post_hook(after).remove)
 
-    def _label_gradients(self, params: Iterable[Tensor]) -> None:
-        self._label(GRADIENTS, [(p.grad, self._numbers[p]) for p in params if p.grad is not None])
+    def _present_optimizers(self) -> list[Optimizer]:
+        found = (optimizer() for optimizer in self._optimizers)
+        return [optimizer for optimizer in found if optimizer is not None]
 
-    def _label_states(self, optimizer: Optimizer) -> None:
-        number, texts = self._names.number, self._names.texts
+    def _numbered_parameters(self) -> Numbered:
+        """The present parameters of the model and the optimizers.
+
+        They are looked up, as weak references to them would forbid ``torch.utils.swap_tensors``.
+        """
+        params = _present(self._parameters, "_parameters")
+        for optimizer in self._present_optimizers():
+            for g, group in enumerate(optimizer.param_groups):
+                for i, p in enumerate(group["params"]):
+                    if id(p) not in params:
+                        params[id(p)] = p, self._names.number(f"param_groups[{g}][{i}]")
+        return params
+
+    def _label_gradients(self, params: Numbered) -> None:
+        owned = [(p.grad, number) for p, number in params.values() if p.grad is not None]
+        self._label(GRADIENTS, owned)
+
+    def _label_states(self, optimizer: Optimizer, params: Numbered) -> None:
+        names = {key: self._names.texts[number] + " " for key, (_, number) in params.items()}
         self._label(
             OPTIMIZER,
             [
-                (value, number(f"{texts[self._numbers[p]]} {key}" if p in self._numbers else key))
+                (value, self._names.number(f"{names.get(id(p), '')}{key}"))
                 for p, state in optimizer.state.items()
                 for key, value in (state.items() if isinstance(state, dict) else ())
             ],
@@ -181,14 +228,19 @@ class Hooks:
         self._tracker.label(tensors, category, names)
 
 
-def _named_parameters(
-    model: nn.Module | None, optimizers: Sequence[Optimizer]
-) -> Iterator[tuple[Tensor, str]]:
-    named: dict[Tensor, str] = {}
-    for name, p in model.named_parameters() if model is not None else ():
-        named[p] = name
-    for optimizer in optimizers:
-        for g, group in enumerate(optimizer.param_groups):
-            for i, p in enumerate(group["params"]):
-                named.setdefault(p, f"param_groups[{g}][{i}]")
-    yield from named.items()
+def _owned(model: nn.Module | None, kind: str) -> Iterator[tuple[nn.Module, str, str]]:
+    """Yields each module of the model that owns tensors of a kind, its key and its full name."""
+    for prefix, module in model.named_modules() if model is not None else ():
+        for key in getattr(module, kind).keys():  # noqa: SIM118, a ScriptModule's is no dict
+            yield module, key, f"{prefix}.{key}" if prefix else key
+
+
+def _present(owned: Sequence[tuple[weakref.ref[nn.Module], str, int]], kind: str) -> Numbered:
+    """Returns what the modules own now."""
+    found: Numbered = {}
+    for module, key, number in owned:
+        tensors: Mapping[str, Tensor | None] = getattr(module(), kind, {})
+        tensor = tensors[key] if key in tensors else None  # noqa: SIM401, as above
+        if tensor is not None:
+            found.setdefault(id(tensor), (tensor, number))
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -14,11 +15,37 @@ _CLASSES = 1024  # and how many outputs at least
 _SHARE = 0.25  # of the peak; what is less is not worth a word
 
 
+@dataclass(frozen=True)
+class Layer:
+    """What is to be known of a module, which may be gone when it is asked for.
+
+    Attributes:
+        inputs: the number of its inputs, where it says so.
+        outputs: that of its outputs, where it is a linear layer.
+        is_list: it only holds other modules.
+        is_batch_norm: it needs its whole batch.
+    """
+
+    inputs: int | None
+    outputs: int | None
+    is_list: bool
+    is_batch_norm: bool
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Layer:
+        return cls(
+            getattr(module, "in_features", None),
+            module.out_features if isinstance(module, nn.Linear) else None,
+            isinstance(module, (nn.ModuleList, nn.ModuleDict)),
+            isinstance(module, _NormBase) and module.training,
+        )
+
+
 def remedies(
     tensors: Sequence[TensorAtPeak],
     phase: str,
     names: Sequence[str],
-    modules: Sequence[nn.Module],
+    layers: Sequence[Layer],
 ) -> Iterator[str]:
     """Yields a sentence for each head whose logits are a large part of the peak, and for a module
     that makes a large part of it at the moment it runs.
@@ -26,21 +53,21 @@ def remedies(
     Args:
         tensors: all that lived at the peak.
         phase: that of the peak.
-        names, modules: of a model, itself first.
+        names, layers: of a model's modules, itself first.
     """
-    heads = list(_logits(tensors, names, modules))
-    yield from heads or _wide(tensors, phase, names, modules)
+    heads = list(_logits(tensors, names, layers))
+    yield from heads or _wide(tensors, phase, names, layers)
 
 
 def _logits(
-    tensors: Sequence[TensorAtPeak], names: Sequence[str], modules: Sequence[nn.Module]
+    tensors: Sequence[TensorAtPeak], names: Sequence[str], layers: Sequence[Layer]
 ) -> Iterator[str]:
     peak = sum(tensor.bytes for tensor in tensors)
-    for name, head in _heads(names, modules):
+    for name, outputs in _heads(names, layers):
         # The loss is computed in the head or around it, of tensors that have a number for each
         # token and class: logits, what a softmax makes of them, gradients. They are of one size.
         around = {names[0], name, *(n for n in names if name.startswith(f"{n}."))}
-        sizes = [t.bytes for t in tensors if t.module in around and _is_of_logits(t, head)]
+        sizes = [t.bytes for t in tensors if t.module in around and _is_of_logits(t, outputs)]
         held = sum(size for size in sizes if size == max(sizes))
         if held and held >= _SHARE * peak:
             yield (
@@ -54,7 +81,7 @@ def _wide(
     tensors: Sequence[TensorAtPeak],
     phase: str,
     names: Sequence[str],
-    modules: Sequence[nn.Module],
+    layers: Sequence[Layer],
 ) -> Iterator[str]:
     """Of a module that is computed again, also gradients on the way; else, of a peak in a forward,
     what does not stay for backward."""
@@ -73,11 +100,11 @@ def _wide(
     if not wide or held < _SHARE * peak:
         return
     name = _around({tensor.module for tensor in wide}, names)
-    module = modules[names.index(name)]
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    if layers[names.index(name)].is_list:
         return  # several layers, for which smaller regions are
-    if any(isinstance(m, _NormBase) and m.training for m in module.modules()):
-        return  # it needs its whole batch
+    for inside, layer in zip(names, layers, strict=True):
+        if layer.is_batch_norm and (name == names[0] or f"{inside}.".startswith(f"{name}.")):
+            return
     yield (
         f"What {name} makes {'when it is computed again' if again else 'on the way'} is "
         f"{held / peak:.0%} of the peak. If it acts on rows, as an MLP does on tokens, "
@@ -91,16 +118,16 @@ def _around(inside: set[str], names: Sequence[str]) -> str:
     return max(holds, key=len, default=names[0])
 
 
-def _heads(names: Sequence[str], modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Linear]]:
-    """Yields linear layers of many outputs that no other layer takes."""
-    taken = {getattr(module, "in_features", None) for module in modules}
-    for name, module in zip(names, modules, strict=True):
-        if not isinstance(module, nn.Linear) or module.out_features in taken:
+def _heads(names: Sequence[str], layers: Sequence[Layer]) -> Iterator[tuple[str, int]]:
+    """Yields linear layers of many outputs that no other layer takes, with how many these are."""
+    taken = {layer.inputs for layer in layers}
+    for name, layer in zip(names, layers, strict=True):
+        if layer.outputs is None or layer.inputs is None or layer.outputs in taken:
             continue
-        if module.out_features >= max(_WIDENS * module.in_features, _CLASSES):
-            yield name, module
+        if layer.outputs >= max(_WIDENS * layer.inputs, _CLASSES):
+            yield name, layer.outputs
 
 
-def _is_of_logits(tensor: TensorAtPeak, head: nn.Linear) -> bool:
+def _is_of_logits(tensor: TensorAtPeak, outputs: int) -> bool:
     made = tensor.category in ("activations", "other")
-    return made and tensor.bytes > 0 and tensor.bytes % (2 * head.out_features) == 0
+    return made and tensor.bytes > 0 and tensor.bytes % (2 * outputs) == 0

@@ -8,18 +8,23 @@ from typing import Any, TextIO
 from .figures import Figures, untracked
 from .pictures.timeline import plot_track
 from .report import as_json, print_report
+from .table import Text, as_text
 
 
 class Reported(Figures):
     """Figures that can be printed, drawn and written."""
 
-    def report(self, *, top: int = 10, file: TextIO | None = None) -> None:
-        """Prints the peak, what it was made of, its ``top`` largest tensors, steps and regions,
-        and :meth:`remedies`."""
-        with untracked():
-            print_report(self, top=top, file=file)
+    def report(self, *, top: int = 10, file: TextIO | None = None) -> Text:
+        """Returns a text: the peak, what it was made of, its ``top`` largest tensors, steps and
+        regions, and :meth:`remedies`. It is also printed to ``file`` if given."""
+
+        def write(text: TextIO) -> None:
+            print_report(self, top=top, file=text)
             for sentence in self.remedies():
-                print(f"\n{sentence}", file=file)
+                print(f"\n{sentence}", file=text)
+
+        with untracked():
+            return as_text(write, file)
 
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
         """Draws the timeline: live bytes by category, the phases, the peak. Needs matplotlib."""

@@ -15,7 +15,7 @@ from .pictures.axes import new_figure, save
 from .pictures.history import draw_history
 from .series import first_largest
 from .snapshot_file import History, histories, read_snapshot
-from .table import format_bytes, print_table
+from .table import Text, as_text, format_bytes, print_table
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,12 @@ class SnapshotSummary:
     devices: list[DeviceSummary]
     picture: Path
 
-    def report(self, *, top: int = 10, file: TextIO | None = None) -> None:
-        """Prints the peak of each device and the ``top`` lines of code that held most at it."""
+    def report(self, *, top: int = 10, file: TextIO | None = None) -> Text:
+        """Returns a text: the peak of each device and the ``top`` lines of code that held most at
+        it. It is also printed to ``file`` if given."""
+        return as_text(lambda text: self._write(top, text), file)
+
+    def _write(self, top: int, file: TextIO) -> None:
         for found in self.devices:
             print(
                 f"cuda:{found.device}: peak {format_bytes(found.peak)} allocated, "

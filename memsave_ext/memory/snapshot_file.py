@@ -127,6 +127,7 @@ def _history(
     device: int, segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]
 ) -> History:
     lines = _Lines()
+    lines.named(NO_STACK)  # number 0, that of rows that change nothing
     at_end = dict(_blocks(segments, lines))
     frees = _freeing_action(segments, trace)
     before = _undo(trace, at_end, frees, lines)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import io
+import itertools
+import os
 import re
+import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import TextIO
 
-_NUMBER = re.compile(r"[-+\u2212]?[\d.]|[-\u2013]?$")  # the start of cells in columns of numbers
+# The cells of columns of numbers: "0.5", "12 KiB (3,072)", "4.8%", "-"; not "0.weight".
+_NUMBER = re.compile(r"[-+\u2212]?[\d,]*\.?\d+(e[-+]?\d+)?([%\u00d7]|\s.*)?$|[-\u2013]?$")
 _GAP = "  "
+_LEAST = 12  # the width that texts in a narrow table keep
 
 
 def format_bytes(count: int) -> str:
@@ -26,6 +32,45 @@ def format_bytes(count: int) -> str:
     return f"{value:.{digits}f} {unit}"
 
 
+class Text(str):
+    """A report: a text that a prompt and a notebook show as it is printed."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def as_text(write: Callable[[TextIO], None], file: TextIO | None) -> Text:
+    """Returns what ``write`` prints into the file it is given; also printed to ``file`` if given.
+
+    Tables are as wide as they may be in ``file``, or else where ``print`` shows the text.
+    """
+    text = _Report(sys.stdout if file is None else file)
+    write(text)
+    if file is not None:
+        print(text.getvalue().rstrip("\n"), file=file)
+    return Text(text.getvalue().rstrip("\n"))
+
+
+class _Report(io.StringIO):
+    """What is written to it is shown in ``shown_in``."""
+
+    def __init__(self, shown_in: TextIO) -> None:
+        super().__init__()
+        self.shown_in = shown_in
+
+
+def _width(file: TextIO) -> int | None:
+    """How many columns there are for a table in ``file``; None: any, in a file of its own.
+
+    ``COLUMNS`` says it for all that is not given a file, a terminal its own width.
+    """
+    shown_in = file.shown_in if isinstance(file, _Report) else file
+    is_terminal = shown_in.isatty() if hasattr(shown_in, "isatty") else False
+    if is_terminal or (shown_in is sys.stdout and os.environ.get("COLUMNS")):
+        return shutil.get_terminal_size().columns
+    return None
+
+
 def print_table(
     title: str,
     columns: Sequence[str],
@@ -33,6 +78,9 @@ def print_table(
     file: TextIO | None = None,
 ) -> None:
     """Prints a table. Columns of numbers are aligned to the right, except the first column.
+
+    Where it would be wider than the terminal, texts are broken into lines; if that is not enough,
+    the last columns follow below, beside the first column once more.
 
     Args:
         title: printed above the table; empty for none.
@@ -54,10 +102,67 @@ def print_table(
         for i in range(len(columns))
     ]
     file = sys.stdout if file is None else file
-    if (rich := _rich()) is not None:
-        _print_rich(rich, title, columns, cells, right, file)
-    else:
-        _print_plain(title, columns, cells, right, file)
+    rich = _rich()
+    between, around = (3, 4) if rich is not None else (len(_GAP), 0)
+    table = [list(columns), *cells]
+    for part in _parts(table, right, _width(file), between, around):
+        head, *body = [[row[i] for i in part] for row in table]
+        aligned = [right[i] for i in part]
+        if rich is not None:
+            _print_rich(rich, title, head, body, aligned, file)
+        else:
+            _print_plain(title, head, body, aligned, file)
+        title = ""
+
+
+def _parts(
+    table: list[list[str]], right: list[bool], width: int | None, between: int, around: int
+) -> list[list[int]]:
+    """Breaks the texts of a table so that it fits; returns the columns of each table to print.
+
+    Args:
+        table: its rows, names of columns first; changed in place.
+        right: of each column, whether it holds numbers, which are not broken.
+        width: how wide it may be; None for any width.
+        between: what is between two columns.
+        around: what is beside the outer ones.
+    """
+    count = len(table[0])
+    widths = [max(len(row[i]) for row in table) for i in range(count)]
+
+    def total(part: Sequence[int]) -> int:
+        return sum(widths[i] for i in part) + between * (len(part) - 1) + around
+
+    if width is None or total(range(count)) <= width:
+        return [list(range(count))]
+    texts = [i for i in range(count) if not right[i] and widths[i] > _LEAST]
+    while texts and total(range(count)) > width:
+        widest = max(texts, key=lambda i: widths[i])
+        widths[widest] -= 1
+        if widths[widest] == _LEAST:
+            texts.remove(widest)
+    for row in table:
+        for i, cell in enumerate(row):
+            if len(cell) > widths[i]:
+                row[i] = "\n".join(_broken(cell, widths[i]))
+    parts = [[0]]
+    for i in range(1, count):
+        if len(parts[-1]) > 1 and total([*parts[-1], i]) > width:
+            parts.append([0])
+        parts[-1].append(i)
+    return parts
+
+
+def _broken(text: str, width: int) -> list[str]:
+    """Breaks a text at spaces and, where a word is too long, behind a point or anywhere."""
+    lines, rest = [], text
+    while len(rest) > width:
+        end = rest.rfind(" ", 1, width + 1)
+        if end < 0:
+            end = rest.rfind(".", 1, width) + 1 or width
+        lines.append(rest[:end].rstrip())
+        rest = rest[end:].lstrip()
+    return [*lines, rest]
 
 
 def _rich() -> ModuleType | None:
@@ -74,17 +179,20 @@ def _print_plain(
     right: list[bool],
     file: TextIO,
 ) -> None:
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    table = [[cell.split("\n") for cell in row] for row in (columns, *cells)]
+    widths = [max(map(len, itertools.chain(*column))) for column in zip(*table, strict=True)]
 
-    def line(row: Sequence[str]) -> str:
-        aligned = (
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
-        )
-        return _GAP.join(aligned).rstrip()
+    def lines_of(row: list[list[str]]) -> Iterator[str]:
+        for line in itertools.zip_longest(*row, fillvalue=""):
+            aligned = (
+                part.rjust(width) if to_right else part.ljust(width)
+                for part, width, to_right in zip(line, widths, right, strict=True)
+            )
+            yield _GAP.join(aligned).rstrip()
 
     rule = _GAP.join("-" * width for width in widths)
-    lines = [*([title] if title else []), line(columns), rule, *map(line, cells)]
+    body = itertools.chain.from_iterable(map(lines_of, table[1:]))
+    lines = [*([title] if title else []), *lines_of(table[0]), rule, *body]
     print("\n".join(lines), end="\n\n", file=file)
 
 
@@ -110,7 +218,7 @@ def _print_rich(
     for row in cells:
         table.add_row(*map(text, row))
     console = part["console"].Console(file=file)
-    if not console.is_terminal:  # in a file no line is wrapped
-        width = console.measure(table, options=console.options.update(max_width=1 << 16)).maximum
-        console.width = max(width, 1)
+    # What is too wide has been broken.
+    width = console.measure(table, options=console.options.update(max_width=1 << 16)).maximum
+    console.width = max(width, 1)
     console.print(table)

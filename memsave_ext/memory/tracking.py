@@ -111,7 +111,7 @@ def track(
         with memsave_ext.memory.track(model, optimizer) as t:
             for batch in batches:
                 train_step(batch)
-        t.report()
+        print(t.report())
         t.plot("timeline.png")
         print(t.peak, t.at_peak)
 
@@ -129,8 +129,10 @@ def track(
 
     Args:
         model: the model whose parameters, buffers and gradients are told apart. Its forwards give
-            phases, activations and the names of modules. Hooks are on its modules and parameters
-            inside the block only; modules added there are not seen.
+            phases, activations and the names of modules. Nothing stays on it after the block, and
+            it is not kept alive; modules added inside are not seen. What torch.compile runs is one
+            module, named where it is called from outside: give the compiled model, not what it was
+            made of, if that is one of torch's own classes (an ``nn.Sequential``).
         optimizer: the optimizer whose states are told apart, or several in the order in which they
             step. A training step ends with the step of the last one or, without optimizers, where
             the model's next forward begins.

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
+from typing import TextIO
 
 from torch import nn
 from torch.optim import Optimizer
 
 from ..memory.hooks import Modules
 from ..memory.report import format_seconds
-from ..memory.table import format_bytes
+from ..memory.table import Text, as_text, format_bytes
 from .budget import (
     LivedBefore,
     check_arguments,
@@ -22,7 +22,7 @@ from .budget import (
     parse_budget,
     warn_if_short,
 )
-from .figures import RematFigures, make_figures, make_report
+from .figures import RematFigures, make_figures, write_report
 from .picture import draw_budget
 from .recorder import NoRecorder, Recorder, make_recorder
 
@@ -56,8 +56,8 @@ class remat:  # noqa: N801, a context manager is used like a function
     backward, by any thread; inputs do not. On CUDA: all that the caching allocator has given out.
 
     Args:
-        model: :meth:`report` shows its modules separately. They have hooks only inside the block,
-            which cost about 2 microseconds per call of a module.
+        model: :meth:`report` shows its modules separately. Their calls are watched only inside the
+            block, for about 2 microseconds each; a compiled module is one.
         budget: the most bytes that the step may need: an int; text with a unit, such as "8GB" (1e9
             bytes each) or "512MiB" (2**20 each); or a float above 0 and at most 1: parameters,
             gradients and states, and this share of what a step that keeps everything needs besides.
@@ -168,16 +168,23 @@ class remat:  # noqa: N801, a context manager is used like a function
         """Returns what has been kept, dropped and recomputed until now."""
         return make_figures(self._recorder.figures(), self._modules.names)
 
-    def report(self, *, top: int = 10) -> str:
+    def report(self, *, top: int = 10, file: TextIO | None = None) -> Text:
         """Returns the figures as tables by module and by operator, and why the rest is kept.
 
         Args:
             top: the most rows a table has; those with the most memory come first.
+            file: where to print it, too; None for nowhere.
         """
-        if isinstance(self._recorder, NoRecorder):
-            return f"Kept everything: {self._recorder.reason}"
-        report = make_report(self.figures(), top)
-        return report if self._within is None else f"{self._budget_line(self._recorder)}\n{report}"
+
+        def write(text: TextIO) -> None:
+            if isinstance(self._recorder, NoRecorder):
+                print(f"Kept everything: {self._recorder.reason}", file=text)
+                return
+            if self._within is not None:
+                print(self._budget_line(self._recorder), file=text)
+            write_report(self.figures(), top, text)
+
+        return as_text(write, file)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the step's memory beside its budget, and the time that other budgets would take.
@@ -206,16 +213,14 @@ class remat:  # noqa: N801, a context manager is used like a function
 
     def _install(self) -> ExitStack:
         recorder = self._recorder
+
+        def watchers(number: int) -> tuple[Callable[[], None], Callable[[], None]]:
+            def before() -> None:
+                recorder.enter_module(number)
+
+            return before, recorder.leave_module
+
         with ExitStack() as stack:
-            for number, module in enumerate(self._modules.modules):
-
-                def before(*_: Any, number: int = number) -> None:
-                    recorder.enter_module(number)
-
-                def after(*_: Any) -> None:
-                    recorder.leave_module()
-
-                stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-                # always_call: it is called also where the forward raises.
-                stack.callback(module.register_forward_hook(after, always_call=True).remove)
+            if not isinstance(recorder, NoRecorder):
+                self._modules.watch(stack, watchers)
             return stack.pop_all()

@@ -26,6 +26,10 @@ _UNITS = {
     for power, prefix in enumerate("kMGT", 1)
     for unit in (f"{prefix}{infix}B".lower(),)
 } | {"b": 1}
+_NEEDS = {
+    "optimizer": "its states count only towards one",
+    "strict": "it says what becomes of a step that needs more",
+}
 _ALLOWED = (
     "remat: budget must be bytes as an int (at least 1), text such as '8GB' (1e9 bytes each) or "
     "'512MiB' (2**20), or a float above 0 and at most 1, a share of the activations; got {!r}"
@@ -74,7 +78,10 @@ def check_arguments(budget: object, optimizer: object, strict: object) -> None:
     if budget is None:
         for name, value in (("optimizer", optimizer), ("strict", strict or None)):
             if value is not None:
-                raise ValueError(f"remat: {name} has a meaning only with a budget")
+                raise ValueError(
+                    f"remat: {name} needs a budget, as {_NEEDS[name]}; give one, such as "
+                    f"budget='8GB' or budget=0.5 (a share of the activations), or leave {name} out"
+                )
         return
     parse_budget(budget)
     if _native.module is None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 from ..memory.report import format_seconds
 from ..memory.table import format_bytes, print_table
@@ -80,8 +79,7 @@ def make_figures(figures: dict[str, Any], names: Sequence[str]) -> RematFigures:
     )
 
 
-def make_report(figures: RematFigures, top: int) -> str:
-    text = io.StringIO()
+def write_report(figures: RematFigures, top: int, text: TextIO) -> None:
     kept, dropped = figures.kept_bytes, figures.dropped_bytes
     share = f", {kept / (kept + dropped):.2f} of the activations" if kept + dropped else ""
     seconds = format_seconds(sum(row.seconds for row in figures.recomputed))
@@ -102,7 +100,6 @@ def make_report(figures: RematFigures, top: int) -> str:
         print_table("Why it is kept", ["reason", "operator", "memory"], reasons[:top], text)
     if saved and not any(row.module for row in figures.saved):
         print("By module: with remat(model), or remat_module(model, by_module=True)", file=text)
-    return text.getvalue().rstrip("\n")
 
 
 def _module(row: Saved | Recomputed) -> str:

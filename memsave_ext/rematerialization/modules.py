@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ..checkpointing.forwards import ForwardInPlace
+from ..memory.table import Text
 from .block import remat
 from .budget import check_arguments
 from .figures import RematFigures
@@ -54,13 +55,13 @@ class RematHandle:
         """
         return self._last().figures()
 
-    def report(self, *, top: int = 10) -> str:
+    def report(self, *, top: int = 10, file: TextIO | None = None) -> Text:
         """Returns the report of the module's last forward: see :meth:`remat.report`.
 
         Raises:
             RuntimeError: the module has run no forward with gradients yet.
         """
-        return self._last().report(top=top)
+        return self._last().report(top=top, file=file)
 
     @property
     def peak(self) -> int:

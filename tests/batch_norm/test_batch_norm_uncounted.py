@@ -295,7 +295,7 @@ def test_memory_track():
         for _ in range(2):
             ms.checkpoint(model, x).sum().backward()
             optimizer.step()
-    t.report()
+    assert t.report()
     assert int(model[0].norm.num_batches_tracked) == 4
 
 

@@ -100,11 +100,10 @@ def test_the_largest_batch():
     assert {row.largest_batch for row in applied} == {0}
 
 
-def test_nothing_fits(capsys):
+def test_nothing_fits():
     found = ms.memory.fits(build, "100KB")
     assert found.cheapest is None
-    found.report()
-    text = capsys.readouterr().out
+    text = found.report()
     assert "Nothing fits. The lowest peak is" in text
     assert "parameters" in text and "Its largest tensors: " in text
 
@@ -195,12 +194,11 @@ def test_a_step_that_calls_parts_of_the_model():
     assert rows(found)["checkpoint by block"].fits
 
 
-def test_what_does_not_apply_is_told_below(capsys):
+def test_what_does_not_apply_is_told_below():
     def plain():
         model = nn.Linear(4, 4)
         return model, None, lambda: model(torch.randn(2, 4)).sum().backward()
 
-    ms.memory.fits(plain, "1GB").report()
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(ms.memory.fits(plain, "1GB").report().split())
     assert "Not tried: checkpoint by block; checkpoint by block, optimizer in backward;" in text
     assert "(the model has no list of blocks of one class)." in text

@@ -214,10 +214,9 @@ def test_a_card_that_is_not_there():
     assert predicted.live >= 4 * 512 + 8 * 512 + 512  # with the batch
 
 
-def test_what_a_track_has(tmp_path, capsys):
+def test_what_a_track_has(tmp_path):
     predicted = ms.memory.predict(builder(OPTIMIZERS["in backward"], checkpointed))
-    predicted.report()
-    text = capsys.readouterr().out
+    text = predicted.report()
     assert "What the peak was made of" in text and "Checkpointed regions" in text
     assert "of all time" not in text and "µs" not in text  # nothing was run
     assert predicted.to_json(tmp_path / "timeline.json")["peak"] == predicted.peak

@@ -413,6 +413,29 @@ def test_what_went_wrong_is_said(tmp_path):
     assert "events are missing: trace and blocks at its end differ by 100 B" in file.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("blocks", "trace", "notes"),
+    [
+        ([{"size": 4096, "state": "inactive"}], [], "no history"),
+        ([], [{"action": "oom", "device_free": 5, "size": 3 << 30}], "out of memory: 3.00 GiB"),
+        ([], [{"action": "snapshot"}], ""),
+    ],
+)
+def test_nothing_is_held(tmp_path, blocks, trace, notes):
+    """All is freed but what the allocator keeps, or there was no memory for a first block."""
+    pytest.importorskip("matplotlib")
+    segment = {"device": 0, "address": 64, "total_size": 4096, "blocks": blocks}
+    snapshot = {"segments": [segment], "device_traces": [trace]}
+    summary = plot_snapshot(write(snapshot, tmp_path / "s.pickle"))
+    (found,) = summary.devices
+    assert (found.peak, found.at_peak, found.unexplained) == (0, {}, 0)
+    assert found.peak_reserved == 4096
+    file = io.StringIO()
+    summary.report(file=file)
+    assert "cuda:0: peak 0 B allocated, 4.00 KiB reserved then" in file.getvalue()
+    assert notes in file.getvalue()
+
+
 def test_nothing_to_tell(tmp_path):
     path = write({"segments": [], "device_traces": [[], []]}, tmp_path / "s.pickle")
     with pytest.raises(ValueError, match="s.pickle tells of no memory"):

@@ -165,6 +165,7 @@ class TestReport:
         assert f"torch {_native.build_info['torch']}" in result.stdout
         assert "CheckpointFunction  native" in result.stdout
         assert "memory tracking     native" in result.stdout
+        assert "remat               native" in result.stdout
 
     def test_pure_python(self):
         result = run_report(PACKAGE.parent, MEMSAVE_EXT_NATIVE="0")
@@ -172,6 +173,25 @@ class TestReport:
         assert "native: no (MEMSAVE_EXT_NATIVE=0)" in result.stdout
         assert "CheckpointFunction  pure Python" in result.stdout
         assert "memory tracking     pure Python" in result.stdout
+        assert "remat               keeps everything" in result.stdout
+
+    @pytest.mark.parametrize("native", ["auto", "0"])
+    def test_every_part_has_a_line(self, native):
+        result = run_report(PACKAGE.parent, MEMSAVE_EXT_NATIVE=native)
+        lines = result.stdout.partition("\nfeature ")[2].splitlines()[1:]
+        features = [line.split("  ")[0] for line in lines]
+        assert features == [
+            "checkpoint",
+            "CheckpointFunction",
+            "remat",
+            "BatchNorm",
+            "Adam, SGD, Lion",
+            "in_backward",
+            "loss head",
+            "memory tracking",
+            "prediction",
+        ]
+        assert all(line.split("  ", 1)[1].strip() for line in lines)
 
     def test_whole_package_survives_a_file_of_another_torch(self, tmp_path):
         skip = shutil.ignore_patterns("_C.*", INFO, "__pycache__")

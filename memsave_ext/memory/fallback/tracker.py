@@ -207,8 +207,11 @@ class MemoryTracker(Logging):
     def _look(self) -> None:
         """Forgets labelled memory that is gone.
 
-        Memory from before tracking may have been freed without an event that says so.
+        Memory from before tracking may have been freed without an event that says so. What is freed
+        once it has ended does not count.
         """
+        if self._profile is None:
+            return
         gone = [memory for memory in self._labelled.values() if memory.is_gone()]
         for memory in gone:
             del self._labelled[memory.ptr]

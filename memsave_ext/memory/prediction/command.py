@@ -47,5 +47,5 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(found.to_json()))
     else:
-        found.report()
+        print(found.report())
     return 0 if found.cheapest else 1

@@ -15,7 +15,7 @@ import torch
 from ..account import CATEGORIES, TensorAtPeak
 from ..checks import check_count
 from ..measure import Build
-from ..table import format_bytes, print_table
+from ..table import Text, as_text, format_bytes, print_table
 from .means import ALL, Means
 from .step import predict
 
@@ -73,12 +73,19 @@ class Fits:
         """The first row that fits; None if none does."""
         return next((row for row in self.rows if row.fits), None)
 
-    def report(self, *, file: TextIO | None = None) -> None:
-        """Prints a row for each combination, and which is the cheapest, or what holds the memory.
+    def __str__(self) -> str:
+        return self.report()
+
+    def report(self, *, file: TextIO | None = None) -> Text:
+        """Returns a table with a row for each combination, and which is the cheapest, or what holds
+        the memory.
 
         Args:
-            file: where to print; None for ``sys.stdout``.
+            file: where to print it, too; None for nowhere.
         """
+        return as_text(self._write, file)
+
+    def _write(self, file: TextIO) -> None:
         cells = [
             (
                 row.name,

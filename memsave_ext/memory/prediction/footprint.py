@@ -11,7 +11,7 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
-from ..table import format_bytes, print_table
+from ..table import Text, as_text, format_bytes, print_table
 from .holdings import KINDS, Amount, Holding, Inventory
 from .predict import IN_BACKWARD, Prediction, Predictor
 
@@ -55,14 +55,17 @@ class Footprint:
             )
         return self.predicted[self.mode]
 
-    def report(self, *, depth: int | None = 1, file: TextIO | None = None) -> None:
-        """Prints what is held now, what is expected, and what each mode would need.
+    def report(self, *, depth: int | None = 1, file: TextIO | None = None) -> Text:
+        """Returns as text what is held now, what is expected, and what each mode would need.
 
         Args:
             depth: how many names deep to list modules; what is nested deeper is added to the module
                 above it. None for every module.
-            file: where to print; None for ``sys.stdout``.
+            file: where to print it, too; None for nowhere.
         """
+        return as_text(lambda text: self._write(depth, text), file)
+
+    def _write(self, depth: int | None, file: TextIO) -> None:
         by_module = self.now.at_depth(depth)
         _print_amounts("Now", "dtype", _by_dtype(self.now), file, elements=True)
         if (expected := self.predicted.get(self.mode)) is None:
@@ -134,7 +137,7 @@ def footprint(
 
         with torch.device("meta"):
             model = Transformer(config)
-        ms.memory.footprint(model).report()
+        print(ms.memory.footprint(model).report())
         ms.memory.footprint(model, in_backward=True).expected.peak
 
     Args:

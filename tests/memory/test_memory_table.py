@@ -1,0 +1,160 @@
+"""Tables on narrow terminals, and reports as texts."""
+
+import io
+import os
+import random
+import re
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import memsave_ext as ms
+from memsave_ext.memory import table
+from memsave_ext.memory.table import Text, print_table
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(params=["plain", "rich"], autouse=True)
+def _renderer(request, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if request.param == "plain":
+        monkeypatch.setattr(table, "_rich", lambda: None)
+    else:
+        pytest.importorskip("rich")
+
+
+@pytest.fixture
+def columns(monkeypatch):
+    """Sets the width of every terminal."""
+
+    def set_width(width):
+        size = os.terminal_size((width, 24))
+        monkeypatch.setattr("shutil.get_terminal_size", lambda *_: size)
+
+    return set_width
+
+
+def printed(file, *arguments):
+    print_table(*arguments, file)
+    return re.sub(r"\x1b\[\d*m", "", file.getvalue())  # without colours
+
+
+def words(text):
+    return sorted("".join(text.replace("\u2500", "").replace("-", "").split()))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_tables_fit_and_lose_nothing(seed, columns):
+    """Every letter is there; only the first column may be there more than once."""
+    choice = random.Random(seed)
+    letters = "abcdefgh ._"
+
+    def text(most):
+        return "x" + "".join(choice.choice(letters) for _ in range(choice.randrange(most)))
+
+    count = choice.randrange(2, 12)
+    numbers = [choice.random() < 0.5 for _ in range(count)]
+    names = [text(12) for _ in range(count)]
+    rows = [
+        [f"{choice.random():.3f} KiB" if number else text(60) for number in numbers]
+        for _ in range(choice.randrange(1, 6))
+    ]
+    width = choice.randrange(40, 120)
+    columns(width)
+    narrow, wide = (printed(file, "", names, rows) for file in (Terminal(), io.StringIO()))
+    assert max(map(len, narrow.splitlines())) <= width
+    if max(map(len, wide.splitlines())) <= width:
+        assert narrow == wide
+    once = words(wide)
+    first = words("".join([names[0], *(row[0] for row in rows)]))
+    tables = 1 + (len(words(narrow)) - len(once)) // max(1, len(first))
+    assert words(narrow) == sorted([*once, *(first * (tables - 1))])
+
+
+def test_names_are_broken_at_their_points(columns):
+    columns(40)
+    name = "transformer.layers.11.attention.projection.weight"
+    text = printed(Terminal(), "", ["name", "memory"], [[name, "4.00 KiB"]])
+    lines = [line.split()[0] for line in text.splitlines() if line.strip()][2:]
+    assert "".join(lines) == name
+    assert len(lines) > 1
+    assert all(line.endswith(".") for line in lines[:-1])
+
+
+def test_what_says_how_wide(columns, monkeypatch):
+    """A terminal its width; COLUMNS, where nobody gave a file; files of one's own have none."""
+    columns(50)
+    arguments = "", ["a", "b"], [["word " * 20, "word " * 20]]
+
+    def widest(text):
+        return max(map(len, text.splitlines()))
+
+    assert widest(printed(Terminal(), *arguments)) <= 50
+    assert widest(printed(io.StringIO(), *arguments)) > 150
+    monkeypatch.setattr(sys, "stdout", io.StringIO())  # as in a pipe
+    assert widest(printed(sys.stdout, *arguments)) > 150
+    monkeypatch.setenv("COLUMNS", "50")
+    assert widest(printed(io.StringIO(), *arguments)) > 150
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert widest(printed(sys.stdout, *arguments)) <= 50
+
+
+def test_names_that_begin_with_a_digit_are_no_numbers():
+    text = printed(io.StringIO(), "", ["n", "name", "size"], [["1", "0.weight", "1.5 KiB (3,072)"]])
+    head, row = (line for line in text.splitlines() if "name" in line or "0.weight" in line)
+    assert row.index("0.weight") == head.index("name")
+    assert row.index("(3,072)") + len("(3,072)") == head.index("size") + len("size")
+
+
+def reports():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+
+    with ms.memory.track(model, optimizer) as t:
+        step()
+    with ms.remat(model) as block:
+        loss = model(torch.randn(4, 8)).sum()
+    loss.backward()
+    handle = ms.remat_module(model, by_module=True)
+    step()
+
+    def build():
+        made = nn.Linear(8, 2)
+        return made, None, lambda: made(torch.randn(4, 8)).sum().backward()
+
+    found = ms.memory.fits(build, "1MB", device="cpu")
+    compared = ms.memory.compare({"a variant with a long name": build, "another": build})
+    kinds = t, block, handle, found, compared, ms.memory.footprint(model, optimizer)
+    return [*kinds, ms.memory.predict(build)], (found, compared)
+
+
+@pytest.mark.filterwarnings("ignore:remat keeps everything")
+def test_all_reports_are_alike(capsys, columns, monkeypatch):
+    """Texts, which print as they are shown; none prints by itself."""
+    columns(80)
+    kinds, printable = reports()
+    for kind in kinds:
+        file = io.StringIO()
+        text = kind.report()
+        assert kind.report(file=file) == file.getvalue().rstrip("\n")
+        assert isinstance(text, Text)
+        assert repr(text) == str(text) == text
+        assert text
+        assert not text.endswith("\n")
+        assert capsys.readouterr().out == ""
+        if kind in printable:
+            assert str(kind) == text
+        monkeypatch.setenv("COLUMNS", "80")
+        tables = [line for line in kind.report().splitlines() if "   " in line or "\u2500" in line]
+        assert all(len(line.rstrip()) <= 80 for line in tables)
+        monkeypatch.delenv("COLUMNS")
