@@ -97,10 +97,10 @@ def predict(
             batches, and torch's optimizers step as on CUDA. On the CPU, as for :func:`track`, of
             memory from before the step only the model's and the optimizer's counts.
 
-    The workspaces of kernels are added where they are known: of convolutions and attention on the
-    CPU. cuBLAS's and cuDNN's, fragmentation, and what a CUDA context holds are not. Values that
-    Python reads from tensors are all 1, but for those of small tensors that are known, such as
-    ``torch.arange(4)``.
+    The workspaces of kernels are added where they are known: of convolutions, attention and LSTMs
+    on the CPU. cuBLAS's and cuDNN's, fragmentation, and what a CUDA context holds are not. Values
+    that Python reads from tensors are all 1, but for those of small tensors that are known, such
+    as ``torch.arange(4)``.
     :func:`remat` follows a plan, within a budget or without, as its later steps do. Plans are made
     of estimated times: those within a budget reach its bytes all the same; without one they need a
     few percent more or less than those of measured times. In pure Python its rule for single

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from .costs import operator_seconds
+from .lstm import with_workspace
 from .repeats import Costs, Repeats
 
 # Returns the bytes that the kernel of an operator makes for itself, given the operator, its
@@ -34,7 +35,7 @@ class Storages(TorchDispatchMode):
         allocated: called with the number and the size of new memory.
         freed: called with its number.
         ran: called with about how long an operator would run.
-        workspace: tells what kernels make and free themselves.
+        workspace: tells what kernels make and free themselves, None where that is not known.
         rounding: sizes are rounded up to a multiple of this.
     """
 
@@ -43,7 +44,7 @@ class Storages(TorchDispatchMode):
         allocated: Callable[[int, int], None],
         freed: Callable[[int], None],
         ran: Callable[[float], None],
-        workspace: Workspace,
+        workspace: Workspace | None,
         rounding: int,
     ) -> None:
         super().__init__()
@@ -77,11 +78,13 @@ class Storages(TorchDispatchMode):
             result, made, costs = repeated
         else:
             result = func(*args, **kwargs)
+            if self._workspace:
+                result = with_workspace(func, args, result)
             if func in _COUNTS and isinstance(result, FakeTensor) and result.numel() <= MOST_KNOWN:
                 result = _with_values(result, func, args, kwargs)
             made = [leaf for leaf in tree_iter(result) if isinstance(leaf, FakeTensor)]
             costs = Costs(
-                self._workspace(func, args, kwargs, result),
+                self._workspace(func, args, kwargs, result) if self._workspace else 0,
                 operator_seconds(func, args, kwargs, result),
             )
             if call:
