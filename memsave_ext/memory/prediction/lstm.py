@@ -31,7 +31,7 @@ def of_forward(args: tuple[Any, ...]) -> int:
     x, *weights = args[:3]
     hidden, size = args[10], x.element_size()
     copies = sum(_packed(weight, size) for weight in weights)
-    return copies + _GATES * hidden * size + _scratch(x, hidden)
+    return int(copies + _GATES * hidden * size) + _scratch(x, hidden)
 
 
 def of_backward(args: tuple[Any, ...]) -> int:
@@ -47,7 +47,7 @@ def of_backward(args: tuple[Any, ...]) -> int:
             made += int(rows) * _row(columns, size)
         made += _packed(weight, _FLOAT)
     biases = _GATES * hidden * (size + _FLOAT)
-    return made + biases + _scratch(x, hidden)
+    return int(made + biases) + _scratch(x, hidden)
 
 
 def _gradient(grad: Tensor | None, output: Tensor) -> int:

@@ -15,12 +15,14 @@ from torch.utils._pytree import tree_iter
 from .costs import operator_seconds
 from .lstm import with_workspace
 from .repeats import Costs, Repeats
+from .values import Values
 
 # Returns the bytes that the kernel of an operator makes for itself, given the operator, its
 # arguments and its result.
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
 MOST_KNOWN = 64  # elements of a tensor whose values are known
 _WORKSPACE = 1  # the number of memory that has no storage, whose addresses are even
+_ALIKE = (torch.ops.aten.equal.default, torch.ops.aten.allclose.default)
 _ARANGE = torch.ops.aten.arange
 _COUNTS = (_ARANGE.default, _ARANGE.start, _ARANGE.start_step, torch.ops.aten.linspace.default)
 
@@ -52,6 +54,7 @@ class Storages(TorchDispatchMode):
         self._workspace = workspace
         self._rounding = rounding
         self._repeats = Repeats()
+        self._values = Values()
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     @classmethod
@@ -65,8 +68,8 @@ class Storages(TorchDispatchMode):
             return args[0].fake_device
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and _is_unknown(args[0]):
-            return _python_type(args[0].dtype)(1)
-        if func is torch.ops.aten.equal.default and any(map(_is_unknown, args)):
+            return _python_type(args[0].dtype)(self._values.of(args[0]))
+        if func in _ALIKE and any(map(_is_unknown, args[:2])):
             return bool(args[0].shape == args[1].shape)
         if (view := self._repeats.view(func, args, kwargs)) is not None:
             for tensor in (view,) if isinstance(view, FakeTensor) else view:
@@ -95,6 +98,7 @@ class Storages(TorchDispatchMode):
             self._allocated(_WORKSPACE, self._rounded(costs.bytes))
             self._freed(_WORKSPACE)
         self._ran(costs.seconds)
+        self._values.follow(func, args, kwargs, result)
         return result
 
     def memory(self, tensor: Tensor) -> tuple[int, int] | None:
@@ -121,6 +125,7 @@ class Storages(TorchDispatchMode):
 
     def _forget(self, number: int) -> None:
         del self._known[number]
+        self._values.forget(number)
         self._freed(number)
 
     def _rounded(self, size: int) -> int:
