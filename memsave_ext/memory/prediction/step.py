@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..hooks import Hooks, Modules, Names
 from ..measure import Build, checked
 from ..reported import Reported
+from .autocast import as_on_cuda
 from .batch import from_batch
 from .surroundings import card_names, copies_of_fakes, in_sentences, known_values, swaps_of_fakes
 from .tracker import FakeTracker
@@ -130,6 +131,7 @@ def predict(
         stack.enter_context(in_sentences())
         if chosen.type == "cuda":
             stack.enter_context(card_names())
+            stack.enter_context(as_on_cuda())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(known_values())
         stack.enter_context(swaps_of_fakes())
