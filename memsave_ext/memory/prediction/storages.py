@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,8 @@ Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
 MOST_KNOWN = 64  # elements of a tensor whose values are known
 _WORKSPACE = 1  # the number of memory that has no storage, whose addresses are even
 _ALIKE = (torch.ops.aten.equal.default, torch.ops.aten.allclose.default)
+_ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _ARANGE = torch.ops.aten.arange
 _COUNTS = (_ARANGE.default, _ARANGE.start, _ARANGE.start_step, torch.ops.aten.linspace.default)
 
@@ -56,6 +59,7 @@ class Storages(TorchDispatchMode):
         self._repeats = Repeats()
         self._values = Values()
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._makers: dict[int, int] = {}  # by storage, the number of the node that made it
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -75,6 +79,8 @@ class Storages(TorchDispatchMode):
             for tensor in (view,) if isinstance(view, FakeTensor) else view:
                 self.memory(tensor)
             return view
+        if func is _ADD and self._is_accumulated(args):
+            func = _ADD_IN_PLACE
         call = self._repeats.call(func, args, kwargs)
         repeated = call and call.repeated(args)
         if repeated:
@@ -115,8 +121,28 @@ class Storages(TorchDispatchMode):
         if number not in self._known:
             size = self._rounded(storage.nbytes())
             self._known[number] = weakref.ref(storage, lambda _: self._forget(number)), size
+            if (node := _node()) is not None:
+                self._makers[number] = node
             self._allocated(number, size)
         return number, self._known[number][1]
+
+    def _is_accumulated(self, args: tuple[Any, ...]) -> bool:
+        """Whether the engine adds a gradient to one that it alone holds, which it does in place,
+        but never for subclasses of tensors such as fakes."""
+        if torch._C._current_graph_task_id() == -1:
+            return False
+        # Neither a hook nor a function's backward, of which this would be the caller's caller.
+        if sys._getframe(2).f_code is not _ENGINE:
+            return False
+        a, b = args
+        storage = a.untyped_storage()
+        if (a.shape, a.dtype) != (b.shape, b.dtype) or a.nbytes != storage.nbytes():
+            return False
+        number = storage._cdata
+        # One reference is the tensor's and one that of the object here. A formula's own sums are
+        # of what it made.
+        alone = torch._C._storage_Use_Count(number) == 2
+        return alone and self._makers.get(number, _node()) != _node()
 
     def living(self) -> Iterator[tuple[int, int]]:
         """Yields the number and size of all memory that lives."""
@@ -126,6 +152,7 @@ class Storages(TorchDispatchMode):
     def _forget(self, number: int) -> None:
         del self._known[number]
         self._values.forget(number)
+        self._makers.pop(number, None)
         self._freed(number)
 
     def _rounded(self, size: int) -> int:
@@ -140,6 +167,12 @@ def _with_values(
         real = func(*args, **kwargs)
     mode = result.fake_mode
     return mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=True)
+
+
+def _node() -> int | None:
+    """Returns the number of the node that the engine evaluates, None outside of backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
 
 
 def _is_unknown(tensor: Tensor) -> bool:
