@@ -113,7 +113,7 @@ def predict(
         RuntimeError: an operator's result depends on values, or it has no fake kernel. The
             message names it and says what to do.
     """
-    chosen = _device(device)
+    chosen = device_of("predict", device)
     if isinstance(build, nn.Module):
         build = from_batch(build, optimizer, batch, loss)
     elif optimizer is not None or batch is not None or loss is not None:
@@ -149,10 +149,14 @@ def predict(
     return predicted
 
 
-def _device(device: torch.device | str) -> torch.device:
-    chosen = torch.device(device)
-    if chosen.type not in ("cpu", "cuda"):
-        raise ValueError(f"predict: device must be the CPU or a CUDA device, got {chosen}")
+def device_of(who: str, device: torch.device | str) -> torch.device:
+    """Returns the device to predict for; raises an error of ``who`` where it is none."""
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        chosen = None  # torch does not know its name
+    if chosen is None or chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"{who}: device must be the CPU or a CUDA device, got {device!r}")
     return chosen
 
 
