@@ -24,6 +24,13 @@ py::object scalars_of(const Scaling& scaling) {
                         tensor_or_none(scaling.factor), tensor_or_none(scaling.skip));
 }
 
+// Whether more than this tensor has its memory. A prediction holds an object of Python for that of
+// each fake tensor, which is on the meta device.
+bool is_shared(const Tensor& grad) {
+  const c10::Storage& storage = grad.storage();
+  return storage.use_count() > (storage.device().is_meta() ? 2 : 1);
+}
+
 // Puts the gradient into .grad, where a step looks for it, and from where it may change it. A copy,
 // where backward goes on with memory that it shares: that of a view, as in `h + param.view(...)`.
 void give_gradient(const Parameter& parameter) {
@@ -32,7 +39,7 @@ void give_gradient(const Parameter& parameter) {
   Tensor& grad = parameter.tensor.mutable_grad();
   if (!grad.is_same(parameter.grad)) {
     grad = parameter.grad;  // DistributedDataParallel has reduced it elsewhere
-  } else if (torch::autograd::get_current_graph_task_id() != -1 && grad.storage().use_count() > 1) {
+  } else if (torch::autograd::get_current_graph_task_id() != -1 && is_shared(grad)) {
     grad = grad.detach().clone();
   }
 }

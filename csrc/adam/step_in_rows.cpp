@@ -18,6 +18,12 @@ using at::Tensor;
 
 namespace {
 
+// Of a prediction, which has no values: its memory is on the meta device.
+bool is_fake(const Tensor& tensor) {
+  return tensor.key_set().has(c10::DispatchKey::Python) && tensor.has_storage() &&
+         tensor.storage().device().is_meta();
+}
+
 int64_t bytes_of(const Tensor& tensor) { return tensor.defined() ? tensor.element_size() : 0; }
 
 }  // namespace
@@ -25,7 +31,8 @@ int64_t bytes_of(const Tensor& tensor) { return tensor.defined() ? tensor.elemen
 const char* StepInRows::obstacle(const Parameter& parameter) {
   const Tensor& param = parameter.local;
   const at::AutoDispatchBelowADInplaceOrView guard;  // autograd has no part in a step
-  if (!needs_only_kernels(parameter) || param.is_meta() || param.is_inference()) {
+  if (!is_fake(param) &&
+      (!needs_only_kernels(parameter) || param.is_meta() || param.is_inference())) {
     return "its memory is not that of an ordinary tensor";
   }
   const auto in_rows = [](const Tensor& tensor) {
@@ -38,6 +45,10 @@ const char* StepInRows::obstacle(const Parameter& parameter) {
 
 StepInRows::StepInRows(const Parameter& parameter)
     : param_(parameter.local), state_(parameter.state), group_(*parameter.group) {
+  if (is_fake(param_)) {
+    note_step(param_, parameter.position);
+    return;
+  }
   const auto device = param_.device();
   const c10::DeviceGuard on_device(device);
   Operands operands;
@@ -53,6 +64,7 @@ StepInRows::StepInRows(const Parameter& parameter)
 }
 
 void StepInRows::step(int64_t first, const Tensor& grad) const {
+  if (is_fake(param_)) return;
   RECORD_FUNCTION("memsave_ext::adam_step_rows", std::vector<c10::IValue>{});
   const int64_t row = param_.numel() / std::max<int64_t>(1, param_.size(0));
   const int64_t begin = first * row;

@@ -27,6 +27,9 @@ def parser(program: str) -> argparse.ArgumentParser:
     made.add_argument("--budget", required=True, metavar="SIZE", help="such as 24GB or 22.5GiB")
     made.add_argument("--batch", type=int, default=1, metavar="N", help="the batch to show (1)")
     made.add_argument("--device", default="cuda", metavar="NAME", help="cuda (default) or cpu")
+    made.add_argument(
+        "--every", action="store_true", help="try also what costs more than the first that fits"
+    )
     made.add_argument("--json", action="store_true", help="print JSON in place of a table")
     return made
 
@@ -39,7 +42,13 @@ def run(options: argparse.Namespace) -> int:
     """
     build: Any = load(options.function, "MODULE:FUNCTION")
     try:
-        found = fits(build, options.budget, batch=options.batch, device=options.device)
+        found = fits(
+            build,
+            options.budget,
+            batch=options.batch,
+            device=options.device,
+            every=options.every,
+        )
     except (TypeError, ValueError) as error:
         if not str(error).startswith(("fits:", "predict:")):
             raise

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import re
+import sys
+import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TextIO
 
 import torch
+from torch import nn
 
 from ..account import CATEGORIES, TensorAtPeak
 from ..checks import check_count
 from ..measure import Build
 from ..table import Text, as_text, format_bytes, print_table
 from .means import ALL, Means
-from .step import predict
+from .step import device_of, predict
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _MOST = 1 << 20  # the largest batch that is asked for
+_MOST_BYTES = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,8 @@ class Fit:
 @dataclass(frozen=True)
 class Fits:
     """What :func:`fits` returns; ``rows`` are in the order of their cost, the cheapest first.
+
+    The last is the first that fits, unless all were asked for.
 
     Attributes:
         rows: a combination of means each.
@@ -111,6 +118,8 @@ class Fits:
                 reasons.setdefault(row.reason, []).append(row.name)
         for reason, names in reasons.items():
             yield f"Not tried: {'; '.join(names)} ({reason})."
+        if self.rows[-1].fits and self.rows[-1].name != ALL[-1].name:
+            yield "What costs more was not tried; every=True, or --every, tries it, too."
 
     def _verdict(self) -> str:
         if self.cheapest is not None:
@@ -137,14 +146,18 @@ def fits(
     *,
     batch: int = 1,
     device: torch.device | str = "cuda",
+    every: bool = False,
 ) -> Fits:
-    """Predicts which means make a training step fit into ``budget``, the cheapest first.
+    """Predicts which means make a training step fit into ``budget``, the cheapest first, and stops
+    at the first that does.
 
     The means are memsave_ext's: the optimizer stepped in backward, ``remat``, also within the
     budget, checkpointing the model's blocks, its Adam in backward in place of torch's, its 8-bit
     and 4-bit states, and for causal language models of Hugging Face the loss without logits. They
     are applied to what ``build`` made, in fakes alone; see :func:`predict` for how exact the peaks
     are.
+    A means under which the step fails has the error as its reason. On a terminal progress is shown
+    on stderr, where tqdm is installed.
     On CUDA leave room beside the budget for what the context takes and for fragmentation.
 
     Args:
@@ -153,6 +166,7 @@ def fits(
         budget: bytes, or a text such as ``"24GB"`` (10^9 bytes each) or ``"22.5GiB"`` (2^30).
         batch: the batch size whose peaks are shown, if ``build`` takes one.
         device: the device to predict for.
+        every: whether what costs more than the first that fits is tried, too.
 
     Raises:
         TypeError, ValueError: an argument, or what ``build`` returned, is not as said above.
@@ -160,17 +174,36 @@ def fits(
     """
     limit = _bytes(budget)
     check_count("fits: batch", batch, 1)
+    chosen = device_of("fits", device)
+    if isinstance(build, nn.Module):
+        raise TypeError(
+            "fits: build must be a function that returns (model, optimizer or None, step), got a "
+            f"model, {type(build).__name__}: the means are applied to one that the function makes"
+        )
     if not callable(build):
         raise TypeError(f"fits: build must be a function, got {type(build).__name__}")
     sized = _takes_batch(build)
     rows, tops = [], {}
-    for means in ALL:
-        row, tops[means.name] = _row(means, build, limit, batch if sized else None, device)
+    for means in _progress(ALL):
+        row, tops[means.name] = _row(means, build, limit, batch if sized else None, chosen)
         if row.peak is not None or not means.head:  # which most models do not have
             rows.append(row)
+        if row.fits and not every:
+            break
     top = tops[_lowest(rows).name]
     shown = batch if sized else None
-    return Fits(rows, limit, str(torch.device(device)), shown, top.largest, top.hints)
+    return Fits(rows, limit, str(chosen), shown, top.largest, top.hints)
+
+
+def _progress(means: Iterable[Means]) -> Iterable[Means]:
+    if sys.stderr is None or not sys.stderr.isatty():
+        return means
+    try:
+        tqdm = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        return means
+    shown: Iterable[Means] = tqdm(means, desc="means", leave=False, file=sys.stderr)
+    return shown
 
 
 class _Top(NamedTuple):
@@ -194,16 +227,26 @@ def _row(
 
     try:
         step = predicted(batch)
-    except (ValueError, RuntimeError) as error:
+        largest = None
+        if batch is not None:
+            straight = not means.within_budget
+            largest = _largest(
+                lambda size: predicted(size).peak, budget, batch, step.peak, straight
+            )
+    except Exception as error:  # the user's step may raise anything where things are other
         if means == ALL[0]:
             raise
-        return Fit(means.name, means.cost, reason=str(error)), _Top([], [])
-    largest = None
-    if batch is not None:
-        straight = not means.within_budget
-        largest = _largest(lambda size: predicted(size).peak, budget, batch, step.peak, straight)
+        return Fit(means.name, means.cost, reason=_reason(error)), _Top([], [])
     row = Fit(means.name, means.cost, step.peak, step.at_peak, step.peak <= budget, largest)
     return row, _Top(step.top(3), step.remedies())
+
+
+def _reason(error: Exception) -> str:
+    """Returns the first line of an error, with its class where it is not ours."""
+    text = str(error).partition("\n")[0]
+    if not isinstance(error, (ValueError, RuntimeError)):
+        text = f"the step raises {type(error).__name__}: {text}".rstrip(": ")
+    return textwrap.shorten(text, 240, placeholder=" ...")
 
 
 def _largest(
@@ -254,15 +297,15 @@ def _takes_batch(build: Callable[..., Any]) -> bool:
 
 
 def _bytes(budget: str | int) -> int:
+    size = None
     if isinstance(budget, int) and not isinstance(budget, bool):
-        if budget < 1:
-            raise ValueError(f"fits: budget must be positive, got {budget}")
-        return budget
-    found = (
-        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", budget)
-        if isinstance(budget, str)
-        else None
-    )
-    if found is None or found[2].upper() not in _UNITS:
+        size = budget
+    elif isinstance(budget, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", budget)
+        if found is not None and found[2].upper() in _UNITS:
+            size = int(float(found[1]) * _UNITS[found[2].upper()])
+    if size is None:
         raise ValueError(f"fits: budget must be bytes or a text such as '24GB', got {budget!r}")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    if not 1 <= size <= _MOST_BYTES:
+        raise ValueError(f"fits: budget must be positive and less than 2^63 bytes, got {budget!r}")
+    return size

@@ -52,6 +52,8 @@ class Repeats:
         """Returns a call that may be a repeat, None if values or aliases decide its result."""
         if not self._is_fitting(func):
             return None
+        if kwargs and any(isinstance(value, FakeTensor) for value in kwargs.values()):
+            return None  # such as `out`, which the result is
         key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not _describe(args, key) or (kwargs and not _describe(kwargs.items(), key)):
             return None

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..hooks import Hooks, Modules, Names
 from ..measure import Build, checked
 from ..reported import Reported
+from .autocast import as_on_cuda
 from .batch import from_batch
 from .surroundings import card_names, copies_of_fakes, in_sentences, known_values, swaps_of_fakes
 from .tracker import FakeTracker
@@ -97,10 +98,11 @@ def predict(
             batches, and torch's optimizers step as on CUDA. On the CPU, as for :func:`track`, of
             memory from before the step only the model's and the optimizer's counts.
 
-    The workspaces of kernels are added where they are known: of convolutions and attention on the
-    CPU. cuBLAS's and cuDNN's, fragmentation, and what a CUDA context holds are not. Values that
-    Python reads from tensors are all 1, but for those of small tensors that are known, such as
-    ``torch.arange(4)``.
+    The workspaces of kernels are added where they are known: of convolutions, attention and LSTMs
+    on the CPU. cuBLAS's and cuDNN's, fragmentation, and what a CUDA context holds are not. Values
+    that Python reads from tensors are all 1, but for those of small tensors that are known, such
+    as ``torch.arange(4)``, and what was filled with a number. Tests and comparisons follow from
+    these: nothing is NaN. L-BFGS makes all its iterations, with a full history.
     :func:`remat` follows a plan, within a budget or without, as its later steps do. Plans are made
     of estimated times: those within a budget reach its bytes all the same; without one they need a
     few percent more or less than those of measured times. In pure Python its rule for single
@@ -111,7 +113,7 @@ def predict(
         RuntimeError: an operator's result depends on values, or it has no fake kernel. The
             message names it and says what to do.
     """
-    chosen = _device(device)
+    chosen = device_of("predict", device)
     if isinstance(build, nn.Module):
         build = from_batch(build, optimizer, batch, loss)
     elif optimizer is not None or batch is not None or loss is not None:
@@ -129,6 +131,7 @@ def predict(
         stack.enter_context(in_sentences())
         if chosen.type == "cuda":
             stack.enter_context(card_names())
+            stack.enter_context(as_on_cuda())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(known_values())
         stack.enter_context(swaps_of_fakes())
@@ -139,16 +142,21 @@ def predict(
         _refuse_real(model)
         if chosen.type == "cuda" and made is not None:
             _step_as_on_cuda(made)
-        step()
+        for _ in range(_first_steps(made)):
+            step()
         predicted = PredictedStep(tracker, chosen, model, made)
         predicted._follow(step)
     return predicted
 
 
-def _device(device: torch.device | str) -> torch.device:
-    chosen = torch.device(device)
-    if chosen.type not in ("cpu", "cuda"):
-        raise ValueError(f"predict: device must be the CPU or a CUDA device, got {chosen}")
+def device_of(who: str, device: torch.device | str) -> torch.device:
+    """Returns the device to predict for; raises an error of ``who`` where it is none."""
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        chosen = None  # torch does not know its name
+    if chosen is None or chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"{who}: device must be the CPU or a CUDA device, got {device!r}")
     return chosen
 
 
@@ -164,6 +172,18 @@ def _refuse_real(model: nn.Module) -> None:
                 f"predict: the parameter {name} is on the meta device. Give the model, in place of "
                 "build, with optimizer and batch"
             )
+
+
+def _first_steps(optimizer: Optimizer | None) -> int:
+    """Returns how many steps make the states. L-BFGS is set to make all its iterations, whatever
+    values it reads, and steps until its history is full."""
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return 1
+    count = 1
+    for group in optimizer.param_groups:
+        group["tolerance_grad"] = group["tolerance_change"] = -1.0
+        count = max(count, -(-(group["history_size"] + 1) // group["max_iter"]))
+    return count
 
 
 def _step_as_on_cuda(optimizer: Optimizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,13 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from .costs import operator_seconds
+from .lstm import with_workspace
 from .repeats import Costs, Repeats
+from .values import Values
 
 # Returns the bytes that the kernel of an operator makes for itself, given the operator, its
 # arguments and its result.
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
 MOST_KNOWN = 64  # elements of a tensor whose values are known
 _WORKSPACE = 1  # the number of memory that has no storage, whose addresses are even
+_ALIKE = (torch.ops.aten.equal.default, torch.ops.aten.allclose.default)
+_ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _ARANGE = torch.ops.aten.arange
 _COUNTS = (_ARANGE.default, _ARANGE.start, _ARANGE.start_step, torch.ops.aten.linspace.default)
 
@@ -34,7 +40,7 @@ class Storages(TorchDispatchMode):
         allocated: called with the number and the size of new memory.
         freed: called with its number.
         ran: called with about how long an operator would run.
-        workspace: tells what kernels make and free themselves.
+        workspace: tells what kernels make and free themselves, None where that is not known.
         rounding: sizes are rounded up to a multiple of this.
     """
 
@@ -43,7 +49,7 @@ class Storages(TorchDispatchMode):
         allocated: Callable[[int, int], None],
         freed: Callable[[int], None],
         ran: Callable[[float], None],
-        workspace: Workspace,
+        workspace: Workspace | None,
         rounding: int,
     ) -> None:
         super().__init__()
@@ -51,7 +57,9 @@ class Storages(TorchDispatchMode):
         self._workspace = workspace
         self._rounding = rounding
         self._repeats = Repeats()
+        self._values = Values()
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._makers: dict[int, int] = {}  # by storage, the number of the node that made it
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -64,24 +72,28 @@ class Storages(TorchDispatchMode):
             return args[0].fake_device
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and _is_unknown(args[0]):
-            return _python_type(args[0].dtype)(1)
-        if func is torch.ops.aten.equal.default and any(map(_is_unknown, args)):
+            return _python_type(args[0].dtype)(self._values.of(args[0]))
+        if func in _ALIKE and any(map(_is_unknown, args[:2])):
             return bool(args[0].shape == args[1].shape)
         if (view := self._repeats.view(func, args, kwargs)) is not None:
             for tensor in (view,) if isinstance(view, FakeTensor) else view:
                 self.memory(tensor)
             return view
+        if func is _ADD and self._is_accumulated(args):
+            func = _ADD_IN_PLACE
         call = self._repeats.call(func, args, kwargs)
         repeated = call and call.repeated(args)
         if repeated:
             result, made, costs = repeated
         else:
             result = func(*args, **kwargs)
+            if self._workspace:
+                result = with_workspace(func, args, result)
             if func in _COUNTS and isinstance(result, FakeTensor) and result.numel() <= MOST_KNOWN:
                 result = _with_values(result, func, args, kwargs)
             made = [leaf for leaf in tree_iter(result) if isinstance(leaf, FakeTensor)]
             costs = Costs(
-                self._workspace(func, args, kwargs, result),
+                self._workspace(func, args, kwargs, result) if self._workspace else 0,
                 operator_seconds(func, args, kwargs, result),
             )
             if call:
@@ -92,6 +104,7 @@ class Storages(TorchDispatchMode):
             self._allocated(_WORKSPACE, self._rounded(costs.bytes))
             self._freed(_WORKSPACE)
         self._ran(costs.seconds)
+        self._values.follow(func, args, kwargs, result)
         return result
 
     def memory(self, tensor: Tensor) -> tuple[int, int] | None:
@@ -108,8 +121,28 @@ class Storages(TorchDispatchMode):
         if number not in self._known:
             size = self._rounded(storage.nbytes())
             self._known[number] = weakref.ref(storage, lambda _: self._forget(number)), size
+            if (node := _node()) is not None:
+                self._makers[number] = node
             self._allocated(number, size)
         return number, self._known[number][1]
+
+    def _is_accumulated(self, args: tuple[Any, ...]) -> bool:
+        """Whether the engine adds a gradient to one that it alone holds, which it does in place,
+        but never for subclasses of tensors such as fakes."""
+        if torch._C._current_graph_task_id() == -1:
+            return False
+        # Neither a hook nor a function's backward, of which this would be the caller's caller.
+        if sys._getframe(2).f_code is not _ENGINE:
+            return False
+        a, b = args
+        storage = a.untyped_storage()
+        if (a.shape, a.dtype) != (b.shape, b.dtype) or a.nbytes != storage.nbytes():
+            return False
+        number = storage._cdata
+        # One reference is the tensor's and one that of the object here. A formula's own sums are
+        # of what it made.
+        alone = torch._C._storage_Use_Count(number) == 2
+        return alone and self._makers.get(number, _node()) != _node()
 
     def living(self) -> Iterator[tuple[int, int]]:
         """Yields the number and size of all memory that lives."""
@@ -118,6 +151,8 @@ class Storages(TorchDispatchMode):
 
     def _forget(self, number: int) -> None:
         del self._known[number]
+        self._values.forget(number)
+        self._makers.pop(number, None)
         self._freed(number)
 
     def _rounded(self, size: int) -> int:
@@ -132,6 +167,12 @@ def _with_values(
         real = func(*args, **kwargs)
     mode = result.fake_mode
     return mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=True)
+
+
+def _node() -> int | None:
+    """Returns the number of the node that the engine evaluates, None outside of backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
 
 
 def _is_unknown(tensor: Tensor) -> bool:

@@ -41,10 +41,10 @@ class FakeTracker(Logging):
         device: the device that is predicted. On the CPU memory from before :meth:`start` counts
             where it is labelled, as with real memory; on CUDA all of it counts.
         parents: by module, the module that holds it.
-        workspace: what kernels make and free themselves.
+        workspace: what kernels make and free themselves, None where that is not known.
     """
 
-    def __init__(self, device: torch.device, workspace: Workspace) -> None:
+    def __init__(self, device: torch.device, workspace: Workspace | None) -> None:
         self._counts_all = device.type == "cuda"
         # The log only asks whether totals are those of CUDA's allocator, of which there are none.
         self._log = Log(torch.device("cpu"), [])

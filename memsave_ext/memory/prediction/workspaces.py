@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import lstm
 from .storages import Workspace
 
 _BLOCK = 16  # oneDNN's convolutions keep channels in blocks of this size
@@ -19,14 +20,10 @@ _ONEDNN = (_BACKENDS.Mkldnn, _BACKENDS.MkldnnEmpty)
 _IM2COL = (_BACKENDS.Slow2d, _BACKENDS.SlowDilated2d)
 
 
-def workspace_of(device: torch.device) -> Workspace:
-    """Returns what tells the workspaces of the kernels of a device: those of convolutions and
-    attention on the CPU. cuDNN's depend on the algorithm that it picks on the card."""
-    return _on_cpu if device.type == "cpu" else _nothing
-
-
-def _nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    return 0
+def workspace_of(device: torch.device) -> Workspace | None:
+    """Returns what tells the workspaces of the kernels of a device: those of convolutions,
+    attention and LSTMs on the CPU. cuDNN's depend on the algorithm that it picks on the card."""
+    return _on_cpu if device.type == "cpu" else None
 
 
 def _on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -38,6 +35,10 @@ def _on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         return _attention(*args[:2])
     if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return _attention_backward(*args[:3])
+    if func is torch.ops.aten.mkldnn_rnn_layer.default:
+        return lstm.of_forward(args)
+    if func is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+        return lstm.of_backward(args)
     return 0
 
 

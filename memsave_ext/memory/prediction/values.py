@@ -1,0 +1,92 @@
+"""What Python reads from fake tensors: 1, or what follows from it.
+
+Steps look for numbers that are not finite, or large, and leave out what is done otherwise. So the
+results of comparisons and tests are those of tensors of ones, and of what was filled with a number.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+_aten = torch.ops.aten
+Rule = Callable[..., Any]  # of numbers to a number
+
+
+def _each(names: str, rule: Rule) -> dict[Any, Rule]:
+    """Returns the rule by each overload of the operators that names tell."""
+    packets = [getattr(_aten, name) for name in names.split()]
+    return {getattr(packet, o): rule for packet in packets for o in packet.overloads()}
+
+
+def _same(value: Any, *_: Any, **__: Any) -> Any:
+    return value
+
+
+def _filled(_: Any, value: Any, *__: Any, **___: Any) -> Any:
+    return value
+
+
+# By the operator, of the values of its arguments: a tensor's is that of all its elements.
+_RULES: dict[Any, Rule] = {
+    **{
+        overload: rule
+        for name in ("eq", "ne", "lt", "le", "gt", "ge")
+        for overload, rule in _each(name, getattr(operator, name)).items()
+    },
+    **_each("isnan", lambda x: x != x),
+    **_each("isinf isposinf isneginf", lambda x: abs(x) == math.inf),
+    **_each("logical_not bitwise_not", lambda x: not x),
+    **_each("logical_and bitwise_and", lambda x, y: bool(x) and bool(y)),
+    **_each("logical_or bitwise_or maximum", max),
+    **_each("add", lambda x, y, **_: int(x != 0 or y != 0)),
+    **_each("any all max min amax amin sum mean abs clone _to_copy count_nonzero", _same),
+    **_each("zeros zeros_like new_zeros zero_", lambda *_, **__: 0),
+    **_each("full full_like new_full fill_", _filled),
+}
+_CHANGES = frozenset(_each("zero_ fill_", _same))
+
+
+class Values:
+    """Knows the values of memory that is filled with one that is not 1."""
+
+    def __init__(self) -> None:
+        # By the storage: the version of the tensors in it, and their value.
+        self._known: dict[int, tuple[int, Any]] = {}
+
+    def forget(self, storage: int) -> None:
+        self._known.pop(storage, None)
+
+    def of(self, tensor: Tensor) -> Any:
+        """Returns the value of a tensor's elements."""
+        if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+            return 1
+        if tensor.constant is not None:
+            with unset_fake_temporarily():
+                return tensor.constant.item() if tensor.numel() == 1 else 1
+        version, value = self._known.get(tensor.untyped_storage()._cdata, (-1, 1))
+        return value if version == tensor._version else 1
+
+    def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Notes the value of an operator's result."""
+        rule = _RULES.get(func)
+        if rule is None or not isinstance(result, FakeTensor) or result.constant is not None:
+            return
+        storage = result.untyped_storage()
+        if result.fake_device.type == "meta" or not storage.nbytes():
+            return  # whose end is not told
+        values = (self.of(a) if isinstance(a, Tensor) else a for a in args)
+        try:
+            value = rule(*values, **kwargs)
+        except TypeError:
+            return  # as of complex numbers that are compared
+        if not isinstance(value, (bool, int, float, complex)):
+            return
+        # The change is counted after this.
+        self._known[storage._cdata] = result._version + (func in _CHANGES), value

@@ -1,0 +1,126 @@
+"""memory.predict() of steps that name a card: autocast, and what else of CUDA they call."""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import memsave_ext as ms
+
+
+class Net(nn.Module):
+    """``cast`` says what autocast does by itself."""
+
+    def __init__(self, cast):
+        super().__init__()
+        self.cast = cast
+        self.norm, self.up, self.down = nn.LayerNorm(128), nn.Linear(128, 512), nn.Linear(512, 128)
+
+    def linear(self, layer, x):
+        if self.cast is None:
+            return layer(x)
+        return F.linear(x.to(self.cast), layer.weight.to(self.cast), layer.bias.to(self.cast))
+
+    def forward(self, x):
+        wide = self.linear(self.up, self.norm(x))
+        wide = F.relu(wide).float() if self.cast else F.relu(wide)
+        return self.linear(self.down, wide.exp())
+
+
+def builder(around, cast=None, seen=None):
+    def build():
+        model = Net(cast).to("cuda")
+        optimizer = torch.optim.AdamW(model.parameters())
+        scaler = torch.amp.GradScaler("cuda")
+        x = torch.randn(4096, 128, device="cuda")
+
+        def step():
+            with around():
+                y = model(x)
+                loss = y.float().square().mean()
+            if seen is not None:
+                seen.extend((y.dtype, loss.dtype))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+
+        return model, optimizer, step
+
+    return build
+
+
+WAYS = {
+    "by name": (lambda: torch.autocast("cuda"), torch.float16),
+    "bfloat16": (lambda: torch.autocast("cuda", dtype=torch.bfloat16), torch.bfloat16),
+    "of a device": (
+        lambda: torch.amp.autocast(device_type=torch.device("cuda").type, dtype=torch.bfloat16),
+        torch.bfloat16,
+    ),
+    "of a tensor": (lambda: torch.autocast(torch.ones(1).cuda().device.type), torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_autocast_as_written_by_hand(name):
+    around, dtype = WAYS[name]
+    seen = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        predicted = ms.memory.predict(builder(around, seen=seen), device="cuda")
+    by_hand = ms.memory.predict(builder(contextlib.nullcontext, dtype), device="cuda")
+    assert seen == [dtype, torch.float32] * 2
+    assert predicted.peak == pytest.approx(by_hand.peak, rel=0.02)
+    plain = ms.memory.predict(builder(contextlib.nullcontext), device="cuda")
+    assert abs(predicted.peak - plain.peak) > 0.05 * plain.peak
+
+
+def test_what_a_card_computes_in_float32():
+    def build():
+        model, x = nn.Linear(8, 8), torch.randn(4, 8)
+
+        def step():
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                y = model(x)
+                assert y.dtype == torch.bfloat16
+                for wide in (y.softmax(-1), F.layer_norm(y, (8,)), y.sum(), y.pow(2), y.exp()):
+                    assert wide.dtype == torch.float32
+                assert F.softmax(y, -1, dtype=torch.bfloat16).dtype == torch.bfloat16
+                assert F.gelu(y).dtype == torch.bfloat16
+                with torch.autocast("cuda", enabled=False):
+                    assert y.exp().dtype == torch.bfloat16
+            y.sum().backward()
+
+        return model, None, step
+
+    ms.memory.predict(build, device="cuda")
+
+
+def test_autocast_stays_as_it_is():
+    before = torch.autocast.__init__
+
+    def softmax():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return torch.randn(4).bfloat16().softmax(-1).dtype
+
+    ms.memory.predict(builder(WAYS["by name"][0]), device="cuda")
+    assert torch.autocast.__init__ is before
+    assert softmax() == torch.bfloat16
+
+    def failing():
+        raise KeyError("of the user")
+
+    with pytest.raises(KeyError), torch.autocast("cpu"):
+        ms.memory.predict(failing, device="cuda")
+    assert torch.autocast.__init__ is before
+    # A prediction for the CPU has the CPU's.
+    seen = []
+
+    def build():
+        return nn.Linear(2, 2), None, lambda: seen.append(softmax())
+
+    ms.memory.predict(build)
+    assert seen == [torch.bfloat16] * 2
