@@ -22,7 +22,7 @@ from .budget import (
     parse_budget,
     warn_if_short,
 )
-from .figures import RematFigures, make_figures, make_report
+from .figures import PLANNED, RematFigures, make_figures, make_report
 from .picture import draw_budget
 from .recorder import NoRecorder, Recorder, make_recorder
 
@@ -176,8 +176,11 @@ class remat:  # noqa: N801, a context manager is used like a function
         """
         if isinstance(self._recorder, NoRecorder):
             return f"Kept everything: {self._recorder.reason}"
-        report = make_report(self.figures(), top)
-        return report if self._within is None else f"{self._budget_line(self._recorder)}\n{report}"
+        figures = self._recorder.figures()
+        report = make_report(make_figures(figures, self._modules.names), top)
+        if self._within is not None:
+            return f"{self._budget_line(self._recorder)}\n{report}"
+        return f"{PLANNED}\n{report}" if figures["planned"] else report
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the step's memory beside its budget, and the time that other budgets would take.
@@ -190,8 +193,9 @@ class remat:  # noqa: N801, a context manager is used like a function
             RuntimeError: the block has no budget, or was not entered yet.
         """
         recorder = self._budgeted("plot")
+        figures = recorder.budget()
         forward = recorder.trace()[3]
-        draw_budget(recorder.budget(), forward, self.figures().dropped_bytes, path)
+        draw_budget(figures, forward, self.figures().dropped_bytes, path)
 
     def _budget_line(self, recorder: Recorder) -> str:
         figures = recorder.budget()
