@@ -81,12 +81,16 @@ class Recorder {
     figures["before"] = step.before();
     figures["curve"] = step.curve();
     const std::optional<Plan> plan = step.plan();
-    figures["plan"] = plan ? py::object(py::make_tuple(plan->peak, plan->seconds)) : py::none();
     py::list plans;
+    figures["plan"] = py::none();
     if (const auto known = step.followed()) {
-      for (const Plan& other : known->plans) {
-        plans.append(py::make_tuple(other.peak, other.seconds));
-      }
+      // Made of an earlier step: what has come since, such as an optimizer's states, counts now.
+      const int64_t more = step.before() - known->before;
+      const auto described = [more](const Plan& of) {
+        return py::make_tuple(of.peak + more, of.seconds);
+      };
+      if (plan) figures["plan"] = described(*plan);
+      for (const Plan& other : known->plans) plans.append(described(other));
     }
     figures["plans"] = std::move(plans);
     return figures;
@@ -139,6 +143,7 @@ class Recorder {
     }
     py::dict figures;
     figures["operators"] = block_->recorded();
+    figures["planned"] = block_->step() != nullptr && block_->step()->plan().has_value();
     figures["saved"] = std::move(saved);
     figures["again"] = std::move(again);
     return figures;

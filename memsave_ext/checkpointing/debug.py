@@ -63,6 +63,9 @@ def record_operators() -> tuple[Callable[[], tuple[Any, Any]], Callable[[str], s
         lines = [
             message,
             "",
+            # In torch's words, which code written for torch's checkpoint may look for.
+            "You are seeing this error because you passed `debug=True` to checkpoint and the two "
+            "runs of its function differ.",
             "Operators of the forward | of the recompute ('>' where they differ):",
         ]
         for position, (a, b) in enumerate(zip_longest(forward.calls, recompute.calls)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from abc import abstractmethod
+from types import CodeType
 from typing import Any
 
 import torch
@@ -29,6 +30,21 @@ class ForwardInPlace:
     def __signature__(self) -> inspect.Signature:
         """Trainers look there for what the model takes."""
         return inspect.signature(type(self.module).forward.__get__(self.module))
+
+    @property
+    def __code__(self) -> CodeType:
+        """torch.export looks there for the names of arguments."""
+        code: CodeType = type(self.module).forward.__code__
+        return code
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """torch.jit.script looks there for what it compiles, which is a function's source."""
+        raise AttributeError(
+            f"torch.jit.script cannot compile {type(self.module).__name__}, whose forward "
+            "checkpoint_modules or remat_module has replaced: remove() the handle first, or use "
+            "torch.jit.trace or torch.export"
+        )
 
     def install(self) -> None:
         self.module.__dict__["forward"] = self

@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
+from .caches import without_caches
 from .forwards import ForwardInPlace
 from .region import check_options, checkpoint
 
@@ -74,6 +76,8 @@ def checkpoint_sequential(
 
 class _CheckpointedForward(ForwardInPlace):
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.is_grad_enabled():
+            args, kwargs = without_caches(module, args, kwargs)
         # Not bound to the module: torch.compile of torch 2.11 cannot trace that.
         return checkpoint(type(module).forward, module, *args, **self.options, **kwargs)
 
@@ -95,7 +99,9 @@ def checkpoint_modules(model: nn.Module, select: Select, **options: Any) -> Chec
     """Checkpoint every selected block of ``model``, in place.
 
     Only the blocks' ``forward`` is replaced: classes, names, parameters, hooks and the state_dict
-    stay as they are, and the model can be copied and pickled. Hooks run outside the region.
+    stay as they are, and the model can be copied and pickled. Hooks run outside the region. With
+    gradients, blocks of transformers' models are called without their caches of keys and values, as
+    in transformers' own checkpointing; a cache with content is a RuntimeError there.
 
     Args:
         model: the model, or a part of one.

@@ -107,7 +107,7 @@ def checkpoint(
         CheckpointError: in backward, when the recompute differs from the forward.
 
     Under ``torch.compile`` it hands over to torch's function, which is a higher-order operator
-    there. Source: Chen et al. 2016, arXiv 1604.06174.
+    there; under ``torch.export`` it calls ``function``. Source: Chen et al. 2016, arXiv 1604.06174.
     """
     check_options(
         determinism_check,
@@ -172,6 +172,8 @@ def _run_torchs(
     preserve_rng_state: bool,
     context_fn: ContextFn | None,
 ) -> Any:
+    if torch.compiler.is_exporting():  # there is no backward to recompute for
+        return function(*args, **kwargs)
     # Traced into a higher-order operator, which takes no others of the options. Dynamo knows it by
     # what is torch.utils.checkpoint.checkpoint now; what it made of it runs torch's own.
     dynamo = torch.compiler.is_dynamo_compiling()

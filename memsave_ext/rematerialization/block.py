@@ -22,7 +22,7 @@ from .budget import (
     parse_budget,
     warn_if_short,
 )
-from .figures import RematFigures, make_figures, write_report
+from .figures import PLANNED, RematFigures, make_figures, write_report
 from .picture import draw_budget
 from .recorder import NoRecorder, Recorder, make_recorder
 
@@ -180,9 +180,12 @@ class remat:  # noqa: N801, a context manager is used like a function
             if isinstance(self._recorder, NoRecorder):
                 print(f"Kept everything: {self._recorder.reason}", file=text)
                 return
+            figures = self._recorder.figures()
             if self._within is not None:
                 print(self._budget_line(self._recorder), file=text)
-            write_report(self.figures(), top, text)
+            elif figures["planned"]:
+                print(PLANNED, file=text)
+            write_report(make_figures(figures, self._modules.names), top, text)
 
         return as_text(write, file)
 
@@ -197,8 +200,9 @@ class remat:  # noqa: N801, a context manager is used like a function
             RuntimeError: the block has no budget, or was not entered yet.
         """
         recorder = self._budgeted("plot")
+        figures = recorder.budget()
         forward = recorder.trace()[3]
-        draw_budget(recorder.budget(), forward, self.figures().dropped_bytes, path)
+        draw_budget(figures, forward, self.figures().dropped_bytes, path)
 
     def _budget_line(self, recorder: Recorder) -> str:
         figures = recorder.budget()

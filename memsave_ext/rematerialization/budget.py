@@ -31,8 +31,9 @@ _NEEDS = {
     "strict": "it says what becomes of a step that needs more",
 }
 _ALLOWED = (
-    "remat: budget must be bytes as an int (at least 1), text such as '8GB' (1e9 bytes each) or "
-    "'512MiB' (2**20), or a float above 0 and at most 1, a share of the activations; got {!r}"
+    "remat: budget must be bytes as an int (at least 1, less than 2**63), text such as '8GB' (1e9 "
+    "bytes each) or '512MiB' (2**20), or a float above 0 and at most 1, a share of the "
+    "activations; got {!r}"
 )
 
 
@@ -50,7 +51,7 @@ def parse_budget(budget: object, strict: bool = False) -> Budget:
             raise ValueError(_ALLOWED.format(budget))
         return Budget(0, budget, strict)
     count = budget if isinstance(budget, int) else _read(budget)
-    if count < 1:
+    if not 1 <= count < 2**63:
         raise ValueError(_ALLOWED.format(budget))
     return Budget(count, 0.0, strict)
 
@@ -168,10 +169,10 @@ class LivedBefore:
         self._seen.update(map(id, parts))
         params = {id(p): p for part in parts for p in part._parameters.values() if p is not None}
         buffers = [b for part in parts for b in part._buffers.values() if b is not None]
-        grads = [p.grad for p in params.values() if p.grad is not None]
-        awaited = [
-            p for p in params.values() if p.requires_grad and p.grad is None and not is_lazy(p)
-        ]
+        # Of others torch warns where their .grad is read: backward leaves none in them.
+        have_grads = [p for p in params.values() if p.is_leaf or p.retains_grad]
+        grads = [p.grad for p in have_grads if p.grad is not None]
+        awaited = [p for p in have_grads if p.requires_grad and p.grad is None and not is_lazy(p)]
         counted = _plain([*params.values(), *buffers, *grads, *self._states([*params.values()])])
         self._count(counted, sum(t.nbytes for t in _plain(awaited)))
 

@@ -10,6 +10,11 @@ from ..memory.report import format_seconds
 from ..memory.table import format_bytes, print_table
 
 DROPPED, INPUT = "dropped", "from outside of the block"
+PLANNED = (
+    "This step follows a plan for its shape, as the third one and later do: it drops only what "
+    "saves 4 % of the activations at the peak for each percent of the step's time; "
+    "a budget drops more"
+)
 # The order is that of Verdict in csrc/remat/policy.h.
 VERDICTS = (
     DROPPED,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, TextIO
 
@@ -62,6 +63,14 @@ class RematHandle:
             RuntimeError: the module has run no forward with gradients yet.
         """
         return self._last().report(top=top, file=file)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the module's last step: see :meth:`remat.plot`.
+
+        Raises:
+            RuntimeError: the module has run no forward with gradients yet, or has no budget.
+        """
+        self._last().plot(path)
 
     @property
     def peak(self) -> int:

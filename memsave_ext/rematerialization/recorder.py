@@ -64,6 +64,7 @@ class Recorder(Protocol):
         """Returns a dict of
 
         - ``operators``: how many operators were recorded,
+        - ``planned``: whether the step follows a plan,
         - ``saved``: tuples of a module's number (-1: none), an operator's name ("": none was
           seen), a position in ``figures.VERDICTS``, how many storage contents, their bytes, and the
           seconds to recompute those that were dropped, as measured in the forward,

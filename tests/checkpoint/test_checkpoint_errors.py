@@ -186,3 +186,64 @@ def test_offload_is_a_no_op_on_the_cpu():
 def test_function_transforms_are_refused():
     with pytest.raises(RuntimeError, match="torch.func"):
         torch.func.grad(lambda x: checkpoint(torch.sin, x).sum())(torch.randn(3))
+
+
+def saves(*functions):
+    def run(x):
+        for function in functions:
+            x = function(x)
+        return x
+
+    return run
+
+
+def in_turn(functions):
+    """A function that is another one in each call; is_recomputing() knows nothing of torch's."""
+    calls = iter(functions)
+    return lambda x: next(calls)(x)
+
+
+# How torch's own test has a recompute differ, and what torch's error says.
+DIFFERENT = {
+    "fewer": (saves(torch.sin, torch.exp, torch.sin), saves(torch.sin, torch.exp)),
+    "more": (saves(torch.sin, torch.exp), saves(torch.sin, torch.exp, torch.sin)),
+    "other shapes": (
+        saves(torch.sin, torch.exp),
+        saves(lambda x: torch.cat([x, x]), torch.sin, lambda x: x[:4].exp()),
+    ),
+}
+BECAUSE = "You are seeing this error because you passed `debug=True` to checkpoint"
+
+
+@pytest.mark.parametrize("difference", DIFFERENT)
+@pytest.mark.parametrize(
+    ("switch", "debug", "told"),
+    [(None, False, False), (None, True, True), (True, False, True), (False, True, False)],
+)
+def test_errors_of_a_patched_checkpoint_say_what_torchs_say(difference, switch, debug, told):
+    def message(**options):
+        out = torch_checkpoint.checkpoint(
+            in_turn(DIFFERENT[difference]),
+            leaf(4),
+            use_reentrant=False,
+            early_stop=False,
+            **options,
+        )
+        with pytest.raises(torch_checkpoint.CheckpointError) as caught:
+            out.sum().backward()
+        return str(caught.value)
+
+    torchs = message()
+    with ms.patch_torch_checkpoint(), torch_checkpoint.set_checkpoint_debug_enabled(switch):
+        ours = message(debug=debug)
+    sentences = (
+        "A different number of tensors was saved",
+        "trying to save more tensors during recomputation",
+        "tensors have different metadata",
+    )
+    assert sum(sentence in torchs for sentence in sentences) == 1
+    for sentence in sentences:
+        assert (sentence in ours) == (sentence in torchs)
+    # torch's own logging of the operators fails where a test runner captures logs.
+    assert BECAUSE in torch_checkpoint._checkpoint_error_template
+    assert (BECAUSE in ours) == told
