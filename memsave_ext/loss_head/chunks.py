@@ -102,21 +102,28 @@ class Chunks:
         counted = torch.ones_like(totals)
         share = counted
         if self.indices is not None:
-            of_class = sums.new_ones(()) if self.weight is None else self.weight
-            everywhere = self.classes if self.weight is None else self.weight.sum()
             counted = (self.indices != self.options.ignore_index).to(self.wide)
             share = counted
             if self.weight is not None:
                 place = torch.where(counted != 0, self.indices, 0)
-                share = torch.where(counted != 0, of_class[place], 0.0)
-            totals = self.keep * share + self.spread * everywhere
-        losses = torch.where(counted == 0, 0.0, totals * log_sum - (dot - totals * maximum))
+                share = torch.where(counted != 0, self.weight[place], 0.0)
+            totals = self.keep * share
+            if self.spread:  # else an infinite weight of another class has no part
+                totals += self.spread * (self.classes if self.weight is None else self.weight.sum())
+        losses = totals * log_sum - (dot - totals * maximum)
+        # A sum of infinite parts, which all have the sign of `totals`.
+        losses = torch.where(totals.isinf(), totals + 0 * (maximum + log_sum), losses)
+        losses = torch.where(counted == 0, 0.0, losses)
         if self.options.reduction == "mean":
             count = share.sum()
             loss, scale = losses.sum() / count, torch.where(counted == 0, 0.0, 1 / count)
+            if self.spread:  # torch divides the target's part by itself, too: 0 / 0 is NaN
+                loss = loss + 0 / count
         else:
             loss, scale = losses if self.options.reduction == "none" else losses.sum(), counted
-        return loss, torch.stack([maximum, log_sum, totals * scale, scale])
+        # NaN where the softmax is: torch's gradients are then, of tokens that do not count, too.
+        of_softmax = totals * scale + 0 * (maximum + log_sum)
+        return loss, torch.stack([maximum, log_sum, of_softmax, scale])
 
     def gradients(
         self, coefficients: Tensor, needed: Sequence[bool], rows: Rows | None

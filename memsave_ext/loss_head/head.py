@@ -48,6 +48,8 @@ class Head(torch.autograd.Function):
                 rows.explain(settings.debug, "backward makes a graph (create_graph=True)")
                 return *_differentiable(tensors, grad, settings, needed), None, None, None
             coefficients = coefficients.clone()
+            if target.dim() == 1:  # a gradient that is not finite has no part where nothing counts
+                grad = torch.where(target != settings.options.ignore_index, grad, 0.0)
             coefficients[2:] *= grad.to(coefficients.dtype)
             begun = rows.begin(settings.in_region, settings.debug) if needed[1] else None
             chunks = Chunks(*tensors, settings)

@@ -25,7 +25,8 @@ _CHUNK = (
 
 
 class Chunk:
-    """Capped logits in the wide type, and the distribution ``a`` of each token."""
+    """Capped logits in the wide type, and the distribution ``a`` of each token in two parts: that
+    of its ``target`` alone, and that of all classes."""
 
     def __init__(
         self,
@@ -42,13 +43,25 @@ class Chunk:
         if softcap:
             self.tanh = torch.tanh(self.logits / softcap)
             self.logits = softcap * self.tanh
-        if probabilities is None:
-            assert target is not None
+        weight = self.logits.new_ones(()) if class_weight is None else class_weight
+        self.is_target, self.of_target = None, keep * weight
+        if target is not None:
             classes = torch.arange(first, first + logits.shape[1], device=logits.device)
-            probabilities = (target[:, None] == classes).to(self.logits.dtype)
-        self.a = keep * probabilities + spread
-        if class_weight is not None:
-            self.a = self.a * class_weight
+            self.is_target = target[:, None] == classes
+        self.of_all: Tensor | None = None
+        if probabilities is not None:
+            self.of_all = (keep * probabilities + spread) * weight
+        elif spread:
+            self.of_all = spread * weight
+
+    def distributed(self, factor: Tensor) -> Tensor:
+        """Returns ``a * factor``, 0 where a class has no part, whatever its weight and factor."""
+        product = torch.zeros_like(self.logits)
+        if self.of_all is not None:
+            product = product + self.of_all * factor
+        if self.is_target is not None:
+            product = product + torch.where(self.is_target, self.of_target * factor, 0.0)
+        return product
 
 
 @torch.no_grad()
@@ -69,10 +82,7 @@ def reduce_(
     base = torch.where(maximum == -torch.inf, 0.0, maximum)
     total.mul_((before - base).exp()).add_((chunk.logits - base[:, None]).exp().sum(1))
     before.copy_(maximum)
-    product = chunk.a * chunk.logits
-    if probabilities is None and not spread:  # an infinite logit of another class has no part
-        product = torch.where(chunk.a == 0, 0.0, product)
-    dot.add_(product.sum(1))
+    dot.add_(chunk.distributed(chunk.logits).sum(1))
 
 
 @torch.no_grad()
@@ -89,7 +99,8 @@ def gradient_(
 ) -> None:
     chunk = Chunk(logits, target, probabilities, class_weight, first, keep, spread, softcap)
     maximum, log_sum, of_softmax, of_target = (row[:, None] for row in coefficients)
-    gradient = of_softmax * (chunk.logits - maximum - log_sum).exp() - of_target * chunk.a
+    gradient = of_softmax * (chunk.logits - maximum - log_sum).exp()
+    gradient = gradient - chunk.distributed(of_target)
     if softcap:
         gradient = gradient * (1 - chunk.tanh.square())
     logits.copy_(torch.where((of_softmax == 0) & (of_target == 0), 0.0, gradient))

@@ -132,22 +132,23 @@ __attribute__((flatten)) void gradient_token(const Chunk& chunk,
     __builtin_memset(row.logits, 0, row.classes * sizeof(Storage));
     return;
   }
-  const auto gradient = [&](V logit, V a) MEMSAVE_EXT_INLINED {
+  // of_a: what the token's distribution has to do with it.
+  const auto gradient = [&](V logit, V of_a) MEMSAVE_EXT_INLINED {
     const V bounded = row.bounded(logit);
-    V value = of_softmax * exponential(row.capped(bounded) - maximum - log_sum) - of_target * a;
+    V value = of_softmax * exponential(row.capped(bounded) - maximum - log_sum) - of_a;
     if constexpr (caps) value *= T{1} - bounded * bounded;
     return value;
   };
   const V at_target = row.target >= 0 ? row.target_logit() : V{};
   row.each([&](int64_t i, auto size) MEMSAVE_EXT_INLINED {
-    V a{};
-    if constexpr (mixes) a = row.distribution(i, size);
-    isa::store(row.logits + i, gradient(isa::load(row.logits + i, size), a), size);
+    V of_a{};
+    if constexpr (mixes) of_a = of_target * row.distribution(i, size);
+    isa::store(row.logits + i, gradient(isa::load(row.logits + i, size), of_a), size);
   });
   if (row.target < 0) return;
   V a = V{} + row.of_target();
   if constexpr (mixes) a += row.distribution(row.target, isa::Part{1});
-  isa::store(row.logits + row.target, gradient(at_target, a), isa::Part{1});
+  isa::store(row.logits + row.target, gradient(at_target, of_target * a), isa::Part{1});
 }
 
 template <typename Storage>

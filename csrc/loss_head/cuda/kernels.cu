@@ -58,12 +58,16 @@ struct Row {
     return bounded;
   }
 
-  // The token's distribution at class i of the chunk.
-  __device__ __forceinline__ T distribution(int64_t i) const {
-    T a = mixes ? spread : T{0};
-    if (mixes && probabilities != nullptr) a += keep * probabilities[i];
-    if (i == target) a += keep;
-    return class_weight != nullptr ? a * class_weight[i] : a;
+  // The token's distribution at class i of the chunk times a factor; 0 where the class has no part,
+  // whatever its weight and factor.
+  __device__ __forceinline__ T distributed(int64_t i, T factor) const {
+    const T weight = class_weight != nullptr && (mixes || i == target) ? class_weight[i] : T{1};
+    T product{};
+    if constexpr (mixes) {
+      const T a = probabilities != nullptr ? spread + keep * probabilities[i] : spread;
+      product = a * weight * factor;
+    }
+    return i == target ? product + keep * weight * factor : product;
   }
 };
 
@@ -75,7 +79,7 @@ struct Reduced {
 
   __device__ __forceinline__ void add(T logit) {
     if (logit > maximum) {
-      sum = sum * std::exp(maximum - logit) + 1;
+      sum = sum * std::exp(maximum - logit) + (1 + (logit - logit));  // NaN if it is infinite
       maximum = logit;
     } else if (logit != lowest<T>()) {
       sum += std::exp(logit - maximum);
@@ -115,7 +119,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = threadIdx.x; i < chunk.classes; i += kThreads) {
     const T logit = row.capped(row.bounded(i));
     value.add(logit);
-    if (mixes || i == row.target) value.dot += logit * row.distribution(i);
+    value.dot += row.distributed(i, logit);
   }
   value = reduce_warp(value);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -157,7 +161,7 @@ __global__ void __launch_bounds__(kThreads)
     if (i >= chunk.classes) return;
     const T bounded = row.bounded(i);
     T gradient = of_softmax * std::exp(row.capped(bounded) - maximum - log_sum) -
-                 of_target * row.distribution(i);
+                 row.distributed(i, of_target);
     if constexpr (caps) gradient *= 1 - bounded * bounded;
     row.logits[i] = vector::narrow<Storage>(counts ? gradient : T{0});
   }
