@@ -25,6 +25,7 @@ DEFAULTS: dict[str, Any] = {"bf16": None, "state_dtype": None, "seed": 0, "max_g
 _SWITCHES = (
     "amsgrad", "maximize", "capturable", "decoupled_weight_decay", "differentiable", "nesterov"
 )  # fmt: skip
+_OF_RULES = ("betas", "eps", "dampening")  # a group has some of them, by its rule
 _STORAGE = ("bf16", "state_dtype")  # the options that decide what a state consists of
 
 
@@ -200,6 +201,7 @@ def check_loadable(loaded: dict[str, Any], own: list[dict[str, Any]]) -> None:
     """Raises ValueError where saved states do not fit: torch's can be converted to this
     optimizer's mode, those of another mode cannot."""
     for theirs, ours in zip(loaded["param_groups"], own, strict=False):
+        _check_rule(theirs, ours)
         for saved, param in zip(theirs["params"], ours["params"], strict=False):
             _check_placement(loaded["state"].get(saved, {}), param)
             _check_scales(loaded["state"].get(saved, {}), param)
@@ -217,6 +219,16 @@ def check_loadable(loaded: dict[str, Any], own: list[dict[str, Any]]) -> None:
         raise ValueError(
             f"state_dict was saved with {names[0]}, this optimizer has {names[1]}. Make this one "
             "with the same, or load the other's to_fp32_state_dict()."
+        )
+
+
+def _check_rule(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raises ValueError where a saved group is of another rule, which would step from then on."""
+    of_theirs, of_ours = ([n for n in _OF_RULES if n in group] for group in (theirs, ours))
+    if of_theirs != of_ours:
+        raise ValueError(
+            "state_dict is of another optimizer: of betas, eps and dampening its param groups have "
+            f"{of_theirs}, this one's {of_ours}"
         )
 
 

@@ -1,7 +1,9 @@
 """The rules of a step in backward."""
 
 import collections
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -363,3 +365,28 @@ def test_backwards_in_threads():
         thread.join()
     optimizer.step()
     assert [optimizer.state[p]["step"].item() for p in params] == [1] * 8
+
+
+@BOTH
+def test_an_optimizer_that_goes_during_a_backward_ends_it(small_bytes):
+    params, optimizer = make(4, small_bytes=small_bytes)
+    expected, other = make(4, small_bytes=small_bytes)
+    gone = weakref.ref(optimizer)
+
+    def drop(grad):
+        nonlocal optimizer
+        optimizer = None
+        gc.collect()
+
+    params[1].register_hook(drop)
+    loss(params).backward()
+    loss(expected).backward()
+    assert optimizer is None and other is not None
+    for p, q in zip(params, expected, strict=True):
+        assert torch.equal(p, q) and p.grad is None
+    gc.collect()
+    assert gone() is None
+    before = values(params)
+    loss(params).backward()
+    for p, b in zip(params, before, strict=True):
+        assert torch.equal(p, b) and p.grad is not None

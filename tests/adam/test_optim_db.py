@@ -86,3 +86,29 @@ def test_a_group_with_the_options_of_another_rule(name, options):
     assert len(optimizer.param_groups) == 1
     assert params[1]._post_accumulate_grad_hooks is None
     optimizer.add_param_group({"params": params[1:], "note": 3})  # as in torch
+
+
+SAVED = {
+    "Adam": torch.optim.Adam, "SGD": torch.optim.SGD, "RMSprop": torch.optim.RMSprop,
+    "our Adam": ms.Adam, "our SGD": ms.SGD, "our Lion": ms.Lion,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.parametrize("name", [*OURS, "Lion"])
+def test_states_of_another_rule_are_refused(saved, name):
+    """Which would step from then on."""
+    (p, q) = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    options = {"momentum": 0.9} if "SGD" in saved else {}
+    other = SAVED[saved]([p], lr=0.1, **options)
+    p.grad = torch.ones(2)
+    other.step()
+    optimizer = getattr(ms, name)([q], lr=0.1, in_backward=True)
+    before = dict(optimizer.param_groups[0])
+    if name[:4] == saved.removeprefix("our ")[:4]:
+        optimizer.load_state_dict(other.state_dict())
+        assert optimizer.state[q]
+        return
+    with pytest.raises(ValueError, match="state_dict is of another optimizer"):
+        optimizer.load_state_dict(other.state_dict())
+    assert optimizer.param_groups[0] == before and not optimizer.state

@@ -31,6 +31,7 @@ class UsesGradients(Protocol):
     small_bytes: int
     bucket_bytes: int
 
+    def optimizer(self) -> Any: ...
     def use(self, updates: list[Update], action: GradientAction) -> None: ...
     def asks_others(self, param: Tensor, group: dict[str, Any]) -> bool: ...
     def ended(self, backward: Backward) -> None: ...
@@ -52,6 +53,7 @@ class Backward:
         self.action = action
         self.of_ddp = of_ddp  # ids of parameters whose gradients a DDP reducer reduces later
         self._stepper = stepper
+        self._optimizer = stepper.optimizer()  # is not to go meanwhile
         self._waiting: list[Waiting] = []
         self._bytes = 0  # of the gradients queued since the last flush
         # Shards whose step takes a collective. All processes must flush the same ones together, so
@@ -120,7 +122,7 @@ class Backward:
         self._flush_asking()
         self._flush(self._waiting)
         self._waiting = []
-        self._finished = True
+        self._finished, self._optimizer = True, None
         self._stepper.ended(self)
 
     def _flush(self, waiting: list[Waiting]) -> None:
@@ -138,7 +140,7 @@ class Backward:
         """Called where the backward raised. Does nothing after :meth:`finish`, and twice."""
         if self._finished or self._failed:
             return
-        self._failed = True
+        self._failed, self._optimizer = True, None
         self._stepper.ended(self)
         waiting = [param for param, *_ in self._waiting + self._asking]
         self._stepper.raised(self._used, waiting)
