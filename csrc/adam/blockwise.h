@@ -22,6 +22,11 @@ namespace memsave_ext::adam {
 // Whether codes are rounded at random (true) or to nearest.
 constexpr bool kRandomMoments = true;
 
+// The bits of 2^63, without which a block is to go on: an element of which exp_avg, or the root of
+// exp_avg_sq, has this magnitude or is NaN, which have at least these bits, loses both. They are
+// coded as 0, and scales are those of the others. A root past it has a square that is infinite.
+constexpr uint32_t kLost = 0x5f000000u;
+
 // The line of one level: number = start + step * code, and code = offset + inverse * number.
 struct CodeLevel {
   float start, step, offset, inverse;
@@ -156,7 +161,7 @@ MEMSAVE_EXT_INLINE auto round_code(T code, Word random) {
 }
 
 // The codes of both moments in one format. exp_avg has a sign, which is its code's highest bit, and
-// one level less. A scale that is NaN makes the whole block NaN.
+// one level less.
 template <StateFormat format>
 struct Coding {
   static constexpr Codes kCodes = row(format).codes;

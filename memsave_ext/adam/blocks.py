@@ -19,6 +19,7 @@ from .precise import square_root, wide
 
 _CODED = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # moments that can be in blocks
 SMALLEST = 4096  # elements; smaller parameters have no moments in blocks
+_LOST = 2.0**63
 SCALES = tuple(f"{name}_scale" for name in _CODED)
 
 
@@ -96,20 +97,15 @@ def _blocks(values: Tensor, of: Codes) -> Tensor:
 def _encode(
     values: Tensor, random: Tensor, of: Codes, levels: int, least: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the codes in int32, padded to whole blocks, and a scale for each block.
-
-    A block with a value that is not finite has a NaN as scale.
-    """
+    """Returns the codes in int32, padded to whole blocks, and a scale for each block."""
     values, random = _blocks(values, of), _blocks(random, of)
     scale = values.amax(1, keepdim=True)
-    scale = torch.where(scale.isfinite(), scale, float("nan"))
     inverse = (1 / scale).clamp(max=torch.finfo(torch.float32).max)
     codes = _codes(values * inverse, levels, of.ratio)
     if least is not None:
         codes = torch.maximum(codes, _blocks(least, of))
     codes = (wide(codes) + wide(random) / 65536).float().clamp(max=(1 << levels) - 1)
-    codes = torch.where(scale.isnan(), 0, codes).int()
-    return codes.view(-1), scale.view(-1)
+    return codes.int().view(-1), scale.view(-1)
 
 
 def _decode(codes: Tensor, scale: Tensor, of: Codes, levels: int) -> Tensor:
@@ -121,8 +117,7 @@ def encode_exp_avg(exp_avg: Tensor, random: Tensor, of: Codes) -> tuple[Tensor, 
     """Returns uint8 codes, of which the top bit is the sign, and a scale for each block."""
     codes, scale = _encode(exp_avg.abs(), random, of, of.bits - 1, None)
     codes = codes[: exp_avg.numel()]
-    finite = scale.isfinite().repeat_interleave(of.block)[: exp_avg.numel()]
-    return (codes | torch.where(finite & exp_avg.signbit(), _sign(of), 0)).byte(), scale
+    return (codes | torch.where(exp_avg.signbit(), _sign(of), 0)).byte(), scale
 
 
 def decode_exp_avg(codes: Tensor, scale: Tensor, of: Codes) -> Tensor:
@@ -162,21 +157,37 @@ def read(state: Mapping[str, Tensor], name: str, of: Codes, elements: Elements) 
 
 def write(
     state: Mapping[str, Tensor],
-    name: str,
-    values: Tensor,
+    moments: Mapping[str, Tensor],
     random: Tensor,
     of: Codes,
     elements: Elements,
 ) -> None:
-    encode = encode_exp_avg_sq if name == "exp_avg_sq" else encode_exp_avg
-    codes, scale = encode(values, random, of)
-    _used_scales(state, name, values.numel(), of).copy_(scale)
-    if "moments" in state:
-        both, lower = state["moments"], (1 << of.bits) - 1
-        kept, shift = (~lower & 0xFF, 0) if name == "exp_avg" else (lower, of.bits)
-        both.bitwise_and_(kept).bitwise_or_(elements.shaped(codes << shift))
-    else:
-        state[name].copy_(elements.shaped(codes))
+    """Stores all moments of a state, by name."""
+    for name, values in without_lost(moments).items():
+        encode = encode_exp_avg_sq if name == "exp_avg_sq" else encode_exp_avg
+        codes, scale = encode(values, random, of)
+        _used_scales(state, name, values.numel(), of).copy_(scale)
+        if "moments" in state:
+            both, lower = state["moments"], (1 << of.bits) - 1
+            kept, shift = (~lower & 0xFF, 0) if name == "exp_avg" else (lower, of.bits)
+            both.bitwise_and_(kept).bitwise_or_(elements.shaped(codes << shift))
+        else:
+            state[name].copy_(elements.shaped(codes))
+
+
+def without_lost(moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the moments, 0 for elements of which one would spoil the scale of a block.
+
+    That is exp_avg or the root of exp_avg_sq from 2^63 on, and what is no number. The others in
+    the block go on without such an element: kLost of csrc/adam/blockwise.h.
+    """
+    kept = torch.stack(
+        [
+            (values >= 0) & (values < _LOST**2) if name == "exp_avg_sq" else values.abs() < _LOST
+            for name, values in moments.items()
+        ]
+    ).all(0)
+    return {name: torch.where(kept, values, 0) for name, values in moments.items()}
 
 
 def _used_scales(state: Mapping[str, Tensor], name: str, numel: int, of: Codes) -> Tensor:
@@ -207,8 +218,7 @@ def to_blocks(state: dict[str, Tensor], param: Tensor, row: StateFormat) -> None
     moments = {name: elements.flat(local(state.pop(name))).float() for name in names}
     state |= made(param, row, names)
     locals_ = {name: local(value) for name, value in state.items()}
-    for name, values in moments.items():
-        write(locals_, name, values, half.expand(values.shape), row.codes, elements)
+    write(locals_, moments, half.expand(local(param).numel()), row.codes, elements)
 
 
 def from_blocks(state: Mapping[str, Tensor], row: StateFormat) -> dict[str, Tensor]:

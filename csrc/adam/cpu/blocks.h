@@ -75,7 +75,6 @@ struct Coded {
   float* scales;            // of the tensor
   Floats scale[kScales];    // of the codes
   Floats inverse[kScales];  // of the new scales
-  bool finite[kScales];     // whether the new scales are
   alignas(64) float values[kBlock];
 
   MEMSAVE_EXT_INLINED explicit Coded(float* scales) : scales(scales) {}
@@ -110,15 +109,14 @@ struct Coded {
     __builtin_memcpy(values + offset, &v, sizeof(v));
   }
 
-  // Sets the new scales; returns whether all are finite. Called after the last value is kept.
+  // Sets the new scales. Returns whether no element is lost: if one is, they have to be set again
+  // without it. Called after the last value is kept.
   MEMSAVE_EXT_INLINED bool find_scales(int64_t from, int64_t to) {
     bool all = true;
     for (int k = 0; k < kScales && from + k * kOfScale < to; ++k) {
       const int64_t begin = k * kOfScale, left = to - from - begin;
-      uint32_t bits = largest_magnitude(begin, left < kOfScale ? left : kOfScale);
-      finite[k] = bits < 0x7f800000u;
-      if (!finite[k]) bits = 0x7fc00000u;  // NaN: all of the block will be NaN
-      all = all && finite[k];
+      const uint32_t bits = largest_magnitude(begin, left < kOfScale ? left : kOfScale);
+      all = all && bits < kLost;
       float& new_scale = scales[from / kOfScale + k];
       __builtin_memcpy(&new_scale, &bits, sizeof(bits));
       inverse[k] = inverse_scale<Math>(Floats{} + new_scale);
@@ -126,21 +124,18 @@ struct Coded {
     return all;
   }
 
-  // Sets to 0 what has a scale that is not finite.
-  MEMSAVE_EXT_INLINED void clear(int64_t count) {
-    for (int k = 0; k < kScales && k * kOfScale < count; ++k) {
-      if (!finite[k]) __builtin_memset(values + k * kOfScale, 0, kOfScale * sizeof(float));
-    }
+  // Returns the bits of magnitudes, which are in the order of the numbers; those of infinity and
+  // NaN are larger.
+  MEMSAVE_EXT_INLINED Integers magnitudes(int64_t offset) const {
+    return (Integers)kept(offset) & 0x7fffffff;
   }
 
  private:
-  // Returns the bits of the largest magnitude. Bits are in the order of the numbers, and those of
-  // infinity and NaN are larger.
   MEMSAVE_EXT_INLINED uint32_t largest_magnitude(int64_t begin, int64_t count) const {
     Integers maximum{};
     for (int64_t i = 0; i < count; i += lanes) {
-      const Integers magnitudes = (Integers)kept(begin + i) & 0x7fffffff;
-      maximum = magnitudes > maximum ? magnitudes : maximum;
+      const Integers of_vector = magnitudes(begin + i);
+      maximum = of_vector > maximum ? of_vector : maximum;
     }
     return largest(maximum);
   }
@@ -200,16 +195,15 @@ struct InBlocks {
   template <typename F>
   MEMSAVE_EXT_INLINED void close(int64_t from, int64_t to, const Noise&, const F& beside) {
     const int64_t count = to - from;
-    bool finite = exp_avg.find_scales(from, to);
-    if constexpr (kTwo) finite &= exp_avg_sq.find_scales(from, to);
+    const bool all = find_scales(from, to);
     if constexpr (kRandomMoments) draw(item, Draw::kMoments, from, to, noise);
-    if (!finite) {
+    if (!all) {
       beside(0, count);
-      exp_avg.clear(count);
-      if constexpr (kTwo) exp_avg_sq.clear(count);
+      drop_lost(count);
+      find_scales(from, to);
     }
     for (int64_t i = 0; i < count; i += CodesInBlock::kGroup) {
-      if (finite) beside(i, count - i < CodesInBlock::kGroup ? count : i + CodesInBlock::kGroup);
+      if (all) beside(i, count - i < CodesInBlock::kGroup ? count : i + CodesInBlock::kGroup);
       encode(i);
     }
     codes.close(from, to);
@@ -220,6 +214,24 @@ struct InBlocks {
   static constexpr bool kTwo = moments > 1;
   static constexpr bool kJoint = is_joint(format);
   static constexpr int kBits = row(format).codes.bits;
+
+  MEMSAVE_EXT_INLINED bool find_scales(int64_t from, int64_t to) {
+    bool all = exp_avg.find_scales(from, to);
+    if constexpr (kTwo) all &= exp_avg_sq.find_scales(from, to);
+    return all;
+  }
+
+  // Sets both moments of elements that are lost to 0.
+  void drop_lost(int64_t count) {
+    constexpr int lanes = isa::kLanes<float>;
+    for (int64_t i = 0; i < count; i += lanes) {
+      auto kept = exp_avg.magnitudes(i) < static_cast<int32_t>(kLost);
+      if constexpr (kTwo) kept &= exp_avg_sq.magnitudes(i) < static_cast<int32_t>(kLost);
+      const auto only_kept = [&](Floats v) { return (Floats)((isa::Bits)kept & (isa::Bits)v); };
+      exp_avg.keep(i, only_kept(exp_avg.kept(i)));
+      if constexpr (kTwo) exp_avg_sq.keep(i, only_kept(exp_avg_sq.kept(i)));
+    }
+  }
 
   // The group of codes from `offset` on.
   MEMSAVE_EXT_INLINED void encode(int64_t offset) {

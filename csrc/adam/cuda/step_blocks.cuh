@@ -17,15 +17,31 @@ static_assert(kOfThread * kWarp == kBlock && kShortestChunk % kBlock == 0);
 using CodesOfThread = Bytes<kOfThread>;
 
 // Returns a block's scale: the largest magnitude of the threads that step it, whose bits these are.
-// As integers, infinity and NaN are larger than numbers; for either the scale, and so all of the
-// block, is NaN.
 template <int threads>
 __device__ __forceinline__ float scale_of_block(uint32_t bits) {
 #pragma unroll
   for (int distance = threads / 2; distance > 0; distance /= 2) {
     bits = max(bits, __shfl_xor_sync(~0u, bits, distance));
   }
-  return __uint_as_float(bits < 0x7f800000u ? bits : 0x7fc00000u);
+  return __uint_as_float(bits);
+}
+
+// Returns the bits of a magnitude. As integers, infinity and NaN are larger than numbers.
+__device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+// Sets both moments of elements that are lost (kLost) to 0, and finds the largest of the `count`
+// first ones again.
+__device__ __forceinline__ void drop_lost(float (&exp_avg)[kOfThread], float (&roots)[kOfThread],
+                                          int count, uint32_t& largest, uint32_t& largest_sq) {
+  largest = largest_sq = 0;
+#pragma unroll
+  for (int e = 0; e < kOfThread; ++e) {
+    if (max(magnitude(exp_avg[e]), magnitude(roots[e])) >= kLost) exp_avg[e] = roots[e] = 0;
+    if (e < count) {
+      largest = max(largest, magnitude(exp_avg[e]));
+      largest_sq = max(largest_sq, magnitude(roots[e]));
+    }
+  }
 }
 
 template <typename M>
@@ -96,7 +112,7 @@ __device__ __forceinline__ void step_block(const BatchedTensor& tensor, int64_t 
   Draws of_param{}, of_moments{};
   if constexpr (M::kRandomParam) of_param = Draws::draw(random, Draw::kParam, group);
 
-  float exp_avg[kOfThread], roots[kOfThread];
+  float exp_avg[kOfThread], roots[kOfThread] = {};
   uint32_t largest = 0, largest_sq = 0;
   constexpr int kWord = OfThread<M>::Param::kWord;
 #pragma unroll
@@ -115,11 +131,14 @@ __device__ __forceinline__ void step_block(const BatchedTensor& tensor, int64_t 
       exp_avg[e] = values.exp_avg;
       if constexpr (kTwo) roots[e] = ApproximateMath::square_root(values.exp_avg_sq);
       if (e < part.count) {
-        largest = max(largest, __float_as_uint(exp_avg[e]) & 0x7fffffffu);
-        if constexpr (kTwo) largest_sq = max(largest_sq, __float_as_uint(roots[e]) & 0x7fffffffu);
+        largest = max(largest, magnitude(exp_avg[e]));
+        if constexpr (kTwo) largest_sq = max(largest_sq, magnitude(roots[e]));
       }
     }
     x.param.set(w, params, of_param.words[w % Draws::kWords]);
+  }
+  if (max(largest, largest_sq) >= kLost) {  // seldom
+    drop_lost(exp_avg, roots, part.count, largest, largest_sq);
   }
   if constexpr (kRandomMoments) of_moments = Draws::draw(random, Draw::kMoments, group);
   scale = scale_of_block<kThreadsOfBlock>(largest);
@@ -131,7 +150,7 @@ __device__ __forceinline__ void step_block(const BatchedTensor& tensor, int64_t 
     const uint32_t code = Code::template encode_exp_avg<Math>(exp_avg[e], inverse, drawn);
     uint32_t code_sq = 0;
     if constexpr (kTwo) code_sq = Code::template encode_root<Math>(roots[e], inverse_sq, drawn);
-    x.set_codes(e, scale == scale ? code : 0, scale_sq == scale_sq ? code_sq : 0);
+    x.set_codes(e, code, code_sq);
   }
   if (whole) {
     x.store(tensor, group);

@@ -25,11 +25,11 @@ def _fold(c: Coefficients, grad: Tensor, stored: Stored, first: bool) -> None:
     exp_avg = stored.load("exp_avg")
     if first:
         packed = pack(exp_avg, stored.load("exp_avg_sq"), stored.random(Draw.MOMENTS))
-        stored.store("exp_avg_sq", packed)
+        stored.store(exp_avg_sq=packed)
         exp_avg = _average(c, grad, exp_avg)
     else:
         exp_avg = fused(c.exp_avg_weight, grad, exp_avg)
-    stored.store("exp_avg", exp_avg)
+    stored.store(exp_avg=exp_avg)
 
 
 def _step(c: Coefficients, grad: Tensor, stored: Stored, closes: bool) -> None:
@@ -58,10 +58,9 @@ def _step(c: Coefficients, grad: Tensor, stored: Stored, closes: bool) -> None:
         denominator = root.div_(c.bias_correction2_sqrt).add_(c.eps)
     change = (direction * c.minus_step_size).div_(denominator)
     stored.store_param(change.add_(param * c.param_decay))
-    stored.store("exp_avg", exp_avg)
-    stored.store("exp_avg_sq", exp_avg_sq)
-    if group["amsgrad"]:
-        stored.store("max_exp_avg_sq", second)
+    stored.store(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    if group["amsgrad"]:  # which is not in blocks
+        stored.store(max_exp_avg_sq=second)
 
 
 def _average(c: Coefficients, grad: Tensor, exp_avg: Tensor) -> Tensor:

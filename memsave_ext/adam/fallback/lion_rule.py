@@ -20,4 +20,4 @@ def step(grad: Tensor, stored: Stored) -> None:
     change = torch.where(total.isnan(), total, total.sign()) * rounded(-lr, dtype)
     decay = rounded(1 - lr * group["weight_decay"], dtype)
     stored.store_param(change.add_(param * decay))
-    stored.store("exp_avg", exp_avg)
+    stored.store(exp_avg=exp_avg)

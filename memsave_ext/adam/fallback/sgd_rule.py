@@ -19,7 +19,7 @@ def step(grad: Tensor, stored: Stored) -> None:
         buffer = stored.load("momentum_buffer") * momentum
         buffer = _add(buffer, _weight(stored), grad)
         grad = fused(momentum, buffer, grad) if group["nesterov"] else buffer
-        stored.store("momentum_buffer", buffer)
+        stored.store(momentum_buffer=buffer)
     lr = rounded(-learning_rate(group, stored.device), stored.compute)
     stored.store_param(_add(param, lr, grad))
 

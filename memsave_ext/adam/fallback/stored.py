@@ -75,10 +75,13 @@ class Stored:
             return real(self._state[name]).to(self.compute)
         return self._elements.shaped(blocks.read(self._state, name, codes, self._elements))
 
-    def store(self, name: str, values: Tensor) -> None:
+    def store(self, **moments: Tensor) -> None:
+        """Stores these moments, all of the rule's where they are in blocks."""
         if (codes := self._states.codes) is not None:
-            flat, random = self._elements.flat(values), self._elements.flat(self._of_moments)
-            return blocks.write(self._state, name, flat, random, codes, self._elements)
-        if self._states.store is not None:
-            values = self._states.store(values, self._of_moments)
-        real(self._state[name]).copy_(values)
+            flat = {name: self._elements.flat(values) for name, values in moments.items()}
+            random = self._elements.flat(self._of_moments)
+            return blocks.write(self._state, flat, random, codes, self._elements)
+        for name, values in moments.items():
+            if self._states.store is not None:
+                values = self._states.store(values, self._of_moments)
+            real(self._state[name]).copy_(values)
