@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import memsave_ext as ms
 from memsave_ext import _native
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -44,27 +45,75 @@ class TransformerBlock(nn.Sequential):
     pass
 
 
-def test_the_first_block_of_the_readme_trains():
-    readme = DOCS.parent / "README.md"
-    if not readme.is_file():
-        pytest.skip("no README")
-    block = re.search(r"^```python\n(.*?)^```$", readme.read_text("utf-8"), re.DOTALL | re.M)
-    made, step = block[1].split("\n\n", 2)[1:]
-    blocks = [TransformerBlock(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)]
+def blocks(page):
+    if not page.is_file():
+        pytest.skip(f"no {page.name}")
+    found = re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.M)
+    assert found
+    return found
+
+
+def test_the_block_of_the_readme_trains():
+    """As it stands, given what a user has: a model, its blocks' class, a loss and a batch."""
+    (block,) = blocks(DOCS.parent / "README.md")
+    made = [TransformerBlock(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)]
     names = {
         "TransformerBlock": TransformerBlock,
-        "model": nn.Sequential(*blocks, nn.Linear(4, 3)),
+        "model": nn.Sequential(*made, nn.Linear(4, 3)),
         "loss": nn.functional.cross_entropy,
         "x": torch.randn(6, 4),
         "y": torch.arange(6) % 3,
     }
-    exec(f"import memsave_ext as ms\n{made}", names)
     before = names["loss"](names["model"](names["x"]), names["y"]).item()
-    for _ in range(20):
+    made[0][1].num_batches_tracked.zero_()
+    made[1][1].num_batches_tracked.zero_()
+    exec(block, names)
+    step = block.split("\n\n", 2)[2]
+    for _ in range(19):
         exec(step, names)
     assert all(p.grad is None for p in names["model"].parameters())
-    assert {int(block[1].num_batches_tracked) for block in blocks} == {21}
+    assert {int(block[1].num_batches_tracked) for block in made} == {20}
     assert names["loss"](names["model"](names["x"]), names["y"]).item() < before
+
+
+def test_the_block_of_parts_runs(monkeypatch):
+    """As it stands, given what a user has: a block that takes a mask, a model and an input."""
+    (code,) = blocks(DOCS / "parts.md")
+
+    class Masked(TransformerBlock):
+        def forward(self, x, mask):
+            return super().forward(x) * mask
+
+    x = torch.randn(6, 4, requires_grad=True)
+    names = {
+        "TransformerBlock": TransformerBlock,
+        "block": Masked(nn.Linear(4, 4), nn.Tanh()),
+        "model": nn.Sequential(TransformerBlock(nn.Linear(4, 4), nn.ReLU())),
+        "x": x,
+        "mask": torch.ones(4),
+    }
+    torchs = torch.utils.checkpoint.checkpoint
+    patches, patch = [], ms.patch_torch_checkpoint
+    monkeypatch.setattr(ms, "patch_torch_checkpoint", lambda: patches.append(patch()))
+    try:
+        exec(code, names)
+        assert torch.utils.checkpoint.checkpoint is not torchs
+    finally:
+        for handle in patches:
+            handle.remove()
+    assert torch.utils.checkpoint.checkpoint is torchs
+    assert torch.equal(names["y"], names["block"](x, names["mask"]))
+    names["y"].sum().backward()
+    assert x.grad.any()
+    assert torch.equal(names["model"](x), type(names["model"][0]).forward(names["model"][0], x))
+
+    layer = names["DenseLayer"](8, 3)
+    features = [torch.randn(2, 4, 5, 5, requires_grad=True) for _ in range(2)]
+    result = layer(*features)
+    result.sum().backward()
+    assert result.shape == (2, 3, 5, 5)
+    assert int(layer.norm.num_batches_tracked) == 1  # although it ran twice
+    assert layer.conv.weight.grad.any()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -342,6 +343,29 @@ def test_what_the_picture_draws():
         str((style["color"], style["linestyle"])) for style in map(comparison._style, range(20))
     }
     assert len(seen) == 20
+
+
+def test_long_names_leave_room_and_run_under_no_legend(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from memsave_ext.memory.pictures import comparison
+
+    figures = []
+    monkeypatch.setattr(comparison, "save", lambda figure, _: figures.append(figure))
+    rows = [
+        replace(row, name=f"{row.name}: checkpoint by block, Adam in backward, 8-bit states")
+        for row in made_up().rows
+    ]
+    comparison.plot_comparison(rows, tmp_path / "c.png", "title")
+    (figure,) = figures
+    figure.draw_without_rendering()
+    assert len(figure.axes) == 3
+    for axes in figure.axes:
+        assert axes.get_window_extent().width > 0.25 * figure.bbox.width
+        if axes.get_legend() is not None:
+            legend = axes.get_legend().get_window_extent()
+            assert not any(legend.overlaps(text.get_window_extent()) for text in axes.texts)
+            assert not legend.overlaps(axes.get_window_extent())
+            assert legend.x1 <= figure.bbox.x1
 
 
 def test_the_picture_without_matplotlib(tmp_path, monkeypatch):

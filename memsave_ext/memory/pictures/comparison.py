@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ def _draw_courses(axes: Axes, rows: Sequence[Row], styles: Sequence[dict[str, An
             continue
         seconds, total = row.timeline.time.tolist(), row.timeline.live.sum(1).tolist()
         peak = peak_row(row.timeline)
-        label = f"{row.name}: {format_bytes(row.peak)} in {row.peak_phase}"
+        label = _broken(f"{row.name}: {format_bytes(row.peak)} in {row.peak_phase}", 36)
         line = {**style, "markevery": [peak], "markersize": 6, "linewidth": 1.4}
         axes.step(seconds, total, where="post", label=label, **line)
         longest = max(longest, seconds[-1])
@@ -63,21 +64,23 @@ def _draw_times(axes: Axes, rows: Sequence[Row], styles: Sequence[dict[str, Any]
     """Draws peak against time per step."""
     slowest, largest = max(row.seconds for row in rows), max(1, *(row.peak for row in rows))
     labels: list[tuple[float, float]] = []
+    top = 1.3 * largest
     for row, style in zip(rows, styles, strict=True):
         axes.plot(row.seconds, row.peak, **style, markersize=8)
         left = row.seconds > 0.6 * slowest
         beside: dict[str, Any] = {"xytext": (-8 if left else 8, 0), "textcoords": "offset points"}
         height = row.peak + 0.06 * largest
+        apart = 0.09 * largest * (1 + _broken(row.name, 24).count("\n"))
         while any(
-            abs(row.seconds - x) < 0.5 * slowest and abs(height - y) < 0.07 * largest
-            for x, y in labels
+            abs(row.seconds - x) < 0.5 * slowest and abs(height - y) < apart for x, y in labels
         ):
             height += 0.01 * largest  # until the label overlaps no other
+        top = max(top, height + apart / 2)
         labels.append((row.seconds, height))
         where = {"ha": "right" if left else "left", "va": "center", "color": style["color"]}
-        axes.annotate(row.name, (row.seconds, height), fontsize=9, **where, **beside)
+        axes.annotate(_broken(row.name, 24), (row.seconds, height), fontsize=9, **where, **beside)
     axes.set_xlim(0, 1.1 * slowest)
-    axes.set_ylim(0, 1.3 * largest)
+    axes.set_ylim(0, top)
     bytes_axis(axes.yaxis, axes.get_ylim()[1], "peak memory")
     seconds_axis(axes.xaxis, axes.get_xlim()[1], "time per step")
     _tidy(axes)
@@ -85,7 +88,7 @@ def _draw_times(axes: Axes, rows: Sequence[Row], styles: Sequence[dict[str, Any]
 
 def _draw_peaks(axes: Axes, rows: Sequence[Row]) -> None:
     """Draws what each peak is made of as a bar for each variant."""
-    names = [row.name for row in rows]
+    names = [_broken(row.name, 18) for row in rows]
     ends = [0] * len(rows)
     for category in CATEGORIES:
         sizes = [row.at_peak[category] for row in rows]
@@ -96,13 +99,20 @@ def _draw_peaks(axes: Axes, rows: Sequence[Row]) -> None:
     for place, row in enumerate(rows):
         ratio = f" ({row.peak / rows[0].peak:.2f}\N{MULTIPLICATION SIGN})" if rows[0].peak else ""
         axes.text(row.peak, place, f" {format_bytes(row.peak)}{ratio}", fontsize=9, va="center")
-    axes.set_yticks(range(len(rows)), names)
+    axes.set_yticks(range(len(rows)), names, fontsize=9)
     axes.invert_yaxis()  # puts the first variant on top
     axes.set_xlim(0, 1.6 * max(1, *ends))  # room for the figures
     bytes_axis(axes.xaxis, max(1, *ends), "peak memory")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=9)
+    # Below: beside the axes it would be among the figures of the bars.
+    below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 3}
+    axes.legend(frameon=False, fontsize=9, **below)
     _tidy(axes)
     axes.grid(visible=False, axis="y")
+
+
+def _broken(text: str, width: int) -> str:
+    """Breaks a long name into lines, so that it takes no room from what is drawn."""
+    return "\n".join(textwrap.wrap(text, width)) or text
 
 
 def _tidy(axes: Axes) -> None:
