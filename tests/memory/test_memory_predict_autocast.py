@@ -124,3 +124,36 @@ def test_autocast_stays_as_it_is():
 
     ms.memory.predict(build)
     assert seen == [torch.bfloat16] * 2
+
+
+def test_what_a_step_calls_of_a_card():
+    """Streams, events and numbers of cards; and in another thread nothing has changed."""
+    before = {name: getattr(torch.cuda, name) for name in ("synchronize", "Stream", "Event")}
+    seen = []
+
+    def build():
+        torch.cuda.set_device(0)
+        model = nn.Linear(64, 64).to(0)
+        x = torch.randn(8, 64).to(0, non_blocking=True)
+        y = torch.zeros(8, 64, device=0)
+        side, start = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+
+        def step():
+            start.record()
+            assert isinstance(side, torch.cuda.Stream)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                loss = (model(x) - y).square().mean()
+            x.record_stream(side)
+            seen.append((x.is_cuda, next(model.parameters()).is_cuda, loss.is_cuda))
+            torch.cuda.current_stream().wait_stream(side)
+            loss.backward()
+            torch.cuda.synchronize()
+            assert start.elapsed_time(torch.cuda.Event()) > 0
+            model.zero_grad()
+
+        return model, None, step
+
+    assert ms.memory.predict(build, device="cuda").at_peak["gradients"] == 64 * 64 * 4 + 512
+    assert seen == [(True, True, True)] * 2
+    assert all(getattr(torch.cuda, name) is value for name, value in before.items())

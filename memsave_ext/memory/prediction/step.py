@@ -17,7 +17,8 @@ from ..measure import Build, checked
 from ..reported import Reported
 from .autocast import as_on_cuda
 from .batch import from_batch
-from .surroundings import card_names, copies_of_fakes, in_sentences, known_values, swaps_of_fakes
+from .card import card
+from .surroundings import copies_of_fakes, in_sentences, known_values, swaps_of_fakes
 from .tracker import FakeTracker
 from .workspaces import workspace_of
 
@@ -130,7 +131,7 @@ def predict(
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(in_sentences())
         if chosen.type == "cuda":
-            stack.enter_context(card_names())
+            stack.enter_context(card())
             stack.enter_context(as_on_cuda())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(known_values())

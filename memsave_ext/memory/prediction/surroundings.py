@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.overrides import TorchFunctionMode
 
 from .storages import MOST_KNOWN
 
@@ -108,28 +107,3 @@ def known_values() -> Iterator[None]:
         yield
     finally:
         fake_tensor.CONSTANT_NUMEL_LIMIT = before
-
-
-def card_names() -> TorchFunctionMode:
-    """Lets a step name a card that need not be there: its tensors are on the CPU instead."""
-    return _CardNames()
-
-
-class _CardNames(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.cuda:
-            return args[0]
-        if func is not torch.device.__new__:
-            args = tuple(map(_on_cpu, args))
-            kwargs = {name: _on_cpu(value) for name, value in kwargs.items()}
-        kwargs.pop("pin_memory", None)
-        return func(*args, **kwargs)
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, torch.device):
-        return torch.device("cpu") if value.type == "cuda" else value
-    return "cpu" if isinstance(value, str) and value.split(":")[0] == "cuda" else value
