@@ -99,7 +99,7 @@ def _form_of(probe: Tensor, logits: Tensor) -> _Form | None:
 def _unwrapped(model: Any) -> Any:
     """Returns the model inside of peft's and torch.compile's, whose forward it is."""
     while True:
-        if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        if "_orig_mod" in getattr(model, "_modules", ()):
             model = model._orig_mod
         elif callable(getattr(model, "get_base_model", None)):
             model = model.get_base_model()
