@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,17 +28,18 @@ def patch_causal_lm(
 
     Args:
         model: one that computes ``logits = head(hidden_states)``, where
-            ``model.get_output_embeddings()`` returns the head, and the loss of these by
-            ``model.loss_function``, as the models of transformers do.
+            ``model.get_output_embeddings()`` returns the head, may scale them by a number and cap
+            them by tanh, and computes their loss by ``model.loss_function``, as the models of
+            transformers do. May be wrapped by peft or ``torch.compile``.
         chunk_size, debug: as in :func:`linear_cross_entropy`.
 
     Returns:
         An object whose ``remove()`` undoes it.
 
     Raises:
-        TypeError: the model has no linear head, or its loss is not that of causal language models.
-        RuntimeError: it is patched already. In a forward: the model does more to its logits than to
-            cap them, as its ``final_logit_softcapping`` says.
+        TypeError: the model has no linear head, or computes another loss.
+        RuntimeError: it is patched already. In the first forward: the model does something else to
+            its logits, or scales them by what is trained.
     """
     return PatchedCausalLM(model, chunk_size, debug)
 
@@ -46,13 +48,77 @@ class _Call:
     """One forward of the model with labels."""
 
     hidden: Tensor | None = None  # what the head was given
-    probe: Tensor | None = None  # the logits of one token, as the head makes them
+    probe: Tensor | None = None  # what the head gave: not its logits
+    loss = False  # whether it was computed
+
+    def stands_in(self, value: Any) -> bool:
+        """Whether the value is the probe, or what the model has made of it."""
+        assert self.probe is not None
+        is_tensor = isinstance(value, Tensor) and not value.requires_grad
+        return is_tensor and value.shape == self.probe.shape
+
+
+class _Form(NamedTuple):
+    """How the model's logits come of the head's: ``softcap * tanh(scale * logits / softcap)``."""
+
+    scale: float
+    softcap: float | None
+
+
+# Logits that show what a model makes of them, whatever its weights are: near 0 it is a scale, far
+# from it a cap.
+_PROBE = (2.0**-20, 1.0, 1e4, -1.0, 7.5, -1e4, 40.0, -0.25)
+
+
+def _probe(like: Tensor, classes: int) -> Tensor:
+    """Returns (1, 8, classes) in which every class has each number of _PROBE."""
+    dtype = torch.float32 if like.device.type == "mps" else torch.float64
+    values = torch.tensor(_PROBE, dtype=dtype, device=like.device)
+    rows = torch.arange(len(_PROBE), device=like.device)[:, None]
+    return values[(rows + torch.arange(classes, device=like.device)) % len(_PROBE)][None]
+
+
+def _form_of(probe: Tensor, logits: Tensor) -> _Form | None:
+    """Returns what made ``logits`` of ``probe``; None if it is something else."""
+    rows = logits[0, :, 0].tolist()  # of class 0, which has _PROBE in order
+    scale, softcap = rows[1], None
+    expected = scale * probe
+    if abs(rows[2] - 1e4 * scale) > 1e-3 * abs(rows[2]):
+        softcap = rows[2]
+        if not abs(rows[0]) < softcap < math.inf:
+            return None
+        scale = softcap * math.atanh(rows[0] / softcap) / _PROBE[0]
+        scale = 1.0 if abs(scale - 1) < 1e-6 else scale
+        expected = softcap * torch.tanh(scale * probe / softcap)
+    if scale == 0 or not math.isfinite(scale):
+        return None
+    right = torch.allclose(logits.to(probe.dtype), expected, rtol=1e-5, atol=1e-6 * abs(scale))
+    return _Form(scale, softcap) if right else None
+
+
+def _unwrapped(model: Any) -> Any:
+    """Returns the model inside of peft's and torch.compile's, whose forward it is."""
+    while True:
+        if "_orig_mod" in getattr(model, "_modules", ()):
+            model = model._orig_mod
+        elif callable(getattr(model, "get_base_model", None)):
+            model = model.get_base_model()
+        else:
+            return model
+
+
+def _calls_its_loss(model: Any) -> bool:
+    """Whether the forward, or one that it may call, names ``loss_function``."""
+    forwards = [vars(of).get("forward") for of in type(model).__mro__]
+    codes = [getattr(inspect.unwrap(f), "__code__", None) for f in forwards if f is not None]
+    return any("loss_function" in code.co_names for code in codes if code is not None)
 
 
 class PatchedCausalLM:
     """What :func:`patch_causal_lm` has changed; :meth:`remove` restores it."""
 
     def __init__(self, model: Any, chunk_size: int | None, debug: bool) -> None:
+        given, model = model, _unwrapped(model)
         name = f"patch_causal_lm: {type(model).__name__}"
         get_head = getattr(model, "get_output_embeddings", None)
         head = get_head() if get_head is not None else None
@@ -63,13 +129,18 @@ class PatchedCausalLM:
         self._loss: Any = getattr(model, "loss_function", None)
         if getattr(self._loss, "__name__", "") != "ForCausalLMLoss":
             raise TypeError(f"{name} has another loss than causal language models have")
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise TypeError(f"{name} is an encoder with a decoder, not a causal language model")
+        if not _calls_its_loss(model):
+            raise TypeError(
+                f"{name} computes its loss in forward, not by its loss_function, which alone can "
+                "be replaced; call linear_cross_entropy with its hidden states"
+            )
         self._model, self._head = model, head
         self._chunk_size, self._debug = chunk_size, debug
-        config = model.config.get_text_config()
-        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._signature = inspect.signature(model.forward)
         self._own_loss = vars(model).get("_loss_function")
-        self._checked = False
+        self._form: _Form | None = None  # known after the first call
         self._calls: dict[int, _Call] = {}  # by thread
         self._hooks = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -77,6 +148,13 @@ class PatchedCausalLM:
         ]
         vars(head)["forward"] = self._run_head
         model.loss_function = self._run_loss
+        self._compiled = given is not model or model._compiled_call_impl is not None
+        self._forget_compiled()
+
+    def _forget_compiled(self) -> None:
+        """A compiled forward does not look for hooks that came or went since."""
+        if self._compiled:
+            torch.compiler.reset()
 
     def remove(self) -> None:
         """Let the model compute its logits and its loss as before."""
@@ -87,30 +165,42 @@ class PatchedCausalLM:
             vars(self._model).pop("_loss_function", None)
         else:
             self._model.loss_function = self._own_loss
+        self._forget_compiled()
 
+    # A compiled graph ends at each of these: who is in a forward is not known when it is traced.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         given = self._signature.bind_partial(*args, **kwargs).arguments
         if model.training and given.get("labels") is not None:
             self._calls[threading.get_ident()] = _Call()
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
         call = self._calls.pop(threading.get_ident(), None)
         if call is None or output is None:
             return output
+        if not call.loss:
+            raise self._error("has not called its loss_function and its head in a forward")
         if isinstance(output, tuple):
-            return tuple(None if value is call.probe else value for value in output)
+            return tuple(None if call.stands_in(value) else value for value in output)
         return type(output)(**{name: v for name, v in output.items() if name != "logits"})
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _run_head(self, hidden: Tensor) -> Tensor:
         call = self._calls.get(threading.get_ident())
         if call is None:
             return nn.Linear.forward(self._head, hidden)
+        if call.hidden is not None:
+            raise self._error("calls its head more than once in a forward")
         call.hidden = hidden
-        with torch.no_grad():
-            last = hidden.reshape(-1, hidden.shape[-1])[-1:]
-            call.probe = F.linear(last, self._head.weight, self._head.bias)[None]
+        classes = self._head.weight.shape[0]
+        if self._form is None:
+            call.probe = _probe(hidden, classes)
+        else:
+            call.probe = hidden.new_zeros(1, 1, classes)
         return call.probe
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _run_loss(
         self,
         logits: Tensor,
@@ -126,17 +216,21 @@ class PatchedCausalLM:
             options = {"ignore_index": ignore_index, "shift_labels": shift_labels, **kwargs}
             loss: Tensor = self._loss(logits, labels, vocab_size, num_items_in_batch, **options)
             return loss
-        self._check(call, logits, vocab_size)
+        form = self._check(call, logits, vocab_size)
+        hidden = call.hidden.reshape(-1, call.hidden.shape[-1])
+        bias: Tensor | None = self._head.bias
+        if form.scale != 1:
+            hidden, bias = hidden * form.scale, None if bias is None else bias * form.scale
         if shift_labels is None:  # tokens before n predict n
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         loss = loss_of(
-            call.hidden.reshape(-1, call.hidden.shape[-1]),
+            hidden,
             self._head.weight,
-            shift_labels.reshape(-1).to(call.hidden.device),
-            linear_bias=self._head.bias,
+            shift_labels.reshape(-1).to(hidden.device),
+            linear_bias=bias,
             reduction="mean" if num_items_in_batch is None else "sum",
             ignore_index=ignore_index,
-            softcap=self._softcap,
+            softcap=form.softcap,
             chunk_size=self._chunk_size,
             debug=self._debug,
             result=torch.float32,  # the models' own loss is that of logits cast to float32
@@ -145,21 +239,28 @@ class PatchedCausalLM:
             num_items_in_batch = num_items_in_batch.to(loss.device)
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
-    def _check(self, call: _Call, logits: Tensor, vocab_size: int) -> None:
-        """Raises RuntimeError where the model's logits are not those of the loss. Looks once, since
-        a GPU has to be awaited for it."""
-        if self._checked or call.probe is None or not _has_values(call.probe):
-            return
-        expected = call.probe.float()
-        if self._softcap is not None:
-            expected = self._softcap * torch.tanh(expected / self._softcap)
-        fits = logits.shape == expected.shape and vocab_size == expected.shape[-1]
-        if not fits or not torch.allclose(logits.float(), expected, rtol=0.02, atol=0.02):
-            raise RuntimeError(
-                f"patch_causal_lm: {type(self._model).__name__} does something to its logits that "
-                "this loss does not know, for example scales them. Call remove()."
-            )
-        self._checked = True
+    def _check(self, call: _Call, logits: Tensor, vocab_size: int) -> _Form:
+        """Returns how the model's logits are made. Looks at numbers once, since a GPU has to be
+        awaited for it. Raises RuntimeError where the loss would be that of other logits."""
+        assert call.probe is not None
+        call.loss = True
+        if logits.shape != call.probe.shape or vocab_size != logits.shape[-1]:
+            raise self._error("takes a part of its logits, or adds to them, before the loss")
+        if logits.requires_grad:
+            raise self._error("makes its logits with parameters that are not the head's")
+        if self._form is not None or not _has_values(logits):
+            return self._form or _Form(1.0, None)  # no numbers will come of it
+        form = _form_of(call.probe, logits)
+        if form is None:
+            raise self._error("does more to its logits than to scale them and to cap them by tanh")
+        self._form = form
+        return form
+
+    def _error(self, what: str) -> RuntimeError:
+        name = type(self._model).__name__
+        return RuntimeError(
+            f"patch_causal_lm: {name} {what}: no such loss is known. Call remove()."
+        )
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -56,6 +56,7 @@ def linear_cross_entropy(
         The loss, in the dtype that torch gives it. Sums are of float32 at least.
 
     Raises:
+        TypeError: something else is given for a tensor, as a module for its weight.
         RuntimeError, ValueError, IndexError: wrong arguments, as torch raises them.
     """
     return loss_of(
@@ -96,6 +97,8 @@ def _loss_of(
     result: torch.dtype | None = None,
 ) -> Tensor:
     """``result``: the dtype of the loss; None: that of torch."""
+    _check_tensors(input=input, linear_weight=linear_weight, target=target)
+    _check_tokens(input, target)
     given = check(input, linear_weight, target, linear_bias)
     has_probabilities = tuple(target.shape) == given
     if has_probabilities and ignore_index is not None:
@@ -128,6 +131,26 @@ def _in_region() -> bool:
         return False
     region = forward_records.enclosing()
     return bool(region.recording or region.replay) or torch._C._current_graph_task_id() != -1
+
+
+def _check_tensors(**given: Any) -> None:
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            more = ""
+            if isinstance(getattr(value, "weight", None), Tensor):
+                more = ": give its weight, and its bias as linear_bias"
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}{more}")
+
+
+def _check_tokens(input: Tensor, target: Tensor) -> None:
+    """Sequences in batches: torch's message would say nothing of how to flatten them."""
+    if input.dim() > 2 and target.shape[: input.dim() - 1] == input.shape[:-1]:
+        raise RuntimeError(
+            f"expected input with dimensionality 1 or 2, got {input.dim()}: input has shape "
+            f"{tuple(input.shape)} and target {tuple(target.shape)}, allowed are (N, "
+            "in_features) and (N): input.flatten(0, -2) and target.flatten(0, "
+            f"{input.dim() - 2}) make one row of each token"
+        )
 
 
 def _check_own(softcap: float | None, chunk_size: int | None) -> None:

@@ -41,6 +41,28 @@ def test_wrong_arguments_raise_torchs_errors(number):
     assert str(found.value) == str(expected.value)
 
 
+def test_a_module_for_a_weight():
+    x, _, t = problem(3, 4, 5)
+    head = torch.nn.Linear(4, 5)
+    with pytest.raises(
+        TypeError, match="linear_weight must be a tensor, got Linear: give its weig"
+    ):
+        ms.linear_cross_entropy(x, head, t)
+    with pytest.raises(TypeError, match="target must be a tensor, got list$"):
+        ms.linear_cross_entropy(x, head.weight, [0, 1, 2])
+
+
+@pytest.mark.parametrize("probabilities", [False, True], ids=["indices", "probabilities"])
+def test_batches_of_sequences(probabilities):
+    x, w, t = problem(6, 4, 5, probabilities=probabilities)
+    rows, targets = x.reshape(2, 3, 4), t.reshape(2, 3, *t.shape[1:])
+    with pytest.raises(RuntimeError, match=r"\(2, 3, 4\).*allowed are \(N, in_fe") as error:
+        ms.linear_cross_entropy(rows, w, targets)
+    assert "input.flatten(0, -2) and target.flatten(0, 1)" in str(error.value)
+    found = ms.linear_cross_entropy(rows.flatten(0, -2), w, targets.flatten(0, 1))
+    assert torch.equal(found, ms.linear_cross_entropy(x, w, t))
+
+
 def test_own_options_are_checked():
     x, w, t = problem(3, 4, 5)
     for softcap in (0, -1.0, float("nan")):
