@@ -107,7 +107,8 @@ def checkpoint(
         CheckpointError: in backward, when the recompute differs from the forward.
 
     Under ``torch.compile`` it hands over to torch's function, which is a higher-order operator
-    there; under ``torch.export`` it calls ``function``. Source: Chen et al. 2016, arXiv 1604.06174.
+    there; under ``torch.export`` and ``torch.jit.trace`` it calls ``function``. Source: Chen et
+    al. 2016, arXiv 1604.06174.
     """
     check_options(
         determinism_check,
@@ -133,6 +134,8 @@ def checkpoint(
         return run_in_pieces(region, args, kwargs, Chunking(chunks, chunk_dim, chunk_args))
     if torch.compiler.is_compiling():
         return _run_torchs(function, args, kwargs, preserve_rng_state, context_fn)
+    if torch._C._is_tracing():  # for torch.jit.trace, as for torch.export
+        return function(*args, **kwargs)
     if not callable(function):
         raise TypeError(f"checkpoint: function must be callable, got {type(function).__name__}")
     if torch._C._are_functorch_transforms_active():

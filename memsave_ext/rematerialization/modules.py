@@ -22,7 +22,8 @@ class _RematForward(ForwardInPlace):
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # torch.compile itself decides what to recompute, and without grad mode nothing is saved.
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        # What torch.jit.trace notes runs elsewhere.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._is_tracing():
             return type(module).forward(module, *args, **kwargs)
         model = module if self.options["by_module"] else None
         options = {name: self.options[name] for name in ("budget", "optimizer", "strict")}

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from batch_norms import OURS, TORCHS, assert_same_buffers
 
 import memsave_ext as ms
@@ -109,14 +110,29 @@ def test_options(kind, options, error, message):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("eps", [-1.0, -1, 0.0, 0, 1e-300])
 def test_eps_as_torch(eps, training, kind):
-    """torch raises in the call, and 0 is allowed in eval mode."""
+    """torch raises in the call, and 0 is allowed in eval mode.
+
+    Here too beside versions of torch that refuse 0 there as well, and say so in other words.
+    """
     x = torch.randn({"1d": (4, 4), "2d": X.shape, "3d": (2, 4, 3, 3, 2)}[kind])
     ours, theirs = (m[kind](4, eps=eps).train(training) for m in (OURS, TORCHS))
+    try:
+        F.batch_norm(X, torch.zeros(4), torch.ones(4), eps=0.0)
+        words = "positive during training" if training else "non-negative"
+    except ValueError:
+        words = "positive"
     if eps < 0 or (eps == 0 and training):
         before = copy.deepcopy(ours)
         a, b = raised(ours, x), raised(theirs, x)
-        assert type(a) is type(b) and str(a) == str(b)
+        assert type(a) is type(b) is ValueError
+        assert str(b) == f"batch_norm eps must be {words}, but got {eps}"
+        now = "positive during training" if training else "non-negative"
+        assert str(a) == f"batch_norm eps must be {now}, but got {eps}"
         assert_same_buffers(ours, before)
+    elif eps == 0 and words == "positive":
+        assert type(raised(theirs, x)) is ValueError
+        theirs.eps = 1e-30
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
     else:
         torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
 
