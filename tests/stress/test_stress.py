@@ -9,7 +9,18 @@ import pytest
 import torch
 
 import memsave_ext as ms
-from stress import adam, any_optimizer, backwards, databases, programs, regions, rules, run, worlds
+from stress import (
+    adam,
+    any_optimizer,
+    backwards,
+    databases,
+    programs,
+    regions,
+    rules,
+    run,
+    worlds,
+    zoo_budgets,
+)
 from stress.programs import Op
 
 PARTS = {
@@ -19,6 +30,7 @@ PARTS = {
     "backwards": (backwards, 15),
     "any_optimizer": (any_optimizer, 20),
     "databases": (databases, 10),
+    "zoo_budgets": (zoo_budgets, 11),
 }
 
 
