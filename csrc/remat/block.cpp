@@ -114,8 +114,13 @@ void Block::decide(const std::shared_ptr<Content>& content) {
   Freed freed;  // declared first: freed last, without the mutex
   std::shared_ptr<Call> call;
   const Choice choice = step_ ? step_->decide(*content) : Choice{drops_, true};
-  const std::lock_guard<std::mutex> lock(contents_mutex());
+  std::unique_lock<std::mutex> lock(contents_mutex());
   Route route = route_to(*content, freed);
+  if (step_ && !route.possible) {
+    lock.unlock();
+    step_->must_keep(*content);
+    lock.lock();
+  }
   const Verdict verdict = judge(*content, route, choice.drops);
   content->decided = true;
   content->held_on_the_way = choice.held_on_the_way;

@@ -61,6 +61,8 @@ struct Reference {
   uint32_t noted;                // the version at the call
   bool written;                  // by the operator
   bool overwritten;              // written in full, without reading what was there
+  // Holds the memory of a Python number that became a tensor, which nobody else does.
+  c10::intrusive_ptr<c10::StorageImpl> number;
 
   // Whether the content's memory has been written since the call, also by writes that the recorder
   // did not see (those that it sees begin a new content).

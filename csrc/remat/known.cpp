@@ -10,9 +10,9 @@
 namespace memsave_ext::remat {
 namespace {
 
-constexpr size_t kMostSteps = 64;
+constexpr size_t kMostSteps = 1024;
 constexpr int64_t kAboutEqual = 500;  // bytes that differ by a five-hundredth are about the same
-constexpr int64_t kMostBytes = int64_t{64} << 20;  // of the host, for all of them
+constexpr int64_t kMostBytes = int64_t{256} << 20;  // of the host, for all of them
 
 // About how much of the host's memory it takes.
 int64_t size_of(const Known& step) {
@@ -33,6 +33,14 @@ void leave_out(Trace& trace, const std::map<int32_t, int64_t>& survivors) {
     trace.moments[moment].peak -= bytes;
     for (; next != survivors.end() && next->first <= moment; ++next) bytes += next->second;
     trace.moments[moment].now -= bytes;
+  }
+}
+
+// What had to be kept under one plan is kept under the next one: plans would take turns otherwise.
+void keep_what_must_be_kept(const Trace& old, Trace& step) {
+  if (old.contents.size() != step.contents.size()) return;
+  for (size_t i = 0; i < step.contents.size(); ++i) {
+    step.contents[i].must_be_kept |= old.contents[i].must_be_kept;
   }
 }
 
@@ -70,7 +78,7 @@ bool Known::is_same_program(const Known& other) const {
   if (a.calls.size() != b.calls.size() || a.contents.size() != b.contents.size()) return false;
   const auto same_content = [](const TraceContent& x, const TraceContent& y) {
     return x.bytes == y.bytes && x.let_go == y.let_go && x.opened == y.opened &&
-           x.closed == y.closed;
+           x.closed == y.closed && x.must_be_kept == y.must_be_kept;
   };
   return std::equal(a.contents.begin(), a.contents.end(), b.contents.begin(), same_content);
 }
@@ -123,6 +131,7 @@ void KnownSteps::add(std::shared_ptr<Known> step, bool overlapped) {
     steps_.erase(same);
     step->told = old->told;
     step->seen = old->seen + 1;
+    keep_what_must_be_kept(old->trace, step->trace);
     const bool are_known = old->read_times();
     if (are_known) keep_times(*old, *step);
     const bool will_be = are_known || !old->times.empty();

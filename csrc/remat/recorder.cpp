@@ -116,6 +116,9 @@ bool Block::refer(Recording& recording, const at::Tensor& tensor, size_t argumen
   reference.noted = entry.version;
   reference.written = written;
   reference.overwritten = overwritten;
+  if (reference.geometry.is_wrapped_number) {
+    reference.number = tensor.storage().getWeakStorageImpl().lock();
+  }
   return true;
 }
 

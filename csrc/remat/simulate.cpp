@@ -19,7 +19,7 @@ Simulator::Simulator(const Trace& trace) : trace_(trace), timeline_(trace) {
 
 bool Simulator::can_be_dropped(int32_t content) const {
   const auto& c = trace_.contents[content];
-  return c.saved && c.call >= 0 && c.let_go >= 0;
+  return c.saved && c.call >= 0 && c.let_go >= 0 && !c.must_be_kept;
 }
 
 Simulator::Result Simulator::run(const std::vector<Decision>& decisions) {

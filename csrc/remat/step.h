@@ -52,6 +52,8 @@ class Step {
   // `call`: null where its results cannot be recomputed. `time`: see start_time().
   void ended(Call* call, uint64_t key, std::unique_ptr<DeviceTime> time);
   Choice decide(Content& content);
+  // A content that was to be decided on cannot be recomputed.
+  void must_keep(const Content& content);
   // Throws torch's OutOfMemoryError where the budget is strict and the plan exceeds it.
   void check() const;
   // Whether what decide() kept may be dropped yet, because there is no plan.

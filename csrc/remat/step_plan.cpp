@@ -29,6 +29,11 @@ Choice Step::decide(Content& content) {
   return {Drops::kEverything, decision == Decision::kDrop};
 }
 
+void Step::must_keep(const Content& content) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!finished_) trace_.contents[content.number].must_be_kept = true;
+}
+
 bool Step::may_drop_later() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return plan_ == nullptr && bytes_ > 0;

@@ -23,7 +23,16 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
-PARTS = ("regions", "adam", "rules", "backwards", "any_optimizer", "databases", "optimizers")
+PARTS = (
+    "regions",
+    "adam",
+    "rules",
+    "backwards",
+    "any_optimizer",
+    "databases",
+    "optimizers",
+    "zoo_budgets",
+)
 LONGEST = 60  # seconds; a program that takes more hangs
 
 

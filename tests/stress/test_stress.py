@@ -20,6 +20,7 @@ from stress import (
     rules,
     run,
     worlds,
+    zoo_budgets,
 )
 from stress.programs import Op
 
@@ -31,6 +32,7 @@ PARTS = {
     "any_optimizer": (any_optimizer, 20),
     "databases": (databases, 10),
     "optimizers": (optimizers, 10),
+    "zoo_budgets": (zoo_budgets, 11),
 }
 
 
