@@ -75,7 +75,7 @@ class _Trial:
         groups = [
             {**_copies(group), "params": of} for group, of in zip(self.groups, params, strict=True)
         ]
-        devices = {p.device for of in params for p in of if p.is_cuda}
+        devices = {p.device for of in params for p in of if p.device.type == "cuda"}
         with torch.random.fork_rng(devices=list(devices)):
             for number in range(_STEPS):
                 for i, param in enumerate(p for of in params for p in of):
