@@ -18,7 +18,13 @@ from ..reported import Reported
 from .autocast import as_on_cuda
 from .batch import from_batch
 from .card import card
-from .surroundings import copies_of_fakes, in_sentences, known_values, swaps_of_fakes
+from .surroundings import (
+    copies_of_fakes,
+    in_sentences,
+    known_values,
+    masks_as_in_steps,
+    swaps_of_fakes,
+)
 from .tracker import FakeTracker
 from .workspaces import workspace_of
 
@@ -141,6 +147,8 @@ def predict(
         stack.enter_context(tracker.listening())
         model, made, step = checked("predict: build", build())
         _refuse_real(model)
+        # Now that transformers is imported, if the model is one of its.
+        stack.enter_context(masks_as_in_steps(tracker.storages.has_known_values))
         if chosen.type == "cuda" and made is not None:
             _step_as_on_cuda(made)
         for _ in range(_first_steps(made)):

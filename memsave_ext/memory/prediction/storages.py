@@ -144,6 +144,10 @@ class Storages(TorchDispatchMode):
         alone = torch._C._storage_Use_Count(number) == 2
         return alone and self._makers.get(number, _node()) != _node()
 
+    def has_known_values(self, tensor: Tensor) -> bool:
+        """Whether what Python reads from it is what a step would read."""
+        return self._values.is_known(tensor)
+
     def living(self) -> Iterator[tuple[int, int]]:
         """Yields the number and size of all memory that lives."""
         for number, (_, size) in self._known.items():

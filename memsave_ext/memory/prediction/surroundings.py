@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,3 +108,22 @@ def known_values() -> Iterator[None]:
         yield
     finally:
         fake_tensor.CONSTANT_NUMEL_LIMIT = before
+
+
+@contextmanager
+def masks_as_in_steps(is_known: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Lets models of transformers leave out the masks that real steps leave out.
+
+    They look at no value of a fake tensor, as if a graph were traced, and make every mask. They
+    make it here where its values are not known, as of a batch's padding.
+    """
+    utils: Any = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(utils, "is_fake_tensor"):  # not imported, or of another version
+        yield
+        return
+    is_fake = utils.is_fake_tensor
+    utils.is_fake_tensor = lambda value: is_fake(value) and not is_known(value)
+    try:
+        yield
+    finally:
+        utils.is_fake_tensor = is_fake

@@ -47,14 +47,19 @@ _RULES: dict[Any, Rule] = {
     **_each("logical_or bitwise_or maximum", max),
     **_each("add", lambda x, y, **_: int(x != 0 or y != 0)),
     **_each("any all max min amax amin sum mean abs clone _to_copy count_nonzero", _same),
+    **_each("cumsum", lambda x, *_, **__: int(x != 0)),
     **_each("zeros zeros_like new_zeros zero_", lambda *_, **__: 0),
+    **_each("ones ones_like new_ones", lambda *_, **__: 1),
     **_each("full full_like new_full fill_", _filled),
+    # nn.init.trunc_normal_ draws again what lies out of its bounds, until nothing does.
+    **_each("normal_", lambda _, mean=0.0, *__, **___: mean),
 }
-_CHANGES = frozenset(_each("zero_ fill_", _same))
+_SUMS = frozenset(_each("sum", _same))
+_CHANGES = frozenset(_each("zero_ fill_ normal_", _same))
 
 
 class Values:
-    """Knows the values of memory that is filled with one that is not 1."""
+    """Knows the values of memory that is filled with one, or compared."""
 
     def __init__(self) -> None:
         # By the storage: the version of the tensors in it, and their value.
@@ -73,6 +78,15 @@ class Values:
         version, value = self._known.get(tensor.untyped_storage()._cdata, (-1, 1))
         return value if version == tensor._version else 1
 
+    def is_known(self, tensor: Tensor) -> bool:
+        """Whether the values are not only taken to be 1."""
+        if tensor.layout is not torch.strided:
+            return False
+        if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
+            return True
+        version, _ = self._known.get(tensor.untyped_storage()._cdata, (-1, 1))
+        return version == tensor._version
+
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Notes the value of an operator's result."""
         rule = _RULES.get(func)
@@ -81,6 +95,8 @@ class Values:
         storage = result.untyped_storage()
         if result.fake_device.type == "meta" or not storage.nbytes():
             return  # whose end is not told
+        if rule is _same and not self.is_known(args[0]):
+            return
         values = (self.of(a) if isinstance(a, Tensor) else a for a in args)
         try:
             value = rule(*values, **kwargs)
@@ -88,5 +104,7 @@ class Values:
             return  # as of complex numbers that are compared
         if not isinstance(value, (bool, int, float, complex)):
             return
+        if func in _SUMS and self.is_known(args[0]):
+            value *= args[0].numel() // max(result.numel(), 1)
         # The change is counted after this.
         self._known[storage._cdata] = result._version + (func in _CHANGES), value
