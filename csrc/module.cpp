@@ -98,6 +98,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("begin_norm_pass", &Stepper::begin_norm_pass)
       .def("end_norm_pass", &Stepper::end_norm_pass)
       .def("folded", &Stepper::folded)
+      .def("drop_stale_low_part", &Stepper::drop_stale_low_part)
       .def("grad_norm", &Stepper::grad_norm)
       .def("found_inf", &Stepper::found_inf)
       .def("ask", &Stepper::ask)

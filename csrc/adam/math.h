@@ -100,13 +100,22 @@ struct Values {
   T max_exp_avg_sq;  // only with amsgrad
 };
 
+// Returns the bits of a double without the lower `cut` ones, rounded to nearest even. T: uint64_t
+// or a vector of them. What is too large becomes infinite; a NaN's lower bits must be zeros.
+template <int cut, typename T>
+MEMSAVE_EXT_INLINE T rounded_bits(T bits) {
+  constexpr uint64_t half = uint64_t{1} << (cut - 1);
+  return (bits + (half - 1) + (bits >> cut & 1)) >> cut;
+}
+
 // Both moments as they were before the step whose gradients are being folded. exp_avg takes up the
 // sum of the gradients, but exp_avg_sq needs the square of that sum, which is known only at the
 // end. Until then the bits of exp_avg_sq hold both earlier moments.
 //
 // float: the upper 16 bits are exp_avg as a bfloat16, rounded to nearest even; the lower 16 are
 // exp_avg_sq without its sign, (bits + the upper 15 of 16 random bits) >> 15. double: the upper 32
-// bits are exp_avg as a float, the lower 32 are exp_avg_sq as a float, both rounded to nearest.
+// bits are those of exp_avg, the lower 32 are exp_avg_sq's bits 31 to 62, both rounded to nearest
+// even, so that both keep the range of a double. A NaN stays one.
 template <typename T>
 struct Packed {
   T exp_avg, exp_avg_sq;

@@ -69,6 +69,9 @@ class OpenStep {
   bool is_folded(const Parameter& parameter) const { return records_.is_folded(parameter.state); }
   // Returns how many parameters have folded gradients that are not stepped yet.
   int64_t folded() const { return records_.folded(); }
+  void drop_stale_low_part(const at::Tensor& param, const at::Tensor& low_part) const {
+    records_.drop_stale_low_part(param, low_part);
+  }
 
   // Ends this step and returns how many parameters were stepped in it.
   int64_t end();

@@ -10,12 +10,9 @@ using at::Tensor;
 
 namespace {
 
-// Returns whether the versions of the parameter and its low part matter and exist: tensors of
-// inference mode have none.
-bool has_versions(const Parameter& parameter) {
-  const Tensor& low_part = parameter.state.param_low_part;
-  return low_part.defined() && !is_fold(parameter.phase) && !parameter.local.is_inference() &&
-         !low_part.is_inference();
+// Returns whether there is a low part, and both have versions: tensors of inference mode have none.
+bool have_versions(const Tensor& param, const Tensor& low_part) {
+  return low_part.defined() && !param.is_inference() && !low_part.is_inference();
 }
 
 }  // namespace
@@ -25,13 +22,16 @@ Records::Place Records::place_of(const Tensor& tensor) {
 }
 
 void Records::step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
-  for (const Parameter* parameter : parameters) drop_stale_low_part(*parameter);
+  for (const Parameter* parameter : parameters) {
+    if (is_fold(parameter->phase)) continue;
+    drop_stale_low_part(parameter->local, parameter->state.param_low_part);
+  }
   step_all(parameters, scaling);
   for (const Parameter* parameter : parameters) note(*parameter);
 }
 
 std::unique_ptr<StepInRows> Records::step_in_rows(const Parameter& parameter) {
-  drop_stale_low_part(parameter);
+  drop_stale_low_part(parameter.local, parameter.state.param_low_part);
   auto begun = std::make_unique<StepInRows>(parameter);
   note(parameter);
   return begun;
@@ -44,12 +44,11 @@ bool Records::is_folded(const State& state) const {
 
 // A low part that was loaded has no entry here, and belongs to the weights as they are. Under
 // capture it stays: the graph would zero it in every replay.
-void Records::drop_stale_low_part(const Parameter& parameter) const {
-  if (!has_versions(parameter)) return;
-  const Tensor& low_part = parameter.state.param_low_part;
+void Records::drop_stale_low_part(const Tensor& param, const Tensor& low_part) const {
+  if (!have_versions(param, low_part)) return;
   const auto found = versions_.find(place_of(low_part));
-  if (found == versions_.end() || found->second.of_param == parameter.local._version() ||
-      found->second.of_low_part != low_part._version() || is_capturing(parameter.local.device())) {
+  if (found == versions_.end() || found->second.of_param == param._version() ||
+      found->second.of_low_part != low_part._version() || is_capturing(param.device())) {
     return;
   }
   const at::NoGradGuard no_grad;
@@ -63,7 +62,7 @@ void Records::note(const Parameter& parameter) {
   } else if (!folded_.empty() && state.exp_avg_sq.defined()) {
     folded_.erase(place_of(state.exp_avg_sq));
   }
-  if (!has_versions(parameter)) return;
+  if (is_fold(parameter.phase) || !have_versions(parameter.local, state.param_low_part)) return;
   const auto place = place_of(state.param_low_part);
   if (versions_.find(place) == versions_.end()) {  // seldom: also drops entries of freed tensors
     for (auto i = versions_.begin(); i != versions_.end();) {

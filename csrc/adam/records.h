@@ -16,8 +16,7 @@ namespace memsave_ext::adam {
 
 class Records {
  public:
-  // As step_all(). First zeroes param_low_part where the parameter has been written to since its
-  // last step and the low part has not.
+  // As step_all(). First drops stale low parts.
   void step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling);
 
   // Begins a step of one parameter in rows, with the same care for param_low_part.
@@ -28,6 +27,11 @@ class Records {
   // Returns how many states have folded gradients.
   int64_t folded() const { return static_cast<int64_t>(folded_.size()); }
   void forget_folded() { folded_.clear(); }
+
+  // Zeroes a low part where the parameter has been written to since its last step and the low part
+  // has not: it does not belong to the parameter's values any more. Both: local; it may be
+  // undefined.
+  void drop_stale_low_part(const at::Tensor& param, const at::Tensor& low_part) const;
 
  private:
   struct Versions {
@@ -43,8 +47,6 @@ class Records {
   };
 
   static Place place_of(const at::Tensor& tensor);
-  // Zeroes param_low_part where it does not belong to the parameter's values any more.
-  void drop_stale_low_part(const Parameter& parameter) const;
   // Remembers what a step or fold has left.
   void note(const Parameter& parameter);
 

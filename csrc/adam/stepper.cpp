@@ -219,6 +219,12 @@ int64_t Stepper::folded() {
   return open_step_.folded();
 }
 
+void Stepper::drop_stale_low_part(const Tensor& param, const Tensor& low_part) {
+  const py::gil_scoped_release no_gil;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  open_step_.drop_stale_low_part(param, low_part);
+}
+
 int64_t Stepper::count_used(const py::list& params) {
   std::vector<std::shared_ptr<Entry>> entries;
   for (const py::handle param : params) entries.push_back(entry_of(param));

@@ -60,6 +60,8 @@ class Stepper : public std::enable_shared_from_this<Stepper> {
   void end_norm_pass(const pybind11::object& max_norm);
   // Returns how many parameters have folded gradients that are not stepped yet.
   int64_t folded();
+  // As Records::drop_stale_low_part(), before parameters or states are read.
+  void drop_stale_low_part(const at::Tensor& param, const at::Tensor& low_part);
   pybind11::object grad_norm();  // of the last step whose norm was measured, or None
   // Returns the found_inf of each device in the last step with a loss scale: 1 where a gradient was
   // not finite.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import modes
+from .dtensor import local_tensor
 from .step_in_backward import InBackward
 
 
@@ -19,8 +20,9 @@ class Saving(InBackward):
         """Returns float32 copies of the parameters, in the order of ``param_groups``.
 
         Those of bfloat16 parameters include what ``bf16="kahan"``, ``"split"`` or ``"split8"``
-        keeps beside them.
+        keeps beside them, unless the parameter has been overwritten since its last step.
         """
+        self._drop_stale_low_parts()
         return [
             modes.fp32_parameter(param, self.state.get(param, {}), group)
             for group in self.param_groups
@@ -41,6 +43,7 @@ class Saving(InBackward):
 
     def state_dict(self) -> dict[str, Any]:
         self._check_not_folding()
+        self._drop_stale_low_parts()
         return modes.to_saved(super().state_dict())
 
     def _check_not_folding(self) -> None:
@@ -49,6 +52,12 @@ class Saving(InBackward):
                 f"Adam: {count} parameters have gradients folded into their moments that are not "
                 "stepped yet. Finish the step first."
             )
+
+    def _drop_stale_low_parts(self) -> None:
+        """Zeroes what is kept beside overwritten parameters, as their next step would."""
+        for param, state in self.state.items():
+            if (low_part := state.get("param_rest")) is not None:
+                self._stepper.drop_stale_low_part(local_tensor(param), local_tensor(low_part))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Like torch's, but state keeps its own dtype (pytorch#43706).
@@ -105,6 +114,7 @@ class Saving(InBackward):
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_not_folding()
+        self._drop_stale_low_parts()
         own = ("_in_backward", "_small_bytes", "_bucket_bytes", "_modes", "_clip_global_norm")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 

@@ -287,11 +287,38 @@ def test_the_rest_of_overwritten_weights_is_dropped(bf16, in_backward, new):
     assert torch.equal(optimizer.fp32_parameters()[0], clean.fp32_parameters()[0])
 
 
+def restored(copied):
+    """The parameter and optimizer of a checkpoint of these."""
+    param, optimizer = copied
+    other, loaded = trained(optimizer.param_groups[0]["bf16"])
+    with torch.no_grad():
+        other.copy_(param)
+    loaded.load_state_dict(optimizer.state_dict())
+    return other, loaded
+
+
+@RESTS
+@both_ways
+@pytest.mark.parametrize("read", [tuple, restored, copy.deepcopy], ids=lambda f: f.__name__)
+def test_the_rest_of_overwritten_weights_is_not_read_and_not_saved(bf16, in_backward, read):
+    param, optimizer = trained(bf16, in_backward)
+    assert optimizer.state[param]["param_rest"].any()
+    with torch.no_grad():
+        param.fill_(1e-6)
+    other, reader = read((param, optimizer))
+    assert torch.equal(reader.fp32_parameters()[0], param.detach().float())
+    assert not reader.state[other]["param_rest"].any()
+    steps(other, reader, 1)
+    assert reader.state[other]["param_rest"].any()
+    assert not torch.equal(reader.fp32_parameters()[0], other.detach().float())
+
+
 @RESTS
 def test_weights_and_rests_that_are_restored_together_are_kept(bf16):
     for order in ("weights first", "states first", "states in place"):
         param, optimizer = trained(bf16)
         weights, states = param.detach().clone(), copy.deepcopy(optimizer.state_dict())
+        exact = optimizer.fp32_parameters()[0]
         steps(param, optimizer, 3)
         after = param.detach().clone(), optimizer.fp32_parameters()[0]
 
@@ -309,6 +336,7 @@ def test_weights_and_rests_that_are_restored_together_are_kept(bf16):
             optimizer.load_state_dict(states)
         if order == "states first":
             load_weights()
+        assert torch.equal(optimizer.fp32_parameters()[0], exact)
         steps(param, optimizer, 3)
         assert torch.equal(param, after[0])
         assert torch.equal(optimizer.fp32_parameters()[0], after[1])
@@ -318,9 +346,10 @@ def test_weights_and_rests_that_are_restored_together_are_kept(bf16):
 def test_a_state_dict_of_the_same_tensors_is_kept(bf16):
     param, optimizer = trained(bf16)
     exact = optimizer.fp32_parameters()[0]
+    states = optimizer.state_dict()
     with torch.no_grad():
         param.copy_(param.clone())
-    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(states)
     low_part = optimizer.state[param]["param_rest"]
     steps(param, optimizer, 1)
     other, alike = trained(bf16)

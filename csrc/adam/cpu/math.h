@@ -103,6 +103,9 @@ struct Math {
   static MEMSAVE_EXT_INLINED isa::Bits number_bits(Floats v) {
     return v != v ? isa::Bits{} + 0x7fc00000u : (isa::Bits)v;
   }
+  static MEMSAVE_EXT_INLINED Wide number_bits(Doubles v) {
+    return v != v ? Wide{} + (uint64_t{0x7ff8} << 48) : (Wide)v;
+  }
   static MEMSAVE_EXT_INLINED isa::Bits bfloat16_bits(Floats v) { return isa::bfloat16_bits(v); }
   static MEMSAVE_EXT_INLINED isa::Bits signed_upper(isa::Bits bits) {
     return (isa::Bits)((isa::Vector<int32_t, isa::kLanes<float>>)bits >> 16);
@@ -209,26 +212,18 @@ struct Math {
   }
 
   static MEMSAVE_EXT_INLINED Doubles pack(Packed<Doubles> moments, isa::Bits) {
-    return (Doubles)(bits_of_floats(moments.exp_avg) << 32 | bits_of_floats(moments.exp_avg_sq));
+    const Wide squares = number_bits(moments.exp_avg_sq) & ~(uint64_t{1} << 63);
+    return (Doubles)(rounded_bits<32>(number_bits(moments.exp_avg)) << 32 |
+                     rounded_bits<31>(squares));
   }
 
   static MEMSAVE_EXT_INLINED Packed<Doubles> unpack(Doubles packed) {
     const Wide both = (Wide)packed;
-    return {floats_of_bits(both >> 32), floats_of_bits(both & 0xffffffffu)};
+    return {(Doubles)(both >> 32 << 32), (Doubles)((both & 0xffffffffu) << 31)};
   }
 
  private:
   using Integers = isa::Vector<int32_t, isa::kLanes<float>>;
-  using HalfFloats = isa::Vector<float, isa::kLanes<double>>;
-  using HalfBits = isa::Vector<uint32_t, isa::kLanes<double>>;
-
-  static MEMSAVE_EXT_INLINED Wide bits_of_floats(Doubles v) {
-    return __builtin_convertvector((HalfBits) __builtin_convertvector(v, HalfFloats), Wide);
-  }
-
-  static MEMSAVE_EXT_INLINED Doubles floats_of_bits(Wide bits) {
-    return __builtin_convertvector((HalfFloats) __builtin_convertvector(bits, HalfBits), Doubles);
-  }
 };
 
 }  // namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA

@@ -18,6 +18,12 @@ __device__ __forceinline__ uint32_t float_bits(float value) {
   return value == value ? __float_as_uint(value) : 0x7fc00000u;
 }
 
+// Likewise of a double, which is still a NaN without its lower bits.
+__device__ __forceinline__ uint64_t double_bits(double value) {
+  return value == value ? static_cast<uint64_t>(__double_as_longlong(value))
+                        : uint64_t{0x7ff8} << 48;
+}
+
 // The values of IEEE: by intrinsics, whatever flags compile this, except for the quotient, which
 // must not be compiled with fast division.
 struct Math {
@@ -85,11 +91,15 @@ struct Math {
     return {__uint_as_float(packed & 0xffff0000u), __uint_as_float((packed & 0xffff) << 15)};
   }
   static __device__ __forceinline__ double pack(Packed<double> x, uint32_t) {
-    return __hiloint2double(__float_as_int(__double2float_rn(x.exp_avg)),
-                            __float_as_int(__double2float_rn(x.exp_avg_sq)));
+    const uint64_t squares = double_bits(x.exp_avg_sq) & ~(uint64_t{1} << 63);
+    const uint64_t packed =
+        rounded_bits<32>(double_bits(x.exp_avg)) << 32 | rounded_bits<31>(squares);
+    return __longlong_as_double(static_cast<long long>(packed));
   }
   static __device__ __forceinline__ Packed<double> unpack(double x) {
-    return {__int_as_float(__double2hiint(x)), __int_as_float(__double2loint(x))};
+    const auto packed = static_cast<uint64_t>(__double_as_longlong(x));
+    return {__longlong_as_double(static_cast<long long>(packed >> 32 << 32)),
+            __longlong_as_double(static_cast<long long>((packed & 0xffffffffu) << 31))};
   }
 
   struct Halves {

@@ -43,13 +43,12 @@ class Records:
         else:
             self._folded.pop(id(exp_avg_sq), None)
 
-    def drop_stale_low_part(self, param: Tensor, state: Mapping[str, Tensor]) -> None:
+    def drop_stale_low_part(self, param: Tensor, low_part: Tensor | None) -> None:
         """Zeroes the low part where only the parameter was written to since its last step.
 
         One that was loaded has no record and is kept: it belongs to the loaded weights. Nothing is
         done while a CUDA graph is captured, which would zero the low part in every replay.
         """
-        low_part = state.get("param_rest")
         known = None if low_part is None else self._versions.get(low_part)
         if low_part is None or known is None or _is_captured(param):
             return

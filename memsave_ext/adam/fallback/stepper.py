@@ -156,6 +156,10 @@ class AdamStepper:
     def folded(self) -> int:
         return self._records.folded()
 
+    def drop_stale_low_part(self, param: Tensor, low_part: Tensor) -> None:
+        """Called before parameters or states are read, with local tensors."""
+        self._records.drop_stale_low_part(param, low_part)
+
     def count_used(self, params: list[Tensor]) -> int:
         if not self._attached:
             return 0

@@ -174,5 +174,5 @@ def _prepare(
     phase = records.phase(state, folds=folds)
     state = {name: dtensor.local_tensor(value) for name, value in state.items()}
     if not folds:
-        records.drop_stale_low_part(param, state)
+        records.drop_stale_low_part(param, state.get("param_rest"))
     return Prepared(param, grad, state, made.group, phase, position)

@@ -68,21 +68,10 @@ To bits_as(From value) {
 }  // namespace emulation
 
 inline uint32_t __float_as_uint(float x) { return emulation::bits_as<uint32_t>(x); }
-inline int32_t __float_as_int(float x) { return emulation::bits_as<int32_t>(x); }
 inline float __uint_as_float(uint32_t x) { return emulation::bits_as<float>(x); }
-inline float __int_as_float(int32_t x) { return emulation::bits_as<float>(x); }
-inline double __hiloint2double(int32_t high, int32_t low) {
-  return emulation::bits_as<double>(static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32 |
-                                    static_cast<uint32_t>(low));
-}
-inline int32_t __double2hiint(double x) {
-  return static_cast<int32_t>(emulation::bits_as<uint64_t>(x) >> 32);
-}
-inline int32_t __double2loint(double x) {
-  return static_cast<int32_t>(emulation::bits_as<uint64_t>(x));
-}
+inline long long __double_as_longlong(double x) { return emulation::bits_as<long long>(x); }
+inline double __longlong_as_double(long long x) { return emulation::bits_as<double>(x); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
-inline float __double2float_rn(double x) { return static_cast<float>(x); }
 
 // Compiled without contraction.
 inline float __fmul_rn(float a, float b) { return a * b; }
