@@ -13,6 +13,7 @@ namespace memsave_ext::memory {
 Count::~Count() { stop(); }
 
 void Count::start() {
+  const Bytes now = is_reported() ? Bytes{} : ask();
   TrackingLock lock;
   if (!running_ && device_.is_cpu()) {
     watch_cpu_allocator();
@@ -30,7 +31,11 @@ void Count::start() {
     earlier_ = std::exchange(blocks_, {});
     live_ = 0;
   }
-  before_ = peak_ = live_ = read();
+  if (!is_reported()) {
+    live_ = now.live;
+    highest_ = now.peak;
+  }
+  before_ = peak_ = live_;
 }
 
 void Count::stop() {
@@ -47,11 +52,11 @@ void* Count::address_of(const c10::StorageImpl& storage) {
   return is_fake ? const_cast<c10::StorageImpl*>(&storage) : const_cast<void*>(storage.data());
 }
 
-int64_t Count::read() const {
-  if (is_reported()) return live_;
+Count::Bytes Count::ask() const {
   const auto stats = c10::getDeviceAllocator(device_.type())->getDeviceStats(device_.index());
-  return stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)]
-      .current;
+  const auto& bytes =
+      stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+  return {bytes.current, bytes.peak};
 }
 
 void Count::add(const c10::Storage& storage) {
@@ -88,8 +93,9 @@ void Count::look() {
 }
 
 int64_t Count::live() const {
+  if (!is_reported()) return ask().live;
   TrackingLock lock;
-  return read();
+  return live_;
 }
 
 int64_t Count::before() const {
@@ -97,10 +103,16 @@ int64_t Count::before() const {
   return before_;
 }
 
-int64_t Count::take_peak() {
+Count::Bytes Count::take() {
+  const Bytes now = is_reported() ? Bytes{} : ask();
   TrackingLock lock;
-  set_live(read());
-  return std::exchange(peak_, live_);
+  if (!is_reported()) {
+    set_live(now.live);
+    // It has risen, or was reset and has risen to this: since the last look either way.
+    if (now.peak != highest_) peak_ = std::max(peak_, now.peak);
+    highest_ = now.peak;
+  }
+  return {live_, std::exchange(peak_, live_)};
 }
 
 std::map<int32_t, int64_t> Count::survivors() const {

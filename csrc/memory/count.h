@@ -12,7 +12,7 @@ namespace memsave_ext::memory {
 
 // On the CPU: what is allocated while it runs, by any thread, and what add() names, from the
 // allocator's reports; likewise fake memory, from a prediction's. On other devices the caching
-// allocator's own figure, which includes all.
+// allocator's own figures, which include all.
 class Count {
  public:
   // `counts_all`: of fake memory, which has the meta device; as on CUDA, all that is alive counts.
@@ -32,9 +32,13 @@ class Count {
   void look();
   int64_t live() const;
   int64_t before() const;  // of what lived before: add()'s, or on other devices all at start()
-  // The most live bytes since the last call. On other devices than the CPU, the larger of then and
-  // now: the allocator's own peak is its user's to reset.
-  int64_t take_peak();
+  struct Bytes {
+    int64_t live, peak;
+  };
+  // The live bytes, and the most since the last call. On other devices than the CPU that is exact
+  // where it is the most that the allocator has ever given out, or since its user has reset its
+  // peak, which is the user's to reset; else the larger of then and now.
+  Bytes take();
 
   // Bytes of add()'s memory that was allocated between the two latest calls of start(), by the
   // value that `mark` had then.
@@ -58,7 +62,9 @@ class Count {
   // The name of a storage's memory: its address, or the storage's own for a fake one.
   static void* address_of(const c10::StorageImpl& storage);
   bool is_reported() const { return device_.is_cpu() || device_.is_meta(); }
-  int64_t read() const;
+  // What the caching allocator says. Not while the tracking mutex is held: it takes its own lock,
+  // whose holder may be waiting for this mutex, to report.
+  Bytes ask() const;
   void set_live(int64_t live);
 
   const at::Device device_;
@@ -68,6 +74,7 @@ class Count {
   int64_t live_ = 0;
   int64_t before_ = 0;
   int64_t peak_ = 0;
+  int64_t highest_ = 0;  // the caching allocator's own peak when it was last asked
   ska::flat_hash_map<void*, Block> blocks_;
   ska::flat_hash_map<void*, Block> earlier_;  // blocks_ as they were at start()
   std::map<int32_t, int64_t> survivors_;

@@ -64,7 +64,7 @@ uint64_t Step::began(const Operator& op, const at::RecordFunction& function) {
   hash_ = mix(hash_, key);
   // Between operators is where most contents are let go: what was before belongs to the moment
   // that is past, so that the operator's own peak is told apart from them.
-  const int64_t least = take_peak();
+  const int64_t least = take().peak;
   if (!trace_.moments.empty()) {
     trace_.moments.back().peak = std::max(trace_.moments.back().peak, least);
     let_go(static_cast<int32_t>(trace_.moments.size()) - 1);
@@ -138,23 +138,24 @@ void Step::let_go(int32_t moment) {
 }
 
 void Step::add_moment() {
-  const int64_t peak = take_peak();
+  const auto [live, peak] = take();
   if (!trace_.moments.empty()) most_added_ = std::max(most_added_, highest_ - live_);
   let_go(static_cast<int32_t>(trace_.moments.size()));
   held_ = held_alone();
-  live_ = shared_->count.live();
+  live_ = live;
   const int64_t now = live_ - held_;
   trace_.moments.push_back({now, std::max(now, peak)});
   shared_->count.set_mark(static_cast<int32_t>(trace_.moments.size()));
   curve_.push_back(std::exchange(highest_, 0));
 }
 
-// Returns the most bytes since the last call, less what only the block held.
-int64_t Step::take_peak() {
-  const int64_t peak = shared_->count.take_peak();
-  highest_ = std::max(highest_, peak);
-  peak_ = std::max(peak_, peak);
-  return peak - held_;
+// Returns the live bytes and the most since the last call, the latter less what only the block
+// held.
+memory::Count::Bytes Step::take() {
+  const auto bytes = shared_->count.take();
+  highest_ = std::max(highest_, bytes.peak);
+  peak_ = std::max(peak_, bytes.peak);
+  return {bytes.live, bytes.peak - held_};
 }
 
 int64_t Step::held_alone() {
@@ -185,7 +186,7 @@ void Step::opened(const Content& content) {
 
 void Step::recomputed() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  take_peak();
+  take();
   held_ = held_alone();
 }
 

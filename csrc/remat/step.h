@@ -89,7 +89,7 @@ class Step {
   // The caller of these holds mutex_.
   int32_t number_of(Content& content);
   void let_go(int32_t moment);
-  int64_t take_peak();
+  memory::Count::Bytes take();
   void add_moment();
   int64_t held_alone();
   void follow(std::shared_ptr<Known> known);

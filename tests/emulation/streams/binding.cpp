@@ -42,6 +42,10 @@ void emulated_refuse_waits(bool refuses) { emulated::refuses_waits = refuses; }
 
 int64_t emulated_bytes_allocated() { return emulated::bytes_allocated(); }
 
+void emulated_allocate_for_a_moment(size_t bytes) { emulated::allocate_for_a_moment(bytes); }
+
+void emulated_check_lock_of_stats(bool check) { emulated::check_lock_of_stats(check); }
+
 void emulated_stop_next_allocation() { emulated::stop_next_allocation(); }
 
 void emulated_wait_until_it_has_stopped() { emulated::wait_until_it_has_stopped(); }

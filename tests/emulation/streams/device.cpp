@@ -1,17 +1,22 @@
 // What torch asks a device for: streams, events, memory, and hooks that say that it is there.
 #include "device.h"
 
+#include <ATen/ThreadLocalState.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
+#include <future>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "ATen/cuda/CUDAGeneratorImpl.h"
 
@@ -133,13 +138,20 @@ class Allocator final : public c10::DeviceAllocator {
     used_on(data.get(), stream.id());
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
+    if (checks_lock_of_stats) require_that_another_may_allocate();
+    const Entered entered;
     c10::CachingDeviceAllocator::DeviceStats stats;
     stats.allocated_bytes[0].current = live;
+    stats.allocated_bytes[0].peak = peak;
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
-  void resetPeakStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex) override {
+    const Entered entered;
+    peak = live;
+  }
 
+  static inline std::atomic<bool> checks_lock_of_stats = false;
   static inline int64_t live = 0;
 
  private:
@@ -151,12 +163,26 @@ class Allocator final : public c10::DeviceAllocator {
     ~Entered() { --depth; }
     void report(void* data, int64_t bytes) const {
       live += bytes;
+      peak = std::max(peak, live);
       c10::reportMemoryUsageToProfiler(data, bytes, live, live, kDevice);
     }
 
    private:
     const std::lock_guard<std::recursive_mutex> lock_;
   };
+
+  // Whoever asks for statistics takes the allocator's lock. Another thread may have it, and report.
+  void require_that_another_may_allocate() {
+    const at::ThreadLocalState reporting;
+    auto allocation = std::async(std::launch::async, [this, reporting] {
+      const at::ThreadLocalStateGuard as_here(reporting);
+      allocate(1);
+    });
+    if (allocation.wait_for(std::chrono::seconds(2)) == std::future_status::ready) return;
+    failed("statistics are asked for with a lock that a report waits for");
+    static auto& waiting = *new std::vector<std::future<void>>();
+    waiting.push_back(std::move(allocation));
+  }
 
   static void release(void* data) {
     if (data == nullptr) return;
@@ -169,6 +195,7 @@ class Allocator final : public c10::DeviceAllocator {
 
   static inline std::recursive_mutex mutex;
   static inline int depth = 0;
+  static inline int64_t peak = 0;
   static inline std::unordered_map<void*, int64_t> sizes;
 };
 
@@ -221,6 +248,13 @@ bool let_it_end(double seconds) {
 }
 
 int64_t bytes_allocated() { return Allocator::live; }
+
+void allocate_for_a_moment(size_t bytes) {
+  allocator.resetPeakStats(0);
+  allocator.allocate(bytes);
+}
+
+void check_lock_of_stats(bool check) { Allocator::checks_lock_of_stats = check; }
 
 c10::Allocator* device_allocator() { return &allocator; }
 

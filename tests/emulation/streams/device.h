@@ -16,6 +16,11 @@ StreamId current_stream();  // of this thread
 c10::Allocator* device_allocator();
 extern std::atomic<bool> refuses_waits;  // whether it is a failure that an operator waits
 int64_t bytes_allocated();
+// Without an operator, and the most that the allocator has given out since.
+void allocate_for_a_moment(size_t bytes);
+// Whether it is a failure to ask for statistics with a lock that an allocation on another thread,
+// which reports to the same, waits for.
+void check_lock_of_stats(bool check);
 // The next allocation, on whatever thread, waits before it takes the allocator's lock.
 void stop_next_allocation();
 void wait_until_it_has_stopped();

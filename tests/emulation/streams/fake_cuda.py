@@ -23,6 +23,8 @@ _library.emulated_end_capture.restype = ctypes.c_void_p
 _library.emulated_is_capturing.restype = ctypes.c_bool
 _library.emulated_bytes_allocated.restype = ctypes.c_int64
 _library.emulated_refuse_waits.argtypes = [ctypes.c_bool]
+_library.emulated_allocate_for_a_moment.argtypes = [ctypes.c_size_t]
+_library.emulated_check_lock_of_stats.argtypes = [ctypes.c_bool]
 _library.emulated_replay.argtypes = [ctypes.c_void_p]
 _library.emulated_seed.argtypes = [ctypes.c_uint64]
 _with_the_gil.emulated_let_it_end.restype = ctypes.c_bool
@@ -40,6 +42,21 @@ def take_failures() -> list[str]:
         return ctypes.string_at(text).decode().splitlines()
     finally:
         _free(text)
+
+
+def allocate_for_a_moment(size: int) -> None:
+    """As an operator does that frees its workspace itself; the peak's statistics begin anew."""
+    _library.emulated_allocate_for_a_moment(size)
+
+
+@contextlib.contextmanager
+def lock_of_stats_checked() -> Iterator[None]:
+    """Inside, statistics asked for with a lock that reports of allocations take are a failure."""
+    _library.emulated_check_lock_of_stats(True)
+    try:
+        yield
+    finally:
+        _library.emulated_check_lock_of_stats(False)
 
 
 def stop_next_allocation() -> None:

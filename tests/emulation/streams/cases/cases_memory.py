@@ -11,6 +11,7 @@ import fake_cuda
 import pytest
 import torch
 
+import memsave_ext as ms
 from memsave_ext import _native
 
 DEVICE = torch.device("cuda", 0)
@@ -114,6 +115,17 @@ def test_a_report_takes_no_storage(tracker, keeps_the_gil):
     thread.join()
     assert has_ended == [True], "a report waits for the GIL"
     assert of_python.nbytes() == 4
+
+
+def test_statistics_are_asked_for_without_a_lock(tracker):
+    """Of the allocator, whose lock another thread may have that reports to a tracker."""
+    x = torch.ones(64, device=DEVICE, requires_grad=True)
+    with fake_cuda.lock_of_stats_checked():
+        for _ in range(2):
+            with ms.remat(budget="1GB") as block:
+                loss = x.exp().sin().sum()
+            loss.backward()
+    assert block.peak > 0
 
 
 def unreported(make):
