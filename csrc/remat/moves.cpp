@@ -18,7 +18,7 @@ bool Search::Move::operator<(const Move& other) const {
 }
 
 double Search::score(int32_t content, Decision decision) {
-  change(content, decision);
+  change(content, decision, true);
   const auto lowered = too_often_ ? 0 : static_cast<double>(gain());
   undo();
   return lowered / std::max(seconds_, kLeastSeconds);
@@ -74,7 +74,8 @@ bool Search::lower(int64_t level, int64_t aim) {
   pushed_.assign(3 * decisions_.size(), 0);
   std::vector<Move> heap;
   for (const int32_t content : routes_.droppable) push_moves(content, heap);
-  while (profile_.most() > level && !heap.empty()) {
+  while (profile_.most() > level && !heap.empty() && !is_stopped()) {
+    work_ += 1 + simulator_.timeline().size() / 256;
     std::pop_heap(heap.begin(), heap.end());
     Move move = heap.back();
     heap.pop_back();
@@ -98,10 +99,13 @@ bool Search::lower(int64_t level, int64_t aim) {
 void Search::put_back(int64_t level) {
   profile_.set_level(level);
   for (const int32_t content : by_worth_) {
+    if (is_stopped()) return;
+    ++work_;
     if (content == fixed_) continue;
     for (const Decision decision : {Decision::kKeep, Decision::kDrop}) {
       if (decisions_[content] <= decision) break;
-      change(content, decision);
+      if (decision == Decision::kKeep && !may_be_kept(content)) continue;
+      change(content, decision, true);
       if (seconds_ <= 0 && !too_often_ && fits()) {
         commit();
       } else {

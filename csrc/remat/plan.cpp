@@ -16,9 +16,12 @@ constexpr int kMostRunsOfAny = 2;
 // So many levels of memory are planned for. Those of large traces are searched for a few, and what
 // is between them is made from these.
 constexpr int kLevels = 64, kFewestLevels = 8, kMostLevels = 256, kWork = 25000;
-// The most segments to start from, and how many such starts are followed.
 // Tries to improve plans: so many by the square of what can be dropped.
 constexpr int64_t kTries = 20000000;
+// The most work that a trace is worth, in visits as Search::stop_at() counts them, so that planning
+// takes about 0.1 s for 1,000 operators, and 1 s at most. Clocks are noisy, and plans must not be.
+constexpr int64_t kLeastWork = 16000000, kWorkPerOperator = 16000, kMostWork = 160000000;
+// The most segments to start from, and how many such starts are followed.
 constexpr int kMostSegments = 64, kStarts = 3;
 
 // The best plans found so far.
@@ -71,14 +74,29 @@ class Planner {
     if (droppable == 0) return frontier_.take();
     if (droppable <= most_enumerated) enumerate();
     const int levels = std::clamp(kWork / droppable, kFewestLevels, kMostLevels);
-    for (const double ahead : {0.03, 0.15}) descend(all_kept(), levels, ahead);
+    stop_at(0.2);
+    descend(all_kept(), levels, 0.03);
+    const bool is_large = search_.is_stopped();
+    stop_at(0.3);
+    descend(all_kept(), levels, 0.15);
+    stop_at(0.6);
     start_from_segments(levels);
+    stop_at(0.85);
+    if (is_large) go_lower();
+    stop_at(1);
     ascend(frontier_.sorted().back().decisions, plain_, std::max(levels, kLevels));
     improve(droppable);
     return frontier_.take();
   }
 
  private:
+  // What comes next ends when so much of the work that a trace is worth has been done.
+  void stop_at(double share) {
+    const auto operators = static_cast<int64_t>(trace_.calls.size());
+    const auto most = std::clamp(kWorkPerOperator * operators, kLeastWork, kMostWork);
+    search_.stop_at(static_cast<int64_t>(share * static_cast<double>(most)));
+  }
+
   std::vector<Decision> all_kept() const {
     return std::vector<Decision>(trace_.contents.size(), Decision::kKeep);
   }
@@ -122,10 +140,21 @@ class Planner {
   // Keeps more, level by level.
   void ascend(std::vector<Decision> decisions, int64_t below, int levels) {
     const int64_t peak = set(std::move(decisions)).peak;
-    for (int64_t level = peak; level < below; level += step(levels)) {
+    for (int64_t level = peak; level < below && !search_.is_stopped(); level += step(levels)) {
       search_.put_back(level);
       set(search_.decisions());
     }
+  }
+
+  // Lowers the lowest peak, by an eighth of what is left each time.
+  void go_lower() {
+    constexpr int64_t kParts = 8;
+    int64_t level = 0;
+    do {
+      const Plan lowest = frontier_.sorted().back();
+      level = lowest.peak - std::max<int64_t>((lowest.peak - floor_) / kParts, 1);
+      set(lowest.decisions);
+    } while (level >= floor_ && reach(level, floor_));
   }
 
   // Begins with what crosses between segments of the forward, which is needed where memory is
@@ -150,10 +179,10 @@ class Planner {
   // for small traces, where what is left over at a level is a large share.
   void improve(int droppable) {
     auto tries = std::min<int64_t>(kTries / droppable / droppable, 600);
-    for (size_t next = 0; tries > 0; ++next) {
+    for (size_t next = 0; tries > 0 && !search_.is_stopped(); ++next) {
       const std::vector<Plan> plans = frontier_.sorted();
       if (plans.size() < 2) break;
-      for (size_t i = 1; i < plans.size() && tries > 0; ++i, --tries) {
+      for (size_t i = 1; i < plans.size() && tries > 0 && !search_.is_stopped(); ++i, --tries) {
         const int32_t content = routes_.droppable[(next + i * 7) % routes_.droppable.size()];
         const int64_t level = plans[i - 1].peak - 1;
         search_.set(plans[i].decisions);

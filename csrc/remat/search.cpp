@@ -22,6 +22,13 @@ Search::Search(Simulator& simulator, const Routes& routes)
   };
   std::stable_sort(by_worth_.begin(), by_worth_.end(),
                    [&](int32_t a, int32_t b) { return worth(a) > worth(b); });
+  first_need_ = simulator.timeline().size();
+  for (const int32_t content : routes_.droppable) {
+    first_need_ = std::min(first_need_, spans_[content].until + 1);
+  }
+  for (const int32_t content : simulator.timeline().openings) {
+    first_need_ = std::min(first_need_, spans_[content].opened);
+  }
 }
 
 bool Search::Runs::operator==(const Runs& other) const {
@@ -37,6 +44,7 @@ Simulator::Result Search::set(std::vector<Decision> decisions) {
   decisions_ = std::move(decisions);
   fixed_ = -1;
   const auto result = simulator_.run(decisions_);
+  work_ += 4 * (simulator_.timeline().size() + static_cast<int64_t>(decisions_.size()));
   profile_.set(simulator_.memory(), profile_.level());
   runs_.assign(routes_.repeats.size(), {});
   stays_.assign(trace_.contents.size(), {});
@@ -127,8 +135,9 @@ void Search::add_piece(int32_t from, int32_t to, int64_t bytes) {
   pieces_.push_back({to, -bytes});
 }
 
-// Changes a decision, and what follows from it for others.
-void Search::change(int32_t content, Decision decision) {
+// Changes a decision, and what follows from it for others. `only_allowed`: not to the end where an
+// operator would run again too often.
+void Search::change(int32_t content, Decision decision, bool only_allowed) {
   changed_ = content;
   before_ = decisions_[content];
   decisions_[content] = decision;
@@ -139,7 +148,7 @@ void Search::change(int32_t content, Decision decision) {
   too_often_ = false;
   pending_.assign(1, routes_.repeat_of[content]);
   int32_t last = -1;
-  while (!pending_.empty()) {
+  while (!pending_.empty() && !(only_allowed && too_often_)) {
     // The last one first: none that it reads changes it.
     std::pop_heap(pending_.begin(), pending_.end());
     const int32_t repeat = pending_.back();
@@ -147,6 +156,7 @@ void Search::change(int32_t content, Decision decision) {
     if (repeat == last) continue;
     last = repeat;
     const Runs runs = follow(repeat);
+    work_ += 1 + static_cast<int64_t>(needs_.size());
     if (runs == runs_[repeat]) continue;
     set_runs(repeat, runs);
     for (const int32_t read : routes_.repeats[repeat].reads) {
@@ -154,6 +164,7 @@ void Search::change(int32_t content, Decision decision) {
       std::push_heap(pending_.begin(), pending_.end());
     }
   }
+  work_ += 4 * static_cast<int64_t>(pieces_.size());  // sorting them takes longer than a visit
   std::sort(pieces_.begin(), pieces_.end(),
             [](const Piece& a, const Piece& b) { return a.slot < b.slot; });
 }
@@ -185,6 +196,12 @@ void Search::each_stretch(Function&& function) const {
     if (bytes == 0 || pieces_[i].slot == pieces_[i + 1].slot) continue;
     if (!function(pieces_[i].slot, pieces_[i + 1].slot, bytes)) return;
   }
+}
+
+// Whether there is room for a dropped content in the slots in which nothing can make up for it.
+bool Search::may_be_kept(int32_t content) {
+  const int32_t from = spans_[content].kept_from;
+  return from >= first_need_ || profile_.fits(from, first_need_, trace_.contents[content].bytes);
 }
 
 // By how much the change lowers the sum of what is over the level.

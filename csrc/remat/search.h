@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "remat/profile.h"
@@ -28,6 +29,10 @@ class Search {
   void force(int32_t content, Decision decision);
   // Keeps what fits below `level`, the most seconds per byte first.
   void put_back(int64_t level);
+
+  // From so many visits of slots and repeats on, all in all, lower() and put_back() end early.
+  void stop_at(int64_t most) { most_work_ = most; }
+  bool is_stopped() const { return work_ >= most_work_; }
 
  private:
   struct Move {
@@ -56,7 +61,7 @@ class Search {
     int32_t slot, content;
   };
 
-  void change(int32_t content, Decision decision);
+  void change(int32_t content, Decision decision, bool only_allowed = false);
   void undo();
   void commit();
   void find_needs(int32_t repeat);
@@ -68,6 +73,7 @@ class Search {
   void each_stretch(Function&& function) const;
   int64_t gain() const;
   bool fits();
+  bool may_be_kept(int32_t content);
   double score(int32_t content, Decision decision);
   void push_moves(int32_t content, std::vector<Move>& heap);
   void push_moves_around(int32_t content, std::vector<Move>& heap);
@@ -85,7 +91,9 @@ class Search {
   std::vector<Runs> runs_;       // by repeat
   std::vector<int32_t> on_way_;  // by call: how often it runs on the way
   std::vector<Stay> stays_;      // by content
-  int32_t fixed_ = -1;           // a content whose decision must not change; -1: none
+  int32_t first_need_ = 0;       // the first slot from which stays depend on other decisions
+  int64_t work_ = 0, most_work_ = std::numeric_limits<int64_t>::max();
+  int32_t fixed_ = -1;  // a content whose decision must not change; -1: none
   // The change that is being tried.
   int32_t changed_ = -1;
   Decision before_ = Decision::kKeep;

@@ -13,13 +13,13 @@ struct TraceContent {
   int64_t bytes = 0;
   int32_t call = -1;   // that makes it; -1: it cannot be recomputed
   bool saved = false;  // by autograd: it is kept or dropped. Others only lie on the way
-  // It has a call, but when it was saved something was gone that would be needed to repeat it.
-  bool must_be_kept = false;
   // The moment in forward from which only the block holds it, if it does; -1: its memory lives on
   // without the block, so that keeping it costs nothing (a parameter, an input).
   int32_t let_go = -1;
   int32_t opened = -1;  // the first moment in backward at which a node needs it; -1: never
   int32_t closed = -1;  // the moment at which the last node that needs it is done; -1: never
+  // It has a call, but when it was saved something was gone that would be needed to repeat it.
+  bool must_be_kept = false;
 };
 
 struct TraceCall {

@@ -2,9 +2,10 @@
 
 import itertools
 import random
+import time
 
 import pytest
-from oracles.remat import DROP, DROP_TWICE, KEEP, Step, droppable
+from oracles.remat import DROP, DROP_TWICE, KEEP, Call, Content, Step, Trace, droppable
 from remat_traces import random_trace
 
 from memsave_ext import _native
@@ -73,3 +74,27 @@ def test_small_graphs_are_planned_as_well_as_by_trying_all(seed):
             continue
         (within, *_) = [plan for plan in plans if plan[0] <= peak]
         assert within[1] <= 1.03 * seconds + 1e-12
+
+
+def chain(operators):
+    """Operators of a second each, every one of which reads the result of the one before."""
+    last = 2 * operators
+    contents = [Content(1, -1, False, -1, -1, -1)]
+    contents += [Content(1, i, True, i + 1, last - i - 1, last - i) for i in range(operators)]
+    calls = [Call(1.0, [i], [i + 1], []) for i in range(operators)]
+    return Trace(contents, calls, [(0, 1)] * (last + 1), operators)
+
+
+# Half of the operators would have to run again for half of the memory. Long chains get less search.
+@pytest.mark.parametrize(
+    ("operators", "seconds", "again"), [(1000, 0.5, 0.6), (4000, 1.5, 0.6), (16000, 5.0, 0.9)]
+)
+def test_long_chains_are_planned_in_bounded_time(operators, seconds, again):
+    trace = chain(operators)
+    begin = time.process_time()
+    plans = plans_of(trace)
+    assert time.process_time() - begin < seconds
+    assert plans[0][0] >= operators
+    (half, *_) = [plan for plan in plans if plan[0] <= plans[0][0] / 2]
+    assert half[1] < again * operators
+    assert plans[-1][0] < plans[0][0] / 5
