@@ -12,8 +12,7 @@ from ..memory.table import format_bytes, print_table
 DROPPED, INPUT = "dropped", "from outside of the block"
 PLANNED = (
     "This step follows a plan for its shape, as the third one and later do: it drops only what "
-    "saves 4 % of the activations at the peak for each percent of the step's time; "
-    "a budget drops more"
+    "saves 4 % of the activations at the peak for each percent of the step's time"
 )
 # The order is that of Verdict in csrc/remat/policy.h.
 VERDICTS = (
