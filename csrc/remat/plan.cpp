@@ -19,7 +19,7 @@ constexpr int kLevels = 64, kFewestLevels = 8, kMostLevels = 256, kWork = 25000;
 // Tries to improve plans: so many by the square of what can be dropped.
 constexpr int64_t kTries = 20000000;
 // The most work that a trace is worth, in visits as Search::stop_at() counts them, so that planning
-// takes about 0.1 s for 1,000 operators, and 1 s at most. Clocks are noisy, and plans must not be.
+// takes about 0.1 s for 1,000 operators, and a second or two. Clocks are noisy, plans must not be.
 constexpr int64_t kLeastWork = 16000000, kWorkPerOperator = 16000, kMostWork = 160000000;
 // The most segments to start from, and how many such starts are followed.
 constexpr int kMostSegments = 64, kStarts = 3;

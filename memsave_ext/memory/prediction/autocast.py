@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.amp import autocast_mode
 from torch.utils._pytree import tree_any, tree_map_only
 
+from .surroundings import predicts
+
 _KEY = "AutocastCPU"
 # What autocast computes in float32 on CUDA, and in the dtype of its arguments on the CPU.
 _FLOAT32 = (
@@ -40,7 +42,7 @@ def as_on_cuda() -> Iterator[None]:
     def made(
         self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        if not _predicts() or device_type not in ("cuda", "cpu"):
+        if not predicts() or device_type not in ("cuda", "cpu"):
             return before(self, device_type, dtype, *args, **kwargs)
         if not library and not _registered:
             library.append(_register())
@@ -63,10 +65,6 @@ def as_on_cuda() -> Iterator[None]:
 _registered: list[bool] = []  # by an outer prediction, or this one
 
 
-def _predicts() -> bool:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
 def _register() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     for name in _FLOAT32:
@@ -86,7 +84,7 @@ def _in_float32(op: Any) -> Callable[..., Any]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(excluded):
-            if not _predicts() or not tree_any(_is_narrow, (args, kwargs)):
+            if not predicts() or not tree_any(_is_narrow, (args, kwargs)):
                 return op(*args, **kwargs)
             if "dtype" in names:
                 given = dict(zip(names, args, strict=False)) | kwargs

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from .surroundings import predicts
+
 
 class _Stream:
     """A stream or an event: nothing runs, and so nothing waits."""
@@ -78,8 +80,7 @@ def card() -> Iterator[None]:
 
 def _for_fakes(call: Callable[..., Any], before: Callable[..., Any]) -> Callable[..., Any]:
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        fakes = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-        return (call if fakes else before)(*args, **kwargs)
+        return (call if predicts() else before)(*args, **kwargs)
 
     if not isinstance(before, type):
         return functools.wraps(before)(chosen)

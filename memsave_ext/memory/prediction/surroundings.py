@@ -110,6 +110,11 @@ def known_values() -> Iterator[None]:
         fake_tensor.CONSTANT_NUMEL_LIMIT = before
 
 
+def predicts() -> bool:
+    """Whether this thread runs on fake tensors."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 @contextmanager
 def masks_as_in_steps(is_known: Callable[[Tensor], bool]) -> Iterator[None]:
     """Lets models of transformers leave out the masks that real steps leave out.
