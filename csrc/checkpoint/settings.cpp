@@ -56,7 +56,7 @@ void set_reduction(void (Context::*set)(bool, bool), at::CuBLASReductionOption o
 
 }  // namespace
 
-Settings Settings::capture() {
+Settings Settings::capture(const Settings* products) {
   const Context& context = at::globalContext();
   Settings settings;
   settings.default_dtype_ = c10::get_default_dtype_as_scalartype();
@@ -68,6 +68,10 @@ Settings Settings::capture() {
   settings.cublas_reductions_ = {context.allowFP16ReductionCuBLAS(),
                                  context.allowBF16ReductionCuBLAS()};
   settings.linalg_ = context.linalgPreferredBackend();
+  if (products) {
+    settings.float32_ = products->float32_;
+    return settings;
+  }
   for (size_t i = 0; i < std::size(kFloat32); ++i) {
     settings.float32_[i] = context.float32Precision(kFloat32[i].first, kFloat32[i].second);
   }

@@ -11,7 +11,9 @@ namespace memsave_ext {
 
 class Settings {
  public:
-  static Settings capture();
+  // `products`: where the precisions of products are taken from, for an operator that makes none.
+  // To ask torch for them takes most of the time.
+  static Settings capture(const Settings* products = nullptr);
   bool operator==(const Settings& other) const = default;
 
  private:

@@ -75,6 +75,7 @@ Operator::Operator(const c10::OperatorName& name)
   for (const auto& result : handle.schema().returns()) {
     is_view = is_view || (!any_writes && result.alias_info() != nullptr);
   }
+  is_pointwise = handle.hasTag(at::Tag::pointwise);
   is_random = generator || handle.hasTag(at::Tag::nondeterministic_seeded);
   overwrites = is_filling(name.name);
   makes_mask = name.name == "aten::bernoulli_";

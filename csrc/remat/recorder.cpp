@@ -146,7 +146,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
     recording->repeatable = false;  // it reads running statistics, which change unseen
   }
   if (recording->repeatable) {
-    const Settings settings = Settings::capture();
+    const Settings settings = Settings::capture(op.is_pointwise ? settings_.get() : nullptr);
     if (!settings_ || !(*settings_ == settings)) settings_ = std::make_shared<Settings>(settings);
     call.settings = settings_;
     call.steps_before = steps_so_far();
