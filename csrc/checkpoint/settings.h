@@ -12,7 +12,7 @@ namespace memsave_ext {
 class Settings {
  public:
   static Settings capture();
-  bool operator==(const Settings& other) const = default;
+  bool operator==(const Settings& other) const;
 
  private:
   friend class SettingsGuard;
