@@ -1,7 +1,9 @@
 import os
+import sys
 
 import pytest
 import torch
+from torch.nn import parallel  # noqa: F401, loads torch.nn.parallel.replicate
 
 import memsave_ext as ms
 
@@ -37,3 +39,19 @@ def _seed():
         torch.manual_seed(0)
     else:
         torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture
+def replicate_on_cpu(monkeypatch):
+    """torch's replicate(), on devices that need not be there.
+
+    The first replica has the model's own buffers, the others copies.
+    """
+    module = sys.modules["torch.nn.parallel.replicate"]
+
+    def broadcast(tensors, devices, detach=False):
+        return [[t if detach and not i else t.clone() for t in tensors] for i in devices]
+
+    monkeypatch.setattr(module, "_get_device_index", lambda device, optional=False: device)
+    monkeypatch.setattr(module, "_broadcast_coalesced_reshape", broadcast)
+    return lambda net, count: module.replicate(net, range(count))

@@ -1,9 +1,11 @@
 // An optimizer's param_groups and state, as they are at one moment.
 #pragma once
 
+#include <c10/core/SafePyObject.h>
 #include <pybind11/pybind11.h>
 
 #include <deque>
+#include <optional>
 #include <vector>
 
 #include "adam/parameter.h"
@@ -14,6 +16,9 @@ struct Snapshot {
   uint64_t number = 0;  // set by Backwards::use_snapshot(), unique; 0 before
   std::deque<Group> groups;
   std::deque<Parameter> parameters;
+  // An optimizer that steps by its own step() is not to go meanwhile: what is left could not be
+  // stepped. Empty for others.
+  std::optional<c10::SafePyObject> owner;
   at::Tensor grad_scale;  // of the optimizer's GradScaler; undefined without one
 
   // Returns the parameters whose states were made since the snapshot, or since the last call.

@@ -1,5 +1,6 @@
 #include "adam/stepper.h"
 
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -102,6 +103,9 @@ std::shared_ptr<Snapshot> Stepper::take_snapshot() const {
   const py::object owner = optimizer();
   if (owner.is_none()) return nullptr;
   auto snapshot = std::make_shared<Snapshot>(read_optimizer(owner, algorithm_));
+  if (algorithm_ == Algorithm::kOwn) {
+    snapshot->owner.emplace(py::object(owner).release().ptr(), getPyInterpreter());
+  }
   for (auto& parameter : snapshot->parameters) {
     const auto param = py::reinterpret_steal<py::object>(THPVariable_Wrap(parameter.tensor));
     parameter.entry = entry_of(param);

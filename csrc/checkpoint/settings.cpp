@@ -3,6 +3,7 @@
 #include <c10/core/DefaultDtype.h>
 #include <c10/util/Exception.h>
 
+#include <tuple>
 #include <utility>
 
 namespace memsave_ext {
@@ -76,6 +77,13 @@ Settings Settings::capture(const Settings* products) {
     settings.float32_[i] = context.float32Precision(kFloat32[i].first, kFloat32[i].second);
   }
   return settings;
+}
+
+bool Settings::operator==(const Settings& other) const {
+  const auto all = [](const Settings& s) {
+    return std::tie(s.default_dtype_, s.flags_, s.cublas_reductions_, s.linalg_, s.float32_);
+  };
+  return all(*this) == all(other);
 }
 
 void Settings::restore(const Settings& now) const {

@@ -14,7 +14,7 @@ class Settings {
   // `products`: where the precisions of products are taken from, for an operator that makes none.
   // To ask torch for them takes most of the time.
   static Settings capture(const Settings* products = nullptr);
-  bool operator==(const Settings& other) const = default;
+  bool operator==(const Settings& other) const;
 
  private:
   friend class SettingsGuard;

@@ -2,6 +2,7 @@
 
 #include <c10/core/Storage.h>
 
+#include <algorithm>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
@@ -33,7 +34,8 @@ void forget(uint64_t until) {
   if (until == 0) return;
   for (auto entry = steps.begin(); entry != steps.end();) {
     auto& of_storage = entry->second.steps;
-    std::erase_if(of_storage, [&](const NotedStep& step) { return step.number <= until; });
+    const auto ended = [&](const NotedStep& step) { return step.number <= until; };
+    of_storage.erase(std::remove_if(of_storage.begin(), of_storage.end(), ended), of_storage.end());
     entry = of_storage.empty() ? steps.erase(entry) : std::next(entry);
   }
 }

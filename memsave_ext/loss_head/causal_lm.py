@@ -45,11 +45,14 @@ def patch_causal_lm(
 
 
 class _Call:
-    """One forward of the model with labels."""
+    """One forward of the model with labels, or of a replica of it, which has a head of its own."""
 
     hidden: Tensor | None = None  # what the head was given
     probe: Tensor | None = None  # what the head gave: not its logits
     loss = False  # whether it was computed
+
+    def __init__(self, head: Any, with_labels: bool) -> None:
+        self.head, self.with_labels = head, with_labels
 
     def stands_in(self, value: Any) -> bool:
         """Whether the value is the probe, or what the model has made of it."""
@@ -171,13 +174,16 @@ class PatchedCausalLM:
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         given = self._signature.bind_partial(*args, **kwargs).arguments
-        if model.training and given.get("labels") is not None:
-            self._calls[threading.get_ident()] = _Call()
+        with_labels = model.training and given.get("labels") is not None
+        replica: Any = None if model is self._model else model  # of DataParallel
+        if with_labels or replica is not None:
+            head = self._head if replica is None else replica.get_output_embeddings()
+            self._calls[threading.get_ident()] = _Call(head, with_labels)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
         call = self._calls.pop(threading.get_ident(), None)
-        if call is None or output is None:
+        if call is None or output is None or not call.with_labels:
             return output
         if not call.loss:
             raise self._error("has not called its loss_function and its head in a forward")
@@ -188,8 +194,8 @@ class PatchedCausalLM:
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _run_head(self, hidden: Tensor) -> Tensor:
         call = self._calls.get(threading.get_ident())
-        if call is None:
-            return nn.Linear.forward(self._head, hidden)
+        if call is None or not call.with_labels:
+            return nn.Linear.forward(self._head if call is None else call.head, hidden)
         if call.hidden is not None:
             raise self._error("calls its head more than once in a forward")
         call.hidden = hidden
@@ -218,14 +224,14 @@ class PatchedCausalLM:
             return loss
         form = self._check(call, logits, vocab_size)
         hidden = call.hidden.reshape(-1, call.hidden.shape[-1])
-        bias: Tensor | None = self._head.bias
+        bias: Tensor | None = call.head.bias
         if form.scale != 1:
             hidden, bias = hidden * form.scale, None if bias is None else bias * form.scale
         if shift_labels is None:  # tokens before n predict n
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         loss = loss_of(
             hidden,
-            self._head.weight,
+            call.head.weight,
             shift_labels.reshape(-1).to(hidden.device),
             linear_bias=bias,
             reduction="mean" if num_items_in_batch is None else "sum",

@@ -107,7 +107,9 @@ def _loss_of(
     ignored = -100 if ignore_index is None else ignore_index
     loss_options = Options(reduction, ignored, label_smoothing, softcap)
     tensors = (input, linear_weight, linear_bias, target, weight)
-    if not _is_chunked(*tensors, loss_options, has_probabilities):
+    if not _is_chunked(*tensors, loss_options, has_probabilities) or _divides_by_zero(
+        target, weight, loss_options, has_probabilities
+    ):
         loss = reference(input, linear_weight, target, linear_bias, weight, loss_options)
         return loss if result is None else loss.to(result)
     if input.dim() == 1:
@@ -194,6 +196,22 @@ def _is_chunked(
         and not has_torch_function(tensors)
         and not torch._C._are_functorch_transforms_active()
     )
+
+
+def _divides_by_zero(
+    target: Tensor, weight: Tensor | None, options: Options, has_probabilities: bool
+) -> bool:
+    """Whether the targets' weights, some of them negative, add up to 0 in a mean with smoothing.
+
+    torch divides the parts of the targets and of the smoothing each by itself, and adds infinities;
+    the chunks have one sum of both. A GPU is not awaited for it.
+    """
+    if weight is None or has_probabilities or options.reduction != "mean":
+        return False
+    if not options.label_smoothing or type(target) is not Tensor or not target.is_cpu:
+        return False
+    counted = target[(target != options.ignore_index) & (target >= 0) & (target < len(weight))]
+    return bool(weight[counted].sum() == 0)
 
 
 def _is_class_weight(weight: Tensor, classes: int) -> bool:

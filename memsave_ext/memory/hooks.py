@@ -205,7 +205,8 @@ class Hooks:
         return params
 
     def _label_gradients(self, params: Numbered) -> None:
-        owned = [(p.grad, number) for p, number in params.values() if p.grad is not None]
+        leaves = ((p, number) for p, number in params.values() if p.is_leaf or p.retains_grad)
+        owned = [(p.grad, number) for p, number in leaves if p.grad is not None]
         self._label(GRADIENTS, owned)
 
     def _label_states(self, optimizer: Optimizer, params: Numbered) -> None:

@@ -1,7 +1,9 @@
 """What a training loop does with an optimizer that in_backward() has taken: Adam's words."""
 
+import gc
 import math
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -266,3 +268,28 @@ def test_a_grad_scaler_that_was_not_handed_over():
     scaler.scale(loss(net, 0)).backward()
     with pytest.raises(RuntimeError, match="grad_scaler=scaler"):
         scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1 << 16], ids=["at once", "in a bucket"])
+def test_dropped_in_backward(small_bytes):
+    """It lives until the backward ends, so that no gradient is lost."""
+    params = [nn.Parameter(torch.randn(8)) for _ in range(4)]
+    held = [ms.in_backward(torch.optim.SGD(params, lr=0.1), small_bytes=small_bytes)]
+    gone = weakref.ref(held[0])
+
+    def drop(grad):
+        held.clear()
+        gc.collect()
+        return grad
+
+    x = params[0] * 1.0
+    total = (x * params[1] + params[2] * params[3]).sum()
+    before = [p.detach().clone() for p in params]
+    expected = torch.autograd.grad(total, params, retain_graph=True)
+    x.register_hook(drop)
+    total.backward()
+    assert not held and all(p.grad is None for p in params)
+    for p, old, grad in zip(params, before, expected, strict=True):
+        assert torch.equal(p, torch.add(old, grad, alpha=-0.1))
+    gc.collect()
+    assert gone() is None

@@ -14,7 +14,6 @@ import torch
 from helpers import assert_equal, state_unchanged
 from torch import nn
 from torch._utils import ExceptionWrapper
-from torch.nn.parallel import replicate
 
 import memsave_ext as ms
 
@@ -141,19 +140,6 @@ def engine_hooks(request):
     before = ms.use_engine_hooks(request.param)
     yield
     ms.use_engine_hooks(before)
-
-
-@pytest.fixture
-def replicate_on_cpu(monkeypatch):
-    """torch's replicate(); the first replica has the model's own buffers, the others copies."""
-    module = sys.modules["torch.nn.parallel.replicate"]
-
-    def broadcast(tensors, devices, detach=False):
-        return [[t if detach and not i else t.clone() for t in tensors] for i in devices]
-
-    monkeypatch.setattr(module, "_get_device_index", lambda device, optional=False: device)
-    monkeypatch.setattr(module, "_broadcast_coalesced_reshape", broadcast)
-    return lambda net, count: replicate(net, range(count))
 
 
 @pytest.fixture

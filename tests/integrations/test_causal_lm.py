@@ -213,6 +213,32 @@ def test_threads():
     run_threads(work, 4)
 
 
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_replicas_use_their_own_heads(make, replicate_on_cpu):
+    """As under DataParallel, where the model's head is on another device."""
+    model = no_dropout(made(make))
+    expected, expected_grads = gradients(model, **batch())
+    ms.patch_causal_lm(model)
+    model.zero_grad()
+    replicas = replicate_on_cpu(model, 2)
+    heads = [replica.get_output_embeddings().weight for replica in replicas]
+    for head in heads:
+        head.retain_grad()
+    outputs = [replica(**batch()) for replica in replicas]
+    sum(output.loss for output in outputs).backward()
+    assert all(output.logits is None for output in outputs)
+    assert all(head.grad.abs().sum() > 0 for head in heads)
+    for output in outputs:
+        torch.testing.assert_close(output.loss, expected.loss)
+    found = [p.grad for p in model.parameters()]
+    torch.testing.assert_close(found, [2 * g for g in expected_grads], rtol=1e-4, atol=1e-6)
+    replicas = [replica.eval() for replica in replicate_on_cpu(model, 2)]
+    with torch.no_grad():
+        replicas[1].get_output_embeddings().weight.zero_()
+    logits = [replica(**batch()).logits for replica in replicas]
+    assert logits[0].any() and not logits[1].any()
+
+
 def test_copies_are_patched_by_themselves():
     model = no_dropout(made(llama))
     ms.patch_causal_lm(model)

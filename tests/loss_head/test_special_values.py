@@ -75,6 +75,9 @@ for value in SPECIAL:
 CASES["class weights of all targets: 0"] = several(
     *(put("weight", of, 0.0) for of in (OF_TARGETS, 290, 255))
 )
+CASES["class weights of the targets add up to 0"] = several(
+    put("weight", OF_TARGETS, 1.0), put("weight", 290, -2.5), put("weight", 255, 0.5)
+)
 OF_PROBABILITIES = {
     f"probability: {value}, bias: {bias}": several(
         put("target", (2, OF_TARGETS), value), put("bias", OF_TARGETS, bias)

@@ -20,6 +20,18 @@ native_only = pytest.mark.skipif(
 )
 
 
+@pytest.mark.filterwarnings("error")
+def test_parameters_that_are_no_leaves():
+    """As in replicas of DataParallel: their .grad is not asked for, of which torch would warn."""
+    model, base = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
+    model._parameters["weight"] = base * 2
+    optimizer = torch.optim.SGD([base, model.bias], lr=0.1)
+    with ms.memory.track(model, optimizer) as t:
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+    assert t.at_peak["gradients"] > 0
+
+
 class OwnState(nn.Module):
     """Copies and pickles its attributes itself, unlike torch's modules."""
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
+from .sparse import nbytes
+
 _SECONDS_PER_BYTE = 3e-11  # read or written; csrc/remat/policy.cpp has twice that for a copied byte
 _SECONDS_PER_FLOP = 1e-11
 # How many times as long as sums take operators whose names have these parts; the first that is
@@ -55,7 +57,7 @@ def operator_seconds(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     formula = _FORMULAS.get(getattr(func, "_overloadpacket", None))
     # What is changed in place is among the arguments and the results, and is counted once.
     tensors = {id(t): t for t in tree_iter((args, result)) if isinstance(t, Tensor)}
-    seconds = sum(t.nbytes for t in tensors.values()) * _SECONDS_PER_BYTE
+    seconds = sum(map(nbytes, tensors.values())) * _SECONDS_PER_BYTE
     if formula is not None:
         try:
             return seconds + formula(*args, **kwargs, out_val=result) * _SECONDS_PER_FLOP

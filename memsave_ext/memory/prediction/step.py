@@ -19,11 +19,14 @@ from .autocast import as_on_cuda
 from .batch import from_batch
 from .card import card
 from .surroundings import (
+    built_alone,
     copies_of_fakes,
     in_sentences,
     known_values,
     masks_as_in_steps,
+    refuse_distributed,
     swaps_of_fakes,
+    uncompiled,
 )
 from .tracker import FakeTracker
 from .workspaces import workspace_of
@@ -109,19 +112,22 @@ def predict(
     on the CPU. cuBLAS's and cuDNN's, fragmentation, and what a CUDA context holds are not. Values
     that Python reads from tensors are all 1, but for those of small tensors that are known, such
     as ``torch.arange(4)``, and what was filled with a number. Tests and comparisons follow from
-    these: nothing is NaN. L-BFGS makes all its iterations, with a full history.
+    these: nothing is NaN. L-BFGS makes all its iterations, with a full history. What is compiled
+    runs as if it were not.
     :func:`remat` follows a plan, within a budget or without, as its later steps do. Plans are made
     of estimated times: those within a budget reach its bytes all the same; without one they need a
     few percent more or less than those of measured times. In pure Python its rule for single
     tensors is followed, as it is there in all steps.
 
     Raises:
-        TypeError, ValueError: an argument, or what ``build`` returned, is not as said above.
+        TypeError, ValueError: an argument, or what ``build`` returned, is not as said above, or the
+            model is wrapped for several processes.
         RuntimeError: an operator's result depends on values, or it has no fake kernel. The
             message names it and says what to do.
     """
     chosen = device_of("predict", device)
     if isinstance(build, nn.Module):
+        refuse_distributed(build)
         build = from_batch(build, optimizer, batch, loss)
     elif optimizer is not None or batch is not None or loss is not None:
         raise TypeError("predict: optimizer, batch and loss go with a model, not with a function")
@@ -145,9 +151,13 @@ def predict(
         stack.enter_context(copies_of_fakes())
         stack.enter_context(tracker.storages)
         stack.enter_context(tracker.listening())
-        model, made, step = checked("predict: build", build())
+        with built_alone():
+            built = build()
+        model, made, step = checked("predict: build", built)
+        refuse_distributed(model)
         _refuse_real(model)
-        # Now that transformers is imported, if the model is one of its.
+        # Now that transformers and the compiler are imported, if the model needs them.
+        stack.enter_context(uncompiled())
         stack.enter_context(masks_as_in_steps(tracker.storages.has_known_values))
         if chosen.type == "cuda" and made is not None:
             _step_as_on_cuda(made)

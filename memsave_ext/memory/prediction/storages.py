@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from . import grouped, sparse
 from .costs import operator_seconds
 from .lstm import with_workspace
 from .repeats import Costs, Repeats
@@ -86,12 +87,13 @@ class Storages(TorchDispatchMode):
         if repeated:
             result, made, costs = repeated
         else:
-            result = func(*args, **kwargs)
+            result = _run(func, args, kwargs)
             if self._workspace:
                 result = with_workspace(func, args, result)
             if func in _COUNTS and isinstance(result, FakeTensor) and result.numel() <= MOST_KNOWN:
                 result = _with_values(result, func, args, kwargs)
             made = [leaf for leaf in tree_iter(result) if isinstance(leaf, FakeTensor)]
+            made.extend(sparse.parts_of(result))
             costs = Costs(
                 self._workspace(func, args, kwargs, result) if self._workspace else 0,
                 operator_seconds(func, args, kwargs, result),
@@ -135,6 +137,8 @@ class Storages(TorchDispatchMode):
         if sys._getframe(2).f_code is not _ENGINE:
             return False
         a, b = args
+        if a.layout is not torch.strided or b.layout is not torch.strided:
+            return False
         storage = a.untyped_storage()
         if (a.shape, a.dtype) != (b.shape, b.dtype) or a.nbytes != storage.nbytes():
             return False
@@ -161,6 +165,12 @@ class Storages(TorchDispatchMode):
 
     def _rounded(self, size: int) -> int:
         return -(-size // self._rounding) * self._rounding
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if grouped.is_refused(func, args):
+        return grouped.product(*args, **kwargs)
+    return sparse.run(func, args, kwargs)
 
 
 def _with_values(

@@ -18,12 +18,17 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from ...adam.dtensor import is_dtensor
 from .storages import MOST_KNOWN
 
 
 @contextmanager
 def in_sentences() -> Iterator[None]:
-    """Turns what fake tensors raise into an error that says what to do."""
+    """Turns what fake tensors raise into an error that says what to do.
+
+    torch's log of it, with the traceback of the fake kernel, is left out.
+    """
+    was_disabled, fake_tensor.log.disabled = fake_tensor.log.disabled, True
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -50,6 +55,68 @@ def in_sentences() -> Iterator[None]:
             f"predict: {str(error).partition(' ')[0]} reads the values of tensors, which are not "
             "known before the step. Leave it out of what is predicted"
         ) from error
+    finally:
+        fake_tensor.log.disabled = was_disabled
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Lets compiled modules and functions run as if they were not compiled.
+
+    While a fake tensor is traced, it is the compiler's own.
+    """
+    if "torch._dynamo" not in sys.modules:  # so that nothing is compiled
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+_WRAPPERS = {
+    "torch.nn.parallel.distributed": "DistributedDataParallel",
+    "torch.distributed.fsdp": "FSDP",
+    "torch.distributed._composable": "FSDP",
+}
+_UNWRAPPED = (
+    "Predict the model before it is wrapped, which is what one process holds without sharding; "
+    "memory.footprint(model, optimizer) tells what a shard holds"
+)
+
+
+@contextmanager
+def built_alone() -> Iterator[None]:
+    """Raises an error that says what to do if DistributedDataParallel or FSDP fails inside."""
+    try:
+        yield
+    except Exception as error:
+        trace = error.__traceback__
+        while trace is not None:
+            module = trace.tb_frame.f_globals.get("__name__", "")
+            for name, wrapper in _WRAPPERS.items():
+                if module.startswith(name):
+                    raise RuntimeError(
+                        f"predict: {wrapper} cannot be predicted, as it asks other processes. "
+                        f"{_UNWRAPPED}"
+                    ) from error
+            trace = trace.tb_next
+        raise
+
+
+def refuse_distributed(model: nn.Module) -> None:
+    """Raises an error if a module is wrapped, or a parameter sharded, for several processes."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            what = f"module {name!r}" if name else "the model"
+            raise ValueError(
+                f"predict: {what} is a DistributedDataParallel, which asks other processes. "
+                f"{_UNWRAPPED}"
+            )
+    for name, p in model.named_parameters():
+        if is_dtensor(p):
+            raise ValueError(
+                f"predict: the parameter {name} is a DTensor, as FSDP2 makes of it, whose "
+                f"collectives are not predicted. {_UNWRAPPED}"
+            )
 
 
 @contextmanager

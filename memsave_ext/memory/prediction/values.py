@@ -92,6 +92,8 @@ class Values:
         rule = _RULES.get(func)
         if rule is None or not isinstance(result, FakeTensor) or result.constant is not None:
             return
+        if result.layout is not torch.strided:
+            return
         storage = result.untyped_storage()
         if result.fake_device.type == "meta" or not storage.nbytes():
             return  # whose end is not told
