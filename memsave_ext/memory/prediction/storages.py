@@ -37,6 +37,7 @@ _IN_PLACE = {
     _aten.put.default: _aten.put_.default,
     _aten.logical_and.default: _aten.logical_and_.default,
 }
+_GROUPED = _aten._grouped_mm.default
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _ARANGE = torch.ops.aten.arange
 _COUNTS = (_ARANGE.default, _ARANGE.start, _ARANGE.start_step, torch.ops.aten.linspace.default)
@@ -100,7 +101,7 @@ class Storages(TorchDispatchMode):
         if repeated:
             result, made, costs = repeated
         else:
-            result = func(*args, **kwargs)
+            result = _called(func, args, kwargs)
             if self._workspace:
                 result = with_workspace(func, args, result)
             if func in _COUNTS and isinstance(result, FakeTensor) and result.numel() <= MOST_KNOWN:
@@ -174,6 +175,15 @@ class Storages(TorchDispatchMode):
 
     def _rounded(self, size: int) -> int:
         return -(-size // self._rounding) * self._rounding
+
+
+def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns an operator's result, also where the fake kernel takes fewer dtypes than the real."""
+    if func is not _GROUPED or args[0].dtype is torch.bfloat16:
+        return func(*args, **kwargs)
+    narrow = (a.bfloat16() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+    dtype = kwargs.get("out_dtype") or args[0].dtype
+    return func(*narrow, **{**kwargs, "out_dtype": None}).to(dtype)
 
 
 def _is_called_by_engine() -> bool:
