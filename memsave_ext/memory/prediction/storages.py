@@ -69,6 +69,7 @@ class Storages(TorchDispatchMode):
         self._allocated, self._freed, self._ran = allocated, freed, ran
         self._workspace = workspace
         self._rounding = rounding
+        self.recomputes = 0  # that run, of operators of a forward
         self._repeats = Repeats()
         self._values = Values()
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -144,7 +145,7 @@ class Storages(TorchDispatchMode):
     def _is_accumulated(self, args: tuple[Any, ...]) -> bool:
         """Whether the engine adds a gradient to one that it alone holds, which it does in place,
         but never for subclasses of tensors such as fakes."""
-        if not _is_called_by_engine():
+        if self.recomputes or not _is_called_by_engine():
             return False
         a, b = args
         if (a.shape, a.dtype) != (b.shape, b.dtype) or not _is_alone(a):
@@ -154,7 +155,7 @@ class Storages(TorchDispatchMode):
 
     def _is_of_formula(self, tensor: Tensor) -> bool:
         """Whether a gradient's formula has made the tensor and will not read it again."""
-        if not _is_called_by_engine() or not _is_alone(tensor):
+        if self.recomputes or not _is_called_by_engine() or not _is_alone(tensor):
             return False
         return self._makers.get(tensor.untyped_storage()._cdata) == _node()
 
