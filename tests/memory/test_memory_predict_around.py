@@ -169,3 +169,39 @@ def test_values_that_are_read():
     ms.memory.predict(lambda: reading(lambda y: (y.tolist(), torch.equal(y, y + 1))))
     with pytest.raises(RuntimeError, match=r"predict: \.numpy\(\) reads the values"):
         ms.memory.predict(lambda: reading(lambda y: y.numpy()))
+
+
+def test_products_of_groups_in_float32():
+    """As of a mixture of experts; their fake kernel takes bfloat16 alone."""
+
+    def build():
+        model = nn.Linear(64, 64)
+        experts = nn.Parameter(torch.randn(4, 64, 128))
+        model.register_parameter("experts", experts)
+        x = torch.randn(256, 64)
+        ends = torch.tensor([64, 128, 192, 256], dtype=torch.int32)
+
+        def step():
+            F.grouped_mm(model(x), experts, offs=ends).square().sum().backward()
+            model.zero_grad()
+
+        return model, None, step
+
+    assert ms.memory.predict(build).peak == pytest.approx(tracked(build).peak, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: nn.LazyLinear(4), "a lazy module has not learned its shapes yet"),
+        (lambda: torch.zeros(4).tensor_split(torch.tensor([1, 2])), "sizes are given by a tensor"),
+    ],
+)
+def test_a_sentence_in_place_of_torchs_own(make, told):
+    def build():
+        made = make()
+        model = made if isinstance(made, nn.Module) else nn.Linear(4, 4)
+        return model, None, lambda: None
+
+    with pytest.raises(RuntimeError, match=f"predict: .*{told}"):
+        ms.memory.predict(build)

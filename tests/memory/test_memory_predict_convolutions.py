@@ -17,6 +17,11 @@ CASES = {
     "patches": (3, 64, lambda: nn.Conv2d(3, 64, 16, stride=16)),
     "depthwise": (48, 16, lambda: nn.Conv2d(48, 48, 3, padding=1, groups=48)),
     "wide depthwise": (48, 16, lambda: nn.Conv2d(48, 48, 7, padding=3, groups=48)),
+    "transposed": (32, 16, lambda: nn.ConvTranspose2d(32, 48, 3)),
+    "transposed, strided": (64, 16, lambda: nn.ConvTranspose2d(64, 32, 2, stride=2)),
+    "transposed, to few channels": (20, 32, lambda: nn.ConvTranspose2d(20, 3, 3)),
+    "transposed, in groups": (32, 16, lambda: nn.ConvTranspose2d(32, 32, 4, 2, 1, groups=4)),
+    "transposed, 1 x 1": (32, 16, lambda: nn.ConvTranspose2d(32, 48, 1)),
     "depthwise on tiny images": (48, 2, lambda: nn.Conv2d(48, 48, 7, padding=3, groups=48)),
 }
 
@@ -54,10 +59,34 @@ def builder(case, memory_format):
 @pytest.mark.parametrize(
     ("case", "memory_format"),
     [(case, torch.contiguous_format) for case in CASES]
-    + [(case, torch.channels_last) for case in CASES if "depthwise" in case],
+    + [(case, torch.channels_last) for case in CASES if "depthwise" in case]
+    + [(case, torch.channels_last) for case in ("transposed", "transposed, strided")],
 )
 def test_peaks(case, memory_format):
     build = builder(case, memory_format)
+    model, _, step = build()
+    step()
+    with ms.memory.track(model) as t:
+        step()
+    assert ms.memory.predict(build).peak == pytest.approx(t.peak, rel=0.01)
+
+
+@pytest.mark.parametrize("make", [nn.ConvTranspose2d, nn.ConvTranspose3d])
+def test_transposed_in_float64(make):
+    """Which oneDNN has no kernels for."""
+
+    def build():
+        model = make(16, 24, 2, 2).double()
+        x = torch.randn(4, 16, *[8] * (model.weight.dim() - 2), dtype=torch.float64)
+        x.requires_grad_(True)
+
+        def step():
+            x.grad = None
+            model(x).square().mean().backward()
+            model.zero_grad()
+
+        return model, None, step
+
     model, _, step = build()
     step()
     with ms.memory.track(model) as t:

@@ -153,3 +153,33 @@ def test_results_in_given_memory():
         return model, None, step
 
     assert_near(build)
+
+
+FORMULAS = {
+    "gather": lambda x, i: x.gather(1, i),
+    "index": lambda x, i: x[i[:, 0], i[:, 1]],
+    "table": lambda x, i: x[:64][i],  # as of relative positions
+    "topk": lambda x, i: x.topk(3, 1).values,
+    "max": lambda x, i: x.max(1).values,
+    "median": lambda x, i: x.median(1).values,
+    "take": lambda x, i: x.take(i),
+    "clamp": lambda x, i: x.clamp(x * 0.5, x * 2),
+    "clamp to numbers": lambda x, i: x.clamp(-1, 1),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_formulas_that_change_what_they_made(name):
+    """Of subclasses of tensors, such as fakes, they make a copy."""
+
+    def build():
+        model = nn.Linear(256, 512)
+        x, i = torch.randn(256, 256), torch.randint(8, (256, 4))
+
+        def step():
+            FORMULAS[name](model(x), i).square().sum().backward()
+            model.zero_grad()
+
+        return model, None, step
+
+    assert_near(build)

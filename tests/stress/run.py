@@ -32,6 +32,7 @@ PARTS = (
     "databases",
     "optimizers",
     "zoo_budgets",
+    "predictions",
 )
 LONGEST = 60  # seconds; a program that takes more hangs
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 import memsave_ext as ms
+from memsave_ext.memory.prediction import workspaces
 from stress import (
     adam,
     any_optimizer,
     backwards,
     databases,
     optimizers,
+    predictions,
     programs,
     regions,
     rules,
@@ -33,6 +35,7 @@ PARTS = {
     "databases": (databases, 10),
     "optimizers": (optimizers, 10),
     "zoo_budgets": (zoo_budgets, 11),
+    "predictions": (predictions, 4),
 }
 
 
@@ -106,6 +109,17 @@ def test_other_bits_are_found(monkeypatch):
     case = next(c for c in databases.cases() if str(c) == "exp float32")
     verdict, _ = databases.run_seed(databases.cases().index(case), [], False)
     assert verdict == "exp float32: AssertionError"
+
+
+@pytest.mark.skipif(not ms._native.available, reason="a track sees what kernels make natively")
+def test_a_wrong_prediction_is_found(monkeypatch):
+    """Where the workspaces of kernels are not known."""
+    name = "nn.functional.conv_transpose2d"
+    case = next(c for c in predictions.cases() if getattr(c, "name", "") == name)
+    number = predictions.cases().index(case)
+    monkeypatch.setattr(predictions, "SMALL", 0)
+    monkeypatch.setattr(workspaces, "_on_cpu", lambda *_: 0)
+    assert predictions.run_seed(number, [], False)[0] == f"{case}: AssertionError"
 
 
 def test_a_wrong_gradient_is_found_and_made_small(monkeypatch):

@@ -25,7 +25,19 @@ Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
 MOST_KNOWN = 64  # elements of a tensor whose values are known
 _WORKSPACE = 1  # the number of memory that has no storage, whose addresses are even
 _ALIKE = (torch.ops.aten.equal.default, torch.ops.aten.allclose.default)
-_ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+_aten = torch.ops.aten
+_ADD, _ADD_IN_PLACE = _aten.add.Tensor, _aten.add_.Tensor
+# Where formulas of gradients change what they have just made, and copy it for subclasses of tensors
+# such as fakes.
+_IN_PLACE = {
+    _aten.scatter.src: _aten.scatter_.src,
+    _aten.scatter.value: _aten.scatter_.value,
+    _aten.scatter_add.default: _aten.scatter_add_.default,
+    _aten.index_put.default: _aten.index_put_.default,
+    _aten.index_fill.int_Scalar: _aten.index_fill_.int_Scalar,
+    _aten.put.default: _aten.put_.default,
+    _aten.logical_and.default: _aten.logical_and_.default,
+}
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _ARANGE = torch.ops.aten.arange
 _COUNTS = (_ARANGE.default, _ARANGE.start, _ARANGE.start_step, torch.ops.aten.linspace.default)
@@ -57,6 +69,7 @@ class Storages(TorchDispatchMode):
         self._allocated, self._freed, self._ran = allocated, freed, ran
         self._workspace = workspace
         self._rounding = rounding
+        self.recomputes = 0  # that run, of operators of a forward
         self._repeats = Repeats()
         self._values = Values()
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -72,7 +85,7 @@ class Storages(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # most calls are this one
             return args[0].fake_device
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and _is_unknown(args[0]):
+        if func is _aten._local_scalar_dense.default and _is_unknown(args[0]):
             return _python_type(args[0].dtype)(self._values.of(args[0]))
         if func in _ALIKE and any(map(_is_unknown, args[:2])):
             return bool(args[0].shape == args[1].shape)
@@ -82,6 +95,8 @@ class Storages(TorchDispatchMode):
             return view
         if func is _ADD and self._is_accumulated(args):
             func = _ADD_IN_PLACE
+        elif func in _IN_PLACE and self._is_of_formula(args[0]):
+            func = _IN_PLACE[func]
         call = self._repeats.call(func, args, kwargs)
         repeated = call and call.repeated(args)
         if repeated:
@@ -131,22 +146,21 @@ class Storages(TorchDispatchMode):
     def _is_accumulated(self, args: tuple[Any, ...]) -> bool:
         """Whether the engine adds a gradient to one that it alone holds, which it does in place,
         but never for subclasses of tensors such as fakes."""
-        if torch._C._current_graph_task_id() == -1:
-            return False
-        # Neither a hook nor a function's backward, of which this would be the caller's caller.
-        if sys._getframe(2).f_code is not _ENGINE:
+        if self.recomputes or not _is_called_by_engine():
             return False
         a, b = args
         if a.layout is not torch.strided or b.layout is not torch.strided:
             return False
-        storage = a.untyped_storage()
-        if (a.shape, a.dtype) != (b.shape, b.dtype) or a.nbytes != storage.nbytes():
+        if (a.shape, a.dtype) != (b.shape, b.dtype) or not _is_alone(a):
             return False
-        number = storage._cdata
-        # One reference is the tensor's and one that of the object here. A formula's own sums are
-        # of what it made.
-        alone = torch._C._storage_Use_Count(number) == 2
-        return alone and self._makers.get(number, _node()) != _node()
+        # A formula's own sums are of what it made.
+        return self._makers.get(a.untyped_storage()._cdata, _node()) != _node()
+
+    def _is_of_formula(self, tensor: Tensor) -> bool:
+        """Whether a gradient's formula has made the tensor and will not read it again."""
+        if self.recomputes or not _is_called_by_engine() or not _is_alone(tensor):
+            return False
+        return self._makers.get(tensor.untyped_storage()._cdata) == _node()
 
     def has_known_values(self, tensor: Tensor) -> bool:
         """Whether what Python reads from it is what a step would read."""
@@ -171,6 +185,21 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if grouped.is_refused(func, args):
         return grouped.product(*args, **kwargs)
     return sparse.run(func, args, kwargs)
+
+
+def _is_called_by_engine() -> bool:
+    """Whether the caller's caller's caller is the engine, and so neither a hook nor a function's
+    backward in Python."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    return sys._getframe(3).f_code is _ENGINE
+
+
+def _is_alone(tensor: Tensor) -> bool:
+    """Whether the tensor is all of its memory, and no other has it."""
+    storage = tensor.untyped_storage()
+    # One reference is the tensor's and one that of the object here.
+    return tensor.nbytes == storage.nbytes() and torch._C._storage_Use_Count(storage._cdata) == 2
 
 
 def _with_values(

@@ -49,10 +49,21 @@ def in_sentences() -> Iterator[None]:
             "the same size in its place"
         ) from error
     except RuntimeError as error:
-        if "not supported for tensor subclasses" not in str(error):
+        text = str(error)
+        if "Creating a new Tensor subclass Uninitialized" in text:
+            raise RuntimeError(
+                "predict: a lazy module has not learned its shapes yet. Put one in its place that "
+                "is told them, as nn.Linear in place of nn.LazyLinear"
+            ) from error
+        if "its data is not allocated" in text:
+            raise RuntimeError(
+                "predict: an operator reads the values of tensors, which are not known before the "
+                "step, as where sizes are given by a tensor. Leave it out of what is predicted"
+            ) from error
+        if "not supported for tensor subclasses" not in text:
             raise
         raise RuntimeError(
-            f"predict: {str(error).partition(' ')[0]} reads the values of tensors, which are not "
+            f"predict: {text.partition(' ')[0]} reads the values of tensors, which are not "
             "known before the step. Leave it out of what is predicted"
         ) from error
     finally:

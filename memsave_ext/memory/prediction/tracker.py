@@ -135,6 +135,8 @@ class FakeTracker(Logging):
             (self._remat.enter if begins else self._remat.leave)()
 
     def _recompute(self, region: bool, begins: bool) -> None:
+        if threading.get_ident() == self._thread:
+            self.storages.recomputes += 1 if begins else -1
         if not self._running or threading.get_ident() != self._thread:
             return
         if begins:

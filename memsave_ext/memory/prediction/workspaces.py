@@ -17,6 +17,8 @@ _WIDEST = 14  # its kernels for gradients of weights are at most this wide
 _WIDEST_DEPTHWISE = 3
 _BACKENDS: Any = torch._C._ConvBackend  # type: ignore[attr-defined]
 _ONEDNN = (_BACKENDS.Mkldnn, _BACKENDS.MkldnnEmpty)
+_TO_IMAGE = (_BACKENDS.SlowTranspose2d, _BACKENDS.SlowTranspose3d)
+_STRIP = 1 << 14  # bytes beside an image that a thread of a strided transposed convolution takes
 _IM2COL = (_BACKENDS.Slow2d, _BACKENDS.SlowDilated2d)
 
 
@@ -47,6 +49,11 @@ def _convolution(y: Tensor, args: tuple[Any, ...]) -> int:
     backend = torch._C._select_conv_backend(x, weight, bias, *options)
     if backend in _IM2COL:
         return _columns(x, weight, y)
+    if backend in _TO_IMAGE:
+        at_once = x.shape[0] if backend == _BACKENDS.SlowTranspose2d else 1
+        return at_once * _patches(x, weight)
+    if _is_onednns_transposed(backend, options):
+        return _transposed(y, args)
     if backend not in _ONEDNN:
         return 0
     groups = options[-1]
@@ -62,11 +69,57 @@ def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
     backend = torch._C._select_conv_backend(x, weight, None, *options, bias_sizes)
     if backend in _IM2COL:
         return _columns(x, weight, grad)
-    if backend not in _ONEDNN:
+    if backend in _TO_IMAGE:
+        copy = 0 if grad.is_contiguous() else grad.nbytes
+        return copy + (_patches(x, weight) if weight.shape[2:].numel() > 1 else 0)
+    transposed = _is_onednns_transposed(backend, options)
+    if backend not in _ONEDNN and not transposed:
         return 0
     # A slice of a gradient, as that of what was concatenated, is copied first.
     copy = 0 if grad.is_contiguous() or _is_last(grad) else grad.nbytes
-    return copy + max(0, *_gradients(args, result))
+    gradients = _gradients_of_transposed if transposed else _gradients
+    return copy + max(0, *gradients(args, result))
+
+
+def _is_onednns_transposed(backend: Any, options: list[Any]) -> bool:
+    """``options``: the stride and what follows it. torch has no name for oneDNN's backend."""
+    others = (*_ONEDNN, *_TO_IMAGE, _BACKENDS.Empty)
+    return bool(options[3]) and backend not in others
+
+
+def _transposed(y: Tensor, args: tuple[Any, ...]) -> int:
+    """Bytes of a transposed convolution, whose kernels are those of a convolution's gradient."""
+    x, weight, bias, stride = args[:4]
+    groups = args[-1]
+    copy = _reordered(y)
+    weight_copy = weight.nbytes if groups > 1 else _in_blocks_both(weight)
+    if min(stride) == 1 or _is_depthwise(weight, groups):
+        # The bias is added to a result of its own.
+        scratch = copy if bias is not None else 0
+        later = copy
+    else:
+        threads = min(torch.get_num_threads(), x.shape[0])
+        scratch = threads * ((_reordered(x) or x.nbytes) // x.shape[0] + _STRIP)
+        later = 2 * y.nbytes if copy else 0  # by way of channels that are last
+    made = scratch + _reordered(x) + weight_copy + (copy - y.nbytes if copy else 0)
+    return int(max(made, later))
+
+
+def _gradients_of_transposed(args: tuple[Any, ...], result: Any) -> Iterator[int]:
+    """Yields what :func:`_gradients` does, of a transposed convolution: the gradient of its input
+    is a convolution of the gradient of its result."""
+    grad, x, weight = args[:3]
+    mask = args[-1]
+    later: int = sum(t.nbytes for t in result[1:] if t is not None)
+    given, made, groups = _reordered(grad, is_input=True), _reordered(x), args[-2]
+    weight_copy = weight.nbytes if groups > 1 else _weight(weight, groups)
+    if mask[0]:
+        yield given + weight_copy + made - (x.nbytes if made else 0) - later
+        yield made - later
+    if mask[1] or mask[2]:
+        bias = result[2].nbytes if result[2] is not None else 0
+        yield given + made + weight_copy + bias - later
+        yield weight_copy
 
 
 def _gradients(args: tuple[Any, ...], result: Any) -> Iterator[int]:
@@ -150,6 +203,12 @@ def _weight(weight: Tensor, groups: int) -> int:
     return weight.nbytes // (out * inside) * _in_blocks(out) * inside_copied
 
 
+def _in_blocks_both(weight: Tensor) -> int:
+    """Bytes of a copy in blocks of all channels."""
+    ins, outs = weight.shape[:2]
+    return weight.nbytes // (ins * outs) * _in_blocks(ins) * _in_blocks(outs)
+
+
 def _weight_of_groups(weight: Tensor, groups: int) -> int:
     """Bytes of a copy in which every group fills blocks of its own."""
     out, inside = weight.shape[:2]
@@ -166,6 +225,11 @@ def _columns(x: Tensor, weight: Tensor, y: Tensor) -> int:
     if weight.shape[2:].numel() == 1:
         return 0
     return x.shape[0] * math.prod(weight.shape[1:]) * y.shape[2:].numel() * x.element_size()
+
+
+def _patches(x: Tensor, weight: Tensor) -> int:
+    """Bytes of the patches that a transposed convolution makes of an image, and adds up."""
+    return int(math.prod(weight.shape[1:]) * x.shape[2:].numel() * x.element_size())
 
 
 def _columns_of_group(weight: Tensor, y: Tensor) -> int:

@@ -1,0 +1,206 @@
+"""What ``memory.predict`` tells beside what ``memory.track`` sees, of torch's operators and modules
+and of whole models.
+
+A seed is an operator or module of torch's databases with a kind of number, forward and backward; or
+a model of the zoo with an optimizer. Samples of the databases are made larger than they are there,
+so that what grows with them shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import random
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+import memsave_ext as ms
+from memsave_ext import _native
+from memsave_ext.memory.measure import Build
+from memsave_ext.memory.prediction.surroundings import predicts
+
+from . import databases
+
+PROMISED = 0.02
+SMALL = 8 << 10  # bytes that may be off: of generators' states, and of blocks of few channels
+_SIZES = {"XS": 6, "S": 16, "M": 20, "L": 24}  # in place of 3, 5, 10 and 20
+_SUBCLASSES = "torch computes its gradient otherwise for subclasses of tensors, as fakes are"
+_WORKSPACE = "its kernels make memory for themselves"
+# Operators whose peaks cannot be told, and why.
+UNKNOWN = {
+    "cumprod": _SUBCLASSES,
+    "masked.cumprod": _SUBCLASSES,
+    "prod": _SUBCLASSES,
+    "masked.prod": _SUBCLASSES,
+    "linalg.vander": _SUBCLASSES,
+    "max.reduction_no_dim": _SUBCLASSES,
+    "min.reduction_no_dim": _SUBCLASSES,
+    "masked_scatter": _SUBCLASSES,
+    "scatter_reduce.amax": _SUBCLASSES,
+    "scatter_reduce.amin": _SUBCLASSES,
+    "kthvalue": _WORKSPACE,
+    "matrix_exp": _WORKSPACE,
+    **{f"fft.{name}": _WORKSPACE for name in ("rfft", "rfftn", "irfft", "irfft2", "irfftn")},
+    **{f"fft.{name}": _WORKSPACE for name in ("hfft", "hfft2", "hfftn", "ihfft", "ihfftn")},
+}
+OPTIMIZERS = {
+    "AdamW": torch.optim.AdamW,
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "in backward": lambda params: ms.AdamW(params, in_backward=True),
+}
+
+Case = databases.Case | tuple[str, str]
+
+
+@functools.cache
+def cases() -> list[Case]:
+    """In an order of their own, so that a share of them has some of everything."""
+    found: list[Case] = [*databases.cases()]
+    found += [(name, optimizer) for name in zoo.ENTRIES for optimizer in OPTIMIZERS]
+    random.Random(2).shuffle(found)
+    return found
+
+
+@contextlib.contextmanager
+def _larger_samples() -> Iterator[None]:
+    before = [
+        (vars(module), name, vars(module)[name])
+        for key, module in sys.modules.items()
+        if key.startswith("torch.testing._internal") and module is not None
+        for name in _SIZES
+        if type(vars(module).get(name)) is int
+    ]
+    for names, name, _ in before:
+        names[name] = _SIZES[name]
+    try:
+        yield
+    finally:
+        for names, name, value in before:
+            names[name] = value
+
+
+def _copy(value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return value
+    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    if not predicts():
+        copy.copy_(value.detach())
+    return copy.requires_grad_(value.requires_grad)
+
+
+def _built(program: databases.Program) -> Build:
+    """Returns a function that makes a step of the program."""
+
+    def build() -> tuple[nn.Module, None, Any]:
+        torch.default_generator.manual_seed(program.seed)
+        function, held = program.make()
+        values, structure = tree_flatten((program.args, program.kwargs))
+        leaves = [_copy(value) for value in values]
+        tensors = [leaf for leaf in [*leaves, *held] if isinstance(leaf, Tensor)]
+        model = nn.Module()
+        for number, tensor in enumerate(tensors):
+            model.register_buffer(f"tensor{number}", tensor)
+
+        def step() -> None:
+            made = [leaf * 1 if databases._is_input(leaf) else leaf for leaf in leaves]
+            args, kwargs = tree_unflatten(made, structure)
+            del made
+            total = databases._read(function(*args, **kwargs))
+            del args, kwargs
+            if total.requires_grad:
+                total.backward()
+            for tensor in tensors:
+                tensor.grad = None
+
+        return model, None, step
+
+    return build
+
+
+def tracked(build: Build) -> int:
+    """The peak of a third step."""
+    model, optimizer, step = build()
+    step()
+    step()
+    gc.collect()
+    with ms.memory.track(model, optimizer) as track:
+        step()
+    return track.peak
+
+
+def _is_told(predicted: int, peak: int, allowed: int = 0) -> bool:
+    return abs(predicted - peak) <= max(PROMISED * peak, allowed)
+
+
+def check_operator(case: databases.Case, seed: int = 0, most: int | None = None) -> list[int]:
+    """The peaks of samples that were told; raises where one is wrong."""
+    peaks = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with _larger_samples():
+            programs = list(databases.programs(case, seed, most))
+        for number, program in enumerate(programs):
+            build = _built(program)
+            try:
+                peak = tracked(build)
+            except (RuntimeError, TypeError, ValueError, AttributeError):
+                continue  # a sample that has no plain run in this form, such as in place
+            try:
+                predicted = ms.memory.predict(build).peak
+            except RuntimeError as error:
+                if str(error).startswith("predict: "):
+                    continue  # refused in a sentence
+                raise
+            told = f"{case}, program {number}: {predicted} for {peak}"
+            assert _is_told(predicted, peak, SMALL), told
+            peaks.append(peak)
+    return peaks
+
+
+def check_model(name: str, optimizer: str) -> int:
+    entry = zoo.ENTRIES[name]
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = entry.build()
+        made: Any = OPTIMIZERS[optimizer](model.parameters())
+        loss = entry.batch(model)
+
+        def step() -> None:
+            loss().backward()
+            made.step()
+            made.zero_grad()
+
+        return model, made, step
+
+    peak, predicted = tracked(build), ms.memory.predict(build).peak
+    assert _is_told(predicted, peak), f"{name}, {optimizer}: {predicted} for {peak}"
+    return peak
+
+
+def run_seed(seed: int, without: list[str], shrink: bool) -> tuple[str, str]:
+    if not _native.available:
+        return "refused: a track sees what kernels make only natively", ""
+    case = cases()[seed % len(cases())]
+    name = case[0] if isinstance(case, tuple) else case.name
+    if name in without or name in UNKNOWN:
+        return "refused: left out", ""
+    try:
+        if isinstance(case, tuple):
+            check_model(*case)
+        else:
+            check_operator(case, seed // len(cases()), most=8)
+    except pytest.skip.Exception as missing:
+        return f"refused: {missing}", ""
+    except Exception as error:
+        return f"{case}: {type(error).__name__}", traceback.format_exc()
+    return "", str(case)
