@@ -20,15 +20,15 @@ void Count::start() {
     add_active(this);
   }
   running_ = true;
-  survivors_.clear();
+  survivors_ = {};
   older_.clear();
+  earlier_ = std::exchange(blocks_, {});
   if (counts_all_) {
-    for (auto& [ptr, block] : blocks_) {
-      if (block.mark != kFromBefore) survivors_[block.mark] += block.size;
-      block.mark = kFromBefore;
+    for (const auto& [ptr, block] : earlier_) {
+      if (block.mark != kFromBefore) survivors_.bytes[block.mark] += block.size;
+      blocks_.emplace(ptr, Block{block.size, kFromBefore});
     }
   } else {
-    earlier_ = std::exchange(blocks_, {});
     live_ = 0;
   }
   if (!is_reported()) {
@@ -59,16 +59,22 @@ Count::Bytes Count::ask() const {
   return {bytes.current, bytes.peak};
 }
 
-void Count::add(const c10::Storage& storage) {
+void Count::add(const c10::Storage& storage, bool is_gradient) {
   void* ptr = address_of(*storage.unsafeGetStorageImpl());
-  if (!is_reported() || counts_all_ || storage.device() != device_ || ptr == nullptr) return;
+  if (!is_reported() || storage.device() != device_ || ptr == nullptr) return;
   TrackingLock lock;
   const auto size = static_cast<int64_t>(storage.nbytes());
+  const auto earlier = earlier_.find(ptr);
+  const bool survived = earlier != earlier_.end() && earlier->second.mark != kFromBefore;
+  if (counts_all_) {
+    if (survived && is_gradient) survivors_.of_gradients += size;
+    return;
+  }
   if (!blocks_.emplace(ptr, Block{size, kFromBefore}).second) return;
   older_.push_back({ptr, storage.getWeakStorageImpl()});
-  const auto earlier = earlier_.find(ptr);
-  if (earlier != earlier_.end() && earlier->second.mark != kFromBefore) {
-    survivors_[earlier->second.mark] += size;
+  if (survived) {
+    survivors_.bytes[earlier->second.mark] += size;
+    if (is_gradient) survivors_.of_gradients += size;
   }
   before_ += size;
   set_live(live_ + size);
@@ -115,7 +121,7 @@ Count::Bytes Count::take() {
   return {live_, std::exchange(peak_, live_)};
 }
 
-std::map<int32_t, int64_t> Count::survivors() const {
+Count::Survivors Count::survivors() const {
   TrackingLock lock;
   return survivors_;
 }

@@ -27,7 +27,7 @@ class Count {
   void stop();
 
   // Counts memory from before, each storage once.
-  void add(const c10::Storage& storage);
+  void add(const c10::Storage& storage, bool is_gradient = false);
   // Subtracts memory of add() that has been freed since without a report.
   void look();
   int64_t live() const;
@@ -41,8 +41,12 @@ class Count {
   Bytes take();
 
   // Bytes of add()'s memory that was allocated between the two latest calls of start(), by the
-  // value that `mark` had then.
-  std::map<int32_t, int64_t> survivors() const;
+  // value that `mark` had then, and how many of them are gradients'.
+  struct Survivors {
+    std::map<int32_t, int64_t> bytes;
+    int64_t of_gradients = 0;
+  };
+  Survivors survivors() const;
   void set_mark(int32_t mark);
 
   // The allocator's reports; the caller holds the tracking mutex.
@@ -77,7 +81,7 @@ class Count {
   int64_t highest_ = 0;  // the caching allocator's own peak when it was last asked
   ska::flat_hash_map<void*, Block> blocks_;
   ska::flat_hash_map<void*, Block> earlier_;  // blocks_ as they were at start()
-  std::map<int32_t, int64_t> survivors_;
+  Survivors survivors_;
   std::vector<Older> older_;
 };
 

@@ -65,8 +65,9 @@ class Recorder {
   void enter_module(int32_t number) { block_->enter_module(number); }
   void leave_module() { block_->leave_module(); }
 
-  void count(const std::vector<at::Tensor>& tensors, int64_t missing) {
-    block_->step()->count(tensors, missing);
+  void count(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& gradients,
+             int64_t missing) {
+    block_->step()->count(tensors, gradients, missing);
   }
 
   bool is_newly_short() { return block_->step()->is_newly_short(); }
@@ -144,6 +145,10 @@ class Recorder {
     py::dict figures;
     figures["operators"] = block_->recorded();
     figures["planned"] = block_->step() != nullptr && block_->step()->plan().has_value();
+    if (const Step* step = block_->step()) {
+      const auto [known, planned] = step->known();
+      figures["shapes"] = py::make_tuple(known, planned);
+    }
     figures["saved"] = std::move(saved);
     figures["again"] = std::move(again);
     return figures;

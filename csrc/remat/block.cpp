@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "remat/policy.h"
 
@@ -112,6 +113,7 @@ Route Block::route_to(const Content& content, Freed& locked) const {
 
 void Block::decide(const std::shared_ptr<Content>& content) {
   Freed freed;  // declared first: freed last, without the mutex
+  std::vector<std::shared_ptr<Content>> contents;
   std::shared_ptr<Call> call;
   const Choice choice = step_ ? step_->decide(*content) : Choice{drops_, true};
   std::unique_lock<std::mutex> lock(contents_mutex());
@@ -127,8 +129,13 @@ void Block::decide(const std::shared_ptr<Content>& content) {
   Sum& sum = sums_[{{content->module, content->op}, verdict}];
   ++sum.count;
   sum.bytes += content->bytes;
-  if (verdict == Verdict::kDropped) return drop(content, std::move(route), freed);
-  if (content->relied_on || (step_ && step_->may_drop_later())) return;
+  if (verdict == Verdict::kDropped) drop(content, std::move(route), freed);
+  for (const auto& relying : std::exchange(content->relied_on_by, {})) {
+    if (auto other = relying.lock()) contents.push_back(std::move(other));
+  }
+  for (size_t i = contents.size(); i-- > 0;) route_again(contents[i], freed, contents);
+  if (verdict == Verdict::kDropped || content->relied_on || (step_ && step_->may_drop_later()))
+    return;
   // It is kept, so that no chain of calls needs to go further back.
   call = std::move(content->call);
   content->depth = 0;
@@ -139,14 +146,37 @@ void Block::drop(const std::shared_ptr<Content>& content, Route route, Freed& fr
   sums_[{{content->module, content->op}, Verdict::kDropped}].seconds += route.seconds;
   content->dropped = true;
   content->pending.emplace();
+  take_route(content, std::move(route));
+  freed.push_back(content->give_up());
+}
+
+// Pins what it will be recomputed from. The caller holds contents_mutex().
+void Block::take_route(const std::shared_ptr<Content>& content, Route route) {
   content->dropped_depth = route.dropped_depth + 1;
   for (const auto& needed : route.needs) {
     pin(*needed);
     if (!needed->held && !needed->dropped) needed->held = needed->storage.lock();
   }
-  for (const auto& other : route.on_the_way) other->relied_on = true;
+  for (const auto& other : route.on_the_way) {
+    other->relied_on = true;
+    other->relied_on_by.push_back(content);
+  }
   content->needs = std::move(route.needs);
-  freed.push_back(content->give_up());
+}
+
+// A content on its route, which nobody had saved, has been decided on: the route begins there now,
+// as plans have it. The caller holds contents_mutex(), and destroys the others without it.
+void Block::route_again(const std::shared_ptr<Content>& content, Freed& freed,
+                        std::vector<std::shared_ptr<Content>>& contents) {
+  if (!content->dropped || content->holders == 0) return;
+  Route route = route_to(*content, freed);
+  if (!route.possible) return;
+  const auto before = std::move(content->needs);
+  take_route(content, std::move(route));
+  for (const auto& needed : before) {
+    unpin(*needed);
+    release_unused(needed, freed, contents);
+  }
 }
 
 // Drops what was kept where there is no plan and the budget is exceeded. What is recomputed for a

@@ -109,6 +109,9 @@ class Block : public std::enable_shared_from_this<Block> {
   void decide(const std::shared_ptr<Content>& content);
   Route route_to(const Content& content, Freed& locked) const;
   void drop(const std::shared_ptr<Content>& content, Route route, Freed& freed);
+  void take_route(const std::shared_ptr<Content>& content, Route route);
+  void route_again(const std::shared_ptr<Content>& content, Freed& freed,
+                   std::vector<std::shared_ptr<Content>>& contents);
   void make_room();
   void let_go();
   void sweep();

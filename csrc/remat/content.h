@@ -114,15 +114,16 @@ struct Content : std::enable_shared_from_this<Content> {
   int64_t extent = 0;  // how many bytes of `held`, from its start, dropped contents read
   // The stream that filled its memory (of an external one: that first used it); null on a CPU.
   std::optional<c10::Stream> made_on;
-  bool overwritten = false;        // the storage has been written since
-  bool copied = false;             // `held` is a copy from before the storage was written
-  bool relied_on = false;          // dropped contents are recomputed through its call, not from it
-  bool dropped = false;            // its holders will recompute it
-  std::optional<Pending> pending;  // set while it is dropped
-  bool decided = false;            // whether to keep or drop it has been decided
-  int dropped_depth = 0;           // of a dropped one: dropped ones in its chain, with itself
-  int64_t holders = 0;             // saved tensors of it
-  int64_t pins = 0;                // dropped contents that need it
+  bool overwritten = false;  // the storage has been written since
+  bool copied = false;       // `held` is a copy from before the storage was written
+  bool relied_on = false;    // dropped contents are recomputed through its call, not from it
+  std::vector<std::weak_ptr<Content>> relied_on_by;  // these, until it is decided on
+  bool dropped = false;                              // its holders will recompute it
+  std::optional<Pending> pending;                    // set while it is dropped
+  bool decided = false;                              // whether to keep or drop it has been decided
+  int dropped_depth = 0;  // of a dropped one: dropped ones in its chain, with itself
+  int64_t holders = 0;    // saved tensors of it
+  int64_t pins = 0;       // dropped contents that need it
   std::vector<std::shared_ptr<Content>> needs;  // of a dropped one: the contents it pins
   bool held_on_the_way = true;  // recomputed on the way to another content, it is held, too
   int32_t number = -1;          // its position in the trace of the block's step; -1 without

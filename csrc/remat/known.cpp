@@ -23,16 +23,21 @@ int64_t size_of(const Known& step) {
   return static_cast<int64_t>(contents + calls + moments + step.keys.size() * sizeof(uint64_t));
 }
 
-// Takes what the step allocated for good (gradients, states) out of its trace: before the next
-// step it is there already.
-void leave_out(Trace& trace, const std::map<int32_t, int64_t>& survivors) {
+// Makes the step one before which there is already what it allocated for good (gradients, states).
+void leave_out(Known& step, const std::map<int32_t, int64_t>& survivors) {
+  auto& moments = step.trace.moments;
+  const auto number = static_cast<int32_t>(moments.size());
+  int64_t bytes = 0;  // that are still to be allocated
+  for (auto each = survivors.begin(); each != survivors.lower_bound(number); ++each) {
+    bytes += each->second;
+  }
+  step.before += bytes;
   auto next = survivors.begin();
-  int64_t bytes = 0;
-  for (int32_t moment = 0; moment < static_cast<int32_t>(trace.moments.size()); ++moment) {
+  for (int32_t moment = 0; moment < number; ++moment) {
     // In the interval that ends here it may have been allocated after the peak.
-    trace.moments[moment].peak -= bytes;
-    for (; next != survivors.end() && next->first <= moment; ++next) bytes += next->second;
-    trace.moments[moment].now -= bytes;
+    moments[moment].peak += bytes;
+    for (; next != survivors.end() && next->first <= moment; ++next) bytes -= next->second;
+    moments[moment].now += bytes;
   }
 }
 
@@ -94,6 +99,10 @@ bool Known::is_same_memory(const Known& other) const {
   return difference <= highest / kAboutEqual;
 }
 
+bool Known::is_as_of(int64_t other) const {
+  return std::abs(before - other) <= other / kAboutEqual;
+}
+
 void KnownSteps::begin() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (running_++ > 0) {
@@ -108,8 +117,27 @@ void KnownSteps::begin() {
 
 void KnownSteps::settle() {
   if (!latest_) return;
-  leave_out(latest_->trace, count.survivors());
+  const auto survivors = count.survivors();
+  if (survivors.of_gradients == 0) {
+    leave_out(*latest_, survivors.bytes);
+  } else {
+    add_with_gradients(*latest_, survivors);
+  }
   add(std::move(latest_), false);
+}
+
+// The step has made gradients that the next one adds to. It will come with and without them, so
+// that it is two. What was derived gives way to what is measured.
+void KnownSteps::add_with_gradients(const Known& step, const memory::Count::Survivors& survivors) {
+  auto next = std::make_shared<Known>(
+      Known{step.keys, step.trace, step.calls, {}, step.before, step.missing, {}});
+  leave_out(*next, survivors.bytes);
+  next->missing -= survivors.of_gradients;
+  const bool is_known = std::any_of(steps_.begin(), steps_.end(), [&](const auto& other) {
+    return other->keys == next->keys && other->missing == next->missing &&
+           other->is_as_of(next->before);
+  });
+  if (!is_known) add(std::move(next), false);
 }
 
 void KnownSteps::end(std::shared_ptr<Known> step) {
@@ -124,8 +152,9 @@ void KnownSteps::end(std::shared_ptr<Known> step) {
 
 // `overlapped`: its memory is in part that of other steps, which is another each time.
 void KnownSteps::add(std::shared_ptr<Known> step, bool overlapped) {
-  const auto same = std::find_if(steps_.begin(), steps_.end(),
-                                 [&](const auto& other) { return other->keys == step->keys; });
+  const auto same = std::find_if(steps_.begin(), steps_.end(), [&](const auto& other) {
+    return other->keys == step->keys && other->missing == step->missing;
+  });
   if (same != steps_.end()) {
     std::shared_ptr<Known> old = std::move(*same);
     steps_.erase(same);
@@ -148,23 +177,27 @@ void KnownSteps::add(std::shared_ptr<Known> step, bool overlapped) {
   int64_t bytes = 0;
   for (const auto& known : steps_) bytes += size_of(*known);
   while (steps_.size() > kMostSteps || (bytes > kMostBytes && steps_.size() > 1)) {
-    bytes -= size_of(*steps_.front());
-    steps_.erase(steps_.begin());
+    // Not the oldest: where steps take turns that is the one that comes next, so that with one too
+    // many of them none would ever be planned.
+    const auto forgotten = steps_.begin() + static_cast<int64_t>(chance_() % (steps_.size() - 1));
+    bytes -= size_of(**forgotten);
+    steps_.erase(forgotten);
   }
 }
 
 std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64_t before,
-                                        int least_seen, bool exact) {
+                                        int64_t missing, int least_seen, bool exact) {
   const std::lock_guard<std::mutex> lock(mutex_);
   settle();
   std::shared_ptr<Known>* place = nullptr;
-  bool found_close = false;
+  int best = 0;  // how well it matches
   for (auto& step : steps_) {
     // Keys are hashes of everything until then, so that the last one speaks for all.
     if (step->keys.size() < keys.size() || step->keys[keys.size() - 1] != keys.back()) continue;
-    const bool is_close = std::abs(step->before - before) <= before / kAboutEqual;
-    if (is_close || !found_close) place = &step;
-    found_close = found_close || is_close;
+    const int match = 2 * int(step->missing == missing) + int(step->is_as_of(before));
+    if (match < best) continue;
+    best = match;
+    place = &step;
   }
   if (place == nullptr || (*place)->seen < least_seen) return nullptr;
   Known& found = **place;
@@ -174,12 +207,19 @@ std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64
   if (found.plans.empty()) {
     found.plans = std::move(plans);
   } else {  // steps of other threads may follow the old ones
-    *place = std::make_shared<Known>(
-        Known{found.keys, found.trace, found.calls, {}, found.before, std::move(plans)});
+    *place = std::make_shared<Known>(Known{
+        found.keys, found.trace, found.calls, {}, found.before, found.missing, std::move(plans)});
     (*place)->seen = found.seen;
     (*place)->told = found.told;
   }
   return *place;
+}
+
+KnownSteps::Numbers KnownSteps::numbers() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto planned = std::count_if(steps_.begin(), steps_.end(),
+                                     [](const auto& step) { return !step->plans.empty(); });
+  return {steps_.size(), static_cast<size_t>(planned)};
 }
 
 void KnownSteps::forget() {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <vector>
 
 #include "memory/count.h"
@@ -28,6 +29,7 @@ struct Known {
   std::vector<uint64_t> calls;   // keys, by position in trace.calls
   std::vector<TimeOfKey> times;  // on devices; empty once they were read
   int64_t before = 0;            // counted bytes that lived before the step
+  int64_t missing = 0;           // bytes of gradients that were not there before it
   std::vector<Plan> plans;       // empty until they are asked for, and then never changed
   bool plans_are_old = false;    // made for the memory of an earlier step of the same program
   int seen = 1;                  // how many steps like it have ended
@@ -39,6 +41,8 @@ struct Known {
   // Whether the other one has the same operators and contents, and whether as much memory, too.
   bool is_same_program(const Known& other) const;
   bool is_same_memory(const Known& other) const;
+  // Whether about so many bytes lived before it.
+  bool is_as_of(int64_t other) const;
 };
 
 // What the steps of a device share.
@@ -52,24 +56,31 @@ class KnownSteps {
   // `step` may be null: it is not worth being known.
   void end(std::shared_ptr<Known> step);
   // Returns a step with these keys at its beginning, with its plans; null if none. Where there are
-  // several, as of models that begin alike, it is one before which about as much lived as `before`,
-  // if there is one, and of these the latest. It must have been seen `least_seen` times, and its
-  // times must be known. `exact`: plans that were made for other memory are made again.
-  std::shared_ptr<Known> find(const std::vector<uint64_t>& keys, int64_t before, int least_seen,
-                              bool exact);
+  // several, as of models that begin alike, it is one with as many bytes of gradients `missing`, if
+  // there is one, of these one before which about as much lived as `before`, and of these the
+  // latest. It must have been seen `least_seen` times, and its times must be known. `exact`: plans
+  // that were made for other memory are made again.
+  std::shared_ptr<Known> find(const std::vector<uint64_t>& keys, int64_t before, int64_t missing,
+                              int least_seen, bool exact);
   void forget();
+  struct Numbers {
+    size_t known, planned;
+  };
+  Numbers numbers() const;
 
  private:
   void settle();
   void add(std::shared_ptr<Known> step, bool overlapped);
+  void add_with_gradients(const Known& step, const memory::Count::Survivors& survivors);
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   int running_ = 0;
   bool overlapped_ = false;  // while another step ran
   // Not added yet: what it allocated for good is known once the next step has counted it.
   std::shared_ptr<Known> latest_;
   bool next_has_begun_ = false;                // after latest_
   std::vector<std::shared_ptr<Known>> steps_;  // latest last
+  std::minstd_rand chance_;                    // which of them is forgotten for another
 };
 
 // Of the meta device: those of the prediction that runs on this thread.

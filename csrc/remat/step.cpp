@@ -38,12 +38,26 @@ Step::Step(Budget budget)
 
 Step::~Step() { finish(); }
 
-void Step::count(const std::vector<at::Tensor>& tensors, int64_t missing) {
-  for (const auto& tensor : tensors) {
-    if (is_plain(tensor)) shared_->count.add(tensor.storage());
-  }
+void Step::count(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& gradients,
+                 int64_t missing) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  const int64_t before = shared_->count.before();
+  for (const bool are_gradients : {false, true}) {
+    for (const auto& tensor : are_gradients ? gradients : tensors) {
+      if (is_plain(tensor)) shared_->count.add(tensor.storage(), are_gradients);
+    }
+  }
   missing_ += missing;
+  if (keys_.empty()) return;
+  // It was there from the beginning, of which the next step like this one will know.
+  const int64_t more = shared_->count.before() - before;
+  before_ += more;
+  live_ += more;
+  for (auto& moment : trace_.moments) {
+    moment.now += more;
+    moment.peak += more;
+  }
+  if (followed_) find();
 }
 
 int32_t Step::number_of(Content& content) {
@@ -223,6 +237,7 @@ void Step::finish() {
   known->calls = calls_;
   known->times = std::move(times_);
   known->before = before_;
+  known->missing = missing_;
   shared_->end(saw_backward_ ? std::move(known) : nullptr);
 }
 

@@ -40,9 +40,10 @@ class Step {
   Step(const Step&) = delete;
   Step& operator=(const Step&) = delete;
 
-  // Counts memory from before: parameters, their gradients and states. `missing`: bytes of
-  // gradients that backward will make.
-  void count(const std::vector<at::Tensor>& tensors, int64_t missing);
+  // Counts memory from before: parameters and states, and parameters' gradients. `missing`: bytes
+  // of gradients that backward will make.
+  void count(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& gradients,
+             int64_t missing);
 
   // Called by the block in forward.
   // Returns a hash of the operator and the shapes of its arguments.
@@ -84,6 +85,7 @@ class Step {
   std::optional<Plan> plan() const;
   std::shared_ptr<const Known> followed() const;  // whose plan it follows; null where it has none
   Trace trace() const;
+  KnownSteps::Numbers known() const { return shared_->numbers(); }
 
  private:
   // The caller of these holds mutex_.
@@ -92,6 +94,7 @@ class Step {
   memory::Count::Bytes take();
   void add_moment();
   int64_t held_alone();
+  void find();
   void follow(std::shared_ptr<Known> known);
   void stop();
 

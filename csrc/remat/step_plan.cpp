@@ -15,10 +15,7 @@ Choice Step::decide(Content& content) {
   if (keys_.size() == 1) before_ = shared_->count.before();
   const bool follows = followed_ && keys_.size() <= followed_->keys.size() &&
                        followed_->keys[keys_.size() - 1] == hash_;
-  // The calls of a process's first step are slow. Where nothing is promised, and times are
-  // measured, a second one is awaited.
-  const bool waits = !budget_.is_limit() && !budget_.device.is_meta();
-  if (!follows) follow(shared_->find(keys_, before_, waits ? 2 : 1, budget_.is_limit()));
+  if (!follows) find();
   if (plan_ == nullptr) return {bytes_ > 0 ? Drops::kUntilFull : Drops::kCheap, true};
   // What the running operator reads is not in the hash yet: there may be a content more.
   const auto position = static_cast<size_t>(number);
@@ -37,6 +34,14 @@ void Step::must_keep(const Content& content) {
 bool Step::may_drop_later() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return plan_ == nullptr && bytes_ > 0;
+}
+
+// Finds a step like this one, as far as it has come, and follows a plan of it.
+void Step::find() {
+  // The calls of a process's first step are slow. Where nothing is promised, and times are
+  // measured, a second one is awaited.
+  const bool waits = !budget_.is_limit() && !budget_.device.is_meta();
+  follow(shared_->find(keys_, before_, missing_, waits ? 2 : 1, budget_.is_limit()));
 }
 
 // Chooses the plan of `known` for this budget; null: there is no step like this one.

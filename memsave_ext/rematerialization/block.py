@@ -185,6 +185,9 @@ class remat:  # noqa: N801, a context manager is used like a function
                 print(self._budget_line(self._recorder), file=text)
             elif figures["planned"]:
                 print(PLANNED, file=text)
+            if figures["planned"]:
+                known, planned = figures["shapes"]
+                print(f"{known} shapes are known, {planned} of them have plans", file=text)
             write_report(make_figures(figures, self._modules.names), top, text)
 
         return as_text(write, file)

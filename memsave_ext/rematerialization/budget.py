@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -133,8 +134,17 @@ def warn_if_short(recorder: Recorder) -> None:
     )
 
 
+# By the first module that a block without a model has called: what it has called besides, by id.
+_called_after: WeakKeyDictionary[nn.Module, WeakValueDictionary[int, nn.Module]]
+_called_after = WeakKeyDictionary()
+
+
 class LivedBefore:
-    """Counts the parameters, buffers, gradients and states of the modules that a block calls."""
+    """Counts the parameters, buffers, gradients and states of the modules that a block calls.
+
+    Plans are chosen when the block has called the first. So what such blocks have called after it
+    before is counted then, too.
+    """
 
     def __init__(
         self,
@@ -142,7 +152,7 @@ class LivedBefore:
         model: nn.Module | None,
         optimizer: Optimizer | Iterable[Optimizer] | None,
     ) -> None:
-        self._count: Callable[[list[Tensor], int], None] = recorder.count
+        self._count: Callable[[list[Tensor], list[Tensor], int], None] = recorder.count
         self._model = model
         self._optimizers = (
             () if optimizer is None else
@@ -150,6 +160,7 @@ class LivedBefore:
         )  # fmt: skip
         self._thread = threading.get_ident()
         self._seen: set[int] = set()
+        self._later: WeakValueDictionary[int, nn.Module] | None = None  # in _called_after
 
     def install(self, stack: ExitStack) -> None:
         """Counts the model now, or every module when it is called, until ``stack`` is closed."""
@@ -158,8 +169,17 @@ class LivedBefore:
             return
 
         def called(module: nn.Module, _: Any) -> None:
-            if id(module) not in self._seen and threading.get_ident() == self._thread:
-                self._add(module)
+            if id(module) in self._seen or threading.get_ident() != self._thread:
+                return
+            self._add(module)
+            if self._later is not None:
+                self._later[id(module)] = module
+                return
+            self._later = _called_after.setdefault(module, WeakValueDictionary())
+            for reference in self._later.valuerefs():
+                other = reference()
+                if other is not None and id(other) not in self._seen:
+                    self._add(other)
 
         hook = torch.nn.modules.module.register_module_forward_pre_hook(called)
         stack.callback(hook.remove)
@@ -173,8 +193,8 @@ class LivedBefore:
         have_grads = [p for p in params.values() if p.is_leaf or p.retains_grad]
         grads = [p.grad for p in have_grads if p.grad is not None]
         awaited = [p for p in have_grads if p.requires_grad and p.grad is None and not is_lazy(p)]
-        counted = _plain([*params.values(), *buffers, *grads, *self._states([*params.values()])])
-        self._count(counted, sum(t.nbytes for t in _plain(awaited)))
+        counted = _plain([*params.values(), *buffers, *self._states([*params.values()])])
+        self._count(counted, _plain(grads), sum(t.nbytes for t in _plain(awaited)))
 
     def _states(self, params: Sequence[Tensor]) -> Iterator[Any]:
         for optimizer in dict.fromkeys((*self._optimizers, *optimizers_of(params))):

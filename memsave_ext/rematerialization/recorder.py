@@ -34,7 +34,7 @@ class Recorder(Protocol):
 
     def leave_module(self) -> None: ...
 
-    def count(self, tensors: list[Tensor], missing: int) -> None:
+    def count(self, tensors: list[Tensor], gradients: list[Tensor], missing: int) -> None:
         """Within a budget: counts memory from before, and bytes of gradients yet to be made."""
 
     def is_newly_short(self) -> bool:
@@ -65,6 +65,8 @@ class Recorder(Protocol):
 
         - ``operators``: how many operators were recorded,
         - ``planned``: whether the step follows a plan,
+        - ``shapes``: how many steps are known in the process, and how many of them have plans; not
+          there where nothing is planned,
         - ``saved``: tuples of a module's number (-1: none), an operator's name ("": none was
           seen), a position in ``figures.VERDICTS``, how many storage contents, their bytes, and the
           seconds to recompute those that were dropped, as measured in the forward,
