@@ -75,6 +75,12 @@ def add_kernel(
             _override([(operator, kernel, of_key)])
 
 
+def python_kernel(operator: str) -> Callable[..., Any]:
+    """Returns what :func:`add_kernel` was given for the devices."""
+    of_devices = (of for name, all_of in _kernels.items() if "." in name for of in all_of)
+    return next(kernel for name, kernel, _ in of_devices if name == operator)
+
+
 def disable(*parts: str) -> None:
     """Run parts in pure Python from now on, as MEMSAVE_EXT_DISABLE does from the start.
 
