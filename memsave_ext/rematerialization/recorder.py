@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _parts
+from ..memory.checks import check_allocator
 
 
 class Budget(NamedTuple):
@@ -114,6 +115,8 @@ def make_recorder(
         reason = "tensors are fake, and no memsave_ext.memory.predict says what they would take"
         _warn(reason)
         return NoRecorder(reason)
+    if budget is not None and not _under_fakes():
+        check_allocator("remat: a budget", device)
     arguments = (everything,) if budget is None else budget
     return cast(Recorder, native.RematRecorder(*arguments, device))
 
