@@ -17,7 +17,7 @@ from ..checkpointing import checkpoint
 from ..rematerialization import remat
 from .rows import Row, message, same_bits, ulps
 
-_STEPS, _WIDTH, _BATCH = 4, 64, 32
+_STEPS, _WIDTH, _BATCH = 4, 64, 512
 _ADAM_LIMIT = 64.0  # units in the last place that torch's AdamW, of another formula, may be away
 
 
