@@ -34,7 +34,7 @@ def test_training_is_the_same(device):
     train(plain, device)
     assert all(torch.equal(v, values(plain)[name]) for name, v in values(tracked).items())
     assert sum(t.at_peak.values()) == t.peak
-    assert t.at_peak["activations"] >= 128 * 256 * 4
+    assert t.peak >= 2 * 128 * 256 * 4  # what GELU reads and makes
     assert len(t.steps) >= 1
 
 
