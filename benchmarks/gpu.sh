@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
 # Build, test and measure on a machine with a CUDA torch; nothing is installed there.
 #
-#   benchmarks/gpu.sh              the first set: build, report, tests, kernels, tables
+#   benchmarks/gpu.sh a            build, report, check, tests of the GPU, kernels
+#   benchmarks/gpu.sh b            compute-sanitizer and ncu over our kernels, remat
+#   benchmarks/gpu.sh c            whole training steps, and the largest tensors
 #   benchmarks/gpu.sh SET|PART...  other sets, or parts; the build comes first by itself
 #   benchmarks/gpu.sh --list       what there is, with the seconds each may take
+#   benchmarks/gpu.sh --dry-run ...  prints the commands, and runs none
 #
-# Each set ends within ten minutes. A part that fails or hangs does not stop the next one, but the
-# script then exits non-zero. In $OUT (default benchmarks/out/gpu) it leaves two files: gpu.log, and
-# gpu-results.tar.gz with the records of the benchmarks, for benchmarks/results.
+# The build is packed in $OUT/built-....tar.gz, named after its sources. A later call, in a fresh tree
+# with the same ones, takes it from there or from $BUILT and compiles nothing. Each set ends within ten minutes. A part that fails or hangs does not stop the next one, but the
+# script then exits non-zero. In $OUT (default benchmarks/out/gpu) it leaves gpu.log,
+# gpu-results.tar.gz with the records of the benchmarks, for benchmarks/results, and the build.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -16,20 +20,26 @@ PYTHON=${PYTHON:-python3}
 OUT=${OUT:-benchmarks/out/gpu}
 RECORDS=$OUT/records
 LOG=$OUT/gpu.log
+SOURCES=$(find csrc tools setup.py -type f 2>/dev/null | LC_ALL=C sort | xargs -d '\n' cat /dev/null | sha256sum)
+BUILT=${BUILT:-$OUT/built-${SOURCES:0:12}.tar.gz}
+DRY=
 BANDWIDTH=
 failed=() skipped=()
 
 # What a part runs: its limit in seconds, and what it is for.
 declare -A LIMIT=(
-  [build]=140 [report]=20 [copy]=20 [tests]=110 [adam]=55 [batch_norm]=55 [checkpoint]=55
-  [adam_host]=35 [adam_memory]=35 [densenet]=45
+  [build]=140 [report]=20 [check]=60 [copy]=20 [tests]=130 [adam]=55 [batch_norm]=55
+  [loss_head]=60 [checkpoint]=55 [ncu]=90 [adam_host]=35 [adam_memory]=35 [densenet]=45
   [suite]=240 [python]=60 [blocking]=110 [cpu_build]=140 [overhead]=30
-  [memcheck]=140 [racecheck]=120 [initcheck]=100 [synccheck]=70
-  [sizes]=200 [data_parallel]=100 [largest_model]=420 [adam_modes]=110 [threads]=20 [distributed]=60
+  [memcheck]=120 [racecheck]=100 [initcheck]=100 [synccheck]=60
+  [sizes]=160 [data_parallel]=100 [largest_model]=150 [adam_modes]=110 [threads]=20 [distributed]=60
   [remat]=60
 )
 declare -A ABOUT=(
   [build]="compile for this GPU" [report]="what was built, and a kernel of it"
+  [check]="every kernel beside pure Python and float64, and its speed"
+  [loss_head]="the loss head beside torch's losses"
+  [ncu]="one launch of each kernel: time, share of memory and issue, registers"
   [copy]="bandwidth of a copy, for every floor"
   [tests]="the tests of the GPU, but for tensors of more than 2^31 elements"
   [adam]="Adam's kernels beside their floors, 1 M to 500 M elements"
@@ -46,19 +56,19 @@ declare -A ABOUT=(
   [synccheck]="compute-sanitizer: barriers"
   [sizes]="tests of tensors of more than 2^31 elements"
   [data_parallel]="the original table: DenseNet at batch 4, 256 and 512"
-  [largest_model]="largest ViT in 16, 40 and 80 GB" [adam_modes]="every mode: error, time, bytes"
+  [largest_model]="largest ViT in 16 GB" [adam_modes]="every mode: error, time, bytes"
   [threads]="several Python threads on the CPU" [distributed]="two processes, by gloo"
   [remat]="rematerialization beside torch's checkpoints"
 )
 declare -A SETS=(
-  [first]="report copy tests adam batch_norm checkpoint adam_host adam_memory densenet"
+  [a]="report check copy tests adam batch_norm loss_head"
+  [b]="memcheck racecheck synccheck ncu remat"
+  [c]="overhead adam_memory densenet sizes largest_model"
   [second]="report suite blocking python"
-  [sanitize]="memcheck racecheck initcheck synccheck"
-  [big]="sizes data_parallel"
-  [largest]="largest_model"
-  [more]="cpu_build adam_modes distributed overhead threads remat"
+  [big]="data_parallel checkpoint adam_host"
+  [more]="cpu_build adam_modes distributed threads initcheck"
 )
-ORDER="first second sanitize big largest more"
+ORDER="a b c second big more"
 
 list() {
   local set part total
@@ -77,6 +87,10 @@ run() {
   local name=$1 start=$SECONDS status=0
   shift
   say "== $name: ${ABOUT[$name]}"
+  if [[ -n $DRY ]]; then
+    say "$*"
+    return
+  fi
   # Interrupted, pytest still says what has failed so far.
   timeout -s INT -k 5 "${LIMIT[$name]}" "$@" </dev/null >"$OUT/part.log" 2>&1 || status=$?
   # A progress bar rewrites its line: keep what it showed last.
@@ -108,6 +122,14 @@ record() { # record NAME SCRIPT ARGUMENTS...
   run "$name" "$PYTHON" "benchmarks/$script" --save "$RECORDS" "$@"
 }
 
+# A tool of CUDA, where it is installed.
+tool_of_cuda() { command -v "$1" || ls "${CUDA_HOME:-/usr/local/cuda}/bin/$1" 2>/dev/null; }
+
+skip() { # skip NAME WHY
+  say "== $1: skipped, $2"
+  skipped+=("$1")
+}
+
 # Only our kernels are looked at; without torch's cache each tensor is an allocation of its own, so
 # that an access beside it is seen. Graphs need the cache. A small choice: each launch is slowed down
 # by a hundred.
@@ -115,14 +137,18 @@ sanitizer() {
   local name=$1
   shift
   local tool
-  tool=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
+  tool=$(tool_of_cuda compute-sanitizer)
   if [[ -z $tool ]]; then
-    say "== $name: skipped, there is no compute-sanitizer"
-    skipped+=("$name")
+    skip "$name" "there is no compute-sanitizer"
     return
   fi
+  # Names that contain this, as every kernel of ours does by its namespace. `true` uses no CUDA.
   local ours=(--kernel-name kns=memsave_ext)
-  "$tool" "${ours[@]}" true >/dev/null 2>&1 || ours=()  # an older one knows no such option
+  if ! "$tool" --require-cuda-init no "${ours[@]}" true >/dev/null 2>&1; then
+    # Without it all of torch's kernels would be slowed down, past any limit.
+    skip "$name" "this compute-sanitizer cannot choose kernels"
+    return
+  fi
   [[ $name == initcheck ]] && ours=()  # what torch's kernels write would look missing
   EXTRA=(PYTORCH_NO_CUDA_MEMORY_CACHING=1)
   run "$name" env MEMSAVE_EXT_NATIVE=1 "${EXTRA[@]}" "$tool" --tool "$name" "${ours[@]}" \
@@ -139,11 +165,18 @@ prepare_build() {
   fi
 }
 
+built_files() { ls memsave_ext/_C.*.so memsave_ext/_build_info.json; }
+
 part_build() {
+  if [[ -z $DRY && -f $BUILT ]]; then
+    tar -xzf "$BUILT" && say "== build: taken from $BUILT" && return
+  fi
   prepare_build
-  run build env MEMSAVE_EXT_CUDA=1 "$PYTHON" setup.py -q build_ext --inplace
+  run build env MEMSAVE_EXT_CUDA=1 "$PYTHON" setup.py -q build_ext --inplace || return
+  if built_files >/dev/null 2>&1; then built_files | tar -czf "$BUILT" -T -; fi
 }
 part_report() { run report "$PYTHON" -m memsave_ext.report; }
+part_check() { run check "$PYTHON" -m memsave_ext.check --json "$RECORDS/check.json"; }
 part_copy() {
   run copy "$PYTHON" benchmarks/cuda_timing.py &&
     BANDWIDTH=$(grep -E '^[0-9.]+$' "$LOG" | tail -n 1)
@@ -152,7 +185,11 @@ known_bandwidth() { [[ -n $BANDWIDTH ]] && echo --bandwidth "$BANDWIDTH"; }
 
 GPU_TESTS=(tests/*/test_*cuda*.py)
 NOT_LARGE="not 2_to_the_31"
-part_tests() { pytest tests "${GPU_TESTS[@]}" -k "$NOT_LARGE"; }
+part_tests() {
+  local parallel=()
+  has xdist && parallel=(-n 4 --dist loadfile)
+  pytest tests "${GPU_TESTS[@]}" "${parallel[@]}" -k "$NOT_LARGE"
+}
 part_blocking() {
   EXTRA=(CUDA_LAUNCH_BLOCKING=1)
   # Overlap is what this variable takes away, and captures need it unset.
@@ -175,6 +212,25 @@ part_sizes() { pytest sizes "${GPU_TESTS[@]}" -k "2_to_the_31"; }
 
 part_adam() { record adam adam_cuda.py $(known_bandwidth); }
 part_batch_norm() { LINES_SHOWN=110 record batch_norm batch_norm_cuda.py --rounds 9 $(known_bandwidth); }
+part_loss_head() {
+  LINES_SHOWN=60 record loss_head linear_cross_entropy.py --device cuda --dtype bfloat16 --shapes 4 \
+    --rounds 5
+}
+# The clock stays as it is in training. Of the check's calls each kernel and shape once.
+part_ncu() {
+  local tool
+  tool=$(tool_of_cuda ncu)
+  if [[ -z $tool ]]; then
+    skip ncu "there is no ncu"
+    return
+  fi
+  local metrics=gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed
+  metrics+=,sm__inst_issued.avg.pct_of_peak_sustained_active,launch__registers_per_thread
+  metrics+=,sm__warps_active.avg.pct_of_peak_sustained_active
+  LINES_SHOWN=150 run ncu "$tool" --clock-control none --kernel-name-base mangled \
+    --kernel-name regex:memsave_ext --filter-mode per-launch-config --launch-count 1 \
+    --metrics "$metrics" --csv "$PYTHON" -m memsave_ext.check
+}
 part_checkpoint() { record checkpoint checkpoint_cuda.py; }
 part_adam_host() { record adam_host adam.py --device cuda --rounds 8; }
 part_adam_memory() { record adam_memory adam_memory.py --device cuda --repeats 2; }
@@ -190,7 +246,7 @@ part_data_parallel() {
   record data_parallel data_parallel.py --device cuda --rounds 4 \
     --methods naive torch torch_reentrant memsave_ext memsave_ext_checkpoint
 }
-part_largest_model() { record largest_model largest_model.py --device cuda --budget-gb 16 40 80 --gpt-budget-gb 40; }
+part_largest_model() { record largest_model largest_model.py --device cuda --budget-gb 16; }
 
 # Elsewhere, so that the build with CUDA stays.
 part_cpu_build() {
@@ -217,8 +273,12 @@ if [[ ${1:-} == --list ]]; then
   list
   exit
 fi
+if [[ ${1:-} == --dry-run ]]; then
+  DRY=1
+  shift
+fi
 parts=()
-for name in "${@:-first}"; do
+for name in "${@:-a}"; do
   if [[ -n ${SETS[$name]:-} ]]; then
     read -ra chosen <<<"${SETS[$name]}"
     parts+=("${chosen[@]}")

@@ -5,6 +5,7 @@ weight. Times are those of plain torch in the same round. Where rows are stepped
 step of Adam; the others do without one.
 
     python benchmarks/linear_cross_entropy.py --rounds 9 --shapes 4 --save benchmarks/results
+    python benchmarks/linear_cross_entropy.py --device cuda --dtype bfloat16 --shapes 4
 """
 
 import argparse
@@ -18,6 +19,10 @@ from torch.nn import functional as F
 import memsave_ext as ms
 from common import ROOT, interleave, machine, median_and_spread, show_bars, write_record
 
+# With --device cuda.
+SHAPES_CUDA = (
+    (8192, 4096, 32000), (8192, 2048, 128256), (32768, 2048, 128256), (2048, 4096, 256000)
+)  # fmt: skip
 SHAPES = ((1024, 256, 32000), (4096, 256, 32000), (1024, 1024, 32000), (1024, 256, 64000))
 PLAIN, CHUNKED = "torch", "torch, chunks of tokens"
 WHOLE, STEPPED = "linear_cross_entropy", "linear_cross_entropy, rows stepped"
@@ -25,17 +30,21 @@ WHOLE, STEPPED = "linear_cross_entropy", "linear_cross_entropy, rows stepped"
 BARS = {WHOLE: (1.7, 1.4, 0.7), STEPPED: (0.7, 1.25, 0.7)}
 
 
-def cases(tokens: int, features: int, classes: int) -> tuple[int, dict[str, Callable[[], Any]]]:
+def cases(
+    tokens: int, features: int, classes: int, device: str, dtype: torch.dtype
+) -> tuple[int, dict[str, Callable[[], Any]]]:
     """The weight's bytes, and a function for each case, which runs forward and backward."""
     torch.manual_seed(0)
-    x = torch.randn(tokens, features, requires_grad=True)
-    weight = torch.nn.Parameter(torch.randn(classes, features) * features**-0.5)
-    target = torch.randint(classes, (tokens,))
+    x = torch.randn(tokens, features, device=device, dtype=dtype, requires_grad=True)
+    initial = torch.randn(classes, features, device=device) * features**-0.5
+    weight = torch.nn.Parameter(initial.to(dtype))
+    target = torch.randint(classes, (tokens,), device=device)
     optimizer = ms.Adam([weight], lr=1e-4, in_backward=True)
 
     def backward(loss: torch.Tensor) -> None:
         x.grad = None
         loss.backward()
+        synchronize(device)
 
     def plain() -> None:
         with optimizer.paused(keep=True):
@@ -56,6 +65,7 @@ def cases(tokens: int, features: int, classes: int) -> tuple[int, dict[str, Call
     def stepped() -> None:
         backward(ms.linear_cross_entropy(x, weight, target))
         optimizer.step()
+        synchronize(device)
 
     of = {PLAIN: plain, WHOLE: whole, STEPPED: stepped}
     if hasattr(F, "linear_cross_entropy"):
@@ -63,16 +73,28 @@ def cases(tokens: int, features: int, classes: int) -> tuple[int, dict[str, Call
     return weight.nbytes, of
 
 
-def peak(run: Callable[[], None]) -> int:
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak(run: Callable[[], None], device: str) -> int:
     run()  # the states, and what libraries keep
+    if device == "cuda":  # exact there, also of what an operator frees itself
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
     with ms.memory.track() as track:
         run()
     return track.peak
 
 
-def measure(shape: tuple[int, int, int], rounds: int, progress: bool) -> list[dict[str, Any]]:
-    weight_bytes, of = cases(*shape)
-    peaks = {name: peak(run) for name, run in of.items()}
+def measure(
+    shape: tuple[int, int, int], device: str, dtype: torch.dtype, rounds: int, progress: bool
+) -> list[dict[str, Any]]:
+    weight_bytes, of = cases(*shape, device, dtype)
+    peaks = {name: peak(run, device) for name, run in of.items()}
     seconds = interleave(of, rounds, 1, progress)
     rows = []
     for name, taken in seconds.items():
@@ -116,6 +138,8 @@ def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shapes", type=int, default=1, help="how many of them; there are 4")
     parser.add_argument("--threads", type=int, default=1)
@@ -123,22 +147,34 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
     parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a CUDA device")
     torch.set_num_threads(options.threads)
-    rows: list[dict[str, Any]] = []
-    for shape in ((64, 16, 3000),) if options.tiny else SHAPES[: options.shapes]:
-        rows += measure(shape, options.rounds, options.progress)
+    shapes = SHAPES if options.device == "cpu" else SHAPES_CUDA
+    names = ("rounds", "threads", "tiny", "device", "dtype")
+    record: dict[str, Any] = {
+        "machine": machine(options.device),
+        "settings": {name: getattr(options, name) for name in names},
+        "rows": [],
+        "bars": [],
+    }
     print(f"{'tokens x features x classes':30}{'':36}{'peak/weight':>12}{'time':>9}{'/plain':>8}")
-    for row in rows:
-        shape_name = f"{row['tokens']} x {row['features']} x {row['classes']}"
-        print(
-            f"{shape_name:30}{row['case']:36}{row['of_weight']:12.2f}"
-            f"{row['seconds'] * 1e3:7.0f}ms{row['of_plain']:8.2f}"
-        )
-    found = bars(rows)
-    show_bars(found)
-    settings = {"rounds": options.rounds, "threads": options.threads, "tiny": options.tiny}
-    record = {"machine": machine(), "settings": settings, "rows": rows, "bars": found}
-    print(write_record(options.save, "linear_cross_entropy", record))
+    # Row by row, so that a limit of time loses those that are left alone.
+    for shape in ((64, 16, 3000),) if options.tiny else shapes[: options.shapes]:
+        dtype = getattr(torch, options.dtype)
+        for row in measure(shape, options.device, dtype, options.rounds, options.progress):
+            record["rows"].append(row)
+            shape_name = f"{row['tokens']} x {row['features']} x {row['classes']}"
+            print(
+                f"{shape_name:30}{row['case']:36}{row['of_weight']:12.2f}"
+                f"{row['seconds'] * 1e3:7.1f}ms{row['of_plain']:8.2f}",
+                flush=True,
+            )
+        if options.device == "cpu":  # the bars are of its times
+            record["bars"] = bars(record["rows"])
+        path = write_record(options.save, "linear_cross_entropy", record)
+    show_bars(record["bars"])
+    print(path)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Train larger PyTorch models in the memory there is, without changing how they train."""
 
 from . import _ops, memory  # noqa: F401  # importing _ops defines Adam's operators
+from ._parts import disable
 from ._version import __version__
 from .adam import SGD, Adam, AdamW, Lion, in_backward, remove_hooks
 from .batch_norm import (
@@ -48,6 +49,7 @@ __all__ = [
     "checkpoint_sequential",
     "convert_batch_norm",
     "count_once_contexts",
+    "disable",
     "in_backward",
     "is_recomputing",
     "linear_cross_entropy",

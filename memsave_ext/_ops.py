@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from . import _native
+from . import _native, _parts
 from .adam.fallback import operator as _operator
 
 _library = torch.library.Library("memsave_ext", "DEF")
@@ -44,6 +44,7 @@ _library.define("adam_sum_of_squares(Tensor[] grads) -> Tensor")
 for _name in ("adam_step_", "adam_sum_of_squares"):
     # The dispatcher uses CompositeExplicitAutograd where csrc has no kernel for the device.
     _library.impl(_name, getattr(_operator, _name), "CompositeExplicitAutograd")
+    _parts.add_kernel("adam", _name, getattr(_operator, _name))
     # Without the fallthrough torch would refuse to change such views in place.
     for _lazy in ("Conjugate", "Negative", "ZeroTensor"):
         _library.impl(_name, torch.library.fallthrough_kernel, _lazy)

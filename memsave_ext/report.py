@@ -9,23 +9,25 @@ import platform
 
 import torch
 
-from . import _native
+from . import _native, _parts
 from ._version import __version__
 
 _KERNELS = "native on CPU and, where built, CUDA"
 
-# feature -> (path with the native part, path without it)
+# feature -> (its part, path with the native part, path without it)
 PATHS = {
-    "checkpoint": ("native", "pure Python"),
-    "CheckpointFunction": ("native", "pure Python"),
-    "remat": ("native", "keeps everything"),
-    "BatchNorm": (_KERNELS, "torch operators"),
-    "Adam, SGD, Lion": (_KERNELS, "torch operators"),
-    "in_backward": ("native hooks, the optimizer's own step", "hooks in Python, its own step"),
-    "loss head": (_KERNELS, "torch operators"),
-    "memory tracking": ("native", "pure Python, torch's profiler"),
-    "prediction": ("fake tensors, native plans of remat", "fake tensors"),
-}
+    "checkpoint": ("checkpoint", "native", "pure Python"),
+    "CheckpointFunction": ("checkpoint", "native", "pure Python"),
+    "remat": ("remat", "native", "keeps everything"),
+    "BatchNorm": ("batch_norm", _KERNELS, "torch operators"),
+    "Adam, SGD, Lion": ("adam", _KERNELS, "torch operators"),
+    "in_backward": (
+        "adam", "native hooks, the optimizer's own step", "hooks in Python, its own step"
+    ),
+    "loss head": ("loss_head", _KERNELS, "torch operators"),
+    "memory tracking": ("memory", "native", "pure Python, torch's profiler"),
+    "prediction": ("remat", "fake tensors, native plans of remat", "fake tensors"),
+}  # fmt: skip
 
 
 def report() -> str:
@@ -40,10 +42,21 @@ def report() -> str:
         "archs": info.get("archs") or "none",
         "decision": info.get("decision", "not recorded"),
     }
-    paths = {feature: native if yes else python for feature, (native, python) in PATHS.items()}
+    paths = {feature: _path(*of) for feature, of in PATHS.items()}
     state = "native: yes" if yes else f"native: no ({_native.reason})"
-    parts = [_table(versions), "\n".join([state, *_cuda()]), _table({"feature": "path", **paths})]
+    off = ", ".join(_parts.disabled()) or "nothing"
+    lines = [state, f"off (MEMSAVE_EXT_DISABLE, disable()): {off}", *_cuda()]
+    parts = [_table(versions), "\n".join(lines), _table({"feature": "path", **paths})]
     return "\n\n".join(parts)
+
+
+def _path(part: str, native: str, python: str) -> str:
+    if native == _KERNELS and _native.available:
+        off = [d for d in _parts.DEVICES if _parts.runs_in_python(part, d)]
+        if len(off) == 1:
+            return f"{native}; {python} on {off[0].upper()}, where it is off"
+        return f"{python}: it is off" if off else native
+    return native if _parts.native(part) else python
 
 
 def _built_for() -> str:

@@ -13,7 +13,9 @@ namespace memsave_ext {
 inline void check_cuda(cudaError_t status) {
   if (status != cudaSuccess) {
     cudaGetLastError();  // Not sticky: the next torch call must not report our failure.
-    throw std::runtime_error(std::string("memsave_ext: CUDA: ") + cudaGetErrorString(status));
+    throw std::runtime_error(std::string("memsave_ext: CUDA: ") + cudaGetErrorString(status) +
+                             ". What fails here, and what to switch off, says "
+                             "`python -m memsave_ext.check`");
   }
 }
 

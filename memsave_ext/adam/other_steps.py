@@ -12,16 +12,13 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .. import _native
-from ..checkpointing.fallback import stepped
+from ..checkpointing.pending import is_any_pending, note_step
 from .dtensor import local_tensor
 from .owners import is_own
 
-_pending = _native.module or stepped
-
 
 def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or not _pending.is_any_pending() or is_own(optimizer):
+    if torch.compiler.is_compiling() or not is_any_pending() or is_own(optimizer):
         return
     found_inf = getattr(optimizer, "found_inf", None)  # set by a GradScaler
     if found_inf is not None and found_inf.item():
@@ -29,7 +26,7 @@ def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for position, param in enumerate(params):
         if param.grad is not None:
-            _pending.note_step(local_tensor(param), position)
+            note_step(local_tensor(param), position)
 
 
 register_optimizer_step_post_hook(_note)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .stepper import Stepper
+from . import stepper
 
 # All optimizers of this package that are alive.
 _alive: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -64,7 +64,7 @@ def remove_hooks(params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:
         if not isinstance(param, Tensor):
             raise TypeError(_NO_PARAMS.format(f"one with a {type(param).__name__}"))
     for param in listed:
-        if (owner := Stepper.owner(param)) is not None:
+        if (owner := stepper.owner(param)) is not None:
             owner.remove_hooks()
 
 
@@ -87,7 +87,7 @@ def refuse_taken(optimizer: Any, params: list[Tensor]) -> None:
 
 
 def _first_of_another(optimizer: Any, params: list[Tensor]) -> tuple[Tensor, Any] | None:
-    owners = ((param, Stepper.owner(param)) for param in params)
+    owners = ((param, stepper.owner(param)) for param in params)
     return next(((p, owner) for p, owner in owners if owner not in (None, optimizer)), None)
 
 

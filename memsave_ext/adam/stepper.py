@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import _native
+from torch import Tensor
+
+from .. import _native, _parts
 from . import dtensor, errors, fallback, modes, shards
 
-# Either class has the methods that memsave_ext/_C.pyi lists.
-Stepper: Any = fallback.AdamStepper
 if _native.module:
-    Stepper = _native.module.AdamStepper
     called = (
         dtensor.local_tensor, dtensor.local_gradient, dtensor.as_placed, dtensor.largest_shard,
         dtensor.local_scale_shape, dtensor.scale_as_placed, dtensor.leave_buffer,
@@ -18,3 +17,14 @@ if _native.module:
     )  # fmt: skip
     _native.module.give_adam_functions({function.__name__: function for function in called})
     _native.module.give_adam_functions({"errors": errors})
+
+
+def make(*arguments: Any) -> Any:
+    """Returns a stepper; either class has the methods that memsave_ext/_C.pyi lists."""
+    return (_parts.native("adam") or fallback).AdamStepper(*arguments)
+
+
+def owner(param: Tensor) -> Any:
+    """Returns the optimizer that steps ``param`` in backward, or None."""
+    found = _native.module.AdamStepper.owner(param) if _native.module else None
+    return fallback.AdamStepper.owner(param) if found is None else found

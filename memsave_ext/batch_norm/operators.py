@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _native
+from .. import _native, _parts
 from . import fallback, fallback_autograd
 from .arguments import (
     Arguments,
@@ -119,7 +119,12 @@ for _name, (_schema, _kernel, _fake) in _OPERATORS.items():
     _library.define(_name + _schema)
     # CompositeExplicitAutograd is chosen where csrc has no kernel for the device.
     _library.impl(_name, _checked(_name, _kernel), "CompositeExplicitAutograd")
+    _parts.add_kernel("batch_norm", _name, _checked(_name, _kernel))
     torch.library.register_fake(f"memsave_ext::{_name}", _checked(_name, _fake), lib=_library)
-if not _native.available:
-    _library.impl("batch_norm_forward", fallback_autograd.forward, "Autograd")
-    _library.impl("batch_norm_backward", fallback_autograd.backward, "Autograd")
+for _name, _autograd in (
+    ("batch_norm_forward", fallback_autograd.forward),
+    ("batch_norm_backward", fallback_autograd.backward),
+):
+    if not _native.available:
+        _library.impl(_name, _autograd, "Autograd")
+    _parts.add_kernel("batch_norm", _name, _autograd, "Autograd")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .. import _native
+from .. import _parts
 
 
 def use_engine_hooks(enabled: bool = True) -> bool:
@@ -25,4 +25,5 @@ def use_engine_hooks(enabled: bool = True) -> bool:
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"use_engine_hooks: enabled must be a bool, got {type(enabled).__name__}")
-    return _native.module.use_engine_hooks(enabled) if _native.module else False
+    native = _parts.native("checkpoint")
+    return native.use_engine_hooks(enabled) if native else False

@@ -26,7 +26,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import _engine_run_backward
 
-from .. import _native
+from .. import _parts
 from .fallback import forward_record as _fallback
 
 ForwardRecord = dict[Any, Any]
@@ -35,7 +35,7 @@ Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractCon
 _ATTRIBUTE = "_memsave_ext_forward_record"
 _POSITIONS = "_memsave_ext_positions"
 _RUN_BACKWARD: CodeType = _engine_run_backward.__code__
-_native_or = _native.module or _fallback
+_native_or = _parts.native("checkpoint") or _fallback
 _forward_record_scopes: Callable[[], tuple[_fallback.Scope, ...]] = _native_or.forward_record_scopes
 _pack_hooks: Callable[[], tuple[Any, ...]] = _native_or.pack_hooks
 

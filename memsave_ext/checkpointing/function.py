@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .. import _native
+from .. import _parts
 from .fallback import apply, surroundings
 
 
@@ -59,7 +59,7 @@ class CheckpointFunction:
     """
 
     apply: Callable[..., Any] = staticmethod(
-        _native.module.checkpoint_apply if _native.module else apply.checkpoint_apply
+        (_parts.native("checkpoint") or apply).checkpoint_apply
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> CheckpointFunction:
@@ -78,6 +78,4 @@ def is_recomputing() -> bool:
     return not torch.compiler.is_compiling() and _is_recomputing()
 
 
-_is_recomputing: Callable[[], bool] = (
-    _native.module.is_recomputing if _native.module else surroundings.is_recomputing
-)
+_is_recomputing: Callable[[], bool] = (_parts.native("checkpoint") or surroundings).is_recomputing

@@ -12,7 +12,7 @@ import torch.utils.checkpoint as _torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from .. import _native
+from .. import _parts
 from . import uncounted
 from .chunks import Argument, Chunking, check_chunking, run_in_pieces
 from .debug import record_operators
@@ -27,9 +27,7 @@ ContextFn = Callable[
     [], tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 ]
 
-_run_region: Callable[..., Any] = (
-    _native.module.checkpoint_region if _native.module else _fallback.checkpoint_region
-)
+_run_region: Callable[..., Any] = (_parts.native("checkpoint") or _fallback).checkpoint_region
 
 
 def checkpoint(

@@ -18,6 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import _parts
+
 _CHUNK = (
     "Tensor? target, Tensor? probabilities, Tensor? class_weight, int first, float keep, "
     "float spread, float softcap"
@@ -123,6 +125,7 @@ _library.define(
 for _name, _kernel in (("reduce_", reduce_), ("gradient_", gradient_)):
     # CompositeExplicitAutograd is chosen where csrc has no kernel for the device.
     _library.impl(f"linear_cross_entropy_{_name}", _kernel, "CompositeExplicitAutograd")
+    _parts.add_kernel("loss_head", f"linear_cross_entropy_{_name}", _kernel)
     torch.library.register_fake(
         f"memsave_ext::linear_cross_entropy_{_name}", _nothing, lib=_library
     )

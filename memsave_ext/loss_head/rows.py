@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .. import _native
+from .. import _parts
 
 WEIGHT = 1  # the position of the weight among the inputs of the autograd Function
 
@@ -28,10 +28,10 @@ def begin(in_region: bool, debug: bool) -> Rows | None:
     begun: Rows | str
     if in_region:
         begun = "the loss is inside of a checkpointed region"
-    elif _native.module is None:
-        begun = "memsave_ext runs in pure Python"
+    elif (native := _parts.native("adam")) is None:
+        begun = "optimizers of memsave_ext run in pure Python"
     else:
-        begun = _native.module.begin_adam_rows(WEIGHT)
+        begun = native.begin_adam_rows(WEIGHT)
     if isinstance(begun, str):
         explain(debug, begun)
         return None

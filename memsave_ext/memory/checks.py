@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 
 def check_count(name: str, value: object, least: int) -> None:
     """Raises unless ``value`` is an int of at least ``least``; ``name`` is for the message."""
@@ -9,3 +11,19 @@ def check_count(name: str, value: object, least: int) -> None:
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_allocator(what: str, device: torch.device) -> None:
+    """Raises where the allocator of a CUDA device reports nothing of what it allocates.
+
+    ``what`` needs its reports, and is for the message.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return
+    backend = torch.cuda.get_allocator_backend()
+    if backend != "native":
+        raise RuntimeError(
+            f"{what} follows what torch's caching allocator reports, but on CUDA the allocator is "
+            f"{backend!r} here, which reports nothing: leave backend:{backend} out of "
+            "PYTORCH_CUDA_ALLOC_CONF, or make no other allocator the current one"
+        )

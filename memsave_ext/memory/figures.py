@@ -8,29 +8,30 @@ from typing import Any
 
 import torch
 
-from .. import _native
+from .. import _native, _parts
 from .account import Account, Region, Step, TensorAtPeak, Timeline
 from .fallback import tracker as _fallback
 from .hooks import Modules, Names
 from .remedies import remedies
 
-_Tracker: Any = _native.module.MemoryTracker if _native.module else _fallback.MemoryTracker
-_pause = _native.module.pause_tracking if _native.module else _fallback.pause_tracking
+_HAVE_TRACKERS: Any = [part for part in (_native.module, _fallback) if part]
 
 
 @contextmanager
 def untracked() -> Iterator[None]:
     """Does not count what this thread allocates inside, such as for the work of tracking itself."""
-    _pause(True)
+    for part in _HAVE_TRACKERS:
+        part.pause_tracking(True)
     try:
         yield
     finally:
-        _pause(False)
+        for part in _HAVE_TRACKERS:
+            part.pause_tracking(False)
 
 
 def make_tracker(device: torch.device, parents: list[int], stacks: bool, max_events: int) -> Any:
     """Returns a tracker, native where there is one; csrc/memory/tracker.h describes it."""
-    return _Tracker(device, parents, stacks, max_events)
+    return (_parts.native("memory") or _fallback).MemoryTracker(device, parents, stacks, max_events)
 
 
 class Figures:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .checks import check_allocator
 from .figures import make_tracker, untracked
 from .hooks import Hooks, Modules, Names
 from .reported import Reported
@@ -145,12 +146,16 @@ def track(
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
-        RuntimeError: on entry, when torch's profiler runs on this thread (on CUDA and in pure
-            Python, where they share one slot); in pure Python also when another track runs on it.
+        RuntimeError: on CUDA, with another allocator than torch's caching one (cudaMallocAsync), as
+            it reports nothing. On entry, when torch's profiler runs on this thread (on CUDA and in
+            pure Python, where they share one slot); in pure Python also when another track runs on
+            it.
     """
     optimizers = _optimizers(optimizer)
     _check(model, max_events)
-    return Track(model, optimizers, _device(device, model, optimizers), stacks, max_events)
+    chosen = _device(device, model, optimizers)
+    check_allocator("memory.track", chosen)
+    return Track(model, optimizers, chosen, stacks, max_events)
 
 
 def _check(model: Any, max_events: Any) -> None:

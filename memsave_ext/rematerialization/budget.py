@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from .. import _native
+from .. import _parts
 from ..adam.owners import optimizers_of
 from ..memory.table import format_bytes
 from ..memory.tensors import plain_tensors
@@ -86,10 +86,10 @@ def check_arguments(budget: object, optimizer: object, strict: object) -> None:
                 )
         return
     parse_budget(budget)
-    if _native.module is None:
+    if _parts.native("remat") is None:
         raise RuntimeError(
             "remat: a budget needs the native part of memsave_ext, which is not in use here "
-            f"({_native.reason}). Without a budget, remat keeps everything there."
+            f"({_parts.why_not('remat')}). Without a budget, remat keeps everything there."
         )
 
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from .. import _native
+from .. import _parts
+from ..memory.checks import check_allocator
 
 
 class Budget(NamedTuple):
@@ -107,16 +108,19 @@ def make_recorder(
     ``everything``: True drops all that can be recomputed, cheap or not, for tests. None drops
     nothing, to measure what recording costs.
     """
-    if not _native.module:
+    native = _parts.native("remat")
+    if not native:
         reason = "the native part of memsave_ext, which alone records operators, is not in use here"
         _warn_once(reason)
         return NoRecorder(reason)
-    if _under_fakes() and not _native.module.remat_is_predicted():
+    if _under_fakes() and not native.remat_is_predicted():
         reason = "tensors are fake, and no memsave_ext.memory.predict says what they would take"
         _warn(reason)
         return NoRecorder(reason)
+    if budget is not None and not _under_fakes():
+        check_allocator("remat: a budget", device)
     arguments = (everything,) if budget is None else budget
-    return cast(Recorder, _native.module.RematRecorder(*arguments, device))
+    return cast(Recorder, native.RematRecorder(*arguments, device))
 
 
 def _under_fakes() -> bool:

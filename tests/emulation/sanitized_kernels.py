@@ -184,6 +184,57 @@ def test_adam_norm_pass():
     finite(optimizer.grad_norm, *params)
 
 
+# ---- loss head ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["target", "probabilities", "weights"])
+@pytest.mark.parametrize("dtype", [FP64, FP32, FP16, BF16], ids=str)
+def test_loss_head(dtype, kind):
+    """Chunks whose rows are whole vectors and not, one at an odd address, the last one short."""
+    wide = FP64 if dtype == FP64 else FP32
+    for tokens, classes, cap in ((5, 300, 0.0), (3, 1027, 30.0), (1, 1, 0.0), (70, 64, 0.0)):
+        logits = torch.randn(tokens * classes + 1, device=DEVICE).to(dtype)[classes % 2 :]
+        logits = logits[: tokens * classes].view(tokens, classes)
+        target = torch.randint(classes, (tokens,), device=DEVICE)
+        given = torch.rand(tokens, classes, device=DEVICE, dtype=wide)
+        weights = torch.rand(classes, device=DEVICE, dtype=wide) if kind == "weights" else None
+        by_row = kind == "probabilities"
+        rest = (None if by_row else target, given if by_row else None, weights, 0, 0.9, 0.01, cap)
+        sums = torch.zeros(3, tokens, device=DEVICE, dtype=wide)
+        ops.linear_cross_entropy_reduce_(sums, logits, *rest)
+        coefficients = torch.stack([sums[0], sums[1].log(), sums[1] * 0 + 1, sums[1] * 0 + 1])
+        ops.linear_cross_entropy_gradient_(logits, coefficients, *rest)
+        finite(sums, logits)
+
+
+def test_loss_head_in_chunks_with_rows_stepped():
+    hidden = torch.randn(9, 24, device=DEVICE, requires_grad=True)
+    weight = nn.Parameter(torch.randn(777, 24, device=DEVICE))
+    optimizer = ms.AdamW([weight], lr=1e-3, in_backward=True)
+    target = torch.randint(777, (9,), device=DEVICE)
+    ms.linear_cross_entropy(hidden, weight, target, chunk_size=256).backward()
+    optimizer.step()
+    finite(hidden.grad, weight)
+
+
+# ---- what has no kernels of its own, around those that have -------------------------------------
+
+
+def test_a_tracked_step_in_remat():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(24, 31), ms.BatchNorm1d(31), nn.GELU(), nn.Linear(31, 5))
+    net = net.to(DEVICE)
+    optimizer = ms.AdamW(net.parameters(), lr=1e-3, in_backward=True)
+    with ms.memory.track(net, optimizer) as t:
+        for _ in range(2):
+            with ms.remat(_everything=True):
+                loss = net(torch.randn(17, 24, device=DEVICE)).square().mean()
+            loss.backward()
+            optimizer.step()
+    assert t.peak > 0
+    finite(*net.parameters())
+
+
 @pytest.mark.skipif(
     not (HAS_CUDA and _native.module and _native.module.with_cuda), reason="needs a build with CUDA"
 )

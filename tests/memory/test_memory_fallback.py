@@ -9,7 +9,7 @@ from torch import nn
 from tracked_programs import PROGRAMS, adam_after, memory_of_before, mlp, train_dense
 
 import memsave_ext as ms
-from memsave_ext import _native
+from memsave_ext import _native, _parts
 from memsave_ext.checkpointing import forward_records
 from memsave_ext.checkpointing import region as region_front
 from memsave_ext.checkpointing.fallback import forward_record as fallback_record
@@ -35,19 +35,10 @@ def _one_thread():
 
 def made_by(monkeypatch, native, *args, **kwargs):
     """A track whose tracker is the native one or that of pure Python, however this runs."""
-    kind = _native.module.MemoryTracker if native else fallback.MemoryTracker
-    monkeypatch.setattr(track_figures, "_Tracker", kind)
+    module = _native.module if native else None
+    others = _parts.native
+    monkeypatch.setattr(_parts, "native", lambda part: module if part == "memory" else others(part))
     return ms.memory.track(*args, **kwargs)
-
-
-@pytest.fixture
-def both_trackers_pause(monkeypatch):
-    def pause(paused):
-        fallback.pause_tracking(paused)
-        if _native.available:
-            _native.module.pause_tracking(paused)
-
-    monkeypatch.setattr(track_figures, "_pause", pause)
 
 
 def figures(track):
@@ -72,7 +63,7 @@ def figures(track):
 
 @needs_native
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
-def test_it_says_what_the_native_tracker_says(program, monkeypatch, both_trackers_pause):
+def test_it_says_what_the_native_tracker_says(program, monkeypatch):
     """Of the same run, one inside the other."""
     model, optimizer, step = program()
     outer = made_by(monkeypatch, True, model, optimizer)
@@ -107,14 +98,14 @@ def figures_of_run(monkeypatch, native):
 
 
 @needs_native
-def test_recomputes_of_this_package(monkeypatch, both_trackers_pause):
+def test_recomputes_of_this_package(monkeypatch):
     native, python = (figures_of_run(monkeypatch, n) for n in (True, False))
     assert len(native["regions"]) == 4
     assert python == native
 
 
 @needs_native
-def test_entered_again_and_peak_reset(monkeypatch, both_trackers_pause):
+def test_entered_again_and_peak_reset(monkeypatch):
     model, optimizer, step = adam_after()
     outer = made_by(monkeypatch, True, model, optimizer)
     inner = made_by(monkeypatch, False, model, optimizer)
@@ -137,7 +128,7 @@ def test_entered_again_and_peak_reset(monkeypatch, both_trackers_pause):
     assert inner.peak == inner.live < first["peak"]
 
 
-def test_inside_the_block_figures_are_those_of_its_beginning(monkeypatch, both_trackers_pause):
+def test_inside_the_block_figures_are_those_of_its_beginning(monkeypatch):
     model, x = mlp()
     params = sum(p.nbytes for p in model.parameters())
     with made_by(monkeypatch, False, model) as t:
@@ -149,7 +140,7 @@ def test_inside_the_block_figures_are_those_of_its_beginning(monkeypatch, both_t
     assert t.top(1)[0].line == ""
 
 
-def test_times_are_of_one_clock(monkeypatch, both_trackers_pause):
+def test_times_are_of_one_clock(monkeypatch):
     """The profiler has its own: events and marks must be in order, from zero on."""
     model, optimizer, step = adam_after()
     step()
@@ -171,7 +162,7 @@ def test_times_are_of_one_clock(monkeypatch, both_trackers_pause):
     assert all(s.seconds > 0 for s in track.steps)
 
 
-def test_other_threads_do_not_count(monkeypatch, both_trackers_pause):
+def test_other_threads_do_not_count(monkeypatch):
     model, x = mlp()
     kept = []
 
@@ -189,7 +180,7 @@ def test_other_threads_do_not_count(monkeypatch, both_trackers_pause):
     assert track.live == 2 * sum(p.nbytes for p in model.parameters()) + mine.nbytes
 
 
-def test_what_pauses_does_not_count(monkeypatch, both_trackers_pause):
+def test_what_pauses_does_not_count(monkeypatch):
     track = made_by(monkeypatch, False)
     freed = torch.empty(300)
     with track:
@@ -233,7 +224,7 @@ def test_one_at_a_time_and_on_its_own_thread():
     assert second.live == 0
 
 
-def test_a_recompute_that_stops_early_leaves_its_modules(monkeypatch, both_trackers_pause):
+def test_a_recompute_that_stops_early_leaves_its_modules(monkeypatch):
     """Its exception passes the hooks at their ends. Without an optimizer a step ends where no
     module is entered yet."""
     layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
@@ -251,7 +242,7 @@ def test_a_recompute_that_stops_early_leaves_its_modules(monkeypatch, both_track
     assert (region.name, region.calls) == ("0", 3)
 
 
-def test_labelled_memory_that_moves(monkeypatch, both_trackers_pause):
+def test_labelled_memory_that_moves(monkeypatch):
     """The end of memory from before has no event: it is looked for when something begins."""
     layer = nn.Linear(10, 10, bias=False)
     layer.register_buffer("table", torch.zeros(100))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ... import _native
+from ... import _parts
 from ...checkpointing.fallback import surroundings
 from ..fallback.log import Block, Log, Logging
 from ..fallback.threads import RECOMPUTE, REMATERIALIZE, EventContext
@@ -53,7 +53,9 @@ class FakeTracker(Logging):
         self._clock = itertools.count()
         rounding = CUDA_BLOCK if device.type == "cuda" else 1
         # Native remat counts the bytes and seconds of the step, too.
-        self._remat: Any = _native.module and _native.module.RematFakes(_fake_of, self._counts_all)
+        self._remat: Any = (native := _parts.native("remat")) and native.RematFakes(
+            _fake_of, self._counts_all
+        )
         self.storages = Storages(self._allocated, self._freed, self._ran, workspace, rounding)
         self._open: list[int] = []
         self._depths: list[int] = []
@@ -130,8 +132,9 @@ class FakeTracker(Logging):
                 _listening[-1]._listen_to_native(True)
 
     def _listen_to_native(self, begins: bool) -> None:
-        if _native.module:
-            _native.module.listen_to_recomputes(self._recompute if begins else None)
+        if native := _parts.native("checkpoint"):
+            native.listen_to_recomputes(self._recompute if begins else None)
+        if self._remat:
             (self._remat.enter if begins else self._remat.leave)()
 
     def _recompute(self, region: bool, begins: bool) -> None:

@@ -170,6 +170,9 @@ def _install() -> None:
         "get_rng_state": lambda device=None: _generator_state(),
         "set_rng_state": _set_generator_state,
         "memory_allocated": lambda device=None: _library.emulated_bytes_allocated(),
+        "get_allocator_backend": lambda: "native",
+        "get_device_name": lambda device=None: "emulated",
+        "get_device_capability": lambda device=None: (9, 0),
         "mem_get_info": lambda device=None: (0, 0),  # too little for the largest tensors
         "set_sync_debug_mode": lambda mode: _library.emulated_refuse_waits(mode == "error"),
         "CUDAGraph": CUDAGraph,

@@ -14,6 +14,9 @@ class GpuTests:
 EVERY_TIME = [
     GpuTests("checkpoint/test_checkpoint_cuda.py", "not overlaps_with_the_forward"),  # measures
     GpuTests("checkpoint/test_graph_cuda.py", "not without_random_numbers_graphs"),  # shares a pool
+    GpuTests("loss_head/test_loss_cuda.py", "fp32 or float32 or waits or stream or rows"),
+    GpuTests("memory/test_memory_cuda.py"),
+    GpuTests("remat/test_remat_cuda.py"),
 ]
 # Those of more than 2^31 elements are skipped: the device says that it has no memory for them.
 IN_FULL = [
@@ -22,4 +25,5 @@ IN_FULL = [
     GpuTests("adam/test_adam_modes_cuda.py"),
     GpuTests("batch_norm/test_batch_norm_cuda.py"),
     GpuTests("batch_norm/test_batch_norm_parts_cuda.py"),
+    GpuTests("loss_head/test_loss_cuda.py"),
 ]

@@ -1,0 +1,202 @@
+"""Checks every part of this build on this machine, and says how fast its kernels are.
+
+    python -m memsave_ext.check                    # a minute at most; a table
+    python -m memsave_ext.check --json check.json  # and a file to attach to an issue
+
+Kernels are compared with the pure-Python path and with float64, at each instruction set that the
+CPU has; checkpoint, remat, Adam in backward and the tracker with a training run of plain torch. The
+exit status is 1 where something is wrong; what to switch off is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import _native, _parts
+from .._version import __version__
+from . import levels
+from .kernels import KERNELS, Kernel, check_kernel
+from .rows import Row, message
+from .speed import copy_speed, speed_of
+from .training import RUNS, check_run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m memsave_ext.check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE")
+    parser.add_argument(
+        "--quick", action="store_true", help="without speed and other instruction sets"
+    )
+    options = parser.parse_args(arguments)
+    machine = machine_of_now()
+    print("\n".join(f"{name:<13}{value}" for name, value in machine.items()))
+    rows: list[Row] = []
+    try:
+        for row in _rows(options.quick):
+            rows.append(row)
+    finally:
+        if options.json is not None:
+            found = {**machine, "rows": [dataclasses.asdict(row) for row in rows]}
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return _conclude(rows)
+
+
+def machine_of_now() -> dict[str, Any]:
+    """Returns versions and devices, without paths."""
+    info = _native.build_info
+    cuda = torch.cuda.is_available()
+    return {
+        "memsave_ext": __version__,
+        "native": _native.available,
+        "built for": f"torch {info.get('torch')}, CUDA {info.get('torch_cuda')}, "
+        f"archs {info.get('archs') or 'none'}",
+        "off": ", ".join(_parts.disabled()) or "nothing",
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "CPU": f"{levels.level()}, {torch.get_num_threads()} threads",
+        "devices": ", ".join(map(_device_name, range(torch.cuda.device_count()))) or "none",
+        "driver": _driver() if cuda else "none",
+    }
+
+
+def _device_name(index: int) -> str:
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})"
+
+
+def _driver() -> str:
+    """Returns the newest CUDA that the driver knows."""
+    version = int(getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)())
+    return f"for CUDA {version // 1000}.{version % 1000 // 10}"
+
+
+def _rows(quick: bool) -> Iterator[Row]:
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        devices.append(torch.device("cuda", torch.cuda.current_device()))
+    for device in devices:
+        yield from _rows_of(device, quick)
+    if quick or not _native.available:
+        return
+    for other in levels.others():
+        print(f"\nthe same at {other} instructions:")
+        worst: dict[str, list[Row]] = {}
+        for row in levels.rows_at(other):
+            worst.setdefault(row.part, []).append(row)
+            yield row
+        for part, of_part in worst.items():
+            wrong = [row for row in of_part if row.problem]
+            print(f"  {part:<11}{len(of_part)} kernels, {len(wrong)} wrong")
+            for row in wrong:
+                _print_problem(row)
+
+
+def _rows_of(device: torch.device, quick: bool) -> Iterator[Row]:
+    where = f"cpu {levels.level()}" if device.type == "cpu" else str(device)
+    speed = None if quick else copy_speed(device)
+    copied = "" if speed is None else f": a copy reads and writes {speed:.1f} GB/s"
+    print(f"\n{where}{copied}")
+    print(f"{'part':<11}{'what':<26}{'to Python':>10}{'to fp64':>9}{'GB/s':>9}{'of a copy':>11}")
+    usable = True
+    for kernel in KERNELS:
+        if _parts.runs_in_python(kernel.part, device.type):
+            continue
+        row = levels.row_of(kernel, where, device)
+        check_kernel(kernel, row, device)
+        if speed is not None and not row.problem:
+            _time(kernel, row, device, speed)
+        yield _printed(row)
+        if row.problem and not _is_usable(device):
+            usable = False
+            break
+    print("training, beside plain torch:")
+    for part, (what, _) in RUNS.items():
+        if usable and _is_checked(part):
+            row = Row(part, what, where, part)
+            check_run(part, row, device)
+            yield _printed(row)
+    if not usable:
+        print(f"  {device} cannot be used after this: switch it off and check the rest again")
+
+
+def _is_checked(part: str) -> bool:
+    """Whether its run is: not of parts that are off, and remat drops nothing in pure Python."""
+    return _parts.native(part) is not None or (not _native.available and part != "remat")
+
+
+def _time(kernel: Kernel, row: Row, device: torch.device, speed: float) -> None:
+    try:
+        row.gb_per_s = speed_of(kernel, device)
+    except torch.OutOfMemoryError:
+        return
+    except Exception as error:  # the others are to be timed
+        row.wrong(message(error))
+    if row.gb_per_s is not None:
+        row.percent_of_copy = 100 * row.gb_per_s / speed
+
+
+def _is_usable(device: torch.device) -> bool:
+    """An illegal access leaves CUDA unusable to the process."""
+    try:
+        return bool(torch.ones((), device=device).item())
+    except Exception:
+        return False
+
+
+def _printed(row: Row) -> Row:
+    python = "same bits" if row.from_python == 0 else _units(row.from_python)
+    exact = "" if row.from_exact is None else _units(row.from_exact)
+    speed = "" if row.gb_per_s is None else f"{row.gb_per_s:.1f}"
+    share = "" if row.percent_of_copy is None else f"{row.percent_of_copy:.0f} %"
+    if row.problem:
+        python, exact = "WRONG", ""
+    line = f"{row.part:<11}{row.what:<26}{python:>10}{exact:>9}{speed:>9}{share:>11}"
+    print(line.rstrip(), flush=True)
+    if row.problem:
+        _print_problem(row)
+    return row
+
+
+def _units(error: float) -> str:
+    return (
+        "< .01 ulp"
+        if 0 < error < 0.01
+        else f"{error:.2g} ulp"
+        if error < 99
+        else f"{error:.0f} ulp"
+    )
+
+
+def _print_problem(row: Row) -> None:
+    print(f"  WRONG: {row.part}, {row.what}, {row.where}: {row.problem}"[:240], flush=True)
+
+
+def _conclude(rows: Sequence[Row]) -> int:
+    cases = sum(row.cases for row in rows)
+    wrong = sorted({row.setting for row in rows if row.problem})
+    print(f"\n{len(rows)} kernels and runs, {cases} cases: ", end="")
+    if not wrong:
+        print("all right")
+        return 0
+    print(f"wrong in {sum(bool(row.problem) for row in rows)}")
+    print(f"Use MEMSAVE_EXT_DISABLE={','.join(wrong)}, which runs these in pure Python, and please")
+    print("open an issue with the file that --json FILE writes.")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

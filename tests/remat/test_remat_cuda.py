@@ -1,0 +1,66 @@
+"""remat on a GPU: gradients bit for bit, within a budget, on another stream, without waiting."""
+
+import pytest
+import torch
+from on_device import needs_cuda, on_every_device
+from torch import nn
+from torch.nn import functional as F
+
+import memsave_ext as ms
+
+FORMS = {"cheap": {}, "everything": {"_everything": True}, "budget": {"budget": 0.5}}
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + F.dropout(F.gelu(self.layer(self.norm(x))), 0.2)
+
+
+def train(device, form=None, steps=4, width=64):
+    """(parameters, what each step dropped). Activations are many times the parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(width) for _ in range(4))).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    dropped = []
+    for number in range(steps):
+        torch.manual_seed(number)
+        x = torch.randn(512, width).to(device)
+        if form is None:
+            loss = model(x).square().mean()
+        else:
+            with ms.remat(model, **FORMS[form]) as r:
+                loss = model(x).square().mean()
+        loss.backward()
+        if form is not None:
+            dropped.append(r.figures().dropped_bytes)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()], dropped
+
+
+@on_every_device
+@pytest.mark.parametrize("form", FORMS)
+def test_the_bits_of_plain_torch(form, device):
+    (expected, _), (found, dropped) = train(device), train(device, form)
+    for f, e in zip(found, expected, strict=True):
+        assert torch.equal(f, e)
+    # On a GPU it depends on times what is cheap.
+    assert all(dropped) or form == "cheap"
+
+
+@needs_cuda
+@pytest.mark.parametrize("form", ["everything", "budget"])
+def test_on_another_stream(form):
+    expected, _ = train("cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found, dropped = train("cuda", form)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert all(dropped)
+    for f, e in zip(found, expected, strict=True):
+        assert torch.equal(f, e)
