@@ -239,7 +239,7 @@ class PatchedCausalLM:
             softcap=form.softcap,
             chunk_size=self._chunk_size,
             debug=self._debug,
-            result=torch.float32,  # the models' own loss is that of logits cast to float32
+            loss_dtype=torch.float32,  # the models' own loss is that of logits cast to float32
         )
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(loss.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from .rows import Rows
 
 BLOCK = 256  # with as many classes, borders of chunks are borders of blocks of 8-bit states
 LARGEST = 8192
+FEWEST_ON_CUDA = 2048  # fewer would leave a GPU waiting for launches, and products too small for it
+FEWEST_TOKENS = 1024  # in a block, where tokens are cut into blocks
 
 
 class Settings(NamedTuple):
@@ -23,23 +26,32 @@ class Settings(NamedTuple):
     dtype: torch.dtype  # of logits
     result: torch.dtype  # of the loss
     classes: int  # in a chunk
+    tokens: int  # in a chunk
     in_region: bool  # whether a checkpointed region is around the call
     debug: bool
 
 
 class Chunk(NamedTuple):
     classes: slice
+    tokens: slice
+    block: int  # of tokens, counted from 0
     weight: Tensor  # (B, D), in the logits' type
-    logits: Tensor  # (N, B)
+    logits: Tensor  # (n, B) of the n tokens
     distribution: tuple[Any, ...]  # the last arguments of both operators
 
 
-def classes_of_chunk(tokens: int, weight: Tensor) -> int:
-    """Returns how many classes make a chunk of logits, and of the weight's gradient, that together
-    take about two fifths of the weight's memory."""
-    classes, features = weight.shape
-    wanted = 2 * classes * features // (5 * max(tokens + features, 1))
-    return min(max(wanted // BLOCK * BLOCK, BLOCK), LARGEST)
+def shape_of_chunk(tokens: int, weight: Sequence[int], on_cuda: bool) -> tuple[int, int]:
+    """Returns how many tokens and classes make a chunk of logits, and of the weight's gradient,
+    that together take about two fifths of the memory of a weight of this shape. On CUDA tokens are
+    cut into blocks where all of them would leave few classes."""
+    classes, features = weight
+    room = 2 * classes * features // 5
+    wanted = min(max(room // max(tokens + features, 1) // BLOCK * BLOCK, BLOCK), LARGEST)
+    if not on_cuda or wanted >= FEWEST_ON_CUDA:
+        return tokens, wanted
+    fitting = max(room // FEWEST_ON_CUDA - features, FEWEST_TOKENS)
+    blocks = max(-(-tokens // fitting), 1)
+    return -(-tokens // blocks), FEWEST_ON_CUDA
 
 
 class Chunks:
@@ -65,39 +77,56 @@ class Chunks:
         self.keep = 1 - self.options.label_smoothing
         self.spread = self.options.label_smoothing / max(self.classes, 1)
 
+    def blocks(self) -> list[slice]:
+        """Those of tokens; one of none where there are no tokens."""
+        step = max(self.settings.tokens, 1)
+        starts = range(0, max(self.tokens, 1), step)
+        return [slice(first, min(first + step, self.tokens)) for first in starts]
+
     def __iter__(self) -> Iterator[Chunk]:
+        """Of the same classes all blocks of tokens, one after the other."""
         most = min(self.settings.classes, self.classes)
-        memory = self.input.new_empty(self.tokens * most)
+        memory = self.input.new_empty(min(self.settings.tokens, self.tokens) * most)
         for first in range(0, self.classes, self.settings.classes):
             part = slice(first, min(first + self.settings.classes, self.classes))
             weight = self.linear_weight[part].to(self.settings.dtype)
-            # The last chunk may be smaller.
-            logits = memory[: self.tokens * weight.shape[0]].view(self.tokens, weight.shape[0])
-            if self.linear_bias is None:
-                torch.mm(self.input, weight.t(), out=logits)
-            else:
+            bias = None
+            if self.linear_bias is not None:
                 bias = self.linear_bias[part].to(self.settings.dtype)
-                torch.addmm(bias, self.input, weight.t(), out=logits)
-            yield Chunk(part, weight, logits, self._distribution(part))
+            for block, tokens in enumerate(self.blocks()):
+                # The last chunk, and the last block, may be smaller.
+                shape = tokens.stop - tokens.start, weight.shape[0]
+                logits = memory[: shape[0] * shape[1]].view(shape)
+                if bias is None:
+                    torch.mm(self.input[tokens], weight.t(), out=logits)
+                else:
+                    torch.addmm(bias, self.input[tokens], weight.t(), out=logits)
+                distribution = self._distribution(part, tokens)
+                yield Chunk(part, tokens, block, weight, logits, distribution)
 
-    def _distribution(self, part: slice) -> tuple[Any, ...]:
+    def _distribution(self, part: slice, tokens: slice) -> tuple[Any, ...]:
         probabilities = None
         if self.probabilities is not None:
-            probabilities = self.probabilities[:, part].to(self.wide).contiguous()
+            probabilities = self.probabilities[tokens, part].to(self.wide).contiguous()
         weight = None if self.weight is None else self.weight[part]
+        indices = None if self.indices is None else self.indices[tokens]
         softcap = self.options.softcap or 0.0
-        return self.indices, probabilities, weight, part.start, self.keep, self.spread, softcap
+        return indices, probabilities, weight, part.start, self.keep, self.spread, softcap
 
     def loss(self) -> tuple[Tensor, Tensor]:
         """Returns the loss, and for each token the coefficients of its gradient."""
-        sums = self.input.new_zeros((3, self.tokens), dtype=self.wide)
-        sums[0] = -torch.inf
+        of_blocks = []
+        for tokens in self.blocks():
+            sums = self.input.new_zeros((3, tokens.stop - tokens.start), dtype=self.wide)
+            sums[0] = -torch.inf
+            of_blocks.append(sums)
         totals = sums.new_zeros(self.tokens)  # of each token's distribution
         for chunk in self:
-            operators.run("reduce_", sums, chunk.logits, *chunk.distribution)
+            operators.run("reduce_", of_blocks[chunk.block], chunk.logits, *chunk.distribution)
             if (probabilities := chunk.distribution[1]) is not None:
                 weight = 1.0 if self.weight is None else chunk.distribution[2]
-                totals += ((self.keep * probabilities + self.spread) * weight).sum(1)
+                totals[chunk.tokens] += ((self.keep * probabilities + self.spread) * weight).sum(1)
+        sums = torch.cat(of_blocks, 1) if len(of_blocks) > 1 else sums
         maximum, log_sum, dot = sums[0], sums[1].log(), sums[2]
         counted = torch.ones_like(totals)
         share = counted
@@ -139,33 +168,87 @@ class Chunks:
         if needed[2]:
             assert self.linear_bias is not None
             of_bias = torch.empty_like(self.linear_bias)
+        blocks = self.blocks()
+        of_blocks = [coefficients[:, tokens].contiguous() for tokens in blocks]
+        weight_sum, bias_sum = _Sum(len(blocks), self.wide), _Sum(len(blocks), self.wide)
         for chunk in self:
-            gradient = chunk.logits
-            operators.run("gradient_", gradient, coefficients, *chunk.distribution)
+            gradient, input = chunk.logits, self.input[chunk.tokens]
+            operators.run("gradient_", gradient, of_blocks[chunk.block], *chunk.distribution)
             if of_input is not None:
-                _add_product(of_input, gradient, chunk.weight)
+                _add_product(of_input[chunk.tokens], gradient, chunk.weight)
             if of_bias is not None:
-                of_bias[chunk.classes] = gradient.sum(0, dtype=self.wide)
+                part = gradient.sum(0, dtype=self.wide)
+                bias_sum.add(of_bias[chunk.classes], chunk.block, part)
             if of_weight is not None:
-                _product(gradient.t(), self.input, of_weight[chunk.classes])
+                weight_sum.add(of_weight[chunk.classes], chunk.block, gradient.t(), input)
             elif rows is not None:
                 if piece is None:
                     piece = self.linear_weight.new_empty((gradient.shape[1], features))
                 of_rows = piece[: gradient.shape[1]]
-                _product(gradient.t(), self.input, of_rows)
-                rows.step(chunk.classes.start, of_rows)
+                weight_sum.add(of_rows, chunk.block, gradient.t(), input)
+                if chunk.block == len(blocks) - 1:
+                    rows.step(chunk.classes.start, of_rows)
         return [None if of_input is None else of_input.to(self.given.dtype), of_weight, of_bias]
+
+
+class _Sum:
+    """Sums over the blocks of tokens, which are rounded to the result's type once."""
+
+    def __init__(self, blocks: int, wide: torch.dtype) -> None:
+        self.last, self.wide = blocks - 1, wide
+        self.memory: Tensor | None = None
+
+    def add(self, to: Tensor, block: int, left: Tensor, right: Tensor | None = None) -> None:
+        """Adds ``left``, or its product with ``right``; ``to`` has the sum after the last block."""
+        if self.last == 0:
+            _product(left, right, to)
+            return
+        total = to
+        if to.dtype != self.wide:
+            if self.memory is None:
+                self.memory = to.new_empty(to.shape, dtype=self.wide)
+            total = self.memory[: to.shape[0]]
+        if block == 0:
+            total.zero_()
+        if right is None:
+            total += left
+        else:
+            _add_product(total, left, right)
+        if block == self.last and total is not to:
+            to.copy_(total)
+
+
+@functools.cache
+def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product of this dtype can be added to a float32 sum without being rounded: by
+    torch 2.11 and later on most GPUs. Tried once."""
+    if torch.version.cuda is None or device.type != "cuda":
+        return False
+    ones = torch.ones(16, 16, device=device, dtype=dtype)
+    try:
+        _add_in_float32(ones.float(), ones, ones)
+    except (AttributeError, RuntimeError, TypeError):  # of torch before 2.11, and of GPUs
+        return False
+    return True
+
+
+def _add_in_float32(to: Tensor, left: Tensor, right: Tensor) -> None:
+    torch.ops.aten.addmm.dtype_out(to, left, right, torch.float32, out=to)
 
 
 def _add_product(to: Tensor, left: Tensor, right: Tensor) -> None:
     if to.dtype == left.dtype:
         to.addmm_(left, right)
+    elif to.dtype == torch.float32 and _adds_in_float32(to.device, left.dtype):
+        _add_in_float32(to, left, right)
     else:
         to += left @ right
 
 
-def _product(left: Tensor, right: Tensor, to: Tensor) -> None:
-    if to.dtype == left.dtype:
+def _product(left: Tensor, right: Tensor | None, to: Tensor) -> None:
+    if right is None:
+        to.copy_(left)
+    elif to.dtype == left.dtype:
         torch.mm(left, right, out=to)
     else:
         to.copy_(left @ right)

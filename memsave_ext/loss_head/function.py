@@ -11,7 +11,7 @@ from torch.overrides import has_torch_function
 
 from ..checkpointing import forward_records
 from . import head
-from .chunks import BLOCK, Settings, classes_of_chunk
+from .chunks import BLOCK, Settings, shape_of_chunk
 from .reference import Options, check, reference
 
 _REDUCTIONS = "mean", "sum", "none"
@@ -31,6 +31,7 @@ def linear_cross_entropy(
     options: Any = None,
     softcap: float | None = None,
     chunk_size: int | None = None,
+    loss_dtype: torch.dtype | None = None,
     debug: bool = False,
 ) -> Tensor:
     """Compute ``cross_entropy(linear(input, linear_weight), target)`` without the logits.
@@ -49,11 +50,14 @@ def linear_cross_entropy(
         options: accepted and not used: those of torch are about chunks of tokens.
         softcap: logits are ``softcap * tanh(logits / softcap)``, as in Gemma. None: they stay.
         chunk_size: how many classes a chunk has; a multiple of 256. None chooses it so that a chunk
-            takes some two fifths of the weight's memory.
+            takes some two fifths of the weight's memory; on CUDA at least 2048, with the tokens in
+            blocks where there are too many for that.
+        loss_dtype: of the result. None: torch's, which for 16-bit inputs is theirs. torch.float32
+            gives a loss of bfloat16 or float16 inputs as it was summed, without a rounding.
         debug: warn in backward where the gradient of ``linear_weight`` is whole, and why.
 
     Returns:
-        The loss, in the dtype that torch gives it. Sums are of float32 at least.
+        The loss, in ``loss_dtype``. Sums are of float32 at least.
 
     Raises:
         TypeError: something else is given for a tensor, as a module for its weight.
@@ -70,6 +74,7 @@ def linear_cross_entropy(
         label_smoothing=label_smoothing,
         softcap=softcap,
         chunk_size=chunk_size,
+        loss_dtype=loss_dtype,
         debug=debug,
     )
 
@@ -93,17 +98,16 @@ def _loss_of(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     chunk_size: int | None = None,
+    loss_dtype: torch.dtype | None = None,
     debug: bool = False,
-    result: torch.dtype | None = None,
 ) -> Tensor:
-    """``result``: the dtype of the loss; None: that of torch."""
     _check_tensors(input=input, linear_weight=linear_weight, target=target)
     _check_tokens(input, target)
     given = check(input, linear_weight, target, linear_bias)
     has_probabilities = tuple(target.shape) == given
     if has_probabilities and ignore_index is not None:
         raise RuntimeError("ignore_index cannot be specified when target contains probabilities")
-    _check_own(softcap, chunk_size)
+    _check_own(softcap, chunk_size, loss_dtype)
     ignored = -100 if ignore_index is None else ignore_index
     loss_options = Options(reduction, ignored, label_smoothing, softcap)
     tensors = (input, linear_weight, linear_bias, target, weight)
@@ -111,14 +115,18 @@ def _loss_of(
         target, weight, loss_options, has_probabilities
     ):
         loss = reference(input, linear_weight, target, linear_bias, weight, loss_options)
-        return loss if result is None else loss.to(result)
+        return loss if loss_dtype is None else loss.to(loss_dtype)
     if input.dim() == 1:
         input, target = input[None], target[None]
     if not has_probabilities:
         _check_indices(target, linear_weight.shape[0], ignored)
     dtype, as_torch = _dtypes(input, target, weight)
-    size = chunk_size or classes_of_chunk(input.shape[0], linear_weight)
-    settings = Settings(loss_options, dtype, result or as_torch, size, _in_region(), debug)
+    tokens, classes = shape_of_chunk(input.shape[0], linear_weight.shape, linear_weight.is_cuda)
+    if chunk_size is not None:
+        tokens, classes = input.shape[0], chunk_size
+    settings = Settings(
+        loss_options, dtype, loss_dtype or as_torch, classes, tokens, _in_region(), debug
+    )
     loss = head.run(input, linear_weight, linear_bias, target, weight, settings)
     return loss[0] if reduction == "none" and len(given) == 1 else loss
 
@@ -155,7 +163,12 @@ def _check_tokens(input: Tensor, target: Tensor) -> None:
         )
 
 
-def _check_own(softcap: float | None, chunk_size: int | None) -> None:
+def _check_own(
+    softcap: float | None, chunk_size: int | None, loss_dtype: torch.dtype | None
+) -> None:
+    if loss_dtype is not None and loss_dtype not in _DTYPES:
+        allowed = ", ".join(str(dtype) for dtype in _DTYPES)
+        raise ValueError(f"loss_dtype must be one of {allowed} or None, got {loss_dtype!r}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
     if chunk_size is not None and (chunk_size <= 0 or chunk_size % BLOCK != 0):

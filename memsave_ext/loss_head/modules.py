@@ -18,7 +18,7 @@ class LinearCrossEntropyLoss(nn.Module):
         in_features, num_classes, out_features, bias, device, dtype, reduction, weight,
             ignore_index, label_smoothing, options: as in torch's ``LinearCrossEntropyLoss``, whose
             ``state_dict`` fits.
-        softcap, chunk_size, debug: as in :func:`linear_cross_entropy`.
+        softcap, chunk_size, loss_dtype, debug: as in :func:`linear_cross_entropy`.
 
     Raises:
         RuntimeError: ``weight`` has not one number for each class; ``label_smoothing`` is not
@@ -43,6 +43,7 @@ class LinearCrossEntropyLoss(nn.Module):
         options: Any = None,
         softcap: float | None = None,
         chunk_size: int | None = None,
+        loss_dtype: torch.dtype | None = None,
         debug: bool = False,
     ) -> None:
         if weight is not None and weight.shape != (num_classes,):
@@ -59,6 +60,7 @@ class LinearCrossEntropyLoss(nn.Module):
         self.reduction, self.ignore_index = reduction, ignore_index
         self.label_smoothing, self.options = label_smoothing, options
         self.softcap, self.chunk_size, self.debug = softcap, chunk_size, debug
+        self.loss_dtype = loss_dtype
         classes = math.prod(out_features, start=num_classes)
         self.linear = nn.Linear(in_features, classes, bias=bias, device=device, dtype=dtype)
 
@@ -80,6 +82,7 @@ class LinearCrossEntropyLoss(nn.Module):
             options=self.options,
             softcap=self.softcap,
             chunk_size=self.chunk_size,
+            loss_dtype=self.loss_dtype,
             debug=self.debug,
         )
 

@@ -18,6 +18,7 @@ struct Case {
   DType dtype;
   int64_t tokens, classes;
   bool caps, probabilities, smooth, weighted;
+  size_t offset = 0;  // of the logits' first, in elements, from what is aligned
 };
 
 Stored stored(DType dtype) {
@@ -31,7 +32,7 @@ class Problem {
   explicit Problem(const Case& of)
       : of_(of),
         wide_(of.dtype == DType::kDouble ? Stored::kDouble : Stored::kFloat),
-        logits_(stored(of.dtype), count()),
+        logits_(stored(of.dtype), count(), of.offset),
         probabilities_(wide_, of.probabilities ? count() : 0),
         weight_(wide_, of.weighted ? of.classes : 0),
         coefficients_(wide_, 4 * of.tokens),
@@ -176,13 +177,22 @@ int main(int argc, char** argv) {
   using namespace emulation;
   const Options options = options_of(argc, argv);
   for (int dtype = 0; dtype < 4; ++dtype) {
-    for (int variant = 0; variant < 16; ++variant) {
-      for (const auto& [tokens, classes] :
-           std::vector<std::pair<int64_t, int64_t>>{{1, 1}, {3, 40}, {4, 257}, {2, 1100}}) {
+    const auto run_all = [&](int variant, std::vector<std::pair<int64_t, int64_t>> sizes,
+                             size_t offset) {
+      for (const auto& [tokens, classes] : sizes) {
         run({static_cast<DType>(dtype), tokens, classes, (variant & 1) != 0, (variant & 2) != 0,
-             (variant & 4) != 0, (variant & 8) != 0},
+             (variant & 4) != 0, (variant & 8) != 0, offset},
             options.orders);
       }
+    };
+    for (int variant = 0; variant < 16; ++variant) {
+      run_all(variant, {{1, 1}, {3, 40}, {4, 257}}, variant % 3);
+      run_all(variant, {{9, 19}, {2, 1100}}, 0);
+    }
+    // Every place at which a row can begin, and rows that a block reduces.
+    for (const int variant : {0, 15}) {
+      for (size_t offset = 0; offset < 8; ++offset) run_all(variant, {{2, 5}, {1, 24}}, offset);
+      run_all(variant, {{2, 4352}, {2, 4359}}, variant % 7);
     }
     if (options.large) {
       run({static_cast<DType>(dtype), 300, 8192, true, false, true, true}, options.orders);

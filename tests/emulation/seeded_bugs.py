@@ -30,6 +30,30 @@ class Bug:
 
 BUGS = [
     Bug(
+        "logits that no vector has",
+        "loss_head/cuda/kernels.cu",
+        "first_of(vectors) + i - head",
+        "first_of(vectors) + i",
+    ),
+    Bug(
+        "a vector of a row that begins between two",
+        "loss_head/cuda/kernels.cu",
+        "return head + vector * kSize;",
+        "return vector * kSize;",
+    ),
+    Bug(
+        "tokens that there are not",
+        "loss_head/cuda/kernels.cu",
+        "if (token >= chunk.tokens) return;",
+        "",
+    ),
+    Bug(
+        "a missing barrier between the warps of a token",
+        "loss_head/cuda/kernels.cu",
+        "    __syncthreads();\n",
+        "",
+    ),
+    Bug(
         "a missing barrier before what one thread wrote is read",
         "adam/cuda/step.cuh",
         "start_of<typename M::Value, M::kRule>(batch, tensor);\n  __syncthreads();",

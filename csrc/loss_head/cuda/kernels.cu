@@ -1,8 +1,11 @@
-// The kernels on CUDA. A block reduces a token's logits; threads replace a few logits each.
+// The kernels on CUDA. A warp reduces a token's logits, or a block where they are many; a warp
+// replaces a piece of them. Logits are read in aligned vectors of 16 bytes, several in flight for
+// each thread, and the few before and after them one by one.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "loss_head/kernels.h"
 #include "vector/cuda.cuh"
@@ -13,157 +16,334 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
-constexpr int kPerThread = 4;  // logits that a thread replaces
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kOfWarp = kWarp * 8;       // vectors of a piece
+constexpr int kMostOfWarp = kWarp * 16;  // more vectors of a token are reduced by a block
+
+// Blocks that a multiprocessor must have room for.
+template <typename Storage>
+constexpr int kBlocks = sizeof(Storage) == 8 ? 2 : 4;
 
 template <typename T>
 __device__ __forceinline__ T lowest() {
   return static_cast<T>(-INFINITY);
 }
 
+// The exponential, and the hyperbolic tangent, for logits of a type. Those of 16 bits have a
+// rounding of 2^-9 or 2^-12, beside which errors of 2^-23 times the argument do not count.
+template <typename Storage>
+struct Functions {
+  static __device__ __forceinline__ Storage exp(Storage x) { return std::exp(x); }
+  static __device__ __forceinline__ Storage tanh(Storage x) { return std::tanh(x); }
+};
+
+struct ApproximateFunctions {
+  static __device__ __forceinline__ float exp(float x) { return power_of_2(1.44269504f * x); }
+  static __device__ __forceinline__ float tanh(float x) {
+    return 1 - __fdividef(2.0f, 1 + power_of_2(2.88539008f * x));
+  }
+
+ private:
+  static __device__ __forceinline__ float power_of_2(float x) {
+#ifdef __CUDACC__
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
+#else
+    return std::exp2(x);
+#endif
+  }
+};
+template <>
+struct Functions<__half> : ApproximateFunctions {};
+template <>
+struct Functions<__nv_bfloat16> : ApproximateFunctions {};
+
 // A token's logits in the chunk. caps: with a softcap. mixes: Chunk::mixes().
 template <typename Storage, bool caps, bool mixes>
 struct Row {
   using T = vector::ValueOf<Storage>;
+  static constexpr bool kMixes = mixes;
+  // Vectors that a thread waits for at once. One, where there are probabilities to wait for, too,
+  // and where doubles would take too many registers.
+  static constexpr int kUnroll = mixes || sizeof(Storage) == 8 ? 1 : 2;
+  static constexpr int kSize = 16 / static_cast<int>(sizeof(Storage));
+  using Vec = vector::Vector<Storage, kSize>;
 
   Storage* logits;
   const T* probabilities;
   const T* class_weight;
   int64_t target;  // in the chunk; -1: it is not
-  T keep, spread, cap;
+  int64_t classes;
+  int head;         // logits before the first vector
+  int64_t vectors;  // that are whole
+  T keep, spread, cap, per_cap;
 
   __device__ __forceinline__ Row(const Chunk& chunk, int64_t token)
       : logits(static_cast<Storage*>(chunk.logits) + token * chunk.classes),
         probabilities(static_cast<const T*>(chunk.probabilities)),
         class_weight(static_cast<const T*>(chunk.class_weight)),
         target(-1),
+        classes(chunk.classes),
         keep(static_cast<T>(chunk.keep)),
         spread(static_cast<T>(chunk.spread)),
-        cap(static_cast<T>(chunk.softcap)) {
+        cap(static_cast<T>(chunk.softcap)),
+        per_cap(1 / cap) {
+    const auto past = static_cast<int>(reinterpret_cast<uintptr_t>(logits) % sizeof(Vec));
+    head = past == 0 ? 0 : kSize - past / static_cast<int>(sizeof(Storage));
+    if (head > classes) head = static_cast<int>(classes);
+    vectors = (classes - head) / kSize;
     if (probabilities != nullptr) {
-      probabilities += token * chunk.classes;
+      probabilities += token * classes;
       return;
     }
     const int64_t place = chunk.target[token] - chunk.first;
-    if (place >= 0 && place < chunk.classes) target = place;
+    if (place >= 0 && place < classes) target = place;
+  }
+
+  __device__ __forceinline__ int64_t first_of(int64_t vector) const {
+    return head + vector * kSize;
+  }
+  __device__ __forceinline__ Vec* at(int64_t vector) const {
+    return reinterpret_cast<Vec*>(logits + first_of(vector));
+  }
+
+  // Some vectors from i on, each `distance` after the one before.
+  template <int count>
+  struct Vectors {
+    Vec of[count];
+    __device__ __forceinline__ Vectors(const Row& row, int64_t i, int distance) {
+#pragma unroll
+      for (int u = 0; u < count; ++u) of[u] = *row.at(i + u * distance);
+    }
+  };
+
+  // Returns the logit that is in no vector and thread `i` of a warp's; `classes` where there is
+  // none.
+  __device__ __forceinline__ int64_t single(int i) const {
+    static_assert(2 * (kSize - 1) <= kWarp);
+    const int64_t place = i < head ? i : first_of(vectors) + i - head;
+    return place < classes ? place : classes;
   }
 
   // The logit over its cap; without one the logit itself.
-  __device__ __forceinline__ T bounded(int64_t i) const {
-    const T logit = vector::widen(logits[i]);
-    if constexpr (caps) return std::tanh(logit / cap);
-    return logit;
+  __device__ __forceinline__ T bounded(T logit) const {
+    if constexpr (!caps)
+      return logit;
+    else
+      return Functions<Storage>::tanh(sizeof(Storage) == 2 ? logit * per_cap : logit / cap);
   }
   __device__ __forceinline__ T capped(T bounded) const {
     if constexpr (caps) return bounded * cap;
     return bounded;
   }
-
-  // The token's distribution at class i of the chunk times a factor; 0 where the class has no part,
-  // whatever its weight and factor.
-  __device__ __forceinline__ T distributed(int64_t i, T factor) const {
-    const T weight = class_weight != nullptr && (mixes || i == target) ? class_weight[i] : T{1};
-    T product{};
-    if constexpr (mixes) {
-      const T a = probabilities != nullptr ? spread + keep * probabilities[i] : spread;
-      product = a * weight * factor;
-    }
-    return i == target ? product + keep * weight * factor : product;
+  __device__ __forceinline__ T weight(int64_t i) const {
+    return class_weight != nullptr ? class_weight[i] : T{1};
+  }
+  // What a class has of the distribution beside that of the target alone.
+  __device__ __forceinline__ T mixed(int64_t i) const {
+    return (probabilities != nullptr ? spread + keep * probabilities[i] : spread) * weight(i);
   }
 };
+
+// Calls each(count, i) for what begins at i of a row's vectors from `from` to `end`, of which a
+// thread has every `distance`th: `unroll` of them, and one by one what is left.
+template <int unroll, typename Each>
+__device__ __forceinline__ void for_vectors(int64_t from, int64_t end, int distance,
+                                            const Each& each) {
+  int64_t i = from;
+  for (; i + (unroll - 1) * distance < end; i += unroll * distance) {
+    each(std::integral_constant<int, unroll>{}, i);
+  }
+#pragma unroll 1
+  for (; i < end; i += distance) each(std::integral_constant<int, 1>{}, i);
+}
 
 // The largest of some logits, the sum of the exponentials of their distances to it, and the sum of
 // their products with the distribution.
-template <typename T>
+template <typename Storage>
 struct Reduced {
+  using T = vector::ValueOf<Storage>;
   T maximum, sum, dot;
 
-  __device__ __forceinline__ void add(T logit) {
-    if (logit > maximum) {
-      sum = sum * std::exp(maximum - logit) + (1 + (logit - logit));  // NaN if it is infinite
-      maximum = logit;
-    } else if (logit != lowest<T>()) {
-      sum += std::exp(logit - maximum);
-    }
+  // Makes `larger` the maximum. A logit that is infinite makes the sum NaN.
+  __device__ __forceinline__ T raise(T larger) {
+    const T base = larger == lowest<T>() ? T{0} : larger;
+    sum *= Functions<Storage>::exp(maximum - base);
+    maximum = larger;
+    return base;
   }
 
-  __device__ __forceinline__ Reduced with(const Reduced& other) const {
-    const T larger = other.maximum > maximum ? other.maximum : maximum;
-    const T base = larger == lowest<T>() ? T{0} : larger;
-    return {larger, sum * std::exp(maximum - base) + other.sum * std::exp(other.maximum - base),
-            dot + other.dot};
+  // Adds the logits of a row from i on.
+  template <typename Row, int size>
+  __device__ __forceinline__ void add(const Row& row, int64_t i, const T (&logits)[size]) {
+    T larger = maximum;
+#pragma unroll
+    for (int k = 0; k < size; ++k) larger = std::fmax(larger, logits[k]);  // without NaN
+    const T base = raise(larger);
+#pragma unroll
+    for (int k = 0; k < size; ++k) sum += Functions<Storage>::exp(logits[k] - base);
+    if constexpr (Row::kMixes) {
+#pragma unroll
+      for (int k = 0; k < size; ++k) dot += row.mixed(i + k) * logits[k];
+    }
   }
 };
 
-template <typename T>
-__device__ __forceinline__ Reduced<T> reduce_warp(Reduced<T> value) {
+// Returns to all lanes the same bits.
+template <typename Storage>
+__device__ __forceinline__ Reduced<Storage> reduce_warp(Reduced<Storage> value) {
+  auto larger = value.maximum;
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    const Reduced<T> other = {__shfl_xor_sync(~0u, value.maximum, distance),
-                              __shfl_xor_sync(~0u, value.sum, distance),
-                              __shfl_xor_sync(~0u, value.dot, distance)};
-    // Both lanes take the lower one's first, and so have the same bits.
-    value = (threadIdx.x & distance) == 0 ? value.with(other) : other.with(value);
+    larger = std::fmax(larger, __shfl_xor_sync(~0u, larger, distance));
+  }
+  value.raise(larger);
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    value.sum += __shfl_xor_sync(~0u, value.sum, distance);
+    value.dot += __shfl_xor_sync(~0u, value.dot, distance);
   }
   return value;
 }
 
+// warps: of a token; 1, or all of a block.
 template <typename Storage, bool caps, bool mixes>
-__global__ void __launch_bounds__(kThreads)
-    reduce_kernel(const __grid_constant__ Chunk chunk, void* sums) {
+__global__ void __launch_bounds__(kThreads, kBlocks<Storage>)
+    reduce_kernel(const __grid_constant__ Chunk chunk, void* sums, int warps) {
   using R = Row<Storage, caps, mixes>;
   using T = typename R::T;
-  __shared__ T of_warps[3][kThreads / kWarp];
-  const int64_t token = blockIdx.x;
-  const R row(chunk, token);
-  Reduced<T> value = {lowest<T>(), 0, 0};
-  for (int64_t i = threadIdx.x; i < chunk.classes; i += kThreads) {
-    const T logit = row.capped(row.bounded(i));
-    value.add(logit);
-    value.dot += row.distributed(i, logit);
-  }
-  value = reduce_warp(value);
+  __shared__ T of_warps[3][kWarps];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  if (lane == 0) {
-    of_warps[0][warp] = value.maximum;
-    of_warps[1][warp] = value.sum;
-    of_warps[2][warp] = value.dot;
+  const bool alone = warps == 1;
+  const int64_t token = alone ? int64_t{blockIdx.x} * kWarps + warp : blockIdx.x;
+  if (token >= chunk.tokens) return;  // alone: there is no barrier
+  const R row(chunk, token);
+  const int thread = alone ? lane : threadIdx.x, threads = warps * kWarp;
+  Reduced<Storage> value = {lowest<T>(), 0, 0};
+  for_vectors<R::kUnroll>(thread, row.vectors, threads, [&](auto unroll, int64_t i) {
+    const typename R::template Vectors<unroll> x(row, i, threads);
+#pragma unroll
+    for (int u = 0; u < unroll; ++u) {
+      T logits[R::kSize];
+#pragma unroll
+      for (int k = 0; k < R::kSize; ++k) logits[k] = row.capped(row.bounded(x.of[u][k]));
+      value.add(row, row.first_of(i + u * threads), logits);
+    }
+  });
+  const auto add_one = [&](int64_t i, bool all) {
+    const T logits[1] = {row.capped(row.bounded(vector::widen(row.logits[i])))};
+    if (all)
+      value.add(row, i, logits);
+    else
+      value.dot += row.keep * row.weight(i) * logits[0];
+  };
+  if (thread < kWarp) {
+    const int64_t i = row.single(thread);
+    if (i < row.classes) add_one(i, true);
+    if (thread == 0 && row.target >= 0) add_one(row.target, false);
   }
-  __syncthreads();
-  if (warp != 0) return;
-  const bool there = lane < kThreads / kWarp;
-  value = {there ? of_warps[0][lane] : lowest<T>(), there ? of_warps[1][lane] : T{0},
-           there ? of_warps[2][lane] : T{0}};
   value = reduce_warp(value);
+  if (!alone) {
+    if (lane == 0) {
+      of_warps[0][warp] = value.maximum;
+      of_warps[1][warp] = value.sum;
+      of_warps[2][warp] = value.dot;
+    }
+    __syncthreads();
+    if (warp != 0) return;
+    const bool there = lane < kWarps;
+    value = {there ? of_warps[0][lane] : lowest<T>(), there ? of_warps[1][lane] : T{0},
+             there ? of_warps[2][lane] : T{0}};
+    value = reduce_warp(value);
+  }
   if (lane != 0) return;
   T* const to = static_cast<T*>(sums) + token;
-  const Reduced<T> all = Reduced<T>{to[0], to[chunk.tokens], to[2 * chunk.tokens]}.with(value);
-  to[0] = all.maximum;
-  to[chunk.tokens] = all.sum;
-  to[2 * chunk.tokens] = all.dot;
+  Reduced<Storage> all = {to[0], to[chunk.tokens], to[2 * chunk.tokens]};
+  const T larger = std::fmax(all.maximum, value.maximum);
+  all.raise(larger);
+  value.raise(larger);
+  to[0] = larger;
+  to[chunk.tokens] = all.sum + value.sum;
+  to[2 * chunk.tokens] = all.dot + value.dot;
 }
 
+// What the gradient of a token's logits is made of.
 template <typename Storage, bool caps, bool mixes>
-__global__ void __launch_bounds__(kThreads)
-    gradient_kernel(const __grid_constant__ Chunk chunk, const void* coefficients,
-                    int64_t blocks_of_token) {
+struct Gradient {
   using R = Row<Storage, caps, mixes>;
   using T = typename R::T;
-  const int64_t token = blockIdx.x / blocks_of_token;
-  const int64_t block = blockIdx.x % blocks_of_token;
-  const R row(chunk, token);
-  const T* const of = static_cast<const T*>(coefficients) + token;
-  const T maximum = of[0], log_sum = of[chunk.tokens];
-  const T of_softmax = of[2 * chunk.tokens], of_target = of[3 * chunk.tokens];
-  const bool counts = of_softmax != 0 || of_target != 0;
+  T maximum, log_sum, of_softmax, of_target;
+
+  __device__ __forceinline__ Gradient(const Chunk& chunk, const void* coefficients, int64_t token) {
+    const T* const of = static_cast<const T*>(coefficients) + token;
+    maximum = of[0];
+    log_sum = of[chunk.tokens];
+    of_softmax = of[2 * chunk.tokens];
+    of_target = of[3 * chunk.tokens];
+  }
+
+  // Replaces the logits of a row from i on by their gradients: zeros where the token does not
+  // count.
+  template <int size>
+  __device__ __forceinline__ void replace(const R& row, int64_t i, T (&values)[size]) const {
+    if (of_softmax == 0 && of_target == 0) {
 #pragma unroll
-  for (int k = 0; k < kPerThread; ++k) {
-    const int64_t i = (block * kPerThread + k) * kThreads + threadIdx.x;
-    if (i >= chunk.classes) return;
-    const T bounded = row.bounded(i);
-    T gradient = of_softmax * std::exp(row.capped(bounded) - maximum - log_sum) -
-                 row.distributed(i, of_target);
-    if constexpr (caps) gradient *= 1 - bounded * bounded;
-    row.logits[i] = vector::narrow<Storage>(counts ? gradient : T{0});
+      for (int k = 0; k < size; ++k) values[k] = 0;
+      return;
+    }
+    T bounded[size];
+#pragma unroll
+    for (int k = 0; k < size; ++k) {
+      bounded[k] = row.bounded(values[k]);
+      const T distance = row.capped(bounded[k]) - maximum - log_sum;
+      values[k] = of_softmax * Functions<Storage>::exp(distance);
+      if constexpr (mixes) values[k] -= row.mixed(i + k) * of_target;
+    }
+    if (row.target >= i && row.target < i + size) {
+      const T part = row.keep * row.weight(row.target) * of_target;
+#pragma unroll
+      for (int k = 0; k < size; ++k) {
+        if (row.target == i + k) values[k] -= part;
+      }
+    }
+    if constexpr (caps) {
+#pragma unroll
+      for (int k = 0; k < size; ++k) values[k] *= 1 - bounded[k] * bounded[k];
+    }
+  }
+};
+
+// pieces: of a token's vectors. The warps of a block have the same piece of consecutive tokens.
+template <typename Storage, bool caps, bool mixes>
+__global__ void __launch_bounds__(kThreads, kBlocks<Storage>)
+    gradient_kernel(const __grid_constant__ Chunk chunk, const void* coefficients,
+                    uint32_t pieces) {
+  using R = Row<Storage, caps, mixes>;
+  using T = typename R::T;
+  const int lane = threadIdx.x % kWarp;
+  const int64_t token = int64_t{blockIdx.x / pieces} * kWarps + threadIdx.x / kWarp;
+  const int64_t piece = blockIdx.x % pieces;
+  if (token >= chunk.tokens) return;
+  const R row(chunk, token);
+  const Gradient<Storage, caps, mixes> gradient(chunk, coefficients, token);
+  const int64_t end = std::min<int64_t>((piece + 1) * kOfWarp, row.vectors);
+  for_vectors<R::kUnroll>(piece * kOfWarp + lane, end, kWarp, [&](auto unroll, int64_t i) {
+    const typename R::template Vectors<unroll> x(row, i, kWarp);
+#pragma unroll
+    for (int u = 0; u < unroll; ++u) {
+      T values[R::kSize];
+#pragma unroll
+      for (int k = 0; k < R::kSize; ++k) values[k] = x.of[u][k];
+      gradient.replace(row, row.first_of(i + u * kWarp), values);
+      *row.at(i + u * kWarp) = R::Vec::from(values);
+    }
+  });
+  const int64_t i = row.single(lane);
+  if (piece == 0 && i < row.classes) {
+    T values[1] = {vector::widen(row.logits[i])};
+    gradient.replace(row, i, values);
+    row.logits[i] = vector::narrow<Storage>(values[0]);
   }
 }
 
@@ -184,19 +364,24 @@ void with_types(const Chunk& chunk, const Function& function) {
   });
 }
 
+int64_t vectors_of(const Chunk& chunk) { return chunk.classes * item_size(chunk.dtype) / 16; }
+
 void launch_reduce(const Chunk& chunk, void* sums, void* stream) {
+  // By the classes alone, so that a token's sums do not depend on how many tokens there are.
+  const int warps = vectors_of(chunk) > kMostOfWarp ? kWarps : 1;
+  const int64_t blocks = warps == 1 ? (chunk.tokens + kWarps - 1) / kWarps : chunk.tokens;
   with_types(chunk, [&](auto storage, auto caps, auto mixes) {
-    launch(reduce_kernel<decltype(storage), caps, mixes>, chunk.tokens, kThreads, 0, stream, chunk,
-           sums);
+    launch(reduce_kernel<decltype(storage), caps, mixes>, blocks, kThreads, 0, stream, chunk, sums,
+           warps);
   });
 }
 
 void launch_gradient(const Chunk& chunk, const void* coefficients, void* stream) {
-  constexpr int64_t kOfBlock = kThreads * kPerThread;
-  const int64_t blocks = (chunk.classes + kOfBlock - 1) / kOfBlock;
+  const auto pieces = static_cast<uint32_t>(vectors_of(chunk) / kOfWarp + 1);
+  const int64_t blocks = (chunk.tokens + kWarps - 1) / kWarps * pieces;
   with_types(chunk, [&](auto storage, auto caps, auto mixes) {
-    launch(gradient_kernel<decltype(storage), caps, mixes>, chunk.tokens * blocks, kThreads, 0,
-           stream, chunk, coefficients, blocks);
+    launch(gradient_kernel<decltype(storage), caps, mixes>, blocks, kThreads, 0, stream, chunk,
+           coefficients, pieces);
   });
 }
 
