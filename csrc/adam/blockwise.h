@@ -9,7 +9,8 @@
 //
 // T is float or vectors of them, Word uint32_t or vectors of them. Math has, besides fused:
 // smaller and larger (of numbers that are no NaN), bits(T) and from_bits(Word), nearest(T) and
-// truncated(T) to a Word, zero_where_zero(T, Word), and number(Word), of small integers; kLooksUp,
+// truncated(T) to a Word, zero_where_zero(T, Word), and number(Word), of small integers;
+// kMultipliesBits, and where that is true upper_half(Word, Word) of a product; kLooksUp,
 // and where that is true look_up(table, Word), which reads a table of 16 or 8 numbers by the lowest
 // bits, and thirds_of_exponent<least>(T).
 #pragma once
@@ -50,6 +51,9 @@ struct Levels {
   // Whether the level can be told by exponents: that of a code, and of a number a third of it. At
   // every float the level's line then gives the same bits as the largest or smallest of all.
   static constexpr bool kByExponent = ratio == 8 && levels > 4;
+  static constexpr float kRatio = ratio;
+  // Of level 0; a power of the ratio.
+  static constexpr float lowest_top() { return code_level(levels, ratio, 0).step; }
 };
 
 // Lines in tables: values at 0, and slopes.
@@ -88,10 +92,24 @@ MEMSAVE_EXT_INLINE T on_line(const Lines& lines, Word line, T x) {
   return Math::fused(Math::look_up(lines.slope, line), x, Math::look_up(lines.at_0, line));
 }
 
+// The number of a code c by its exponent, from which 2^i is, as a float; all is exact. A level's
+// line, with r for the ratio: lowest_top * (r / 2)^i * ((r - 1) * (c + 1) - (r - 2) * 2^i) / r.
+template <typename Math, typename Code>
+MEMSAVE_EXT_INLINE float number_by_exponent(float code) {
+  constexpr float r = Code::kRatio, unit = Code::lowest_top() / r;
+  static_assert(r == 8 || r == 4);
+  const float power = Math::from_bits(Math::bits(code) & 0xff800000u);  // code 0: 0
+  const float sum = Math::fused(code, (r - 1) * unit, (r - 1) * unit);
+  const float of_power = Math::fused(power, -(r - 2) * unit, sum);
+  return of_power * (r == 8 ? power * power : power);
+}
+
 template <typename Math, typename Code, int level = Code::levels - 1, typename T>
 MEMSAVE_EXT_INLINE T number_of_code(T code) {
   constexpr CodeLevel line = Code::line(level);
-  if constexpr (Math::kLooksUp && Code::kByExponent) {
+  if constexpr (Math::kMultipliesBits && level == Code::levels - 1) {
+    return number_by_exponent<Math, Code>(code);
+  } else if constexpr (Math::kLooksUp && Code::kByExponent) {
     static constexpr Lines kLines = lines_of_codes<Code>();
     const T number = on_line<Math>(kLines, Math::bits(code) >> 23, code);
     return Math::larger(number, T{});  // code 0 has the bits of level 1
@@ -125,11 +143,36 @@ constexpr Table numbers_of_codes(bool sign) {
   return table;
 }
 
+// The code of a number by its exponent, of the levels from 1 on: of numbers past a level's top by
+// one unit of a float to the next one's, the exponent is one of three. Adding to the bits and
+// dividing by 3 makes them those of a float from 2^i to 2^(i + 1), where i is the level. At every
+// float the line has the bits of code_level's. `clamps`: below level 1 its line goes on; else what
+// it gives there is at most 1.
+template <typename Math, typename Code, bool clamps>
+MEMSAVE_EXT_INLINE float code_by_exponent(float number) {
+  static_assert(Code::kByExponent);
+  constexpr uint32_t kOne = uint32_t{1} << 23, kThird = 0x55555555u;
+  constexpr int levels = Code::levels;
+  constexpr CodeLevel first = Code::line(1);
+  constexpr uint32_t kLeast = (127 - 3 * (levels - 1)) * kOne + 1;
+  uint32_t bits = Math::bits(number);
+  if constexpr (clamps) bits = bits < kLeast ? kLeast : bits;
+  const uint32_t third = Math::upper_half(bits + (254 + 3 * levels) * kOne, kThird);
+  const uint32_t power = third & 0xff800000u;
+  // The slope falls by 4 from level to level.
+  const float slope = Math::from_bits(Math::bits(first.inverse) + 2 * 128 * kOne - 2 * power);
+  const float offset = Math::fused(Math::from_bits(power), 6.0f / 7, -1.0f);
+  return Math::fused(slope, number, offset);
+}
+
 // Returns the code as a real number that is not rounded yet. Ignores levels below `lowest`.
 template <typename Math, typename Code, int lowest = 0, int level = Code::levels - 1, typename T>
 MEMSAVE_EXT_INLINE T code_of_number(T number) {
   constexpr CodeLevel line = Code::line(level);
-  if constexpr (Math::kLooksUp && Code::kByExponent) {
+  if constexpr (Math::kMultipliesBits && Code::kByExponent) {
+    const T code = code_by_exponent<Math, Code, lowest == 0>(number);
+    return lowest == 0 ? Math::smaller(code, number * Code::line(0).inverse) : code;
+  } else if constexpr (Math::kLooksUp && Code::kByExponent) {
     static constexpr Lines kLines = lines_of_numbers<Code, lowest>();
     // The exponents of 1 and of 7 levels, of 3 each, below it.
     return on_line<Math>(kLines, Math::template thirds_of_exponent<127 - 7 * 3>(number), number);

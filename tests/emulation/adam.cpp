@@ -150,6 +150,7 @@ void run_all(bool large) {
 }  // namespace
 
 void run_measures(bool large);
+void run_codes();
 
 }  // namespace emulation
 
@@ -160,6 +161,7 @@ int main(int argc, char** argv) {
     emulation::run_all(options.large);
     emulation::run_measures(options.large);
   }
+  emulation::run_codes();
   if (memsave_ext::probe_cuda() != __CUDA_ARCH__) emulation::fail("probe: no answer");
   emulation::finish(options, "Adam");
 }

@@ -27,7 +27,7 @@ KINDS = {
 FLAGS = ["-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-mfma", "-fPIC", "-fvisibility=hidden"]
 DRIVERS = {  # first what runs longest
     "batch_norm": ["batch_norm", "driver"],
-    "adam": ["adam", "adam_measure", "driver"],
+    "adam": ["adam", "adam_codes", "adam_measure", "driver"],
     "loss_head": ["loss_head", "driver"],
 }
 CONVERSIONS = "conversions"  # a program that needs the toolkit's headers, and no kernels

@@ -135,6 +135,7 @@ struct Math {
     return __builtin_convertvector((Integers)integers, Floats);
   }
 
+  static constexpr bool kMultipliesBits = false;
 #if MEMSAVE_EXT_VECTOR_BYTES >= 32
   static constexpr bool kLooksUp = true;
 #else

@@ -68,6 +68,10 @@ struct Math {
   }
 
   static constexpr bool kLooksUp = false;  // threads would wait for each other at a table
+  static constexpr bool kMultipliesBits = true;
+  static __device__ __forceinline__ uint32_t upper_half(uint32_t a, uint32_t b) {
+    return __umulhi(a, b);
+  }
 
   // In a float of 2^23 the lowest bits are an integer, which is added to it: a sum is cheaper than
   // a conversion. nearest() and truncated() return integers of 8 bits.

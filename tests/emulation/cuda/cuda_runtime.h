@@ -94,6 +94,10 @@ inline float __fadd_rz(float a, float b) {
 }
 
 // Bytes of low and high, each chosen by a digit of the selector.
+inline uint32_t __umulhi(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
+}
+
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
   const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
   uint32_t result = 0;
