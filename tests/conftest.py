@@ -3,9 +3,14 @@ import sys
 
 import pytest
 import torch
+from hypothesis import settings
 from torch.nn import parallel  # noqa: F401, loads torch.nn.parallel.replicate
 
 import memsave_ext as ms
+
+# Machines are busy: no example has to end within a time.
+settings.register_profile("memsave_ext", deadline=None)
+settings.load_profile("memsave_ext")
 
 
 def pytest_addoption(parser):
