@@ -17,6 +17,8 @@ import torch
 
 from . import _native
 
+__all__ = ["disable"]
+
 DEVICES = ("cpu", "cuda")
 _WITH_KERNELS = ("adam", "batch_norm", "loss_head")
 PARTS = (*_WITH_KERNELS, "checkpoint", "memory", "remat")

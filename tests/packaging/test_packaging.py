@@ -328,6 +328,7 @@ def test_cuda_check_reads_ptxas(config, monkeypatch):
         "ptxas info    : Used 8 registers, used 0 barriers\n"
     )
     assert cuda_check.parse_ptxas(output) == [
-        ("update_kernel", "sm_90", 40, 16, 1024),
-        ("probe_kernel", "sm_80", 8, 0, 0),
+        ("update_kernel", "sm_90", 40, 1024),
+        ("probe_kernel", "sm_80", 8, 0),
     ]
+    assert cuda_check.spills(output) == [("update_kernel", "sm_90", 16)]
