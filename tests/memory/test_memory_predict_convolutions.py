@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_memory_predict import tracked
 from torch import nn
 
 import memsave_ext as ms
@@ -64,11 +65,7 @@ def builder(case, memory_format):
 )
 def test_peaks(case, memory_format):
     build = builder(case, memory_format)
-    model, _, step = build()
-    step()
-    with ms.memory.track(model) as t:
-        step()
-    assert ms.memory.predict(build).peak == pytest.approx(t.peak, rel=0.01)
+    assert ms.memory.predict(build).peak == pytest.approx(tracked(build).peak, rel=0.01)
 
 
 @pytest.mark.parametrize("make", [nn.ConvTranspose2d, nn.ConvTranspose3d])
@@ -87,8 +84,4 @@ def test_transposed_in_float64(make):
 
         return model, None, step
 
-    model, _, step = build()
-    step()
-    with ms.memory.track(model) as t:
-        step()
-    assert ms.memory.predict(build).peak == pytest.approx(t.peak, rel=0.01)
+    assert ms.memory.predict(build).peak == pytest.approx(tracked(build).peak, rel=0.01)
