@@ -9,7 +9,7 @@ import memsave_ext as ms
 
 CHUNK = 256
 WHOLE = "memsave_ext: linear_cross_entropy: the gradient of linear_weight is whole: "
-PYTHON = "memsave_ext runs in pure Python"
+PYTHON = "optimizers of memsave_ext run in pure Python"
 CLASSES, FEATURES, TOKENS = 1000, 24, 50  # 1000: the last chunk is smaller, its last block, too
 
 
