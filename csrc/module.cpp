@@ -78,7 +78,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("changes", &Record::changes)
       .def_readonly("blocks", &Record::blocks)
       .def_readonly("regions", &Record::regions)
-      .def("stack", &Record::stack);
+      .def("stack", &Record::stack)
+      .def("operator_name", &Record::operator_name);
 
   m.def("give_adam_functions", &memsave_ext::adam::give_functions);
   m.def("adam_formats", &memsave_ext::adam::describe_formats);

@@ -123,7 +123,7 @@ void report_allocated(c10::Device device, void* ptr, int64_t size, std::optional
   if (!watching()) return;
   EventContext context = EventContext::now();
   if (stack_count.load(std::memory_order_relaxed) > 0) {
-    context.stack = device.is_cpu() ? stack_here() : stack_of_operator();
+    context.origin = device.is_cpu() ? origin_here() : origin_of_operator();
   }
   TrackingLock lock;
   for (Log* log : active)

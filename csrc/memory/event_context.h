@@ -22,7 +22,7 @@ struct EventContext {
   bool has_node = false;
   uint64_t node_thread = 0;
   uint64_t node_sequence = 0;
-  Stack stack;  // null unless the caller of now() sets it
+  std::shared_ptr<const Origin> origin;  // null unless the caller of now() sets it
 
   static EventContext now();
 };

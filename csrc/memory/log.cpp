@@ -1,7 +1,5 @@
 #include "memory/log.h"
 
-#include <torch/csrc/profiler/combined_traceback.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -50,7 +48,7 @@ void Log::allocated(const EventContext& context, void* ptr, int64_t size,
   block->phase = where.phase;
   block->span = where.span;
   block->module = where.module;
-  if (stacks_) block->stack = context.stack;
+  if (stacks_) block->origin = context.origin;
   if (is_recompute(where.phase)) threads_.count(where.span, size);
   live_.emplace(ptr, block);
   total_ = total.value_or(total_ + size);

@@ -27,12 +27,12 @@ std::pmr::memory_resource* block_memory();
 struct Block {
   int64_t size = 0;  // bytes
   Category label = Category::kNone;
-  Phase phase = Phase::kOther;  // in which it was allocated
-  int64_t span = 0;             // number of that forward or recompute
-  bool temporary = false;       // it was freed before that forward or recompute ended
-  int32_t name = -1;            // as given to label(); -1 without
-  int32_t module = -1;          // in which it was allocated; -1 outside of all
-  std::shared_ptr<torch::CapturedTraceback> stack;  // null where stacks are not taken
+  Phase phase = Phase::kOther;           // in which it was allocated
+  int64_t span = 0;                      // number of that forward or recompute
+  bool temporary = false;                // it was freed before that forward or recompute ended
+  int32_t name = -1;                     // as given to label(); -1 without
+  int32_t module = -1;                   // in which it was allocated; -1 outside of all
+  std::shared_ptr<const Origin> origin;  // null where stacks are not taken
 
   Category category() const;
 };

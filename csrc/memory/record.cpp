@@ -32,7 +32,7 @@ Record::Record(const Log& log) {
     if (is_new) {
       add(block_rows, {block->size, static_cast<int64_t>(block->category()),
                        static_cast<int64_t>(block->phase), block->name, block->module});
-      stacks_.push_back(block->stack);
+      origins_.push_back(block->origin);
     }
     return found->second;
   };
@@ -52,13 +52,22 @@ Record::Record(const Log& log) {
                          region.saved_bytes, static_cast<double>(region.nanoseconds) * 1e-9);
 }
 
+const Origin* Record::origin(int64_t block) const {
+  TORCH_CHECK_INDEX(block >= 0 && block < static_cast<int64_t>(origins_.size()), "no block ", block,
+                    " among ", origins_.size());
+  return origins_[block].get();
+}
+
+std::string Record::operator_name(int64_t block) const {
+  const Origin* const found = origin(block);
+  return found == nullptr ? std::string() : found->operator_name;
+}
+
 std::vector<std::tuple<std::string, int64_t, std::string>> Record::stack(int64_t block) const {
-  TORCH_CHECK_INDEX(block >= 0 && block < static_cast<int64_t>(stacks_.size()), "no block ", block,
-                    " among ", stacks_.size());
   std::vector<std::tuple<std::string, int64_t, std::string>> frames;
-  const auto& captured = stacks_[block];
-  if (!captured) return frames;
-  const torch::SymbolizedTracebacks symbols = torch::symbolize({captured.get()});
+  const Origin* const found = origin(block);
+  if (found == nullptr || !found->stack) return frames;
+  const torch::SymbolizedTracebacks symbols = torch::symbolize({found->stack.get()});
   for (const uint64_t i : symbols.tracebacks.at(0)) {
     const auto& frame = symbols.all_frames.at(i);
     frames.emplace_back(frame.filename, static_cast<int64_t>(frame.lineno), frame.funcname);

@@ -30,9 +30,13 @@ class Record {
   // Returns the frames of a block's stack, innermost first: file, line, function. Empty where no
   // stack was taken. Needs the GIL.
   std::vector<std::tuple<std::string, int64_t, std::string>> stack(int64_t block) const;
+  // Returns the name of the operator that made a block, as "aten::linear", or "".
+  std::string operator_name(int64_t block) const;
 
  private:
-  std::vector<std::shared_ptr<torch::CapturedTraceback>> stacks_;
+  const Origin* origin(int64_t block) const;
+
+  std::vector<std::shared_ptr<const Origin>> origins_;
 };
 
 }  // namespace memsave_ext::memory

@@ -1,7 +1,8 @@
-// Python stacks of allocations.
+// What asked for an allocation: a line of Python, and an operator.
 #pragma once
 
 #include <memory>
+#include <string>
 
 namespace torch {
 struct CapturedTraceback;
@@ -9,21 +10,27 @@ struct CapturedTraceback;
 
 namespace memsave_ext::memory {
 
-using Stack = std::shared_ptr<torch::CapturedTraceback>;
+struct Origin {
+  std::shared_ptr<torch::CapturedTraceback> stack;  // null where there is none
+  // Of the outermost operator that runs, as "aten::linear", or of the node of backward that runs
+  // none, as "MulBackward0"; else empty.
+  std::string operator_name;
+};
 
-// Returns this thread's present stack; null where Python does not know the thread. Waits for the
-// GIL: call it without any lock for which the GIL's holder may wait.
-Stack stack_here();
+// Follows the operators that begin on this thread and in its backwards. With `stacks` a stack is
+// taken whenever an outermost one begins. This is for CUDA: its allocator reports with its lock
+// held, for which a thread with the GIL waits to free a tensor, so that a stack cannot be taken
+// then. Calls nest; each has an unwatch_operators() with the same argument on the same thread.
+void watch_operators(bool stacks);
+void unwatch_operators(bool stacks);
 
-// Takes a stack whenever an outermost operator begins, on this thread and in its backwards. This is
-// for CUDA: its allocator reports with its lock held, for which a thread with the GIL waits to free
-// a tensor, so that a stack cannot be taken then. Calls nest; the last unwatch_operators() on the
-// same thread ends it.
-void watch_operators();
-void unwatch_operators();
+// Returns the present stack, which is null where Python does not know the thread, and the operator
+// if this thread's are watched. Waits for the GIL: call it without any lock for which the GIL's
+// holder may wait.
+std::shared_ptr<const Origin> origin_here();
 
 // Returns the stack that was taken for the operator that runs on this thread. Where none runs, the
 // present stack if the thread has the GIL, else null. Never waits.
-Stack stack_of_operator();
+std::shared_ptr<const Origin> origin_of_operator();
 
 }  // namespace memsave_ext::memory

@@ -40,7 +40,7 @@ class Tracker {
  private:
   // What is freed once tracking has ended does not count.
   void look_if_running(TrackingLock& lock);
-  bool takes_stacks_of_operators() const { return log_.stacks() && !log_.device().is_cpu(); }
+  bool takes_stacks_of_operators() const { return !log_.device().is_cpu(); }
 
   Log log_;
   bool running_ = false;

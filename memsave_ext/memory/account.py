@@ -30,6 +30,7 @@ class Record(Protocol):
     @property
     def regions(self) -> Sequence[tuple[int, int, int, int, float]]: ...
     def stack(self, block: int) -> Sequence[tuple[str, int, str]]: ...
+    def operator_name(self, block: int) -> str: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +75,9 @@ class TensorAtPeak:
         name: name of the parameter, of the gradient's parameter or of the optimizer's state.
         module: dotted name of the module whose forward or backward made it.
         line: ``"file.py:12 in function"``, where stacks were recorded.
+        operator: the outermost torch operator that made it, such as ``"linear"`` or, in backward,
+            ``"mm"``, or the autograd node where none did. Where stacks were recorded, on the thread
+            of the ``with`` block and in its backwards.
     """
 
     bytes: int
@@ -82,6 +86,7 @@ class TensorAtPeak:
     name: str
     module: str
     line: str
+    operator: str = ""
 
 
 @dataclass(frozen=True)
@@ -215,6 +220,7 @@ class Account:
             name=self._names[name] if name >= 0 else "",
             module=self._modules[module] if module >= 0 else "",
             line=_line(self._record.stack(row)),
+            operator=self._record.operator_name(row).removeprefix("aten::"),
         )
 
     @property

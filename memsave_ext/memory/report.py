@@ -67,7 +67,7 @@ def _print_tensors(track: Figures, peak: int, top: int, file: TextIO | None) -> 
         (format_bytes(t.bytes), _share(t.bytes, peak), t.category, t.phase, *_origin(t))
         for t in everything[:top]
     ]
-    names = ["tensor", "share", "category", "made in", "name", "module", "line"]
+    names = ["tensor", "share", "category", "made in", "name", "module", "operator", "line"]
     _print_filled(f"Largest of {_count(everything, 'tensor')} at the peak", names, rows, file)
     made_by: dict[tuple[str, ...], list[int]] = {}
     for tensor in everything:
@@ -83,8 +83,8 @@ def _print_tensors(track: Figures, peak: int, top: int, file: TextIO | None) -> 
         _print_filled("Where the tensors at the peak were made", columns, sums, file)
 
 
-def _origin(tensor: TensorAtPeak) -> tuple[str, str, str]:
-    return tensor.name, tensor.module, tensor.line
+def _origin(tensor: TensorAtPeak) -> tuple[str, str, str, str]:
+    return tensor.name, tensor.module, tensor.operator, tensor.line
 
 
 def _print_filled(
@@ -156,8 +156,8 @@ def as_json(
     - ``steps``: ``index``, ``seconds`` and ``peak`` of each.
     - ``regions``: ``name``, ``calls``, ``saved_bytes``, ``seconds`` and ``phase`` of each
       checkpointed region and of each module in which ``remat`` recomputed.
-    - ``top``: ``bytes``, ``category``, ``phase``, ``name``, ``module`` and ``line`` of each of the
-      largest tensors at the peak; a string that is not known is empty.
+    - ``top``: ``bytes``, ``category``, ``phase``, ``name``, ``module``, ``line`` and ``operator``
+      of each of the largest tensors at the peak; a string that is not known is empty.
     - ``timeline``: columns of equal length: ``time``, ``phase`` (an index into ``phases``, their
       names), ``step``, and in ``live`` a column for each category. Besides, ``gaps``: the rows
       before which steps were left out; ``rows``: how many rows there were before the timeline was

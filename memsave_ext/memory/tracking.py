@@ -139,7 +139,8 @@ def track(
             the model's next forward begins.
         device: the device to follow. None: that of the model's first parameter, else that of the
             optimizer's first parameter, else the CPU.
-        stacks: record the Python stack of every allocation, for :attr:`TensorAtPeak.line` and
+        stacks: record the Python stack and the operator of every allocation, for
+            :attr:`TensorAtPeak.line`, :attr:`TensorAtPeak.operator` and
             :meth:`Track.snapshot`. This costs several times the rest. Pure Python records none.
         max_events: about how many allocations and frees are kept, at 90 bytes each. If there are
             more, the oldest steps are forgotten, except the one with the peak.

@@ -291,13 +291,27 @@ def test_the_largest_tensors_and_who_made_them():
     named = {(b.name, b.category) for b in t.top(1000)}
     assert ("small.weight", "parameters") in named
     assert {("wide.weight exp_avg", "optimizer"), ("wide.weight exp_avg_sq", "optimizer")} <= named
-    made = [b for b in t.top(1000) if b.category == "activations" and b.module == "wide"]
-    if made and _native.available:
-        assert "test_memory_account.py:" in made[0].line
-        assert made[0].phase == "forward"
     assert t.top(0) == []
     with pytest.raises(ValueError, match="n must not be negative, got -1"):
         t.top(-1)
+
+
+@pytest.mark.skipif(not _native.available, reason="torch's profiler records no stacks")
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_stacks_name_the_line_and_the_operator(checkpointed):
+    model = nn.Sequential(nn.Linear(N, 50 * N), nn.GELU(), nn.Linear(50 * N, N))
+    x = torch.randn(BATCH, N, requires_grad=True)
+    with ms.memory.track(model, stacks=True) as t:
+        forward = ms.checkpoint(model, x) if checkpointed else model(x)
+        (forward * torch.zeros(50, 1, 1)).sum().backward()
+    phase = "recompute" if checkpointed else "forward"
+    made = {b.module: b for b in t.top(1000) if b.category == "activations" and b.phase == phase}
+    assert [made[name].operator for name in "01"] == ["linear", "gelu"]
+    assert all("test_memory_account.py:" in made[name].line for name in "01")
+    in_backward = {b.operator for b in t.top(1000) if b.phase == "backward"}
+    assert in_backward & {"mm", "addmm"}
+    assert "linear" in t.report()
+    assert {row["operator"] for row in t.to_json()["top"]} >= {"linear", "gelu"}
 
 
 def test_the_backward_of_a_module_has_its_name():

@@ -82,6 +82,10 @@ class Record:
         """Returns (): torch's profiler records no stacks of allocations."""
         return ()
 
+    def operator_name(self, block: int) -> str:
+        """Returns "", as for stacks."""
+        return ""
+
 
 class Log:
     """Keeps the blocks that live and the changes. It is told everything in order of time.
