@@ -121,6 +121,11 @@ Count::Bytes Count::take() {
   return {live_, std::exchange(peak_, live_)};
 }
 
+void Count::forget_peak() {
+  TrackingLock lock;
+  peak_ = 0;
+}
+
 Count::Survivors Count::survivors() const {
   TrackingLock lock;
   return survivors_;

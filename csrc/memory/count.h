@@ -39,6 +39,10 @@ class Count {
   // where it is the most that the allocator has ever given out, or since its user has reset its
   // peak, which is the user's to reset; else the larger of then and now.
   Bytes take();
+  // Whether take() asks the allocator, which locks it and copies all of its figures.
+  bool asks() const { return !is_reported(); }
+  // Leaves what lived at the last call of take() out of the next one's peak.
+  void forget_peak();
 
   // Bytes of add()'s memory that was allocated between the two latest calls of start(), by the
   // value that `mark` had then, and how many of them are gradients'.

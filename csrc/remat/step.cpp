@@ -77,8 +77,11 @@ uint64_t Step::began(const Operator& op, const at::RecordFunction& function) {
   if (finished_) return key;
   hash_ = mix(hash_, key);
   // Between operators is where most contents are let go: what was before belongs to the moment
-  // that is past, so that the operator's own peak is told apart from them.
-  const int64_t least = take().peak;
+  // that is past, so that the operator's own peak is told apart from them. An allocator that has to
+  // be asked is asked at the ends of operators alone.
+  const bool asks = shared_->count.asks();
+  if (asks) shared_->count.forget_peak();
+  const int64_t least = asks ? 0 : take().peak;
   if (!trace_.moments.empty()) {
     trace_.moments.back().peak = std::max(trace_.moments.back().peak, least);
     let_go(static_cast<int32_t>(trace_.moments.size()) - 1);

@@ -42,6 +42,8 @@ void emulated_refuse_waits(bool refuses) { emulated::refuses_waits = refuses; }
 
 int64_t emulated_bytes_allocated() { return emulated::bytes_allocated(); }
 
+int64_t emulated_questions() { return emulated::questions(); }
+
 void emulated_allocate_for_a_moment(size_t bytes) { emulated::allocate_for_a_moment(bytes); }
 
 void emulated_check_lock_of_stats(bool check) { emulated::check_lock_of_stats(check); }

@@ -138,6 +138,7 @@ class Allocator final : public c10::DeviceAllocator {
     used_on(data.get(), stream.id());
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
+    ++questions;
     if (checks_lock_of_stats) require_that_another_may_allocate();
     const Entered entered;
     c10::CachingDeviceAllocator::DeviceStats stats;
@@ -153,6 +154,7 @@ class Allocator final : public c10::DeviceAllocator {
 
   static inline std::atomic<bool> checks_lock_of_stats = false;
   static inline int64_t live = 0;
+  static inline std::atomic<int64_t> questions = 0;
 
  private:
   class Entered {
@@ -248,6 +250,8 @@ bool let_it_end(double seconds) {
 }
 
 int64_t bytes_allocated() { return Allocator::live; }
+
+int64_t questions() { return Allocator::questions; }
 
 void allocate_for_a_moment(size_t bytes) {
   allocator.resetPeakStats(0);

@@ -16,6 +16,8 @@ StreamId current_stream();  // of this thread
 c10::Allocator* device_allocator();
 extern std::atomic<bool> refuses_waits;  // whether it is a failure that an operator waits
 int64_t bytes_allocated();
+// How often the allocator was asked for its statistics.
+int64_t questions();
 // Without an operator, and the most that the allocator has given out since.
 void allocate_for_a_moment(size_t bytes);
 // Whether it is a failure to ask for statistics with a lock that an allocation on another thread,

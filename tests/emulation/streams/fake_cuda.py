@@ -22,6 +22,7 @@ _library.emulated_take_failures.restype = ctypes.c_void_p
 _library.emulated_end_capture.restype = ctypes.c_void_p
 _library.emulated_is_capturing.restype = ctypes.c_bool
 _library.emulated_bytes_allocated.restype = ctypes.c_int64
+_library.emulated_questions.restype = ctypes.c_int64
 _library.emulated_refuse_waits.argtypes = [ctypes.c_bool]
 _library.emulated_allocate_for_a_moment.argtypes = [ctypes.c_size_t]
 _library.emulated_check_lock_of_stats.argtypes = [ctypes.c_bool]
@@ -42,6 +43,12 @@ def take_failures() -> list[str]:
         return ctypes.string_at(text).decode().splitlines()
     finally:
         _free(text)
+
+
+def questions() -> int:
+    """How often the allocator was asked for its statistics."""
+    count: int = _library.emulated_questions()
+    return count
 
 
 def allocate_for_a_moment(size: int) -> None:

@@ -111,6 +111,24 @@ def test_memory_that_an_operator_frees_itself():
     assert before + (1 << 20) <= block.peak < before + (1 << 20) + 4096
 
 
+def test_the_allocator_is_asked_once_an_operator():
+    """It locks itself and copies all of its figures for each answer."""
+    x = torch.ones(64, device=DEVICE, requires_grad=True)
+    asked = []
+    for operators in (10, 110):
+        for _ in range(4):
+            before = fake_cuda.questions()
+            with ms.remat(budget=0.6) as block:
+                y = x
+                for _ in range(operators):
+                    y = y.sin()
+                count = fake_cuda.questions() - before
+            y.sum().backward()
+        assert block._recorder.budget()["plan"] is not None
+        asked.append(count)
+    assert asked[1] - asked[0] == 100
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_captured_step(seed, kind):
     """Whether or not the times of earlier steps have been read, the capture asks for none."""
