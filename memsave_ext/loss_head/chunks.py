@@ -201,7 +201,10 @@ class _Sum:
     def add(self, to: Tensor, block: int, left: Tensor, right: Tensor | None = None) -> None:
         """Adds ``left``, or its product with ``right``; ``to`` has the sum after the last block."""
         if self.last == 0:
-            _product(left, right, to)
+            if right is None:
+                to.copy_(left)
+            else:
+                _set_product(to, left, right)
             return
         total = to
         if to.dtype != self.wide:
@@ -245,10 +248,8 @@ def _add_product(to: Tensor, left: Tensor, right: Tensor) -> None:
         to += left @ right
 
 
-def _product(left: Tensor, right: Tensor | None, to: Tensor) -> None:
-    if right is None:
-        to.copy_(left)
-    elif to.dtype == left.dtype:
+def _set_product(to: Tensor, left: Tensor, right: Tensor) -> None:
+    if to.dtype == left.dtype:
         torch.mm(left, right, out=to)
     else:
         to.copy_(left @ right)

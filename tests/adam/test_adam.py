@@ -382,7 +382,7 @@ def test_a_state_elsewhere_is_named(in_backward):
         max_size=6,
     ),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_random_programs(sizes, groups, options, small_bytes, bucket_bytes, program):
     """Groups, unused and frozen parameters, accumulation, tied uses; as torch's."""
     torch.manual_seed(4)

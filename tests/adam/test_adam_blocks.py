@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from formats_of_floats import FINITE, FLOATS, UNIT, bits, floats
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles.adam_formats import coded, numbers
 
@@ -206,7 +206,6 @@ def test_both_moments_are_lost(of, bad):
             assert values[7] == 0 and values.sum() == of.block - 1
 
 
-@settings(deadline=None)
 @given(st.integers(1, 3 * 256), st.booleans(), any_code)
 def test_a_part_of_a_block_is_as_one_with_zeros(numel, root, of):
     torch.manual_seed(numel)

@@ -67,7 +67,7 @@ def test_layouts(kind, layout):
     activation=st.sampled_from([None, "relu", "leaky_relu"]),
     with_residual=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_shape(n, c, spatial, last, activation, with_residual):
     shape = (n + (not spatial), c, *spatial)  # at least two values per channel
     if torch.Size(shape).numel() == c:

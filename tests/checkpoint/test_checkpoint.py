@@ -19,7 +19,7 @@ checkpoint = ms.checkpoint
 
 
 @given(steps=programs.STEPS, outputs=st.integers(1, 3), early_stop=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_random_programs(steps, outputs, early_stop):
     results = []
     for run in (plain, lambda f, *a: checkpoint(f, *a, early_stop=early_stop)):

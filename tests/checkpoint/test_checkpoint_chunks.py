@@ -31,7 +31,7 @@ def gradients(outputs, tensors, **options):
     early_stop=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_random_programs_equal_their_pieces(steps, outputs, rows, chunks, early_stop, seed):
     """Bitwise, in float32, random numbers included."""
     results = []
@@ -55,7 +55,7 @@ def test_random_programs_equal_their_pieces(steps, outputs, rows, chunks, early_
     chunks=st.integers(1, 6),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_random_programs_equal_the_whole(steps, outputs, rows, chunks, seed):
     """In float64: one matrix product of all rows rounds otherwise than several."""
     results = []

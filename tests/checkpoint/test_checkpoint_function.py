@@ -228,7 +228,7 @@ def test_backward_inside_the_function():
 
 
 @given(steps=programs.STEPS, outputs=st.integers(1, 3))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_random_programs(steps, outputs):
     results = []
     for checkpointed in (False, True):

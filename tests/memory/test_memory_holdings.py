@@ -39,7 +39,7 @@ def build(made, placed, device):
     return model
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(parameters, min_size=1, max_size=5), blocks, st.sampled_from(OPTIMIZERS))
 def test_any_model(made, placed, make_optimizer):
     model = build(made, placed, "cpu")
