@@ -1,4 +1,4 @@
-"""What kernels on the CPU convert for themselves: arguments to the dtype that they compute in."""
+"""What kernels on the CPU copy for themselves: arguments in the dtype that they compute in."""
 
 from __future__ import annotations
 
@@ -15,16 +15,34 @@ _AS_THEY_ARE = {  # elementwise, and each argument is read in its own dtype
     *(_aten.complex, _aten.polar, _aten.view_as_complex, _aten.view_as_real, _aten.native_dropout),
 }
 _IN_RESULTS_DTYPE = (_aten.sum, _aten.prod, _aten.nansum, _aten.cumsum, _aten.cumprod)
+_SCATTERED = (
+    *(_aten.scatter, _aten.scatter_, _aten.scatter_add, _aten.scatter_add_),
+    *(_aten.scatter_reduce, _aten.scatter_reduce_),
+)
 _NARROW = (torch.bfloat16, torch.float16)
 _FLOAT = 4
+_COUNT = 8
+# Copies, positions, sums before each element: by the operator, of its arguments.
+_OF_ELEMENTS = {
+    _aten.kthvalue: lambda x, *_: x.nbytes + x.numel() * _COUNT,
+    _aten.median: lambda x, *_: x.nbytes,
+    _aten.nanmedian: lambda x, *_: x.nbytes,
+    _aten.masked_scatter_backward: lambda _, mask, *__: 2 * mask.numel() * _COUNT,
+}
 
 
 def of_arguments(func: Any, args: tuple[Any, ...], result: Any) -> int:
     """Bytes of the arguments' copies in another dtype, and of a result in another than its own."""
     packet = getattr(func, "_overloadpacket", None)
-    if not args or not isinstance(args[0], Tensor) or not isinstance(result, Tensor):
+    if not args or not isinstance(args[0], Tensor):
         return 0
     x = args[0]
+    if packet in _OF_ELEMENTS:
+        return int(_OF_ELEMENTS[packet](*args))
+    if not isinstance(result, Tensor):
+        return 0
+    if packet in _SCATTERED or (packet is _aten.gather and x.dim() > 1):
+        return result.numel() * _FLOAT if x.dtype in _NARROW else 0
     if packet is _aten.mean:
         return x.numel() * _FLOAT if {x.dtype, result.dtype} & {*_NARROW} else 0
     if packet in _IN_RESULTS_DTYPE or packet is _aten.linalg_vector_norm:
