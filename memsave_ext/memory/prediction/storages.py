@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from . import formulas, grouped, sparse
-from .costs import operator_seconds
+from .costs import SECONDS_PER_CALL, operator_seconds
 from .lstm import with_workspace
 from .repeats import Costs, Repeats
 from .values import Values
@@ -95,6 +95,7 @@ class Storages(TorchDispatchMode):
         if (view := self._repeats.view(func, args, kwargs)) is not None:
             for tensor in (view,) if isinstance(view, FakeTensor) else view:
                 self.memory(tensor)
+            self._ran(SECONDS_PER_CALL)
             return view
         if func is _ADD and self._is_accumulated(args):
             func = _ADD_IN_PLACE
