@@ -18,25 +18,27 @@ from .sparse import nbytes
 
 _SECONDS_PER_BYTE = 3e-11  # read or written; csrc/remat/policy.cpp has twice that for a copied byte
 _SECONDS_PER_FLOP = 1e-11
+SECONDS_PER_CALL = 6e-6  # of the dispatcher and the recorder, also of a view
 # How many times as long as sums take operators whose names have these parts; the first that is
 # found counts.
 _FACTORS = {
     "memsave_ext::batch_norm": 2,
     "batch_norm": 8,
     "group_norm": 4,
-    "norm": 2,
+    "norm": 5,
     "pool": 20,
     "upsample": 20,
     "cat": 2,
     "bernoulli": 48,
     "div": 2,
-    "tanh": 6,
+    "tanh": 2,
     "gelu": 3,
+    "_safe_softmax": 10,
     "softmax": 3,
     "exp": 2,
     "log": 2,
-    "sigmoid": 4,
-    "silu": 3,
+    "sigmoid": 2,
+    "silu": 2,
     "softplus": 3,
     "mish": 6,
     "elu": 1,
@@ -60,10 +62,12 @@ def operator_seconds(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     seconds = sum(map(nbytes, tensors.values())) * _SECONDS_PER_BYTE
     if formula is not None:
         try:
-            return seconds + formula(*args, **kwargs, out_val=result) * _SECONDS_PER_FLOP
+            seconds += formula(*args, **kwargs, out_val=result) * _SECONDS_PER_FLOP
         except (TypeError, ValueError, AssertionError, RuntimeError):
-            return seconds  # arguments that the formula does not know
-    return seconds * _factor(func)
+            pass  # arguments that the formula does not know
+    else:
+        seconds *= _factor(func)
+    return SECONDS_PER_CALL + seconds
 
 
 def _factor(func: Any) -> int:

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from . import grouped, sparse
-from .costs import operator_seconds
+from . import formulas, grouped, sparse
+from .costs import SECONDS_PER_CALL, operator_seconds
 from .lstm import with_workspace
 from .repeats import Costs, Repeats
 from .values import Values
@@ -74,6 +74,8 @@ class Storages(TorchDispatchMode):
         self._values = Values()
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._makers: dict[int, int] = {}  # by storage, the number of the node that made it
+        # Of a formula that a step computes otherwise: its node, and what it has made.
+        self._otherwise: tuple[int, dict[int, weakref.ref[torch.UntypedStorage]]] | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -85,6 +87,7 @@ class Storages(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # most calls are this one
             return args[0].fake_device
         kwargs = kwargs or {}
+        self._tell_result()
         if func is _aten._local_scalar_dense.default and _is_unknown(args[0]):
             return _python_type(args[0].dtype)(self._values.of(args[0]))
         if func in _ALIKE and any(map(_is_unknown, args[:2])):
@@ -92,6 +95,7 @@ class Storages(TorchDispatchMode):
         if (view := self._repeats.view(func, args, kwargs)) is not None:
             for tensor in (view,) if isinstance(view, FakeTensor) else view:
                 self.memory(tensor)
+            self._ran(SECONDS_PER_CALL)
             return view
         if func is _ADD and self._is_accumulated(args):
             func = _ADD_IN_PLACE
@@ -134,14 +138,42 @@ class Storages(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if tensor.fake_device.type == "meta" or not storage.nbytes():
             return None
+        self._tell_result()
         number = storage._cdata
         if number not in self._known:
-            size = self._rounded(storage.nbytes())
-            self._known[number] = weakref.ref(storage, lambda _: self._forget(number)), size
-            if (node := _node()) is not None:
-                self._makers[number] = node
-            self._allocated(number, size)
+            node = torch._C._current_autograd_node()
+            if node is not None and self._is_made_otherwise(node, storage):
+                return None
+            self._tell(storage, node)
         return number, self._known[number][1]
+
+    def _tell(self, storage: torch.UntypedStorage, node: Any) -> None:
+        number, size = storage._cdata, self._rounded(storage.nbytes())
+        self._known[number] = weakref.ref(storage, lambda _: self._forget(number)), size
+        if node is not None:
+            self._makers[number] = node._sequence_nr()
+        self._allocated(number, size)
+
+    def _is_made_otherwise(self, node: Any, storage: torch.UntypedStorage) -> bool:
+        """Whether a step makes other memory in its place, which is told with the first of it."""
+        made = formulas.made_by(node, self._workspace is not None)
+        if made is None:
+            return False
+        if self._otherwise is None:
+            self._allocated(_WORKSPACE, self._rounded(made))
+            self._freed(_WORKSPACE)
+            self._otherwise = node._sequence_nr(), {}
+        self._otherwise[1].setdefault(storage._cdata, weakref.ref(storage))
+        return True
+
+    def _tell_result(self) -> None:
+        """Tells what is left of a formula that a step computes otherwise, once it is done."""
+        if self._otherwise is None or self._otherwise[0] == _node():
+            return
+        (_, made), self._otherwise = self._otherwise, None
+        for reference in made.values():
+            if (storage := reference()) is not None:
+                self._tell(storage, torch._C._current_autograd_node())
 
     def _is_accumulated(self, args: tuple[Any, ...]) -> bool:
         """Whether the engine adds a gradient to one that it alone holds, which it does in place,
@@ -168,6 +200,7 @@ class Storages(TorchDispatchMode):
 
     def living(self) -> Iterator[tuple[int, int]]:
         """Yields the number and size of all memory that lives."""
+        self._tell_result()
         for number, (_, size) in self._known.items():
             yield number, size
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import lstm
+from . import conversions, lstm
 from .storages import Workspace
 
 _BLOCK = 16  # oneDNN's convolutions keep channels in blocks of this size
@@ -41,7 +41,7 @@ def _on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         return lstm.of_forward(args)
     if func is torch.ops.aten.mkldnn_rnn_layer_backward.default:
         return lstm.of_backward(args)
-    return 0
+    return conversions.of_arguments(func, args, result)
 
 
 def _convolution(y: Tensor, args: tuple[Any, ...]) -> int:
