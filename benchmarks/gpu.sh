@@ -226,9 +226,14 @@ part_ncu() {
   local metrics=gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed
   metrics+=,sm__inst_issued.avg.pct_of_peak_sustained_active,launch__registers_per_thread
   metrics+=,sm__warps_active.avg.pct_of_peak_sustained_active
-  LINES_SHOWN=150 run ncu "$tool" --clock-control none --kernel-name-base mangled \
+  # Ended by its limit, it has written what it came to.
+  run ncu "$tool" --clock-control none --kernel-name-base mangled \
     --kernel-name regex:memsave_ext --filter-mode per-launch-config --launch-count 1 \
-    --metrics "$metrics" --csv "$PYTHON" -m memsave_ext.check
+    --metrics "$metrics" --csv --print-units base --log-file "$RECORDS/ncu.csv" \
+    "$PYTHON" -m memsave_ext.check
+  if [[ -z $DRY ]]; then
+    "$PYTHON" benchmarks/ncu_table.py "$RECORDS/ncu.csv" 2>&1 | tee -a "$LOG" | head -n 150
+  fi
 }
 part_checkpoint() { record checkpoint checkpoint_cuda.py; }
 part_adam_host() { record adam_host adam.py --device cuda --rounds 8; }
