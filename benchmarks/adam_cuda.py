@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import memsave_ext as ms
 from adam_mode_list import BF16, FP32, LR, OURS, Mode
-from common import ROOT, bar, machine, write_record
+from common import ROOT, Rows, bar, machine, write_record
 from cuda_timing import (
     AS_FAST,
     SHARE,
@@ -105,7 +105,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     timer, bandwidth = prepare(parser, options)
-    rows = []
+    record: dict[str, Any] = {
+        "machine": machine(options.device),
+        "settings": {"rounds": options.rounds, "sizes": options.sizes},
+        "copy_bytes_per_us": bandwidth,
+    }
+    rows = Rows(options.save, "adam_cuda", record)
     for size in bar(options.sizes, show=options.progress):
         for name, moved, run in cases(size, options.device):
             times = timer.medians(run)
@@ -114,13 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     held = bars(rows)
     show(rows, bandwidth)
     show_bars(held)
-    record = {
-        "machine": machine(options.device),
-        "settings": {"rounds": options.rounds, "sizes": options.sizes},
-        "copy_bytes_per_us": bandwidth,
-        "rows": rows,
-        "bars": held,
-    }
+    record |= {"rows": rows, "bars": held}
     print(write_record(options.save, "adam_cuda", record))
     return 0
 

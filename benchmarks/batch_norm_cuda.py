@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common import ROOT, bar, machine, write_record
+from common import ROOT, Rows, bar, machine, write_record
 from cuda_timing import (
     AS_FAST,
     SHARE,
@@ -85,16 +85,14 @@ def passes(
     )
 
 
-def measure(options: argparse.Namespace, timer: Any, bandwidth: float) -> list[Row]:
+def measure(options: argparse.Namespace, timer: Any, bandwidth: float, rows: Rows) -> None:
     settings = [(s, d, layout) for s in options.shapes for d in DTYPES for layout in LAYOUTS]
-    rows = []
     for shape, dtype, layout in bar(settings, show=options.progress):
         size = torch.Size(shape).numel() * DTYPES[dtype].itemsize
         names = {"shape": shape, "dtype": dtype, "layout": layout, "bytes": size}
         for name, cases in passes(shape, DTYPES[dtype], layout, options.device):
             times = timer.medians(cases)
             rows.append(make_row(times, PASSES[name] * size, bandwidth, **names, **{"pass": name}))
-    return rows
 
 
 def bars(rows: list[Row]) -> list[dict[str, Any]]:
@@ -132,17 +130,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
     timer, bandwidth = prepare(parser, options)
-    rows = measure(options, timer, bandwidth)
-    held = bars(rows)
-    show(rows, bandwidth)
-    show_bars(held)
-    record = {
+    record: dict[str, Any] = {
         "machine": machine(options.device),
         "settings": {"rounds": options.rounds, "shapes": options.shapes},
         "copy_bytes_per_us": bandwidth,
-        "rows": rows,
-        "bars": held,
     }
+    rows = Rows(options.save, "batch_norm_cuda", record)
+    measure(options, timer, bandwidth, rows)
+    held = bars(rows)
+    show(rows, bandwidth)
+    show_bars(held)
+    record |= {"rows": rows, "bars": held}
     print(write_record(options.save, "batch_norm_cuda", record))
     return 0
 

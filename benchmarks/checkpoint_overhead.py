@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common import ROOT, interleave, machine, show_left_out, write_record
+from common import ROOT, Rows, interleave, machine, show_left_out, write_record
 from models import STRATEGIES, DenseLayer, reasons
 from peers import REENTRANT, TORCH, steps
 from plot import draw
@@ -97,18 +97,16 @@ def main(arguments: list[str] | None = None) -> None:
     }
     regions["transformer block"] = transformer_block(options.device)
     regions["DenseNet layer"] = densenet_layer(options.device)
-    rows = [
-        {"region": name, **row}
-        for name, region in regions.items()
-        for row in measure(region, options)
-    ]
-    show(rows)
-    record = {
+    record: dict[str, Any] = {
         "machine": machine(options.device),
         "settings": {"rounds": options.rounds, "threads": 1, "regions": list(regions)},
-        "rows": rows,
-        "left_out": reasons(),
     }
+    rows = Rows(options.save, "checkpoint_overhead", record)
+    for name, region in regions.items():
+        for row in measure(region, options):
+            rows.append({"region": name, **row})
+    show(rows)
+    record |= {"rows": rows, "left_out": reasons()}
     show_left_out(record["left_out"])
     path = write_record(options.save, "checkpoint_overhead", record)
     print(f"{path}\n{draw(path)}")

@@ -129,6 +129,41 @@ def write_record(folder: Path, claim: str, record: dict[str, Any]) -> Path:
     return path
 
 
+class Rows(list[dict[str, Any]]):
+    """A record's rows, each printed and written as it comes: a limit of time loses those that are
+    left alone. Until :func:`write_record` writes the whole record, the file's says ``partial``.
+
+    ``record`` has its ``machine`` and ``settings``; ``key`` is where it has the rows.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        claim: str,
+        record: dict[str, Any],
+        key: str = "rows",
+        line: Callable[[dict[str, Any]], str] | None = None,
+    ) -> None:
+        super().__init__()
+        self._folder, self._claim, self._record, self._key = folder, claim, record, key
+        self._line = line or _line_of
+
+    def append(self, row: dict[str, Any]) -> None:
+        super().append(row)
+        print(self._line(row), flush=True)
+        partial = {**self._record, self._key: list(self), "partial": True}
+        write_record(self._folder, self._claim, partial)
+
+
+def _line_of(row: dict[str, Any]) -> str:
+    """Its values; those of several words, such as rows of its own, by name."""
+    cells = []
+    for name, value in row.items():
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        cells.append(shown if isinstance(value, str) else f"{name} {shown}")
+    return ", ".join(cells)
+
+
 def as_lines(runs: Sequence[dict[str, Any]]) -> str:
     """A file of results as JSON: a line for each entry of a run, and one for each of its rows."""
     return "[\n" + ",\n".join(map(_run_as_lines, runs)) + "\n]\n"

@@ -13,7 +13,7 @@
 # script then exits non-zero. In $OUT (default benchmarks/out/gpu) it leaves gpu.log,
 # gpu-results.tar.gz with the records of the benchmarks, for benchmarks/results, and the build.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1
 PYTHON=${PYTHON:-python3}
@@ -109,9 +109,9 @@ pytest() {
   shift
   local arguments=(-q -rf -p no:cacheprovider)
   if ! has hypothesis; then
-    for file in $(grep -lE '^(from|import) (hypothesis|random_programs)' tests/*/test_*.py); do
+    while read -r file; do
       arguments+=("--ignore=$file")
-    done
+    done < <(grep -lE '^(from|import) (hypothesis|random_programs)' tests/*/test_*.py)
   fi
   run "$name" env MEMSAVE_EXT_NATIVE=1 "${EXTRA[@]}" "$PYTHON" -m pytest "${arguments[@]}" "$@"
 }
@@ -181,7 +181,6 @@ part_copy() {
   run copy "$PYTHON" benchmarks/cuda_timing.py &&
     BANDWIDTH=$(grep -E '^[0-9.]+$' "$LOG" | tail -n 1)
 }
-known_bandwidth() { [[ -n $BANDWIDTH ]] && echo --bandwidth "$BANDWIDTH"; }
 
 GPU_TESTS=(tests/*/test_*cuda*.py)
 NOT_LARGE="not 2_to_the_31"
@@ -210,8 +209,8 @@ part_suite() {
 }
 part_sizes() { pytest sizes "${GPU_TESTS[@]}" -k "2_to_the_31"; }
 
-part_adam() { record adam adam_cuda.py $(known_bandwidth); }
-part_batch_norm() { LINES_SHOWN=110 record batch_norm batch_norm_cuda.py --rounds 9 $(known_bandwidth); }
+part_adam() { record adam adam_cuda.py ${BANDWIDTH:+--bandwidth "$BANDWIDTH"}; }
+part_batch_norm() { LINES_SHOWN=110 record batch_norm batch_norm_cuda.py --rounds 9 ${BANDWIDTH:+--bandwidth "$BANDWIDTH"}; }
 part_loss_head() {
   LINES_SHOWN=60 record loss_head linear_cross_entropy.py --device cuda --dtype bfloat16 --shapes 4 \
     --rounds 5
@@ -227,9 +226,14 @@ part_ncu() {
   local metrics=gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed
   metrics+=,sm__inst_issued.avg.pct_of_peak_sustained_active,launch__registers_per_thread
   metrics+=,sm__warps_active.avg.pct_of_peak_sustained_active
-  LINES_SHOWN=150 run ncu "$tool" --clock-control none --kernel-name-base mangled \
+  # Ended by its limit, it has written what it came to.
+  run ncu "$tool" --clock-control none --kernel-name-base mangled \
     --kernel-name regex:memsave_ext --filter-mode per-launch-config --launch-count 1 \
-    --metrics "$metrics" --csv "$PYTHON" -m memsave_ext.check
+    --metrics "$metrics" --csv --print-units base --log-file "$RECORDS/ncu.csv" \
+    "$PYTHON" -m memsave_ext.check
+  if [[ -z $DRY ]]; then
+    "$PYTHON" benchmarks/ncu_table.py "$RECORDS/ncu.csv" 2>&1 | tee -a "$LOG" | head -n 150
+  fi
 }
 part_checkpoint() { record checkpoint checkpoint_cuda.py; }
 part_adam_host() { record adam_host adam.py --device cuda --rounds 8; }
@@ -257,6 +261,7 @@ part_cpu_build() {
   else
     tar -c --exclude=./build --exclude=./.venv --exclude='*.so' --exclude=_build_info.json . | tar -xC "$tree"
   fi
+  # shellcheck disable=SC2016  # $0 is the inner bash's
   run cpu_build env -C "$tree" PYTHONPATH="$tree" MEMSAVE_EXT_CUDA=0 MEMSAVE_EXT_NATIVE=auto bash -c '
     "$0" setup.py -q build_ext --inplace && "$0" -m memsave_ext.report &&
       MEMSAVE_EXT_NATIVE=1 "$0" -m pytest -q -rs -p no:cacheprovider \

@@ -25,7 +25,7 @@ import torch
 
 import adam_methods
 from adam_methods import IN_BACKWARD
-from common import ROOT, bar, interleave, machine, show_bars, write_record
+from common import ROOT, Rows, bar, interleave, machine, show_bars, write_record
 from largest_ways import (
     COMPILED,
     GPT,
@@ -129,7 +129,8 @@ def add_times(rows: list[Row], options: argparse.Namespace) -> None:
         trainer.release()
 
 
-def measure(options: argparse.Namespace) -> list[Row]:
+def measure(options: argparse.Namespace, found: Rows) -> list[Row]:
+    """The rows; every search is printed and written when it has ended."""
     rows: dict[Any, Row] = {}
     firsts: dict[Any, int] = {}
     names = [name for name in WAYS if options.compiled or name != COMPILED]
@@ -152,6 +153,8 @@ def measure(options: argparse.Namespace) -> list[Row]:
         first = firsts.get((kind, budget, of)) or start
         row[of] = search(kind, name, of, budget, first, options)
         firsts[kind, budget, of] = row[of]["largest"]
+        of_search = {"model": kind, "method": name, "budget_bytes": budget, "searched": of}
+        found.append(of_search | row[of])
     gc.unfreeze()
     for kind, budget in budgets:
         add_times([row for key, row in rows.items() if key[:2] == (kind, budget)], options)
@@ -234,13 +237,12 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(why)
     torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore", "remat: the budget")  # of tries that do not fit
-    rows = measure(options)
-    record = {
+    record: dict[str, Any] = {
         "machine": machine(options.device),
         "settings": {name: getattr(options, name) for name in (*DEFAULTS, "threads")},
-        "rows": rows,
-        "bars": bars(rows, options.most_batch),
     }
+    rows = measure(options, Rows(options.save, "largest_model", record, "searches"))
+    record |= {"rows": rows, "bars": bars(rows, options.most_batch)}
     print(f"\n{largest_model_table(record)}\n\n{largest_model_caption(record)}\n")
     show_bars(record["bars"], "at least")
     path = write_record(options.save, "largest_model", record)

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 import memsave_ext as ms
-from common import ROOT, interleave, machine, median_and_spread, show_bars, write_record
+from common import ROOT, Rows, interleave, machine, median_and_spread, show_bars, write_record
 
 # With --device cuda.
 SHAPES_CUDA = (
@@ -136,6 +136,12 @@ def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def line_of(row: dict[str, Any]) -> str:
+    shape = f"{row['tokens']} x {row['features']} x {row['classes']}"
+    time = f"{row['seconds'] * 1e3:7.1f}ms{row['of_plain']:8.2f}"
+    return f"{shape:30}{row['case']:36}{row['of_weight']:12.2f}{time}"
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -155,26 +161,17 @@ def main(arguments: list[str] | None = None) -> None:
     record: dict[str, Any] = {
         "machine": machine(options.device),
         "settings": {name: getattr(options, name) for name in names},
-        "rows": [],
-        "bars": [],
     }
     print(f"{'tokens x features x classes':30}{'':36}{'peak/weight':>12}{'time':>9}{'/plain':>8}")
-    # Row by row, so that a limit of time loses those that are left alone.
+    rows = Rows(options.save, "linear_cross_entropy", record, line=line_of)
     for shape in ((64, 16, 3000),) if options.tiny else shapes[: options.shapes]:
         dtype = getattr(torch, options.dtype)
         for row in measure(shape, options.device, dtype, options.rounds, options.progress):
-            record["rows"].append(row)
-            shape_name = f"{row['tokens']} x {row['features']} x {row['classes']}"
-            print(
-                f"{shape_name:30}{row['case']:36}{row['of_weight']:12.2f}"
-                f"{row['seconds'] * 1e3:7.1f}ms{row['of_plain']:8.2f}",
-                flush=True,
-            )
-        if options.device == "cpu":  # the bars are of its times
-            record["bars"] = bars(record["rows"])
-        path = write_record(options.save, "linear_cross_entropy", record)
+            rows.append(row)
+    # The bars are of a CPU's times.
+    record |= {"rows": rows, "bars": bars(rows) if options.device == "cpu" else []}
     show_bars(record["bars"])
-    print(path)
+    print(write_record(options.save, "linear_cross_entropy", record))
 
 
 if __name__ == "__main__":

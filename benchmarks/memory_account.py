@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 import memsave_ext as ms
 from adam_methods import VisionTransformer
-from common import ROOT, bar, machine, write_record
+from common import ROOT, Rows, bar, machine, write_record
 from memsave_ext.memory.report import as_json
 from plot import draw
 
@@ -58,6 +58,11 @@ def account(name: str, options: argparse.Namespace) -> dict[str, Any]:
     return {"loop": name, **as_json(track, points=POINTS, top=5)}
 
 
+def line_of(row: dict[str, Any]) -> str:
+    parts = ", ".join(f"{key} {value / 2**20:.1f}" for key, value in row["at_peak"].items())
+    return f"{row['loop']:30}{row['peak'] / 2**20:9.1f} MiB in {row['peak_phase']}: {parts}"
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -76,20 +81,16 @@ def main(arguments: list[str] | None = None) -> int:
     for key, value in (LARGE if options.device == "cuda" else SMALL).items():
         if getattr(options, key) is None:
             setattr(options, key, value)
-    rows = []
-    for name in bar(list(LOOPS), show=options.progress):
-        rows.append(account(name, options))
-        gc.collect()
     names = ("batch_size", "steps", "image", *SMALL)
     record = {
         "machine": machine(options.device),
         "settings": {name: getattr(options, name) for name in names},
-        "rows": rows,
     }
-    for row in rows:
-        parts = ", ".join(f"{key} {value / 2**20:.1f}" for key, value in row["at_peak"].items())
-        print(f"{row['loop']:30}{row['peak'] / 2**20:9.1f} MiB in {row['peak_phase']}: {parts}")
-    path = write_record(options.save, "memory_account", record)
+    rows = Rows(options.save, "memory_account", record, line=line_of)
+    for name in bar(list(LOOPS), show=options.progress):
+        rows.append(account(name, options))
+        gc.collect()
+    path = write_record(options.save, "memory_account", {**record, "rows": rows})
     print(f"{path}\n{draw(path)}")
     return 0
 

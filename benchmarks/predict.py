@@ -21,7 +21,7 @@ from torch import nn
 
 import memsave_ext as ms
 from adam_methods import VisionTransformer
-from common import ROOT, machine, write_record
+from common import ROOT, Rows, machine, write_record
 from memsave_ext.memory.prediction.means import Means
 from memsave_ext.memory.table import format_bytes, print_table
 from models import DenseNet
@@ -150,7 +150,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
     parser.add_argument("--no-progress", dest="progress", action="store_false")
     options = parser.parse_args(arguments)
-    rows = []
+    settings = {"only": options.only, "every": options.every, "modes": list(MODES)}
+    record: dict[str, Any] = {"machine": machine(), "settings": settings}
+    rows = Rows(options.save, "predict", record)
     for number, (name, build) in enumerate(cases()):
         if options.only in name and number % options.every == 0:
             for mode, means in MODES.items():
@@ -174,9 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
     errors = [abs(error_of(row)) for row in rows if "tracked" in row]
     within = [sum(e <= limit for e in errors) / max(len(errors), 1) for limit in (0.02, 0.05)]
     print(f"{len(errors)} steps: within 2 %: {within[0]:.0%}, within 5 %: {within[1]:.0%}")
-    settings = {"only": options.only, "every": options.every, "modes": list(MODES)}
-    record = {"machine": machine(), "settings": settings, "rows": rows}
-    print(write_record(options.save, "predict", record))
+    print(write_record(options.save, "predict", {**record, "rows": rows}))
     return 0
 
 

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import (
 )
 
 import memsave_ext as ms
-from common import ROOT, interleave, machine, median_and_spread, show_bars, write_record
+from common import ROOT, Rows, interleave, machine, median_and_spread, show_bars, write_record
 from remat_models import Case, Transformer, cases
 
 Method = Callable[[nn.Module, Tensor], Tensor]  # a forward, and the loss
@@ -194,6 +194,19 @@ def bars(name: str, case: Case, rows: list[dict[str, Any]]) -> list[dict[str, An
     ]
 
 
+def lines_of(measured: dict[str, Any]) -> str:
+    lines = [
+        f"{measured['model']}: {measured['operators']} operators, "
+        f"{measured['us_per_operator']:.2f} us each"
+    ]
+    lines += [
+        f"  {row['method']:26}{row['bytes'] / 2**20:8.1f} MiB ({row['memory']:.2f})"
+        f"{row['step_ms']:9.1f} ms ({row['time']:.3f}x)"
+        for row in measured["rows"]
+    ]
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=4)
@@ -210,34 +223,23 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     torch._dynamo.config.recompile_limit = 100  # of one function: past that it runs as it is
-    models, held = [], []
+    names = ("rounds", "warmup", "scale", "only", "threads", "compiled")
+    record: dict[str, Any] = {
+        "machine": machine(options.device),
+        "settings": {name: getattr(options, name) for name in names},
+    }
+    models, held = Rows(options.save, "remat", record, "models", lines_of), []
     for name in options.only:
         case = cases(options.scale)[name]
-        measured = measure(name, case, options)
-        models.append(measured)
-        held += bars(name, case, measured["rows"])
-        print(
-            f"{name}: {measured['operators']} operators, {measured['us_per_operator']:.2f} us each"
-        )
-        for row in measured["rows"]:
-            print(
-                f"  {row['method']:26}{row['bytes'] / 2**20:8.1f} MiB ({row['memory']:.2f})"
-                f"{row['step_ms']:9.1f} ms ({row['time']:.3f}x)"
-            )
+        models.append(measure(name, case, options))
+        held += bars(name, case, models[-1]["rows"])
     planned = planning()
     print(f"plans for {planned['operators']} operators: {planned['seconds'] * 1e3:.0f} ms")
     value = planned["seconds"]
     held.append(
         {"name": "planning", "value": value, "bar": PLANNING_BAR, "ok": value <= PLANNING_BAR}
     )
-    names = ("rounds", "warmup", "scale", "only", "threads", "compiled")
-    record = {
-        "machine": machine(options.device),
-        "settings": {name: getattr(options, name) for name in names},
-        "models": models,
-        "planning": planned,
-        "bars": held,
-    }
+    record |= {"models": models, "planning": planned, "bars": held}
     show_bars(held, digits=3)
     print(write_record(options.save, "remat", record))
     return 0

@@ -197,7 +197,7 @@ py::tuple Region::unpack_arguments() const {
 
 void Region::recompute(const BackwardKey& key) {
   const py::gil_scoped_acquire gil;
-  // Already here: what was offloaded is copied back on the stream that reads it.
+  // Already here: what hooks around the region give back is made on the stream that reads it.
   const StreamScope on_its_stream(surroundings_.stream);
   const py::tuple arguments = unpack_arguments();
   forget(key);

@@ -76,8 +76,9 @@ def checkpoint(
             ``torch.utils.checkpoint.set_checkpoint_early_stop`` overrides it.
         debug: on a mismatch, list the operators of both runs. Slow.
             ``torch.utils.checkpoint.set_checkpoint_debug_enabled`` overrides it.
-        offload: "cpu" keeps CUDA arguments in pinned host memory until the recompute, copied on a
-            stream of their own. Tensors on the CPU stay where they are.
+        offload: "cpu" keeps CUDA arguments in pinned host memory until the recompute. They are
+            copied on a stream of their own, back when the region after this one is recomputed:
+            those of two regions are on the device then. Tensors on the CPU stay where they are.
         chunks: run a function that acts on rows, such as an MLP over tokens, over this many pieces
             of them, in forward and backward one after the other, so that what it makes on the way
             takes one ``chunks``-th of the memory. Gradients leave the region once, complete. More

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -221,12 +220,24 @@ class _Sum:
             to.copy_(total)
 
 
-@functools.cache
+_adding: dict[tuple[torch.device, torch.dtype], bool] = {}
+
+
 def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a product of this dtype can be added to a float32 sum without being rounded: by
-    torch 2.11 and later on most GPUs. Tried once."""
+    torch 2.11 and later on most GPUs. Tried once, and not while a graph is captured, which an error
+    would end: without an eager step before it such products are rounded in the graph."""
     if torch.version.cuda is None or device.type != "cuda":
         return False
+    known = _adding.get((device, dtype))
+    if known is None:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        known = _adding[device, dtype] = _try_to_add(device, dtype)
+    return known
+
+
+def _try_to_add(device: torch.device, dtype: torch.dtype) -> bool:
     ones = torch.ones(16, 16, device=device, dtype=dtype)
     try:
         _add_in_float32(ones.float(), ones, ones)

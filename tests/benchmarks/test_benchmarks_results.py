@@ -84,6 +84,23 @@ def test_record_has_a_line_for_each_row(tmp_path):
     assert (run["rows"], run["empty"], run["name"]) == (ROWS, [], "µs")
 
 
+def test_rows_are_printed_and_written_as_they_come(tmp_path, capsys):
+    """A benchmark that a limit of time ends has those rows that it came to."""
+    settings = {"n": 1}
+    common.write_record(tmp_path, "claim", record(settings={"n": 2}))
+    rows = common.Rows(tmp_path, "claim", record(settings=settings, rows=None))
+    rows.append({"case": "a", "seconds": 0.123456, "n": 3})
+    assert capsys.readouterr().out == "a, seconds 0.1235, n 3\n"
+    rows.append({"case": "b", "seconds": 2.0, "n": 4})
+    (path,) = tmp_path.glob("*.json")
+    other, run = json.loads(path.read_text())
+    assert (run["rows"], run["partial"], other["settings"]) == (rows, True, {"n": 2})
+    common.write_record(tmp_path, "claim", record(settings=settings, rows=rows, bars=[]))
+    _, run = json.loads(path.read_text())
+    assert (run["rows"], run["bars"]) == (rows, [])
+    assert "partial" not in run
+
+
 def test_results_are_written_in_lines(tmp_path):
     """At most 10,000, so that a change of them can be read."""
     results = list((BENCHMARKS / "results").glob("*.json"))

@@ -172,6 +172,54 @@ def test_a_dry_run_prints_what_would_run(name, tmp_path):
     }[name])  # fmt: skip
 
 
+NCU = """\
+==PROF== Connected to process 812 (/usr/bin/python3.12)
+==PROF== Profiling "step_kernel" - 0: 0%....50%....100% - 4 passes
+"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size",\
+"Grid Size","Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"
+"""
+
+
+def ncu_lines(number, kernel, grid, *values):
+    names = importlib.import_module("ncu_table").METRICS
+    before = f'"{number}","812","python3.12","127.0.0.1","{kernel}","1","7","(256, 1, 1)"'
+    return "".join(
+        f'{before},"{grid}","0","9.0","Command line profiler metrics","{name}","","{value}"\n'
+        for name, value in zip(names, values, strict=False)
+    )
+
+
+def test_what_ncu_measured_says_because_of_what(tmp_path, capsys):
+    """In the form of ncu's manual; no card has written it yet."""
+    table = importlib.import_module("ncu_table")
+    text = NCU + ncu_lines(
+        0, "void memsave_ext::adam::step_kernel<float, 4>(Batch)", "(2048, 1, 1)",
+        "1,234,567", "91.2", "16", "60", "48",
+    )  # fmt: skip
+    text += ncu_lines(1, "memsave_ext::adam::blocks", "(64, 1, 1)", 20000, 55, 81, 40, 79)
+    text += ncu_lines(2, "memsave_ext::onchip", "(64, 1, 1)", 30000, 55, 20, 12.5, 82)
+    text += ncu_lines(3, "memsave_ext::onchip", "(9, 1, 1)", 31000, 55, 20, 50, 82)
+    text += ncu_lines(4, "memsave_ext::small", "(1, 1, 1)", 1800, 2, 1, 12, 16)
+    text += ncu_lines(5, "memsave_ext::cut", "(1, 1, 1)", 1800, "n/a")
+    path = tmp_path / "ncu.csv"
+    path.write_text(text + "==PROF== Disconnected from process 812\n")
+    assert table.main([str(path)]) == 0
+    _, *lines, left_out = capsys.readouterr().out.splitlines()
+    assert lines[0].split(maxsplit=5) == [
+        "1234.6", "91%", "16%", "60%", "48",
+        "memory: void adam::step_kernel<float, 4>(Batch) (2048, 1, 1)",
+    ]  # fmt: skip
+    assert [line.split(maxsplit=5)[-1] for line in lines[1:]] == [
+        "waits: latency or barriers: onchip (9, 1, 1)",
+        "few threads: 82 registers, or few blocks: onchip (64, 1, 1)",
+        "issue: adam::blocks (64, 1, 1)",
+        "short: the launch: small (1, 1, 1)",
+    ]
+    assert left_out.startswith("1 launches left out")
+    path.write_text("==ERROR== ERR_NVGPUCTRPERM\n")
+    assert table.main([str(path)]) == 1
+
+
 # ---- the benchmarks -----------------------------------------------------------------------------
 
 

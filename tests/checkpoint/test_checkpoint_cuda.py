@@ -313,3 +313,30 @@ def test_offloading_overlaps_with_the_forward():
     torch.cuda.synchronize()
     (grad,) = torch.autograd.grad(output.sum(), x)
     torch.testing.assert_close(grad, x.detach().cos())
+
+
+@needs_cuda
+def test_copies_back_overlap_with_the_backward():
+    """Those of the first region are over while the last one is still recomputed."""
+    x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+    done = []
+
+    def first(a):
+        if torch._C._current_graph_task_id() != -1:  # its recompute
+            copies.synchronize()
+            done.append(torch.cuda.current_stream().query())
+        return a.sin()
+
+    def last(a):
+        torch.cuda._sleep(600_000_000)  # cycles
+        return a.sin()
+
+    def run():
+        y = ms.checkpoint(first, x, offload="cpu")
+        (ms.checkpoint(last, y, offload="cpu") * 2).sum().backward()
+        torch.cuda.synchronize()
+
+    copies = ms.checkpointing.offload._copy_stream(torch.device("cuda", x.device.index))
+    run()  # pinned memory, kernels
+    run()
+    assert done[-1] is False

@@ -102,3 +102,21 @@ def test_float32_of_a_16_bit_loss():
     assert module(x, t).dtype == torch.float32
     with pytest.raises(ValueError, match="loss_dtype must be one of .* or None, got torch.int64"):
         ms.linear_cross_entropy(x, w, t, loss_dtype=torch.int64)
+
+
+def test_a_capture_does_not_try_whether_products_add_in_float32(monkeypatch):
+    """An error of the trial would end it; what was found outside of a capture is used there."""
+    tried = []
+    capturing = [True]
+    monkeypatch.setattr(chunks, "_adding", {})
+    monkeypatch.setattr(chunks, "_try_to_add", lambda *of: tried.append(of) or True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    of = torch.device("cuda", 0), torch.bfloat16
+    assert not chunks._adds_in_float32(*of)
+    assert tried == []
+    capturing[0] = False
+    assert chunks._adds_in_float32(*of)
+    capturing[0] = True
+    assert chunks._adds_in_float32(*of)
+    assert tried == [of]

@@ -115,7 +115,8 @@ class _Region:
             if key not in holder.values:  # else another thread was first
                 self._recomputing_thread = threading.get_ident()
                 try:
-                    # Already here: what was offloaded is copied back on the stream that reads it.
+                    # Already here: what hooks around the region give back is made on the stream
+                    # that reads it.
                     with on_stream(self._surroundings.stream):
                         self._recompute(key)
                 except BaseException:

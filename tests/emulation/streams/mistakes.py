@@ -117,23 +117,51 @@ MISTAKES = [
         UNORDERED,
     ),
     Mistake(
-        "an offloaded input is copied back before its copy out has ended",
-        "memsave_ext/checkpointing/offload.py",
-        "    torch.cuda.current_stream(kept.device).wait_event(kept.copied)\n",
-        "    MISTAKE or torch.cuda.current_stream(kept.device).wait_event(kept.copied)\n",
-        "offloaded",
-        UNORDERED,
-    ),
-    Mistake(
         "an offloaded input is freed before its copy out has ended",
         "memsave_ext/checkpointing/offload.py",
-        "    tensor.record_stream(stream)\n",
-        "    MISTAKE or tensor.record_stream(stream)\n",
+        "        tensor.record_stream(self._copies)\n",
+        "        MISTAKE or tensor.record_stream(self._copies)\n",
         "offloaded",
         FREED,
     ),
     Mistake(
-        "an offloaded input is copied back on a stream that does not read it",
+        "an offloaded input is copied out before it is there",
+        "memsave_ext/checkpointing/offload.py",
+        "        self._copies.wait_stream(self._stream)\n"
+        "        with torch.cuda.stream(self._copies):\n            #",
+        "        MISTAKE or self._copies.wait_stream(self._stream)\n"
+        "        with torch.cuda.stream(self._copies):\n            #",
+        "offloaded",
+        UNORDERED,
+    ),
+    Mistake(
+        "an offloaded input is read before its copy back has ended",
+        "memsave_ext/checkpointing/offload.py",
+        "        current.wait_event(arrived)\n",
+        "        MISTAKE or current.wait_event(arrived)\n",
+        "offloaded",
+        UNORDERED,
+    ),
+    Mistake(
+        "an offloaded input is copied back to memory that the region's stream still uses",
+        "memsave_ext/checkpointing/offload.py",
+        "        self._copies.wait_stream(self._stream)\n"
+        "        with torch.cuda.stream(self._copies):\n            tensor.copy_",
+        "        MISTAKE or self._copies.wait_stream(self._stream)\n"
+        "        with torch.cuda.stream(self._copies):\n            tensor.copy_",
+        "offloaded",
+        UNORDERED,
+    ),
+    Mistake(
+        "what was copied back for nobody is freed before its copy has ended",
+        "memsave_ext/checkpointing/offload.py",
+        "            self._back[0].record_stream(self._copies)\n",
+        "            MISTAKE or self._back[0].record_stream(self._copies)\n",
+        "any_order",
+        FREED,
+    ),
+    Mistake(
+        "what hooks around a region give back is made on a stream that does not read it",
         "checkpoint/region.cpp",
         "  const StreamScope on_its_stream(surroundings_.stream);\n",
         "  const StreamScope on_its_stream(MISTAKE ? std::nullopt : surroundings_.stream);\n",
@@ -225,7 +253,7 @@ MISTAKES = [
         native=False,
     ),
     Mistake(
-        "in pure Python an offloaded input is copied back on a stream that does not read it",
+        "in pure Python hooks around a region give back on a stream that does not read it",
         "memsave_ext/checkpointing/fallback/region.py",
         "with on_stream(self._surroundings.stream):",
         "with on_stream(None if MISTAKE else self._surroundings.stream):",

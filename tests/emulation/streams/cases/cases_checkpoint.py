@@ -1,11 +1,13 @@
 """Checkpointed regions on several streams, offloaded, and in a captured graph."""
 
+import gc
 import random
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memsave_ext as ms
 
@@ -59,10 +61,10 @@ def test_regions_on_several_streams(seed, offload):
     assert_same(found, gradients(net, seed, plainly))
 
 
-@pytest.mark.parametrize("offload", [None, "cpu"], ids=str)
+@pytest.mark.parametrize("offload", [None, "cpu", "by torch"], ids=str)
 def test_several_streams_in_a_region(seed, offload):
     """The recompute is asked for on the stream of what is last in the region, and runs on that of
-    the region, on which what was offloaded is copied back."""
+    the region, on which hooks around it give back what they have kept."""
     net = layers(seed)
     side = torch.cuda.Stream()
 
@@ -77,7 +79,13 @@ def test_several_streams_in_a_region(seed, offload):
         return y
 
     def region(function, x):
-        return ms.checkpoint(lambda x: on_the_side(torch.sigmoid, function(x)), x, offload=offload)
+        def both(x):
+            return on_the_side(torch.sigmoid, function(x))
+
+        if offload == "by torch":
+            with torch.autograd.graph.save_on_cpu():
+                return ms.checkpoint(both, x)
+        return ms.checkpoint(both, x, offload=offload)
 
     def alone(function, x):
         return torch.sigmoid(function(x))
@@ -152,6 +160,94 @@ def test_offloaded_inputs(seed):
         return ms.checkpoint(function, x, offload="cpu")
 
     assert_same(gradients(net, seed, region), gradients(net, seed, plainly))
+
+
+class CopiesToTheDevice(TorchDispatchMode):
+    """Notes the stream of each, in order."""
+
+    def __init__(self, noted):
+        super().__init__()
+        self.noted = noted
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket._qualified_op_name
+        if name in ("aten::copy_", "aten::_to_copy") and any(
+            isinstance(a, torch.Tensor) and a.device.type == "cpu" for a in args
+        ):
+            self.noted.append(torch.cuda.current_stream())
+        return func(*args, **(kwargs or {}))
+
+
+def test_offloaded_inputs_come_back_one_region_ahead():
+    """On a stream of their own: when a region runs, its own and those of the one before it."""
+    net = layers(0, 4)
+    noted = []
+
+    def region(number, layer, x):
+        def function(x):
+            noted.append(number)
+            return layer(x).tanh()
+
+        return ms.checkpoint(function, x, offload="cpu")
+
+    x = torch.ones(4, 8, device=DEVICE, requires_grad=True)
+    for number, layer in enumerate(net):
+        x = region(number, layer, x * 2)
+    noted.clear()
+    with CopiesToTheDevice(noted):
+        x.sum().backward()
+    streams = [item for item in noted if not isinstance(item, int)]
+    assert torch.cuda.current_stream() not in streams
+    assert len(set(streams)) == 1
+    stream = streams[0]
+    assert noted == [stream, stream, 3, stream, 2, stream, 1, 0]
+
+
+def test_offloaded_regions_in_any_order(seed):
+    """Backwards that end in the middle, come in another order or never, raise, or come twice."""
+    chance = random.Random(seed)
+    net = layers(seed)
+    start = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    start.requires_grad_()
+    raising = []
+
+    def function(layer, x):
+        if layer in raising:
+            raise ArithmeticError
+        return layer(x).tanh()
+
+    def chain(region):
+        values = [start]
+        for layer in net:
+            values.append(region(lambda x, layer=layer: function(layer, x), values[-1].sin()))
+        return values
+
+    def offloaded(function, x):
+        return ms.checkpoint(function, x, offload="cpu")
+
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    chains = [chain(offloaded) for _ in range(2)]
+    expected = chain(plainly)
+    for _ in range(5):
+        values = chance.choice(chains)
+        first, last = sorted(chance.sample(range(len(values)), 2))
+        if chance.random() < 0.2:
+            raising.append(net[first])
+            with pytest.raises(ArithmeticError):
+                torch.autograd.grad(values[last].sum(), values[first], retain_graph=True)
+            raising.clear()
+        (found,), (right,) = (
+            torch.autograd.grad(of[last].sum(), of[first], retain_graph=True)
+            for of in (values, expected)
+        )
+        assert torch.equal(found.cpu(), right.cpu())
+        if chance.random() < 0.3:
+            chains[chance.randrange(2)] = chain(offloaded)
+    del chains, expected, values, found, right
+    gc.collect()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
 
 
 FORMATS = [{}, {"bf16": "stochastic"}, {"state_dtype": torch.bfloat16}]
