@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 
@@ -29,6 +30,13 @@ def pytest_configure(config):
         threads = max(1, _cores() // workers)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that tests start
+
+
+def pytest_collection_finish(session):
+    # Nothing of what has been imported goes away, and to look through all of it takes longer than
+    # most tests that collect garbage.
+    gc.collect()
+    gc.freeze()
 
 
 def _cores():

@@ -7,6 +7,31 @@ from torch import nn, optim
 
 import memsave_ext as ms
 
+
+class StatesFromTheStart(optim.Optimizer):
+    """Makes them in its constructor and nowhere else, as Adagrad of torch 2.11. One is smaller than
+    its parameter, one has no dimensions."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            for p in group["params"]:
+                sums = [torch.full_like(p, 0.1), torch.zeros(p.shape[0])]
+                self.state[p] = {"sums": sums, "step": torch.zeros(()), "kind": "sum"}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    squares, rows = state["sums"]
+                    state["step"] += 1
+                    squares.addcmul_(p.grad, p.grad)
+                    rows += p.grad.reshape(len(rows), -1).sum(1)
+                    p.addcdiv_(p.grad, squares.sqrt() + 1e-10, value=-group["lr"])
+
+
 # By name: how torch's optimizers are made from a list of parameters.
 TORCHS = {
     "SGD": lambda p, **o: optim.SGD(p, lr=0.1, **o),
@@ -79,7 +104,9 @@ def assert_same(ours, theirs):
 def assert_same_state(state, other):
     assert state.keys() == other.keys()
     for name, value in state.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, list):
+            assert_same_state(dict(enumerate(value)), dict(enumerate(other[name])))
+        elif isinstance(value, torch.Tensor):
             assert value.dtype == other[name].dtype and torch.equal(value, other[name]), name
         else:
             assert value == other[name], name

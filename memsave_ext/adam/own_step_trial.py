@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .dtensor import local_tensor
 from .own_step import restricted, step_of, view, view_class
 
 _STEPS = 3
@@ -19,7 +21,8 @@ def find_counts(optimizer: Optimizer) -> tuple[str, ...]:
     """Returns the names of options of param groups that a step changes, as a count of steps.
 
     Small parameters are stepped together and one by one, and must come out the same, with their
-    states and groups. Nothing of the optimizer changes.
+    states and groups. They begin without states, and with those that there are, cut to their size,
+    where a step needs what the constructor made. Nothing of the optimizer changes.
 
     Raises:
         ValueError: they come out differently, or a step raises.
@@ -29,11 +32,12 @@ def find_counts(optimizer: Optimizer) -> tuple[str, ...]:
     if not tried.groups:
         return ()
     try:
-        together, alone = tried.run(alone=False), tried.run(alone=True)
+        together, alone = tried.run_both()
     except Exception as error:
-        where = " Call in_backward() before it has states." if optimizer.state else ""
+        reason = repr(error) if isinstance(error, KeyError) else error  # prints the key alone
+        where = " Tried without states, and with those that it has." if optimizer.state else ""
         raise ValueError(
-            f"in_backward: {name} cannot step a parameter by itself: {error}.{where}"
+            f"in_backward: {name} cannot step a parameter by itself: {reason}.{where}"
         ) from error
     for of_one, of_other in zip(together, alone, strict=True):
         for key, value in of_one.items():
@@ -60,18 +64,36 @@ class _Trial:
         self._attributes = optimizer.__dict__
         self.groups: list[dict[str, Any]] = []
         self._like: list[list[Tensor]] = []
+        self._with_states = False
         for group in optimizer.param_groups:
             like = [p for p in group["params"] if p.requires_grad and not p.is_meta][:2]
             if like and len(self.groups) < _MOST_GROUPS:
                 self.groups.append(group)
                 self._like.append([like[0], like[-1]])
 
+    def run_both(self) -> list[list[dict[str, Any]]]:
+        """Returns what ``run()`` does, together and alone."""
+        try:
+            return [self.run(alone=False), self.run(alone=True)]
+        except Exception:
+            self._with_states = any(
+                self._attributes["state"].get(p) for like in self._like for p in like
+            )
+            if not self._with_states:
+                raise
+        return [self.run(alone=False), self.run(alone=True)]
+
     def run(self, *, alone: bool) -> list[dict[str, Any]]:
         """Returns the groups after some steps; then, of each parameter, its values and state; and
         the optimizer's numbers."""
-        attributes = {**_copies(self._attributes), "state": defaultdict(dict)}
         kind, step = view_class(self._kind), step_of(self._kind)
         params = [[_made(like, i) for i, like in enumerate(of)] for of in self._like]
+        state: dict[Tensor, Any] = defaultdict(dict)
+        if self._with_states:
+            for of, likes in zip(params, self._like, strict=True):
+                for param, like in zip(of, likes, strict=True):
+                    state[param] = _cut(self._attributes["state"].get(like, {}))
+        attributes = {**_copies(self._attributes), "state": state}
         groups = [
             {**_copies(group), "params": of} for group, of in zip(self.groups, params, strict=True)
         ]
@@ -100,6 +122,19 @@ def _values(like: Tensor, number: int) -> Tensor:
         .to(like.dtype)
         .view(like.shape)
     )
+
+
+def _cut(value: Any) -> Any:
+    """Returns a copy of what a state has, its tensors with the sizes of `_made`."""
+    if isinstance(value, Tensor):
+        local = local_tensor(value)
+        made = local.new_zeros([min(size, 2) for size in value.shape])
+        part = local[tuple(slice(size) for size in made.shape)]
+        made[tuple(slice(size) for size in part.shape)] = part
+        return made
+    if isinstance(value, dict):
+        return {name: _cut(of) for name, of in value.items()}
+    return [_cut(of) for of in value] if isinstance(value, list) else copy.copy(value)
 
 
 def _made(like: Tensor, number: int) -> Tensor:

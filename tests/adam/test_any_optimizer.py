@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from own_steps import TORCHS, assert_same, loss, model, pair, step, twice
+from own_steps import TORCHS, StatesFromTheStart, assert_same, loss, model, pair, step, twice
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -57,6 +57,16 @@ def test_an_optimizer_that_has_stepped_before():
         step(*ours, number)
         step(*theirs, number)
     assert_same(ours, theirs)
+
+
+@BOTH
+def test_an_optimizer_that_makes_states_in_its_constructor(small_bytes):
+    ours, theirs = pair(lambda p: StatesFromTheStart(p, lr=0.1), small_bytes=small_bytes)
+    assert_same(ours, theirs)  # the trial left them as they were
+    for number in range(3):
+        step(*ours, number)
+        step(*theirs, number)
+        assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["made after", "made before"])

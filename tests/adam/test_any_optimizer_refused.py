@@ -35,6 +35,17 @@ class ClipsAll(torch.optim.SGD):
         return super().step(closure)
 
 
+class NeedsAState(torch.optim.SGD):
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.state[self.param_groups[0]["params"][0]]["sum"] = 1.0
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["count"] += 1
+
+
 class NeedsAClosure(torch.optim.SGD):
     def step(self, closure=None):
         assert closure is not None, "a closure is needed"
@@ -61,6 +72,7 @@ def replaced():
         (lambda: Adapts(params(), lr=0.1), "'d' differs.*it needs all gradients"),
         (lambda: ClipsAll(params(), lr=0.1), "it needs all gradients"),
         (lambda: NeedsAClosure(params(), lr=0.1), "by itself: a closure is needed"),
+        (lambda: NeedsAState(params(), lr=0.1), r"KeyError\('count'\). Tried without states, and"),
         (lambda: Wraps(params(), lr=0.1), "wraps another optimizer"),
         (lambda: torch.optim.Adam(params(), differentiable=True), "differentiable=True needs"),
         (lambda: torch.optim.Adam(params(), capturable=True), "capturable"),

@@ -365,6 +365,12 @@ def test_numbers_beside_tensors_of_no_dimensions(scalar, dtype):
     w = nn.Parameter(torch.randn(256, 2, dtype=dtype))
     a = nn.Parameter(torch.tensor(0.7, dtype=dtype))
 
+    try:
+        scalar(w, a)
+    except NotImplementedError as error:
+        # Since torch 2.15 bfloat16 has complex numbers of its own, and not all operators.
+        pytest.skip(f"torch: {error}")
+
     def program(block):
         with block():
             y = scalar(w, a).sin().exp()
