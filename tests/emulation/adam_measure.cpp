@@ -87,6 +87,42 @@ void measure_large_values() {
   checks += 3;
 }
 
+// Gradients whose squares are too large or too small for floats, or are so in a few places, and
+// zeros.
+void measure_scales() {
+  constexpr size_t kSizes[] = {4096, 16'384, 40'000};
+  for (const float scale :
+       {0x1p-149f, 0x1p-80f, 0x1p-50f, 0x1p-40f, 1.f, 0x1p50f, 0x1p63f, 0x1p80f}) {
+    for (const size_t size : kSizes) {
+      for (const size_t period : {size_t{1}, size_t{5}, size_t{3000}, size}) {
+        for (const float other : {0.f, 1.f}) {
+          Memory grad(Stored::kFloat, size);
+          long double expected = 0;
+          for (size_t i = 0; i < size; ++i) {
+            const bool scaled = i % period == period / 2;
+            const auto noise = 1 + static_cast<float>(i * 2654435761u % 16'777'216) * 0x1p-24f;
+            const float value = (i % 2 == 0 ? 1 : -1) * noise * (scaled ? scale : other);
+            grad.set(i, value);
+            expected += static_cast<long double>(value) * value;
+          }
+          Item item = {};
+          item.grad = grad.at();
+          item.numel = static_cast<int64_t>(size);
+          item.param_type = DType::kFloat;
+          const Results results = measure(cuda_kernels, {item}, 0);
+          if (!close(results.squares[0], static_cast<double>(expected), size) ||
+              results.skips[0] != 0) {
+            fail(
+                "adam, measure: %zu elements, each %zu-th of about %g, others %g: %.17g, not %.17g",
+                size, period, scale, other, results.squares[0], static_cast<double>(expected));
+          }
+          checks += 2;
+        }
+      }
+    }
+  }
+}
+
 void advance() {
   for (const size_t count : {0, 1, 250, 251, 600}) {
     for (const bool with_skips : {false, true}) {
@@ -121,6 +157,7 @@ void run_measures(bool large) {
     compare(static_cast<DType>(type), many, true);
   }
   measure_large_values();
+  measure_scales();
   advance();
 }
 

@@ -1,8 +1,10 @@
 // Sums of squares of gradients: one launch sums chunks, the next adds up the chunks of each tensor.
 // There are no atomics, and all chunks have one length: the sum depends on the gradient alone.
 //
-// Squares are summed in double, so that squares of floats cannot overflow. On devices with half as
-// many units for double as for float, loads take longer than that.
+// Many devices have a 64th as many units for double as for float. So a thread adds up squares of
+// floats in pairs of floats, and turns these into a double once; where squares are too large or too
+// small for floats, it adds them up again in double.
+#include <cfloat>
 #include <type_traits>
 
 #include "adam/cuda/launch.cuh"
@@ -38,52 +40,131 @@ struct alignas(sizeof(T) * length) Elements {
   vector::Vector<T, length> values;
 };
 
-// Returns the sum over the threads of the block.
+// Returns the sum over the threads of the block, to its first warp.
 __device__ __forceinline__ double sum_block(double sum) {
-  __shared__ double of_warps[kThreads / kWarp];
+  // Halved until a warp is left, which takes fewer sums than each warp's own.
+  __shared__ double sums[kThreads];
+  const int thread = static_cast<int>(threadIdx.x);
+  sums[thread] = sum;
+  __syncthreads();
+#pragma unroll
+  for (int half = kThreads / 2; half >= kWarp; half /= 2) {
+    if (thread < half) sums[thread] += sums[thread + half];
+    __syncthreads();
+  }
+  if (thread >= kWarp) return 0;
+  sum = sums[thread];
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
     sum += __shfl_xor_sync(~0u, sum, distance);
   }
-  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = sum;
-  __syncthreads();
-  sum = 0;
-#pragma unroll
-  for (int i = 0; i < kThreads / kWarp; ++i) sum += of_warps[i];
   return sum;
 }
 
-// Returns the sum of squares of a chunk; -infinity where it overflows though all values are finite,
-// which only doubles can.
-template <typename T>
-__device__ __forceinline__ double sum_squares(const void* grad, int64_t begin, int count) {
-  constexpr int kSize = 16 / sizeof(T);
-  using Vec = Elements<T, kSize>;
+// A sum of numbers of at least 0: high + low. What is rounded off `high` goes into `low`, so that
+// n of them are rounded by at most (n + 1) (n + 2) 2^-48 of their sum.
+struct Pair {
+  float high = 0, low = 0;
+
+  __device__ __forceinline__ void add(float value) { low = __fadd_rn(low, add_high(value)); }
+
+  // Adds value + rest, where rest is small beside value.
+  __device__ __forceinline__ void add(float value, float rest) {
+    low = __fadd_rn(low, __fadd_rn(add_high(value), rest));
+  }
+
+ private:
+  // Returns what is rounded.
+  __device__ __forceinline__ float add_high(float value) {
+    const float sum = __fadd_rn(high, value);
+    const float error = __fsub_rn(fminf(high, value), __fsub_rn(sum, fmaxf(high, value)));
+    high = sum;
+    return error;
+  }
+};
+
+// Chunks of fewer elements are summed in double. In longer ones a pair gets one of 1024 squares or
+// less, so that all roundings together stay below 2^-53 for each element, as in double.
+constexpr int kFewest = 4096;
+
+// What squares of floats lose to underflow, 2^-149 each, is below 2^-58 of a sum of this size.
+constexpr float kSmallest = 0x1p-90f;
+
+// Calls use(vector) for each vector of this thread's share of a chunk, at most 64 elements.
+template <typename Vec, int unrolled, typename Use>
+__device__ __forceinline__ void for_vectors(const void* grad, int64_t begin, int count,
+                                            const Use& use) {
+  constexpr int kSize = sizeof(Vec) / sizeof(typename Vec::Element);
   const bool aligned = reinterpret_cast<uintptr_t>(grad) % sizeof(Vec) == 0;
-  double sums[kSize] = {};
-  bool finite = true;
-  const auto add = [&](const Vec& x) {
-#pragma unroll
-    for (int k = 0; k < kSize; ++k) {
-      const double value = x.values[k];
-      if constexpr (std::is_same_v<T, double>) finite = finite && isfinite(value);
-      sums[k] = fma(value, value, sums[k]);
-    }
-  };
   const int whole = aligned ? count / kSize : 0;
-#pragma unroll 4
+#pragma unroll unrolled
   for (int i = threadIdx.x; i < whole; i += kThreads) {
-    add(vector::load<Vec>(grad, begin / kSize + i));
+    use(vector::load<Vec>(grad, begin / kSize + i));
   }
   // Each thread gets the same elements whether they are aligned or not: the sum stays the same.
   const int from = whole - whole % kThreads + threadIdx.x;
   for (int i = from < whole ? from + kThreads : from; i * kSize < count; i += kThreads) {
-    add(vector::load<Vec>(grad, vector::Part{begin + i * kSize, count - i * kSize}));
+    use(vector::load<Vec>(grad, vector::Part{begin + i * kSize, count - i * kSize}));
   }
+}
+
+// Sets `sum` to this thread's sum of squares of a chunk. Returns false where pairs cannot hold it.
+template <typename T>
+__device__ __forceinline__ bool sum_in_pairs(const void* grad, int64_t begin, int count,
+                                             double& sum) {
+  constexpr int kSize = 16 / sizeof(T);
+  constexpr uint32_t kNotSigns = sizeof(T) == 2 ? 0x7fff7fff : 0x7fffffff;
+  using Vec = Elements<T, kSize>;
+  Pair sums[kSize];
+  uint32_t bits = 0;
+  for_vectors<Vec, 4>(grad, begin, count, [&](const Vec& x) {
+    uint32_t words[4];
+    memcpy(words, &x, sizeof(words));
+    bits |= words[0] | words[1] | words[2] | words[3];
 #pragma unroll
-  for (int k = 1; k < kSize; ++k) sums[0] += sums[k];
-  const double sum = sum_block(sums[0]);
-  if constexpr (std::is_same_v<T, double>) {
+    for (int k = 0; k < kSize; ++k) {
+      const float value = x.values[k];
+      const float square = __fmul_rn(value, value);
+      if constexpr (sizeof(T) == 2) {  // exact
+        sums[k].add(square);
+      } else {
+        sums[k].add(square, __fmaf_rn(value, value, -square));
+      }
+    }
+  });
+#pragma unroll
+  for (int k = 1; k < kSize; ++k) sums[0].add(sums[k].high, sums[k].low);
+  sum = static_cast<double>(sums[0].high) + static_cast<double>(sums[0].low);
+  const bool all_zero = (bits & kNotSigns) == 0;
+  return all_zero || (sums[0].high >= kSmallest && sums[0].high <= FLT_MAX);
+}
+
+// Returns the sum of squares of a chunk, to the first warp; -infinity where it overflows though all
+// values are finite, which only doubles can.
+template <typename T>
+__device__ __forceinline__ double sum_squares(const void* grad, int64_t begin, int count) {
+  constexpr int kSize = 16 / sizeof(T);
+  constexpr bool wide = std::is_same_v<T, double>;
+  using Vec = Elements<T, kSize>;
+  double sum = 0;
+  bool summed = false, finite = true;
+  if constexpr (!wide) summed = count >= kFewest && sum_in_pairs<T>(grad, begin, count, sum);
+  if (!summed) {
+    double sums[kSize] = {};
+    for_vectors<Vec, wide ? 4 : 1>(grad, begin, count, [&](const Vec& x) {
+#pragma unroll
+      for (int k = 0; k < kSize; ++k) {
+        const double value = x.values[k];
+        if constexpr (wide) finite = finite && isfinite(value);
+        sums[k] = fma(value, value, sums[k]);
+      }
+    });
+#pragma unroll
+    for (int k = 1; k < kSize; ++k) sums[0] += sums[k];
+    sum = sums[0];
+  }
+  sum = sum_block(sum);
+  if constexpr (wide) {
     if (__syncthreads_and(finite) && isinf(sum)) return -sum;
   }
   return sum;
