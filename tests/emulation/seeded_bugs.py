@@ -94,9 +94,30 @@ BUGS = [
     Bug(
         "threads in different barriers",
         "adam/cuda/measure_kernels.cu",
-        "if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = sum;\n  __syncthreads();",
-        "if (threadIdx.x % kWarp == 0) {\n of_warps[threadIdx.x / kWarp] = sum;\n"
-        "__syncthreads();\n} else {\n __syncthreads();\n}",
+        "  sums[thread] = sum;\n  __syncthreads();",
+        "  sums[thread] = sum;\n  if (thread % kWarp == 0) {\n __syncthreads();\n"
+        "} else {\n __syncthreads();\n}",
+    ),
+    Bug(
+        "squares that are too small for floats",
+        "adam/cuda/measure_kernels.cu",
+        "sums[0].high >= kSmallest && ",
+        "",
+        "plain",
+    ),
+    Bug(
+        "squares that are too large for floats",
+        "adam/cuda/measure_kernels.cu",
+        "sums[0].high <= FLT_MAX",
+        "true",
+        "plain",
+    ),
+    Bug(
+        "what a square of a float is rounded by",
+        "adam/cuda/measure_kernels.cu",
+        "__fmaf_rn(value, value, -square)",
+        "0",
+        "plain",
     ),
     Bug(
         "a warp that is not full",
