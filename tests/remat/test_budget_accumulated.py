@@ -1,6 +1,5 @@
 """Budgets where gradients of earlier steps are there, and many shapes that take turns."""
 
-import gc
 import warnings
 
 import pytest
@@ -46,7 +45,6 @@ def gpt():
 
 def ratios_of(net, forward, micro_batches, optimizer=None, **options):
     """Peaks by what was promised, and whether each was what track saw; by step and micro-batch."""
-    gc.collect()  # a graph that an earlier test left as garbage has an open step
     rows = []
     for _ in range(3):
         rows.append([])
