@@ -98,6 +98,16 @@ void Count::look() {
   older_.erase(std::remove_if(older_.begin(), older_.end(), gone), older_.end());
 }
 
+bool Count::holds(const void* memory) const {
+  TrackingLock lock;
+  const auto* at = static_cast<const char*>(memory);
+  return std::any_of(blocks_.begin(), blocks_.end(), [&](const auto& each) {
+    const auto& [ptr, block] = each;
+    const auto* begin = static_cast<const char*>(ptr);
+    return block.mark != kFromBefore && begin <= at && at < begin + block.size;
+  });
+}
+
 int64_t Count::live() const {
   if (!is_reported()) return ask().live;
   TrackingLock lock;

@@ -30,6 +30,8 @@ class Count {
   void add(const c10::Storage& storage, bool is_gradient = false);
   // Subtracts memory of add() that has been freed since without a report.
   void look();
+  // Whether the memory lies in some that was allocated since start(). Looks through all that lives.
+  bool holds(const void* memory) const;
   int64_t live() const;
   int64_t before() const;  // of what lived before: add()'s, or on other devices all at start()
   struct Bytes {

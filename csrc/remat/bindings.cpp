@@ -206,7 +206,8 @@ void bind(py::module_& m) {
       .def("leave", &Fakes::leave)
       .def("allocated", &Fakes::allocated)
       .def("freed", &Fakes::freed)
-      .def("ran", &Fakes::ran);
+      .def("ran", &Fakes::ran)
+      .def("knows_steps", [](const Fakes& fakes) { return fakes.steps()->any(); });
   py::class_<Recorder>(m, "RematRecorder")
       .def(py::init<std::optional<bool>, const at::Device&>())
       .def(py::init<int64_t, double, bool, const at::Device&>())

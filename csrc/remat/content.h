@@ -104,6 +104,7 @@ struct Content : std::enable_shared_from_this<Content> {
   const c10::Device device;
   const uint64_t born;           // its number, counted over all contents
   const bool external;           // made outside of this block: a parameter or an input
+  bool is_alias = false;         // see Step::is_alias(); such a one is external, too
   std::shared_ptr<Call> call;    // which made it; null: it cannot be recomputed
   int depth = 0;                 // length of the chain of calls back to contents without one
   int32_t module = -1;           // number of the module that made it; -1 for none

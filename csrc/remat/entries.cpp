@@ -45,6 +45,7 @@ Block::Entry& Block::entry_of(const at::Tensor& tensor) {
     const bool has_history = tensor.requires_grad() && !tensor.is_leaf();
     const bool external = running_.empty() && !has_history;
     entry.content = std::make_shared<Content>(tensor.storage(), external);
+    entry.content->is_alias = external && step_ && step_->is_alias(tensor.storage());
     entry.content->module = modules_.back();
   } else if (entry.counter.enabled() && entry.counter.current_version() != entry.version) {
     renew(tensor);  // changed, but by no operator of this thread

@@ -222,6 +222,11 @@ KnownSteps::Numbers KnownSteps::numbers() const {
   return {steps_.size(), static_cast<size_t>(planned)};
 }
 
+bool KnownSteps::any() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return latest_ != nullptr || !steps_.empty();
+}
+
 void KnownSteps::forget() {
   const std::lock_guard<std::mutex> lock(mutex_);
   latest_ = nullptr;

@@ -62,6 +62,7 @@ class KnownSteps {
   // that were made for other memory are made again.
   std::shared_ptr<Known> find(const std::vector<uint64_t>& keys, int64_t before, int64_t missing,
                               int least_seen, bool exact);
+  bool any() const;  // whether a step has ended that is worth being known
   void forget();
   struct Numbers {
     size_t known, planned;

@@ -65,7 +65,8 @@ void add(const Call& call, Route& route, Freed& locked, int operators) {
       continue;
     }
     auto storage = content->storage.lock();
-    if (!storage || lost || is_empty(*storage)) {
+    // An alias would hold memory of the step that no trace knows to be held for this.
+    if (!storage || lost || content->is_alias || is_empty(*storage)) {
       route.possible = false;
       return;
     }

@@ -71,6 +71,11 @@ int32_t Step::number_of(Content& content) {
   return content.number;
 }
 
+bool Step::is_alias(const c10::Storage& storage) const {
+  // What torch's allocators made can be resized. Memory of others is rare, and a search.
+  return budget_.device.is_cpu() && !storage.resizable() && shared_->count.holds(storage.data());
+}
+
 uint64_t Step::began(const Operator& op, const at::RecordFunction& function) {
   const uint64_t key = key_of(op, function);
   const std::lock_guard<std::mutex> lock(mutex_);

@@ -46,6 +46,9 @@ class Step {
              int64_t missing);
 
   // Called by the block in forward.
+  // Whether a storage is a second one on memory that was allocated in this step, as numpy or DLPack
+  // hand it back.
+  bool is_alias(const c10::Storage& storage) const;
   // Returns a hash of the operator and the shapes of its arguments.
   uint64_t began(const Operator& op, const at::RecordFunction& function);
   // Starts to measure how long an operator takes on a device; null where that is known by now.

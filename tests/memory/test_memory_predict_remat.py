@@ -157,6 +157,32 @@ def test_states_of_the_first_step_are_there_in_the_second():
     assert within == pytest.approx(ms.memory.predict(lambda: build(0.5)).peak, rel=0.1)
 
 
+@pytest.mark.filterwarnings("ignore:remat. the budget")
+def test_plans_are_those_of_steps_that_have_their_states():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
+
+        def forward(self, x):
+            return x + self.down(self.up(x).relu())
+
+    def build():
+        model = nn.Sequential(*[Residual() for _ in range(6)], nn.Linear(128, 10))
+        ms.remat_module(model, budget=1)  # the least is what it needs
+        optimizer = in_backward(model.parameters())
+        x = torch.randn(1024, 128)
+
+        def step():
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    assert ms.memory.predict(build).peak == pytest.approx(tracked_third(build).peak, rel=0.02)
+
+
 class Doubled(nn.Module):
     """With a number added to a tensor, which is done again in backward."""
 

@@ -44,7 +44,8 @@ def run(program, code, blocks, mode="plain", make=everything):
     except StopIteration:
         pass
     except Exception as error:
-        steps.append(("error", [error]))
+        # With its traceback it would hold this frame and the program's graph until a collection.
+        steps.append(("error", [error.with_traceback(None)]))
     return steps
 
 

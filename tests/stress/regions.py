@@ -60,7 +60,7 @@ def run(program: Program, code: Any, mode: str, changes: bool, alone: bool = Tru
     except StopIteration:
         pass
     except Exception as error:
-        steps.append(("error", [error, random_state()]))
+        steps.append(("error", [error.with_traceback(None), random_state()]))
     return steps
 
 

@@ -163,6 +163,10 @@ def predict(
             _step_as_on_cuda(made)
         for _ in range(_first_steps(made)):
             step()
+        if tracker.plans():
+            # Where the first step makes states in its backward, it is not known to the byte which
+            # of its moments they were there in. Later steps follow plans of one that had them.
+            step()
         predicted = PredictedStep(tracker, chosen, model, made)
         predicted._follow(step)
     return predicted

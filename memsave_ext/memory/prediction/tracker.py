@@ -60,6 +60,10 @@ class FakeTracker(Logging):
         self._open: list[int] = []
         self._depths: list[int] = []
 
+    def plans(self) -> bool:
+        """Whether blocks of remat plan the steps to come by one that has been."""
+        return bool(self._remat) and bool(self._remat.knows_steps())
+
     def set_modules(self, parents: list[int]) -> None:
         """Tells the model's modules, before :meth:`start`."""
         self._log = Log(torch.device("cpu"), parents)
