@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from . import formulas, grouped, sparse
+from .conversions import with_all_elements
 from .costs import SECONDS_PER_CALL, operator_seconds
 from .lstm import with_workspace
 from .repeats import Costs, Repeats
@@ -109,6 +110,7 @@ class Storages(TorchDispatchMode):
             result = _run(func, args, kwargs)
             if self._workspace:
                 result = with_workspace(func, args, result)
+                result = with_all_elements(func, args, result)
             if func in _COUNTS and isinstance(result, FakeTensor) and result.numel() <= MOST_KNOWN:
                 result = _with_values(result, func, args, kwargs)
             made = [leaf for leaf in tree_iter(result) if isinstance(leaf, FakeTensor)]
