@@ -63,7 +63,7 @@ UNKNOWN = {
     **{
         f"{name} bfloat16": _PRODUCT
         for name in (
-            *("addbmm", "addmm", "addmm.decomposed", "addmv", "addr", "baddbmm", "bmm", "corrcoef"),
+            *("addmm", "addmm.decomposed", "addmv", "addr", "baddbmm", "bmm", "corrcoef"),
             *("dot", "einsum", "inner", "linalg.multi_dot", "matmul", "mm", "mv", "tensordot"),
             *("vdot", "__rmatmul__", "nn.Linear", "nn.LinearCrossEntropyLoss"),
             *("nn.functional.linear", "nn.functional.linear_cross_entropy"),
