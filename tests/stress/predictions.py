@@ -38,6 +38,7 @@ MOST = 64 << 20  # of one that is tracked
 _ELEMENTS = 1 << 14  # of the largest tensor that a sample is given, about
 _SIZES = {"XS": 6, "S": 16, "M": 20, "L": 24}  # in place of 3, 5, 10 and 20
 _VALUES = "what it makes depends on values"
+_MANY = "it would have thousands of results, or of steps"
 _WORKSPACE = "its kernels make memory for themselves"
 _PRODUCT = "oneDNN's products in bfloat16 copy blocks of their arguments, by rules of its own"
 _CONVOLUTION = "oneDNN's other convolutions copy blocks of their arguments, by rules of its own"
@@ -45,8 +46,9 @@ _TRANSPOSED = "nn.functional.conv_transpose"
 _FORMULA = "torch computes its gradient otherwise for subclasses of tensors, as fakes are"
 # Operators whose peaks cannot be told, and why; of all kinds of numbers, or of one.
 UNKNOWN = {
-    **dict.fromkeys(("matrix_exp", "to_sparse"), _VALUES),
-    **dict.fromkeys(("unbind", "unbind_copy"), "it has as many results as elements"),
+    **dict.fromkeys(("matrix_exp", "to_sparse", "masked_scatter"), _VALUES),
+    **dict.fromkeys(("addbmm", "cov"), "torch's fakes of it fail, which a note of the error says"),
+    **dict.fromkeys(("unbind", "unbind_copy", "nn.RNN", "nn.GRU"), _MANY),
     **dict.fromkeys(
         ("linalg.cond", "linalg.eigvalsh", "linalg.norm", "linalg.svdvals"), _WORKSPACE
     ),
@@ -56,9 +58,22 @@ UNKNOWN = {
     "nn.functional.interpolate.bilinear": _WORKSPACE,
     **dict.fromkeys(("nn.functional.binary_cross_entropy", "nn.BCELoss"), _FORMULA),
     **dict.fromkeys(("scatter_reduce.amax", "scatter_reduce.amin"), _FORMULA),
+    "scatter_reduce.mean bfloat16": _FORMULA,
     **{
         f"fft.{name}": _FORMULA
-        for name in ("rfft", "rfft2", "rfftn", "hfft", "hfft2", "hfftn", "ihfft", "ihfftn")
+        for name in (
+            "rfft",
+            "rfft2",
+            "rfftn",
+            "irfft",
+            "irfft2",
+            "irfftn",
+            "hfft",
+            "hfft2",
+            "hfftn",
+            "ihfft",
+            "ihfftn",
+        )
     },
     **{
         f"{name} bfloat16": _PRODUCT
