@@ -37,6 +37,7 @@ CASES = {
     "vander": lambda x, y: torch.linalg.vander(x[:4]),
     "masked prod": lambda x, y: torch.masked.prod(x, 1, mask=y > 0.5),
     "narrow gather": lambda x, y: x.to(BF16).gather(1, (y * 10).long()),
+    "powers of rows": lambda x, y: x[:, :1] ** x[0],
     "masked scatter": lambda x, y: y.masked_scatter(y >= 0, x),
 }
 

@@ -46,13 +46,14 @@ _TRANSPOSED = "nn.functional.conv_transpose"
 _FORMULA = "torch computes its gradient otherwise for subclasses of tensors, as fakes are"
 # Operators whose peaks cannot be told, and why; of all kinds of numbers, or of one.
 UNKNOWN = {
-    **dict.fromkeys(("matrix_exp", "to_sparse", "masked_scatter"), _VALUES),
-    **dict.fromkeys(("addbmm", "cov"), "torch's fakes of it fail, which a note of the error says"),
+    **dict.fromkeys(("matrix_exp", "to_sparse", "masked_scatter", "prod"), _VALUES),
+    **dict.fromkeys(("addbmm", "cov"), "its fake fails, which a note of the error says"),
     **dict.fromkeys(("unbind", "unbind_copy", "nn.RNN", "nn.GRU"), _MANY),
     **dict.fromkeys(
         ("linalg.cond", "linalg.eigvalsh", "linalg.norm", "linalg.svdvals"), _WORKSPACE
     ),
-    **dict.fromkeys(("linalg.norm.subgradients_at_zero", "norm.nuc", "nanmedian"), _WORKSPACE),
+    **dict.fromkeys(("linalg.norm.subgradients_at_zero", "norm.nuc"), _WORKSPACE),
+    **dict.fromkeys(("median", "nanmedian"), _WORKSPACE),
     **dict.fromkeys(("msort", "sort", "nn.functional.embedding_bag"), _WORKSPACE),
     **dict.fromkeys(("nn.functional.unfold", "nn.functional.upsample_bilinear"), _WORKSPACE),
     "nn.functional.interpolate.bilinear": _WORKSPACE,
@@ -79,7 +80,17 @@ UNKNOWN = {
         f"{name} bfloat16": _PRODUCT
         for name in (
             *("addmm", "addmm.decomposed", "addmv", "addr", "baddbmm", "bmm", "corrcoef"),
-            *("dot", "einsum", "inner", "linalg.multi_dot", "matmul", "mm", "mv", "tensordot"),
+            *(
+                "dot",
+                "einsum",
+                "inner",
+                "kron",
+                "linalg.multi_dot",
+                "matmul",
+                "mm",
+                "mv",
+                "tensordot",
+            ),
             *("vdot", "__rmatmul__", "nn.Linear", "nn.LinearCrossEntropyLoss"),
             *("nn.functional.linear", "nn.functional.linear_cross_entropy"),
             "nn.functional.linear_cross_entropy.chunked",

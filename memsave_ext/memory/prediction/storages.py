@@ -100,7 +100,7 @@ class Storages(TorchDispatchMode):
             return view
         if func is _ADD and self._is_accumulated(args):
             func = _ADD_IN_PLACE
-        elif func in _IN_PLACE and self._is_of_formula(args[0]):
+        elif func in _IN_PLACE and self._is_of_formula(args[0]) and not _is_expanded(func, args):
             func = _IN_PLACE[func]
         call = self._repeats.call(func, args, kwargs)
         repeated = call and call.repeated(args)
@@ -220,6 +220,11 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if grouped.is_refused(func, args):
         return grouped.product(*args, **kwargs)
     return sparse.run(func, args, kwargs)
+
+
+def _is_expanded(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a mask is smaller than the result that it is part of."""
+    return func is _aten.logical_and.default and bool(args[0].shape != args[1].shape)
 
 
 def _is_called_by_engine() -> bool:
