@@ -46,18 +46,22 @@ _TRANSPOSED = "nn.functional.conv_transpose"
 _FORMULA = "torch computes its gradient otherwise for subclasses of tensors, as fakes are"
 # Operators whose peaks cannot be told, and why; of all kinds of numbers, or of one.
 UNKNOWN = {
-    **dict.fromkeys(("matrix_exp", "to_sparse", "masked_scatter", "prod"), _VALUES),
-    **dict.fromkeys(("addbmm", "cov"), "its fake fails, which a note of the error says"),
+    **dict.fromkeys(("matrix_exp", "to_sparse", "masked_scatter"), _VALUES),
+    **dict.fromkeys(("prod", "masked.prod"), _VALUES),
+    **dict.fromkeys(
+        ("addbmm", "cov", "as_strided_scatter"), "its fake fails, which a note of the error says"
+    ),
     **dict.fromkeys(("unbind", "unbind_copy", "nn.RNN", "nn.GRU"), _MANY),
     **dict.fromkeys(
         ("linalg.cond", "linalg.eigvalsh", "linalg.norm", "linalg.svdvals"), _WORKSPACE
     ),
     **dict.fromkeys(("linalg.norm.subgradients_at_zero", "norm.nuc"), _WORKSPACE),
-    **dict.fromkeys(("median", "nanmedian"), _WORKSPACE),
+    **dict.fromkeys(("median", "nanmedian", "masked.median", "linalg.matrix_norm"), _WORKSPACE),
     **dict.fromkeys(("msort", "sort", "nn.functional.embedding_bag"), _WORKSPACE),
     **dict.fromkeys(("nn.functional.unfold", "nn.functional.upsample_bilinear"), _WORKSPACE),
     "nn.functional.interpolate.bilinear": _WORKSPACE,
     **dict.fromkeys(("nn.functional.binary_cross_entropy", "nn.BCELoss"), _FORMULA),
+    "nn.functional.binary_cross_entropy_with_logits": _FORMULA,  # of the target
     **dict.fromkeys(("scatter_reduce.amax", "scatter_reduce.amin"), _FORMULA),
     "scatter_reduce.mean bfloat16": _FORMULA,
     **{

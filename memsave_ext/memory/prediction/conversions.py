@@ -99,9 +99,12 @@ def of_arguments(func: Any, args: tuple[Any, ...], result: Any) -> int:
     if not isinstance(result, Tensor):
         return 0
     if packet in _SCATTERED or (packet is _aten.gather and x.dim() > 1):
-        return result.numel() * _FLOAT if x.dtype in _NARROW and args[2].numel() else 0
+        index = args[2]
+        wide = result.numel() * _FLOAT if x.dtype in _NARROW and index.numel() else 0
+        return wide + (0 if index.dtype is torch.int64 else index.numel() * _COUNT)
     if packet is _aten.mean:
-        return x.numel() * _FLOAT if {x.dtype, result.dtype} & {*_NARROW} else 0
+        is_narrow = {x.dtype, result.dtype} & {*_NARROW}
+        return (x.numel() + result.numel()) * _FLOAT if is_narrow else 0
     if packet in _IN_RESULTS_DTYPE or packet is _aten.linalg_vector_norm:
         is_part = x.dtype.is_complex and not result.dtype.is_complex
         return 0 if is_part or x.dtype == result.dtype else x.numel() * result.itemsize
