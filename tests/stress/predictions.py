@@ -38,6 +38,7 @@ MOST = 64 << 20  # of one that is tracked
 _ELEMENTS = 1 << 14  # of the largest tensor that a sample is given, about
 _SIZES = {"XS": 6, "S": 16, "M": 20, "L": 24}  # in place of 3, 5, 10 and 20
 _VALUES = "what it makes depends on values"
+_INVALID = "repeated, its arguments are none, and it does not check them"
 _MANY = "it would have thousands of results, or of steps"
 _WORKSPACE = "its kernels make memory for themselves"
 _PRODUCT = "oneDNN's products in bfloat16 copy blocks of their arguments, by rules of its own"
@@ -47,7 +48,7 @@ _FORMULA = "torch computes its gradient otherwise for subclasses of tensors, as 
 # Operators whose peaks cannot be told, and why; of all kinds of numbers, or of one.
 UNKNOWN = {
     **dict.fromkeys(("matrix_exp", "to_sparse", "masked_scatter"), _VALUES),
-    **dict.fromkeys(("prod", "masked.prod"), _VALUES),
+    **dict.fromkeys(("prod", "masked.prod", "cumprod", "masked.cumprod"), _VALUES),
     **dict.fromkeys(
         ("addbmm", "cov", "as_strided_scatter"), "its fake fails, which a note of the error says"
     ),
@@ -56,7 +57,9 @@ UNKNOWN = {
         ("linalg.cond", "linalg.eigvalsh", "linalg.norm", "linalg.svdvals"), _WORKSPACE
     ),
     **dict.fromkeys(("linalg.norm.subgradients_at_zero", "norm.nuc"), _WORKSPACE),
-    **dict.fromkeys(("median", "nanmedian", "masked.median", "linalg.matrix_norm"), _WORKSPACE),
+    **dict.fromkeys(
+        ("median", "nanmedian", "masked.median", "linalg.matrix_norm", "svd"), _WORKSPACE
+    ),
     **dict.fromkeys(("msort", "sort", "nn.functional.embedding_bag"), _WORKSPACE),
     **dict.fromkeys(("nn.functional.unfold", "nn.functional.upsample_bilinear"), _WORKSPACE),
     "nn.functional.interpolate.bilinear": _WORKSPACE,
