@@ -148,3 +148,20 @@ def test_an_error_has_no_dump(capfd):
     with pytest.raises(RuntimeError, match="reduction dim"):
         ms.memory.predict(build)
     assert capfd.readouterr() == ("", "")
+
+
+def test_where_a_fake_kernel_differs_a_note_says_so():
+    with torch.library._scoped_library("predict_test", "DEF") as library:
+        library.define("once(Tensor x) -> Tensor")
+        library.impl("once", torch.clone, "CPU")
+        library.impl("once", lambda x: x.view(-1, 5), "Meta")
+
+        def build():
+            model = nn.Linear(4, 4)
+            return model, None, lambda: torch.ops.predict_test.once(model(torch.ones(2, 4)))
+
+        build()[2]()
+        with pytest.raises(RuntimeError, match="is invalid for input") as raised:
+            ms.memory.predict(build)
+    if hasattr(raised.value, "add_note"):  # since Python 3.11
+        assert "If the step runs by itself" in raised.value.__notes__[0]

@@ -51,15 +51,6 @@ def test_everything_dropped(make_optimizer):
     assert any(region.phase == "rematerialize" for region in predicted.regions)
 
 
-def test_what_is_cheap():
-    def without():
-        model, optimizer, step = builder()()
-        del model.forward
-        return model, optimizer, step
-
-    assert ms.memory.predict(builder()).peak < ms.memory.predict(without).peak
-
-
 def tracked_third(build):
     """A step that follows a plan, as the second and later ones of a shape do."""
     ms._native.module.remat_forget()
@@ -69,6 +60,27 @@ def tracked_third(build):
     with ms.memory.track(model, optimizer) as t:
         step()
     return t
+
+
+def test_what_is_cheap():
+    """Of a tiny transformer, most of whose operators take little more than their calls."""
+
+    def build(remat=True):
+        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+        model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        if remat:
+            ms.remat_module(model)
+        x = torch.randn(8, 48, 64)
+
+        def step():
+            model(x).square().mean().backward()
+            model.zero_grad()
+
+        return model, None, step
+
+    plain = ms.memory.predict(lambda: build(remat=False)).peak
+    # As tracked steps do, where these are not disturbed; without the time of calls it was 0.72.
+    assert 0.75 * plain < ms.memory.predict(build).peak < 0.85 * plain
 
 
 @pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, in_backward])

@@ -30,6 +30,7 @@ PARTS = (
     "backwards",
     "any_optimizer",
     "databases",
+    "chunks",
     "optimizers",
     "zoo_budgets",
     "predictions",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,16 +20,72 @@ _SCATTERED = (
     *(_aten.scatter, _aten.scatter_, _aten.scatter_add, _aten.scatter_add_),
     *(_aten.scatter_reduce, _aten.scatter_reduce_),
 )
+_LEFT_IN_ELEMENTS = (
+    *(_aten.mse_loss, _aten.smooth_l1_loss, _aten.soft_margin_loss, _aten.binary_cross_entropy),
+)
 _NARROW = (torch.bfloat16, torch.float16)
 _FLOAT = 4
 _COUNT = 8
-# Copies, positions, sums before each element: by the operator, of its arguments.
-_OF_ELEMENTS = {
-    _aten.kthvalue: lambda x, *_: x.nbytes + x.numel() * _COUNT,
-    _aten.median: lambda x, *_: x.nbytes,
-    _aten.nanmedian: lambda x, *_: x.nbytes,
-    _aten.masked_scatter_backward: lambda _, mask, *__: 2 * mask.numel() * _COUNT,
+_MEAN = 1  # of a loss's elements
+
+
+def _wide(x: Tensor, reduction: int) -> int:
+    """Bytes of the copy of narrow numbers whose mean is computed."""
+    return x.numel() * _FLOAT if reduction == _MEAN and x.dtype in _NARROW else 0
+
+
+def _reduced_loss(x: Tensor, _: Tensor, reduction: int = _MEAN, *__: Any) -> int:
+    """Bytes of the loss of each element."""
+    return x.nbytes + _wide(x, reduction) if reduction else 0
+
+
+def _binary_cross_entropy(
+    x: Tensor, _: Tensor, weight: Tensor | None = None, reduction: int = _MEAN
+) -> int:
+    return _wide(x, reduction)
+
+
+def _binary_cross_entropy_with_logits(
+    x: Tensor, _: Tensor, weight: Any = None, positive: Any = None, reduction: int = _MEAN
+) -> int:
+    """Bytes of the loss of each element, and of its parts."""
+    return x.nbytes * (2 if reduction else 1) + _wide(x, reduction)
+
+
+def _masked_scatter_backward(grad: Tensor, mask: Tensor, *_: Any) -> int:
+    """Bytes of the mask as numbers that are counted, or of positions, or of two parts."""
+    counts = mask.numel() * _COUNT
+    made = mask.numel() * grad.itemsize
+    return max(counts - made, made) if grad.is_contiguous() else 2 * counts
+
+
+def _group_norm_backward(*args: Any) -> int:
+    """Bytes of two sums for each channel of an image."""
+    return int(2 * args[5] * args[6] * _FLOAT)
+
+
+# Copies, positions, sums: by the operator, of its arguments.
+_OF_ELEMENTS: dict[Any, Callable[..., int]] = {
+    _aten.mse_loss.default: _reduced_loss,
+    _aten.smooth_l1_loss.default: _reduced_loss,
+    _aten.huber_loss.default: _reduced_loss,
+    _aten.binary_cross_entropy.default: _binary_cross_entropy,
+    _aten.binary_cross_entropy_with_logits.default: _binary_cross_entropy_with_logits,
+    _aten.native_group_norm_backward.default: _group_norm_backward,
+    _aten.kthvalue.default: lambda x, *_: x.nbytes + x.numel() * _COUNT,
+    _aten.median.default: lambda x, *_: x.nbytes,
+    _aten.nanmedian.default: lambda x, *_: x.nbytes,
+    _aten.soft_margin_loss_backward.default: lambda _, x, *__: 2 * x.nbytes,
+    _aten.masked_scatter_backward.default: _masked_scatter_backward,
 }
+
+
+def with_all_elements(func: Any, args: tuple[Any, ...], result: Any) -> Any:
+    """Returns a loss in the memory of one for each element, which its kernel leaves it in."""
+    packet = getattr(func, "_overloadpacket", None)
+    if packet not in _LEFT_IN_ELEMENTS or result.dim() or not args[0].dim():
+        return result
+    return result.new_empty(args[0].numel()).as_strided((), ())
 
 
 def of_arguments(func: Any, args: tuple[Any, ...], result: Any) -> int:
@@ -37,14 +94,17 @@ def of_arguments(func: Any, args: tuple[Any, ...], result: Any) -> int:
     if not args or not isinstance(args[0], Tensor):
         return 0
     x = args[0]
-    if packet in _OF_ELEMENTS:
-        return int(_OF_ELEMENTS[packet](*args))
+    if func in _OF_ELEMENTS:
+        return _OF_ELEMENTS[func](*args)
     if not isinstance(result, Tensor):
         return 0
     if packet in _SCATTERED or (packet is _aten.gather and x.dim() > 1):
-        return result.numel() * _FLOAT if x.dtype in _NARROW else 0
+        index = args[2]
+        wide = result.numel() * _FLOAT if x.dtype in _NARROW and index.numel() else 0
+        return wide + (0 if index.dtype is torch.int64 else index.numel() * _COUNT)
     if packet is _aten.mean:
-        return x.numel() * _FLOAT if {x.dtype, result.dtype} & {*_NARROW} else 0
+        is_narrow = {x.dtype, result.dtype} & {*_NARROW}
+        return (x.numel() + result.numel()) * _FLOAT if is_narrow else 0
     if packet in _IN_RESULTS_DTYPE or packet is _aten.linalg_vector_norm:
         is_part = x.dtype.is_complex and not result.dtype.is_complex
         return 0 if is_part or x.dtype == result.dtype else x.numel() * result.itemsize

@@ -6,6 +6,7 @@ rough figures do. They are those of one core of a server's CPU, as measured for 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -61,10 +62,9 @@ def operator_seconds(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     tensors = {id(t): t for t in tree_iter((args, result)) if isinstance(t, Tensor)}
     seconds = sum(map(nbytes, tensors.values())) * _SECONDS_PER_BYTE
     if formula is not None:
-        try:
+        # Of arguments that it does not know it raises.
+        with contextlib.suppress(TypeError, ValueError, AssertionError, RuntimeError):
             seconds += formula(*args, **kwargs, out_val=result) * _SECONDS_PER_FLOP
-        except (TypeError, ValueError, AssertionError, RuntimeError):
-            pass  # arguments that the formula does not know
     else:
         seconds *= _factor(func)
     return SECONDS_PER_CALL + seconds

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from . import formulas, grouped, sparse
+from .conversions import with_all_elements
 from .costs import SECONDS_PER_CALL, operator_seconds
 from .lstm import with_workspace
 from .repeats import Costs, Repeats
@@ -99,7 +100,7 @@ class Storages(TorchDispatchMode):
             return view
         if func is _ADD and self._is_accumulated(args):
             func = _ADD_IN_PLACE
-        elif func in _IN_PLACE and self._is_of_formula(args[0]):
+        elif func in _IN_PLACE and self._is_of_formula(args[0]) and not _is_expanded(func, args):
             func = _IN_PLACE[func]
         call = self._repeats.call(func, args, kwargs)
         repeated = call and call.repeated(args)
@@ -109,6 +110,7 @@ class Storages(TorchDispatchMode):
             result = _run(func, args, kwargs)
             if self._workspace:
                 result = with_workspace(func, args, result)
+                result = with_all_elements(func, args, result)
             if func in _COUNTS and isinstance(result, FakeTensor) and result.numel() <= MOST_KNOWN:
                 result = _with_values(result, func, args, kwargs)
             made = [leaf for leaf in tree_iter(result) if isinstance(leaf, FakeTensor)]
@@ -218,6 +220,11 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if grouped.is_refused(func, args):
         return grouped.product(*args, **kwargs)
     return sparse.run(func, args, kwargs)
+
+
+def _is_expanded(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a mask is smaller than the result that it is part of."""
+    return func is _aten.logical_and.default and bool(args[0].shape != args[1].shape)
 
 
 def _is_called_by_engine() -> bool:

@@ -21,6 +21,11 @@ from torch._subclasses.fake_tensor import (
 from ...adam.dtensor import is_dtensor
 from .storages import MOST_KNOWN
 
+_ON_FAKES = (
+    "predict: this was raised on fake tensors. If the step runs by itself, a fake kernel of torch "
+    "differs from the real one: leave the operator out of what is predicted"
+)
+
 
 @contextmanager
 def in_sentences() -> Iterator[None]:
@@ -61,6 +66,8 @@ def in_sentences() -> Iterator[None]:
                 "step, as where sizes are given by a tensor. Leave it out of what is predicted"
             ) from error
         if "not supported for tensor subclasses" not in text:
+            if hasattr(error, "add_note") and not text.startswith("predict: "):
+                error.add_note(_ON_FAKES)
             raise
         raise RuntimeError(
             f"predict: {text.partition(' ')[0]} reads the values of tensors, which are not "
