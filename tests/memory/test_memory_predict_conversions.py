@@ -16,6 +16,7 @@ CASES = {
     "a chosen dtype": lambda x, y: torch.where(y > 0.5, x.to(BF16), y),
     "complex and real": lambda x, y: (torch.complex(x, y) * y).abs(),
     "narrow mean": lambda x, y: x.to(BF16).mean(),
+    "sums around others": lambda x, y: x.to(BF16).view(8, 8, 80).sum((0, 2)),
     "wide sum": lambda x, y: x.to(BF16).sum(dtype=torch.float32),
     "counted": lambda x, y: x / (y > 0.5).sum(),
     "mse": F.mse_loss,

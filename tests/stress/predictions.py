@@ -62,7 +62,16 @@ UNKNOWN = {
     ),
     **dict.fromkeys(("msort", "sort", "nn.functional.embedding_bag"), _WORKSPACE),
     **dict.fromkeys(("nn.functional.unfold", "nn.functional.upsample_bilinear"), _WORKSPACE),
-    "nn.functional.interpolate.bilinear": _WORKSPACE,
+    **{
+        f"nn.functional.{name}": _WORKSPACE
+        for name in (
+            *("interpolate.bilinear", "interpolate.nearest", "interpolate.nearest-exact"),
+            *("upsample_nearest", "bilinear"),
+        )
+    },
+    **dict.fromkeys(("sparse.sampled_addmm", "nn.functional.linear complex64"), _WORKSPACE),
+    "nn.LinearCrossEntropyLoss": _WORKSPACE,
+    "masked_fill": _FORMULA,  # of the number
     **dict.fromkeys(("nn.functional.binary_cross_entropy", "nn.BCELoss"), _FORMULA),
     "nn.functional.binary_cross_entropy_with_logits": _FORMULA,  # of the target
     **dict.fromkeys(("scatter_reduce.amax", "scatter_reduce.amin"), _FORMULA),

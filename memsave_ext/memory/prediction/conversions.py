@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -105,12 +105,23 @@ def of_arguments(func: Any, args: tuple[Any, ...], result: Any) -> int:
     if packet is _aten.mean:
         is_narrow = {x.dtype, result.dtype} & {*_NARROW}
         return (x.numel() + result.numel()) * _FLOAT if is_narrow else 0
+    if func is _aten.sum.dim_IntList and x.dtype == result.dtype:
+        is_wide = x.dtype in _NARROW and _is_split(x, args[1])
+        return (x.numel() + result.numel()) * _FLOAT if is_wide else 0
     if packet in _IN_RESULTS_DTYPE or packet is _aten.linalg_vector_norm:
         is_part = x.dtype.is_complex and not result.dtype.is_complex
         return 0 if is_part or x.dtype == result.dtype else x.numel() * result.itemsize
     if torch.Tag.pointwise not in func.tags or packet in _AS_THEY_ARE:
         return 0
     return _elementwise(packet, args, result)
+
+
+def _is_split(x: Tensor, dims: Sequence[int] | None) -> bool:
+    """Whether dimensions that are summed up have others between them."""
+    summed = {dim % x.dim() for dim in dims or () if x.dim()}
+    kinds = [dim in summed for dim in range(x.dim()) if x.shape[dim] > 1]
+    begins = [kind for before, kind in zip([False, *kinds], kinds, strict=False) if kind > before]
+    return len(begins) > 1
 
 
 def _elementwise(packet: Any, args: tuple[Any, ...], result: Tensor) -> int:
