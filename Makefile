@@ -70,7 +70,7 @@ cuda-check: $(INSTALLED)  ## compile every CUDA source, without a GPU or a CUDA 
 	$(VENV) tools/cuda_check.py
 
 emulate: build  ## run every CUDA kernel on the CPU; then the package on a CUDA device whose streams are checked
-	$(VENV) tests/emulation/run.py
+	$(VENV) tests/emulation/run.py --part
 	$(VENV) tests/emulation/streams.py
 
 emulate-full: build  ## the same with all sanitizers, large tensors and more tests; then seeded bugs

@@ -32,17 +32,18 @@ def pytest_configure(config):
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that tests start
 
 
-def pytest_collection_finish(session):
-    # Nothing of what has been imported goes away, and to look through all of it takes longer than
-    # most tests that collect garbage.
-    gc.collect()
-    gc.freeze()
-
-
 def _cores():
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_there_stays():
+    # Nothing of what has been imported goes away, and to look through all of it takes longer than
+    # most tests that collect garbage.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

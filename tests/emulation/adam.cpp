@@ -136,14 +136,17 @@ void run_folds(const Format& format, bool large) {
   folds.fold_and_close("folds");
 }
 
-void run_all(bool large) {
+// Of a part, each combination in one of the orders.
+void run_all(const Options& options, size_t order) {
   using memsave_ext::adam::Combination;
+  size_t number = 0;
   for (int i = 0; i < memsave_ext::adam::kCombinations; ++i) {
     const Combination combination = Combination::at(i);
     if (!combination.exists()) continue;
+    if (options.part && number++ % options.orders.size() != order) continue;
     const Format format = {combination.param, combination.format, combination.states,
                            combination.rule};
-    combination.closes ? run_folds(format, large) : run_whole(format, large);
+    combination.closes ? run_folds(format, options.large) : run_whole(format, options.large);
   }
 }
 
@@ -156,9 +159,9 @@ void run_codes();
 
 int main(int argc, char** argv) {
   const emulation::Options options = emulation::options_of(argc, argv);
-  for (const emulation::Order order : options.orders) {
-    emulation::use(order, 1);
-    emulation::run_all(options.large);
+  for (size_t i = 0; i < options.orders.size(); ++i) {
+    emulation::use(options.orders[i], 1);
+    emulation::run_all(options, i);
     emulation::run_measures(options.large);
   }
   emulation::run_codes();

@@ -9,6 +9,8 @@ Options options_of(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
     if (strcmp(argv[i], "--large") == 0) {
       options.large = true;
+    } else if (strcmp(argv[i], "--part") == 0) {
+      options.part = true;
     } else if (strcmp(argv[i], "--one-order") == 0) {
       options.orders = {Order::kRandom};
     } else {

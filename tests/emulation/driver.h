@@ -139,10 +139,11 @@ inline int below(Generator& generator, int count) {
 // Values that were compared.
 inline int64_t checks = 0;
 
-// `driver [--large] [--one-order] FILE`: where each kernel that ran is written: its address
-// and the most threads of a block.
+// `driver [--large] [--one-order] [--part] FILE`: where each kernel that ran is written: its
+// address and the most threads of a block. part: every kernel, but not with everything in every
+// order.
 struct Options {
-  bool large = false;
+  bool large = false, part = false;
   std::vector<Order> orders = {Order::kForward, Order::kReverse, Order::kRandom};
   const char* kernels = nullptr;
 };

@@ -8,9 +8,7 @@ called: tensors are the CPU's; what is checked, allocated and launched for them 
 
 from __future__ import annotations
 
-import inspect
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -79,15 +77,22 @@ class Library(programs.Plan):
         self._build("plain", "link", [*objects, *kernels], target, flags)
 
     def _host(self) -> list[str]:
-        """All sources but kernels, as two files: most of the time of one is for torch's headers."""
-        texts = {"optimizer.cpp": "", "regions.cpp": ""}
+        """All sources but kernels, as two files: most of the time of one is for torch's headers.
+
+        The CPU's kernels are compiled to see that they are C++17, too, without their loops over
+        vectors, and are not linked.
+        """
+        texts = {"optimizer.cpp": "", "regions.cpp": "", "cpu.cpp": ""}
         for source in build_config.sources(ROOT, self.with_cuda):
             path = Path(source).relative_to("csrc")
-            if path.suffix != ".cu" and "cpu" not in path.parts:
+            if "cpu" in path.parts:
+                texts["cpu.cpp"] += f'#include "{path}"\n'
+            elif path.suffix != ".cu":
                 with_kernels = (ROOT / "csrc" / path.parts[0] / "cuda").is_dir()
                 texts["optimizer.cpp" if with_kernels else "regions.cpp"] += f'#include "{path}"\n'
-        units = build_units.write_units(self.folder / "units", texts)
-        return [self._host_object(path, list(self.flags)) for path in units]
+        optimizer, regions, cpu = build_units.write_units(self.folder / "units", texts)
+        self._host_object(cpu, [])
+        return [self._host_object(path, list(self.flags)) for path in (optimizer, regions)]
 
     def _host_object(self, path: Path, flags: list[str]) -> str:
         target = f"objects/{path.stem}.o"
@@ -95,10 +100,10 @@ class Library(programs.Plan):
         return target
 
     def _host_flags(self) -> list[str]:
-        torch_std = re.search(r"-std=c\+\+\d+", inspect.getsource(cpp_extension))
-        assert torch_std, "torch.utils.cpp_extension names no -std"
+        # C++17, as with the oldest torch, whatever the one that is here compiles extensions as.
+        flags = ["-std=c++17", "-pedantic-errors"]
         # Not optimised: to compile takes longer than to run.
-        flags = [torch_std.group(), "-O0", "-fPIC", "-DNDEBUG", "-fvisibility=hidden", "-fopenmp"]
+        flags += ["-O0", "-fPIC", "-DNDEBUG", "-fvisibility=hidden", "-fopenmp"]
         flags += ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
         flags += self._includes(self.csrc)
         torchs = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]

@@ -24,7 +24,7 @@ KINDS = {
 }
 # Without contraction: comparisons must not depend on what a compiler makes of it.
 # What a library needs, too: the kernels' objects are linked into the package by operators.py.
-FLAGS = ["-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-mfma", "-fPIC", "-fvisibility=hidden"]
+FLAGS = ["-std=c++17", "-O1", "-g1", "-ffp-contract=off", "-mfma", "-fPIC", "-fvisibility=hidden"]
 DRIVERS = {  # first what runs longest
     "batch_norm": ["batch_norm", "driver"],
     "adam": ["adam", "adam_codes", "adam_measure", "driver"],
@@ -33,7 +33,7 @@ DRIVERS = {  # first what runs longest
 CONVERSIONS = "conversions"  # a program that needs the toolkit's headers, and no kernels
 # ThreadSanitizer must not take what the executor does for what kernels do.
 EXECUTOR = ["device", "fibers", "launch", "order"]
-REFERENCE = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-fopenmp"]
+REFERENCE = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-fopenmp"]
 
 RULES = """\
 rule compile

@@ -1,6 +1,6 @@
 """Run every CUDA kernel on the CPU and check what it does (`make emulate`).
 
-    python tests/emulation/run.py [--builds plain address thread memory] [--large]
+    python tests/emulation/run.py [--builds plain address thread memory] [--large] [--part]
 
 The last line says how many kernels ran: all that the programs hold, and all that nvcc compiles, as
 tools/cuda_kernels.tsv lists them, in blocks for which a multiprocessor has registers.
@@ -36,6 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--builds", nargs="+", choices=programs.KINDS, default=["plain", "address"])
     parser.add_argument("--large", action="store_true", help="tensors of millions of elements, too")
+    parser.add_argument("--part", action="store_true", help="not with everything in every order")
     options = parser.parse_args()
     kinds = [kind for kind in options.builds if has_compiler(kind)]
     runs = [(kind, program) for program in programs.DRIVERS for kind in kinds]
@@ -46,7 +47,7 @@ def main() -> None:
         programs.build(["plain"], programs=(programs.CONVERSIONS,))
         runs.insert(0, ("plain", programs.CONVERSIONS))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        results = list(pool.map(lambda of: run(*of, options.large), runs))
+        results = list(pool.map(lambda of: run(*of, options), runs))
     ran: dict[str, dict[str, int]] = {}
     for (kind, program), (status, output) in zip(runs, results, strict=True):
         print(f"== {kind}\n{output}", end="", flush=True)
@@ -74,8 +75,8 @@ def path_of(kind: str, program: str) -> Path:
     return programs.FOLDER / kind / program
 
 
-def run(kind: str, program: str, large: bool) -> tuple[int, str]:
-    options = ["--large"] if large else []
+def run(kind: str, program: str, chosen: argparse.Namespace) -> tuple[int, str]:
+    options = [f"--{name}" for name in ("large", "part") if getattr(chosen, name)]
     if kind != "plain":
         options.append("--one-order")  # what sanitizers see of right kernels does not depend on it
     return run_program(path_of(kind, program), kind, *options)

@@ -1,7 +1,8 @@
 """The package on a device whose streams are checked; then mistakes, which must be seen.
 
     python tests/emulation/streams.py [WORD...]     # cases and mistakes of such names alone
-    python tests/emulation/streams.py --full        # and all tests of a GPU that can run on it
+    python tests/emulation/streams.py --full        # with more seeds, and all tests of a GPU that
+                                                    # can run on it
 
 Cases that are not about the native part alone run in pure Python, too, with fewer seeds.
 
@@ -35,6 +36,9 @@ LIBRARY = FOLDER / "libfake_cuda.so"
 CASES = sorted((DEVICE / "cases").glob("cases_*.py"))
 PURE_PYTHON = [path for path in CASES if path.stem[6:] in ("adam", "checkpoint", "distributed")]
 NOTHING_CHOSEN = 5  # pytest's exit status
+# Of a case, native and in pure Python. A mistake is tried with all until it is seen.
+SEEDS = {True: 50, False: 10}
+EVERY_TIMES_SEEDS = {True: 20, False: 5}
 
 
 class Package(operators.Library):
@@ -77,13 +81,14 @@ def main() -> None:
     ]
     of_gpus = [] if words else [*EVERY_TIME, *(IN_FULL if full else [])]
     cores = len(os.sched_getaffinity(0))
+    seeds = SEEDS if full else EVERY_TIMES_SEEDS
     with ThreadPoolExecutor(cores) as pool:
         runs = [pool.submit(run_gpu_tests, tests) for tests in of_gpus]
         chosen = " or ".join(words) or "test"
-        runs += [pool.submit(run_tests, [path], chosen) for path in CASES]
+        runs += [pool.submit(run_tests, [path], chosen, seeds=seeds) for path in CASES]
         # There a captured region cannot ask torch for the random state, as on a card.
         chosen = f"({chosen}) and not replays"
-        runs += [pool.submit(run_tests, [path], chosen, native=False) for path in PURE_PYTHON]
+        runs += [pool.submit(run_tests, [path], chosen, False, seeds) for path in PURE_PYTHON]
         for native in (True, False):
             these = [number for is_native, number in seeing if is_native is native]
             parts = [part for i in range(cores) if (part := these[i::cores])]
@@ -100,16 +105,18 @@ def run_gpu_tests(tests: GpuTests) -> subprocess.CompletedProcess[str]:
 
 
 def run_tests(
-    paths: list[Path], words: str, native: bool = True
+    paths: list[Path], words: str, native: bool = True, seeds: dict[bool, int] = SEEDS
 ) -> subprocess.CompletedProcess[str]:
-    return run_python(["-m", "pytest", "-k", words, *map(str, paths)], native)
+    return run_python(["-m", "pytest", "-k", words, *map(str, paths)], native, seeds)
 
 
 def see_mistakes(numbers: list[str], native: bool) -> subprocess.CompletedProcess[str]:
     return run_python([str(DEVICE / "see_mistakes.py"), *numbers], native)
 
 
-def run_python(arguments: list[str], native: bool) -> subprocess.CompletedProcess[str]:
+def run_python(
+    arguments: list[str], native: bool, seeds: dict[bool, int] = SEEDS
+) -> subprocess.CompletedProcess[str]:
     options = ["-q", "-p", "no:cacheprovider", "-p", "checked_streams", "--rootdir", str(ROOT)]
     environment = {
         **os.environ,
@@ -117,6 +124,7 @@ def run_python(arguments: list[str], native: bool) -> subprocess.CompletedProces
         "PYTHONPATH": f"{DEVICE}:{ROOT / 'tests'}:{FOLDER}",  # FOLDER has the package
         "MEMSAVE_EXT_FAKE_CUDA": str(LIBRARY),
         "MEMSAVE_EXT_NATIVE": str(int(native)),
+        "MEMSAVE_EXT_SEEDS": str(seeds[native]),
         "OMP_NUM_THREADS": "1",
     }
     return subprocess.run(

@@ -5,7 +5,7 @@ import os
 import fake_cuda  # before torch
 import pytest
 
-SEEDS = 50 if os.environ["MEMSAVE_EXT_NATIVE"] == "1" else 10
+SEEDS = int(os.environ["MEMSAVE_EXT_SEEDS"])
 STDERR = os.fdopen(os.dup(2), "w")  # as it is before pytest takes it
 
 
