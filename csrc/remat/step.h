@@ -45,10 +45,11 @@ class Step {
   void count(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& gradients,
              int64_t missing);
 
-  // Called by the block in forward.
   // Whether a storage is a second one on memory that was allocated in this step, as numpy or DLPack
   // hand it back.
   bool is_alias(const c10::Storage& storage) const;
+
+  // Called by the block in forward.
   // Returns a hash of the operator and the shapes of its arguments.
   uint64_t began(const Operator& op, const at::RecordFunction& function);
   // Starts to measure how long an operator takes on a device; null where that is known by now.
