@@ -240,7 +240,6 @@ void Block::end(Recording& recording, const at::RecordFunction& function) {
     if (reference.overwritten) continue;
     if (reference.content->call) depth = std::max(depth, reference.content->depth + 1);
   }
-  if (depth > (step_ ? kDeepestPlanned : kDeepest)) recording.repeatable = false;
   const auto outputs = function.outputs();
   // Statistics that were given are among the arguments, and this output is empty.
   if (call.op->is_own_batch_norm && outputs.size() == 2 && is_plain(outputs[1].toTensor()) &&
@@ -251,6 +250,10 @@ void Block::end(Recording& recording, const at::RecordFunction& function) {
       recording.repeatable = refer(recording, outputs[1].toTensor(), kStatistics, -1);
     }
   }
+  // Where a plan makes a chain too long, the step is still the one that was planned: what ends the
+  // chain has to be kept, of which the next plan knows.
+  const bool is_traced = recording.repeatable;
+  if (depth > (step_ ? kDeepestPlanned : kDeepest)) recording.repeatable = false;
   // Memory that was written gets a new content, returned or not, before any is decided on: nothing
   // can be computed from what it held.
   for (const auto& [tensor, before] : recording.written) {
@@ -266,8 +269,7 @@ void Block::end(Recording& recording, const at::RecordFunction& function) {
     });
   }
   if (!step_) return;
-  step_->ended(recording.repeatable ? &call : nullptr, recording.key,
-               std::move(recording.device_time));
+  step_->ended(is_traced ? &call : nullptr, recording.key, std::move(recording.device_time));
   make_room();
 }
 

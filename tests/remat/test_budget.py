@@ -462,6 +462,17 @@ def test_what_cannot_be_computed_again_is_planned_to_be_kept():
     peaks_are_as_promised(nn.Sequential(nn.Linear(64, 64), Long()), torch.randn(512, 64), 0.6)
 
 
+def test_a_step_is_still_as_planned_where_a_chain_is_too_long_to_be_computed_again():
+    for _ in range(2):
+        with ms.remat(budget=0.5) as block:
+            x = torch.ones(1, requires_grad=True)
+            for _ in range(40000):
+                x = x.sin()
+        plan = block._recorder.budget()["plan"]
+        x.backward()
+    assert plan is not None
+
+
 def test_a_hundred_shapes_take_turns():
     model, _ = wide(2, 16)
     for number in range(2):

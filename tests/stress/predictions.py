@@ -60,7 +60,9 @@ UNKNOWN = {
     **dict.fromkeys(
         ("median", "nanmedian", "masked.median", "linalg.matrix_norm", "svd"), _WORKSPACE
     ),
-    **dict.fromkeys(("msort", "sort", "nn.functional.embedding_bag"), _WORKSPACE),
+    **dict.fromkeys(("msort", "sort", "quantile", "nanquantile"), _WORKSPACE),
+    "nn.functional.embedding_bag": _WORKSPACE,
+    "_segment_reduce.offsets": _INVALID,
     **dict.fromkeys(("nn.functional.unfold", "nn.functional.upsample_bilinear"), _WORKSPACE),
     **{
         f"nn.functional.{name}": _WORKSPACE
