@@ -15,9 +15,9 @@ class LinearCrossEntropyLoss(nn.Module):
     """:func:`linear_cross_entropy` with a linear layer of its own; torch's class of this name.
 
     Args:
-        in_features, num_classes, out_features, bias, device, dtype, reduction, weight,
-            ignore_index, label_smoothing, options: as in torch's ``LinearCrossEntropyLoss``, whose
-            ``state_dict`` fits.
+        in_features, num_classes, out_features, bias, device, dtype: as in torch's
+            ``LinearCrossEntropyLoss``, whose ``state_dict`` fits.
+        reduction, weight, ignore_index, label_smoothing, options: as in torch's.
         softcap, chunk_size, loss_dtype, debug: as in :func:`linear_cross_entropy`.
 
     Raises:
