@@ -12,6 +12,11 @@ namespace {
 // A block that is open for many steps would write down more and more of them, to no use.
 constexpr size_t kMostMoments = 100000;
 
+// In place of missing bytes, of steps within no budget, which do not count what lived before: their
+// memory is not that of the same step within one, whose plans would be made anew where both take
+// turns.
+constexpr int64_t kNothingCounts = -1;
+
 uint64_t mix(uint64_t hash, uint64_t value) {
   return (hash ^ value) * 0x9E3779B97F4A7C15u + (hash << 6) + (hash >> 2);
 }
@@ -32,7 +37,10 @@ uint64_t key_of(const Operator& op, const at::RecordFunction& function) {
 }  // namespace
 
 Step::Step(Budget budget)
-    : budget_(budget), shared_(known_steps(budget.device)), bytes_(budget.bytes) {
+    : budget_(budget),
+      shared_(known_steps(budget.device)),
+      bytes_(budget.bytes),
+      missing_(budget.is_limit() ? 0 : kNothingCounts) {
   shared_->begin();
 }
 
