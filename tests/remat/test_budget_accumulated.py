@@ -112,6 +112,18 @@ def test_more_shapes_in_turn_than_are_known():
     assert f"{known} shapes are known, {of_them} of them have plans" in block.report()
 
 
+def test_steps_within_a_budget_and_within_none_take_turns():
+    """Each follows its own plan: that of the other is for memory that counts otherwise."""
+    model, x = mlp()
+    for number in range(6):
+        for options in ({}, {"budget": 0.5}):
+            model.zero_grad(set_to_none=number == 0)
+            with ms.remat(model, **options) as block:
+                loss = model(x).square().mean()
+            loss.backward()
+    assert block._recorder.figures()["shapes"][1] >= 2
+
+
 class Writes(nn.Module):
     """Adds rows to what it has just computed; their source is saved only after that."""
 
