@@ -19,18 +19,17 @@ PAGES = [
     ),
 ]
 
-# Pages about what the native part alone does.
-NATIVE = ("remat",)
-# Half a minute, of which tests/memory has the same in pure Python with smaller models.
-ONCE = ("fits",)
+# Pages that run with the native part alone, and why.
+NATIVE = {
+    "remat": "it shows what is native",
+    "fits": "it takes half a minute; tests/memory has the same in pure Python with smaller models",
+}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_python_blocks_run_one_after_the_other(page, monkeypatch, tmp_path):
     if page.stem in NATIVE and not _native.available:
-        pytest.skip("it shows what is native")
-    if page.stem in ONCE and not _native.available:
-        pytest.skip("it runs with the native part")
+        pytest.skip(NATIVE[page.stem])
     monkeypatch.chdir(tmp_path)  # they may write files
     if not page.is_file():
         pytest.skip("no docs")

@@ -43,82 +43,45 @@ _MANY = "it would have thousands of results, or of steps"
 _WORKSPACE = "its kernels make memory for themselves"
 _PRODUCT = "oneDNN's products in bfloat16 copy blocks of their arguments, by rules of its own"
 _CONVOLUTION = "oneDNN's other convolutions copy blocks of their arguments, by rules of its own"
-_TRANSPOSED = "nn.functional.conv_transpose"
 _FORMULA = "torch computes its gradient otherwise for subclasses of tensors, as fakes are"
+
+
+def _each(reason: str, names: str, before: str = "", after: str = "") -> dict[str, str]:
+    return {f"{before}{name}{after}": reason for name in names.split()}
+
+
 # Operators whose peaks cannot be told, and why; of all kinds of numbers, or of one.
 UNKNOWN = {
-    **dict.fromkeys(("matrix_exp", "to_sparse", "masked_scatter"), _VALUES),
-    **dict.fromkeys(("prod", "masked.prod", "cumprod", "masked.cumprod"), _VALUES),
-    **dict.fromkeys(
-        ("addbmm", "cov", "as_strided_scatter"), "its fake fails, which a note of the error says"
-    ),
-    **dict.fromkeys(("unbind", "unbind_copy", "nn.RNN", "nn.GRU"), _MANY),
-    **dict.fromkeys(
-        ("linalg.cond", "linalg.eigvalsh", "linalg.norm", "linalg.svdvals"), _WORKSPACE
-    ),
-    **dict.fromkeys(("linalg.norm.subgradients_at_zero", "norm.nuc"), _WORKSPACE),
-    **dict.fromkeys(
-        ("median", "nanmedian", "masked.median", "linalg.matrix_norm", "svd"), _WORKSPACE
-    ),
-    **dict.fromkeys(("msort", "sort", "quantile", "nanquantile"), _WORKSPACE),
-    "nn.functional.embedding_bag": _WORKSPACE,
+    **_each(_VALUES, "matrix_exp to_sparse masked_scatter"),
+    **_each(_VALUES, "prod masked.prod cumprod masked.cumprod"),
+    **_each("its fake fails, which a note of the error says", "addbmm cov as_strided_scatter"),
+    **_each(_MANY, "unbind unbind_copy nn.RNN nn.GRU"),
     "_segment_reduce.offsets": _INVALID,
-    **dict.fromkeys(("nn.functional.unfold", "nn.functional.upsample_bilinear"), _WORKSPACE),
-    **{
-        f"nn.functional.{name}": _WORKSPACE
-        for name in (
-            *("interpolate.bilinear", "interpolate.nearest", "interpolate.nearest-exact"),
-            *("upsample_nearest", "bilinear"),
-        )
-    },
-    **dict.fromkeys(("sparse.sampled_addmm", "nn.functional.linear complex64"), _WORKSPACE),
+    **_each(_WORKSPACE, "cond eigvalsh norm norm.subgradients_at_zero svdvals", "linalg."),
+    **_each(_WORKSPACE, "linalg.matrix_norm norm.nuc svd median nanmedian masked.median"),
+    **_each(_WORKSPACE, "msort sort quantile nanquantile sparse.sampled_addmm"),
+    **_each(_WORKSPACE, "embedding_bag unfold bilinear upsample_bilinear", "nn.functional."),
+    **_each(_WORKSPACE, "upsample_nearest interpolate.bilinear", "nn.functional."),
+    **_each(_WORKSPACE, "nearest nearest-exact", "nn.functional.interpolate."),
+    **_each(_WORKSPACE, "nn.functional.linear", after=" complex64"),
     "nn.LinearCrossEntropyLoss": _WORKSPACE,
     "masked_fill": _FORMULA,  # of the number
-    **dict.fromkeys(("nn.functional.binary_cross_entropy", "nn.BCELoss"), _FORMULA),
+    **_each(_FORMULA, "nn.functional.binary_cross_entropy nn.BCELoss"),
     "nn.functional.binary_cross_entropy_with_logits": _FORMULA,  # of the target
-    **dict.fromkeys(("scatter_reduce.amax", "scatter_reduce.amin"), _FORMULA),
+    **_each(_FORMULA, "scatter_reduce.amax scatter_reduce.amin"),
     "scatter_reduce.mean bfloat16": _FORMULA,
-    **{
-        f"fft.{name}": _FORMULA
-        for name in (
-            "rfft",
-            "rfft2",
-            "rfftn",
-            "irfft",
-            "irfft2",
-            "irfftn",
-            "hfft",
-            "hfft2",
-            "hfftn",
-            "ihfft",
-            "ihfftn",
-        )
-    },
-    **{
-        f"{name} bfloat16": _PRODUCT
-        for name in (
-            *("addmm", "addmm.decomposed", "addmv", "addr", "baddbmm", "bmm", "corrcoef"),
-            *(
-                "dot",
-                "einsum",
-                "inner",
-                "kron",
-                "linalg.multi_dot",
-                "matmul",
-                "mm",
-                "mv",
-                "tensordot",
-            ),
-            *("vdot", "__rmatmul__", "nn.Linear", "nn.LinearCrossEntropyLoss"),
-            *("nn.functional.linear", "nn.functional.linear_cross_entropy"),
-            "nn.functional.linear_cross_entropy.chunked",
-        )
-    },
-    **{
-        f"{kind}{dims}d": _CONVOLUTION
-        for kind in ("nn.Conv", "nn.ConvTranspose", "nn.functional.conv", _TRANSPOSED)
-        for dims in (1, 2, 3)
-    },
+    **_each(_FORMULA, "rfft rfft2 rfftn irfft irfft2 irfftn", "fft."),
+    **_each(_FORMULA, "hfft hfft2 hfftn ihfft ihfftn", "fft."),
+    **_each(_PRODUCT, "addmm addmm.decomposed addmv addr baddbmm bmm corrcoef", after=" bfloat16"),
+    **_each(_PRODUCT, "dot einsum inner kron linalg.multi_dot matmul mm mv", after=" bfloat16"),
+    **_each(_PRODUCT, "tensordot vdot __rmatmul__ nn.Linear", after=" bfloat16"),
+    **_each(_PRODUCT, "nn.LinearCrossEntropyLoss nn.functional.linear", after=" bfloat16"),
+    **_each(_PRODUCT, "linear_cross_entropy", "nn.functional.", " bfloat16"),
+    **_each(_PRODUCT, "linear_cross_entropy.chunked", "nn.functional.", " bfloat16"),
+    **_each(_CONVOLUTION, "1d 2d 3d", "nn.Conv"),
+    **_each(_CONVOLUTION, "1d 2d 3d", "nn.ConvTranspose"),
+    **_each(_CONVOLUTION, "1d 2d 3d", "nn.functional.conv"),
+    **_each(_CONVOLUTION, "1d 2d 3d", "nn.functional.conv_transpose"),
 }
 OPTIMIZERS = {
     "AdamW": torch.optim.AdamW,
