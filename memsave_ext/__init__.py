@@ -12,7 +12,7 @@ from .batch_norm import (
     SyncBatchNorm,
     convert_batch_norm,
 )
-from .checkpointing import (
+from .checkpoint import (
     CheckpointError,
     CheckpointFunction,
     checkpoint,
@@ -28,7 +28,7 @@ from .loss_head import (
     linear_cross_entropy,
     patch_causal_lm,
 )
-from .rematerialization import remat, remat_module
+from .remat import remat, remat_module
 
 __all__ = [
     "SGD",

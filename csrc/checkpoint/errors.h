@@ -1,5 +1,5 @@
 // Errors and warnings of checkpointing: what is wrong is found here, the words for it are in
-// memsave_ext/checkpointing/errors.py, which the fallback shares.
+// memsave_ext/checkpoint/errors.py, which the fallback shares.
 #pragma once
 
 #include <pybind11/pybind11.h>

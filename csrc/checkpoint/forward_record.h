@@ -1,5 +1,5 @@
 // What modules inside a region keep from its forward for its recomputes: a Python dict, which
-// belongs to memsave_ext/checkpointing/forward_records.py and is only carried here.
+// belongs to memsave_ext/checkpoint/forward_records.py and is only carried here.
 #pragma once
 
 #include <pybind11/pybind11.h>

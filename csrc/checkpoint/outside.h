@@ -58,7 +58,7 @@ struct Read {
   Metadata metadata;
 };
 
-// As memsave_ext/checkpointing/errors.py takes them. Needs the GIL.
+// As memsave_ext/checkpoint/errors.py takes them. Needs the GIL.
 pybind11::list as_list(const std::vector<Read>& reads);
 
 // Notes, for a scope, operators of this thread that read tensors which have changed, or which an

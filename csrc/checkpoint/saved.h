@@ -27,7 +27,7 @@ struct Metadata {
 
   static Metadata of(const at::Tensor& tensor);
   bool fits(const at::Tensor& tensor) const;
-  // As memsave_ext/checkpointing/errors.py takes it. Needs the GIL.
+  // As memsave_ext/checkpoint/errors.py takes it. Needs the GIL.
   pybind11::tuple as_tuple() const;
 };
 

@@ -37,7 +37,7 @@ std::shared_ptr<Block> make_block(std::optional<bool> everything, const at::Devi
   return std::make_shared<Block>(Budget{0, 0, false, device});
 }
 
-// A block and its saved-tensor hooks, as memsave_ext/rematerialization/recorder.py uses them.
+// A block and its saved-tensor hooks, as memsave_ext/remat/recorder.py uses them.
 class Recorder {
  public:
   Recorder(std::optional<bool> everything, const at::Device& device)

@@ -29,7 +29,7 @@ at::Tensor bytes_of(const c10::Storage& storage) {
   return geometry.view(storage);
 }
 
-// As memsave_ext/checkpointing/errors.py takes it.
+// As memsave_ext/checkpoint/errors.py takes it.
 auto facts_of(const Geometry& geometry) {
   return std::make_tuple(std::vector<int64_t>(geometry.sizes.begin(), geometry.sizes.end()),
                          std::vector<int64_t>(geometry.strides.begin(), geometry.strides.end()),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..checkpointing.forward_records import ForwardRecord, Replay
+from ..checkpoint.forward_records import ForwardRecord, Replay
 
 # Keys of a forward record and of the positions of a recompute. A record has the list of all calls
 # under _CALLS, and the list of each module's calls under a weak reference to the module. Positions

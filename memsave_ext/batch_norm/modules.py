@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..checkpointing import forward_records, uncounted
+from ..checkpoint import forward_records, uncounted
 from . import calls, operators  # noqa: F401  # operators defines them
 from .activations import ACTIVATIONS, check_activation
 from .calls import Settings, Tensors
@@ -43,7 +43,7 @@ class CountOnce(_BatchNorm):
     activation: str | None = None
     negative_slope: float = 0.01
     # In a recompute these modules find by themselves what their forward computed, so that
-    # checkpointing/uncounted.py leaves their calls as they are.
+    # checkpoint/uncounted.py leaves their calls as they are.
     _call_impl = torch.nn.Module._call_impl
 
     def __init__(

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from .. import memory
 from ..adam import AdamW
-from ..checkpointing import checkpoint
-from ..rematerialization import remat
+from ..checkpoint import checkpoint
+from ..remat import remat
 from .rows import Row, message, same_bits, ulps
 
 _STEPS, _WIDTH, _BATCH = 4, 64, 512

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from ..checkpointing import forward_records
+from ..checkpoint import forward_records
 from . import head
 from .chunks import BLOCK, Settings, shape_of_chunk
 from .reference import Options, check, reference

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memsave_ext as ms
+from memsave_ext.checkpoint import offload
 
 AUTOCAST = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -303,7 +304,7 @@ def test_offloading_overlaps_with_the_forward():
         torch.cuda._sleep(600_000_000)  # cycles
         return a.sin()
 
-    copies = ms.checkpointing.offload._copy_stream(torch.device("cuda", x.device.index))
+    copies = offload._copy_stream(torch.device("cuda", x.device.index))
     ms.checkpoint(function, x, offload="cpu").sum().backward()  # pinned memory, kernels
     torch.cuda.synchronize()
     output = ms.checkpoint(function, x, offload="cpu")
@@ -336,7 +337,7 @@ def test_copies_back_overlap_with_the_backward():
         (ms.checkpoint(last, y, offload="cpu") * 2).sum().backward()
         torch.cuda.synchronize()
 
-    copies = ms.checkpointing.offload._copy_stream(torch.device("cuda", x.device.index))
+    copies = offload._copy_stream(torch.device("cuda", x.device.index))
     run()  # pinned memory, kernels
     run()
     assert done[-1] is False

@@ -154,8 +154,10 @@ def test_compiled_steps_have_no_more_graphs():
 PENDING = """
 import torch
 import memsave_ext as ms
+from memsave_ext import _native
+from memsave_ext.checkpoint.fallback import stepped
 
-is_any_pending = (ms._native.module or ms.checkpointing.fallback.stepped).is_any_pending
+is_any_pending = (_native.module or stepped).is_any_pending
 x = torch.randn(64, 64, requires_grad=True)
 assert not is_any_pending()
 out = ms.checkpoint(lambda x: (x * x).sin(), x)
@@ -163,7 +165,7 @@ assert is_any_pending()
 out.sum().backward()
 del out
 assert not is_any_pending()
-if ms._native.available:
+if _native.available:
     with ms.remat(_everything=True) as r:
         out = (x * x).sin().exp()
         assert is_any_pending()

@@ -9,7 +9,7 @@ import torch
 from libraries import library
 
 import memsave_ext as ms
-from memsave_ext.checkpointing import caches
+from memsave_ext.checkpoint import caches
 
 LIBRARIES = ["transformers", "transformers.modeling_layers"]
 transformers = modeling_layers = None  # conftest.py imports them

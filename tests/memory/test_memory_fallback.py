@@ -10,11 +10,11 @@ from tracked_programs import PROGRAMS, adam_after, memory_of_before, mlp, train_
 
 import memsave_ext as ms
 from memsave_ext import _native, _parts
-from memsave_ext.checkpointing import forward_records
-from memsave_ext.checkpointing import region as region_front
-from memsave_ext.checkpointing.fallback import forward_record as fallback_record
-from memsave_ext.checkpointing.fallback import region as fallback_region
-from memsave_ext.checkpointing.fallback import surroundings
+from memsave_ext.checkpoint import forward_records
+from memsave_ext.checkpoint import region as region_front
+from memsave_ext.checkpoint.fallback import forward_record as fallback_record
+from memsave_ext.checkpoint.fallback import region as fallback_region
+from memsave_ext.checkpoint.fallback import surroundings
 from memsave_ext.memory import figures as track_figures
 from memsave_ext.memory.fallback import tracker as fallback
 from memsave_ext.memory.fallback.log import Log

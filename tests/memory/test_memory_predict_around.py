@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses import fake_tensor
 
 import memsave_ext as ms
-from memsave_ext.checkpointing.fallback import surroundings
+from memsave_ext.checkpoint.fallback import surroundings
 
 AdamW = torch.optim.AdamW
 

@@ -20,7 +20,7 @@ TRAINING = """
     import memsave_ext as ms
     from memsave_ext.adam.fallback import operator, stepper
     from memsave_ext.batch_norm import fallback as norm
-    from memsave_ext.checkpointing.fallback import region
+    from memsave_ext.checkpoint.fallback import region
     from memsave_ext.loss_head import operators as head
     from memsave_ext.memory.fallback import tracker
 

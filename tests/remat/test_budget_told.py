@@ -40,7 +40,7 @@ def train_wide():
 
 def picture(block, path, monkeypatch):
     """What plot() draws, and writes to ``path``."""
-    picture = pytest.importorskip("memsave_ext.rematerialization.picture")
+    picture = pytest.importorskip("memsave_ext.remat.picture")
     drawn = []
     save = picture.save
     monkeypatch.setattr(picture, "save", lambda f, p: (drawn.append(f), save(f, p)))

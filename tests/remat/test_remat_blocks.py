@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import memsave_ext as ms
+from memsave_ext.remat import RematFigures
 
 
 class Net(nn.Module):
@@ -78,7 +79,7 @@ def test_without_a_model_there_are_no_modules():
 def test_nothing_recorded():
     with ms.remat() as r:
         pass
-    assert r.figures() == ms.rematerialization.RematFigures(0, (), ())
+    assert r.figures() == RematFigures(0, (), ())
     assert "0 operators recorded" in r.report()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 
-from ...checkpointing.fallback import surroundings
+from ...checkpoint.fallback import surroundings
 from .events import AFTER_BACKWARD, Mark, marks_and_changes, put_mark
 from .log import Log, Logging, Memory, address
 from .threads import RECOMPUTE, EventContext

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...adam import Adam, AdamW, in_backward
-from ...checkpointing import checkpoint_modules
+from ...checkpoint import checkpoint_modules
 from ...loss_head import patch_causal_lm
 from ..measure import Build, checked
 from .batch import remade
@@ -126,7 +126,7 @@ ALL = (
 )
 
 
-# That of memsave_ext.rematerialization, which puts it here: it makes its reports with this package,
+# That of memsave_ext.remat, which puts it here: it makes its reports with this package,
 # and so is imported after it.
 remat_module: Callable[..., Any] | None = None
 

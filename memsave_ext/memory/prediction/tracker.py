@@ -14,7 +14,7 @@ from torch._C._autograd import _get_sequence_nr
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import _parts
-from ...checkpointing.fallback import surroundings
+from ...checkpoint.fallback import surroundings
 from ..fallback.log import Block, Log, Logging
 from ..fallback.threads import RECOMPUTE, REMATERIALIZE, EventContext
 from .storages import Storages, Workspace

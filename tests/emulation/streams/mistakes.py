@@ -118,7 +118,7 @@ MISTAKES = [
     ),
     Mistake(
         "an offloaded input is freed before its copy out has ended",
-        "memsave_ext/checkpointing/offload.py",
+        "memsave_ext/checkpoint/offload.py",
         "        tensor.record_stream(self._copies)\n",
         "        MISTAKE or tensor.record_stream(self._copies)\n",
         "offloaded",
@@ -126,7 +126,7 @@ MISTAKES = [
     ),
     Mistake(
         "an offloaded input is copied out before it is there",
-        "memsave_ext/checkpointing/offload.py",
+        "memsave_ext/checkpoint/offload.py",
         "        self._copies.wait_stream(self._stream)\n"
         "        with torch.cuda.stream(self._copies):\n            #",
         "        MISTAKE or self._copies.wait_stream(self._stream)\n"
@@ -136,7 +136,7 @@ MISTAKES = [
     ),
     Mistake(
         "an offloaded input is read before its copy back has ended",
-        "memsave_ext/checkpointing/offload.py",
+        "memsave_ext/checkpoint/offload.py",
         "        current.wait_event(arrived)\n",
         "        MISTAKE or current.wait_event(arrived)\n",
         "offloaded",
@@ -144,7 +144,7 @@ MISTAKES = [
     ),
     Mistake(
         "an offloaded input is copied back to memory that the region's stream still uses",
-        "memsave_ext/checkpointing/offload.py",
+        "memsave_ext/checkpoint/offload.py",
         "        self._copies.wait_stream(self._stream)\n"
         "        with torch.cuda.stream(self._copies):\n            tensor.copy_",
         "        MISTAKE or self._copies.wait_stream(self._stream)\n"
@@ -154,7 +154,7 @@ MISTAKES = [
     ),
     Mistake(
         "what was copied back for nobody is freed before its copy has ended",
-        "memsave_ext/checkpointing/offload.py",
+        "memsave_ext/checkpoint/offload.py",
         "            self._back[0].record_stream(self._copies)\n",
         "            MISTAKE or self._back[0].record_stream(self._copies)\n",
         "any_order",
@@ -254,7 +254,7 @@ MISTAKES = [
     ),
     Mistake(
         "in pure Python hooks around a region give back on a stream that does not read it",
-        "memsave_ext/checkpointing/fallback/region.py",
+        "memsave_ext/checkpoint/fallback/region.py",
         "with on_stream(self._surroundings.stream):",
         "with on_stream(None if MISTAKE else self._surroundings.stream):",
         "in_a_region",
