@@ -257,7 +257,7 @@ void Backward::end() {
 }
 
 void Backward::publish() {
-  std::vector<const Parameter*> fresh;
+  std::vector<FreshState> fresh;
   {
     const std::lock_guard<std::mutex> lock(stepper_->mutex());
     fresh = snapshot_->take_fresh();

@@ -32,30 +32,6 @@ at::Tensor local_gradient(const py::handle& param) {
   return THPVariable_Unpack(local.ptr());
 }
 
-py::object as_placed(const py::handle& param, const at::Tensor& local) {
-  py::object tensor = wrapped(local);
-  return is_dtensor(param) ? given("as_placed")(param, tensor) : tensor;
-}
-
-py::object scale_as_placed(const py::handle& param, const at::Tensor& local) {
-  py::object tensor = wrapped(local);
-  return is_dtensor(param) ? given("scale_as_placed")(param, tensor) : tensor;
-}
-
-int64_t largest_shard(const at::Tensor& param) {
-  const py::gil_scoped_acquire gil;
-  return given("largest_shard")(wrapped(param)).cast<int64_t>();
-}
-
-std::vector<int64_t> local_scale_shape(const at::Tensor& param, int64_t block) {
-  const py::gil_scoped_acquire gil;
-  std::vector<int64_t> shape;
-  for (const py::handle size : given("local_scale_shape")(wrapped(param), block)) {
-    shape.push_back(size.cast<int64_t>());
-  }
-  return shape;
-}
-
 at::Tensor leave_buffer(const at::Tensor& grad, const at::Tensor& local) {
   const py::gil_scoped_acquire gil;
   const py::object left = given("leave_buffer")(wrapped(grad), wrapped(local));

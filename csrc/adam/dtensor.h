@@ -5,7 +5,6 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <vector>
 
 namespace memsave_ext::adam {
 
@@ -19,20 +18,6 @@ at::Tensor local_tensor(const pybind11::handle& tensor);
 // Returns this process's part of a parameter's gradient, redistributed to the parameter's
 // placement; undefined where there is no gradient.
 at::Tensor local_gradient(const pybind11::handle& param);
-
-// Returns a DTensor with the parameter's placement and `local` as its local tensor; `local` itself
-// where the parameter is no DTensor.
-pybind11::object as_placed(const pybind11::handle& param, const at::Tensor& local);
-
-// Returns the scales of all processes' blocks, as a DTensor, of which `local` are this process's;
-// `local` itself where the parameter is no DTensor.
-pybind11::object scale_as_placed(const pybind11::handle& param, const at::Tensor& local);
-
-// Returns how many elements the largest shard of a DTensor has, the same number in every process.
-int64_t largest_shard(const at::Tensor& param);
-
-// Returns the shape of this process's scales of a DTensor, for blocks of so many elements.
-std::vector<int64_t> local_scale_shape(const at::Tensor& param, int64_t block);
 
 // Gives a gradient memory of its own where its local part is a part of more, and returns that part.
 at::Tensor leave_buffer(const at::Tensor& grad, const at::Tensor& local);

@@ -19,15 +19,16 @@ struct Parameter {
   const Group* group = nullptr;
   uint32_t position = 0;         // among the optimizer's parameters
   std::shared_ptr<Entry> entry;  // of its hook; null without a hook
-  bool fresh = false;            // the state is new, and not in the optimizer's yet
+  // A new state that is not in the optimizer's yet: a dict, of DTensors for a DTensor. Or null.
+  std::shared_ptr<c10::SafePyObject> fresh;
 
   // Set by prepare(), for the next step or fold.
   at::Tensor grad;  // of `local`; undefined: zeros, to close folded gradients without another
   StepPhase phase = StepPhase::kWhole;
 };
 
-// Readies a parameter for a step with this gradient, and makes its state where it has none. Throws,
-// and changes nothing, where the step cannot be made.
+// Readies a parameter for a step with this gradient, and has its state made where it has none.
+// Throws, and changes nothing, where the step cannot be made.
 void prepare(Parameter& parameter, at::Tensor grad, StepPhase phase);
 
 // Undoes prepare(), for a parameter that is not stepped after all.

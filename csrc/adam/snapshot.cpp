@@ -1,5 +1,6 @@
 #include "adam/snapshot.h"
 
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -105,7 +106,8 @@ Group read_checked_group(const py::handle& dict) {
   read_rule(dict, group.options);
   group.options.weight_decay = number(get(dict, "weight_decay"));
   group.options.maximize = is_true(get(dict, "maximize"));
-  group.step_on_device = is_true(get(dict, "capturable")) || is_true(get(dict, "fused"));
+  // What decides where a new state's step is; a wrong one is to raise as soon as it is set.
+  for (const char* name : {"capturable", "fused"}) is_true(get(dict, name));
   read_modes(dict, group);
   return group;
 }
@@ -132,17 +134,6 @@ size_t place_of(PyObject* key, size_t guess) {
                                (PyUnicode_Check(key) && PyUnicode_Compare(key, name) == 0);
                       }) -
          names.begin();
-}
-
-void read_state(PyObject* dict, State& state) {
-  PyObject *key, *value;
-  size_t next = 0;
-  for (Py_ssize_t position = 0; PyDict_Next(dict, &position, &key, &value);) {
-    const size_t place = place_of(key, next);
-    if (place == keys().size() || !THPVariable_Check(value)) continue;
-    state.*kStateNames[place].tensor = local_tensor(value);
-    next = place + 1;
-  }
 }
 
 // Looks up the states of parameters by address: a tensor's __hash__ is a call into Python.
@@ -175,6 +166,17 @@ class StateOf {
 
 }  // namespace
 
+void read_state(PyObject* dict, State& state) {
+  PyObject *key, *value;
+  size_t next = 0;
+  for (Py_ssize_t position = 0; PyDict_Next(dict, &position, &key, &value);) {
+    const size_t place = place_of(key, next);
+    if (place == keys().size() || !THPVariable_Check(value)) continue;
+    state.*kStateNames[place].tensor = local_tensor(value);
+    next = place + 1;
+  }
+}
+
 Snapshot read_optimizer(const py::handle& optimizer, Algorithm algorithm) {
   Snapshot snapshot;
   const bool reads = algorithm != Algorithm::kOwn;  // an own step() reads options and states itself
@@ -182,6 +184,10 @@ Snapshot read_optimizer(const py::handle& optimizer, Algorithm algorithm) {
   for (const py::handle group : py::list(optimizer.attr("param_groups"))) {
     Group& options = snapshot.groups.emplace_back(reads ? read_group(group) : Group{});
     options.algorithm = algorithm;
+    if (reads) {
+      options.dict = std::make_shared<c10::SafePyObject>(
+          py::reinterpret_borrow<py::object>(group).release().ptr(), getPyInterpreter());
+    }
     options.position = static_cast<uint32_t>(snapshot.groups.size() - 1);
     for (const py::handle param : py::list(get(group, "params"))) {
       auto& parameter = snapshot.parameters.emplace_back();
@@ -197,37 +203,22 @@ Snapshot read_optimizer(const py::handle& optimizer, Algorithm algorithm) {
   return snapshot;
 }
 
-std::vector<const Parameter*> Snapshot::take_fresh() {
-  std::vector<const Parameter*> taken;
+std::vector<FreshState> Snapshot::take_fresh() {
+  std::vector<FreshState> taken;
   for (auto& parameter : parameters) {
-    if (std::exchange(parameter.fresh, false)) taken.push_back(&parameter);
+    if (parameter.fresh) taken.push_back({parameter.tensor, std::move(parameter.fresh)});
   }
   return taken;
 }
 
-void publish_states(const std::vector<const Parameter*>& parameters, const py::handle& optimizer) {
-  if (parameters.empty()) return;
-  const py::object states = optimizer.attr("state");
-  for (const Parameter* parameter : parameters) {
-    const auto param = py::reinterpret_steal<py::object>(THPVariable_Wrap(parameter->tensor));
-    py::dict state;
-    for (size_t i = 0; i < keys().size(); ++i) {
-      const at::Tensor& value = parameter->state.*kStateNames[i].tensor;
-      if (!value.defined()) continue;
-      const bool is_scale = kStateNames[i].tensor == &State::exp_avg_scale ||
-                            kStateNames[i].tensor == &State::exp_avg_sq_scale ||
-                            kStateNames[i].tensor == &State::momentum_buffer_scale;
-      // The step is the same in all processes.
-      const bool like_param = value.sizes() == parameter->local.sizes() && value.dim() > 0;
-      state[py::handle(keys()[i])] =
-          is_scale     ? scale_as_placed(param, value)
-          : like_param ? as_placed(param, value)
-                       : py::reinterpret_steal<py::object>(THPVariable_Wrap(value));
-    }
-    if (PyObject_SetItem(states.ptr(), param.ptr(), state.ptr()) < 0) {
-      throw py::error_already_set();
-    }
+void publish_states(const std::vector<FreshState>& states, const py::handle& optimizer) {
+  if (states.empty()) return;
+  py::list made;
+  for (const auto& [tensor, state] : states) {
+    const auto param = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+    made.append(py::make_tuple(param, py::handle(state->ptr(getPyInterpreter()))));
   }
+  given("publish_states")(optimizer, made);
 }
 
 }  // namespace memsave_ext::adam

@@ -12,6 +12,11 @@
 
 namespace memsave_ext::adam {
 
+struct FreshState {
+  at::Tensor param;
+  std::shared_ptr<c10::SafePyObject> state;
+};
+
 struct Snapshot {
   uint64_t number = 0;  // set by Backwards::use_snapshot(), unique; 0 before
   std::deque<Group> groups;
@@ -21,15 +26,17 @@ struct Snapshot {
   std::optional<c10::SafePyObject> owner;
   at::Tensor grad_scale;  // of the optimizer's GradScaler; undefined without one
 
-  // Returns the parameters whose states were made since the snapshot, or since the last call.
-  std::vector<const Parameter*> take_fresh();
+  // Returns the states that were made since the snapshot, or since the last call.
+  std::vector<FreshState> take_fresh();
 };
 
 // Reads the optimizer's param_groups and, where they are of `algorithm`, its state. Needs the GIL.
 Snapshot read_optimizer(const pybind11::handle& optimizer, Algorithm algorithm);
 
-// Puts these parameters' states into the optimizer's state. Needs the GIL.
-void publish_states(const std::vector<const Parameter*>& parameters,
-                    const pybind11::handle& optimizer);
+// Reads the tensors of a dict of the optimizer's state; of DTensors the local ones. Needs the GIL.
+void read_state(PyObject* dict, State& state);
+
+// Puts new states into the optimizer's state. Needs the GIL.
+void publish_states(const std::vector<FreshState>& states, const pybind11::handle& optimizer);
 
 }  // namespace memsave_ext::adam

@@ -1,13 +1,8 @@
 #include "adam/state.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
-
 #include <algorithm>
 #include <vector>
 
-#include "adam/dtensor.h"
 #include "adam/format_names.h"
 #include "adam/given.h"
 #include "vector/dtype.h"
@@ -17,25 +12,6 @@ namespace memsave_ext::adam {
 using at::Tensor;
 
 namespace {
-
-// Returns the format of the state that make_state() makes.
-StateFormat made_format(const Tensor& param, const Tensor& whole, const Group& group) {
-  const auto size = [&] { return param.is_same(whole) ? param.numel() : largest_shard(whole); };
-  const auto takes_blocks = [&] {
-    return size() >= kSmallestOfBlocks && param.is_non_overlapping_and_dense();
-  };
-  const auto& asked = row(group.state_dtype);
-  if (asked.option != Option::kNone && (!in_blocks(asked.format) || takes_blocks()))
-    return asked.format;
-  const auto dtype = vector::dtype_of(param.scalar_type());
-  const bool takes_float = dtype && (row(StateFormat::kFloat).params & bit(*dtype)) != 0;
-  return takes_float ? StateFormat::kFloat : StateFormat::kAsParam;
-}
-
-std::vector<int64_t> scale_shape(const Tensor& param, const Tensor& whole, StateFormat format) {
-  if (!param.is_same(whole)) return local_scale_shape(whole, row(format).codes.block);
-  return {blocks_of(format, param.numel())};
-}
 
 void check_tensor(const char* name, const Tensor& tensor, const Tensor& param,
                   at::ScalarType type) {
@@ -132,56 +108,13 @@ bool needs_step(const Tensor& param, const Group& group, StateFormat states) {
          (rule.moments > 0 && (row(states).at_random || in_blocks(states)));
 }
 
-void make_moments(State& state, const Tensor& param, const Tensor& whole, const StateRow& made,
-                  const RuleRow& rule) {
-  const auto type =
-      made.moments == Element::kNone ? param.scalar_type() : scalar_type(made.moments);
-  const auto moment = [&] {
-    return at::zeros_like(param, param.options().dtype(type), at::MemoryFormat::Preserve);
-  };
-  const bool is_buffer = rule.rule == Rule::kMomentum;
-  if (in_blocks(made.format)) {
-    const auto scales = [&] {
-      return at::zeros(scale_shape(param, whole, made.format), param.options().dtype(at::kFloat));
-    };
-    (is_buffer ? state.momentum_buffer_scale : state.exp_avg_scale) = scales();
-    if (rule.moments > 1) state.exp_avg_sq_scale = scales();
-  }
-  if (is_joint(made.format)) {
-    state.moments = moment();
-    return;
-  }
-  (is_buffer ? state.momentum_buffer : state.exp_avg) = moment();
-  if (rule.moments > 1) state.exp_avg_sq = moment();
-  if (rule.moments > 2) state.max_exp_avg_sq = moment();
-}
-
 }  // namespace
 
-bool is_complete(const State& state, const Group& group) {
-  return state.defined() && (group.options.rule != Rule::kMomentum || state.first().defined());
-}
-
-State make_state(const Tensor& param, const Tensor& whole, const Group& group) {
-  const at::NoGradGuard no_grad;
-  const auto zeros = [&](at::ScalarType of_type) {
-    return at::zeros_like(param, param.options().dtype(of_type), at::MemoryFormat::Preserve);
-  };
+bool is_complete(const Tensor& param, const State& state, const Group& group) {
   const RuleRow& rule = row(group.options.rule);
-  const StateRow& made = row(made_format(param, whole, group));
-  const bool dampens = rule.rule == Rule::kMomentum && group.options.beta2 != 0;
-  State state;
-  if (needs_step(param, group, made.format) || dampens) {
-    const bool on_device = group.step_on_device || !is_adam(rule.rule);
-    const auto device = on_device ? param.device() : c10::Device(c10::kCPU);
-    state.step = at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(device));
-  }
-  if (rule.moments > 0) make_moments(state, param, whole, made, rule);
-  if (const Element low_part = row(param_format(param, group)).low_part;
-      low_part != Element::kNone) {
-    state.param_low_part = zeros(scalar_type(low_part));
-  }
-  return state;
+  if (state.defined()) return rule.rule != Rule::kMomentum || state.first().defined();
+  return rule.moments == 0 && !needs_step(param, group, StateFormat::kAsParam) &&
+         row(param_format(param, group)).low_part == Element::kNone;
 }
 
 ParamFormat param_format(const Tensor& param, const Group& group) {

@@ -3,6 +3,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/SafePyObject.h>
+
+#include <memory>
 
 #include "adam/kernels.h"
 
@@ -17,10 +20,10 @@ enum class Algorithm {
 // A parameter group's options, as they are during one step.
 struct Group {
   Algorithm algorithm = Algorithm::kRule;
-  uint32_t position = 0;  // among the optimizer's groups
+  uint32_t position = 0;                    // among the optimizer's groups
+  std::shared_ptr<c10::SafePyObject> dict;  // the group itself; null for the operator's
   Options options{};
   at::Tensor lr;  // of float; undefined where lr is a number or on the CPU, and in options
-  bool step_on_device = false;                      // capturable or fused
   ParamFormat bf16 = ParamFormat::kPlain;           // of bfloat16 parameters
   StateFormat state_dtype = StateFormat::kAsParam;  // kAsParam: the parameter's type decides
   double max_grad_norm = 0;                         // of each parameter's gradient; 0: no clipping
@@ -67,17 +70,8 @@ inline constexpr StateName kStateNames[] = {
 };
 
 // Returns whether the state has all that the group's options ask for. SGD's may begin to ask for a
-// momentum buffer at any step.
-bool is_complete(const State& state, const Group& group);
-
-// Returns a state of zeros; without tensors where the rule and the formats need none. Steps are
-// counted by Adam, for random bits, and where dampening leaves out the first one. Without a
-// state_dtype, moments are float for 16-bit parameters and of the parameter's type for others.
-// Moments are in blocks only from kSmallestOfBlocks elements on, of a DTensor `whole` in the
-// largest shard. `param` is its local part, else `whole` itself.
-State make_state(const at::Tensor& param, const at::Tensor& whole, const Group& group);
-
-constexpr int64_t kSmallestOfBlocks = 4096;
+// momentum buffer at any step. States are made by memsave_ext/adam/states.py.
+bool is_complete(const at::Tensor& param, const State& state, const Group& group);
 
 // Return how a parameter and its checked state are stored.
 ParamFormat param_format(const at::Tensor& param, const Group& group);

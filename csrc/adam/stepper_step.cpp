@@ -28,7 +28,7 @@ int64_t Stepper::step(double max_norm, bool unscaled) {
   }
   const auto snapshot = read_for_step(unscaled);
   int64_t stepped = 0;
-  std::vector<const Parameter*> fresh;
+  std::vector<FreshState> fresh;
   const py::gil_scoped_release no_gil;
   {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -39,6 +39,16 @@ def make_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     if (low_part := param_format_of(param, group).low_part) is not None:
         state["param_rest"] = zeros_like(param, low_part)
     return state
+
+
+def publish_states(
+    optimizer: torch.optim.Optimizer, made: Iterable[tuple[Tensor, dict[str, Tensor]]]
+) -> None:
+    """Puts new states into the optimizer's; each keeps the low part that there was."""
+    for param, state in made:
+        if (low_part := optimizer.state.get(param, {}).get("param_rest")) is not None:
+            state["param_rest"] = low_part
+        optimizer.state[param] = state
 
 
 def needs_step(param: Tensor, group: Mapping[str, Any], states: StateFormat | None) -> bool:

@@ -7,13 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from .. import _native, _parts
-from . import dtensor, errors, fallback, modes, shards
+from . import dtensor, errors, fallback, modes, shards, states
 
 if _native.module:
     called = (
-        dtensor.local_tensor, dtensor.local_gradient, dtensor.as_placed, dtensor.largest_shard,
-        dtensor.local_scale_shape, dtensor.scale_as_placed, dtensor.leave_buffer,
-        shards.sharding_of, shards.sum_over_shards, modes.check_options,
+        dtensor.local_tensor, dtensor.local_gradient, dtensor.leave_buffer, shards.sharding_of,
+        shards.sum_over_shards, modes.check_options, states.make_state, states.publish_states,
     )  # fmt: skip
     _native.module.give_adam_functions({function.__name__: function for function in called})
     _native.module.give_adam_functions({"errors": errors})

@@ -11,7 +11,7 @@ from ...checkpoint.pending import note_step
 from .. import dtensor, modes
 from ..rules import is_complete
 from ..shards import sharding_of
-from ..states import check, make_state
+from ..states import check, make_state, publish_states
 from .arguments import Prepared
 from .operator import step
 from .params import Params
@@ -148,12 +148,9 @@ def _make_and_check_states(
         for param, group, grad in updates:
             state = optimizer.state.get(param, {})
             if not is_complete(state, group):
-                made = make_state(param, group)
-                if "param_rest" in state:
-                    made["param_rest"] = state["param_rest"]
-                if made:
+                if made := make_state(param, group):
                     fresh.append((param, state))
-                    optimizer.state[param] = made
+                    publish_states(optimizer, [(param, made)])
                 state = made
             check(param, grad, state, group, records.phase(state, folds=folds))
     except BaseException:
