@@ -82,6 +82,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("operator_name", &Record::operator_name);
 
   m.def("give_adam_functions", &memsave_ext::adam::give_functions);
+  m.def("give_adam_transitions", &memsave_ext::adam::give_transitions);
   m.def("adam_formats", &memsave_ext::adam::describe_formats);
   using memsave_ext::adam::Stepper;
   py::class_<Stepper, std::shared_ptr<Stepper>>(m, "AdamStepper")

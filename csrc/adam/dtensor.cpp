@@ -44,10 +44,4 @@ Sharding sharding_of(const at::Tensor& param) {
   return {found[0].cast<int64_t>(), found[1].cast<int64_t>()};
 }
 
-at::Tensor sum_over_shards(const at::Tensor& param, const at::Tensor& values) {
-  const py::gil_scoped_acquire gil;
-  const py::object sums = given("sum_over_shards")(wrapped(param), wrapped(values));
-  return THPVariable_Unpack(sums.ptr());
-}
-
 }  // namespace memsave_ext::adam

@@ -30,7 +30,4 @@ struct Sharding {
 
 Sharding sharding_of(const at::Tensor& param);
 
-// Returns the sums of these values over the processes of a DTensor's shards: a collective.
-at::Tensor sum_over_shards(const at::Tensor& param, const at::Tensor& values);
-
 }  // namespace memsave_ext::adam

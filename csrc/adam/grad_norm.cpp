@@ -2,13 +2,15 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/isfinite.h>
-#include <ATen/ops/zeros.h>
 
 #include <functional>
+#include <tuple>
+
+#include "adam/given.h"
 
 namespace memsave_ext::adam {
 
+namespace py = pybind11;
 using at::Tensor;
 
 void GradNorm::add(c10::ArrayRef<Parameter*> parameters) {
@@ -27,9 +29,7 @@ void GradNorm::add(c10::ArrayRef<Parameter*> parameters) {
 
 Tensor GradNorm::sum_of(int64_t sharding) const {
   Tensor sum;
-  const auto found = squares_.find(sharding);
-  if (found == squares_.end()) return sum;
-  for (const auto& [device, squares] : found->second.combined(std::plus<Tensor>())) {
+  for (const auto& [device, squares] : squares_.at(sharding).combined(std::plus<Tensor>())) {
     sum = sum.defined() ? sum + squares.to(sum.device()) : squares;
   }
   return sum;
@@ -37,26 +37,14 @@ Tensor GradNorm::sum_of(int64_t sharding) const {
 
 void GradNorm::finish(double max_norm, const Tensor& grad_scale, c10::ArrayRef<Tensor> sharded) {
   const at::NoGradGuard no_grad;
-  Tensor total = sum_of(0);
-  for (const Tensor& param : sharded) {
-    Tensor sum = sum_of(sharding_of(param).number);
-    if (!sum.defined()) sum = at::zeros({}, at::kDouble);
-    sum = sum_over_shards(param, sum);
-    total = total.defined() ? total + sum.to(total.device()) : sum;
-  }
-  if (!total.defined()) total = at::zeros({}, at::kDouble);
-  Tensor norm = total.sqrt(), scale;
-  if (grad_scale.defined()) {
-    scale = grad_scale.to(norm.device(), at::kDouble);
-    norm = norm / scale;
-    skip_ = norm.isfinite().logical_not().to(at::kFloat);
-  }
-  // The factor of torch.nn.utils.clip_grad_norm_.
-  Tensor factor = (max_norm / (norm + 1e-6)).clamp_max(1);
-  if (scale.defined()) factor = factor / scale;
-  norm_ = norm.to(at::kFloat);
-  factor_ = factor;
-  made_on_ = current_stream(factor.device());
+  const py::gil_scoped_acquire gil;
+  std::map<int64_t, Tensor> sums;
+  for (const auto& of : squares_) sums.emplace(of.first, sum_of(of.first));
+  std::optional<Tensor> skip;
+  std::tie(norm_, factor_, skip) = given("clip_to_norm")(sums, max_norm, grad_scale, sharded.vec())
+                                       .cast<std::tuple<Tensor, Tensor, std::optional<Tensor>>>();
+  skip_ = skip.value_or(Tensor());
+  made_on_ = current_stream(factor_.device());
 }
 
 Scaling GradNorm::scaling(c10::Device device) const {

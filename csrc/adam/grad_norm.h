@@ -29,7 +29,7 @@ class GradNorm {
   Scaling scaling(c10::Device device) const;
 
  private:
-  at::Tensor sum_of(int64_t sharding) const;  // undefined where nothing was added
+  at::Tensor sum_of(int64_t sharding) const;
 
   std::map<int64_t, PerStream> squares_;  // by number of the sharding
   at::Tensor norm_, factor_, skip_;

@@ -1,18 +1,18 @@
 #include "adam/shards.h"
 
-#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/isfinite.h>
-#include <ATen/ops/maximum.h>
 #include <ATen/ops/stack.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
+#include "adam/given.h"
 #include "adam/step.h"
 
 namespace memsave_ext::adam {
 
+namespace py = pybind11;
 using at::Tensor;
 
 bool asks_other_shards(const Parameter& parameter, bool scaled) {
@@ -51,21 +51,13 @@ Scaling agree(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
   for (const Parameter* parameter : parameters) {
     of_shards.push_back(sum_of_squares(parameter->grad));
   }
-  const Tensor squares = sum_over_shards(parameters.front()->tensor, at::stack(of_shards));
-  const double max_norm = parameters.front()->group->max_grad_norm;
-  // The factors that the kernels compute where a gradient is whole.
-  Tensor norms = squares.sqrt(), inverse, skips;
-  if (scaling.grad_scale.defined()) {
-    const Tensor scale = scaling.grad_scale.to(at::kDouble);
-    norms = norms / scale;
-    inverse = scale.reciprocal();
-    skips = squares.isfinite().logical_not().to(at::kFloat);
-    scaling.found_inf.copy_(at::maximum(scaling.found_inf, skips.amax()));
-  }
-  if (max_norm == 0) return {{}, {}, inverse.expand_as(squares).contiguous(), skips};
-  Tensor factors = (max_norm / (norms + 1e-6)).clamp_max(1);
-  if (inverse.defined()) factors = inverse * factors;
-  return {{}, {}, factors, skips};
+  const Tensor here = at::stack(of_shards);
+  const py::gil_scoped_acquire gil;
+  auto [factors, skips] =
+      given("agree")(parameters.front()->tensor, here, parameters.front()->group->max_grad_norm,
+                     scaling.grad_scale, scaling.found_inf)
+          .cast<std::pair<Tensor, std::optional<Tensor>>>();
+  return {{}, {}, std::move(factors), skips.value_or(Tensor())};
 }
 
 }  // namespace memsave_ext::adam

@@ -1,5 +1,5 @@
 // The state of an optimizer's step, and what may happen next. All transitions are in one table, in
-// state_machine.cpp.
+// memsave_ext/adam/state_machine.py, which has both enums in the same order.
 //
 // A state belongs to the step as a whole, from one call of step() to the next. What nests, or
 // exists several times at once in several threads, is counted instead: the blocks of the training
@@ -9,6 +9,9 @@
 
 #include <atomic>
 #include <cstdint>
+#include <string>
+#include <variant>
+#include <vector>
 
 namespace memsave_ext::adam {
 
@@ -34,13 +37,18 @@ enum class Event {
   kLoad,            // states were loaded: what the step has come to does not matter any more
 };
 
+// For each event and state: the number of the next state, or why there is none.
+using Transitions = std::vector<std::vector<std::variant<int64_t, std::string>>>;
+
+void give_transitions(Transitions table);
+
 // The caller holds the stepper's mutex.
 class StateMachine {
  public:
   StepState state() const { return state_; }
-  // Throws where the event cannot happen in this state.
-  void check(Event event) const;
-  // Goes to the state that the event leads to. Throws, and keeps the state, where it cannot happen.
+  // Returns the state that the event leads to. Throws where it cannot happen in this state.
+  StepState check(Event event) const;
+  // Goes to that state. Throws, and keeps the state, where the event cannot happen.
   void handle(Event event);
   // Notes that a backward raised after it had stepped, or folded into, `stepped` parameters. Does
   // nothing for 0.

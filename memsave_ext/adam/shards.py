@@ -1,9 +1,9 @@
-"""Collectives of the processes over which DTensors are split."""
+"""How gradients are scaled whose norm is asked of all processes, and the collectives for it."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -45,6 +45,69 @@ def sum_over_shards(param: Any, values: Tensor) -> Tensor:
     for dim in _splitting_dims(param):
         dist.all_reduce(sums, group=mesh.get_group(dim))
     return sums.to(values.device)
+
+
+@torch.no_grad()
+def agree(
+    param: Tensor,
+    squares: Tensor,
+    max_norm: float,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the factors of gradients of which each process has a shard, and which to skip.
+
+    They are those that kernels compute where a gradient is whole. A collective.
+
+    Args:
+        param: one of the parameters; all are split as this one.
+        squares: the sum of squares of each gradient's shard.
+        max_norm: what each gradient is clipped to; 0: not.
+        grad_scale, found_inf: of a GradScaler; None without one.
+    """
+    squares = sum_over_shards(param, squares)
+    norms, inverse, skips = squares.sqrt(), torch.ones_like(squares), None
+    if grad_scale is not None:
+        assert found_inf is not None
+        scale = grad_scale.double()
+        norms, inverse = norms / scale, inverse / scale
+        skips = squares.isfinite().logical_not().float()
+        found_inf.copy_(torch.maximum(found_inf, skips.amax()))
+    if max_norm == 0:
+        return inverse, skips
+    return inverse * (max_norm / (norms + 1e-6)).clamp(max=1), skips
+
+
+@torch.no_grad()
+def clip_to_norm(
+    squares: Mapping[int, Tensor],
+    max_norm: float,
+    grad_scale: Tensor | None,
+    sharded: Iterable[Tensor],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the norm of all gradients, the factor that clips and unscales them, and a skip.
+
+    Args:
+        squares: the sum of squares of this process's gradients, by number of their sharding.
+        max_norm: what the norm is clipped to.
+        grad_scale: the loss scale of the gradients, with which the skip is 1 where the norm is not
+            finite; None without one.
+        sharded: a DTensor of each sharding among the optimizer's parameters. There is a collective
+            for each, whether this process has gradients or not.
+    """
+    total = squares.get(0)
+    for param in sharded:
+        here = squares.get(sharding_of(param)[0], torch.zeros((), dtype=torch.double))
+        of_all = sum_over_shards(param, here)
+        total = of_all if total is None else total + of_all.to(total.device)
+    norm = torch.zeros((), dtype=torch.double) if total is None else total.sqrt()
+    if grad_scale is None:
+        # The factor of torch.nn.utils.clip_grad_norm_.
+        return norm.float(), (max_norm / (norm + 1e-6)).clamp(max=1), None
+    scale = grad_scale.to(norm.device, torch.double)
+    norm = norm / scale
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1) / scale
+    return norm.float(), factor, norm.isfinite().logical_not().float()
 
 
 @torch.no_grad()

@@ -7,15 +7,17 @@ from typing import Any
 from torch import Tensor
 
 from .. import _native, _parts
-from . import dtensor, errors, fallback, modes, shards, states
+from . import dtensor, errors, fallback, modes, shards, state_machine, states
 
 if _native.module:
     called = (
         dtensor.local_tensor, dtensor.local_gradient, dtensor.leave_buffer, shards.sharding_of,
-        shards.sum_over_shards, modes.check_options, states.make_state, states.publish_states,
+        shards.agree, shards.clip_to_norm, modes.check_options, states.make_state,
+        states.publish_states,
     )  # fmt: skip
     _native.module.give_adam_functions({function.__name__: function for function in called})
     _native.module.give_adam_functions({"errors": errors})
+    _native.module.give_adam_transitions(state_machine.transitions())
 
 
 def make(*arguments: Any) -> Any:

@@ -60,22 +60,16 @@ class GradNorm:
         sums are added up over processes, in one collective for each, whether this process has
         added gradients or not.
         """
-        squares = [square.here() for square in self._squares.values()]
-        for param in sharded:
-            of_shards = self._of_shards.get(shards.sharding_of(param)[0], [])
-            here = [square.here() for square in of_shards] or [torch.zeros((), dtype=torch.double)]
-            squares.append(shards.sum_over_shards(param, total(torch.stack(here))))
-        square = sum(
-            (s.to(squares[0].device) for s in squares), torch.zeros((), dtype=torch.double)
-        )
-        norm = square.sqrt()
-        if scale is not None:
-            scale = scale.to(norm.device, torch.double)
-            norm = norm / scale
-            self.skip = _Made(norm.isfinite().logical_not().float())
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1)
-        self.factor = _Made(factor if scale is None else factor / scale)
-        self.value = norm.float()
+        sums: dict[int, Tensor] = {}
+        whole = [square.here() for square in self._squares.values()]
+        if whole:
+            zero = torch.zeros((), dtype=torch.double)
+            sums[0] = sum((square.to(whole[0].device) for square in whole), zero)
+        for number, of_shards in self._of_shards.items():
+            sums[number] = total(torch.stack([square.here() for square in of_shards]))
+        self.value, factor, skip = shards.clip_to_norm(sums, max_norm, scale, sharded)
+        self.factor = _Made(factor)
+        self.skip = None if skip is None else _Made(skip)
 
 
 class Scaling:
@@ -150,24 +144,15 @@ class Scaling:
     ) -> dict[str, Tensor | None]:
         """Returns the operator's scaling arguments for shards that are split as ``param``.
 
-        All have the same max_grad_norm. A collective: see csrc/adam/shards.cpp.
+        All have the same max_grad_norm. A collective.
         """
         here = torch.stack([sum_of_squares(p.grad) for p in prepared if p.grad is not None])
-        squares = shards.sum_over_shards(param, here)
-        max_norm = prepared[0].group.get("max_grad_norm")
-        by = self.on(squares.device, scale)
-        inverse = torch.ones_like(squares)
-        skip = None
-        if (on_device := by.get("grad_scale")) is not None:
-            inverse = inverse / on_device.double()
-            skip = squares.isfinite().logical_not().float()
-            found_inf = by["found_inf"]
-            assert found_inf is not None
-            found_inf.copy_(torch.maximum(found_inf, skip.amax()))
-        if max_norm is None:
-            return {"factor": inverse, "skip": skip}
-        clip = (max_norm / (squares.sqrt() * inverse + 1e-6)).clamp(max=1)
-        return {"factor": inverse * clip, "skip": skip}
+        by = self.on(here.device, scale)
+        max_norm = prepared[0].group.get("max_grad_norm") or 0.0
+        factor, skip = shards.agree(
+            param, here, max_norm, by.get("grad_scale"), by.get("found_inf")
+        )
+        return {"factor": factor, "skip": skip}
 
     def end_step(self) -> None:
         of_devices: dict[torch.device, Tensor] = {}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import errors
+from ..state_machine import Block, Event, State, StateMachine
 from ..states import check_dense
 from . import hooks
 from .backward import Backward, Backwards, GradientAction
@@ -20,7 +21,6 @@ from .ddp import ReducedByDdp, params_of_modules
 from .params import Params
 from .records import Records
 from .scaling import GradNorm, Scaling, grad_scale_of
-from .state_machine import Block, Event, State, StateMachine
 from .updates import Update, apply, asks_others
 from .uses import Uses
 
@@ -85,10 +85,8 @@ class AdamStepper:
         adds_up = self._blocks[Block.ACCUMULATE] or self._blocks[Block.FOLD]
         if adds_up or any(param.grad is not None for param in self._params):
             raise errors.measures_sums()
-        self._machine.check(Event.BEGIN_NORM_PASS)
-        if self.folded():
-            raise errors.impossible("pass_too_late", 0)
-        self._machine.handle(Event.BEGIN_NORM_PASS)
+        folded = self.folded() > 0
+        self._machine.handle(Event.PASS_AFTER_FOLD if folded else Event.BEGIN_NORM_PASS)
         self._scaling.norm = GradNorm()
 
     def end_norm_pass(self, max_norm: float | None) -> None:

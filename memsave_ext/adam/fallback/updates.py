@@ -11,13 +11,13 @@ from ...checkpoint.pending import note_step
 from .. import dtensor, modes
 from ..rules import is_complete
 from ..shards import sharding_of
+from ..state_machine import StateMachine
 from ..states import check, make_state, publish_states
 from .arguments import Prepared
 from .operator import step
 from .params import Params
 from .records import Records
 from .scaling import Scaling
-from .state_machine import StateMachine
 
 
 class Update(NamedTuple):

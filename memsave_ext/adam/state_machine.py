@@ -1,4 +1,4 @@
-"""The states of an optimizer's step, with all transitions in one table: csrc/adam/state_machine.h.
+"""The states of an optimizer's step, with all transitions in one table, which csrc/adam is given.
 
 A state belongs to the step as a whole, from one call of ``step()`` to the next. What can nest or
 exist several times at once is counted elsewhere: the open blocks of the training loop that decide
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from enum import Enum
 
-from .. import errors
+from . import errors
 
 
+# The order of both is that of csrc/adam/state_machine.h.
 class State(Enum):
     IDLE = "no parameter has been stepped since the last call of step()"
     STEPPING = "some have been"
@@ -25,6 +26,7 @@ class Event(Enum):
     USE_GRADIENT = "one is complete, and will be stepped with, folded or measured"
     STEPPED = "parameters have been stepped"
     BEGIN_NORM_PASS = "norm_pass() is entered"
+    PASS_AFTER_FOLD = "the same, with folded gradients that are not stepped yet"
     FINISH_NORM_PASS = "it is left, and the norm is known"
     DROP_NORM_PASS = "it is left by an error"
     END_STEP = "step()"
@@ -58,6 +60,10 @@ _TABLE: dict[Event, dict[State, State | str]] = {
         State.CLIPPING: "pass_too_late",
         State.FAILED: "has_failed",
     },
+    Event.PASS_AFTER_FOLD: {
+        **dict.fromkeys(State, "pass_too_late"),
+        State.FAILED: "has_failed",
+    },
     Event.FINISH_NORM_PASS: {State.MEASURING: State.CLIPPING},
     Event.DROP_NORM_PASS: {State.MEASURING: State.IDLE},
     Event.END_STEP: {
@@ -74,6 +80,13 @@ _TABLE: dict[Event, dict[State, State | str]] = {
         State.FAILED: State.IDLE,
     },
 }
+
+
+def transitions() -> list[list[int | str]]:
+    """Returns for each event and state the number of the next state, or why there is none."""
+    states = list(State)
+    to = ((_TABLE[event].get(state, state) for state in State) for event in Event)
+    return [[t if isinstance(t, str) else states.index(t) for t in of_event] for of_event in to]
 
 
 class StateMachine:
