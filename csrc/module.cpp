@@ -9,7 +9,6 @@
 #include "adam/given.h"
 #include "adam/hook.h"
 #include "adam/rows.h"
-#include "adam/step_in_rows.h"
 #include "adam/stepper.h"
 #include "checkpoint/apply.h"
 #include "checkpoint/checkpoint.h"

@@ -4,9 +4,11 @@
 
 #include <c10/core/Stream.h>
 
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -90,6 +92,35 @@ class Backward {
   std::vector<Bucket> buckets_;
   int64_t stepped_ = 0;  // number of parameters that were stepped or folded into
   bool finished_ = false, ended_ = false;
+};
+
+class Backward;
+class Stepper;
+
+// The running backwards that reach an optimizer's parameters. The caller holds the stepper's
+// mutex, except for begin().
+class Backwards {
+ public:
+  // Returns the backward of the graph task that this thread works for; null where there is none.
+  std::shared_ptr<Backward> current() const;
+  // Returns current(), and begins one where there is none. Returns null outside of a backward, as
+  // step() will apply those gradients, and when the optimizer is gone. The caller holds neither
+  // the mutex nor the GIL.
+  std::shared_ptr<Backward> begin(Stepper& stepper);
+  // Notes that a backward has ended, finished or not.
+  void end_one();
+  // Throws while any backward runs. `call`: what cannot be called then.
+  void check_none(const char* call) const;
+  // Makes this the shared snapshot, and notes in each entry its parameter's position there.
+  void use_snapshot(const std::shared_ptr<Snapshot>& snapshot);
+
+ private:
+  // By id of the graph task.
+  std::vector<std::pair<int64_t, std::weak_ptr<Backward>>> by_task_;
+  int64_t running_ = 0;
+  uint64_t ended_ = 0;                // number of backwards that have ever ended
+  std::weak_ptr<Snapshot> snapshot_;  // that the running backwards share
+  uint64_t snapshots_ = 0;            // number of snapshots ever used
 };
 
 }  // namespace memsave_ext::adam

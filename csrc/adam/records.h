@@ -9,8 +9,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "adam/rows.h"
 #include "adam/step.h"
-#include "adam/step_in_rows.h"
 
 namespace memsave_ext::adam {
 

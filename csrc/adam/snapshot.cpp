@@ -11,10 +11,10 @@
 #include <unordered_map>
 #include <utility>
 
-#include "adam/amp.h"
 #include "adam/dtensor.h"
 #include "adam/format_names.h"
 #include "adam/given.h"
+#include "adam/scaling.h"
 
 namespace memsave_ext::adam {
 

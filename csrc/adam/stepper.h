@@ -14,11 +14,10 @@
 #include <mutex>
 #include <vector>
 
-#include "adam/backwards.h"
-#include "adam/entry.h"
+#include "adam/backward.h"
 #include "adam/open_step.h"
+#include "adam/parameter.h"
 #include "adam/snapshot.h"
-#include "adam/state_machine.h"
 
 namespace memsave_ext::adam {
 

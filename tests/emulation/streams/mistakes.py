@@ -38,7 +38,7 @@ MISTAKES = [
     ),
     Mistake(
         "partial sums of norms, and found_inf, are those of all streams",
-        "adam/per_stream.h",
+        "adam/scaling.h",
         "part.device == device && part.stream == stream",
         "part.device == device && (MISTAKE || part.stream == stream)",
         "norm infinite",
@@ -46,7 +46,7 @@ MISTAKES = [
     ),
     Mistake(
         "partial sums of norms are put together without a wait",
-        "adam/per_stream.h",
+        "adam/scaling.h",
         "      use_here(part.tensor, part.stream);\n",
         "      if (!MISTAKE) use_here(part.tensor, part.stream);\n",
         "norm_that_is_read",
