@@ -12,19 +12,30 @@ using at::Tensor;
 
 namespace {
 
-Transitions& transitions() {
-  static Transitions table;
-  return table;
-}
+constexpr int kEvents = static_cast<int>(Event::kLoad) + 1;
+constexpr int kStates = static_cast<int>(StepState::kFailed) + 1;
+
+// What give_transitions() was given: a state, or below 0 the reason why there is none.
+int8_t next_states[kEvents][kStates];
+std::vector<std::string> reasons;
 
 }  // namespace
 
-void give_transitions(Transitions table) { transitions() = std::move(table); }
+void give_transitions(const Transitions& table) {
+  for (int event = 0; event < kEvents; ++event) {
+    for (int state = 0; state < kStates; ++state) {
+      const auto& next = table.at(event).at(state);
+      if (const auto* reason = std::get_if<std::string>(&next)) reasons.push_back(*reason);
+      next_states[event][state] = static_cast<int8_t>(
+          next.index() == 0 ? std::get<int64_t>(next) : -static_cast<int64_t>(reasons.size()));
+    }
+  }
+}
 
 StepState StateMachine::check(Event event) const {
-  const auto& next = transitions()[static_cast<int>(event)][static_cast<int>(state_)];
-  if (const auto* state = std::get_if<int64_t>(&next)) return static_cast<StepState>(*state);
-  throw_error("impossible", std::get<std::string>(next), stepped_before_failure_);
+  const int next = next_states[static_cast<int>(event)][static_cast<int>(state_)];
+  if (next < 0) throw_error("impossible", reasons[-next - 1], stepped_before_failure_);
+  return static_cast<StepState>(next);
 }
 
 void StateMachine::handle(Event event) {

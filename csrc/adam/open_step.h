@@ -49,7 +49,7 @@ enum class Event {
 // For each event and state: the number of the next state, or why there is none.
 using Transitions = std::vector<std::vector<std::variant<int64_t, std::string>>>;
 
-void give_transitions(Transitions table);
+void give_transitions(const Transitions& table);
 
 // The caller holds the stepper's mutex.
 class StateMachine {

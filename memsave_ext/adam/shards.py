@@ -78,7 +78,6 @@ def agree(
     return inverse * (max_norm / (norms + 1e-6)).clamp(max=1), skips
 
 
-@torch.no_grad()
 def clip_to_norm(
     squares: Mapping[int, Tensor],
     max_norm: float,
