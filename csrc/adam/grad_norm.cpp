@@ -19,7 +19,7 @@ void GradNorm::add(c10::ArrayRef<Parameter*> parameters) {
     grads[is_whole ? 0 : sharding_of(parameter->tensor).number].push_back(parameter->grad);
   }
   for (const auto& [sharding, of_sharding] : grads) {
-    const Tensor squares = sum_of_squares(of_sharding);
+    const Tensor squares = adam_sum_of_squares(of_sharding);
     Tensor& sum = squares_[sharding].here(squares.device());
     sum = sum.defined() ? sum + squares : squares;
   }

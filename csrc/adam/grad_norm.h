@@ -4,8 +4,8 @@
 #include <ATen/core/Tensor.h>
 
 #include "adam/dtensor.h"
+#include "adam/ops.h"
 #include "adam/per_stream.h"
-#include "adam/step.h"
 
 namespace memsave_ext::adam {
 

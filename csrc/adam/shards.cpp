@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "adam/step.h"
+#include "adam/ops.h"
 
 namespace memsave_ext::adam {
 
@@ -49,7 +49,7 @@ Scaling agree(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
   std::vector<Tensor> of_shards;
   of_shards.reserve(parameters.size());
   for (const Parameter* parameter : parameters) {
-    of_shards.push_back(sum_of_squares(parameter->grad));
+    of_shards.push_back(adam_sum_of_squares(parameter->grad));
   }
   const Tensor squares = sum_over_shards(parameters.front()->tensor, at::stack(of_shards));
   const double max_norm = parameters.front()->group->max_grad_norm;

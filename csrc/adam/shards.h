@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "adam/dtensor.h"
-#include "adam/factors.h"
+#include "adam/items.h"
 #include "adam/parameter.h"
 
 namespace memsave_ext::adam {

@@ -8,8 +8,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "adam/items.h"
-#include "adam/step.h"
+#include "adam/ops.h"
 #include "checkpoint/stepped.h"
 
 namespace memsave_ext::adam {

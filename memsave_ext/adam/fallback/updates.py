@@ -12,8 +12,7 @@ from .. import dtensor, modes
 from ..rules import is_complete
 from ..shards import sharding_of
 from ..states import check, make_state
-from .arguments import Prepared
-from .operator import step
+from .operator import Prepared, step
 from .params import Params
 from .records import Records
 from .scaling import Scaling
