@@ -1,6 +1,6 @@
 """Train larger PyTorch models in the memory there is, without changing how they train."""
 
-from . import _ops, memory  # noqa: F401  # importing _ops defines Adam's operators
+from . import memory
 from ._parts import disable
 from ._version import __version__
 from .adam import SGD, Adam, AdamW, Lion, in_backward, remove_hooks

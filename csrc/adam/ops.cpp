@@ -1,24 +1,41 @@
-// The dispatcher's operators of Adam. Schemas: memsave_ext/_ops.py.
 #include "adam/ops.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/List.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/library.h>
 
+#include <algorithm>
+#include <iterator>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
-#include "adam/arguments.h"
 #include "adam/checks.h"
-#include "adam/factors.h"
-#include "adam/items.h"
 #include "checkpoint/stepped.h"
 
 namespace memsave_ext::adam {
 
 using at::Tensor;
 
-void step_on_device(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
+namespace {
+
+// Autograd has no part in a step: it is not differentiated, nor an in-place operation on a view.
+using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
+
+constexpr const char* kPhases[] = {"whole", "first_fold", "fold", "close"};  // of StepPhase
+
+// The kernel of adam_step_. The parameters are checked and lie on one device.
+void run_kernels(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
   const auto device = parameters.front()->local.device();
   const auto& kernels = kernels_for(device);
   void* const stream = stream_of(device);
@@ -42,34 +59,174 @@ void step_on_device(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling
   }
 }
 
-namespace {
+// The operator's signature, and what it is given.
+using StepOperator = void(at::TensorList params, at::TensorList grads, at::TensorList states,
+                          at::IntArrayRef positions, c10::List<std::string> state_names,
+                          c10::string_view phase, c10::string_view rule, double lr,
+                          const std::optional<Tensor>& tensor_lr, double beta1, double beta2,
+                          double eps, double weight_decay, bool decoupled_weight_decay,
+                          bool nesterov, bool maximize, std::optional<c10::string_view> bf16,
+                          c10::string_view state_format, int64_t seed,
+                          std::optional<double> max_grad_norm,
+                          const std::optional<Tensor>& grad_scale,
+                          const std::optional<Tensor>& found_inf,
+                          const std::optional<Tensor>& factor, const std::optional<Tensor>& skip);
+
+// Returns the index of what has this name.
+template <typename Names, typename NameOf>
+int index_of(const Names& of, const NameOf& name_of, const char* what, c10::string_view name) {
+  const auto found = std::find_if(std::begin(of), std::end(of),
+                                  [&](const auto& one) { return name == name_of(one); });
+  TORCH_CHECK_VALUE(found != std::end(of), "adam_step_: ", what, " ", name);
+  return static_cast<int>(found - std::begin(of));
+}
+
+constexpr auto kNameOf = [](const auto& row) { return row.name; };
 
 // `is_meta`: checks everything and does nothing.
 template <bool is_meta>
 void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList states,
-                at::IntArrayRef present, at::IntArrayRef phases, at::IntArrayRef positions,
-                at::IntArrayRef groups, at::ArrayRef<double> options, at::IntArrayRef modes,
-                at::TensorList lrs, const std::optional<Tensor>& grad_scale,
+                at::IntArrayRef positions, c10::List<std::string> state_names,
+                c10::string_view phase, c10::string_view rule, double lr,
+                const std::optional<Tensor>& tensor_lr, double beta1, double beta2, double eps,
+                double weight_decay, bool decoupled_weight_decay, bool nesterov, bool maximize,
+                std::optional<c10::string_view> bf16, c10::string_view state_format, int64_t seed,
+                std::optional<double> max_grad_norm, const std::optional<Tensor>& grad_scale,
                 const std::optional<Tensor>& found_inf, const std::optional<Tensor>& factor,
                 const std::optional<Tensor>& skip) {
-  Unpacked of =
-      unpack({params, grads, states, present, phases, positions, groups, options, modes, lrs});
-  std::vector<Parameter*> parameters;
-  for (Parameter& parameter : of.parameters) {
-    parameters.push_back(&parameter);
+  Group group;
+  const RuleRow& of_rule = kRuleRows[index_of(kRuleRows, kNameOf, "there is no rule", rule)];
+  group.options = {lr,           beta1,
+                   beta2,        eps,
+                   weight_decay, decoupled_weight_decay,
+                   nesterov,     maximize,
+                   of_rule.rule, static_cast<uint64_t>(seed)};
+  if (tensor_lr) group.lr = *tensor_lr;
+  group.max_grad_norm = max_grad_norm.value_or(0);
+  const char* const no_format = "there is no format";
+  group.bf16 = kParamRows[index_of(kParamRows, kNameOf, no_format, bf16.value_or(""))].format;
+  group.state_dtype = kStateRows[index_of(kStateRows, kNameOf, no_format, state_format)].format;
+  std::vector<Tensor State::*> of_names;
+  for (const std::string& name : state_names.vec()) {
+    of_names.push_back(
+        kStateNames[index_of(kStateNames, kNameOf, "no state has the name", name)].tensor);
+  }
+  const auto same = [](const char* name) { return name; };
+  const auto of_phase = static_cast<StepPhase>(index_of(kPhases, same, "there is no phase", phase));
+  TORCH_CHECK_VALUE(of_phase == StepPhase::kWhole || of_rule.folds,
+                    "adam_step_: nothing is folded by ", of_rule.name);
+  const size_t count = params.size();
+  const auto check_length = [](const char* name, size_t length, size_t expected) {
+    TORCH_CHECK_VALUE(length == expected, "adam_step_: ", name, " must have ", expected,
+                      " elements, got ", length);
+  };
+  check_length("grads", grads.size(), grads.empty() ? 0 : count);
+  check_length("states", states.size(), count * of_names.size());
+  check_length("positions", positions.size(), count);
+
+  std::vector<Parameter> parameters(count);
+  std::vector<Parameter*> pointers;
+  for (size_t i = 0; i < count; ++i) {
+    Parameter& parameter = parameters[i];
+    pointers.push_back(&parameter);
+    parameter.local = params[i];
+    parameter.group = &group;
+    parameter.phase = of_phase;
+    parameter.position = static_cast<uint32_t>(positions[i]);
+    if (!grads.empty()) parameter.grad = grads[i];
+    for (size_t j = 0; j < of_names.size(); ++j) {
+      parameter.state.*of_names[j] = states[i * of_names.size() + j];
+    }
     // Symbolic sizes are of a trace: the kernel that runs later checks.
     if (is_meta && parameter.local.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) continue;
-    check_step(parameter.local, parameter.grad, parameter.state, *parameter.group, parameter.phase);
+    check_step(parameter.local, parameter.grad, parameter.state, group, parameter.phase);
     TORCH_CHECK_VALUE(parameter.local.device() == params[0].device(),
                       "adam_step_: params must lie on one device, got ", params[0].device(),
                       " and ", parameter.local.device());
   }
   if (is_meta || parameters.empty()) return;
-  step_on_device(parameters, {grad_scale.value_or(Tensor()), found_inf.value_or(Tensor()),
-                              factor.value_or(Tensor()), skip.value_or(Tensor())});
+  run_kernels(pointers, {grad_scale.value_or(Tensor()), found_inf.value_or(Tensor()),
+                         factor.value_or(Tensor()), skip.value_or(Tensor())});
 }
 
-Tensor adam_sum_of_squares(at::TensorList grads) {
+// Calls the operator for parameters at these places, which are alike.
+void call_operator(c10::ArrayRef<Parameter*> all, const std::vector<size_t>& places,
+                   const Scaling& scaling) {
+  static const auto step = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("memsave_ext::adam_step_", "")
+                               .typed<StepOperator>();
+  const Parameter& first = *all[places.front()];
+  std::vector<Tensor> params, grads, states;
+  std::vector<int64_t> positions;
+  c10::List<std::string> names;
+  for (const auto& [name, tensor] : kStateNames) {
+    if ((first.state.*tensor).defined()) names.push_back(name);
+  }
+  for (const size_t place : places) {
+    const Parameter& parameter = *all[place];
+    params.push_back(parameter.local);
+    if (parameter.grad.defined()) grads.push_back(parameter.grad);
+    for (const auto& state : kStateNames) {
+      const Tensor& tensor = parameter.state.*state.tensor;
+      if (tensor.defined()) states.push_back(tensor);
+    }
+    positions.push_back(parameter.position);
+  }
+  const auto given = [](const Tensor& tensor) {
+    return tensor.defined() ? std::optional(tensor) : std::nullopt;
+  };
+  const auto of_places = [&](const Tensor& of) {  // a scalar, or an element for each parameter
+    if (!of.defined() || of.numel() == 1 || places.size() == all.size()) return given(of);
+    std::vector<Tensor> elements;
+    for (const size_t place : places) elements.push_back(of[static_cast<int64_t>(place)]);
+    return given(at::stack(elements));
+  };
+  const Group& group = *first.group;
+  const Options& o = group.options;
+  const bool plain = group.bf16 == ParamFormat::kPlain;
+  step.call(params, grads, states, positions, names, kPhases[static_cast<int>(first.phase)],
+            row(o.rule).name, o.lr, given(group.lr), o.beta1, o.beta2, o.eps, o.weight_decay,
+            o.decoupled_weight_decay, o.nesterov, o.maximize,
+            plain ? std::nullopt : std::optional<c10::string_view>(row(group.bf16).name),
+            row(group.state_dtype).name, static_cast<int64_t>(o.seed),
+            group.max_grad_norm > 0 ? std::optional(group.max_grad_norm) : std::nullopt,
+            given(scaling.grad_scale), given(scaling.found_inf), of_places(scaling.factor),
+            of_places(scaling.skip));
+}
+
+// What the parameters of one call agree in: the group, the phase, and which tensors there are.
+using Alike = std::tuple<const Group*, StepPhase, uint32_t>;
+
+Alike alike(const Parameter& parameter) {
+  uint32_t tensors = parameter.grad.defined();
+  for (size_t i = 0; i < std::size(kStateNames); ++i) {
+    if ((parameter.state.*kStateNames[i].tensor).defined()) tensors |= 2u << i;
+  }
+  return {parameter.group, parameter.phase, tensors};
+}
+
+void call_operators(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
+  std::vector<std::pair<Alike, std::vector<size_t>>> batches;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const Alike key = alike(*parameters[i]);
+    auto batch = std::find_if(batches.begin(), batches.end(),
+                              [&](const auto& other) { return other.first == key; });
+    if (batch == batches.end()) batch = batches.insert(batch, {key, {}});
+    batch->second.push_back(i);
+  }
+  for (const auto& [key, places] : batches) call_operator(parameters, places, scaling);
+}
+
+// Returns whether the dispatcher would only call the kernel: nobody profiles either.
+bool needs_no_dispatcher(c10::ArrayRef<Parameter*> parameters) {
+  return std::all_of(parameters.begin(), parameters.end(),
+                     [](const Parameter* parameter) { return needs_only_kernels(*parameter); }) &&
+         !parameters.front()->local.is_meta() &&
+         !at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+}
+
+// The kernel of adam_sum_of_squares.
+Tensor measure_squares(at::TensorList grads) {
   TORCH_CHECK_VALUE(!grads.empty(), "adam_sum_of_squares: grads is empty");
   const auto device = grads.front().device();
   const auto& kernels = kernels_for(device);
@@ -97,23 +254,58 @@ Tensor adam_sum_of_squares(at::TensorList grads) {
   return squares.sum();
 }
 
-Tensor sum_of_squares_on_meta(at::TensorList grads) {
+Tensor measure_on_meta(at::TensorList grads) {
   for (const Tensor& grad : grads) check_dense(grad);
   return at::empty({}, at::TensorOptions(at::kMeta).dtype(at::kDouble));
 }
 
 }  // namespace
 
-void register_operators(torch::Library& library) {
-  library.impl("adam_step_", adam_step_<false>);
-  library.impl("adam_sum_of_squares", adam_sum_of_squares);
+bool needs_only_kernels(const Parameter& parameter) {
+  const auto of_thread = c10::impl::tls_local_dispatch_key_set();
+  c10::DispatchKeySet keys = of_thread.included_ | parameter.local.key_set();
+  keys = keys | parameter.grad.key_set();
+  for (const auto& state : kStateNames) keys = keys | (parameter.state.*state.tensor).key_set();
+  constexpr c10::DispatchKeySet skipped({c10::DispatchKey::Dense, c10::DispatchKey::BackendSelect});
+  const auto others = keys - of_thread.excluded_ - skipped;
+  return (others.raw_repr() & ~c10::full_backend_mask) == 0;
+}
+
+void adam_step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
+  if (parameters.empty()) return;
+  check_device(parameters.front()->local.device());
+  const BelowAutograd guard;
+  if (needs_no_dispatcher(parameters)) {
+    run_kernels(parameters, scaling);
+  } else {
+    call_operators(parameters, scaling);
+  }
+}
+
+Tensor adam_sum_of_squares(c10::ArrayRef<Tensor> grads) {
+  check_device(grads.front().device());
+  static const auto sum = c10::Dispatcher::singleton()
+                              .findSchemaOrThrow("memsave_ext::adam_sum_of_squares", "")
+                              .typed<Tensor(at::TensorList)>();
+  const BelowAutograd guard;
+  return sum.call(grads);
 }
 
 }  // namespace memsave_ext::adam
 
-TORCH_LIBRARY_IMPL(memsave_ext, CPU, library) { memsave_ext::adam::register_operators(library); }
+TORCH_LIBRARY_IMPL(memsave_ext, CPU, library) {
+  library.impl("adam_step_", memsave_ext::adam::adam_step_<false>);
+  library.impl("adam_sum_of_squares", memsave_ext::adam::measure_squares);
+}
+
+#ifdef MEMSAVE_EXT_WITH_CUDA
+TORCH_LIBRARY_IMPL(memsave_ext, CUDA, library) {
+  library.impl("adam_step_", memsave_ext::adam::adam_step_<false>);
+  library.impl("adam_sum_of_squares", memsave_ext::adam::measure_squares);
+}
+#endif
 
 TORCH_LIBRARY_IMPL(memsave_ext, Meta, library) {
   library.impl("adam_step_", memsave_ext::adam::adam_step_<true>);
-  library.impl("adam_sum_of_squares", memsave_ext::adam::sum_of_squares_on_meta);
+  library.impl("adam_sum_of_squares", memsave_ext::adam::measure_on_meta);
 }

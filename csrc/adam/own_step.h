@@ -4,7 +4,7 @@
 #include <c10/util/ArrayRef.h>
 #include <pybind11/pybind11.h>
 
-#include "adam/factors.h"
+#include "adam/items.h"
 #include "adam/parameter.h"
 
 namespace memsave_ext::adam {

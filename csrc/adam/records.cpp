@@ -26,7 +26,7 @@ void Records::step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling)
     if (is_fold(parameter->phase)) continue;
     drop_stale_low_part(parameter->local, parameter->state.param_low_part);
   }
-  step_all(parameters, scaling);
+  adam_step(parameters, scaling);
   for (const Parameter* parameter : parameters) note(*parameter);
 }
 

@@ -9,14 +9,14 @@
 #include <unordered_map>
 #include <utility>
 
+#include "adam/ops.h"
 #include "adam/rows.h"
-#include "adam/step.h"
 
 namespace memsave_ext::adam {
 
 class Records {
  public:
-  // As step_all(). First drops stale low parts.
+  // As adam_step(). First drops stale low parts.
   void step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling);
 
   // Begins a step of one parameter in rows, with the same care for param_low_part.

@@ -15,7 +15,7 @@
 #include "adam/ddp.h"
 #include "adam/hook.h"
 #include "adam/items.h"
-#include "adam/step.h"
+#include "adam/ops.h"
 #include "adam/stepper.h"
 #include "checkpoint/stepped.h"
 

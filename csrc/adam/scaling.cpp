@@ -14,7 +14,7 @@
 #include <utility>
 
 #include "adam/given.h"
-#include "adam/step.h"
+#include "adam/ops.h"
 
 namespace memsave_ext::adam {
 
@@ -50,7 +50,7 @@ void GradNorm::add(c10::ArrayRef<Parameter*> parameters) {
     grads[is_whole ? 0 : sharding_of(parameter->tensor).number].push_back(parameter->grad);
   }
   for (const auto& [sharding, of_sharding] : grads) {
-    const Tensor squares = sum_of_squares(of_sharding);
+    const Tensor squares = adam_sum_of_squares(of_sharding);
     Tensor& sum = squares_[sharding].here(squares.device());
     sum = sum.defined() ? sum + squares : squares;
   }
@@ -116,7 +116,7 @@ Scaling agree(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
   std::vector<Tensor> of_shards;
   of_shards.reserve(parameters.size());
   for (const Parameter* parameter : parameters) {
-    of_shards.push_back(sum_of_squares(parameter->grad));
+    of_shards.push_back(adam_sum_of_squares(parameter->grad));
   }
   const Tensor here = at::stack(of_shards);
   const py::gil_scoped_acquire gil;

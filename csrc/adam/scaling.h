@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "adam/dtensor.h"
-#include "adam/factors.h"
+#include "adam/items.h"
+#include "adam/ops.h"
 #include "adam/parameter.h"
-#include "adam/step.h"
 #include "streams.h"
 
 namespace memsave_ext::adam {

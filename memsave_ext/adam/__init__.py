@@ -1,6 +1,6 @@
 """Optimizers: a step is one native call, or runs in backward as the gradients arrive."""
 
-from . import other_steps  # noqa: F401
+from . import operators, other_steps  # noqa: F401  # importing operators defines them
 from .any_optimizer import in_backward
 from .lion import Lion
 from .optimizer import Adam, AdamW

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import _parts
 from ..adam import SGD, Adam, AdamW, Lion
-from ..adam.fallback.arguments import Prepared, pack
+from ..adam.fallback.operator import Prepared, alike, call_of
 from ..adam.states import make_state
 from .rows import CLOSE, Row, message
 
@@ -24,7 +24,7 @@ _F32, _BF16, _F16, _F64 = torch.float32, torch.bfloat16, torch.float16, torch.fl
 _FLOATS = _F32, _BF16, _F16, _F64
 _LAST = torch.channels_last
 _MANY = 8_000_000
-Arguments = tuple[Any, ...]
+Arguments = tuple[Any, ...]  # with a dict at the end where some are named
 
 
 @dataclass
@@ -45,15 +45,15 @@ class Kernel:
     limit: Callable[[Arguments], float] = lambda _: CLOSE
     exact: Callable[[Arguments], Arguments | None] = lambda arguments: _wide(arguments)
     same_bits: bool = False  # whether pure Python has them
-    in_float64: int | None = None  # how many of the results are compared with those of float64
+    first_in_float64: bool = False  # only as many results as the first argument has tensors are
 
     def call(self, arguments: Arguments) -> list[Tensor]:
         operator = getattr(torch.ops.memsave_ext, self.operator)
-        return self.results(arguments, operator(*arguments))
+        return self.results(arguments, called(operator, arguments))
 
     def call_python(self, arguments: Arguments) -> list[Tensor]:
         kernel = _parts.python_kernel(self.operator)
-        return self.results(arguments, kernel(*arguments))
+        return self.results(arguments, called(kernel, arguments))
 
     def check(self, row: Row, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -63,10 +63,17 @@ class Kernel:
             python = self.call_python(copied(arguments))
             exact = None
             if exact_arguments is not None:
-                exact = self.call_python(exact_arguments)[: self.in_float64]
+                count = len(arguments[0]) if self.first_in_float64 else None
+                exact = self.call_python(exact_arguments)[:count]
             row.compare(found, python, exact, self.limit(arguments))
         if self.same_bits and _has_bits_of_python(device) and row.from_python:
             row.wrong("not the bits of pure Python")
+
+
+def called(function: Callable[..., Any], arguments: Arguments) -> Any:
+    if arguments and isinstance(arguments[-1], dict):
+        return function(*arguments[:-1], **arguments[-1])
+    return function(*arguments)
 
 
 def _has_bits_of_python(device: torch.device) -> bool:
@@ -306,11 +313,12 @@ def _optimizer(what: str, kind: Any, dtype: torch.dtype, options: dict[str, Any]
             for of in first:
                 if "step" in of.state:
                     of.state["step"].fill_(1)
-            arguments = pack(first)
-            yield arguments
-            second = copied(arguments)
-            _parts.python_kernel("adam_step_")(*second)
-            yield second
+            for places in alike(first):
+                arguments = call_of([first[i] for i in places])
+                yield arguments
+                second = copied(arguments)
+                called(_parts.python_kernel("adam_step_"), second)
+                yield second
 
     def exact(arguments: Arguments) -> Arguments | None:
         """Returns a first step in float64; later ones begin with what was rounded."""
@@ -325,12 +333,12 @@ def _optimizer(what: str, kind: Any, dtype: torch.dtype, options: dict[str, Any]
             if "step" in state:
                 state["step"].fill_(1)
             steps.append(Prepared(param.detach(), grad.double(), state, group, "whole", i))
-        return pack(steps)
+        return call_of(steps)
 
     def large(device: torch.device) -> tuple[Arguments, int]:
         (of,) = made([1 << (26 if device.type == "cuda" else 22)], device, 0)
         written = [of.param, *of.state.values()]
-        return pack([of]), of.grad.nbytes + 2 * sum(t.nbytes for t in written)  # type: ignore[union-attr]
+        return call_of([of]), of.grad.nbytes + 2 * sum(t.nbytes for t in written)  # type: ignore[union-attr]
 
     def results(arguments: Arguments, _: Any) -> list[Tensor]:
         return [*arguments[0], *arguments[2]]
@@ -339,7 +347,7 @@ def _optimizer(what: str, kind: Any, dtype: torch.dtype, options: dict[str, Any]
     bits = dtype != _F64
     return Kernel(
         "adam", what, "adam_step_", cases, large, results, exact=exact, same_bits=bits,
-        in_float64=len(_SIZES)
+        first_in_float64=True
     )  # fmt: skip
 
 

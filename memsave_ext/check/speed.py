@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from .kernels import Kernel, copied
+from .kernels import Kernel, called, copied
 
 _ROUNDS, _SECONDS = 9, 0.25  # a kernel is called until one of them is reached
 _MANY_BYTES = 1 << 28  # more than caches hold
@@ -32,7 +32,7 @@ def speed_of(kernel: Kernel, device: torch.device) -> float | None:
     # In turn, so that none is found in a cache.
     copies = [arguments, *(copied(arguments) for _ in range(_MANY_BYTES // moved))]
     turns = itertools.cycle(copies)
-    return moved / _seconds(lambda: operator(*next(turns)), device) / 1e9
+    return moved / _seconds(lambda: called(operator, next(turns)), device) / 1e9
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:

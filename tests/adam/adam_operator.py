@@ -1,14 +1,15 @@
-"""The arguments of Adam's operator from lists of tensors: one group, whole steps."""
+"""Calls of Adam's operator from lists of tensors: one group, whole steps."""
 
 import torch
 
-from memsave_ext.adam.fallback.arguments import Prepared, pack
+from memsave_ext.adam.fallback.operator import Prepared, call_of
 
 NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
 OPTIONS = (1e-2, 0.9, 0.99, 1e-8, 0.1)  # lr, both betas, eps, weight_decay
 
 
-def arguments(lists, decoupled, amsgrad, maximize):
+def call(lists, decoupled, amsgrad, maximize):
+    """Returns the arguments by position, and those by name."""
     lr, beta1, beta2, eps, weight_decay = OPTIONS
     group = {
         "lr": lr,
@@ -20,18 +21,22 @@ def arguments(lists, decoupled, amsgrad, maximize):
         "maximize": maximize,
     }
     params, grads, *states = lists
-    return pack(
-        Prepared(
-            param,
-            grads[i],
-            {name: of[i] for name, of in zip(NAMES, states, strict=True) if of},
-            group,
-            "whole",
-            i,
-        )
-        for i, param in enumerate(params)
+    made = call_of(
+        [
+            Prepared(
+                param,
+                grads[i],
+                {name: of[i] for name, of in zip(NAMES, states, strict=True) if of},
+                group,
+                "whole",
+                i,
+            )
+            for i, param in enumerate(params)
+        ]
     )
+    return made[:-1], made.shared
 
 
 def step_(lists, decoupled, amsgrad, maximize):
-    torch.ops.memsave_ext.adam_step_(*arguments(lists, decoupled, amsgrad, maximize))
+    by_position, by_name = call(lists, decoupled, amsgrad, maximize)
+    torch.ops.memsave_ext.adam_step_(*by_position, **by_name)

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from adam_operator import OPTIONS, arguments, step_
+from adam_operator import OPTIONS, call, step_
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
@@ -27,7 +27,7 @@ def tensors(dtype, state=None, amsgrad=True, shapes=((3,), (2, 5), (0, 2), ())):
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_opcheck(dtype, amsgrad):
     lists = tensors(dtype, amsgrad=amsgrad)
-    opcheck(ops.adam_step_.default, arguments(lists, True, amsgrad, False))
+    opcheck(ops.adam_step_.default, *call(lists, True, amsgrad, False))
 
 
 def test_opcheck_of_the_sum_of_squares():
@@ -75,41 +75,31 @@ def test_against_float64(dtype, state, decoupled, amsgrad, maximize):
         assert lists[-1][i] == t
 
 
-def test_bad_lists():
+def test_bad_calls():
     lists = tensors(torch.float32)
     before = [p.clone() for p in lists[0]]
+    by_position, by_name = call(lists, False, True, False)
     names = [argument.name for argument in ops.adam_step_.default._schema.arguments]
     for name, message in (
-        ("present", "present must have 4 elements, got 3"),
-        ("phases", "phases must have 4 elements, got 3"),
+        ("grads", "grads must have 4 elements, got 3"),
+        ("states", "states must have 16 elements, got 15"),
         ("positions", "positions must have 4 elements, got 3"),
-        ("groups", "groups must have 4 elements, got 3"),
-        ("options", "options must have 0 elements, got 5"),
-        ("modes", "modes must have 8 elements, got 7"),
-        ("grads", "grads has fewer tensors than present says"),
-        ("states", "states has fewer tensors than present says"),
     ):
-        wrong = list(arguments(lists, False, True, False))
-        i = names.index(name)
-        wrong[i] = wrong[i][:-1]
+        wrong = list(by_position)
+        wrong[names.index(name)] = wrong[names.index(name)][:-1]
         with pytest.raises(ValueError, match=message):
-            ops.adam_step_(*wrong)
-    for name, value, message in (
-        ("groups", [0, 0, 0, 1], "there is no group 1"),
-        ("phases", [0, 0, 4, 0], "there is no phase 4"),
-        ("modes", [0, 0, 0, 0, 5, 0, 0, 0], "no format has the number 5"),
-        ("modes", [5, 0, 0, 0, 0, 0, 0, 0], "no rule has the number 5"),
-        ("lrs", [torch.ones(())], "there are more tensors than present and modes say"),
+            ops.adam_step_(*wrong, **by_name)
+    for wrong, message in (
+        ({"state_names": ["step", "exp_avg", "moment", "max"]}, "no state has the name moment"),
+        ({"phase": "half"}, "there is no phase half"),
+        ({"rule": "adagrad"}, "there is no rule adagrad"),
+        ({"bf16": "nearest"}, "there is no format nearest"),
+        ({"state_format": "2bit"}, "there is no format 2bit"),
+        ({"rule": "momentum", "phase": "first_fold"}, "nothing is folded by momentum"),
+        ({"factor": torch.ones(3).double()}, "factor and skip must be scalars or have one"),
     ):
-        wrong = list(arguments(lists, False, True, False))
-        wrong[names.index(name)] = value
         with pytest.raises(ValueError, match=message):
-            ops.adam_step_(*wrong)
-    wrong = list(arguments(lists, False, True, False))
-    wrong[names.index("modes")] = [3, 0, 0, 0, 0, 0, 0, 0]
-    wrong[names.index("phases")] = [1, 0, 0, 0]
-    with pytest.raises(ValueError, match="nothing is folded by momentum"):
-        ops.adam_step_(*wrong)
+            ops.adam_step_(*by_position, **by_name | wrong)
     wrong = list(lists)
     wrong[1] = [*lists[1][:-1], torch.ones(2)]
     with pytest.raises(RuntimeError, match="a gradient must have the shape, dtype and device"):

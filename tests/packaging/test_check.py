@@ -75,8 +75,8 @@ def kernel(operator, function):
 def wrong_in_one_element(operator):
     right = _parts.python_kernel(operator)
 
-    def wrong(*arguments):
-        returned = right(*arguments)
+    def wrong(*arguments, **named):
+        returned = right(*arguments, **named)
         changed = {
             "adam_step_": lambda: arguments[0][-1],
             "linear_cross_entropy_reduce_": lambda: arguments[0],

@@ -1,25 +1,71 @@
-"""Adam's operators written in torch's own. ``memsave_ext/_ops.py`` describes their arguments."""
+"""Adam's operators written in torch's own, and their calls. Schemas: ``adam/operators.py``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from ..elements import plain, real
+from ..formats import (
+    PARAM_FORMATS,
+    STATE_FORMATS,
+    ParamFormat,
+    StateFormat,
+    state_format,
+    state_option,
+)
 from ..precise import total
-from ..states import check, check_dense
-from .arguments import LISTS, Prepared, pack, unpack
+from ..rules import AMSGRAD, MOMENTUM, RULES, SGD, Rule, is_adam, rule_of
+from ..states import StepPhase, check, check_dense
 from .update import update
+
+STATE_NAMES = (
+    "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "moments", "exp_avg_scale",
+    "exp_avg_sq_scale", "momentum_buffer", "momentum_buffer_scale", "param_rest",
+)  # fmt: skip
+
+
+_Row = TypeVar("_Row", Rule, ParamFormat, StateFormat)
+
+
+class Prepared(NamedTuple):
+    """A parameter to step, in the form that kernels take."""
+
+    param: Tensor
+    grad: Tensor | None  # None for zeros
+    state: Mapping[str, Tensor]
+    group: Mapping[str, Any]
+    phase: StepPhase
+    position: int = 0
+
+
+class Call(NamedTuple):
+    """The arguments of ``adam_step_``, but for scaling: what differs, and what all share."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[Tensor]
+    positions: list[int]
+    shared: dict[str, Any]
+
+
+# ---- calls of the operators -------------------------------------------------------------------
 
 
 def step(prepared: Iterable[Prepared], **scaling: Tensor | None) -> None:
-    """Calls the operator for parameters on one device."""
+    """Steps parameters on one device, with a call for each batch of parameters that are alike."""
+    prepared = list(prepared)
     # A step is not differentiable, so autograd is skipped.
     with torch._C._AutoDispatchBelowAutograd():
-        torch.ops.memsave_ext.adam_step_(*pack(prepared), **scaling)
+        for places in alike(prepared):
+            of_batch = dict(scaling)
+            for name in ("factor", "skip"):
+                of_batch[name] = _of_batch(scaling.get(name), places, len(prepared))
+            call = call_of([prepared[i] for i in places])
+            torch.ops.memsave_ext.adam_step_(*call[:-1], **call.shared, **of_batch)
 
 
 def sum_of_squares(grad: Tensor) -> Tensor:
@@ -29,35 +75,187 @@ def sum_of_squares(grad: Tensor) -> Tensor:
     return total
 
 
-@torch.no_grad()
-def adam_step_(*arguments: Any, **scaling: Tensor | None) -> None:
-    prepared = checked(*arguments[:LISTS])
-    names = ("grad_scale", "found_inf", "factor", "skip")
-    scaling |= dict(zip(names, arguments[LISTS:], strict=False))
+def alike(prepared: Sequence[Prepared]) -> Iterable[list[int]]:
+    """Returns the places of parameters of one group and phase that have the same tensors."""
+    batches: dict[Any, list[int]] = {}
     for i, p in enumerate(prepared):
-        of_one = dict(scaling)
-        for name in names[2:]:
-            of_one[name] = _of_one(scaling.get(name), i, len(prepared))
-        by, skips = _scaling(p, **of_one)
+        names = tuple(name for name in STATE_NAMES if name in p.state)
+        batches.setdefault((id(p.group), p.phase, p.grad is None, names), []).append(i)
+    return batches.values()
+
+
+def call_of(batch: Sequence[Prepared]) -> Call:
+    first = batch[0]
+    names = [name for name in STATE_NAMES if name in first.state]
+    return Call(
+        [p.param for p in batch],
+        [p.grad for p in batch if p.grad is not None],
+        [p.state[name] for p in batch for name in names],
+        [p.position for p in batch],
+        {"state_names": names, "phase": first.phase, **_options(first.group)},
+    )
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a group as the operator's named arguments."""
+    lr, seed = group["lr"], group.get("seed", 0)
+    on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
+    betas = (group["momentum"], group["dampening"]) if "dampening" in group else group["betas"]
+    states = state_format(state_option(group)) or STATE_FORMATS[0]
+    return {
+        "rule": rule_of(group).name,
+        "lr": 0.0 if on_device else float(lr),
+        "tensor_lr": lr.float() if on_device else None,
+        "beta1": float(betas[0]),
+        "beta2": float(betas[1]),
+        "eps": float(group.get("eps", 0.0)),
+        "weight_decay": float(group["weight_decay"]),
+        "decoupled_weight_decay": bool(group.get("decoupled_weight_decay")),
+        "nesterov": bool(group.get("nesterov")),
+        "maximize": bool(group["maximize"]),
+        "bf16": group.get("bf16"),
+        "state_format": states.name,
+        "seed": seed if seed < 2**63 else seed - 2**64,
+        "max_grad_norm": group.get("max_grad_norm"),
+    }
+
+
+def _of_batch(values: Tensor | None, places: list[int], count: int) -> Tensor | None:
+    """Returns the scalar for all, or the elements at these places of one for each of ``count``."""
+    if values is None or values.numel() == 1 or len(places) == count:
+        return values
+    return torch.stack([values[i] for i in places])
+
+
+# ---- what the operators do --------------------------------------------------------------------
+
+
+@torch.no_grad()
+def adam_step_(
+    *lists: Any,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    factor: Tensor | None = None,
+    skip: Tensor | None = None,
+    **shared: Any,
+) -> None:
+    prepared = checked(*lists, **shared)
+    for i, p in enumerate(prepared):
+        of_one = [_of_one(of, i, len(prepared)) for of in (factor, skip)]
+        by, skips = _scaling(p, grad_scale, found_inf, *of_one)
         if not skips:
             update(p.param, p.grad, p.state, p.group, position=p.position, phase=p.phase, factor=by)
 
 
-def checked(*lists: Any) -> list[Prepared]:
-    """Unpacks what pack() has made, and raises where a parameter cannot be stepped."""
-    prepared = unpack(*lists)
+def fake_adam_step_(
+    *lists: Any,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    factor: Tensor | None = None,
+    skip: Tensor | None = None,
+    **shared: Any,
+) -> None:
+    checked(*lists, **shared)
+
+
+def checked(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    positions: Sequence[int],
+    *,
+    state_names: Sequence[str],
+    phase: StepPhase = "whole",
+    **options: Any,
+) -> list[Prepared]:
+    """Returns the parameters of a call.
+
+    Raises:
+        ValueError, RuntimeError: the call cannot be made.
+    """
+    group, count = _group(**options), len(params)
+    for name in state_names:
+        if name not in STATE_NAMES:
+            raise ValueError(f"adam_step_: no state has the name {name}")
+    if phase not in get_args(StepPhase):
+        raise ValueError(f"adam_step_: there is no phase {phase}")
+    if phase != "whole" and not (rule := rule_of(group)).folds:
+        raise ValueError(f"adam_step_: nothing is folded by {rule.name}")
+    for list_name, of, expected in (
+        ("grads", grads, count if grads else 0),
+        ("states", states, count * len(state_names)),
+        ("positions", positions, count),
+    ):
+        if len(of) != expected:
+            raise ValueError(
+                f"adam_step_: {list_name} must have {expected} elements, got {len(of)}"
+            )
+    tensors = iter(states)
+    prepared = [
+        Prepared(
+            param,
+            grads[i] if grads else None,
+            {name: next(tensors) for name in state_names},
+            group,
+            phase,
+            positions[i],
+        )
+        for i, param in enumerate(params)
+    ]
     for p in prepared:
         check(p.param, p.grad, p.state, p.group, p.phase)
-        if p.param.device != prepared[0].param.device:
+        if p.param.device != params[0].device:
             raise ValueError(
                 "adam_step_: params must lie on one device, got "
-                f"{prepared[0].param.device} and {p.param.device}"
+                f"{params[0].device} and {p.param.device}"
             )
     return prepared
 
 
-def fake_adam_step_(*arguments: Any, **_: Any) -> None:
-    checked(*arguments[:LISTS])
+def _group(
+    rule: str,
+    lr: float,
+    weight_decay: float,
+    tensor_lr: Tensor | None = None,
+    beta1: float = 0.0,
+    beta2: float = 0.0,
+    eps: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    nesterov: bool = False,
+    maximize: bool = False,
+    bf16: str | None = None,
+    state_format: str = "as_param",
+    seed: int = 0,
+    max_grad_norm: float | None = None,
+) -> dict[str, Any]:
+    """Returns the param group whose options these are."""
+    of = _named(RULES, "rule", rule)
+    group: dict[str, Any] = {
+        "lr": lr if tensor_lr is None else tensor_lr,
+        "weight_decay": weight_decay,
+        "maximize": maximize,
+        "bf16": _named(PARAM_FORMATS, "format", bf16).name,
+        "state_dtype": _named(STATE_FORMATS, "format", state_format).option,
+        "seed": seed % 2**64,
+        "max_grad_norm": max_grad_norm,
+    }
+    if of in (SGD, MOMENTUM):
+        return group | {"momentum": beta1, "dampening": beta2, "nesterov": nesterov}
+    group["betas"] = (beta1, beta2)
+    if is_adam(of):
+        group |= {
+            "eps": eps,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "amsgrad": of is AMSGRAD,
+        }
+    return group
+
+
+def _named(rows: Sequence[_Row], what: str, name: str | None) -> _Row:
+    for row in rows:
+        if row.name == name:
+            return row
+    raise ValueError(f"adam_step_: there is no {what} {name}")
 
 
 @torch.no_grad()
@@ -88,10 +286,10 @@ def _of_one(values: Tensor | None, i: int, count: int) -> Tensor | None:
 
 def _scaling(
     p: Prepared,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    factor: Tensor | None = None,
-    skip: Tensor | None = None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    factor: Tensor | None,
+    skip: Tensor | None,
 ) -> tuple[Tensor | None, bool]:
     """Returns what the gradient is multiplied by (None: 1), and whether the step is skipped.
 

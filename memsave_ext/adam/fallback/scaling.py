@@ -11,8 +11,7 @@ from torch import Tensor
 from ..._streams import current_stream, use_here
 from .. import dtensor, shards
 from ..precise import total
-from .arguments import Prepared
-from .operator import sum_of_squares
+from .operator import Prepared, sum_of_squares
 
 
 def grad_scale_of(optimizer: Any) -> Tensor | None:

@@ -13,8 +13,7 @@ from ..rules import is_complete
 from ..shards import sharding_of
 from ..state_machine import StateMachine
 from ..states import check, make_state, publish_states
-from .arguments import Prepared
-from .operator import step
+from .operator import Prepared, step
 from .params import Params
 from .records import Records
 from .scaling import Scaling
