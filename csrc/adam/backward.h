@@ -94,9 +94,6 @@ class Backward {
   bool finished_ = false, ended_ = false;
 };
 
-class Backward;
-class Stepper;
-
 // The running backwards that reach an optimizer's parameters. The caller holds the stepper's
 // mutex, except for begin().
 class Backwards {

@@ -1,4 +1,4 @@
-// What a device implements, on raw pointers and without torch: step.cpp checks and collects the
+// What a device implements, on raw pointers and without torch: ops.cpp checks and collects the
 // tensors and calls it.
 #pragma once
 

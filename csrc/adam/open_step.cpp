@@ -22,6 +22,7 @@ std::vector<std::string> reasons;
 }  // namespace
 
 void give_transitions(const Transitions& table) {
+  TORCH_CHECK(table.size() == kEvents, "memsave_ext: the table of transitions is another build's");
   for (int event = 0; event < kEvents; ++event) {
     for (int state = 0; state < kStates; ++state) {
       const auto& next = table.at(event).at(state);

@@ -16,6 +16,7 @@
 #include <iterator>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -62,11 +63,11 @@ void run_kernels(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
 // The operator's signature, and what it is given.
 using StepOperator = void(at::TensorList params, at::TensorList grads, at::TensorList states,
                           at::IntArrayRef positions, c10::List<std::string> state_names,
-                          c10::string_view phase, c10::string_view rule, double lr,
+                          std::string_view phase, std::string_view rule, double lr,
                           const std::optional<Tensor>& tensor_lr, double beta1, double beta2,
                           double eps, double weight_decay, bool decoupled_weight_decay,
-                          bool nesterov, bool maximize, std::optional<c10::string_view> bf16,
-                          c10::string_view state_format, int64_t seed,
+                          bool nesterov, bool maximize, std::optional<std::string_view> bf16,
+                          std::string_view state_format, int64_t seed,
                           std::optional<double> max_grad_norm,
                           const std::optional<Tensor>& grad_scale,
                           const std::optional<Tensor>& found_inf,
@@ -74,7 +75,7 @@ using StepOperator = void(at::TensorList params, at::TensorList grads, at::Tenso
 
 // Returns the index of what has this name.
 template <typename Names, typename NameOf>
-int index_of(const Names& of, const NameOf& name_of, const char* what, c10::string_view name) {
+int index_of(const Names& of, const NameOf& name_of, const char* what, std::string_view name) {
   const auto found = std::find_if(std::begin(of), std::end(of),
                                   [&](const auto& one) { return name == name_of(one); });
   TORCH_CHECK_VALUE(found != std::end(of), "adam_step_: ", what, " ", name);
@@ -87,10 +88,10 @@ constexpr auto kNameOf = [](const auto& row) { return row.name; };
 template <bool is_meta>
 void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList states,
                 at::IntArrayRef positions, c10::List<std::string> state_names,
-                c10::string_view phase, c10::string_view rule, double lr,
+                std::string_view phase, std::string_view rule, double lr,
                 const std::optional<Tensor>& tensor_lr, double beta1, double beta2, double eps,
                 double weight_decay, bool decoupled_weight_decay, bool nesterov, bool maximize,
-                std::optional<c10::string_view> bf16, c10::string_view state_format, int64_t seed,
+                std::optional<std::string_view> bf16, std::string_view state_format, int64_t seed,
                 std::optional<double> max_grad_norm, const std::optional<Tensor>& grad_scale,
                 const std::optional<Tensor>& found_inf, const std::optional<Tensor>& factor,
                 const std::optional<Tensor>& skip) {
@@ -187,7 +188,7 @@ void call_operator(c10::ArrayRef<Parameter*> all, const std::vector<size_t>& pla
   step.call(params, grads, states, positions, names, kPhases[static_cast<int>(first.phase)],
             row(o.rule).name, o.lr, given(group.lr), o.beta1, o.beta2, o.eps, o.weight_decay,
             o.decoupled_weight_decay, o.nesterov, o.maximize,
-            plain ? std::nullopt : std::optional<c10::string_view>(row(group.bf16).name),
+            plain ? std::nullopt : std::optional<std::string_view>(row(group.bf16).name),
             row(group.state_dtype).name, static_cast<int64_t>(o.seed),
             group.max_grad_norm > 0 ? std::optional(group.max_grad_norm) : std::nullopt,
             given(scaling.grad_scale), given(scaling.found_inf), of_places(scaling.factor),
@@ -291,19 +292,14 @@ Tensor adam_sum_of_squares(c10::ArrayRef<Tensor> grads) {
   return sum.call(grads);
 }
 
+void register_operators(torch::Library& library) {
+  library.impl("adam_step_", adam_step_<false>);
+  library.impl("adam_sum_of_squares", measure_squares);
+}
+
 }  // namespace memsave_ext::adam
 
-TORCH_LIBRARY_IMPL(memsave_ext, CPU, library) {
-  library.impl("adam_step_", memsave_ext::adam::adam_step_<false>);
-  library.impl("adam_sum_of_squares", memsave_ext::adam::measure_squares);
-}
-
-#ifdef MEMSAVE_EXT_WITH_CUDA
-TORCH_LIBRARY_IMPL(memsave_ext, CUDA, library) {
-  library.impl("adam_step_", memsave_ext::adam::adam_step_<false>);
-  library.impl("adam_sum_of_squares", memsave_ext::adam::measure_squares);
-}
-#endif
+TORCH_LIBRARY_IMPL(memsave_ext, CPU, library) { memsave_ext::adam::register_operators(library); }
 
 TORCH_LIBRARY_IMPL(memsave_ext, Meta, library) {
   library.impl("adam_step_", memsave_ext::adam::adam_step_<true>);

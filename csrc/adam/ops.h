@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
+#include <torch/library.h>
 
 #include "adam/items.h"
 #include "adam/parameter.h"
@@ -20,5 +21,7 @@ void adam_step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling);
 
 // Returns the sum of squares of all gradients, a double scalar on their device.
 at::Tensor adam_sum_of_squares(c10::ArrayRef<at::Tensor> grads);
+
+void register_operators(torch::Library& library);
 
 }  // namespace memsave_ext::adam

@@ -11,7 +11,6 @@
 
 #include "adam/dtensor.h"
 #include "adam/items.h"
-#include "adam/ops.h"
 #include "adam/parameter.h"
 #include "streams.h"
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from . import modes
 from .dtensor import is_dtensor
+from .shards import clip_factor
 
 # What a view does not share with its optimizer: the groups, step hooks, which belong to the step as
 # a whole, and what GradScaler tells a step of whole gradients, which these are not any more.
@@ -103,5 +104,5 @@ def scale(
             modes.check_norm("max_grad_norm", max_norm)
             norm: Any = torch.nn.utils.get_total_norm([grad])  # as clip_grad_norm_()
             norm = norm.full_tensor() if is_dtensor(norm) else norm
-            grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).to(grad.device))
+            grad.mul_(clip_factor(norm, max_norm).to(grad.device))
     return used

@@ -47,6 +47,11 @@ def sum_over_shards(param: Any, values: Tensor) -> Tensor:
     return sums.to(values.device)
 
 
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Returns the factor that clips to ``max_norm``, as torch.nn.utils.clip_grad_norm_ does."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1)
+
+
 @torch.no_grad()
 def agree(
     param: Tensor,
@@ -75,7 +80,7 @@ def agree(
         found_inf.copy_(torch.maximum(found_inf, skips.amax()))
     if max_norm == 0:
         return inverse, skips
-    return inverse * (max_norm / (norms + 1e-6)).clamp(max=1), skips
+    return inverse * clip_factor(norms, max_norm), skips
 
 
 def clip_to_norm(
@@ -101,11 +106,10 @@ def clip_to_norm(
         total = of_all if total is None else total + of_all.to(total.device)
     norm = torch.zeros((), dtype=torch.double) if total is None else total.sqrt()
     if grad_scale is None:
-        # The factor of torch.nn.utils.clip_grad_norm_.
-        return norm.float(), (max_norm / (norm + 1e-6)).clamp(max=1), None
+        return norm.float(), clip_factor(norm, max_norm), None
     scale = grad_scale.to(norm.device, torch.double)
     norm = norm / scale
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1) / scale
+    factor = clip_factor(norm, max_norm) / scale
     return norm.float(), factor, norm.isfinite().logical_not().float()
 
 

@@ -12,7 +12,7 @@ from enum import Enum
 from . import errors
 
 
-# The order of both is that of csrc/adam/state_machine.h.
+# The order of both is that of csrc/adam/open_step.h.
 class State(Enum):
     IDLE = "no parameter has been stepped since the last call of step()"
     STEPPING = "some have been"

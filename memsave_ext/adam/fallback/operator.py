@@ -19,6 +19,7 @@ from ..formats import (
 )
 from ..precise import total
 from ..rules import AMSGRAD, MOMENTUM, RULES, SGD, Rule, is_adam, rule_of
+from ..shards import clip_factor
 from ..states import StepPhase, check, check_dense
 from .update import update
 
@@ -304,7 +305,7 @@ def _scaling(
     inverse = torch.ones((), dtype=torch.double) if grad_scale is None else 1 / grad_scale.double()
     by = inverse.to(squared.device)
     if max_norm is not None:
-        by = by * (max_norm / (squared.sqrt() * by + 1e-6)).clamp(max=1)
+        by = by * clip_factor(squared.sqrt() * by, max_norm)
     if grad_scale is None:
         return by, False
     assert found_inf is not None
