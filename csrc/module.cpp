@@ -4,12 +4,12 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "adam/backward.h"
-#include "adam/ddp.h"
+#include "adam/batch.h"
+#include "adam/collector.h"
 #include "adam/format_names.h"
 #include "adam/given.h"
 #include "adam/hook.h"
 #include "adam/rows.h"
-#include "adam/stepper.h"
 #include "checkpoint/apply.h"
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/engine.h"
@@ -81,34 +81,55 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("operator_name", &Record::operator_name);
 
   m.def("give_adam_functions", &memsave_ext::adam::give_functions);
-  m.def("give_adam_transitions", &memsave_ext::adam::give_transitions);
   m.def("adam_formats", &memsave_ext::adam::describe_formats);
-  using memsave_ext::adam::Stepper;
-  py::class_<Stepper, std::shared_ptr<Stepper>>(m, "AdamStepper")
+  using memsave_ext::adam::Collector;
+  py::class_<Collector, std::shared_ptr<Collector>>(m, "AdamCollector")
       .def(py::init<const py::object&, int64_t, int64_t, bool>())
-      .def("attach", &Stepper::attach)
-      .def("lost", &Stepper::lost)
-      .def_static("owner", &Stepper::owner)
-      .def("detach", &Stepper::detach)
-      .def("step", &Stepper::step)
-      .def("zero_grad", &Stepper::zero_grad)
-      .def("begin_loading", &Stepper::begin_loading)
-      .def("end_loading", &Stepper::end_loading)
-      .def("accumulate", &Stepper::accumulate)
-      .def("pause", &Stepper::pause)
-      .def("begin_norm_pass", &Stepper::begin_norm_pass)
-      .def("end_norm_pass", &Stepper::end_norm_pass)
-      .def("folded", &Stepper::folded)
-      .def("drop_stale_low_part", &Stepper::drop_stale_low_part)
-      .def("grad_norm", &Stepper::grad_norm)
-      .def("found_inf", &Stepper::found_inf)
-      .def("ask", &Stepper::ask)
-      .def("count_used", &Stepper::count_used)
-      .def("hand_to_ddp", &memsave_ext::adam::hand_to_ddp)
-      .def("begin_reduced", &memsave_ext::adam::begin_reduced)
-      .def("step_reduced", &memsave_ext::adam::step_reduced);
+      .def("__enter__",
+           [](py::object self) {
+             self.cast<Collector&>().lock();
+             return self;
+           })
+      .def("__exit__", [](Collector& self, const py::args&) { self.unlock(); })
+      .def("attach", &Collector::attach)
+      .def("lost", &Collector::lost)
+      .def_static("owner", &Collector::owner)
+      .def("detach", &Collector::detach)
+      .def("set_intake", &Collector::set_intake)
+      .def("expect", &Collector::expect)
+      .def("any_gradient", &Collector::any_gradient)
+      .def("drop_gradients", &Collector::drop_gradients)
+      .def("forget_gradients", &Collector::forget_gradients)
+      .def("dtensors", &Collector::dtensors)
+      .def("remaining", &Collector::remaining)
+      .def("drop_used", &Collector::drop_used)
+      .def("next_step", &Collector::next_step)
+      .def("forget_folded", &Collector::forget_folded)
+      .def("folded", &Collector::folded)
+      .def("drop_stale_low_part", &Collector::drop_stale_low_part)
+      .def("count_used", &Collector::count_used)
+      .def("runs_backward", &Collector::runs_backward)
+      .def("current_backward", &Collector::current_backward)
+      .def("check_reduced", &Collector::check_reduced)
+      .def("hand_to_ddp", &Collector::hand_to_ddp);
+  using memsave_ext::adam::Batch;
+  py::class_<Batch>(m, "AdamBatch")
+      .def("__len__", &Batch::size)
+      .def_property_readonly("device", &Batch::device)
+      .def_property_readonly("params", &Batch::params)
+      .def_property_readonly("groups", &Batch::groups)
+      .def_property_readonly("asks", &Batch::asks)
+      .def("asking", &Batch::asking)
+      .def("select", &Batch::select)
+      .def("squares", &Batch::squares)
+      .def("squares_of_each", &Batch::squares_of_each)
+      .def("put_gradients", &Batch::put_gradients)
+      .def("note_steps", &Batch::note_steps)
+      .def("step", &Batch::step);
   using memsave_ext::adam::Backward;
-  py::class_<Backward, std::shared_ptr<Backward>>(m, "AdamBackward");
+  py::class_<Backward, std::shared_ptr<Backward>>(m, "AdamBackward")
+      .def_property_readonly("action", &Backward::action_name)
+      .def("step_reduced", &Backward::step_reduced);
   using memsave_ext::adam::StepInRows;
   py::class_<StepInRows>(m, "AdamRows")
       .def("step", &StepInRows::step, py::call_guard<py::gil_scoped_release>());

@@ -21,7 +21,7 @@ pybind11::object given(const char* name);
 
 // Throws the exception that the function of this name in memsave_ext/adam/errors.py returns for
 // these arguments; the Python fallback shares the messages there. Takes the GIL. The caller may
-// hold a stepper's mutex, since no thread waits for that mutex with the GIL held.
+// hold a collector's mutex, since no thread waits for that mutex with the GIL held.
 template <typename... Facts>
 [[noreturn]] void throw_error(const char* name, Facts&&... facts) {
   const pybind11::gil_scoped_acquire gil;
