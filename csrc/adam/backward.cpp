@@ -15,7 +15,7 @@
 #include "adam/given.h"
 #include "adam/grad_lock.h"
 #include "adam/stepper.h"
-#include "remat/needed.h"
+#include "remat/content.h"
 
 namespace memsave_ext::adam {
 

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "remat/content.h"
-#include "remat/device_time.h"
+#include "remat/known.h"
 #include "remat/policy.h"
 #include "remat/step.h"
 

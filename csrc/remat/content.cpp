@@ -4,7 +4,6 @@
 #include <unordered_map>
 
 #include "remat/fakes.h"
-#include "remat/needed.h"
 #include "streams.h"
 
 namespace memsave_ext::remat {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
 #include <memory>
@@ -33,5 +34,14 @@ class RandomGuard {
  private:
   std::optional<RngGuard> defaults_;
 };
+
+// The result of bernoulli_, zeros and ones of any dtype, as bits: drawing the numbers again would
+// take a CPU as long as a matrix product.
+
+// Packs a dense CPU tensor in the order of its memory, 8 elements a byte.
+at::Tensor pack_mask(const at::Tensor& values);
+
+// Fills a storage of this dtype with the packed values.
+void unpack_mask(const at::Tensor& bits, caffe2::TypeMeta dtype, const c10::Storage& to);
 
 }  // namespace memsave_ext::remat

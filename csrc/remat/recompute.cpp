@@ -14,7 +14,7 @@
 #include "checkpoint/errors.h"
 #include "checkpoint/recomputing.h"
 #include "remat/fakes.h"
-#include "remat/mask.h"
+#include "remat/random.h"
 #include "streams.h"
 
 namespace memsave_ext::remat {
