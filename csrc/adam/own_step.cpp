@@ -63,7 +63,8 @@ void step_by_own(const py::object& optimizer, c10::ArrayRef<Parameter*> paramete
   const auto done = py::reinterpret_steal<py::object>(PyObject_CallMethodObjArgs(
       owner.ptr(), method, params.ptr(), groups.ptr(), scalars.ptr(), nullptr));
   if (!done) throw py::error_already_set();
-  for (const Parameter* parameter : parameters) note_step(parameter->local, parameter->position);
+  for (const Parameter* parameter : parameters)
+    checkpoint::note_step(parameter->local, parameter->position);
 }
 
 }  // namespace memsave_ext::adam

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "checkpoint/recomputing.h"
-#include "checkpoint/saved.h"
+#include "checkpoint/tensors.h"
 #include "remat/content.h"
 #include "remat/fakes.h"
 #include "remat/policy.h"
@@ -300,7 +300,8 @@ std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& f
   if (block == nullptr) return nullptr;
   const Operator* op = Operator::of(function);
   if (op == nullptr || op->is_composite) return nullptr;
-  const bool is_recorded = !below_autograd() && !in_region() && at::GradMode::is_enabled();
+  const bool is_recorded =
+      !below_autograd() && !checkpoint::in_region() && at::GradMode::is_enabled();
   if (is_recorded && op->is_view) {
     // A view is another geometry of its argument's content, so that one must be known.
     for (const auto& input : function.inputs()) {
@@ -373,10 +374,12 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
     recording->repeatable = false;  // it reads running statistics, which change unseen
   }
   if (recording->repeatable) {
-    const Settings settings = Settings::capture(op.is_pointwise ? settings_.get() : nullptr);
-    if (!settings_ || !(*settings_ == settings)) settings_ = std::make_shared<Settings>(settings);
+    const checkpoint::Settings settings =
+        checkpoint::Settings::capture(op.is_pointwise ? settings_.get() : nullptr);
+    if (!settings_ || !(*settings_ == settings))
+      settings_ = std::make_shared<checkpoint::Settings>(settings);
     call.settings = settings_;
-    call.steps_before = steps_so_far();
+    call.steps_before = checkpoint::steps_so_far();
     call.arguments.reserve(inputs.size());
     call.references.reserve(inputs.size());
   }
@@ -390,7 +393,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
         if (!is_plain(tensor)) return;
         entry_of(tensor);
         before_write(tensor);
-        recording->written.emplace_back(tensor, version_of(tensor));
+        recording->written.emplace_back(tensor, checkpoint::version_of(tensor));
       });
     }
     if (!recording->repeatable) {
@@ -558,14 +561,14 @@ Block::Entry& Block::renew(const at::Tensor& tensor) {
 
 void Block::Entry::see(const at::Tensor& tensor) {
   counter = tensor.unsafeGetTensorImpl()->version_counter();
-  version = version_of(tensor);
+  version = checkpoint::version_of(tensor);
 }
 
 Block::Entry& Block::entry_of(const at::Tensor& tensor) {
   const auto* storage = tensor.storage().unsafeGetStorageImpl();
   auto [found, is_new] = table_.try_emplace(storage);
   Entry& entry = found->second;
-  const uint32_t version = version_of(tensor);
+  const uint32_t version = checkpoint::version_of(tensor);
   if (is_new) {
     // It was made before this block, unless a running operator may have made it or it has an
     // autograd history.

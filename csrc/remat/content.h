@@ -17,8 +17,8 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/settings.h"
 #include "checkpoint/stepped.h"
+#include "checkpoint/surroundings.h"
 #include "remat/operators.h"
 #include "remat/random.h"
 
@@ -38,7 +38,7 @@ struct Geometry {
 
   static Geometry of(const at::Tensor& tensor);
   void assign(const at::Tensor& tensor);
-  ByteRange range() const;
+  checkpoint::ByteRange range() const;
   int64_t extent() const;  // bytes from the start of the storage to the tensor's end
   bool fits(const at::Tensor& tensor) const;  // whether it is of this dtype and lies like this
   // Returns a tensor of this geometry on `storage`, without autograd history.
@@ -76,9 +76,10 @@ struct Call {
   at::Device device{at::kCPU};         // of its tensors
   std::vector<c10::IValue> arguments;  // None in place of tensors, which are references
   std::vector<Reference> references;
-  std::optional<Random> random;              // set where a second call must draw the same numbers
-  std::shared_ptr<const Settings> settings;  // under which it was called; shared by many
-  uint64_t steps_before = 0;                 // steps_so_far() when it was called
+  std::optional<Random> random;  // set where a second call must draw the same numbers
+  std::shared_ptr<const checkpoint::Settings>
+      settings;               // under which it was called; shared by many
+  uint64_t steps_before = 0;  // steps_so_far() when it was called
   // Its result as bits, which are unpacked in place of a second call; undefined for a real call.
   at::Tensor mask;
   double seconds = 0;  // of one call, or 0 while the operator's first calls are not trusted
@@ -121,7 +122,7 @@ struct Content : std::enable_shared_from_this<Content> {
   bool relied_on = false;    // dropped contents are recomputed through its call, not from it
   std::vector<std::weak_ptr<Content>> relied_on_by;  // these, until it is decided on
   bool dropped = false;                              // its holders will recompute it
-  std::optional<Pending> pending;                    // set while it is dropped
+  std::optional<checkpoint::Pending> pending;        // set while it is dropped
   bool decided = false;                              // whether to keep or drop it has been decided
   int dropped_depth = 0;  // of a dropped one: dropped ones in its chain, with itself
   int64_t holders = 0;    // saved tensors of it

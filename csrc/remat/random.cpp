@@ -71,14 +71,14 @@ std::optional<Random> Random::of(const Operator& op, c10::ArrayRef<const c10::IV
     const c10::IValue& given = arguments[*op.generator];
     if (given.isGenerator() && given.toGenerator().defined()) {
       // A CUDA graph in capture would not know the generator's copy.
-      if (!all_on_cpu(arguments) && GraphRng::current()) return std::nullopt;
+      if (!all_on_cpu(arguments) && checkpoint::GraphRng::current()) return std::nullopt;
       return Random{clone_of(given.toGenerator()), nullptr};
     }
     if (all_on_cpu(arguments)) {
       return Random{clone_of(at::detail::getDefaultCPUGenerator()), nullptr};
     }
   }
-  return Random{std::nullopt, std::make_shared<const RngState>()};
+  return Random{std::nullopt, std::make_shared<const checkpoint::RngState>()};
 }
 
 RandomGuard::RandomGuard(const Random& random, const Operator& op,

@@ -20,7 +20,7 @@ struct Random {
   // where `defaults` is set.
   std::optional<at::Generator> generator;
   // The state of all default generators; null where `generator` is set.
-  std::shared_ptr<const RngState> defaults;
+  std::shared_ptr<const checkpoint::RngState> defaults;
 
   // Returns the present state for a call; nothing where the numbers cannot be drawn again.
   static std::optional<Random> of(const Operator& op, c10::ArrayRef<const c10::IValue> arguments);
@@ -32,7 +32,7 @@ class RandomGuard {
   RandomGuard(const Random& random, const Operator& op, std::vector<c10::IValue>& arguments);
 
  private:
-  std::optional<RngGuard> defaults_;
+  std::optional<checkpoint::RngGuard> defaults_;
 };
 
 // The result of bernoulli_, zeros and ones of any dtype, as bits: drawing the numbers again would

@@ -15,8 +15,8 @@ if _native.module:
         shards.agree, shards.clip_to_norm, modes.check_options, states.make_state,
         states.publish_states,
     )  # fmt: skip
-    _native.module.give_adam_functions({function.__name__: function for function in called})
-    _native.module.give_adam_functions({"errors": errors})
+    _native.module.register_functions({function.__name__: function for function in called})
+    _native.module.register_functions({"adam_errors": errors})
     _native.module.give_adam_transitions(state_machine.transitions())
 
 

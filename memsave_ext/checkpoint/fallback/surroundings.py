@@ -40,7 +40,7 @@ class AutocastState:
         torch.set_autocast_cache_enabled(cache)
 
 
-# What decides how an operator computes, as in csrc/checkpoint/settings.cpp: torch's names of what
+# What decides how an operator computes, as in csrc/checkpoint/surroundings.cpp: torch's names of what
 # gets and sets it. Those of two flags return and take a tuple.
 _C: Any = torch._C
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[..., Any]], ...] = (
