@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...checkpoint.pending import note_step
+from ...checkpoint.function import note_step
 from .. import dtensor, modes
 from ..rules import is_complete
 from ..shards import sharding_of
