@@ -7,17 +7,15 @@
 #include "adam/batch.h"
 #include "adam/collector.h"
 #include "adam/format_names.h"
-#include "adam/given.h"
 #include "adam/hook.h"
 #include "adam/rows.h"
-#include "checkpoint/apply.h"
-#include "checkpoint/checkpoint.h"
-#include "checkpoint/engine.h"
-#include "checkpoint/errors.h"
 #include "checkpoint/forward_record.h"
+#include "checkpoint/function.h"
 #include "checkpoint/hooks.h"
 #include "checkpoint/recomputing.h"
+#include "checkpoint/region.h"
 #include "checkpoint/stepped.h"
+#include "errors.h"
 #include "memory/active.h"
 #include "memory/pause.h"
 #include "memory/tracker.h"
@@ -32,7 +30,8 @@ namespace {
 // Outside pybind11, whose argument handling would cost as much as the rest of a call.
 PyMethodDef fast_functions[] = {
     {"checkpoint_apply",
-     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(memsave_ext::checkpoint_apply)),
+     reinterpret_cast<PyCFunction>(
+         reinterpret_cast<void (*)()>(memsave_ext::checkpoint::checkpoint_apply)),
      METH_FASTCALL, "apply(function, n, *args)"},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -43,15 +42,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   namespace py = pybind11;
 
   if (PyModule_AddFunctions(m.ptr(), fast_functions) < 0) throw py::error_already_set();
-  m.def("is_recomputing", &memsave_ext::is_recomputing);
-  m.def("checkpoint_region", &memsave_ext::checkpoint_region);
-  m.def("forward_record_scopes", &memsave_ext::forward_record_scopes);
-  m.def("pack_hooks", &memsave_ext::pack_hooks);
-  m.def("register_errors", &memsave_ext::register_errors);
-  m.def("use_engine_hooks", &memsave_ext::use_engine_hooks);
-  m.def("is_any_pending", &memsave_ext::is_any_pending);
-  m.def("note_step", &memsave_ext::note_step);
-  memsave_ext::init_hooks();
+  m.def("is_recomputing", &memsave_ext::checkpoint::is_recomputing);
+  m.def("checkpoint_region", &memsave_ext::checkpoint::checkpoint_region);
+  m.def("forward_record_scopes", &memsave_ext::checkpoint::forward_record_scopes);
+  m.def("pack_hooks", &memsave_ext::checkpoint::pack_hooks);
+  m.def("register_functions", &memsave_ext::register_functions);
+  m.def("use_engine_hooks", &memsave_ext::checkpoint::use_engine_hooks);
+  m.def("is_any_pending", &memsave_ext::checkpoint::is_any_pending);
+  m.def("note_step", &memsave_ext::checkpoint::note_step);
+  memsave_ext::checkpoint::init_hooks();
   memsave_ext::remat::bind(m);
 
   using memsave_ext::memory::Tracker;
@@ -80,7 +79,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("stack", &Record::stack)
       .def("operator_name", &Record::operator_name);
 
-  m.def("give_adam_functions", &memsave_ext::adam::give_functions);
   m.def("adam_formats", &memsave_ext::adam::describe_formats);
   using memsave_ext::adam::Collector;
   py::class_<Collector, std::shared_ptr<Collector>>(m, "AdamCollector")

@@ -18,7 +18,7 @@
 #include "adam/dtensor.h"
 #include "adam/given.h"
 #include "adam/grad_lock.h"
-#include "remat/needed.h"
+#include "remat/content.h"
 
 namespace memsave_ext::adam {
 

@@ -131,7 +131,9 @@ void Batch::put_gradients() const {
 }
 
 void Batch::note_steps() const {
-  for (const Parameter* parameter : parameters_) note_step(parameter->local, parameter->position);
+  for (const Parameter* parameter : parameters_) {
+    checkpoint::note_step(parameter->local, parameter->position);
+  }
 }
 
 void Batch::step(const py::object& scaling) const {

@@ -55,7 +55,7 @@ const char* StepInRows::obstacle(const Parameter& parameter) {
 StepInRows::StepInRows(const Parameter& parameter)
     : param_(parameter.local), state_(parameter.state), group_(*parameter.group) {
   if (is_fake(param_)) {
-    note_step(param_, parameter.position);
+    checkpoint::note_step(param_, parameter.position);
     return;
   }
   const auto device = param_.device();
@@ -69,7 +69,7 @@ StepInRows::StepInRows(const Parameter& parameter)
   whole_.options = &group_.options;
   if (group_.lr.defined()) whole_.device_lr = group_.lr.const_data_ptr<float>();
   torch::autograd::impl::bump_version(param_);
-  note_step(param_, parameter.position);
+  checkpoint::note_step(param_, parameter.position);
 }
 
 void StepInRows::step(int64_t first, const Tensor& grad) const {

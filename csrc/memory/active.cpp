@@ -30,9 +30,10 @@ void set_counts() {
       std::count_if(active.begin(), active.end(), [](const Log* log) { return log->stacks(); }));
 }
 
-void observe_recompute(Again what, bool begins) {
+void observe_recompute(checkpoint::Again what, bool begins) {
   const EventContext context = EventContext::now();
-  const Phase phase = what == Again::kRegion ? Phase::kRecompute : Phase::kRematerialize;
+  const Phase phase =
+      what == checkpoint::Again::kRegion ? Phase::kRecompute : Phase::kRematerialize;
   {
     const std::lock_guard<std::mutex> lock(tracking_mutex());
     for (Log* log : active) {
@@ -46,13 +47,13 @@ void observe_recompute(Again what, bool begins) {
     const py::gil_scoped_acquire gil;
     const py::error_scope raised;  // a recompute may end with an exception
     if (const py::object* listener = recompute_listener)
-      (*listener)(what == Again::kRegion, begins);
+      (*listener)(what == checkpoint::Again::kRegion, begins);
   }
 }
 
 void set_observer() {
   const bool observed = !active.empty() || recompute_listener.load() != nullptr;
-  recompute_observer = observed ? &observe_recompute : nullptr;
+  checkpoint::recompute_observer = observed ? &observe_recompute : nullptr;
 }
 
 // Installs fork handlers. Without them, a child that is forked while another thread holds the mutex
@@ -65,7 +66,7 @@ void survive_forks() {
                        active.clear();
                        counts.clear();
                        set_counts();
-                       recompute_observer = nullptr;
+                       checkpoint::recompute_observer = nullptr;
                        tracking_mutex().unlock();
                      });
   (void)installed;

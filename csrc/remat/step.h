@@ -13,11 +13,9 @@
 #include <vector>
 
 #include "remat/content.h"
-#include "remat/device_time.h"
 #include "remat/known.h"
 #include "remat/plan.h"
 #include "remat/policy.h"
-#include "remat/trace.h"
 
 namespace memsave_ext::remat {
 

@@ -26,8 +26,8 @@ if _native.module:
         dtensor.local_tensor, dtensor.local_gradient, dtensor.leave_buffer, shards.sharding_of,
         modes.check_options, states.make_state, states.publish_states,
     )  # fmt: skip
-    _native.module.give_adam_functions({function.__name__: function for function in called})
-    _native.module.give_adam_functions({"errors": errors})
+    _native.module.register_functions({function.__name__: function for function in called})
+    _native.module.register_functions({"adam_errors": errors})
 
 # What a collector does with complete gradients, by the kind of block that is open. The first of
 # them decides.

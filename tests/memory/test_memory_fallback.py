@@ -12,7 +12,6 @@ import memsave_ext as ms
 from memsave_ext import _native, _parts
 from memsave_ext.checkpoint import forward_records
 from memsave_ext.checkpoint import region as region_front
-from memsave_ext.checkpoint.fallback import forward_record as fallback_record
 from memsave_ext.checkpoint.fallback import region as fallback_region
 from memsave_ext.checkpoint.fallback import surroundings
 from memsave_ext.memory import figures as track_figures
@@ -84,7 +83,7 @@ def figures_of_run(monkeypatch, native):
     module = _native.module if native else None
     run_region = (module or fallback_region).checkpoint_region
     monkeypatch.setattr(region_front, "_run_region", run_region)
-    scopes = module or fallback_record
+    scopes = module or surroundings
     monkeypatch.setattr(forward_records, "_forward_record_scopes", scopes.forward_record_scopes)
     monkeypatch.setattr(forward_records, "_pack_hooks", scopes.pack_hooks)
     torch.manual_seed(0)

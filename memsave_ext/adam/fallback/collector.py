@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..._streams import current_stream, use_here
-from ...checkpoint.pending import note_step
+from ...checkpoint.function import note_step
 from .. import dtensor, errors, modes
 from ..norms import Scaling
 from ..precise import total

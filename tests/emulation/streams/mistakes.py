@@ -170,7 +170,7 @@ MISTAKES = [
     ),
     Mistake(
         "what is recomputed is used before it is there",
-        "checkpoint/device.cpp",
+        "checkpoint/surroundings.cpp",
         "    order_after(*outer_, *inner_);\n",
         "    if (!MISTAKE) order_after(*outer_, *inner_);\n",
         "is_recomputed",
@@ -178,7 +178,7 @@ MISTAKES = [
     ),
     Mistake(
         "a recompute does not wait for the stream that asks for it",
-        "checkpoint/device.cpp",
+        "checkpoint/surroundings.cpp",
         "    order_after(*inner_, *outer_);\n",
         "    if (!MISTAKE) order_after(*inner_, *outer_);\n",
         "put_back",

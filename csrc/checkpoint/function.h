@@ -1,7 +1,9 @@
-// The autograd node behind CheckpointFunction: keeps the inputs of a region, runs it again in
-// backward and differentiates that. Chen et al. 2016, arXiv 1604.06174.
+// CheckpointFunction.apply(function, n, *args), the explicit form of checkpointing, and the
+// autograd node behind it: it keeps the inputs of a region, runs it again in backward and
+// differentiates that. Chen et al. 2016, arXiv 1604.06174.
 #pragma once
 
+#include <Python.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
@@ -9,15 +11,15 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/boundary.h"
 #include "checkpoint/call.h"
-#include "checkpoint/call_site.h"
 #include "checkpoint/forward_record.h"
 #include "checkpoint/outside.h"
 #include "checkpoint/stepped.h"
 #include "checkpoint/surroundings.h"
 #include "compat.h"
 
-namespace memsave_ext {
+namespace memsave_ext::checkpoint {
 
 // A listed parameter: the function reaches it by itself, the node only checks and differentiates.
 struct ListedParameter {
@@ -76,4 +78,7 @@ class CheckpointNode : public torch::autograd::Node {
   bool released_ = false;
 };
 
-}  // namespace memsave_ext
+// Has the signature of a METH_FASTCALL function.
+PyObject* checkpoint_apply(PyObject* self, PyObject* const* args, Py_ssize_t nargs);
+
+}  // namespace memsave_ext::checkpoint

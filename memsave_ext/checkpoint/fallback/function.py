@@ -1,24 +1,114 @@
-"""The autograd node behind ``CheckpointFunction``."""
+"""``CheckpointFunction.apply`` and its autograd node."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..._leaves import hold_accumulators
 from .. import errors
-from .call import CallSite, Result, as_type, call, is_differentiable
-from .forward_record import forward_record_scope
 from .graph import check_not_computed_from_listed, find_unlisted, sequence_number
-from .outputs import alias_of, check_outputs
 from .outside import OutsideTensors, observed_reads
 from .stepped import Pending
-from .surroundings import Surroundings, uncached_autocast
+from .surroundings import AutocastState, Surroundings, forward_record_scope, uncached_autocast
+
+
+class CallSite(NamedTuple):
+    """A line of Python code that calls CheckpointFunction.apply."""
+
+    code: CodeType
+    instruction: int
+    line: int
+
+    @staticmethod
+    def of(frame: FrameType) -> CallSite:
+        return CallSite(frame.f_code, frame.f_lasti, frame.f_lineno)
+
+
+class Result:
+    """What a function returned: a tensor, or a tuple or list of tensors and anything else."""
+
+    def __init__(self, value: Any) -> None:
+        self._kind = type(value) if isinstance(value, (tuple, list)) else None
+        self.elements: list[Any] = [value] if self._kind is None else list(value)
+
+    def rebuild(self, elements: list[Any]) -> Any:
+        """The same kind of tuple or list, with these elements."""
+        if self._kind is None:
+            return elements[0]
+        # A named tuple takes its fields one by one.
+        make: Callable[[list[Any]], Any] = getattr(self._kind, "_make", self._kind)
+        return make(elements)
+
+
+def call(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Result:
+    return Result(function(*inputs))
+
+
+def is_differentiable(element: Any) -> bool:
+    return isinstance(element, Tensor) and (element.is_floating_point() or element.is_complex())
+
+
+def as_type(alias: Tensor, kind: type[Tensor]) -> Tensor:
+    """``alias`` as an object of the subclass ``kind``; a Parameter's alias is a plain Tensor."""
+    if type(alias) is kind or issubclass(kind, torch.nn.Parameter):
+        return alias
+    return alias.as_subclass(kind)
+
+
+def check_outputs(outputs: Sequence[Any]) -> None:
+    for i, output in enumerate(outputs):
+        if _holds_tensor(output):
+            raise errors.output_holds_tensors(i, output)
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (tuple, list)):
+        return False
+    return any(isinstance(item, Tensor) or _holds_tensor(item) for item in value)
+
+
+def alias_of(output: Tensor, inputs: Sequence[Tensor], outputs: Sequence[Any]) -> Tensor:
+    """Where memory of an output has a history that the region does not see, it is a view, which
+    torch refuses to change in place."""
+    has_other_history = (
+        output.requires_grad
+        or any(output is other for other in inputs)
+        or sum(output is other for other in outputs) > 1
+        or (output._is_view() and _shares_base(output))
+    )
+    with torch.no_grad():
+        return output.view_as(output) if has_other_history else output.detach()
+
+
+def _shares_base(view: Tensor) -> bool:
+    """Whether anybody but this view keeps what it is a view of."""
+    return _references_to_base(view) > _references_of_nobody()
+
+
+@functools.cache
+def _references_of_nobody() -> int:
+    """How many references torch itself keeps to a view's base; this differs between versions."""
+    return _references_to_base(torch.ones(2)[1:])
+
+
+def _references_to_base(view: Tensor) -> int:
+    base = view._base
+    assert base is not None
+    uses: int = base._use_count()  # type: ignore[attr-defined]
+    return sys.getrefcount(base) + uses
+
 
 _hook_lock = threading.RLock()
 
@@ -168,3 +258,38 @@ def _silent_tensor_hooks(tensors: list[Tensor]) -> Iterator[None]:
                     tensor._backward_hooks.update(hooks)
                 if tensor.retains_grad:
                     tensor.grad = grad
+
+
+def checkpoint_apply(*args: Any) -> Any:
+    errors.check_arguments(*args)
+    function, n, *tensors = args
+    if torch._C._are_functorch_transforms_active():
+        raise errors.inside_transform()
+    site = CallSite.of(sys._getframe(1))
+    if not torch.is_grad_enabled():
+        with torch.no_grad(), uncached_autocast(AutocastState.capture()):
+            return function(*tensors[:n])
+    if not any(t.requires_grad for t in tensors):
+        return _call_and_look(function, tensors[:n], site)
+    forward = Forward(function, n, site)
+    nodes = hold_accumulators(tensors)
+    outputs = Node.apply(forward, *tensors)
+    del nodes
+    assert forward.result is not None
+    # Only tensors pass through torch's Function; the rest of the result travels beside it.
+    elements, forward.result.elements = forward.result.elements, []
+    for position, output in zip(forward.positions, outputs, strict=True):
+        elements[position] = as_type(output, type(elements[position]))
+    return forward.result.rebuild(elements)
+
+
+def _call_and_look(function: Callable[..., Any], inputs: list[Tensor], site: CallSite) -> Any:
+    """Where no listed tensor needs a gradient, no backward looks for unlisted ones: look here."""
+    mark = sequence_number()
+    with uncached_autocast(AutocastState.capture()):
+        result = call(function, inputs)
+    roots = [e for e in result.elements if isinstance(e, Tensor) and e.requires_grad]
+    errors.warn_unlisted(*site, find_unlisted(roots, (), mark))
+    return result.rebuild(
+        [e.detach() if isinstance(e, Tensor) and e.requires_grad else e for e in result.elements]
+    )

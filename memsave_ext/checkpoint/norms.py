@@ -1,4 +1,4 @@
-"""Recomputes count nothing: no module's running statistics, whatever its class.
+"""torch's norms in recomputes, which must not count their running statistics once more.
 
 torch's norms, and all that derive from them, update buffers in each forward. In the recompute of a
 region of this package they are called as a shallow copy of themselves whose buffers are copies:
@@ -8,7 +8,7 @@ another thread could see is changed, and nothing has to be undone.
 ``_call_impl`` of their common base class is where each of them passes, called from a closure, too.
 Other modules do not pass here. In eval mode norms update nothing and are called as they are.
 
-Here, too, is where a norm raises that computes statistics of a batch of which it is given a piece.
+Here, too, a norm raises that computes statistics of a whole batch and is called with a piece of it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _call(self: _NormBase, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def refuse_batch_statistics() -> Iterator[None]:
-    """In the block norms raise that need the whole batch: their forward is given a piece of it."""
+    """In the block norms raise that need the whole batch: they are called with a piece of it."""
     outer, _thread.in_piece = _thread.in_piece, True
     try:
         yield
@@ -71,7 +71,7 @@ def refuse_batch_statistics() -> Iterator[None]:
 
 
 def check_batch(norm: _NormBase) -> None:
-    """Raises where a piece of a batch is given to a norm that needs the whole one."""
+    """Raises where a norm that needs the whole batch is called with a piece of it."""
     # Not in a recompute that the function itself asks for, of a region of another batch.
     if _thread.in_piece and _needs_batch(norm) and not _is_recomputing():
         raise RuntimeError(
@@ -102,15 +102,15 @@ def for_recompute(function: Callable[..., Any], args: tuple[Any, ...]) -> Callab
         return functools.partial(inner, *function.args, **function.keywords)
     norm: object = None
     if isinstance(function, types.MethodType):
-        norm, forward, given = function.__self__, function.__func__, 0
+        norm, forward, skipped = function.__self__, function.__func__, 0
     elif args:
-        norm, forward, given = args[0], function, 1
+        norm, forward, skipped = args[0], function, 1
     if not _counts(norm) or forward is not type(norm).forward:
         return function
     check_batch(norm)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        of = copy_of(norm) if norm.training else norm
-        return forward(of, *args[given:], **kwargs)
+        called = copy_of(norm) if norm.training else norm
+        return forward(called, *args[skipped:], **kwargs)
 
     return run

@@ -1,18 +1,28 @@
-#include "checkpoint/settings.h"
+#include "checkpoint/surroundings.h"
 
+#include <ATen/autocast_mode.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/DefaultDtype.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/utils/device_lazy_init.h>
 
+#include <atomic>
 #include <tuple>
 #include <utility>
 
-namespace memsave_ext {
-namespace {
+#include "streams.h"
+
+namespace memsave_ext::checkpoint {
 
 using at::Context;
 using at::Float32Backend;
 using at::Float32Op;
 using at::Float32Precision;
+
+namespace {
 
 struct Flag {
   bool (Context::*get)() const;
@@ -139,4 +149,71 @@ SettingsGuard::~SettingsGuard() {
   if (needed_) outer_.restore(Settings::capture());
 }
 
-}  // namespace memsave_ext
+AutocastState AutocastState::capture() {
+  AutocastState state;
+  state.cache_enabled_ = at::autocast::is_autocast_cache_enabled();
+  // Autocast is on where its key is not excluded, as it is by default.
+  state.any_enabled_ =
+      !c10::impl::tls_local_dispatch_key_set().excluded_.has_all(c10::autocast_dispatch_keyset);
+  if (!state.any_enabled_) return state;
+  for (size_t i = 0; i < kAutocastDevices.size(); ++i) {
+    state.devices_[i] = {at::autocast::is_autocast_enabled(kAutocastDevices[i]),
+                         at::autocast::get_autocast_dtype(kAutocastDevices[i])};
+  }
+  return state;
+}
+
+void AutocastState::restore() const {
+  for (size_t i = 0; i < kAutocastDevices.size(); ++i) {
+    at::autocast::set_autocast_enabled(kAutocastDevices[i], devices_[i].enabled);
+    if (any_enabled_) at::autocast::set_autocast_dtype(kAutocastDevices[i], devices_[i].dtype);
+  }
+  at::autocast::set_autocast_cache_enabled(cache_enabled_);
+}
+
+AutocastState AutocastState::without_cache() const {
+  AutocastState state = *this;
+  state.cache_enabled_ = false;
+  return state;
+}
+
+bool cuda_in_use() {
+  static const bool built_with_cuda = at::detail::getCUDAHooks().hasCUDART();
+  if (!built_with_cuda) return false;
+  static std::atomic<bool> initialised{false};
+  if (!initialised) {
+    // C++ does not export this flag; torch.cuda keeps it. Operators are recorded without the GIL.
+    const pybind11::gil_scoped_acquire gil;
+    initialised = pybind11::module_::import("torch.cuda").attr("_initialized").cast<bool>();
+  }
+  return initialised && !torch::utils::is_device_in_bad_fork(at::kCUDA);
+}
+
+std::optional<c10::Stream> current_cuda_stream() {
+  if (!cuda_in_use()) return std::nullopt;
+  const c10::impl::VirtualGuardImpl cuda(c10::DeviceType::CUDA);
+  return cuda.getStream(cuda.getDevice());
+}
+
+StreamScope::StreamScope(const std::optional<c10::Stream>& stream) {
+  if (!stream) return;
+  const c10::impl::VirtualGuardImpl cuda(c10::DeviceType::CUDA);
+  const c10::Stream current = cuda.getStream(stream->device());
+  guard_.reset_stream(*stream);
+  if (current != *stream) {
+    outer_ = current;
+    inner_ = stream;
+    order_after(*inner_, *outer_);
+  }
+}
+
+StreamScope::~StreamScope() {
+  if (!outer_) return;
+  try {
+    order_after(*outer_, *inner_);
+  } catch (const std::exception& error) {
+    TORCH_WARN("CheckpointFunction: could not order the streams after a recompute: ", error.what());
+  }
+}
+
+}  // namespace memsave_ext::checkpoint
