@@ -19,7 +19,6 @@
 #include "checkpoint/recomputing.h"
 #include "checkpoint/stepped.h"
 #include "memory/active.h"
-#include "memory/pause.h"
 #include "memory/tracker.h"
 #include "remat/bindings.h"
 

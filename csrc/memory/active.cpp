@@ -6,17 +6,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <vector>
-
-#include "checkpoint/recomputing.h"
-#include "memory/pause.h"
+#include <utility>
 
 namespace memsave_ext::memory {
 namespace py = pybind11;
 namespace {
 
-std::vector<Log*> active;
-std::vector<Count*> counts;
+std::vector<Listener*> active;
 std::atomic<int> active_count{0};
 std::atomic<int> stack_count{0};
 // Called with the GIL; null without. It is leaked at exit, when Python may be gone.
@@ -25,22 +21,16 @@ std::atomic<py::object*> recompute_listener{nullptr};
 bool watching() { return active_count.load(std::memory_order_relaxed) > 0 && paused_depth == 0; }
 
 void set_counts() {
-  active_count = static_cast<int>(active.size() + counts.size());
-  stack_count = static_cast<int>(
-      std::count_if(active.begin(), active.end(), [](const Log* log) { return log->stacks(); }));
+  active_count = static_cast<int>(active.size());
+  stack_count = static_cast<int>(std::count_if(active.begin(), active.end(),
+                                               [](Listener* one) { return one->takes_stacks(); }));
 }
 
 void observe_recompute(Again what, bool begins) {
   const EventContext context = EventContext::now();
-  const Phase phase = what == Again::kRegion ? Phase::kRecompute : Phase::kRematerialize;
   {
     const std::lock_guard<std::mutex> lock(tracking_mutex());
-    for (Log* log : active) {
-      if (begins)
-        log->threads().begin_recompute(context, phase);
-      else
-        log->threads().end_recompute(context);
-    }
+    for (Listener* listener : active) listener->recompute(context, what, begins);
   }
   if (recompute_listener.load(std::memory_order_relaxed) != nullptr) {
     const py::gil_scoped_acquire gil;
@@ -63,7 +53,6 @@ void survive_forks() {
       pthread_atfork([] { tracking_mutex().lock(); }, [] { tracking_mutex().unlock(); },
                      [] {
                        active.clear();
-                       counts.clear();
                        set_counts();
                        recompute_observer = nullptr;
                        tracking_mutex().unlock();
@@ -79,26 +68,15 @@ std::mutex& tracking_mutex() {
   return *mutex;
 }
 
-void add_active(Log* log) {
+void add_active(Listener* listener) {
   survive_forks();
-  active.push_back(log);
+  active.push_back(listener);
   set_counts();
   set_observer();
 }
 
-void add_active(Count* count) {
-  survive_forks();
-  counts.push_back(count);
-  set_counts();
-}
-
-void remove_active(Count* count) {
-  counts.erase(std::remove(counts.begin(), counts.end(), count), counts.end());
-  set_counts();
-}
-
-void remove_active(Log* log) {
-  active.erase(std::remove(active.begin(), active.end(), log), active.end());
+void remove_active(Listener* listener) {
+  active.erase(std::remove(active.begin(), active.end(), listener), active.end());
   set_counts();
   set_observer();
 }
@@ -114,9 +92,8 @@ void listen_to_recomputes(std::optional<py::object> listener) {
 }
 
 bool any_active(c10::DeviceType type) {
-  const auto is_of_type = [&](const auto* one) { return one->device().type() == type; };
-  return std::any_of(active.begin(), active.end(), is_of_type) ||
-         std::any_of(counts.begin(), counts.end(), is_of_type);
+  return std::any_of(active.begin(), active.end(),
+                     [&](Listener* one) { return one->device().type() == type; });
 }
 
 void report_allocated(c10::Device device, void* ptr, int64_t size, std::optional<int64_t> total) {
@@ -126,20 +103,16 @@ void report_allocated(c10::Device device, void* ptr, int64_t size, std::optional
     context.origin = device.is_cpu() ? origin_here() : origin_of_operator();
   }
   TrackingLock lock;
-  for (Log* log : active)
-    if (log->device() == device) log->allocated(context, ptr, size, total, lock);
-  for (Count* count : counts)
-    if (count->device() == device) count->allocated(ptr, size);
+  for (Listener* listener : active)
+    if (listener->device() == device) listener->allocated(context, ptr, size, total, lock);
 }
 
 void report_freed(c10::Device device, void* ptr, std::optional<int64_t> total) {
   if (!watching()) return;
   const EventContext context = EventContext::now();
   const std::lock_guard<std::mutex> lock(tracking_mutex());
-  for (Log* log : active)
-    if (log->device() == device) log->freed(context, ptr, total);
-  for (Count* count : counts)
-    if (count->device() == device) count->freed(ptr);
+  for (Listener* listener : active)
+    if (listener->device() == device) listener->freed(context, ptr, total);
 }
 
 }  // namespace memsave_ext::memory

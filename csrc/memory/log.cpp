@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "memory/active.h"
-
 namespace memsave_ext::memory {
 
 namespace {
@@ -62,6 +60,14 @@ void Log::freed(const EventContext& context, void* ptr, std::optional<int64_t> t
     total_ = *total;
     add_event(context, nullptr, threads_.where(context).phase, true);
   }
+}
+
+void Log::recompute(const EventContext& context, Again what, bool begins) {
+  if (begins)
+    threads_.begin_recompute(context,
+                             what == Again::kRegion ? Phase::kRecompute : Phase::kRematerialize);
+  else
+    threads_.end_recompute(context);
 }
 
 void Log::mark_phase(const EventContext& context) {

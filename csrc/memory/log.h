@@ -10,15 +10,13 @@
 #include <unordered_map>
 #include <vector>
 
-#include "memory/event_context.h"
+#include "memory/active.h"
 #include "memory/threads.h"
 
 namespace memsave_ext::memory {
 
 // Indices into CATEGORIES of memsave_ext/memory/account.py; kNone stands for no label.
 enum class Category : int8_t { kParameters, kGradients, kOptimizer, kActivations, kOther, kNone };
-
-class TrackingLock;
 
 // Where blocks and their index are kept. In malloc's heap they would lie between the tensors that
 // they describe, outlive them, and leave it in pieces, in which malloc searches longer.
@@ -59,17 +57,18 @@ struct Part {
 
 // The caller holds the tracking mutex of active.h; some calls take its lock as an argument. At most
 // about `max_events` events are kept: the part with the highest peak and the latest parts.
-class Log {
+class Log final : public Listener {
  public:
   Log(at::Device device, std::vector<int32_t> parents, bool stacks, int64_t max_events);
 
-  at::Device device() const { return device_; }
-  bool stacks() const { return stacks_; }
+  at::Device device() const override { return device_; }
+  bool takes_stacks() const override { return stacks_; }
 
-  // `total` is the allocator's count of live bytes. The CPU's has none: the log counts itself.
+  // The CPU's allocator has no `total`: the log counts itself.
   void allocated(const EventContext& context, void* ptr, int64_t size, std::optional<int64_t> total,
-                 TrackingLock& lock);
-  void freed(const EventContext& context, void* ptr, std::optional<int64_t> total);
+                 TrackingLock& lock) override;
+  void freed(const EventContext& context, void* ptr, std::optional<int64_t> total) override;
+  void recompute(const EventContext& context, Again what, bool begins) override;
   // Adds an event without a change of memory, where a phase begins or ends that may allocate
   // nothing.
   void mark_phase(const EventContext& context);

@@ -6,7 +6,6 @@
 #include "memory/active.h"
 #include "memory/cpu_allocator.h"
 #include "memory/cuda_reports.h"
-#include "memory/pause.h"
 #include "memory/stacks.h"
 
 namespace memsave_ext::memory {
@@ -28,7 +27,7 @@ void Tracker::start(std::optional<int64_t> total) {
     watch_cpu_allocator();
   else
     watch_cuda_reports();
-  if (log_.stacks()) watch_operators(takes_stacks_of_operators());
+  if (log_.takes_stacks()) watch_operators(takes_stacks_of_operators());
   log_.threads().clear();
   log_.begin_part(total);
   add_active(&log_);
@@ -44,7 +43,7 @@ void Tracker::stop() {
   remove_active(&log_);
   log_.threads().clear();
   running_ = false;
-  if (log_.stacks()) unwatch_operators(takes_stacks_of_operators());
+  if (log_.takes_stacks()) unwatch_operators(takes_stacks_of_operators());
   if (!log_.device().is_cpu())
     unwatch_cuda_reports();
   else if (!any_active(c10::DeviceType::CPU))
