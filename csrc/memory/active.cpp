@@ -4,8 +4,14 @@
 #include <pthread.h>
 #endif
 
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <limits>
 #include <utility>
 
 namespace memsave_ext::memory {
@@ -27,10 +33,10 @@ void set_counts() {
 }
 
 void observe_recompute(Again what, bool begins) {
-  const EventContext context = EventContext::now();
+  const Moment moment = Moment::now();
   {
     const std::lock_guard<std::mutex> lock(tracking_mutex());
-    for (Listener* listener : active) listener->recompute(context, what, begins);
+    for (Listener* listener : active) listener->recompute(moment, what, begins);
   }
   if (recompute_listener.load(std::memory_order_relaxed) != nullptr) {
     const py::gil_scoped_acquire gil;
@@ -68,6 +74,23 @@ std::mutex& tracking_mutex() {
   return *mutex;
 }
 
+Moment Moment::now() {
+  Moment moment{static_cast<int32_t>(at::RecordFunction::currentThreadId()), 0,
+                std::chrono::duration_cast<std::chrono::nanoseconds>(
+                    std::chrono::steady_clock::now().time_since_epoch())
+                    .count(),
+                kNotInBackward};
+  if (torch::autograd::get_current_graph_task_id() == -1) return moment;
+  moment.node = kNoNode;
+  const auto node = torch::autograd::get_current_node();
+  // AccumulateGrad has the largest sequence number; it belongs to no forward.
+  if (node != nullptr && node->sequence_nr() != std::numeric_limits<uint64_t>::max()) {
+    moment.node = static_cast<int64_t>(node->sequence_nr());
+    moment.node_thread = static_cast<int32_t>(node->thread_id());
+  }
+  return moment;
+}
+
 void add_active(Listener* listener) {
   survive_forks();
   active.push_back(listener);
@@ -98,21 +121,21 @@ bool any_active(c10::DeviceType type) {
 
 void report_allocated(c10::Device device, void* ptr, int64_t size, std::optional<int64_t> total) {
   if (!watching()) return;
-  EventContext context = EventContext::now();
-  if (stack_count.load(std::memory_order_relaxed) > 0) {
-    context.origin = device.is_cpu() ? origin_here() : origin_of_operator();
-  }
+  const Moment moment = Moment::now();
+  std::shared_ptr<const Origin> origin;
+  if (stack_count.load(std::memory_order_relaxed) > 0)
+    origin = device.is_cpu() ? origin_here() : origin_of_operator();
   TrackingLock lock;
   for (Listener* listener : active)
-    if (listener->device() == device) listener->allocated(context, ptr, size, total, lock);
+    if (listener->device() == device) listener->allocated(moment, ptr, size, total, origin, lock);
 }
 
 void report_freed(c10::Device device, void* ptr, std::optional<int64_t> total) {
   if (!watching()) return;
-  const EventContext context = EventContext::now();
+  const Moment moment = Moment::now();
   const std::lock_guard<std::mutex> lock(tracking_mutex());
   for (Listener* listener : active)
-    if (listener->device() == device) listener->freed(context, ptr, total);
+    if (listener->device() == device) listener->freed(moment, ptr, total);
 }
 
 }  // namespace memsave_ext::memory

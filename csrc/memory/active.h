@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "checkpoint/recomputing.h"
-#include "memory/event_context.h"
+#include "memory/stacks.h"
 
 namespace memsave_ext::memory {
 
@@ -46,17 +46,31 @@ class TrackingLock {
   const std::lock_guard<std::mutex> lock_;
 };
 
-// What hears of allocations on a device. The caller holds the mutex. `total` is the number of live
-// bytes by the allocator's own count, if it has one.
+// When and where something happens; gathered before the mutex is taken. As the members of Event in
+// memsave_ext/memory/events.py.
+struct Moment {
+  static constexpr int64_t kNoNode = -1, kNotInBackward = -2;
+
+  int32_t thread;       // autograd's number of it
+  int32_t node_thread;  // of the thread that made the autograd node that runs
+  int64_t time;         // ns of a steady clock
+  int64_t node;         // its sequence number, or one of the above
+
+  static Moment now();
+};
+
+// Hears of allocations on a device. The caller holds the mutex. `total` is the number of live bytes
+// by the allocator's own count, if it has one.
 class Listener {
  public:
   virtual ~Listener() = default;
   virtual at::Device device() const = 0;
   virtual bool takes_stacks() const { return false; }
-  virtual void allocated(const EventContext& context, void* ptr, int64_t size,
-                         std::optional<int64_t> total, TrackingLock& lock) = 0;
-  virtual void freed(const EventContext& context, void* ptr, std::optional<int64_t> total) = 0;
-  virtual void recompute(const EventContext&, Again, bool /*begins*/) {}
+  virtual void allocated(const Moment& moment, void* ptr, int64_t size,
+                         std::optional<int64_t> total, const std::shared_ptr<const Origin>& origin,
+                         TrackingLock& lock) = 0;
+  virtual void freed(const Moment& moment, void* ptr, std::optional<int64_t> total) = 0;
+  virtual void recompute(const Moment&, Again, bool /*begins*/) {}
 };
 
 // The caller of these holds the mutex.

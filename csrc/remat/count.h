@@ -58,16 +58,13 @@ class Count final : public memory::Listener {
   void set_mark(int32_t mark);
 
   // Also for fake memory. The caller holds the tracking mutex.
-  // this.
   void allocated(void* ptr, int64_t size);
   void freed(void* ptr);
-  void allocated(const memory::EventContext&, void* ptr, int64_t size, std::optional<int64_t>,
-                 memory::TrackingLock&) override {
+  void allocated(const memory::Moment&, void* ptr, int64_t size, std::optional<int64_t>,
+                 const std::shared_ptr<const memory::Origin>&, memory::TrackingLock&) override {
     allocated(ptr, size);
   }
-  void freed(const memory::EventContext&, void* ptr, std::optional<int64_t>) override {
-    freed(ptr);
-  }
+  void freed(const memory::Moment&, void* ptr, std::optional<int64_t>) override { freed(ptr); }
 
  private:
   static constexpr int32_t kFromBefore = -1;
