@@ -87,7 +87,7 @@ class NativeTracker(Tracker):
         super().__init__(parents, max_events)
         native: Any = _native.module
         self._native = native.MemoryTracker(device, stacks)
-        self._reading = threading.Lock()
+        self._reading = threading.RLock()
 
     def start(self, total: int | None) -> None:
         """``total``: live bytes by the allocator's own count; None on the CPU, which has none."""
@@ -119,8 +119,9 @@ class NativeTracker(Tracker):
 
     def record(self) -> Record:
         self.look()
-        self._read()
-        return self._log.record()
+        with self._reading:
+            self._read()
+            return self._log.record()
 
     def _read(self) -> None:
         with self._reading:
