@@ -17,7 +17,6 @@
 #include "checkpoint/stepped.h"
 #include "errors.h"
 #include "memory/active.h"
-#include "memory/pause.h"
 #include "memory/tracker.h"
 #include "remat/bindings.h"
 
@@ -57,27 +56,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("pause_tracking", &memsave_ext::memory::pause_tracking);
   m.def("listen_to_recomputes", &memsave_ext::memory::listen_to_recomputes);
   py::class_<Tracker>(m, "MemoryTracker")
-      .def(py::init<at::Device, std::vector<int32_t>, bool, int64_t>())
+      .def(py::init<at::Device, bool>())
       .def("start", &Tracker::start)
       .def("stop", &Tracker::stop)
-      .def("enter_module", &Tracker::enter_module)
-      .def("exit_module", &Tracker::exit_module)
-      .def("inside_module", &Tracker::inside_module)
-      .def("begin_optimizer", &Tracker::begin_optimizer)
-      .def("end_optimizer", &Tracker::end_optimizer)
-      .def("end_step", &Tracker::end_step)
-      .def("label", &Tracker::label)
+      .def("note", &Tracker::note, py::arg(), py::arg() = 0, py::arg() = 0)
+      .def("label",
+           py::overload_cast<const std::vector<at::Tensor>&, int64_t, const std::vector<int32_t>&>(
+               &Tracker::label))
+      .def("look", py::overload_cast<>(&Tracker::look))
       .def("reset_peak", &Tracker::reset_peak)
-      .def("record", &Tracker::record)
+      .def("take", &Tracker::take)
       .def_property_readonly("live", &Tracker::live)
       .def_property_readonly("peak", &Tracker::peak);
-  using memsave_ext::memory::Record;
-  py::class_<Record, std::shared_ptr<Record>>(m, "MemoryRecord")
-      .def_readonly("changes", &Record::changes)
-      .def_readonly("blocks", &Record::blocks)
-      .def_readonly("regions", &Record::regions)
-      .def("stack", &Record::stack)
-      .def("operator_name", &Record::operator_name);
+  using memsave_ext::memory::Origin;
+  py::class_<Origin, std::shared_ptr<Origin>>(m, "MemoryOrigin")
+      .def("frames", &Origin::frames)
+      .def_readonly("operator_name", &Origin::operator_name);
 
   m.def("adam_formats", &memsave_ext::adam::describe_formats);
   using memsave_ext::adam::Collector;

@@ -163,7 +163,7 @@ void KnownSteps::settle() {
 
 // The step has made gradients that the next one adds to. It will come with and without them, so
 // that it is two. What was derived gives way to what is measured.
-void KnownSteps::add_with_gradients(const Known& step, const memory::Count::Survivors& survivors) {
+void KnownSteps::add_with_gradients(const Known& step, const Count::Survivors& survivors) {
   auto next = std::make_shared<Known>(
       Known{step.keys, step.trace, step.calls, {}, step.before, step.missing, {}});
   leave_out(*next, survivors.bytes);

@@ -12,7 +12,7 @@
 #include <random>
 #include <vector>
 
-#include "memory/count.h"
+#include "remat/count.h"
 #include "remat/plan.h"
 
 namespace memsave_ext::remat {
@@ -68,7 +68,7 @@ class KnownSteps {
  public:
   explicit KnownSteps(at::Device device, bool counts_all = false) : count(device, counts_all) {}
 
-  memory::Count count;
+  Count count;
 
   void begin();
   // `step` may be null: it is not worth being known.
@@ -90,7 +90,7 @@ class KnownSteps {
  private:
   void settle();
   void add(std::shared_ptr<Known> step, bool overlapped);
-  void add_with_gradients(const Known& step, const memory::Count::Survivors& survivors);
+  void add_with_gradients(const Known& step, const Count::Survivors& survivors);
 
   mutable std::mutex mutex_;
   int running_ = 0;

@@ -6,7 +6,7 @@
 #include <chrono>
 #include <unordered_set>
 
-#include "memory/pause.h"
+#include "memory/active.h"
 #include "remat/block.h"
 #include "remat/fakes.h"
 #include "remat/plan.h"

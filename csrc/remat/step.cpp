@@ -181,7 +181,7 @@ void Step::add_moment() {
 
 // Returns the live bytes and the most since the last call, the latter less what only the block
 // held.
-memory::Count::Bytes Step::take() {
+Count::Bytes Step::take() {
   const auto bytes = shared_->count.take();
   highest_ = std::max(highest_, bytes.peak);
   peak_ = std::max(peak_, bytes.peak);

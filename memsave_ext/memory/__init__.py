@@ -1,7 +1,8 @@
 """Shows memory: how much is held, by what, and when."""
 
-from .account import CATEGORIES, PHASES, Region, Step, TensorAtPeak, Timeline
+from .account import Region, Step, TensorAtPeak, Timeline
 from .compare import Comparison, compare
+from .events import CATEGORIES, PHASES
 from .prediction.fits import Fit, Fits, fits
 from .prediction.footprint import Footprint, footprint
 from .prediction.step import PredictedStep, predict

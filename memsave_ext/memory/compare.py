@@ -10,8 +10,8 @@ from typing import Any, TextIO
 import torch
 
 from .._version import __version__
-from .account import CATEGORIES
 from .checks import check_count
+from .events import CATEGORIES
 from .measure import Build, Row, forget, measure
 from .pictures.comparison import plot_comparison
 from .report import format_seconds, timeline_as_json, write_json

@@ -13,8 +13,9 @@ from typing import Any, TextIO
 import torch
 
 from .._version import __version__
-from .account import CATEGORIES, PHASES, Region, TensorAtPeak, Timeline
+from .account import Region, TensorAtPeak, Timeline
 from .checks import check_count
+from .events import CATEGORIES, PHASES
 from .figures import Figures
 from .series import thin
 from .table import format_bytes, print_table

@@ -15,8 +15,8 @@ from timelines import training
 from torch import nn
 
 from memsave_ext.memory import table
-from memsave_ext.memory.account import CATEGORIES
 from memsave_ext.memory.compare import Comparison, Row, compare
+from memsave_ext.memory.events import CATEGORIES
 from memsave_ext.memory.report import timeline_from_json
 from memsave_ext.memory.tracking import running
 

@@ -22,7 +22,7 @@ TRAINING = """
     from memsave_ext.batch_norm import fallback as norm
     from memsave_ext.checkpoint.fallback import region
     from memsave_ext.loss_head import operators as head
-    from memsave_ext.memory.fallback import tracker
+    from memsave_ext.memory import fallback as memory
 
     counts = {}
 
@@ -37,7 +37,7 @@ TRAINING = """
     count("adam hooks", collector.Collector, "attach")
     count("batch_norm", norm, "_mean_and_m2")
     count("loss_head", head.Chunk, "__init__")
-    count("memory", tracker.MemoryTracker, "start")
+    count("memory", memory.ProfilerTracker, "start")
     count("checkpoint", region._Region, "__init__")
 
     def train():

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..account import CATEGORIES
+from ..events import CATEGORIES
 from ..measure import Row
 from ..series import peak_row
 from ..table import format_bytes

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..account import CATEGORIES, PHASES, Timeline
+from ..account import Timeline
+from ..events import CATEGORIES, PHASES
 from ..figures import Figures
 from ..series import peak_row, step_peaks, thin
 from ..table import format_bytes

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import nn
 
-from ..account import CATEGORIES, TensorAtPeak
+from ..account import TensorAtPeak
 from ..checks import check_count
+from ..events import CATEGORIES
 from ..measure import Build
 from ..table import Text, as_text, format_bytes, print_table
 from .means import ALL, Means

@@ -202,7 +202,7 @@ MISTAKES = [
     ),
     Mistake(
         "a tracker frees memory while the allocator reports",
-        "memory/log.cpp",
+        "memory/tracker.cpp",
         "if (!device_.is_cpu()) return !older.storage.expired();\n",
         "if (!MISTAKE && !device_.is_cpu()) return !older.storage.expired();\n",
         "takes_no_storage",
@@ -210,7 +210,7 @@ MISTAKES = [
     ),
     Mistake(
         "a tracker frees memory with its lock held",
-        "memory/log.cpp",
+        "memory/tracker.cpp",
         "return !older.storage.expired();",
         "return MISTAKE ? older.storage.lock() != nullptr : !older.storage.expired();",
         "takes_no_storage",

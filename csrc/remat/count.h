@@ -1,4 +1,4 @@
-// Counts the live bytes of a device, without a log of them.
+// Counts the live bytes of a device, without a record of them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,21 +8,23 @@
 #include <map>
 #include <vector>
 
-namespace memsave_ext::memory {
+#include "memory/active.h"
+
+namespace memsave_ext::remat {
 
 // On the CPU: what is allocated while it runs, by any thread, and what add() names, from the
 // allocator's reports; likewise fake memory, from a prediction's. On other devices the caching
 // allocator's own figures, which include all.
-class Count {
+class Count final : public memory::Listener {
  public:
   // `counts_all`: of fake memory, which has the meta device; as on CUDA, all that is alive counts.
   explicit Count(at::Device device, bool counts_all = false)
       : device_(device), counts_all_(counts_all) {}
-  ~Count();
+  ~Count() override;
   Count(const Count&) = delete;
   Count& operator=(const Count&) = delete;
 
-  at::Device device() const { return device_; }
+  at::Device device() const override { return device_; }
   void start();  // from nothing
   void stop();
 
@@ -55,9 +57,14 @@ class Count {
   Survivors survivors() const;
   void set_mark(int32_t mark);
 
-  // The allocator's reports; the caller holds the tracking mutex.
+  // Also for fake memory. The caller holds the tracking mutex.
   void allocated(void* ptr, int64_t size);
   void freed(void* ptr);
+  void allocated(const memory::Moment&, void* ptr, int64_t size, std::optional<int64_t>,
+                 const std::shared_ptr<const memory::Origin>&, memory::TrackingLock&) override {
+    allocated(ptr, size);
+  }
+  void freed(const memory::Moment&, void* ptr, std::optional<int64_t>) override { freed(ptr); }
 
  private:
   static constexpr int32_t kFromBefore = -1;
@@ -91,4 +98,4 @@ class Count {
   std::vector<Older> older_;
 };
 
-}  // namespace memsave_ext::memory
+}  // namespace memsave_ext::remat

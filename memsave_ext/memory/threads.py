@@ -7,27 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# Indices into PHASES of memsave_ext/memory/account.py.
-OTHER, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER, REMATERIALIZE = range(6)
-RECOMPUTES = (RECOMPUTE, REMATERIALIZE)
-
-
-class EventContext(NamedTuple):
-    """When and where something happens."""
-
-    time: int  # ns
-    thread: int
-    in_backward: bool = False
-    # The autograd node that runs, by the thread that made it and its sequence number in that
-    # thread, as autograd counts them; -1: no node runs, or no forward made it.
-    node_thread: int = 0
-    node_sequence: int = -1
-
-
-class Where(NamedTuple):
-    phase: int
-    span: int  # the number of the forward or recompute; 0 in other phases
-    module: int
+from .events import BACKWARD, FORWARD, NOT_IN_BACKWARD, OPTIMIZER, OTHER, RECOMPUTE, Event
 
 
 @dataclass
@@ -99,30 +79,34 @@ class Threads:
         # From the end of a forward until backward begins: the loss is being computed.
         self._after_forward = False
 
-    def where(self, context: EventContext) -> Where:
-        thread = self._threads[context.thread]
-        if thread.recomputes:
-            recompute = thread.recomputes[-1]
-            inside = thread.inside if thread.inside >= 0 else recompute.module
-            return Where(recompute.phase, recompute.span, inside)
-        if context.in_backward:
-            if not thread.modules:
+    def where(self, thread: int, node_thread: int, node: int) -> tuple[int, int, int]:
+        """Returns the phase in which something happens, the number of the forward or recompute (0
+        in other phases) and the module."""
+        here = self._threads[thread]
+        if here.recomputes:
+            recompute = here.recomputes[-1]
+            inside = here.inside
+            return recompute.phase, recompute.span, inside if inside >= 0 else recompute.module
+        if node != NOT_IN_BACKWARD:
+            if not here.modules:
                 self._after_forward = False
-            return Where(BACKWARD, 0, self._module_of_node(context))
+            return BACKWARD, 0, self._module_of_node(node_thread, node)
         # This comes before the optimizer, whose step() may call a closure that runs a forward.
-        if thread.modules or self._after_forward:
-            return Where(FORWARD, self._forward, thread.inside)
-        return Where(OPTIMIZER if thread.optimizer else OTHER, 0, -1)
+        if here.modules or self._after_forward:
+            return FORWARD, self._forward, here.inside
+        return OPTIMIZER if here.optimizer else OTHER, 0, -1
 
-    def enter_module(self, module: int, sequence: int, context: EventContext) -> None:
-        thread = self._threads[context.thread]
+    def enter_module(self, event: Event) -> None:
+        _, number, _, _, node, module, sequence, _ = event
+        thread = self._threads[number]
         outermost = not thread.modules
         # A forward inside a backward is the recompute of another package's checkpoint. This
         # package's recomputes report themselves.
-        recompute = context.in_backward and outermost and not thread.recomputes
+        in_backward = node != NOT_IN_BACKWARD
+        recompute = in_backward and outermost and not thread.recomputes
         if recompute:
-            self.begin_recompute(RECOMPUTE, context)
-        elif outermost and not context.in_backward:
+            self.begin_recompute(RECOMPUTE, event)
+        elif outermost and not in_backward:
             self._forward += 1
             self._after_forward = False
         if thread.recomputes:
@@ -131,8 +115,9 @@ class Threads:
         thread.modules.append(_Open(module, recompute))
         thread.mark(sequence)
 
-    def exit_module(self, module: int, sequence: int, context: EventContext) -> None:
-        thread = self._threads[context.thread]
+    def exit_module(self, event: Event) -> None:
+        _, number, _, _, node, module, sequence, _ = event
+        thread = self._threads[number]
         depths = [i for i, entered in enumerate(thread.modules) if entered.module == module]
         if not depths:
             return
@@ -141,19 +126,21 @@ class Threads:
         del thread.modules[depths[-1] :]
         thread.mark(sequence)
         if any(entered.recompute for entered in left):
-            self.end_recompute(context)
-        if not thread.modules and not context.in_backward:
+            self.end_recompute(event)
+        if not thread.modules and node == NOT_IN_BACKWARD:
             self._after_forward = True
 
-    def begin_recompute(self, phase: int, context: EventContext) -> None:
+    def begin_recompute(self, phase: int, event: Event) -> None:
+        _, number, node_thread, time, node, _, _, _ = event
         self._recompute += 1
-        thread, node_module = self._threads[context.thread], self._module_of_node(context)
+        thread, node_module = self._threads[number], self._module_of_node(node_thread, node)
         thread.recomputes.append(
-            _Recompute(phase, self._recompute, context.time, len(thread.modules), node_module)
+            _Recompute(phase, self._recompute, time, len(thread.modules), node_module)
         )
 
-    def end_recompute(self, context: EventContext) -> None:
-        thread = self._threads[context.thread]
+    def end_recompute(self, event: Event) -> None:
+        _, number, _, time, _, _, _, _ = event
+        thread = self._threads[number]
         if not thread.recomputes:
             return  # it began before tracking
         recompute = thread.recomputes.pop()
@@ -162,7 +149,7 @@ class Threads:
         region = self.regions[recompute.phase, self._name(recompute)]
         region.calls += 1
         region.saved_bytes = max(region.saved_bytes, recompute.bytes)
-        region.nanoseconds += context.time - recompute.begin
+        region.nanoseconds += time - recompute.begin
 
     def count(self, span: int, bytes_: int) -> None:
         """Adds to the bytes of a recompute, if it still runs; negative ``bytes_`` were freed."""
@@ -171,12 +158,12 @@ class Threads:
                 if recompute.span == span:
                     recompute.bytes += bytes_
 
-    def begin_optimizer(self, context: EventContext) -> None:
+    def begin_optimizer(self, event: Event) -> None:
         self._after_forward = False
-        self._threads[context.thread].optimizer = True
+        self._threads[event[1]].optimizer = True
 
-    def end_optimizer(self, context: EventContext) -> None:
-        self._threads[context.thread].optimizer = False
+    def end_optimizer(self, event: Event) -> None:
+        self._threads[event[1]].optimizer = False
 
     def end_step(self) -> None:
         """Ends a training step and forgets the marks from before it.
@@ -194,11 +181,11 @@ class Threads:
         self._threads.clear()
         self._after_forward = False
 
-    def _module_of_node(self, context: EventContext) -> int:
-        thread = self._threads.get(context.node_thread)
-        if context.node_sequence < 0 or thread is None:
+    def _module_of_node(self, node_thread: int, node: int) -> int:
+        thread = self._threads.get(node_thread)
+        if node < 0 or thread is None:
             return -1
-        after = bisect_right(thread.sequences, context.node_sequence)
+        after = bisect_right(thread.sequences, node)
         return thread.marked[after - 1] if after else -1
 
     def _name(self, recompute: _Recompute) -> int:

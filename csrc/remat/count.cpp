@@ -1,23 +1,22 @@
-#include "memory/count.h"
+#include "remat/count.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
 
 #include <algorithm>
 #include <utility>
 
-#include "memory/active.h"
 #include "memory/cpu_allocator.h"
 
-namespace memsave_ext::memory {
+namespace memsave_ext::remat {
 
 Count::~Count() { stop(); }
 
 void Count::start() {
   const Bytes now = is_reported() ? Bytes{} : ask();
-  TrackingLock lock;
+  memory::TrackingLock lock;
   if (!running_ && device_.is_cpu()) {
-    watch_cpu_allocator();
-    add_active(this);
+    memory::watch_cpu_allocator();
+    memory::add_active(this);
   }
   running_ = true;
   survivors_ = {};
@@ -39,12 +38,12 @@ void Count::start() {
 }
 
 void Count::stop() {
-  TrackingLock lock;
+  memory::TrackingLock lock;
   if (!running_) return;
   running_ = false;
   if (!device_.is_cpu()) return;
-  remove_active(this);
-  if (!any_active(c10::DeviceType::CPU)) unwatch_cpu_allocator();
+  memory::remove_active(this);
+  if (!memory::any_active(c10::DeviceType::CPU)) memory::unwatch_cpu_allocator();
 }
 
 void* Count::address_of(const c10::StorageImpl& storage) {
@@ -62,7 +61,7 @@ Count::Bytes Count::ask() const {
 void Count::add(const c10::Storage& storage, bool is_gradient) {
   void* ptr = address_of(*storage.unsafeGetStorageImpl());
   if (!is_reported() || storage.device() != device_ || ptr == nullptr) return;
-  TrackingLock lock;
+  memory::TrackingLock lock;
   const auto size = static_cast<int64_t>(storage.nbytes());
   const auto earlier = earlier_.find(ptr);
   const bool survived = earlier != earlier_.end() && earlier->second.mark != kFromBefore;
@@ -81,7 +80,7 @@ void Count::add(const c10::Storage& storage, bool is_gradient) {
 }
 
 void Count::look() {
-  TrackingLock lock;
+  memory::TrackingLock lock;
   const auto gone = [&](const Older& older) {
     auto storage = older.storage.lock();
     const bool lives = storage && address_of(*storage) == older.ptr;
@@ -99,7 +98,7 @@ void Count::look() {
 }
 
 bool Count::holds(const void* memory) const {
-  TrackingLock lock;
+  memory::TrackingLock lock;
   const auto* at = static_cast<const char*>(memory);
   return std::any_of(blocks_.begin(), blocks_.end(), [&](const auto& each) {
     const auto& [ptr, block] = each;
@@ -110,18 +109,18 @@ bool Count::holds(const void* memory) const {
 
 int64_t Count::live() const {
   if (!is_reported()) return ask().live;
-  TrackingLock lock;
+  memory::TrackingLock lock;
   return live_;
 }
 
 int64_t Count::before() const {
-  TrackingLock lock;
+  memory::TrackingLock lock;
   return before_;
 }
 
 Count::Bytes Count::take() {
   const Bytes now = is_reported() ? Bytes{} : ask();
-  TrackingLock lock;
+  memory::TrackingLock lock;
   if (!is_reported()) {
     set_live(now.live);
     // It has risen, or was reset and has risen to this: since the last look either way.
@@ -132,17 +131,17 @@ Count::Bytes Count::take() {
 }
 
 void Count::forget_peak() {
-  TrackingLock lock;
+  memory::TrackingLock lock;
   peak_ = 0;
 }
 
 Count::Survivors Count::survivors() const {
-  TrackingLock lock;
+  memory::TrackingLock lock;
   return survivors_;
 }
 
 void Count::set_mark(int32_t mark) {
-  TrackingLock lock;
+  memory::TrackingLock lock;
   mark_ = mark;
 }
 
@@ -169,4 +168,4 @@ void Count::set_live(int64_t live) {
   peak_ = std::max(peak_, live);
 }
 
-}  // namespace memsave_ext::memory
+}  // namespace memsave_ext::remat
