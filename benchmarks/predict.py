@@ -22,8 +22,8 @@ from torch import nn
 import memsave_ext as ms
 from adam_methods import VisionTransformer
 from common import ROOT, Rows, machine, write_record
-from memsave_ext.memory.prediction.means import Means
-from memsave_ext.memory.table import format_bytes, print_table
+from memsave_ext.predict.means import Means
+from memsave_ext.shared.table import format_bytes, print_table
 from models import DenseNet
 
 MODES = {

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ..predict import command
 from .pictures.timeline import plot_track
-from .prediction import command
 from .report import as_json, print_report, write_json
 from .subjects import UsageError, find_model, find_optimizer, load_function, load_instance
 from .tracking import Track, track

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from .. import _native, _parts
+from ..shared.modules import Modules
 from .account import Account, Region, Step, TensorAtPeak, Timeline
 from .fallback import tracker as _fallback
-from .hooks import Modules, Names
+from .hooks import Names
 from .remedies import remedies
 
 _HAVE_TRACKERS: Any = [part for part in (_native.module, _fallback) if part]

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from .. import _parts
 from ..adam.owners import optimizers_of
-from ..memory.table import format_bytes
-from ..memory.tensors import plain_tensors
+from ..shared.table import format_bytes
+from ..shared.tensors import plain_tensors
 from .recorder import Budget, Recorder
 
 _UNITS = {

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import memsave_ext as ms
-from memsave_ext.memory import table
-from memsave_ext.memory.table import Text, print_table
+from memsave_ext.shared import table
+from memsave_ext.shared.table import Text, print_table
 
 
 class Terminal(io.StringIO):

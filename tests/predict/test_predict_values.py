@@ -3,7 +3,7 @@
 import pytest
 import torch
 import zoo
-from test_memory_predict import tracked
+from test_predict import tracked
 from torch import nn
 
 import memsave_ext as ms

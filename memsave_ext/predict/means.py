@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...adam import Adam, AdamW, in_backward
-from ...checkpoint import checkpoint_modules
-from ...loss_head import patch_causal_lm
-from ..measure import Build, checked
+from ..adam import Adam, AdamW, in_backward
+from ..checkpoint import checkpoint_modules
+from ..loss_head import patch_causal_lm
+from ..memory.measure import Build, checked
+from ..remat import remat_module
 from .batch import remade
 
 
@@ -126,11 +126,6 @@ ALL = (
 )
 
 
-# That of memsave_ext.remat, which puts it here: it makes its reports with this package,
-# and so is imported after it.
-remat_module: Callable[..., Any] | None = None
-
-
 def _head_in_chunks(model: nn.Module) -> None:
     try:
         patch_causal_lm(model)
@@ -144,7 +139,6 @@ def _rematerialized(
     step: Callable[[], object],
     budget: int | None,
 ) -> Callable[[], object]:
-    assert remat_module is not None
     handle = remat_module(model, budget=budget, optimizer=optimizer if budget is not None else None)
 
     def checked_step() -> None:

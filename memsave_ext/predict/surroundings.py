@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from ...adam.dtensor import is_dtensor
+from ..adam.dtensor import is_dtensor
 from .storages import MOST_KNOWN
 
 _ON_FAKES = (

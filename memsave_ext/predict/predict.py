@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
-from ...adam import SGD, AdamW, Lion, formats, modes
-from ...adam.dtensor import as_placed
-from ...adam.native import Native
-from ...adam.own_optimizer import OwnStep
-from ...adam.rules import rule_of
-from ...adam.states import check, make_state
-from ...adam.step_in_backward import BUCKET_BYTES, SMALL_BYTES
+from ..adam import SGD, AdamW, Lion, formats, modes
+from ..adam.dtensor import as_placed
+from ..adam.native import Native
+from ..adam.own_optimizer import OwnStep
+from ..adam.rules import rule_of
+from ..adam.states import check, make_state
+from ..adam.step_in_backward import BUCKET_BYTES, SMALL_BYTES
 from . import gradients
 from .dry_step import dry_step
 from .holdings import Amount, Entry, Holding, Inventory, Slot, Tally

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..tensors import plain_tensors
+from ..shared.tensors import plain_tensors
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer")
 _COMPRESSED = {

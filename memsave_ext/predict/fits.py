@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import nn
 
-from ..account import CATEGORIES, TensorAtPeak
-from ..checks import check_count
-from ..measure import Build
-from ..table import Text, as_text, format_bytes, print_table
+from ..memory.account import CATEGORIES, TensorAtPeak
+from ..memory.measure import Build
+from ..shared.checks import check_count
+from ..shared.table import Text, as_text, format_bytes, print_table
 from .means import ALL, Means
 from .step import device_of, predict
 

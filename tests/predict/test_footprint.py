@@ -8,7 +8,7 @@ from torch import nn
 import memsave_ext as ms
 from memsave_ext import _native
 from memsave_ext.adam.formats import PARAM_FORMATS, STATE_FORMATS
-from memsave_ext.memory.prediction.holdings import Amount
+from memsave_ext.predict.holdings import Amount
 
 
 def peak_of(work):
@@ -315,7 +315,7 @@ def test_other_optimizers():
     optimizer = Momentum(model.parameters(), 0.1)
     footprint = ms.memory.footprint(model, optimizer)
     assert list(footprint.predicted) == ["for-loop"]
-    assert footprint.optimizer.endswith("test_memory_footprint.Momentum")
+    assert footprint.optimizer.endswith("test_footprint.Momentum")
     train(model, optimizer)
     there = now(model, optimizer)
     assert there.optimizer == footprint.expected.between.optimizer

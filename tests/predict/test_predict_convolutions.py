@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_memory_predict import tracked
+from test_predict import tracked
 from torch import nn
 
 import memsave_ext as ms

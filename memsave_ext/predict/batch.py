@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from ..measure import Build
+from ..memory.measure import Build
 
 
 def from_batch(

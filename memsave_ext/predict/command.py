@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from ..subjects import UsageError, load
+from ..memory.subjects import UsageError, load
 from .fits import fits
 
 _HELP = """

@@ -1,4 +1,4 @@
-"""Prints tables: with rich if that is installed, as plain text otherwise."""
+"""Text of reports: numbers with units, and tables, which rich prints where it is installed."""
 
 from __future__ import annotations
 
@@ -29,6 +29,16 @@ def format_bytes(count: int) -> str:
         if abs(value) < 999.5 or unit == "TiB":
             break
     digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{digits}f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Returns for example ``"12.3 ms"``, with three significant digits."""
+    value, unit = seconds, "s"
+    for per_second, smaller in ((1e3, "ms"), (1e6, "\N{MICRO SIGN}s")):
+        if value < 0.9995:
+            value, unit = seconds * per_second, smaller
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{digits}f} {unit}"
 
 

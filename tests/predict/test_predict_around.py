@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from test_memory_predict import builder, tracked
+from test_predict import builder, tracked
 from torch import nn
 from torch._subclasses import fake_tensor
 

@@ -10,7 +10,7 @@ from footprints import FP64, make_model
 from torch import nn
 
 import memsave_ext as ms
-from memsave_ext.memory import table
+from memsave_ext.shared import table
 
 # what cannot be predicted
 

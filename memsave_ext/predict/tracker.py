@@ -13,10 +13,10 @@ from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ... import _parts
-from ...checkpoint.fallback import surroundings
-from ..fallback.log import Block, Log, Logging
-from ..fallback.threads import RECOMPUTE, REMATERIALIZE, EventContext
+from .. import _parts
+from ..checkpoint.fallback import surroundings
+from ..memory.fallback.log import Block, Log, Logging
+from ..memory.fallback.threads import RECOMPUTE, REMATERIALIZE, EventContext
 from .storages import Storages, Workspace
 
 CUDA_BLOCK = 512  # CUDA's caching allocator rounds sizes up to a multiple of this

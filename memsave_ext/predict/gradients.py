@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ...adam.dtensor import local_tensor
+from ..adam.dtensor import local_tensor
 from .holdings import Amount, Entry, Slot
 
 Live = Counter[Slot]  # how many gradient tensors of each parameter are held

@@ -12,9 +12,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 
-from ..hooks import Hooks, Modules, Names
-from ..measure import Build, checked
-from ..reported import Reported
+from ..memory.hooks import Hooks, Names
+from ..memory.measure import Build, checked
+from ..memory.reported import Reported
+from ..shared.modules import Modules
 from .autocast import as_on_cuda
 from .batch import from_batch
 from .card import card

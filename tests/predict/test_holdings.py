@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memsave_ext as ms
-from memsave_ext.memory.prediction.holdings import Amount
+from memsave_ext.predict.holdings import Amount
 
 DTYPES = [FP32, FP64, FP16, BF16, torch.complex64]
 OPTIMIZERS = [

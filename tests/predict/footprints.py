@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from memsave_ext.memory.prediction.holdings import KINDS, Amount, Inventory
+from memsave_ext.predict.holdings import KINDS, Amount, Inventory
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

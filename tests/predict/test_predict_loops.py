@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from test_memory_predict import mlp, tracked
+from test_predict import mlp, tracked
 from torch import nn
 
 import memsave_ext as ms

@@ -1,6 +1,7 @@
-"""Watches calls of modules with nothing in them that a copy, a file or a compiled graph would keep.
+"""A model's modules: their names, what is known of each, and calls that are watched.
 
-Forward hooks stay in copies made meanwhile, cannot be pickled, and torch.compile traces them: what
+Watching leaves nothing in a module that a copy, a file or a compiled graph would keep. Forward
+hooks stay in copies that are made meanwhile, cannot be pickled, and torch.compile traces them: what
 it compiles among hooks is split at each of them, also when they are gone, as it does not look for
 them again. Watched calls therefore go through ``_compiled_call_impl``, where torch keeps the
 function of ``Module.compile()``: torch leaves it out of copies and pickles, and a tracer that meets
@@ -14,11 +15,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -26,6 +29,77 @@ _eval_frame: Any = torch._C._dynamo.eval_frame
 _SKIP, _DEFAULT = _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT
 _NAME = "_compiled_call_impl"
 _lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What is to be known of a module, which may be gone when it is asked for.
+
+    Attributes:
+        inputs: the number of its inputs, where it says so.
+        outputs: that of its outputs, where it is a linear layer.
+        is_list: it only holds other modules.
+        is_batch_norm: it needs its whole batch.
+    """
+
+    inputs: int | None
+    outputs: int | None
+    is_list: bool
+    is_batch_norm: bool
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Layer:
+        return cls(
+            getattr(module, "in_features", None),
+            module.out_features if isinstance(module, nn.Linear) else None,
+            isinstance(module, (nn.ModuleList, nn.ModuleDict)),
+            isinstance(module, _NormBase) and module.training,
+        )
+
+
+class Modules:
+    """Numbers a model's modules; the model itself is number 0.
+
+    ``names``, ``parents`` and ``layers`` are indexed by that number. A parent is the number of the
+    module that holds it, -1 for the model. All three are empty without a model. The modules are not
+    kept alive.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.names: list[str] = []
+        self.parents: list[int] = []
+        self.layers: list[Layer] = []
+        self._modules: list[weakref.ref[nn.Module]] = []
+        numbers: dict[str, int] = {}
+        for name, module in model.named_modules() if model is not None else ():
+            parent = name
+            while parent and (parent == name or parent not in numbers):
+                parent = parent.rpartition(".")[0]
+            self.parents.append(numbers[parent] if name else -1)
+            numbers[name] = len(self.names)
+            self.names.append(name or type(without_compiler(module)).__name__)
+            self.layers.append(Layer.of(module))
+            self._modules.append(weakref.ref(module))
+
+    def watch(
+        self, stack: ExitStack, watchers: Callable[[int], tuple[Callable[[], None], ...]]
+    ) -> None:
+        """Watches the calls of all modules until ``stack`` is closed, see :func:`watch_calls`.
+
+        Modules inside of one that is compiled are left out: it runs without calling them.
+
+        Args:
+            watchers: by a module's number, what is called before and after it.
+        """
+        left_out = set()
+        for number, reference in enumerate(self._modules):
+            module = reference()
+            if self.parents[number] in left_out or isinstance(module, torch.jit.ScriptModule):
+                left_out.add(number)
+            elif module is not None:
+                if is_compiled(module):
+                    left_out.add(number)
+                watch_calls(stack, module, *watchers(number))
 
 
 def not_compiled(function: Function) -> Function:

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
-from ..table import Text, as_text, format_bytes, print_table
+from ..shared.table import Text, as_text, format_bytes, print_table
 from .holdings import KINDS, Amount, Holding, Inventory
 from .predict import IN_BACKWARD, Prediction, Predictor
 
