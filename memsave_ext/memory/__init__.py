@@ -2,7 +2,7 @@
 
 from ..predict.fits import Fit, Fits, fits
 from ..predict.footprint import Footprint, footprint
-from ..predict.step import PredictedStep, predict
+from ..predict.predict import PredictedStep, predict
 from .account import CATEGORIES, PHASES, Region, Step, TensorAtPeak, Timeline
 from .compare import Comparison, compare
 from .snapshot import plot_snapshot

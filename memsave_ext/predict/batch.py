@@ -73,7 +73,7 @@ def _remade(optimizer: Optimizer, copied: Mapping[int, Tensor]) -> Optimizer:
             )
         return copied[id(p)]
 
-    return remade(optimizer, type(optimizer), parameter, **_own_options(optimizer))
+    return remade(optimizer, type(optimizer), parameter, **_options_outside_groups(optimizer))
 
 
 def remade(
@@ -87,7 +87,6 @@ def remade(
         parameter: returns what stands for a parameter in the new one.
         **more: options that replace those.
     """
-    taken = inspect.signature(kind.__init__).parameters
     groups = [
         {
             name: [parameter(p) for p in value] if name == "params" else value
@@ -96,13 +95,21 @@ def remade(
         }
         for group in optimizer.param_groups
     ]
-    options = {name: value for name, value in optimizer.defaults.items() if name in taken}
+    return construct(kind, groups, optimizer.defaults, **more)
+
+
+def construct(
+    kind: type[Optimizer], groups: list[dict[str, Any]], defaults: Mapping[str, Any], **more: Any
+) -> Optimizer:
+    """Returns an optimizer of a kind, made with those of ``defaults`` that it takes."""
+    taken = inspect.signature(kind.__init__).parameters
+    options = {name: value for name, value in defaults.items() if name in taken}
     make: Any = kind
     made: Optimizer = make(groups, **options | more)
     return made
 
 
-def _own_options(optimizer: Any) -> dict[str, Any]:
+def _options_outside_groups(optimizer: Any) -> dict[str, Any]:
     """memsave_ext's Adam keeps some options outside of its groups."""
     if not type(optimizer).__module__.startswith("memsave_ext."):
         return {}

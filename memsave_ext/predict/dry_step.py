@@ -1,18 +1,153 @@
-"""Steps any optimizer on the meta device, to see its state and the temporaries of its step."""
+"""A training step without a forward: the gradients that backward holds, the states and temporaries
+of any optimizer's step."""
 
 from __future__ import annotations
 
-import inspect
 import weakref
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..adam.dtensor import local_tensor
+from .batch import construct
+from .holdings import Amount, Entry, Slot
+
+Live = Counter[Slot]  # how many gradient tensors of each parameter are held
+# Called with a parameter whose gradient is complete; returns those whose gradients are freed then.
+Complete = Callable[[Slot], Iterable[Slot]]
 SWITCHES = ("foreach", "fused", "capturable")  # choose how torch computes, not what
+
+
+def dtype_of(tensor: Tensor, narrow: bool) -> torch.dtype:
+    """Returns the tensor's dtype or, if ``narrow``, the one ``nn.Module.bfloat16()`` gives it."""
+    return torch.bfloat16 if narrow and tensor.is_floating_point() else tensor.dtype
+
+
+def amount_of(tensor: Tensor, narrow: bool) -> Amount:
+    """Returns the amount of a dense tensor of the shape that this process holds of ``tensor``."""
+    count = local_tensor(tensor).numel()
+    return Amount(count, count * dtype_of(tensor, narrow).itemsize)
+
+
+def gradient_bytes(slot: Slot, narrow: bool) -> int:
+    """Returns a gradient's bytes; 0 for a sparse one, whose rows depend on the batch."""
+    return 0 if slot.sparse else amount_of(slot.param, narrow).bytes
+
+
+def bytes_of(live: Live, narrow: bool) -> int:
+    return sum(count * gradient_bytes(slot, narrow) for slot, count in live.items())
+
+
+def entries_of(live: Live, narrow: bool) -> list[Entry]:
+    return [
+        Entry("gradients", slot.module, dtype_of(slot.param, narrow), amount)
+        for slot, count in live.items()
+        if not slot.sparse
+        for amount in [amount_of(slot.param, narrow)] * count
+    ]
+
+
+def most_in_backward(uses: Sequence[Sequence[Slot]], complete: Complete, narrow: bool) -> Live:
+    """Returns the gradients that are held when they need most, in a backward through the modules
+    in reverse order, one module at a time.
+
+    A parameter's gradient is complete when every module that has the parameter has contributed. A
+    further contribution needs two more tensors, itself and the new sum, as in autograd's backward
+    of ``nn.Linear``.
+
+    Args:
+        uses: the own parameters of each module, in order.
+        complete: called with each parameter whose gradient is complete; returns those whose
+            gradients are freed then.
+        narrow: whether the model is converted to bfloat16.
+    """
+    live: Live = Counter()
+    most: Live = Counter()
+    size = most_size = 0
+    left = Counter(slot for own in uses for slot in own)
+
+    def change(slots: Iterable[Slot], to: Callable[[int], int]) -> None:
+        nonlocal size
+        for slot in slots:
+            size += (to(live[slot]) - live[slot]) * gradient_bytes(slot, narrow)
+            live[slot] = to(live[slot])
+
+    for own in reversed(uses):
+        made = [slot for slot in own if slot.param.requires_grad]
+        change(made, lambda count: count + 2 if count else 1)
+        if made and size >= most_size:
+            most, most_size = +live, size
+        change(made, lambda _: 1)
+        left.subtract(made)
+        for slot in reversed(made):
+            if left[slot] == 0:
+                change(complete(slot), lambda _: 0)
+    return most
+
+
+def keep(slot: Slot) -> Iterable[Slot]:
+    """Frees no gradient in backward."""
+    return ()
+
+
+def in_buckets(stepped: Iterable[Slot], small: int, limit: int, narrow: bool) -> Complete:
+    """Frees the gradients of ``stepped`` when csrc/adam/backward.cpp does.
+
+    That is at once or, for gradients of fewer than ``small`` bytes, when ``limit`` bytes of them
+    have been collected on the device. Other parameters' gradients are kept.
+    """
+    of_optimizer = set(stepped)
+    buckets: defaultdict[torch.device, list[Slot]] = defaultdict(list)
+    filled: Counter[torch.device] = Counter()
+
+    def complete(slot: Slot) -> Iterable[Slot]:
+        if slot not in of_optimizer:
+            return ()
+        if (size := gradient_bytes(slot, narrow)) >= small:
+            return (slot,)
+        device = slot.param.device
+        buckets[device].append(slot)
+        filled[device] += size
+        if filled[device] < limit:
+            return ()
+        del filled[device]
+        return buckets.pop(device)
+
+    return complete
+
+
+def meta_parameter(slot: Slot, narrow: bool = False) -> nn.Parameter:
+    """Returns a parameter on the meta device, like the part that this process has of the slot's.
+
+    It has a gradient if it requires one.
+
+    Raises:
+        ValueError: the parameter is sparse.
+    """
+    param = slot.param
+    if param.layout != torch.strided:
+        raise ValueError(f"parameter {slot.name} is of layout {param.layout}")
+    local = local_tensor(param)
+    meta = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
+    if (dtype := dtype_of(param, narrow)) != meta.dtype:
+        meta = torch.empty_like(meta, dtype=dtype)  # a conversion leaves no gaps between elements
+    made = nn.Parameter(meta, requires_grad=param.requires_grad)
+    if param.requires_grad:
+        made.grad = _sparse_like(meta) if slot.sparse else torch.empty_like(meta)
+    return made
+
+
+def _sparse_like(meta: Tensor) -> Tensor:
+    rows = torch.empty(1, 0, dtype=torch.int64, device="meta")
+    values = meta.new_empty(0, *meta.shape[1:])
+    return torch.sparse_coo_tensor(
+        rows, values, meta.shape, is_coalesced=True, check_invariants=False
+    )
 
 
 class DryStep(NamedTuple):
@@ -20,7 +155,7 @@ class DryStep(NamedTuple):
     temporaries: int  # the most bytes that were live besides the state
 
 
-def dry_step(
+def step(
     kind: type[torch.optim.Optimizer],
     defaults: dict[str, Any],
     groups: Sequence[dict[str, Any]],
@@ -40,21 +175,18 @@ def dry_step(
     Raises:
         Exception: whatever the optimizer raises.
     """
-    taken = inspect.signature(kind.__init__).parameters
     switched = dict.fromkeys(SWITCHES, False) | {"foreach": foreach}
 
-    def options(given: dict[str, Any]) -> dict[str, Any]:
+    def options(group: dict[str, Any]) -> dict[str, Any]:
         return {
             name: switched[name] if name in switched else _without_tensors(value)
-            for name, value in given.items()
+            for name, value in group.items()
         }
 
-    own = [options(group) for group in groups]
-    keywords = {name: value for name, value in options(defaults).items() if name in taken}
     known = [t for g in groups for p in g["params"] for t in (p, p.grad) if t is not None]
     meter = _Meter(known)
     with meter:
-        optimizer = kind(own, **keywords)
+        optimizer = construct(kind, [options(group) for group in groups], options(defaults))
         step: Any = type(optimizer).step
         if getattr(step, "hooked", False):
             step = step.__wrapped__

@@ -1,11 +1,13 @@
-"""Finds what makes a training step fit into a budget, and how large its batch can be."""
+"""Finds what makes a training step fit into a budget, and how large its batch can be; also as
+``python -m memsave_ext.memory fits MODULE:FUNCTION --budget 24GB``."""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import inspect
-import re
+import json
 import sys
 import textwrap
 import warnings
@@ -18,15 +20,19 @@ from torch import nn
 
 from ..memory.account import CATEGORIES, TensorAtPeak
 from ..memory.measure import Build
+from ..memory.subjects import UsageError, load
 from ..shared.checks import check_count
-from ..shared.table import Text, as_text, format_bytes, print_table
+from ..shared.table import Text, as_text, format_bytes, parse_bytes, print_table
 from .means import ALL, Means
-from .step import device_of, predict
+from .predict import device_of, predict
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _MOST = 1 << 20  # the largest batch that is asked for
 _MOST_BYTES = (1 << 63) - 1
+_HELP = """
+FUNCTION returns a tuple (model, optimizer or None, step), and step, which takes no arguments, makes
+one training step. It takes no arguments, or a batch size, of which the largest that fits is found.
+Nothing is allocated: it runs on fake tensors.
+"""
 
 
 @dataclass(frozen=True)
@@ -298,14 +304,56 @@ def _takes_batch(build: Callable[..., Any]) -> bool:
 
 def _bytes(budget: str | int) -> int:
     size = None
-    if isinstance(budget, int) and not isinstance(budget, bool):
+    if isinstance(budget, str):
+        size = parse_bytes(budget)
+    elif isinstance(budget, int) and not isinstance(budget, bool):
         size = budget
-    elif isinstance(budget, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", budget)
-        if found is not None and found[2].upper() in _UNITS:
-            size = int(float(found[1]) * _UNITS[found[2].upper()])
     if size is None:
         raise ValueError(f"fits: budget must be bytes or a text such as '24GB', got {budget!r}")
     if not 1 <= size <= _MOST_BYTES:
         raise ValueError(f"fits: budget must be positive and less than 2^63 bytes, got {budget!r}")
     return size
+
+
+def make_parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"{program} fits",
+        description="Predict what makes a training step fit into a budget of memory.",
+        epilog=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("function", metavar="MODULE:FUNCTION", help="what builds the training step")
+    parser.add_argument("--budget", required=True, metavar="SIZE", help="such as 24GB or 22.5GiB")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="the batch to show (1)")
+    parser.add_argument("--device", default="cuda", metavar="NAME", help="cuda (default) or cpu")
+    parser.add_argument(
+        "--every", action="store_true", help="try also what costs more than the first that fits"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    return parser
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """Prints what fits; returns the exit status, 1 if nothing does.
+
+    Raises:
+        UsageError: an argument, or what the function returned, is wrong.
+    """
+    build: Any = load(options.function, "MODULE:FUNCTION")
+    try:
+        found = fits(
+            build,
+            options.budget,
+            batch=options.batch,
+            device=options.device,
+            every=options.every,
+        )
+    except (TypeError, ValueError) as error:
+        if not str(error).startswith(("fits:", "predict:")):
+            raise
+        raise UsageError(str(error)) from None
+    if options.json:
+        print(json.dumps(found.to_json()))
+    else:
+        print(found.report())
+    return 0 if found.cheapest else 1

@@ -1,280 +1,194 @@
-"""Predicts what parameters, gradients and optimizer state will hold, for each way to step."""
+"""Predicts the memory of a training step: the step runs on fake tensors, which hold no memory."""
 
 from __future__ import annotations
 
-import itertools
-import textwrap
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
 
-from ..adam import SGD, AdamW, Lion, formats, modes
-from ..adam.dtensor import as_placed
-from ..adam.native import Native
-from ..adam.own_optimizer import OwnStep
-from ..adam.rules import rule_of
-from ..adam.states import check, make_state
-from ..adam.step_in_backward import BUCKET_BYTES, SMALL_BYTES
-from . import gradients
-from .dry_step import dry_step
-from .holdings import Amount, Entry, Holding, Inventory, Slot, Tally
+from ..memory.hooks import Hooks, Names
+from ..memory.measure import Build, checked
+from ..memory.reported import Reported
+from ..shared.modules import Modules
+from .batch import from_batch
+from .cuda import as_on_cuda, step_as_on_cuda
+from .fakes import built_alone, fakes, masks_as_in_steps, refuse_distributed, uncompiled
+from .tracker import FakeTracker
 
-FOR_LOOP, FOREACH, FUSED = "for-loop", "foreach", "fused"
-AFTER, IN_BACKWARD = "after backward", "in backward"
-# The state formats that an option selects; None: the option is not given.
-_STATE_FORMATS = (None, *(row for row in formats.STATE_FORMATS if row.option is not None))
+_one_at_a_time = threading.RLock()
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """What one way to step will hold, without activations.
+class PredictedStep(Reported):
+    """What :func:`predict` returns: the figures of a :class:`Track` of one training step.
 
-    Attributes:
-        between: what is held from ``optimizer.zero_grad()`` to the next backward.
-        at_peak: what is held at the worst moment of a step, in its backward or in
-            ``optimizer.step()``.
-        temporaries: bytes of the intermediate tensors of ``optimizer.step()`` at that moment.
+    The times among them count events, as nothing was run.
     """
 
-    between: Holding
-    at_peak: Holding
-    temporaries: int
+    timed = False
 
-    @property
-    def peak(self) -> int:
-        """Bytes at the worst moment of a step."""
-        return self.at_peak.bytes + self.temporaries
+    def __init__(
+        self,
+        tracker: FakeTracker,
+        device: torch.device,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+    ) -> None:
+        modules, names = Modules(model), Names()
+        super().__init__(tracker, device, modules, names)
+        tracker.set_modules(modules.parents)
+        self._hooks = Hooks(tracker, model, modules, [optimizer] if optimizer else [], names)
+
+    def _follow(self, step: Callable[[], object]) -> None:
+        self._tracker.start()
+        self._hooks.label()
+        self._tracker.begin()
+        with self._hooks.install():
+            step()
+        self._tracker.stop()
+        del self._hooks
 
 
-class Unpredictable(Exception):
-    """A mode has no :class:`Prediction`; the message says why."""
+def predict(
+    build: Build | nn.Module,
+    optimizer: Optimizer | None = None,
+    batch: Any = None,
+    *,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    device: torch.device | str = "cpu",
+) -> PredictedStep:
+    """Predicts the memory of a training step that follows a first one, which makes the states.
 
+    Nothing is allocated and nothing computed: ``build`` and its steps run on fake tensors, which
+    have sizes but no memory. What recomputes, steps in backward or keeps its states in eight bits
+    does so in the prediction, too::
 
-class Predictor:
-    """Predicts all modes for a model and its optimizer, torch.optim.AdamW if that is None.
+        def build():
+            model = Transformer(config)
+            optimizer = ms.AdamW(model.parameters(), in_backward=True)
+            tokens = torch.zeros(8, 2048, dtype=torch.long)
 
-    Attributes:
-        predicted, unpredicted: by name of the mode, what it will hold or why that is not known.
-        ordinary: the mode in which the optimizer steps when it steps after backward.
-        in_backward: whether the optimizer steps in backward.
-        has_modes: whether the optimizer is memsave_ext's, or its Adam or AdamW can take its place.
+            def step():
+                model(tokens).loss.backward()
+                optimizer.step()
+
+            return model, optimizer, step
+
+        print(ms.memory.predict(build, device="cuda").peak)
+
+    Or give the model, which may be on the meta device, with its optimizer and a batch::
+
+        ms.memory.predict(model, torch.optim.AdamW(model.parameters()), batch, loss=my_loss)
+
+    Args:
+        build: a function, as :func:`compare` takes it, which makes the model, the optimizer (or
+            None) and a function that makes one step; or a model, of which a fake copy is used.
+        optimizer: with a model: its optimizer, None for one that has no state. A new one with the
+            same class and options is used.
+        batch: with a model: what it is called with, a tensor, a tuple of arguments or a dict of
+            keyword arguments. Tensors may be on the meta device.
+        loss: with a model: makes the loss of what the model returns; None takes its ``loss``.
+        device: the device to predict for. ``"cuda"`` needs no card: the fake tensors are on the
+            CPU, sizes are rounded up as CUDA's caching allocator does, all memory counts, also of
+            batches, and torch's optimizers step as on CUDA. On the CPU, as for :func:`track`, of
+            memory from before the step only the model's and the optimizer's counts.
+
+    The workspaces of kernels are added where they are known: of convolutions, attention and LSTMs
+    on the CPU. cuBLAS's and cuDNN's, fragmentation, and what a CUDA context holds are not. Values
+    that Python reads from tensors are all 1, but for those of small tensors that are known, such
+    as ``torch.arange(4)``, and what was filled with a number. Tests and comparisons follow from
+    these: nothing is NaN. L-BFGS makes all its iterations, with a full history. What is compiled
+    runs as if it were not.
+    :func:`remat` follows a plan, within a budget or without, as its later steps do. Plans are made
+    of estimated times: those within a budget reach its bytes all the same; without one they need a
+    few percent more or less than those of measured times. In pure Python its rule for single
+    tensors is followed, as it is there in all steps.
+
+    Raises:
+        TypeError, ValueError: an argument, or what ``build`` returned, is not as said above, or the
+            model is wrapped for several processes.
+        RuntimeError: an operator's result depends on values, or it has no fake kernel. The
+            message names it and says what to do.
     """
-
-    def __init__(self, inventory: Inventory, optimizer: torch.optim.Optimizer | None) -> None:
-        self._inventory = inventory
-        self._ours = optimizer if isinstance(optimizer, (Native, OwnStep)) else None
-        self._kind: type[torch.optim.Optimizer] = torch.optim.AdamW
-        if optimizer is None:
-            self._defaults = torch.optim.AdamW([torch.empty(0, device="meta")]).defaults
-            self._groups = [(dict(self._defaults), inventory.trained)]
-        else:
-            if isinstance(optimizer, OwnStep):
-                self._kind = optimizer._own
-            elif self._ours is None:
-                self._kind = type(optimizer)
-            elif isinstance(optimizer, SGD):
-                self._kind = torch.optim.SGD
-            elif not isinstance(optimizer, AdamW):
-                self._kind = torch.optim.Adam
-            self._defaults = optimizer.defaults
-            self._groups = [_group(g, inventory) for g in optimizer.param_groups]
-        self._stepped = {slot for _, slots in self._groups for slot in slots}
-        is_adam = self._kind in (torch.optim.Adam, torch.optim.AdamW)
-        self.has_modes = isinstance(optimizer, Native) or (is_adam and self._ours is None)
-        self.in_backward = self._ours is not None and self._ours.in_backward
-        self.ordinary = AFTER if isinstance(optimizer, Native) else self._ordinary_of_torch()
-        self.predicted: dict[str, Prediction] = {}
-        self.unpredicted: dict[str, str] = {}
-        self._predict()
-
-    def _predict(self) -> None:
-        if not isinstance(self._ours, Lion):  # torch has none
-            self._try(FOR_LOOP, self._of_torch)
-        for switch in (FOREACH, FUSED):
-            if switch in self._defaults:
-                self._try(switch, self._of_torch)
-        if isinstance(self._ours, OwnStep):
-            self._try(IN_BACKWARD, self._of_own)
-        if not self.has_modes:
-            return
-        self._try(AFTER, self._of_ours)
-        self._try(IN_BACKWARD, self._of_ours)
-        for params, states in itertools.product(formats.PARAM_FORMATS, _STATE_FORMATS):
-            names = [f"bf16={params.name}"] if params.name else []
-            names += [f"state_dtype={states.name}"] if states else []
-            if names:
-                options = {"bf16": params.name, "state_dtype": states and states.option}
-                self._try(", ".join([IN_BACKWARD, *names]), self._of_ours, **options)
-
-    def _try(self, mode: str, predict: Callable[..., Prediction], **options: Any) -> None:
-        try:
-            if any(own.get("differentiable") for own, _ in self._groups):
-                raise Unpredictable("differentiable=True keeps the graph of every step")
-            self.predicted[mode] = predict(mode, **options)
-        except Unpredictable as why:
-            self.unpredicted[mode] = str(why)
-
-    # Modes in which torch steps, with any optimizer.
-
-    def _ordinary_of_torch(self) -> str:
-        """Returns the mode that the optimizer will choose.
-
-        For parameters on the meta device it is the mode that accelerators get. If groups differ, it
-        is the mode that needs most.
-        """
-        chosen = {_implementation(options, slots) for options, slots in self._groups}
-        return next((mode for mode in (FOREACH, FOR_LOOP, FUSED) if mode in chosen), FOR_LOOP)
-
-    def _of_torch(self, mode: str) -> Prediction:
-        return self._stepped_after(*self._dry_step(mode))
-
-    def _of_own(self, mode: str) -> Prediction:
-        """Predicts what steps of single parameters hold, as those of the for-loop are."""
-        state, temporaries = self._dry_step(FOR_LOOP)
-        return self._stepped_in_backward(state, temporaries, narrow=False)
-
-    def _dry_step(self, mode: str) -> tuple[list[Entry], int]:
-        """Returns the state that a step makes, and the bytes of its temporaries."""
-        slot_of: dict[object, Slot] = {}
-        groups = []
-        for options, slots in self._groups:
-            metas = [_meta_parameter(slot) for slot in slots]
-            slot_of.update(zip(metas, slots, strict=True))
-            plain = {name: v for name, v in options.items() if name not in modes.DEFAULTS}
-            groups.append({**plain, "params": metas})
-        state: dict[Any, Any] = {}
-        temporaries = 0
-        trained = [slot.param for slot in self._stepped if slot.param.requires_grad]
-        if mode == FUSED and not all(param.is_floating_point() for param in trained):
-            raise Unpredictable("fused=True is for floating-point parameters")
-        if self._stepped:
-            try:
-                state, temporaries = dry_step(
-                    self._kind, self._defaults, groups, foreach=mode == FOREACH
-                )
-            except Exception as error:  # an optimizer of anybody's may raise anything
-                what = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
-                raise Unpredictable(
-                    f"{self._kind.__name__} cannot be stepped on the meta device: {what}"
-                ) from error
-        if mode == FUSED:
-            temporaries = 0
-            for of_param in state.values():
-                if isinstance(of_param, dict) and isinstance(of_param.get("step"), Tensor):
-                    of_param["step"] = of_param["step"].float()  # whatever the default dtype
-        tally = Tally()
-        for key, value in state.items():
-            module = slot_of[key].module if key in slot_of else ""
-            tally.add_tensors("optimizer", module, value)
-        return tally.entries(), temporaries
-
-    # Modes in which memsave_ext's optimizers step.
-
-    def _of_ours(self, mode: str, **options: Any) -> Prediction:
-        """Predicts a mode with ``options`` in every group; with ``bf16`` the model is bfloat16."""
-        narrow = options.get("bf16") is not None
-        state: list[Entry] = []
-        for own, slots in self._groups:
-            state += _our_state({**own, **options}, slots, narrow)
-        if mode == AFTER:
-            return self._stepped_after(state, 0)
-        return self._stepped_in_backward(state, 0, narrow)
-
-    def _stepped_in_backward(
-        self, state: list[Entry], temporaries: int, narrow: bool
-    ) -> Prediction:
-        small, limit = SMALL_BYTES, BUCKET_BYTES
-        if self._ours is not None:
-            small, limit = self._ours._small_bytes, self._ours._bucket_bytes
-            if self._ours.clip_global_norm is not None:
-                raise Unpredictable("clip_global_norm keeps gradients until step()")
-        complete = gradients.in_buckets(self._stepped, small, limit, narrow)
-        live = gradients.most_in_backward(self._inventory.uses, complete, narrow)
-        return Prediction(
-            between=self._holding(state, self._left, narrow),
-            at_peak=self._holding(state, live, narrow),
-            temporaries=temporaries,
+    chosen = device_of("predict", device)
+    if isinstance(build, nn.Module):
+        refuse_distributed(build)
+        build = from_batch(build, optimizer, batch, loss)
+    elif optimizer is not None or batch is not None or loss is not None:
+        raise TypeError("predict: optimizer, batch and loss go with a model, not with a function")
+    elif not callable(build):
+        raise TypeError(
+            "predict: build must be a function that returns (model, optimizer or None, step), or "
+            f"a torch.nn.Module, got {type(build).__name__}"
         )
-
-    # Used for both.
-
-    @property
-    def _left(self) -> gradients.Live:
-        """The gradients of parameters that the optimizer does not have, which stay after a step."""
-        return Counter(slot for slot in self._inventory.trained if slot not in self._stepped)
-
-    def _stepped_after(self, state: list[Entry], temporaries: int) -> Prediction:
-        live = Counter(self._inventory.trained)
-        in_backward = gradients.most_in_backward(self._inventory.uses, gradients.keep, narrow=False)
-        in_step = gradients.bytes_of(live, narrow=False) + temporaries
-        if gradients.bytes_of(in_backward, narrow=False) > in_step:
-            live, temporaries = in_backward, 0
-        return Prediction(
-            between=self._holding(state, self._left),
-            at_peak=self._holding(state, live),
-            temporaries=temporaries,
-        )
-
-    def _holding(self, state: list[Entry], live: gradients.Live, narrow: bool = False) -> Holding:
-        tally = Tally()
-        tensors: list[tuple[str, str, Tensor]]
-        tensors = [("parameters", s.module, s.param) for s in self._inventory.slots.values()]
-        tensors += [("buffers", module, buffer) for module, buffer in self._inventory.buffers]
-        for kind, module, tensor in tensors:
-            if (dtype := gradients.dtype_of(tensor, narrow)) == tensor.dtype:
-                tally.add_tensors(kind, module, tensor)
-            else:
-                tally.add(Entry(kind, module, dtype, gradients.amount_of(tensor, narrow)))
-        tally.add(*gradients.entries_of(live, narrow), *state)
-        return tally.holding()
+    tracker = FakeTracker(chosen)
+    with ExitStack() as stack:
+        # What is put around the step belongs to the process. A step may predict another.
+        stack.enter_context(_one_at_a_time)
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        if chosen.type == "cuda":
+            stack.enter_context(as_on_cuda())
+        stack.enter_context(fakes())
+        stack.enter_context(tracker.storages)
+        stack.enter_context(tracker.listening())
+        with built_alone():
+            built = build()
+        model, made, step = checked("predict: build", built)
+        refuse_distributed(model)
+        _refuse_real(model)
+        # Now that transformers and the compiler are imported, if the model needs them.
+        stack.enter_context(uncompiled())
+        stack.enter_context(masks_as_in_steps(tracker.storages.has_known_values))
+        if chosen.type == "cuda":
+            step_as_on_cuda(made)
+        for _ in range(_first_steps(made)):
+            step()
+        if tracker.plans():
+            # Where the first step makes states in its backward, it is not known to the byte which
+            # of its moments they were there in. Later steps follow plans of one that had them.
+            step()
+        predicted = PredictedStep(tracker, chosen, model, made)
+        predicted._follow(step)
+    return predicted
 
 
-def _group(group: dict[str, Any], inventory: Inventory) -> tuple[dict[str, Any], list[Slot]]:
-    options = {name: v for name, v in group.items() if name not in ("params", "param_names")}
-    return options, [inventory.slots[id(param)] for param in group["params"]]
-
-
-def _implementation(options: dict[str, Any], slots: Sequence[Slot]) -> str:
-    if options.get("fused"):
-        return FUSED
-    foreach = options.get("foreach")
-    if foreach is None and "foreach" in options:
-        fitting = {"meta", *_get_foreach_kernels_supported_devices()}
-        foreach = all(slot.param.device.type in fitting for slot in slots)
-        if isinstance(options.get("lr"), Tensor) and not options.get("capturable"):
-            foreach = False
-    return FOREACH if foreach else FOR_LOOP
-
-
-def _our_state(group: dict[str, Any], slots: Sequence[Slot], narrow: bool) -> list[Entry]:
-    metas = [_meta_parameter(slot, narrow) for slot in slots]
-    placed = [as_placed(s.param, m.detach()) for s, m in zip(slots, metas, strict=True)]
-    entries = []
-    # By the properties that decide a parameter's state, as many parameters are alike.
-    known: dict[object, list[tuple[torch.dtype, Amount]]] = {}
+def device_of(who: str, device: torch.device | str) -> torch.device:
+    """Returns the device to predict for; raises an error of ``who`` where it is none."""
     try:
-        modes.check_group({**group, "params": placed}, rule_of(group))
-        for slot, meta in zip(slots, metas, strict=True):
-            if meta.grad is None:
-                continue
-            alike = (meta.shape, meta.stride(), meta.dtype, slot.sparse)
-            if alike not in known:
-                state = make_state(meta, group)
-                check(meta, meta.grad, state, group)
-                known[alike] = [(t.dtype, Amount(t.numel(), t.nbytes)) for t in state.values()]
-            entries += [Entry("optimizer", slot.module, *of_one) for of_one in known[alike]]
-    except (ValueError, RuntimeError) as error:
-        raise Unpredictable(str(error)) from error
-    return entries
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        chosen = None  # torch does not know its name
+    if chosen is None or chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"{who}: device must be the CPU or a CUDA device, got {device!r}")
+    return chosen
 
 
-def _meta_parameter(slot: Slot, narrow: bool = False) -> nn.Parameter:
-    try:
-        return gradients.meta_parameter(slot, narrow)
-    except ValueError as error:
-        raise Unpredictable(str(error)) from error
+def _refuse_real(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if not isinstance(p, FakeTensor) and not p.is_meta:
+            raise ValueError(
+                f"predict: the parameter {name} was made before. build must make the model itself; "
+                "or give the model, in place of build, with optimizer and batch"
+            )
+        if p.is_meta and not isinstance(p, FakeTensor):
+            raise ValueError(
+                f"predict: the parameter {name} is on the meta device. Give the model, in place of "
+                "build, with optimizer and batch"
+            )
+
+
+def _first_steps(optimizer: Optimizer | None) -> int:
+    """Returns how many steps make the states. L-BFGS is set to make all its iterations, whatever
+    values it reads, and steps until its history is full."""
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return 1
+    count = 1
+    for group in optimizer.param_groups:
+        group["tolerance_grad"] = group["tolerance_change"] = -1.0
+        count = max(count, -(-(group["history_size"] + 1) // group["max_iter"]))
+    return count

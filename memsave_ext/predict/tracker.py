@@ -17,9 +17,8 @@ from .. import _parts
 from ..checkpoint.fallback import surroundings
 from ..memory.fallback.log import Block, Log, Logging
 from ..memory.fallback.threads import RECOMPUTE, REMATERIALIZE, EventContext
-from .storages import Storages, Workspace
+from .storages import Storages
 
-CUDA_BLOCK = 512  # CUDA's caching allocator rounds sizes up to a multiple of this
 _listening: list[FakeTracker] = []  # the innermost last
 _NO_NODE = 1 << 63  # sequence numbers from here on are those of nodes that accumulate gradients
 
@@ -40,23 +39,20 @@ class FakeTracker(Logging):
     Args:
         device: the device that is predicted. On the CPU memory from before :meth:`start` counts
             where it is labelled, as with real memory; on CUDA all of it counts.
-        parents: by module, the module that holds it.
-        workspace: what kernels make and free themselves, None where that is not known.
     """
 
-    def __init__(self, device: torch.device, workspace: Workspace | None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._counts_all = device.type == "cuda"
         # The log only asks whether totals are those of CUDA's allocator, of which there are none.
         self._log = Log(torch.device("cpu"), [])
         self._running = False
         self._thread = threading.get_ident()
         self._clock = itertools.count()
-        rounding = CUDA_BLOCK if device.type == "cuda" else 1
         # Native remat counts the bytes and seconds of the step, too.
         self._remat: Any = (native := _parts.native("remat")) and native.RematFakes(
             _fake_of, self._counts_all
         )
-        self.storages = Storages(self._allocated, self._freed, self._ran, workspace, rounding)
+        self.storages = Storages(self._allocated, self._freed, self._ran, device)
         self._open: list[int] = []
         self._depths: list[int] = []
 
@@ -143,7 +139,7 @@ class FakeTracker(Logging):
 
     def _recompute(self, region: bool, begins: bool) -> None:
         if threading.get_ident() == self._thread:
-            self.storages.recomputes += 1 if begins else -1
+            self.storages.makers.recomputes += 1 if begins else -1
         if not self._running or threading.get_ident() != self._thread:
             return
         if begins:

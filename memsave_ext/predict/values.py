@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+MOST_KNOWN = 64  # elements of a tensor whose values are known
 _aten = torch.ops.aten
+_COUNTS = (
+    *(_aten.arange.default, _aten.arange.start, _aten.arange.start_step, _aten.linspace.default),
+)
+_ALIKE = (_aten.equal.default, _aten.allclose.default)
 Rule = Callable[..., Any]  # of numbers to a number
 
 
@@ -68,6 +73,15 @@ class Values:
     def forget(self, storage: int) -> None:
         self._known.pop(storage, None)
 
+    def read(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """Returns what an operator tells Python of tensors whose values are not known; None if it
+        tells nothing of such."""
+        if func is _aten._local_scalar_dense.default and _is_unknown(args[0]):
+            return _python_type(args[0].dtype)(self.of(args[0]))
+        if func in _ALIKE and any(map(_is_unknown, args[:2])):
+            return bool(args[0].shape == args[1].shape)
+        return None
+
     def of(self, tensor: Tensor) -> Any:
         """Returns the value of a tensor's elements."""
         if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
@@ -110,3 +124,26 @@ class Values:
             value *= args[0].numel() // max(result.numel(), 1)
         # The change is counted after this.
         self._known[storage._cdata] = result._version + (func in _CHANGES), value
+
+
+def with_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Returns a small range of numbers with its values, as models are built with those; another
+    result as it is."""
+    if func not in _COUNTS or not isinstance(result, FakeTensor) or result.numel() > MOST_KNOWN:
+        return result
+    with unset_fake_temporarily():
+        real = func(*args, **kwargs)
+    mode = result.fake_mode
+    return mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=True)
+
+
+def _is_unknown(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.constant is None
+
+
+def _python_type(dtype: torch.dtype) -> type[bool] | type[int] | type[float] | type[complex]:
+    if dtype is torch.bool:
+        return bool
+    if dtype.is_complex:
+        return complex
+    return float if dtype.is_floating_point else int

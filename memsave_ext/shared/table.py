@@ -15,6 +15,11 @@ from typing import TextIO
 
 # The cells of columns of numbers: "0.5", "12 KiB (3,072)", "4.8%", "-"; not "0.weight".
 _NUMBER = re.compile(r"[-+\u2212]?[\d,]*\.?\d+(e[-+]?\d+)?([%\u00d7]|\s.*)?$|[-\u2013]?$")
+_SIZES = {
+    f"{prefix}{infix}b": base**power
+    for base, infix in ((1000, ""), (1024, "i"))
+    for power, prefix in enumerate("kmgt", 1)
+} | {"": 1, "b": 1}
 _GAP = "  "
 _LEAST = 12  # the width that texts in a narrow table keep
 
@@ -30,6 +35,13 @@ def format_bytes(count: int) -> str:
             break
     digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{digits}f} {unit}"
+
+
+def parse_bytes(text: str) -> int | None:
+    """Returns what ``"24GB"`` (10^9 bytes each) or ``"22.5 GiB"`` (2^30) says; None if nothing."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
+    size = match and _SIZES.get(match[2].lower())
+    return int(float(match[1]) * size) if match and size else None
 
 
 def format_seconds(seconds: float) -> str:

@@ -1,12 +1,9 @@
-"""What sparse fake tensors hold, such as the gradient of ``nn.Embedding(sparse=True)``.
-
-torch's fakes forget how many elements they have. Here each keeps fakes of its indices and values,
-whose memory is that of the tensor.
-"""
+"""Fake kernels in place of torch's, which know nothing of a sparse tensor's elements and refuse
+some dtypes."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +16,22 @@ _SHARED = (_aten.detach, _aten.alias, _aten.view_as)
 _INDICES = (_aten._indices, _aten.indices)
 _VALUES = (_aten._values, _aten.values)
 _MADE = _aten._sparse_coo_tensor_with_dims_and_tensors.default
+_GROUPED_MM: Any = getattr(_aten, "_grouped_mm", None)
+_ALIGNED = 16  # bytes, of rows of a grouped product
 
 
-class _Parts:
-    def __init__(self, indices: Tensor, values: Tensor) -> None:
-        self.indices, self.values = indices, values
+class _Parts(NamedTuple):
+    """Fakes of a sparse fake tensor's indices and values, whose memory is that of the tensor."""
+
+    indices: Tensor
+    values: Tensor
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator; one that asks a sparse tensor for its parts gets those that it has."""
+    """Runs an operator on fakes; one that asks a sparse tensor for its parts gets them."""
     packet = getattr(func, "_overloadpacket", None)
+    if packet is not None and packet is _GROUPED_MM and args[0].dtype is not torch.bfloat16:
+        return _grouped_mm(*args, **kwargs)
     parts = _parts_of(args[0]) if args else None
     if parts is not None:
         if packet in _INDICES:
@@ -45,10 +48,10 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
-def parts_of(tensor: Any) -> list[Any]:
-    """Returns the indices and values of a sparse fake tensor, nothing of another."""
-    parts = _parts_of(tensor)
-    return [parts.indices, parts.values] if parts else []
+def parts_of(tensor: Any) -> tuple[Any, ...]:
+    """Returns the indices and values of a sparse fake tensor, such as the gradient of
+    ``nn.Embedding(sparse=True)``; nothing of another."""
+    return _parts_of(tensor) or ()
 
 
 def nbytes(tensor: Tensor) -> int:
@@ -68,8 +71,8 @@ def _parts_made(
     """Returns what a sparse result holds: no fewer elements than a step's can have."""
     if func is _MADE:
         names = ("sparse_dim", "dense_dim", "size", "indices", "values")
-        given = dict(zip(names, args, strict=False)) | kwargs
-        return _Parts(given["indices"], given["values"])
+        named = dict(zip(names, args, strict=False)) | kwargs
+        return _Parts(named["indices"], named["values"])
     sparse = [parts for value in tree_iter((args, kwargs)) if (parts := _parts_of(value))]
     if not sparse:
         return None
@@ -82,3 +85,19 @@ def _parts_made(
         torch.cat([parts.indices for parts in sparse[:count]], 1),
         torch.cat([parts.values for parts in sparse[:count]]),
     )
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Returns a fake of what ``torch.nn.functional.grouped_mm`` makes in other dtypes than
+    bfloat16: a product for each group, or one of all groups' rows or columns.
+
+    Experts of models use it so. It runs there, one product after the other.
+    """
+    groups: tuple[int, ...] = ()
+    if a.dim() == b.dim():
+        groups = (len(offs) if offs is not None else a.shape[0],)
+    shape = (*groups, a.shape[-2], b.shape[-1])
+    in_row = _ALIGNED // a.element_size()
+    row = -(-shape[-1] // in_row) * in_row
+    stride = (*(shape[-2] * row for _ in groups), row, 1)
+    return torch.empty_strided(shape, stride, dtype=a.dtype, device=a.device)
