@@ -1,7 +1,7 @@
 """Estimates what operators would take, for plans that weigh time against memory.
 
-A fake step takes no time that says anything. A plan within a budget must fit first of all, so that
-rough figures do. They are those of one core of a server's CPU, as measured for small transformers.
+The time of a fake step itself says nothing. Rough figures do, as a plan has to fit first of all:
+those of one core of a server's CPU, as measured for small transformers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .fake_kernels import nbytes
 _SECONDS_PER_BYTE = 3e-11  # read or written; csrc/remat/policy.cpp has twice that for a copied byte
 _SECONDS_PER_FLOP = 1e-11
 SECONDS_PER_CALL = 6e-6  # of the dispatcher and the recorder, also of a view
-# How many times as long as sums take operators whose names have these parts; the first that is
+# Operators whose names have these parts take so many times as long as a sum. The first part that is
 # found counts.
 _FACTORS = {
     "memsave_ext::batch_norm": 2,
@@ -62,7 +62,7 @@ def operator_seconds(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     tensors = {id(t): t for t in tree_iter((args, result)) if isinstance(t, Tensor)}
     seconds = sum(map(nbytes, tensors.values())) * _SECONDS_PER_BYTE
     if formula is not None:
-        # Of arguments that it does not know it raises.
+        # It raises where it does not know the arguments.
         with contextlib.suppress(TypeError, ValueError, AssertionError, RuntimeError):
             seconds += formula(*args, **kwargs, out_val=result) * _SECONDS_PER_FLOP
     else:

@@ -114,7 +114,7 @@ def _for_fakes(call: Callable[..., Any], before: Callable[..., Any]) -> Callable
     torchs: type = before
 
     class Kind(type):
-        """Of a class in place of torch's, of which torch asks whether objects are instances."""
+        """Makes a class in place of torch's, which torch asks whether objects are instances."""
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             return chosen(*args, **kwargs)
@@ -172,12 +172,12 @@ def _autocast() -> Iterator[None]:
             return before(self, device_type, dtype, *args, **kwargs)
         if not library and not _registered:
             library.append(_register())
-        # Tensors' own device is the CPU here, which a step may have asked for.
+        # A step may have asked a tensor for its device, which is the CPU here.
         return before(self, "cpu", dtype or torch.get_autocast_dtype("cuda"), *args, **kwargs)
 
     try:
         with replaced(autocast_mode.autocast, "__init__", made), warnings.catch_warnings():
-            # Without a card it passes losses on, which takes as much.
+            # Without a card a scaler passes losses on, which takes as much memory.
             warnings.filterwarnings("ignore", "torch.cuda.amp.GradScaler is enabled, but CUDA")
             yield
     finally:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..adam.dtensor import local_tensor
 from .batch import construct
-from .holdings import Amount, Entry, Slot
+from .holdings import Entry, Slot
 
 Live = Counter[Slot]  # how many gradient tensors of each parameter are held
 # Called with a parameter whose gradient is complete; returns those whose gradients are freed then.
@@ -23,36 +23,19 @@ Complete = Callable[[Slot], Iterable[Slot]]
 SWITCHES = ("foreach", "fused", "capturable")  # choose how torch computes, not what
 
 
-def dtype_of(tensor: Tensor, narrow: bool) -> torch.dtype:
-    """Returns the tensor's dtype or, if ``narrow``, the one ``nn.Module.bfloat16()`` gives it."""
-    return torch.bfloat16 if narrow and tensor.is_floating_point() else tensor.dtype
+def bytes_of(live: Live) -> int:
+    return sum(count * slot.gradient.bytes for slot, count in live.items())
 
 
-def amount_of(tensor: Tensor, narrow: bool) -> Amount:
-    """Returns the amount of a dense tensor of the shape that this process holds of ``tensor``."""
-    count = local_tensor(tensor).numel()
-    return Amount(count, count * dtype_of(tensor, narrow).itemsize)
-
-
-def gradient_bytes(slot: Slot, narrow: bool) -> int:
-    """Returns a gradient's bytes; 0 for a sparse one, whose rows depend on the batch."""
-    return 0 if slot.sparse else amount_of(slot.param, narrow).bytes
-
-
-def bytes_of(live: Live, narrow: bool) -> int:
-    return sum(count * gradient_bytes(slot, narrow) for slot, count in live.items())
-
-
-def entries_of(live: Live, narrow: bool) -> list[Entry]:
+def entries_of(live: Live) -> list[Entry]:
     return [
-        Entry("gradients", slot.module, dtype_of(slot.param, narrow), amount)
-        for slot, count in live.items()
+        Entry("gradients", slot.module, slot.held.dtype, slot.gradient)
+        for slot in live.elements()
         if not slot.sparse
-        for amount in [amount_of(slot.param, narrow)] * count
     ]
 
 
-def most_in_backward(uses: Sequence[Sequence[Slot]], complete: Complete, narrow: bool) -> Live:
+def most_in_backward(uses: Sequence[Sequence[Slot]], complete: Complete) -> Live:
     """Returns the gradients that are held when they need most, in a backward through the modules
     in reverse order, one module at a time.
 
@@ -61,24 +44,23 @@ def most_in_backward(uses: Sequence[Sequence[Slot]], complete: Complete, narrow:
     of ``nn.Linear``.
 
     Args:
-        uses: the own parameters of each module, in order.
+        uses: the parameters of each module itself, in order.
         complete: called with each parameter whose gradient is complete; returns those whose
             gradients are freed then.
-        narrow: whether the model is converted to bfloat16.
     """
     live: Live = Counter()
     most: Live = Counter()
     size = most_size = 0
-    left = Counter(slot for own in uses for slot in own)
+    left = Counter(slot for used in uses for slot in used)
 
     def change(slots: Iterable[Slot], to: Callable[[int], int]) -> None:
         nonlocal size
         for slot in slots:
-            size += (to(live[slot]) - live[slot]) * gradient_bytes(slot, narrow)
+            size += (to(live[slot]) - live[slot]) * slot.gradient.bytes
             live[slot] = to(live[slot])
 
-    for own in reversed(uses):
-        made = [slot for slot in own if slot.param.requires_grad]
+    for used in reversed(uses):
+        made = [slot for slot in used if slot.param.requires_grad]
         change(made, lambda count: count + 2 if count else 1)
         if made and size >= most_size:
             most, most_size = +live, size
@@ -95,7 +77,7 @@ def keep(slot: Slot) -> Iterable[Slot]:
     return ()
 
 
-def in_buckets(stepped: Iterable[Slot], small: int, limit: int, narrow: bool) -> Complete:
+def in_buckets(stepped: Iterable[Slot], small: int, limit: int) -> Complete:
     """Frees the gradients of ``stepped`` when csrc/adam/backward.cpp does.
 
     That is at once or, for gradients of fewer than ``small`` bytes, when ``limit`` bytes of them
@@ -108,7 +90,7 @@ def in_buckets(stepped: Iterable[Slot], small: int, limit: int, narrow: bool) ->
     def complete(slot: Slot) -> Iterable[Slot]:
         if slot not in of_optimizer:
             return ()
-        if (size := gradient_bytes(slot, narrow)) >= small:
+        if (size := slot.gradient.bytes) >= small:
             return (slot,)
         device = slot.param.device
         buckets[device].append(slot)
@@ -121,7 +103,7 @@ def in_buckets(stepped: Iterable[Slot], small: int, limit: int, narrow: bool) ->
     return complete
 
 
-def meta_parameter(slot: Slot, narrow: bool = False) -> nn.Parameter:
+def meta_parameter(slot: Slot) -> nn.Parameter:
     """Returns a parameter on the meta device, like the part that this process has of the slot's.
 
     It has a gradient if it requires one.
@@ -129,15 +111,12 @@ def meta_parameter(slot: Slot, narrow: bool = False) -> nn.Parameter:
     Raises:
         ValueError: the parameter is sparse.
     """
-    param = slot.param
-    if param.layout != torch.strided:
-        raise ValueError(f"parameter {slot.name} is of layout {param.layout}")
-    local = local_tensor(param)
+    if slot.param.layout != torch.strided:
+        raise ValueError(f"parameter {slot.name} is of layout {slot.param.layout}")
+    local = local_tensor(slot.held)
     meta = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
-    if (dtype := dtype_of(param, narrow)) != meta.dtype:
-        meta = torch.empty_like(meta, dtype=dtype)  # a conversion leaves no gaps between elements
-    made = nn.Parameter(meta, requires_grad=param.requires_grad)
-    if param.requires_grad:
+    made = nn.Parameter(meta, requires_grad=slot.param.requires_grad)
+    if made.requires_grad:
         made.grad = _sparse_like(meta) if slot.sparse else torch.empty_like(meta)
     return made
 

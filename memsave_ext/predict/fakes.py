@@ -81,7 +81,7 @@ def fakes() -> Iterator[None]:
 def uncompiled() -> AbstractContextManager[Any]:
     """Lets compiled modules and functions run as if they were not compiled.
 
-    While a fake tensor is traced, it is the compiler's own.
+    The compiler cannot trace these fake tensors, as it makes fakes of its own.
     """
     if "torch._dynamo" not in sys.modules:  # so that nothing is compiled
         return nullcontext()

@@ -23,8 +23,8 @@ from ..memory.measure import Build
 from ..memory.subjects import UsageError, load
 from ..shared.checks import check_count
 from ..shared.table import Text, as_text, format_bytes, parse_bytes, print_table
-from .means import ALL, Means
 from .predict import device_of, predict
+from .techniques import ALL, Techniques
 
 _MOST = 1 << 20  # the largest batch that is asked for
 _MOST_BYTES = (1 << 63) - 1
@@ -37,16 +37,16 @@ Nothing is allocated: it runs on fake tensors.
 
 @dataclass(frozen=True)
 class Fit:
-    """What one combination of means needs.
+    """What one combination of techniques needs.
 
     Attributes:
-        name: the means, such as ``"checkpoint by block, Adam in backward"``.
+        name: the techniques, such as ``"checkpoint by block, Adam in backward"``.
         cost: what they cost.
-        peak: predicted bytes; None where the means do not apply.
+        peak: predicted bytes; None where they do not apply.
         at_peak: the peak by category.
         fits: whether the peak is within the budget.
         largest_batch: the largest batch that fits, 0 for none; None where ``build`` takes no batch
-            or the means do not apply.
+            or they do not apply.
         reason: why they do not apply, else ``""``.
     """
 
@@ -66,7 +66,7 @@ class Fits:
     The last is the first that fits, unless all were asked for.
 
     Attributes:
-        rows: a combination of means each.
+        rows: a combination of techniques each.
         budget: bytes.
         device: the device that was predicted for.
         batch: the batch that peaks are of; None where ``build`` takes none.
@@ -154,15 +154,15 @@ def fits(
     device: torch.device | str = "cuda",
     every: bool = False,
 ) -> Fits:
-    """Predicts which means make a training step fit into ``budget``, the cheapest first, and stops
-    at the first that does.
+    """Predicts which techniques make a training step fit into ``budget``, the cheapest first, and
+    stops at the first that does.
 
-    The means are memsave_ext's: the optimizer stepped in backward, ``remat``, also within the
+    The techniques are memsave_ext's: the optimizer stepped in backward, ``remat``, also within the
     budget, checkpointing the model's blocks, its Adam in backward in place of torch's, its 8-bit
     and 4-bit states, and for causal language models of Hugging Face the loss without logits. They
     are applied to what ``build`` made, in fakes alone; see :func:`predict` for how exact the peaks
     are.
-    A means under which the step fails has the error as its reason. On a terminal progress is shown
+    A row whose step fails has the error as its reason. On a terminal progress is shown
     on stderr, where tqdm is installed.
     On CUDA leave room beside the budget for what the context takes and for fragmentation.
 
@@ -190,9 +190,11 @@ def fits(
         raise TypeError(f"fits: build must be a function, got {type(build).__name__}")
     sized = _takes_batch(build)
     rows, tops = [], {}
-    for means in _progress(ALL):
-        row, tops[means.name] = _row(means, build, limit, batch if sized else None, chosen)
-        if row.peak is not None or not means.head:  # which most models do not have
+    for techniques in _progress(ALL):
+        row, tops[techniques.name] = _row(
+            techniques, build, limit, batch if sized else None, chosen
+        )
+        if row.peak is not None or not techniques.loss_head:  # most models have no such head
             rows.append(row)
         if row.fits and not every:
             break
@@ -201,14 +203,14 @@ def fits(
     return Fits(rows, limit, str(chosen), shown, top.largest, top.hints)
 
 
-def _progress(means: Iterable[Means]) -> Iterable[Means]:
+def _progress(combinations: Iterable[Techniques]) -> Iterable[Techniques]:
     if sys.stderr is None or not sys.stderr.isatty():
-        return means
+        return combinations
     try:
         tqdm = importlib.import_module("tqdm").tqdm
     except ImportError:
-        return means
-    shown: Iterable[Means] = tqdm(means, desc="means", leave=False, file=sys.stderr)
+        return combinations
+    shown: Iterable[Techniques] = tqdm(combinations, desc="means", leave=False, file=sys.stderr)
     return shown
 
 
@@ -222,28 +224,30 @@ def _lowest(rows: list[Fit]) -> Fit:
 
 
 def _row(
-    means: Means, build: Any, budget: int, batch: int | None, device: torch.device | str
+    techniques: Techniques, build: Any, budget: int, batch: int | None, device: torch.device | str
 ) -> tuple[Fit, _Top]:
     def predicted(size: int | None) -> Any:
         made = build if size is None else functools.partial(build, size)
         with warnings.catch_warnings():
             # That it cannot keep to the budget is what the row says.
             warnings.filterwarnings("ignore", "remat: the budget of")
-            return predict(means.applied(made, budget), device=device)
+            return predict(techniques.applied(made, budget), device=device)
 
     try:
         step = predicted(batch)
         largest = None
         if batch is not None:
-            straight = not means.within_budget
+            straight = not techniques.within_budget
             largest = _largest(
                 lambda size: predicted(size).peak, budget, batch, step.peak, straight
             )
-    except Exception as error:  # the user's step may raise anything where things are other
-        if means == ALL[0]:
+    except Exception as error:  # the user's step may raise anything once something is changed
+        if techniques == ALL[0]:
             raise
-        return Fit(means.name, means.cost, reason=_reason(error)), _Top([], [])
-    row = Fit(means.name, means.cost, step.peak, step.at_peak, step.peak <= budget, largest)
+        return Fit(techniques.name, techniques.cost, reason=_reason(error)), _Top([], [])
+    row = Fit(
+        techniques.name, techniques.cost, step.peak, step.at_peak, step.peak <= budget, largest
+    )
     return row, _Top(step.top(3), step.remedies())
 
 
@@ -260,9 +264,9 @@ def _largest(
 ) -> int:
     """Returns the largest batch whose peak is within ``budget``, 0 for none.
 
-    Peaks are nearly straight in the batch, so that a line through the last two finds the next to
-    try in a few steps; where it stays on one side the interval is halved. ``straight``: False where
-    they are not, as of what keeps to the budget while it can.
+    Peaks grow nearly linearly with the batch, so that a line through two of them finds the next
+    size to try; where it stays on one side, the interval is halved. ``straight``: whether they do,
+    which those of a step that keeps to the budget while it can do not.
     """
     known = {batch: its_peak}
     low, high = (batch, _MOST + 1) if its_peak <= budget else (0, batch)

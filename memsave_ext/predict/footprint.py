@@ -24,12 +24,14 @@ from ..adam.states import check, make_state
 from ..adam.step_in_backward import BUCKET_BYTES, SMALL_BYTES
 from ..shared.table import Text, as_text, format_bytes, print_table
 from . import dry_step
-from .holdings import KINDS, Amount, Entry, Holding, Inventory, Slot, Tally
+from .holdings import KINDS, Amount, Entry, Holding, Inventory, Slot, Tally, holding_of
 
 __all__ = ["Amount", "Footprint", "Holding", "Prediction", "footprint"]
 
 FOR_LOOP, FOREACH, FUSED = "for-loop", "foreach", "fused"
 AFTER, IN_BACKWARD = "after backward", "in backward"
+# Of a group, what torch's optimizers do not take.
+_NOT_TORCHS = {*modes.DEFAULTS, "params", "param_names"}
 # The state formats that an option selects; None: the option is not given.
 _STATE_FORMATS = (None, *(row for row in formats.STATE_FORMATS if row.option is not None))
 
@@ -207,18 +209,18 @@ def footprint(
     inventory = Inventory.of(model)
     if optimizer is not None:
         _check_same_parameters(inventory, optimizer)
-    modes = _Modes(inventory, optimizer)
-    if in_backward and not modes.has_modes:
+    ways = _Modes(inventory, optimizer)
+    if in_backward and not ways.has_modes:
         raise ValueError(
             "in_backward=True is for torch.optim.Adam and AdamW, which memsave_ext's replace, and "
             f"for memsave_ext's, got {type(optimizer).__name__}"
         )
-    steps_in_backward = modes.in_backward if in_backward is None else in_backward
+    steps_in_backward = ways.in_backward if in_backward is None else in_backward
     return Footprint(
         now=inventory.holding(optimizer),
-        predicted=modes.predicted,
-        unpredicted=modes.unpredicted,
-        mode=IN_BACKWARD if steps_in_backward else modes.ordinary,
+        predicted=ways.predicted,
+        unpredicted=ways.unpredicted,
+        mode=IN_BACKWARD if steps_in_backward else ways.ordinary,
         optimizer=_name(torch.optim.AdamW if optimizer is None else type(optimizer)),
     )
 
@@ -318,23 +320,16 @@ class _Modes:
 
     def __init__(self, inventory: Inventory, optimizer: torch.optim.Optimizer | None) -> None:
         self._inventory = inventory
+        self._in_bfloat16 = inventory.converted(torch.bfloat16)
         self._ours = optimizer if isinstance(optimizer, (Native, OwnStep)) else None
-        self._kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+        self._kind = _torchs_kind(optimizer)
         if optimizer is None:
             self._defaults = torch.optim.AdamW([torch.empty(0, device="meta")]).defaults
-            self._groups = [(dict(self._defaults), inventory.trained)]
+            trained = [slot.param for slot in inventory.trained]
+            self._groups = [{**self._defaults, "params": trained}]
         else:
-            if isinstance(optimizer, OwnStep):
-                self._kind = optimizer._own
-            elif self._ours is None:
-                self._kind = type(optimizer)
-            elif isinstance(optimizer, SGD):
-                self._kind = torch.optim.SGD
-            elif not isinstance(optimizer, AdamW):
-                self._kind = torch.optim.Adam
             self._defaults = optimizer.defaults
-            self._groups = [_group(g, inventory) for g in optimizer.param_groups]
-        self._stepped = {slot for _, slots in self._groups for slot in slots}
+            self._groups = optimizer.param_groups
         is_adam = self._kind in (torch.optim.Adam, torch.optim.AdamW)
         self.has_modes = isinstance(optimizer, Native) or (is_adam and self._ours is None)
         self.in_backward = self._ours is not None and self._ours.in_backward
@@ -350,7 +345,7 @@ class _Modes:
             if switch in self._defaults:
                 self._try(switch, self._of_torch)
         if isinstance(self._ours, OwnStep):
-            self._try(IN_BACKWARD, self._of_own)
+            self._try(IN_BACKWARD, self._of_own_step)
         if not self.has_modes:
             return
         self._try(AFTER, self._of_ours)
@@ -364,7 +359,7 @@ class _Modes:
 
     def _try(self, mode: str, predict: Callable[..., Prediction], **options: Any) -> None:
         try:
-            if any(own.get("differentiable") for own, _ in self._groups):
+            if any(group.get("differentiable") for group in self._groups):
                 raise _Unpredictable("differentiable=True keeps the graph of every step")
             self.predicted[mode] = predict(mode, **options)
         except _Unpredictable as why:
@@ -378,32 +373,32 @@ class _Modes:
         For parameters on the meta device it is the mode that accelerators get. If groups differ, it
         is the mode that needs most.
         """
-        chosen = {_implementation(options, slots) for options, slots in self._groups}
+        chosen = set(map(_implementation, self._groups))
         return next((mode for mode in (FOREACH, FOR_LOOP, FUSED) if mode in chosen), FOR_LOOP)
 
     def _of_torch(self, mode: str) -> Prediction:
         return self._stepped_after(*self._dry_step(mode))
 
-    def _of_own(self, mode: str) -> Prediction:
-        """Predicts what steps of single parameters hold, as those of the for-loop are."""
+    def _of_own_step(self, mode: str) -> Prediction:
+        """Predicts what any optimizer's steps of single parameters hold, as those of a for-loop."""
         state, temporaries = self._dry_step(FOR_LOOP)
-        return self._stepped_in_backward(state, temporaries, narrow=False)
+        return self._stepped_in_backward(self._inventory, state, temporaries)
 
     def _dry_step(self, mode: str) -> tuple[list[Entry], int]:
         """Returns the state that a step makes, and the bytes of its temporaries."""
-        slot_of: dict[object, Slot] = {}
+        slot_of: dict[Any, Slot] = {}
         groups = []
-        for options, slots in self._groups:
+        for group in self._groups:
+            slots = self._slots(group, self._inventory)
             metas = [_meta_parameter(slot) for slot in slots]
             slot_of.update(zip(metas, slots, strict=True))
-            plain = {name: v for name, v in options.items() if name not in modes.DEFAULTS}
-            groups.append({**plain, "params": metas})
+            options = {name: v for name, v in group.items() if name not in _NOT_TORCHS}
+            groups.append({**options, "params": metas})
         state: dict[Any, Any] = {}
         temporaries = 0
-        trained = [slot.param for slot in self._stepped if slot.param.requires_grad]
-        if mode == FUSED and not all(param.is_floating_point() for param in trained):
+        if mode == FUSED and not all(p.is_floating_point() for p in slot_of if p.requires_grad):
             raise _Unpredictable("fused=True is for floating-point parameters")
-        if self._stepped:
+        if slot_of:
             try:
                 state, temporaries = dry_step.step(
                     self._kind, self._defaults, groups, foreach=mode == FOREACH
@@ -421,92 +416,92 @@ class _Modes:
         tally = Tally()
         for key, value in state.items():
             module = slot_of[key].module if key in slot_of else ""
-            tally.add_tensors("optimizer", module, value)
+            tally.add("optimizer", module, value)
         return tally.entries(), temporaries
 
     # Modes in which memsave_ext's optimizers step.
 
     def _of_ours(self, mode: str, **options: Any) -> Prediction:
         """Predicts a mode with ``options`` in every group; with ``bf16`` the model is bfloat16."""
-        narrow = options.get("bf16") is not None
+        converts = options.get("bf16") is not None
+        inventory = self._in_bfloat16 if converts else self._inventory
         state: list[Entry] = []
-        for own, slots in self._groups:
-            state += _our_state({**own, **options}, slots, narrow)
+        for group in self._groups:
+            state += _our_state({**group, **options}, self._slots(group, inventory))
         if mode == AFTER:
             return self._stepped_after(state, 0)
-        return self._stepped_in_backward(state, 0, narrow)
+        return self._stepped_in_backward(inventory, state, 0)
+
+    # Used for both.
+
+    def _slots(self, group: Mapping[str, Any], inventory: Inventory) -> list[Slot]:
+        return [inventory.slots[id(param)] for param in group["params"]]
+
+    def _stepped(self, inventory: Inventory) -> set[Slot]:
+        return {slot for group in self._groups for slot in self._slots(group, inventory)}
 
     def _stepped_in_backward(
-        self, state: list[Entry], temporaries: int, narrow: bool
+        self, inventory: Inventory, state: list[Entry], temporaries: int
     ) -> Prediction:
         small, limit = SMALL_BYTES, BUCKET_BYTES
         if self._ours is not None:
             small, limit = self._ours._small_bytes, self._ours._bucket_bytes
             if self._ours.clip_global_norm is not None:
                 raise _Unpredictable("clip_global_norm keeps gradients until step()")
-        complete = dry_step.in_buckets(self._stepped, small, limit, narrow)
-        live = dry_step.most_in_backward(self._inventory.uses, complete, narrow)
-        return Prediction(
-            between=self._holding(state, self._left, narrow),
-            at_peak=self._holding(state, live, narrow),
-            temporaries=temporaries,
-        )
-
-    # Used for both.
-
-    @property
-    def _left(self) -> dry_step.Live:
-        """The gradients of parameters that the optimizer does not have, which stay after a step."""
-        return Counter(slot for slot in self._inventory.trained if slot not in self._stepped)
+        complete = dry_step.in_buckets(self._stepped(inventory), small, limit)
+        live = dry_step.most_in_backward(inventory.uses, complete)
+        return self._prediction(inventory, state, live, temporaries)
 
     def _stepped_after(self, state: list[Entry], temporaries: int) -> Prediction:
         live = Counter(self._inventory.trained)
-        in_backward = dry_step.most_in_backward(self._inventory.uses, dry_step.keep, narrow=False)
-        in_step = dry_step.bytes_of(live, narrow=False) + temporaries
-        if dry_step.bytes_of(in_backward, narrow=False) > in_step:
+        in_backward = dry_step.most_in_backward(self._inventory.uses, dry_step.keep)
+        if dry_step.bytes_of(in_backward) > dry_step.bytes_of(live) + temporaries:
             live, temporaries = in_backward, 0
-        return Prediction(
-            between=self._holding(state, self._left),
-            at_peak=self._holding(state, live),
-            temporaries=temporaries,
+        return self._prediction(self._inventory, state, live, temporaries)
+
+    def _prediction(
+        self, inventory: Inventory, state: list[Entry], live: dry_step.Live, temporaries: int
+    ) -> Prediction:
+        """``live``: the gradients at the worst moment."""
+        stepped = self._stepped(inventory)
+        # Gradients of parameters that the optimizer does not have stay after a step.
+        left = Counter(slot for slot in inventory.trained if slot not in stepped)
+        between, at_peak = (
+            holding_of([*inventory.entries, *dry_step.entries_of(gradients), *state])
+            for gradients in (left, live)
         )
-
-    def _holding(self, state: list[Entry], live: dry_step.Live, narrow: bool = False) -> Holding:
-        tally = Tally()
-        tensors: list[tuple[str, str, Tensor]]
-        tensors = [("parameters", s.module, s.param) for s in self._inventory.slots.values()]
-        tensors += [("buffers", module, buffer) for module, buffer in self._inventory.buffers]
-        for kind, module, tensor in tensors:
-            if (dtype := dry_step.dtype_of(tensor, narrow)) == tensor.dtype:
-                tally.add_tensors(kind, module, tensor)
-            else:
-                tally.add(Entry(kind, module, dtype, dry_step.amount_of(tensor, narrow)))
-        tally.add(*dry_step.entries_of(live, narrow), *state)
-        return tally.holding()
+        return Prediction(between, at_peak, temporaries)
 
 
-def _group(group: dict[str, Any], inventory: Inventory) -> tuple[dict[str, Any], list[Slot]]:
-    options = {name: v for name, v in group.items() if name not in ("params", "param_names")}
-    return options, [inventory.slots[id(param)] for param in group["params"]]
+def _torchs_kind(optimizer: torch.optim.Optimizer | None) -> type[torch.optim.Optimizer]:
+    """Returns the class that steps in torch's modes: that which one of memsave_ext's replaces."""
+    if isinstance(optimizer, OwnStep):
+        kind: type[torch.optim.Optimizer] = optimizer._own
+        return kind
+    if optimizer is None or isinstance(optimizer, AdamW):
+        return torch.optim.AdamW
+    if isinstance(optimizer, SGD):
+        return torch.optim.SGD
+    return torch.optim.Adam if isinstance(optimizer, Native) else type(optimizer)
 
 
-def _implementation(options: dict[str, Any], slots: Sequence[Slot]) -> str:
-    if options.get("fused"):
+def _implementation(group: Mapping[str, Any]) -> str:
+    if group.get("fused"):
         return FUSED
-    foreach = options.get("foreach")
-    if foreach is None and "foreach" in options:
+    foreach = group.get("foreach")
+    if foreach is None and "foreach" in group:
         fitting = {"meta", *_get_foreach_kernels_supported_devices()}
-        foreach = all(slot.param.device.type in fitting for slot in slots)
-        if isinstance(options.get("lr"), Tensor) and not options.get("capturable"):
+        foreach = all(param.device.type in fitting for param in group["params"])
+        if isinstance(group.get("lr"), Tensor) and not group.get("capturable"):
             foreach = False
     return FOREACH if foreach else FOR_LOOP
 
 
-def _our_state(group: dict[str, Any], slots: Sequence[Slot], narrow: bool) -> list[Entry]:
-    metas = [_meta_parameter(slot, narrow) for slot in slots]
+def _our_state(group: dict[str, Any], slots: Sequence[Slot]) -> list[Entry]:
+    metas = [_meta_parameter(slot) for slot in slots]
     placed = [as_placed(s.param, m.detach()) for s, m in zip(slots, metas, strict=True)]
     entries = []
-    # By the properties that decide a parameter's state, as many parameters are alike.
+    # Parameters that are alike have states of the same sizes.
     known: dict[object, list[tuple[torch.dtype, Amount]]] = {}
     try:
         modes.check_group({**group, "params": placed}, rule_of(group))
@@ -524,8 +519,8 @@ def _our_state(group: dict[str, Any], slots: Sequence[Slot], narrow: bool) -> li
     return entries
 
 
-def _meta_parameter(slot: Slot, narrow: bool = False) -> nn.Parameter:
+def _meta_parameter(slot: Slot) -> nn.Parameter:
     try:
-        return dry_step.meta_parameter(slot, narrow)
+        return dry_step.meta_parameter(slot)
     except ValueError as error:
         raise _Unpredictable(str(error)) from error

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..adam.dtensor import local_tensor
 from ..shared.tensors import plain_tensors
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer")
@@ -90,9 +93,16 @@ class Slot:
     """A parameter and where the model has it."""
 
     param: nn.Parameter
+    held: Tensor  # the parameter or, where the model is taken to be converted, that on "meta"
     module: str  # dotted name of the first module that has it
     name: str  # dotted name of the parameter
     sparse: bool  # whether its gradients are sparse
+
+    @property
+    def gradient(self) -> Amount:
+        """That of this process's part; of a sparse one nothing, as its rows depend on the batch."""
+        count = 0 if self.sparse else local_tensor(self.held).numel()
+        return Amount(count, count * self.held.itemsize)
 
 
 @dataclass
@@ -100,7 +110,7 @@ class Inventory:
     """A model's parameters and buffers."""
 
     slots: dict[int, Slot] = field(default_factory=dict)  # by the parameter's id
-    uses: list[list[Slot]] = field(default_factory=list)  # each module's own parameters, in order
+    uses: list[list[Slot]] = field(default_factory=list)  # each module's parameters, in order
     buffers: list[tuple[str, Tensor]] = field(default_factory=list)  # module, tensor
 
     @classmethod
@@ -108,40 +118,69 @@ class Inventory:
         inventory = cls()
         for module_name, module in model.named_modules():
             sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-            own: dict[int, Slot] = {}
+            used: dict[int, Slot] = {}
             for name, param in module._parameters.items():
                 if param is None:
                     continue
                 dotted = f"{module_name}.{name}" if module_name else name
                 _check_initialized(dotted, param)
-                slot = Slot(param, module_name, dotted, sparse)
-                own[id(param)] = inventory.slots.setdefault(id(param), slot)
-            inventory.uses.append(list(own.values()))
+                slot = Slot(param, param, module_name, dotted, sparse)
+                used[id(param)] = inventory.slots.setdefault(id(param), slot)
+            inventory.uses.append(list(used.values()))
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     _check_initialized(f"{module_name}.{name}", buffer)
                     inventory.buffers.append((module_name, buffer))
         return inventory
 
+    def converted(self, dtype: torch.dtype) -> Inventory:
+        """Returns what there is once the model is converted to a floating-point dtype."""
+        slots = {
+            key: replace(slot, held=_converted(slot.held, dtype))
+            for key, slot in self.slots.items()
+        }
+        uses = [[slots[id(slot.param)] for slot in used] for used in self.uses]
+        buffers = [(module, _converted(buffer, dtype)) for module, buffer in self.buffers]
+        return Inventory(slots, uses, buffers)
+
     @property
     def trained(self) -> list[Slot]:
         return [slot for slot in self.slots.values() if slot.param.requires_grad]
 
+    @functools.cached_property
+    def entries(self) -> list[Entry]:
+        """What the parameters and buffers hold."""
+        return self._tally().entries()
+
     def holding(self, optimizer: torch.optim.Optimizer | None) -> Holding:
         """Returns what is held now."""
-        tally = Tally()
-        for slot in self.slots.values():
-            tally.add_tensors("parameters", slot.module, slot.param)
-        for module, buffer in self.buffers:
-            tally.add_tensors("buffers", module, buffer)
+        tally = self._tally()
         for slot in self.slots.values():
             if slot.param.grad is not None:
-                tally.add_tensors("gradients", slot.module, slot.param.grad)
+                tally.add("gradients", slot.module, slot.param.grad)
         for param, state in ({} if optimizer is None else optimizer.state).items():
             slot_of_param = self.slots.get(id(param))
             module = "" if slot_of_param is None else slot_of_param.module
-            tally.add_tensors("optimizer", module, state)
-        return tally.holding()
+            tally.add("optimizer", module, state)
+        return holding_of(tally.entries())
+
+    def _tally(self) -> Tally:
+        tally = Tally()
+        for slot in self.slots.values():
+            tally.add("parameters", slot.module, slot.held)
+        for module, buffer in self.buffers:
+            tally.add("buffers", module, buffer)
+        return tally
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor on the meta device, without gaps between its elements, as a conversion makes
+    it; the tensor itself where it is not converted."""
+    if tensor.dtype == dtype or not tensor.is_floating_point() or tensor.layout != torch.strided:
+        return tensor
+    local = local_tensor(tensor)
+    meta = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
+    return torch.empty_like(meta, dtype=dtype)
 
 
 def _check_initialized(name: str, tensor: Tensor) -> None:
@@ -167,7 +206,7 @@ class _Storage:
 
 
 class Tally:
-    """Adds up a :class:`Holding`.
+    """Adds up the memory of tensors, each storage once.
 
     Tensors must stay alive until it is asked for, as storages are told apart by address.
     """
@@ -176,10 +215,7 @@ class Tally:
         self._entries: list[Entry] = []
         self._storages: dict[object, _Storage] = {}
 
-    def add(self, *entries: Entry) -> None:
-        self._entries += entries
-
-    def add_tensors(self, kind: str, module: str, value: object) -> None:
+    def add(self, kind: str, module: str, value: object) -> None:
         """Adds the part of the memory of the tensors in ``value`` that was not counted before."""
         for part in itertools.chain.from_iterable(map(_dense, plain_tensors(value))):
             key, size = _storage(part)
@@ -191,7 +227,7 @@ class Tally:
             amount = Amount(count, count * part.element_size())
             storage.left -= amount.bytes
             storage.seen.add(view)
-            self.add(Entry(kind, module, part.dtype, amount))
+            self._entries.append(Entry(kind, module, part.dtype, amount))
 
     def entries(self) -> list[Entry]:
         """Returns what was added. Bytes of a storage outside all tensors go to its first."""
@@ -201,15 +237,17 @@ class Tally:
             entries[storage.first] = first._replace(amount=first.amount + Amount(0, storage.left))
         return entries
 
-    def holding(self) -> Holding:
-        by_dtype: dict[str, dict[str, Amount]] = {kind: {} for kind in KINDS}
-        by_module: dict[str, dict[str, Amount]] = {}
-        for kind, module, dtype, amount in self.entries():
-            of_kind, of_module = by_dtype[kind], by_module.setdefault(module, {})
-            name = str(dtype).removeprefix("torch.")
-            of_kind[name] = of_kind.get(name, Amount()) + amount
-            of_module[kind] = of_module.get(kind, Amount()) + amount
-        return Holding(by_dtype, by_module)
+
+def holding_of(entries: Iterable[Entry]) -> Holding:
+    """Returns the sum of entries."""
+    by_dtype: dict[str, dict[str, Amount]] = {kind: {} for kind in KINDS}
+    by_module: dict[str, dict[str, Amount]] = {}
+    for kind, module, dtype, amount in entries:
+        dtypes, kinds = by_dtype[kind], by_module.setdefault(module, {})
+        name = str(dtype).removeprefix("torch.")
+        dtypes[name] = dtypes.get(name, Amount()) + amount
+        kinds[kind] = kinds.get(kind, Amount()) + amount
+    return Holding(by_dtype, by_module)
 
 
 def _dense(tensor: Tensor) -> list[Tensor]:

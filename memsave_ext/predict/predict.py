@@ -106,8 +106,8 @@ def predict(
     runs as if it were not.
     :func:`remat` follows a plan, within a budget or without, as its later steps do. Plans are made
     of estimated times: those within a budget reach its bytes all the same; without one they need a
-    few percent more or less than those of measured times. In pure Python its rule for single
-    tensors is followed, as it is there in all steps.
+    few percent more or less than those of measured times. Without the native part it keeps
+    everything, as it does there in all steps.
 
     Raises:
         TypeError, ValueError: an argument, or what ``build`` returned, is not as said above, or the
@@ -128,7 +128,8 @@ def predict(
         )
     tracker = FakeTracker(chosen)
     with ExitStack() as stack:
-        # What is put around the step belongs to the process. A step may predict another.
+        # What is replaced belongs to the process: one prediction waits for another. A step may
+        # itself predict.
         stack.enter_context(_one_at_a_time)
         stack.enter_context(torch.random.fork_rng(devices=[]))
         if chosen.type == "cuda":
@@ -141,7 +142,7 @@ def predict(
         model, made, step = checked("predict: build", built)
         refuse_distributed(model)
         _refuse_real(model)
-        # Now that transformers and the compiler are imported, if the model needs them.
+        # After build(), which imports transformers and the compiler where the model needs them.
         stack.enter_context(uncompiled())
         stack.enter_context(masks_as_in_steps(tracker.storages.has_known_values))
         if chosen.type == "cuda":

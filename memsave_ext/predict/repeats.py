@@ -101,7 +101,7 @@ class Call:
 
     def remember(self, args: tuple[Any, ...], result: Any, costs: Costs) -> None:
         several = type(result) if type(result) in (tuple, list) else None
-        given = {t.untyped_storage()._cdata for t in tree_iter(args) if type(t) is FakeTensor}
+        storages = {t.untyped_storage()._cdata for t in tree_iter(args) if type(t) is FakeTensor}
         results: list[_New | int | None] = []
         mode = None
         for part in result if several else (result,):
@@ -109,7 +109,7 @@ class Call:
                 results.append(None)
                 continue
             place = next((i for i, arg in enumerate(args) if arg is part), None)
-            if place is None and (not _is_new(part) or part.untyped_storage()._cdata in given):
+            if place is None and (not _is_new(part) or part.untyped_storage()._cdata in storages):
                 return
             mode = mode or part.fake_mode
             results.append(

@@ -50,7 +50,7 @@ class Storages(TorchDispatchMode):
         self._repeats = Repeats()
         self._values = Values()
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        # Of a formula that a step computes otherwise: its node, and what it has made.
+        # While a formula runs that a step computes otherwise: its node, and what it has made.
         self._otherwise: tuple[int, dict[int, weakref.ref[torch.UntypedStorage]]] | None = None
 
     @classmethod

@@ -25,7 +25,7 @@ Rule = Callable[..., Any]  # of numbers to a number
 
 
 def _each(names: str, rule: Rule) -> dict[Any, Rule]:
-    """Returns the rule by each overload of the operators that names tell."""
+    """Returns the rule for each overload of the named operators."""
     packets = [getattr(_aten, name) for name in names.split()]
     return {getattr(packet, o): rule for packet in packets for o in packet.overloads()}
 
@@ -38,7 +38,7 @@ def _filled(_: Any, value: Any, *__: Any, **___: Any) -> Any:
     return value
 
 
-# By the operator, of the values of its arguments: a tensor's is that of all its elements.
+# What an operator makes of its arguments' values. All elements of a tensor have one value.
 _RULES: dict[Any, Rule] = {
     **{
         overload: rule
@@ -64,7 +64,7 @@ _CHANGES = frozenset(_each("zero_ fill_ normal_", _same))
 
 
 class Values:
-    """Knows the values of memory that is filled with one, or compared."""
+    """Knows the value of each tensor whose elements all have the same."""
 
     def __init__(self) -> None:
         # By the storage: the version of the tensors in it, and their value.
@@ -93,7 +93,7 @@ class Values:
         return value if version == tensor._version else 1
 
     def is_known(self, tensor: Tensor) -> bool:
-        """Whether the values are not only taken to be 1."""
+        """Whether the values are known, and not only taken to be 1."""
         if tensor.layout is not torch.strided:
             return False
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
@@ -110,19 +110,19 @@ class Values:
             return
         storage = result.untyped_storage()
         if result.fake_device.type == "meta" or not storage.nbytes():
-            return  # whose end is not told
+            return  # nobody tells when it is freed
         if rule is _same and not self.is_known(args[0]):
             return
         values = (self.of(a) if isinstance(a, Tensor) else a for a in args)
         try:
             value = rule(*values, **kwargs)
         except TypeError:
-            return  # as of complex numbers that are compared
+            return  # complex numbers cannot be compared, for example
         if not isinstance(value, (bool, int, float, complex)):
             return
         if func in _SUMS and self.is_known(args[0]):
             value *= args[0].numel() // max(result.numel(), 1)
-        # The change is counted after this.
+        # An operator that changes its argument has not raised the version yet.
         self._known[storage._cdata] = result._version + (func in _CHANGES), value
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import memsave_ext as ms
 from memsave_ext.memory.__main__ import main
-from memsave_ext.predict.means import blocks_of
+from memsave_ext.predict.techniques import blocks_of
 
 
 def net():

@@ -3,56 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from steps import assert_same, builder, mlp, tracked, without_optimizer
 from torch import nn
 
 import memsave_ext as ms
 
 
-def mlp(dtype=torch.float32):
-    blocks = [nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(4)]
-    return nn.Sequential(*blocks).to(dtype)
-
-
-def builder(make_optimizer, prepare=lambda model: model, dtype=torch.float32, rows=512):
-    """Of a step as people write it, with the loss read by Python."""
-
-    def build():
-        model = prepare(mlp(dtype))
-        optimizer = make_optimizer(model.parameters())
-        x = torch.randn(rows, 64, dtype=dtype)
-
-        def step():
-            loss = model(x).float().square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.item()
-
-        return model, optimizer, step
-
-    return build
-
-
 def checkpointed(model):
     ms.checkpoint_modules(model, lambda m: isinstance(m, nn.Sequential) and m is not model)
     return model
-
-
-def tracked(build):
-    model, optimizer, step = build()
-    step()
-    with ms.memory.track(model, optimizer) as t:
-        step()
-    return t
-
-
-def assert_same(predicted, t):
-    assert (predicted.peak, predicted.live) == (t.peak, t.live)
-    assert predicted.at_peak == t.at_peak
-    assert predicted.peak_phase == t.peak_phase
-    assert sorted((s.bytes, s.name, s.module) for s in predicted.top(1000)) == sorted(
-        (s.bytes, s.name, s.module) for s in t.top(1000)
-    )
 
 
 OPTIMIZERS = {
@@ -135,19 +94,15 @@ def test_a_model_with_batch_norm_and_embedding():
 def test_models_are_built_with_known_values():
     """As some are whose widths follow a rule."""
 
-    def build():
+    def make():
         widths = torch.round(torch.arange(4, dtype=torch.float32) * 8.3 + 8).int()
         count = len(torch.unique(widths))
         model = nn.Sequential(*[nn.Linear(8, width) for width in widths.tolist()])
         assert count == 4 and [layer.out_features for layer in model] == [8, 16, 25, 33]
         x = torch.randn(64, 8)
+        return model, lambda: sum(layer(x).square().mean() for layer in model)
 
-        def step():
-            sum(layer(x).square().mean() for layer in model).backward()
-            model.zero_grad()
-
-        return model, None, step
-
+    build = without_optimizer(make)
     assert_same(ms.memory.predict(build), tracked(build))
 
 

@@ -1,16 +1,16 @@
 """memory.predict() of gradients that are summed, and of optimizers that take them in backward."""
 
 import pytest
+import steps
 import torch
-from test_predict import mlp, tracked
+from steps import mlp, tracked, without_optimizer
 from torch import nn
 
 import memsave_ext as ms
 
 
 def assert_near(build, most=0.001):
-    predicted, t = ms.memory.predict(build), tracked(build)
-    assert predicted.peak == pytest.approx(t.peak, rel=most)
+    predicted, t = steps.assert_near(build, most)
     assert predicted.at_peak["gradients"] == t.at_peak["gradients"]
 
 
@@ -30,17 +30,12 @@ class Uses(nn.Module):
 @pytest.mark.parametrize("times", [1, 2, 3, 5])
 @pytest.mark.parametrize("how", ["itself", "made", "view"])
 def test_sums_of_gradients(how, times):
-    def build():
+    def make():
         model, x = Uses(how, times), torch.randn(8, 512)
-
-        def step():
-            model(x).backward()
-            model.zero_grad()
-
-        return model, None, step
+        return model, lambda: model(x)
 
     # Products of matrices make some 64 KiB for themselves.
-    assert_near(build, 0.02)
+    assert_near(without_optimizer(make), 0.02)
 
 
 def test_micro_batches_and_layers_that_are_used_twice():
@@ -138,21 +133,20 @@ def test_a_loss_head_whose_weight_is_stepped_in_rows(states):
 def test_results_in_given_memory():
     """What `out` takes is not made again, however often."""
 
-    def build():
+    def make():
         model, x = nn.Linear(64, 64), torch.randn(512, 64)
 
-        def step():
+        def loss():
             made = model(x)
             with torch.no_grad():
                 wide = torch.empty(512, 4096)
                 for _ in range(3):
                     torch.mm(x, torch.ones(64, 4096), out=wide)
-            made.sum().backward()
-            model.zero_grad()
+            return made.sum()
 
-        return model, None, step
+        return model, loss
 
-    assert_near(build)
+    assert_near(without_optimizer(make))
 
 
 FORMULAS = {
@@ -172,14 +166,9 @@ FORMULAS = {
 def test_formulas_that_change_what_they_made(name):
     """Of subclasses of tensors, such as fakes, they make a copy."""
 
-    def build():
+    def make():
         model = nn.Linear(256, 512)
         x, i = torch.randn(256, 256), torch.randint(8, (256, 4))
+        return model, lambda: FORMULAS[name](model(x), i).square().sum()
 
-        def step():
-            FORMULAS[name](model(x), i).square().sum().backward()
-            model.zero_grad()
-
-        return model, None, step
-
-    assert_near(build)
+    assert_near(without_optimizer(make))

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from test_predict import assert_same, builder, mlp, tracked
+from steps import assert_same, builder, mlp, tracked
 from torch import nn
 
 import memsave_ext as ms

@@ -3,16 +3,16 @@
 import math
 
 import pytest
+import steps
 import torch
-from test_predict import mlp, tracked
+from steps import mlp
 from torch import nn
 
 import memsave_ext as ms
 
 
 def assert_near(build, most=1e-4):
-    predicted, t = ms.memory.predict(build), tracked(build)
-    assert predicted.peak == pytest.approx(t.peak, rel=most)
+    predicted, t = steps.assert_near(build, most)
     assert predicted.peak_phase == t.peak_phase
 
 

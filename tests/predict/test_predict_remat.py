@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from test_predict import tracked
+from steps import tracked
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -1,4 +1,4 @@
-"""Means against a peak that can be applied to a model and optimizer that somebody else built."""
+"""Techniques that lower a peak, applied to a model and an optimizer that somebody else built."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from .batch import remade
 
 
 @dataclass(frozen=True)
-class Means:
-    """What is done to a training step.
+class Techniques:
+    """The techniques that are applied to a training step.
 
     Attributes:
-        head: whether a causal language model of Hugging Face makes its loss without logits.
+        loss_head: whether a causal language model of Hugging Face makes its loss without logits.
         remat: whether the model runs in ``remat``.
         within_budget: whether it does so within the budget.
         checkpoint: whether the blocks of the model are checkpointed.
-        own_in_backward: whether the optimizer, of any kind, steps in backward.
-        in_backward: whether memsave_ext's Adam steps in backward in place of torch's.
+        optimizer_in_backward: whether the optimizer, of any kind, steps in backward.
+        adam_in_backward: whether memsave_ext's Adam steps in backward in place of torch's.
         state_dtype: its ``state_dtype``.
     """
 
-    head: bool = False
+    loss_head: bool = False
     remat: bool = False
     within_budget: bool = False
     checkpoint: bool = False
-    own_in_backward: bool = False
-    in_backward: bool = False
+    optimizer_in_backward: bool = False
+    adam_in_backward: bool = False
     state_dtype: str | None = None
 
     @property
     def name(self) -> str:
-        names = ["loss head in chunks"] * self.head
+        names = ["loss head in chunks"] * self.loss_head
         names += ["remat"] * self.remat
         names += ["remat within the budget"] * self.within_budget
         names += ["checkpoint by block"] * self.checkpoint
-        names += ["optimizer in backward"] * self.own_in_backward
-        names += ["Adam in backward"] * self.in_backward
+        names += ["optimizer in backward"] * self.optimizer_in_backward
+        names += ["Adam in backward"] * self.adam_in_backward
         if self.state_dtype is not None:
             names.append(self.state_dtype.replace("bit", "-bit states"))
         return ", ".join(names) or "as built"
 
     @property
     def cost(self) -> str:
-        costs = ["logits again"] * self.head
+        costs = ["logits again"] * self.loss_head
         costs += ["cheap operators again"] * self.remat
         costs += ["operators again, as many as it takes"] * self.within_budget
         costs += ["a forward more"] * self.checkpoint
@@ -62,7 +62,7 @@ class Means:
         return ", ".join(costs) or "none"
 
     def applied(self, build: Build, budget: int | None = None) -> Build:
-        """Returns a function that builds what ``build`` builds, with these means.
+        """Returns a function that builds what ``build`` builds, with these techniques.
 
         ``budget``: bytes, for those that keep within it. The built function raises ValueError
         where they do not apply.
@@ -70,13 +70,13 @@ class Means:
 
         def built() -> object:
             model, optimizer, step = checked("fits: build", build())
-            if self.head:
+            if self.loss_head:
                 _head_in_chunks(model)
             if self.checkpoint:
                 _checkpoint_blocks(model)
-            if self.own_in_backward:
+            if self.optimizer_in_backward:
                 _step_in_backward(optimizer)
-            if self.in_backward:
+            if self.adam_in_backward:
                 optimizer = self._step_in_place_of(optimizer)
             if self.remat or self.within_budget:
                 step = _rematerialized(
@@ -106,23 +106,23 @@ class Means:
 
 # The cheapest first: what is exact comes before what rounds, and then what costs no time.
 ALL = (
-    Means(),
-    Means(own_in_backward=True),
-    Means(in_backward=True),
-    Means(head=True),
-    Means(head=True, own_in_backward=True),
-    Means(remat=True),
-    Means(remat=True, own_in_backward=True),
-    Means(within_budget=True),
-    Means(within_budget=True, own_in_backward=True),
-    Means(checkpoint=True),
-    Means(checkpoint=True, own_in_backward=True),
-    Means(checkpoint=True, in_backward=True),
-    Means(head=True, checkpoint=True, own_in_backward=True),
-    Means(in_backward=True, state_dtype="8bit"),
-    Means(within_budget=True, in_backward=True, state_dtype="8bit"),
-    Means(checkpoint=True, in_backward=True, state_dtype="8bit"),
-    Means(checkpoint=True, in_backward=True, state_dtype="4bit"),
+    Techniques(),
+    Techniques(optimizer_in_backward=True),
+    Techniques(adam_in_backward=True),
+    Techniques(loss_head=True),
+    Techniques(loss_head=True, optimizer_in_backward=True),
+    Techniques(remat=True),
+    Techniques(remat=True, optimizer_in_backward=True),
+    Techniques(within_budget=True),
+    Techniques(within_budget=True, optimizer_in_backward=True),
+    Techniques(checkpoint=True),
+    Techniques(checkpoint=True, optimizer_in_backward=True),
+    Techniques(checkpoint=True, adam_in_backward=True),
+    Techniques(loss_head=True, checkpoint=True, optimizer_in_backward=True),
+    Techniques(adam_in_backward=True, state_dtype="8bit"),
+    Techniques(within_budget=True, adam_in_backward=True, state_dtype="8bit"),
+    Techniques(checkpoint=True, adam_in_backward=True, state_dtype="8bit"),
+    Techniques(checkpoint=True, adam_in_backward=True, state_dtype="4bit"),
 )
 
 
