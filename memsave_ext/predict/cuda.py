@@ -98,7 +98,7 @@ def as_on_cuda() -> Iterator[None]:
 
 
 def step_as_on_cuda(optimizer: Optimizer | None) -> None:
-    """Torch's optimizers step lists of tensors on CUDA, unless they are told otherwise."""
+    """Torch's optimizers step lists of tensors on CUDA, unless an option says otherwise."""
     if optimizer is not None and type(optimizer).__module__.startswith("torch.optim"):
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
@@ -141,7 +141,7 @@ class _CardNames(TorchFunctionMode):
         if func is not torch.device.__new__:
             args = tuple(map(_on_cpu, args))
             kwargs = {name: _on_cpu(value) for name, value in kwargs.items()}
-        if func in _MOVES:  # to a card that is told by its number
+        if func in _MOVES:  # to a card, by its number
             args = tuple("cpu" if type(value) is int else value for value in args)
         if type(kwargs.get("device")) is int:
             kwargs["device"] = "cpu"

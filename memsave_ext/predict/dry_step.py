@@ -83,12 +83,12 @@ def in_buckets(stepped: Iterable[Slot], small: int, limit: int) -> Complete:
     That is at once or, for gradients of fewer than ``small`` bytes, when ``limit`` bytes of them
     have been collected on the device. Other parameters' gradients are kept.
     """
-    of_optimizer = set(stepped)
+    has_optimizer = set(stepped)
     buckets: defaultdict[torch.device, list[Slot]] = defaultdict(list)
     filled: Counter[torch.device] = Counter()
 
     def complete(slot: Slot) -> Iterable[Slot]:
-        if slot not in of_optimizer:
+        if slot not in has_optimizer:
             return ()
         if (size := slot.gradient.bytes) >= small:
             return (slot,)

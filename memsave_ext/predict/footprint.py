@@ -271,9 +271,9 @@ def _print_amounts(
     elements: bool = False,
 ) -> None:
     def cells(name: str, amounts: Mapping[str, Amount]) -> list[str]:
-        of_kinds = [amounts.get(kind, Amount()) for kind in KINDS]
-        total = sum(of_kinds, Amount())
-        return [name, *(_text(amount, elements) for amount in of_kinds), format_bytes(total.bytes)]
+        row = [amounts.get(kind, Amount()) for kind in KINDS]
+        total = sum(row, Amount())
+        return [name, *(_text(amount, elements) for amount in row), format_bytes(total.bytes)]
 
     total: dict[str, Amount] = {}
     for amounts in rows.values():
@@ -340,22 +340,22 @@ class _Modes:
 
     def _predict(self) -> None:
         if not isinstance(self._ours, Lion):  # torch has none
-            self._try(FOR_LOOP, self._of_torch)
+            self._try(FOR_LOOP, self._predict_torchs)
         for switch in (FOREACH, FUSED):
             if switch in self._defaults:
-                self._try(switch, self._of_torch)
+                self._try(switch, self._predict_torchs)
         if isinstance(self._ours, OwnStep):
-            self._try(IN_BACKWARD, self._of_own_step)
+            self._try(IN_BACKWARD, self._predict_single_steps)
         if not self.has_modes:
             return
-        self._try(AFTER, self._of_ours)
-        self._try(IN_BACKWARD, self._of_ours)
+        self._try(AFTER, self._predict_ours)
+        self._try(IN_BACKWARD, self._predict_ours)
         for params, states in itertools.product(formats.PARAM_FORMATS, _STATE_FORMATS):
             names = [f"bf16={params.name}"] if params.name else []
             names += [f"state_dtype={states.name}"] if states else []
             if names:
                 options = {"bf16": params.name, "state_dtype": states and states.option}
-                self._try(", ".join([IN_BACKWARD, *names]), self._of_ours, **options)
+                self._try(", ".join([IN_BACKWARD, *names]), self._predict_ours, **options)
 
     def _try(self, mode: str, predict: Callable[..., Prediction], **options: Any) -> None:
         try:
@@ -376,10 +376,10 @@ class _Modes:
         chosen = set(map(_implementation, self._groups))
         return next((mode for mode in (FOREACH, FOR_LOOP, FUSED) if mode in chosen), FOR_LOOP)
 
-    def _of_torch(self, mode: str) -> Prediction:
+    def _predict_torchs(self, mode: str) -> Prediction:
         return self._stepped_after(*self._dry_step(mode))
 
-    def _of_own_step(self, mode: str) -> Prediction:
+    def _predict_single_steps(self, mode: str) -> Prediction:
         """Predicts what any optimizer's steps of single parameters hold, as those of a for-loop."""
         state, temporaries = self._dry_step(FOR_LOOP)
         return self._stepped_in_backward(self._inventory, state, temporaries)
@@ -410,9 +410,9 @@ class _Modes:
                 ) from error
         if mode == FUSED:
             temporaries = 0
-            for of_param in state.values():
-                if isinstance(of_param, dict) and isinstance(of_param.get("step"), Tensor):
-                    of_param["step"] = of_param["step"].float()  # whatever the default dtype
+            for states in state.values():
+                if isinstance(states, dict) and isinstance(states.get("step"), Tensor):
+                    states["step"] = states["step"].float()  # whatever the default dtype
         tally = Tally()
         for key, value in state.items():
             module = slot_of[key].module if key in slot_of else ""
@@ -421,7 +421,7 @@ class _Modes:
 
     # Modes in which memsave_ext's optimizers step.
 
-    def _of_ours(self, mode: str, **options: Any) -> Prediction:
+    def _predict_ours(self, mode: str, **options: Any) -> Prediction:
         """Predicts a mode with ``options`` in every group; with ``bf16`` the model is bfloat16."""
         converts = options.get("bf16") is not None
         inventory = self._in_bfloat16 if converts else self._inventory
@@ -513,7 +513,7 @@ def _our_state(group: dict[str, Any], slots: Sequence[Slot]) -> list[Entry]:
                 state = make_state(meta, group)
                 check(meta, meta.grad, state, group)
                 known[alike] = [(t.dtype, Amount(t.numel(), t.nbytes)) for t in state.values()]
-            entries += [Entry("optimizer", slot.module, *of_one) for of_one in known[alike]]
+            entries += [Entry("optimizer", slot.module, *one) for one in known[alike]]
     except (ValueError, RuntimeError) as error:
         raise _Unpredictable(str(error)) from error
     return entries

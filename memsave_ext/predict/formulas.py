@@ -102,36 +102,36 @@ def bytes_in_step(node: Any, on_cpu: bool) -> int | None:
     return formula(node) if formula else None
 
 
-def _of_product(node: Any) -> int:
+def _product(node: Any) -> int:
     x = node._saved_self
     conjugate = x.nbytes if x.dtype.is_complex else 0
     return int(max(2 * x.nbytes + conjugate, x.numel()))
 
 
-def _of_products_along_a_dimension(node: Any) -> int:
+def _product_along_a_dimension(node: Any) -> int:
     """The zeros are counted first."""
     numel = node._saved_self.numel()
     count = node._saved_result.numel() * _COUNT
-    return int(numel + count + max(_of_product(node), numel * _COUNT))
+    return int(numel + count + max(_product(node), numel * _COUNT))
 
 
-def _of_running_products(node: Any) -> int:
+def _running_product(node: Any) -> int:
     """A product with the gradient, reversed, its running sum, and that reversed."""
     x = node._saved_self
     return int(x.numel() + 4 * x.nbytes)
 
 
-def _of_an_extreme(node: Any) -> int:
+def _extreme(node: Any) -> int:
     """A mask, zeros, and the mask again as the numbers that are counted."""
     x = node._saved_self
     return int(x.numel() + x.nbytes + x.numel() * _COUNT)
 
 
 _FORMULAS = {
-    "ProdBackward0": _of_product,
-    "ProdBackward1": _of_products_along_a_dimension,
-    "CumprodBackward0": _of_running_products,
+    "ProdBackward0": _product,
+    "ProdBackward1": _product_along_a_dimension,
+    "CumprodBackward0": _running_product,
 }
 _FORMULAS_ON_CPU = dict.fromkeys(
-    ("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"), _of_an_extreme
+    ("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"), _extreme
 )

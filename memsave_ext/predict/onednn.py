@@ -82,8 +82,8 @@ class _Convolution(NamedTuple):
         """Bytes of the patches of all images, which a 1 x 1 kernel does without."""
         if self.weight.shape[2:].numel() == 1:
             return 0
-        of_image = math.prod(self.weight.shape[1:]) * self.y.shape[2:].numel()
-        return self.x.shape[0] * of_image * self.x.element_size()
+        per_image = math.prod(self.weight.shape[1:]) * self.y.shape[2:].numel()
+        return self.x.shape[0] * per_image * self.x.element_size()
 
     def columns_of_group(self) -> int:
         """Bytes of the patches of one group of an image."""
@@ -95,7 +95,7 @@ class _Convolution(NamedTuple):
         return int(count * self.x.element_size())
 
 
-def of_convolution(y: Tensor, x: Tensor, weight: Tensor, bias: Any, *options: Any) -> int:
+def convolution(y: Tensor, x: Tensor, weight: Tensor, bias: Any, *options: Any) -> int:
     made = _Convolution(y, x, weight, *options)
     backend = torch._C._select_conv_backend(x, weight, bias, *options)
     if backend in _IM2COL:
@@ -114,7 +114,7 @@ def of_convolution(y: Tensor, x: Tensor, weight: Tensor, bias: Any, *options: An
     return max(before, copy)
 
 
-def of_convolution_backward(
+def convolution_backward(
     result: Any, grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *rest: Any
 ) -> int:
     *options, mask = rest
@@ -142,7 +142,7 @@ def _transposed(made: _Convolution, has_bias: bool) -> int:
     blocks = map(_in_blocks, weight.shape[:2])
     weight_copy = weight.nbytes if made.groups > 1 else _resized(weight, *blocks)
     if min(made.stride) == 1 or made.is_depthwise:
-        # The bias is added to a result of its own.
+        # The bias is added in a second result.
         scratch = copy if has_bias else 0
         later = copy
     else:
@@ -195,8 +195,8 @@ def _gradients(made: _Convolution, mask: Sequence[bool], result: Any) -> Iterato
             yield threads * (made.columns_of_group() + 4 * weight.nbytes)
             return
         # Every group fills blocks of its own.
-        of_groups = made.groups * _in_blocks(weight.shape[0] // made.groups)
-        weight_copy = _resized(weight, of_groups, _in_blocks(weight.shape[1]))
+        padded_groups = made.groups * _in_blocks(weight.shape[0] // made.groups)
+        weight_copy = _resized(weight, padded_groups, _in_blocks(weight.shape[1]))
     yield x_copy + grad_copy + weight_copy + bias - later
     yield weight_copy + bias + (weight.nbytes if _is_last(x) else 0)
 
@@ -246,7 +246,7 @@ def lstm_workspace(*args: Any) -> int:
     return sum(map(_in_pages, parts))
 
 
-def of_lstm(*args: Any) -> int:
+def lstm(*args: Any) -> int:
     """Bytes of the scratch and the copies of weights."""
     x, *weights = args[:3]
     hidden, size = args[10], x.element_size()
@@ -254,7 +254,7 @@ def of_lstm(*args: Any) -> int:
     return int(copies + _GATES * hidden * size) + _scratch(x, hidden)
 
 
-def of_lstm_backward(*args: Any) -> int:
+def lstm_backward(*args: Any) -> int:
     """Bytes of the scratch, the copies of weights and gradients in the kernel's own layout."""
     x, *weights = args[:3]
     outputs, grads, hidden = args[7:10], args[10:13], args[15]

@@ -99,7 +99,7 @@ class Storages(TorchDispatchMode):
         return result
 
     def memory(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Returns the number and size of a tensor's memory, which is told if it is new.
+        """Returns the number and size of a tensor's memory, and reports it if it is new.
 
         None if it has none.
         """
@@ -124,7 +124,7 @@ class Storages(TorchDispatchMode):
         self._allocated(number, size)
 
     def _is_made_otherwise(self, node: Any, storage: torch.UntypedStorage) -> bool:
-        """Whether a step makes other memory in its place, which is told with the first of it."""
+        """Whether a step makes other memory in its place; that is reported once, with the first."""
         made = formulas.bytes_in_step(node, self._on_cpu)
         if made is None:
             return False
@@ -136,7 +136,7 @@ class Storages(TorchDispatchMode):
         return True
 
     def _tell_result(self) -> None:
-        """Tells what is left of a formula that a step computes otherwise, once it is done."""
+        """Reports what is left of a formula that a step computes otherwise, once it is done."""
         if self._otherwise is None or self._otherwise[0] == formulas.node_number():
             return
         (_, made), self._otherwise = self._otherwise, None

@@ -74,8 +74,8 @@ class Values:
         self._known.pop(storage, None)
 
     def read(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """Returns what an operator tells Python of tensors whose values are not known; None if it
-        tells nothing of such."""
+        """Returns what an operator hands to Python of tensors without values; None for all other
+        operators and tensors."""
         if func is _aten._local_scalar_dense.default and _is_unknown(args[0]):
             return _python_type(args[0].dtype)(self.of(args[0]))
         if func in _ALIKE and any(map(_is_unknown, args[:2])):

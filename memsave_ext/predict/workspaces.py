@@ -41,10 +41,10 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     cuDNN's and cuBLAS's on CUDA depend on the algorithm that is picked on the card.
     """
     if func is _aten.convolution.default:
-        return onednn.of_convolution(result, *args)
+        return onednn.convolution(result, *args)
     if func is _aten.convolution_backward.default:
-        return onednn.of_convolution_backward(result, *args)
-    rule = _OF_ARGUMENTS.get(func)
+        return onednn.convolution_backward(result, *args)
+    rule = _RULES.get(func)
     return rule(*args) if rule else _converted(func, args, result)
 
 
@@ -122,10 +122,10 @@ def _group_norm_backward(*args: Any) -> int:
     return int(2 * args[5] * args[6] * _FLOAT)
 
 
-# By the operator, of its arguments.
-_OF_ARGUMENTS: dict[Any, Callable[..., int]] = {
-    _aten.mkldnn_rnn_layer.default: onednn.of_lstm,
-    _aten.mkldnn_rnn_layer_backward.default: onednn.of_lstm_backward,
+# For each operator, the bytes of its arguments.
+_RULES: dict[Any, Callable[..., int]] = {
+    _aten.mkldnn_rnn_layer.default: onednn.lstm,
+    _aten.mkldnn_rnn_layer_backward.default: onednn.lstm_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     _aten.mse_loss.default: _reduced_loss,
