@@ -22,15 +22,15 @@ from torch import nn
 import memsave_ext as ms
 from adam_methods import VisionTransformer
 from common import ROOT, Rows, machine, write_record
-from memsave_ext.memory.prediction.means import Means
-from memsave_ext.memory.table import format_bytes, print_table
+from memsave_ext.predict.techniques import Techniques
+from memsave_ext.shared.table import format_bytes, print_table
 from models import DenseNet
 
 MODES = {
-    "plain": Means(),
-    "checkpoint": Means(checkpoint=True),
-    "in backward": Means(in_backward=True),
-    "8-bit states": Means(in_backward=True, state_dtype="8bit"),
+    "plain": Techniques(),
+    "checkpoint": Techniques(checkpoint=True),
+    "in backward": Techniques(adam_in_backward=True),
+    "8-bit states": Techniques(adam_in_backward=True, state_dtype="8bit"),
 }
 TIMM = (
     *("resnet18", "resnext26ts", "skresnet18", "regnetx_002", "regnety_002", "densenet121"),
@@ -123,8 +123,8 @@ def stepped(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Any:
     return model, optimizer, step
 
 
-def compare(build: Callable[[], Any], means: Means) -> dict[str, Any]:
-    built = means.applied(build)
+def compare(build: Callable[[], Any], techniques: Techniques) -> dict[str, Any]:
+    built = techniques.applied(build)
     try:
         model, optimizer, step = built()
         step()
@@ -155,9 +155,9 @@ def main(arguments: list[str] | None = None) -> int:
     rows = Rows(options.save, "predict", record)
     for number, (name, build) in enumerate(cases()):
         if options.only in name and number % options.every == 0:
-            for mode, means in MODES.items():
+            for mode, techniques in MODES.items():
                 torch.manual_seed(0)
-                rows.append({"model": name, "mode": mode, **compare(build, means)})
+                rows.append({"model": name, "mode": mode, **compare(build, techniques)})
             if options.progress:
                 print(f"{name} done", file=sys.stderr, flush=True)
     shown = [

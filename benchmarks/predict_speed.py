@@ -22,7 +22,7 @@ from torch import nn
 
 import memsave_ext as ms
 from adam_methods import VisionTransformer
-from memsave_ext.memory.table import format_bytes, print_table
+from memsave_ext.shared.table import format_bytes, print_table
 from predict import stepped
 
 

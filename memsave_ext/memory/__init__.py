@@ -1,11 +1,11 @@
 """Shows memory: how much is held, by what, and when."""
 
+from ..predict.fits import Fit, Fits, fits
+from ..predict.footprint import Footprint, footprint
+from ..predict.predict import PredictedStep, predict
 from .account import Region, Step, TensorAtPeak, Timeline
 from .compare import Comparison, compare
 from .events import CATEGORIES, PHASES
-from .prediction.fits import Fit, Fits, fits
-from .prediction.footprint import Footprint, footprint
-from .prediction.step import PredictedStep, predict
 from .snapshot import plot_snapshot
 from .tracking import Track, track
 from .usage import Usage, usage

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ..predict import fits
 from .pictures.timeline import plot_track
-from .prediction import command
 from .report import as_json, print_report, write_json
 from .subjects import UsageError, find_model, find_optimizer, load_function, load_instance
 from .tracking import Track, track
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     asks_fits = arguments[:1] == ["fits"]
     options = (
-        command.parser(_PROGRAM).parse_args(arguments[1:])
+        fits.make_parser(_PROGRAM).parse_args(arguments[1:])
         if asks_fits
         else _parser().parse_args(arguments)
     )
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     sys.argv[1:] = []  # the user's module may read arguments of its own
     try:
         if asks_fits:
-            return command.run(options)
+            return fits.run_command(options)
         _profile(options)
     except UsageError as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)

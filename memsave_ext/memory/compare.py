@@ -10,12 +10,12 @@ from typing import Any, TextIO
 import torch
 
 from .._version import __version__
-from .checks import check_count
+from ..shared.checks import check_count
+from ..shared.table import Text, as_text, format_bytes, format_seconds, print_table
 from .events import CATEGORIES
 from .measure import Build, Row, forget, measure
 from .pictures.comparison import plot_comparison
-from .report import format_seconds, timeline_as_json, write_json
-from .table import Text, as_text, format_bytes, print_table
+from .report import timeline_as_json, write_json
 
 FORMAT = "memsave_ext.memory.comparison"
 VERSION = 1

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from .. import _native, _parts
+from ..shared.modules import Modules
 from . import fallback
 from .account import Account, Region, Step, TensorAtPeak, Timeline
-from .hooks import Modules, Names
+from .hooks import Names
 from .remedies import remedies
 from .tracker import NativeTracker
 

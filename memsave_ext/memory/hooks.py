@@ -12,59 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .calls import is_compiled, not_compiled, watch_calls, without_compiler
+from ..shared.modules import Modules, not_compiled
+from ..shared.tensors import plain_tensors
 from .events import GRADIENTS, OPTIMIZER_STATES, PARAMETERS
-from .remedies import Layer
-from .tensors import plain_tensors
 from .tracker import Tracker
 
 # Tensors by their id, each with the number of its name.
 Numbered: TypeAlias = dict[int, tuple[Tensor, int]]
-
-
-class Modules:
-    """Numbers a model's modules; the model itself is number 0.
-
-    ``names``, ``parents`` and ``layers`` are indexed by that number. A parent is the number of the
-    module that holds it, -1 for the model. All three are empty without a model. The modules are not
-    kept alive.
-    """
-
-    def __init__(self, model: nn.Module | None) -> None:
-        self.names: list[str] = []
-        self.parents: list[int] = []
-        self.layers: list[Layer] = []
-        self._modules: list[weakref.ref[nn.Module]] = []
-        numbers: dict[str, int] = {}
-        for name, module in model.named_modules() if model is not None else ():
-            parent = name
-            while parent and (parent == name or parent not in numbers):
-                parent = parent.rpartition(".")[0]
-            self.parents.append(numbers[parent] if name else -1)
-            numbers[name] = len(self.names)
-            self.names.append(name or type(without_compiler(module)).__name__)
-            self.layers.append(Layer.of(module))
-            self._modules.append(weakref.ref(module))
-
-    def watch(
-        self, stack: ExitStack, watchers: Callable[[int], tuple[Callable[[], None], ...]]
-    ) -> None:
-        """Watches the calls of all modules until ``stack`` is closed, see :func:`watch_calls`.
-
-        Modules inside of one that is compiled are left out: it runs without calling them.
-
-        Args:
-            watchers: by a module's number, what is called before and after it.
-        """
-        left_out = set()
-        for number, reference in enumerate(self._modules):
-            module = reference()
-            if self.parents[number] in left_out or isinstance(module, torch.jit.ScriptModule):
-                left_out.add(number)
-            elif module is not None:
-                if is_compiled(module):
-                    left_out.add(number)
-                watch_calls(stack, module, *watchers(number))
 
 
 class Names:

@@ -3,42 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-
+from ..shared.modules import Layer
 from .account import TensorAtPeak
 
 _WIDENS = 4  # how many times as many outputs as inputs a head has
 _CLASSES = 1024  # and how many outputs at least
 _SHARE = 0.25  # of the peak; what is less is not worth a word
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What is to be known of a module, which may be gone when it is asked for.
-
-    Attributes:
-        inputs: the number of its inputs, where it says so.
-        outputs: that of its outputs, where it is a linear layer.
-        is_list: it only holds other modules.
-        is_batch_norm: it needs its whole batch.
-    """
-
-    inputs: int | None
-    outputs: int | None
-    is_list: bool
-    is_batch_norm: bool
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Layer:
-        return cls(
-            getattr(module, "in_features", None),
-            module.out_features if isinstance(module, nn.Linear) else None,
-            isinstance(module, (nn.ModuleList, nn.ModuleDict)),
-            isinstance(module, _NormBase) and module.training,
-        )
 
 
 def remedies(

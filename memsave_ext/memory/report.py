@@ -13,12 +13,12 @@ from typing import Any, TextIO
 import torch
 
 from .._version import __version__
+from ..shared.checks import check_count
+from ..shared.table import format_bytes, format_seconds, print_table
 from .account import Region, TensorAtPeak, Timeline
-from .checks import check_count
 from .events import CATEGORIES, PHASES
 from .figures import Figures
 from .series import thin
-from .table import format_bytes, print_table
 
 FORMAT = "memsave_ext.memory.track"
 VERSION = 1
@@ -242,16 +242,6 @@ def write_json(document: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
 
 def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f}%" if whole else "-"
-
-
-def format_seconds(seconds: float) -> str:
-    """Returns for example ``"12.3 ms"``, with three significant digits."""
-    value, unit = seconds, "s"
-    for per_second, smaller in ((1e3, "ms"), (1e6, "\N{MICRO SIGN}s")):
-        if value < 0.9995:
-            value, unit = seconds * per_second, smaller
-    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{digits}f} {unit}"
 
 
 def _count(things: Sequence[object], name: str) -> str:

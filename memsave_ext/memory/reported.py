@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any, TextIO
 
+from ..shared.table import Text, as_text
 from .figures import Figures, untracked
 from .pictures.timeline import plot_track
 from .report import as_json, print_report
-from .table import Text, as_text
 
 
 class Reported(Figures):

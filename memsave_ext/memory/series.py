@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..shared.checks import check_count
 from .account import Timeline
-from .checks import check_count
 
 
 def thin(timeline: Timeline, points: int) -> Timeline:

@@ -11,11 +11,11 @@ from typing import TextIO
 
 import torch
 
-from .pictures.axes import new_figure, save
+from ..shared.axes import new_figure, save
+from ..shared.table import Text, as_text, format_bytes, print_table
 from .pictures.history import draw_history
 from .series import first_largest
 from .snapshot_file import History, histories, read_snapshot
-from .table import Text, as_text, format_bytes, print_table
 
 
 @dataclass(frozen=True)

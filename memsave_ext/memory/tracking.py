@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .checks import check_allocator
+from ..shared.checks import check_allocator
+from ..shared.modules import Modules
 from .figures import make_tracker, untracked
-from .hooks import Hooks, Modules, Names
+from .hooks import Hooks, Names
 from .reported import Reported
 from .snapshot import save_snapshot
 

@@ -3,11 +3,8 @@
 Kirisame et al. 2021, "Dynamic Tensor Rematerialization", arXiv 2006.09616.
 """
 
-from ..memory.prediction import means
 from .block import remat
 from .figures import Recomputed, RematFigures, Saved
 from .modules import RematHandle, remat_module
-
-means.remat_module = remat_module  # which memory.fits() tries
 
 __all__ = ["Recomputed", "RematFigures", "RematHandle", "Saved", "remat", "remat_module"]

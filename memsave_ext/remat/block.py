@@ -11,9 +11,8 @@ from typing import TextIO
 from torch import nn
 from torch.optim import Optimizer
 
-from ..memory.hooks import Modules
-from ..memory.report import format_seconds
-from ..memory.table import Text, as_text, format_bytes
+from ..shared.modules import Modules
+from ..shared.table import Text, as_text, format_bytes, format_seconds
 from .budget import (
     LivedBefore,
     check_arguments,

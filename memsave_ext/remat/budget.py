@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,16 +16,10 @@ from torch.optim import Optimizer
 
 from .. import _parts
 from ..adam.owners import optimizers_of
-from ..memory.table import format_bytes
-from ..memory.tensors import plain_tensors
+from ..shared.table import format_bytes, parse_bytes
+from ..shared.tensors import plain_tensors
 from .recorder import Budget, Recorder
 
-_UNITS = {
-    unit: base**power
-    for base, infix in ((1000, ""), (1024, "i"))
-    for power, prefix in enumerate("kMGT", 1)
-    for unit in (f"{prefix}{infix}B".lower(),)
-} | {"b": 1}
 _NEEDS = {
     "optimizer": "its states count only towards one",
     "strict": "it says what becomes of a step that needs more",
@@ -51,18 +44,10 @@ def parse_budget(budget: object, strict: bool = False) -> Budget:
         if not 0 < budget <= 1:
             raise ValueError(_ALLOWED.format(budget))
         return Budget(0, budget, strict)
-    count = budget if isinstance(budget, int) else _read(budget)
-    if not 1 <= count < 2**63:
+    count = budget if isinstance(budget, int) else parse_bytes(budget)
+    if count is None or not 1 <= count < 2**63:
         raise ValueError(_ALLOWED.format(budget))
     return Budget(count, 0.0, strict)
-
-
-def _read(text: str) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
-    unit = match and _UNITS.get(match[2].lower() or "b")
-    if not match or not unit:
-        raise ValueError(_ALLOWED.format(text))
-    return int(float(match[1]) * unit)
 
 
 def check_arguments(budget: object, optimizer: object, strict: object) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from ..memory.report import format_seconds
-from ..memory.table import format_bytes, print_table
+from ..shared.table import format_bytes, format_seconds, print_table
 
 DROPPED, INPUT = "dropped", "from outside of the block"
 PLANNED = (

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..checkpoint.models import ForwardInPlace
-from ..memory.table import Text
+from ..shared.table import Text
 from .block import remat
 from .budget import check_arguments
 from .figures import RematFigures

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from ..memory.pictures.axes import bytes_axis, new_figure, save, seconds_axis
-from ..memory.table import format_bytes
+from ..shared.axes import bytes_axis, new_figure, save, seconds_axis
+from ..shared.table import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

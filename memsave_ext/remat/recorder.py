@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _parts
-from ..memory.checks import check_allocator
+from ..shared.checks import check_allocator
 
 
 class Budget(NamedTuple):

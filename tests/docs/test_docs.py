@@ -22,7 +22,7 @@ PAGES = [
 # Pages that run with the native part alone, and why.
 NATIVE = {
     "remat": "it shows what is native",
-    "fits": "it takes half a minute; tests/memory has the same in pure Python with smaller models",
+    "fits": "it takes half a minute; tests/predict has the same in pure Python with smaller models",
 }
 
 

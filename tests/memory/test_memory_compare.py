@@ -14,11 +14,11 @@ import torch.utils.checkpoint
 from timelines import training
 from torch import nn
 
-from memsave_ext.memory import table
 from memsave_ext.memory.compare import Comparison, Row, compare
 from memsave_ext.memory.events import CATEGORIES
 from memsave_ext.memory.report import timeline_from_json
 from memsave_ext.memory.tracking import running
+from memsave_ext.shared import table
 
 PARAMETERS = 100 * 100 * 4
 

@@ -10,7 +10,7 @@ from timelines import MIB, full_track, random_timeline, timeline, track_of, trai
 from memsave_ext.memory.events import CATEGORIES, PHASES
 from memsave_ext.memory.pictures import timeline as plot
 from memsave_ext.memory.series import step_peaks, thin
-from memsave_ext.memory.table import format_bytes
+from memsave_ext.shared.table import format_bytes
 
 matplotlib = pytest.importorskip("matplotlib")
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402

@@ -10,9 +10,10 @@ import torch
 from timelines import MIB, full_track, random_timeline, track_of, training
 
 import memsave_ext as ms
-from memsave_ext.memory import report, table
+from memsave_ext.memory import report
 from memsave_ext.memory.account import Region, Step
 from memsave_ext.memory.events import CATEGORIES, PHASES
+from memsave_ext.shared import table
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +135,7 @@ def test_top_that_is_none(top, capsys):
     ],
 )
 def test_seconds(seconds, text):
-    assert report.format_seconds(seconds) == text
+    assert table.format_seconds(seconds) == text
 
 
 # documents

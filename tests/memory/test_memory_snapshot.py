@@ -11,7 +11,6 @@ import torch
 from oracles.allocator import SEGMENT, Allocator, frames
 
 import memsave_ext as ms
-from memsave_ext.memory import table
 from memsave_ext.memory.snapshot import _of_device, plot_snapshot, save_snapshot
 from memsave_ext.memory.snapshot_file import (
     BEFORE,
@@ -21,6 +20,7 @@ from memsave_ext.memory.snapshot_file import (
     line_of,
     read_snapshot,
 )
+from memsave_ext.shared import table
 
 CUDA = torch.device("cuda", 0)
 MODEL = ("/home/me/net.py", 12, "forward")

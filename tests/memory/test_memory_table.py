@@ -1,6 +1,7 @@
 """Tables on narrow terminals, and reports as texts."""
 
 import io
+import math
 import os
 import random
 import re
@@ -11,8 +12,8 @@ import torch
 from torch import nn
 
 import memsave_ext as ms
-from memsave_ext.memory import table
-from memsave_ext.memory.table import Text, print_table
+from memsave_ext.shared import table
+from memsave_ext.shared.table import Text, print_table
 
 
 class Terminal(io.StringIO):
@@ -158,3 +159,45 @@ def test_all_reports_are_alike(capsys, columns, monkeypatch):
         tables = [line for line in kind.report().splitlines() if "   " in line or "\u2500" in line]
         assert all(len(line.rstrip()) <= 80 for line in tables)
         monkeypatch.delenv("COLUMNS")
+
+
+def test_table():
+    file = io.StringIO()
+    table._print_plain("T", ["a", "b", "c"], [["1", "2 B", "x"], ["", "-", "yy"]], [0, 1, 0], file)
+    assert file.getvalue() == "T\na  b    c\n-  ---  --\n1  2 B  x\n     -  yy\n\n".replace(
+        "a  b    c", "a    b  c"
+    )
+    with pytest.raises(ValueError, match="rows must have 2 cells, as columns, got 1"):
+        table.print_table("", ["a", "b"], [["1"]], file)
+
+
+def test_table_with_rich():
+    pytest.importorskip("rich")
+    file = io.StringIO()
+    rows = [["layers[0]", 12, "a.py:1 in f :smile:"], ["x" * 200, 3, "-"]]
+    table.print_table("[T]", ["a", "b", "c"], rows, file)
+    text = file.getvalue()
+    for part in ("[T]", "layers[0]", "x" * 200, "a.py:1 in f :smile:"):
+        assert part in text
+    assert all("12" not in line or line.index("12") > 200 for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (10235, "10.0 KiB"),
+        (102399, "100 KiB"),
+        ((1 << 20) - 1, "1.00 MiB"),
+        (-2048, "-2.00 KiB"),
+        (5 << 50, "5120 TiB"),
+    ],
+)
+def test_format_bytes(count, text):
+    assert table.format_bytes(count) == text
+    if abs(count) >= 1024:
+        value, unit = text.split()
+        size = float(value) * 1024 ** ("KiB", "MiB", "GiB", "TiB").index(unit) * 1024
+        assert math.isclose(size, count, rel_tol=5e-3)

@@ -7,6 +7,9 @@ from pathlib import Path
 import memsave_ext
 
 PACKAGE = Path(memsave_ext.__file__).parent
+# ``memsave_ext.memory`` also offers the names of ``predict``, which is above it: its ``__init__``
+# imports predict before anybody else can. Predict imports modules of memory, never memory itself.
+OFFERS, OFFERED = "memsave_ext.memory", "memsave_ext.predict"
 
 
 def module_names():
@@ -41,6 +44,8 @@ def imports(name, path, modules):
         parents = [target.rpartition(".")[0]]
         while parents[-1]:
             parents.append(parents[-1].rpartition(".")[0])
+        if inside(name, OFFERED):
+            parents = [parent for parent in parents if parent != OFFERS]
         found |= {parent for parent in parents if parent and not inside(name, parent)}
     return found - {name}
 
@@ -55,6 +60,25 @@ def test_no_cycles():
     assert "memsave_ext.memory.figures" in graph["memsave_ext.memory.report"]
     assert "memsave_ext.checkpoint" in graph["memsave_ext.memory.fallback"]
     graphlib.TopologicalSorter(graph).prepare()  # raises an error that names the cycle
+
+
+def test_nothing_but_memory_imports_predict():
+    graph = import_graph()
+    found = {
+        name
+        for name, imported in graph.items()
+        if not inside(name, OFFERED) and any(inside(module, OFFERED) for module in imported)
+    }
+    assert found == {OFFERS, f"{OFFERS}.__main__"}
+    source = (PACKAGE / "__init__.py").read_text("utf-8")
+    assert source.partition("\nfrom ")[2].startswith(". import memory\n")  # memory comes first
+
+
+def test_what_remat_shares_with_memory_is_below_both():
+    graph = import_graph()
+    of_remat = {m for name in graph if inside(name, "memsave_ext.remat") for m in graph[name]}
+    assert "memsave_ext.shared.table" in of_remat
+    assert not any(inside(module, OFFERS) for module in of_remat)
 
 
 def test_every_room_has_its_own_fallback():

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 import memsave_ext as ms
 from memsave_ext import _native
 from memsave_ext.memory.measure import Build
-from memsave_ext.memory.prediction.surroundings import predicts
+from memsave_ext.predict.fakes import predicts
 
 from . import databases
 

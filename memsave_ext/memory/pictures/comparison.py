@@ -7,11 +7,11 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...shared.axes import bytes_axis, new_figure, save, seconds_axis
+from ...shared.table import format_bytes
 from ..events import CATEGORIES
 from ..measure import Row
 from ..series import peak_row
-from ..table import format_bytes
-from .axes import bytes_axis, new_figure, save, seconds_axis
 from .timeline import COLOURS
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...shared.axes import bytes_axis, seconds_axis
+from ...shared.table import format_bytes
 from ..series import first_largest, telling_rows
 from ..snapshot_file import History
-from ..table import format_bytes
-from .axes import bytes_axis, seconds_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...shared.axes import below, bytes_axis, distance, new_figure, save, seconds_unit
+from ...shared.table import format_bytes
 from ..account import Timeline
 from ..events import CATEGORIES, PHASES
 from ..figures import Figures
 from ..series import peak_row, step_peaks, thin
-from ..table import format_bytes
-from .axes import below, bytes_axis, distance, new_figure, save, seconds_unit
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -1,0 +1,103 @@
+"""Fake kernels in place of torch's, which know nothing of a sparse tensor's elements and refuse
+some dtypes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_iter
+
+_aten = torch.ops.aten
+_ADDED = (_aten.add, _aten.add_, _aten.sub, _aten.sub_)
+_SHARED = (_aten.detach, _aten.alias, _aten.view_as)
+_INDICES = (_aten._indices, _aten.indices)
+_VALUES = (_aten._values, _aten.values)
+_MADE = _aten._sparse_coo_tensor_with_dims_and_tensors.default
+_GROUPED_MM: Any = getattr(_aten, "_grouped_mm", None)
+_ALIGNED = 16  # bytes, of rows of a grouped product
+
+
+class _Parts(NamedTuple):
+    """Fakes of a sparse fake tensor's indices and values, whose memory is that of the tensor."""
+
+    indices: Tensor
+    values: Tensor
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator on fakes; one that asks a sparse tensor for its parts gets them."""
+    packet = getattr(func, "_overloadpacket", None)
+    if packet is not None and packet is _GROUPED_MM and args[0].dtype is not torch.bfloat16:
+        return _grouped_mm(*args, **kwargs)
+    parts = _parts_of(args[0]) if args else None
+    if parts is not None:
+        if packet in _INDICES:
+            return parts.indices.detach()
+        if packet in _VALUES:
+            return parts.values.detach()
+        if packet is _aten._nnz:
+            return parts.values.shape[0]
+    result = func(*args, **kwargs)
+    if isinstance(result, FakeTensor) and result.layout is torch.sparse_coo:
+        made = _parts_made(func, packet, args, kwargs)
+        if made is not None:
+            result._memsave_ext_parts = made  # type: ignore[attr-defined]
+    return result
+
+
+def parts_of(tensor: Any) -> tuple[Any, ...]:
+    """Returns the indices and values of a sparse fake tensor, such as the gradient of
+    ``nn.Embedding(sparse=True)``; nothing of another."""
+    return _parts_of(tensor) or ()
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements, of a sparse one's parts."""
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    return sum(part.nbytes for part in parts_of(tensor))
+
+
+def _parts_of(tensor: Any) -> _Parts | None:
+    return getattr(tensor, "_memsave_ext_parts", None) if isinstance(tensor, FakeTensor) else None
+
+
+def _parts_made(
+    func: Any, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Parts | None:
+    """Returns what a sparse result holds: no fewer elements than a step's can have."""
+    if func is _MADE:
+        names = ("sparse_dim", "dense_dim", "size", "indices", "values")
+        named = dict(zip(names, args, strict=False)) | kwargs
+        return _Parts(named["indices"], named["values"])
+    sparse = [parts for value in tree_iter((args, kwargs)) if (parts := _parts_of(value))]
+    if not sparse:
+        return None
+    if packet in _SHARED:
+        return sparse[0]
+    if packet not in _ADDED and isinstance(args[0], FakeTensor) and func._schema.is_mutable:
+        return sparse[0]  # changed in place
+    count = len(sparse) if packet in _ADDED else 1
+    return _Parts(
+        torch.cat([parts.indices for parts in sparse[:count]], 1),
+        torch.cat([parts.values for parts in sparse[:count]]),
+    )
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Returns a fake of what ``torch.nn.functional.grouped_mm`` makes in other dtypes than
+    bfloat16: a product for each group, or one of all groups' rows or columns.
+
+    Experts of models use it so. It runs there, one product after the other.
+    """
+    groups: tuple[int, ...] = ()
+    if a.dim() == b.dim():
+        groups = (len(offs) if offs is not None else a.shape[0],)
+    shape = (*groups, a.shape[-2], b.shape[-1])
+    in_row = _ALIGNED // a.element_size()
+    row = -(-shape[-1] // in_row) * in_row
+    stride = (*(shape[-2] * row for _ in groups), row, 1)
+    return torch.empty_strided(shape, stride, dtype=a.dtype, device=a.device)

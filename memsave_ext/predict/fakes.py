@@ -1,0 +1,210 @@
+"""Fake tensors, made fit for training steps; and what is said where they fail."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+from ..adam.dtensor import is_dtensor
+from .values import MOST_KNOWN
+
+
+def predicts() -> bool:
+    """Whether this thread runs on fake tensors."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives an attribute of a module or class another value inside the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def fakes() -> Iterator[None]:
+    """Makes fake tensors inside the block, which can be converted and copied as real ones can.
+
+    Operators on small tensors of known values compute values, as torch does for scalars alone.
+    """
+    swap, deepcopy = torch.utils.swap_tensors, Tensor.__deepcopy__
+
+    def swapped(t1: Tensor, t2: Tensor) -> None:
+        # A module swaps its parameters where it converts them, as in ``model.bfloat16()``. That
+        # fails where a weak reference to one exists, and fake tensors' own bookkeeping makes such.
+        if isinstance(t1, FakeTensor) and isinstance(t2, FakeTensor):
+            t1.data = t2.data
+        else:
+            swap(t1, t2)
+
+    def copied(self: Tensor, memo: dict[int, Any]) -> Any:
+        # torch would copy memory that is not there.
+        if not isinstance(self, FakeTensor) or not self.is_leaf or id(self) in memo:
+            return deepcopy(self, memo)
+        made: Tensor = self.detach().clone()
+        if isinstance(self, nn.Parameter):
+            made = nn.Parameter(made, self.requires_grad)
+        else:
+            made.requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        if self.grad is not None:
+            made.grad = copied(self.grad, memo)
+        return made
+
+    with ExitStack() as stack:
+        stack.enter_context(_errors_in_sentences())
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(replaced(fake_tensor, "CONSTANT_NUMEL_LIMIT", MOST_KNOWN))
+        stack.enter_context(replaced(torch.utils, "swap_tensors", swapped))
+        stack.enter_context(replaced(Tensor, "__deepcopy__", copied))
+        yield
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Lets compiled modules and functions run as if they were not compiled.
+
+    The compiler cannot trace these fake tensors, as it makes fakes of its own.
+    """
+    if "torch._dynamo" not in sys.modules:  # so that nothing is compiled
+        return nullcontext()
+    eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return eager
+
+
+def masks_as_in_steps(is_known: Callable[[Tensor], bool]) -> AbstractContextManager[None]:
+    """Lets models of transformers leave out the masks that real steps leave out.
+
+    They look at no value of a fake tensor, as if a graph were traced, and make every mask. They
+    make it here where its values are not known, as of a batch's padding.
+    """
+    utils: Any = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(utils, "is_fake_tensor"):  # not imported, or of another version
+        return nullcontext()
+    is_fake = utils.is_fake_tensor
+    return replaced(utils, "is_fake_tensor", lambda x: is_fake(x) and not is_known(x))
+
+
+_ON_FAKES = (
+    "predict: this was raised on fake tensors. If the step runs by itself, a fake kernel of torch "
+    "differs from the real one: leave the operator out of what is predicted"
+)
+
+
+@contextmanager
+def _errors_in_sentences() -> Iterator[None]:
+    """Turns what fake tensors raise into an error that says what to do.
+
+    torch's log of it, with the traceback of the fake kernel, is left out.
+    """
+    with replaced(fake_tensor.log, "disabled", True):
+        try:
+            yield
+        except (RuntimeError, UnsupportedFakeTensorException) as error:
+            if sentence := _sentence(error):
+                raise RuntimeError(f"predict: {sentence}") from error
+            if hasattr(error, "add_note") and not str(error).startswith("predict: "):
+                error.add_note(_ON_FAKES)
+            raise
+
+
+def _sentence(error: Exception) -> str | None:
+    """Returns what happened and what to do, None where the error is the step's own."""
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return (
+            f"the result of {error.func} depends on the values of tensors, which are not "
+            "known before the step. Leave it out of what is predicted, or put a tensor of the size "
+            "that is expected in its place"
+        )
+    if isinstance(error, UnsupportedOperatorException):
+        return (
+            f"{error.func} has no fake kernel, so that the size of its result is not "
+            "known. Register one with torch.library.register_fake, or leave it out of what is "
+            "predicted"
+        )
+    if isinstance(error, UnsupportedFakeTensorException):
+        return (
+            f"a kind of tensor cannot be predicted ({error.reason}). Put dense tensors of "
+            "the same size in its place"
+        )
+    text = str(error)
+    if "Creating a new Tensor subclass Uninitialized" in text:
+        return (
+            "a lazy module has not learned its shapes yet. Put one in its place that "
+            "is told them, as nn.Linear in place of nn.LazyLinear"
+        )
+    if "its data is not allocated" in text:
+        return (
+            "an operator reads the values of tensors, which are not known before the "
+            "step, as where sizes are given by a tensor. Leave it out of what is predicted"
+        )
+    if "not supported for tensor subclasses" in text:
+        return (
+            f"{text.partition(' ')[0]} reads the values of tensors, which are not "
+            "known before the step. Leave it out of what is predicted"
+        )
+    return None
+
+
+_WRAPPERS = {
+    "torch.nn.parallel.distributed": "DistributedDataParallel",
+    "torch.distributed.fsdp": "FSDP",
+    "torch.distributed._composable": "FSDP",
+}
+_UNWRAPPED = (
+    "Predict the model before it is wrapped, which is what one process holds without sharding; "
+    "memory.footprint(model, optimizer) tells what a shard holds"
+)
+
+
+@contextmanager
+def built_alone() -> Iterator[None]:
+    """Raises an error that says what to do if DistributedDataParallel or FSDP fails inside."""
+    try:
+        yield
+    except Exception as error:
+        trace = error.__traceback__
+        while trace is not None:
+            module = trace.tb_frame.f_globals.get("__name__", "")
+            for name, wrapper in _WRAPPERS.items():
+                if module.startswith(name):
+                    raise RuntimeError(
+                        f"predict: {wrapper} cannot be predicted, as it asks other processes. "
+                        f"{_UNWRAPPED}"
+                    ) from error
+            trace = trace.tb_next
+        raise
+
+
+def refuse_distributed(model: nn.Module) -> None:
+    """Raises an error if a module is wrapped, or a parameter sharded, for several processes."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            what = f"module {name!r}" if name else "the model"
+            raise ValueError(
+                f"predict: {what} is a DistributedDataParallel, which asks other processes. "
+                f"{_UNWRAPPED}"
+            )
+    for name, p in model.named_parameters():
+        if is_dtensor(p):
+            raise ValueError(
+                f"predict: the parameter {name} is a DTensor, as FSDP2 makes of it, whose "
+                f"collectives are not predicted. {_UNWRAPPED}"
+            )

@@ -1,0 +1,364 @@
+"""Finds what makes a training step fit into a budget, and how large its batch can be; also as
+``python -m memsave_ext.memory fits MODULE:FUNCTION --budget 24GB``."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import inspect
+import json
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, TextIO
+
+import torch
+from torch import nn
+
+from ..memory.account import TensorAtPeak
+from ..memory.events import CATEGORIES
+from ..memory.measure import Build
+from ..memory.subjects import UsageError, load
+from ..shared.checks import check_count
+from ..shared.table import Text, as_text, format_bytes, parse_bytes, print_table
+from .predict import device_of, predict
+from .techniques import ALL, Techniques
+
+_MOST = 1 << 20  # the largest batch that is asked for
+_MOST_BYTES = (1 << 63) - 1
+_HELP = """
+FUNCTION returns a tuple (model, optimizer or None, step), and step, which takes no arguments, makes
+one training step. It takes no arguments, or a batch size, of which the largest that fits is found.
+Nothing is allocated: it runs on fake tensors.
+"""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What one combination of techniques needs.
+
+    Attributes:
+        name: the techniques, such as ``"checkpoint by block, Adam in backward"``.
+        cost: what they cost.
+        peak: predicted bytes; None where they do not apply.
+        at_peak: the peak by category.
+        fits: whether the peak is within the budget.
+        largest_batch: the largest batch that fits, 0 for none; None where ``build`` takes no batch
+            or they do not apply.
+        reason: why they do not apply, else ``""``.
+    """
+
+    name: str
+    cost: str
+    peak: int | None = None
+    at_peak: dict[str, int] | None = None
+    fits: bool = False
+    largest_batch: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Fits:
+    """What :func:`fits` returns; ``rows`` are in the order of their cost, the cheapest first.
+
+    The last is the first that fits, unless all were asked for.
+
+    Attributes:
+        rows: a combination of techniques each.
+        budget: bytes.
+        device: the device that was predicted for.
+        batch: the batch that peaks are of; None where ``build`` takes none.
+        largest: the largest tensors at the lowest peak.
+        hints: what else would lower that peak, by a change of the model's code: a sentence each.
+    """
+
+    rows: list[Fit]
+    budget: int
+    device: str
+    batch: int | None
+    largest: list[TensorAtPeak]
+    hints: list[str]
+
+    @property
+    def cheapest(self) -> Fit | None:
+        """The first row that fits; None if none does."""
+        return next((row for row in self.rows if row.fits), None)
+
+    def __str__(self) -> str:
+        return self.report()
+
+    def report(self, *, file: TextIO | None = None) -> Text:
+        """Returns a table with a row for each combination, and which is the cheapest, or what holds
+        the memory.
+
+        Args:
+            file: where to print it, too; None for nowhere.
+        """
+        return as_text(self._write, file)
+
+    def _write(self, file: TextIO) -> None:
+        cells = [
+            (
+                row.name,
+                "-" if row.peak is None else format_bytes(row.peak),
+                "yes" if row.fits else "no" if row.peak is not None else "-",
+                "-" if row.largest_batch is None else row.largest_batch,
+                row.cost,
+            )
+            for row in self.rows
+        ]
+        at = "" if self.batch is None else f", batch {self.batch}"
+        title = f"Predicted peaks of a training step on {self.device}{at}"
+        columns = ["means", "peak", f"in {format_bytes(self.budget)}", "largest batch", "cost"]
+        print_table(title, columns, cells, file)
+        print(self._verdict(), file=file)
+        for line in (*self._not_applied(), *self.hints):
+            print(line, file=file)
+
+    def _not_applied(self) -> Iterator[str]:
+        reasons: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.peak is None:
+                reasons.setdefault(row.reason, []).append(row.name)
+        for reason, names in reasons.items():
+            yield f"Not tried: {'; '.join(names)} ({reason})."
+        if self.rows[-1].fits and self.rows[-1].name != ALL[-1].name:
+            yield "What costs more was not tried; every=True, or --every, tries it, too."
+
+    def _verdict(self) -> str:
+        if self.cheapest is not None:
+            return f"The cheapest that fits: {self.cheapest.name}."
+        lowest = _lowest(self.rows)
+        assert lowest.at_peak is not None and lowest.peak is not None
+        parts = [f"{c} {format_bytes(lowest.at_peak[c])}" for c in CATEGORIES if lowest.at_peak[c]]
+        tensors = [
+            f"{t.name or t.module or t.category} {format_bytes(t.bytes)}" for t in self.largest
+        ]
+        return (
+            f"Nothing fits. The lowest peak is {format_bytes(lowest.peak)}, with {lowest.name}: "
+            f"{', '.join(parts)}. Its largest tensors: {', '.join(tensors)}."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns all fields as numbers, strings, lists and dicts."""
+        return {**asdict(self), "cheapest": self.cheapest.name if self.cheapest else None}
+
+
+def fits(
+    build: Build | Callable[[int], Any],
+    budget: str | int,
+    *,
+    batch: int = 1,
+    device: torch.device | str = "cuda",
+    every: bool = False,
+) -> Fits:
+    """Predicts which techniques make a training step fit into ``budget``, the cheapest first, and
+    stops at the first that does.
+
+    The techniques are memsave_ext's: the optimizer stepped in backward, ``remat``, also within the
+    budget, checkpointing the model's blocks, its Adam in backward in place of torch's, its 8-bit
+    and 4-bit states, and for causal language models of Hugging Face the loss without logits. They
+    are applied to what ``build`` made, in fakes alone; see :func:`predict` for how exact the peaks
+    are.
+    A row whose step fails has the error as its reason. On a terminal progress is shown
+    on stderr, where tqdm is installed.
+    On CUDA leave room beside the budget for what the context takes and for fragmentation.
+
+    Args:
+        build: a function as :func:`predict` takes it; or one of a batch size, of which the largest
+            that fits is found for each combination.
+        budget: bytes, or a text such as ``"24GB"`` (10^9 bytes each) or ``"22.5GiB"`` (2^30).
+        batch: the batch size whose peaks are shown, if ``build`` takes one.
+        device: the device to predict for.
+        every: whether what costs more than the first that fits is tried, too.
+
+    Raises:
+        TypeError, ValueError: an argument, or what ``build`` returned, is not as said above.
+        RuntimeError: the step as it is built cannot be predicted; see :func:`predict`.
+    """
+    limit = _bytes(budget)
+    check_count("fits: batch", batch, 1)
+    chosen = device_of("fits", device)
+    if isinstance(build, nn.Module):
+        raise TypeError(
+            "fits: build must be a function that returns (model, optimizer or None, step), got a "
+            f"model, {type(build).__name__}: the means are applied to one that the function makes"
+        )
+    if not callable(build):
+        raise TypeError(f"fits: build must be a function, got {type(build).__name__}")
+    sized = _takes_batch(build)
+    rows, tops = [], {}
+    for techniques in _progress(ALL):
+        row, tops[techniques.name] = _row(
+            techniques, build, limit, batch if sized else None, chosen
+        )
+        if row.peak is not None or not techniques.loss_head:  # most models have no such head
+            rows.append(row)
+        if row.fits and not every:
+            break
+    top = tops[_lowest(rows).name]
+    shown = batch if sized else None
+    return Fits(rows, limit, str(chosen), shown, top.largest, top.hints)
+
+
+def _progress(combinations: Iterable[Techniques]) -> Iterable[Techniques]:
+    if sys.stderr is None or not sys.stderr.isatty():
+        return combinations
+    try:
+        tqdm = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        return combinations
+    shown: Iterable[Techniques] = tqdm(combinations, desc="means", leave=False, file=sys.stderr)
+    return shown
+
+
+class _Top(NamedTuple):
+    largest: list[TensorAtPeak]
+    hints: list[str]
+
+
+def _lowest(rows: list[Fit]) -> Fit:
+    return min((row for row in rows if row.peak is not None), key=lambda row: row.peak or 0)
+
+
+def _row(
+    techniques: Techniques, build: Any, budget: int, batch: int | None, device: torch.device | str
+) -> tuple[Fit, _Top]:
+    def predicted(size: int | None) -> Any:
+        made = build if size is None else functools.partial(build, size)
+        with warnings.catch_warnings():
+            # That it cannot keep to the budget is what the row says.
+            warnings.filterwarnings("ignore", "remat: the budget of")
+            return predict(techniques.applied(made, budget), device=device)
+
+    try:
+        step = predicted(batch)
+        largest = None
+        if batch is not None:
+            straight = not techniques.within_budget
+            largest = _largest(
+                lambda size: predicted(size).peak, budget, batch, step.peak, straight
+            )
+    except Exception as error:  # the user's step may raise anything once something is changed
+        if techniques == ALL[0]:
+            raise
+        return Fit(techniques.name, techniques.cost, reason=_reason(error)), _Top([], [])
+    row = Fit(
+        techniques.name, techniques.cost, step.peak, step.at_peak, step.peak <= budget, largest
+    )
+    return row, _Top(step.top(3), step.remedies())
+
+
+def _reason(error: Exception) -> str:
+    """Returns the first line of an error, with its class where it is not ours."""
+    text = str(error).partition("\n")[0]
+    if not isinstance(error, (ValueError, RuntimeError)):
+        text = f"the step raises {type(error).__name__}: {text}".rstrip(": ")
+    return textwrap.shorten(text, 240, placeholder=" ...")
+
+
+def _largest(
+    peak: Callable[[int], int], budget: int, batch: int, its_peak: int, straight: bool
+) -> int:
+    """Returns the largest batch whose peak is within ``budget``, 0 for none.
+
+    Peaks grow nearly linearly with the batch, so that a line through two of them finds the next
+    size to try; where it stays on one side, the interval is halved. ``straight``: whether they do,
+    which those of a step that keeps to the budget while it can do not.
+    """
+    known = {batch: its_peak}
+    low, high = (batch, _MOST + 1) if its_peak <= budget else (0, batch)
+    size = max(batch * 2 if low else batch // 2, 1)
+    for attempt in range(64):
+        if high - low <= 1:
+            break
+        size = min(max(size, low + 1), high - 1)
+        known[size] = peak(size)
+        if known[size] <= budget:
+            low = size
+        else:
+            high = size
+        if high > _MOST:
+            size = _next(known, budget) if straight else 2 * low
+        else:
+            size = _next(known, budget) if straight and attempt % 3 < 2 else (low + high) // 2
+    return low
+
+
+def _next(known: dict[int, int], budget: int) -> int:
+    """Returns the size at which a line through the two sizes nearest to the budget meets it."""
+    near = sorted(known, key=lambda size: abs(known[size] - budget))[:2]
+    a, b = sorted(near)
+    if a == b or known[a] >= known[b]:
+        return 2 * max(known)
+    return a + int((budget - known[a]) * (b - a) / (known[b] - known[a]))
+
+
+def _takes_batch(build: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(build).bind()
+    except ValueError:
+        return False
+    except TypeError:
+        return True
+    return False
+
+
+def _bytes(budget: str | int) -> int:
+    size = None
+    if isinstance(budget, str):
+        size = parse_bytes(budget)
+    elif isinstance(budget, int) and not isinstance(budget, bool):
+        size = budget
+    if size is None:
+        raise ValueError(f"fits: budget must be bytes or a text such as '24GB', got {budget!r}")
+    if not 1 <= size <= _MOST_BYTES:
+        raise ValueError(f"fits: budget must be positive and less than 2^63 bytes, got {budget!r}")
+    return size
+
+
+def make_parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"{program} fits",
+        description="Predict what makes a training step fit into a budget of memory.",
+        epilog=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("function", metavar="MODULE:FUNCTION", help="what builds the training step")
+    parser.add_argument("--budget", required=True, metavar="SIZE", help="such as 24GB or 22.5GiB")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="the batch to show (1)")
+    parser.add_argument("--device", default="cuda", metavar="NAME", help="cuda (default) or cpu")
+    parser.add_argument(
+        "--every", action="store_true", help="try also what costs more than the first that fits"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    return parser
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """Prints what fits; returns the exit status, 1 if nothing does.
+
+    Raises:
+        UsageError: an argument, or what the function returned, is wrong.
+    """
+    build: Any = load(options.function, "MODULE:FUNCTION")
+    try:
+        found = fits(
+            build,
+            options.budget,
+            batch=options.batch,
+            device=options.device,
+            every=options.every,
+        )
+    except (TypeError, ValueError) as error:
+        if not str(error).startswith(("fits:", "predict:")):
+            raise
+        raise UsageError(str(error)) from None
+    if options.json:
+        print(json.dumps(found.to_json()))
+    else:
+        print(found.report())
+    return 0 if found.cheapest else 1

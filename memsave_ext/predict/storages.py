@@ -1,0 +1,164 @@
+"""Tells a listener when fake memory is made and freed, as an allocator would."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from . import fake_kernels, formulas, workspaces
+from .costs import SECONDS_PER_CALL, operator_seconds
+from .repeats import Costs, Repeats
+from .values import Values, with_values
+
+CUDA_BLOCK = 512  # CUDA's caching allocator rounds sizes up to a multiple of this
+_WORKSPACE = 1  # the number of memory that has no storage, whose addresses are even
+
+
+class Storages(TorchDispatchMode):
+    """Sees the results of all operators. It is entered after a FakeTensorMode, and so above it.
+
+    What fake kernels make on the way to a result is not seen, which is right: other operators may
+    stand for the real kernel there.
+
+    Args:
+        allocated: called with the number and the size of new memory.
+        freed: called with its number.
+        ran: called with about how long an operator would run.
+        device: the device that is predicted. What kernels make and free themselves is known on the
+            CPU alone; on CUDA sizes are rounded up as its caching allocator does.
+    """
+
+    def __init__(
+        self,
+        allocated: Callable[[int, int], None],
+        freed: Callable[[int], None],
+        ran: Callable[[float], None],
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._allocated, self._freed, self._ran = allocated, freed, ran
+        self._on_cpu = device.type == "cpu"
+        self._rounding = 1 if self._on_cpu else CUDA_BLOCK
+        self.makers = formulas.Makers()
+        self._repeats = Repeats()
+        self._values = Values()
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        # While a formula runs that a step computes otherwise: its node, and what it has made.
+        self._otherwise: tuple[int, dict[int, weakref.ref[torch.UntypedStorage]]] | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would cost a wrapper around every call
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default:  # most calls are this one
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        self._tell_result()
+        if (read := self._values.read(func, args)) is not None:
+            return read
+        if (view := self._repeats.view(func, args, kwargs)) is not None:
+            for tensor in (view,) if isinstance(view, FakeTensor) else view:
+                self.memory(tensor)
+            self._ran(SECONDS_PER_CALL)
+            return view
+        func = self.makers.operator(func, args)
+        call = self._repeats.call(func, args, kwargs)
+        repeated = call and call.repeated(args)
+        if repeated:
+            result, made, costs = repeated
+        else:
+            result = fake_kernels.run(func, args, kwargs)
+            if self._on_cpu:
+                result = workspaces.as_left_by_kernel(func, args, result)
+            result = with_values(func, args, kwargs, result)
+            made = [leaf for leaf in tree_iter(result) if isinstance(leaf, FakeTensor)]
+            made.extend(fake_kernels.parts_of(result))
+            costs = Costs(
+                workspaces.workspace_bytes(func, args, result) if self._on_cpu else 0,
+                operator_seconds(func, args, kwargs, result),
+            )
+            if call:
+                call.remember(args, result, costs)
+        for tensor in made:
+            self.memory(tensor)
+        if costs.bytes:
+            self._allocated(_WORKSPACE, self._rounded(costs.bytes))
+            self._freed(_WORKSPACE)
+        self._ran(costs.seconds)
+        self._values.follow(func, args, kwargs, result)
+        return result
+
+    def memory(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Returns the number and size of a tensor's memory, and reports it if it is new.
+
+        None if it has none.
+        """
+        if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        if tensor.fake_device.type == "meta" or not storage.nbytes():
+            return None
+        self._tell_result()
+        number = storage._cdata
+        if number not in self._known:
+            node = torch._C._current_autograd_node()
+            if node is not None and self._is_made_otherwise(node, storage):
+                return None
+            self._tell(storage, node)
+        return number, self._known[number][1]
+
+    def _tell(self, storage: torch.UntypedStorage, node: Any) -> None:
+        number, size = storage._cdata, self._rounded(storage.nbytes())
+        self._known[number] = weakref.ref(storage, lambda _: self._forget(number)), size
+        self.makers.made(number, node)
+        self._allocated(number, size)
+
+    def _is_made_otherwise(self, node: Any, storage: torch.UntypedStorage) -> bool:
+        """Whether a step makes other memory in its place; that is reported once, with the first."""
+        made = formulas.bytes_in_step(node, self._on_cpu)
+        if made is None:
+            return False
+        if self._otherwise is None:
+            self._allocated(_WORKSPACE, self._rounded(made))
+            self._freed(_WORKSPACE)
+            self._otherwise = node._sequence_nr(), {}
+        self._otherwise[1].setdefault(storage._cdata, weakref.ref(storage))
+        return True
+
+    def _tell_result(self) -> None:
+        """Reports what is left of a formula that a step computes otherwise, once it is done."""
+        if self._otherwise is None or self._otherwise[0] == formulas.node_number():
+            return
+        (_, made), self._otherwise = self._otherwise, None
+        for reference in made.values():
+            if (storage := reference()) is not None:
+                self._tell(storage, torch._C._current_autograd_node())
+
+    def has_known_values(self, tensor: Tensor) -> bool:
+        """Whether what Python reads from it is what a step would read."""
+        return self._values.is_known(tensor)
+
+    def living(self) -> Iterator[tuple[int, int]]:
+        """Yields the number and size of all memory that lives."""
+        self._tell_result()
+        for number, (_, size) in self._known.items():
+            yield number, size
+
+    def _forget(self, number: int) -> None:
+        del self._known[number]
+        self._values.forget(number)
+        self.makers.forget(number)
+        self._freed(number)
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self._rounding) * self._rounding

@@ -1,0 +1,153 @@
+"""Follows fake memory: a tracker whose events are those of fake storages."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .. import _parts
+from ..checkpoint.fallback import surroundings
+from ..memory.events import (
+    ALLOCATED,
+    BEGIN_RECOMPUTE,
+    BEGIN_TRACKING,
+    END_RECOMPUTE,
+    END_TRACKING,
+    FOUND,
+    FREED,
+    LABELLED,
+    NO_NODE,
+    NOT_IN_BACKWARD,
+    Event,
+    label_value,
+)
+from ..memory.log import Log
+from ..memory.tracker import Tracker
+from .storages import Storages
+
+_listening: list[FakeTracker] = []  # the innermost last
+_FIRST_OF_NONE = 1 << 63  # sequence numbers from here on are of nodes that accumulate gradients
+_NO_LIMIT = 1 << 40  # of events
+
+
+class FakeTracker(Tracker):
+    """Does what other trackers do, for the fake tensors made below :attr:`storages`.
+
+    A clock that counts events stands for the time.
+
+    Args:
+        device: the device that is predicted. On the CPU memory from before :meth:`start` counts
+            where it is labelled, as with real memory; on CUDA all of it counts.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__([], _NO_LIMIT)
+        self._counts_all = device.type == "cuda"
+        self._running = False
+        self._thread = threading.get_ident()
+        self._clock = itertools.count()
+        # Native remat counts the bytes and seconds of the step, too.
+        self._remat: Any = (native := _parts.native("remat")) and native.RematFakes(
+            _fake_of, self._counts_all
+        )
+        self.storages = Storages(self._allocated, self._freed, self._ran, device)
+
+    def plans(self) -> bool:
+        """Whether blocks of remat plan the steps to come by one that has been."""
+        return bool(self._remat) and bool(self._remat.knows_steps())
+
+    def set_modules(self, parents: list[int]) -> None:
+        """Tells the model's modules, before :meth:`start`."""
+        self._log = Log(parents, _NO_LIMIT)
+
+    def start(self) -> None:
+        self._running = True
+        if self._counts_all:
+            for number, size in self.storages.living():
+                self._note(ALLOCATED, number, size)
+
+    def begin(self) -> None:
+        """Begins the record, once all that lived before is labelled."""
+        self._note(BEGIN_TRACKING)
+
+    def stop(self) -> None:
+        self._running = False
+        self._note(END_TRACKING)
+
+    def label(self, tensors: Sequence[Tensor], category: int, names: Sequence[int]) -> None:
+        for tensor, name in zip(tensors, names, strict=True):
+            memory = self.storages.memory(tensor)
+            if memory is not None:
+                number, size = memory
+                self._note(FOUND, number, size)
+                self._note(LABELLED, number, label_value(category, name))
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hears inside the block when recomputes begin and end.
+
+        The caller holds a lock, so that of several only the innermost hears them.
+        """
+        before = surroundings.recompute_observer
+        surroundings.recompute_observer = lambda begins: self._recompute(True, begins)
+        _listening.append(self)
+        self._listen_to_native(True)
+        try:
+            yield
+        finally:
+            surroundings.recompute_observer = before
+            self._listen_to_native(False)
+            _listening.pop()
+            if _listening:
+                _listening[-1]._listen_to_native(True)
+
+    def _listen_to_native(self, begins: bool) -> None:
+        if native := _parts.native("checkpoint"):
+            native.listen_to_recomputes(self._recompute if begins else None)
+        if self._remat:
+            (self._remat.enter if begins else self._remat.leave)()
+
+    def _recompute(self, region: bool, begins: bool) -> None:
+        if threading.get_ident() == self._thread:
+            self.storages.makers.recomputes += 1 if begins else -1
+            if self._running:
+                self._note(BEGIN_RECOMPUTE if begins else END_RECOMPUTE, region)
+
+    def _allocated(self, number: int, size: int) -> None:
+        if self._remat:
+            self._remat.allocated(number, size)
+        if self._running:
+            self._note(ALLOCATED, number, size)
+
+    def _freed(self, number: int) -> None:
+        if self._remat:
+            self._remat.freed(number)
+        if self._running:
+            self._note(FREED, number)
+
+    def _ran(self, seconds: float) -> None:
+        if self._remat:
+            self._remat.ran(seconds)
+
+    def _note(self, kind: int, subject: int = 0, value: int = 0) -> None:
+        thread, node_number = threading.get_ident(), NOT_IN_BACKWARD
+        if torch._C._current_graph_task_id() != -1:
+            node = torch._C._current_autograd_node()
+            node_number = NO_NODE if node is None else node._sequence_nr()
+            if node_number >= _FIRST_OF_NONE:
+                node_number = NO_NODE
+        time = next(self._clock)
+        self._log.read([Event(kind, thread, thread, time, node_number, subject, value)])
+
+
+def _fake_of(tensor: Tensor) -> FakeTensor:
+    """Returns a fake tensor with the memory of one on the meta device."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return FakeTensor(mode, tensor, torch.device("cpu"))

@@ -1,0 +1,191 @@
+"""What kernels on the CPU allocate for themselves, which no operator shows.
+
+Convolutions and LSTMs are in ``onednn.py``. Here are torch's own kernels: attention, and copies of
+arguments in the dtype that is computed in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+from . import onednn
+
+_aten = torch.ops.aten
+_AS_THEY_ARE = {  # elementwise, and each argument is read in its own dtype
+    *(_aten.masked_fill, _aten.masked_fill_, _aten._to_copy, _aten.copy_, _aten.copy, _aten.clone),
+    *(_aten.complex, _aten.polar, _aten.view_as_complex, _aten.view_as_real, _aten.native_dropout),
+}
+_IN_RESULTS_DTYPE = (_aten.sum, _aten.prod, _aten.nansum, _aten.cumsum, _aten.cumprod)
+_SCATTERED = (
+    *(_aten.scatter, _aten.scatter_, _aten.scatter_add, _aten.scatter_add_),
+    *(_aten.scatter_reduce, _aten.scatter_reduce_),
+)
+_LEFT_IN_ELEMENTS = (
+    *(_aten.mse_loss, _aten.smooth_l1_loss, _aten.soft_margin_loss, _aten.binary_cross_entropy),
+)
+_NARROW = (torch.bfloat16, torch.float16)
+_FLOAT = 4
+_COUNT = 8
+_MEAN = 1  # the reduction of a loss that is the mean of its elements
+
+
+def workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
+    """Returns the bytes that the kernel of an operator on the CPU makes and frees itself.
+
+    cuDNN's and cuBLAS's on CUDA depend on the algorithm that is picked on the card.
+    """
+    if func is _aten.convolution.default:
+        return onednn.convolution(result, *args)
+    if func is _aten.convolution_backward.default:
+        return onednn.convolution_backward(result, *args)
+    rule = _RULES.get(func)
+    return rule(*args) if rule else _converted(func, args, result)
+
+
+def as_left_by_kernel(func: Any, args: tuple[Any, ...], result: Any) -> Any:
+    """Returns a fake result in the memory that the kernel on the CPU leaves it in: an LSTM's with
+    its workspace, the mean of a loss in the memory of the loss of each element."""
+    if func is _aten.mkldnn_rnn_layer.default:
+        *outputs, workspace = result
+        return (*outputs, workspace.new_empty(onednn.lstm_workspace(*args)))
+    packet = getattr(func, "_overloadpacket", None)
+    if packet not in _LEFT_IN_ELEMENTS or result.dim() or not args[0].dim():
+        return result
+    return result.new_empty(args[0].numel()).as_strided((), ())
+
+
+def _attention(query: Tensor, key: Tensor, *_: Any) -> int:
+    """Bytes of the tiles of torch's FlashAttentionKernel.cpp: scores, two sums and the result of
+    some rows, for each thread; the scores again in the dtype of the arguments if that is narrow."""
+    rows, columns, wide = _tile(query, key)
+    narrow = query.element_size() if query.element_size() < wide else 0
+    size = wide * rows * (columns + 2 + query.shape[3]) + narrow * rows * columns
+    return int(torch.get_num_threads() * size)
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, *_: Any) -> int:
+    """Bytes of the tiles of the scores and their gradients, and of a copy of the result's gradient
+    if it is not laid out as the result. Packed tiles of narrow dtypes, which are less, are not
+    known."""
+    rows, columns, wide = _tile(query, key)
+    narrow = query.element_size() if query.element_size() < wide else 0
+    size = 2 * (wide + narrow) * rows * columns + wide * rows
+    copy = 0 if grad.transpose(1, 2).is_contiguous() else grad.nbytes
+    return int(torch.get_num_threads() * size + copy)
+
+
+def _tile(query: Tensor, key: Tensor) -> tuple[int, int, int]:
+    """Returns the rows and columns of a tile of scores, and the bytes of a number in it."""
+    length = query.shape[2]
+    rows = 256 if length >= 768 else 64 if length >= 192 else 32
+    return min(rows, length), min(512, key.shape[2]), max(4, query.element_size())
+
+
+def _wide(x: Tensor, reduction: int) -> int:
+    """Bytes of the copy of narrow numbers whose mean is computed."""
+    return x.numel() * _FLOAT if reduction == _MEAN and x.dtype in _NARROW else 0
+
+
+def _reduced_loss(x: Tensor, _: Tensor, reduction: int = _MEAN, *__: Any) -> int:
+    """Bytes of the loss of each element."""
+    return x.nbytes + _wide(x, reduction) if reduction else 0
+
+
+def _binary_cross_entropy(
+    x: Tensor, _: Tensor, weight: Tensor | None = None, reduction: int = _MEAN
+) -> int:
+    return _wide(x, reduction)
+
+
+def _binary_cross_entropy_with_logits(
+    x: Tensor, _: Tensor, weight: Any = None, positive: Any = None, reduction: int = _MEAN
+) -> int:
+    """Bytes of the loss of each element, and of its parts."""
+    return x.nbytes * (2 if reduction else 1) + _wide(x, reduction)
+
+
+def _masked_scatter_backward(grad: Tensor, mask: Tensor, *_: Any) -> int:
+    """Bytes of the mask as numbers that are counted, or of positions, or of two parts."""
+    counts = mask.numel() * _COUNT
+    made = mask.numel() * grad.itemsize
+    return max(counts - made, made) if grad.is_contiguous() else 2 * counts
+
+
+def _group_norm_backward(*args: Any) -> int:
+    """Bytes of two sums for each channel of an image."""
+    return int(2 * args[5] * args[6] * _FLOAT)
+
+
+# For each operator, the bytes of its arguments.
+_RULES: dict[Any, Callable[..., int]] = {
+    _aten.mkldnn_rnn_layer.default: onednn.lstm,
+    _aten.mkldnn_rnn_layer_backward.default: onednn.lstm_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    _aten.mse_loss.default: _reduced_loss,
+    _aten.smooth_l1_loss.default: _reduced_loss,
+    _aten.huber_loss.default: _reduced_loss,
+    _aten.binary_cross_entropy.default: _binary_cross_entropy,
+    _aten.binary_cross_entropy_with_logits.default: _binary_cross_entropy_with_logits,
+    _aten.native_group_norm_backward.default: _group_norm_backward,
+    _aten.kthvalue.default: lambda x, *_: x.nbytes + x.numel() * _COUNT,
+    _aten.median.default: lambda x, *_: x.nbytes,
+    _aten.nanmedian.default: lambda x, *_: x.nbytes,
+    _aten.soft_margin_loss_backward.default: lambda _, x, *__: 2 * x.nbytes,
+    _aten.masked_scatter_backward.default: _masked_scatter_backward,
+}
+
+
+def _converted(func: Any, args: tuple[Any, ...], result: Any) -> int:
+    """Bytes of the arguments' copies in another dtype, and of the result's in the dtype that is
+    computed in."""
+    packet = getattr(func, "_overloadpacket", None)
+    if not args or not isinstance(args[0], Tensor) or not isinstance(result, Tensor):
+        return 0
+    x = args[0]
+    if packet in _SCATTERED or (packet is _aten.gather and x.dim() > 1):
+        index = args[2]
+        wide = result.numel() * _FLOAT if x.dtype in _NARROW and index.numel() else 0
+        return wide + (0 if index.dtype is torch.int64 else index.numel() * _COUNT)
+    if packet is _aten.mean:
+        is_narrow = {x.dtype, result.dtype} & {*_NARROW}
+        return (x.numel() + result.numel()) * _FLOAT if is_narrow else 0
+    if func is _aten.sum.dim_IntList and x.dtype == result.dtype:
+        is_wide = x.dtype in _NARROW and _is_split(x, args[1])
+        return (x.numel() + result.numel()) * _FLOAT if is_wide else 0
+    if packet in _IN_RESULTS_DTYPE or packet is _aten.linalg_vector_norm:
+        is_part = x.dtype.is_complex and not result.dtype.is_complex
+        return 0 if is_part or x.dtype == result.dtype else x.numel() * result.itemsize
+    if torch.Tag.pointwise not in func.tags or packet in _AS_THEY_ARE:
+        return 0
+    return _elementwise(packet, args, result)
+
+
+def _is_split(x: Tensor, dims: Sequence[int] | None) -> bool:
+    """Whether dimensions that are summed up have others between them."""
+    summed = {dim % x.dim() for dim in dims or () if x.dim()}
+    kinds = [dim in summed for dim in range(x.dim()) if x.shape[dim] > 1]
+    begins = [kind for before, kind in zip([False, *kinds], kinds, strict=False) if kind > before]
+    return len(begins) > 1
+
+
+def _elementwise(packet: Any, args: tuple[Any, ...], result: Tensor) -> int:
+    read = [t for t in tree_iter(args[packet is _aten.where :]) if isinstance(t, Tensor)]
+    tensors = [t for t in read if t.dim()]
+    if len({t.dtype for t in (*tensors, result)}) == 1:
+        return 0
+    common = result.dtype
+    if result is args[0] or common is torch.bool:
+        common = functools.reduce(torch.promote_types, (t.dtype for t in tensors), torch.bool)
+    elif not common.is_complex and any(t.dtype.is_complex for t in tensors):
+        return result.numel() * 2 * result.itemsize  # absolute values are computed as complex ones
+    made = sum(t.numel() for t in tensors if t.dtype != common)
+    if result is args[0] and result.dtype != common:
+        made += result.numel()
+    return made * common.itemsize

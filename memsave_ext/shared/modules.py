@@ -1,0 +1,192 @@
+"""A model's modules: their names, what is known of each, and calls that are watched.
+
+Watching leaves nothing in a module that a copy, a file or a compiled graph would keep. Forward
+hooks stay in copies that are made meanwhile, cannot be pickled, and torch.compile traces them: what
+it compiles among hooks is split at each of them, also when they are gone, as it does not look for
+them again. Watched calls therefore go through ``_compiled_call_impl``, where torch keeps the
+function of ``Module.compile()``: torch leaves it out of copies and pickles, and a tracer that meets
+a module without hooks goes on to its ``forward``.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_eval_frame: Any = torch._C._dynamo.eval_frame
+_SKIP, _DEFAULT = _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT
+_NAME = "_compiled_call_impl"
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What is to be known of a module, which may be gone when it is asked for.
+
+    Attributes:
+        inputs: the number of its inputs, where it says so.
+        outputs: that of its outputs, where it is a linear layer.
+        is_list: it only holds other modules.
+        is_batch_norm: it needs its whole batch.
+    """
+
+    inputs: int | None
+    outputs: int | None
+    is_list: bool
+    is_batch_norm: bool
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Layer:
+        return cls(
+            getattr(module, "in_features", None),
+            module.out_features if isinstance(module, nn.Linear) else None,
+            isinstance(module, (nn.ModuleList, nn.ModuleDict)),
+            isinstance(module, _NormBase) and module.training,
+        )
+
+
+class Modules:
+    """Numbers a model's modules; the model itself is number 0.
+
+    ``names``, ``parents`` and ``layers`` are indexed by that number. A parent is the number of the
+    module that holds it, -1 for the model. All three are empty without a model. The modules are not
+    kept alive.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.names: list[str] = []
+        self.parents: list[int] = []
+        self.layers: list[Layer] = []
+        self._modules: list[weakref.ref[nn.Module]] = []
+        numbers: dict[str, int] = {}
+        for name, module in model.named_modules() if model is not None else ():
+            parent = name
+            while parent and (parent == name or parent not in numbers):
+                parent = parent.rpartition(".")[0]
+            self.parents.append(numbers[parent] if name else -1)
+            numbers[name] = len(self.names)
+            self.names.append(name or type(without_compiler(module)).__name__)
+            self.layers.append(Layer.of(module))
+            self._modules.append(weakref.ref(module))
+
+    def watch(
+        self, stack: ExitStack, watchers: Callable[[int], tuple[Callable[[], None], ...]]
+    ) -> None:
+        """Watches the calls of all modules until ``stack`` is closed, see :func:`watch_calls`.
+
+        Modules inside of one that is compiled are left out: it runs without calling them.
+
+        Args:
+            watchers: by a module's number, what is called before and after it.
+        """
+        left_out = set()
+        for number, reference in enumerate(self._modules):
+            module = reference()
+            if self.parents[number] in left_out or isinstance(module, torch.jit.ScriptModule):
+                left_out.add(number)
+            elif module is not None:
+                if is_compiled(module):
+                    left_out.add(number)
+                watch_calls(stack, module, *watchers(number))
+
+
+def not_compiled(function: Function) -> Function:
+    """Has torch.compile run ``function`` as it is, and what it calls, where it is not inlined.
+
+    ``torch.compiler.disable`` does so, too, but imports the compiler, which takes a second.
+    """
+    if isinstance(function, FunctionType):
+        strategy = _eval_frame._FrameExecStrategy(_SKIP, _SKIP)
+        _eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def without_compiler(module: nn.Module) -> nn.Module:
+    """Returns the module that ``torch.compile`` made ``module`` of, or ``module`` itself."""
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    if eval_frame is None or not isinstance(module, eval_frame.OptimizedModule):
+        return module
+    original: nn.Module = module._orig_mod
+    return original
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` is what ``torch.compile`` returned, or was compiled in place."""
+    found = module.__dict__.get(_NAME)
+    in_place = found.compiled if isinstance(found, _Calls) else found
+    return in_place is not None or without_compiler(module) is not module
+
+
+def watch_calls(
+    stack: ExitStack, module: nn.Module, before: Callable[[], None], after: Callable[[], None]
+) -> None:
+    """Calls ``before`` and ``after`` around every call of ``module`` until ``stack`` is closed.
+
+    ``after`` is called also where the forward raises. Neither is called where a tracer inlines the
+    module, nor for a module that is compiled in place meanwhile.
+    """
+    watcher = (not_compiled(before), not_compiled(after))
+    with _lock:
+        calls = module.__dict__.get(_NAME)
+        if not isinstance(calls, _Calls):
+            calls = module.__dict__[_NAME] = _Calls(module, calls)
+        calls.watchers = (*calls.watchers, watcher)
+    stack.callback(calls.forget, watcher)
+
+
+class _Calls:
+    """Stands in for the calls of a module that is watched."""
+
+    def __init__(self, module: nn.Module, compiled: Callable[..., Any] | None) -> None:
+        self._module = weakref.ref(module)  # it may be deleted meanwhile, and then free its memory
+        self.compiled = compiled
+        self.watchers: tuple[tuple[Callable[[], None], Callable[[], None]], ...] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module()
+        if torch.compiler.is_compiling():
+            return (self.compiled or module._call_impl)(*args, **kwargs)
+        # DataParallel's replicas share a module's attributes; only the caller says which is meant.
+        caller = sys._getframe(1).f_locals.get("self")
+        if isinstance(caller, nn.Module) and caller.__dict__.get(_NAME) is self:
+            module = caller
+        watchers = self.watchers
+        for before, _ in watchers:
+            before()
+        try:
+            return (self.compiled or module._call_impl)(*args, **kwargs)
+        finally:
+            for _, after in reversed(watchers):
+                after()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """A module that copies or pickles its attributes itself gets None, which is torch's."""
+        return type(None), ()
+
+    def forget(self, watcher: tuple[Callable[[], None], Callable[[], None]]) -> None:
+        with _lock:
+            self.watchers = tuple(w for w in self.watchers if w is not watcher)
+            module = self._module()
+            if self.watchers or module is None or module.__dict__.get(_NAME) is not self:
+                return
+            if self.compiled is None:
+                del module.__dict__[_NAME]
+            else:
+                module.__dict__[_NAME] = self.compiled
+
+
+_eval_frame.set_code_exec_strategy(
+    _Calls.__call__.__code__, _eval_frame._FrameExecStrategy(_SKIP, _DEFAULT)
+)

@@ -1,0 +1,301 @@
+"""memory.fits(): which means make a step fit, and how large its batch can be."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import memsave_ext as ms
+from memsave_ext.memory.__main__ import main
+from memsave_ext.predict.techniques import blocks_of
+
+
+def net():
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(4)]
+    return nn.Sequential(nn.Linear(64, 64), nn.Sequential(*blocks), nn.Linear(64, 8))
+
+
+def of_batch(batch, make=torch.optim.AdamW):
+    model = net()
+    optimizer = make(model.parameters())
+    x = torch.randn(batch, 64)
+
+    def step():
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def build():
+    return of_batch(256)
+
+
+def failing():
+    raise ValueError("of the user's own")
+
+
+def rows(found):
+    return {row.name: row for row in found.rows}
+
+
+def every(build, budget, **options):
+    """All means, also those that cost more than the first that fits."""
+    return ms.memory.fits(build, budget, every=True, **options)
+
+
+def test_the_cheapest_that_fits():
+    peaks = {name: row.peak for name, row in rows(every(build, 1 << 40)).items()}
+    assert len(peaks) == 14
+    assert peaks["as built"] == ms.memory.predict(build, device="cuda").peak
+    for name, budget in (
+        ("as built", 1 << 40),
+        ("remat within the budget", peaks["checkpoint by block"]),
+        ("checkpoint by block", peaks["checkpoint by block"]),
+    ):
+        if "budget" in name and not ms._native.available:
+            continue
+        found = every(build, budget)
+        assert rows(found)[name].fits
+        costlier = [row.name for row in found.rows if row.fits and "budget" not in row.name]
+        assert name in (found.cheapest.name, costlier[0])
+    least = min(peak for peak in peaks.values() if peak is not None)
+    only = ms.memory.fits(build, least)
+    assert only.cheapest.name == "checkpoint by block, Adam in backward, 4-bit states"
+    assert [row.fits for row in only.rows] == [False] * 13 + [True]
+
+
+def test_means_are_what_they_are_called():
+    """As a user would write them."""
+
+    def written():
+        model = net()
+        ms.checkpoint_modules(
+            model[1], lambda m: isinstance(m, nn.Sequential) and m is not model[1]
+        )
+        optimizer = ms.AdamW(model.parameters(), in_backward=True, state_dtype="8bit")
+        x = torch.randn(256, 64)
+
+        def step():
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    found = rows(every(build, "1GB", device="cpu"))
+    row = found["checkpoint by block, Adam in backward, 8-bit states"]
+    assert row.peak == ms.memory.predict(written).peak
+
+
+def test_the_largest_batch():
+    budget = 8 << 20
+    found = ms.memory.fits(of_batch, budget, batch=16, device="cpu")
+    assert found.batch == 16
+    size = found.rows[0].largest_batch
+    assert size > 16
+    assert ms.memory.predict(lambda: of_batch(size)).peak <= budget
+    assert ms.memory.predict(lambda: of_batch(size + 1)).peak > budget
+    none = ms.memory.fits(of_batch, 1 << 17, batch=16, device="cpu")
+    applied = [row for row in none.rows if row.peak is not None]  # in pure Python not all do
+    assert {row.largest_batch for row in applied} == {0}
+
+
+def test_nothing_fits():
+    found = ms.memory.fits(build, "100KB")
+    assert found.cheapest is None
+    text = found.report()
+    assert "Nothing fits. The lowest peak is" in text
+    assert "parameters" in text and "Its largest tensors: " in text
+
+
+def test_means_that_do_not_apply():
+    def plain():
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, optimizer, lambda: model(torch.randn(2, 4)).sum().backward()
+
+    found = rows(every(plain, "1GB"))
+    assert found["as built"].fits
+    assert "not Adam or AdamW" in found["Adam in backward"].reason
+    assert "no list of blocks" in found["checkpoint by block"].reason
+    assert found["checkpoint by block"].peak is None
+
+
+def test_optimizers_of_any_kind_in_backward():
+    def momentum(params):
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+    def written():
+        model, optimizer, step = of_batch(16, momentum)
+        return model, ms.in_backward(optimizer, small_bytes=0), step
+
+    found = rows(every(lambda: of_batch(16, momentum), "1GB", device="cpu"))
+    assert found["optimizer in backward"].peak <= found["as built"].peak
+    assert found["optimizer in backward"].reason == ""
+    peak = ms.memory.predict(written).peak
+    # In pure Python a bucket of gradients waits for the hooks of who follows them: all of these.
+    assert peak < found["as built"].peak if ms._native.available else peak <= found["as built"].peak
+
+
+def test_an_optimizer_that_steps_in_backward_already():
+    def ours():
+        return of_batch(64, lambda params: ms.AdamW(params, in_backward=True))
+
+    found = rows(every(ours, "1GB"))
+    assert "already" in found["Adam in backward"].reason
+    eight = found["Adam in backward, 8-bit states"].peak
+    assert eight is not None and eight < found["as built"].peak
+
+
+def test_blocks():
+    assert len(blocks_of(net())) == 4
+    assert blocks_of(nn.Linear(2, 2)) == []
+
+
+def test_budgets():
+    assert ms.memory.fits(build, "24GB").budget == 24 * 10**9
+    assert ms.memory.fits(build, " 1.5 GiB").budget == 3 << 29
+    for wrong in ("24 apples", "GB", "", -1, 0, None, True):
+        with pytest.raises(ValueError, match="budget must be"):
+            ms.memory.fits(build, wrong)
+    with pytest.raises(ValueError, match="batch must be at least 1"):
+        ms.memory.fits(build, 1, batch=0)
+
+
+def test_the_command_line(capsys):
+    where = f"{__name__}:of_batch"
+    assert main(["fits", where, "--budget", "1GB", "--batch", "8"]) == 0
+    assert "The cheapest that fits: as built." in capsys.readouterr().out
+    assert main(["fits", where, "--budget", "1KB", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["cheapest"] is None and document["budget"] == 1000
+    batches = [row["largest_batch"] for row in document["rows"] if not row["reason"]]
+    assert batches == [0] * (14 if ms._native.available else 11)
+    assert main(["fits", where, "--budget", "much"]) == 2
+    assert "budget must be" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="of the user's own"):
+        main(["fits", f"{__name__}:failing", "--budget", "1GB"])
+
+
+def test_a_step_that_calls_parts_of_the_model():
+    def parts():
+        model, optimizer, _ = build()
+        x = torch.randn(256, 64)
+
+        def step():
+            model[2](model[1](model[0](x))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    found = every(parts, "1GB")
+    assert "never the model itself" in rows(found)["remat"].reason
+    assert rows(found)["checkpoint by block"].fits
+
+
+def test_what_does_not_apply_is_told_below():
+    def plain():
+        model = nn.Linear(4, 4)
+        return model, None, lambda: model(torch.randn(2, 4)).sum().backward()
+
+    text = " ".join(every(plain, "1GB").report().split())
+    assert "Not tried: checkpoint by block; checkpoint by block, optimizer in backward;" in text
+    assert "(the model has no list of blocks of one class)." in text
+
+
+def test_it_stops_at_the_first_that_fits():
+    built = []
+
+    def counting():
+        built.append(1)
+        return build()
+
+    found = ms.memory.fits(counting, 1 << 40)
+    assert [row.name for row in found.rows] == ["as built"] and len(built) == 1
+    assert "every=True, or --every, tries it, too" in " ".join(found.report().split())
+    budget = rows(every(build, 1 << 40))["checkpoint by block"].peak
+    found = ms.memory.fits(build, budget)
+    assert found.cheapest is found.rows[-1]
+    assert [row.fits for row in found.rows[:-1]] == [False] * (len(found.rows) - 1)
+    assert 1 < len(found.rows) < 14
+
+
+@pytest.mark.parametrize("raised", [AttributeError, AssertionError, KeyError])
+def test_a_row_whose_step_fails_has_the_reason(raised):
+    """As a step that reads gradients does, where an optimizer in backward has taken them."""
+
+    def reads():
+        model, optimizer, _ = build()
+        x = torch.randn(256, 64)
+
+        def step():
+            model(x).square().mean().backward()
+            if any(p.grad is None for p in model.parameters()):
+                raise raised("no gradients")
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    found = every(reads, "1GB")
+    row = rows(found)["optimizer in backward"]
+    assert row.peak is None and not row.fits
+    assert raised.__name__ in row.reason and "no gradients" in row.reason
+    assert rows(found)["checkpoint by block"].fits
+    assert "no gradients" in " ".join(found.report().split())
+
+    def always():
+        model, optimizer, _ = build()
+
+        def step():
+            raise raised("of the user")
+
+        return model, optimizer, step
+
+    with pytest.raises(raised, match="of the user"):
+        ms.memory.fits(always, "1GB")
+
+
+def test_grad_scalers_in_every_row():
+    def scaled():
+        model, optimizer, _ = build()
+        scaler, x = torch.amp.GradScaler("cpu"), torch.randn(256, 64)
+
+        def step():
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    found = every(scaled, "1GB", device="cpu")
+    assert rows(found)["as built"].fits and rows(found)["checkpoint by block"].fits
+    assert len(found.rows) == 14
+
+
+def test_progress_is_shown_on_a_terminal(capsys, monkeypatch):
+    pytest.importorskip("tqdm")
+    ms.memory.fits(build, "1GB")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    ms.memory.fits(build, "1GB")
+    assert "means" in capsys.readouterr().err
+
+
+def test_arguments_are_named_in_errors():
+    for wrong in ("999999999TB", "0GB", 0, 1 << 63):
+        with pytest.raises(ValueError, match=r"fits: budget must be positive and less than 2\^63"):
+            ms.memory.fits(build, wrong)
+    for device in ("tpu", "mps", 7.5):
+        with pytest.raises(ValueError, match="fits: device must be the CPU or a CUDA device, got"):
+            ms.memory.fits(build, "1GB", device=device)
+    with pytest.raises(ValueError, match="predict: device must be .*, got 'tpu'"):
+        ms.memory.predict(build, device="tpu")
+    with pytest.raises(TypeError, match=r"fits: build must be a function .*, got a model, Linear"):
+        ms.memory.fits(nn.Linear(2, 2), "1GB")
+    assert main(["fits", f"{__name__}:build", "--budget", "1GB", "--device", "tpu"]) == 2

@@ -1,0 +1,220 @@
+"""memory.predict() against memory.track(): the same step on fake and on real memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from steps import assert_same, builder, mlp, tracked, without_optimizer
+from torch import nn
+
+import memsave_ext as ms
+
+
+def checkpointed(model):
+    ms.checkpoint_modules(model, lambda m: isinstance(m, nn.Sequential) and m is not model)
+    return model
+
+
+OPTIMIZERS = {
+    "AdamW": lambda ps: torch.optim.AdamW(ps),
+    "AdamW foreach": lambda ps: torch.optim.AdamW(ps, foreach=True),
+    "AdamW fused": lambda ps: torch.optim.AdamW(ps, fused=True),
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    "ours": lambda ps: ms.AdamW(ps),
+    "in backward": lambda ps: ms.AdamW(ps, in_backward=True),
+    "8bit": lambda ps: ms.AdamW(ps, in_backward=True, state_dtype="8bit"),
+    "bfloat16": lambda ps: ms.AdamW(ps, in_backward=True, state_dtype=torch.bfloat16),
+    "amsgrad": lambda ps: ms.AdamW(ps, amsgrad=True),
+    "clip": lambda ps: ms.AdamW(ps, clip_global_norm=1.0),
+    "clip each": lambda ps: ms.AdamW(ps, in_backward=True, max_grad_norm=1.0),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name):
+    build = builder(OPTIMIZERS[name])
+    assert_same(ms.memory.predict(build), tracked(build))
+
+
+@pytest.mark.parametrize("bf16", ["stochastic", "kahan", "split"])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_bfloat16_parameters(bf16, in_backward):
+    def make(params):
+        return ms.AdamW(params, in_backward=in_backward, bf16=bf16)
+
+    build = builder(make, dtype=torch.bfloat16)
+    assert_same(ms.memory.predict(build), tracked(build))
+
+
+def test_checkpoint():
+    build = builder(OPTIMIZERS["in backward"], checkpointed)
+    predicted, t = ms.memory.predict(build), tracked(build)
+    assert_same(predicted, t)
+
+    def of(track):
+        return sorted((r.name, r.calls, r.saved_bytes, r.phase) for r in track.regions)
+
+    assert of(predicted) == of(t)
+    assert of(predicted)
+
+
+def test_an_optimizer_step_that_has_the_peak():
+    build = builder(OPTIMIZERS["AdamW foreach"], rows=4)
+    predicted, t = ms.memory.predict(build), tracked(build)
+    assert predicted.peak_phase == t.peak_phase == "optimizer"
+    # Kernels make tensors of numbers such as eps, which no operator shows.
+    assert 0 <= t.peak - predicted.peak <= 16
+
+
+def test_a_model_with_batch_norm_and_embedding():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(50, 32)
+            self.norm = nn.BatchNorm1d(32)
+            self.head = nn.Linear(32, 50)
+
+        def forward(self, tokens):
+            return self.head(F.gelu(self.norm(self.embedding(tokens).flatten(0, 1))))
+
+    def build():
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        tokens = torch.randint(50, (64, 16))
+
+        def step():
+            optimizer.zero_grad()
+            F.cross_entropy(model(tokens), tokens.flatten()).backward()
+            optimizer.step()
+
+        return model, optimizer, step
+
+    assert_same(ms.memory.predict(build), tracked(build))
+
+
+def test_models_are_built_with_known_values():
+    """As some are whose widths follow a rule."""
+
+    def make():
+        widths = torch.round(torch.arange(4, dtype=torch.float32) * 8.3 + 8).int()
+        count = len(torch.unique(widths))
+        model = nn.Sequential(*[nn.Linear(8, width) for width in widths.tolist()])
+        assert count == 4 and [layer.out_features for layer in model] == [8, 16, 25, 33]
+        x = torch.randn(64, 8)
+        return model, lambda: sum(layer(x).square().mean() for layer in model)
+
+    build = without_optimizer(make)
+    assert_same(ms.memory.predict(build), tracked(build))
+
+
+def test_nothing_is_allocated():
+    def build():
+        with ms.memory.track() as t:
+            made = builder(OPTIMIZERS["AdamW"], lambda model: model, rows=1 << 20)()
+        assert t.peak < 1 << 16
+        return made
+
+    assert ms.memory.predict(build).peak > 1 << 30
+
+
+def test_random_numbers_stay():
+    before = torch.get_rng_state()
+    ms.memory.predict(builder(OPTIMIZERS["AdamW"], checkpointed))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_a_model_with_a_batch(meta):
+    with torch.device("meta" if meta else "cpu"):
+        model, x = mlp(), torch.empty(512, 64)
+    optimizer = ms.AdamW(model.parameters(), state_dtype="8bit")
+    predicted = ms.memory.predict(model, optimizer, x, loss=lambda y: y.float().square().mean())
+    same = ms.memory.predict(builder(lambda ps: ms.AdamW(ps, state_dtype="8bit")))
+    assert predicted.peak == same.peak
+    assert next(model.parameters()).is_meta == meta
+    assert not optimizer.state
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_optimizers_of_a_batch_step_in_backward():
+    def make(params):
+        return ms.AdamW(params, in_backward=True, small_bytes=0)
+
+    model, x = mlp(), torch.empty(512, 64)
+    optimizer = make(model.parameters())
+    predicted = ms.memory.predict(model, optimizer, (x,), loss=lambda y: y.float().square().mean())
+    assert predicted.at_peak == ms.memory.predict(builder(make)).at_peak
+    expected = ms.memory.predict(model, None, {"input": x}, loss=lambda y: y.sum())
+    assert expected.at_peak["optimizer"] == 0
+
+
+def test_a_card_that_is_not_there():
+    def build():
+        model = nn.Linear(3, 5).cuda()
+        with torch.device("cuda"):
+            model.append = nn.Linear(5, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        x = torch.randn(7, 3, device="cuda:0").to("cuda", non_blocking=True)
+
+        def step():
+            model.append(model(x)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    predicted = ms.memory.predict(build, device="cuda")
+    assert predicted.device == torch.device("cuda")
+    assert all(tensor.bytes % 512 == 0 for tensor in predicted.top(1000))
+    assert predicted.at_peak["parameters"] == 4 * 512
+    assert predicted.live >= 4 * 512 + 8 * 512 + 512  # with the batch
+
+
+def test_what_a_track_has(tmp_path):
+    predicted = ms.memory.predict(builder(OPTIMIZERS["in backward"], checkpointed))
+    text = predicted.report()
+    assert "What the peak was made of" in text and "Checkpointed regions" in text
+    assert "of all time" not in text and "µs" not in text  # nothing was run
+    assert predicted.to_json(tmp_path / "timeline.json")["peak"] == predicted.peak
+    pytest.importorskip("matplotlib")
+    predicted.plot(tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").stat().st_size > 1000
+
+
+def test_values_that_decide_are_an_error():
+    def build():
+        model = nn.Linear(4, 4)
+        x = torch.randn(4, 4)
+        return model, None, lambda: model(x[x[:, 0] > 0]).sum().backward()
+
+    with pytest.raises(RuntimeError, match=r"aten\.\w*(index|nonzero).* depends on the values"):
+        ms.memory.predict(build)
+
+
+def test_operators_without_a_fake_kernel_are_an_error():
+    with torch.library._scoped_library("predict_test", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CPU")
+
+        def build():
+            model = nn.Linear(4, 4)
+            x = torch.randn(4, 4)
+            return model, None, lambda: torch.ops.predict_test.twice(model(x))
+
+        with pytest.raises(RuntimeError, match=r"predict_test.*register_fake"):
+            ms.memory.predict(build)
+
+
+def test_arguments():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="build must make the model itself"):
+        ms.memory.predict(lambda: (model, None, lambda: None))
+    with pytest.raises(TypeError, match="needs a batch"):
+        ms.memory.predict(model)
+    with pytest.raises(TypeError, match="returned no loss"):
+        ms.memory.predict(model, None, torch.empty(2, 2))
+    with pytest.raises(TypeError, match="must return"):
+        ms.memory.predict(lambda: None)
+    with pytest.raises(TypeError, match="go with a model"):
+        ms.memory.predict(lambda: None, None, torch.empty(2))
+    with pytest.raises(ValueError, match="CPU or a CUDA device"):
+        ms.memory.predict(lambda: None, device="mps")

@@ -1,0 +1,196 @@
+"""memory.predict() of what kernels on the CPU make for themselves, and of gradients that fakes do
+otherwise."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from steps import assert_near, without_optimizer
+from torch import nn
+
+import memsave_ext as ms
+
+avx512 = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="other kernels elsewhere"
+)
+
+
+@pytest.fixture
+def one_thread():
+    """As some kernels add up gradients of weights in memory of each thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# Input channels and size, and the convolution. A convolution of images needs no gradient of them.
+CONVOLUTIONS = {
+    "3 x 3": (16, 16, lambda: nn.Conv2d(16, 32, 3, padding=1)),
+    "to few channels": (48, 16, lambda: nn.Conv2d(48, 12, 3, padding=1)),
+    "strided": (64, 16, lambda: nn.Conv2d(64, 64, 3, stride=2, padding=1)),
+    "1 x 1, strided": (64, 16, lambda: nn.Conv2d(64, 64, 1, stride=2)),
+    "dilated on tiny images": (64, 4, lambda: nn.Conv2d(64, 64, 3, padding=2, dilation=2)),
+    "few channels": (3, 32, lambda: nn.Conv2d(3, 24, 3, stride=2, padding=1)),
+    "patches": (3, 64, lambda: nn.Conv2d(3, 64, 16, stride=16)),
+    "depthwise": (48, 16, lambda: nn.Conv2d(48, 48, 3, padding=1, groups=48)),
+    "wide depthwise": (48, 16, lambda: nn.Conv2d(48, 48, 7, padding=3, groups=48)),
+    "transposed": (32, 16, lambda: nn.ConvTranspose2d(32, 48, 3)),
+    "transposed, strided": (64, 16, lambda: nn.ConvTranspose2d(64, 32, 2, stride=2)),
+    "transposed, to few channels": (20, 32, lambda: nn.ConvTranspose2d(20, 3, 3)),
+    "transposed, in groups": (32, 16, lambda: nn.ConvTranspose2d(32, 32, 4, 2, 1, groups=4)),
+    "transposed, 1 x 1": (32, 16, lambda: nn.ConvTranspose2d(32, 48, 1)),
+    "depthwise on tiny images": (48, 2, lambda: nn.Conv2d(48, 48, 7, padding=3, groups=48)),
+}
+
+
+def convolution(case, memory_format):
+    channels, size, make = CONVOLUTIONS[case]
+    return of_images(make, torch.float32, channels, (size, size), memory_format)
+
+
+def of_images(make, dtype, channels, sizes, memory_format=torch.contiguous_format):
+    def made():
+        model = make().to(dtype)
+        x = torch.randn(4, channels, *sizes, dtype=dtype).contiguous(memory_format=memory_format)
+        x.requires_grad_(channels > 3)
+
+        def loss():
+            x.grad = None
+            return model(x).square().mean()
+
+        return model, loss
+
+    return without_optimizer(made)
+
+
+@avx512
+@pytest.mark.parametrize(
+    ("case", "memory_format"),
+    [(case, torch.contiguous_format) for case in CONVOLUTIONS]
+    + [(case, torch.channels_last) for case in CONVOLUTIONS if "depthwise" in case]
+    + [(case, torch.channels_last) for case in ("transposed", "transposed, strided")],
+)
+def test_convolutions(one_thread, case, memory_format):
+    assert_near(convolution(case, memory_format), 0.01)
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes"), [(nn.ConvTranspose2d, (8, 8)), (nn.ConvTranspose3d, (8, 8, 8))]
+)
+def test_transposed_in_float64(one_thread, make, sizes):
+    """Which oneDNN has no kernels for."""
+    assert_near(of_images(lambda: make(16, 24, 2, 2), torch.float64, 16, sizes), 0.01)
+
+
+LAYERS = {
+    "plain": {},
+    "bidirectional": {"bidirectional": True},
+    "several layers": {"num_layers": 3, "dropout": 0.1},
+    "both": {"num_layers": 2, "bidirectional": True, "batch_first": True},
+    "without biases": {"bias": False},
+    "in eval": {},
+    "projected": {"proj_size": 32},  # by other kernels
+}
+
+
+def recurrent(kind, name, dtype, steps=60, batch=16, width=100, hidden=128):
+    def make():
+        layer = getattr(nn, kind)(width, hidden, **LAYERS[name]).to(dtype)
+        layer.train(name != "in eval")
+        x = torch.randn(steps, batch, width, dtype=dtype)
+
+        def loss():
+            output, state = layer(x)
+            return output.float().square().mean() + state[0].float().sum()
+
+        return layer, loss
+
+    return without_optimizer(make)
+
+
+@avx512
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", LAYERS)
+def test_lstm(name, dtype):
+    assert_near(recurrent("LSTM", name, dtype), 0.02)
+
+
+@avx512
+@pytest.mark.parametrize("sizes", [(1, 1, 16, 16), (300, 2, 256, 64), (5, 64, 90, 256)])
+def test_lstm_of_other_sizes(sizes):
+    build = recurrent("LSTM", "plain", torch.float32, *sizes)
+    # Of tiny ones the pages, to which oneDNN rounds up what kernels take, are much.
+    assert_near(build, 0.02 if min(sizes) > 1 else 0.2)
+
+
+@pytest.mark.parametrize("kind", ["GRU", "RNN"])
+def test_gru_and_rnn(kind):
+    assert_near(recurrent(kind, "several layers", torch.float32), 0.001)
+
+
+class Attention(nn.Module):
+    def __init__(self, transposed):
+        super().__init__()
+        self.scale, self.transposed = nn.Parameter(torch.ones(1)), transposed
+
+    def forward(self, q, k):
+        out = F.scaled_dot_product_attention(q * self.scale, k, k)
+        return out.transpose(1, 2).flatten(2) if self.transposed else out
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize(("queries", "keys"), [(17, 17), (128, 100), (200, 200), (800, 600)])
+def test_attention(queries, keys, transposed):
+    def make():
+        model = Attention(transposed)
+        q, k = torch.randn(2, 4, queries, 16), torch.randn(2, 4, keys, 16)
+        return model, lambda: model(q, k).square().mean()
+
+    # Of several threads not all hold their small buffers at the same time.
+    assert_near(without_optimizer(make), 0.002)
+
+
+BF16 = torch.bfloat16
+CONVERSIONS = {
+    "mixed dtypes": lambda x, y: x.to(BF16) * y,
+    "compared dtypes": lambda x, y: x * (x.to(BF16) > y),
+    "in place": lambda x, y: (x.to(BF16) * 1).add_(y),
+    "a chosen dtype": lambda x, y: torch.where(y > 0.5, x.to(BF16), y),
+    "complex and real": lambda x, y: (torch.complex(x, y) * y).abs(),
+    "narrow mean": lambda x, y: x.to(BF16).mean(),
+    "sums around others": lambda x, y: x.to(BF16).view(8, 8, 80).sum((0, 2)),
+    "wide sum": lambda x, y: x.to(BF16).sum(dtype=torch.float32),
+    "counted": lambda x, y: x / (y > 0.5).sum(),
+    "mse": F.mse_loss,
+    "narrow mse": lambda x, y: F.mse_loss(x.to(BF16), y.to(BF16)),
+    "smooth l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
+    "soft margin": F.soft_margin_loss,
+    "binary cross entropy": lambda x, y: F.binary_cross_entropy(x.sigmoid(), y),
+    "with logits": F.binary_cross_entropy_with_logits,
+    "group norm": lambda x, y: F.group_norm(x.to(BF16), 4),
+    "kthvalue": lambda x, y: x.kthvalue(3).values,
+    "median": lambda x, y: x.median(),
+    "max": lambda x, y: x.max(),
+    "min": lambda x, y: x.min(),
+    "amax": lambda x, y: x.amax(1),
+    "prod": lambda x, y: x.prod(),
+    "prod of rows": lambda x, y: x.prod(1),
+    "cumprod": lambda x, y: x.cumprod(1),
+    "vander": lambda x, y: torch.linalg.vander(x[:4]),
+    "masked prod": lambda x, y: torch.masked.prod(x, 1, mask=y > 0.5),
+    "narrow gather": lambda x, y: x.to(BF16).gather(1, (y * 10).long()),
+    "powers of rows": lambda x, y: x[:, :1] ** x[0],
+    "masked scatter": lambda x, y: y.masked_scatter(y >= 0, x),
+}
+
+
+@pytest.mark.skipif(not ms._native.available, reason="a track sees what kernels make natively")
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_conversions(name):
+    def make():
+        model = nn.Module()
+        model.x, model.y = nn.Parameter(torch.rand(64, 80) + 0.5), nn.Buffer(torch.rand(64, 80))
+        return model, lambda: CONVERSIONS[name](model.x * 1, model.y).sum()
+
+    assert_near(without_optimizer(make), 0.003)
