@@ -50,12 +50,12 @@ def names(operator: str) -> tuple[str, ...]:
     return tuple(argument.name for argument in schema.arguments)
 
 
-def read(operator: str, args: Sequence[Any]) -> Arguments:
-    return Arguments(**dict(zip(names(operator), args, strict=True)))
+def read(operator: str, values: Sequence[Any]) -> Arguments:
+    return Arguments(**dict(zip(names(operator), values, strict=True)))
 
 
-def call(operator: str, of: Arguments) -> Any:
-    return getattr(torch.ops.memsave_ext, operator)(*(getattr(of, n) for n in names(operator)))
+def call(operator: str, args: Arguments) -> Any:
+    return getattr(torch.ops.memsave_ext, operator)(*(getattr(args, n) for n in names(operator)))
 
 
 def statistic_dtype(input: Tensor) -> torch.dtype:
@@ -88,17 +88,17 @@ def nothing(input: Tensor) -> Tensor:
     return input.new_empty(0, dtype=statistic_dtype(input))
 
 
-def check(of: Arguments) -> None:
-    input = of.input
+def check(args: Arguments) -> None:
+    input = args.input
     if input.dim() < 2:
         raise RuntimeError(
             f"batch_norm: expected an input of shape (N, C, *), got {list(input.shape)}"
         )
     if input.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         raise NotImplementedError(f'"batch_norm" not implemented for {input.dtype}')
-    check_activation("batch_norm", of.activation)
+    check_activation("batch_norm", args.activation)
     for name in ("weight", "bias", "running_mean", "running_var"):
-        vector = _on_device(of, name)
+        vector = _on_device(args, name)
         if vector is None:
             continue
         if vector.numel() != input.shape[1]:
@@ -110,7 +110,7 @@ def check(of: Arguments) -> None:
                 f"batch_norm: {name} must be a floating-point tensor, got {vector.dtype}"
             )
     for name in ("residual", "grad"):
-        like = _on_device(of, name)
+        like = _on_device(args, name)
         if like is not None and (like.shape != input.shape or like.dtype != input.dtype):
             raise RuntimeError(
                 f"batch_norm: {name} must have the shape and dtype of input, "
@@ -118,7 +118,7 @@ def check(of: Arguments) -> None:
             )
     dtype, shape = statistic_dtype(input), (2, input.shape[1])
     for name in ("statistics", "means"):
-        rows = _on_device(of, name)
+        rows = _on_device(args, name)
         if rows is None or (rows.dtype == dtype and rows.shape == shape and rows.is_contiguous()):
             continue
         raise RuntimeError(
@@ -128,11 +128,11 @@ def check(of: Arguments) -> None:
         )
 
 
-def _on_device(of: Arguments, name: str) -> Tensor | None:
-    tensor: Tensor | None = getattr(of, name)
-    if tensor is not None and tensor.device != of.input.device:
+def _on_device(args: Arguments, name: str) -> Tensor | None:
+    tensor: Tensor | None = getattr(args, name)
+    if tensor is not None and tensor.device != args.input.device:
         raise RuntimeError(
             f"batch_norm: expected all tensors to be on the same device, but {name} is on "
-            f"{tensor.device} and input on {of.input.device}"
+            f"{tensor.device} and input on {args.input.device}"
         )
     return tensor

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .. import _native, _parts
-from . import fallback, fallback_autograd
+from . import fallback
 from .arguments import (
     Arguments,
     check,
@@ -40,35 +40,38 @@ _GRAD = "Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor? residu
 _ACTIVATION = "str activation, float negative_slope"
 
 
-def _statistics(of: Arguments) -> Tensor:
-    return of.input.new_empty((2, of.input.shape[1]), dtype=statistic_dtype(of.input))
+def _statistics(args: Arguments) -> Tensor:
+    return args.input.new_empty((2, args.input.shape[1]), dtype=statistic_dtype(args.input))
 
 
-def _fake_forward(of: Arguments) -> tuple[Tensor, Tensor]:
-    output = torch.empty_like(of.input, memory_format=memory_format(of.input))
-    return output, nothing(of.input) if of.statistics is not None else _statistics(of)
+def _fake_forward(args: Arguments) -> tuple[Tensor, Tensor]:
+    output = torch.empty_like(args.input, memory_format=memory_format(args.input))
+    return output, nothing(args.input) if args.statistics is not None else _statistics(args)
 
 
-def _fake_backward_input(of: Arguments) -> tuple[Tensor, ...]:
-    layout = grad_memory_format(of.input)
+def _fake_backward_input(args: Arguments) -> tuple[Tensor, ...]:
+    layout = grad_memory_format(args.input)
     return tuple(
-        torch.empty_like(of.input, memory_format=layout) if wanted else nothing(of.input)
-        for wanted in of.output_mask[:2]
+        torch.empty_like(args.input, memory_format=layout) if wanted else nothing(args.input)
+        for wanted in args.output_mask[:2]
     )
 
 
-def _fake_backward(of: Arguments) -> tuple[Tensor, ...]:
+def _fake_backward(args: Arguments) -> tuple[Tensor, ...]:
     def channels(like: Tensor | None, wanted: bool) -> Tensor:
-        dtype = statistic_dtype(of.input) if like is None or not wanted else like.dtype
-        return of.input.new_empty(of.input.shape[1] if wanted else 0, dtype=dtype)
+        dtype = statistic_dtype(args.input) if like is None or not wanted else like.dtype
+        return args.input.new_empty(args.input.shape[1] if wanted else 0, dtype=dtype)
 
-    weight, bias = channels(of.weight, of.output_mask[2]), channels(of.bias, of.output_mask[3])
-    return *_fake_backward_input(of), weight, bias
+    weight, bias = (
+        channels(args.weight, args.output_mask[2]),
+        channels(args.bias, args.output_mask[3]),
+    )
+    return *_fake_backward_input(args), weight, bias
 
 
-def _fake_moments(of: Arguments) -> Tensor:
-    size = 2 * of.input.shape[1] * statistic_dtype(of.input).itemsize + 8
-    return of.input.new_empty(size, dtype=torch.uint8)
+def _fake_moments(args: Arguments) -> Tensor:
+    size = 2 * args.input.shape[1] * statistic_dtype(args.input).itemsize + 8
+    return args.input.new_empty(size, dtype=torch.uint8)
 
 
 _Kernel = Callable[[Arguments], Any]
@@ -106,10 +109,10 @@ _OPERATORS: dict[str, tuple[str, _Kernel, _Kernel]] = {
 
 
 def _checked(name: str, kernel: _Kernel) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        of = read(name, args)
-        check(of)
-        return kernel(of)
+    def run(*values: Any) -> Any:
+        args = read(name, values)
+        check(args)
+        return kernel(args)
 
     return run
 
@@ -122,8 +125,8 @@ for _name, (_schema, _kernel, _fake) in _OPERATORS.items():
     _parts.add_kernel("batch_norm", _name, _checked(_name, _kernel))
     torch.library.register_fake(f"memsave_ext::{_name}", _checked(_name, _fake), lib=_library)
 for _name, _autograd in (
-    ("batch_norm_forward", fallback_autograd.forward),
-    ("batch_norm_backward", fallback_autograd.backward),
+    ("batch_norm_forward", fallback.differentiable_forward),
+    ("batch_norm_backward", fallback.differentiable_backward),
 ):
     if not _native.available:
         _library.impl(_name, _autograd, "Autograd")

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,12 @@ import torch
 from .. import _native, _parts
 from .._version import __version__
 from . import levels
-from .kernels import KERNELS, Kernel, check_kernel
+from .kernels import KERNELS, Kernel, called, check_kernel, copied
 from .rows import Row, message
-from .speed import copy_speed, speed_of
 from .training import RUNS, check_run
+
+_ROUNDS, _SECONDS = 9, 0.25  # a kernel is called until one of them is reached
+_MANY_BYTES = 1 << 28  # more than caches hold
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,7 +111,7 @@ def _rows(quick: bool) -> Iterator[Row]:
 
 def _rows_of(device: torch.device, quick: bool) -> Iterator[Row]:
     where = f"cpu {levels.level()}" if device.type == "cpu" else str(device)
-    speed = None if quick else copy_speed(device)
+    speed = None if quick else _copy_speed(device)
     copied = "" if speed is None else f": a copy reads and writes {speed:.1f} GB/s"
     print(f"\n{where}{copied}")
     print(f"{'part':<11}{'what':<26}{'to Python':>10}{'to fp64':>9}{'GB/s':>9}{'of a copy':>11}")
@@ -140,13 +144,64 @@ def _is_checked(part: str) -> bool:
 
 def _time(kernel: Kernel, row: Row, device: torch.device, speed: float) -> None:
     try:
-        row.gb_per_s = speed_of(kernel, device)
+        row.gb_per_s = _speed_of(kernel, device)
     except torch.OutOfMemoryError:
         return
     except Exception as error:  # the others are to be timed
         row.wrong(message(error))
     if row.gb_per_s is not None:
         row.percent_of_copy = 100 * row.gb_per_s / speed
+
+
+def _copy_speed(device: torch.device) -> float:
+    """Returns the GB/s that a copy reads and writes."""
+    size = _MANY_BYTES
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return 2 * size / _seconds(lambda: target.copy_(source), device) / 1e9
+
+
+def _speed_of(kernel: Kernel, device: torch.device) -> float | None:
+    """Returns the GB/s of what a kernel has to move, each input and each output once; None where it
+    isn't timed."""
+    if kernel.large is None:
+        return None
+    arguments, moved = kernel.large(device)
+    operator = getattr(torch.ops.memsave_ext, kernel.operator)
+    # In turn, so that none is found in a cache.
+    copies = [arguments, *(copied(arguments) for _ in range(_MANY_BYTES // moved))]
+    turns = itertools.cycle(copies)
+    return moved / _seconds(lambda: called(operator, next(turns)), device) / 1e9
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Returns the shortest time of a call, after one that is not counted."""
+    taken: list[float] = []
+    _synchronize(device)
+    begin = time.perf_counter()
+    while len(taken) <= _ROUNDS and (len(taken) < 3 or time.perf_counter() - begin < _SECONDS):
+        taken.append(_events(call) if device.type == "cuda" else _clock(call))
+    return min(taken[1:])
+
+
+def _clock(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _events(call: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _is_usable(device: torch.device) -> bool:

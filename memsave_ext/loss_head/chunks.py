@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from . import operators
 from .reference import Options
-from .rows import Rows
 
 BLOCK = 256  # with as many classes, borders of chunks are borders of blocks of 8-bit states
 LARGEST = 8192
@@ -28,6 +27,14 @@ class Settings(NamedTuple):
     tokens: int  # in a chunk
     in_region: bool  # whether a checkpointed region is around the call
     debug: bool
+
+
+class Rows(Protocol):
+    """The step of a weight, in parts. Made by an optimizer that steps in backward."""
+
+    def step(self, first: int, grad: Tensor) -> None:
+        """Steps the rows from ``first`` on with their gradient."""
+        ...
 
 
 class Chunk(NamedTuple):

@@ -1,17 +1,19 @@
-"""The loss as an autograd Function."""
+"""The loss as an autograd Function, and whether its backward steps the rows of the weight."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _leaves
-from . import rows
-from .chunks import Chunks, Settings
+from .. import _leaves, _parts
+from .chunks import Chunks, Rows, Settings
 from .reference import reference
+
+_WEIGHT = 1  # the position of the weight among the inputs of Head
 
 
 class Head(torch.autograd.Function):
@@ -45,15 +47,15 @@ class Head(torch.autograd.Function):
         needed = ctx.needs_input_grad[:3]
         with torch.autocast(grad.device.type, enabled=False):
             if torch.is_grad_enabled():
-                rows.explain(settings.debug, "backward makes a graph (create_graph=True)")
+                _explain(settings.debug, "backward makes a graph (create_graph=True)")
                 return *_differentiable(tensors, grad, settings, needed), None, None, None
             coefficients = coefficients.clone()
             if target.dim() == 1:  # a gradient that is not finite has no part where nothing counts
                 grad = torch.where(target != settings.options.ignore_index, grad, 0.0)
             coefficients[2:] *= grad.to(coefficients.dtype)
-            begun = rows.begin(settings.in_region, settings.debug) if needed[1] else None
+            rows = _begin_rows(settings.in_region, settings.debug) if needed[_WEIGHT] else None
             chunks = Chunks(*tensors, settings)
-            return *chunks.gradients(coefficients, needed, begun), None, None, None
+            return *chunks.gradients(coefficients, needed, rows), None, None, None
 
 
 def run(
@@ -81,3 +83,30 @@ def _differentiable(
     loss = reference(cast[0], cast[1], tensors[3], cast[2], tensors[4], settings.options)
     found = iter(torch.autograd.grad(loss, wanted, grad.to(loss.dtype), create_graph=True))
     return [next(found) if need else None for need in needed]
+
+
+def _begin_rows(in_region: bool, debug: bool) -> Rows | None:
+    """Begins the step of the weight of the node that autograd runs now.
+
+    Returns None where its gradient has to be whole; ``debug`` warns why.
+    """
+    begun: Rows | str
+    if in_region:
+        begun = "the loss is inside of a checkpointed region"
+    elif (native := _parts.native("adam")) is None:
+        begun = "optimizers of memsave_ext run in pure Python"
+    else:
+        begun = native.begin_adam_rows(_WEIGHT)
+    if isinstance(begun, str):
+        _explain(debug, begun)
+        return None
+    return begun
+
+
+def _explain(debug: bool, reason: str) -> None:
+    if debug:
+        warnings.warn(
+            f"memsave_ext: linear_cross_entropy: the gradient of linear_weight is whole: {reason}",
+            UserWarning,
+            stacklevel=3,
+        )

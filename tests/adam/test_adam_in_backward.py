@@ -2,12 +2,11 @@
 
 import collections
 import gc
-import threading
 import weakref
 
 import pytest
 import torch
-from helpers import leaf
+from helpers import leaf, run_threads
 from stepped_in_backward import loss, make, values
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
@@ -356,13 +355,7 @@ def test_nested_backward_in_a_hook():
 
 def test_backwards_in_threads():
     params, optimizer = make(8, small_bytes=0)
-    threads = [
-        threading.Thread(target=lambda part=params[i::4]: loss(part).backward()) for i in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(lambda i: loss(params[i::4]).backward(), 4)
     optimizer.step()
     assert [optimizer.state[p]["step"].item() for p in params] == [1] * 8
 

@@ -1,9 +1,8 @@
 """What goes wrong in the steps of an optimizer that in_backward() has taken, and threads."""
 
-import threading
-
 import pytest
 import torch
+from helpers import run_threads
 from own_steps import TORCHS, assert_same, loss, model, pair, step
 from torch import nn
 
@@ -73,11 +72,7 @@ def test_backwards_of_several_threads_at_once():
         sum((p * p).sum() for p in mine).backward()
 
     for _ in range(10):
-        threads = [threading.Thread(target=run, args=(params[i::4],)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(lambda i: run(params[i::4]), 4)
         optimizer.step()
         run(copies)
         other.step()
@@ -89,7 +84,5 @@ def test_a_thread_of_its_own():
     ours, theirs = pair(SGD)
     for number in range(3):
         for each in (ours, theirs):
-            thread = threading.Thread(target=step, args=(*each, number))
-            thread.start()
-            thread.join()
+            run_threads(lambda _, each=each, number=number: step(*each, number), 1)
     assert_same(ours, theirs)

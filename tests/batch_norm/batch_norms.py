@@ -106,6 +106,11 @@ CHECKPOINTS = {
 # What torch, or whoever wrote them, does not support there.
 NO_DOUBLE_BACKWARD = {"CheckpointFunction", "reentrant", "fairscale", "original"}
 NO_SECOND_BACKWARD = {"selective", "selective, all saved"}
+# One of each kind of region; and those that are Functions of other people.
+KINDS = "checkpoint", "CheckpointFunction", "non-reentrant", "non-reentrant context_fn", "reentrant"
+FUNCTIONS = "reentrant", "fairscale", "original"
+NOT_LOOKED_FOR = "in eval mode the forwards of other people's Functions are not looked for"
+SAVED = "selective, all saved"  # recomputes nothing
 
 
 def plain(function, x, parameters):

@@ -1,19 +1,13 @@
 """Batch norms that are made inside a region, at each run anew, keep their own statistics."""
 
 import copy
-import threading
 
 import pytest
 import torch
-from batch_norms import CHECKPOINTS, plain
-from helpers import assert_equal
+from batch_norms import CHECKPOINTS, FUNCTIONS, KINDS, NOT_LOOKED_FOR, SAVED, plain
+from helpers import assert_equal, run_threads
 
 import memsave_ext as ms
-
-KINDS = "checkpoint", "CheckpointFunction", "non-reentrant", "non-reentrant context_fn", "reentrant"
-FUNCTIONS = "reentrant", "fairscale", "original"
-NOT_LOOKED_FOR = "in eval mode the forwards of other people's Functions are not looked for"
-SAVED = "selective, all saved"  # recomputes nothing
 
 
 def fresh(t, count=6):
@@ -131,11 +125,7 @@ def test_regions_in_threads_share_modules():
         for _ in range(5):
             (found[i],) = torch.autograd.grad(ms.checkpoint(function, xs[i]).square().sum(), xs[i])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(work, 4)
     assert_equal(found, expected)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from batch_norms import (
     CHECKPOINTS,
+    KINDS,
     NO_DOUBLE_BACKWARD,
     NO_SECOND_BACKWARD,
     assert_same_buffers,
@@ -146,10 +147,6 @@ def check(program, run, tolerance=0.0):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_as_without_checkpoint(program, name):
     check(program, CHECKPOINTS[name])
-
-
-# One of each kind of region.
-KINDS = "checkpoint", "CheckpointFunction", "non-reentrant", "non-reentrant context_fn", "reentrant"
 
 
 @pytest.mark.parametrize("inner", KINDS)

@@ -4,18 +4,22 @@ import copy
 
 import pytest
 import torch
-from batch_norms import CHECKPOINTS, NO_SECOND_BACKWARD, assert_same_buffers, plain
+from batch_norms import (
+    CHECKPOINTS,
+    FUNCTIONS,
+    KINDS,
+    NO_SECOND_BACKWARD,
+    NOT_LOOKED_FOR,
+    SAVED,
+    assert_same_buffers,
+    plain,
+)
 from helpers import assert_equal
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations, parametrize
 
 import memsave_ext as ms
-
-KINDS = "checkpoint", "CheckpointFunction", "non-reentrant", "non-reentrant context_fn", "reentrant"
-FUNCTIONS = "reentrant", "fairscale", "original"
-NOT_LOOKED_FOR = "in eval mode the forwards of other people's Functions are not looked for"
-SAVED = "selective, all saved"  # recomputes nothing
 
 
 class Net(nn.Module):

@@ -1,6 +1,6 @@
-"""Optimizers that in_backward() has taken, under DistributedDataParallel and FSDP2, on gloo ranks.
+"""SGD, Lion and optimizers that in_backward() has taken, under DDP and FSDP2, on gloo ranks.
 
-Each is compared, to the bit, with its ordinary step() under the same parallelism.
+Each is compared, to the bit, with a step after backward under the same parallelism: torch's of SGD.
 """
 
 import os
@@ -28,6 +28,17 @@ MAKES = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
 }
+MOMENTUM = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
+DAMPENED = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+# SGD and Lion in backward, and what they are compared with.
+PAIRS = {
+    "SGD": (ms.SGD, torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (ms.SGD, torch.optim.SGD, MOMENTUM),
+    "dampening": (ms.SGD, torch.optim.SGD, DAMPENED),
+    "Lion": (ms.Lion, ms.Lion, {"lr": 0.01, "weight_decay": 0.1}),
+    "states bf16": (ms.Lion, ms.Lion, {"lr": 0.01, "state_dtype": torch.bfloat16}),
+}
+fuses = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
 
 
 class Net(nn.Module):
@@ -156,6 +167,30 @@ def fsdp_resumed():
     return {"AdamW": [resumed, train(net, MAKES["AdamW"](net.parameters()))]}
 
 
+def sgd_and_lion_ddp():
+    results = {}
+    for name, (ours, theirs, options) in PAIRS.items():
+        nets = [DistributedDataParallel(Net()) for _ in range(2)]
+        optimizer = ours(nets[0].parameters(), **options, in_backward=True)
+        optimizer.attach(nets[0])
+        other = theirs(nets[1].parameters(), **options)
+        results[name] = train(nets[0], optimizer), train(nets[1], other)
+    return results
+
+
+def sgd_and_lion_fsdp():
+    results = {}
+    for name, (ours, theirs, options) in PAIRS.items():
+        nets = [shard(Net()) for _ in range(2)]
+        optimizer = ours(nets[0].parameters(), **options, in_backward=True)
+        other = theirs(nets[1].parameters(), **options)
+        results[name] = train(nets[0], optimizer), train(nets[1], other)
+        for param in nets[0].parameters():
+            for key, value in optimizer.state.get(param, {}).items():
+                assert isinstance(value, DTensor) == (key != "step")
+    return results
+
+
 def refusals():
     said = {}
 
@@ -172,12 +207,13 @@ def refusals():
 
 
 SAME = [ddp, many_buckets, views, unused, micro_batches, fsdp, fsdp_resumed]
+SGD_AND_LION = [sgd_and_lion_ddp, sgd_and_lion_fsdp]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     os.environ[FOLDER] = str(tmp_path_factory.mktemp("checkpoints"))
-    found = run_ranks(2, [*SAME, refusals])
+    found = run_ranks(2, [*SAME, *SGD_AND_LION, refusals])
     del os.environ[FOLDER]
     return found
 
@@ -189,6 +225,18 @@ def test_equals_the_ordinary_step(results, name):
         for kind, (ours, theirs) in rank.items():
             for p, q in zip(ours, theirs, strict=True):
                 assert torch.equal(p, q), kind
+
+
+@pytest.mark.parametrize("name", [f.__name__ for f in SGD_AND_LION])
+def test_sgd_and_lion_equal_the_step_after_backward(results, name):
+    for rank in results[name]:
+        assert isinstance(rank, dict), rank
+        for kind, (ours, theirs) in rank.items():
+            for p, q in zip(ours, theirs, strict=True):
+                if fuses or kind in ("Lion", "states bf16"):
+                    assert torch.equal(p, q), kind
+                else:
+                    torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
 def test_refusals(results):
