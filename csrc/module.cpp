@@ -14,6 +14,7 @@
 #include "checkpoint/hooks.h"
 #include "checkpoint/recomputing.h"
 #include "checkpoint/region.h"
+#include "checkpoint/rules.h"
 #include "checkpoint/stepped.h"
 #include "errors.h"
 #include "memory/active.h"
@@ -47,6 +48,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("pack_hooks", &memsave_ext::checkpoint::pack_hooks);
   m.def("register_functions", &memsave_ext::register_functions);
   m.def("use_engine_hooks", &memsave_ext::checkpoint::use_engine_hooks);
+  m.def("give_checkpoint_rules", &memsave_ext::checkpoint::give_rules);
   m.def("is_any_pending", &memsave_ext::checkpoint::is_any_pending);
   m.def("note_step", &memsave_ext::checkpoint::note_step);
   memsave_ext::checkpoint::init_hooks();

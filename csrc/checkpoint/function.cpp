@@ -53,9 +53,9 @@ std::optional<Arguments> parse(PyObject* const* args, Py_ssize_t nargs) {
 
 // Throws the error that the checks in Python make of wrong arguments.
 [[noreturn]] void refuse(PyObject* const* args, Py_ssize_t nargs) {
-  py::tuple given(nargs);
-  for (Py_ssize_t i = 0; i < nargs; ++i) given[i] = py::reinterpret_borrow<py::object>(args[i]);
-  call_errors("check_arguments", *given);
+  py::tuple all(nargs);
+  for (Py_ssize_t i = 0; i < nargs; ++i) all[i] = py::reinterpret_borrow<py::object>(args[i]);
+  call_errors("check_arguments", *all);
   TORCH_INTERNAL_ASSERT(false, "check_arguments takes what CheckpointFunction.apply does not");
 }
 
@@ -230,7 +230,7 @@ py::object apply(const Arguments& arguments) {
   for (size_t i = 0; i < versions.size(); ++i) {
     if (arguments.inputs[i]._version() != versions[i]) throw_error("input_changed", i);
   }
-  outside.leave_out_own_changes(roots);
+  outside.leave_out_changes_of_forward(roots);
   rng->forget_unused_capture();
   auto node = make_node<CheckpointNode>(
       arguments.function, std::move(saved), std::move(types), std::move(parameters),

@@ -232,11 +232,11 @@ HookGuard::HookGuard(std::shared_ptr<Packer> packer) {
   hook->vectorcall = pack;
   new (&hook->packer) std::shared_ptr<Packer>(std::move(packer));
   hook_ = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(hook));
-  const auto own = [](PyObject* object) {
+  const auto reference_to = [](PyObject* object) {
     Py_INCREF(object);
     return c10::SafePyObject(object, getPyInterpreter());
   };
-  at::SavedTensorDefaultHooks::push_hooks(own(hook_.ptr()), own(unpack_hook));
+  at::SavedTensorDefaultHooks::push_hooks(reference_to(hook_.ptr()), reference_to(unpack_hook));
 }
 
 HookGuard::~HookGuard() {

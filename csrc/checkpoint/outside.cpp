@@ -8,6 +8,7 @@
 #include <unordered_map>
 
 #include "checkpoint/call.h"
+#include "checkpoint/rules.h"
 
 namespace memsave_ext::checkpoint {
 
@@ -15,15 +16,12 @@ namespace py = pybind11;
 
 namespace {
 
-constexpr size_t kDeepest = 64;        // levels
-constexpr Py_ssize_t kLargest = 1000;  // elements
-
 // Looked up once. Never freed: they outlive the interpreter's last region.
 struct Types {
   PyTypeObject* module;
   PyTypeObject* partial;
   PyObject *parameters, *modules, *dataclass_fields, *func, *args, *keywords;
-  PyObject* own_attributes;  // a set of attribute names that every torch module has
+  PyObject* module_attributes;  // a set of attribute names that every torch module has
 
   static const Types& get() {
     // With the GIL. A static would be locked while it is made, and whoever waits for that has the
@@ -41,7 +39,7 @@ struct Types {
     };
     module = type("torch.nn", "Module");
     const py::object any_module = py::module_::import("torch.nn").attr("Module")();
-    own_attributes = py::set(any_module.attr("__dict__")).release().ptr();
+    module_attributes = py::set(any_module.attr("__dict__")).release().ptr();
     partial = type("functools", "partial");
     parameters = PyUnicode_InternFromString("_parameters");
     modules = PyUnicode_InternFromString("_modules");
@@ -91,23 +89,23 @@ void walk(const std::vector<PyObject*>& roots, TensorWalk& tensors) {
 }
 
 // `before` is the version in the forward, or nothing where another tensor was there.
-ChangedTensor changed_tensor(PyObject* object, const std::string& name,
-                             std::optional<uint32_t> before) {
+void add_change(PyObject* object, const std::string& name, std::optional<uint32_t> before,
+                std::vector<ChangedTensor>& changed) {
   const at::Tensor& tensor = THPVariable_Unpack(object);
-  const auto description =
-      call_errors("describe_change", py::handle(object), name, before, version_of(tensor));
+  const py::object change =
+      registered("checkpoint_rules")
+          .attr("change")(py::handle(object), name, before, version_of(tensor));
+  if (change.is_none()) return;
   const auto range = is_wrapper(tensor) ? ByteRange{0, 0} : ByteRange::of(tensor);
-  return {tensor.unsafeGetTensorImpl(), storage_of(tensor), range, py::str(description)};
+  changed.push_back({tensor.unsafeGetTensorImpl(), storage_of(tensor), range, py::str(change)});
 }
 
 thread_local ReadObserver* observer = nullptr;  // the innermost of this thread
 
 // Operators that read a tensor's shape alone.
 bool reads_no_values(std::string_view name) {
-  const auto ends_with = [&](std::string_view end) {
-    return name.size() >= end.size() && name.substr(name.size() - end.size()) == end;
-  };
-  return name.rfind("aten::new_", 0) == 0 || ends_with("_like");
+  return begins_with_any(name, rules().shape_alone_beginnings) ||
+         ends_with_any(name, rules().shape_alone_endings);
 }
 
 bool writes(const at::RecordFunction& operator_, size_t argument) {
@@ -120,7 +118,7 @@ bool writes(const at::RecordFunction& operator_, size_t argument) {
 }  // namespace
 
 void TensorWalk::visit(PyObject* object, PyObject* key, Py_ssize_t index) {
-  if (object == nullptr || path_.size() > kDeepest) return;
+  if (object == nullptr || path_.size() > rules().deepest) return;
   path_.push_back({key, index});
   if (THPVariable_Check(object)) {
     visitor_(object);
@@ -157,14 +155,14 @@ void TensorWalk::visit_inside(PyObject* object) {
 }
 
 void TensorWalk::visit_sequence(PyObject* object) {
-  if (PySequence_Fast_GET_SIZE(object) > kLargest) return;
+  if (PySequence_Fast_GET_SIZE(object) > rules().largest) return;
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
     visit(PySequence_Fast_GET_ITEM(object, i), nullptr, i);
   }
 }
 
 void TensorWalk::visit_dict(PyObject* dict) {
-  if (PyDict_GET_SIZE(dict) > kLargest) return;
+  if (PyDict_GET_SIZE(dict) > rules().largest) return;
   PyObject *key, *value;
   Py_ssize_t position = 0;
   while (PyDict_Next(dict, &position, &key, &value)) visit(value, key);
@@ -180,7 +178,7 @@ void TensorWalk::visit_module(PyObject* module) {
   PyObject *name, *value;
   Py_ssize_t position = 0;
   while (PyDict_Next(dict.ptr(), &position, &name, &value)) {
-    if (!is_plain(value) && PySet_Contains(Types::get().own_attributes, name) == 0) {
+    if (!is_plain(value) && PySet_Contains(Types::get().module_attributes, name) == 0) {
       visit(value, name);
     }
   }
@@ -236,7 +234,7 @@ void OutsideTensors::note(const std::vector<PyObject*>& roots) {
   walk(roots, tensors);
 }
 
-void OutsideTensors::leave_out_own_changes(const std::vector<PyObject*>& roots) {
+void OutsideTensors::leave_out_changes_of_forward(const std::vector<PyObject*>& roots) {
   size_t index = 0;
   TensorWalk tensors([&](PyObject* object) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
@@ -267,15 +265,14 @@ std::vector<ChangedTensor> OutsideTensors::find_changed(const std::vector<PyObje
     }
     if (noted != nullptr) {
       if (noted->changed_by_forward || noted->is_as_it_was(tensor)) return;
-      changed.push_back(changed_tensor(object, tensors.name(), noted->version));
+      add_change(object, tensors.name(), noted->version, changed);
       return;
     }
-    // FSDP and offloading put other tensors in a parameter's place: these are not changes.
-    if (!known || is_wrapper(tensor) || tensor.is_meta() || tensor.numel() == 0) return;
+    if (!known || is_wrapper(tensor)) return;
     const Noted& before = noted_[index - 1];
     const auto* storage = before.storage._unsafe_get_target();
     if (storage == nullptr || storage == storage_of(tensor)) return;
-    changed.push_back(changed_tensor(object, tensors.name(), std::nullopt));
+    add_change(object, tensors.name(), std::nullopt, changed);
   });
   walk(roots, tensors);
   return changed;

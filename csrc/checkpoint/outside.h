@@ -19,11 +19,11 @@
 
 namespace memsave_ext::checkpoint {
 
-// Visits, always in the same order, tensors in: tuples, lists, dicts and dataclasses, nested, of up
-// to 1000 elements; parameters and attributes of modules, but not buffers; what functions close
-// over and the globals that they name, if these are tensors or modules; the objects that bound
-// methods belong to; the parts of functools.partial. What holds tensors is visited once. Needs the
-// GIL.
+// Visits, always in the same order, tensors in: tuples, lists, dicts and dataclasses, nested,
+// unless they are very large; parameters and attributes of modules, but not buffers; what functions
+// close over and the globals that they name, if these are tensors or modules; the objects that
+// bound methods belong to; the parts of functools.partial. What holds tensors is visited once.
+// Needs the GIL.
 class TensorWalk {
  public:
   // Called with each tensor; name() then tells where it was found.
@@ -66,7 +66,7 @@ class OutsideTensors {
   // Notes, before the forward, identity, storage and version of every tensor reached from `roots`.
   void note(const std::vector<PyObject*>& roots);
   // After the forward: forgets the tensors that the forward itself has changed.
-  void leave_out_own_changes(const std::vector<PyObject*>& roots);
+  void leave_out_changes_of_forward(const std::vector<PyObject*>& roots);
   // The tensors that are no longer as noted.
   std::vector<ChangedTensor> find_changed(const std::vector<PyObject*>& roots) const;
 

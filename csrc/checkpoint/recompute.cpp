@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "checkpoint/call.h"
+#include "checkpoint/rules.h"
 #include "compat.h"
 
 namespace memsave_ext::checkpoint {
@@ -39,7 +40,7 @@ void collect_nodes(PyObject* value, std::vector<Node*>& nodes) {
 }  // namespace
 
 bool fills_after_saving(const Node& node) {
-  return node.name().rfind("RreluWithNoise", 0) == 0;  // rrelu in training saves its empty noise
+  return begins_with_any(node.name(), rules().fills_after_saving);
 }
 
 bool last_save_is_filled_later(PyObject* outputs, uint64_t sequence_nr) {
@@ -112,27 +113,22 @@ bool Recompute::save(const at::Tensor& tensor) {
 }
 
 void Recompute::check(const std::vector<Read>& reads) const {
-  const py::object& on_error = region_.on_error_;
   const size_t saved = region_.slots_.size();
-  if (!mutated_.empty() || !reads.empty()) {
-    py::list mutations;
-    for (const auto& [position, metadata, in_forward, in_recompute] : mutated_) {
-      mutations.append(py::make_tuple(position, metadata.as_tuple(), in_forward, in_recompute));
-    }
-    throw_error("outside_changed", mutations, as_list(reads), on_error);
+  if (mutated_.empty() && reads.empty() && different_.empty() && (stopped_ || count_ == saved)) {
+    return;
   }
-  if (!different_.empty()) {
-    py::list differences;
-    for (const auto& [position, in_forward, in_recompute] : different_) {
-      differences.append(py::make_tuple(position, in_forward.as_tuple(), in_recompute.as_tuple()));
-    }
-    throw_error("other_metadata", differences, on_error);
+  py::list mutations, differences;
+  for (const auto& [position, metadata, in_forward, in_recompute] : mutated_) {
+    mutations.append(py::make_tuple(position, metadata.as_tuple(), in_forward, in_recompute));
   }
-  if (!forward_finished_) return;  // a backward inside the function: it saves more later
-  // With early_stop the last tensor that is needed ends a recompute, also where running on was
-  // cheaper; what is saved after it is not compared.
-  if (count_ > saved && !region_.options_.early_stop) throw_error("more_saved", on_error);
-  if (!stopped_ && count_ < saved) throw_error("fewer_saved", saved, count_, on_error);
+  for (const auto& [position, in_forward, in_recompute] : different_) {
+    differences.append(py::make_tuple(position, in_forward.as_tuple(), in_recompute.as_tuple()));
+  }
+  const py::object error =
+      registered("checkpoint_rules")
+          .attr("difference")(mutations, as_list(reads), differences, saved, count_, stopped_,
+                              forward_finished_, region_.options_.early_stop, region_.on_error_);
+  if (!error.is_none()) throw_exception(error);
 }
 
 std::shared_ptr<Saved> RecomputePacker::pack(at::Tensor& tensor) {

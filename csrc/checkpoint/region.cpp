@@ -99,7 +99,7 @@ void Region::finish_forward(PyObject* outputs) {
   forward_finished_ = true;
   if (surroundings_.rng) surroundings_.rng->forget_unused_capture();
   if (!slots_.empty()) {
-    if (options_.check_determinism) outside_.leave_out_own_changes(roots());
+    if (options_.check_determinism) outside_.leave_out_changes_of_forward(roots());
     pending_.emplace();
   }
   if (stop_at_last_save_ && !slots_.empty()) {

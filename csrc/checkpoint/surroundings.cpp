@@ -156,17 +156,18 @@ AutocastState AutocastState::capture() {
   state.any_enabled_ =
       !c10::impl::tls_local_dispatch_key_set().excluded_.has_all(c10::autocast_dispatch_keyset);
   if (!state.any_enabled_) return state;
-  for (size_t i = 0; i < kAutocastDevices.size(); ++i) {
-    state.devices_[i] = {at::autocast::is_autocast_enabled(kAutocastDevices[i]),
-                         at::autocast::get_autocast_dtype(kAutocastDevices[i])};
+  for (size_t i = 0; i < rules().autocast_devices.size(); ++i) {
+    state.devices_[i] = {at::autocast::is_autocast_enabled(rules().autocast_devices[i]),
+                         at::autocast::get_autocast_dtype(rules().autocast_devices[i])};
   }
   return state;
 }
 
 void AutocastState::restore() const {
-  for (size_t i = 0; i < kAutocastDevices.size(); ++i) {
-    at::autocast::set_autocast_enabled(kAutocastDevices[i], devices_[i].enabled);
-    if (any_enabled_) at::autocast::set_autocast_dtype(kAutocastDevices[i], devices_[i].dtype);
+  for (size_t i = 0; i < rules().autocast_devices.size(); ++i) {
+    at::autocast::set_autocast_enabled(rules().autocast_devices[i], devices_[i].enabled);
+    if (any_enabled_)
+      at::autocast::set_autocast_dtype(rules().autocast_devices[i], devices_[i].dtype);
   }
   at::autocast::set_autocast_cache_enabled(cache_enabled_);
 }

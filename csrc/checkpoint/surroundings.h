@@ -16,6 +16,7 @@
 
 #include "checkpoint/recomputing.h"
 #include "checkpoint/rng.h"
+#include "checkpoint/rules.h"
 
 namespace memsave_ext::checkpoint {
 
@@ -33,10 +34,10 @@ class Settings {
   void restore_float32(const Settings& now) const;
 
   c10::ScalarType default_dtype_;
-  uint32_t flags_;  // a bit for each of kFlags in settings.cpp
+  uint32_t flags_;  // a bit for each of kFlags in surroundings.cpp
   std::array<at::CuBLASReductionOption, 2> cublas_reductions_;  // of float16 and bfloat16
   at::LinalgBackend linalg_;
-  std::array<at::Float32Precision, 9> float32_;  // one for each of kFloat32 in settings.cpp
+  std::array<at::Float32Precision, 9> float32_;  // one for each of kFloat32 in surroundings.cpp
 };
 
 class SettingsGuard {
@@ -50,10 +51,6 @@ class SettingsGuard {
   const Settings settings_, outer_;
   const bool needed_;
 };
-
-// The device types whose autocast state is carried over.
-inline constexpr std::array kAutocastDevices{c10::DeviceType::CPU, c10::DeviceType::CUDA,
-                                             c10::DeviceType::XPU, c10::DeviceType::MPS};
 
 class AutocastState {
  public:
@@ -70,7 +67,7 @@ class AutocastState {
     c10::ScalarType dtype;
   };
   bool any_enabled_;
-  std::array<Device, kAutocastDevices.size()> devices_{};  // read only where any_enabled_
+  std::array<Device, kMostAutocastDevices> devices_{};  // read only where any_enabled_
   bool cache_enabled_;
 };
 

@@ -87,8 +87,8 @@ class Recorder {
     if (const auto known = step.followed()) {
       // Made of an earlier step: what has come since, such as an optimizer's states, counts now.
       const int64_t more = step.before() - known->before;
-      const auto described = [more](const Plan& of) {
-        return py::make_tuple(of.peak + more, of.seconds);
+      const auto described = [more](const Plan& plan) {
+        return py::make_tuple(plan.peak + more, plan.seconds);
       };
       if (plan) figures["plan"] = described(*plan);
       for (const Plan& other : known->plans) plans.append(described(other));
@@ -180,9 +180,9 @@ py::list plans(const std::vector<ContentFields>& contents, const std::vector<Cal
   for (const auto& [now, peak] : moments) trace.moments.push_back({now, peak});
   std::vector<Plan> plans;
   if (decisions) {
-    std::vector<Decision> given;
-    for (const int decision : *decisions) given.push_back(static_cast<Decision>(decision));
-    plans.push_back(simulate(trace, std::move(given)));
+    std::vector<Decision> chosen;
+    for (const int decision : *decisions) chosen.push_back(static_cast<Decision>(decision));
+    plans.push_back(simulate(trace, std::move(chosen)));
   } else {
     plans = plans_of(trace, most_enumerated);
   }

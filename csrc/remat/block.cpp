@@ -387,7 +387,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
     const bool writes = i < op.writes.size() && op.writes[i];
     // A batch norm is recomputed without its running statistics.
     const bool left_out =
-        (trains && is_running_statistic(i)) || (op.is_own_batch_norm && (i == 5 || i == 6));
+        (trains && is_running_statistic(i)) || (op.is_package_batch_norm && (i == 5 || i == 6));
     if (writes || left_out) {
       for_tensors(inputs[i], [&](const at::Tensor& tensor, int64_t) {
         if (!is_plain(tensor)) return;
@@ -471,8 +471,8 @@ void Block::end(Recording& recording, const at::RecordFunction& function) {
     if (reference.content->call) depth = std::max(depth, reference.content->depth + 1);
   }
   const auto outputs = function.outputs();
-  // Statistics that were given are among the arguments, and this output is empty.
-  if (call.op->is_own_batch_norm && outputs.size() == 2 && is_plain(outputs[1].toTensor()) &&
+  // Where the caller has statistics, they are among the arguments, and this output is empty.
+  if (call.op->is_package_batch_norm && outputs.size() == 2 && is_plain(outputs[1].toTensor()) &&
       outputs[1].toTensor().numel() > 0) {
     // The batch norm is recomputed from the statistics of its forward.
     made(recording, outputs[1].toTensor(), 1, -1);
@@ -524,11 +524,11 @@ void Block::made(Recording& recording, const at::Tensor& tensor, size_t output, 
       written = static_cast<int64_t>(i);
     }
   }
-  const bool own_statistics = recording.call->op->is_own_batch_norm && output == 1;
+  const bool is_statistics = recording.call->op->is_package_batch_norm && output == 1;
   bool waits;
   {
     const std::lock_guard<std::mutex> lock(contents_mutex());
-    if (recording.repeatable && !own_statistics && is_written == (written >= 0)) {
+    if (recording.repeatable && !is_statistics && is_written == (written >= 0)) {
       content->call = recording.call;
       recording.call->made.push_back({content, output, element, written, Geometry::of(tensor)});
     }

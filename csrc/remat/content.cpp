@@ -157,9 +157,9 @@ void release_unused(std::shared_ptr<Content> content, Freed& freed,
       if (next->held) freed.push_back(next->give_up());
       next->dropped = next->decided = false;
       next->pending.reset();
-      for (auto& of : next->needs) {
-        unpin(*of);
-        left.push_back(std::move(of));
+      for (auto& need : next->needs) {
+        unpin(*need);
+        left.push_back(std::move(need));
       }
       next->needs.clear();
     }

@@ -38,8 +38,8 @@ void Fakes::freed(uintptr_t storage) {
 
 at::Tensor Fakes::make(const at::Tensor& on_meta) const {
   const pybind11::gil_scoped_acquire gil;
-  const auto given = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(on_meta));
-  const pybind11::object made = make_(given);
+  const auto wrapped = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(on_meta));
+  const pybind11::object made = make_(wrapped);
   TORCH_INTERNAL_ASSERT(THPVariable_Check(made.ptr()));
   return THPVariable_Unpack(made.ptr());
 }

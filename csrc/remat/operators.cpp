@@ -83,9 +83,9 @@ Operator::Operator(const c10::OperatorName& name)
   is_torch_batch_norm = name.name == "aten::native_batch_norm" ||
                         name.name == "aten::cudnn_batch_norm" ||
                         name.name == "aten::miopen_batch_norm";
-  is_own_batch_norm = name.name == "memsave_ext::batch_norm_forward";
+  is_package_batch_norm = name.name == "memsave_ext::batch_norm_forward";
   // Other libraries' operators may draw random numbers or keep state between calls.
-  const bool is_known = any_begins(name.name, {"aten::", "prims::"}) || is_own_batch_norm;
+  const bool is_known = any_begins(name.name, {"aten::", "prims::"}) || is_package_batch_norm;
   is_repeatable = is_known && !leaves_values_open(name.name) &&
                   name.name != "aten::_native_batch_norm_legit" &&
                   name.name != "aten::_batch_norm_with_update";

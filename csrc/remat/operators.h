@@ -38,7 +38,7 @@ struct Operator {
   // (arguments 3 and 4), which the schema does not say; otherwise it reads them.
   bool is_torch_batch_norm = false;
   // This package's batch_norm_forward.
-  bool is_own_batch_norm = false;
+  bool is_package_batch_norm = false;
 
   // The shortest time measured for a byte of its results: a busy machine can only make it longer.
   mutable std::atomic<double> seconds_per_byte{1};

@@ -46,8 +46,8 @@ std::vector<Decision> drop_within_segments(const Trace& trace, const Routes& rou
   }
   std::vector<Decision> decisions(trace.contents.size(), Decision::kKeep);
   for (const int32_t content : routes.droppable) {
-    const int32_t own = segment_of[routes.repeat_of[content]];
-    const bool crosses = last[content] >= 0 && segment_of[last[content]] > own;
+    const int32_t segment = segment_of[routes.repeat_of[content]];
+    const bool crosses = last[content] >= 0 && segment_of[last[content]] > segment;
     if (!crosses) decisions[content] = Decision::kDrop;
   }
   return decisions;

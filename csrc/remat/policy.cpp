@@ -114,7 +114,7 @@ double seconds_of_copy(int64_t bytes) {
   if (Fakes::current() != nullptr) return kFakeCopy * static_cast<double>(bytes);
   static const double measured = [] {
     const Pause pause;
-    const memory::PauseTracking uncounted;
+    const memory::PauseTracking pause_tracking;
     constexpr int64_t size = 4 << 20;
     const auto from = at::empty({size}, at::kByte).fill_(1);
     const auto to = at::empty({size}, at::kByte).fill_(1);

@@ -68,11 +68,11 @@ void with_width(size_t itemsize, const Body& body) {
 
 std::optional<Random> Random::of(const Operator& op, c10::ArrayRef<const c10::IValue> arguments) {
   if (op.generator && *op.generator < arguments.size()) {
-    const c10::IValue& given = arguments[*op.generator];
-    if (given.isGenerator() && given.toGenerator().defined()) {
+    const c10::IValue& generator = arguments[*op.generator];
+    if (generator.isGenerator() && generator.toGenerator().defined()) {
       // A CUDA graph in capture would not know the generator's copy.
       if (!all_on_cpu(arguments) && checkpoint::GraphRng::current()) return std::nullopt;
-      return Random{clone_of(given.toGenerator()), nullptr};
+      return Random{clone_of(generator.toGenerator()), nullptr};
     }
     if (all_on_cpu(arguments)) {
       return Random{clone_of(at::detail::getDefaultCPUGenerator()), nullptr};

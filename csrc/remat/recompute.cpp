@@ -111,9 +111,9 @@ class Recomputation {
           reference.overwritten ? empty_for(*reference.content) : argument(call, reference);
       if (!reference.overwritten) check_unchanged(call, reference, storage);
       if (reference.written && !reference.overwritten) {
-        const auto [own, is_new] = written.try_emplace(reference.content.get(), storage);
-        if (is_new && !is_last_use(*reference.content)) own->second = copy_of(storage);
-        storage = own->second;
+        const auto [memory, is_new] = written.try_emplace(reference.content.get(), storage);
+        if (is_new && !is_last_use(*reference.content)) memory->second = copy_of(storage);
+        storage = memory->second;
       }
       storages.push_back(storage);
       set(stack, reference, reference.geometry.view(std::move(storage)),

@@ -71,9 +71,9 @@ def run_in_pieces(
     chunking: Chunking,
 ) -> Any:
     """Calls ``region`` with each piece of the arguments, in order, and joins what it returns."""
-    given: dict[Argument, Any] = dict(enumerate(args))
-    given.update(kwargs.items())
-    tensors = _to_cut(given, chunking)
+    arguments: dict[Argument, Any] = dict(enumerate(args))
+    arguments.update(kwargs.items())
+    tensors = _to_cut(arguments, chunking)
     size = next(iter(tensors.values())).size(chunking.dim)
     count = min(chunking.chunks, size)
     if count <= 1:
@@ -91,11 +91,11 @@ def run_in_pieces(
     return _join(results, sizes, chunking.dim)
 
 
-def _to_cut(given: dict[Argument, Any], chunking: Chunking) -> dict[Argument, Tensor]:
+def _to_cut(arguments: dict[Argument, Any], chunking: Chunking) -> dict[Argument, Tensor]:
     """The arguments to cut; not empty, and of one size in the dimension."""
     dim = chunking.dim
     if chunking.args is None:
-        tensors = {k: v for k, v in given.items() if _is_data(v)}
+        tensors = {k: v for k, v in arguments.items() if _is_data(v)}
         if not tensors:
             raise ValueError(
                 "checkpoint: chunks=n cuts the tensors among the arguments, and there are none "
@@ -106,17 +106,17 @@ def _to_cut(given: dict[Argument, Any], chunking: Chunking) -> dict[Argument, Te
         size = tensors[first].size(dim)
         return {k: v for k, v in tensors.items() if _has_dim(v, dim) and v.size(dim) == size}
     for key in chunking.args:
-        if key not in given:
+        if key not in arguments:
             raise ValueError(
-                f"checkpoint: chunk_args names {key!r}, the arguments are {list(given)}"
+                f"checkpoint: chunk_args names {key!r}, the arguments are {list(arguments)}"
             )
-        if not isinstance(given[key], Tensor):
+        if not isinstance(arguments[key], Tensor):
             raise TypeError(
                 f"checkpoint: chunk_args must name tensors, argument {key!r} is a "
-                f"{type(given[key]).__name__}"
+                f"{type(arguments[key]).__name__}"
             )
-        _check_dim(f"argument {key!r}", given[key], dim)
-    tensors = {key: given[key] for key in chunking.args}
+        _check_dim(f"argument {key!r}", arguments[key], dim)
+    tensors = {key: arguments[key] for key in chunking.args}
     sizes = {key: tensor.size(dim) for key, tensor in tensors.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(

@@ -70,9 +70,9 @@ class remat:  # noqa: N801, a context manager is used like a function
         TypeError: an argument of the wrong type.
         ValueError: a budget out of range or not to be read; ``optimizer`` or ``strict`` without a
             budget.
-        RuntimeError: a budget without the native part, or with a CUDA allocator that reports
-            nothing (cudaMallocAsync); a block is entered a second time, or is left in another
-            thread than the one that entered it, or before a block inside it.
+        RuntimeError: a budget with a CUDA allocator that reports nothing (cudaMallocAsync); a block
+            is entered a second time, or is left in another thread than the one that entered it, or
+            before a block inside it.
     """
 
     def __init__(

@@ -123,14 +123,14 @@ def _by(
     for row in saved:
         sums.setdefault(key(row), [0] * 5)[row.verdict == DROPPED] += row.bytes
     for run in recomputed:
-        of = sums.setdefault(key(run), [0] * 5)
-        of[2] += run.bytes
-        of[3] += run.count
-        of[4] += run.seconds
+        total = sums.setdefault(key(run), [0] * 5)
+        total[2] += run.bytes
+        total[3] += run.count
+        total[4] += run.seconds
     largest = sorted(sums.items(), key=lambda entry: -sum(entry[1][:2]))
     return [
-        (name, *(format_bytes(int(b)) for b in of[:3]), int(of[3]), format_seconds(of[4]))
-        for name, of in largest
+        (name, *(format_bytes(int(b)) for b in total[:3]), int(total[3]), format_seconds(total[4]))
+        for name, total in largest
     ]
 
 

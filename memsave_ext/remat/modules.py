@@ -125,8 +125,7 @@ def remat_module(
     Raises:
         TypeError: ``model`` is no module; another argument is of the wrong type.
         ValueError: the instance has a ``forward`` of its own already; a budget is out of range.
-        RuntimeError: a budget without the native part, or with a CUDA allocator that reports
-            nothing (cudaMallocAsync).
+        RuntimeError: a budget with a CUDA allocator that reports nothing (cudaMallocAsync).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(

@@ -144,7 +144,7 @@ class Node(torch.autograd.Function):
         for i, (tensor, version) in enumerate(zip(inputs, versions, strict=True)):
             if tensor._version != version:
                 raise errors.input_changed(i)
-        ctx.outside.leave_out_own_changes([forward.function])
+        ctx.outside.leave_out_changes_of_forward([forward.function])
         forward.positions = [i for i, element in enumerate(elements) if is_differentiable(element)]
         ctx.call, ctx.size = forward, len(elements)
         ctx.pending = Pending()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
+from .. import rules
 from ..errors import Unlisted
 
 
@@ -72,10 +73,7 @@ def check_not_computed_from_listed(listed: Sequence[Tensor]) -> None:
 
 
 def fills_after_saving(node: Any) -> bool:
-    """Whether its operation saves a tensor and fills it then, as rrelu in training does, with its
-    noise (pytorch#193671): stopped at that save, a recompute hands out what was in the memory
-    before."""
-    return bool(node.name().startswith("RreluWithNoise"))
+    return bool(node.name().startswith(rules.FILLS_AFTER_SAVING))
 
 
 def any_fills_after_saving(outputs: Any, mark: int) -> bool:

@@ -16,11 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..errors import Read, describe_change
+from .. import rules
+from ..errors import Read
 from .stepped import ByteRange, Pending
 
-_LARGEST = 1000  # elements of a container
-_DEEPEST = 64
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))  # names that torch gives to every module's
 
 Visitor = Callable[[Tensor, str], None]
@@ -38,7 +37,7 @@ def walk(roots: Iterable[Any], visitor: Visitor) -> None:
 
 
 def _walk(value: Any, visitor: Visitor, visited: set[int], name: str, depth: int) -> None:
-    if depth > _DEEPEST:
+    if depth > rules.DEEPEST:
         return
     if not isinstance(value, Tensor):
         # Once each: objects that lead to each other would be visited along every path.
@@ -55,11 +54,11 @@ def _walk(value: Any, visitor: Visitor, visited: set[int], name: str, depth: int
     if isinstance(value, Tensor):
         visitor(value, name)
     elif isinstance(value, (tuple, list)):
-        if len(value) <= _LARGEST:
+        if len(value) <= rules.LARGEST:
             for i, item in enumerate(value):
                 visit(item, index=i)
     elif isinstance(value, dict):
-        if len(value) <= _LARGEST:
+        if len(value) <= rules.LARGEST:
             for key, item in value.items():
                 visit(item, key)
     elif isinstance(value, nn.Module):
@@ -145,7 +144,7 @@ class OutsideTensors:
     def note(self, roots: Iterable[Any]) -> None:
         walk(roots, lambda tensor, _: self._noted.append(_Noted.of(tensor)))
 
-    def leave_out_own_changes(self, roots: Iterable[Any]) -> None:
+    def leave_out_changes_of_forward(self, roots: Iterable[Any]) -> None:
         index = 0
 
         def compare(tensor: Tensor, _: str) -> None:
@@ -181,18 +180,15 @@ class OutsideTensors:
                     return
                 before = known.version
             else:
-                # FSDP and offloading put other tensors in a parameter's place: these are not
-                # changes.
                 if there is None or there.storage is None or _is_wrapper(tensor):
-                    return
-                if tensor.is_meta or tensor.numel() == 0:
                     return
                 if there.storage.cdata == storage_address(tensor):
                     return
                 before = None
             range_ = ByteRange(0, 0) if _is_wrapper(tensor) else ByteRange.of(tensor)
-            what = describe_change(tensor, name, before, version_of(tensor))
-            changed.append(ChangedTensor(id(tensor), storage_address(tensor), range_, what))
+            what = rules.change(tensor, name, before, version_of(tensor))
+            if what is not None:
+                changed.append(ChangedTensor(id(tensor), storage_address(tensor), range_, what))
 
         walk(roots, compare)
         return changed
@@ -218,19 +214,21 @@ class ReadObserver(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
-        for argument in func._schema.arguments:
+        schema = func._schema
+        values = dict(zip((a.name for a in schema.arguments), args, strict=False)) | (kwargs or {})
+        reads_values = not (
+            schema.name.startswith(rules.SHAPE_ALONE_BEGINNINGS)
+            or schema.name.endswith(rules.SHAPE_ALONE_ENDINGS)
+        )
+        for argument in schema.arguments if reads_values else ():
             if argument.alias_info is not None and argument.alias_info.is_write:
                 continue
-            for tensor in tree_leaves((given | (kwargs or {})).get(argument.name)):
+            for tensor in tree_leaves(values.get(argument.name)):
                 if isinstance(tensor, Tensor):
                     self.look(str(func), tensor)
         return func(*args, **(kwargs or {}))
 
     def look(self, name: str, tensor: Tensor) -> None:
-        operator = name.split(".")[1]
-        if operator.startswith("new_") or operator.endswith("_like"):  # reads a shape alone
-            return
         storage, change = storage_address(tensor), ""
         for changed in self._changed:
             if storage is None:

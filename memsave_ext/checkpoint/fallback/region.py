@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..._leaves import hold_accumulators
 from ..._streams import on_stream
-from .. import errors
+from .. import errors, rules
 from ..errors import CheckpointError, Metadata, OnError, Read
 from .graph import any_fills_after_saving, fills_after_saving, sequence_number
 from .outside import ChangedTensor, OutsideTensors, ReadObserver, observed_reads, version_of
@@ -167,18 +167,17 @@ class Recompute:
         self, reads: list[Read], early_stop: bool, on_error: OnError
     ) -> CheckpointError | None:
         """The error for what this run did differently. ``reads``: of tensors that have changed."""
-        saved = len(self._slots)
-        if self._mutated or reads:
-            return errors.outside_changed(self._mutated, reads, on_error)
-        if self._different:
-            return errors.other_metadata(self._different, on_error)
-        if not self._forward_finished:
-            return None  # a backward inside the function: it saves more later
-        if self._count > saved and not early_stop:
-            return errors.more_saved(on_error)
-        if not self.stopped and self._count < saved:
-            return errors.fewer_saved(saved, self._count, on_error)
-        return None
+        return rules.difference(
+            self._mutated,
+            reads,
+            self._different,
+            self._saved,
+            self._count,
+            self.stopped,
+            self._forward_finished,
+            early_stop,
+            on_error,
+        )
 
 
 _opened_outside = itertools.count()
@@ -254,7 +253,7 @@ class _Region:
         self._finished = True
         if self._slots:
             if self._check:
-                self._outside.leave_out_own_changes(self._roots())
+                self._outside.leave_out_changes_of_forward(self._roots())
             self._pending = Pending()
         if self._stop_at_last_save:
             self._stop_at_last_save = not any_fills_after_saving(outputs, self._mark)

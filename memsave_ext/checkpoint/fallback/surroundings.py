@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ..._streams import on_stream
+from ..rules import AUTOCAST_DEVICES
 
 _thread = threading.local()
 
 
 # Called at the begin and end of every recompute while memory is tracked; None otherwise.
 recompute_observer: Callable[[bool], None] | None = None
-_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class AutocastState:
     @staticmethod
     def capture() -> AutocastState:
         devices = tuple(
-            (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES
+            (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in AUTOCAST_DEVICES
         )
         return AutocastState(devices, torch.is_autocast_cache_enabled())
 
     def restore(self, cache: bool) -> None:
-        for device, (enabled, dtype) in zip(_AUTOCAST_DEVICES, self.devices, strict=True):
+        for device, (enabled, dtype) in zip(AUTOCAST_DEVICES, self.devices, strict=True):
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
         torch.set_autocast_cache_enabled(cache)
