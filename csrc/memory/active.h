@@ -66,11 +66,12 @@ class Listener {
   virtual ~Listener() = default;
   virtual at::Device device() const = 0;
   virtual bool takes_stacks() const { return false; }
+  virtual bool hears_recomputes() const { return false; }
   virtual void allocated(const Moment& moment, void* ptr, int64_t size,
                          std::optional<int64_t> total, const std::shared_ptr<const Origin>& origin,
                          TrackingLock& lock) = 0;
   virtual void freed(const Moment& moment, void* ptr, std::optional<int64_t> total) = 0;
-  virtual void recompute(const Moment&, Again, bool /*begins*/) {}
+  virtual void recompute(const Moment&, checkpoint::Again, bool /*begins*/) {}
 };
 
 // The caller of these holds the mutex.

@@ -48,6 +48,7 @@ class Tracker final : public Listener {
 
   at::Device device() const override { return device_; }
   bool takes_stacks() const override { return stacks_; }
+  bool hears_recomputes() const override { return true; }
 
   // `total`: live bytes by the allocator's own count (CUDA); nullopt on the CPU. `read` is called,
   // in a thread made for it, when so many events are there that somebody should take them.
@@ -73,7 +74,7 @@ class Tracker final : public Listener {
   void allocated(const Moment& moment, void* ptr, int64_t size, std::optional<int64_t> total,
                  const std::shared_ptr<const Origin>& origin, TrackingLock& lock) override;
   void freed(const Moment& moment, void* ptr, std::optional<int64_t> total) override;
-  void recompute(const Moment& moment, Again what, bool begins) override;
+  void recompute(const Moment& moment, checkpoint::Again what, bool begins) override;
 
  private:
   struct Block {
