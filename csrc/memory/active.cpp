@@ -47,7 +47,9 @@ void observe_recompute(checkpoint::Again what, bool begins) {
 }
 
 void set_observer() {
-  const bool observed = !active.empty() || recompute_listener.load() != nullptr;
+  const bool observed = recompute_listener.load() != nullptr ||
+                        std::any_of(active.begin(), active.end(),
+                                    [](Listener* one) { return one->hears_recomputes(); });
   checkpoint::recompute_observer = observed ? &observe_recompute : nullptr;
 }
 

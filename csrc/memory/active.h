@@ -66,6 +66,7 @@ class Listener {
   virtual ~Listener() = default;
   virtual at::Device device() const = 0;
   virtual bool takes_stacks() const { return false; }
+  virtual bool hears_recomputes() const { return false; }
   virtual void allocated(const Moment& moment, void* ptr, int64_t size,
                          std::optional<int64_t> total, const std::shared_ptr<const Origin>& origin,
                          TrackingLock& lock) = 0;

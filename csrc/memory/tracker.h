@@ -48,6 +48,7 @@ class Tracker final : public Listener {
 
   at::Device device() const override { return device_; }
   bool takes_stacks() const override { return stacks_; }
+  bool hears_recomputes() const override { return true; }
 
   // `total`: live bytes by the allocator's own count (CUDA); nullopt on the CPU. `read` is called,
   // in a thread made for it, when so many events are there that somebody should take them.

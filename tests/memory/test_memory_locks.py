@@ -17,14 +17,14 @@ LIBRARY = str(Path(torch.__file__).parent / "lib" / "libc10.so")
 REPORT = "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE"
 
 
-def report(library, address, size):
+def report(library, address, size, total=None):
     """What CUDA's allocator calls, with its lock held. A device is two bytes: kind and index."""
     function = getattr(library(LIBRARY), REPORT)
     function.restype = None
     function.argtypes = [
         ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_uint16
     ]  # fmt: skip
-    function(address, size, size, size, 1)
+    function(address, size, size if total is None else total, size, 1)
 
 
 def report_without_gil(address, size=512):
@@ -41,6 +41,25 @@ def tracker():
     tracker.start(0)
     yield tracker
     tracker.stop()
+
+
+def test_on_a_device_figures_are_its_allocators_own(tracker):
+    for address, size, total in (
+        (0xA, 100, 1100),
+        (0xB, 50, 1400),  # another thread allocated 250
+        (0xC, -30, 1300),  # of before
+        (0xC, -30, 1300),  # nothing changed
+        (0xA, 70, 1370),  # its end was not told
+        (0xA, -70, 1200),
+    ):
+        report(ctypes.PyDLL, address, size, total)
+    assert (tracker.live, tracker.peak) == (1200, 1400)
+    record = tracker.record()
+    _, _, block, change, _, total = record.changes.t().tolist()
+    assert block == [-1, 0, 1, -1, 0, 2, 2]
+    assert change == [2, 1, 1, -1, -1, 1, -1]
+    assert total == [0, 1100, 1400, 1300, 1300, 1370, 1200]
+    assert record.blocks[:, 0].tolist() == [100, 50, 70]
 
 
 def functions_of_stacks(tracker):
