@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memsave_ext as ms
 from memsave_ext import _native
-from memsave_ext.checkpoint.fallback.apply import checkpoint_apply as python_apply
+from memsave_ext.checkpoint.fallback.function import checkpoint_apply as python_apply
 from models import reasons
 
 TORCH = "torch, use_reentrant=False"

@@ -2,13 +2,13 @@
 //
 // Internals of torch that look the same in all of them, by who relies on them. Look there first
 // where a new version compiles and fails.
-// - remat/block, recorder: thread-local RecordFunction callbacks, with inputs and outputs, nested
+// - remat/block: thread-local RecordFunction callbacks, with inputs and outputs, nested
 //   as operators are dispatched; autograd's keys are excluded below autograd.
 // - remat/operators, recompute: OperatorHandle::callBoxed, schemas' alias_info, at::Tag, and
 //   hasKernelForDispatchKey.
-// - remat/content, entries, saved: VariableVersion, weak references to a StorageImpl, and
+// - remat/content, block, saved: VariableVersion, weak references to a StorageImpl, and
 //   make_tensor<TensorImpl>(VIEW, storage, keys, dtype).
-// - checkpoint/engine, hooks: set_default_engine_stub, get_default_saved_variable_hooks, and the
+// - checkpoint/hooks: set_default_engine_stub, get_default_saved_variable_hooks, and the
 //   stack of SavedTensorDefaultHooks.
 // - remat, adam, memory: get_current_graph_task_id().
 #pragma once

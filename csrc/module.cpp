@@ -4,22 +4,19 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "adam/backward.h"
-#include "adam/ddp.h"
+#include "adam/batch.h"
+#include "adam/collector.h"
 #include "adam/format_names.h"
-#include "adam/given.h"
 #include "adam/hook.h"
 #include "adam/rows.h"
-#include "adam/stepper.h"
-#include "checkpoint/apply.h"
-#include "checkpoint/checkpoint.h"
-#include "checkpoint/engine.h"
-#include "checkpoint/errors.h"
 #include "checkpoint/forward_record.h"
+#include "checkpoint/function.h"
 #include "checkpoint/hooks.h"
 #include "checkpoint/recomputing.h"
+#include "checkpoint/region.h"
 #include "checkpoint/stepped.h"
+#include "errors.h"
 #include "memory/active.h"
-#include "memory/pause.h"
 #include "memory/tracker.h"
 #include "remat/bindings.h"
 
@@ -32,7 +29,8 @@ namespace {
 // Outside pybind11, whose argument handling would cost as much as the rest of a call.
 PyMethodDef fast_functions[] = {
     {"checkpoint_apply",
-     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(memsave_ext::checkpoint_apply)),
+     reinterpret_cast<PyCFunction>(
+         reinterpret_cast<void (*)()>(memsave_ext::checkpoint::checkpoint_apply)),
      METH_FASTCALL, "apply(function, n, *args)"},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -43,72 +41,87 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   namespace py = pybind11;
 
   if (PyModule_AddFunctions(m.ptr(), fast_functions) < 0) throw py::error_already_set();
-  m.def("is_recomputing", &memsave_ext::is_recomputing);
-  m.def("checkpoint_region", &memsave_ext::checkpoint_region);
-  m.def("forward_record_scopes", &memsave_ext::forward_record_scopes);
-  m.def("pack_hooks", &memsave_ext::pack_hooks);
-  m.def("register_errors", &memsave_ext::register_errors);
-  m.def("use_engine_hooks", &memsave_ext::use_engine_hooks);
-  m.def("is_any_pending", &memsave_ext::is_any_pending);
-  m.def("note_step", &memsave_ext::note_step);
-  memsave_ext::init_hooks();
+  m.def("is_recomputing", &memsave_ext::checkpoint::is_recomputing);
+  m.def("checkpoint_region", &memsave_ext::checkpoint::checkpoint_region);
+  m.def("forward_record_scopes", &memsave_ext::checkpoint::forward_record_scopes);
+  m.def("pack_hooks", &memsave_ext::checkpoint::pack_hooks);
+  m.def("register_functions", &memsave_ext::register_functions);
+  m.def("use_engine_hooks", &memsave_ext::checkpoint::use_engine_hooks);
+  m.def("is_any_pending", &memsave_ext::checkpoint::is_any_pending);
+  m.def("note_step", &memsave_ext::checkpoint::note_step);
+  memsave_ext::checkpoint::init_hooks();
   memsave_ext::remat::bind(m);
 
   using memsave_ext::memory::Tracker;
   m.def("pause_tracking", &memsave_ext::memory::pause_tracking);
   m.def("listen_to_recomputes", &memsave_ext::memory::listen_to_recomputes);
   py::class_<Tracker>(m, "MemoryTracker")
-      .def(py::init<at::Device, std::vector<int32_t>, bool, int64_t>())
+      .def(py::init<at::Device, bool>())
       .def("start", &Tracker::start)
       .def("stop", &Tracker::stop)
-      .def("enter_module", &Tracker::enter_module)
-      .def("exit_module", &Tracker::exit_module)
-      .def("inside_module", &Tracker::inside_module)
-      .def("begin_optimizer", &Tracker::begin_optimizer)
-      .def("end_optimizer", &Tracker::end_optimizer)
-      .def("end_step", &Tracker::end_step)
-      .def("label", &Tracker::label)
+      .def("note", &Tracker::note, py::arg(), py::arg() = 0, py::arg() = 0)
+      .def("label",
+           py::overload_cast<const std::vector<at::Tensor>&, int64_t, const std::vector<int32_t>&>(
+               &Tracker::label))
+      .def("look", py::overload_cast<>(&Tracker::look))
       .def("reset_peak", &Tracker::reset_peak)
-      .def("record", &Tracker::record)
+      .def("take", &Tracker::take)
       .def_property_readonly("live", &Tracker::live)
       .def_property_readonly("peak", &Tracker::peak);
-  using memsave_ext::memory::Record;
-  py::class_<Record, std::shared_ptr<Record>>(m, "MemoryRecord")
-      .def_readonly("changes", &Record::changes)
-      .def_readonly("blocks", &Record::blocks)
-      .def_readonly("regions", &Record::regions)
-      .def("stack", &Record::stack)
-      .def("operator_name", &Record::operator_name);
+  using memsave_ext::memory::Origin;
+  py::class_<Origin, std::shared_ptr<Origin>>(m, "MemoryOrigin")
+      .def("frames", &Origin::frames)
+      .def_readonly("operator_name", &Origin::operator_name);
 
-  m.def("give_adam_functions", &memsave_ext::adam::give_functions);
-  m.def("give_adam_transitions", &memsave_ext::adam::give_transitions);
   m.def("adam_formats", &memsave_ext::adam::describe_formats);
-  using memsave_ext::adam::Stepper;
-  py::class_<Stepper, std::shared_ptr<Stepper>>(m, "AdamStepper")
+  using memsave_ext::adam::Collector;
+  py::class_<Collector, std::shared_ptr<Collector>>(m, "AdamCollector")
       .def(py::init<const py::object&, int64_t, int64_t, bool>())
-      .def("attach", &Stepper::attach)
-      .def("lost", &Stepper::lost)
-      .def_static("owner", &Stepper::owner)
-      .def("detach", &Stepper::detach)
-      .def("step", &Stepper::step)
-      .def("zero_grad", &Stepper::zero_grad)
-      .def("begin_loading", &Stepper::begin_loading)
-      .def("end_loading", &Stepper::end_loading)
-      .def("accumulate", &Stepper::accumulate)
-      .def("pause", &Stepper::pause)
-      .def("begin_norm_pass", &Stepper::begin_norm_pass)
-      .def("end_norm_pass", &Stepper::end_norm_pass)
-      .def("folded", &Stepper::folded)
-      .def("drop_stale_low_part", &Stepper::drop_stale_low_part)
-      .def("grad_norm", &Stepper::grad_norm)
-      .def("found_inf", &Stepper::found_inf)
-      .def("ask", &Stepper::ask)
-      .def("count_used", &Stepper::count_used)
-      .def("hand_to_ddp", &memsave_ext::adam::hand_to_ddp)
-      .def("begin_reduced", &memsave_ext::adam::begin_reduced)
-      .def("step_reduced", &memsave_ext::adam::step_reduced);
+      .def("__enter__",
+           [](py::object self) {
+             self.cast<Collector&>().lock();
+             return self;
+           })
+      .def("__exit__", [](Collector& self, const py::args&) { self.unlock(); })
+      .def("attach", &Collector::attach)
+      .def("lost", &Collector::lost)
+      .def_static("owner", &Collector::owner)
+      .def("detach", &Collector::detach)
+      .def("set_intake", &Collector::set_intake)
+      .def("expect", &Collector::expect)
+      .def("any_gradient", &Collector::any_gradient)
+      .def("drop_gradients", &Collector::drop_gradients)
+      .def("forget_gradients", &Collector::forget_gradients)
+      .def("dtensors", &Collector::dtensors)
+      .def("remaining", &Collector::remaining)
+      .def("drop_used", &Collector::drop_used)
+      .def("next_step", &Collector::next_step)
+      .def("forget_folded", &Collector::forget_folded)
+      .def("folded", &Collector::folded)
+      .def("drop_stale_low_part", &Collector::drop_stale_low_part)
+      .def("count_used", &Collector::count_used)
+      .def("runs_backward", &Collector::runs_backward)
+      .def("current_backward", &Collector::current_backward)
+      .def("check_reduced", &Collector::check_reduced)
+      .def("hand_to_ddp", &Collector::hand_to_ddp);
+  using memsave_ext::adam::Batch;
+  py::class_<Batch>(m, "AdamBatch")
+      .def("__len__", &Batch::size)
+      .def_property_readonly("device", &Batch::device)
+      .def_property_readonly("params", &Batch::params)
+      .def_property_readonly("groups", &Batch::groups)
+      .def_property_readonly("asks", &Batch::asks)
+      .def("asking", &Batch::asking)
+      .def("select", &Batch::select)
+      .def("squares", &Batch::squares)
+      .def("squares_of_each", &Batch::squares_of_each)
+      .def("put_gradients", &Batch::put_gradients)
+      .def("note_steps", &Batch::note_steps)
+      .def("step", &Batch::step);
   using memsave_ext::adam::Backward;
-  py::class_<Backward, std::shared_ptr<Backward>>(m, "AdamBackward");
+  py::class_<Backward, std::shared_ptr<Backward>>(m, "AdamBackward")
+      .def_property_readonly("action", &Backward::action_name)
+      .def("step_reduced", &Backward::step_reduced);
   using memsave_ext::adam::StepInRows;
   py::class_<StepInRows>(m, "AdamRows")
       .def("step", &StepInRows::step, py::call_guard<py::gil_scoped_release>());

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
 
-# A room's loops over vectors are compiled once for each instruction set.
-INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
+# A room's loops over vectors are compiled once for each instruction set: its name, and the bytes of
+# its vectors.
+INSTRUCTION_SETS = {"baseline": 16, "avx2": 32, "avx512": 64}
 LOOPS = "vector_loops.h"
+BEGIN, END = "csrc/vector/target_begin.h", "csrc/vector/target_end.h"
 # The first source of a file costs fifteen seconds, the others half a second each. With all of a
 # large room in one, every change in it would take longer than that.
 MOST_SOURCES = 12
@@ -60,7 +62,6 @@ def _include(path: str) -> str:
 
 
 def _loops(header: str, isa: str) -> str:
-    text = f'#include "vector/target_{isa}.h"\n{_include(header)}'
-    if isa == "baseline":
-        return text
-    return f'#if defined(__x86_64__)\n{text}#include "vector/target_end.h"\n#endif\n'
+    size = f"#define MEMSAVE_EXT_VECTOR_BYTES {INSTRUCTION_SETS[isa]}\n"
+    text = "".join(map(_include, (BEGIN, header, END)))
+    return size + (text if isa == "baseline" else f"#if defined(__x86_64__)\n{text}#endif\n")

@@ -2,20 +2,23 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/StreamGuard.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 #include <vector>
 
 #include "adam/checks.h"
+#include "adam/collector.h"
 #include "adam/dtensor.h"
 #include "adam/given.h"
 #include "adam/grad_lock.h"
-#include "adam/stepper.h"
-#include "remat/needed.h"
+#include "remat/content.h"
 
 namespace memsave_ext::adam {
 
@@ -27,9 +30,60 @@ bool Backward::is_awaited(const Parameter& parameter) const {
   return action_ == GradientAction::kStep && remat::is_needed(parameter.local);
 }
 
-Backward::Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> snapshot,
-                   GradientAction action)
-    : stepper_(std::move(stepper)), snapshot_(std::move(snapshot)), action_(action) {}
+namespace {
+
+constexpr const char* kActions[] = {"step", "fold", "measure", "keep"};  // of GradientAction
+
+GradientAction action_named(const std::string& name) {
+  const auto found = std::find(std::begin(kActions), std::end(kActions), name);
+  TORCH_CHECK(found != std::end(kActions), "memsave_ext: no backward can ", name);
+  return static_cast<GradientAction>(found - kActions);
+}
+
+c10::SafePyObject kept(py::object object) { return {object.release().ptr(), getPyInterpreter()}; }
+
+}  // namespace
+
+Backward::Backward(std::shared_ptr<Collector> collector, std::shared_ptr<Snapshot> snapshot,
+                   const py::tuple& begun)
+    : collector_(std::move(collector)),
+      snapshot_(std::move(snapshot)),
+      optimizer_(kept(begun[0])),
+      stepper_(kept(collector_->stepper())),
+      action_(action_named(begun[1].cast<std::string>())),
+      asks_(asks_named(begun[2].cast<std::string>())) {}
+
+const char* Backward::action_name() const { return kActions[static_cast<int>(action_)]; }
+
+py::object Backward::stepper() const {
+  return py::reinterpret_borrow<py::object>(stepper_.ptr(getPyInterpreter()));
+}
+
+void Backward::check_use(const Entry& entry) const {
+  const uint64_t now = collector_->step_number();
+  const bool measured = entry.measured == now;
+  const Expected& expected = collector_->expected();
+  if (entry.step != now && measured == expected.measured && expected.uses) return;
+  ask_stepper("check_gradient", name_of(entry, snapshot_->parameters[entry.position].tensor),
+              entry.step == now, measured);
+}
+
+// Notes that the parameter takes part in this step. Its gradient may still wait in a bucket.
+void Backward::note_use(Entry& entry) const {
+  if (action_ == GradientAction::kStep) entry.step = collector_->step_number();
+  if (action_ == GradientAction::kMeasure) entry.measured = collector_->step_number();
+}
+
+const Scaling& Backward::scaling(c10::Device device) {
+  const auto stream = current_stream(device);
+  for (const auto& known : scalings_) {
+    if (known.device == device && known.stream == stream) return known.scaling;
+  }
+  const py::gil_scoped_acquire gil;
+  const auto on = py::reinterpret_steal<py::object>(THPDevice_New(device));
+  const Scaling read = read_scaling(stepper().attr("scaling")(on));
+  return scalings_.emplace_back(OnStream{device, stream, read}).scaling;
+}
 
 Backward::~Backward() {
   if (!Py_IsInitialized()) return;
@@ -47,7 +101,7 @@ Backward::~Backward() {
 // The backward raised. Queued gradients are still in .grad; parameters that were stepped stay so.
 void Backward::fail() {
   {
-    const std::lock_guard<std::mutex> lock(stepper_->mutex());
+    const std::lock_guard lock(collector_->mutex());
     for (auto& bucket : buckets_) {
       for (const auto& waiting : bucket.waiting) {
         Entry& entry = *waiting.parameter->entry;
@@ -57,8 +111,8 @@ void Backward::fail() {
       }
       bucket.waiting.clear();
     }
-    stepper_->wait_for_streams_beside();
-    stepper_->open_step().fail(stepped_);
+    collector_->wait_for_streams_beside();
+    if (stepped_ > 0) ask_stepper("failed", stepped_);
   }
   try {
     publish();
@@ -80,14 +134,12 @@ Backward::Bucket& Backward::bucket_of(const Tensor& param, Kind kind) {
 
 int64_t Backward::bytes_of(const Parameter& parameter, const Tensor& grad, Kind kind) {
   if (kind != Kind::kShardsThatAsk) return static_cast<int64_t>(grad.nbytes());
-  const Tensor& whole = parameter.tensor;
-  return whole.numel() * grad.element_size() / sharding_of(whole).shards;
+  return parameter.tensor.numel() * grad.element_size() / sharding_of(parameter).shards;
 }
 
 void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local_grad,
                    bool may_flush) {
   Parameter& parameter = parameter_of(entry);
-  OpenStep& step = stepper_->open_step();
   std::optional<GradLock> lock;
   if (!local_grad.defined()) lock.emplace(accumulator);
   const Tensor& whole = parameter.tensor.mutable_grad();
@@ -98,7 +150,7 @@ void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local
   }
   check_dense(grad, parameter.group->options.rule);
   try {
-    step.check_use(entry, parameter.tensor);
+    check_use(entry);
   } catch (...) {
     forget_waiting(entry);
     throw;
@@ -107,19 +159,19 @@ void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local
   if (entry.waits_in != nullptr) return;
   const bool is_sharded = local_grad.defined();
   const bool asks = is_sharded && action_ == GradientAction::kStep && !finished_ &&
-                    step.asks_others(parameter, *snapshot_);
+                    asks_other_shards(parameter, asks_);
   const Kind kind = asks ? Kind::kShardsThatAsk : is_sharded ? Kind::kShards : Kind::kPlain;
-  const bool is_small = static_cast<int64_t>(grad.nbytes()) < stepper_->small_bytes();
+  const bool is_small = static_cast<int64_t>(grad.nbytes()) < collector_->small_bytes();
   // To wait is worth it for what is saved in calls, or in collectives: a shard by itself is stepped
   // at once.
   const bool waits = asks || (is_small && !is_sharded) || !may_flush;
   if (!finished_ && (waits || is_awaited(parameter))) {
     Bucket& bucket = bucket_of(parameter.local, kind);
     // By now all hooks of the parameters that were queued before this one have run.
-    if (kind == Kind::kShards || (asks && bucket.bytes >= stepper_->bucket_bytes())) {
+    if (kind == Kind::kShards || (asks && bucket.bytes >= collector_->bucket_bytes())) {
       flush(bucket, false);
     }
-    step.note_use(entry, action_);
+    note_use(entry);
     entry.waits_in = this;
     const int64_t bytes = bytes_of(parameter, grad, kind);
     // FSDP2's gradients are views of one buffer of all that was reduced together, which a small one
@@ -128,35 +180,47 @@ void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local
     bucket.waiting.push_back({&parameter, accumulator, whole, kept, bytes});
     bucket.bytes += bytes;
     lock.reset();
-    if (bucket.bytes >= stepper_->bucket_bytes() && may_flush) flush(bucket, false);
+    if (bucket.bytes >= collector_->bucket_bytes() && may_flush) flush(bucket, false);
     return;
   }
-  step.prepare(parameter, grad, action_);
-  step.note_use(entry, action_);
+  collector_->prepare(parameter, grad, action_);
+  note_use(entry);
   Parameter* const one = &parameter;
   is_sharded ? apply_beside(one, current_stream(parameter.local.device())) : apply(one);
   parameter.tensor.mutable_grad().reset();
 }
 
-std::variant<const char*, std::unique_ptr<StepInRows>> Backward::step_in_rows(
+std::variant<std::string, std::unique_ptr<StepInRows>> Backward::step_in_rows(
     const Entry& entry, const NodePtr& accumulator) {
   if (action_ != GradientAction::kStep) return "this backward accumulates or measures gradients";
   if (finished_ || !has(entry)) return "the optimizer does not have it any more";
   Parameter& parameter = parameter_of(entry);
-  OpenStep& step = stepper_->open_step();
   const GradLock lock(accumulator);
   if (entry.waits_in != nullptr || parameter.tensor.mutable_grad().defined()) {
     return "its .grad is set, to which this gradient is added";
   }
   if (is_awaited(parameter)) return "remat has to compute dropped values from it";
-  step.prepare(parameter, {}, action_);
-  if (const char* obstacle = step.obstacle_to_rows(parameter, *snapshot_)) {
+  collector_->prepare(parameter, {}, action_);
+  if (auto obstacle = obstacle_to_rows(parameter)) {
     forget_prepared(parameter);
-    return obstacle;
+    return *std::move(obstacle);
   }
-  auto begun = step.step_in_rows(parameter);
-  ++stepped_;
+  auto begun = collector_->records().step_in_rows(parameter);
+  note_use(*parameter.entry);
+  count_stepped(1);
   return begun;
+}
+
+std::optional<std::string> Backward::obstacle_to_rows(const Parameter& parameter) const {
+  {
+    const py::gil_scoped_acquire gil;
+    const py::object found = stepper().attr("obstacle_to_rows")(
+        parameter.group->max_grad_norm > 0, collector_->is_used(*parameter.entry),
+        collector_->records().is_folded(parameter.state));
+    if (!found.is_none()) return found.cast<std::string>();
+  }
+  const char* obstacle = StepInRows::obstacle(parameter);
+  return obstacle == nullptr ? std::nullopt : std::optional<std::string>(obstacle);
 }
 
 // Steps on a stream of its own: FSDP2 calls hooks on the stream of its reductions, and the next
@@ -164,7 +228,7 @@ std::variant<const char*, std::unique_ptr<StepInRows>> Backward::step_in_rows(
 void Backward::apply_beside(c10::ArrayRef<Parameter*> parameters,
                             const std::optional<c10::Stream>& made_on) {
   if (!made_on || parameters.empty()) return apply(parameters);
-  const c10::Stream beside = stepper_->stream_beside(*made_on);
+  const c10::Stream beside = collector_->stream_beside(*made_on);
   std::vector<Tensor> grads;
   for (const Parameter* parameter : parameters) grads.push_back(parameter->grad);
   // At the end of backward another stream is the current one, on which new states are made.
@@ -189,7 +253,7 @@ void Backward::forget_waiting(Entry& entry) {
 bool Backward::prepare(const Waiting& waiting) {
   Parameter& parameter = *waiting.parameter;
   if (waiting.is_reduced) {
-    stepper_->open_step().prepare(parameter, waiting.grad, action_);
+    collector_->prepare(parameter, waiting.grad, action_);
     return true;
   }
   const Tensor& now = parameter.tensor.mutable_grad();
@@ -201,7 +265,7 @@ bool Backward::prepare(const Waiting& waiting) {
     if (now.defined()) parameter.entry->step = 0;
     return false;
   }
-  stepper_->open_step().prepare(parameter, is_dtensor ? waiting.local_grad : now, action_);
+  collector_->prepare(parameter, is_dtensor ? waiting.local_grad : now, action_);
   return true;
 }
 
@@ -239,15 +303,37 @@ void Backward::flush(Bucket& bucket, bool all) {
 }
 
 void Backward::apply(c10::ArrayRef<Parameter*> parameters) {
-  stepper_->open_step().apply(parameters, action_, *snapshot_);
-  if (action_ != GradientAction::kMeasure) stepped_ += static_cast<int64_t>(parameters.size());
+  if (parameters.empty()) return;
+  const bool folds = action_ == GradientAction::kFold;
+  const auto batch = [&] { return Batch(collector_, snapshot_, parameters, asks_); };
+  if (action_ == GradientAction::kMeasure) {
+    ask_stepper("measure", batch());
+  } else if (parameters.front()->group->algorithm == Algorithm::kOwn) {
+    ask_stepper("step_by_own", batch());
+  } else if (asks_ != Asks::kNever && batch().asks()) {
+    ask_stepper("step_shards", batch());
+  } else {
+    collector_->records().step(parameters, scaling(parameters.front()->local.device()));
+  }
+  for (Parameter* parameter : parameters) {
+    parameter->grad.reset();
+    if (folds) parameter->entry->folded = collector_->step_number();
+  }
+  const auto count = static_cast<int64_t>(parameters.size());
+  if (folds) stepped_ += count;
+  if (action_ == GradientAction::kStep) count_stepped(count);
+}
+
+void Backward::count_stepped(int64_t parameters) {
+  stepped_ += parameters;
+  if (collector_->count_stepped(parameters)) ask_stepper("stepped");
 }
 
 void Backward::finish() {
   {
-    const std::lock_guard<std::mutex> lock(stepper_->mutex());
+    const std::lock_guard lock(collector_->mutex());
     for (auto& bucket : buckets_) flush(bucket, true);
-    stepper_->wait_for_streams_beside();
+    collector_->wait_for_streams_beside();
     finished_ = true;
   }
   publish();
@@ -256,26 +342,28 @@ void Backward::finish() {
 
 void Backward::end() {
   ended_ = true;
-  const std::lock_guard<std::mutex> lock(stepper_->mutex());
-  stepper_->backwards().end_one();
+  const std::lock_guard lock(collector_->mutex());
+  collector_->backwards().end_one();
 }
 
 void Backward::publish() {
   std::vector<FreshState> fresh;
   {
-    const std::lock_guard<std::mutex> lock(stepper_->mutex());
-    fresh = snapshot_->take_fresh();
+    const std::lock_guard lock(collector_->mutex());
+    std::vector<Parameter*> all;
+    for (Parameter& parameter : snapshot_->parameters) {
+      if (parameter.fresh) all.push_back(&parameter);
+    }
+    fresh = take_fresh(all);
   }
   if (fresh.empty()) return;
   const py::gil_scoped_acquire gil;
-  if (const py::object optimizer = stepper_->optimizer(); !optimizer.is_none()) {
-    publish_states(fresh, optimizer);
-  }
+  publish_states(fresh, optimizer_.ptr(getPyInterpreter()));
 }
 
 void Backward::add_reduced(Parameter& parameter, const Tensor& grad) {
   Entry& entry = *parameter.entry;
-  stepper_->open_step().note_use(entry, action_);
+  note_use(entry);
   entry.waits_in = this;
   Bucket& bucket = bucket_of(parameter.local, Kind::kPlain);
   const auto bytes = static_cast<int64_t>(grad.nbytes());
@@ -284,26 +372,33 @@ void Backward::add_reduced(Parameter& parameter, const Tensor& grad) {
   parameter.tensor.mutable_grad().reset();
 }
 
-void Backward::step_reduced(const std::vector<std::shared_ptr<Entry>>& entries,
-                            const std::vector<Tensor>& grads) {
+void Backward::step_reduced(const py::list& params, const py::list& grads) {
+  std::vector<std::shared_ptr<Entry>> entries;
+  std::vector<Tensor> of_entries;
+  for (size_t i = 0; i < py::len(grads); ++i) {
+    auto entry = collector_->entry_of(params[i]);
+    if (!entry) continue;
+    entries.push_back(std::move(entry));
+    of_entries.push_back(THPVariable_Unpack(grads[i].ptr()));
+  }
+  const py::gil_scoped_release no_gil;
   {
-    const std::lock_guard<std::mutex> lock(stepper_->mutex());
-    OpenStep& step = stepper_->open_step();
-    step.check(Event::kUseGradient);
+    const std::lock_guard lock(collector_->mutex());
     std::vector<Parameter*> ready;
     for (size_t i = 0; i < entries.size(); ++i) {
       if (!has(*entries[i])) continue;  // not in param_groups any more
+      check_use(*entries[i]);
       Parameter& parameter = parameter_of(*entries[i]);
       if (!finished_ && is_awaited(parameter)) {
-        add_reduced(parameter, grads[i]);
+        add_reduced(parameter, of_entries[i]);
         continue;
       }
       ready.push_back(&parameter);
-      step.prepare(parameter, grads[i], action_);
+      collector_->prepare(parameter, of_entries[i], action_);
     }
     apply(ready);
     for (Parameter* parameter : ready) {
-      step.note_use(*parameter->entry, action_);
+      note_use(*parameter->entry);
       parameter->tensor.mutable_grad().reset();
     }
   }
@@ -320,26 +415,33 @@ std::shared_ptr<Backward> Backwards::current() const {
   return nullptr;
 }
 
-std::shared_ptr<Backward> Backwards::begin(Stepper& stepper) {
+std::shared_ptr<Backward> Backwards::begin(Collector& collector) {
   const int64_t graph_task = torch::autograd::get_current_graph_task_id();
   if (graph_task == -1) return nullptr;
   {
-    const std::lock_guard<std::mutex> lock(stepper.mutex());
+    const std::lock_guard lock(collector.mutex());
     if (auto backward = current()) return backward;
   }
-  const GradientAction action = stepper.next_action();
+  std::optional<c10::SafePyObject> begun;
+  {
+    const py::gil_scoped_acquire gil;
+    const py::object stepper = collector.stepper();
+    py::object asked = stepper.is_none() ? stepper : stepper.attr("begin_backward")();
+    if (asked.is_none()) return nullptr;  // the optimizer is gone
+    begun.emplace(asked.release().ptr(), getPyInterpreter());
+  }
   std::shared_ptr<Backward> backward;
   while (!backward) {
     std::shared_ptr<Snapshot> taken, other;  // declared here so that none dies with the mutex held
     uint64_t ended;
     {
-      const std::lock_guard<std::mutex> lock(stepper.mutex());
+      const std::lock_guard lock(collector.mutex());
       taken = snapshot_.lock();  // of a backward that runs, an outer one for example
       ended = ended_;
     }
-    if (!taken) taken = stepper.take_snapshot();
+    if (!taken) taken = collector.take_snapshot();
     if (!taken) return nullptr;
-    const std::lock_guard<std::mutex> lock(stepper.mutex());
+    const std::lock_guard lock(collector.mutex());
     if (auto of_another_devices_thread = current()) return of_another_devices_thread;
     other = snapshot_.lock();
     if (other) {  // another thread's backward has begun meanwhile: both share its snapshot
@@ -349,7 +451,10 @@ std::shared_ptr<Backward> Backwards::begin(Stepper& stepper) {
     } else {
       use_snapshot(taken);
     }
-    backward = std::make_shared<Backward>(stepper.shared_from_this(), taken, action);
+    const py::gil_scoped_acquire gil;
+    backward = std::make_shared<Backward>(
+        collector.shared_from_this(), taken,
+        py::reinterpret_borrow<py::tuple>(begun->ptr(getPyInterpreter())));
     ++running_;
     by_task_.erase(std::remove_if(by_task_.begin(), by_task_.end(),
                                   [](const auto& of) { return of.second.expired(); }),
@@ -366,10 +471,6 @@ void Backwards::end_one() {
   ++ended_;
   // Backwards that still run may have states in it that are not published yet.
   if (--running_ == 0) snapshot_.reset();
-}
-
-void Backwards::check_none(const char* call) const {
-  if (running_ > 0) throw_error("backward_runs", call);
 }
 
 void Backwards::use_snapshot(const std::shared_ptr<Snapshot>& snapshot) {

@@ -2,32 +2,50 @@
 // destroyed without finish().
 #pragma once
 
+#include <c10/core/SafePyObject.h>
 #include <c10/core/Stream.h>
+#include <pybind11/pybind11.h>
 
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <variant>
 #include <vector>
 
-#include "adam/open_step.h"
+#include "adam/batch.h"
+#include "adam/parameter.h"
+#include "adam/rows.h"
 #include "adam/snapshot.h"
 #include "compat.h"
+#include "streams.h"
 
 namespace memsave_ext::adam {
 
-class Stepper;
+class Collector;
+
+// What is done with the gradients of one backward; kKeep leaves them in .grad, where they add up.
+enum class GradientAction { kStep, kFold, kMeasure, kKeep };
 
 class Backward {
  public:
-  Backward(std::shared_ptr<Stepper> stepper, std::shared_ptr<Snapshot> snapshot,
-           GradientAction action);
+  // `begun`: what the stepper's begin_backward() has returned. Needs the GIL.
+  Backward(std::shared_ptr<Collector> collector, std::shared_ptr<Snapshot> snapshot,
+           const pybind11::tuple& begun);
   ~Backward();
 
   GradientAction action() const { return action_; }
-  // The caller of the next four holds the stepper's mutex.
+  const char* action_name() const;
+  // Calls a method of the optimizer's stepper. Takes the GIL; the caller may hold the collector's
+  // mutex.
+  template <typename... Args>
+  void ask_stepper(const char* method, Args&&... args) const {
+    const pybind11::gil_scoped_acquire gil;
+    stepper().attr(method)(std::forward<Args>(args)...);
+  }
+  // The caller of the next four holds the collector's mutex.
   // Whether the parameter was in param_groups when the snapshot was taken.
   bool has(const Entry& entry) const { return entry.snapshot == snapshot_->number; }
   // Applies the action to the parameter's gradient now, or queues it; with `may_flush` false it is
@@ -35,18 +53,17 @@ class Backward {
   // undefined for other parameters.
   void add(Entry& entry, const NodePtr& accumulator, const at::Tensor& local_grad, bool may_flush);
   // Begins a step of the parameter, rows by rows, or returns why its gradient has to be whole.
-  std::variant<const char*, std::unique_ptr<StepInRows>> step_in_rows(const Entry& entry,
+  std::variant<std::string, std::unique_ptr<StepInRows>> step_in_rows(const Entry& entry,
                                                                       const NodePtr& accumulator);
   // Drops the parameter from the queue, if it is there, so that it is not stepped: its gradient is
   // part of a sum by now, for example.
   void forget_waiting(Entry& entry);
 
-  // The caller of the next two holds neither the mutex nor the GIL.
-  // Applies the action to `grads`, which have been reduced over processes; queues those of
-  // parameters that a recompute still needs unchanged.
-  void step_reduced(const std::vector<std::shared_ptr<Entry>>& entries,
-                    const std::vector<at::Tensor>& grads);
-  // Applies the action to all queued gradients, and publishes new states to Python.
+  // Applies the action to `grads`, which DDP has reduced over processes; queues those of parameters
+  // that a recompute still needs unchanged. Called from Python.
+  void step_reduced(const pybind11::list& params, const pybind11::list& grads);
+  // Applies the action to all queued gradients, and publishes new states to Python. The caller
+  // holds neither the mutex nor the GIL.
   void finish();
 
  private:
@@ -77,24 +94,42 @@ class Backward {
   // a recompute still needs unchanged.
   void flush(Bucket& bucket, bool all);
   bool is_awaited(const Parameter& parameter) const;
+  void check_use(const Entry& entry) const;
+  void note_use(Entry& entry) const;
+  // Returns how gradients on this device, used on its current stream, are scaled.
+  const Scaling& scaling(c10::Device device);
+  pybind11::object stepper() const;  // needs the GIL
   void add_reduced(Parameter& parameter, const at::Tensor& grad);
   bool prepare(const Waiting& waiting);
   void apply(c10::ArrayRef<Parameter*> parameters);
+  void count_stepped(int64_t parameters);
+  // Returns why the prepared parameter cannot be stepped in rows.
+  std::optional<std::string> obstacle_to_rows(const Parameter& parameter) const;
   void apply_beside(c10::ArrayRef<Parameter*> parameters,
                     const std::optional<c10::Stream>& made_on);
   void publish();
   void fail();
   void end();
 
-  std::shared_ptr<Stepper> stepper_;
+  struct OnStream {
+    c10::Device device;
+    std::optional<c10::Stream> stream;
+    Scaling scaling;
+  };
+
+  std::shared_ptr<Collector> collector_;
   std::shared_ptr<Snapshot> snapshot_;
+  // Neither is to go meanwhile: what is left could not be stepped.
+  c10::SafePyObject optimizer_, stepper_;
   const GradientAction action_;
+  const Asks asks_;
+  std::vector<OnStream> scalings_;
   std::vector<Bucket> buckets_;
   int64_t stepped_ = 0;  // number of parameters that were stepped or folded into
   bool finished_ = false, ended_ = false;
 };
 
-// The running backwards that reach an optimizer's parameters. The caller holds the stepper's
+// The running backwards that reach an optimizer's parameters. The caller holds the collector's
 // mutex, except for begin().
 class Backwards {
  public:
@@ -103,11 +138,10 @@ class Backwards {
   // Returns current(), and begins one where there is none. Returns null outside of a backward, as
   // step() will apply those gradients, and when the optimizer is gone. The caller holds neither
   // the mutex nor the GIL.
-  std::shared_ptr<Backward> begin(Stepper& stepper);
+  std::shared_ptr<Backward> begin(Collector& collector);
   // Notes that a backward has ended, finished or not.
   void end_one();
-  // Throws while any backward runs. `call`: what cannot be called then.
-  void check_none(const char* call) const;
+  bool any() const { return running_ > 0; }
   // Makes this the shared snapshot, and notes in each entry its parameter's position there.
   void use_snapshot(const std::shared_ptr<Snapshot>& snapshot);
 

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <cstdint>
 
@@ -15,19 +16,16 @@ bool is_dtensor(const pybind11::handle& tensor);
 // Returns a DTensor's local tensor; any other tensor itself.
 at::Tensor local_tensor(const pybind11::handle& tensor);
 
-// Returns this process's part of a parameter's gradient, redistributed to the parameter's
-// placement; undefined where there is no gradient.
+// Returns this process's part of a DTensor's gradient, redistributed to the parameter's placement;
+// undefined where there is no gradient.
 at::Tensor local_gradient(const pybind11::handle& param);
 
 // Gives a gradient memory of its own where its local part is a part of more, and returns that part.
 at::Tensor leave_buffer(const at::Tensor& grad, const at::Tensor& local);
 
-// The processes over which a DTensor is split. Those of two are the same where `number` is.
-struct Sharding {
-  int64_t number = 0;  // 0: the whole parameter is in each process
-  int64_t shards = 1;
-};
-
-Sharding sharding_of(const at::Tensor& param);
+// The Python object of a tensor; None where it is undefined. Needs the GIL.
+inline pybind11::object wrapped(const at::Tensor& tensor) {
+  return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(tensor));
+}
 
 }  // namespace memsave_ext::adam

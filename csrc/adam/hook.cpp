@@ -5,9 +5,9 @@
 
 #include <typeinfo>
 
+#include "adam/collector.h"
 #include "adam/dtensor.h"
 #include "adam/given.h"
-#include "adam/stepper.h"
 
 namespace memsave_ext::adam {
 
@@ -56,7 +56,7 @@ void Hook::operator()(const at::Tensor& param) {
     // One of them may have removed this hook, which is destroyed then.
     if (impl::post_acc_grad_hooks(param).get() != this) return;
   }
-  stepper_->ready(*entry_, param, true);
+  collector_->ready(*entry_, param, true);
 }
 
 void Hook::compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const {
@@ -69,7 +69,7 @@ void DTensorHook::operator()(const py::object& param) const {
   const py::object hooks = hooks_of(param);
   const bool is_last = py::object(py::list(hooks)[py::len(hooks) - 1]).equal(py::str(kOurs));
   const py::gil_scoped_release no_gil;
-  if (grad.defined()) stepper->ready(*entry, tensor, is_last, grad);
+  if (grad.defined()) collector->ready(*entry, tensor, is_last, grad);
 }
 
 Attachment find_hook(const py::handle& param) {
@@ -77,11 +77,11 @@ Attachment find_hook(const py::handle& param) {
     const py::object found = hook_in_dict(param);
     if (found.is_none()) return {};
     const auto& hook = found.cast<const DTensorHook&>();
-    return {hook.stepper.get(), hook.entry};
+    return {hook.collector.get(), hook.entry};
   }
   const Hook* hook = hook_in_slot(THPVariable_Unpack(param.ptr()));
   if (hook == nullptr) return {};
-  return {hook->stepper(), hook->entry()};
+  return {hook->collector(), hook->entry()};
 }
 
 bool has_python_hooks(const py::handle& param) {
@@ -93,12 +93,12 @@ bool has_python_hooks(const py::handle& param) {
   return false;
 }
 
-void install_hook(const py::object& param, std::shared_ptr<Stepper> stepper) {
+void install_hook(const py::object& param, std::shared_ptr<Collector> collector) {
   const at::Tensor& tensor = THPVariable_Unpack(param.ptr());
   auto entry = std::make_shared<Entry>();
   const py::object hooks = make_hooks(param, *entry);
   if (is_dtensor(param)) {
-    hooks[kOurs] = DTensorHook{std::move(stepper), std::move(entry)};
+    hooks[kOurs] = DTensorHook{std::move(collector), std::move(entry)};
     return;
   }
   impl::materialize_autograd_meta(tensor);
@@ -106,8 +106,9 @@ void install_hook(const py::object& param, std::shared_ptr<Stepper> stepper) {
   if (!impl::post_acc_grad_hooks(tensor)) param.attr(kPythonHooks) = hooks;
   auto calls_them = std::move(impl::post_acc_grad_hooks(tensor));
   TORCH_CHECK(calls_them != nullptr, "torch made no slot for post-accumulate hooks");
-  impl::set_post_acc_grad_hooks(tensor, std::make_unique<Hook>(std::move(stepper), std::move(entry),
-                                                               hooks.ptr(), std::move(calls_them)));
+  impl::set_post_acc_grad_hooks(
+      tensor, std::make_unique<Hook>(std::move(collector), std::move(entry), hooks.ptr(),
+                                     std::move(calls_them)));
 }
 
 void remove_hook(const py::handle& param) {

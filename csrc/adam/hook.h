@@ -13,14 +13,14 @@
 
 namespace memsave_ext::adam {
 
-class Stepper;
+class Collector;
 struct Entry;
 
 class Hook final : public torch::autograd::PostAccumulateGradHook {
  public:
-  Hook(std::shared_ptr<Stepper> stepper, std::shared_ptr<Entry> entry, PyObject* python_hooks,
+  Hook(std::shared_ptr<Collector> collector, std::shared_ptr<Entry> entry, PyObject* python_hooks,
        std::unique_ptr<torch::autograd::PostAccumulateGradHook> calls_them)
-      : stepper_(std::move(stepper)),
+      : collector_(std::move(collector)),
         entry_(std::move(entry)),
         python_hooks_(python_hooks),
         calls_them_(std::move(calls_them)) {}
@@ -29,7 +29,7 @@ class Hook final : public torch::autograd::PostAccumulateGradHook {
   // Throws: compiled autograd, which calls it, cannot trace this hook.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override;
 
-  Stepper* stepper() const { return stepper_.get(); }
+  Collector* collector() const { return collector_.get(); }
   const std::shared_ptr<Entry>& entry() const { return entry_; }
   // Gives up the object that calls the Python hooks.
   std::unique_ptr<torch::autograd::PostAccumulateGradHook> release() {
@@ -37,7 +37,7 @@ class Hook final : public torch::autograd::PostAccumulateGradHook {
   }
 
  private:
-  std::shared_ptr<Stepper> stepper_;
+  std::shared_ptr<Collector> collector_;
   std::shared_ptr<Entry> entry_;
   PyObject* python_hooks_;  // the dict; borrowed, calls_them_ owns it
   std::unique_ptr<torch::autograd::PostAccumulateGradHook> calls_them_;
@@ -45,7 +45,7 @@ class Hook final : public torch::autograd::PostAccumulateGradHook {
 
 // The hook of a DTensor: a Python callable.
 struct DTensorHook {
-  std::shared_ptr<Stepper> stepper;
+  std::shared_ptr<Collector> collector;
   std::shared_ptr<Entry> entry;
 
   void operator()(const pybind11::object& param) const;
@@ -53,7 +53,7 @@ struct DTensorHook {
 
 // What find_hook() finds, in the slot or in the dict; both are null where there is no hook.
 struct Attachment {
-  Stepper* stepper = nullptr;
+  Collector* collector = nullptr;
   std::shared_ptr<Entry> entry;
 };
 
@@ -66,7 +66,7 @@ Attachment find_hook(const pybind11::handle& param);
 bool has_python_hooks(const pybind11::handle& param);
 
 // The parameter must not have a hook of ours yet.
-void install_hook(const pybind11::object& param, std::shared_ptr<Stepper> stepper);
+void install_hook(const pybind11::object& param, std::shared_ptr<Collector> collector);
 
 // Restores the slot, or removes the hook from the dict. The parameter must have a hook.
 void remove_hook(const pybind11::handle& param);

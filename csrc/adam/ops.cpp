@@ -56,7 +56,7 @@ void run_kernels(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
   for (const Parameter* parameter : of_items) {
     if (is_fold(parameter->phase) || parameter->local.is_inference()) continue;
     torch::autograd::impl::bump_version(parameter->local);
-    note_step(parameter->local, parameter->position);
+    checkpoint::note_step(parameter->local, parameter->position);
   }
 }
 

@@ -1,11 +1,11 @@
 #include "adam/parameter.h"
 
 #include <torch/csrc/PyInterpreter.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <utility>
 
 #include "adam/checks.h"
+#include "adam/dtensor.h"
 #include "adam/given.h"
 #include "adam/snapshot.h"
 
@@ -17,12 +17,30 @@ std::string name_of(const Entry& entry, const at::Tensor& param) {
   return c10::str("parameter ", entry.position, " of the optimizer (shape ", param.sizes(), ")");
 }
 
+Sharding sharding_of(const Parameter& parameter) {
+  Entry* const entry = parameter.entry.get();
+  if (entry != nullptr && entry->sharding) return *entry->sharding;
+  const py::gil_scoped_acquire gil;
+  const py::tuple found = given("sharding_of")(wrapped(parameter.tensor));
+  const Sharding sharding{found[0].cast<int64_t>(), found[1].cast<int64_t>()};
+  if (entry != nullptr) entry->sharding = sharding;
+  return sharding;
+}
+
+std::vector<FreshState> take_fresh(c10::ArrayRef<Parameter*> parameters) {
+  std::vector<FreshState> taken;
+  for (Parameter* parameter : parameters) {
+    if (parameter->fresh) taken.push_back({parameter->tensor, std::move(parameter->fresh)});
+  }
+  return taken;
+}
+
 namespace {
 
-// Has Python make a state, once in a parameter's life. The caller may hold the stepper's mutex.
+// Has Python make a state, once in a parameter's life. The caller may hold the collector's mutex.
 void make_state(Parameter& parameter, const at::Tensor& grad, StepPhase phase) {
   const py::gil_scoped_acquire gil;
-  const auto param = py::reinterpret_steal<py::object>(THPVariable_Wrap(parameter.tensor));
+  const py::object param = wrapped(parameter.tensor);
   const py::handle group = parameter.group->dict->ptr(getPyInterpreter());
   py::object dict = given("make_state")(param, group);
   State made;

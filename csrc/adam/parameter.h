@@ -6,7 +6,9 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "adam/state.h"
 
@@ -14,8 +16,14 @@ namespace memsave_ext::adam {
 
 class Backward;
 
+// The processes over which a DTensor is split. Those of two are the same where `number` is.
+struct Sharding {
+  int64_t number = 0;  // 0: the whole parameter is in each process
+  int64_t shards = 1;
+};
+
 // What a hook keeps about its parameter. It has no pointer to it: torch swaps tensors only where
-// nothing else refers to them. Fields are read and written with the stepper's mutex held, except
+// nothing else refers to them. Fields are read and written with the collector's mutex held, except
 // `made_dict` and `reduced_by_ddp`, which are set from Python, and `has_local_gradient`, which the
 // hook sets.
 struct Entry {
@@ -31,7 +39,8 @@ struct Entry {
   // DistributedDataParallel reduces the gradient and then hands it over; the hook itself only sets
   // has_local_gradient.
   bool reduced_by_ddp = false;
-  bool has_local_gradient = false;  // it has one that DDP has not begun to reduce
+  bool has_local_gradient = false;   // it has one that DDP has not begun to reduce
+  std::optional<Sharding> sharding;  // of a DTensor, once it has been asked for
 };
 
 // Returns the parameter's name for error messages.
@@ -51,6 +60,23 @@ struct Parameter {
   at::Tensor grad;  // of `local`; undefined: zeros, to close folded gradients without another
   StepPhase phase = StepPhase::kWhole;
 };
+
+// Whether `local` is a part of a DTensor.
+inline bool is_dtensor(const Parameter& parameter) {
+  return !parameter.local.is_same(parameter.tensor);
+}
+
+// Returns how a DTensor is split. Takes the GIL where it does not know.
+Sharding sharding_of(const Parameter& parameter);
+
+// A new state and its parameter.
+struct FreshState {
+  at::Tensor param;
+  std::shared_ptr<c10::SafePyObject> state;
+};
+
+// Returns the states of these parameters that are not in the optimizer's yet; it counts as done.
+std::vector<FreshState> take_fresh(c10::ArrayRef<Parameter*> parameters);
 
 // Readies a parameter for a step with this gradient, and has its state made where it has none.
 // Throws, and changes nothing, where the step cannot be made.

@@ -12,11 +12,10 @@
 #include <vector>
 
 #include "adam/backward.h"
-#include "adam/ddp.h"
+#include "adam/collector.h"
 #include "adam/hook.h"
 #include "adam/items.h"
 #include "adam/ops.h"
-#include "adam/stepper.h"
 #include "checkpoint/stepped.h"
 
 namespace memsave_ext::adam {
@@ -56,7 +55,7 @@ const char* StepInRows::obstacle(const Parameter& parameter) {
 StepInRows::StepInRows(const Parameter& parameter)
     : param_(parameter.local), state_(parameter.state), group_(*parameter.group) {
   if (is_fake(param_)) {
-    note_step(param_, parameter.position);
+    checkpoint::note_step(param_, parameter.position);
     return;
   }
   const auto device = param_.device();
@@ -70,7 +69,7 @@ StepInRows::StepInRows(const Parameter& parameter)
   whole_.options = &group_.options;
   if (group_.lr.defined()) whole_.device_lr = group_.lr.const_data_ptr<float>();
   torch::autograd::impl::bump_version(param_);
-  note_step(param_, parameter.position);
+  checkpoint::note_step(param_, parameter.position);
 }
 
 void StepInRows::step(int64_t first, const Tensor& grad) const {
@@ -134,10 +133,9 @@ const char* obstacle_in_graph(const Node& node, const NodePtr& accumulator) {
   return nullptr;
 }
 
-const char* obstacle_in_blocks(const OpenBlocks& blocks) {
-  if (blocks.any(Block::kKeep) || blocks.any(Block::kDrop)) return "the optimizer is paused";
-  const bool adds_up = blocks.any(Block::kAccumulate) || blocks.any(Block::kFold);
-  return adds_up ? "gradients are accumulated" : nullptr;
+const char* obstacle_in_intake(Intake intake) {
+  if (intake == Intake::kKeep || intake == Intake::kDrop) return "the optimizer is paused";
+  return intake == Intake::kStep ? nullptr : "gradients are accumulated";
 }
 
 const char* obstacle_in_hooks(const NodePtr& accumulator, const Entry& entry,
@@ -160,25 +158,25 @@ py::object begin_rows(int64_t input) {
   if (accumulates == nullptr) return py::str("it is computed from other tensors");
   const auto param = py::reinterpret_steal<py::object>(THPVariable_Wrap(accumulates->variable));
   const Attachment attached = find_hook(param);
-  if (attached.stepper == nullptr || attached.stepper->optimizer().is_none()) {
+  if (attached.collector == nullptr || attached.collector->optimizer().is_none()) {
     return py::str("no optimizer of memsave_ext steps it in backward");
   }
-  const auto stepper = attached.stepper->shared_from_this();
+  const auto collector = attached.collector->shared_from_this();
   const char* obstacle = obstacle_in_graph(*node, accumulator);
-  if (!obstacle) obstacle = obstacle_in_blocks(stepper->blocks());
+  if (!obstacle) obstacle = obstacle_in_intake(collector->intake());
   if (!obstacle) obstacle = obstacle_in_hooks(accumulator, *attached.entry, param);
   if (obstacle) return py::str(obstacle);
 
-  std::variant<const char*, std::unique_ptr<StepInRows>> begun = "the optimizer is gone";
+  std::variant<std::string, std::unique_ptr<StepInRows>> begun = "the optimizer is gone";
   {
     const py::gil_scoped_release no_gil;
-    const auto backward = stepper->backwards().begin(*stepper);
+    const auto backward = collector->backwards().begin(*collector);
     if (backward) {
-      const std::lock_guard<std::mutex> lock(stepper->mutex());
+      const std::lock_guard lock(collector->mutex());
       begun = backward->step_in_rows(*attached.entry, accumulator);
     }
   }
-  if (const auto* reason = std::get_if<const char*>(&begun)) return py::str(*reason);
+  if (const auto* reason = std::get_if<std::string>(&begun)) return py::str(*reason);
   return py::cast(std::move(std::get<std::unique_ptr<StepInRows>>(begun)));
 }
 

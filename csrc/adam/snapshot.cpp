@@ -14,7 +14,6 @@
 #include "adam/dtensor.h"
 #include "adam/format_names.h"
 #include "adam/given.h"
-#include "adam/scaling.h"
 
 namespace memsave_ext::adam {
 
@@ -199,24 +198,14 @@ Snapshot read_optimizer(const py::handle& optimizer, Algorithm algorithm) {
       if (state != nullptr) read_state(state, parameter.state);
     }
   }
-  snapshot.grad_scale = read_grad_scale(optimizer);
   return snapshot;
-}
-
-std::vector<FreshState> Snapshot::take_fresh() {
-  std::vector<FreshState> taken;
-  for (auto& parameter : parameters) {
-    if (parameter.fresh) taken.push_back({parameter.tensor, std::move(parameter.fresh)});
-  }
-  return taken;
 }
 
 void publish_states(const std::vector<FreshState>& states, const py::handle& optimizer) {
   if (states.empty()) return;
   py::list made;
   for (const auto& [tensor, state] : states) {
-    const auto param = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
-    made.append(py::make_tuple(param, py::handle(state->ptr(getPyInterpreter()))));
+    made.append(py::make_tuple(wrapped(tensor), py::handle(state->ptr(getPyInterpreter()))));
   }
   given("publish_states")(optimizer, made);
 }

@@ -5,29 +5,16 @@
 #include <pybind11/pybind11.h>
 
 #include <deque>
-#include <optional>
 #include <vector>
 
 #include "adam/parameter.h"
 
 namespace memsave_ext::adam {
 
-struct FreshState {
-  at::Tensor param;
-  std::shared_ptr<c10::SafePyObject> state;
-};
-
 struct Snapshot {
   uint64_t number = 0;  // set by Backwards::use_snapshot(), unique; 0 before
   std::deque<Group> groups;
   std::deque<Parameter> parameters;
-  // An optimizer that steps by its own step() is not to go meanwhile: what is left could not be
-  // stepped. Empty for others.
-  std::optional<c10::SafePyObject> owner;
-  at::Tensor grad_scale;  // of the optimizer's GradScaler; undefined without one
-
-  // Returns the states that were made since the snapshot, or since the last call.
-  std::vector<FreshState> take_fresh();
 };
 
 // Reads the optimizer's param_groups and, where they are of `algorithm`, its state. Needs the GIL.

@@ -3,8 +3,8 @@
 // memsave_ext/batch_norm/activations.py.
 //
 // A formula works on scalars, vectors and tensors: it uses only operators and the functions of
-// Of<T>. `slope` is a T, or a number where T is a tensor. Values are selected instead of multiplied
-// by 0, so that a NaN stays NaN and an infinity that is not selected has no effect.
+// Values<T>. `slope` is a T, or a number where T is a tensor. Values are selected instead of
+// multiplied by 0, so that a NaN stays NaN and an infinity that is not selected has no effect.
 #pragma once
 
 #include <string_view>
@@ -14,7 +14,7 @@
 namespace memsave_ext::batch_norm {
 
 template <typename T>
-struct Of {
+struct Values {
   static MEMSAVE_EXT_INLINE T zero() { return T{}; }
 
   template <typename Condition>
@@ -42,11 +42,11 @@ struct Relu {
 
   template <typename T, typename Slope>
   static MEMSAVE_EXT_INLINE T forward(T z, Slope) {
-    return Of<T>::select(z <= Of<T>::zero(), Of<T>::zero(), z);
+    return Values<T>::select(z <= Values<T>::zero(), Values<T>::zero(), z);
   }
   template <typename T, typename Slope>
   static MEMSAVE_EXT_INLINE T backward(T grad, T z, Slope) {
-    return Of<T>::select(z <= Of<T>::zero(), Of<T>::zero(), grad);
+    return Values<T>::select(z <= Values<T>::zero(), Values<T>::zero(), grad);
   }
 };
 
@@ -55,11 +55,11 @@ struct LeakyRelu {
 
   template <typename T, typename Slope>
   static MEMSAVE_EXT_INLINE T forward(T z, Slope slope) {
-    return Of<T>::select(z > Of<T>::zero(), z, z * slope);
+    return Values<T>::select(z > Values<T>::zero(), z, z * slope);
   }
   template <typename T, typename Slope>
   static MEMSAVE_EXT_INLINE T backward(T grad, T z, Slope slope) {
-    return Of<T>::select(z > Of<T>::zero(), grad, grad * slope);
+    return Values<T>::select(z > Values<T>::zero(), grad, grad * slope);
   }
 };
 

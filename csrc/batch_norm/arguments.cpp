@@ -8,24 +8,24 @@ namespace memsave_ext::batch_norm {
 namespace {
 
 // Calls visit(name, member) for all members, always in the same order.
-template <typename Of, typename Visit>
-void for_members(Of& of, const Visit& visit) {
-  visit("grad", of.grad);
-  visit("input", of.input);
-  visit("weight", of.weight);
-  visit("bias", of.bias);
-  visit("residual", of.residual);
-  visit("statistics", of.statistics);
-  visit("means", of.means);
-  visit("running_mean", of.running_mean);
-  visit("running_var", of.running_var);
-  visit("training", of.training);
-  visit("momentum", of.momentum);
-  visit("eps", of.eps);
-  visit("activation", of.activation);
-  visit("negative_slope", of.negative_slope);
-  visit("group", of.group);
-  visit("output_mask", of.output_mask);
+template <typename Members, typename Visit>
+void for_members(Members& args, const Visit& visit) {
+  visit("grad", args.grad);
+  visit("input", args.input);
+  visit("weight", args.weight);
+  visit("bias", args.bias);
+  visit("residual", args.residual);
+  visit("statistics", args.statistics);
+  visit("means", args.means);
+  visit("running_mean", args.running_mean);
+  visit("running_var", args.running_var);
+  visit("training", args.training);
+  visit("momentum", args.momentum);
+  visit("eps", args.eps);
+  visit("activation", args.activation);
+  visit("negative_slope", args.negative_slope);
+  visit("group", args.group);
+  visit("output_mask", args.output_mask);
 }
 
 c10::IValue as_value(const at::Tensor& tensor) {

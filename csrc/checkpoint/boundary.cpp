@@ -8,12 +8,17 @@
 #include <algorithm>
 #include <unordered_set>
 
-namespace memsave_ext {
-namespace {
+#include "checkpoint/call.h"
+#include "compat.h"
 
+namespace memsave_ext::checkpoint {
+
+namespace py = pybind11;
 using torch::autograd::AccumulateGrad;
 using torch::autograd::Edge;
 using torch::autograd::Node;
+
+namespace {
 
 struct Sink : Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
@@ -88,4 +93,22 @@ bool has_tensor_hooks(const Edge& edge) {
   return !edge.function->tensor_pre_hooks().empty() || !edge.function->retains_grad_hooks().empty();
 }
 
-}  // namespace memsave_ext
+CallSite CallSite::current() {
+  PyFrameObject* frame = PyEval_GetFrame();
+  if (frame == nullptr) return {};
+  auto* code = reinterpret_cast<PyObject*>(PyFrame_GetCode(frame));
+  return {py::reinterpret_steal<py::object>(code), frame_instruction(frame)};
+}
+
+void warn_unlisted(const std::vector<Unlisted>& unlisted, const CallSite& site) {
+  if (unlisted.empty() || !site.code) return;
+  py::list found;
+  for (const auto& [shape, dtype, user] : unlisted) {
+    found.append(py::make_tuple(shape, dtype, user));
+  }
+  auto* code = reinterpret_cast<PyCodeObject*>(site.code.ptr());
+  const int line = instruction_line(code, site.instruction);
+  call_errors("warn_unlisted", site.code, site.instruction, line, found);
+}
+
+}  // namespace memsave_ext::checkpoint

@@ -1,7 +1,9 @@
-// The boundary of a region: which edges of a recompute's graph lead out of it.
+// The boundary of a region of CheckpointFunction: which edges of a recompute's graph lead out of
+// it, and the warning about those to tensors that were not listed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/edge.h>
 
 #include <string>
@@ -9,7 +11,7 @@
 
 #include "compat.h"
 
-namespace memsave_ext {
+namespace memsave_ext::checkpoint {
 
 // A tensor that a region uses although the caller did not list it.
 struct Unlisted {
@@ -47,4 +49,16 @@ torch::autograd::Edge make_sink(const at::Tensor& tensor);
 // Whether capturing a gradient at `edge` would run hooks of the tensor behind it.
 bool has_tensor_hooks(const torch::autograd::Edge& edge);
 
-}  // namespace memsave_ext
+// An instruction of Python code that calls CheckpointFunction.apply. Made and freed with the GIL.
+struct CallSite {
+  pybind11::object code;  // null where no Python frame was running
+  int instruction = 0;
+
+  static CallSite current();
+};
+
+// Issues one UserWarning that names every unlisted tensor, or none if there is none. Throws
+// python_error where warnings are errors.
+void warn_unlisted(const std::vector<Unlisted>& unlisted, const CallSite& site);
+
+}  // namespace memsave_ext::checkpoint

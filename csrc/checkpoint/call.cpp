@@ -1,18 +1,11 @@
 #include "checkpoint/call.h"
 
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-namespace memsave_ext {
+namespace memsave_ext::checkpoint {
 
 namespace py = pybind11;
-
-void throw_python_error() {
-  python_error error;
-  error.persist();
-  throw std::move(error);
-}
 
 at::Tensor detached(const at::Tensor& tensor) {
   const py::gil_scoped_release no_gil;
@@ -64,7 +57,7 @@ FunctionResult FunctionResult::of_call(const py::object& function,
   }
   PyObject* result = PyObject_Vectorcall(function.ptr(), arguments.data() + 1,
                                          tensors.size() | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
-  if (result == nullptr) throw_python_error();
+  if (result == nullptr) throw py::error_already_set();
   return FunctionResult(py::reinterpret_steal<py::object>(result));
 }
 
@@ -87,4 +80,4 @@ py::object FunctionResult::rebuild(std::vector<py::object> elements) const {
   return py::hasattr(type, "_make") ? type.attr("_make")(sequence) : type(sequence);
 }
 
-}  // namespace memsave_ext
+}  // namespace memsave_ext::checkpoint

@@ -1,18 +1,21 @@
-// Calling the user's function and reading what it returns: one tensor, or a tuple or list whose
-// elements may be tensors or anything else.
+// Calls of Python: of the user's function, and reading what it returns: one tensor, or a tuple or
+// list whose elements may be tensors or anything else; and of the functions that make errors.
 #pragma once
 
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <utility>
 #include <vector>
 
-namespace memsave_ext {
+#include "errors.h"
+
+namespace memsave_ext::checkpoint {
 
 class FunctionResult {
  public:
-  // Calls `function(*tensors)`; throws python_error with the function's own exception.
+  // Calls `function(*tensors)`; throws the function's own exception.
   static FunctionResult of_call(const pybind11::object& function,
                                 const torch::autograd::variable_list& tensors);
 
@@ -43,7 +46,18 @@ pybind11::object subclass_of(const at::Tensor& tensor);
 // Wraps an alias that was made in C++ as an object of the subclass `type`; null: torch.Tensor.
 pybind11::object wrap_as(const at::Tensor& alias, const pybind11::object& type);
 
-// Throws the Python exception that is set, in a form that survives a change of thread.
-[[noreturn]] void throw_python_error();
+// What is wrong is found here; the words for it are in memsave_ext/checkpoint/errors.py, which the
+// fallback shares. Calls the function `name` there with the facts. Needs the GIL.
+template <typename... Facts>
+pybind11::object call_errors(const char* name, Facts&&... facts) {
+  return registered("checkpoint_errors").attr(name)(std::forward<Facts>(facts)...);
+}
 
-}  // namespace memsave_ext
+// Throws the exception that this function makes of the facts. Takes the GIL.
+template <typename... Facts>
+[[noreturn]] void throw_error(const char* name, Facts&&... facts) {
+  const pybind11::gil_scoped_acquire gil;
+  throw_exception(call_errors(name, std::forward<Facts>(facts)...));
+}
+
+}  // namespace memsave_ext::checkpoint

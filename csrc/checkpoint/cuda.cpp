@@ -11,11 +11,11 @@
 #include <mutex>
 #include <utility>
 
-#include "checkpoint/device.h"
-#include "checkpoint/graph_rng.h"
+#include "checkpoint/rng.h"
+#include "checkpoint/surroundings.h"
 #include "compat.h"
 
-namespace memsave_ext {
+namespace memsave_ext::checkpoint {
 namespace {
 
 at::TensorBase scalar_at(int64_t* address, c10::Device device) {
@@ -63,4 +63,4 @@ GraphRngScope::GraphRngScope(const GraphRng& rng)
 
 GraphRngScope::~GraphRngScope() { exchange_state(generator_, outer_); }
 
-}  // namespace memsave_ext
+}  // namespace memsave_ext::checkpoint

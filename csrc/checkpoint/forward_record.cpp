@@ -6,7 +6,7 @@
 
 #include <vector>
 
-namespace memsave_ext {
+namespace memsave_ext::checkpoint {
 
 namespace py = pybind11;
 
@@ -58,4 +58,4 @@ py::tuple pack_hooks() {
   return result;
 }
 
-}  // namespace memsave_ext
+}  // namespace memsave_ext::checkpoint

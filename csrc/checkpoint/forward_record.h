@@ -6,7 +6,7 @@
 
 #include <utility>
 
-namespace memsave_ext {
+namespace memsave_ext::checkpoint {
 
 // Owned by a region. May be freed without the GIL.
 class ForwardRecord {
@@ -48,4 +48,4 @@ pybind11::tuple forward_record_scopes();
 // The pack hooks of this thread's torch.autograd.graph.saved_tensors_hooks, outermost first.
 pybind11::tuple pack_hooks();
 
-}  // namespace memsave_ext
+}  // namespace memsave_ext::checkpoint

@@ -4,16 +4,23 @@
 #include <structmember.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
 
+#include <atomic>
+#include <mutex>
 #include <new>
 
 #include "checkpoint/call.h"
 #include "checkpoint/recompute.h"
+#include "compat.h"
 
-namespace memsave_ext {
+namespace memsave_ext::checkpoint {
 
 namespace py = pybind11;
+using torch::autograd::Engine;
+using torch::autograd::SavedVariableHooks;
 
 namespace {
 
@@ -66,6 +73,113 @@ PyObject* unpack(PyObject*, PyObject* object) {
 
 PyMethodDef unpack_definition = {"unpack", unpack, METH_O, nullptr};
 
+std::atomic<bool> hooks_enabled{false};
+
+class PackerHooks final : public SavedVariableHooks {
+ public:
+  explicit PackerHooks(std::shared_ptr<Packer> packer) : packer_(std::move(packer)) {}
+
+  void call_pack_hook(const at::Tensor& tensor) override {
+    const std::shared_ptr<Packer> packer = std::exchange(packer_, nullptr);
+    value_ = tensor;
+    saved_ = packer->pack(value_);
+    if (saved_) value_.reset();
+  }
+
+  at::Tensor call_unpack_hook() override { return saved_ ? saved_->open() : value_; }
+
+  // Asked for by compiled autograd, which traces only hooks in Python.
+  std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data()
+      const override {
+    const pybind11::gil_scoped_acquire gil;
+    Py_INCREF(unpack_function());
+    pybind11::object data =
+        saved_ ? wrap_saved(saved_)
+               : pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(value_));
+    return std::make_pair(c10::SafePyObject(unpack_function(), getPyInterpreter()),
+                          c10::SafePyObject(data.release().ptr(), getPyInterpreter()));
+  }
+
+ private:
+  std::shared_ptr<Packer> packer_;
+  std::shared_ptr<Saved> saved_;  // set, or value_ is
+  at::Tensor value_;
+};
+
+class HookEngine final : public Engine {
+ public:
+  explicit HookEngine(Engine& torchs) : torchs_(torchs) {}
+
+  std::unique_ptr<SavedVariableHooks> get_default_saved_variable_hooks() override {
+    const auto& tls = at::SavedTensorDefaultHooks::get_tls_state();
+    if (tls.is_tracing || tls.disabled_error_message) {
+      return torchs_.get_default_saved_variable_hooks();
+    }
+    if (auto packer = EngineHookGuard::packer()) {
+      return std::make_unique<PackerHooks>(std::move(packer));
+    }
+    if (!tls.stack.empty() && hooks_enabled.load(std::memory_order_relaxed)) {
+      if (auto packer = packer_of(tls.stack.top().first.ptr(getPyInterpreter()))) {
+        return std::make_unique<PackerHooks>(std::move(packer));
+      }
+    }
+    return torchs_.get_default_saved_variable_hooks();
+  }
+
+  torch::autograd::variable_list execute(const torch::autograd::edge_list& roots,
+                                         const torch::autograd::variable_list& inputs,
+                                         bool keep_graph, bool create_graph, bool accumulate_grad,
+                                         const torch::autograd::edge_list& outputs) override {
+    return torchs_.execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+  }
+
+  c10::intrusive_ptr<at::ivalue::Future> execute_with_graph_task(
+      const std::shared_ptr<torch::autograd::GraphTask>& graph_task, NodePtr graph_root,
+      torch::autograd::InputBuffer&& input_buffer) override {
+    return torchs_.execute_with_graph_task(graph_task, std::move(graph_root),
+                                           std::move(input_buffer));
+  }
+
+  std::unique_ptr<torch::autograd::AnomalyMetadata> make_anomaly_metadata() override {
+    return torchs_.make_anomaly_metadata();
+  }
+
+  void thread_on_exception(const std::shared_ptr<torch::autograd::GraphTask>& graph_task,
+                           const NodePtr& node, std::exception& error) override {
+    torchs_.thread_on_exception(graph_task, node, error);
+  }
+
+  void thread_init(int device, const std::shared_ptr<torch::autograd::ReadyQueue>& ready_queue,
+                   bool should_increment) override {
+    torchs_.thread_init(device, ready_queue, should_increment);
+  }
+
+#if MEMSAVE_EXT_HAS_NODE_CREATION_HOOKS
+  std::vector<std::unique_ptr<torch::autograd::NodeCreationHook>> get_node_creation_hooks()
+      override {
+    return torchs_.get_node_creation_hooks();
+  }
+#endif
+
+ private:
+  Engine& torchs_;
+};
+
+HookEngine* installed = nullptr;
+
+Engine& get_installed() { return *installed; }
+
+thread_local EngineHookGuard* innermost = nullptr;
+
+void install_engine() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    // Never destroyed: autograd's threads may outlive static destruction.
+    installed = new HookEngine(Engine::get_default_engine());
+    torch::autograd::set_default_engine_stub(get_installed);
+  });
+}
+
 }  // namespace
 
 void init_hooks() {
@@ -109,7 +223,7 @@ PyObject* stop_exception() { return stop; }
 void throw_stop() {
   const py::gil_scoped_acquire gil;
   PyErr_SetNone(stop);
-  throw_python_error();
+  throw py::error_already_set();
 }
 
 HookGuard::HookGuard(std::shared_ptr<Packer> packer) {
@@ -130,4 +244,25 @@ HookGuard::~HookGuard() {
   std::atomic_store(&reinterpret_cast<Hook*>(hook_.ptr())->packer, std::shared_ptr<Packer>());
 }
 
-}  // namespace memsave_ext
+EngineHookGuard::EngineHookGuard(std::shared_ptr<Packer> packer)
+    : packer_(std::move(packer)),
+      depth_(at::SavedTensorDefaultHooks::get_tls_state().stack.size()),
+      outer_(innermost) {
+  install_engine();
+  innermost = this;
+}
+
+EngineHookGuard::~EngineHookGuard() { innermost = outer_; }
+
+std::shared_ptr<Packer> EngineHookGuard::packer() {
+  if (innermost == nullptr) return nullptr;
+  const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state().stack;
+  return hooks.size() > innermost->depth_ ? nullptr : innermost->packer_;
+}
+
+bool use_engine_hooks(bool enabled) {
+  if (enabled) install_engine();
+  return hooks_enabled.exchange(enabled);
+}
+
+}  // namespace memsave_ext::checkpoint

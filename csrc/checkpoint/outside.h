@@ -4,18 +4,54 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
+#include <Python.h>
 #include <c10/core/Storage.h>
 #include <pybind11/pybind11.h>
 
+#include <functional>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
-#include "checkpoint/saved.h"
 #include "checkpoint/stepped.h"
-#include "checkpoint/walk.h"
+#include "checkpoint/tensors.h"
 
-namespace memsave_ext {
+namespace memsave_ext::checkpoint {
+
+// Visits, always in the same order, tensors in: tuples, lists, dicts and dataclasses, nested, of up
+// to 1000 elements; parameters and attributes of modules, but not buffers; what functions close
+// over and the globals that they name, if these are tensors or modules; the objects that bound
+// methods belong to; the parts of functools.partial. What holds tensors is visited once. Needs the
+// GIL.
+class TensorWalk {
+ public:
+  // Called with each tensor; name() then tells where it was found.
+  using Visitor = std::function<void(PyObject* tensor)>;
+
+  explicit TensorWalk(Visitor visitor) : visitor_(std::move(visitor)) {}
+
+  void visit(PyObject* object, PyObject* key = nullptr, Py_ssize_t index = -1);
+  // Where the tensor that is being visited was found: "linear.weight" or "mask[0]".
+  std::string name() const;
+
+ private:
+  // How a value was reached: by a name, or by a position.
+  struct Step {
+    PyObject* key;
+    Py_ssize_t index;
+  };
+
+  void visit_inside(PyObject* object);
+  void visit_sequence(PyObject* object);
+  void visit_dict(PyObject* dict);
+  void visit_module(PyObject* module);
+  void visit_function(PyObject* function);
+
+  Visitor visitor_;
+  std::unordered_set<PyObject*> visited_;
+  std::vector<Step> path_;
+};
 
 struct ChangedTensor {
   const c10::TensorImpl* tensor;    // set where it has no storage of its own
@@ -84,4 +120,4 @@ class ReadObserver {
   std::vector<Read> reads_;
 };
 
-}  // namespace memsave_ext
+}  // namespace memsave_ext::checkpoint

@@ -3,7 +3,7 @@
 
 #include <atomic>
 
-namespace memsave_ext {
+namespace memsave_ext::checkpoint {
 
 inline thread_local int recompute_depth = 0;
 
@@ -51,4 +51,4 @@ class RecomputeScope {
   const Again what_;
 };
 
-}  // namespace memsave_ext
+}  // namespace memsave_ext::checkpoint

@@ -1,7 +1,9 @@
 #include "checkpoint/region.h"
 
 #include <ATen/SequenceNumber.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/AutogradState.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -10,14 +12,41 @@
 #include <atomic>
 
 #include "checkpoint/call.h"
-#include "checkpoint/errors.h"
 #include "checkpoint/hooks.h"
 #include "checkpoint/recompute.h"
-#include "checkpoint/tail.h"
 
-namespace memsave_ext {
+namespace memsave_ext::checkpoint {
 
 namespace py = pybind11;
+
+Slot Slot::of(const at::Tensor& tensor) {
+  return {0, Metadata::of(tensor), weak_storage(tensor), static_cast<uint32_t>(tensor._version())};
+}
+
+bool Slot::is_storage_of(const at::Tensor& tensor) const {
+  return tensor.has_storage() &&
+         storage._unsafe_get_target() == tensor.storage().unsafeGetStorageImpl();
+}
+
+RegionArgument RegionArgument::of(PyObject* argument) {
+  if (!THPVariable_Check(argument)) {
+    return {{}, weak_storage({}), 0, py::reinterpret_borrow<py::object>(argument)};
+  }
+  const at::Tensor& tensor = THPVariable_Unpack(argument);
+  return {save_input(tensor), weak_storage(tensor), version_of(tensor), {}};
+}
+
+at::Tensor RegionArgument::unpack() const {
+  const py::gil_scoped_release no_gil;
+  return tensor.unpack();
+}
+
+std::optional<std::pair<uint32_t, uint32_t>> RegionArgument::change(const at::Tensor& now) const {
+  const bool same = now.defined() && now.has_storage() &&
+                    storage._unsafe_get_target() == now.storage().unsafeGetStorageImpl();
+  if (!same || version_of(now) == version) return std::nullopt;
+  return std::make_pair(version, version_of(now));
+}
 
 BackwardKey BackwardKey::current() {
   // Under torch.utils.checkpoint.GraphExecGroup several backwards share one recompute.
@@ -216,7 +245,7 @@ void Region::recompute(const BackwardKey& key) {
     reads = observer.reads();
   }
   if (result == nullptr) {
-    if (!run.stopped() || !PyErr_ExceptionMatches(stop_exception())) throw_python_error();
+    if (!run.stopped() || !PyErr_ExceptionMatches(stop_exception())) throw py::error_already_set();
     PyErr_Clear();
   }
   Py_XDECREF(result);
@@ -243,4 +272,36 @@ std::shared_ptr<Saved> RegionPacker::pack(at::Tensor& tensor) {
   return std::make_shared<RegionSaved>(region_, region_->save(tensor));
 }
 
-}  // namespace memsave_ext
+py::object checkpoint_region(py::object function, py::object recompute_function,
+                             py::tuple arguments, py::object kwargs, bool preserve_rng_state,
+                             bool early_stop, bool check_determinism, py::object on_error) {
+  HANDLE_TH_ERRORS
+  const auto call = [&] {
+    PyObject* result =
+        PyObject_Call(function.ptr(), arguments.ptr(), kwargs.is_none() ? nullptr : kwargs.ptr());
+    if (result == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(result);
+  };
+  if (!at::GradMode::is_enabled()) return call();
+
+  const auto region =
+      std::make_shared<Region>(std::move(recompute_function), kwargs, std::move(on_error),
+                               RegionOptions{preserve_rng_state, early_stop, check_determinism});
+  // Before the hooks: arguments belong to what surrounds the region.
+  region->save_arguments(arguments.ptr());
+  region->save_surroundings();
+  region->note_outside();
+  py::object result;
+  {
+    const AutocastGuard uncached(AutocastState::capture().without_cache());
+    const HookGuard hooks(std::make_shared<RegionPacker>(region));
+    const RegionScope inside;
+    const ForwardRecordScope scope(region->forward_record(), ForwardRecordScope::kRecording);
+    result = call();
+  }
+  region->finish_forward(result.ptr());
+  return result;
+  END_HANDLE_TH_ERRORS_PYBIND
+}
+
+}  // namespace memsave_ext::checkpoint

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/saved_variable.h>
 
 #include <atomic>
 #include <memory>
@@ -15,10 +16,39 @@
 #include "checkpoint/forward_record.h"
 #include "checkpoint/hooks.h"
 #include "checkpoint/outside.h"
-#include "checkpoint/saved.h"
 #include "checkpoint/surroundings.h"
+#include "checkpoint/tensors.h"
 
-namespace memsave_ext {
+namespace memsave_ext::checkpoint {
+
+// What the forward saved at one position.
+struct Slot {
+  uint32_t holders;  // 0 once autograd has dropped it
+  Metadata metadata;
+  WeakStorage storage;
+  uint32_t version;
+
+  static Slot of(const at::Tensor& tensor);
+  // A recompute that saves the same storage saves a tensor from outside, which must not have
+  // changed in between.
+  bool is_storage_of(const at::Tensor& tensor) const;
+};
+
+// A positional argument: tensors are kept as autograd keeps them, so that hooks of enclosing
+// regions and of save_on_cpu see them, and a change in place is noticed. Autograd does not look at
+// versions where there are hooks; they may hand the tensor itself on.
+struct RegionArgument {
+  torch::autograd::SavedVariable tensor;
+  WeakStorage storage;
+  uint32_t version;
+  pybind11::object other;  // set when the argument is not a tensor
+
+  static RegionArgument of(PyObject* argument);
+  at::Tensor unpack() const;  // releases the GIL meanwhile
+  // The versions in the forward and now, where it was changed in place; `now` is what unpack()
+  // gave.
+  std::optional<std::pair<uint32_t, uint32_t>> change(const at::Tensor& now) const;
+};
 
 // How a region is run; the same for every recompute.
 struct RegionOptions {
@@ -109,4 +139,11 @@ class RegionPacker final : public Packer {
   const std::shared_ptr<Region> region_;
 };
 
-}  // namespace memsave_ext
+// Runs `function(*arguments, **kwargs)`, kwargs a dict or None, as a region that recomputes with
+// `recompute_function`. `on_error` is None, or adds to the message of a CheckpointError.
+pybind11::object checkpoint_region(pybind11::object function, pybind11::object recompute_function,
+                                   pybind11::tuple arguments, pybind11::object kwargs,
+                                   bool preserve_rng_state, bool early_stop, bool check_determinism,
+                                   pybind11::object on_error);
+
+}  // namespace memsave_ext::checkpoint

@@ -4,9 +4,9 @@
 
 #include <mutex>
 
-#include "checkpoint/device.h"
+#include "checkpoint/surroundings.h"
 
-namespace memsave_ext {
+namespace memsave_ext::checkpoint {
 namespace {
 
 at::CPUGeneratorImpl* cpu_generator() {
@@ -90,4 +90,4 @@ GraphRngScope::GraphRngScope(const GraphRng&) {}
 GraphRngScope::~GraphRngScope() = default;
 #endif
 
-}  // namespace memsave_ext
+}  // namespace memsave_ext::checkpoint

@@ -7,7 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
-namespace memsave_ext {
+namespace memsave_ext::checkpoint {
 namespace {
 
 struct NotedStep {
@@ -41,22 +41,6 @@ void forget(uint64_t until) {
 }
 
 }  // namespace
-
-ByteRange ByteRange::of(const at::Tensor& tensor) {
-  return of(tensor.sizes(), tensor.strides(), tensor.storage_offset(), tensor.itemsize());
-}
-
-ByteRange ByteRange::of(at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset,
-                        size_t itemsize) {
-  const int64_t size = static_cast<int64_t>(itemsize);
-  const int64_t begin = offset * size;
-  int64_t last = 0;
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    if (sizes[i] == 0) return {begin, begin};
-    last += (sizes[i] - 1) * strides[i];
-  }
-  return {begin, begin + (last + 1) * size};
-}
 
 Pending::Pending() : since_(steps_noted) { ++pending; }
 
@@ -105,4 +89,4 @@ void note_step(const at::Tensor& param, uint32_t position) {
   entry->second.steps.push_back({range, number, position});
 }
 
-}  // namespace memsave_ext
+}  // namespace memsave_ext::checkpoint

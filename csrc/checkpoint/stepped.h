@@ -9,17 +9,9 @@
 #include <cstdint>
 #include <optional>
 
-namespace memsave_ext {
+#include "checkpoint/tensors.h"
 
-// The bytes of a storage that a tensor's elements lie in.
-struct ByteRange {
-  int64_t begin, end;
-
-  static ByteRange of(const at::Tensor& tensor);
-  static ByteRange of(at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset,
-                      size_t itemsize);
-  bool overlaps(const ByteRange& other) const { return begin < other.end && other.begin < end; }
-};
+namespace memsave_ext::checkpoint {
 
 // Something that can still be computed again. Steps are noted only while one exists. Making and
 // destroying it takes no lock.
@@ -50,4 +42,4 @@ std::optional<uint32_t> step_since(uint64_t since, const c10::StorageImpl* stora
 // An optimizer has changed `param`, the `position`-th of its parameters.
 void note_step(const at::Tensor& param, uint32_t position);
 
-}  // namespace memsave_ext
+}  // namespace memsave_ext::checkpoint

@@ -1,8 +1,7 @@
 // The operators on a chunk of logits. Schemas: memsave_ext/loss_head/operators.py.
-#include "loss_head/ops.h"
-
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
 
 #include "cuda_stream.h"
 #include "loss_head/kernels.h"
@@ -92,15 +91,19 @@ void gradient(const Tensor& logits, const Tensor& coefficients, const std::optio
       .gradient(chunk, coefficients.const_data_ptr(), stream_of(logits.device()));
 }
 
-}  // namespace
-
 void register_operators(torch::Library& library) {
   library.impl("linear_cross_entropy_reduce_", reduce);
   library.impl("linear_cross_entropy_gradient_", gradient);
 }
 
+}  // namespace
 }  // namespace memsave_ext::loss_head
 
 TORCH_LIBRARY_IMPL(memsave_ext, CPU, library) {
   memsave_ext::loss_head::register_operators(library);
 }
+#ifdef MEMSAVE_EXT_WITH_CUDA
+TORCH_LIBRARY_IMPL(memsave_ext, CUDA, library) {
+  memsave_ext::loss_head::register_operators(library);
+}
+#endif

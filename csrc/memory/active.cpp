@@ -4,19 +4,21 @@
 #include <pthread.h>
 #endif
 
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+
 #include <algorithm>
 #include <atomic>
-#include <vector>
-
-#include "checkpoint/recomputing.h"
-#include "memory/pause.h"
+#include <chrono>
+#include <limits>
+#include <utility>
 
 namespace memsave_ext::memory {
 namespace py = pybind11;
 namespace {
 
-std::vector<Log*> active;
-std::vector<Count*> counts;
+std::vector<Listener*> active;
 std::atomic<int> active_count{0};
 std::atomic<int> stack_count{0};
 // Called with the GIL; null without. It is leaked at exit, when Python may be gone.
@@ -25,34 +27,28 @@ std::atomic<py::object*> recompute_listener{nullptr};
 bool watching() { return active_count.load(std::memory_order_relaxed) > 0 && paused_depth == 0; }
 
 void set_counts() {
-  active_count = static_cast<int>(active.size() + counts.size());
-  stack_count = static_cast<int>(
-      std::count_if(active.begin(), active.end(), [](const Log* log) { return log->stacks(); }));
+  active_count = static_cast<int>(active.size());
+  stack_count = static_cast<int>(std::count_if(active.begin(), active.end(),
+                                               [](Listener* one) { return one->takes_stacks(); }));
 }
 
-void observe_recompute(Again what, bool begins) {
-  const EventContext context = EventContext::now();
-  const Phase phase = what == Again::kRegion ? Phase::kRecompute : Phase::kRematerialize;
+void observe_recompute(checkpoint::Again what, bool begins) {
+  const Moment moment = Moment::now();
   {
     const std::lock_guard<std::mutex> lock(tracking_mutex());
-    for (Log* log : active) {
-      if (begins)
-        log->threads().begin_recompute(context, phase);
-      else
-        log->threads().end_recompute(context);
-    }
+    for (Listener* listener : active) listener->recompute(moment, what, begins);
   }
   if (recompute_listener.load(std::memory_order_relaxed) != nullptr) {
     const py::gil_scoped_acquire gil;
     const py::error_scope raised;  // a recompute may end with an exception
     if (const py::object* listener = recompute_listener)
-      (*listener)(what == Again::kRegion, begins);
+      (*listener)(what == checkpoint::Again::kRegion, begins);
   }
 }
 
 void set_observer() {
   const bool observed = !active.empty() || recompute_listener.load() != nullptr;
-  recompute_observer = observed ? &observe_recompute : nullptr;
+  checkpoint::recompute_observer = observed ? &observe_recompute : nullptr;
 }
 
 // Installs fork handlers. Without them, a child that is forked while another thread holds the mutex
@@ -63,9 +59,8 @@ void survive_forks() {
       pthread_atfork([] { tracking_mutex().lock(); }, [] { tracking_mutex().unlock(); },
                      [] {
                        active.clear();
-                       counts.clear();
                        set_counts();
-                       recompute_observer = nullptr;
+                       checkpoint::recompute_observer = nullptr;
                        tracking_mutex().unlock();
                      });
   (void)installed;
@@ -79,26 +74,32 @@ std::mutex& tracking_mutex() {
   return *mutex;
 }
 
-void add_active(Log* log) {
+Moment Moment::now() {
+  Moment moment{static_cast<int32_t>(at::RecordFunction::currentThreadId()), 0,
+                std::chrono::duration_cast<std::chrono::nanoseconds>(
+                    std::chrono::steady_clock::now().time_since_epoch())
+                    .count(),
+                kNotInBackward};
+  if (torch::autograd::get_current_graph_task_id() == -1) return moment;
+  moment.node = kNoNode;
+  const auto node = torch::autograd::get_current_node();
+  // AccumulateGrad has the largest sequence number; it belongs to no forward.
+  if (node != nullptr && node->sequence_nr() != std::numeric_limits<uint64_t>::max()) {
+    moment.node = static_cast<int64_t>(node->sequence_nr());
+    moment.node_thread = static_cast<int32_t>(node->thread_id());
+  }
+  return moment;
+}
+
+void add_active(Listener* listener) {
   survive_forks();
-  active.push_back(log);
+  active.push_back(listener);
   set_counts();
   set_observer();
 }
 
-void add_active(Count* count) {
-  survive_forks();
-  counts.push_back(count);
-  set_counts();
-}
-
-void remove_active(Count* count) {
-  counts.erase(std::remove(counts.begin(), counts.end(), count), counts.end());
-  set_counts();
-}
-
-void remove_active(Log* log) {
-  active.erase(std::remove(active.begin(), active.end(), log), active.end());
+void remove_active(Listener* listener) {
+  active.erase(std::remove(active.begin(), active.end(), listener), active.end());
   set_counts();
   set_observer();
 }
@@ -114,32 +115,27 @@ void listen_to_recomputes(std::optional<py::object> listener) {
 }
 
 bool any_active(c10::DeviceType type) {
-  const auto is_of_type = [&](const auto* one) { return one->device().type() == type; };
-  return std::any_of(active.begin(), active.end(), is_of_type) ||
-         std::any_of(counts.begin(), counts.end(), is_of_type);
+  return std::any_of(active.begin(), active.end(),
+                     [&](Listener* one) { return one->device().type() == type; });
 }
 
 void report_allocated(c10::Device device, void* ptr, int64_t size, std::optional<int64_t> total) {
   if (!watching()) return;
-  EventContext context = EventContext::now();
-  if (stack_count.load(std::memory_order_relaxed) > 0) {
-    context.origin = device.is_cpu() ? origin_here() : origin_of_operator();
-  }
+  const Moment moment = Moment::now();
+  std::shared_ptr<const Origin> origin;
+  if (stack_count.load(std::memory_order_relaxed) > 0)
+    origin = device.is_cpu() ? origin_here() : origin_of_operator();
   TrackingLock lock;
-  for (Log* log : active)
-    if (log->device() == device) log->allocated(context, ptr, size, total, lock);
-  for (Count* count : counts)
-    if (count->device() == device) count->allocated(ptr, size);
+  for (Listener* listener : active)
+    if (listener->device() == device) listener->allocated(moment, ptr, size, total, origin, lock);
 }
 
 void report_freed(c10::Device device, void* ptr, std::optional<int64_t> total) {
   if (!watching()) return;
-  const EventContext context = EventContext::now();
+  const Moment moment = Moment::now();
   const std::lock_guard<std::mutex> lock(tracking_mutex());
-  for (Log* log : active)
-    if (log->device() == device) log->freed(context, ptr, total);
-  for (Count* count : counts)
-    if (count->device() == device) count->freed(ptr);
+  for (Listener* listener : active)
+    if (listener->device() == device) listener->freed(moment, ptr, total);
 }
 
 }  // namespace memsave_ext::memory

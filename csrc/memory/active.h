@@ -1,7 +1,7 @@
-// The trackers and counts that run in this process, and the one lock that all of them share.
+// What listens to allocations in this process, and the one lock that all listeners share.
 #pragma once
 
-#include <c10/core/Device.h>
+#include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -9,12 +9,25 @@
 #include <optional>
 #include <vector>
 
-#include "memory/count.h"
-#include "memory/log.h"
+#include "checkpoint/recomputing.h"
+#include "memory/stacks.h"
 
 namespace memsave_ext::memory {
 
-// Guards all logs and counts. A thread that holds it must not wait for the GIL, nor free a tensor:
+// Pauses tracking on this thread, so that the tracking's own allocations do not count. Calls nest.
+inline thread_local int paused_depth = 0;
+
+inline void pause_tracking(bool paused) { paused_depth += paused ? 1 : -1; }
+
+class PauseTracking {
+ public:
+  PauseTracking() { pause_tracking(true); }
+  ~PauseTracking() { pause_tracking(false); }
+  PauseTracking(const PauseTracking&) = delete;
+  PauseTracking& operator=(const PauseTracking&) = delete;
+};
+
+// Guards all listeners. A thread that holds it must not wait for the GIL, nor free a tensor:
 // freeing may wait for the GIL, or for an allocator's lock, whose holder may be waiting for this
 // mutex.
 std::mutex& tracking_mutex();
@@ -33,15 +46,39 @@ class TrackingLock {
   const std::lock_guard<std::mutex> lock_;
 };
 
+// When and where something happens; gathered before the mutex is taken. As the members of Event in
+// memsave_ext/memory/events.py.
+struct Moment {
+  static constexpr int64_t kNoNode = -1, kNotInBackward = -2;
+
+  int32_t thread;       // autograd's number of it
+  int32_t node_thread;  // of the thread that made the autograd node that runs
+  int64_t time;         // ns of a steady clock
+  int64_t node;         // its sequence number, or one of the above
+
+  static Moment now();
+};
+
+// Hears of allocations on a device. The caller holds the mutex. `total` is the number of live bytes
+// by the allocator's own count, if it has one.
+class Listener {
+ public:
+  virtual ~Listener() = default;
+  virtual at::Device device() const = 0;
+  virtual bool takes_stacks() const { return false; }
+  virtual void allocated(const Moment& moment, void* ptr, int64_t size,
+                         std::optional<int64_t> total, const std::shared_ptr<const Origin>& origin,
+                         TrackingLock& lock) = 0;
+  virtual void freed(const Moment& moment, void* ptr, std::optional<int64_t> total) = 0;
+  virtual void recompute(const Moment&, Again, bool /*begins*/) {}
+};
+
 // The caller of these holds the mutex.
-void add_active(Log* log);
-void add_active(Count* count);
-void remove_active(Log* log);
-void remove_active(Count* count);
+void add_active(Listener* listener);
+void remove_active(Listener* listener);
 bool any_active(c10::DeviceType type);
 
-// The allocators call these without the mutex. `total` is the number of live bytes by the
-// allocator's own count, if it has one.
+// The allocators call these without the mutex.
 void report_allocated(c10::Device device, void* ptr, int64_t size, std::optional<int64_t> total);
 void report_freed(c10::Device device, void* ptr, std::optional<int64_t> total);
 

@@ -59,6 +59,17 @@ void end_operator(const at::RecordFunction&, at::ObserverContext* context) {
 
 }  // namespace
 
+std::vector<std::tuple<std::string, int64_t, std::string>> Origin::frames() const {
+  std::vector<std::tuple<std::string, int64_t, std::string>> frames;
+  if (!stack) return frames;
+  const torch::SymbolizedTracebacks symbols = torch::symbolize({stack.get()});
+  for (const uint64_t i : symbols.tracebacks.at(0)) {
+    const auto& frame = symbols.all_frames.at(i);
+    frames.emplace_back(frame.filename, static_cast<int64_t>(frame.lineno), frame.funcname);
+  }
+  return frames;
+}
+
 void watch_operators(bool stacks) {
   if (stacks) ++stack_watchers;
   if (watchers++ > 0) return;

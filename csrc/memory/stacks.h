@@ -1,8 +1,11 @@
 // What asked for an allocation: a line of Python, and an operator.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
+#include <tuple>
+#include <vector>
 
 namespace torch {
 struct CapturedTraceback;
@@ -15,6 +18,9 @@ struct Origin {
   // Of the outermost operator that runs, as "aten::linear", or of the node of backward that runs
   // none, as "MulBackward0"; else empty.
   std::string operator_name;
+
+  // Returns the frames, innermost first: file, line, function. Needs the GIL.
+  std::vector<std::tuple<std::string, int64_t, std::string>> frames() const;
 };
 
 // Follows the operators that begin on this thread and in its backwards. With `stacks` a stack is

@@ -10,7 +10,7 @@
 #include <tuple>
 #include <vector>
 
-#include "checkpoint/engine.h"
+#include "checkpoint/hooks.h"
 #include "remat/fakes.h"
 #include "remat/plan.h"
 #include "remat/saved.h"
@@ -51,7 +51,7 @@ class Recorder {
   Recorder& operator=(const Recorder&) = delete;
 
   void open() {
-    hooks_ = std::make_unique<EngineHookGuard>(std::make_shared<BlockPacker>(block_));
+    hooks_ = std::make_unique<checkpoint::EngineHookGuard>(std::make_shared<BlockPacker>(block_));
     block_->open();
   }
   void close() {
@@ -156,7 +156,7 @@ class Recorder {
 
  private:
   const std::shared_ptr<Block> block_;
-  std::unique_ptr<EngineHookGuard> hooks_;  // null where it is not open
+  std::unique_ptr<checkpoint::EngineHookGuard> hooks_;  // null where it is not open
 };
 
 // For tests: a trace as tuples of its fields.

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "remat/content.h"
-#include "remat/device_time.h"
+#include "remat/known.h"
 #include "remat/policy.h"
 #include "remat/step.h"
 
@@ -118,15 +118,15 @@ class Block : public std::enable_shared_from_this<Block> {
 
   const Drops drops_;
   const std::optional<Budget> budget_;
-  std::optional<Pending> pending_;  // set while it is open
+  std::optional<checkpoint::Pending> pending_;  // set while it is open
   std::unique_ptr<Step> step_;
   // Of its contents; and itself while it is open, and backwards that open its contents.
   std::atomic<int64_t> holders_{1};
   std::atomic<int> backward_{-1};  // number of the latest backward that opened a content
   std::unordered_map<const c10::StorageImpl*, Entry> table_;
-  size_t sweep_at_ = 1024;                    // size of table_ at which freed storages are removed
-  std::shared_ptr<const Settings> settings_;  // of the operator recorded last
-  std::vector<Recording*> running_;           // recorded operators that run, innermost last
+  size_t sweep_at_ = 1024;  // size of table_ at which freed storages are removed
+  std::shared_ptr<const checkpoint::Settings> settings_;  // of the operator recorded last
+  std::vector<Recording*> running_;  // recorded operators that run, innermost last
   std::thread::id thread_;
   std::vector<int32_t> modules_{kNoModule};
   Sums sums_;  // guarded by contents_mutex()

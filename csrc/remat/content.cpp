@@ -4,7 +4,6 @@
 #include <unordered_map>
 
 #include "remat/fakes.h"
-#include "remat/needed.h"
 #include "streams.h"
 
 namespace memsave_ext::remat {
@@ -29,12 +28,12 @@ bool Geometry::fits(const at::Tensor& tensor) const {
          tensor.strides() == at::IntArrayRef(strides) && tensor.storage_offset() == offset;
 }
 
-ByteRange Geometry::range() const {
-  return ByteRange::of(sizes, strides, offset, dtype.itemsize());
+checkpoint::ByteRange Geometry::range() const {
+  return checkpoint::ByteRange::of(sizes, strides, offset, dtype.itemsize());
 }
 
 int64_t Geometry::extent() const {
-  const ByteRange bytes = range();
+  const checkpoint::ByteRange bytes = range();
   return bytes.begin == bytes.end ? 0 : bytes.end;
 }
 

@@ -4,6 +4,7 @@
 // place of one of them changes all. A tensor is a content and a geometry.
 #pragma once
 
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/Storage.h>
@@ -16,8 +17,8 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/settings.h"
 #include "checkpoint/stepped.h"
+#include "checkpoint/surroundings.h"
 #include "remat/operators.h"
 #include "remat/random.h"
 
@@ -37,7 +38,7 @@ struct Geometry {
 
   static Geometry of(const at::Tensor& tensor);
   void assign(const at::Tensor& tensor);
-  ByteRange range() const;
+  checkpoint::ByteRange range() const;
   int64_t extent() const;  // bytes from the start of the storage to the tensor's end
   bool fits(const at::Tensor& tensor) const;  // whether it is of this dtype and lies like this
   // Returns a tensor of this geometry on `storage`, without autograd history.
@@ -75,9 +76,10 @@ struct Call {
   at::Device device{at::kCPU};         // of its tensors
   std::vector<c10::IValue> arguments;  // None in place of tensors, which are references
   std::vector<Reference> references;
-  std::optional<Random> random;              // set where a second call must draw the same numbers
-  std::shared_ptr<const Settings> settings;  // under which it was called; shared by many
-  uint64_t steps_before = 0;                 // steps_so_far() when it was called
+  std::optional<Random> random;  // set where a second call must draw the same numbers
+  std::shared_ptr<const checkpoint::Settings>
+      settings;               // under which it was called; shared by many
+  uint64_t steps_before = 0;  // steps_so_far() when it was called
   // Its result as bits, which are unpacked in place of a second call; undefined for a real call.
   at::Tensor mask;
   double seconds = 0;  // of one call, or 0 while the operator's first calls are not trusted
@@ -120,7 +122,7 @@ struct Content : std::enable_shared_from_this<Content> {
   bool relied_on = false;    // dropped contents are recomputed through its call, not from it
   std::vector<std::weak_ptr<Content>> relied_on_by;  // these, until it is decided on
   bool dropped = false;                              // its holders will recompute it
-  std::optional<Pending> pending;                    // set while it is dropped
+  std::optional<checkpoint::Pending> pending;        // set while it is dropped
   bool decided = false;                              // whether to keep or drop it has been decided
   int dropped_depth = 0;  // of a dropped one: dropped ones in its chain, with itself
   int64_t holders = 0;    // saved tensors of it
@@ -171,5 +173,35 @@ void unpin(Content& content);
 // mutex.
 void release_unused(std::shared_ptr<Content> content, Freed& freed,
                     std::vector<std::shared_ptr<Content>>& contents);
+
+// Returns null where the tensor is not plain.
+inline const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return is_plain(tensor) ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+}
+
+// Calls visit(tensor, element) for each; `element` is the position in a list, else -1.
+template <typename Visit>
+void for_tensors(const c10::IValue& value, const Visit& visit) {
+  if (value.isTensor()) {
+    visit(value.toTensor(), -1);
+  } else if (value.isTensorList()) {
+    const auto list = value.toTensorList();
+    for (size_t i = 0; i < list.size(); ++i) visit(list.get(i), static_cast<int64_t>(i));
+  } else if (value.isOptionalTensorList()) {
+    const auto list = value.toOptionalTensorList();
+    for (size_t i = 0; i < list.size(); ++i) {
+      const std::optional<at::Tensor> tensor = list.get(i);
+      if (tensor) visit(*tensor, static_cast<int64_t>(i));
+    }
+  }
+}
+
+inline bool holds_tensors(const c10::IValue& value) {
+  return value.isTensor() || value.isTensorList() || value.isOptionalTensorList();
+}
+
+// For an optimizer that steps in backward: whether dropped values that backward still needs are
+// computed from this tensor's memory. Only memory that was made outside of a block counts.
+bool is_needed(const at::Tensor& tensor);
 
 }  // namespace memsave_ext::remat

@@ -5,7 +5,9 @@
 #include <map>
 #include <utility>
 
+#include "cuda_stream.h"
 #include "remat/fakes.h"
+#include "streams.h"
 
 namespace memsave_ext::remat {
 namespace {
@@ -60,7 +62,40 @@ void keep_times(Known& old, Known& step) {
   }
 }
 
+struct Devices {
+  std::mutex mutex;
+  std::map<std::pair<int, int>, std::shared_ptr<KnownSteps>> steps;
+};
+
+Devices& devices() {
+  static auto& all = *new Devices();  // steps may outlive static destruction
+  return all;
+}
+
 }  // namespace
+
+std::unique_ptr<DeviceTime> DeviceTime::start(c10::Device device) {
+  if (is_capturing(device)) return nullptr;
+  const auto stream = current_stream(device);
+  if (!stream) return nullptr;  // fake tensors, of a device that is not there
+  return std::unique_ptr<DeviceTime>(new DeviceTime(*stream));
+}
+
+DeviceTime::DeviceTime(c10::Stream stream)
+    : stream_(stream),
+      begin_(stream.device_type(), c10::EventFlag::BACKEND_DEFAULT),
+      end_(stream.device_type(), c10::EventFlag::BACKEND_DEFAULT) {
+  begin_.record(stream_);
+}
+
+void DeviceTime::stop() { end_.record(stream_); }
+
+std::optional<double> DeviceTime::seconds() const {
+  if (is_capturing(stream_.device())) return std::nullopt;  // no event may be queried then
+  if (!end_.was_marked_for_recording() || !end_.query() || !begin_.query()) return std::nullopt;
+  constexpr double kMillisecond = 1e-3;
+  return kMillisecond * begin_.elapsedTime(end_);
+}
 
 bool Known::read_times() {
   // The latest first: where the device is not past it, nothing else is asked.
@@ -128,7 +163,7 @@ void KnownSteps::settle() {
 
 // The step has made gradients that the next one adds to. It will come with and without them, so
 // that it is two. What was derived gives way to what is measured.
-void KnownSteps::add_with_gradients(const Known& step, const memory::Count::Survivors& survivors) {
+void KnownSteps::add_with_gradients(const Known& step, const Count::Survivors& survivors) {
   auto next = std::make_shared<Known>(
       Known{step.keys, step.trace, step.calls, {}, step.before, step.missing, {}});
   leave_out(*next, survivors.bytes);
@@ -232,20 +267,6 @@ void KnownSteps::forget() {
   latest_ = nullptr;
   steps_.clear();
 }
-
-namespace {
-
-struct Devices {
-  std::mutex mutex;
-  std::map<std::pair<int, int>, std::shared_ptr<KnownSteps>> steps;
-};
-
-Devices& devices() {
-  static auto& all = *new Devices();  // steps may outlive static destruction
-  return all;
-}
-
-}  // namespace
 
 std::shared_ptr<KnownSteps> known_steps(at::Device device) {
   if (device.is_meta()) return Fakes::current()->steps();

@@ -2,19 +2,37 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <vector>
 
-#include "memory/count.h"
-#include "remat/device_time.h"
+#include "remat/count.h"
 #include "remat/plan.h"
-#include "remat/trace.h"
 
 namespace memsave_ext::remat {
+
+// The time between two events on the current stream of a device. Nothing waits for them: the time
+// is known once the device has passed both.
+class DeviceTime {
+ public:
+  // Of a CUDA device. Null while a graph is captured, and where tensors are fake.
+  static std::unique_ptr<DeviceTime> start(c10::Device device);
+  void stop();
+  // Includes the time for which the device waited for the host between the two.
+  std::optional<double> seconds() const;
+
+ private:
+  explicit DeviceTime(c10::Stream stream);
+
+  const c10::Stream stream_;
+  c10::Event begin_, end_;
+};
 
 // How long an operator took on its device. The key is that of Step::began().
 struct TimeOfKey {
@@ -50,7 +68,7 @@ class KnownSteps {
  public:
   explicit KnownSteps(at::Device device, bool counts_all = false) : count(device, counts_all) {}
 
-  memory::Count count;
+  Count count;
 
   void begin();
   // `step` may be null: it is not worth being known.
@@ -72,7 +90,7 @@ class KnownSteps {
  private:
   void settle();
   void add(std::shared_ptr<Known> step, bool overlapped);
-  void add_with_gradients(const Known& step, const memory::Count::Survivors& survivors);
+  void add_with_gradients(const Known& step, const Count::Survivors& survivors);
 
   mutable std::mutex mutex_;
   int running_ = 0;

@@ -6,9 +6,10 @@
 #include <chrono>
 #include <unordered_set>
 
-#include "memory/pause.h"
+#include "memory/active.h"
 #include "remat/block.h"
 #include "remat/fakes.h"
+#include "remat/plan.h"
 
 namespace memsave_ext::remat {
 namespace {
@@ -19,8 +20,6 @@ constexpr int kMostOperators = 16;
 // on the way stay in memory until backward needs them, so that long chains would save nothing at
 // the peak.
 constexpr int kMostDropped = 4;
-// The host's cost of running one operator again, besides the operator's own time.
-constexpr double kHostSeconds = 4e-6;
 // How much recomputing a byte may cost, in units of copying it within the cache. Elementwise
 // functions take 1 to 30, normalizations 5 to 25, matrix products 80 and more.
 constexpr double kCopies = 40;
@@ -34,7 +33,7 @@ void add(const Call& call, Route& route, Freed& locked, int operators) {
     route.possible = false;
     return;
   }
-  route.seconds += call.seconds + kHostSeconds;
+  route.seconds += call.seconds + kSecondsPerCall;
   for (const auto& reference : call.references) {
     const auto& content = reference.content;
     if (reference.overwritten) continue;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
 #include <memory>
@@ -19,7 +20,7 @@ struct Random {
   // where `defaults` is set.
   std::optional<at::Generator> generator;
   // The state of all default generators; null where `generator` is set.
-  std::shared_ptr<const RngState> defaults;
+  std::shared_ptr<const checkpoint::RngState> defaults;
 
   // Returns the present state for a call; nothing where the numbers cannot be drawn again.
   static std::optional<Random> of(const Operator& op, c10::ArrayRef<const c10::IValue> arguments);
@@ -31,7 +32,16 @@ class RandomGuard {
   RandomGuard(const Random& random, const Operator& op, std::vector<c10::IValue>& arguments);
 
  private:
-  std::optional<RngGuard> defaults_;
+  std::optional<checkpoint::RngGuard> defaults_;
 };
+
+// The result of bernoulli_, zeros and ones of any dtype, as bits: drawing the numbers again would
+// take a CPU as long as a matrix product.
+
+// Packs a dense CPU tensor in the order of its memory, 8 elements a byte.
+at::Tensor pack_mask(const at::Tensor& values);
+
+// Fills a storage of this dtype with the packed values.
+void unpack_mask(const at::Tensor& bits, caffe2::TypeMeta dtype, const c10::Storage& to);
 
 }  // namespace memsave_ext::remat

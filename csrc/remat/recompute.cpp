@@ -11,10 +11,10 @@
 #include <unordered_set>
 #include <vector>
 
-#include "checkpoint/errors.h"
+#include "checkpoint/call.h"
 #include "checkpoint/recomputing.h"
 #include "remat/fakes.h"
-#include "remat/mask.h"
+#include "remat/random.h"
 #include "streams.h"
 
 namespace memsave_ext::remat {
@@ -120,7 +120,7 @@ class Recomputation {
           reference.argument != last_argument);
       last_argument = reference.argument;
     }
-    const SettingsGuard settings(*call.settings);
+    const checkpoint::SettingsGuard settings(*call.settings);
     const double begin = now();
     std::optional<RandomGuard> random;
     if (call.random) random.emplace(*call.random, *call.op, stack);
@@ -186,8 +186,8 @@ class Recomputation {
     at::Tensor tensor =
         made.element < 0 ? value.toTensor() : value.toTensorList().get(made.element);
     if (!made.geometry.fits(tensor)) {
-      throw_error("remat_other_result", call.op->handle.schema().name(), facts_of(made.geometry),
-                  facts_of(Geometry::of(tensor)));
+      checkpoint::throw_error("remat_other_result", call.op->handle.schema().name(),
+                              facts_of(made.geometry), facts_of(Geometry::of(tensor)));
     }
     return tensor;
   }
@@ -218,25 +218,27 @@ class Recomputation {
     }
     if (reference.changed()) throw_changed(call, reference);
     const auto& schema = call.op->handle.schema();
-    const auto stepped =
-        step_since(call.steps_before, storage.unsafeGetStorageImpl(), reference.geometry.range());
+    const auto stepped = checkpoint::step_since(call.steps_before, storage.unsafeGetStorageImpl(),
+                                                reference.geometry.range());
     if (stepped) {
       const auto& sizes = reference.geometry.sizes;
-      throw_error("remat_stepped", schema.name(), schema.arguments()[reference.argument].name(),
-                  std::vector<int64_t>(sizes.begin(), sizes.end()), *stepped);
+      checkpoint::throw_error("remat_stepped", schema.name(),
+                              schema.arguments()[reference.argument].name(),
+                              std::vector<int64_t>(sizes.begin(), sizes.end()), *stepped);
     }
     if (static_cast<int64_t>(storage.nbytes()) < reference.geometry.extent()) {
-      throw_error("remat_given_back", schema.name(), schema.arguments()[reference.argument].name());
+      checkpoint::throw_error("remat_given_back", schema.name(),
+                              schema.arguments()[reference.argument].name());
     }
   }
 
   [[noreturn]] static void throw_changed(const Call& call, const Reference& reference) {
     const auto& schema = call.op->handle.schema();
     const auto& sizes = reference.geometry.sizes;
-    throw_error("remat_changed", schema.name(), schema.arguments()[reference.argument].name(),
-                std::vector<int64_t>(sizes.begin(), sizes.end()),
-                static_cast<int64_t>(reference.noted),
-                static_cast<int64_t>(reference.version.current_version()));
+    checkpoint::throw_error(
+        "remat_changed", schema.name(), schema.arguments()[reference.argument].name(),
+        std::vector<int64_t>(sizes.begin(), sizes.end()), static_cast<int64_t>(reference.noted),
+        static_cast<int64_t>(reference.version.current_version()));
   }
 
   Block& block_;
@@ -262,7 +264,7 @@ c10::Storage copy_of(const c10::Storage& storage) {
 c10::Storage memory_of(Block& block, const std::shared_ptr<Content>& content) {
   const std::lock_guard<std::recursive_mutex> lock(block.again_mutex());
   const Pause pause;
-  const RecomputeScope recomputing(Again::kOperators);
+  const checkpoint::RecomputeScope recomputing(checkpoint::Again::kOperators);
   // As in the forward: below autograd, with gradients enabled. Kernels may look at the latter, as
   // oneDNN's LSTM, which makes a workspace for its backward only then.
   const at::AutoGradMode grad_mode(true);

@@ -4,15 +4,15 @@
 
 #include <optional>
 
-#include "checkpoint/errors.h"
-#include "checkpoint/saved.h"
+#include "checkpoint/call.h"
+#include "checkpoint/tensors.h"
 #include "remat/recompute.h"
 #include "streams.h"
 
 namespace memsave_ext::remat {
 namespace {
 
-class BlockSaved final : public Saved {
+class BlockSaved final : public checkpoint::Saved {
  public:
   BlockSaved(std::shared_ptr<Block> block, std::shared_ptr<Content> content,
              const at::Tensor& tensor)
@@ -20,7 +20,7 @@ class BlockSaved final : public Saved {
         content_(std::move(content)),
         geometry_(Geometry::of(tensor)),
         version_(tensor.unsafeGetTensorImpl()->version_counter()),
-        noted_(version_of(tensor)) {
+        noted_(checkpoint::version_of(tensor)) {
     if (content_->external) tensor_ = tensor;
     const std::lock_guard<std::mutex> lock(contents_mutex());
     opened_ = content_->fill;
@@ -72,9 +72,10 @@ class BlockSaved final : public Saved {
     }
     if (block_->step()) block_->step()->given_up(freed);
     if (original && version_.enabled() && version_.current_version() != noted_) {
-      throw_error("remat_saved_changed",
-                  std::vector<int64_t>(geometry_.sizes.begin(), geometry_.sizes.end()),
-                  static_cast<int64_t>(noted_), static_cast<int64_t>(version_.current_version()));
+      checkpoint::throw_error("remat_saved_changed",
+                              std::vector<int64_t>(geometry_.sizes.begin(), geometry_.sizes.end()),
+                              static_cast<int64_t>(noted_),
+                              static_cast<int64_t>(version_.current_version()));
     }
     c10::Storage storage(std::move(held));
     if (original && tensor_.defined() && geometry_.fits(tensor_) &&
@@ -110,15 +111,16 @@ class BlockSaved final : public Saved {
 
 // Keeps a tensor that the block cannot drop as a content. Checks its version, because torch does
 // not where there are hooks.
-class KeptSaved final : public Saved {
+class KeptSaved final : public checkpoint::Saved {
  public:
-  explicit KeptSaved(const at::Tensor& tensor) : tensor_(tensor), noted_(version_of(tensor)) {}
+  explicit KeptSaved(const at::Tensor& tensor)
+      : tensor_(tensor), noted_(checkpoint::version_of(tensor)) {}
 
   at::Tensor open() override {
-    const uint32_t now = version_of(tensor_);
+    const uint32_t now = checkpoint::version_of(tensor_);
     if (now != noted_) {
-      throw_error("remat_saved_changed", tensor_.sizes().vec(), static_cast<int64_t>(noted_),
-                  static_cast<int64_t>(now));
+      checkpoint::throw_error("remat_saved_changed", tensor_.sizes().vec(),
+                              static_cast<int64_t>(noted_), static_cast<int64_t>(now));
     }
     return tensor_;
   }
@@ -128,7 +130,7 @@ class KeptSaved final : public Saved {
   const uint32_t noted_;
 };
 
-std::shared_ptr<Saved> BlockPacker::pack(at::Tensor& tensor) {
+std::shared_ptr<checkpoint::Saved> BlockPacker::pack(at::Tensor& tensor) {
   // In a backward with create_graph, inside of the block, nothing is dropped.
   if (Block::active() != block_.get()) return std::make_shared<KeptSaved>(tensor);
   std::shared_ptr<Content> content = block_->save(tensor);

@@ -10,10 +10,10 @@
 
 namespace memsave_ext::remat {
 
-class BlockPacker final : public Packer {
+class BlockPacker final : public checkpoint::Packer {
  public:
   explicit BlockPacker(std::shared_ptr<Block> block) : block_(std::move(block)) {}
-  std::shared_ptr<Saved> pack(at::Tensor& tensor) override;
+  std::shared_ptr<checkpoint::Saved> pack(at::Tensor& tensor) override;
 
  private:
   const std::shared_ptr<Block> block_;

@@ -1,14 +1,173 @@
 #include "remat/search.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace memsave_ext::remat {
 namespace {
 
-// An operator runs again at most so often.
-constexpr int kMostRuns = 2;
+// Fills in what a repeat of `call` reads, and what runs on the way.
+void fill_in(const Trace& trace, const Routes& routes, int32_t call, std::vector<int32_t>& seen,
+             Repeat& repeat) {
+  std::vector<int32_t> pending = {call};
+  repeat.calls.clear();
+  while (!pending.empty()) {
+    const int32_t current = pending.back();
+    pending.pop_back();
+    for (const int32_t read : trace.calls[current].reads) {
+      if (seen[read] == call) continue;
+      seen[read] = call;
+      const auto& content = trace.contents[read];
+      if (routes.repeat_of[read] >= 0) {
+        repeat.reads.push_back(read);
+      } else if (!content.saved && content.let_go >= 0 && content.call >= 0) {
+        if (std::find(repeat.calls.begin(), repeat.calls.end(), content.call) !=
+            repeat.calls.end()) {
+          continue;
+        }
+        repeat.calls.push_back(content.call);
+        pending.push_back(content.call);
+      }
+    }
+  }
+}
 
 }  // namespace
+
+Routes::Routes(const Simulator& simulator) {
+  const Trace& trace = simulator.trace();
+  repeat_of.assign(trace.contents.size(), -1);
+  users.resize(trace.contents.size());
+  std::vector<int32_t> repeat_of_call(trace.calls.size(), -1), calls;
+  std::vector<int32_t> order;
+  for (size_t i = 0; i < trace.contents.size(); ++i) {
+    if (simulator.can_be_dropped(static_cast<int32_t>(i))) droppable.push_back(i);
+  }
+  order = droppable;
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+    return trace.contents[a].call < trace.contents[b].call;
+  });
+  for (const int32_t content : order) {
+    const int32_t call = trace.contents[content].call;
+    if (calls.empty() || calls.back() != call) {
+      calls.push_back(call);
+      repeats.emplace_back();
+    }
+    repeats.back().makes.push_back(content);
+    repeat_of[content] = static_cast<int32_t>(repeats.size()) - 1;
+  }
+  std::vector<int32_t> seen(trace.contents.size(), -1);
+  for (size_t i = 0; i < repeats.size(); ++i) {
+    Repeat& repeat = repeats[i];
+    fill_in(trace, *this, calls[i], seen, repeat);
+    for (const int32_t read : repeat.reads) users[read].push_back(static_cast<int32_t>(i));
+    repeat.seconds = trace.calls[calls[i]].seconds + kSecondsPerCall;
+    for (const int32_t call : repeat.calls) {
+      repeat.seconds += trace.calls[call].seconds + kSecondsPerCall;
+    }
+  }
+}
+
+void Profile::set(const std::vector<int64_t>& memory, int64_t level) {
+  memory_ = memory;
+  blocks_.assign((memory.size() + kSlots - 1) / kSlots, {});
+  tight_ = 0;
+  set_level(level);
+}
+
+void Profile::set_level(int64_t level) {
+  level_ = level;
+  for (size_t block = 0; block < blocks_.size(); ++block) update(static_cast<int32_t>(block));
+}
+
+int64_t Profile::most() const {
+  int64_t most = 0;
+  for (const auto& block : blocks_) most = std::max(most, block.most);
+  return most;
+}
+
+int32_t Profile::end_of(int32_t block) const {
+  return std::min((block + 1) * kSlots, static_cast<int32_t>(memory_.size()));
+}
+
+void Profile::update(int32_t block) {
+  const int32_t from = block * kSlots, to = end_of(block);
+  const int64_t added = blocks_[block].added;
+  Block sums = {memory_[from], memory_[from], 0, added};
+  for (int32_t slot = from; slot < to; ++slot) {
+    sums.least = std::min(sums.least, memory_[slot]);
+    sums.most = std::max(sums.most, memory_[slot]);
+    sums.over += std::max<int64_t>(memory_[slot] + added - level_, 0);
+  }
+  sums.least += added;
+  sums.most += added;
+  blocks_[block] = sums;
+}
+
+int64_t Profile::gain_in(const Block& sums, int32_t from, int32_t to, int64_t bytes) const {
+  int64_t gain = 0;
+  for (int32_t slot = from; slot < to; ++slot) {
+    const int64_t over = memory_[slot] + sums.added - level_;
+    gain += std::max<int64_t>(over, 0) - std::max<int64_t>(over + bytes, 0);
+  }
+  return gain;
+}
+
+int64_t Profile::gain(int32_t from, int32_t to, int64_t bytes) const {
+  int64_t gain = 0;
+  while (from < to) {
+    const int32_t block = from / kSlots;
+    const int32_t end = std::min(end_of(block), to);
+    const Block& sums = blocks_[block];
+    if (sums.most <= level_ && sums.most + bytes <= level_) {
+      // Nothing is over, before and after.
+    } else if (sums.least >= level_ && sums.least + bytes >= level_) {
+      gain -= bytes * (end - from);
+    } else if (end - from == end_of(block) - block * kSlots && sums.most + bytes <= level_) {
+      gain += sums.over;
+    } else {
+      gain += gain_in(sums, from, end, bytes);
+    }
+    from = end;
+  }
+  return gain;
+}
+
+void Profile::add(int32_t from, int32_t to, int64_t bytes) {
+  while (from < to) {
+    const int32_t block = from / kSlots;
+    const int32_t end = std::min(end_of(block), to);
+    Block& sums = blocks_[block];
+    if (end - from == end_of(block) - block * kSlots) {
+      sums.over -= gain(from, end, bytes);
+      sums.added += bytes;
+      sums.least += bytes;
+      sums.most += bytes;
+    } else {
+      for (int32_t slot = from; slot < end; ++slot) memory_[slot] += bytes;
+      update(block);
+    }
+    from = end;
+  }
+}
+
+bool Profile::fits(int32_t from, int32_t to, int64_t bytes) {
+  const auto is_over = [&](int32_t slot) {
+    return memory_[slot] + blocks_[slot / kSlots].added + bytes > level_;
+  };
+  if (from <= tight_ && tight_ < to && is_over(tight_)) return false;
+  while (from < to) {
+    const int32_t block = from / kSlots;
+    const int32_t end = std::min(end_of(block), to);
+    for (; blocks_[block].most + bytes > level_ && from < end; ++from) {
+      if (!is_over(from)) continue;
+      tight_ = from;
+      return false;
+    }
+    from = end;
+  }
+  return true;
+}
 
 Search::Search(Simulator& simulator, const Routes& routes)
     : simulator_(simulator),
@@ -221,6 +380,114 @@ bool Search::fits() {
     return fits = bytes <= 0 || profile_.fits(from, to, bytes);
   });
   return fits;
+}
+
+bool Search::Move::operator<(const Move& other) const {
+  return score != other.score ? score < other.score : content > other.content;
+}
+
+double Search::score(int32_t content, Decision decision) {
+  change(content, decision, true);
+  const auto lowered = too_often_ ? 0 : static_cast<double>(gain());
+  undo();
+  return lowered / std::max(seconds_, kLeastSeconds);
+}
+
+// Adds the moves that may lower memory where it is over the level, with bounds of their scores.
+void Search::push_moves(int32_t content, std::vector<Move>& heap) {
+  const auto push = [&](Decision decision, int64_t gain, double seconds) {
+    if (gain <= 0) return;
+    const double score = static_cast<double>(gain) / std::max(seconds, kLeastSeconds);
+    Move move = {score, content, decision, 0};
+    move.number = ++pushed(move);
+    heap.push_back(move);
+    std::push_heap(heap.begin(), heap.end());
+  };
+  const auto& span = spans_[content];
+  const auto bytes = trace_.contents[content].bytes;
+  const int32_t number = routes_.repeat_of[content];
+  const Repeat& repeat = routes_.repeats[number];
+  const int32_t end = span.opened >= 0 ? span.opened : span.until + 1;
+  if (decisions_[content] == Decision::kKeep) {
+    push(Decision::kDrop, profile_.gain(span.kept_from, end, -bytes),
+         runs_[number].count > 0 ? 0 : repeat.seconds);
+    return;
+  }
+  if (runs_[number].count == 0) return;
+  const int32_t from = runs_[number].slots[0];
+  if (decisions_[content] == Decision::kDrop) {
+    push(Decision::kDropTwice, profile_.gain(from, end, -bytes), repeat.seconds);
+  }
+  // Keeping it helps where that lets others, which it is computed from, be recomputed later.
+  const bool has_dropped = std::any_of(repeat.reads.begin(), repeat.reads.end(), [&](int32_t read) {
+    return decisions_[read] != Decision::kKeep;
+  });
+  if (has_dropped) {
+    constexpr int64_t all = std::numeric_limits<int64_t>::max() / 4;
+    push(Decision::kKeep, profile_.gain(from, simulator_.timeline().size(), -all), 0);
+  }
+}
+
+// Adds the moves whose scores may have grown because of a change of `content`.
+void Search::push_moves_around(int32_t content, std::vector<Move>& heap) {
+  const Repeat& repeat = routes_.repeats[routes_.repeat_of[content]];
+  for (const int32_t made : repeat.makes) push_moves(made, heap);
+  for (const int32_t read : repeat.reads) push_moves(read, heap);
+  for (const int32_t user : routes_.users[content]) {
+    for (const int32_t made : routes_.repeats[user].makes) push_moves(made, heap);
+  }
+}
+
+bool Search::lower(int64_t level, int64_t aim) {
+  profile_.set_level(aim);
+  pushed_.assign(3 * decisions_.size(), 0);
+  std::vector<Move> heap;
+  for (const int32_t content : routes_.droppable) push_moves(content, heap);
+  while (profile_.most() > level && !heap.empty() && !is_stopped()) {
+    work_ += 1 + simulator_.timeline().size() / 256;
+    std::pop_heap(heap.begin(), heap.end());
+    Move move = heap.back();
+    heap.pop_back();
+    if (decisions_[move.content] == move.decision || move.number != pushed(move)) continue;
+    if (move.content == fixed_) continue;
+    // Scores fall as others move. One that is still about the best is taken.
+    move.score = score(move.content, move.decision);
+    if (move.score <= 0) continue;
+    if (!heap.empty() && move.score * kTolerance < heap.front().score) {
+      heap.push_back(move);
+      std::push_heap(heap.begin(), heap.end());
+      continue;
+    }
+    change(move.content, move.decision);
+    commit();
+    push_moves_around(move.content, heap);
+  }
+  return profile_.most() <= level;
+}
+
+void Search::put_back(int64_t level) {
+  profile_.set_level(level);
+  for (const int32_t content : by_worth_) {
+    if (is_stopped()) return;
+    ++work_;
+    if (content == fixed_) continue;
+    for (const Decision decision : {Decision::kKeep, Decision::kDrop}) {
+      if (decisions_[content] <= decision) break;
+      if (decision == Decision::kKeep && !may_be_kept(content)) continue;
+      change(content, decision, true);
+      if (seconds_ <= 0 && !too_often_ && fits()) {
+        commit();
+      } else {
+        undo();
+      }
+    }
+  }
+}
+
+void Search::force(int32_t content, Decision decision) {
+  change(content, decision);
+  commit();
+  fixed_ = content;
 }
 
 }  // namespace memsave_ext::remat

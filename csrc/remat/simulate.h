@@ -6,12 +6,8 @@
 #include <vector>
 
 #include "remat/plan.h"
-#include "remat/trace.h"
 
 namespace memsave_ext::remat {
-
-// The host's cost of running one operator again, besides the operator's own time.
-constexpr double kSecondsPerCall = 4e-6;
 
 // The time of a step in slots, in order. A slot is either a stretch of intervals in which no memory
 // of the block begins or ends, or a moment at which contents are opened.

@@ -13,11 +13,9 @@
 #include <vector>
 
 #include "remat/content.h"
-#include "remat/device_time.h"
 #include "remat/known.h"
 #include "remat/plan.h"
 #include "remat/policy.h"
-#include "remat/trace.h"
 
 namespace memsave_ext::remat {
 
@@ -95,7 +93,7 @@ class Step {
   // The caller of these holds mutex_.
   int32_t number_of(Content& content);
   void let_go(int32_t moment);
-  memory::Count::Bytes take();
+  Count::Bytes take();
   void add_moment();
   int64_t held_alone();
   void find();

@@ -1,15 +1,27 @@
-// Tables of functions that are compiled once for each instruction set (target_*.h), in a namespace
-// named after it.
+// Tables of functions that are compiled once for each instruction set (target_begin.h), in a
+// namespace named after it.
 #pragma once
+
+#ifndef MEMSAVE_EXT_ISA  // outside of target regions
+
+#include <ATen/Version.h>
+
+#include <string>
 
 namespace memsave_ext::vector {
 
 enum class Isa { kBaseline, kAvx2, kAvx512 };
 
-// What kernels may use on this CPU.
-Isa isa_of_this_cpu();
+// Returns what kernels may use on this CPU: what torch chose, so that ATEN_CPU_CAPABILITY limits
+// both.
+inline Isa isa_of_this_cpu() {
+  const std::string capability = at::get_cpu_capability();
+  return capability == "AVX512" ? Isa::kAvx512 : capability == "AVX2" ? Isa::kAvx2 : Isa::kBaseline;
+}
 
 }  // namespace memsave_ext::vector
+
+#endif
 
 #define MEMSAVE_EXT_DECLARE_TABLE(isa, Table, name) \
   namespace isa {                                   \

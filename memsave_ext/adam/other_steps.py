@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..checkpoint.pending import is_any_pending, note_step
+from ..checkpoint.function import is_any_pending, note_step
 from .dtensor import local_tensor
 from .owners import is_own
 

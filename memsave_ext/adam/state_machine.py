@@ -1,4 +1,4 @@
-"""The states of an optimizer's step, with all transitions in one table, which csrc/adam is given.
+"""The states of an optimizer's step, with all transitions in one table.
 
 A state belongs to the step as a whole, from one call of ``step()`` to the next. What can nest or
 exist several times at once is counted elsewhere: the open blocks of the training loop that decide
@@ -8,11 +8,11 @@ what is done with gradients, which are allowed in any state, and the backwards t
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
 
 from . import errors
 
 
-# The order of both is that of csrc/adam/open_step.h.
 class State(Enum):
     IDLE = "no parameter has been stepped since the last call of step()"
     STEPPING = "some have been"
@@ -82,11 +82,35 @@ _TABLE: dict[Event, dict[State, State | str]] = {
 }
 
 
-def transitions() -> list[list[int | str]]:
-    """Returns for each event and state the number of the next state, or why there is none."""
-    states = list(State)
-    to = ((_TABLE[event].get(state, state) for state in State) for event in Event)
-    return [[t if isinstance(t, str) else states.index(t) for t in of_event] for of_event in to]
+def _allows(state: State, event: Event) -> bool:
+    return not isinstance(_TABLE[event].get(state), str)
+
+
+class Expected(NamedTuple):
+    """What a collector need not ask the stepper about, in a state.
+
+    Attributes:
+        uses: gradients can be used.
+        keeps: gradients can be kept in ``.grad``.
+        measured: the norm pass of this step has measured each gradient that is used.
+        first: what is stepped is the first of the step, which the stepper is told.
+    """
+
+    uses: bool
+    keeps: bool
+    measured: bool
+    first: bool
+
+
+_EXPECTED = {
+    state: Expected(
+        uses=_allows(state, Event.USE_GRADIENT),
+        keeps=_allows(state, Event.KEEP_GRADIENTS),
+        measured=state is State.CLIPPING,
+        first=state is State.IDLE,
+    )
+    for state in State
+}
 
 
 class StateMachine:
@@ -110,6 +134,9 @@ class StateMachine:
         self.state = self.check(event)
         if self.state is not State.FAILED:
             self._stepped_before_failure = 0
+
+    def expected(self) -> Expected:
+        return _EXPECTED[self.state]
 
     def fail(self, stepped: int) -> None:
         """Notes that a backward raised after it had stepped ``stepped`` parameters."""

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import clip_guard, modes, owners, stepper
+from . import clip_guard, modes, owners
 from .accumulation import Accumulation
+from .stepper import Stepper
 
 SMALL_BYTES = 1 << 16
 BUCKET_BYTES = 1 << 20
@@ -27,9 +28,7 @@ class InBackward(Accumulation):
 
     def _make_stepper(self) -> None:
         owners.note_optimizer(self)
-        self._stepper = stepper.make(
-            self, self._small_bytes, self._bucket_bytes, self._steps_by_own
-        )
+        self._stepper = Stepper(self, self._small_bytes, self._bucket_bytes, self._steps_by_own)
         self._reductions = []
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..checkpoint import forward_records, uncounted
+from ..checkpoint import forward_records, norms
 from . import calls, operators  # noqa: F401  # operators defines them
 from .activations import ACTIVATIONS, check_activation
 from .calls import Settings, Tensors
@@ -43,7 +43,7 @@ class CountOnce(_BatchNorm):
     activation: str | None = None
     negative_slope: float = 0.01
     # In a recompute these modules find by themselves what their forward computed, so that
-    # checkpoint/uncounted.py leaves their calls as they are.
+    # checkpoint/norms.py leaves their calls as they are.
     _call_impl = torch.nn.Module._call_impl
 
     def __init__(
@@ -98,10 +98,10 @@ class CountOnce(_BatchNorm):
             )
         around = forward_records.NOTHING
         if not torch.compiler.is_compiling():
-            uncounted.check_batch(self)
+            norms.check_batch(self)
             around = forward_records.enclosing(functions=self.training)
         if _must_use_torch():
-            of = self if around.replay is None else uncounted.copy_of(self)
+            of = self if around.replay is None else norms.copy_of(self)
             output = _BatchNorm.forward(of, input)
             z = output if residual is None else output + residual
             return ACTIVATIONS[self.activation or "none"].forward(z, self.negative_slope)

@@ -4,13 +4,12 @@ Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06
 """
 
 from . import saved_parameters  # noqa: F401
-from .engine_hooks import use_engine_hooks
 from .errors import CheckpointError
 from .forward_records import count_once_contexts
 from .function import CheckpointFunction, is_recomputing
 from .models import CheckpointHandle, checkpoint_modules, checkpoint_sequential
 from .patch import patch_torch_checkpoint
-from .region import checkpoint
+from .region import checkpoint, use_engine_hooks
 
 __all__ = [
     "CheckpointError",

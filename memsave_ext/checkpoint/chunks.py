@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from . import uncounted
+from . import norms
 
 Argument = int | str  # a position, or a keyword's name
 
@@ -83,7 +83,7 @@ def run_in_pieces(
     cut = {key: tensor.split(sizes, chunking.dim) for key, tensor in tensors.items()}
     results = []
     compiling = torch.compiler.is_compiling()
-    with contextlib.nullcontext() if compiling else uncounted.refuse_batch_statistics():
+    with contextlib.nullcontext() if compiling else norms.refuse_batch_statistics():
         for i in range(count):
             of_args = [cut[k][i] if k in cut else value for k, value in enumerate(args)]
             of_kwargs = {k: cut[k][i] if k in cut else value for k, value in kwargs.items()}

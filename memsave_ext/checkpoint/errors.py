@@ -324,4 +324,4 @@ def _outside_changed(lines: str) -> str:
 
 
 if _native.module:
-    _native.module.register_errors(sys.modules[__name__])
+    _native.module.register_functions({"checkpoint_errors": sys.modules[__name__]})

@@ -27,7 +27,7 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import _engine_run_backward
 
 from .. import _parts
-from .fallback import forward_record as _fallback
+from .fallback import surroundings as _fallback
 
 ForwardRecord = dict[Any, Any]
 Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]

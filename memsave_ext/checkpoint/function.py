@@ -6,9 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import _parts
-from .fallback import apply, surroundings
+from .fallback import function as _fallback
+from .fallback import stepped, surroundings
+
+_native = _parts.native("checkpoint")
 
 
 class CheckpointFunction:
@@ -58,9 +62,7 @@ class CheckpointFunction:
             is not listed: it gets no gradient from this region.
     """
 
-    apply: Callable[..., Any] = staticmethod(
-        (_parts.native("checkpoint") or apply).checkpoint_apply
-    )
+    apply: Callable[..., Any] = staticmethod((_native or _fallback).checkpoint_apply)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> CheckpointFunction:
         raise TypeError(
@@ -78,4 +80,7 @@ def is_recomputing() -> bool:
     return not torch.compiler.is_compiling() and _is_recomputing()
 
 
-_is_recomputing: Callable[[], bool] = (_parts.native("checkpoint") or surroundings).is_recomputing
+_is_recomputing: Callable[[], bool] = (_native or surroundings).is_recomputing
+# Optimizers tell regions and blocks that wait for their recompute which parameters they step.
+is_any_pending: Callable[[], bool] = (_native or stepped).is_any_pending
+note_step: Callable[[Tensor, int], None] = (_native or stepped).note_step

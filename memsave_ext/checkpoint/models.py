@@ -2,16 +2,137 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
+import sys
+import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
 
-from .caches import without_caches
-from .forwards import ForwardInPlace
 from .region import check_options, checkpoint
+
+
+class ForwardInPlace:
+    """Stands in for a module's ``forward``; copied and pickled with the module it belongs to.
+
+    Classes, names, parameters, hooks and the state_dict stay as they are.
+    """
+
+    def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
+        self.module = module
+        self.options = options
+
+    @abstractmethod
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``module`` is the one whose forward is called."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """Trainers look there for what the model takes."""
+        return inspect.signature(type(self.module).forward.__get__(self.module))
+
+    @property
+    def __code__(self) -> CodeType:
+        """torch.export looks there for the names of arguments."""
+        code: CodeType = type(self.module).forward.__code__
+        return code
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """torch.jit.script looks there for what it compiles, which is a function's source."""
+        raise AttributeError(
+            f"torch.jit.script cannot compile {type(self.module).__name__}, whose forward "
+            "checkpoint_modules or remat_module has replaced: remove() the handle first, or use "
+            "torch.jit.trace or torch.export"
+        )
+
+    def install(self) -> None:
+        self.module.__dict__["forward"] = self
+        self.module.__dict__["_replicate_for_data_parallel"] = self.replicate
+
+    @classmethod
+    def remove(cls, module: nn.Module) -> None:
+        if isinstance(module.__dict__.get("forward"), cls):
+            del module.__dict__["forward"], module.__dict__["_replicate_for_data_parallel"]
+
+    def replicate(self) -> nn.Module:
+        """A replica has a copy of ``__dict__``, and would run the forward of this module."""
+        replica: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
+        type(self)(replica, self.options).install()
+        return replica
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        if not torch.compiler.is_compiling():
+            # A shallow copy of the module has this same object in its __dict__; only the caller
+            # says which of them is meant.
+            caller = sys._getframe(1).f_locals.get("self")
+            if isinstance(caller, nn.Module) and caller.__dict__.get("forward") is self:
+                module = caller
+        return self.call(module, args, kwargs)
+
+
+def without_caches(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a block's arguments as transformers' own checkpointing hands them to it.
+
+    None stands in the place of each of transformers' caches, and ``use_cache`` is False beside one.
+    Layers that only read a cache (``_can_checkpoint_with_cache``) keep it. Warns once for a class.
+
+    Raises:
+        RuntimeError: a cache holds positions of an earlier call, which the block would not see.
+    """
+    library = sys.modules.get("transformers.cache_utils")
+    if library is None:
+        return args, kwargs
+    kind = library.Cache
+    found = [value for value in (*args, *kwargs.values()) if isinstance(value, kind)]
+    if not found or getattr(module, "_can_checkpoint_with_cache", False):
+        return args, kwargs
+    name = type(module).__name__
+    held = max(_positions(module, cache) for cache in found)
+    if held:
+        raise RuntimeError(
+            f"checkpoint_modules: {name} is called with a cache that holds {held} positions, which "
+            "a checkpointed block cannot use: its recompute would fill the cache once more. Call "
+            "the model without the cache, or without gradients, or remove() the handle first."
+        )
+    _warn_once(name)
+    args = tuple(None if isinstance(value, kind) else value for value in args)
+    kwargs = {key: None if isinstance(value, kind) else value for key, value in kwargs.items()}
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    return args, kwargs
+
+
+def _positions(module: nn.Module, cache: Any) -> int:
+    """How many positions of an earlier call ``cache`` holds for the block."""
+    for part in module.modules():
+        index = getattr(part, "layer_idx", None)
+        if isinstance(index, int):
+            try:
+                return int(cache.get_seq_length(index))
+            except ValueError:  # a layer with a state of constant size, such as Mamba's
+                return int(cache.has_previous_state(index))
+    return 0
+
+
+@functools.cache
+def _warn_once(name: str) -> None:
+    warnings.warn(
+        f"checkpoint_modules: {name} is called without its cache, as in transformers' own gradient "
+        "checkpointing, since a recompute would fill it once more. use_cache=False says so.",
+        UserWarning,
+        stacklevel=2,
+    )
+
 
 Select = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 

@@ -13,12 +13,37 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from .. import _parts
-from . import uncounted
+from . import norms
 from .chunks import Argument, Chunking, check_chunking, run_in_pieces
 from .debug import record_operators
 from .errors import OnError
 from .fallback import region as _fallback
 from .offload import keep_inputs_on_cpu
+
+
+def use_engine_hooks(enabled: bool = True) -> bool:
+    """Let autograd's engine give regions of :func:`checkpoint` C++ hooks; opt-in, process-wide.
+
+    torch calls saved-tensor hooks through Python, a Python object for every saved tensor, forward
+    and recompute. With this the engine hands out hooks in C++ where the topmost hook is a region's;
+    all other hooks, and everything else the engine does, stay torch's. It rests on an extension
+    point of torch that is not documented (``set_default_engine_stub``), hence the opt-in. Results
+    are the same. In pure Python it does nothing.
+
+    Args:
+        enabled: for regions from now on; those that have run keep the hooks they have.
+
+    Returns:
+        What was set before.
+
+    Raises:
+        TypeError: ``enabled`` is not a bool.
+    """
+    if not isinstance(enabled, bool):
+        raise TypeError(f"use_engine_hooks: enabled must be a bool, got {type(enabled).__name__}")
+    native = _parts.native("checkpoint")
+    return native.use_engine_hooks(enabled) if native else False
+
 
 # Taken at import: patch_torch_checkpoint() puts ours in its place.
 _torch_checkpoint = _torch.checkpoint
@@ -147,7 +172,7 @@ def checkpoint(
     if _torch._checkpoint_debug_enabled is not None:
         debug = _torch._checkpoint_debug_enabled
 
-    forward, recompute = function, uncounted.for_recompute(function, args)
+    forward, recompute = function, norms.for_recompute(function, args)
     on_error = None
     if torch.is_grad_enabled():
         if debug or context_fn is not None:

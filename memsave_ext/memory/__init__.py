@@ -3,8 +3,9 @@
 from ..predict.fits import Fit, Fits, fits
 from ..predict.footprint import Footprint, footprint
 from ..predict.predict import PredictedStep, predict
-from .account import CATEGORIES, PHASES, Region, Step, TensorAtPeak, Timeline
+from .account import Region, Step, TensorAtPeak, Timeline
 from .compare import Comparison, compare
+from .events import CATEGORIES, PHASES
 from .snapshot import plot_snapshot
 from .tracking import Track, track
 from .usage import Usage, usage

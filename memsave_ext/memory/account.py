@@ -5,32 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "other")
-PHASES = ("other", "forward", "backward", "recompute", "optimizer", "rematerialize")
+from .events import CATEGORIES, PHASES
+from .log import Record
 
 _THERE = 2  # in the column of changes: the block lived already when a part of the record began
 _PACKAGES = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
     for path in (torch.__file__, os.path.dirname(__file__))
 )
-
-
-class Record(Protocol):
-    """What a tracker returns, native or not; csrc/memory/record.h describes the columns."""
-
-    @property
-    def changes(self) -> Tensor: ...
-    @property
-    def blocks(self) -> Tensor: ...
-    @property
-    def regions(self) -> Sequence[tuple[int, int, int, int, float]]: ...
-    def stack(self, block: int) -> Sequence[tuple[str, int, str]]: ...
-    def operator_name(self, block: int) -> str: ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ import torch
 from .._version import __version__
 from ..shared.checks import check_count
 from ..shared.table import Text, as_text, format_bytes, format_seconds, print_table
-from .account import CATEGORIES
+from .events import CATEGORIES
 from .measure import Build, Row, forget, measure
 from .pictures.comparison import plot_comparison
 from .report import timeline_as_json, write_json

@@ -10,12 +10,13 @@ import torch
 
 from .. import _native, _parts
 from ..shared.modules import Modules
+from . import fallback
 from .account import Account, Region, Step, TensorAtPeak, Timeline
-from .fallback import tracker as _fallback
 from .hooks import Names
 from .remedies import remedies
+from .tracker import NativeTracker
 
-_HAVE_TRACKERS: Any = [part for part in (_native.module, _fallback) if part]
+_HAVE_TRACKERS: Any = [part for part in (_native.module, fallback) if part]
 
 
 @contextmanager
@@ -30,9 +31,13 @@ def untracked() -> Iterator[None]:
             part.pause_tracking(False)
 
 
-def make_tracker(device: torch.device, parents: list[int], stacks: bool, max_events: int) -> Any:
-    """Returns a tracker, native where there is one; csrc/memory/tracker.h describes it."""
-    return (_parts.native("memory") or _fallback).MemoryTracker(device, parents, stacks, max_events)
+def make_tracker(
+    device: torch.device, parents: list[int], stacks: bool, max_events: int
+) -> NativeTracker | fallback.ProfilerTracker:
+    """Returns a tracker, native where there is one. Those of pure Python take no stacks."""
+    if _parts.native("memory"):
+        return NativeTracker(device, parents, stacks, max_events)
+    return fallback.ProfilerTracker(device, parents, max_events)
 
 
 class Figures:

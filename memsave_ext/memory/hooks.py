@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,24 +14,11 @@ from torch.optim import Optimizer
 
 from ..shared.modules import Modules, not_compiled
 from ..shared.tensors import plain_tensors
-from .account import CATEGORIES
+from .events import GRADIENTS, OPTIMIZER_STATES, PARAMETERS
+from .tracker import Tracker
 
 # Tensors by their id, each with the number of its name.
 Numbered: TypeAlias = dict[int, tuple[Tensor, int]]
-
-PARAMETERS, GRADIENTS, OPTIMIZER = (CATEGORIES.index(c) for c in CATEGORIES[:3])
-
-
-class Told(Protocol):
-    """The methods of a tracker that hooks call."""
-
-    def enter_module(self, module: int) -> None: ...
-    def exit_module(self, module: int) -> None: ...
-    def inside_module(self) -> bool: ...
-    def begin_optimizer(self) -> None: ...
-    def end_optimizer(self, step: bool) -> None: ...
-    def end_step(self) -> None: ...
-    def label(self, tensors: list[Tensor], category: int, names: list[int]) -> None: ...
 
 
 class Names:
@@ -56,7 +44,7 @@ class Hooks:
 
     def __init__(
         self,
-        tracker: Told,
+        tracker: Tracker,
         model: nn.Module | None,
         modules: Modules,
         optimizers: Sequence[Optimizer],
@@ -72,6 +60,7 @@ class Hooks:
             for owned in found
         )
         self._forwards = 0
+        self._inside = threading.local()  # its attribute `depth`: how many modules run
 
     def label(self) -> None:
         """Labels all parameters, buffers, gradients and optimizer states that there are now."""
@@ -97,21 +86,28 @@ class Hooks:
 
     def _watchers(self, number: int) -> tuple[Callable[[], None], Callable[[], None]]:
         enter, leave = self._tracker.enter_module, self._tracker.exit_module
+        inside = self._inside
 
         def before() -> None:
-            enter(number)
-
-        def before_root() -> None:
-            if not self._tracker.inside_module() and torch._C._current_graph_task_id() == -1:
-                if self._forwards and not self._optimizers:
-                    self._tracker.end_step()
-                self._forwards += 1
+            depth = getattr(inside, "depth", 0)
+            if not depth:
+                self._begin_forward(number)
+            inside.depth = depth + 1
             enter(number)
 
         def after() -> None:
+            inside.depth -= 1
             leave(number)
 
-        return before if number else before_root, after
+        return before, after
+
+    def _begin_forward(self, number: int) -> None:
+        """``number``: the outermost module, which is not necessarily the model."""
+        self._tracker.look()
+        if number == 0 and torch._C._current_graph_task_id() == -1:
+            if self._forwards and not self._optimizers:
+                self._tracker.end_step()
+            self._forwards += 1
 
     def _gradient_hook(self, number: int) -> Callable[[Tensor], None]:
         label = self._tracker.label
@@ -166,7 +162,7 @@ class Hooks:
     def _label_states(self, optimizer: Optimizer, params: Numbered) -> None:
         names = {key: self._names.texts[number] + " " for key, (_, number) in params.items()}
         self._label(
-            OPTIMIZER,
+            OPTIMIZER_STATES,
             [
                 (value, self._names.number(f"{names.get(id(p), '')}{key}"))
                 for p, state in optimizer.state.items()

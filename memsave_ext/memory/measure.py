@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .account import CATEGORIES, Timeline
+from .account import Timeline
+from .events import CATEGORIES
 from .series import step_of, thin
 from .tracking import track
 

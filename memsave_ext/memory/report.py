@@ -15,7 +15,8 @@ import torch
 from .._version import __version__
 from ..shared.checks import check_count
 from ..shared.table import format_bytes, format_seconds, print_table
-from .account import CATEGORIES, PHASES, Region, TensorAtPeak, Timeline
+from .account import Region, TensorAtPeak, Timeline
+from .events import CATEGORIES, PHASES
 from .figures import Figures
 from .series import thin
 

@@ -143,8 +143,8 @@ def track(
         stacks: record the Python stack and the operator of every allocation, for
             :attr:`TensorAtPeak.line`, :attr:`TensorAtPeak.operator` and
             :meth:`Track.snapshot`. This costs several times the rest. Pure Python records none.
-        max_events: about how many allocations and frees are kept, at 90 bytes each. If there are
-            more, the oldest steps are forgotten, except the one with the peak.
+        max_events: about how many allocations and frees are kept, at 60 to 80 bytes each. If there
+            are more, the oldest steps are forgotten, except the one with the peak.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import nn
 
-from ..memory.account import CATEGORIES, TensorAtPeak
+from ..memory.account import TensorAtPeak
+from ..memory.events import CATEGORIES
 from ..memory.measure import Build
 from ..memory.subjects import UsageError, load
 from ..shared.checks import check_count

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..checkpoint.forwards import ForwardInPlace
+from ..checkpoint.models import ForwardInPlace
 from ..shared.table import Text
 from .block import remat
 from .budget import check_arguments

@@ -145,7 +145,7 @@ BUGS = [
     ),
     Bug(
         "a value of a neighbouring plane",
-        "batch_norm/cuda/walk.cuh",
+        "batch_norm/cuda/partition.cuh",
         "return kAll << before & ",
         "return kAll & ",
     ),
@@ -187,7 +187,7 @@ BUGS = [
     ),
     Bug(
         "a state that nobody wrote",
-        "batch_norm/cuda/moments.cu",
+        "batch_norm/cuda/forward.cu",
         "if (walk.chunk == 0) origins[channel] = origin[c];",
         "",
         "memory",

@@ -9,7 +9,7 @@ import torch
 from libraries import library
 
 import memsave_ext as ms
-from memsave_ext.checkpoint import caches
+from memsave_ext.checkpoint import models
 
 LIBRARIES = ["transformers", "transformers.modeling_layers"]
 transformers = modeling_layers = None  # conftest.py imports them
@@ -158,14 +158,14 @@ def llama():
 
 
 def test_a_warning_once(llama):
-    caches._warn_once.cache_clear()
+    models._warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         step(llama, "llama")
         step(llama, "llama")
     told = [str(w.message) for w in found if "is called without its cache" in str(w.message)]
     assert len(told) == 1 and "LlamaDecoderLayer" in told[0]
-    caches._warn_once.cache_clear()
+    models._warn_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(llama, "llama", use_cache=False)

@@ -1,6 +1,7 @@
 """What memory.track() says memory is made of, against sizes computed by hand."""
 
 import io
+import time
 
 import pytest
 import torch
@@ -374,6 +375,21 @@ def test_an_exception_in_a_forward_ends_its_modules():
         model[0](torch.randn(BATCH, N)).sum().backward()
     assert rows_of(t, "backward").any()
     assert not rows_of(t, "recompute").any()
+
+
+@native_only
+def test_many_events_are_read_inside_the_block():
+    """Where nobody asks for figures, too, so that a long block does not hold them all."""
+    with ms.memory.track() as t:
+        for i in range(60_000):
+            torch.empty(1 + i % 7)
+        unread, most = 120_000, time.monotonic() + 60
+        while unread >= 100_000 and time.monotonic() < most:
+            time.sleep(0.01)
+            unread = 120_000 - sum(len(part.rows) // 5 for part in t._tracker._log._parts)
+        assert unread < 100_000
+        assert len(t.timeline.time) == 120_001
+    assert (t.live, t.peak) == (0, 28)
 
 
 @native_only

@@ -14,8 +14,8 @@ import torch.utils.checkpoint
 from timelines import training
 from torch import nn
 
-from memsave_ext.memory.account import CATEGORIES
 from memsave_ext.memory.compare import Comparison, Row, compare
+from memsave_ext.memory.events import CATEGORIES
 from memsave_ext.memory.report import timeline_from_json
 from memsave_ext.memory.tracking import running
 from memsave_ext.shared import table

@@ -12,13 +12,12 @@ import memsave_ext as ms
 from memsave_ext import _native, _parts
 from memsave_ext.checkpoint import forward_records
 from memsave_ext.checkpoint import region as region_front
-from memsave_ext.checkpoint.fallback import forward_record as fallback_record
 from memsave_ext.checkpoint.fallback import region as fallback_region
 from memsave_ext.checkpoint.fallback import surroundings
+from memsave_ext.memory import events, fallback
 from memsave_ext.memory import figures as track_figures
-from memsave_ext.memory.fallback import tracker as fallback
-from memsave_ext.memory.fallback.log import Log
-from memsave_ext.memory.fallback.threads import EventContext
+from memsave_ext.memory.events import ALLOCATED, BEGIN_TRACKING, FREED, Event
+from memsave_ext.memory.log import Log
 
 needs_native = pytest.mark.skipif(not _native.available, reason="compares with the native tracker")
 CPU = torch.device("cpu")
@@ -84,7 +83,7 @@ def figures_of_run(monkeypatch, native):
     module = _native.module if native else None
     run_region = (module or fallback_region).checkpoint_region
     monkeypatch.setattr(region_front, "_run_region", run_region)
-    scopes = module or fallback_record
+    scopes = module or surroundings
     monkeypatch.setattr(forward_records, "_forward_record_scopes", scopes.forward_record_scopes)
     monkeypatch.setattr(forward_records, "_pack_hooks", scopes.pack_hooks)
     torch.manual_seed(0)
@@ -196,7 +195,7 @@ def test_what_pauses_does_not_count(monkeypatch):
 
 def test_one_at_a_time_and_on_its_own_thread():
     def tracker():
-        return fallback.MemoryTracker(CPU, [], False, 1)
+        return fallback.ProfilerTracker(CPU, [], 1)
 
     def refused(_=None):
         for start in (first.start, second.start):
@@ -258,14 +257,22 @@ def test_labelled_memory_that_moves(monkeypatch):
 
 def test_on_a_device_figures_are_its_allocators_own():
     """No device is needed for the rules: what is told is made up."""
-    log = Log(torch.device("cuda", 0), [])
-    log.begin(1000, EventContext(1, 7))
-    log.allocated(0xA, 100, 1100, EventContext(2, 7))
-    log.allocated(0xB, 50, 1400, EventContext(3, 7))  # another thread allocated 250
-    log.freed(0xC, 1300, EventContext(4, 7))  # of before
-    log.freed(0xC, 1300, EventContext(5, 7))  # nothing changed
-    log.allocated(0xA, 70, 1370, EventContext(6, 7))  # its end was not told
-    log.freed(0xA, 1200, EventContext(7, 7))
+
+    def event(time, kind, address, size, total):
+        return Event(kind, 7, 0, time, events.NOT_IN_BACKWARD, address, size, total)
+
+    log = Log([], 1000)
+    log.read(
+        [
+            event(1, BEGIN_TRACKING, 0, 0, 1000),
+            event(2, ALLOCATED, 0xA, 100, 1100),
+            event(3, ALLOCATED, 0xB, 50, 1400),  # another thread allocated 250
+            event(4, FREED, 0xC, 0, 1300),  # of before
+            event(5, FREED, 0xC, 0, 1300),  # nothing changed
+            event(6, ALLOCATED, 0xA, 70, 1370),  # its end was not told
+            event(7, FREED, 0xA, 0, 1200),
+        ]
+    )
     record = log.record()
     assert (log.total, log.peak) == (1200, 1400)
     time, step, block, change, phase, total = record.changes.t().tolist()

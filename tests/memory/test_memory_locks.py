@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from memsave_ext import _native
+from memsave_ext.memory.tracker import NativeTracker
 
 pytestmark = pytest.mark.skipif(not _native.available, reason="of the native tracker")
 
@@ -36,7 +37,7 @@ def report_with_gil(address, size=512):
 
 @pytest.fixture
 def tracker():
-    tracker = _native.module.MemoryTracker(CUDA, [], True, 1000)
+    tracker = NativeTracker(CUDA, [], True, 1000)
     tracker.start(0)
     yield tracker
     tracker.stop()
@@ -75,7 +76,7 @@ def test_a_report_in_an_operator_has_the_stack_of_its_call(tracker):
 
 def test_operators_are_not_watched_afterwards():
     for _ in range(2):
-        tracker = _native.module.MemoryTracker(CUDA, [], True, 1000)
+        tracker = NativeTracker(CUDA, [], True, 1000)
         tracker.start(0)
         tracker.stop()
     assert not torch._C._autograd._profiler_enabled()
@@ -95,7 +96,7 @@ class Held:
 
 def test_no_tensor_ends_with_the_lock_held():
     """Where a look has the last reference to one, threads that look and label wait for ever."""
-    tracker = _native.module.MemoryTracker(torch.device("cpu"), [], False, 1000)
+    tracker = NativeTracker(torch.device("cpu"), [], False, 1000)
     tracker.start(None)
     done = threading.Event()
 

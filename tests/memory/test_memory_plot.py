@@ -7,7 +7,7 @@ import pytest
 import torch
 from timelines import MIB, full_track, random_timeline, timeline, track_of, training
 
-from memsave_ext.memory.account import CATEGORIES, PHASES
+from memsave_ext.memory.events import CATEGORIES, PHASES
 from memsave_ext.memory.pictures import timeline as plot
 from memsave_ext.memory.series import step_peaks, thin
 from memsave_ext.shared.table import format_bytes

@@ -11,7 +11,8 @@ from timelines import MIB, full_track, random_timeline, track_of, training
 
 import memsave_ext as ms
 from memsave_ext.memory import report
-from memsave_ext.memory.account import CATEGORIES, PHASES, Region, Step
+from memsave_ext.memory.account import Region, Step
+from memsave_ext.memory.events import CATEGORIES, PHASES
 from memsave_ext.shared import table
 
 

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
-from memsave_ext.memory.account import CATEGORIES, PHASES, Region, Step, TensorAtPeak, Timeline
+from memsave_ext.memory.account import Region, Step, TensorAtPeak, Timeline
+from memsave_ext.memory.events import CATEGORIES, PHASES
 
 MIB = 1 << 20
 

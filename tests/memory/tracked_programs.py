@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import memsave_ext as ms
 from memsave_ext import _native
-from memsave_ext.checkpoint.fallback import apply as fallback_apply
+from memsave_ext.checkpoint.fallback import function as fallback_apply
 
 
 def mlp():

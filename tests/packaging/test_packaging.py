@@ -262,9 +262,12 @@ class TestUnits:
         rooms = {name.rpartition("_")[0] for name in texts}
         assert rooms == {"adam", "batch_norm", "loss_head"}
         for room in rooms:
-            for isa in ("baseline", "avx2", "avx512"):
-                included = re.findall(r'#include "(.+)"', texts[f"{room}_{isa}.cpp"])
-                assert included[:2] == [f"vector/target_{isa}.h", f"{room}/cpu/vector_loops.h"]
+            for isa, size in (("baseline", 16), ("avx2", 32), ("avx512", 64)):
+                text = texts[f"{room}_{isa}.cpp"]
+                assert f"#define MEMSAVE_EXT_VECTOR_BYTES {size}\n" in text
+                included = re.findall(r'#include "(.+)"', text)
+                loops = f"{room}/cpu/vector_loops.h"
+                assert included == ["vector/target_begin.h", loops, "vector/target_end.h"]
                 assert all((ROOT / "csrc" / path).exists() for path in included)
 
     def test_an_unchanged_file_keeps_its_time(self, units, tmp_path):

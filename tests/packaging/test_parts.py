@@ -18,11 +18,11 @@ needs_native = pytest.mark.skipif(not _native.available, reason="switches native
 TRAINING = """
     import torch
     import memsave_ext as ms
-    from memsave_ext.adam.fallback import operator, stepper
+    from memsave_ext.adam.fallback import collector, operator
     from memsave_ext.batch_norm import fallback as norm
     from memsave_ext.checkpoint.fallback import region
     from memsave_ext.loss_head import operators as head
-    from memsave_ext.memory.fallback import tracker
+    from memsave_ext.memory import fallback as memory
 
     counts = {}
 
@@ -34,10 +34,10 @@ TRAINING = """
         setattr(owner, name, counted)
 
     count("adam kernel", operator, "update")
-    count("adam hooks", stepper.AdamStepper, "attach")
+    count("adam hooks", collector.Collector, "attach")
     count("batch_norm", norm, "_mean_and_m2")
     count("loss_head", head.Chunk, "__init__")
-    count("memory", tracker.MemoryTracker, "start")
+    count("memory", memory.ProfilerTracker, "start")
     count("checkpoint", region._Region, "__init__")
 
     def train():

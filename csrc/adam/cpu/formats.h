@@ -6,7 +6,7 @@
 #pragma once
 
 #include "adam/cpu/noise.h"
-#include "vector/cpu_bytes.h"
+#include "vector/cpu.h"
 
 namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA {
 

@@ -25,7 +25,8 @@ using cpu::Piece;
 using cpu::Run;
 
 const Passes& passes_for(const Problem& problem) {
-  return cpu::passes().of[static_cast<int>(problem.dtype)][static_cast<int>(problem.activation)];
+  return cpu::passes()
+      .passes[static_cast<int>(problem.dtype)][static_cast<int>(problem.activation)];
 }
 
 // Computes a channel's moments again in double, where the sums of the pass overflowed or a value is
@@ -216,10 +217,10 @@ void backward_input_kernel(const Problem& problem, const void* statistics, const
                            const void* grad, void* grad_input, void* grad_residual, void*) {
   with_statistic(problem.dtype, [&](auto type) {
     using T = decltype(type);
-    const auto* given = static_cast<const T*>(means);
+    const auto* mean = static_cast<const T*>(means);
     Coefficients<T> coefficients(problem, statistics);
     for (int64_t c = 0; c < problem.channels; ++c) {
-      coefficients.set_means(c, given[c], given[problem.channels + c]);
+      coefficients.set_means(c, mean[c], mean[problem.channels + c]);
     }
     Run run(problem, coefficients, false);
     run.read(grad).write(grad_input, grad_residual)(passes_for(problem).input_gradient);

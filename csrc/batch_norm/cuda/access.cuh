@@ -5,7 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "batch_norm/cuda/walk.cuh"
+#include "batch_norm/cuda/partition.cuh"
 #include "batch_norm/kernels.h"
 #include "vector/cuda.cuh"
 

@@ -9,7 +9,7 @@ namespace memsave_ext::loss_head {
 
 const cpu::Loops& cpu::loops_of(DType dtype) {
   static const AllLoops& chosen = MEMSAVE_EXT_TABLE_OF_THIS_CPU(kAllLoops);
-  return chosen.of[static_cast<int>(dtype)];
+  return chosen.loops[static_cast<int>(dtype)];
 }
 
 namespace {

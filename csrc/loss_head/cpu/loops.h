@@ -14,7 +14,7 @@ struct Loops {
 };
 
 struct AllLoops {
-  Loops of[vector::kDTypes];
+  Loops loops[vector::kDTypes];
 };
 
 MEMSAVE_EXT_DECLARE_TABLES(AllLoops, kAllLoops)

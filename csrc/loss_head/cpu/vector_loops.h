@@ -153,20 +153,20 @@ __attribute__((flatten)) void gradient_token(const Chunk& chunk,
 
 template <typename Storage>
 void reduce_loop(const Chunk& chunk, void* sums, int64_t begin, int64_t end) {
-  auto* const of = static_cast<vector::ValueOf<Storage>*>(sums);
+  auto* const values = static_cast<vector::ValueOf<Storage>*>(sums);
   with_kind(chunk, [&](auto caps, auto mixes) {
     for (int64_t token = begin; token < end; ++token) {
-      reduce_token<Storage, caps, mixes>(chunk, of, token);
+      reduce_token<Storage, caps, mixes>(chunk, values, token);
     }
   });
 }
 
 template <typename Storage>
 void gradient_loop(const Chunk& chunk, const void* coefficients, int64_t begin, int64_t end) {
-  const auto* const of = static_cast<const vector::ValueOf<Storage>*>(coefficients);
+  const auto* const values = static_cast<const vector::ValueOf<Storage>*>(coefficients);
   with_kind(chunk, [&](auto caps, auto mixes) {
     for (int64_t token = begin; token < end; ++token) {
-      gradient_token<Storage, caps, mixes>(chunk, of, token);
+      gradient_token<Storage, caps, mixes>(chunk, values, token);
     }
   });
 }

@@ -111,10 +111,10 @@ struct Row {
   // Some vectors from i on, each `distance` after the one before.
   template <int count>
   struct Vectors {
-    Vec of[count];
+    Vec vec[count];
     __device__ __forceinline__ Vectors(const Row& row, int64_t i, int distance) {
 #pragma unroll
-      for (int u = 0; u < count; ++u) of[u] = *row.at(i + u * distance);
+      for (int u = 0; u < count; ++u) vec[u] = *row.at(i + u * distance);
     }
   };
 
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Storage>)
     for (int u = 0; u < unroll; ++u) {
       T logits[R::kSize];
 #pragma unroll
-      for (int k = 0; k < R::kSize; ++k) logits[k] = row.capped(row.bounded(x.of[u][k]));
+      for (int k = 0; k < R::kSize; ++k) logits[k] = row.capped(row.bounded(x.vec[u][k]));
       value.add(row, row.first_of(i + u * threads), logits);
     }
   });
@@ -276,11 +276,11 @@ struct Gradient {
   T maximum, log_sum, of_softmax, of_target;
 
   __device__ __forceinline__ Gradient(const Chunk& chunk, const void* coefficients, int64_t token) {
-    const T* const of = static_cast<const T*>(coefficients) + token;
-    maximum = of[0];
-    log_sum = of[chunk.tokens];
-    of_softmax = of[2 * chunk.tokens];
-    of_target = of[3 * chunk.tokens];
+    const T* const first = static_cast<const T*>(coefficients) + token;
+    maximum = first[0];
+    log_sum = first[chunk.tokens];
+    of_softmax = first[2 * chunk.tokens];
+    of_target = first[3 * chunk.tokens];
   }
 
   // Replaces the logits of a row from i on by their gradients: zeros where the token does not
@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Storage>)
     for (int u = 0; u < unroll; ++u) {
       T values[R::kSize];
 #pragma unroll
-      for (int k = 0; k < R::kSize; ++k) values[k] = x.of[u][k];
+      for (int k = 0; k < R::kSize; ++k) values[k] = x.vec[u][k];
       gradient.replace(row, row.first_of(i + u * kWarp), values);
       *row.at(i + u * kWarp) = R::Vec::from(values);
     }

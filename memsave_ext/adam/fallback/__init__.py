@@ -1,5 +1,1 @@
-"""Adam in torch's operators, used without the native part. It follows the rules of csrc/adam."""
-
-from .stepper import AdamStepper
-
-__all__ = ["AdamStepper"]
+"""What csrc/adam does, in Python and torch's operators: used without the native part."""

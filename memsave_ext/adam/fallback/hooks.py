@@ -1,4 +1,4 @@
-"""Hooks on parameters that tell a stepper when a gradient is complete."""
+"""Hooks on parameters that tell a collector when a gradient is complete."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from torch import Tensor
 
 from .. import errors
 
-_MARK = "_memsave_ext_stepper"
+_MARK = "_memsave_ext_collector"
 _HOOKS = "_post_accumulate_grad_hooks"
 
 
 class TakesGradients(Protocol):
-    """The part of a stepper that its hooks use."""
+    """The part of a collector that its hooks use."""
 
     def optimizer(self) -> Any: ...
     def ready(self, param: Tensor, is_last: bool) -> None: ...
 
 
-def install_hook(param: Tensor, stepper: TakesGradients) -> None:
+def install_hook(param: Tensor, collector: TakesGradients) -> None:
     made_dict = param._post_accumulate_grad_hooks is None
-    stepper_ref = weakref.ref(stepper)
+    collector_ref = weakref.ref(collector)
 
     def hook(param: Tensor) -> None:
         _check_not_compiled_autograd()  # it cannot trace what follows
-        stepper = stepper_ref()
+        collector = collector_ref()
         hooks = list((getattr(param, _HOOKS) or {}).values())
-        if stepper is not None and hook in hooks:  # an earlier hook may have removed this one
-            stepper.ready(param, is_last=hooks[-1] is hook)
+        if collector is not None and hook in hooks:  # an earlier hook may have removed this one
+            collector.ready(param, is_last=hooks[-1] is hook)
 
-    setattr(hook, _MARK, stepper_ref)
+    setattr(hook, _MARK, collector_ref)
     hook.made_dict = made_dict  # type: ignore[attr-defined]
     required = param.requires_grad
     param.requires_grad_().register_post_accumulate_grad_hook(hook)
@@ -47,17 +47,17 @@ def owner(param: Tensor) -> Any:
     Removes hooks whose optimizer is gone.
     """
     for key, reference in _ours(param):
-        stepper = reference()
-        optimizer = None if stepper is None else stepper.optimizer()
+        collector = reference()
+        optimizer = None if collector is None else collector.optimizer()
         if optimizer is not None:
             return optimizer
         _remove(param, key)
     return None
 
 
-def remove_hooks(param: Tensor, stepper: TakesGradients) -> None:
+def remove_hooks(param: Tensor, collector: TakesGradients) -> None:
     for key, reference in _ours(param):
-        if reference() is stepper:
+        if reference() is collector:
             _remove(param, key)
 
 

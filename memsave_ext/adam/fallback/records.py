@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..dtensor import local_tensor
 from ..states import StepPhase
+from .operator import Prepared
 
 
 class Records:
@@ -22,7 +24,7 @@ class Records:
 
     def is_folded(self, state: Mapping[str, Any]) -> bool:
         """Whether gradients are folded into the state's moments, which are then packed."""
-        return id(state.get("exp_avg_sq")) in self._folded
+        return id(local_tensor(state.get("exp_avg_sq"))) in self._folded
 
     def phase(self, state: Mapping[str, Any], *, folds: bool) -> StepPhase:
         """Returns the phase of the next fold (``folds``) or step."""
@@ -35,13 +37,6 @@ class Records:
 
     def forget_folded(self) -> None:
         self._folded.clear()
-
-    def set_folded(self, state: Mapping[str, Tensor], folded: bool) -> None:
-        exp_avg_sq = state.get("exp_avg_sq")
-        if folded and exp_avg_sq is not None:
-            self._folded[id(exp_avg_sq)] = exp_avg_sq
-        else:
-            self._folded.pop(id(exp_avg_sq), None)
 
     def drop_stale_low_part(self, param: Tensor, low_part: Tensor | None) -> None:
         """Zeroes the low part where only the parameter was written to since its last step.
@@ -56,9 +51,15 @@ class Records:
         if of_param != _version(param) and of_low_part == _version(low_part):
             low_part.detach().zero_()
 
-    def note_versions(self, param: Tensor, state: Mapping[str, Tensor]) -> None:
-        if (low_part := state.get("param_rest")) is not None:
-            self._versions[low_part] = _version(param), _version(low_part)
+    def note(self, prepared: Prepared, folds: bool) -> None:
+        """Remembers what a step or fold has left."""
+        exp_avg_sq = prepared.state.get("exp_avg_sq")
+        if not folds:
+            self._folded.pop(id(exp_avg_sq), None)
+            if (low_part := prepared.state.get("param_rest")) is not None:
+                self._versions[low_part] = _version(prepared.param), _version(low_part)
+        elif exp_avg_sq is not None:
+            self._folded[id(exp_avg_sq)] = exp_avg_sq
 
 
 def _version(tensor: Tensor) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoint.pending import note_step
+from ...checkpoint.function import note_step
 from ..elements import plain, real
 from ..precise import wide
 from ..rules import LION, is_adam, rule_of

@@ -4,23 +4,182 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..._leaves import hold_accumulators
 from ..._streams import on_stream
 from .. import errors
-from ..errors import OnError
-from .forward_record import ForwardRecord, forward_record_scope
-from .graph import any_fills_after_saving, sequence_number
-from .outside import ChangedTensor, OutsideTensors, ReadObserver, observed_reads
-from .recompute import Recompute, Stop
-from .saved import Argument, BackwardKey, Holder, Slot
+from ..errors import CheckpointError, Metadata, OnError, Read
+from .graph import any_fills_after_saving, fills_after_saving, sequence_number
+from .outside import ChangedTensor, OutsideTensors, ReadObserver, observed_reads, version_of
 from .stepped import Pending
-from .surroundings import Surroundings, uncached_autocast
+from .surroundings import ForwardRecord, Surroundings, forward_record_scope, uncached_autocast
+
+BackwardKey = tuple[str, int]
+
+
+class Holder:
+    """What autograd keeps in place of a saved tensor."""
+
+    def __init__(self, open_: Callable[[Holder], Tensor]) -> None:
+        self.values: dict[BackwardKey, Tensor] = {}  # computed again, by the backward that asked
+        self._open = open_
+
+    def open(self) -> Tensor:
+        return self._open(self)
+
+
+@dataclass(eq=False)
+class Slot:
+    """What the forward saved at one position."""
+
+    holder: weakref.ref[Holder]  # dead once autograd has dropped it
+    metadata: Metadata
+    storage: StorageWeakRef | None
+    version: int
+
+    @staticmethod
+    def of(tensor: Tensor, holder: Holder) -> Slot:
+        weak, version = weakref.ref(holder), tensor._version
+        return Slot(weak, metadata_of(tensor), storage_of(tensor), version)
+
+
+def metadata_of(tensor: Tensor) -> Metadata:
+    shape = torch.Size() if tensor.is_nested else tensor.shape  # it has none in one piece
+    return shape, tensor.dtype, tensor.device
+
+
+def storage_of(tensor: Tensor) -> StorageWeakRef | None:
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except (RuntimeError, NotImplementedError):  # sparse, or a subclass without one
+        return None
+
+
+class Argument:
+    """A positional argument. Tensors are kept as autograd keeps them: hooks see them, and a change
+    in place is noticed."""
+
+    def __init__(self, value: Any) -> None:
+        self.is_tensor = isinstance(value, Tensor)
+        self.value = None if self.is_tensor else value
+        if self.is_tensor:
+            # Autograd does not look at versions where hooks are called with what it saves.
+            self._storage, self._version = storage_of(value), version_of(value)
+            # A node of its own is how Python can make autograd save a tensor. In torch 2.11 the
+            # node's tensors go with its output.
+            with torch.enable_grad():
+                nodes = hold_accumulators([value])
+                self._keeper: Any = _Keep.apply(torch.empty(0, requires_grad=True), [value])
+                del nodes
+
+    def get(self) -> Any:
+        if not self.is_tensor:
+            return self.value
+        (tensor,) = self._keeper.grad_fn.saved_tensors
+        return tensor
+
+    def change(self, now: Any) -> tuple[int, int] | None:
+        """The versions in the forward and now, where the argument was changed in place."""
+        if not self.is_tensor or self._storage is None or self._storage != storage_of(now):
+            return None
+        versions = self._version, version_of(now)
+        return versions if versions[0] != versions[1] else None
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, kept: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(*kept)  # in a list: not an input to be differentiated
+        return anchor.detach()
+
+
+class Stop(BaseException):
+    """Leaves a recompute early. Not an Exception: the function's handlers are not meant for it."""
+
+
+class Recompute:
+    """A run. ``forward_finished`` is False where a backward inside the function asks for it."""
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        key: BackwardKey,
+        *,
+        forward_finished: bool,
+        may_stop: bool,
+        check: bool,
+    ) -> None:
+        self.stopped = False
+        self._slots, self._key, self._check = slots, key, check
+        self._count, self._saved = 0, len(slots)
+        self._forward_finished = forward_finished
+        self._may_stop = may_stop
+        if not forward_finished:  # it must not run further than the forward has
+            node = torch._C._current_autograd_node()
+            self._may_stop = node is not None and not fills_after_saving(node)
+        live = [i for i, slot in enumerate(slots) if slot.holder() is not None]
+        self._needed = live[-1] + 1 if live else 0
+        self._different: list[tuple[int, Metadata, Metadata]] = []
+        self._mutated: list[tuple[int, Metadata, int, int]] = []
+
+    def save(self, tensor: Tensor) -> Tensor:
+        # Never with a graph: the value would keep the recompute's graph alive.
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        index = self._count
+        if self.stopped:
+            return tensor  # the function caught the exception that stops it
+        self._count += 1
+        if index >= self._saved:
+            self._stop_if(not self._forward_finished)
+            return tensor
+        slot = self._slots[index]
+        if self._check:
+            self._compare(index, slot, tensor)
+        holder = slot.holder()
+        if holder is not None:
+            holder.values[self._key] = tensor
+        self._stop_if(self._may_stop and self._count == self._needed)
+        return tensor
+
+    def _stop_if(self, stop: bool) -> None:
+        if stop:
+            self.stopped = True
+            raise Stop
+
+    def _compare(self, index: int, slot: Slot, tensor: Tensor) -> None:
+        metadata = metadata_of(tensor)
+        if metadata != slot.metadata:
+            self._different.append((index, slot.metadata, metadata))
+        from_outside = slot.storage is not None and slot.storage == storage_of(tensor)
+        if from_outside and tensor._version != slot.version:
+            self._mutated.append((index, slot.metadata, slot.version, tensor._version))
+
+    def difference(
+        self, reads: list[Read], early_stop: bool, on_error: OnError
+    ) -> CheckpointError | None:
+        """The error for what this run did differently. ``reads``: of tensors that have changed."""
+        saved = len(self._slots)
+        if self._mutated or reads:
+            return errors.outside_changed(self._mutated, reads, on_error)
+        if self._different:
+            return errors.other_metadata(self._different, on_error)
+        if not self._forward_finished:
+            return None  # a backward inside the function: it saves more later
+        if self._count > saved and not early_stop:
+            return errors.more_saved(on_error)
+        if not self.stopped and self._count < saved:
+            return errors.fewer_saved(saved, self._count, on_error)
+        return None
+
 
 _opened_outside = itertools.count()
 

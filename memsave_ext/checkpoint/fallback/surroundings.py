@@ -1,4 +1,8 @@
-"""Settings, autocast, random state and device of a forward, restored for its recompute."""
+"""What surrounds a forward and must surround its recompute.
+
+Settings, autocast, random state and device; and the forward records of the regions whose functions
+this thread runs.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +44,8 @@ class AutocastState:
         torch.set_autocast_cache_enabled(cache)
 
 
-# What decides how an operator computes, as in csrc/checkpoint/settings.cpp: torch's names of what
-# gets and sets it. Those of two flags return and take a tuple.
+# What decides how an operator computes, as in csrc/checkpoint/surroundings.cpp: torch's functions
+# that get and set it. Those of two flags return and take a tuple.
 _C: Any = torch._C
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[..., Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -210,3 +214,37 @@ def _tell(begins: bool) -> None:
     observer = recompute_observer
     if observer is not None:
         observer(begins)
+
+
+ForwardRecord = dict[Any, Any]
+Scope = tuple[ForwardRecord, "ForwardRecord | None", int]
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def forward_record_scope(record: ForwardRecord, replaying: bool) -> Iterator[None]:
+    scope: Scope = (record, {} if replaying else None, torch._C._current_graph_task_id())
+    outer = forward_record_scopes()
+    _thread.scopes = (*outer, scope)
+    try:
+        yield
+    finally:
+        _thread.scopes = outer
+
+
+def forward_record_scopes() -> tuple[Scope, ...]:
+    """(record, positions, graph task) of each, outermost first; positions is None in a forward."""
+    return getattr(_thread, "scopes", ())
+
+
+def pack_hooks() -> tuple[Callable[[torch.Tensor], Any], ...]:
+    """Of torch.autograd.graph.saved_tensors_hooks, outermost first."""
+    top: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+    hooks = []
+    while (pair := top(True)) is not None:
+        hooks.append(pair)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    for pack, unpack in reversed(hooks):
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+    return tuple(pack for pack, _ in reversed(hooks))

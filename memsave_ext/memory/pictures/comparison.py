@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...shared.axes import bytes_axis, new_figure, save, seconds_axis
 from ...shared.table import format_bytes
-from ..account import CATEGORIES
+from ..events import CATEGORIES
 from ..measure import Row
 from ..series import peak_row
 from .timeline import COLOURS

@@ -12,7 +12,8 @@ import torch
 
 from ...shared.axes import below, bytes_axis, distance, new_figure, save, seconds_unit
 from ...shared.table import format_bytes
-from ..account import CATEGORIES, PHASES, Timeline
+from ..account import Timeline
+from ..events import CATEGORIES, PHASES
 from ..figures import Figures
 from ..series import peak_row, step_peaks, thin
 

@@ -1,25 +1,30 @@
 // Adam's CPU kernels without torch, in a library of their own: they share names of inline functions
 // with the kernels that they are compared with.
-#include "vector/target_avx2.h"
+#define MEMSAVE_EXT_VECTOR_BYTES 32
+#include "vector/target_begin.h"
 //
 #include "adam/cpu/vector_loops.h"
 #include "vector/target_end.h"
-//
-#include "adam/cpu/kernels.cpp"
-#include "adam/cpu/measure.cpp"
-#include "reference.h"
 
 // Of the instruction sets one is compiled: tests of the CPU kernels compare them.
-namespace memsave_ext::adam::cpu {
+namespace memsave_ext {
+namespace vector {
+enum class Isa { kBaseline, kAvx2, kAvx512 };
+inline Isa isa_of_this_cpu() { return Isa::kAvx2; }
+}  // namespace vector
+namespace adam::cpu {
 namespace baseline {
 const Loops kLoops = avx2::kLoops;
 }
 namespace avx512 {
 const Loops kLoops = avx2::kLoops;
 }
-}  // namespace memsave_ext::adam::cpu
+}  // namespace adam::cpu
+}  // namespace memsave_ext
 
-memsave_ext::vector::Isa memsave_ext::vector::isa_of_this_cpu() { return Isa::kAvx2; }
+#include "adam/cpu/kernels.cpp"
+#include "adam/cpu/measure.cpp"
+#include "reference.h"
 
 namespace emulation {
 

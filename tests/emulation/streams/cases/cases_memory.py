@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import memsave_ext as ms
-from memsave_ext import _native
+from memsave_ext.memory.tracker import NativeTracker
 
 DEVICE = torch.device("cuda", 0)
 
 
 @pytest.fixture
 def tracker():
-    tracker = _native.module.MemoryTracker(DEVICE, [], True, 1000)
+    tracker = NativeTracker(DEVICE, [], True, 1000)
     tracker.start(0)
     # Where threads wait for each other.
     faulthandler.dump_traceback_later(10, exit=True, file=checked_streams.STDERR)
