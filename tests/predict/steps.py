@@ -55,16 +55,19 @@ def tracked(build):
     return t
 
 
-def assert_same(predicted, t):
+def assert_same(build):
+    """All figures, to the byte. Returns the prediction and the track."""
+    predicted, t = ms.memory.predict(build), tracked(build)
     assert (predicted.peak, predicted.live) == (t.peak, t.live)
     assert predicted.at_peak == t.at_peak
     assert predicted.peak_phase == t.peak_phase
     assert sorted((s.bytes, s.name, s.module) for s in predicted.top(1000)) == sorted(
         (s.bytes, s.name, s.module) for s in t.top(1000)
     )
+    return predicted, t
 
 
-def assert_near(build, most):
+def assert_near(build, most, tracked=tracked):
     """``most``: by which share of it the peak may be off. Returns the prediction and the track."""
     predicted, t = ms.memory.predict(build), tracked(build)
     assert predicted.peak == pytest.approx(t.peak, rel=most)
