@@ -13,11 +13,10 @@
 #include <utility>
 #include <vector>
 
-#include "adam/checks.h"
 #include "adam/collector.h"
-#include "adam/dtensor.h"
-#include "adam/given.h"
-#include "adam/grad_lock.h"
+#include "adam/errors.h"
+#include "adam/parameter.h"
+#include "adam/state.h"
 #include "remat/content.h"
 
 namespace memsave_ext::adam {

@@ -5,10 +5,12 @@
 #include <c10/core/SafePyObject.h>
 #include <c10/core/Stream.h>
 #include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -23,6 +25,25 @@
 #include "streams.h"
 
 namespace memsave_ext::adam {
+
+// The lock that torch holds while it accumulates into a parameter's gradient. Post-accumulate hooks
+// run after that, without it.
+class GradLock {
+ public:
+  // Locks the gradient of the parameter whose torch::autograd::impl::grad_accumulator() this is.
+  // Where that is null, as the parameter requires no gradient, nothing is locked.
+  explicit GradLock(NodePtr accumulator) : accumulator_(std::move(accumulator)) {
+    if (accumulator_) lock_ = std::unique_lock((*accumulator_).*OfNode::mutex());
+  }
+
+ private:
+  struct OfNode : torch::autograd::Node {
+    static auto mutex() -> std::mutex torch::autograd::Node::* { return &OfNode::mutex_; }
+  };
+
+  NodePtr accumulator_;
+  std::unique_lock<std::mutex> lock_;
+};
 
 class Collector;
 

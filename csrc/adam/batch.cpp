@@ -10,8 +10,8 @@
 #include <utility>
 
 #include "adam/collector.h"
-#include "adam/dtensor.h"
 #include "adam/ops.h"
+#include "adam/parameter.h"
 #include "adam/snapshot.h"
 #include "checkpoint/stepped.h"
 

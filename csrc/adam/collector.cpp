@@ -8,10 +8,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "adam/dtensor.h"
-#include "adam/given.h"
-#include "adam/grad_lock.h"
+#include "adam/errors.h"
 #include "adam/hook.h"
+#include "adam/parameter.h"
 
 namespace memsave_ext::adam {
 

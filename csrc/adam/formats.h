@@ -281,4 +281,40 @@ struct StateBits;
 template <>
 struct StateBits<StateFormat::kBFloat16> : ParamBits<ParamFormat::kStochastic> {};
 
+// Tables of kernels are filled in the same way for every device, so that all support the same
+// formats.
+template <typename Kernel>
+struct KernelTable {
+  Kernel of[kCombinations];
+
+  constexpr Kernel operator[](const Combination& combination) const {
+    return of[combination.index()];
+  }
+};
+
+// Fills the table's entries of combinations that exist and for which Source::makes(combination) is
+// true: with Source::kernel<index>(), the kernel for Combination::at(index).
+template <typename Source, int begin = 0, int end = kCombinations, typename Kernel>
+constexpr void fill(KernelTable<Kernel>& table) {
+  if constexpr (end - begin > 1) {
+    constexpr int middle = begin + (end - begin) / 2;
+    fill<Source, begin, middle>(table);
+    fill<Source, middle, end>(table);
+  } else {
+    constexpr Combination combination = Combination::at(begin);
+    if constexpr (combination.exists() && Source::makes(combination)) {
+      table.of[begin] = Source::template kernel<begin>();
+    }
+  }
+}
+
+// Fills a table that is indexed by DType alone, with Source::kernel<dtype>().
+template <typename Source, int dtype = 0, typename Kernel>
+constexpr void fill(Kernel (&table)[vector::kDTypes]) {
+  if constexpr (dtype < vector::kDTypes) {
+    table[dtype] = Source::template kernel<static_cast<DType>(dtype)>();
+    fill<Source, dtype + 1>(table);
+  }
+}
+
 }  // namespace memsave_ext::adam

@@ -6,8 +6,8 @@
 #include <typeinfo>
 
 #include "adam/collector.h"
-#include "adam/dtensor.h"
-#include "adam/given.h"
+#include "adam/errors.h"
+#include "adam/parameter.h"
 
 namespace memsave_ext::adam {
 

@@ -6,7 +6,7 @@
 #include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/view_as_real.h>
 
-#include "adam/checks.h"
+#include "adam/state.h"
 #include "vector/dtype.h"
 
 namespace memsave_ext::adam {

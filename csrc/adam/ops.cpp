@@ -21,7 +21,7 @@
 #include <utility>
 #include <vector>
 
-#include "adam/checks.h"
+#include "adam/state.h"
 #include "checkpoint/stepped.h"
 
 namespace memsave_ext::adam {

@@ -4,10 +4,9 @@
 
 #include <utility>
 
-#include "adam/checks.h"
-#include "adam/dtensor.h"
-#include "adam/given.h"
+#include "adam/errors.h"
 #include "adam/snapshot.h"
+#include "adam/state.h"
 
 namespace memsave_ext::adam {
 
@@ -21,7 +20,7 @@ Sharding sharding_of(const Parameter& parameter) {
   Entry* const entry = parameter.entry.get();
   if (entry != nullptr && entry->sharding) return *entry->sharding;
   const py::gil_scoped_acquire gil;
-  const py::tuple found = given("sharding_of")(wrapped(parameter.tensor));
+  const py::tuple found = registered("sharding_of")(wrapped(parameter.tensor));
   const Sharding sharding{found[0].cast<int64_t>(), found[1].cast<int64_t>()};
   if (entry != nullptr) entry->sharding = sharding;
   return sharding;
@@ -42,7 +41,7 @@ void make_state(Parameter& parameter, const at::Tensor& grad, StepPhase phase) {
   const py::gil_scoped_acquire gil;
   const py::object param = wrapped(parameter.tensor);
   const py::handle group = parameter.group->dict->ptr(getPyInterpreter());
-  py::object dict = given("make_state")(param, group);
+  py::object dict = registered("make_state")(param, group);
   State made;
   read_state(dict.ptr(), made);
   const at::Tensor& low_part = parameter.state.param_low_part;
@@ -70,6 +69,29 @@ void forget_prepared(Parameter& parameter) {
   parameter.grad.reset();
   if (!std::exchange(parameter.fresh, nullptr)) return;
   parameter.state = State{};
+}
+
+namespace py = pybind11;
+
+bool is_dtensor(const py::handle& tensor) {
+  return !THPVariable_CheckExact(tensor.ptr()) && py::hasattr(tensor, "_local_tensor");
+}
+
+at::Tensor local_tensor(const py::handle& tensor) {
+  if (!is_dtensor(tensor)) return THPVariable_Unpack(tensor.ptr());
+  return THPVariable_Unpack(registered("local_tensor")(tensor).ptr());
+}
+
+at::Tensor local_gradient(const py::handle& param) {
+  const py::object grad = param.attr("grad");
+  if (grad.is_none()) return {};
+  return THPVariable_Unpack(registered("local_gradient")(param, grad).ptr());
+}
+
+at::Tensor leave_buffer(const at::Tensor& grad, const at::Tensor& local) {
+  const py::gil_scoped_acquire gil;
+  const py::object left = registered("leave_buffer")(wrapped(grad), wrapped(local));
+  return THPVariable_Unpack(left.ptr());
 }
 
 }  // namespace memsave_ext::adam

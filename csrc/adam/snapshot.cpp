@@ -11,9 +11,9 @@
 #include <unordered_map>
 #include <utility>
 
-#include "adam/dtensor.h"
+#include "adam/errors.h"
 #include "adam/format_names.h"
-#include "adam/given.h"
+#include "adam/parameter.h"
 
 namespace memsave_ext::adam {
 
@@ -117,7 +117,7 @@ Group read_group(const py::handle& dict) {
   try {
     return read_checked_group(dict);
   } catch (const std::exception&) {
-    given("check_options")(dict);
+    registered("check_options")(dict);
     throw;
   }
 }
@@ -207,7 +207,7 @@ void publish_states(const std::vector<FreshState>& states, const py::handle& opt
   for (const auto& [tensor, state] : states) {
     made.append(py::make_tuple(wrapped(tensor), py::handle(state->ptr(getPyInterpreter()))));
   }
-  given("publish_states")(optimizer, made);
+  registered("publish_states")(optimizer, made);
 }
 
 }  // namespace memsave_ext::adam

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "adam/blockwise.h"
-#include "adam/cpu/states.h"
+#include "adam/cpu/formats.h"
 
 namespace memsave_ext::adam::cpu::MEMSAVE_EXT_ISA {
 

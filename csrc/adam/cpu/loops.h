@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "adam/dispatch.h"
+#include "adam/formats.h"
 #include "adam/kernels.h"
 #include "vector/isa.h"
 

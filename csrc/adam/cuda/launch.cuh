@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "adam/cuda/batch.cuh"
-#include "adam/dispatch.h"
+#include "adam/formats.h"
 #include "vector/launch.cuh"
 
 namespace memsave_ext::adam {
