@@ -70,7 +70,7 @@ class Listener {
                          std::optional<int64_t> total, const std::shared_ptr<const Origin>& origin,
                          TrackingLock& lock) = 0;
   virtual void freed(const Moment& moment, void* ptr, std::optional<int64_t> total) = 0;
-  virtual void recompute(const Moment&, Again, bool /*begins*/) {}
+  virtual void recompute(const Moment&, checkpoint::Again, bool /*begins*/) {}
 };
 
 // The caller of these holds the mutex.

@@ -217,9 +217,9 @@ void Tracker::remove(const Moment& moment, Blocks::iterator it, std::optional<in
   blocks_.erase(it);
 }
 
-void Tracker::recompute(const Moment& moment, Again what, bool begins) {
+void Tracker::recompute(const Moment& moment, checkpoint::Again what, bool begins) {
   write(moment, begins ? Kind::kBeginRecompute : Kind::kEndRecompute,
-        what == Again::kRegion ? 1 : 0, 0, -1);
+        what == checkpoint::Again::kRegion ? 1 : 0, 0, -1);
 }
 
 void Tracker::write(const Moment& moment, Kind kind, int64_t subject, int64_t value,

@@ -73,7 +73,7 @@ class Tracker final : public Listener {
   void allocated(const Moment& moment, void* ptr, int64_t size, std::optional<int64_t> total,
                  const std::shared_ptr<const Origin>& origin, TrackingLock& lock) override;
   void freed(const Moment& moment, void* ptr, std::optional<int64_t> total) override;
-  void recompute(const Moment& moment, Again what, bool begins) override;
+  void recompute(const Moment& moment, checkpoint::Again what, bool begins) override;
 
  private:
   struct Block {
