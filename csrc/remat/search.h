@@ -28,8 +28,8 @@ constexpr int64_t kTries = 20000000;
 // The most work that a trace is worth, in visits as Search::stop_at() counts them, so that planning
 // takes about 0.1 s for 1,000 operators, and a second or two. Clocks are noisy, plans must not be.
 constexpr int64_t kLeastWork = 16000000, kWorkPerOperator = 16000, kMostWork = 160000000;
-// The most segments to start from, and how many such starts are followed. With 16 segments, chains
-// take 6 % more time.
+// The most segments to start from, and how many such starts are followed. On 24 chains of 30 to
+// 1,000 operators, lowest peaks are 4 % higher with 16 segments, and up to 8 % with 2 starts.
 constexpr int kMostSegments = 64, kStarts = 3;
 
 // The calls of contents that can be dropped, by number.
