@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from . import modes, own_step, own_step_trial
+from . import modes, own_step_trial
 from .native import Native
-from .own_optimizer import OwnStep, class_of
+from .own_optimizer import OwnStep, class_of, step_of
 from .step_in_backward import BUCKET_BYTES, SMALL_BYTES
 
 
@@ -110,7 +110,7 @@ def _check(optimizer: object) -> None:
             "in_backward: differentiable=True needs a graph, which a step in backward has not"
         )
     own: Any = type(optimizer)
-    _, *arguments = inspect.signature(own_step.step_of(own)).parameters.values()
+    _, *arguments = inspect.signature(step_of(own)).parameters.values()
     for argument in arguments:
         if argument.default is argument.empty and argument.kind is argument.POSITIONAL_OR_KEYWORD:
             raise ValueError(

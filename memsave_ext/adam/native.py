@@ -1,7 +1,8 @@
-"""What the optimizers of this package share: its own options, and steps by its kernels."""
+"""What the optimizers of this package share: options, steps by kernels, saving and loading."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor
 
 from . import modes
+from .dtensor import local_tensor
 from .rules import rule_of
-from .saving import Saving
-from .step_in_backward import BUCKET_BYTES, SMALL_BYTES
+from .step_in_backward import BUCKET_BYTES, SMALL_BYTES, InBackward
 
 
-class Native(Saving):
+class Native(InBackward):
     """Methods of :class:`~memsave_ext.Adam`, :class:`SGD` and :class:`Lion`."""
 
     def _take_options(
@@ -109,3 +110,119 @@ class Native(Saving):
         if self.defaults.get("differentiable"):
             return super().step(closure)
         return self._close_step(closure)
+
+    # ---- saving and loading ----
+
+    def fp32_parameters(self) -> list[Tensor]:
+        """Returns float32 copies of the parameters, in the order of ``param_groups``.
+
+        Those of bfloat16 parameters include what ``bf16="kahan"``, ``"split"`` or ``"split8"``
+        keeps beside them, unless the parameter has been overwritten since its last step.
+        """
+        self._drop_stale_low_parts()
+        return [
+            modes.fp32_parameter(param, self.state.get(param, {}), group)
+            for group in self.param_groups
+            for param in group["params"]
+        ]
+
+    def to_fp32_state_dict(self, state_dict: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Returns the ``state_dict`` as torch's optimizer has it, which any of its rule can load.
+
+        Moments of 4, 8 and 16 bits are float32 in it; this class's options are left out. For the
+        parameters see :meth:`fp32_parameters`.
+
+        Args:
+            state_dict: is converted in place of the optimizer's own: what torch's
+                ``get_optimizer_state_dict(model, opt)`` returns, with names in place of numbers.
+        """
+        return modes.to_fp32(self.state_dict() if state_dict is None else state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._check_not_folding()
+        self._drop_stale_low_parts()
+        return modes.to_saved(super().state_dict())
+
+    def _check_not_folding(self) -> None:
+        if count := self._stepper.folded():
+            raise RuntimeError(
+                f"Adam: {count} parameters have gradients folded into their moments that are not "
+                "stepped yet. Finish the step first."
+            )
+
+    def _drop_stale_low_parts(self) -> None:
+        """Zeroes what is kept beside overwritten parameters, as their next step would."""
+        for param, state in self.state.items():
+            if (low_part := state.get("param_rest")) is not None:
+                self._stepper.drop_stale_low_part(local_tensor(param), local_tensor(low_part))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Like torch's, but state keeps its own dtype (pytorch#43706).
+
+        It is a fresh start: what the open step has come to is forgotten, a backward that raised and
+        folded gradients included. With ``in_backward`` gradients in ``.grad`` are dropped.
+
+        Raises:
+            RuntimeError: while a backward runs.
+            ValueError: the ``state_dict`` does not fit, as in torch, or is of another mode.
+        """
+        groups = self.param_groups
+
+        # Registered last, it gets the state_dict as the other pre-hooks leave it.
+        def look(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+            self._loading = modes.from_saved(loaded)
+            modes.check_loadable(self._loading, groups)
+            if self._stepper.folded():
+                self._refuse_folded(loaded)
+            return self._loading
+
+        self._stepper.begin_loading()
+        handle = self.register_load_state_dict_pre_hook(look)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self.__dict__.pop("_loading", None)
+        self._stepper.end_loading()
+
+    def _refuse_folded(self, loaded: dict[str, Any]) -> None:
+        """Raises ValueError where tensors to load are those that gradients are folded into."""
+        own = {id(state.get("exp_avg_sq")) for state in self.state.values()}
+        if any(id(state.get("exp_avg_sq", ...)) in own for state in loaded["state"].values()):
+            raise ValueError(
+                "state_dict has the optimizer's own tensors, into which gradients are folded that "
+                "are not stepped yet: load a copy that was made before, copy.deepcopy(state_dict)"
+            )
+
+    def _finish_loading(self, loaded: dict[str, Any], old_groups: list[dict[str, Any]]) -> None:
+        modes.keep(old_groups, self.param_groups, scaled=self.grad_scaler is not None)
+        saved = itertools.chain.from_iterable(g["params"] for g in loaded["param_groups"])
+        for group in self.param_groups:
+            for param in group["params"]:
+                for key, value in loaded["state"].get(next(saved), {}).items():
+                    if key != "step" and torch.is_tensor(value) and value.dtype != param.dtype:
+                        self.state[param][key] = value.detach().to(param.device, copy=True)
+                state = self.state.get(param)
+                if state:
+                    modes.convert_loaded(param, state, group)
+                # The device knows what is skipped.
+                if state and "step" in state and self.grad_scaler is not None:
+                    state["step"] = state["step"].to(param.device, torch.float32)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_not_folding()
+        self._drop_stale_low_parts()
+        own = ("_in_backward", "_small_bytes", "_bucket_bytes", "_modes", "_clip_global_norm")
+        return super().__getstate__() | {name: getattr(self, name) for name in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        old_groups = self.__dict__.get("param_groups", [])
+        super().__setstate__(state)
+        if hasattr(self, "_loading"):
+            self._finish_loading(self._loading, old_groups)
+        if "_stepper" not in self.__dict__:  # this is a copied or unpickled optimizer
+            self.grad_scaler = None
+            self._make_stepper()
+            if self._in_backward:
+                self._attach(p for g in self.param_groups for p in g["params"])
+            self._choose_unscaling()

@@ -1,4 +1,4 @@
-"""The classes of optimizers that are stepped in backward by their own step()."""
+"""Optimizers that are stepped in backward by their own step(), a part of the parameters a call."""
 
 from __future__ import annotations
 
@@ -6,14 +6,110 @@ import copyreg
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from . import modes, own_step
+from . import modes
+from .dtensor import is_dtensor
+from .shards import clip_factor
 from .step_in_backward import InBackward
+
+# What a view does not share with its optimizer: the groups, step hooks, which belong to the step as
+# a whole, and what GradScaler tells a step of whole gradients, which these are not any more.
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OWN = ("param_groups", *_HOOKS, "grad_scale", "found_inf")
+_NONE: OrderedDict[int, Any] = OrderedDict()
+
+
+@functools.cache
+def view_class(own: Any) -> type[Optimizer]:
+    """Returns a class of views: objects with an optimizer's attributes, but for ``_OWN``.
+
+    Slots of a class come before the attributes of an object.
+    """
+    return type(own.__name__, (own,), {"__slots__": _OWN, "__module__": own.__module__})
+
+
+@functools.cache
+def step_of(own: Any) -> Any:
+    """Returns the class's step(), without what calls step hooks and profiles around it."""
+    step: Any = own.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def view(kind: type[Optimizer], attributes: dict[str, Any], groups: list[dict[str, Any]]) -> Any:
+    """Returns a view with these attributes, which it shares, and these groups."""
+    made: Any = object.__new__(kind)
+    made.__dict__ = attributes
+    made.param_groups = groups
+    made._optimizer_step_pre_hooks = made._optimizer_step_post_hooks = _NONE
+    return made
+
+
+def restricted(
+    groups: list[dict[str, Any]], params: list[Tensor], numbers: list[int], counts: Iterable[str]
+) -> dict[int, dict[str, Any]]:
+    """Returns, by number, copies of the groups with these parameters alone.
+
+    The options are those of this moment, so that a scheduler may change them between two steps.
+
+    Args:
+        numbers: those of the groups of the parameters.
+        counts: options that a step changes, maybe in place.
+    """
+    chosen: dict[int, dict[str, Any]] = {}
+    for param, number in zip(params, numbers, strict=True):
+        if number in chosen:
+            chosen[number]["params"].append(param)
+        else:
+            chosen[number] = {**groups[number], "params": [param]}
+    for name in counts:
+        for group in chosen.values():
+            if isinstance(group.get(name), Tensor):
+                group[name] = group[name].clone()
+    return chosen
+
+
+@torch.no_grad()
+def scale(
+    params: list[Tensor], norms: list[float | None], scalars: tuple[Tensor | None, ...]
+) -> list[bool]:
+    """Unscales and clips the gradients in ``.grad``. Returns which of them are to be used.
+
+    Of DTensors, all processes find the same, in a collective for each gradient and question.
+
+    Args:
+        norms: what each gradient is clipped to; None: not.
+        scalars: grad_scale and found_inf, of a GradScaler; factor and skip, where the norm of all
+            gradients is known. Each is None where there is none.
+    """
+    grad_scale, found_inf, factor, skip = scalars
+    used = []
+    for param, max_norm in zip(params, norms, strict=True):
+        grad = param.grad
+        assert grad is not None
+        if factor is not None:
+            used.append(skip is None or not skip.item())
+            grad.mul_(factor)
+            continue
+        found = torch.zeros((), device=grad.device)
+        if grad_scale is not None:
+            inverse = grad_scale.double().reciprocal().float()  # as GradScaler.unscale_()
+            torch._amp_foreach_non_finite_check_and_unscale_([grad], found, inverse)
+            assert found_inf is not None
+            found_inf.copy_(torch.maximum(found_inf, found))
+        used.append(grad_scale is None or not found.item())
+        if max_norm is not None:
+            modes.check_norm("max_grad_norm", max_norm)
+            norm: Any = torch.nn.utils.get_total_norm([grad])  # as clip_grad_norm_()
+            norm = norm.full_tensor() if is_dtensor(norm) else norm
+            grad.mul_(clip_factor(norm, max_norm).to(grad.device))
+    return used
 
 
 class OwnStep(InBackward):
@@ -66,12 +162,12 @@ class OwnStep(InBackward):
                 return
         norms = [groups[n].get("max_grad_norm") if self._clips_each else None for n in numbers]
         if scalars is not None or any(norm is not None for norm in norms):
-            used = own_step.scale(params, norms, scalars or (None,) * 4)
+            used = scale(params, norms, scalars or (None,) * 4)
             left = [(p, n) for p, n, use in zip(params, numbers, used, strict=True) if use]
             if not left:
                 return
             params, numbers = [p for p, _ in left], [n for _, n in left]
-        chosen = own_step.restricted(groups, params, numbers, self._counts)
+        chosen = restricted(groups, params, numbers, self._counts)
         self._run_own_step(list(chosen.values()))
         if self._counts:
             self._counted.update(chosen)
@@ -79,7 +175,7 @@ class OwnStep(InBackward):
     def _run_own_step(self, groups: list[dict[str, Any]]) -> None:
         self._stepping_thread = threading.get_ident()
         try:
-            self._own_step(own_step.view(self._view, self.__dict__, groups))
+            self._own_step(view(self._view, self.__dict__, groups))
         finally:
             self._stepping_thread = None
 
@@ -178,8 +274,8 @@ def class_of(own: Any) -> type[OwnStep]:
                 self._attach(p for group in self.param_groups for p in group["params"])
             self._choose_unscaling()
 
-    Taken._own, Taken._view = own, own_step.view_class(own)
-    Taken._own_step = staticmethod(own_step.step_of(own))
+    Taken._own, Taken._view = own, view_class(own)
+    Taken._own_step = staticmethod(step_of(own))
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         setattr(Taken, name, getattr(own, name))
     return Taken

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .dtensor import local_tensor
-from .own_step import restricted, step_of, view, view_class
+from .own_optimizer import restricted, step_of, view, view_class
 
 _STEPS = 3
 _MOST_GROUPS = 8

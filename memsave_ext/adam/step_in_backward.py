@@ -1,30 +1,41 @@
-"""The optimizer's methods for steps in backward."""
+"""The optimizer's methods for steps in backward, for clipping and for loss scaling."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import clip_guard, modes, owners
-from .accumulation import Accumulation
+from .dtensor import is_dtensor
+from .rules import is_adam, rule_of
+from .shards import largest_of_processes
 from .stepper import Stepper
 
 SMALL_BYTES = 1 << 16
 BUCKET_BYTES = 1 << 20
 
 
-class InBackward(Accumulation):
-    """Methods of :class:`~memsave_ext.Adam`."""
+class InBackward(torch.optim.Optimizer):
+    """Methods of :class:`~memsave_ext.Adam`, carried out by ``_stepper``."""
 
+    _in_backward = False
+    _stepper: Any
     _small_bytes = SMALL_BYTES
     _bucket_bytes = BUCKET_BYTES
     _steps_by_own = False  # whether the parameters are stepped by another package's step()
     _stepping_thread: int | None = None  # the one that is in such a step()
+    _reductions: list[Any]  # one StepReduced for each attached DistributedDataParallel module
+    _pauses = 0  # how many paused() blocks are open
+    _accumulate_when: Callable[[], object] | None = None
+    _folds_when = False
+    _clip_global_norm: float | None = None
+    _grad_scaler: torch.amp.GradScaler | None = None
 
     def _make_stepper(self) -> None:
         owners.note_optimizer(self)
@@ -149,6 +160,272 @@ class InBackward(Accumulation):
             "load_state_dict(assign=True). Make the optimizer anew, and load_state_dict() this "
             "one's state_dict() into it."
         )
+
+    # ---- gradients that add up, and backwards that step nothing ----
+
+    @contextlib.contextmanager
+    def accumulate(self, fold: bool = False) -> Iterator[None]:
+        """Let gradients add up in ``.grad`` inside the block.
+
+        Put it around all but the last backward of a step. The last one then steps with the sum, as
+        one backward over the whole batch would; :meth:`step` steps the parameters that the last
+        backward does not reach.
+
+        Args:
+            fold: add each gradient to the moments at once instead, so that gradients take no memory
+                at all. The first moment is exact. The second needs the square of the sum, which is
+                derived from the first moment. Until then the old values of both moments are kept in
+                16 bits each (with float32 states), so Adam's step is off by some percent at most.
+                States must be float32 or float64. :meth:`zero_grad` does not take back what has
+                been folded.
+
+        Raises:
+            ValueError: ``fold`` without ``in_backward``; with an option that needs whole gradients
+                before they are folded: grad_scaler, max_grad_norm or clip_global_norm; or with a
+                state_dtype other than float32.
+        """
+        modes.check_bool("fold", fold)
+        if fold:
+            self._check_foldable()
+        self._stepper.accumulate(True, fold)
+        try:
+            yield
+        finally:
+            self._stepper.accumulate(False, fold)
+
+    @contextlib.contextmanager
+    def paused(self, *, keep: bool = False) -> Iterator[None]:
+        """Step nothing in the backwards inside the block, whose losses must not train this model.
+
+        For example, the discriminator's optimizer is paused in the generator's step of a GAN::
+
+            with opt_d.paused():
+                loss_g(discriminator(generator(z))).backward()
+
+        It applies to the backwards of all threads, as :meth:`accumulate` does.
+
+        Args:
+            keep: leave gradients in ``.grad``, to which later ones are added. Otherwise each
+                gradient is dropped as it arrives, and ``.grad`` is restored when the block ends.
+
+        Raises:
+            RuntimeError: ``keep`` after :meth:`norm_pass`; :meth:`step` is called in the block.
+        """
+        modes.check_bool("keep", keep)
+        params = [p for g in self.param_groups for p in g["params"]]
+        self._stepper.pause(True, keep)
+        self._pauses += 1
+        before: list[Tensor | None] = []
+        if not keep:
+            for param in params:
+                before.append(param.grad)
+                param.grad = None
+        try:
+            yield
+        finally:
+            for param, grad in zip(params, before, strict=not keep):
+                param.grad = grad
+            self._pauses -= 1
+            self._stepper.pause(False, keep)
+
+    def accumulate_when(
+        self, condition: Callable[[], object] | None, *, fold: bool = False
+    ) -> None:
+        """Accumulate where ``condition`` says so: :meth:`accumulate` for loops that a trainer runs.
+
+        Call it once, before training::
+
+            opt.accumulate_when(lambda: not accelerator.sync_gradients)
+
+        A copied or unpickled optimizer has no condition; call this again.
+
+        Args:
+            condition: called when the first gradient of a backward arrives; returns true where the
+                backward is not the last of its step. None removes the condition.
+            fold: as in :meth:`accumulate`.
+
+        Raises:
+            TypeError: ``condition`` is neither callable nor None.
+            ValueError: as in :meth:`accumulate`; ``fold`` after :meth:`attach`.
+        """
+        if condition is not None and not callable(condition):
+            raise TypeError(
+                "accumulate_when: condition must be a function without arguments, or None, got "
+                f"{type(condition).__name__}"
+            )
+        modes.check_bool("fold", fold)
+        if condition is not None and fold:
+            self._check_foldable()
+            self._refuse_folding_before_reduction(bool(self._reductions))
+        self._accumulate_when = condition
+        self._folds_when = condition is not None and fold
+        self._stepper.ask(condition is not None)
+
+    def _on_gradients(self) -> str:
+        """Returns what a backward does with its gradients: "step", "fold" or "keep"."""
+        if self._accumulate_when is None or not self._accumulate_when():
+            return "step"
+        if not self._folds_when:
+            return "keep"
+        self._check_foldable()
+        return "fold"
+
+    @staticmethod
+    def _refuse_folding_before_reduction(refused: bool) -> None:
+        if refused:
+            raise ValueError(
+                "accumulate_when(fold=True) cannot be combined with attach(): gradients of one "
+                "process, which DistributedDataParallel has not reduced, would be folded. Use "
+                "fold=False."
+            )
+
+    def _check_foldable(self) -> None:
+        def refuse(other: str, way_out: str) -> None:
+            raise ValueError(f"accumulate(fold=True) cannot be combined with {other}: {way_out}")
+
+        if not all(rule_of(group).folds for group in self.param_groups):
+            refuse(type(self).__name__, "only Adam's moments take gradients up. Use accumulate().")
+        if self.clip_global_norm is not None:
+            refuse("clip_global_norm", "the norm is that of whole gradients. Use accumulate().")
+        if not self._in_backward:
+            refuse("in_backward=False", "gradients are folded in backward. Use accumulate().")
+        if self.grad_scaler is not None:
+            refuse("grad_scaler", "an infinity would stay in the moments. Use accumulate().")
+        for group in self.param_groups:
+            if group.get("max_grad_norm") is not None:
+                refuse("max_grad_norm", "the norm is that of whole gradients. Use accumulate().")
+            if (dtype := modes.of_group(group, "state_dtype")) is not None:
+                refuse(f"state_dtype={dtype!r}", "folding takes the bits of a float32 state.")
+
+    # ---- clipping by the norm of all gradients ----
+
+    @property
+    def clip_global_norm(self) -> float | None:
+        """The global norm that :meth:`step` clips all gradients to; None: no clipping."""
+        return self._clip_global_norm
+
+    @clip_global_norm.setter
+    def clip_global_norm(self, norm: float | None) -> None:
+        if norm is not None:
+            modes.check_norm("clip_global_norm", norm)
+            if self._in_backward:
+                raise ValueError(
+                    "clip_global_norm needs all gradients, which in_backward=True frees as they "
+                    "arrive: give it when the optimizer is made, call remove_hooks() first, or use "
+                    "norm_pass()"
+                )
+            modes.refuse_two_norms(self.__dict__.get("param_groups", []))
+        self._clip_global_norm = norm
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The global norm of the last step's gradients before clipping, a float32 scalar.
+
+        None where neither ``clip_global_norm`` nor :meth:`norm_pass` has measured it.
+        """
+        norm: Tensor | None = self._stepper.grad_norm()
+        return norm
+
+    @contextlib.contextmanager
+    def norm_pass(self, max_norm: float) -> Iterator[None]:
+        """Measure the global norm and drop the gradients, so that the next backward can clip.
+
+        This clips exactly without keeping all gradients, at the cost of a second backward::
+
+            with opt.norm_pass(max_norm=1.0):
+                loss.backward(retain_graph=True)
+            loss.backward()                        # clipped by the norm of all
+            opt.step()
+
+        Instead of ``retain_graph`` the forward can be run again. :attr:`grad_norm` is the norm.
+
+        Raises:
+            ValueError: without ``in_backward``; with ``clip_global_norm`` or ``max_grad_norm``.
+            RuntimeError: gradients are being accumulated, or were stepped already.
+        """
+        modes.check_norm("max_norm", max_norm)
+        if self.clip_global_norm is not None:
+            raise ValueError(
+                "norm_pass() cannot be combined with clip_global_norm, which clips in one backward "
+                "and keeps the gradients: leave one of them out"
+            )
+        if not self._in_backward:
+            raise ValueError("norm_pass() is for in_backward=True: use clip_global_norm=")
+        modes.refuse_two_norms(self.param_groups)
+        self._stepper.begin_norm_pass()
+        finished = False
+        try:
+            yield
+            finished = True
+        finally:
+            self._stepper.end_norm_pass(max_norm if finished else None)
+
+    # ---- torch.amp.GradScaler ----
+
+    @property
+    def grad_scaler(self) -> torch.amp.GradScaler | None:
+        """The training loop's GradScaler; None without one.
+
+        It can be set later, before training, where a trainer makes it. A copied or unpickled
+        optimizer has none and must be given it again.
+        """
+        return self._grad_scaler
+
+    @grad_scaler.setter
+    def grad_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        groups: list[dict[str, Any]] = self.__dict__.get("param_groups", [])
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise TypeError(f"grad_scaler must be a torch.amp.GradScaler or None, got {scaler!r}")
+        if scaler is not None:
+            if self.__dict__.get("defaults", {}).get("differentiable"):
+                raise ValueError(
+                    "differentiable=True, which is torch's implementation, has no grad_scaler"
+                )
+            self._count_on_device(groups)
+        self._grad_scaler = scaler
+        self._choose_unscaling()
+
+    def _count_on_device(self, groups: list[dict[str, Any]]) -> None:
+        """Moves step counts to the device: whether a step is skipped is known only there."""
+        for group in groups:
+            adam = is_adam(rule_of(group))
+            if adam and not group.get("capturable") and not group.get("foreach"):
+                group["fused"] = True
+            for param in group["params"]:
+                if "step" in (state := self.state.get(param, {})):
+                    state["step"] = state["step"].to(param.device, torch.float32)
+
+    def _choose_unscaling(self) -> None:
+        """Sets whether GradScaler leaves unscaling to :meth:`step`, as for torch's fused Adam."""
+        self._step_supports_amp_scaling = self._in_backward or self._grad_scaler is not None
+
+    def _check_scaler(self) -> bool:
+        """Returns whether the gradients in ``.grad`` have been unscaled already.
+
+        ``GradScaler.step`` sets grad_scale around this call, and sets it to None if they have.
+        """
+        if not hasattr(self, "grad_scale"):
+            return False
+        if self.grad_scaler is None:
+            raise RuntimeError(
+                "memsave_ext: GradScaler.step() for an optimizer that has stepped in backward, "
+                "with gradients multiplied by the scale. Hand it over before training, with "
+                "grad_scaler=scaler where the optimizer is made, or opt.grad_scaler = scaler where "
+                "a trainer has made it (trainer.accelerator.scaler, "
+                "trainer.precision_plugin.scaler)."
+            )
+        return self.grad_scale is None
+
+    def _report_to_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Hands ``scaler`` the found_inf tensors by which its ``update()`` adapts the scale."""
+        found_inf = self._stepper.found_inf() or [torch.zeros_like(scaler._get_scale_async())]  # type: ignore[arg-type]
+        params = [param for group in self.param_groups for param in group["params"]]
+        if any(map(is_dtensor, params)):  # the processes must adapt the scale alike
+            here = torch.stack([tensor.to(found_inf[0].device) for tensor in found_inf]).amax()
+            found_inf = [largest_of_processes(params, here)]
+        # GradScaler has no public function for this; its unscale_() fills the same dict.
+        state = scaler._per_optimizer_states[id(self)]
+        state["found_inf_per_device"] = {tensor.device: tensor for tensor in found_inf}
 
 
 def _reference_counts(tensors: list[Tensor]) -> list[int]:

@@ -21,7 +21,7 @@ from ..precise import total
 from ..rules import AMSGRAD, MOMENTUM, RULES, SGD, Rule, is_adam, rule_of
 from ..shards import clip_factor
 from ..states import StepPhase, check, check_dense
-from .update import update
+from .rules import update
 
 STATE_NAMES = (
     "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "moments", "exp_avg_scale",

@@ -1,9 +1,11 @@
-"""Reads and writes a parameter and its state in the dtype that steps compute in."""
+"""Reads and writes a parameter and its state in the dtype that steps compute in, and the random
+bits that round them."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ from torch import Tensor
 from .. import blocks, formats
 from ..elements import Elements, real, real_type
 from ..rules import rule_of
-from .random_bits import Draw, random_bits
+
+_WORD = 0xFFFFFFFF
 
 
 class Stored:
@@ -85,3 +88,89 @@ class Stored:
             if self._states.store is not None:
                 values = self._states.store(values, self._of_moments)
             real(self._state[name]).copy_(values)
+
+
+# ---- random bits: csrc/adam/philox.h -----------------------------------------------------------
+
+
+class Draw(IntEnum):
+    """What random bits are for: the last word of the Philox counter. Both moments share theirs."""
+
+    PARAM = 0
+    MOMENTS = 1
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> list[Tensor]:
+    """Philox4x32-10 of Salmon et al. 2011. Words are int64 tensors that broadcast."""
+    words = list(counter)
+    keys = [seed & _WORD, seed >> 32 & _WORD]
+    for _ in range(10):
+        high0, low0 = _multiply(0xD2511F53, words[0])
+        high2, low2 = _multiply(0xCD9E8D57, words[2])
+        words = [high2 ^ words[1] ^ keys[0], low2, high0 ^ words[3] ^ keys[1], low0]
+        keys = [keys[0] + 0x9E3779B9 & _WORD, keys[1] + 0xBB67AE85 & _WORD]
+    return words
+
+
+def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the upper and lower 32 bits of the products, without exceeding 63 bits on the way."""
+    upper, lower = a * (b >> 16), a * (b & 0xFFFF)
+    return upper + (lower >> 16) >> 16, ((upper & 0xFFFF) << 16) + lower & _WORD
+
+
+def random_bits(
+    numel: int, *, seed: int, position: int, step: int | Tensor, draw: Draw, device: torch.device
+) -> Tensor:
+    """Returns 16 random bits in int32 for each of ``numel`` elements."""
+    groups = torch.arange((numel + 7) // 8, device=device)
+
+    def word(value: int | Tensor) -> Tensor:
+        return torch.as_tensor(value, dtype=torch.int64) & _WORD
+
+    words = philox((groups & _WORD, word(position), word(step), word(draw)), seed)
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    return torch.stack(halves, -1).reshape(-1)[:numel].int()
+
+
+# ---- both moments in one tensor while gradients are folded: Packed of csrc/adam/math.h ---------
+
+_POSITIVE = (1 << 63) - 1  # all bits but the sign
+_NAN = 0x7FF8 << 48  # which stays one when its lower bits are cut off
+
+
+def pack(exp_avg: Tensor, exp_avg_sq: Tensor, random: Tensor | None) -> Tensor:
+    """Returns both moments in the bits of one tensor, kept in place of exp_avg_sq.
+
+    ``random`` rounds float32 moments, which get 16 bits each. Those of float64 get 32.
+    """
+    if exp_avg.dtype == torch.float64:
+        upper = _rounded(_number_bits(exp_avg), 32)
+        lower = _rounded(_number_bits(exp_avg_sq) & _POSITIVE, 31)
+        return (upper << 32 | lower).view(torch.float64)
+    assert random is not None
+    upper = exp_avg.bfloat16().view(torch.int16).int()
+    squares = exp_avg_sq.view(torch.int32) & 0x7FFFFFFF
+    lower = torch.where(exp_avg_sq.isnan(), 0xFF80, squares + (random >> 1) >> 15)
+    return (upper << 16 | lower).view(torch.float32)
+
+
+def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns exp_avg and exp_avg_sq."""
+    if packed.dtype == torch.float64:
+        both = packed.view(torch.int64)
+        lower = (both & _WORD) << 31
+        return (both >> 32 << 32).view(torch.float64), lower.view(torch.float64)
+    bits = packed.view(torch.int32)
+    lower = ((bits & 0xFFFF) << 15).view(torch.float32)
+    return (bits >> 16 << 16).view(torch.float32), lower
+
+
+def _number_bits(values: Tensor) -> Tensor:
+    """Returns the bits of float64 values, the same for all NaNs."""
+    return torch.where(values.isnan(), _NAN, values.view(torch.int64))
+
+
+def _rounded(bits: Tensor, cut: int) -> Tensor:
+    """Returns the bits without that many lower ones, rounded to nearest even."""
+    half = 1 << cut - 1
+    return bits + (half - 1) + (bits >> cut & 1) >> cut
