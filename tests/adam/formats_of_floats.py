@@ -5,9 +5,9 @@ import struct
 
 import torch
 from hypothesis import strategies as st
+from memsave_ext.adam.fallback.random_bits import Draw
 
 from memsave_ext.adam.fallback import random_bits
-from memsave_ext.adam.fallback.random_bits import Draw
 
 CPU = torch.device("cpu")
 UNIT = 2.0**-23

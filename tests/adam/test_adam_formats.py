@@ -8,11 +8,11 @@ import torch
 from formats_of_floats import CPU, FINITE, FLOATS, bits, floats, same
 from hypothesis import given
 from hypothesis import strategies as st
+from memsave_ext.adam.fallback.random_bits import Draw
 from oracles.adam_formats import split8
 
 from memsave_ext.adam import formats, precise
 from memsave_ext.adam.fallback import packing, random_bits
-from memsave_ext.adam.fallback.random_bits import Draw
 
 # random bits
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_blocks import shard, whole
+from memsave_ext.adam.saving import Saving
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -20,7 +21,6 @@ from torch.distributed.tensor import DTensor
 
 import memsave_ext as ms
 from memsave_ext.adam import formats
-from memsave_ext.adam.saving import Saving
 
 FOLDER = "MEMSAVE_EXT_TEST_FOLDER"  # an environment variable, which the ranks inherit
 STEPS = 2
