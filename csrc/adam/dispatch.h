@@ -30,11 +30,11 @@ constexpr void fill(KernelTable<Kernel>& table) {
   }
 }
 
-// Fills a table that is indexed by DType alone, with Source::kernel<dtype>().
+// Fills a table that is indexed by the type alone, with Source::kernel<type>().
 template <typename Source, int dtype = 0, typename Kernel>
-constexpr void fill(Kernel (&table)[vector::kDTypes]) {
-  if constexpr (dtype < vector::kDTypes) {
-    table[dtype] = Source::template kernel<static_cast<DType>(dtype)>();
+constexpr void fill(Kernel (&table)[vector::kTypeCount]) {
+  if constexpr (dtype < vector::kTypeCount) {
+    table[dtype] = Source::template kernel<vector::kTypes[dtype]>();
     fill<Source, dtype + 1>(table);
   }
 }

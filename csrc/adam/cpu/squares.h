@@ -54,7 +54,7 @@ __attribute__((flatten)) double sum_squares(const void* values, int64_t count) {
 }
 
 struct SquaresSource {
-  template <DType dtype>
+  template <ScalarType dtype>
   static constexpr SumSquares kernel() {
     return sum_squares<vector::StorageOf<dtype>>;
   }

@@ -145,7 +145,7 @@ struct StepSource {
 };
 
 struct FoldSource {
-  template <DType dtype>
+  template <ScalarType dtype>
   static constexpr Step kernel() {
     return fold_grads<vector::StorageOf<dtype>>;
   }
