@@ -198,7 +198,7 @@ def binding_command(cuda_home: str, path: Path) -> list[str]:
     # The first define keeps a CPU wheel's headers from including a file only CUDA wheels have.
     # C++17, as with the oldest torch, whatever the one that is here compiles extensions as.
     command = [os.environ.get("CXX", "c++"), "-fsyntax-only", "-std=c++17", str(path)]
-    command += ["-pedantic-errors"]
+    command += ["-pedantic-errors", "-fvisibility=hidden"]
     command += ["-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE", "-DMEMSAVE_EXT_WITH_CUDA=1"]
     command += [*build_config.WARNINGS, f"-I{ROOT / 'csrc'}", "-isystem", f"{cuda_home}/include"]
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
