@@ -26,7 +26,7 @@ using cpu::Run;
 
 const Passes& passes_for(const Problem& problem) {
   return cpu::passes()
-      .passes[static_cast<int>(problem.dtype)][static_cast<int>(problem.activation)];
+      .passes[vector::index_of(problem.dtype)][static_cast<int>(problem.activation)];
 }
 
 // Computes a channel's moments again in double, where the sums of the pass overflowed or a value is
@@ -50,21 +50,21 @@ void exact_moments(const Piece& piece, int64_t channel) {
   piece.sums[piece.sums_pitch + channel] = sum_of(mean, [](double x) { return x * x; });
 }
 
-void moments_of(const Passes& passes, DType dtype, const Piece& piece) {
+void moments_of(const Passes& passes, ScalarType dtype, const Piece& piece) {
   passes.moments(piece);
   for (int64_t channel = 0; channel < piece.channels; ++channel) {
     if (std::isfinite(piece.sums[piece.sums_pitch + channel])) continue;
     switch (dtype) {
-      case DType::kDouble:
+      case ScalarType::Double:
         exact_moments<double>(piece, channel);
         break;
-      case DType::kFloat:
+      case ScalarType::Float:
         exact_moments<float>(piece, channel);
         break;
-      case DType::kHalf:
+      case ScalarType::Half:
         exact_moments<c10::Half>(piece, channel);
         break;
-      case DType::kBFloat16:
+      default:
         exact_moments<c10::BFloat16>(piece, channel);
     }
   }
