@@ -105,14 +105,19 @@ class Stepper:
     def end_norm_pass(self, max_norm: float | None) -> None:
         """The step that follows is clipped to ``max_norm``; None: the pass is forgotten."""
         with self._collector:
-            self._handle(Event.DROP_NORM_PASS if max_norm is None else Event.FINISH_NORM_PASS)
-            if self._norm is None:  # zero_grad() has ended the step of the pass
-                return
-            if max_norm is None:
-                self._norm = None
-                self._collector.next_step()
-            else:
-                self._norm.finish(max_norm, self._grad_scale(), self._sharded())
+            norm = self._norm  # None where zero_grad() has ended the step of the pass
+            finishes = max_norm is not None
+            try:
+                if max_norm is not None and norm is not None:
+                    norm.finish(max_norm, self._grad_scale(), self._sharded())
+            except BaseException:  # of a collective, for example
+                finishes = False
+                raise
+            finally:
+                self._handle(Event.FINISH_NORM_PASS if finishes else Event.DROP_NORM_PASS)
+                if norm is not None and not finishes:
+                    self._norm = None
+                    self._collector.next_step()
 
     def step(self, max_norm: float, unscaled: bool) -> int:
         """Steps the parameters that have a gradient, in ``.grad`` or folded, and ends the step.

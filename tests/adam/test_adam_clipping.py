@@ -21,6 +21,7 @@ from modes import (
 from torch import nn
 
 import memsave_ext as ms
+from memsave_ext.adam import shards
 
 
 @both_ways
@@ -106,6 +107,26 @@ def test_norm_pass_that_raises_is_as_none():
     for one in ((params, optimizer), (others, other)):
         train(*one, 2)
     assert_same((params, optimizer), (others, other))
+
+
+def test_a_norm_that_cannot_be_computed_is_as_none(monkeypatch):
+    params, optimizer = make(in_backward=True)
+    plain, other = make(in_backward=True)
+
+    def fails(*_):
+        raise ConnectionError("a collective")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "clip_to_norm", fails)
+        with pytest.raises(ConnectionError), optimizer.norm_pass(1e-3):
+            loss(params[:1], 0).backward()
+    for each, its in ((params, optimizer), (plain, other)):
+        loss(each, 0).backward()
+        its.step()
+    assert_same((params, optimizer), (plain, other))
+    with optimizer.norm_pass(1e-3):  # the next one is measured as ever
+        loss(params, 1).backward()
+    assert optimizer.grad_norm > 0
 
 
 def test_no_step_inside_of_norm_pass():
