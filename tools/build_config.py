@@ -5,7 +5,6 @@ No torch import here: setup.py hands over torch's versions, and the tests other 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -130,13 +129,6 @@ def compile_flags(torch_includes: list[str], cuda: bool) -> dict[str, list[str]]
     if cuda:
         flags["nvcc"] = ["-O3", "-Xcompiler=-g0,-fvisibility=hidden"]
     return flags
-
-
-def torch_headers() -> Path:
-    """Where torch's headers are, found without importing torch."""
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent / "include"
 
 
 def build_tag(torch_version: str, cuda: str | None) -> str:

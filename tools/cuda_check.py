@@ -2,11 +2,10 @@
 
     python tools/cuda_check.py [--renew]
 
-Kernels (*.cu, which know of torch the names of types alone) are compiled for sm_80 and sm_90; what
-is compiled otherwise in a build with CUDA is checked against the headers of the installed torch.
-What a kernel takes is compared with cuda_kernels.tsv: registers, and of sm_90 shared memory and
-what sass.py reads from the machine code. Fails on an error, a spill, and where a figure is not the
-table's; --renew writes the table anew.
+Kernels (*.cu, free of torch headers) are compiled for sm_80 and sm_90, cuda.cpp files are checked
+against the headers of the installed torch. What a kernel takes is compared with cuda_kernels.tsv:
+registers, and of sm_90 shared memory and what sass.py reads from the machine code. Fails on an
+error, a spill, and where a figure is not the table's; --renew writes the table anew.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def main() -> None:
         return
     disassembler = find_disassembler(cuda_home)
     kernels = sorted(ROOT.glob("csrc/**/*.cu"))
-    bindings = sorted(path for path in ROOT.glob("csrc/**/*.cpp") if differs_with_cuda(path))
+    bindings = sorted(ROOT.glob("csrc/**/cuda.cpp"))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         compiled = pool.map(lambda path: compile_kernels(cuda_home, path, disassembler), kernels)
         checked = pool.map(lambda path: run(binding_command(cuda_home, path)), bindings)
@@ -91,10 +90,6 @@ def main() -> None:
             sys.exit("cuda-check: --renew needs nvdisasm (pip install nvidia-cuda-nvdisasm)")
         write_table(release, rows)
     compare(release, rows, disassembler is not None)
-
-
-def differs_with_cuda(path: Path) -> bool:
-    return path.name == "cuda.cpp" or "MEMSAVE_EXT_WITH_CUDA" in path.read_text()
 
 
 def compile_kernels(
@@ -190,7 +185,6 @@ def kernel_command(cuda_home: str, path: Path, kept: Path) -> list[str]:
     command += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
     command += ["--keep", "--keep-dir", str(kept)]  # PTX and machine code, to look at
     command += ["-O3", "-Xptxas", "-v", f"-I{ROOT / 'csrc'}", torch_std()]
-    command += ["-isystem", str(build_config.torch_headers())]
     return [*command, "--compiler-options", "-fPIC", *cpp_extension.COMMON_NVCC_FLAGS]
 
 
@@ -198,7 +192,7 @@ def binding_command(cuda_home: str, path: Path) -> list[str]:
     # The first define keeps a CPU wheel's headers from including a file only CUDA wheels have.
     # C++17, as with the oldest torch, whatever the one that is here compiles extensions as.
     command = [os.environ.get("CXX", "c++"), "-fsyntax-only", "-std=c++17", str(path)]
-    command += ["-pedantic-errors", "-fvisibility=hidden"]
+    command += ["-pedantic-errors"]
     command += ["-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE", "-DMEMSAVE_EXT_WITH_CUDA=1"]
     command += [*build_config.WARNINGS, f"-I{ROOT / 'csrc'}", "-isystem", f"{cuda_home}/include"]
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]

@@ -5,14 +5,16 @@
 
 #include <string>
 
+#include "vector/dtype.h"
+
 namespace memsave_ext::adam {
 
 namespace py = pybind11;
 
 namespace {
 
-py::object or_none(ScalarType type) {
-  return type == ScalarType::Undefined ? py::object(py::none()) : py::cast(type);
+py::object element_type(Element element) {
+  return element == Element::kNone ? py::object(py::none()) : py::cast(scalar_type(element));
 }
 
 py::object option_of(const ParamRow& row) {
@@ -24,7 +26,7 @@ py::object option_of(const StateRow& row) {
     case Option::kNone:
       break;
     case Option::kDtype:
-      return or_none(row.moments);
+      return element_type(row.moments);
     case Option::kName:
       return py::str(row.name);
   }
@@ -33,13 +35,20 @@ py::object option_of(const StateRow& row) {
 
 py::list listed(DTypes dtypes) {
   py::list list;
-  for (const ScalarType dtype : vector::kTypes) {
-    if (dtypes & bit(dtype)) list.append(dtype);
+  for (int i = 0; i < vector::kDTypes; ++i) {
+    const auto dtype = static_cast<DType>(i);
+    if (dtypes & bit(dtype)) list.append(vector::scalar_type_of(dtype));
   }
   return list;
 }
 
 }  // namespace
+
+at::ScalarType scalar_type(Element element) {
+  static_assert(Element::kFloat == static_cast<Element>(at::kFloat));
+  TORCH_INTERNAL_ASSERT(element != Element::kNone);
+  return static_cast<at::ScalarType>(element);
+}
 
 ParamFormat param_format_named(const py::handle& bf16) {
   const auto name = bf16.is_none() ? std::string() : bf16.cast<std::string>();
@@ -56,7 +65,7 @@ StateFormat state_format_named(const py::handle& state_dtype) {
     const auto type = reinterpret_cast<THPDtype*>(state_dtype.ptr())->scalar_type;
     if (type == at::kFloat) return StateFormat::kAsParam;  // like None
     for (const StateRow& known : kStateRows) {
-      if (known.option == Option::kDtype && type == known.moments) return known.format;
+      if (known.option == Option::kDtype && type == scalar_type(known.moments)) return known.format;
     }
   } else {
     const auto name = state_dtype.cast<std::string>();
@@ -70,10 +79,10 @@ StateFormat state_format_named(const py::handle& state_dtype) {
 py::dict describe_formats() {
   py::list params, states, rules, combinations;
   for (const ParamRow& made : kParamRows) {
-    params.append(py::make_tuple(option_of(made), or_none(made.low_part), made.at_random));
+    params.append(py::make_tuple(option_of(made), element_type(made.low_part), made.at_random));
   }
   for (const StateRow& made : kStateRows) {
-    states.append(py::make_tuple(made.name, option_of(made), or_none(made.moments),
+    states.append(py::make_tuple(made.name, option_of(made), element_type(made.moments),
                                  listed(made.params), made.at_random, made.amsgrad,
                                  made.codes.block, made.codes.bits, made.codes.ratio));
   }
@@ -83,8 +92,8 @@ py::dict describe_formats() {
   for (int i = 0; i < kCombinations; ++i) {
     const Combination c = Combination::at(i);
     if (!c.exists()) continue;
-    combinations.append(py::make_tuple(c.param, option_of(row(c.format)), row(c.states).name,
-                                       row(c.rule).name, c.closes));
+    combinations.append(py::make_tuple(vector::scalar_type_of(c.param), option_of(row(c.format)),
+                                       row(c.states).name, row(c.rule).name, c.closes));
   }
   py::dict all;
   all["params"] = params;

@@ -1,11 +1,14 @@
 // Converts formats from and to their names in Python and torch. Names are read only here.
 #pragma once
 
+#include <c10/core/ScalarType.h>
 #include <pybind11/pybind11.h>
 
 #include "adam/formats.h"
 
 namespace memsave_ext::adam {
+
+at::ScalarType scalar_type(Element element);  // `element` must not be kNone
 
 // Returns the format that a group's bf16= names. Throws ValueError where no row has the name.
 ParamFormat param_format_named(const pybind11::handle& bf16);

@@ -10,7 +10,7 @@
 
 namespace memsave_ext::adam {
 
-using c10::ScalarType;
+using vector::DType;
 
 // Elements that are stepped together: neither blocks of states that share a scale nor draws of
 // random bits go over its multiples.
@@ -35,29 +35,34 @@ enum class StateFormat : int {
   k4Bit,      // the same, with the codes of both moments in one byte
 };
 
+// Type of a tensor's elements, with c10::ScalarType's numbers; kNone where there is no such tensor,
+// or where the parameter's type decides.
+enum class Element { kNone = -1, kUint8 = 0, kInt8 = 1, kInt16 = 2, kFloat = 6, kBFloat16 = 15 };
+
 struct ParamRow {
   ParamFormat format;
-  const char* name;     // value of bf16=; empty for None
-  ScalarType low_part;  // its type; Undefined where there is none
-  bool at_random;       // storing it takes random bits
+  const char* name;  // value of bf16=; empty for None
+  Element low_part;  // type of the low part; kNone where there is none
+  bool at_random;    // storing it takes random bits
 };
 
 constexpr ParamRow kParamRows[] = {
-    {ParamFormat::kPlain, "", ScalarType::Undefined, false},
-    {ParamFormat::kStochastic, "stochastic", ScalarType::Undefined, true},
-    {ParamFormat::kKahan, "kahan", ScalarType::BFloat16, false},
-    {ParamFormat::kSplit, "split", ScalarType::Short, false},
-    {ParamFormat::kSplit8, "split8", ScalarType::Char, true},
+    {ParamFormat::kPlain, "", Element::kNone, false},
+    {ParamFormat::kStochastic, "stochastic", Element::kNone, true},
+    {ParamFormat::kKahan, "kahan", Element::kBFloat16, false},
+    {ParamFormat::kSplit, "split", Element::kInt16, false},
+    {ParamFormat::kSplit8, "split8", Element::kInt8, true},
 };
 
-using DTypes = uint32_t;  // a set of types of tensors: a bit for each of vector::kTypes
+using DTypes = uint32_t;  // a set of DTypes: a bit for each
 
-constexpr DTypes bit(ScalarType dtype) { return 1u << vector::index_of(dtype); }
+constexpr DTypes bit(DType dtype) { return 1u << static_cast<int>(dtype); }
 
 // Returns the types whose elements have at most so many bytes.
 constexpr DTypes of_at_most(int64_t bytes) {
   DTypes dtypes = 0;
-  for (const ScalarType dtype : vector::kTypes) {
+  for (int i = 0; i < vector::kDTypes; ++i) {
+    const auto dtype = static_cast<DType>(i);
     if (vector::item_size(dtype) <= bytes) dtypes |= bit(dtype);
   }
   return dtypes;
@@ -81,27 +86,27 @@ struct StateRow {
   StateFormat format;
   const char* name;
   Option option;
-  ScalarType moments;  // their type; Undefined: the parameter's
-  DTypes params;       // types of parameters that can have it
-  bool at_random;      // rounded at random, where state_dtype= asks for it; for codes see
-                       // blockwise.h
-  bool amsgrad;        // can be combined with amsgrad
-  bool wide_enough;    // gradients can be folded into it, whatever the parameter's type: see Packed
+  Element moments;   // their type; kNone: the parameter's
+  DTypes params;     // types of parameters that can have it
+  bool at_random;    // rounded at random, where state_dtype= asks for it; for codes see
+                     // blockwise.h
+  bool amsgrad;      // can be combined with amsgrad
+  bool wide_enough;  // gradients can be folded into it, whatever the parameter's type: see Packed
   Codes codes;
 };
 
 constexpr Codes kNoCodes = {0, 0, 0};
 
 constexpr StateRow kStateRows[] = {
-    {StateFormat::kAsParam, "as_param", Option::kNone, ScalarType::Undefined, kAll, false, true,
-     false, kNoCodes},
-    {StateFormat::kFloat, "float32", Option::kNone, ScalarType::Float, kShort, false, true, true,
+    {StateFormat::kAsParam, "as_param", Option::kNone, Element::kNone, kAll, false, true, false,
      kNoCodes},
-    {StateFormat::kBFloat16, "bfloat16", Option::kDtype, ScalarType::BFloat16, kNarrow, true, true,
+    {StateFormat::kFloat, "float32", Option::kNone, Element::kFloat, kShort, false, true, true,
+     kNoCodes},
+    {StateFormat::kBFloat16, "bfloat16", Option::kDtype, Element::kBFloat16, kNarrow, true, true,
      false, kNoCodes},
-    {StateFormat::k8Bit, "8bit", Option::kName, ScalarType::Byte, kNarrow, false, false, false,
+    {StateFormat::k8Bit, "8bit", Option::kName, Element::kUint8, kNarrow, false, false, false,
      Codes{256, 8, 8}},
-    {StateFormat::k4Bit, "4bit", Option::kName, ScalarType::Byte, kNarrow, false, false, false,
+    {StateFormat::k4Bit, "4bit", Option::kName, Element::kUint8, kNarrow, false, false, false,
      Codes{128, 4, 4}},
 };
 
@@ -143,10 +148,10 @@ static_assert(rows_are_valid());
 
 // Whether gradients can be folded into these states: only where they have the type that the step
 // computes in, which has the bits for it (see Packed).
-constexpr bool folds(ScalarType param, StateFormat states) {
+constexpr bool folds(DType param, StateFormat states) {
   if ((row(states).params & bit(param)) == 0) return false;
-  return row(states).wide_enough || (states == StateFormat::kAsParam &&
-                                     (param == ScalarType::Double || param == ScalarType::Float));
+  return row(states).wide_enough ||
+         (states == StateFormat::kAsParam && (param == DType::kDouble || param == DType::kFloat));
 }
 
 // Whether the rule's moments can be stored in this format.
@@ -158,7 +163,7 @@ constexpr bool fits(Rule rule, StateFormat states) {
 
 // What a step's kernel is compiled for. Every device has a kernel for each one that exists().
 struct Combination {
-  ScalarType param;
+  DType param;
   ParamFormat format;
   StateFormat states;
   Rule rule;
@@ -166,12 +171,12 @@ struct Combination {
 
   constexpr bool exists() const {
     return (row(states).params & bit(param)) != 0 &&
-           (format == ParamFormat::kPlain || param == ScalarType::BFloat16) && fits(rule, states) &&
+           (format == ParamFormat::kPlain || param == DType::kBFloat16) && fits(rule, states) &&
            (!closes || (row(rule).folds && folds(param, states)));
   }
 
   constexpr int index() const {
-    const int formats = vector::index_of(param) * kParamFormats + static_cast<int>(format);
+    const int formats = static_cast<int>(param) * kParamFormats + static_cast<int>(format);
     return ((formats * kStateFormats + static_cast<int>(states)) * kRules +
             static_cast<int>(rule)) *
                2 +
@@ -180,14 +185,14 @@ struct Combination {
 
   static constexpr Combination at(int index) {
     const int states = index / 2 / kRules, formats = states / kStateFormats;
-    return {vector::kTypes[formats / kParamFormats],
+    return {static_cast<DType>(formats / kParamFormats),
             static_cast<ParamFormat>(formats % kParamFormats),
             static_cast<StateFormat>(states % kStateFormats), static_cast<Rule>(index / 2 % kRules),
             index % 2 != 0};
   }
 };
 
-constexpr int kCombinations = vector::kTypeCount * kParamFormats * kStateFormats * kRules * 2;
+constexpr int kCombinations = vector::kDTypes * kParamFormats * kStateFormats * kRules * 2;
 
 // Stochastic rounding adds 16 random bits below the bits that are kept, and truncates. The random
 // bits of a tensor's element i are the (i % 8)-th 16 bits, counted from the lowest of the first
@@ -303,11 +308,11 @@ constexpr void fill(KernelTable<Kernel>& table) {
   }
 }
 
-// Fills a table that is indexed by the type alone, with Source::kernel<type>().
+// Fills a table that is indexed by DType alone, with Source::kernel<dtype>().
 template <typename Source, int dtype = 0, typename Kernel>
-constexpr void fill(Kernel (&table)[vector::kTypeCount]) {
-  if constexpr (dtype < vector::kTypeCount) {
-    table[dtype] = Source::template kernel<vector::kTypes[dtype]>();
+constexpr void fill(Kernel (&table)[vector::kDTypes]) {
+  if constexpr (dtype < vector::kDTypes) {
+    table[dtype] = Source::template kernel<static_cast<DType>(dtype)>();
     fill<Source, dtype + 1>(table);
   }
 }

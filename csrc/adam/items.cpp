@@ -7,6 +7,7 @@
 #include <ATen/ops/view_as_real.h>
 
 #include "adam/state.h"
+#include "vector/dtype.h"
 
 namespace memsave_ext::adam {
 
@@ -42,11 +43,10 @@ bool have_one_order(const Tensor& a, const Tensor& b) {
 
 }  // namespace
 
-ScalarType real_dtype(ScalarType type) {
-  const ScalarType real = c10::toRealValueType(type);
-  TORCH_CHECK(vector::is_computed(real),
-              "memsave_ext: tensors must be floating-point or complex, got ", type);
-  return real;
+DType real_dtype(at::ScalarType type) {
+  const auto dtype = vector::dtype_of(c10::toRealValueType(type));
+  TORCH_CHECK(dtype, "memsave_ext: tensors must be floating-point or complex, got ", type);
+  return *dtype;
 }
 
 Tensor layout_of(const Tensor& tensor) {

@@ -19,7 +19,7 @@ const Kernels& kernels_for(c10::Device device);
 
 // Returns the dtype of a tensor's elements; for a complex type, that of its real and imaginary
 // parts. Throws where kernels do not take the type.
-ScalarType real_dtype(ScalarType type);
+DType real_dtype(at::ScalarType type);
 
 // Returns a real tensor with the sizes and strides in which kernels take `tensor`. Its values may
 // be uninitialised.

@@ -1,4 +1,4 @@
-// What a device implements, on raw pointers, not tensors: ops.cpp checks and collects the
+// What a device implements, on raw pointers and without torch: ops.cpp checks and collects the
 // tensors and calls it.
 #pragma once
 
@@ -21,7 +21,7 @@ struct Item {
   float* exp_avg_scale;     // one float per block; only of states in blocks
   float* exp_avg_sq_scale;  // the same
   int64_t numel;
-  ScalarType param_type;
+  DType param_type;
   ParamFormat param_format;
   StateFormat state_format;
   StepPhase phase;           // kWhole unless the states are float or double

@@ -5,6 +5,7 @@
 
 #include "adam/errors.h"
 #include "adam/format_names.h"
+#include "vector/dtype.h"
 
 namespace memsave_ext::adam {
 
@@ -37,12 +38,12 @@ void check_moments(const char* name, at::ScalarType moments, const Tensor& param
   const auto type = c10::toRealValueType(param.scalar_type());
   std::vector<at::ScalarType> allowed = {param.scalar_type()};
   for (const StateRow& other : kStateRows) {
-    if (param.is_complex() || other.moments == ScalarType::Undefined) continue;
-    const bool fits = (other.params & bit(type)) != 0;
+    if (param.is_complex() || other.moments == Element::kNone) continue;
+    const bool fits = (other.params & bit(*vector::dtype_of(type))) != 0;
     const bool chosen = !other.at_random || other.format == group.state_dtype;
-    const bool listed = other.moments == allowed.back();  // as another's
-    if (fits && chosen && !listed && other.moments != type) {
-      allowed.push_back(other.moments);
+    const bool listed = scalar_type(other.moments) == allowed.back();  // as another's
+    if (fits && chosen && !listed && scalar_type(other.moments) != type) {
+      allowed.push_back(scalar_type(other.moments));
     }
   }
   if (std::find(allowed.begin(), allowed.end(), moments) == allowed.end()) {
@@ -113,7 +114,7 @@ bool is_complete(const Tensor& param, const State& state, const Group& group) {
   const RuleRow& rule = row(group.options.rule);
   if (state.defined()) return rule.rule != Rule::kMomentum || state.first().defined();
   return rule.moments == 0 && !needs_step(param, group, StateFormat::kAsParam) &&
-         row(param_format(param, group)).low_part == ScalarType::Undefined;
+         row(param_format(param, group)).low_part == Element::kNone;
 }
 
 ParamFormat param_format(const Tensor& param, const Group& group) {
@@ -124,7 +125,7 @@ StateFormat state_format(const Tensor& param, const State& state, const Group& g
   if (row(group.options.rule).moments == 0) return StateFormat::kAsParam;
   const auto type = c10::toRealValueType(state.first().scalar_type());
   for (const StateRow& made : kStateRows) {
-    if (made.option == Option::kNone || type != made.moments) continue;
+    if (made.option == Option::kNone || type != scalar_type(made.moments)) continue;
     if (is_joint(made.format) != state.moments.defined()) continue;
     // bfloat16 without state_dtype= is the parameter's own type, rounded to nearest.
     if (!made.at_random || made.format == group.state_dtype) return made.format;
@@ -135,19 +136,19 @@ StateFormat state_format(const Tensor& param, const State& state, const Group& g
 
 void check_state(const Tensor& param, const State& state, const Group& group) {
   const auto type = c10::toRealValueType(param.scalar_type());
-  if (!vector::is_computed(type)) throw_error("wrong_type", param.scalar_type());
+  if (!vector::dtype_of(type)) throw_error("wrong_type", param.scalar_type());
   const RuleRow& rule = row(group.options.rule);
   if (rule.moments > 0) check_format(param, state, group);
   const StateRow& stored = row(state_format(param, state, group));
   if (state.step.defined() || needs_step(param, group, stored.format)) {
     check_step(state.step, param);
   }
-  if (const ScalarType low_part = row(param_format(param, group)).low_part;
-      low_part != ScalarType::Undefined) {
-    check_tensor("param_rest", state.param_low_part, param, low_part);
+  if (const Element low_part = row(param_format(param, group)).low_part;
+      low_part != Element::kNone) {
+    check_tensor("param_rest", state.param_low_part, param, scalar_type(low_part));
   }
-  const Combination combination = {type, param_format(param, group), stored.format,
-                                   group.options.rule, false};
+  const Combination combination = {*vector::dtype_of(type), param_format(param, group),
+                                   stored.format, group.options.rule, false};
   TORCH_CHECK(combination.exists(), "memsave_ext: no kernel steps a ", param.scalar_type(),
               " parameter with such states by ", rule.name);
 }

@@ -1,4 +1,4 @@
-// What a device implements, with raw pointers, not tensors: ops.cpp checks the arguments,
+// What a device implements, with raw pointers and without torch: ops.cpp checks the arguments,
 // allocates and calls.
 //
 // Statistics are float, or double for double tensors. Channel vectors (weight, bias, statistics,
@@ -16,22 +16,22 @@
 
 namespace memsave_ext::batch_norm {
 
-using c10::ScalarType;
+using vector::DType;
 using vector::item_size;
 
-inline int64_t statistic_bytes(ScalarType dtype) { return dtype == ScalarType::Double ? 8 : 4; }
+inline int64_t statistic_bytes(DType dtype) { return dtype == DType::kDouble ? 8 : 4; }
 
 // On a CPU a tensor from this size on has memory fresh from the system, left to glibc.
 constexpr int64_t kFreshBytes = 32 << 20;
 
 // Calls `function` with a value of the statistics' type for tensors of `dtype`.
 template <typename Function>
-void with_statistic(ScalarType dtype, const Function& function) {
-  dtype == ScalarType::Double ? function(double{}) : function(float{});
+void with_statistic(DType dtype, const Function& function) {
+  dtype == DType::kDouble ? function(double{}) : function(float{});
 }
 
 struct Problem {
-  ScalarType dtype;
+  DType dtype;
   int64_t outer;
   int64_t channels;
   int64_t inner;

@@ -16,6 +16,7 @@
 #include "batch_norm/arguments.h"
 #include "batch_norm/kernels.h"
 #include "cuda_stream.h"
+#include "vector/dtype.h"
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -89,7 +90,7 @@ class Call {
 // with them (check() in memsave_ext/batch_norm/arguments.py).
 bool can_take(const Arguments& args) {
   const Tensor& input = args.input;
-  if (input.dim() < 2 || !vector::is_computed(input.scalar_type()) ||
+  if (input.dim() < 2 || !vector::dtype_of(input.scalar_type()) ||
       Activations::find(args.activation) == Activation::kUnlisted) {
     return false;
   }
@@ -118,7 +119,7 @@ Call::Call(const Arguments& args)
       statistic_type_(statistic_type(args.input)),
       format_(layout_of(args.input)) {
   const Tensor& input = args.input;
-  problem_.dtype = input.scalar_type();
+  problem_.dtype = *vector::dtype_of(input.scalar_type());
   problem_.activation = Activations::find(args.activation);
   problem_.negative_slope = args.negative_slope;
   problem_.outer = input.size(0);

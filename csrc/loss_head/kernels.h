@@ -1,4 +1,4 @@
-// What a device implements, on raw pointers, not tensors. The terms are those of
+// What a device implements, on raw pointers and without torch. The terms are those of
 // memsave_ext/loss_head/operators.py.
 #pragma once
 
@@ -9,12 +9,12 @@
 
 namespace memsave_ext::loss_head {
 
-using c10::ScalarType;
+using vector::DType;
 
 // The logits of some tokens and of the classes from `first` on. What has T in its comment is of the
 // type that the logits are computed in.
 struct Chunk {
-  ScalarType dtype;  // of the logits
+  DType dtype;  // of the logits
   int64_t tokens;
   int64_t classes;  // of the chunk
   int64_t first;

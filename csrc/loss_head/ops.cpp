@@ -5,7 +5,7 @@
 
 #include "cuda_stream.h"
 #include "loss_head/kernels.h"
-#include "vector/types.h"
+#include "vector/dtype.h"
 
 namespace memsave_ext::loss_head {
 
@@ -32,14 +32,14 @@ Chunk chunk_of(const Tensor& logits, const std::optional<Tensor>& target,
                const std::optional<Tensor>& probabilities,
                const std::optional<Tensor>& class_weight, int64_t first, double keep, double spread,
                double softcap) {
-  TORCH_CHECK_VALUE(
-      vector::is_computed(logits.scalar_type()) && logits.dim() == 2 && logits.is_contiguous(),
-      kName, "logits must be a contiguous matrix of floating-point numbers");
+  const auto dtype = vector::dtype_of(logits.scalar_type());
+  TORCH_CHECK_VALUE(dtype && logits.dim() == 2 && logits.is_contiguous(), kName,
+                    "logits must be a contiguous matrix of floating-point numbers");
   TORCH_CHECK_VALUE(target.has_value() != probabilities.has_value(), kName,
                     "either target or probabilities must be given");
   const auto wide = wide_type(logits);
   Chunk chunk{};
-  chunk.dtype = logits.scalar_type();
+  chunk.dtype = *dtype;
   chunk.tokens = logits.size(0);
   chunk.classes = logits.size(1);
   chunk.first = first;

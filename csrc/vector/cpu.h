@@ -64,7 +64,7 @@ MEMSAVE_EXT_INLINED inline auto narrow_halves(Bits bits) {
 }
 
 template <typename Storage>
-MEMSAVE_EXT_INLINED inline Lanes<Storage> load_whole(const Storage* from) {
+MEMSAVE_EXT_INLINED inline Lanes<Storage> load(const Storage* from) {
   [[maybe_unused]] constexpr int lanes = kLanes<Storage>;
   if constexpr (std::is_same_v<Storage, Half>) {
 #if MEMSAVE_EXT_VECTOR_BYTES == 64
@@ -73,7 +73,7 @@ MEMSAVE_EXT_INLINED inline Lanes<Storage> load_whole(const Storage* from) {
     return (Lanes<Storage>)_mm256_cvtph_ps(load_raw<__m128i>(from));
 #else
     Lanes<Storage> v;
-    for (int i = 0; i < lanes; ++i) v[i] = from[i];
+    for (int i = 0; i < lanes; ++i) v[i] = c10::Half(from[i].bits, c10::Half::from_bits());
     return v;
 #endif
   } else if constexpr (std::is_same_v<Storage, BFloat16>) {
@@ -101,7 +101,7 @@ MEMSAVE_EXT_INLINED inline auto narrow(Lanes<Storage> v) {
     return _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
 #else
     Vector<uint16_t, lanes> bits;
-    for (int i = 0; i < lanes; ++i) bits[i] = Half(v[i]).x;
+    for (int i = 0; i < lanes; ++i) bits[i] = c10::Half(v[i]).x;
     return bits;
 #endif
   } else if constexpr (std::is_same_v<Storage, BFloat16>) {
@@ -157,17 +157,17 @@ MEMSAVE_EXT_INLINED inline uint16_t mask(Part part) {
 
 template <typename Storage>
 MEMSAVE_EXT_INLINED inline Lanes<Storage> load(const Storage* from, Whole) {
-  return load_whole(from);
+  return load(from);
 }
 
 template <typename Storage>
 MEMSAVE_EXT_INLINED inline Lanes<Storage> load(const Storage* from, Streamed) {
-  return load_whole(from);
+  return load(from);
 }
 
 template <typename Storage>
 MEMSAVE_EXT_INLINED inline Lanes<Storage> load(const Storage* from, Last) {
-  return load_whole(from);
+  return load(from);
 }
 
 // A mask: all ones in the lanes of the part.
@@ -213,7 +213,7 @@ MEMSAVE_EXT_INLINED inline Lanes<Storage> load(const Storage* from, Part part) {
 #if MEMSAVE_EXT_VECTOR_BYTES == 64
   if constexpr (sizeof(Storage) == 2) {
     const __m256i whole = _mm256_maskz_loadu_epi16(mask(part), from);
-    return load_whole(reinterpret_cast<const Storage*>(&whole));
+    return load(reinterpret_cast<const Storage*>(&whole));
   } else if constexpr (sizeof(Storage) == 4) {
     return (Lanes<Storage>)_mm512_maskz_loadu_ps(mask(part), from);
   } else {
@@ -229,7 +229,7 @@ MEMSAVE_EXT_INLINED inline Lanes<Storage> load(const Storage* from, Part part) {
 #endif
   Storage whole[kLanes<Storage>] = {};
   copy(whole, from, part);
-  return load_whole(whole);
+  return load(whole);
 }
 
 template <typename Storage>

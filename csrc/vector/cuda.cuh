@@ -12,10 +12,19 @@
 
 namespace memsave_ext::vector {
 
-// StorageOf on a device.
-template <ScalarType type>
-using DeviceStorageOf =
-    std::tuple_element_t<index_of(type), std::tuple<double, float, __half, __nv_bfloat16>>;
+// The type in which values of a DType are stored: CUDA's own in place of those of vector/types.h.
+template <DType dtype>
+struct StoredOnDevice : Stored<dtype> {};
+template <>
+struct StoredOnDevice<DType::kHalf> {
+  using type = __half;
+};
+template <>
+struct StoredOnDevice<DType::kBFloat16> {
+  using type = __nv_bfloat16;
+};
+template <DType dtype>
+using DeviceStorageOf = typename StoredOnDevice<dtype>::type;
 
 // Converts a stored value to the type in which it is computed.
 __device__ __forceinline__ double widen(double x) { return x; }

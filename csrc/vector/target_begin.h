@@ -1,7 +1,7 @@
 // Opens the target region of the instruction set whose vectors have MEMSAVE_EXT_VECTOR_BYTES bytes,
 // for code that runs on CPUs which report it: 64 for AVX-512, 32 for AVX2, and 16 for what every
-// x86-64 and aarch64 has. What is included in it, up to target_end.h, is compiled for it: torch's
-// and standard headers must have been before.
+// x86-64 and aarch64 has. What is included in it, up to target_end.h, is compiled for it: standard
+// headers must have been before.
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -9,10 +9,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <string_view>
 #include <type_traits>
-
-#include "vector/types.h"
 
 #if MEMSAVE_EXT_VECTOR_BYTES == 64
 #define MEMSAVE_EXT_ISA avx512
@@ -33,5 +30,6 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 #else
+#include <c10/util/Half.h>
 #define MEMSAVE_EXT_ISA baseline
 #endif

@@ -1,11 +1,7 @@
-// The types of tensors that kernels compute with, by torch's names; and macros that mark functions
-// of host and device.
+// Element types as kernels see them, and macros that mark functions of host and device.
 #pragma once
 
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <cstdint>
-#include <tuple>
 
 #ifdef __CUDACC__
 #define MEMSAVE_EXT_INLINE __host__ __device__ __forceinline__
@@ -15,32 +11,9 @@
 
 namespace memsave_ext::vector {
 
-using c10::BFloat16;
-using c10::Half;
-using c10::ScalarType;
+enum class DType : int { kDouble, kFloat, kHalf, kBFloat16 };
 
-// Tables of kernels are in this order.
-constexpr ScalarType kTypes[] = {ScalarType::Double, ScalarType::Float, ScalarType::Half,
-                                 ScalarType::BFloat16};
-constexpr int kTypeCount = sizeof(kTypes) / sizeof(ScalarType);
-
-constexpr bool is_computed(ScalarType type) {
-  for (const ScalarType computed : kTypes) {
-    if (computed == type) return true;
-  }
-  return false;
-}
-
-// Returns the place of one of kTypes.
-constexpr int index_of(ScalarType type) {
-  int index = 0;
-  while (index < kTypeCount - 1 && kTypes[index] != type) ++index;
-  return index;
-}
-
-// The C++ type in which values of a tensor are stored; CUDA has its own for those of 16 bits.
-template <ScalarType type>
-using StorageOf = std::tuple_element_t<index_of(type), std::tuple<double, float, Half, BFloat16>>;
+constexpr int kDTypes = 4;
 
 // The type in which a stored value is computed.
 template <typename Storage>
@@ -54,8 +27,41 @@ struct Computed<double> {
 template <typename Storage>
 using ValueOf = typename Computed<Storage>::type;
 
-constexpr int64_t item_size(ScalarType type) {
-  return type == ScalarType::Double ? 8 : type == ScalarType::Float ? 4 : 2;
+// The storage types of CPU kernels; CUDA has its own.
+struct Half {
+  uint16_t bits;
+};
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// The type in which values of a DType are stored.
+template <DType dtype>
+struct Stored;
+template <>
+struct Stored<DType::kDouble> {
+  using type = double;
+};
+template <>
+struct Stored<DType::kFloat> {
+  using type = float;
+};
+template <>
+struct Stored<DType::kHalf> {
+  using type = Half;
+};
+template <>
+struct Stored<DType::kBFloat16> {
+  using type = BFloat16;
+};
+template <DType dtype>
+using StorageOf = typename Stored<dtype>::type;
+
+constexpr int64_t item_size(DType dtype) {
+  constexpr int64_t sizes[kDTypes] = {sizeof(StorageOf<DType{0}>), sizeof(StorageOf<DType{1}>),
+                                      sizeof(StorageOf<DType{2}>), sizeof(StorageOf<DType{3}>)};
+  return sizes[static_cast<int>(dtype)];
 }
 
 }  // namespace memsave_ext::vector

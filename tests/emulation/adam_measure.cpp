@@ -44,7 +44,7 @@ bool close(double a, double b, size_t terms) {
   return std::fabs(a - b) <= 0x1p-52 * static_cast<double>(terms + 8) * std::fabs(a);
 }
 
-void compare(ScalarType type, const std::vector<size_t>& sizes, bool finite) {
+void compare(DType type, const std::vector<size_t>& sizes, bool finite) {
   Generator generator(sizes.size());
   const Format format = {type, ParamFormat::kPlain, StateFormat::kAsParam,
                          memsave_ext::adam::Rule::kAdam};
@@ -64,7 +64,7 @@ void compare(ScalarType type, const std::vector<size_t>& sizes, bool finite) {
         fail(
             "adam, measure: type %d, gradient %zu of %zu elements: %.17g, %.17g, %g, on the CPU "
             "%.17g, %.17g, %g",
-            memsave_ext::vector::index_of(type), i, sizes[i], device.squares[i], device.factors[i],
+            static_cast<int>(type), i, sizes[i], device.squares[i], device.factors[i],
             device.skips[i], cpu.squares[i], cpu.factors[i], cpu.skips[i]);
       }
       checks += 4;
@@ -79,7 +79,7 @@ void measure_large_values() {
   Item item = {};
   item.grad = grad.at();
   item.numel = 300;
-  item.param_type = ScalarType::Double;
+  item.param_type = DType::kDouble;
   const Results results = measure(cuda_kernels, {item}, 0);
   if (!std::isinf(results.squares[0]) || results.skips[0] != 0 || results.found_inf != 0) {
     fail("adam, measure: large values: %g, %g", results.squares[0], results.skips[0]);
@@ -108,7 +108,7 @@ void measure_scales() {
           Item item = {};
           item.grad = grad.at();
           item.numel = static_cast<int64_t>(size);
-          item.param_type = ScalarType::Float;
+          item.param_type = DType::kFloat;
           const Results results = measure(cuda_kernels, {item}, 0);
           if (!close(results.squares[0], static_cast<double>(expected), size) ||
               results.skips[0] != 0) {
@@ -150,12 +150,11 @@ void advance() {
 void run_measures(bool large) {
   for (int type = 0; type < 4; ++type) {
     std::vector<size_t> sizes = {0, 1, 3, 31, 257, 1023, 4097, 16383, 16384, 16385, 40'000};
-    for (const bool finite : {true, false})
-      compare(memsave_ext::vector::kTypes[type], sizes, finite);
+    for (const bool finite : {true, false}) compare(static_cast<DType>(type), sizes, finite);
     std::vector<size_t> many;
     for (size_t i = 0; i < 170; ++i) many.push_back(i % 40);
     if (large) many.push_back(1'000'003);
-    compare(memsave_ext::vector::kTypes[type], many, true);
+    compare(static_cast<DType>(type), many, true);
   }
   measure_large_values();
   measure_scales();

@@ -6,7 +6,7 @@
 
 namespace emulation {
 
-using c10::ScalarType;
+using memsave_ext::adam::Element;
 using memsave_ext::adam::in_blocks;
 using memsave_ext::adam::is_joint;
 using memsave_ext::adam::Item;
@@ -15,9 +15,10 @@ using memsave_ext::adam::row;
 using memsave_ext::adam::Rule;
 using memsave_ext::adam::StateFormat;
 using memsave_ext::adam::StepPhase;
+using memsave_ext::vector::DType;
 
 struct Format {
-  ScalarType param;
+  DType param;
   ParamFormat param_format;
   StateFormat states;
   Rule rule;
@@ -30,21 +31,21 @@ constexpr const char* kNames[] = {"param",         "param_low_part",  "grad",
 
 inline bool in_blocks(const Format& f) { return in_blocks(f.states); }
 
-inline Stored stored(ScalarType type) {
-  return type == ScalarType::Double  ? Stored::kDouble
-         : type == ScalarType::Float ? Stored::kFloat
-         : type == ScalarType::Half  ? Stored::kHalf
-                                     : Stored::kBFloat16;
+inline Stored stored(DType type) {
+  return type == DType::kDouble  ? Stored::kDouble
+         : type == DType::kFloat ? Stored::kFloat
+         : type == DType::kHalf  ? Stored::kHalf
+                                 : Stored::kBFloat16;
 }
 
 // Of an operand that the format has.
 inline Stored stored(const Format& f, Operand operand) {
   if (operand == kScale || operand == kScaleSq) return Stored::kFloat;
   if (operand == kLowPart) {
-    const ScalarType low_part = row(f.param_format).low_part;
-    return low_part == ScalarType::Char    ? Stored::kBits8
-           : low_part == ScalarType::Short ? Stored::kBits16
-                                           : Stored::kBFloat16;
+    const Element low_part = row(f.param_format).low_part;
+    return low_part == Element::kInt8    ? Stored::kBits8
+           : low_part == Element::kInt16 ? Stored::kBits16
+                                         : Stored::kBFloat16;
   }
   if (operand == kParam || operand == kGrad || f.states == StateFormat::kAsParam) {
     return stored(f.param);
@@ -57,7 +58,7 @@ inline Stored stored(const Format& f, Operand operand) {
 inline bool has(const Format& f, Operand operand) {
   switch (operand) {
     case kLowPart:
-      return row(f.param_format).low_part != ScalarType::Undefined;
+      return row(f.param_format).low_part != Element::kNone;
     case kExpAvg:
       return row(f.rule).moments > 0;
     case kExpAvgSq:

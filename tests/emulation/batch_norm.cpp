@@ -43,16 +43,16 @@ void run_all(const Options& options) {
   }
   // 48 KiB of shared memory, and what the kernels declare themselves; before any that takes more,
   // since a kernel that was once allowed more stays allowed.
-  for (const Case& of : {Case{ScalarType::Float, 64, 128, 64, 1, true, true},
-                         Case{ScalarType::Double, 38, 128, 160}}) {
+  for (const Case& of :
+       {Case{DType::kFloat, 64, 128, 64, 1, true, true}, Case{DType::kDouble, 38, 128, 160}}) {
     run(of, {options.orders[0]});
   }
-  run({ScalarType::Double, 41, 128, 50, 1, true, true, 0}, options.orders);
+  run({DType::kDouble, 41, 128, 50, 1, true, true, 0}, options.orders);
   int number = 0;
   for (Case of : shapes) {
     ++number;
     for (int dtype = 0; dtype < 4; ++dtype) {
-      of.dtype = memsave_ext::vector::kTypes[dtype];
+      of.dtype = static_cast<DType>(dtype);
       for (int variant = 0; variant < 5; ++variant) {
         // Of a part, the plainest and one of the others.
         if (options.part && variant > 0 && (variant + number + dtype) % 4 != 0) continue;

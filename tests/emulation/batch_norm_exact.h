@@ -10,10 +10,10 @@
 
 namespace emulation {
 
-using c10::ScalarType;
 using memsave_ext::batch_norm::Activation;
 using memsave_ext::batch_norm::Activations;
 using memsave_ext::batch_norm::Problem;
+using memsave_ext::vector::DType;
 using Exact = long double;
 
 // A number, and what a result may be away from it.
@@ -21,15 +21,15 @@ struct Bounded {
   Exact value = 0, bound = 0;
 };
 
-inline Stored stored(ScalarType type) {
-  return type == ScalarType::Double  ? Stored::kDouble
-         : type == ScalarType::Float ? Stored::kFloat
-         : type == ScalarType::Half  ? Stored::kHalf
-                                     : Stored::kBFloat16;
+inline Stored stored(DType type) {
+  return type == DType::kDouble  ? Stored::kDouble
+         : type == DType::kFloat ? Stored::kFloat
+         : type == DType::kHalf  ? Stored::kHalf
+                                 : Stored::kBFloat16;
 }
 
-inline Stored sums_of(ScalarType type) {
-  return type == ScalarType::Double ? Stored::kDouble : Stored::kFloat;
+inline Stored sums_of(DType type) {
+  return type == DType::kDouble ? Stored::kDouble : Stored::kFloat;
 }
 
 // Half a unit in the last place, relative to the value, and the least there is.

@@ -8,7 +8,7 @@ namespace emulation {
 using memsave_ext::batch_norm::cuda_kernels;
 
 struct Case {
-  ScalarType dtype;
+  DType dtype;
   int64_t outer, channels, inner;
   int activation = 0;
   bool residual = false, affine = false;

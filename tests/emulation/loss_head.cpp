@@ -8,22 +8,22 @@
 namespace emulation {
 namespace {
 
-using c10::ScalarType;
 using memsave_ext::loss_head::Chunk;
 using memsave_ext::loss_head::cuda_kernels;
+using memsave_ext::vector::DType;
 
 constexpr double kNone = -std::numeric_limits<double>::infinity();
 
 struct Case {
-  ScalarType dtype;
+  DType dtype;
   int64_t tokens, classes;
   bool caps, probabilities, smooth, weighted;
   size_t offset = 0;  // of the logits' first, in elements, from what is aligned
 };
 
-Stored stored(ScalarType dtype) {
+Stored stored(DType dtype) {
   constexpr Stored of[] = {Stored::kDouble, Stored::kFloat, Stored::kHalf, Stored::kBFloat16};
-  return of[memsave_ext::vector::index_of(dtype)];
+  return of[static_cast<int>(dtype)];
 }
 
 // A problem, and what the kernels have to make of it.
@@ -31,7 +31,7 @@ class Problem {
  public:
   explicit Problem(const Case& of)
       : of_(of),
-        wide_(of.dtype == ScalarType::Double ? Stored::kDouble : Stored::kFloat),
+        wide_(of.dtype == DType::kDouble ? Stored::kDouble : Stored::kFloat),
         logits_(stored(of.dtype), count(), of.offset),
         probabilities_(wide_, of.probabilities ? count() : 0),
         weight_(wide_, of.weighted ? of.classes : 0),
@@ -180,8 +180,8 @@ int main(int argc, char** argv) {
     const auto run_all = [&](int variant, std::vector<std::pair<int64_t, int64_t>> sizes,
                              size_t offset) {
       for (const auto& [tokens, classes] : sizes) {
-        run({memsave_ext::vector::kTypes[dtype], tokens, classes, (variant & 1) != 0,
-             (variant & 2) != 0, (variant & 4) != 0, (variant & 8) != 0, offset},
+        run({static_cast<DType>(dtype), tokens, classes, (variant & 1) != 0, (variant & 2) != 0,
+             (variant & 4) != 0, (variant & 8) != 0, offset},
             options.orders);
       }
     };
@@ -195,7 +195,7 @@ int main(int argc, char** argv) {
       run_all(variant, {{2, 4352}, {2, 4359}}, variant % 7);
     }
     if (options.large) {
-      run({memsave_ext::vector::kTypes[dtype], 300, 8192, true, false, true, true}, options.orders);
+      run({static_cast<DType>(dtype), 300, 8192, true, false, true, true}, options.orders);
     }
   }
   finish(options, "loss head");

@@ -126,8 +126,7 @@ class Plan:
         self._build(kind, "link", [*objects, library], f"{kind}/{program}", flags)
 
     def _includes(self, *folders: Path) -> list[str]:
-        ours = [f"-I{os.path.relpath(folder, self.folder)}" for folder in folders]
-        return [*ours, f"-isystem '{build_config.torch_headers()}'"]
+        return [f"-I{os.path.relpath(folder, self.folder)}" for folder in folders]
 
     def _compile(self, kind: str, source: Path, target: str, flags: list[str]) -> None:
         self._build(kind, "compile", [os.path.relpath(source, self.folder)], target, flags)

@@ -103,9 +103,7 @@ struct Coded {
     }
   }
 
-  MEMSAVE_EXT_INLINED Floats kept(int64_t offset) const {
-    return isa::load(values + offset, isa::Whole{});
-  }
+  MEMSAVE_EXT_INLINED Floats kept(int64_t offset) const { return isa::load(values + offset); }
 
   MEMSAVE_EXT_INLINED void keep(int64_t offset, Floats v) {
     __builtin_memcpy(values + offset, &v, sizeof(v));
@@ -254,8 +252,8 @@ struct InBlocks {
 
 template <StateFormat states, typename Storage>
 using Moments = std::conditional_t<
-    row(states).at_random, Short<StateBits<states>, true, ScalarType::Undefined>,
-    Nearest<std::conditional_t<row(states).moments == ScalarType::Float, float, Storage>>>;
+    row(states).at_random, Short<StateBits<states>, true, Element::kNone>,
+    Nearest<std::conditional_t<row(states).moments == Element::kFloat, float, Storage>>>;
 
 // moments: how many a rule has.
 template <StateFormat states, typename Storage, int moments>

@@ -65,12 +65,12 @@ MEMSAVE_EXT_INLINED inline void store_low(BFloat16* to, isa::Bits bits, Size siz
 }
 
 // 16-bit values, each with a low part unless that is kNone. Bits: ParamBits or StateBits.
-template <typename Bits, bool random, ScalarType low_part>
+template <typename Bits, bool random, Element low_part>
 struct Short {
   using Vector = Floats;
-  using LowPart = std::conditional_t<low_part == ScalarType::Char, uint8_t, BFloat16>;
+  using LowPart = std::conditional_t<low_part == Element::kInt8, uint8_t, BFloat16>;
   static constexpr bool kRandom = random;
-  static constexpr bool kHasLowPart = low_part != ScalarType::Undefined;
+  static constexpr bool kHasLowPart = low_part != Element::kNone;
 
   BFloat16* values;
   LowPart* low_parts;  // those of 16 bits are read as bfloat16, whatever they are

@@ -18,7 +18,7 @@ constexpr int64_t kGrain = 32768;  // elements; fewer are not worth a thread
 
 cpu::Step step_of(const Item& item) {
   if (is_fold(item.phase)) {
-    return cpu::loops().folds[vector::index_of(item.param_type)];
+    return cpu::loops().folds[static_cast<int>(item.param_type)];
   }
   return cpu::loops().steps[item.combination()];
 }

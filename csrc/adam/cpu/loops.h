@@ -19,8 +19,8 @@ using SumSquares = double (*)(const void* values, int64_t count);
 
 struct Loops {
   KernelTable<Step> steps;
-  Step folds[vector::kTypeCount];  // of micro-gradients into float or double states
-  SumSquares sum_squares[vector::kTypeCount];
+  Step folds[vector::kDTypes];  // of micro-gradients into float or double states
+  SumSquares sum_squares[vector::kDTypes];
 };
 
 MEMSAVE_EXT_DECLARE_TABLES(Loops, kLoops)

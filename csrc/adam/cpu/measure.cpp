@@ -21,8 +21,8 @@ double sum_chunk(const Item& item, int64_t chunk) {
   if (item.grad == nullptr) return 0;
   const int64_t begin = chunk * kChunk;
   const auto* const grad = static_cast<const char*>(item.grad);
-  return loops().sum_squares[vector::index_of(item.param_type)](
-      grad + begin * vector::item_size(item.param_type), std::min(kChunk, item.numel - begin));
+  return loops().sum_squares[static_cast<int>(item.param_type)](
+      grad + begin * item_size(item.param_type), std::min(kChunk, item.numel - begin));
 }
 
 // Sums the chunks from begin to end, counted over all items in a row.

@@ -146,7 +146,7 @@ struct StepSource {
 };
 
 struct FoldSource {
-  template <ScalarType dtype>
+  template <DType dtype>
   static constexpr Step kernel() {
     return fold_grads<vector::StorageOf<dtype>>;
   }
@@ -203,7 +203,7 @@ __attribute__((flatten)) double sum_squares(const void* values, int64_t count) {
 }
 
 struct SquaresSource {
-  template <ScalarType dtype>
+  template <DType dtype>
   static constexpr SumSquares kernel() {
     return sum_squares<vector::StorageOf<dtype>>;
   }

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads) fold_kernel(const __grid_constant__ 
 }
 
 struct FoldSource {
-  template <ScalarType dtype>
+  template <DType dtype>
   static constexpr StepKernel kernel() {
     using Param = vector::DeviceStorageOf<dtype>;
     // States of float and double parameters have the parameter's type.
@@ -83,7 +83,7 @@ struct FoldSource {
 };
 
 struct Folds {
-  StepKernel of[vector::kTypeCount];
+  StepKernel of[vector::kDTypes];
 };
 
 constexpr Folds fold_kernels() {
@@ -96,6 +96,6 @@ constexpr Folds kFolds = fold_kernels();
 
 }  // namespace
 
-StepKernel fold_kernel_of(ScalarType param) { return kFolds.of[vector::index_of(param)]; }
+StepKernel fold_kernel_of(DType param) { return kFolds.of[static_cast<int>(param)]; }
 
 }  // namespace memsave_ext::adam

@@ -20,8 +20,8 @@ struct Mode {
   static constexpr ParamFormat kFormat = format;
   static constexpr Rule kRule = rule;
   static constexpr int kMoments = row(rule).moments;
-  static constexpr ScalarType kLowPart = row(format).low_part;
-  static constexpr bool kHasLowPart = kLowPart != ScalarType::Undefined;
+  static constexpr Element kLowPart = row(format).low_part;
+  static constexpr bool kHasLowPart = kLowPart != Element::kNone;
   static constexpr bool kRandomParam = row(format).at_random;
   static constexpr bool kRandomStates = row(states).at_random;
   static constexpr bool kFolds = row(rule).folds && sizeof(State) >= 4 && !in_blocks(states);
@@ -121,7 +121,7 @@ struct Bytes<1> {
 
 // The low parts of a vector of parameters, in as many bits as they have. get() returns one in the
 // uppermost bits, set() takes those of a word in the lowest.
-template <int size, int word, ScalarType element>
+template <int size, int word, Element element>
 struct LowParts : Words<__nv_bfloat16, size, word> {
   __device__ __forceinline__ uint32_t get(int w, int i) const {
     return bits_of<word>(this->words[w], i);
@@ -132,7 +132,7 @@ struct LowParts : Words<__nv_bfloat16, size, word> {
 };
 
 template <int size, int word>
-struct LowParts<size, word, ScalarType::Char> : Bytes<size> {
+struct LowParts<size, word, Element::kInt8> : Bytes<size> {
   __device__ __forceinline__ uint32_t get(int w, int i) const {
     return (*this)[w * word + i] << 24;
   }

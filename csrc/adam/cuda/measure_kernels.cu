@@ -20,7 +20,7 @@ struct MeasuredTensor {
   const void* grad;
   int64_t numel;  // 0 where there is no gradient
   uint32_t first_chunk;
-  int type;  // of the gradient: its place in vector::kTypes
+  DType type;
 };
 
 struct MeasuredBatch {
@@ -170,13 +170,13 @@ __device__ __forceinline__ double sum_squares(const void* grad, int64_t begin, i
   return sum;
 }
 
-// index: the first of vector::kTypes that may be the gradient's; those before it are ruled out.
-template <int index>
-__device__ __forceinline__ double sum_squares_of(int type, const void* grad, int64_t begin,
+// dtype: the first that may be the gradient's; those before it are ruled out.
+template <DType dtype>
+__device__ __forceinline__ double sum_squares_of(DType type, const void* grad, int64_t begin,
                                                  int count) {
-  constexpr ScalarType dtype = vector::kTypes[index];
-  if constexpr (index + 1 < vector::kTypeCount) {
-    if (type != index) return sum_squares_of<index + 1>(type, grad, begin, count);
+  constexpr auto next = static_cast<DType>(static_cast<int>(dtype) + 1);
+  if constexpr (static_cast<int>(next) < vector::kDTypes) {
+    if (type != dtype) return sum_squares_of<next>(type, grad, begin, count);
   }
   return sum_squares<vector::DeviceStorageOf<dtype>>(grad, begin, count);
 }
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kThreads)
     sum_kernel(const __grid_constant__ MeasuredBatch batch, double* partials) {
   const Chunk chunk = find_chunk(batch.tensors, batch.count, kChunk, blockIdx.x);
   const MeasuredTensor& tensor = batch.tensors[chunk.tensor];
-  const double sum = sum_squares_of<0>(tensor.type, tensor.grad, chunk.begin, chunk.count);
+  const double sum = sum_squares_of<DType{0}>(tensor.type, tensor.grad, chunk.begin, chunk.count);
   if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
@@ -228,7 +228,7 @@ void for_batches(const Item* items, int64_t count, const Measure& measure, const
     for (int64_t i = first; i < count && batch.count < MeasuredBatch::kTensors; ++i) {
       const Item& item = items[i];
       const int64_t numel = item.grad != nullptr ? item.numel : 0;
-      batch.tensors[batch.count++] = {item.grad, numel, chunks, vector::index_of(item.param_type)};
+      batch.tensors[batch.count++] = {item.grad, numel, chunks, item.param_type};
       chunks += static_cast<uint32_t>(chunks_of(numel, kChunk));
     }
     launch(batch, chunks);

@@ -26,7 +26,7 @@ using cpu::Run;
 
 const Passes& passes_for(const Problem& problem) {
   return cpu::passes()
-      .passes[vector::index_of(problem.dtype)][static_cast<int>(problem.activation)];
+      .passes[static_cast<int>(problem.dtype)][static_cast<int>(problem.activation)];
 }
 
 // Computes a channel's moments again in double, where the sums of the pass overflowed or a value is
@@ -50,21 +50,21 @@ void exact_moments(const Piece& piece, int64_t channel) {
   piece.sums[piece.sums_pitch + channel] = sum_of(mean, [](double x) { return x * x; });
 }
 
-void moments_of(const Passes& passes, ScalarType dtype, const Piece& piece) {
+void moments_of(const Passes& passes, DType dtype, const Piece& piece) {
   passes.moments(piece);
   for (int64_t channel = 0; channel < piece.channels; ++channel) {
     if (std::isfinite(piece.sums[piece.sums_pitch + channel])) continue;
     switch (dtype) {
-      case ScalarType::Double:
+      case DType::kDouble:
         exact_moments<double>(piece, channel);
         break;
-      case ScalarType::Float:
+      case DType::kFloat:
         exact_moments<float>(piece, channel);
         break;
-      case ScalarType::Half:
+      case DType::kHalf:
         exact_moments<c10::Half>(piece, channel);
         break;
-      default:
+      case DType::kBFloat16:
         exact_moments<c10::BFloat16>(piece, channel);
     }
   }

@@ -50,7 +50,7 @@ struct Passes {
 };
 
 struct PassTable {
-  Passes passes[vector::kTypeCount][Activations::kCount];  // [index_of(type)][Activation]
+  Passes passes[vector::kDTypes][Activations::kCount];  // [DType][Activation]
 };
 
 MEMSAVE_EXT_DECLARE_TABLES(PassTable, kPasses)

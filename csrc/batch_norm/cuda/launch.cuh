@@ -66,15 +66,15 @@ void with_width(const Loads& loads, const Function& function) {
 
 // Calls function(Access) for this type, these loads and layout.
 template <bool channels_last, typename Function>
-void with_loads(ScalarType dtype, const Loads& loads, const Function& function) {
+void with_loads(DType dtype, const Loads& loads, const Function& function) {
   switch (dtype) {
-    case ScalarType::Double:
+    case DType::kDouble:
       return function(Access<double, 1, channels_last, false>{});
-    case ScalarType::Float:
+    case DType::kFloat:
       return with_width<float, 4, channels_last>(loads, function);
-    case ScalarType::Half:
+    case DType::kHalf:
       return with_width<__half, 8, channels_last>(loads, function);
-    default:
+    case DType::kBFloat16:
       return with_width<__nv_bfloat16, 8, channels_last>(loads, function);
   }
 }

@@ -69,10 +69,10 @@ inline int64_t length_of(const Problem& problem) {
 // Returns the vector widths, in values, that have kernels; the widest first. Values of 16 bits also
 // have one of 8 bytes, because planes of 14 * 14 are common. Doubles are loaded one at a time,
 // which makes a warp's loads wide enough.
-inline std::initializer_list<int> vectors(ScalarType dtype) {
+inline std::initializer_list<int> vectors(DType dtype) {
   static constexpr std::initializer_list<int> kOfDouble = {1}, kOfFloat = {4, 1},
                                               kOfHalf = {8, 4, 1};
-  return dtype == ScalarType::Double ? kOfDouble : dtype == ScalarType::Float ? kOfFloat : kOfHalf;
+  return dtype == DType::kDouble ? kOfDouble : dtype == DType::kFloat ? kOfFloat : kOfHalf;
 }
 
 // Whether the widest vectors can be masked. Shorter planes and rows than one have more of such

@@ -7,9 +7,9 @@
 
 namespace memsave_ext::loss_head {
 
-const cpu::Loops& cpu::loops_of(ScalarType dtype) {
+const cpu::Loops& cpu::loops_of(DType dtype) {
   static const AllLoops& chosen = MEMSAVE_EXT_TABLE_OF_THIS_CPU(kAllLoops);
-  return chosen.loops[vector::index_of(dtype)];
+  return chosen.loops[static_cast<int>(dtype)];
 }
 
 namespace {

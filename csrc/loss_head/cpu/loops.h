@@ -14,12 +14,12 @@ struct Loops {
 };
 
 struct AllLoops {
-  Loops loops[vector::kTypeCount];
+  Loops loops[vector::kDTypes];
 };
 
 MEMSAVE_EXT_DECLARE_TABLES(AllLoops, kAllLoops)
 
 // Returns the loops for this CPU.
-const Loops& loops_of(ScalarType dtype);
+const Loops& loops_of(DType dtype);
 
 }  // namespace memsave_ext::loss_head::cpu

@@ -171,11 +171,11 @@ void gradient_loop(const Chunk& chunk, const void* coefficients, int64_t begin, 
   });
 }
 
-template <ScalarType dtype>
+template <DType dtype>
 constexpr Loops kLoopsOf = {reduce_loop<vector::StorageOf<dtype>>,
                             gradient_loop<vector::StorageOf<dtype>>};
 
-constexpr AllLoops kAllLoops = {{kLoopsOf<ScalarType::Double>, kLoopsOf<ScalarType::Float>,
-                                 kLoopsOf<ScalarType::Half>, kLoopsOf<ScalarType::BFloat16>}};
+constexpr AllLoops kAllLoops = {{kLoopsOf<DType::kDouble>, kLoopsOf<DType::kFloat>,
+                                 kLoopsOf<DType::kHalf>, kLoopsOf<DType::kBFloat16>}};
 
 }  // namespace memsave_ext::loss_head::cpu::MEMSAVE_EXT_ISA

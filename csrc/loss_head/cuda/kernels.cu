@@ -352,21 +352,19 @@ template <typename Function>
 void with_types(const Chunk& chunk, const Function& function) {
   with_kind(chunk, [&](auto caps, auto mixes) {
     switch (chunk.dtype) {
-      case ScalarType::Double:
+      case DType::kDouble:
         return function(double{}, caps, mixes);
-      case ScalarType::Float:
+      case DType::kFloat:
         return function(float{}, caps, mixes);
-      case ScalarType::Half:
+      case DType::kHalf:
         return function(__half{}, caps, mixes);
-      default:
+      case DType::kBFloat16:
         return function(__nv_bfloat16{}, caps, mixes);
     }
   });
 }
 
-int64_t vectors_of(const Chunk& chunk) {
-  return chunk.classes * vector::item_size(chunk.dtype) / 16;
-}
+int64_t vectors_of(const Chunk& chunk) { return chunk.classes * item_size(chunk.dtype) / 16; }
 
 void launch_reduce(const Chunk& chunk, void* sums, void* stream) {
   // By the classes alone, so that a token's sums do not depend on how many tokens there are.

@@ -1,4 +1,4 @@
-// Adam's CPU kernels in a library of their own: they share names of inline functions
+// Adam's CPU kernels without torch, in a library of their own: they share names of inline functions
 // with the kernels that they are compared with.
 #define MEMSAVE_EXT_VECTOR_BYTES 32
 #include "vector/target_begin.h"
