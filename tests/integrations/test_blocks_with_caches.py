@@ -1,6 +1,7 @@
 """checkpoint_modules on transformers' architectures, whose blocks fill caches."""
 
 import copy
+import inspect
 import logging
 import warnings
 
@@ -135,7 +136,12 @@ def assert_same(left, right):
 @pytest.mark.filterwarnings("ignore:checkpoint_modules. .* is called without its cache")
 def test_the_same_step_as_without_it(name):
     model = model_of(name)
-    expected = step(copy.deepcopy(model), name)
+    cached = step(copy.deepcopy(model), name)
+    # A cache copies keys and values, and what BLAS makes of other strides can differ in last bits.
+    has_cache = "use_cache" in inspect.signature(model.forward).parameters
+    without = {"use_cache": False} if has_cache else {}
+    expected = step(copy.deepcopy(model), name, **without)
+    torch.testing.assert_close(cached[0], expected[0], atol=1e-3, rtol=0)
     handle = ms.checkpoint_modules(model, modeling_layers.GradientCheckpointingLayer)
     assert len(handle.modules) == MODELS[name][3]
     seen = []

@@ -36,7 +36,7 @@ def columns(monkeypatch):
 
     def set_width(width):
         size = os.terminal_size((width, 24))
-        monkeypatch.setattr("shutil.get_terminal_size", lambda *_: size)
+        monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: size)
 
     return set_width
 
