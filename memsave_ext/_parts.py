@@ -7,6 +7,7 @@ for all parts at once.
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterable
@@ -79,7 +80,9 @@ def add_kernel(
 
 def python_kernel(operator: str) -> Callable[..., Any]:
     """Returns what :func:`add_kernel` was given for the devices."""
-    of_devices = (of for name, all_of in _kernels.items() if "." in name for of in all_of)
+    of_devices = itertools.chain.from_iterable(
+        kernels for name, kernels in _kernels.items() if "." in name
+    )
     return next(kernel for name, kernel, _ in of_devices if name == operator)
 
 

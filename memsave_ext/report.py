@@ -42,7 +42,7 @@ def report() -> str:
         "archs": info.get("archs") or "none",
         "decision": info.get("decision", "not recorded"),
     }
-    paths = {feature: _path(*of) for feature, of in PATHS.items()}
+    paths = {feature: _path(*feature_path) for feature, feature_path in PATHS.items()}
     state = "native: yes" if yes else f"native: no ({_native.reason})"
     off = ", ".join(_parts.disabled()) or "nothing"
     lines = [state, f"off (MEMSAVE_EXT_DISABLE, disable()): {off}", *_cuda()]

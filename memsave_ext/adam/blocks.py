@@ -33,15 +33,15 @@ def takes_blocks(param: Tensor) -> bool:
     return size >= SMALLEST and Elements(dtensor.local_tensor(param)).dense
 
 
-def blocks_of(param: Tensor, of: Codes) -> int:
-    return (param.numel() + of.block - 1) // of.block
+def blocks_of(param: Tensor, spec: Codes) -> int:
+    return (param.numel() + spec.block - 1) // spec.block
 
 
-def scale_shape(param: Tensor, of: Codes) -> torch.Size:
+def scale_shape(param: Tensor, spec: Codes) -> torch.Size:
     """Returns the shape of a parameter's scales; of a DTensor those of all processes."""
     if dtensor.is_dtensor(param):
-        return dtensor.scale_shape(param, of.block)
-    return torch.Size([blocks_of(param, of)])
+        return dtensor.scale_shape(param, spec.block)
+    return torch.Size([blocks_of(param, spec)])
 
 
 def coded_format(state: Mapping[str, Tensor]) -> StateFormat | None:
@@ -89,87 +89,87 @@ def _codes(numbers: Tensor, levels: int, ratio: int) -> Tensor:
     return codes.float()
 
 
-def _blocks(values: Tensor, of: Codes) -> Tensor:
-    padded = torch.nn.functional.pad(values, (0, -values.numel() % of.block))
-    return padded.view(padded.numel() // of.block, of.block)  # there may be no block
+def _blocks(values: Tensor, spec: Codes) -> Tensor:
+    padded = torch.nn.functional.pad(values, (0, -values.numel() % spec.block))
+    return padded.view(padded.numel() // spec.block, spec.block)  # there may be no block
 
 
 def _encode(
-    values: Tensor, random: Tensor, of: Codes, levels: int, least: Tensor | None
+    values: Tensor, random: Tensor, spec: Codes, levels: int, least: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Returns the codes in int32, padded to whole blocks, and a scale for each block."""
-    values, random = _blocks(values, of), _blocks(random, of)
+    values, random = _blocks(values, spec), _blocks(random, spec)
     scale = values.amax(1, keepdim=True)
     inverse = (1 / scale).clamp(max=torch.finfo(torch.float32).max)
-    codes = _codes(values * inverse, levels, of.ratio)
+    codes = _codes(values * inverse, levels, spec.ratio)
     if least is not None:
-        codes = torch.maximum(codes, _blocks(least, of))
+        codes = torch.maximum(codes, _blocks(least, spec))
     codes = (wide(codes) + wide(random) / 65536).float().clamp(max=(1 << levels) - 1)
     return codes.int().view(-1), scale.view(-1)
 
 
-def _decode(codes: Tensor, scale: Tensor, of: Codes, levels: int) -> Tensor:
-    numbers = _numbers(levels, of.ratio).to(codes.device)[codes.int()]
-    return (_blocks(numbers, of) * scale[:, None]).view(-1)[: codes.numel()]
+def _decode(codes: Tensor, scale: Tensor, spec: Codes, levels: int) -> Tensor:
+    numbers = _numbers(levels, spec.ratio).to(codes.device)[codes.int()]
+    return (_blocks(numbers, spec) * scale[:, None]).view(-1)[: codes.numel()]
 
 
-def encode_exp_avg(exp_avg: Tensor, random: Tensor, of: Codes) -> tuple[Tensor, Tensor]:
+def encode_exp_avg(exp_avg: Tensor, random: Tensor, spec: Codes) -> tuple[Tensor, Tensor]:
     """Returns uint8 codes, of which the top bit is the sign, and a scale for each block."""
-    codes, scale = _encode(exp_avg.abs(), random, of, of.bits - 1, None)
+    codes, scale = _encode(exp_avg.abs(), random, spec, spec.bits - 1, None)
     codes = codes[: exp_avg.numel()]
-    return (codes | torch.where(exp_avg.signbit(), _sign(of), 0)).byte(), scale
+    return (codes | torch.where(exp_avg.signbit(), _sign(spec), 0)).byte(), scale
 
 
-def decode_exp_avg(codes: Tensor, scale: Tensor, of: Codes) -> Tensor:
-    magnitudes = _decode(codes & _sign(of) - 1, scale, of, of.bits - 1)
-    return torch.where(codes >= _sign(of), -magnitudes, magnitudes)
+def decode_exp_avg(codes: Tensor, scale: Tensor, spec: Codes) -> Tensor:
+    magnitudes = _decode(codes & _sign(spec) - 1, scale, spec, spec.bits - 1)
+    return torch.where(codes >= _sign(spec), -magnitudes, magnitudes)
 
 
-def _sign(of: Codes) -> int:
-    return 1 << of.bits - 1
+def _sign(spec: Codes) -> int:
+    return 1 << spec.bits - 1
 
 
-def encode_exp_avg_sq(exp_avg_sq: Tensor, random: Tensor, of: Codes) -> tuple[Tensor, Tensor]:
+def encode_exp_avg_sq(exp_avg_sq: Tensor, random: Tensor, spec: Codes) -> tuple[Tensor, Tensor]:
     """Returns uint8 codes of the square root, and a scale for each block.
 
     A root that is not 0 does not become 0, because the step is divided by it.
     """
     root = square_root(exp_avg_sq)
-    codes, scale = _encode(root, random, of, of.bits, least=(root * 1e30).clamp(max=1))
+    codes, scale = _encode(root, random, spec, spec.bits, least=(root * 1e30).clamp(max=1))
     return codes[: root.numel()].byte(), scale
 
 
-def decode_exp_avg_sq(codes: Tensor, scale: Tensor, of: Codes) -> Tensor:
-    root = _decode(codes, scale, of, of.bits)
+def decode_exp_avg_sq(codes: Tensor, scale: Tensor, spec: Codes) -> Tensor:
+    root = _decode(codes, scale, spec, spec.bits)
     return root * root
 
 
 # The moments of a state, by name. Elements: those of the parameter.
 
 
-def read(state: Mapping[str, Tensor], name: str, of: Codes, elements: Elements) -> Tensor:
+def read(state: Mapping[str, Tensor], name: str, spec: Codes, elements: Elements) -> Tensor:
     codes = elements.flat(state["moments" if "moments" in state else name])
     if "moments" in state:
-        codes = codes & (1 << of.bits) - 1 if name == "exp_avg" else codes >> of.bits
+        codes = codes & (1 << spec.bits) - 1 if name == "exp_avg" else codes >> spec.bits
     decode = decode_exp_avg_sq if name == "exp_avg_sq" else decode_exp_avg
-    return decode(codes, _used_scales(state, name, codes.numel(), of), of)
+    return decode(codes, _used_scales(state, name, codes.numel(), spec), spec)
 
 
 def write(
     state: Mapping[str, Tensor],
     moments: Mapping[str, Tensor],
     random: Tensor,
-    of: Codes,
+    spec: Codes,
     elements: Elements,
 ) -> None:
     """Stores all moments of a state, by name."""
     for name, values in without_lost(moments).items():
         encode = encode_exp_avg_sq if name == "exp_avg_sq" else encode_exp_avg
-        codes, scale = encode(values, random, of)
-        _used_scales(state, name, values.numel(), of).copy_(scale)
+        codes, scale = encode(values, random, spec)
+        _used_scales(state, name, values.numel(), spec).copy_(scale)
         if "moments" in state:
-            both, lower = state["moments"], (1 << of.bits) - 1
-            kept, shift = (~lower & 0xFF, 0) if name == "exp_avg" else (lower, of.bits)
+            both, lower = state["moments"], (1 << spec.bits) - 1
+            kept, shift = (~lower & 0xFF, 0) if name == "exp_avg" else (lower, spec.bits)
             both.bitwise_and_(kept).bitwise_or_(elements.shaped(codes << shift))
         else:
             state[name].copy_(elements.shaped(codes))
@@ -190,9 +190,9 @@ def without_lost(moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.where(kept, values, 0) for name, values in moments.items()}
 
 
-def _used_scales(state: Mapping[str, Tensor], name: str, numel: int, of: Codes) -> Tensor:
+def _used_scales(state: Mapping[str, Tensor], name: str, numel: int, spec: Codes) -> Tensor:
     """Returns the scales of ``numel`` elements: a shard may leave some unused."""
-    return state[f"{name}_scale"].view(-1)[: (numel + of.block - 1) // of.block]
+    return state[f"{name}_scale"].view(-1)[: (numel + spec.block - 1) // spec.block]
 
 
 def made(param: Tensor, row: StateFormat, names: Sequence[str]) -> dict[str, Tensor]:

@@ -87,20 +87,21 @@ class _Trial:
         """Returns the groups after some steps; then, of each parameter, its values and state; and
         the optimizer's numbers."""
         kind, step = view_class(self._kind), step_of(self._kind)
-        params = [[_made(like, i) for i, like in enumerate(of)] for of in self._like]
+        params = [[_made(like, i) for i, like in enumerate(listed)] for listed in self._like]
         state: dict[Tensor, Any] = defaultdict(dict)
         if self._with_states:
-            for of, likes in zip(params, self._like, strict=True):
-                for param, like in zip(of, likes, strict=True):
+            for listed, likes in zip(params, self._like, strict=True):
+                for param, like in zip(listed, likes, strict=True):
                     state[param] = _cut(self._attributes["state"].get(like, {}))
         attributes = {**_copies(self._attributes), "state": state}
         groups = [
-            {**_copies(group), "params": of} for group, of in zip(self.groups, params, strict=True)
+            {**_copies(group), "params": listed}
+            for group, listed in zip(self.groups, params, strict=True)
         ]
-        devices = {p.device for of in params for p in of if p.device.type == "cuda"}
+        devices = {p.device for listed in params for p in listed if p.device.type == "cuda"}
         with torch.random.fork_rng(devices=list(devices)):
             for number in range(_STEPS):
-                for i, param in enumerate(p for of in params for p in of):
+                for i, param in enumerate(p for listed in params for p in listed):
                     param.grad = _values(param, i + 2 * number + 1) * (i + 1)
                 if not alone:
                     step(view(kind, attributes, groups))
@@ -112,7 +113,9 @@ class _Trial:
                         step(view(kind, attributes, [one]))
                     changes.append({**one, "params": params[i]})
                 groups = changes
-        states = [{"params": p.detach(), **attributes["state"][p]} for of in params for p in of]
+        states = [
+            {"params": p.detach(), **attributes["state"][p]} for listed in params for p in listed
+        ]
         return [*({**g, "params": None} for g in groups), *states, _numbers(attributes)]
 
 
@@ -133,8 +136,8 @@ def _cut(value: Any) -> Any:
         made[tuple(slice(size) for size in part.shape)] = part
         return made
     if isinstance(value, dict):
-        return {name: _cut(of) for name, of in value.items()}
-    return [_cut(of) for of in value] if isinstance(value, list) else copy.copy(value)
+        return {name: _cut(item) for name, item in value.items()}
+    return [_cut(item) for item in value] if isinstance(value, list) else copy.copy(value)
 
 
 def _made(like: Tensor, number: int) -> Tensor:
@@ -143,15 +146,18 @@ def _made(like: Tensor, number: int) -> Tensor:
     return _values(empty, number + 1).requires_grad_()
 
 
-def _copies(of: dict[str, Any]) -> dict[str, Any]:
+def _copies(fields: dict[str, Any]) -> dict[str, Any]:
     """Returns the same with copies of tensors, which a step could change in place."""
     return {
-        name: value.clone() if isinstance(value, Tensor) else value for name, value in of.items()
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in fields.items()
     }
 
 
-def _numbers(of: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in of.items() if isinstance(value, (int, float, Tensor))}
+def _numbers(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value for name, value in fields.items() if isinstance(value, (int, float, Tensor))
+    }
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -95,7 +95,7 @@ def _check_moments(
         raise errors.no_state(moments[0])
     key, allowed = formats.key_of_state(state), formats.state_formats(param, group)
     if key not in allowed:
-        types = dict.fromkeys(of for of, _ in allowed)
+        types = dict.fromkeys(dtype for dtype, _ in allowed)
         raise errors.wrong_moments(moments[0], param.dtype, key[0], types)
     row = allowed[key]
     if "max_exp_avg_sq" in moments and not row.amsgrad:
@@ -130,9 +130,9 @@ def _check_like(name: str, param: Tensor, state: Mapping[str, Tensor], dtype: to
 
 
 def _check_blocks(
-    param: Tensor, state: Mapping[str, Tensor], moments: Sequence[str], of: Codes
+    param: Tensor, state: Mapping[str, Tensor], moments: Sequence[str], spec: Codes
 ) -> None:
-    blocks = scale_shape(param, of).numel()
+    blocks = scale_shape(param, spec).numel()
     for name in (f"{moment}_scale" for moment in moments):
         scale = state.get(name)
         if (

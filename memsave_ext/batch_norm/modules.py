@@ -101,8 +101,8 @@ class CountOnce(_BatchNorm):
             norms.check_batch(self)
             around = forward_records.enclosing(functions=self.training)
         if _must_use_torch():
-            of = self if around.replay is None else norms.copy_of(self)
-            output = _BatchNorm.forward(of, input)
+            module = self if around.replay is None else norms.copy_of(self)
+            output = _BatchNorm.forward(module, input)
             z = output if residual is None else output + residual
             return ACTIVATIONS[self.activation or "none"].forward(z, self.negative_slope)
         # Everything is read once: a parametrized weight is computed at each access, and any access

@@ -148,8 +148,8 @@ def _norm_inputs(
     return *tensors, weight, bias, statistics
 
 
-def _norm_arguments(name: str, of: tuple[Any, ...], activation: str) -> Arguments:
-    x, grad, residual, weight, bias, statistics = of
+def _norm_arguments(name: str, inputs: tuple[Any, ...], activation: str) -> Arguments:
+    x, grad, residual, weight, bias, statistics = inputs
     added = residual if activation != "none" else None
     given, tail = (x, weight, bias, added), (activation, 0.1)
     running = [torch.zeros_like(weight), torch.ones_like(weight)]
@@ -197,15 +197,15 @@ def _norm(name: str, dtype: torch.dtype) -> Kernel:
         shapes = _SHAPES + (_SHAPES_CUDA if device.type == "cuda" else [])
         activations = itertools.cycle(["relu", "none", "leaky_relu"])
         for layout, shape in itertools.product((torch.contiguous_format, _LAST), shapes):
-            of = _norm_inputs(shape, dtype, layout, device)
+            inputs = _norm_inputs(shape, dtype, layout, device)
             # Among many values some are at the bend, and rounding decides their gradient.
             activation = "none" if shape in _SHAPES_CUDA else next(activations)
-            yield _norm_arguments(name, of, activation)
+            yield _norm_arguments(name, inputs, activation)
 
     def large(device: torch.device) -> tuple[Arguments, int]:
         shape = (_LARGE[0] * (8 if device.type == "cuda" else 1), *_LARGE[1:])
-        of = _norm_inputs(shape, dtype, torch.contiguous_format, device)
-        return _norm_arguments(name, of, "none"), moved * of[0].nbytes
+        inputs = _norm_inputs(shape, dtype, torch.contiguous_format, device)
+        return _norm_arguments(name, inputs, "none"), moved * inputs[0].nbytes
 
     def limit(arguments: Arguments) -> float:
         x = arguments[0]
@@ -247,12 +247,12 @@ def _chunk(
 
 
 def _head(name: str, dtype: torch.dtype) -> Kernel:
-    def arguments(*of: Any) -> Arguments:
-        sums, logits, coefficients, rest = _chunk(*of)
+    def arguments(*case: Any) -> Arguments:
+        sums, logits, coefficients, rest = _chunk(*case)
         return (sums, logits, *rest) if name == "reduce_" else (logits, coefficients, *rest)
 
     def cases(device: torch.device) -> Iterator[Arguments]:
-        return (arguments(*of, dtype, device) for of in _CHUNKS)
+        return (arguments(*case, dtype, device) for case in _CHUNKS)
 
     def large(device: torch.device) -> tuple[Arguments, int]:
         tokens = 8192 if device.type == "cuda" else 512
@@ -310,9 +310,9 @@ def _optimizer(what: str, kind: Any, dtype: torch.dtype, options: dict[str, Any]
     def cases(device: torch.device) -> Iterator[Arguments]:
         for shift in (0, 1):
             first = made(_SIZES, device, shift)
-            for of in first:
-                if "step" in of.state:
-                    of.state["step"].fill_(1)
+            for prepared in first:
+                if "step" in prepared.state:
+                    prepared.state["step"].fill_(1)
             for places in alike(first):
                 arguments = call_of([first[i] for i in places])
                 yield arguments
@@ -336,9 +336,9 @@ def _optimizer(what: str, kind: Any, dtype: torch.dtype, options: dict[str, Any]
         return call_of(steps)
 
     def large(device: torch.device) -> tuple[Arguments, int]:
-        (of,) = made([1 << (26 if device.type == "cuda" else 22)], device, 0)
-        written = [of.param, *of.state.values()]
-        return call_of([of]), of.grad.nbytes + 2 * sum(t.nbytes for t in written)  # type: ignore[union-attr]
+        (prepared,) = made([1 << (26 if device.type == "cuda" else 22)], device, 0)
+        written = [prepared.param, *prepared.state.values()]
+        return call_of([prepared]), prepared.grad.nbytes + 2 * sum(t.nbytes for t in written)  # type: ignore[union-attr]
 
     def results(arguments: Arguments, _: Any) -> list[Tensor]:
         return [*arguments[0], *arguments[2]]
@@ -356,7 +356,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 KERNELS = [
-    *(_optimizer(*of) for of in _OPTIMIZERS),
+    *(_optimizer(*case) for case in _OPTIMIZERS),
     *(_norm(name, dtype) for name in _NORM for dtype in _FLOATS),
     *(_head(name, dtype) for name in ("reduce_", "gradient_") for dtype in _FLOATS),
 ]

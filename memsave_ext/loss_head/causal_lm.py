@@ -112,7 +112,7 @@ def _unwrapped(model: Any) -> Any:
 
 def _calls_its_loss(model: Any) -> bool:
     """Whether the forward, or one that it may call, names ``loss_function``."""
-    forwards = [vars(of).get("forward") for of in type(model).__mro__]
+    forwards = [vars(base).get("forward") for base in type(model).__mro__]
     codes = [getattr(inspect.unwrap(f), "__code__", None) for f in forwards if f is not None]
     return any("loss_function" in code.co_names for code in codes if code is not None)
 

@@ -124,14 +124,14 @@ class Account:
         sign = torch.where(known, change.clamp(max=1), 0)
         rows = torch.where(known, block, 0)
         bytes_ = size[rows] * sign if len(size) else torch.zeros_like(block)
-        of = category[rows] if len(size) else torch.full_like(block, -1)
+        categories = category[rows] if len(size) else torch.full_like(block, -1)
 
         head = (change == _THERE) & ~known
         part = head.cumsum(0) - 1
         starts = head.nonzero().flatten()
         columns = []
         for index in range(len(CATEGORIES) - 1):
-            live = torch.where(of == index, bytes_, 0).cumsum(0)
+            live = torch.where(categories == index, bytes_, 0).cumsum(0)
             # Each part lists all that lived when it began, so its sum starts from 0 there.
             columns.append(live - live[starts][part])
         known_live = torch.stack(columns, 1)

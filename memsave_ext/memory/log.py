@@ -237,9 +237,9 @@ class Log:
         self._begin_part(event[3])
 
     def _where(self, event: Event) -> tuple[int, int, int]:
-        of = event[1], event[2], event[4]
-        if self._place is None or of != self._place_of:
-            self._place, self._place_of = self._threads.where(*of), of
+        context = event[1], event[2], event[4]
+        if self._place is None or context != self._place_of:
+            self._place, self._place_of = self._threads.where(*context), context
         return self._place
 
     def _after(self, total: int, change: int) -> int:

@@ -120,9 +120,9 @@ def _print_regions(track: Figures, phase: str, top: int, file: TextIO | None) ->
         rows.append(row(_count(others, "other"), others))
     if len(regions) > 1:
         rows.append(row("all", regions))
-    title, of, saved_bytes = _RECOMPUTED[phase]
+    title, column, saved_bytes = _RECOMPUTED[phase]
     times = [phase, "per call", "of all time"] if track.timed else []
-    print_table(title, [of, "calls", saved_bytes, *times], rows, file)
+    print_table(title, [column, "calls", saved_bytes, *times], rows, file)
 
 
 def _print_steps(track: Figures, file: TextIO | None) -> None:
@@ -133,8 +133,8 @@ def _print_steps(track: Figures, file: TextIO | None) -> None:
         return
     seconds, peaks = [s.seconds for s in steps], [s.peak for s in steps]
     rows_of_all = [
-        (name, format_seconds(of(seconds)), format_bytes(int(of(peaks))))
-        for name, of in (("least", min), ("median", statistics.median), ("most", max))
+        (name, format_seconds(choose(seconds)), format_bytes(int(choose(peaks))))
+        for name, choose in (("least", min), ("median", statistics.median), ("most", max))
     ]
     print_table(f"{len(steps)} training steps", ["", "time", "peak"], rows_of_all, file)
 

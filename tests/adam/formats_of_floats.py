@@ -5,9 +5,9 @@ import struct
 
 import torch
 from hypothesis import strategies as st
-from memsave_ext.adam.fallback.random_bits import Draw
 
-from memsave_ext.adam.fallback import random_bits
+from memsave_ext.adam.fallback import stored
+from memsave_ext.adam.fallback.stored import Draw
 
 CPU = torch.device("cpu")
 UNIT = 2.0**-23
@@ -29,9 +29,7 @@ def floats(values):
 def bits(numel, value=None, seed=3):
     if value is not None:
         return torch.full((numel,), value, dtype=torch.int32)
-    return random_bits.random_bits(
-        numel, seed=seed, position=1, step=2, draw=Draw.MOMENTS, device=CPU
-    )
+    return stored.random_bits(numel, seed=seed, position=1, step=2, draw=Draw.MOMENTS, device=CPU)
 
 
 def same(left, right):

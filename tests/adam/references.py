@@ -3,10 +3,10 @@
 import copy
 
 import torch
-from memsave_ext.adam.fallback.update import update
 from modes import BF16, FP16, FP32, FP64, gradients
 
 from memsave_ext.adam import formats
+from memsave_ext.adam.fallback.rules import update
 
 
 def oracle(params, optimizer, number):

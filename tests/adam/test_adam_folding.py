@@ -6,8 +6,6 @@ import re
 
 import pytest
 import torch
-from memsave_ext.adam.fallback.packing import pack, unpack
-from memsave_ext.adam.fallback.update import update
 from modes import (
     BF16,
     FP32,
@@ -23,6 +21,8 @@ from modes import (
 from torch import nn
 
 import memsave_ext as ms
+from memsave_ext.adam.fallback.rules import update
+from memsave_ext.adam.fallback.stored import pack, unpack
 from memsave_ext.adam.states import make_state
 
 

@@ -8,11 +8,11 @@ import torch
 from formats_of_floats import CPU, FINITE, FLOATS, bits, floats, same
 from hypothesis import given
 from hypothesis import strategies as st
-from memsave_ext.adam.fallback.random_bits import Draw
 from oracles.adam_formats import split8
 
 from memsave_ext.adam import formats, precise
-from memsave_ext.adam.fallback import packing, random_bits
+from memsave_ext.adam.fallback import stored
+from memsave_ext.adam.fallback.stored import Draw
 
 # random bits
 
@@ -29,7 +29,7 @@ from memsave_ext.adam.fallback import packing, random_bits
     ],
 )  # fmt: skip
 def test_philox_known_answers(word, seed, expected):
-    words = random_bits.philox(tuple(torch.tensor(w) for w in word), seed)
+    words = stored.philox(tuple(torch.tensor(w) for w in word), seed)
     assert " ".join(f"{w.item():08x}" for w in words) == expected
 
 
@@ -44,22 +44,22 @@ def test_philox_in_integers(counter, seed):
         words = [odd >> 32 ^ words[1] ^ low, odd, even >> 32 ^ words[3] ^ high, even]
         words = [w & 0xFFFFFFFF for w in words]
         low, high = low + 0x9E3779B9 & 0xFFFFFFFF, high + 0xBB67AE85 & 0xFFFFFFFF
-    found = random_bits.philox(tuple(torch.tensor(c) for c in counter), seed)
+    found = stored.philox(tuple(torch.tensor(c) for c in counter), seed)
     assert [w.item() for w in found] == words
 
 
 def test_random_bits_are_halves_of_words():
-    drawn = random_bits.random_bits(21, seed=5, position=7, step=9, draw=Draw.MOMENTS, device=CPU)
+    drawn = stored.random_bits(21, seed=5, position=7, step=9, draw=Draw.MOMENTS, device=CPU)
     assert drawn.shape == (21,) and drawn.dtype == torch.int32
     for i in range(21):
         counter = tuple(torch.tensor(c) for c in (i // 8, 7, 9, 1))
-        word = random_bits.philox(counter, 5)[i % 8 // 2].item()
+        word = stored.philox(counter, 5)[i % 8 // 2].item()
         assert drawn[i] == (word >> 16 if i % 2 else word & 0xFFFF)
 
 
 def test_random_bits_differ_by_all_that_they_depend_on():
     def draw(seed=0, position=0, step=1, draw=Draw.PARAM):
-        return random_bits.random_bits(
+        return stored.random_bits(
             800, seed=seed, position=position, step=step, draw=draw, device=CPU
         )
 
@@ -168,9 +168,9 @@ def test_kahan_keeps_twice_the_bits(values):
 def test_pack(first, second, random):
     n = min(len(first), len(second))
     exp_avg, exp_avg_sq = floats(first[:n]), floats(second[:n]).abs()
-    packed = packing.pack(exp_avg, exp_avg_sq, bits(n, random))
+    packed = stored.pack(exp_avg, exp_avg_sq, bits(n, random))
     assert packed.dtype == torch.float32
-    upper, lower = packing.unpack(packed)
+    upper, lower = stored.unpack(packed)
     assert same(upper, exp_avg.bfloat16().float())
     assert torch.equal(lower.isnan(), exp_avg_sq.isnan())
     assert torch.equal(lower.isinf() & exp_avg_sq.isinf(), exp_avg_sq.isinf())
@@ -186,7 +186,7 @@ def test_pack_is_unbiased():
     exp_avg = torch.zeros(3)
     total = torch.zeros(3, dtype=torch.float64)
     for random in range(0, 1 << 16, 2):
-        total += packing.unpack(packing.pack(exp_avg, exp_avg_sq, bits(3, random)))[1].double()
+        total += stored.unpack(stored.pack(exp_avg, exp_avg_sq, bits(3, random)))[1].double()
     torch.testing.assert_close(total / (1 << 15), exp_avg_sq.double(), rtol=1e-12, atol=0)
 
 
@@ -205,10 +205,10 @@ def shortened(value, digits):
 def test_pack_doubles(first, second):
     n = min(len(first), len(second))
     exp_avg, exp_avg_sq = (torch.tensor(v[:n], dtype=torch.float64) for v in (first, second))
-    packed = packing.pack(exp_avg, exp_avg_sq, None)
+    packed = stored.pack(exp_avg, exp_avg_sq, None)
     assert packed.dtype == torch.float64
     expected = [shortened(v, 21) for v in first[:n]], [shortened(abs(v), 22) for v in second[:n]]
-    for found, exact in zip(packing.unpack(packed), expected, strict=True):
+    for found, exact in zip(stored.unpack(packed), expected, strict=True):
         exact = torch.tensor(exact, dtype=torch.float64)
         assert found.dtype == torch.float64
         assert torch.equal(found.isnan(), exact.isnan())

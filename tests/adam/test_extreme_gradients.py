@@ -5,13 +5,13 @@ import math
 
 import pytest
 import torch
-from memsave_ext.adam.fallback.update import update
 from modes import BF16, FP16, FP32
 from torch import nn
 
 import memsave_ext as ms
 from memsave_ext import _native
 from memsave_ext.adam import formats
+from memsave_ext.adam.fallback.rules import update
 
 NUMEL, AT = 4096 + 300, 700  # blocks of 256 and 128, the last of which are not whole
 STEPS, BAD_STEP = 5, 2

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_blocks import shard, whole
-from memsave_ext.adam.saving import Saving
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import memsave_ext as ms
 from memsave_ext.adam import formats
+from memsave_ext.adam.native import Native
 
 FOLDER = "MEMSAVE_EXT_TEST_FOLDER"  # an environment variable, which the ranks inherit
 STEPS = 2
@@ -83,8 +83,8 @@ def train(net, optimizer, start):
 
 def saved(net, optimizer, way, name, old):
     """Saves the optimizer's state. ``old``: as versions up to 0.2.0 had it."""
-    own = torch.optim.Optimizer.state_dict if old else Saving.state_dict
-    with mock.patch.object(Saving, "state_dict", own):
+    own = torch.optim.Optimizer.state_dict if old else Native.state_dict
+    with mock.patch.object(Native, "state_dict", own):
         state = get_optimizer_state_dict(net, optimizer, options=StateDictOptions(**WAYS[way][0]))
     if "full_state_dict" in WAYS[way][0]:
         torch.save(state, f"{name}-{dist.get_rank()}.pt")

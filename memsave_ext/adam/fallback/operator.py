@@ -142,7 +142,7 @@ def adam_step_(
 ) -> None:
     prepared = checked(*lists, **shared)
     for i, p in enumerate(prepared):
-        of_one = [_of_one(of, i, len(prepared)) for of in (factor, skip)]
+        of_one = [_of_one(values, i, len(prepared)) for values in (factor, skip)]
         by, skips = _scaling(p, grad_scale, found_inf, *of_one)
         if not skips:
             update(p.param, p.grad, p.state, p.group, position=p.position, phase=p.phase, factor=by)
@@ -182,14 +182,14 @@ def checked(
         raise ValueError(f"adam_step_: there is no phase {phase}")
     if phase != "whole" and not (rule := rule_of(group)).folds:
         raise ValueError(f"adam_step_: nothing is folded by {rule.name}")
-    for list_name, of, expected in (
+    for list_name, values, expected in (
         ("grads", grads, count if grads else 0),
         ("states", states, count * len(state_names)),
         ("positions", positions, count),
     ):
-        if len(of) != expected:
+        if len(values) != expected:
             raise ValueError(
-                f"adam_step_: {list_name} must have {expected} elements, got {len(of)}"
+                f"adam_step_: {list_name} must have {expected} elements, got {len(values)}"
             )
     tensors = iter(states)
     prepared = [
@@ -230,7 +230,7 @@ def _group(
     max_grad_norm: float | None = None,
 ) -> dict[str, Any]:
     """Returns the param group whose options these are."""
-    of = _named(RULES, "rule", rule)
+    named = _named(RULES, "rule", rule)
     group: dict[str, Any] = {
         "lr": lr if tensor_lr is None else tensor_lr,
         "weight_decay": weight_decay,
@@ -240,14 +240,14 @@ def _group(
         "seed": seed % 2**64,
         "max_grad_norm": max_grad_norm,
     }
-    if of in (SGD, MOMENTUM):
+    if named in (SGD, MOMENTUM):
         return group | {"momentum": beta1, "dampening": beta2, "nesterov": nesterov}
     group["betas"] = (beta1, beta2)
-    if is_adam(of):
+    if is_adam(named):
         group |= {
             "eps": eps,
             "decoupled_weight_decay": decoupled_weight_decay,
-            "amsgrad": of is AMSGRAD,
+            "amsgrad": named is AMSGRAD,
         }
     return group
 
