@@ -326,3 +326,20 @@ def test_nothing_is_saved_in_the_middle_of_folding():
         p.sum().backward()
     optimizer.step()
     copy.deepcopy(optimizer).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.skipif(ms._native.available, reason="the native part cannot measure them yet")
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_folded_gradients_are_not_in_the_norm_of_all(with_gradient):
+    folded, other = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+    optimizer = ms.Adam([folded, other], lr=0.1, in_backward=True)
+    with optimizer.accumulate(fold=True):
+        folded.sum().backward()
+    optimizer.remove_hooks()
+    optimizer.clip_global_norm = 1.0
+    other.grad = torch.full((8,), 2.0) if with_gradient else None
+    optimizer.step()
+    torch.testing.assert_close(folded.detach(), torch.full((8,), 0.9))
+    torch.testing.assert_close(other.detach(), torch.full((8,), 0.9 if with_gradient else 1.0))
+    torch.testing.assert_close(optimizer.grad_norm, torch.tensor(32.0 * with_gradient).sqrt())
+    assert not optimizer._stepper.folded()

@@ -402,8 +402,8 @@ class Batch:
         of_each: dict[int, list[Tensor]] = {}
         for param, grad in zip(self.params, self.grads, strict=True):
             number = sharding_of(param)[0] if dtensor.is_dtensor(param) else 0
-            assert grad is not None
-            of_each.setdefault(number, []).append(sum_of_squares(grad))
+            if grad is not None:  # else only folded gradients are stepped with
+                of_each.setdefault(number, []).append(sum_of_squares(grad))
         return {number: total(torch.stack(squares)) for number, squares in of_each.items()}
 
     def squares_of_each(self) -> Tensor:
