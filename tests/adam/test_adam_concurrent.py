@@ -164,3 +164,18 @@ def test_a_parameter_that_left_param_groups_is_not_stepped():
         assert torch.equal(left, before[0]) and left.grad is not None
         assert all((p > b).all() for p, b in zip(params[1:], before[1:], strict=True))
         left.grad = None
+
+
+def test_a_norm_pass_in_another_thread_whose_gradients_a_later_hook_takes():
+    params, optimizer = make([(10,), (10,)])
+
+    def take(param):
+        param.grad = None
+
+    params[0].register_post_accumulate_grad_hook(take)
+    before = [p.detach().clone() for p in params]
+    with optimizer.norm_pass(1.0):
+        run_threads(lambda _: sum(params).sum().backward(), 1)
+    sum(params).sum().backward()
+    optimizer.step()
+    assert torch.equal(params[0], before[0]) and not torch.equal(params[1], before[1])

@@ -542,13 +542,14 @@ class Backward:
                 use_here(dtensor.local_tensor(param.grad), made_on)
                 updates.append(Update(param, group, param.grad))
         self._use(updates)
+        if self.action == "measure":  # also of gradients that a later hook has taken
+            self._collector.forget_threads(param for param, *_ in waiting)
 
     def _use(self, updates: list[Update]) -> None:
         folds = self.action == "fold"
         if self.action == "measure":
             for batch in self._collector.on_devices(updates):
                 self.stepper.measure(batch)
-            self._collector.forget_threads(param for param, *_ in updates)
         else:
             for batch in self._collector.batches(updates, self._asks, folds=folds):
                 self._step(batch)
