@@ -97,6 +97,19 @@ Backward::~Backward() {
   snapshot_.reset();
 }
 
+// Called by a destructor, so that it does not throw.
+void Backward::tell_failure() const {
+  const py::gil_scoped_acquire gil;
+  const int limit = Py_GetRecursionLimit();
+  Py_SetRecursionLimit(limit + 100);  // the error may be that there is no room for another call
+  try {
+    ask_stepper("failed", stepped_);
+  } catch (py::error_already_set& error) {  // Ctrl-C, for example
+    error.discard_as_unraisable("memsave_ext: a backward that raised");
+  }
+  Py_SetRecursionLimit(limit);
+}
+
 // The backward raised. Queued gradients are still in .grad; parameters that were stepped stay so.
 void Backward::fail() {
   {
@@ -111,7 +124,7 @@ void Backward::fail() {
       bucket.waiting.clear();
     }
     collector_->wait_for_streams_beside();
-    if (stepped_ > 0) ask_stepper("failed", stepped_);
+    if (stepped_ > 0) tell_failure();
   }
   try {
     publish();
@@ -435,14 +448,14 @@ std::shared_ptr<Backward> Backwards::begin(Collector& collector) {
     uint64_t ended;
     {
       const std::lock_guard lock(collector.mutex());
-      taken = snapshot_.lock();  // of a backward that runs, an outer one for example
+      taken = shared();  // of a backward that runs, an outer one for example
       ended = ended_;
     }
     if (!taken) taken = collector.take_snapshot();
     if (!taken) return nullptr;
     const std::lock_guard lock(collector.mutex());
     if (auto of_another_devices_thread = current()) return of_another_devices_thread;
-    other = snapshot_.lock();
+    other = shared();
     if (other) {  // another thread's backward has begun meanwhile: both share its snapshot
       taken.swap(other);
     } else if (ended != ended_) {  // one has ended, and `taken` may lack the states that it made

@@ -130,6 +130,7 @@ class Backward {
                     const std::optional<c10::Stream>& made_on);
   void publish();
   void fail();
+  void tell_failure() const;
   void end();
 
   struct OnStream {
@@ -167,6 +168,9 @@ class Backwards {
   void use_snapshot(const std::shared_ptr<Snapshot>& snapshot);
 
  private:
+  // Null where no backward runs: step() has one, too, which an error's traceback may keep alive.
+  std::shared_ptr<Snapshot> shared() const { return any() ? snapshot_.lock() : nullptr; }
+
   // By id of the graph task.
   std::vector<std::pair<int64_t, std::weak_ptr<Backward>>> by_task_;
   int64_t running_ = 0;

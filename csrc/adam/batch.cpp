@@ -86,6 +86,7 @@ std::map<int64_t, Tensor> Batch::squares() const {
   const at::NoGradGuard no_grad;
   std::map<int64_t, std::vector<Tensor>> grads;
   for (const Parameter* parameter : parameters_) {
+    if (!parameter->grad.defined()) continue;  // only folded gradients are stepped with
     grads[is_dtensor(*parameter) ? sharding_of(*parameter).number : 0].push_back(parameter->grad);
   }
   const py::gil_scoped_release no_gil;

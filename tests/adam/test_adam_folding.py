@@ -328,7 +328,6 @@ def test_nothing_is_saved_in_the_middle_of_folding():
     copy.deepcopy(optimizer).load_state_dict(optimizer.state_dict())
 
 
-@pytest.mark.skipif(ms._native.available, reason="the native part cannot measure them yet")
 @pytest.mark.parametrize("with_gradient", [False, True])
 def test_folded_gradients_are_not_in_the_norm_of_all(with_gradient):
     folded, other = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
