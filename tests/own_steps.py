@@ -32,6 +32,17 @@ class StatesFromTheStart(optim.Optimizer):
                     p.addcdiv_(p.grad, squares.sqrt() + 1e-10, value=-group["lr"])
 
 
+class Fails(optim.SGD):
+    """Its step raises while ``fails`` is set."""
+
+    fails = False
+
+    def step(self, closure=None):
+        if self.fails:
+            raise ArithmeticError("no")
+        return super().step(closure)
+
+
 # By name: how torch's optimizers are made from a list of parameters.
 TORCHS = {
     "SGD": lambda p, **o: optim.SGD(p, lr=0.1, **o),

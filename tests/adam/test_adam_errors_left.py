@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from own_steps import Fails
 from stepped_in_backward import loss, make
 from torch import nn
 
@@ -11,14 +12,6 @@ import memsave_ext as ms
 
 
 def test_a_step_that_raised_leaves_nothing_to_later_backwards():
-    class Fails(torch.optim.SGD):
-        fails = False
-
-        def step(self, closure=None):
-            if self.fails:
-                raise ArithmeticError("no")
-            return super().step(closure)
-
     params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     groups = [{"params": [params[0]], "lr": 1.0}, {"params": [params[1]], "lr": 0.0}]
     optimizer = ms.in_backward(Fails(groups))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import run_threads
-from own_steps import TORCHS, assert_same, loss, model, pair, step
+from own_steps import TORCHS, Fails, assert_same, loss, model, pair, step
 from torch import nn
 
 import memsave_ext as ms
@@ -19,15 +19,6 @@ def test_a_second_backward_is_refused():
     with pytest.raises(RuntimeError, match=r"the others were not|second gradient"):
         loss(net, 0).backward()
     optimizer.zero_grad()
-
-
-class Fails(torch.optim.SGD):
-    fails = False
-
-    def step(self, closure=None):
-        if self.fails:
-            raise ArithmeticError("no")
-        return super().step(closure)
 
 
 @pytest.mark.parametrize("small_bytes", [0, 1 << 16])
