@@ -24,7 +24,7 @@ constexpr int kMostDropped = 4;
 // functions take 1 to 30, normalizations 5 to 25, matrix products 80 and more.
 constexpr double kCopies = 40;
 
-// Of a predicted operator: as operator_seconds() in memsave_ext/predict/costs.py has it.
+// Of a predicted operator: as operator_seconds() in memsave_ext/fakes/costs.py has it.
 constexpr double kFakeCopy = 6e-11;
 
 // Adds to the route a repeat of `call`, which is the `operators`th in its chain.

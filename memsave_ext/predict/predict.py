@@ -12,13 +12,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
+from ..fakes.cuda import as_on_cuda, step_as_on_cuda
+from ..fakes.mode import fakes, masks_as_in_steps, uncompiled
 from ..memory.hooks import Hooks, Names
 from ..memory.measure import Build, checked
 from ..memory.reported import Reported
 from ..shared.modules import Modules
 from .batch import from_batch
-from .cuda import as_on_cuda, step_as_on_cuda
-from .fakes import built_alone, fakes, masks_as_in_steps, refuse_distributed, uncompiled
+from .distributed import built_alone, refuse_distributed
 from .tracker import FakeTracker
 
 _one_at_a_time = threading.RLock()

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import _parts
 from ..checkpoint.fallback import surroundings
+from ..fakes.storages import Storages
 from ..memory.events import (
     ALLOCATED,
     BEGIN_RECOMPUTE,
@@ -30,7 +31,6 @@ from ..memory.events import (
 )
 from ..memory.log import Log
 from ..memory.tracker import Tracker
-from .storages import Storages
 
 _listening: list[FakeTracker] = []  # the innermost last
 _FIRST_OF_NONE = 1 << 63  # sequence numbers from here on are of nodes that accumulate gradients

@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import memsave_ext as ms
 from memsave_ext import _native
+from memsave_ext.fakes.mode import predicts
 from memsave_ext.memory.measure import Build
-from memsave_ext.predict.fakes import predicts
 
 from . import databases
 

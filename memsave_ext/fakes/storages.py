@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from . import fake_kernels, formulas, workspaces
+from . import formulas, kernels, workspaces
 from .costs import SECONDS_PER_CALL, operator_seconds
 from .repeats import Costs, Repeats
 from .values import Values, with_values
@@ -77,12 +77,12 @@ class Storages(TorchDispatchMode):
         if repeated:
             result, made, costs = repeated
         else:
-            result = fake_kernels.run(func, args, kwargs)
+            result = kernels.run(func, args, kwargs)
             if self._on_cpu:
                 result = workspaces.as_left_by_kernel(func, args, result)
             result = with_values(func, args, kwargs, result)
             made = [leaf for leaf in tree_iter(result) if isinstance(leaf, FakeTensor)]
-            made.extend(fake_kernels.parts_of(result))
+            made.extend(kernels.parts_of(result))
             costs = Costs(
                 workspaces.workspace_bytes(func, args, result) if self._on_cpu else 0,
                 operator_seconds(func, args, kwargs, result),

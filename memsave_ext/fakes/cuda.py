@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_map_only
 
-from .fakes import predicts, replaced
+from .mode import predicts, replaced
 
 _KEY = "AutocastCPU"
 # What autocast computes in float32 on CUDA, and in the dtype of its arguments on the CPU.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
-from .fake_kernels import nbytes
+from .kernels import nbytes
 
 _SECONDS_PER_BYTE = 3e-11  # read or written; csrc/remat/policy.cpp has twice that for a copied byte
 _SECONDS_PER_FLOP = 1e-11

@@ -1,0 +1,1 @@
+"""Fake tensors made fit for training steps: what these would allocate, and about how long take."""
