@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "checkpoint/hooks.h"
+#include "checkpoint/recomputing.h"
 #include "remat/fakes.h"
 #include "remat/plan.h"
 #include "remat/saved.h"
@@ -53,6 +54,19 @@ class Recorder {
   void open() {
     hooks_ = std::make_unique<checkpoint::EngineHookGuard>(std::make_shared<BlockPacker>(block_));
     block_->open();
+  }
+  // Whether the block records here, and no other saved-tensor hooks lie above its own.
+  bool suspend() {
+    const auto packer = checkpoint::EngineHookGuard::packer();
+    if (!block_->is_innermost() || dynamic_cast<BlockPacker*>(packer.get()) == nullptr)
+      return false;
+    block_->suspend();
+    hooks_.reset();
+    return true;
+  }
+  void resume() {
+    hooks_ = std::make_unique<checkpoint::EngineHookGuard>(std::make_shared<BlockPacker>(block_));
+    block_->resume();
   }
   void close() {
     if (!block_->is_innermost()) {
@@ -159,6 +173,16 @@ class Recorder {
   std::unique_ptr<checkpoint::EngineHookGuard> hooks_;  // null where it is not open
 };
 
+// Lets the device's steps begin with a plan for the step on fake tensors that has ended last.
+// Returns the hash of its operators, by which remat_knows() finds it; nothing where it saved none.
+std::optional<uint64_t> expect(const Fakes& fakes, const at::Device& device) {
+  auto step = fakes.steps()->take_latest();
+  if (!step || step->keys.empty()) return std::nullopt;
+  const uint64_t last_key = step->keys.back();
+  known_steps(device)->expect(std::move(step));
+  return last_key;
+}
+
 // For tests: a trace as tuples of its fields.
 using Positions = std::vector<int32_t>;
 using ContentFields = std::tuple<int64_t, int32_t, bool, int32_t, int32_t, int32_t>;
@@ -199,6 +223,12 @@ py::list plans(const std::vector<ContentFields>& contents, const std::vector<Cal
 
 void bind(py::module_& m) {
   m.def("remat_forget", &forget_known_steps);
+  m.def("remat_may_run_ahead", [] {
+    return checkpoint::EngineHookGuard::packer() == nullptr && !checkpoint::in_region();
+  });
+  m.def("remat_knows", [](const at::Device& device, uint64_t last_key) {
+    return known_steps(device)->knows(last_key);
+  });
   m.def("remat_is_predicted", [] { return Fakes::current() != nullptr; });
   py::class_<Fakes>(m, "RematFakes")
       .def(py::init<py::object, bool>(), py::arg("make"), py::arg("counts_all"))
@@ -207,6 +237,7 @@ void bind(py::module_& m) {
       .def("allocated", &Fakes::allocated)
       .def("freed", &Fakes::freed)
       .def("ran", &Fakes::ran)
+      .def("expect", &expect)
       .def("knows_steps", [](const Fakes& fakes) { return fakes.steps()->any(); });
   py::class_<Recorder>(m, "RematRecorder")
       .def(py::init<std::optional<bool>, const at::Device&>())
@@ -218,6 +249,8 @@ void bind(py::module_& m) {
       .def("is_newly_short", &Recorder::is_newly_short)
       .def("open", &Recorder::open)
       .def("close", &Recorder::close)
+      .def("suspend", &Recorder::suspend)
+      .def("resume", &Recorder::resume)
       .def("enter_module", &Recorder::enter_module)
       .def("leave_module", &Recorder::leave_module)
       .def("figures", &Recorder::figures);

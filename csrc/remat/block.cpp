@@ -84,6 +84,16 @@ void Block::close() {
   let_go();
 }
 
+void Block::suspend() {
+  at::disableCallback(callback_);
+  current = nullptr;
+}
+
+void Block::resume() {
+  current = this;
+  at::reenableCallback(callback_);
+}
+
 std::shared_ptr<Content> Block::save(const at::Tensor& tensor) {
   if (!is_plain(tensor)) return nullptr;
   std::shared_ptr<Content> content = entry_of(tensor).content;

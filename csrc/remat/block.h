@@ -41,6 +41,10 @@ class Block : public std::enable_shared_from_this<Block> {
   // Records this thread's operators until close(). Blocks nest: only the innermost records.
   void open();
   void close();
+  // Records nothing and saves nothing until resume(), as if it were not open: other blocks may open
+  // and close meanwhile. It is this thread's innermost one.
+  void suspend();
+  void resume();
   bool is_innermost() const;  // on this thread
   static Block* active();     // the one that records on this thread now, or null
 

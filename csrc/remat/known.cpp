@@ -194,11 +194,11 @@ void KnownSteps::add(std::shared_ptr<Known> step, bool overlapped) {
     std::shared_ptr<Known> old = std::move(*same);
     steps_.erase(same);
     step->told = old->told;
-    step->seen = old->seen + 1;
+    step->seen = old->is_ahead ? 1 : old->seen + 1;
     keep_what_must_be_kept(old->trace, step->trace);
-    const bool are_known = old->read_times();
+    const bool are_known = !old->is_ahead && old->read_times();
     if (are_known) keep_times(*old, *step);
-    const bool will_be = are_known || !old->times.empty();
+    const bool will_be = are_known || (!old->is_ahead && !old->times.empty());
     const bool same_program = will_be && old->is_same_program(*step);
     if (same_program && (overlapped || old->is_same_memory(*step))) {
       old->seen = step->seen;
@@ -260,6 +260,31 @@ KnownSteps::Numbers KnownSteps::numbers() const {
 bool KnownSteps::any() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return latest_ != nullptr || !steps_.empty();
+}
+
+std::shared_ptr<Known> KnownSteps::take_latest() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  next_has_begun_ = false;
+  return std::move(latest_);
+}
+
+void KnownSteps::expect(std::shared_ptr<Known> step) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto is_same = [&](const auto& other) {
+    return other->keys == step->keys && other->missing == step->missing;
+  };
+  if (latest_ && is_same(latest_)) return;
+  if (std::any_of(steps_.begin(), steps_.end(), is_same)) return;
+  step->is_ahead = true;
+  add(std::move(step), false);
+}
+
+bool KnownSteps::knows(uint64_t last_key) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto is_same = [&](const auto& other) {
+    return !other->keys.empty() && other->keys.back() == last_key;
+  };
+  return (latest_ && is_same(latest_)) || std::any_of(steps_.begin(), steps_.end(), is_same);
 }
 
 void KnownSteps::forget() {

@@ -52,6 +52,9 @@ struct Known {
   bool plans_are_old = false;    // made for the memory of an earlier step of the same program
   int seen = 1;                  // how many steps like it have ended
   bool told = false;             // whether it was told that the budget is too small
+  // It ran on fake tensors, ahead of the first real one, which it gives way to: it may begin with
+  // the same operators and go on with others, and its times are estimates.
+  bool is_ahead = false;
 
   // Completes the trace's times with those measured on devices, as soon as the devices have come so
   // far. Returns whether all are known.
@@ -81,6 +84,12 @@ class KnownSteps {
   std::shared_ptr<Known> find(const std::vector<uint64_t>& keys, int64_t before, int64_t missing,
                               int least_seen, bool exact);
   bool any() const;  // whether a step has ended that is worth being known
+  // The step that has ended last, which is known no more; null if none.
+  std::shared_ptr<Known> take_latest();
+  // Adds a step that ran on fake tensors, unless a step with the same operators is known.
+  void expect(std::shared_ptr<Known> step);
+  // Whether a step is known whose operators until its last decision have this hash.
+  bool knows(uint64_t last_key) const;
   void forget();
   struct Numbers {
     size_t known, planned;

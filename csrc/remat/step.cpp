@@ -105,7 +105,7 @@ uint64_t Step::began(const Operator& op, const at::RecordFunction& function) {
 
 std::unique_ptr<DeviceTime> Step::start_time(uint64_t key, at::Device device) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (finished_ || plan_ != nullptr) return nullptr;
+  if (finished_ || (plan_ != nullptr && !followed_->is_ahead)) return nullptr;
   // The shortest of so many is about the operator's time without waiting for the host.
   constexpr int kMostTimes = 3;
   const auto is_same = [key](const TimeOfKey& time) { return time.key == key; };
@@ -141,12 +141,13 @@ void Step::ended(Call* call, uint64_t key, std::unique_ptr<DeviceTime> time) {
         if (in_place) once(traced.writes, call->references[made.reference].content->number);
       }
     }
-    if (plan_ != nullptr && std::isinf(call->measured) &&
-        calls_.size() < followed_->trace.calls.size()) {
+    double measured = call->measured;
+    if (plan_ != nullptr && std::isinf(measured) && calls_.size() < followed_->trace.calls.size()) {
       call->measured = call->seconds = followed_->trace.calls[calls_.size()].seconds;
+      if (!followed_->is_ahead) measured = call->measured;
     }
-    const auto [known, is_new] = fastest_.try_emplace(key, call->measured);
-    if (!is_new) known->second = std::min(known->second, call->measured);
+    const auto [known, is_new] = fastest_.try_emplace(key, measured);
+    if (!is_new) known->second = std::min(known->second, measured);
     calls_.push_back(key);
   }
   ++trace_.forward;
@@ -266,8 +267,10 @@ Choice Step::decide(Content& content) {
   trace_.contents[number].saved = true;
   keys_.push_back(hash_);
   if (keys_.size() == 1) before_ = shared_->count.before();
-  const bool follows = followed_ && keys_.size() <= followed_->keys.size() &&
-                       followed_->keys[keys_.size() - 1] == hash_;
+  // A step that ran ahead is a module's; the real one may go on after it, as with a loss.
+  const bool follows = followed_ && (keys_.size() <= followed_->keys.size()
+                                         ? followed_->keys[keys_.size() - 1] == hash_
+                                         : followed_->is_ahead);
   if (!follows) find();
   if (plan_ == nullptr) return {bytes_ > 0 ? Drops::kUntilFull : Drops::kCheap, true};
   // What the running operator reads is not in the hash yet: there may be a content more.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -18,13 +19,34 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.nn import functional
 
 from .values import MOST_KNOWN
+
+# What is replaced below belongs to the process: one thread waits for another. A step may itself
+# predict.
+_one_at_a_time = threading.RLock()
 
 
 def predicts() -> bool:
     """Whether this thread runs on fake tensors."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def like(tensor: Tensor) -> Tensor:
+    """Returns an empty tensor of the same kind; it is fake under a FakeTensorMode."""
+    data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(data, tensor.requires_grad)
+    return data.requires_grad_(tensor.requires_grad)
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """Returns the loss that a model has returned, alone or as ``loss`` beside other results."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None and isinstance(output, Tensor) and output.numel() == 1:
+        found = output
+    return found if isinstance(found, Tensor) else None
 
 
 @contextmanager
@@ -69,12 +91,26 @@ def fakes() -> Iterator[None]:
         return made
 
     with ExitStack() as stack:
+        stack.enter_context(_one_at_a_time)
         stack.enter_context(_errors_in_sentences())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(replaced(fake_tensor, "CONSTANT_NUMEL_LIMIT", MOST_KNOWN))
         stack.enter_context(replaced(torch.utils, "swap_tensors", swapped))
         stack.enter_context(replaced(Tensor, "__deepcopy__", copied))
+        stack.enter_context(replaced(functional, "linear", _linear))
         yield
+
+
+_torchs_linear = functional.linear
+
+
+def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
+    """Adds the bias in place where torch does; of fake tensors torch makes a sum."""
+    flat = input.dim() == 2 or (input.dim() == 3 and input.is_contiguous())
+    if bias is None or flat or not predicts():
+        return _torchs_linear(input, weight, bias)
+    product = _torchs_linear(input, weight)
+    return product.add_(bias.to(product.dtype))
 
 
 def uncompiled() -> AbstractContextManager[Any]:

@@ -7,11 +7,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from ..fakes.mode import like, loss_in
 from ..memory.measure import Build
 
 
@@ -36,12 +36,12 @@ def from_batch(
         raise TypeError("predict: a model needs a batch, what it is called with")
 
     def build() -> tuple[nn.Module, Optimizer | None, Callable[[], object]]:
-        copied = {id(t): _like(t) for t in (*model.parameters(), *model.buffers())}
+        copied = {id(t): like(t) for t in (*model.parameters(), *model.buffers())}
         # Gradients, and hooks on parameters, do not come along: an optimizer made of the copies
         # sets its own.
         model_copy = copy.deepcopy(model, dict(copied))
         made = None if optimizer is None else _remade(optimizer, copied)
-        inputs = tree_map_only(Tensor, _like, batch)
+        inputs = tree_map_only(Tensor, like, batch)
 
         def step() -> None:
             # The output is kept by nothing but its graph, as in a step that is written in one line.
@@ -53,14 +53,6 @@ def from_batch(
         return model_copy, made, step
 
     return build
-
-
-def _like(tensor: Tensor) -> Tensor:
-    """Returns an empty tensor of the same kind; it is fake under a FakeTensorMode."""
-    data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(data, tensor.requires_grad)
-    return data.requires_grad_(tensor.requires_grad)
 
 
 def _remade(optimizer: Optimizer, copied: Mapping[int, Tensor]) -> Optimizer:
@@ -128,10 +120,8 @@ def _call(model: nn.Module, inputs: Any) -> Any:
 
 
 def _loss_of(output: Any) -> Tensor:
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if found is None and isinstance(output, Tensor) and output.numel() == 1:
-        found = output
-    if not isinstance(found, Tensor):
+    found = loss_in(output)
+    if found is None:
         raise TypeError(
             "predict: the model returned no loss. Give loss, a function that makes it of what the "
             "model returned"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -21,8 +20,6 @@ from ..shared.modules import Modules
 from .batch import from_batch
 from .distributed import built_alone, refuse_distributed
 from .tracker import FakeTracker
-
-_one_at_a_time = threading.RLock()
 
 
 class PredictedStep(Reported):
@@ -129,9 +126,6 @@ def predict(
         )
     tracker = FakeTracker(chosen)
     with ExitStack() as stack:
-        # What is replaced belongs to the process: one prediction waits for another. A step may
-        # itself predict.
-        stack.enter_context(_one_at_a_time)
         stack.enter_context(torch.random.fork_rng(devices=[]))
         if chosen.type == "cuda":
             stack.enter_context(as_on_cuda())

@@ -6,13 +6,15 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from torch import nn
 from torch.optim import Optimizer
 
+from ..fakes.mode import predicts
 from ..shared.modules import Modules
 from ..shared.table import Text, as_text, format_bytes, format_seconds
+from .ahead import ahead_of
 from .budget import (
     LivedBefore,
     check_arguments,
@@ -100,6 +102,9 @@ class remat:  # noqa: N801, a context manager is used like a function
         elif self._within is not None:
             self._before = LivedBefore(self._recorder, counted, optimizer)
         self._hooks: ExitStack | None = None
+        self._device = device_of(counted)
+        self._model, self._was_planned = model, False
+        self._measured = ""  # why the first step of these shapes was not planned ahead
 
     def __enter__(self) -> remat:
         if self._hooks is not None:
@@ -109,10 +114,44 @@ class remat:  # noqa: N801, a context manager is used like a function
             self._recorder.open()
             if self._before is not None:
                 self._before.install(self._hooks)
+                self._plan_first_call(self._hooks)
         except BaseException:
             self._hooks.close()
             raise
         return self
+
+    def _plan_first_call(self, stack: ExitStack) -> None:
+        """Plans the step when the block calls its model, if that is the first thing it does."""
+        model, recorder = self._model, self._recorder
+        if self._was_planned or isinstance(recorder, NoRecorder):
+            return
+        if model is None:
+            self._measured = "the block was given no model"
+            return
+
+        def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._was_planned:
+                return
+            if recorder.figures()["operators"] or not recorder.suspend():
+                self._was_planned = True
+                self._measured = "the block did something before it called its model"
+                return
+            try:
+                self._plan_ahead(module, _forward, args, kwargs)
+            finally:
+                recorder.resume()
+
+        stack.callback(model.register_forward_pre_hook(called, with_kwargs=True).remove)
+
+    def _plan_ahead(
+        self, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Plans the step of a module that is about to run, where none like it is known."""
+        self._was_planned = True
+        if self._within is not None and not predicts():
+            self._measured = (
+                ahead_of(module).plan(module, args, kwargs, self._device, forward) or ""
+            )
 
     def __exit__(
         self,
@@ -231,3 +270,7 @@ class remat:  # noqa: N801, a context manager is used like a function
             if not isinstance(recorder, NoRecorder):
                 self._modules.watch(stack, watchers)
             return stack.pop_all()
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module.forward(*args, **kwargs)

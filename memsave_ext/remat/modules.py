@@ -28,7 +28,9 @@ class _RematForward(ForwardInPlace):
         model = module if self.options["by_module"] else None
         options = {name: self.options[name] for name in ("budget", "optimizer", "strict")}
         options |= {"_counted": module, "_everything": self.options["everything"]}
-        with remat(model, **options) as block:
+        block = remat(model, **options)
+        block._plan_ahead(module, type(module).forward, args, kwargs)
+        with block:
             self.last = block
             return type(module).forward(module, *args, **kwargs)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _parts
+from ..fakes.mode import predicts
 from ..shared.checks import check_allocator
 
 
@@ -26,6 +27,11 @@ class Recorder(Protocol):
 
     def close(self) -> None:
         """Stops recording. RuntimeError in another thread, or while an inner block is open."""
+
+    def suspend(self) -> bool:
+        """Records nothing until resume(); False, and goes on, where other hooks lie above it."""
+
+    def resume(self) -> None: ...
 
     def enter_module(self, number: int) -> None:
         """Notes that the module's forward begins.
@@ -113,19 +119,14 @@ def make_recorder(
         reason = "the native part of memsave_ext, which alone records operators, is not in use here"
         _warn_once(reason)
         return NoRecorder(reason)
-    if _under_fakes() and not native.remat_is_predicted():
+    if predicts() and not native.remat_is_predicted():
         reason = "tensors are fake, and no memsave_ext.memory.predict says what they would take"
         _warn(reason)
         return NoRecorder(reason)
-    if budget is not None and not _under_fakes():
+    if budget is not None and not predicts():
         check_allocator("remat: a budget", device)
     arguments = (everything,) if budget is None else budget
     return cast(Recorder, native.RematRecorder(*arguments, device))
-
-
-def _under_fakes() -> bool:
-    """Whether operators run on fake tensors, which have sizes and no memory."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _warn(reason: str) -> None:

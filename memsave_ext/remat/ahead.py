@@ -1,0 +1,257 @@
+"""Plans a module's step before its first one: its forward and a backward run on fake tensors."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+from torch.nn.modules.module import _WrappedHook
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from .. import _parts
+from ..adam import stepper
+from ..adam.dtensor import is_dtensor
+from ..adam.native import Native
+from ..adam.states import make_state
+from ..fakes.cuda import as_on_cuda
+from ..fakes.mode import fakes, like, loss_in, masks_as_in_steps, replaced, uncompiled
+from ..fakes.storages import Storages
+from .budget import LivedBefore
+from .recorder import Budget, make_recorder
+
+_MOST_KNOWN = 1024  # shapes of a module's arguments, as csrc/remat/known.cpp keeps steps
+_HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    "_forward_hooks_always_called",
+)
+Forward = Callable[..., Any]  # of a module, which is its first argument
+
+
+class Ahead:
+    """The steps of a module that were planned before they ran, by the shapes of its arguments."""
+
+    def __init__(self) -> None:
+        # The hash by which the native part knows the step, or why it cannot be planned.
+        self._steps: OrderedDict[Any, int | str] = OrderedDict()
+
+    def plan(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+        forward: Forward,
+    ) -> str | None:
+        """Plans a step with such arguments, unless one is known. Returns why it cannot."""
+        native: Any = _parts.native("remat")
+        signature = _signature(module, args, kwargs, device)
+        known = self._steps.get(signature)
+        if isinstance(known, int) and not native.remat_knows(device, known):
+            known = None  # the native part has forgotten it for others
+        if known is None:
+            known = _run(module, args, kwargs, device, forward)
+            self._steps[signature] = known
+            if len(self._steps) > _MOST_KNOWN:
+                self._steps.popitem(last=False)
+        return known if isinstance(known, str) else None
+
+
+_of_modules: WeakKeyDictionary[nn.Module, Ahead] = WeakKeyDictionary()
+
+
+def ahead_of(module: nn.Module) -> Ahead:
+    return _of_modules.setdefault(module, Ahead())
+
+
+def _signature(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> Any:
+    """Returns what tells steps apart without running them; equal ones may differ in the values."""
+    leaves, structure = tree_flatten((args, kwargs))
+    autocast = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if autocast else None
+    return (module.training, dtype, structure, *map(_described, leaves))
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
+    return leaf if isinstance(leaf, (int, float, str, type(None))) else type(leaf)
+
+
+def _obstacle(native: Any, module: nn.Module, device: torch.device) -> str | None:
+    """Returns why a module cannot run on fake tensors, as far as that is known before."""
+    if device.type not in ("cpu", "cuda"):
+        return f"steps on {device.type} are not planned ahead"
+    if any(is_dtensor(p) for p in module.parameters()):
+        return "parameters are sharded, and only their processes know what is gathered"
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return "it runs under a mode of torch, which would see the fake tensors"
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is not None or not native.remat_may_run_ahead():
+        return "hooks on saved tensors are in place, which would see the fake tensors"
+    return None
+
+
+def _run(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    forward: Forward,
+) -> int | str:
+    """Runs a step of a copy of the module on fake tensors, and lets the native part plan it.
+
+    Returns its hash, or a clause that says why it could not run.
+    """
+    native: Any = _parts.native("remat")
+    reason = _obstacle(native, module, device)
+    if reason is not None:
+        return reason
+    told = native.RematFakes(_fake_of, False)
+    storages = Storages(told.allocated, told.freed, told.ran, torch.device(device.type))
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(_as_before())
+            if device.type == "cuda":
+                stack.enter_context(as_on_cuda())
+            stack.enter_context(fakes())
+            stack.enter_context(storages)
+            stack.enter_context(uncompiled())
+            stack.enter_context(masks_as_in_steps(storages.has_known_values))
+            copied = _copied(module)
+            arguments = tree_map_only(Tensor, like, (args, kwargs))
+            told.enter()
+            stack.callback(told.leave)
+            _step(copied, forward, *arguments)
+            del copied, arguments
+        hash_of_operators: int | None = told.expect(device)
+    except Exception as error:  # the model's own code may raise anything on fake tensors
+        return f"it cannot run on fake tensors: {type(error).__name__}: {error}"
+    return "it has saved nothing" if hash_of_operators is None else hash_of_operators
+
+
+def _step(
+    module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Runs a step that keeps everything, as a block records it."""
+    recorder = make_recorder(False, Budget(0, 1.0, False), torch.device("cpu"))
+    recorder.open()
+    try:
+        with ExitStack() as hooks:
+            LivedBefore(recorder, module, None).install(hooks)  # type: ignore[arg-type]
+            output = forward(module, *args, **kwargs)
+    finally:
+        recorder.close()
+    _backward_of(output)
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """Leaves random numbers, and what autocast has cached, as they were."""
+    state = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+        torch.clear_autocast_cache()
+
+
+def _fake_of(tensor: Tensor) -> FakeTensor:
+    """Returns a fake tensor with the memory of one on the meta device."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return FakeTensor(mode, tensor, torch.device("cpu"))
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """Returns a copy with fake tensors, whose parameters' gradients go as those of the module do.
+
+    What its forward writes into it stays in the copy. Hooks that are not torch's stay out: they may
+    write elsewhere.
+    """
+    thread, deepcopy = threading.get_ident(), Tensor.__deepcopy__
+
+    def copied(self: Tensor, memo: dict[int, Any]) -> Any:
+        if threading.get_ident() != thread or isinstance(self, FakeTensor):
+            return deepcopy(self, memo)
+        if id(self) not in memo:
+            memo[id(self)] = like(self)
+        return memo[id(self)]
+
+    memo: dict[int, Any] = {}
+    with replaced(Tensor, "__deepcopy__", copied), replaced(nn.Parameter, "__deepcopy__", copied):
+        made = copy.deepcopy(module, memo)
+    for part in made.modules():
+        for name in _HOOKS:
+            hooks = getattr(part, name)
+            for key in [key for key, hook in hooks.items() if not _is_torchs(hook)]:
+                del hooks[key]
+    for param in module.parameters():
+        fake = memo[id(param)]
+        if param.grad is not None:
+            fake.grad = like(param.grad)
+        elif (owner := stepper.owner(param)) is not None:
+            _step_in_backward(fake, param, owner)
+    return made
+
+
+def _is_torchs(hook: Any) -> bool:
+    function = hook.hook if isinstance(hook, _WrappedHook) else hook
+    origin = getattr(function, "__module__", None) or type(function).__module__
+    return origin.partition(".")[0] == "torch"
+
+
+def _step_in_backward(fake: Tensor, param: Tensor, owner: Any) -> None:
+    """Lets a fake parameter's gradient go in backward, for a state if there is none yet."""
+    group = next(g for g in owner.param_groups if any(p is param for p in g["params"]))
+    makes_state = isinstance(owner, Native) and not owner.state.get(param)
+    states: list[Any] = []
+
+    def step(fake: Tensor) -> None:
+        fake.grad = None
+        if makes_state and not states:
+            states.append(make_state(fake, group))
+
+    fake.register_post_accumulate_grad_hook(step)
+
+
+def _backward_of(output: Any) -> None:
+    """Runs the backward of what a module has returned, from its loss if it has one.
+
+    Otherwise from a cross-entropy of its results, which needs as much memory as most losses do.
+    """
+    loss = loss_in(output)
+    if loss is None:
+        found = output.get("logits") if isinstance(output, Mapping) else None
+        tensors = [t for t in tree_leaves(output if found is None else found) if _has_gradient(t)]
+        losses = [_loss(t) for t in tensors]
+        loss = torch.stack(losses).sum() if losses else None
+    if loss is not None and loss.requires_grad:
+        loss.backward()
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _loss(result: Tensor) -> Tensor:
+    if result.dim() < 2 or result.is_complex():
+        return result.sum().float()
+    rows = result.flatten(0, -2)
+    return functional.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.long))
