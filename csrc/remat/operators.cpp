@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <string_view>
@@ -62,6 +63,9 @@ bool is_heavy_name(std::string_view name) {
 Operator::Operator(const c10::OperatorName& name)
     : handle(c10::Dispatcher::singleton().findSchemaOrThrow(name.name.c_str(),
                                                             name.overload_name.c_str())) {
+  const bool is_in_place = !name.name.empty() && name.name.back() == '_';
+  key = std::hash<std::string_view>()(
+      std::string_view(name.name).substr(0, name.name.size() - (is_in_place ? 1 : 0)));
   const bool collective = is_collective(name.name);
   const bool is_recorded_stream = name.name == "aten::record_stream";
   for (const auto& argument : handle.schema().arguments()) {

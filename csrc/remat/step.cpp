@@ -23,7 +23,7 @@ uint64_t mix(uint64_t hash, uint64_t value) {
 
 // Of an operator and the shapes of its arguments.
 uint64_t key_of(const Operator& op, const at::RecordFunction& function) {
-  uint64_t hash = mix(0, reinterpret_cast<uintptr_t>(&op));
+  uint64_t hash = mix(0, op.key);
   for (const auto& input : function.inputs()) {
     for_tensors(input, [&](const at::Tensor& tensor, int64_t) {
       hash = mix(hash, static_cast<uint64_t>(tensor.scalar_type()) + 1);

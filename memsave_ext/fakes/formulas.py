@@ -61,8 +61,10 @@ class Makers:
             return _ADD_IN_PLACE if self._is_accumulated(*args) else func
         return _IN_PLACE[func] if self._is_changed(func, args) else func
 
-    def _is_accumulated(self, a: Tensor, b: Tensor) -> bool:
+    def _is_accumulated(self, a: Any, b: Any) -> bool:
         """Whether the engine adds a gradient to one that it alone holds."""
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+            return False  # a formula adds a number
         if a.layout is not torch.strided or b.layout is not torch.strided:
             return False
         if (a.shape, a.dtype) != (b.shape, b.dtype) or not _is_alone(a):

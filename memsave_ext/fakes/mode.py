@@ -106,7 +106,7 @@ _torchs_linear = functional.linear
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
     """Adds the bias in place where torch does; of fake tensors torch makes a sum."""
-    flat = input.dim() == 2 or (input.dim() == 3 and input.is_contiguous())
+    flat = input.dim() == 2 or input.is_contiguous()
     if bias is None or flat or not predicts():
         return _torchs_linear(input, weight, bias)
     product = _torchs_linear(input, weight)

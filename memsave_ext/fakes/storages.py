@@ -144,6 +144,10 @@ class Storages(TorchDispatchMode):
             if (storage := reference()) is not None:
                 self._tell(storage, torch._C._current_autograd_node())
 
+    def note_value(self, tensor: Tensor, value: float) -> None:
+        """Notes the value of all elements of a tensor that was made before."""
+        self._values.note(tensor.untyped_storage()._cdata, tensor._version, value)
+
     def has_known_values(self, tensor: Tensor) -> bool:
         """Whether what Python reads from it is what a step would read."""
         return self._values.is_known(tensor)

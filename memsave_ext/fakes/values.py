@@ -73,6 +73,10 @@ class Values:
     def forget(self, storage: int) -> None:
         self._known.pop(storage, None)
 
+    def note(self, storage: int, version: int, value: Any) -> None:
+        """Notes that all elements of a tensor have a value."""
+        self._known[storage] = version, value
+
     def read(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Returns what an operator hands to Python of tensors without values; None for all other
         operators and tensors."""

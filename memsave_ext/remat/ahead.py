@@ -35,6 +35,7 @@ _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     "_forward_hooks_always_called",
 )
+_LIBRARIES = ("torch", "transformers")  # their hooks take part in what a model computes
 Forward = Callable[..., Any]  # of a module, which is its first argument
 
 
@@ -122,6 +123,7 @@ def _run(
     told = native.RematFakes(_fake_of, False)
     storages = Storages(told.allocated, told.freed, told.ran, torch.device(device.type))
     try:
+        values = _values((args, kwargs))
         with ExitStack() as stack:
             stack.enter_context(_as_before())
             if device.type == "cuda":
@@ -130,12 +132,13 @@ def _run(
             stack.enter_context(storages)
             stack.enter_context(uncompiled())
             stack.enter_context(masks_as_in_steps(storages.has_known_values))
-            copied = _copied(module)
-            arguments = tree_map_only(Tensor, like, (args, kwargs))
+            memo: dict[int, Any] = {}
+            copied = _copied(module, memo)
+            arguments = _faked((args, kwargs), memo, values, storages)
             told.enter()
             stack.callback(told.leave)
             _step(copied, forward, *arguments)
-            del copied, arguments
+            del copied, arguments, memo
         hash_of_operators: int | None = told.expect(device)
     except Exception as error:  # the model's own code may raise anything on fake tensors
         return f"it cannot run on fake tensors: {type(error).__name__}: {error}"
@@ -179,11 +182,11 @@ def _fake_of(tensor: Tensor) -> FakeTensor:
     return FakeTensor(mode, tensor, torch.device("cpu"))
 
 
-def _copied(module: nn.Module) -> nn.Module:
+def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Returns a copy with fake tensors, whose parameters' gradients go as those of the module do.
 
-    What its forward writes into it stays in the copy. Hooks that are not torch's stay out: they may
-    write elsewhere.
+    What its forward writes into it stays in the copy. Only the hooks of libraries come along: a
+    user's may write elsewhere. ``memo`` receives what stands for each tensor, by its id.
     """
     thread, deepcopy = threading.get_ident(), Tensor.__deepcopy__
 
@@ -194,13 +197,12 @@ def _copied(module: nn.Module) -> nn.Module:
             memo[id(self)] = like(self)
         return memo[id(self)]
 
-    memo: dict[int, Any] = {}
     with replaced(Tensor, "__deepcopy__", copied), replaced(nn.Parameter, "__deepcopy__", copied):
         made = copy.deepcopy(module, memo)
     for part in made.modules():
         for name in _HOOKS:
             hooks = getattr(part, name)
-            for key in [key for key, hook in hooks.items() if not _is_torchs(hook)]:
+            for key in [key for key, hook in hooks.items() if not _is_of_library(hook)]:
                 del hooks[key]
     for param in module.parameters():
         fake = memo[id(param)]
@@ -211,10 +213,49 @@ def _copied(module: nn.Module) -> nn.Module:
     return made
 
 
-def _is_torchs(hook: Any) -> bool:
+def _is_of_library(hook: Any) -> bool:
     function = hook.hook if isinstance(hook, _WrappedHook) else hook
     origin = getattr(function, "__module__", None) or type(function).__module__
-    return origin.partition(".")[0] == "torch"
+    return origin.partition(".")[0] in _LIBRARIES
+
+
+def _values(arguments: Any) -> dict[int, Any]:
+    """Returns the value of each tensor of whole numbers whose elements all have the same, by its
+    id: a model may leave out a mask that hides nothing."""
+    tensors = [t for t in tree_leaves(arguments) if isinstance(t, Tensor) and _is_whole(t)]
+    firsts = ((t, t.flatten()[0]) for t in tensors if t.numel() and t.layout is torch.strided)
+    return {id(t): first.item() for t, first in firsts if bool((t == first).all())}
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _faked(arguments: Any, memo: dict[int, Any], values: dict[int, Any], storages: Storages) -> Any:
+    """Returns the arguments with fake tensors, which share memory where those do.
+
+    ``memo`` has what stands for the module's own; ``values`` are those of :func:`_values`.
+    """
+    shared: dict[int, torch.UntypedStorage] = {}
+
+    def faked(tensor: Tensor) -> Tensor:
+        if id(tensor) in memo:
+            return memo[id(tensor)]  # type: ignore[no-any-return]
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return like(tensor)
+        storage = tensor.untyped_storage()
+        if storage._cdata not in shared:
+            memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
+            shared[storage._cdata] = memory.untyped_storage()
+        geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
+        made = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        made = made.set_(shared[storage._cdata], *geometry).requires_grad_(tensor.requires_grad)
+        if id(tensor) in values:
+            storages.note_value(made, values[id(tensor)])
+        memo[id(tensor)] = made
+        return made
+
+    return tree_map_only(Tensor, faked, arguments)
 
 
 def _step_in_backward(fake: Tensor, param: Tensor, owner: Any) -> None:
