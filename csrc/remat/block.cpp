@@ -81,6 +81,7 @@ void Block::close() {
   if (outer_ != nullptr) at::reenableCallback(outer_->callback_);
   table_.clear();
   pending_.reset();
+  if (step_) step_->left();
   let_go();
 }
 
@@ -310,6 +311,7 @@ std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& f
   if (block == nullptr) return nullptr;
   const Operator* op = Operator::of(function);
   if (op == nullptr || op->is_composite) return nullptr;
+  if (!block->running_.empty() && block->running_.back()->is_of_factory()) return nullptr;
   const bool is_recorded =
       !below_autograd() && !checkpoint::in_region() && at::GradMode::is_enabled();
   if (is_recorded && op->is_view) {

@@ -82,6 +82,7 @@ class Block : public std::enable_shared_from_this<Block> {
     double begin;                             // by now()
     std::unique_ptr<DeviceTime> device_time;  // null where it is not asked for
 
+    bool is_of_factory() const { return call != nullptr && call->op->is_factory; }
     bool writes(const c10::StorageImpl* storage) const;
     void measure(const at::RecordFunction& function);
   };

@@ -94,6 +94,11 @@ Operator::Operator(const c10::OperatorName& name)
                   name.name != "aten::_native_batch_norm_legit" &&
                   name.name != "aten::_batch_norm_with_update";
   is_heavy = is_heavy_name(name.name);
+  const auto& arguments = handle.schema().arguments();
+  is_factory = is_known && is_repeatable && !is_random &&
+               std::none_of(arguments.begin(), arguments.end(), [](const auto& argument) {
+                 return argument.type()->str().find("Tensor") != std::string::npos;
+               });
 }
 
 const Operator* Operator::of(const at::RecordFunction& call) {

@@ -18,9 +18,13 @@ struct Operator {
   bool any_writes = false;
   // It only calls other operators, and those are recorded instead.
   bool is_composite = false;
-  // A hash of its name, without the underscore of one that writes: of fake tensors torch's composites
-  // compute anew what they change in place otherwise, as the sum of a product and a bias.
+  // A hash of its name, without the underscore of one that writes: of fake tensors torch's
+  // composites compute anew what they change in place otherwise, as the sum of a product and a
+  // bias.
   uint64_t key = 0;
+  // It makes a tensor of numbers alone, as ones(), by calls of other operators, which are not seen
+  // where tensors are fake.
+  bool is_factory = false;
   // Its results share the memory of its arguments.
   bool is_view = false;
   // A second call with the same arguments and random numbers gives the same values: it leaves no

@@ -89,9 +89,19 @@ uint64_t Step::began(const Operator& op, const at::RecordFunction& function) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (finished_) return key;
   hash_ = mix(hash_, key);
-  // Between operators is where most contents are let go: what was before belongs to the moment
-  // that is past, so that the operator's own peak is told apart from them. An allocator that has to
-  // be asked is asked at the ends of operators alone.
+  end_moment();
+  return key;
+}
+
+void Step::left() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!finished_) end_moment();
+}
+
+// Between operators, and where the block is left, is where most contents are let go: what was before
+// belongs to the moment that is past, so that the peak of what follows is told apart from them. An
+// allocator that has to be asked is asked at the ends of operators alone.
+void Step::end_moment() {
   const bool asks = shared_->count.asks();
   if (asks) shared_->count.forget_peak();
   const int64_t least = asks ? 0 : take().peak;
@@ -100,7 +110,6 @@ uint64_t Step::began(const Operator& op, const at::RecordFunction& function) {
     let_go(static_cast<int32_t>(trace_.moments.size()) - 1);
   }
   held_ = held_alone();
-  return key;
 }
 
 std::unique_ptr<DeviceTime> Step::start_time(uint64_t key, at::Device device) {

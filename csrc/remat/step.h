@@ -50,6 +50,8 @@ class Step {
   // Called by the block in forward.
   // Returns a hash of the operator and the shapes of its arguments.
   uint64_t began(const Operator& op, const at::RecordFunction& function);
+  // The block is left; more may be allocated before its backward begins.
+  void left();
   // Starts to measure how long an operator takes on a device; null where that is known by now.
   std::unique_ptr<DeviceTime> start_time(uint64_t key, at::Device device);
   // `call`: null where its results cannot be recomputed. `time`: see start_time().
@@ -95,6 +97,7 @@ class Step {
   void let_go(int32_t moment);
   Count::Bytes take();
   void add_moment();
+  void end_moment();
   int64_t held_alone();
   void find();
   void follow(std::shared_ptr<Known> known);

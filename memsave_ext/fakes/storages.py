@@ -18,6 +18,7 @@ from .repeats import Costs, Repeats
 from .values import Values, with_values
 
 CUDA_BLOCK = 512  # CUDA's caching allocator rounds sizes up to a multiple of this
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "symm_mem")
 _WORKSPACE = 1  # the number of memory that has no storage, whose addresses are even
 
 
@@ -71,6 +72,8 @@ class Storages(TorchDispatchMode):
                 self.memory(tensor)
             self._ran(SECONDS_PER_CALL)
             return view
+        if getattr(func, "namespace", None) in _COLLECTIVES:
+            raise RuntimeError(f"{func} asks other processes, which run no fake tensors")
         func = self.makers.operator(func, args)
         call = self._repeats.call(func, args, kwargs)
         repeated = call and call.repeated(args)

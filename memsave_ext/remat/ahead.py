@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import sys
 import threading
@@ -15,9 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import functional
+from torch.nn import DataParallel, functional
 from torch.nn.modules.module import _WrappedHook
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from .. import _parts
 from ..adam import stepper
@@ -56,6 +58,8 @@ class Ahead:
     ) -> str | None:
         """Plans a step with such arguments, unless one is known. Returns why it cannot."""
         native: Any = _parts.native("remat")
+        if isinstance(module, DistributedDataParallel):
+            module, forward = module.module, nn.Module.__call__
         signature = _signature(module, args, kwargs, device)
         known = self._steps.get(signature)
         if isinstance(known, int) and not native.remat_knows(device, known):
@@ -95,6 +99,8 @@ def _obstacle(native: Any, module: nn.Module, device: torch.device) -> str | Non
     """Returns why a module cannot run on fake tensors, as far as that is known before."""
     if device.type not in ("cpu", "cuda"):
         return f"steps on {device.type} are not planned ahead"
+    if any(isinstance(part, (DataParallel, DistributedDataParallel)) for part in module.modules()):
+        return "a part of the model is wrapped for several processes or replicas"
     if any(is_dtensor(p) for p in module.parameters()):
         return "parameters are sharded, and only their processes know what is gathered"
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
@@ -132,13 +138,11 @@ def _run(
             stack.enter_context(storages)
             stack.enter_context(uncompiled())
             stack.enter_context(masks_as_in_steps(storages.has_known_values))
-            memo: dict[int, Any] = {}
-            copied = _copied(module, memo)
-            arguments = _faked((args, kwargs), memo, values, storages)
+            copied, fake_args, fake_kwargs = _copied(module, args, kwargs, values, storages)
             told.enter()
             stack.callback(told.leave)
-            _step(copied, forward, *arguments)
-            del copied, arguments, memo
+            _step(copied, forward, fake_args, fake_kwargs)
+            del copied, fake_args, fake_kwargs
         hash_of_operators: int | None = told.expect(device)
     except Exception as error:  # the model's own code may raise anything on fake tensors
         return f"it cannot run on fake tensors: {type(error).__name__}: {error}"
@@ -149,7 +153,7 @@ def _step(
     module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Runs a step that keeps everything, as a block records it."""
-    recorder = make_recorder(False, Budget(0, 1.0, False), torch.device("cpu"))
+    recorder = make_recorder(False, Budget(2**62, 0.0, False), torch.device("cpu"))
     recorder.open()
     try:
         with ExitStack() as hooks:
@@ -163,16 +167,21 @@ def _step(
 @contextmanager
 def _as_before() -> Iterator[None]:
     """Leaves random numbers, and what autocast has cached, as they were."""
-    state = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
+    numpy: Any = sys.modules.get("numpy")
+    sources: list[tuple[Any, Any]] = [
+        (torch.get_rng_state, torch.set_rng_state),
+        (random.getstate, random.setstate),
+    ]
+    if numpy is not None:
+        sources.append((numpy.random.get_state, numpy.random.set_state))
+    before = [get() for get, _ in sources]
     try:
-        with torch.random.fork_rng(devices=[]):
-            yield
+        yield
     finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+        # Other threads may have drawn meanwhile: what the step has not changed stays.
+        for (get, restore), state in zip(sources, before, strict=True):
+            if pickle.dumps(get()) != pickle.dumps(state):
+                restore(state)
         torch.clear_autocast_cache()
 
 
@@ -182,35 +191,58 @@ def _fake_of(tensor: Tensor) -> FakeTensor:
     return FakeTensor(mode, tensor, torch.device("cpu"))
 
 
-def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Returns a copy with fake tensors, whose parameters' gradients go as those of the module do.
+def _copied(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    values: dict[int, Any],
+    storages: Storages,
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Returns a copy with fake tensors, which share memory where those of the module do.
 
-    What its forward writes into it stays in the copy. Only the hooks of libraries come along: a
-    user's may write elsewhere. ``memo`` receives what stands for each tensor, by its id.
+    What its forward writes into the module or its arguments stays in the copy. Only the hooks of
+    libraries come along: a user's may write elsewhere. ``values`` are those of :func:`_values`.
     """
     thread, deepcopy = threading.get_ident(), Tensor.__deepcopy__
+    memory: dict[int, torch.UntypedStorage] = {}
+    fakes: dict[int, Tensor] = {}
 
     def copied(self: Tensor, memo: dict[int, Any]) -> Any:
         if threading.get_ident() != thread or isinstance(self, FakeTensor):
             return deepcopy(self, memo)
-        if id(self) not in memo:
-            memo[id(self)] = like(self)
-        return memo[id(self)]
+        if id(self) not in fakes:
+            made = fakes[id(self)] = _fake_like(self, memory)
+            if id(self) in values:
+                storages.note_value(made, values[id(self)])
+        return fakes[id(self)]
 
     with replaced(Tensor, "__deepcopy__", copied), replaced(nn.Parameter, "__deepcopy__", copied):
-        made = copy.deepcopy(module, memo)
+        made, args, kwargs = copy.deepcopy((module, args, kwargs))
     for part in made.modules():
         for name in _HOOKS:
             hooks = getattr(part, name)
             for key in [key for key, hook in hooks.items() if not _is_of_library(hook)]:
                 del hooks[key]
     for param in module.parameters():
-        fake = memo[id(param)]
+        fake = fakes[id(param)]
         if param.grad is not None:
             fake.grad = like(param.grad)
         elif (owner := stepper.owner(param)) is not None:
             _step_in_backward(fake, param, owner)
-    return made
+    return made, args, kwargs
+
+
+def _fake_like(tensor: Tensor, memory: dict[int, torch.UntypedStorage]) -> Tensor:
+    """``memory`` has what stands for storages that were seen before, by their ids."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return like(tensor)
+    storage = tensor.untyped_storage()
+    if storage._cdata not in memory:
+        made = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
+        memory[storage._cdata] = made.untyped_storage()
+    geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
+    made = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    return made.set_(memory[storage._cdata], *geometry).requires_grad_(tensor.requires_grad)
 
 
 def _is_of_library(hook: Any) -> bool:
@@ -231,33 +263,6 @@ def _is_whole(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() and not tensor.is_complex()
 
 
-def _faked(arguments: Any, memo: dict[int, Any], values: dict[int, Any], storages: Storages) -> Any:
-    """Returns the arguments with fake tensors, which share memory where those do.
-
-    ``memo`` has what stands for the module's own; ``values`` are those of :func:`_values`.
-    """
-    shared: dict[int, torch.UntypedStorage] = {}
-
-    def faked(tensor: Tensor) -> Tensor:
-        if id(tensor) in memo:
-            return memo[id(tensor)]  # type: ignore[no-any-return]
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-            return like(tensor)
-        storage = tensor.untyped_storage()
-        if storage._cdata not in shared:
-            memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
-            shared[storage._cdata] = memory.untyped_storage()
-        geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
-        made = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        made = made.set_(shared[storage._cdata], *geometry).requires_grad_(tensor.requires_grad)
-        if id(tensor) in values:
-            storages.note_value(made, values[id(tensor)])
-        memo[id(tensor)] = made
-        return made
-
-    return tree_map_only(Tensor, faked, arguments)
-
-
 def _step_in_backward(fake: Tensor, param: Tensor, owner: Any) -> None:
     """Lets a fake parameter's gradient go in backward, for a state if there is none yet."""
     group = next(g for g in owner.param_groups if any(p is param for p in g["params"]))
@@ -275,16 +280,20 @@ def _step_in_backward(fake: Tensor, param: Tensor, owner: Any) -> None:
 def _backward_of(output: Any) -> None:
     """Runs the backward of what a module has returned, from its loss if it has one.
 
-    Otherwise from a cross-entropy of its results, which needs as much memory as most losses do.
+    Otherwise from a cross-entropy of its results in float32, with room for a copy of them, as where
+    they are cut first: that is as much memory as most losses need.
     """
+    spare = []
     loss = loss_in(output)
     if loss is None:
         found = output.get("logits") if isinstance(output, Mapping) else None
         tensors = [t for t in tree_leaves(output if found is None else found) if _has_gradient(t)]
         losses = [_loss(t) for t in tensors]
+        spare = [torch.empty_like(t) for t in tensors]
         loss = torch.stack(losses).sum() if losses else None
     if loss is not None and loss.requires_grad:
         loss.backward()
+    del spare
 
 
 def _has_gradient(value: Any) -> bool:
@@ -294,5 +303,5 @@ def _has_gradient(value: Any) -> bool:
 def _loss(result: Tensor) -> Tensor:
     if result.dim() < 2 or result.is_complex():
         return result.sum().float()
-    rows = result.flatten(0, -2)
+    rows = result.flatten(0, -2).float()
     return functional.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.long))

@@ -49,9 +49,11 @@ class remat:  # noqa: N801, a context manager is used like a function
     Only what the entering thread does in the block is recorded, except its backwards; what other
     threads save is kept as usual. Blocks may be nested: the inner one has its own record.
 
-    With a budget, expensive operators are recomputed, too, as many as it takes. The first step of a
-    shape (the same operators with arguments of the same shapes) is measured: its peak may exceed
-    the budget. Later ones follow a plan made of it: the least time within the budget. What counts
+    With a budget, expensive operators are recomputed, too, as many as it takes, by a plan that
+    takes the least time within it. The first step of a shape (the same operators with arguments of
+    the same shapes) runs ahead on fake tensors and is planned, if ``model`` is given and is the
+    first that the block calls; otherwise it is measured, and its peak may exceed the budget. Later
+    ones follow a plan made of the first. What counts
     on the CPU: parameters and buffers of the modules that the block calls, their gradients, states
     of this package's optimizers, and what is allocated from the block's beginning to the end of its
     backward, by any thread; inputs do not. On CUDA: all that the caching allocator has given out.
@@ -65,8 +67,8 @@ class remat:  # noqa: N801, a context manager is used like a function
             Where it is less than the least possible, a warning says so once, and the step runs with
             the least.
         optimizer: one or several optimizers that are not this package's: their states count, too.
-        strict: with too small a budget, the second step of a shape raises torch.OutOfMemoryError at
-            its first saved tensor, in place of the warning.
+        strict: with too small a budget, a step that has a plan raises torch.OutOfMemoryError at its
+            first saved tensor, in place of the warning.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -177,7 +179,7 @@ class remat:  # noqa: N801, a context manager is used like a function
 
     @property
     def least(self) -> int | None:
-        """The lowest budget for a step of these shapes; None in the first one, which is measured.
+        """The lowest budget for a step of these shapes; None in a first one that is measured.
 
         Raises:
             RuntimeError: the block has no budget.
@@ -186,7 +188,7 @@ class remat:  # noqa: N801, a context manager is used like a function
 
     @property
     def budget(self) -> int | None:
-        """The budget in bytes; None where it is a share and this is the first step of its shape.
+        """The budget in bytes; None where it is a share and the step has no plan.
 
         Raises:
             RuntimeError: the block has no budget.
@@ -250,7 +252,8 @@ class remat:  # noqa: N801, a context manager is used like a function
         figures = recorder.budget()
         budget, peak, least = (format_bytes(figures[name]) for name in ("budget", "peak", "least"))
         if figures["plan"] is None:
-            return f"Peak {peak}; the first step of this shape, which is measured"
+            why = self._measured or "it did not go as the run ahead of it on fake tensors"
+            return f"Peak {peak}; the first step of this shape, which is measured: {why}"
         return (
             f"Peak {peak} of a budget of {budget}; the least for these shapes is {least}; "
             f"recomputing is planned to take {format_seconds(figures['plan'][1])}\n"

@@ -72,9 +72,8 @@ def ratios_of(net, forward, micro_batches, optimizer=None, **options):
 def test_gradients_that_are_added_to(build, micro_batches, share):
     model, x = build()
     options = {"model": model, "budget": share}
-    first, *later = ratios_of(model, lambda: model(x).square().mean(), micro_batches, **options)
-    assert first[0] is None and None not in first[1:]
-    assert max(max(first[1:]), *map(max, later)) <= 1.02
+    rows = ratios_of(model, lambda: model(x).square().mean(), micro_batches, **options)
+    assert max(map(max, rows)) <= 1.02
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

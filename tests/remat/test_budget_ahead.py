@@ -1,0 +1,425 @@
+"""Steps within a budget are planned before their first one, by a run on fake tensors."""
+
+import contextlib
+import gc
+import random
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import memsave_ext as ms
+from memsave_ext.remat import ahead
+
+PROMISED = 1.02
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known_yet():
+    ms._native.module.remat_forget()
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """What each run on fake tensors has returned: a hash, or why it could not run."""
+    found = []
+    run = ahead._run
+
+    def counted(*args):
+        found.append(run(*args))
+        return found[-1]
+
+    monkeypatch.setattr(ahead, "_run", counted)
+    return found
+
+
+def wide(layers=8, width=64):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)]
+    return nn.Sequential(*blocks)
+
+
+class Attention(nn.Module):
+    """Attention, dropout and a loss of its own where labels are given."""
+
+    def __init__(self, width=48, vocabulary=96):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(vocabulary, width)
+        layers = [nn.TransformerEncoderLayer(width, 4, 4 * width, 0.1, "gelu", batch_first=True)]
+        layers += [nn.TransformerEncoderLayer(width, 4, 4 * width, 0.1, "relu", batch_first=True)]
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids, labels=None):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        if labels is None:
+            return logits
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = [(3, 16), (16, 32), (32, 32)]
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.SiLU())
+            for i, o in sizes
+        )
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+def ids_of(shape=(4, 32)):
+    return torch.randint(96, shape, generator=torch.Generator().manual_seed(1))
+
+
+def attention_loss(model):
+    ids = ids_of()
+    return lambda: model(ids, labels=ids)["loss"]
+
+
+def logits_loss(model):
+    ids = ids_of()
+    return lambda: F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+def image_loss(model):
+    x = torch.randn(8, 3, 24, 24, generator=torch.Generator().manual_seed(1))
+    return lambda: F.cross_entropy(model(x), torch.arange(8))
+
+
+def wide_loss(model):
+    x = torch.randn(512, 64, generator=torch.Generator().manual_seed(1))
+    return lambda: model(x).square().mean()
+
+
+CASES = {
+    "loss inside": (Attention, attention_loss),
+    "loss outside": (Attention, logits_loss),
+    "images": (Convolutions, image_loss),
+    "another loss": (wide, wide_loss),
+}
+
+
+def step(model, loss, context=None):
+    """Gradients and the peak by ``memory.track``, of a step that starts as any other does."""
+    torch.manual_seed(3)
+    gc.collect()
+    with ms.memory.track(model) as track:
+        with context or contextlib.nullcontext():
+            value = loss()
+        value.backward()
+        del value
+        peak = track.peak
+    grads = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    return grads, peak
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.4])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("whole_module", [False, True])
+def test_the_first_step_keeps_to_the_budget(name, share, whole_module, runs):
+    make, batch = CASES[name]
+    plain, most = step(model := make(), batch(model))
+    model = make()  # with the statistics of its batch norms as they were
+    loss = batch(model)
+    if whole_module:
+        block, context = ms.remat_module(model, budget=share), None
+    else:
+        block = context = ms.remat(model, budget=share)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a budget below the least
+        grads, peak = step(model, loss, context)
+    assert all(map(torch.equal, plain, grads))
+    assert len(runs) == 1 and isinstance(runs[0], int), runs
+    assert block.least is not None and block.figures().dropped_bytes > 0
+    assert peak <= PROMISED * max(block.budget, block.least) and peak < most
+    assert "of a budget of" in block.report()
+
+
+def test_a_shape_is_run_ahead_once_and_every_new_one_before_its_first_step(runs):
+    model = wide(4)
+    handle = ms.remat_module(model, budget=0.5)
+    for _ in range(2):
+        for rows in range(64, 512, 32):
+            x = torch.randn(rows, 64)
+            _, peak = step(model, lambda x=x: model(x).square().mean())
+            assert peak <= PROMISED * max(handle.budget, handle.least), rows
+    assert len(runs) == len(range(64, 512, 32))
+    model.eval()
+    step(model, lambda: model(x).square().mean())
+    assert len(runs) == len(range(64, 512, 32)) + 1
+
+
+def test_a_forgotten_shape_is_run_ahead_again(runs):
+    model, x = wide(4), torch.randn(64, 64)
+    ms.remat_module(model, budget=0.5)
+    step(model, lambda: model(x).sum())
+    ms._native.module.remat_forget()
+    step(model, lambda: model(x).sum())
+    assert len(runs) == 2
+
+
+def test_gradients_from_before_and_their_absence():
+    model, x = wide(), torch.randn(512, 64)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    block = ms.remat(model, budget=0.5)
+    with ms.memory.track(model) as track:
+        with block:
+            loss = model(x).square().mean()
+        loss.backward()
+    assert track.peak <= PROMISED * max(block.budget, block.least)
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_an_optimizer_in_backward(steps_before, runs):
+    # Parameters are large beside activations: gradients that stayed would be seen.
+    model, x = wide(8, 256), torch.randn(128, 256)
+    optimizer = ms.AdamW(model.parameters(), 1e-4, in_backward=True)
+    for _ in range(steps_before):
+        model(x).square().mean().backward()
+        optimizer.step()
+    block = ms.remat(model, budget=0.6)
+    step(model, lambda: model(x).square().mean(), block)  # its track does not count the states
+    assert isinstance(runs[0], int), runs
+    assert 0.8 < block.peak / max(block.budget, block.least) <= 1.05
+
+
+class Watched(nn.Module):
+    """Writes down what its forward does, in itself and in its argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = wide(4)
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls, self.last, self.scale = 0, None, torch.ones(64)
+
+    def forward(self, x, notes):
+        self.calls += 1
+        self.seen += 1
+        random.random()
+        np.random.rand()
+        torch.rand(3)
+        y = self.last = self.inner(x * self.scale) * torch.rand(())
+        notes.append(y)
+        return y
+
+
+def test_nothing_but_the_plan_is_left_of_the_run_ahead(runs):
+    model, x, notes, heard = Watched(), torch.randn(64, 64), [], []
+    model.inner[0].register_forward_hook(lambda *_: heard.append(1))
+
+    def states():
+        return torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+
+    step(model, lambda: model(x, []).sum())  # from which the random numbers go on
+    random.seed(0), np.random.seed(0)
+    step(model, lambda: model(x, []).sum())
+    expected = states()
+    random.seed(0), np.random.seed(0)
+    heard.clear()
+    with ms.remat(model, budget=0.5):
+        torch.manual_seed(3)
+        model(x, notes).sum().backward()
+    assert isinstance(runs[0], int), runs
+    assert (model.calls, model.seen.item(), len(notes), len(heard)) == (3, 3, 1, 1)
+    assert type(model.last) is torch.Tensor and notes[0] is model.last
+    assert torch.equal(states()[0], expected[0]) and states()[1:] == expected[1:]
+    assert all(
+        type(t) in (torch.Tensor, nn.Parameter) for t in model.state_dict(keep_vars=True).values()
+    )
+
+
+def test_hooks_of_torch_take_part(runs):
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(64, 64)), nn.GELU(), nn.Linear(64, 64))
+    x, block = torch.randn(512, 64), ms.remat(model, budget=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, peak = step(model, lambda: model(x).square().mean(), block)
+    assert isinstance(runs[0], int) and block.least is not None
+    assert peak <= PROMISED * max(block.budget, block.least)
+
+
+class Chooses(nn.Module):
+    """Its result has as many rows as the input has positive ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = wide(4)
+
+    def forward(self, x):
+        return self.inner(x[x[:, 0] > 0])
+
+
+def test_what_cannot_run_on_fake_tensors_is_measured_and_the_report_says_so(runs):
+    model, x = Chooses(), torch.randn(256, 64)
+    plain, _ = step(model, lambda: model(x).sum())
+    block = ms.remat(model, budget=0.5)
+    grads, _ = step(model, lambda: model(x).sum(), block)
+    assert all(map(torch.equal, plain, grads))
+    assert "depends on the values" in runs[0] and runs[0] in block.report()
+    assert block.least is None
+    step(model, lambda: model(x).sum(), ms.remat(model, budget=0.5))
+    assert len(runs) == 1  # the reason is known
+
+
+@pytest.mark.parametrize(
+    ("block_of", "reason"),
+    [
+        (lambda model: ms.remat(budget=0.5), "was given no model"),
+        (lambda model: ms.remat(model, budget=0.5), "did something before it called its model"),
+    ],
+)
+def test_blocks_that_are_measured(block_of, reason, runs):
+    model, x = wide(4), torch.randn(64, 64, requires_grad=True)
+    with block_of(model) as block:
+        loss = model(x * 2).sum()
+    loss.backward()
+    assert reason in block.report() and not runs
+
+
+def test_modes_and_hooks_that_would_see_fake_tensors_keep_it_from_running(runs):
+    model, x, seen = wide(4), torch.randn(64, 64), []
+
+    def pack(tensor):
+        seen.append(type(tensor))
+        return tensor
+
+    handle = ms.remat_module(model, budget=0.5)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(x).sum().backward()
+    assert "hooks on saved tensors" in runs[0]
+    with torch.device("cpu"):
+        model(x[:32]).sum().backward()
+    assert "a mode of torch" in runs[1] and runs[1] in handle.report()
+    assert set(seen) <= {torch.Tensor, nn.Parameter}
+
+
+class Reduces(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = wide(4)
+
+    def forward(self, x):
+        y = self.inner(x)
+        with torch.no_grad():
+            dist.all_reduce(y.sum())
+        return y
+
+
+def test_collectives_are_not_run_ahead(runs):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, x = Reduces(), torch.randn(64, 64)
+        with ms.remat(model, budget=0.5):
+            loss = model(x).sum()
+        loss.backward()
+    finally:
+        dist.destroy_process_group()
+    assert "asks other processes" in runs[0]
+
+
+def test_a_parallel_model_is_run_ahead_as_one_process_runs_it(runs):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(wide(8))
+        x, block = torch.randn(512, 64), ms.remat(model, budget=0.5)
+        _, peak = step(model, lambda: model(x).square().mean(), block)
+    finally:
+        dist.destroy_process_group()
+    assert isinstance(runs[0], int) and block.least is not None
+    assert peak <= 1.05 * max(block.budget, block.least)
+
+
+def test_another_way_than_the_one_run_ahead(runs):
+    ways = []
+
+    class Turns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            ways = [wide(4), nn.Sequential(nn.Tanh(), wide(4))]
+            self.first, self.ways = wide(4), nn.ModuleList(ways)
+
+        def forward(self, x):
+            return self.ways[ways.pop()](self.first(x))
+
+    model, x = Turns(), torch.randn(128, 64)
+
+    def train(*turns):
+        ways[:] = turns
+        block = ms.remat(model, budget=0.5)
+        grads, _ = step(model, lambda: model(x).sum(), block)
+        return grads, block
+
+    def same(one, other):
+        return one is other if one is None or other is None else torch.equal(one, other)
+
+    ways.append(1)
+    plain, _ = step(model, lambda: model(x).sum())
+    grads, block = train(1, 0)  # the last is taken first, by the run ahead
+    assert len(runs) == 1 and isinstance(runs[0], int) and not ways
+    assert all(map(same, plain, grads)) and block.least is None
+    assert "did not go as the run ahead" in block.report()
+    grads, block = train(1)
+    assert all(map(same, plain, grads)) and block.least is not None and len(runs) == 1
+
+
+def test_autocast(runs):
+    model, x = wide(), torch.randn(512, 64)
+
+    def loss():
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().square().mean()
+
+    plain, most = step(model, loss)
+    block = ms.remat(model, budget=0.5)
+    grads, peak = step(model, loss, block)
+    assert all(map(torch.equal, plain, grads)) and isinstance(runs[0], int)
+    assert peak <= PROMISED * max(block.budget, block.least) and peak < most
+
+
+def test_a_strict_budget_that_is_too_small_is_refused_in_the_first_step():
+    model, x = wide(), torch.randn(512, 64)
+    with (
+        pytest.raises(torch.OutOfMemoryError, match="needs at least"),
+        ms.remat(model, budget=1000, strict=True),
+    ):
+        model(x)
+    assert not any(p.grad is not None for p in model.parameters())
+
+
+def test_threads_run_ahead_one_after_the_other(runs):
+    def train(width, out):
+        model, x = wide(4, width), torch.randn(64, width)
+        block = ms.remat(model, budget=0.5)
+        with block:
+            loss = model(x).square().mean()
+        loss.backward()
+        plain = wide(4, width)
+        plain(x).square().mean().backward()
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        out.append(all(torch.equal(p.grad, q.grad) for p, q in pairs))
+
+    out = []
+    threads = [threading.Thread(target=train, args=(32 + 8 * i, out)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert out == [True] * 4 and len(runs) == 4 and all(isinstance(run, int) for run in runs)
