@@ -280,7 +280,7 @@ def _step_in_backward(fake: Tensor, param: Tensor, owner: Any) -> None:
 def _backward_of(output: Any) -> None:
     """Runs the backward of what a module has returned, from its loss if it has one.
 
-    Otherwise from a cross-entropy of its results in float32, with room for a copy of them, as where
+    Otherwise from a cross-entropy of its results in float32, with room for a copy of those, as where
     they are cut first: that is as much memory as most losses need.
     """
     spare = []
@@ -289,7 +289,7 @@ def _backward_of(output: Any) -> None:
         found = output.get("logits") if isinstance(output, Mapping) else None
         tensors = [t for t in tree_leaves(output if found is None else found) if _has_gradient(t)]
         losses = [_loss(t) for t in tensors]
-        spare = [torch.empty_like(t) for t in tensors]
+        spare = [torch.empty(t.shape, dtype=torch.float32) for t in tensors]
         loss = torch.stack(losses).sum() if losses else None
     if loss is not None and loss.requires_grad:
         loss.backward()
