@@ -13,33 +13,8 @@ namespace py = pybind11;
 
 namespace {
 
-py::object element_type(Element element) {
-  return element == Element::kNone ? py::object(py::none()) : py::cast(scalar_type(element));
-}
-
 py::object option_of(const ParamRow& row) {
   return *row.name == 0 ? py::object(py::none()) : py::str(row.name);
-}
-
-py::object option_of(const StateRow& row) {
-  switch (row.option) {
-    case Option::kNone:
-      break;
-    case Option::kDtype:
-      return element_type(row.moments);
-    case Option::kName:
-      return py::str(row.name);
-  }
-  return py::none();
-}
-
-py::list listed(DTypes dtypes) {
-  py::list list;
-  for (int i = 0; i < vector::kDTypes; ++i) {
-    const auto dtype = static_cast<DType>(i);
-    if (dtypes & bit(dtype)) list.append(vector::scalar_type_of(dtype));
-  }
-  return list;
 }
 
 }  // namespace
@@ -52,8 +27,8 @@ at::ScalarType scalar_type(Element element) {
 
 ParamFormat param_format_named(const py::handle& bf16) {
   const auto name = bf16.is_none() ? std::string() : bf16.cast<std::string>();
-  for (const ParamRow& known : kParamRows) {
-    if (name == known.name && bf16.is_none() == name.empty()) return known.format;
+  for (int i = 0; i < kParamFormats; ++i) {
+    if (name == kParamRows[i].name && bf16.is_none() == name.empty()) return ParamFormat{i};
   }
   throw py::value_error("bf16");
 }
@@ -61,45 +36,26 @@ ParamFormat param_format_named(const py::handle& bf16) {
 StateFormat state_format_named(const py::handle& state_dtype) {
   if (state_dtype.is_none()) return StateFormat::kAsParam;
   const bool is_dtype = THPDtype_Check(state_dtype.ptr());
-  if (is_dtype) {
-    const auto type = reinterpret_cast<THPDtype*>(state_dtype.ptr())->scalar_type;
-    if (type == at::kFloat) return StateFormat::kAsParam;  // like None
-    for (const StateRow& known : kStateRows) {
-      if (known.option == Option::kDtype && type == scalar_type(known.moments)) return known.format;
-    }
-  } else {
-    const auto name = state_dtype.cast<std::string>();
-    for (const StateRow& known : kStateRows) {
-      if (known.option == Option::kName && name == known.name) return known.format;
-    }
+  const auto type =
+      is_dtype ? reinterpret_cast<THPDtype*>(state_dtype.ptr())->scalar_type : at::kByte;
+  if (is_dtype && type == at::kFloat) return StateFormat::kAsParam;  // like None
+  const auto name = is_dtype ? std::string() : state_dtype.cast<std::string>();
+  for (int i = 0; i < kStateFormats; ++i) {
+    const StateRow& known = kStateRows[i];
+    if (!known.is_option || in_blocks(StateFormat{i}) == is_dtype) continue;
+    if (is_dtype ? type == scalar_type(known.moments) : name == known.name) return StateFormat{i};
   }
   throw py::value_error("state_dtype");
 }
 
-py::dict describe_formats() {
-  py::list params, states, rules, combinations;
-  for (const ParamRow& made : kParamRows) {
-    params.append(py::make_tuple(option_of(made), element_type(made.low_part), made.at_random));
-  }
-  for (const StateRow& made : kStateRows) {
-    states.append(py::make_tuple(made.name, option_of(made), element_type(made.moments),
-                                 listed(made.params), made.at_random, made.amsgrad,
-                                 made.codes.block, made.codes.bits, made.codes.ratio));
-  }
-  for (const RuleRow& made : kRuleRows) {
-    rules.append(py::make_tuple(made.name, made.moments, made.folds));
-  }
+py::list combinations() {
+  py::list all;
   for (int i = 0; i < kCombinations; ++i) {
     const Combination c = Combination::at(i);
     if (!c.exists()) continue;
-    combinations.append(py::make_tuple(vector::scalar_type_of(c.param), option_of(row(c.format)),
-                                       row(c.states).name, row(c.rule).name, c.closes));
+    all.append(py::make_tuple(vector::scalar_type_of(c.param), option_of(row(c.format)),
+                              row(c.states).name, row(c.rule).name, c.closes));
   }
-  py::dict all;
-  all["params"] = params;
-  all["states"] = states;
-  all["rules"] = rules;
-  all["combinations"] = combinations;
   return all;
 }
 

@@ -17,8 +17,7 @@ ParamFormat param_format_named(const pybind11::handle& bf16);
 // decides. Throws ValueError where no row has it.
 StateFormat state_format_named(const pybind11::handle& state_dtype);
 
-// Returns all rows and all combinations that exist; tests compare memsave_ext/adam/formats.py with
-// them.
-pybind11::dict describe_formats();
+// Returns what kernels are compiled for: dtype, bf16=, names of states and rule, whether it closes.
+pybind11::list combinations();
 
 }  // namespace memsave_ext::adam

@@ -96,17 +96,17 @@ void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList stat
                 const std::optional<Tensor>& found_inf, const std::optional<Tensor>& factor,
                 const std::optional<Tensor>& skip) {
   Group group;
-  const RuleRow& of_rule = kRuleRows[index_of(kRuleRows, kNameOf, "there is no rule", rule)];
+  const Rule of_rule{index_of(kRuleRows, kNameOf, "there is no rule", rule)};
   group.options = {lr,           beta1,
                    beta2,        eps,
                    weight_decay, decoupled_weight_decay,
                    nesterov,     maximize,
-                   of_rule.rule, static_cast<uint64_t>(seed)};
+                   of_rule,      static_cast<uint64_t>(seed)};
   if (tensor_lr) group.lr = *tensor_lr;
   group.max_grad_norm = max_grad_norm.value_or(0);
   const char* const no_format = "there is no format";
-  group.bf16 = kParamRows[index_of(kParamRows, kNameOf, no_format, bf16.value_or(""))].format;
-  group.state_dtype = kStateRows[index_of(kStateRows, kNameOf, no_format, state_format)].format;
+  group.bf16 = ParamFormat{index_of(kParamRows, kNameOf, no_format, bf16.value_or(""))};
+  group.state_dtype = StateFormat{index_of(kStateRows, kNameOf, no_format, state_format)};
   std::vector<Tensor State::*> of_names;
   for (const std::string& name : state_names.vec()) {
     of_names.push_back(
@@ -114,8 +114,8 @@ void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList stat
   }
   const auto same = [](const char* name) { return name; };
   const auto of_phase = static_cast<StepPhase>(index_of(kPhases, same, "there is no phase", phase));
-  TORCH_CHECK_VALUE(of_phase == StepPhase::kWhole || of_rule.folds,
-                    "adam_step_: nothing is folded by ", of_rule.name);
+  TORCH_CHECK_VALUE(of_phase == StepPhase::kWhole || row(of_rule).folds,
+                    "adam_step_: nothing is folded by ", row(of_rule).name);
   const size_t count = params.size();
   const auto check_length = [](const char* name, size_t length, size_t expected) {
     TORCH_CHECK_VALUE(length == expected, "adam_step_: ", name, " must have ", expected,

@@ -37,10 +37,11 @@ void check_moments(const char* name, at::ScalarType moments, const Tensor& param
                    const Group& group) {
   const auto type = c10::toRealValueType(param.scalar_type());
   std::vector<at::ScalarType> allowed = {param.scalar_type()};
-  for (const StateRow& other : kStateRows) {
+  for (int i = 0; i < kStateFormats; ++i) {
+    const StateRow& other = kStateRows[i];
     if (param.is_complex() || other.moments == Element::kNone) continue;
-    const bool fits = (other.params & bit(*vector::dtype_of(type))) != 0;
-    const bool chosen = !other.at_random || other.format == group.state_dtype;
+    const bool fits = takes(*vector::dtype_of(type), StateFormat{i});
+    const bool chosen = !other.at_random || StateFormat{i} == group.state_dtype;
     const bool listed = scalar_type(other.moments) == allowed.back();  // as another's
     if (fits && chosen && !listed && scalar_type(other.moments) != type) {
       allowed.push_back(scalar_type(other.moments));
@@ -72,27 +73,27 @@ void check_scale(const char* name, const Tensor& scale, const Tensor& param, Sta
 // Throws where the moments, or their scales, are not such as kernels take.
 void check_format(const Tensor& param, const State& state, const Group& group) {
   const RuleRow& rule = row(group.options.rule);
-  const bool is_buffer = rule.rule == Rule::kMomentum;
+  const bool is_buffer = group.options.rule == Rule::kMomentum;
   const char* const name = is_buffer ? "momentum_buffer" : "exp_avg";
   if (!state.first().defined()) throw_error("no_state", name);
   const auto moments = state.first().scalar_type();
   if (moments != param.scalar_type()) check_moments(name, moments, param, group);
-  const StateRow& stored = row(state_format(param, state, group));
-  if (is_joint(stored.format)) {
+  const StateFormat format = state_format(param, state, group);
+  if (is_joint(format)) {
     check_tensor("moments", state.moments, param, moments);
   } else {
     check_tensor(name, is_buffer ? state.momentum_buffer : state.exp_avg, param, moments);
     if (rule.moments > 1) check_tensor("exp_avg_sq", state.exp_avg_sq, param, moments);
   }
   if (rule.moments > 2) {
-    if (!stored.amsgrad) throw_error("no_amsgrad");
+    if (!row(format).amsgrad) throw_error("no_amsgrad");
     check_tensor("max_exp_avg_sq", state.max_exp_avg_sq, param, moments);
   }
-  if (!in_blocks(stored.format)) return;
+  if (!in_blocks(format)) return;
   check_scale(is_buffer ? "momentum_buffer_scale" : "exp_avg_scale", state.first_scale(), param,
-              stored.format);
+              format);
   if (rule.moments > 1) {
-    check_scale("exp_avg_sq_scale", state.exp_avg_sq_scale, param, stored.format);
+    check_scale("exp_avg_sq_scale", state.exp_avg_sq_scale, param, format);
   }
   // Blocks are consecutive in memory, so all must have the same element order.
   if (!in_same_order(state.first(), param) ||
@@ -104,7 +105,7 @@ void check_format(const Tensor& param, const State& state, const Group& group) {
 // Whether a step cannot be made without its number: Adam corrects by it, random bits depend on it.
 bool needs_step(const Tensor& param, const Group& group, StateFormat states) {
   const RuleRow& rule = row(group.options.rule);
-  return is_adam(rule.rule) || row(param_format(param, group)).at_random ||
+  return is_adam(group.options.rule) || row(param_format(param, group)).at_random ||
          (rule.moments > 0 && (row(states).at_random || in_blocks(states)));
 }
 
@@ -112,7 +113,7 @@ bool needs_step(const Tensor& param, const Group& group, StateFormat states) {
 
 bool is_complete(const Tensor& param, const State& state, const Group& group) {
   const RuleRow& rule = row(group.options.rule);
-  if (state.defined()) return rule.rule != Rule::kMomentum || state.first().defined();
+  if (state.defined()) return group.options.rule != Rule::kMomentum || state.first().defined();
   return rule.moments == 0 && !needs_step(param, group, StateFormat::kAsParam) &&
          row(param_format(param, group)).low_part == Element::kNone;
 }
@@ -124,11 +125,12 @@ ParamFormat param_format(const Tensor& param, const Group& group) {
 StateFormat state_format(const Tensor& param, const State& state, const Group& group) {
   if (row(group.options.rule).moments == 0) return StateFormat::kAsParam;
   const auto type = c10::toRealValueType(state.first().scalar_type());
-  for (const StateRow& made : kStateRows) {
-    if (made.option == Option::kNone || type != scalar_type(made.moments)) continue;
-    if (is_joint(made.format) != state.moments.defined()) continue;
+  for (int i = 0; i < kStateFormats; ++i) {
+    const StateFormat made{i};
+    if (!row(made).is_option || type != scalar_type(row(made).moments)) continue;
+    if (is_joint(made) != state.moments.defined()) continue;
     // bfloat16 without state_dtype= is the parameter's own type, rounded to nearest.
-    if (!made.at_random || made.format == group.state_dtype) return made.format;
+    if (!row(made).at_random || made == group.state_dtype) return made;
   }
   return type == c10::toRealValueType(param.scalar_type()) ? StateFormat::kAsParam
                                                            : StateFormat::kFloat;
@@ -139,16 +141,16 @@ void check_state(const Tensor& param, const State& state, const Group& group) {
   if (!vector::dtype_of(type)) throw_error("wrong_type", param.scalar_type());
   const RuleRow& rule = row(group.options.rule);
   if (rule.moments > 0) check_format(param, state, group);
-  const StateRow& stored = row(state_format(param, state, group));
-  if (state.step.defined() || needs_step(param, group, stored.format)) {
+  const StateFormat stored = state_format(param, state, group);
+  if (state.step.defined() || needs_step(param, group, stored)) {
     check_step(state.step, param);
   }
   if (const Element low_part = row(param_format(param, group)).low_part;
       low_part != Element::kNone) {
     check_tensor("param_rest", state.param_low_part, param, scalar_type(low_part));
   }
-  const Combination combination = {*vector::dtype_of(type), param_format(param, group),
-                                   stored.format, group.options.rule, false};
+  const Combination combination = {*vector::dtype_of(type), param_format(param, group), stored,
+                                   group.options.rule, false};
   TORCH_CHECK(combination.exists(), "memsave_ext: no kernel steps a ", param.scalar_type(),
               " parameter with such states by ", rule.name);
 }
