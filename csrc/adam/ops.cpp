@@ -33,8 +33,6 @@ namespace {
 // Autograd has no part in a step: it is not differentiated, nor an in-place operation on a view.
 using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
-constexpr const char* kPhases[] = {"whole", "first_fold", "fold", "close"};  // of StepPhase
-
 // The kernel of adam_step_. The parameters are checked and lie on one device.
 void run_kernels(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
   const auto device = parameters.front()->local.device();
@@ -140,7 +138,9 @@ void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList stat
     }
     // Symbolic sizes are of a trace: the kernel that runs later checks.
     if (is_meta && parameter.local.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) continue;
-    check_step(parameter.local, parameter.grad, parameter.state, group, parameter.phase);
+    if (!can_step(parameter.local, parameter.grad, parameter.state, group, of_phase)) {
+      throw_misfit(parameter.local, parameter.grad, parameter.state, group, of_phase);
+    }
     TORCH_CHECK_VALUE(parameter.local.device() == params[0].device(),
                       "adam_step_: params must lie on one device, got ", params[0].device(),
                       " and ", parameter.local.device());

@@ -213,6 +213,20 @@ def checked(
     return prepared
 
 
+def check_named(
+    param: Tensor,
+    grad: Tensor | None,
+    state: Mapping[str, Tensor],
+    phase: StepPhase,
+    rule: str,
+    bf16: str,
+    state_format: str,
+) -> None:
+    """As :func:`~..states.check`, with the names of rows; ``bf16``: empty for None."""
+    group = _group(rule, 0.0, 0.0, bf16=bf16 or None, state_format=state_format)
+    check(param, grad, state, group, phase)
+
+
 def _group(
     rule: str,
     lr: float,
