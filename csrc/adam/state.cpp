@@ -1,7 +1,7 @@
 #include "adam/state.h"
 
 #include "adam/errors.h"
-#include "adam/format_names.h"
+#include "adam/names.h"
 #include "adam/parameter.h"
 #include "vector/dtype.h"
 

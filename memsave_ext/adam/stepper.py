@@ -25,8 +25,8 @@ from .state_machine import Block, Event, State, StateMachine
 if _native.module:
     called = (
         dtensor.local_tensor, dtensor.local_gradient, dtensor.leave_buffer, shards.sharding_of,
-        modes.check_options, states.make_state, states.publish_states, rules.is_complete,
-        operator.check_named,
+        states.make_state, states.publish_states, rules.is_complete, operator.check_named,
+        operator.options_of,
     )  # fmt: skip
     _native.module.register_functions({function.__name__: function for function in called})
     _native.module.register_functions({"adam_errors": errors})

@@ -48,7 +48,7 @@ COMBINATIONS = [
 
 
 def names(param, bf16, states, rule, closes):
-    return param, bf16.name, states.name, rule.name, closes
+    return param, bf16.name or "", states.name, rule.name, closes
 
 
 def optimizer_of(param, bf16, states, rule):
