@@ -231,10 +231,10 @@ struct StateBits<StateFormat::kBFloat16> : ParamBits<ParamFormat::kStochastic> {
 // formats.
 template <typename Kernel>
 struct KernelTable {
-  Kernel of[kCombinations];
+  Kernel kernels[kCombinations];
 
   constexpr Kernel operator[](const Combination& combination) const {
-    return of[combination.index()];
+    return kernels[combination.index()];
   }
 };
 
@@ -249,7 +249,7 @@ constexpr void fill(KernelTable<Kernel>& table) {
   } else {
     constexpr Combination combination = Combination::at(begin);
     if constexpr (combination.exists() && Source::makes(combination)) {
-      table.of[begin] = Source::template kernel<begin>();
+      table.kernels[begin] = Source::template kernel<begin>();
     }
   }
 }

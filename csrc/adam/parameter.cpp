@@ -26,12 +26,8 @@ Sharding sharding_of(const Parameter& parameter) {
   return sharding;
 }
 
-std::vector<FreshState> take_fresh(c10::ArrayRef<Parameter*> parameters) {
-  std::vector<FreshState> taken;
-  for (Parameter* parameter : parameters) {
-    if (parameter->fresh) taken.push_back({parameter->tensor, std::move(parameter->fresh)});
-  }
-  return taken;
+void take_fresh(Parameter& parameter, std::vector<FreshState>& taken) {
+  if (parameter.fresh) taken.push_back({parameter.tensor, std::move(parameter.fresh)});
 }
 
 namespace {
