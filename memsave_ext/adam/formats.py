@@ -235,8 +235,9 @@ def state_option(group: Any) -> torch.dtype | str | None:
 
 def state_format(option: object) -> StateFormat | None:
     """Returns the row of a value of :func:`state_option`; None where the param's dtype decides."""
-    rows = (row for row in STATE_FORMATS if option is not None and row.option == option)
-    return next(rows, None)
+    if option is None:
+        return None
+    return next((row for row in STATE_FORMATS if row.option == option), None)
 
 
 def made_state_format(param: Tensor, group: Any, in_blocks: bool) -> StateFormat:
