@@ -5,6 +5,7 @@ The options of a param group say which rule steps its parameters.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +28,10 @@ class Rule:
     folds: bool
 
 
+# Interned, as names in source are: csrc/adam/snapshot.cpp finds a state's tensors by identity.
 RULES = tuple(
-    Rule(name, tuple(moments.split()), folds) for name, moments, folds in read_rows("RULES")
+    Rule(name, tuple(map(sys.intern, moments.split())), folds)
+    for name, moments, folds in read_rows("RULES")
 )
 ADAM, AMSGRAD, SGD, MOMENTUM, LION = RULES
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")  # of any rule
