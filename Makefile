@@ -14,8 +14,8 @@ BUILT := .venv/.built
 LINKED := .venv/.linked
 TRAINERS := .venv/.trainers
 DOCS := .venv/.docs
-NATIVE_SOURCES := $(shell find csrc -type f)
-CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(NATIVE_SOURCES))
+NATIVE_SOURCES := memsave_ext/adam/format_rows.h $(shell find csrc -type f)
+CXX_FILES := $(filter csrc/%.h %.cpp %.cu %.cuh,$(NATIVE_SOURCES))
 # By files: what the tests of one share is often minutes of processes. In the order of their names
 # the last ones are short.
 PYTEST := $(VENV) -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder

@@ -6,8 +6,8 @@
 #include "adam/backward.h"
 #include "adam/batch.h"
 #include "adam/collector.h"
-#include "adam/format_names.h"
 #include "adam/hook.h"
+#include "adam/ops.h"
 #include "adam/rows.h"
 #include "checkpoint/forward_record.h"
 #include "checkpoint/function.h"
@@ -75,7 +75,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("frames", &Origin::frames)
       .def_readonly("operator_name", &Origin::operator_name);
 
-  m.def("adam_formats", &memsave_ext::adam::describe_formats);
+  m.def("adam_combinations", &memsave_ext::adam::combinations);
   using memsave_ext::adam::Collector;
   py::class_<Collector, std::shared_ptr<Collector>>(m, "AdamCollector")
       .def(py::init<const py::object&, int64_t, int64_t, bool>())

@@ -109,7 +109,11 @@ _KIND = cpp_extension.CUDAExtension if DECISION.cuda else cpp_extension.CppExten
 EXTENSION = _KIND(
     "memsave_ext._C",
     sources=build_config.sources(ROOT, DECISION.cuda),
-    depends=[*build_config.headers(ROOT), *build_config.sources(ROOT, DECISION.cuda)],
+    depends=[
+        "memsave_ext/adam/format_rows.h",
+        *build_config.headers(ROOT),
+        *build_config.sources(ROOT, DECISION.cuda),
+    ],
     include_dirs=[str(ROOT / "csrc")],
     define_macros=[("MEMSAVE_EXT_WITH_CUDA", "1")] if DECISION.cuda else [],
     extra_compile_args=build_config.compile_flags(cpp_extension.include_paths(), DECISION.cuda),

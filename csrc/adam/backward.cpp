@@ -31,14 +31,6 @@ bool Backward::is_awaited(const Parameter& parameter) const {
 
 namespace {
 
-constexpr const char* kActions[] = {"step", "fold", "measure", "keep"};  // of GradientAction
-
-GradientAction action_named(const std::string& name) {
-  const auto found = std::find(std::begin(kActions), std::end(kActions), name);
-  TORCH_CHECK(found != std::end(kActions), "memsave_ext: no backward can ", name);
-  return static_cast<GradientAction>(found - kActions);
-}
-
 c10::SafePyObject kept(py::object object) { return {object.release().ptr(), getPyInterpreter()}; }
 
 }  // namespace
@@ -49,10 +41,8 @@ Backward::Backward(std::shared_ptr<Collector> collector, std::shared_ptr<Snapsho
       snapshot_(std::move(snapshot)),
       optimizer_(kept(begun[0])),
       stepper_(kept(collector_->stepper())),
-      action_(action_named(begun[1].cast<std::string>())),
-      asks_(asks_named(begun[2].cast<std::string>())) {}
-
-const char* Backward::action_name() const { return kActions[static_cast<int>(action_)]; }
+      action_(named<GradientAction>(kActions, begun[1].cast<std::string>(), "no backward can")),
+      asks_(named<Asks>(kAsks, begun[2].cast<std::string>(), "no shards ask")) {}
 
 py::object Backward::stepper() const {
   return py::reinterpret_borrow<py::object>(stepper_.ptr(getPyInterpreter()));
@@ -362,11 +352,7 @@ void Backward::publish() {
   std::vector<FreshState> fresh;
   {
     const std::lock_guard lock(collector_->mutex());
-    std::vector<Parameter*> all;
-    for (Parameter& parameter : snapshot_->parameters) {
-      if (parameter.fresh) all.push_back(&parameter);
-    }
-    fresh = take_fresh(all);
+    for (Parameter& parameter : snapshot_->parameters) take_fresh(parameter, fresh);
   }
   if (fresh.empty()) return;
   const py::gil_scoped_acquire gil;

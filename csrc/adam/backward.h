@@ -49,6 +49,7 @@ class Collector;
 
 // What is done with the gradients of one backward; kKeep leaves them in .grad, where they add up.
 enum class GradientAction { kStep, kFold, kMeasure, kKeep };
+inline constexpr const char* kActions[] = {"step", "fold", "measure", "keep"};
 
 class Backward {
  public:
@@ -58,7 +59,7 @@ class Backward {
   ~Backward();
 
   GradientAction action() const { return action_; }
-  const char* action_name() const;
+  const char* action_name() const { return kActions[static_cast<int>(action_)]; }
   // Calls a method of the optimizer's stepper. Takes the GIL; the caller may hold the collector's
   // mutex.
   template <typename... Args>

@@ -20,10 +20,6 @@ namespace memsave_ext::adam {
 namespace py = pybind11;
 using at::Tensor;
 
-Asks asks_named(const std::string& name) {
-  return name == "always" ? Asks::kAlways : name == "clipped" ? Asks::kClipped : Asks::kNever;
-}
-
 bool asks_other_shards(const Parameter& parameter, Asks asks) {
   if (asks == Asks::kNever || !is_dtensor(parameter)) return false;
   return parameter.phase == StepPhase::kWhole &&
@@ -144,8 +140,10 @@ void Batch::step(const py::object& scaling) const {
     collector_->records().step(parameters_, read);
   }
   if (collector_->backwards().current()) return;  // which publishes states at its end
+  std::vector<FreshState> fresh;
+  for (Parameter* parameter : parameters_) take_fresh(*parameter, fresh);
   const py::object optimizer = collector_->optimizer();
-  if (!optimizer.is_none()) publish_states(take_fresh(parameters_), optimizer);
+  if (!optimizer.is_none()) publish_states(fresh, optimizer);
 }
 
 }  // namespace memsave_ext::adam

@@ -30,8 +30,7 @@ using ByDevice = std::map<c10::Device, T, DeviceLess>;
 // Which shards of DTensors must be scaled by what other processes have: by the norm of all of them,
 // or by whether any is not finite.
 enum class Asks { kNever, kClipped, kAlways };  // kClipped: those with a max_grad_norm
-
-Asks asks_named(const std::string& name);
+inline constexpr const char* kAsks[] = {"never", "clipped", "always"};
 
 // Whether stepping the prepared parameter takes a collective of the processes with other shards.
 bool asks_other_shards(const Parameter& parameter, Asks asks);

@@ -124,7 +124,7 @@ MEMSAVE_EXT_INLINE T number_of_code(T code) {
 // The numbers of all codes of at most 4 bits, and of exp_avg's, whose highest bit is the sign. They
 // are exact in float, so that it does not matter how they are computed.
 struct Table {
-  float of[16];
+  float numbers[16];
 };
 
 template <typename Code>
@@ -138,7 +138,7 @@ constexpr Table numbers_of_codes(bool sign) {
     while ((2 << level) <= code) ++level;
     const CodeLevel line = Code::line(level);
     const float number = line.start + line.step * static_cast<float>(code);
-    table.of[i] = sign && i >= codes ? -number : number;
+    table.numbers[i] = sign && i >= codes ? -number : number;
   }
   return table;
 }
@@ -219,7 +219,7 @@ struct Coding {
   static MEMSAVE_EXT_INLINE auto decode_exp_avg(Word code, Scale scale) {
     if constexpr (kLooksUp<Math>) {
       static constexpr Table kNumbers = numbers_of_codes<Magnitude>(true);
-      return Math::look_up(kNumbers.of, code) * scale;
+      return Math::look_up(kNumbers.numbers, code) * scale;
     } else {
       const auto number = number_of_code<Math, Magnitude>(Math::number(code & (kSign - 1))) * scale;
       return Math::from_bits(Math::bits(number) | (code & kSign) << kShift);
@@ -239,7 +239,7 @@ struct Coding {
   static MEMSAVE_EXT_INLINE auto decode_exp_avg_sq(Word code, Scale scale) {
     if constexpr (kLooksUp<Math>) {
       static constexpr Table kNumbers = numbers_of_codes<Root>(false);
-      const auto root = Math::look_up(kNumbers.of, code) * scale;
+      const auto root = Math::look_up(kNumbers.numbers, code) * scale;
       return root * root;
     } else {
       const auto root = number_of_code<Math, Root>(Math::number(code)) * scale;

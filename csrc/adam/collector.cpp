@@ -91,14 +91,6 @@ std::shared_ptr<Entry> Collector::entry_of(const py::handle& param) const {
   return attachment.collector == this ? attachment.entry : nullptr;
 }
 
-void Collector::set_intake(const std::string& name) {
-  intake_ = name == "keep"   ? Intake::kKeep
-            : name == "sum"  ? Intake::kSum
-            : name == "drop" ? Intake::kDrop
-            : name == "fold" ? Intake::kFold
-                             : Intake::kStep;
-}
-
 void Collector::ready(Entry& entry, const Tensor& param, bool may_step, const Tensor& local_grad) {
   const Intake intake = intake_;
   if (intake == Intake::kKeep) return;
@@ -197,6 +189,7 @@ py::list Collector::remaining(const std::string& asks) {
   const auto snapshot = take_snapshot();
   TORCH_CHECK(snapshot, "memsave_ext: the optimizer is gone");
   backwards_.use_snapshot(snapshot);  // errors name parameters by their position in it
+  const auto asking = named<Asks>(kAsks, asks, "no shards ask");
   ByDevice<std::vector<Parameter*>> batches;
   for (auto& parameter : snapshot->parameters) {
     Tensor grad =
@@ -216,7 +209,7 @@ py::list Collector::remaining(const std::string& asks) {
     batches[parameter.local.device()].push_back(&parameter);
   }
   for (const auto& [device, parameters] : batches) {
-    on_devices.append(Batch(shared_from_this(), snapshot, parameters, asks_named(asks)));
+    on_devices.append(Batch(shared_from_this(), snapshot, parameters, asking));
   }
   return on_devices;
 }

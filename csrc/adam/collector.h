@@ -20,6 +20,7 @@
 
 #include "adam/backward.h"
 #include "adam/batch.h"
+#include "adam/names.h"
 #include "adam/parameter.h"
 #include "adam/records.h"
 #include "adam/snapshot.h"
@@ -29,6 +30,7 @@ namespace memsave_ext::adam {
 // What hooks do with complete gradients. The first two leave the gradient in .grad, those of
 // DistributedDataParallel too in the first; kDrop frees it.
 enum class Intake { kKeep, kSum, kDrop, kFold, kStep };
+inline constexpr const char* kIntakes[] = {"keep", "sum", "drop", "fold", "step"};
 
 // What the stepper need not be asked about: `Expected` in memsave_ext/adam/state_machine.py.
 struct Expected {
@@ -57,7 +59,9 @@ class Collector : public std::enable_shared_from_this<Collector> {
   // The mutex, for several calls that belong together. Releases the GIL while it waits.
   void lock();
   void unlock() { mutex_.unlock(); }
-  void set_intake(const std::string& name);
+  void set_intake(const std::string& name) {
+    intake_ = named<Intake>(kIntakes, name, "there is no intake");
+  }
   void expect(bool uses, bool keeps, bool measured, bool first) {
     expected_ = {uses, keeps, measured, first};
   }

@@ -1,6 +1,5 @@
 // How parameters and states are stored: a row for each format, and which formats can be combined.
-// The kernel tables of CPU and CUDA are built from these rows; memsave_ext/adam/formats.py has the
-// same ones.
+// The kernel tables of CPU and CUDA are built from these rows.
 #pragma once
 
 #include <cstdint>
@@ -16,64 +15,27 @@ using vector::DType;
 // random bits go over its multiples.
 constexpr int64_t kBlock = 256;
 
-// How a parameter is stored. All but kPlain are for bfloat16 parameters; those after kStochastic
-// keep a low part, which bfloat16 has no room for.
-enum class ParamFormat : int {
-  kPlain,       // any type, rounded to nearest
-  kStochastic,  // rounded up or down at random, so that it moves by the step on average
-  kKahan,       // Kahan summation: the low part is the compensation, another bfloat16
-  kSplit,       // a float: the nearest bfloat16; the low part is its lower 16 bits, an int16
-  kSplit8,      // the upper 24 bits of a float, rounded at random; the low part is an int8
-};
+// How a parameter is stored. All but kPlain are for bfloat16 parameters.
+enum class ParamFormat : int { MEMSAVE_EXT_PARAM_FORMATS(MEMSAVE_EXT_FIRST) };
 
 // How the moments are stored.
-enum class StateFormat : int {
-  kAsParam,   // of the parameter's type, rounded to nearest
-  kFloat,     // float32; for 16-bit parameters
-  kBFloat16,  // rounded at random; for float and 16-bit parameters
-  k8Bit,      // in codes, a float scale per block; for the same, but without amsgrad
-  k4Bit,      // the same, with the codes of both moments in one byte
-};
+enum class StateFormat : int { MEMSAVE_EXT_STATE_FORMATS(MEMSAVE_EXT_FIRST) };
 
 // Type of a tensor's elements, with c10::ScalarType's numbers; kNone where there is no such tensor,
 // or where the parameter's type decides.
 enum class Element { kNone = -1, kUint8 = 0, kInt8 = 1, kInt16 = 2, kFloat = 6, kBFloat16 = 15 };
 
 struct ParamRow {
-  ParamFormat format;
   const char* name;  // value of bf16=; empty for None
   Element low_part;  // type of the low part; kNone where there is none
   bool at_random;    // storing it takes random bits
 };
 
 constexpr ParamRow kParamRows[] = {
-    {ParamFormat::kPlain, "", Element::kNone, false},
-    {ParamFormat::kStochastic, "stochastic", Element::kNone, true},
-    {ParamFormat::kKahan, "kahan", Element::kBFloat16, false},
-    {ParamFormat::kSplit, "split", Element::kInt16, false},
-    {ParamFormat::kSplit8, "split8", Element::kInt8, true},
+#define ROW(id, name, low_part, at_random) {name, Element::low_part, at_random},
+    MEMSAVE_EXT_PARAM_FORMATS(ROW)
+#undef ROW
 };
-
-using DTypes = uint32_t;  // a set of DTypes: a bit for each
-
-constexpr DTypes bit(DType dtype) { return 1u << static_cast<int>(dtype); }
-
-// Returns the types whose elements have at most so many bytes.
-constexpr DTypes of_at_most(int64_t bytes) {
-  DTypes dtypes = 0;
-  for (int i = 0; i < vector::kDTypes; ++i) {
-    const auto dtype = static_cast<DType>(i);
-    if (vector::item_size(dtype) <= bytes) dtypes |= bit(dtype);
-  }
-  return dtypes;
-}
-
-constexpr DTypes kShort = of_at_most(2);
-constexpr DTypes kNarrow = of_at_most(4);  // those that are computed in float
-constexpr DTypes kAll = of_at_most(8);
-
-// How state_dtype= asks for a format: it cannot, by the moments' dtype, or by the format's name.
-enum class Option { kNone, kDtype, kName };
 
 // How numbers are coded in blocks that share a scale: see blockwise.h.
 struct Codes {
@@ -83,31 +45,21 @@ struct Codes {
 };
 
 struct StateRow {
-  StateFormat format;
   const char* name;
-  Option option;
-  Element moments;   // their type; kNone: the parameter's
-  DTypes params;     // types of parameters that can have it
-  bool at_random;    // rounded at random, where state_dtype= asks for it; for codes see
-                     // blockwise.h
-  bool amsgrad;      // can be combined with amsgrad
-  bool wide_enough;  // gradients can be folded into it, whatever the parameter's type: see Packed
+  bool is_option;       // state_dtype= asks for it: by the moments' type, or the name of codes
+  Element moments;      // their type; kNone: the parameter's
+  int64_t param_bytes;  // the most that an element has of a parameter with such states
+  bool at_random;       // rounded at random, where state_dtype= asks for it; for codes see
+                        // blockwise.h
+  bool amsgrad;         // can be combined with amsgrad
   Codes codes;
 };
 
-constexpr Codes kNoCodes = {0, 0, 0};
-
 constexpr StateRow kStateRows[] = {
-    {StateFormat::kAsParam, "as_param", Option::kNone, Element::kNone, kAll, false, true, false,
-     kNoCodes},
-    {StateFormat::kFloat, "float32", Option::kNone, Element::kFloat, kShort, false, true, true,
-     kNoCodes},
-    {StateFormat::kBFloat16, "bfloat16", Option::kDtype, Element::kBFloat16, kNarrow, true, true,
-     false, kNoCodes},
-    {StateFormat::k8Bit, "8bit", Option::kName, Element::kUint8, kNarrow, false, false, false,
-     Codes{256, 8, 8}},
-    {StateFormat::k4Bit, "4bit", Option::kName, Element::kUint8, kNarrow, false, false, false,
-     Codes{128, 4, 4}},
+#define ROW(id, name, is_option, moments, param_bytes, at_random, amsgrad, block, bits, ratio) \
+  {name, is_option, Element::moments, param_bytes, at_random, amsgrad, {block, bits, ratio}},
+    MEMSAVE_EXT_STATE_FORMATS(ROW)
+#undef ROW
 };
 
 constexpr int kParamFormats = sizeof(kParamRows) / sizeof(ParamRow);
@@ -129,29 +81,24 @@ constexpr int64_t blocks_of(StateFormat format, int64_t numel) {
   return (numel + block - 1) / block;
 }
 
-constexpr bool rows_are_valid() {
-  for (int i = 0; i < kRules; ++i) {
-    if (static_cast<int>(kRuleRows[i].rule) != i) return false;
-  }
-  for (int i = 0; i < kParamFormats; ++i) {
-    if (static_cast<int>(kParamRows[i].format) != i) return false;
-  }
-  for (int i = 0; i < kStateFormats; ++i) {
-    const int64_t block = kStateRows[i].codes.block;
-    if (static_cast<int>(kStateRows[i].format) != i || (block > 0 && kBlock % block != 0)) {
-      return false;
-    }
+constexpr bool blocks_are_valid() {
+  for (const StateRow& row : kStateRows) {
+    if (row.codes.block > 0 && kBlock % row.codes.block != 0) return false;
   }
   return true;
 }
-static_assert(rows_are_valid());
+static_assert(blocks_are_valid());
+
+// Whether a parameter of this type can have such states.
+constexpr bool takes(DType param, StateFormat states) {
+  return vector::item_size(param) <= row(states).param_bytes;
+}
 
 // Whether gradients can be folded into these states: only where they have the type that the step
 // computes in, which has the bits for it (see Packed).
 constexpr bool folds(DType param, StateFormat states) {
-  if ((row(states).params & bit(param)) == 0) return false;
-  return row(states).wide_enough ||
-         (states == StateFormat::kAsParam && (param == DType::kDouble || param == DType::kFloat));
+  return states == StateFormat::kAsParam ? param == DType::kDouble || param == DType::kFloat
+                                         : states == StateFormat::kFloat && takes(param, states);
 }
 
 // Whether the rule's moments can be stored in this format.
@@ -170,9 +117,8 @@ struct Combination {
   bool closes;  // gradients that were folded into the moments: StepPhase::kClose
 
   constexpr bool exists() const {
-    return (row(states).params & bit(param)) != 0 &&
-           (format == ParamFormat::kPlain || param == DType::kBFloat16) && fits(rule, states) &&
-           (!closes || (row(rule).folds && folds(param, states)));
+    return takes(param, states) && (format == ParamFormat::kPlain || param == DType::kBFloat16) &&
+           fits(rule, states) && (!closes || (row(rule).folds && folds(param, states)));
   }
 
   constexpr int index() const {
@@ -285,10 +231,10 @@ struct StateBits<StateFormat::kBFloat16> : ParamBits<ParamFormat::kStochastic> {
 // formats.
 template <typename Kernel>
 struct KernelTable {
-  Kernel of[kCombinations];
+  Kernel kernels[kCombinations];
 
   constexpr Kernel operator[](const Combination& combination) const {
-    return of[combination.index()];
+    return kernels[combination.index()];
   }
 };
 
@@ -303,7 +249,7 @@ constexpr void fill(KernelTable<Kernel>& table) {
   } else {
     constexpr Combination combination = Combination::at(begin);
     if constexpr (combination.exists() && Source::makes(combination)) {
-      table.of[begin] = Source::template kernel<begin>();
+      table.kernels[begin] = Source::template kernel<begin>();
     }
   }
 }

@@ -21,8 +21,10 @@
 #include <utility>
 #include <vector>
 
+#include "adam/names.h"
 #include "adam/state.h"
 #include "checkpoint/stepped.h"
+#include "vector/dtype.h"
 
 namespace memsave_ext::adam {
 
@@ -32,8 +34,6 @@ namespace {
 
 // Autograd has no part in a step: it is not differentiated, nor an in-place operation on a view.
 using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
-
-constexpr const char* kPhases[] = {"whole", "first_fold", "fold", "close"};  // of StepPhase
 
 // The kernel of adam_step_. The parameters are checked and lie on one device.
 void run_kernels(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
@@ -73,17 +73,6 @@ using StepOperator = void(at::TensorList params, at::TensorList grads, at::Tenso
                           const std::optional<Tensor>& found_inf,
                           const std::optional<Tensor>& factor, const std::optional<Tensor>& skip);
 
-// Returns the index of what has this name.
-template <typename Names, typename NameOf>
-int index_of(const Names& of, const NameOf& name_of, const char* what, std::string_view name) {
-  const auto found = std::find_if(std::begin(of), std::end(of),
-                                  [&](const auto& one) { return name == name_of(one); });
-  TORCH_CHECK_VALUE(found != std::end(of), "adam_step_: ", what, " ", name);
-  return static_cast<int>(found - std::begin(of));
-}
-
-constexpr auto kNameOf = [](const auto& row) { return row.name; };
-
 // `is_meta`: checks everything and does nothing.
 template <bool is_meta>
 void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList states,
@@ -96,26 +85,25 @@ void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList stat
                 const std::optional<Tensor>& found_inf, const std::optional<Tensor>& factor,
                 const std::optional<Tensor>& skip) {
   Group group;
-  const RuleRow& of_rule = kRuleRows[index_of(kRuleRows, kNameOf, "there is no rule", rule)];
+  const auto of_rule = named<Rule>(kRuleRows, rule, "adam_step_: there is no rule");
   group.options = {lr,           beta1,
                    beta2,        eps,
                    weight_decay, decoupled_weight_decay,
                    nesterov,     maximize,
-                   of_rule.rule, static_cast<uint64_t>(seed)};
+                   of_rule,      static_cast<uint64_t>(seed)};
   if (tensor_lr) group.lr = *tensor_lr;
   group.max_grad_norm = max_grad_norm.value_or(0);
-  const char* const no_format = "there is no format";
-  group.bf16 = kParamRows[index_of(kParamRows, kNameOf, no_format, bf16.value_or(""))].format;
-  group.state_dtype = kStateRows[index_of(kStateRows, kNameOf, no_format, state_format)].format;
+  const char* const no_format = "adam_step_: there is no format";
+  group.bf16 = named<ParamFormat>(kParamRows, bf16.value_or(""), no_format);
+  group.state_dtype = named<StateFormat>(kStateRows, state_format, no_format);
   std::vector<Tensor State::*> of_names;
   for (const std::string& name : state_names.vec()) {
-    of_names.push_back(
-        kStateNames[index_of(kStateNames, kNameOf, "no state has the name", name)].tensor);
+    const auto place = named<int>(kStateNames, name, "adam_step_: no state has the name");
+    of_names.push_back(kStateNames[place].tensor);
   }
-  const auto same = [](const char* name) { return name; };
-  const auto of_phase = static_cast<StepPhase>(index_of(kPhases, same, "there is no phase", phase));
-  TORCH_CHECK_VALUE(of_phase == StepPhase::kWhole || of_rule.folds,
-                    "adam_step_: nothing is folded by ", of_rule.name);
+  const auto of_phase = named<StepPhase>(kPhases, phase, "adam_step_: there is no phase");
+  TORCH_CHECK_VALUE(of_phase == StepPhase::kWhole || row(of_rule).folds,
+                    "adam_step_: nothing is folded by ", row(of_rule).name);
   const size_t count = params.size();
   const auto check_length = [](const char* name, size_t length, size_t expected) {
     TORCH_CHECK_VALUE(length == expected, "adam_step_: ", name, " must have ", expected,
@@ -140,7 +128,9 @@ void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList stat
     }
     // Symbolic sizes are of a trace: the kernel that runs later checks.
     if (is_meta && parameter.local.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) continue;
-    check_step(parameter.local, parameter.grad, parameter.state, group, parameter.phase);
+    if (!can_step(parameter.local, parameter.grad, parameter.state, group, of_phase)) {
+      throw_misfit(parameter.local, parameter.grad, parameter.state, group, of_phase);
+    }
     TORCH_CHECK_VALUE(parameter.local.device() == params[0].device(),
                       "adam_step_: params must lie on one device, got ", params[0].device(),
                       " and ", parameter.local.device());
@@ -290,6 +280,17 @@ Tensor adam_sum_of_squares(c10::ArrayRef<Tensor> grads) {
                               .typed<Tensor(at::TensorList)>();
   const BelowAutograd guard;
   return sum.call(grads);
+}
+
+Combinations combinations() {
+  Combinations all;
+  for (int i = 0; i < kCombinations; ++i) {
+    const Combination c = Combination::at(i);
+    if (!c.exists()) continue;
+    all.emplace_back(vector::scalar_type_of(c.param), row(c.format).name, row(c.states).name,
+                     row(c.rule).name, c.closes);
+  }
+  return all;
 }
 
 void register_operators(torch::Library& library) {

@@ -26,27 +26,29 @@ Sharding sharding_of(const Parameter& parameter) {
   return sharding;
 }
 
-std::vector<FreshState> take_fresh(c10::ArrayRef<Parameter*> parameters) {
-  std::vector<FreshState> taken;
-  for (Parameter* parameter : parameters) {
-    if (parameter->fresh) taken.push_back({parameter->tensor, std::move(parameter->fresh)});
-  }
-  return taken;
+void take_fresh(Parameter& parameter, std::vector<FreshState>& taken) {
+  if (parameter.fresh) taken.push_back({parameter.tensor, std::move(parameter.fresh)});
 }
 
 namespace {
 
-// Has Python make a state, once in a parameter's life. The caller may hold the collector's mutex.
+// Has Python make a state, once in a parameter's life: one that is not complete can be without a
+// momentum buffer, which SGD may begin to ask for. The caller may hold the collector's mutex.
 void make_state(Parameter& parameter, const at::Tensor& grad, StepPhase phase) {
   const py::gil_scoped_acquire gil;
-  const py::object param = wrapped(parameter.tensor);
-  const py::handle group = parameter.group->dict->ptr(getPyInterpreter());
-  py::object dict = registered("make_state")(param, group);
+  const Group& group = *parameter.group;
+  const py::handle options = group.dict->ptr(getPyInterpreter());
+  if (registered("is_complete")(dict_of(parameter.state), options).cast<bool>()) {
+    throw_misfit(parameter.local, grad, parameter.state, group, phase);
+  }
+  py::object dict = registered("make_state")(wrapped(parameter.tensor), options);
   State made;
   read_state(dict.ptr(), made);
   const at::Tensor& low_part = parameter.state.param_low_part;
   if (low_part.defined()) made.param_low_part = low_part;  // publish_states() keeps it, too
-  check_step(parameter.local, grad, made, *parameter.group, phase);
+  if (!can_step(parameter.local, grad, made, group, phase)) {
+    throw_misfit(parameter.local, grad, made, group, phase);
+  }
   parameter.state = std::move(made);
   parameter.fresh = std::make_shared<c10::SafePyObject>(dict.release().ptr(), getPyInterpreter());
 }
@@ -54,11 +56,9 @@ void make_state(Parameter& parameter, const at::Tensor& grad, StepPhase phase) {
 }  // namespace
 
 void prepare(Parameter& parameter, at::Tensor grad, StepPhase phase) {
-  if (parameter.group->algorithm == Algorithm::kOwn) {
-    // Its own step() makes the state and checks.
-  } else if (is_complete(parameter.local, parameter.state, *parameter.group)) {
-    check_step(parameter.local, grad, parameter.state, *parameter.group, phase);
-  } else {
+  // An optimizer's own step() makes the state and checks.
+  if (parameter.group->algorithm == Algorithm::kRule &&
+      !can_step(parameter.local, grad, parameter.state, *parameter.group, phase)) {
     make_state(parameter, grad, phase);
   }
   parameter.grad = std::move(grad);

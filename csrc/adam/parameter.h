@@ -97,8 +97,8 @@ struct FreshState {
   std::shared_ptr<c10::SafePyObject> state;
 };
 
-// Returns the states of these parameters that are not in the optimizer's yet; it counts as done.
-std::vector<FreshState> take_fresh(c10::ArrayRef<Parameter*> parameters);
+// Moves a state that is not in the optimizer's yet to `taken`, where the parameter has one.
+void take_fresh(Parameter& parameter, std::vector<FreshState>& taken);
 
 // Readies a parameter for a step with this gradient, and has its state made where it has none.
 // Throws, and changes nothing, where the step cannot be made.

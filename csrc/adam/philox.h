@@ -10,7 +10,7 @@ namespace memsave_ext::adam {
 
 template <typename Word>
 struct Words4 {
-  Word of[4];
+  Word word[4];
 };
 
 // Word: uint32_t, a vector of uint32_t, or a vector of uint64_t whose lower halves count.
@@ -19,9 +19,9 @@ struct Words4 {
 template <typename Math, typename Word, typename Key>
 MEMSAVE_EXT_INLINE Words4<Word> philox(Words4<Word> c, Key low, Key high) {
   for (int round = 0; round < 10; ++round) {
-    const auto even = Math::multiply(0xD2511F53u, c.of[0]);
-    const auto odd = Math::multiply(0xCD9E8D57u, c.of[2]);
-    c = {{odd.high ^ c.of[1] ^ low, odd.low, even.high ^ c.of[3] ^ high, even.low}};
+    const auto even = Math::multiply(0xD2511F53u, c.word[0]);
+    const auto odd = Math::multiply(0xCD9E8D57u, c.word[2]);
+    c = {{odd.high ^ c.word[1] ^ low, odd.low, even.high ^ c.word[3] ^ high, even.low}};
     low += 0x9E3779B9u;
     high += 0xBB67AE85u;
   }

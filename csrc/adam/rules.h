@@ -1,27 +1,30 @@
 // What optimizers compute of gradients: a row for each rule. The arithmetic: arithmetic.h.
 #pragma once
 
+#include "../../memsave_ext/adam/format_rows.h"
+
 namespace memsave_ext::adam {
 
-enum class Rule : int {
-  kAdam,
-  kAmsgrad,
-  kSgd,       // without momentum
-  kMomentum,  // SGD with momentum
-  kLion,
-};
+#define MEMSAVE_EXT_FIRST(id, ...) id,
+
+enum class Rule : int { MEMSAVE_EXT_RULES(MEMSAVE_EXT_FIRST) };  // kSgd: without momentum
+
+constexpr int count_words(const char* text) {
+  int words = *text != 0;
+  for (; *text != 0; ++text) words += *text == ' ';
+  return words;
+}
 
 struct RuleRow {
-  Rule rule;
   const char* name;
-  int moments;  // that it keeps of each element
+  int moments;  // that it keeps of each element; the table names them
   bool folds;   // gradients can be folded into them: see Packed
 };
 
 constexpr RuleRow kRuleRows[] = {
-    {Rule::kAdam, "adam", 2, true},  {Rule::kAmsgrad, "amsgrad", 3, true},
-    {Rule::kSgd, "sgd", 0, false},   {Rule::kMomentum, "momentum", 1, false},
-    {Rule::kLion, "lion", 1, false},
+#define ROW(id, name, moments, folds) {name, count_words(moments), folds},
+    MEMSAVE_EXT_RULES(ROW)
+#undef ROW
 };
 
 constexpr int kRules = sizeof(kRuleRows) / sizeof(RuleRow);

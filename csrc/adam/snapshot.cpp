@@ -5,14 +5,13 @@
 
 #include <algorithm>
 #include <array>
-#include <exception>
 #include <iterator>
 #include <string>
 #include <unordered_map>
 #include <utility>
 
 #include "adam/errors.h"
-#include "adam/format_names.h"
+#include "adam/names.h"
 #include "adam/parameter.h"
 
 namespace memsave_ext::adam {
@@ -33,93 +32,31 @@ const std::array<PyObject*, std::size(kStateNames)>& keys() {
   return of_names;
 }
 
-py::object get(const py::handle& dict, const char* key) {
-  PyObject* value = PyDict_GetItemString(dict.ptr(), key);
-  return value ? py::reinterpret_borrow<py::object>(value) : py::none();
-}
-
-bool is_true(const py::object& value) {
-  // A text such as "no" would be true.
-  if (PyUnicode_Check(value.ptr())) throw py::type_error("a text");
-  return PyObject_IsTrue(value.ptr()) == 1;
-}
-
-double number(const py::object& value) {
-  if (THPVariable_Check(value.ptr())) {
-    return THPVariable_Unpack(value.ptr()).item<double>();
-  }
-  return value.cast<double>();
-}
-
-at::Tensor tensor(const py::object& value) {
-  return THPVariable_Check(value.ptr()) ? THPVariable_Unpack(value.ptr()) : at::Tensor();
-}
-
-// Reads the options that a group may lack; where it does, the defaults stay.
-void read_modes(const py::handle& dict, Group& group) {
-  group.bf16 = param_format_named(get(dict, "bf16"));
-  group.state_dtype = state_format_named(get(dict, "state_dtype"));
-  if (const py::object seed = get(dict, "seed"); !seed.is_none()) {
-    group.options.seed = seed.cast<uint64_t>();
-  }
-  if (const py::object norm = get(dict, "max_grad_norm"); !norm.is_none()) {
-    group.max_grad_norm = number(norm);
-    if (!(group.max_grad_norm > 0)) throw py::value_error("max_grad_norm");
-  }
-}
-
-void read_betas(const py::handle& dict, Options& options) {
-  const py::tuple betas = get(dict, "betas");
-  if (betas.size() != 2) throw py::type_error("betas");
-  options.beta1 = number(betas[0]);
-  options.beta2 = number(betas[1]);
-}
-
-// Reads what only some rules have. Which rule it is follows from the options that a group has, as
-// in memsave_ext/adam/rules.py.
-void read_rule(const py::handle& dict, Options& options) {
-  if (PyDict_GetItemString(dict.ptr(), "amsgrad") != nullptr) {
-    read_betas(dict, options);
-    options.eps = number(get(dict, "eps"));
-    options.decoupled_weight_decay = is_true(get(dict, "decoupled_weight_decay"));
-    options.rule = is_true(get(dict, "amsgrad")) ? Rule::kAmsgrad : Rule::kAdam;
-  } else if (PyDict_GetItemString(dict.ptr(), "dampening") != nullptr) {
-    options.beta1 = number(get(dict, "momentum"));
-    options.beta2 = number(get(dict, "dampening"));
-    options.nesterov = is_true(get(dict, "nesterov"));
-    options.rule = options.beta1 != 0 ? Rule::kMomentum : Rule::kSgd;
-  } else {
-    read_betas(dict, options);
-    options.rule = Rule::kLion;
-  }
-}
-
-Group read_checked_group(const py::handle& dict) {
-  Group group;
-  const py::object lr = get(dict, "lr");
-  if (const at::Tensor on_device = tensor(lr); on_device.defined() && !on_device.is_cpu()) {
-    group.lr = on_device.to(at::kFloat);
-  } else {
-    group.options.lr = number(lr);
-  }
-  read_rule(dict, group.options);
-  group.options.weight_decay = number(get(dict, "weight_decay"));
-  group.options.maximize = is_true(get(dict, "maximize"));
-  // What decides where a new state's step is; a wrong one is to raise as soon as it is set.
-  for (const char* name : {"capturable", "fused"}) is_true(get(dict, name));
-  read_modes(dict, group);
-  return group;
-}
-
-// Options can be changed between steps. One that cannot be read raises the same error as when the
-// optimizer is made.
+// Reads a group's options, which memsave_ext/adam/fallback/operator.py names as the operator's
+// arguments. They can be changed between steps: a wrong one raises as when the optimizer is made.
 Group read_group(const py::handle& dict) {
-  try {
-    return read_checked_group(dict);
-  } catch (const std::exception&) {
-    registered("check_options")(dict);
-    throw;
-  }
+  const py::dict read = registered("options_of")(dict);
+  const auto number = [&](const char* name) { return read[name].cast<double>(); };
+  const auto is_set = [&](const char* name) { return read[name].cast<bool>(); };
+  const auto name = [&](const char* key) { return read[key].cast<std::string>(); };
+  Group group;
+  group.options = {number("lr"),
+                   number("beta1"),
+                   number("beta2"),
+                   number("eps"),
+                   number("weight_decay"),
+                   is_set("decoupled_weight_decay"),
+                   is_set("nesterov"),
+                   is_set("maximize"),
+                   named<Rule>(kRuleRows, name("rule"), "there is no rule"),
+                   static_cast<uint64_t>(read["seed"].cast<int64_t>())};
+  if (!read["tensor_lr"].is_none()) group.lr = THPVariable_Unpack(read["tensor_lr"].ptr());
+  if (!read["max_grad_norm"].is_none()) group.max_grad_norm = number("max_grad_norm");
+  const std::string bf16 = read["bf16"].is_none() ? "" : name("bf16");
+  group.bf16 = named<ParamFormat>(kParamRows, bf16, "there is no bf16");
+  group.state_dtype =
+      named<StateFormat>(kStateRows, name("state_format"), "there is no state_dtype");
+  return group;
 }
 
 // Returns the index of a key in keys(), or their number where it is not there. Most often it is
@@ -188,7 +125,7 @@ Snapshot read_optimizer(const py::handle& optimizer, Algorithm algorithm) {
           py::reinterpret_borrow<py::object>(group).release().ptr(), getPyInterpreter());
     }
     options.position = static_cast<uint32_t>(snapshot.groups.size() - 1);
-    for (const py::handle param : py::list(get(group, "params"))) {
+    for (const py::handle param : py::list(group["params"])) {
       auto& parameter = snapshot.parameters.emplace_back();
       parameter.tensor = THPVariable_Unpack(param.ptr());
       parameter.local = local_tensor(param);

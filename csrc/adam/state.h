@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/SafePyObject.h>
+#include <pybind11/pybind11.h>
 
 #include <memory>
 
@@ -28,6 +29,8 @@ struct Group {
   StateFormat state_dtype = StateFormat::kAsParam;  // kAsParam: the parameter's type decides
   double max_grad_norm = 0;                         // of each parameter's gradient; 0: no clipping
 };
+
+inline constexpr const char* kPhases[] = {"whole", "first_fold", "fold", "close"};  // of StepPhase
 
 // As torch keeps it, the moments that the rule has: SGD's is momentum_buffer. step is a scalar, on
 // the CPU or the parameter's device. The scales are defined with moments in blocks alone;
@@ -69,16 +72,9 @@ inline constexpr StateName kStateNames[] = {
     {"param_rest", &State::param_low_part},
 };
 
-// Returns whether the state has all that the group's options ask for. SGD's may begin to ask for a
-// momentum buffer at any step. States are made by memsave_ext/adam/states.py.
-bool is_complete(const at::Tensor& param, const State& state, const Group& group);
-
 // Return how a parameter and its checked state are stored.
 ParamFormat param_format(const at::Tensor& param, const Group& group);
 StateFormat state_format(const at::Tensor& param, const State& state, const Group& group);
-
-// Throws where a parameter cannot be stepped with this state.
-void check_state(const at::Tensor& param, const State& state, const Group& group);
 
 // Throws where this build has no kernels for a device.
 void check_device(c10::Device device);
@@ -86,9 +82,17 @@ void check_device(c10::Device device);
 // Throws where the gradient is not strided, for example sparse. rule: whose error it is.
 void check_dense(const at::Tensor& grad, Rule rule = Rule::kAdam);
 
-// Throws where the parameter cannot be stepped with this gradient and state. An undefined `grad`
-// stands for zeros.
-void check_step(const at::Tensor& param, const at::Tensor& grad, const State& state,
-                const Group& group, StepPhase phase);
+// Whether kernels can step a parameter with this gradient and state. An undefined `grad` stands for
+// zeros. Throws where there is no memory that they could read.
+bool can_step(const at::Tensor& param, const at::Tensor& grad, const State& state,
+              const Group& group, StepPhase phase);
+
+// Throws the error that memsave_ext/adam/states.py has for a parameter that kernels cannot step.
+// Takes the GIL.
+[[noreturn]] void throw_misfit(const at::Tensor& param, const at::Tensor& grad, const State& state,
+                               const Group& group, StepPhase phase);
+
+// Returns the tensors that are defined, by their names. Needs the GIL.
+pybind11::dict dict_of(const State& state);
 
 }  // namespace memsave_ext::adam

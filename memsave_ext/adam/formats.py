@@ -1,13 +1,16 @@
 """How Adam stores parameters and moments: one row for each format.
 
 The checks of options, the contents of a state, the fallback's arithmetic and predicted footprints
-all follow these rows. csrc/adam/formats.h has the same rows for the kernels.
+all follow the rows of format_rows.h, of which csrc/adam/formats.h makes tables for the kernels.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +18,24 @@ from torch import Tensor
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)  # dtypes that are computed in float32
 COMPUTED = (torch.float64, *NARROW)  # supported dtypes; of complex parameters, their real dtype
+
+
+def read_rows(table: str) -> list[list[Any]]:
+    """Returns the columns of each row of a table in format_rows.h, without the enumerators.
+
+    A name such as kBFloat16 becomes torch's dtype.
+    """
+
+    def value(word: str) -> Any:
+        if word.startswith("k"):
+            return None if word == "kNone" else getattr(torch, word[1:].lower())
+        return json.loads(word)
+
+    text = Path(__file__).with_name("format_rows.h").read_text("utf-8")
+    rows = text.partition(f"#define MEMSAVE_EXT_{table}(ROW)")[2].partition("\n\n")[0]
+    return [
+        [value(word) for word in row.split(", ")[1:]] for row in re.findall(r"ROW\((.*)\)", rows)
+    ]
 
 
 # parameters
@@ -26,19 +47,19 @@ class ParamFormat:
 
     Attributes:
         name: the value of ``bf16=``.
-        store: takes float32 values, and 16 random bits for each if ``at_random`` (else None);
-            returns the parameter's values and the low part, None without one.
-        load: takes the parameter and the low part and returns float32 values; None without one.
         low_part: the dtype of ``state["param_rest"]``, which holds what bfloat16 has no room for:
             a Kahan compensation, or lower bits; None where there is none.
         at_random: whether ``store`` rounds at random.
+        store: takes float32 values, and 16 random bits for each if ``at_random`` (else None);
+            returns the parameter's values and the low part, None without one.
+        load: takes the parameter and the low part and returns float32 values; None without one.
     """
 
     name: str | None
+    low_part: torch.dtype | None
+    at_random: bool
     store: Callable[[Tensor, Any], tuple[Tensor, Tensor | None]]
     load: Callable[[Tensor, Tensor], Tensor] | None = None
-    low_part: torch.dtype | None = None
-    at_random: bool = False
 
 
 def round_at_random(values: Tensor, random: Tensor) -> Tensor:
@@ -89,12 +110,16 @@ def _upper(bits: Tensor) -> Tensor:
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-PARAM_FORMATS = (
-    ParamFormat(None, lambda values, _: (values, None)),
-    ParamFormat("stochastic", lambda v, bits: (round_at_random(v, bits), None), at_random=True),
-    ParamFormat("kahan", lambda values, _: kahan(values), unkahan, torch.bfloat16),
-    ParamFormat("split", lambda values, _: split(values), unsplit, torch.int16),
-    ParamFormat("split8", split8, unsplit8, torch.int8, at_random=True),
+_ARITHMETIC: dict[str, tuple[Any, ...]] = {  # store and load
+    "": (lambda values, _: (values, None),),
+    "stochastic": (lambda values, random: (round_at_random(values, random), None),),
+    "kahan": (lambda values, _: kahan(values), unkahan),
+    "split": (lambda values, _: split(values), unsplit),
+    "split8": (split8, unsplit8),
+}
+PARAM_FORMATS = tuple(
+    ParamFormat(name or None, low_part, at_random, *_ARITHMETIC[name])
+    for name, low_part, at_random in read_rows("PARAM_FORMATS")
 )
 
 
@@ -121,14 +146,13 @@ class StateFormat:
     """How moments are stored.
 
     Attributes:
-        name: the row's name, as in csrc/adam/formats.h.
+        name: the row's name.
         option: the ``state_dtype=`` that makes such states.
         dtype: the dtype of the moments; None: that of the parameter.
         params: dtypes of the parameters whose states can have this format.
-        store: rounds float32 values at random to ``dtype``, with 16 random bits for each; None
-            where they are rounded to nearest, or coded in blocks. It applies only where the
-            option is set: without it, moments of the same dtype are rounded to nearest, because
-            that is the parameter's own dtype.
+        at_random: whether float32 values are rounded to ``dtype`` at random; else to nearest, or
+            coded in blocks. It applies only where the option is set: without it, moments of the
+            same dtype are rounded to nearest, because that is the parameter's own dtype.
         amsgrad: whether amsgrad can be combined with it.
         codes: of moments that are coded in blocks; None for others.
     """
@@ -137,13 +161,9 @@ class StateFormat:
     option: torch.dtype | str | None
     dtype: torch.dtype | None
     params: tuple[torch.dtype, ...]
-    store: Callable[[Tensor, Tensor], Tensor] | None = None
-    amsgrad: bool = True
-    codes: Codes | None = None
-
-    @property
-    def at_random(self) -> bool:
-        return self.store is not None
+    at_random: bool
+    amsgrad: bool
+    codes: Codes | None
 
     @property
     def joint(self) -> bool:
@@ -160,12 +180,19 @@ class StateFormat:
         return 2 * (self.codes.bits / 8 + torch.float32.itemsize / self.codes.block)
 
 
-STATE_FORMATS = (
-    StateFormat("as_param", None, None, COMPUTED),
-    StateFormat("float32", None, torch.float32, (torch.float16, torch.bfloat16)),
-    StateFormat("bfloat16", torch.bfloat16, torch.bfloat16, NARROW, round_at_random),
-    StateFormat("8bit", "8bit", torch.uint8, NARROW, amsgrad=False, codes=Codes(256, 8, 8)),
-    StateFormat("4bit", "4bit", torch.uint8, NARROW, amsgrad=False, codes=Codes(128, 4, 4)),
+STATE_FORMATS = tuple(
+    StateFormat(
+        name,
+        (name if block else dtype) if is_option else None,
+        dtype,
+        tuple(param for param in COMPUTED if param.itemsize <= param_bytes),
+        at_random,
+        amsgrad,
+        Codes(block, bits, ratio) if block else None,
+    )
+    for name, is_option, dtype, param_bytes, at_random, amsgrad, block, bits, ratio in read_rows(
+        "STATE_FORMATS"
+    )
 )
 
 
@@ -208,8 +235,9 @@ def state_option(group: Any) -> torch.dtype | str | None:
 
 def state_format(option: object) -> StateFormat | None:
     """Returns the row of a value of :func:`state_option`; None where the param's dtype decides."""
-    rows = (row for row in STATE_FORMATS if option is not None and row.option == option)
-    return next(rows, None)
+    if option is None:
+        return None
+    return next((row for row in STATE_FORMATS if row.option == option), None)
 
 
 def made_state_format(param: Tensor, group: Any, in_blocks: bool) -> StateFormat:

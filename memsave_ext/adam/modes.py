@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, SupportsFloat
 
 import torch
@@ -90,7 +90,7 @@ def _check_number(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a number or a tensor of one element, got {value!r}")
 
 
-def check_options(group: dict[str, Any]) -> None:
+def check_options(group: Mapping[str, Any]) -> None:
     """Raises TypeError or ValueError for an invalid option of the group, defaults included."""
     rule = rule_of(group)
     numbers = ["lr", "weight_decay", *(["eps"] if is_adam(rule) else [])]

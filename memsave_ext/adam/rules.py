@@ -1,13 +1,16 @@
-"""What is computed from gradients: one row for each rule, as in csrc/adam/rules.h.
+"""What is computed from gradients: one row of format_rows.h for each rule.
 
 The options of a param group say which rule steps its parameters.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from .formats import read_rows
 
 
 @dataclass(frozen=True)
@@ -15,24 +18,22 @@ class Rule:
     """How parameters are stepped.
 
     Attributes:
-        name: the row's name, as in csrc/adam/rules.h.
+        name: the row's name.
         moments: the names of the states that it keeps of each element.
         folds: whether gradients can be folded into them.
     """
 
     name: str
     moments: tuple[str, ...]
-    folds: bool = False
+    folds: bool
 
 
-ADAM = Rule("adam", ("exp_avg", "exp_avg_sq"), folds=True)
-AMSGRAD = Rule("amsgrad", ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), folds=True)
-
-SGD = Rule("sgd", ())
-MOMENTUM = Rule("momentum", ("momentum_buffer",))
-LION = Rule("lion", ("exp_avg",))
-
-RULES = (ADAM, AMSGRAD, SGD, MOMENTUM, LION)
+# Interned, as names in source are: csrc/adam/snapshot.cpp finds a state's tensors by identity.
+RULES = tuple(
+    Rule(name, tuple(map(sys.intern, moments.split())), folds)
+    for name, moments, folds in read_rows("RULES")
+)
+ADAM, AMSGRAD, SGD, MOMENTUM, LION = RULES
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")  # of any rule
 
 

@@ -68,22 +68,31 @@ def check(
     group: Mapping[str, Any],
     phase: StepPhase = "whole",
 ) -> None:
-    """Raises RuntimeError where a step cannot be made. Changes nothing."""
+    """Raises RuntimeError where a step cannot be made. Changes nothing.
+
+    The native part calls it for a parameter that its kernels do not take.
+    """
     if grad is not None:
         _check_grad(param, grad, group)
     if real_type(param) not in COMPUTED:
         raise errors.wrong_type(param.dtype)
     row = _check_moments(param, state, group) if rule_of(group).moments else None
     step = state.get("step")
-    if (step is not None or needs_step(param, group, row)) and (
-        not isinstance(step, Tensor) or step.numel() != 1 or not step.is_floating_point()
-    ):
+    if (step is not None or needs_step(param, group, row)) and not _is_step(step, param):
         raise errors.wrong_step()
     if (low_part := param_format_of(param, group).low_part) is not None:
         _check_like("param_rest", param, state, low_part)
     folds = (torch.float32, torch.float64)
     if phase != "whole" and (row is None or row.joint or real_type(state["exp_avg"]) not in folds):
         raise errors.cannot_fold(formats.key_of_state(state)[0])
+
+
+def _is_step(step: Any, param: Tensor) -> bool:
+    if not isinstance(step, Tensor) or step.numel() != 1:
+        return False
+    if step.device.type == "cpu":
+        return step.dtype in (torch.float32, torch.float64)
+    return step.dtype == torch.float32 and step.device == param.device
 
 
 def _check_moments(
@@ -145,7 +154,7 @@ def _check_blocks(
         ):
             raise errors.wrong_scale(name, param, blocks)
     # Blocks are consecutive in memory, so the codes are valid only for the strides they had.
-    first = state["moments" if "moments" in state else moments[0]]
-    then, now = first.stride(), param.stride()
-    if any(size > 1 and a != b for size, a, b in zip(param.shape, then, now, strict=True)):
-        raise errors.moved_blocks(then, now)
+    for then in (state[name].stride() for name in ("moments", *moments) if name in state):
+        now = param.stride()
+        if any(size > 1 and a != b for size, a, b in zip(param.shape, then, now, strict=True)):
+            raise errors.moved_blocks(then, now)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .. import _native, _parts
-from . import dtensor, errors, modes, shards, states
+from . import dtensor, errors, modes, rules, shards, states
+from .fallback import operator
 from .fallback.collector import Collector
 from .norms import FoundInf, GradNorm, Scaling, grad_scale_of
 from .state_machine import Block, Event, State, StateMachine
@@ -24,7 +25,8 @@ from .state_machine import Block, Event, State, StateMachine
 if _native.module:
     called = (
         dtensor.local_tensor, dtensor.local_gradient, dtensor.leave_buffer, shards.sharding_of,
-        modes.check_options, states.make_state, states.publish_states,
+        states.make_state, states.publish_states, rules.is_complete, operator.check_named,
+        operator.options_of,
     )  # fmt: skip
     _native.module.register_functions({function.__name__: function for function in called})
     _native.module.register_functions({"adam_errors": errors})

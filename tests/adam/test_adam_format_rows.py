@@ -48,7 +48,7 @@ COMBINATIONS = [
 
 
 def names(param, bf16, states, rule, closes):
-    return param, bf16.name, states.name, rule.name, closes
+    return param, bf16.name or "", states.name, rule.name, closes
 
 
 def optimizer_of(param, bf16, states, rule):
@@ -107,20 +107,10 @@ def _rows(bf16, states):
 
 
 @needs_native
-def test_the_kernels_rows_are_pythons():
-    described = _native.module.adam_formats()
-    assert described["params"] == [(row.name, row.low_part, row.at_random) for row in PARAM_FORMATS]
-    assert described["states"] == [
-        (
-            row.name, row.option, row.dtype, [d for d in COMPUTED if d in row.params],
-            row.at_random, row.amsgrad,
-            *((row.codes.block, row.codes.bits, row.codes.ratio) if row.codes else (0, 0, 0)),
-        )
-        for row in STATE_FORMATS
-    ]  # fmt: skip
-    assert described["rules"] == [(row.name, len(row.moments), row.folds) for row in RULES]
+def test_kernels_are_compiled_for_what_exists():
     expected = [names(*combination) for combination in COMBINATIONS]
-    assert sorted(described["combinations"], key=str) == sorted(expected, key=str)
+    found = _native.module.adam_combinations()
+    assert len(found) > 100 and sorted(found, key=str) == sorted(expected, key=str)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +168,8 @@ def test_cuda_has_a_table_for_each_format_of_states():
     csrc = DOCS.parent / "csrc" / "adam"
     if not csrc.is_dir():
         pytest.skip("no sources")
-    rows = re.findall(r"\{StateFormat::(k\w+), \"", (csrc / "formats.h").read_text())
+    text = Path(formats.__file__).with_name("format_rows.h").read_text()
+    rows = re.findall(r"ROW\((k\w+)", text.partition("STATE_FORMATS(ROW)")[2])
     assert len(rows) == len(STATE_FORMATS)
     sources = [path.read_text() for path in (csrc / "cuda").glob("step_*.cu")]
     tables = [re.findall(r"steps_with<StateFormat::(k\w+)>\(\) \{", text) for text in sources]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import programs
 import run
@@ -196,9 +197,11 @@ BUGS = [
 
 
 def seen(bug: Bug) -> tuple[bool, str]:
-    csrc = FOLDER / "sources"
-    shutil.rmtree(csrc, ignore_errors=True)
-    shutil.copytree(programs.ROOT / "csrc", csrc)
+    sources, rows = FOLDER / "sources", "memsave_ext/adam/format_rows.h"  # which csrc includes
+    shutil.rmtree(sources, ignore_errors=True)
+    csrc = Path(shutil.copytree(programs.ROOT / "csrc", sources / "csrc"))
+    (sources / rows).parent.mkdir(parents=True)
+    shutil.copy(programs.ROOT / rows, sources / rows)
     file = csrc / bug.file
     text = file.read_text()
     if bug.right not in text:

@@ -238,7 +238,7 @@ struct InBlocks {
     isa::Bits group[CodesInBlock::kVectors], group_sq[CodesInBlock::kVectors];
     for (int k = 0; k < CodesInBlock::kVectors; ++k) {
       const int64_t i = offset + k * isa::kLanes<float>;
-      const isa::Bits random = random_bits(noise.of + i);
+      const isa::Bits random = random_bits(noise.bits + i);
       group[k] = exp_avg.encode(i, random);
       if constexpr (kTwo) group_sq[k] = exp_avg_sq.encode(i, random);
       if constexpr (kJoint) group[k] |= group_sq[k] << kBits;

@@ -140,7 +140,7 @@ struct Separate {
   template <typename Size>
   MEMSAVE_EXT_INLINED void store(const Values<V>& x, int64_t i, int64_t offset, Size size,
                                  const Noise& noise) {
-    [[maybe_unused]] const uint16_t* const random = noise.of + offset;
+    [[maybe_unused]] const uint16_t* const random = noise.bits + offset;
     if constexpr (moments > 0) exp_avg.store(i, x.exp_avg, size, random);
     if constexpr (moments > 1) exp_avg_sq.store(i, x.exp_avg_sq, size, random);
     if constexpr (moments > 2) max_exp_avg_sq.store(i, x.max_exp_avg_sq, size, random);

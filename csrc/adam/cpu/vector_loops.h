@@ -60,7 +60,7 @@ __attribute__((flatten)) void step(const Item& item, int64_t begin, int64_t end,
     } else {
       x.param = param.load(i, size);
       update<Math, rule, States::kClamps>(c, isa::load(grad + offset, size), x);
-      param.store(i, x.param, size, of_param.of + offset);
+      param.store(i, x.param, size, of_param.bits + offset);
     }
     states.store(x, i, offset, size, of_moments);
   };
@@ -68,7 +68,7 @@ __attribute__((flatten)) void step(const Item& item, int64_t begin, int64_t end,
     if constexpr (in_halves) {
       const V moved = adam_param<Math, States::kClamps>(
           c, param.load(i, size), states.new_exp_avg(offset), states.root(offset));
-      param.store(i, moved, size, of_param.of + offset);
+      param.store(i, moved, size, of_param.bits + offset);
     }
   };
 
@@ -115,7 +115,7 @@ __attribute__((flatten)) void fold_grads(const Item& item, int64_t begin, int64_
     const V micro_grad = grad == nullptr ? V{} : isa::load(grad + i, size);
     isa::Bits bits{};
     if constexpr (random) {
-      if (first) bits = random_bits(noise.of + offset);
+      if (first) bits = random_bits(noise.bits + offset);
     }
     fold<Math>(c, micro_grad, x, bits);
     exp_avg.store(i, x.exp_avg, size, nullptr);

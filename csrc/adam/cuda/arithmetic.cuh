@@ -186,8 +186,8 @@ class Random {
   // Returns those of element i, in the lower half.
   __device__ __forceinline__ uint32_t element(Draw draw, int64_t i) const {
     const Words4<uint32_t> words = group(draw, i / 8);
-    const uint32_t low = i & 2 ? words.of[1] : words.of[0];
-    const uint32_t high = i & 2 ? words.of[3] : words.of[2];
+    const uint32_t low = i & 2 ? words.word[1] : words.word[0];
+    const uint32_t high = i & 2 ? words.word[3] : words.word[2];
     const uint32_t word = i & 4 ? high : low;
     return i & 1 ? word >> 16 : word & 0xffff;
   }

@@ -83,12 +83,12 @@ struct FoldSource {
 };
 
 struct Folds {
-  StepKernel of[vector::kDTypes];
+  StepKernel kernels[vector::kDTypes];
 };
 
 constexpr Folds fold_kernels() {
   Folds folds{};
-  fill<FoldSource>(folds.of);
+  fill<FoldSource>(folds.kernels);
   return folds;
 }
 
@@ -96,6 +96,6 @@ constexpr Folds kFolds = fold_kernels();
 
 }  // namespace
 
-StepKernel fold_kernel_of(DType param) { return kFolds.of[static_cast<int>(param)]; }
+StepKernel fold_kernel_of(DType param) { return kFolds.kernels[static_cast<int>(param)]; }
 
 }  // namespace memsave_ext::adam

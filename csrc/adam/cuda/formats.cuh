@@ -65,7 +65,7 @@ struct Bits {
     } else {
       static_assert(size == 8);
       const Words4<uint32_t> drawn = random.group(what, i);
-      return {{drawn.of[0], drawn.of[1], drawn.of[2], drawn.of[3]}};
+      return {{drawn.word[0], drawn.word[1], drawn.word[2], drawn.word[3]}};
     }
   }
 };

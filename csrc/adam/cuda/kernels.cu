@@ -11,7 +11,7 @@ namespace {
 struct Steps {
   static constexpr int kCount = 250;
 
-  float* of[kCount];
+  float* step[kCount];
   const float* skips[kCount];
   int count;
 };
@@ -21,7 +21,7 @@ static_assert(sizeof(Steps) <= 4096, "what every device takes as a kernel's argu
 __global__ void __launch_bounds__(kThreads) advance_kernel(const __grid_constant__ Steps steps) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= steps.count || (steps.skips[i] != nullptr && *steps.skips[i] != 0)) return;
-  *steps.of[i] += 1;
+  *steps.step[i] += 1;
 }
 
 void launch_advance(float* const* steps, const float* const* skips, int64_t count, void* stream) {
@@ -29,7 +29,7 @@ void launch_advance(float* const* steps, const float* const* skips, int64_t coun
     Steps some;
     some.count = static_cast<int>(count - first < Steps::kCount ? count - first : Steps::kCount);
     for (int i = 0; i < some.count; ++i) {
-      some.of[i] = steps[first + i];
+      some.step[i] = steps[first + i];
       some.skips[i] = skips != nullptr ? skips[first + i] : nullptr;
     }
     launch(advance_kernel, (some.count + kThreads - 1) / kThreads, kThreads, 0, stream, some);

@@ -14,9 +14,11 @@ from ..formats import (
     STATE_FORMATS,
     ParamFormat,
     StateFormat,
+    param_format,
     state_format,
     state_option,
 )
+from ..modes import check_options
 from ..precise import total
 from ..rules import AMSGRAD, MOMENTUM, RULES, SGD, Rule, is_adam, rule_of
 from ..shards import clip_factor
@@ -93,32 +95,60 @@ def call_of(batch: Sequence[Prepared]) -> Call:
         [p.grad for p in batch if p.grad is not None],
         [p.state[name] for p in batch for name in names],
         [p.position for p in batch],
-        {"state_names": names, "phase": first.phase, **_options(first.group)},
+        {"state_names": names, "phase": first.phase, **options_of(first.group)},
     )
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a group as the operator's named arguments."""
-    lr, seed = group["lr"], group.get("seed", 0)
-    on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
-    betas = (group["momentum"], group["dampening"]) if "dampening" in group else group["betas"]
-    states = state_format(state_option(group)) or STATE_FORMATS[0]
-    return {
-        "rule": rule_of(group).name,
-        "lr": 0.0 if on_device else float(lr),
-        "tensor_lr": lr.float() if on_device else None,
-        "beta1": float(betas[0]),
-        "beta2": float(betas[1]),
-        "eps": float(group.get("eps", 0.0)),
-        "weight_decay": float(group["weight_decay"]),
-        "decoupled_weight_decay": bool(group.get("decoupled_weight_decay")),
-        "nesterov": bool(group.get("nesterov")),
-        "maximize": bool(group["maximize"]),
-        "bf16": group.get("bf16"),
-        "state_format": states.name,
-        "seed": seed if seed < 2**63 else seed - 2**64,
-        "max_grad_norm": group.get("max_grad_norm"),
-    }
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a group as the operator's named arguments.
+
+    The native part calls it once for each group and backward, when options may have been changed.
+
+    Raises:
+        TypeError, ValueError: as :func:`~..modes.check_options`.
+    """
+    try:
+        lr, seed, norm = group["lr"], group.get("seed", 0), group.get("max_grad_norm")
+        on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
+        betas = (group["momentum"], group["dampening"]) if "dampening" in group else group["betas"]
+        beta1, beta2 = betas
+        rule, states = rule_of(group), state_format(state_option(group)) or STATE_FORMATS[0]
+        for name in ("amsgrad", "capturable", "fused"):  # read elsewhere
+            _switch(group, name)
+        if not 0 <= seed < 2**64 or not (norm is None or norm > 0):
+            raise ValueError
+        return {
+            "rule": rule.name,
+            "lr": 0.0 if on_device else _number(lr),
+            "tensor_lr": lr.float() if on_device else None,
+            "beta1": _number(beta1),
+            "beta2": _number(beta2),
+            "eps": _number(group["eps"]) if is_adam(rule) else 0.0,
+            "weight_decay": _number(group["weight_decay"]),
+            "decoupled_weight_decay": _switch(group, "decoupled_weight_decay"),
+            "nesterov": _switch(group, "nesterov"),
+            "maximize": _switch(group, "maximize"),
+            "bf16": param_format(group.get("bf16")).name,
+            "state_format": states.name,
+            "seed": seed if seed < 2**63 else seed - 2**64,
+            "max_grad_norm": None if norm is None else _number(norm),
+        }
+    except Exception:
+        check_options(group)
+        raise
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str):  # which float() may read
+        raise TypeError
+    return float(value)
+
+
+def _switch(group: Mapping[str, Any], name: str) -> bool:
+    value = group.get(name)
+    if isinstance(value, str):  # "no" would be true
+        raise TypeError
+    return bool(value)
 
 
 def _of_batch(values: Tensor | None, places: list[int], count: int) -> Tensor | None:
@@ -211,6 +241,20 @@ def checked(
                 f"{params[0].device} and {p.param.device}"
             )
     return prepared
+
+
+def check_named(
+    param: Tensor,
+    grad: Tensor | None,
+    state: Mapping[str, Tensor],
+    phase: StepPhase,
+    rule: str,
+    bf16: str,
+    state_format: str,
+) -> None:
+    """As :func:`~..states.check`, with the names of rows; ``bf16``: empty for None."""
+    group = _group(rule, 0.0, 0.0, bf16=bf16 or None, state_format=state_format)
+    check(param, grad, state, group, phase)
 
 
 def _group(

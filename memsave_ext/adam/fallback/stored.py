@@ -85,8 +85,8 @@ class Stored:
             random = self._elements.flat(self._of_moments)
             return blocks.write(self._state, flat, random, codes, self._elements)
         for name, values in moments.items():
-            if self._states.store is not None:
-                values = self._states.store(values, self._of_moments)
+            if self._states.at_random:
+                values = formats.round_at_random(values, self._of_moments)
             real(self._state[name]).copy_(values)
 
 

@@ -219,8 +219,6 @@ def _tell(begins: bool) -> None:
 ForwardRecord = dict[Any, Any]
 Scope = tuple[ForwardRecord, "ForwardRecord | None", int]
 
-_thread = threading.local()
-
 
 @contextlib.contextmanager
 def forward_record_scope(record: ForwardRecord, replaying: bool) -> Iterator[None]:
