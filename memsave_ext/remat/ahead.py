@@ -280,8 +280,8 @@ def _step_in_backward(fake: Tensor, param: Tensor, owner: Any) -> None:
 def _backward_of(output: Any) -> None:
     """Runs the backward of what a module has returned, from its loss if it has one.
 
-    Otherwise from a cross-entropy of its results in float32, with room for a copy of those, as where
-    they are cut first: that is as much memory as most losses need.
+    Otherwise from a cross-entropy of its results in float32, with room for a copy of those: that is
+    as much memory as most losses need.
     """
     spare = []
     loss = loss_in(output)
