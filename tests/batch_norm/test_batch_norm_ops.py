@@ -3,6 +3,7 @@
 import pytest
 import torch
 from batch_norms import LAYOUTS, in_layout, make
+from helpers import pairs
 from torch.library import opcheck
 
 import memsave_ext as ms
@@ -22,9 +23,9 @@ def arguments(shape, dtype, layout="contiguous", requires_grad=True):
     return x, weight, bias, residual
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mode", ["training", "eval", "reuse"])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "mode"), pairs(SHAPES, DTYPES, ["training", "eval", "reuse"]), ids=str
+)
 def test_opcheck_forward(shape, dtype, mode):
     x, weight, bias, residual = arguments(shape, dtype)
     channels = shape[1]
