@@ -416,7 +416,7 @@ def test_an_error_on_one_rank_ends_all(kind, how):
 
 
 def test_torchrun_shows_the_error():
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(TESTS)])
     environment = os.environ | {
         "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path
