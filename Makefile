@@ -16,12 +16,15 @@ TRAINERS := .venv/.trainers
 DOCS := .venv/.docs
 NATIVE_SOURCES := memsave_ext/adam/format_rows.h $(shell find csrc -type f)
 CXX_FILES := $(filter csrc/%.h %.cpp %.cu %.cuh,$(NATIVE_SOURCES))
-# By files: what the tests of one share is often minutes of processes. In the order of their names
-# the last ones are short.
+# By files: what the tests of one share is often minutes of processes. In the order of their names,
+# the longest first (tests/conftest.py), the last ones are short.
 PYTEST := $(VENV) -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-# Tests that run whole programs for minutes: once, with the native part.
-WHOLE_PROGRAMS := tests/benchmarks tests/distributed/test_distributed_example.py
+# Once, with the native part: tests that run whole programs for minutes, and those that are the same
+# in pure Python, as they read files or start processes that choose their way themselves.
+ONCE := tests/benchmarks tests/distributed/test_distributed_example.py
+ONCE += tests/docs/test_contributing.py tests/docs/test_docs_site.py tests/docs/test_guide.py
+ONCE += $(addprefix tests/packaging/test_,imports.py native.py packaging.py parts.py)
 
 # torch looks for ninja on PATH.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -44,7 +47,7 @@ test: build $(TRAINERS)  ## run the tests, native and in pure Python
 	@echo "== tests with the native part"
 	MEMSAVE_EXT_NATIVE=1 $(PYTEST)
 	@echo "== tests in pure Python"
-	MEMSAVE_EXT_NATIVE=0 $(PYTEST) $(WHOLE_PROGRAMS:%=--ignore=%)
+	MEMSAVE_EXT_NATIVE=0 $(PYTEST) $(ONCE:%=--ignore=%)
 
 stress: build  ## run random programs against plain torch and float64, MINUTES=10
 	$(VENV) tests/stress/run.py --minutes $(MINUTES) $(STRESS)
@@ -113,8 +116,9 @@ $(LINKED): $(INSTALLED) | $(BUILT)
 	@MAKEFLAGS= $(VENV) -m pip install -q --no-build-isolation --no-deps -e .
 	@touch $@
 
-# torch is named again: torchvision would bring the torch that it fits.
-$(TRAINERS): pyproject.toml | $(INSTALLED)
+# torch is named again: torchvision would bring the torch that it fits. After LINKED: one pip must not
+# look at what another one writes.
+$(TRAINERS): pyproject.toml | $(LINKED)
 	@echo "== installing the libraries that train models, for tests/integrations"
 	@$(VENV) tools/requirements.py integrations > .venv/requirements.txt
 	@$(VENV) -m pip install -q -r .venv/requirements.txt '$(TORCH)'

@@ -32,6 +32,11 @@ def pytest_configure(config):
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that tests start
 
 
+def pytest_collection_modifyitems(items):
+    # The longest file first: at the end one worker would have it, and nothing be left for others.
+    items.sort(key=lambda item: item.path.name != "test_stress.py")
+
+
 def _cores():
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -1,6 +1,7 @@
 """What tests of several rooms share."""
 
 import contextlib
+import itertools
 import threading
 
 import torch
@@ -20,6 +21,23 @@ def assert_equal(left, right):
         assert (a is None) == (b is None)
         if a is not None:
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def pairs(*choices):
+    """Some of the combinations of ``choices``, with each two values of two of them together in one.
+
+    For parametrize, where what goes wrong depends on two of the options at most.
+    """
+
+    def pairs_of(combination):
+        return set(itertools.combinations(enumerate(combination), 2))
+
+    every = list(itertools.product(*(range(len(values)) for values in choices)))
+    left, found = set().union(*map(pairs_of, every)), []
+    while left:
+        found.append(max(every, key=lambda combination: len(pairs_of(combination) & left)))
+        left -= pairs_of(found[-1])
+    return [tuple(map(list.__getitem__, map(list, choices), chosen)) for chosen in found]
 
 
 def plain(function, *args, **kwargs):

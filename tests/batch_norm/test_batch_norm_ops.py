@@ -3,6 +3,7 @@
 import pytest
 import torch
 from batch_norms import LAYOUTS, in_layout, make
+from helpers import pairs
 from torch.library import opcheck
 
 import memsave_ext as ms
@@ -22,9 +23,9 @@ def arguments(shape, dtype, layout="contiguous", requires_grad=True):
     return x, weight, bias, residual
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mode", ["training", "eval", "reuse"])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "mode"), pairs(SHAPES, DTYPES, ["training", "eval", "reuse"]), ids=str
+)
 def test_opcheck_forward(shape, dtype, mode):
     x, weight, bias, residual = arguments(shape, dtype)
     channels = shape[1]
@@ -61,22 +62,15 @@ def test_statistics_from_running_ones_are_torchs_bits(dtype):
     assert torch.equal(statistics, torch.stack([mean, (var + 1e-3).rsqrt()]))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_opcheck_backward(shape, layout):
+@pytest.mark.parametrize(
+    ("shape", "layout", "training"), pairs(SHAPES, LAYOUTS, [True, False]), ids=str
+)
+def test_opcheck_backward(shape, layout, training):
     x, weight, bias, residual = arguments(shape, torch.float32, layout)
-    grad = torch.randn(shape)
-    statistics = torch.rand(2, shape[1])
-    last = "leaky_relu", 0.1
-    opcheck(
-        ops.batch_norm_backward.default,
-        (grad, x, weight, bias, residual, statistics, True, 1e-5, *last, [True] * 4),
-    )
-    opcheck(
-        ops.batch_norm_backward.default,
-        (grad, x, weight, None, None, statistics, False, 1e-5, "none", 0.0,
-         [True, False, True, False]),
-    )  # fmt: skip
+    rest = bias, residual, torch.rand(2, shape[1]), True, 1e-5, "leaky_relu", 0.1, [True] * 4
+    if not training:
+        rest = None, None, rest[2], False, 1e-5, "none", 0.0, [True, False, True, False]
+    opcheck(ops.batch_norm_backward.default, (torch.randn(shape), x, weight, *rest))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -158,7 +158,7 @@ def test_efficient_trains_one_method(densenet, tmp_path, efficient, method):
 def test_noise_bound_lets_rounding_pass_and_nothing_else(densenet, error, ok):
     training, data = importlib.import_module("training"), importlib.import_module("data")
     images, _ = data.load("digits")
-    job = training.Job(10, 2, 256, 1, len(images) // 256, 0, torch.device("cpu"))
+    job = training.Job(10, 2, 64, 1, 5, 0, torch.device("cpu"))
     naive = training.Trainer("naive", job)
     training.train({"naive": naive}, images, job)
     checks = importlib.import_module("checks").within_noise(

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import run_program
 
 import memsave_ext as ms
 from memsave_ext import _native
@@ -31,13 +32,7 @@ needs_native = pytest.mark.skipif(not _native.available, reason="it is native on
 
 
 def run(code):
-    done = subprocess.run(
-        [sys.executable, "-c", HEAD + code + "\nprint('as expected')"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = run_program(HEAD + code + "\nprint('as expected')")
     assert done.stdout.strip().endswith("as expected"), done.stdout + done.stderr
 
 

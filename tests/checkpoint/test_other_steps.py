@@ -1,12 +1,11 @@
 """Steps of torch's optimizers between forward and recompute that no version counter shows."""
 
-import subprocess
-import sys
 from collections import OrderedDict
 
 import pytest
 import torch
 from helpers import assert_equal
+from processes import run_program
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.optim import optimizer as optimizer_module
@@ -177,4 +176,4 @@ if _native.available:
 
 
 def test_steps_are_noted_only_while_something_waits():
-    subprocess.run([sys.executable, "-c", PENDING], check=True)
+    run_program(PENDING).check_returncode()

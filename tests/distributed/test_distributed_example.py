@@ -1,15 +1,21 @@
 """examples/train_distributed.py under torchrun, and the programs of docs/distributed.md."""
 
+import contextlib
+import functools
+import io
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -43,11 +49,36 @@ def torchrun(processes, *arguments, restarts=0):
     return process.returncode, output
 
 
-def train(engine, folder, *arguments, processes=2, restarts=0):
-    """Output of the example, and what it says of each epoch: (number, loss, accuracy)."""
-    options = ["--engine", engine, "--checkpoint", folder, *arguments]
-    status, output = torchrun(processes, EXAMPLE, *options, restarts=restarts)
+def killed(engine, folder):
+    """The example under torchrun, with a process killed once; see `told`."""
+    options = ["--engine", engine, "--checkpoint", folder, "--epochs", 3, "--fail-at", 2]
+    status, output = torchrun(2, EXAMPLE, *options, restarts=1)
     assert status == 0, output
+    return told(output)
+
+
+def undisturbed(engine, folder, epochs, processes):
+    """The example in processes that are there already: torchrun's take seconds to start."""
+    arguments = ["--engine", engine, "--checkpoint", str(folder), "--epochs", str(epochs)]
+    runs = {"example": functools.partial(example, arguments)}
+    return told(run_ranks(processes, runs)["example"][0])
+
+
+def example(arguments):
+    """What it prints on this rank, in the group that this is in."""
+    with (
+        mock.patch.object(sys, "argv", [str(EXAMPLE), *arguments]),
+        mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT="0"),
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+        contextlib.redirect_stdout(io.StringIO()) as output,
+    ):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return output.getvalue()
+
+
+def told(output):
+    """Output of the example, and what it says of each epoch: (number, loss, accuracy)."""
     lines = re.findall(r"^epoch (\d+): loss ([\d.]+), accuracy ([\d.]+)%", output, re.MULTILINE)
     return output, [(int(epoch), float(loss), float(percent)) for epoch, loss, percent in lines]
 
@@ -59,25 +90,13 @@ def runs(tmp_path_factory):
     if not EXAMPLE.is_file():
         pytest.skip("no examples")
     folder = tmp_path_factory.mktemp("runs")
-    failing = ["--epochs", 3, "--fail-at", 2]
-
-    def ddp():
-        return {
-            "undisturbed": train("ddp", folder / "undisturbed", "--epochs", 3),
-            "ddp": train("ddp", folder / "killed", *failing, restarts=1),
-        }
-
-    def fsdp2():
-        killed = train("fsdp2", folder / "killed", *failing, restarts=1)
-        dcp_to_torch_save(folder / "killed/fsdp2/3", folder / "fsdp2.pt")
-        return {
-            "fsdp2": killed,
-            "by one": train("fsdp2", folder / "killed", "--epochs", 4, processes=1),
-        }
-
+    engines = ("ddp", "fsdp2")
     with ThreadPoolExecutor(2) as pool:  # most of the time is that of starting
-        first, second = pool.submit(ddp), pool.submit(fsdp2)
-        return {"folder": folder, **first.result(), **second.result()}
+        found = dict(zip(engines, pool.map(killed, engines, [folder / "killed"] * 2), strict=True))
+    dcp_to_torch_save(folder / "killed/fsdp2/3", folder / "fsdp2.pt")
+    found["undisturbed"] = undisturbed("ddp", folder / "undisturbed", epochs=3, processes=2)
+    found["by one"] = undisturbed("fsdp2", folder / "killed", epochs=4, processes=1)
+    return {"folder": folder, **found}
 
 
 def parameters(path):

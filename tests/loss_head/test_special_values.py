@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import pairs
 from losses import REDUCTIONS, chunked, gradients, plain
 
 CLASSES, IGNORED = 600, 77
@@ -97,9 +98,10 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("probabilities", [False, True], ids=["indices", "probabilities"])
+@pytest.mark.parametrize(
+    ("reduction", "dtype", "probabilities"),
+    pairs(REDUCTIONS, [torch.float32, torch.float64], [False, True]),
+)
 def test_as_cross_entropy(dtype, reduction, probabilities):
     tolerance = 1e-5 if dtype == torch.float32 else 1e-10
     differ, special = [], 0

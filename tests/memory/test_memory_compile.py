@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from helpers import pairs
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -100,9 +101,7 @@ class Run:
         return self.counter.frame_count - before[0], self.counter.op_count - before[1]
 
 
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("fullgraph", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "fullgraph", "around"), pairs(KINDS, [True, False], AROUND))
 def test_graphs_are_those_of_an_ordinary_run(kind, fullgraph, around):
     ordinary = Run(kind, fullgraph)
     graphs = ordinary()

@@ -19,10 +19,11 @@ LEVELS = ("default", "avx2", "avx512")
 
 
 def test_this_build(tmp_path):
-    """As a user runs it. A minute at most on two cores, of which the tests have a part."""
+    """As a user runs it; in pure Python without what is timed."""
     path = tmp_path / "check.json"
+    quick = [] if _native.available else ["--quick"]
     done = subprocess.run(
-        [sys.executable, "-m", "memsave_ext.check", "--json", str(path)],
+        [sys.executable, "-m", "memsave_ext.check", *quick, "--json", str(path)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -36,10 +37,10 @@ def test_this_build(tmp_path):
     rows = found["rows"]
     assert {row["part"] for row in rows} >= {"adam", "batch_norm", "loss_head", "checkpoint"}
     assert all(row["cases"] and not row["problem"] for row in rows)
-    timed = [row for row in rows if row["gb_per_s"]]
-    assert len(timed) > 20
-    assert all(row["percent_of_copy"] > 0 for row in timed)
     if _native.available:
+        timed = [row for row in rows if row["gb_per_s"]]
+        assert len(timed) > 20
+        assert all(row["percent_of_copy"] > 0 for row in timed)
         chosen = levels.level().lower()
         below = LEVELS[: LEVELS.index(chosen)] if chosen in LEVELS else ()
         assert {row["where"] for row in rows} >= {

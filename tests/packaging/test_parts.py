@@ -1,13 +1,11 @@
 """MEMSAVE_EXT_DISABLE and disable(): parts that run in pure Python beside the native ones."""
 
 import ast
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
+from processes import run_program
 
 import memsave_ext as ms
 from memsave_ext import _native, _parts
@@ -67,10 +65,7 @@ def run(code, *, disable="", native="1"):
 
 
 def run_process(code, disable, native="1"):
-    environment = {**os.environ, "MEMSAVE_EXT_NATIVE": native, "MEMSAVE_EXT_DISABLE": disable}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
+    return run_program(code, MEMSAVE_EXT_NATIVE=native, MEMSAVE_EXT_DISABLE=disable)
 
 
 # What is off, and what runs in Python then.

@@ -1,10 +1,10 @@
 """What is told of blocks with a budget: figures, pictures and reports."""
 
-import subprocess
 import sys
 
 import pytest
 import torch
+from processes import run_program
 from test_budget import no_warnings, nothing_is_known_yet, step, wide  # noqa: F401
 from torch import nn
 
@@ -19,7 +19,7 @@ def plans_and_peak(block):
 def test_plans_count_the_states_that_came_after_the_measured_step():
     """In a process of its own: where a step of another test is still open here, steps overlap."""
     code = f"import sys; sys.path[:0] = {sys.path!r}; import {__name__} as t; t.train_wide()"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_program(code).check_returncode()
 
 
 def train_wide():

@@ -1,13 +1,11 @@
 """Where nothing records a block: without the native part, and on fake tensors nobody predicts."""
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
+from processes import run_program
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -94,12 +92,7 @@ with warnings.catch_warnings(record=True) as seen:
 assert [w.filename for w in seen] == [__file__ if "__file__" in dir() else "<string>"], seen
 print(seen[0].category.__name__, seen[0].message)
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"MEMSAVE_EXT_NATIVE": "0"},
-        capture_output=True,
-        text=True,
-    )
+    ran = run_program(code, MEMSAVE_EXT_NATIVE="0")
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith(f"UserWarning remat keeps everything: {REASON}")
 

@@ -169,7 +169,8 @@ def programs(case: Case, seed: int, most: int | None) -> Iterator[Program]:
     entry = case.entry
     _seed(seed)
     if isinstance(entry, OpInfo):
-        samples = list(entry.sample_inputs("cpu", case.dtype, requires_grad=True, set_seed=False))
+        # Not by sample_inputs(), which looks through the stack and all modules for a unittest.
+        samples = list(entry.sample_inputs_func(entry, "cpu", case.dtype, requires_grad=True))
         forms = [form for form in (entry, entry.inplace_variant) if form]
         for sample in _spread(samples, most):
             for form in forms:

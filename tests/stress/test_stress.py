@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import memsave_ext as ms
-from memsave_ext.predict import workspaces
+from memsave_ext.fakes import workspaces
 from stress import (
     adam,
     any_optimizer,
