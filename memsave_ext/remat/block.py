@@ -60,8 +60,14 @@ class remat:  # noqa: N801, a context manager is used like a function
         model: :meth:`report` shows its modules separately. Their calls are watched only inside the
             block, for about 2 microseconds each; a compiled module is one.
         budget: the most bytes that the step may need: an int; text with a unit, such as "8GB" (1e9
-            bytes each) or "512MiB" (2**20 each); or a float above 0 and at most 1: parameters,
-            gradients and states, and this share of what a step that keeps everything needs besides.
+            bytes each) or "512MiB" (2**20 each); "80%", of what the process may have of the
+            device's memory; "auto", what is free of it; or a float above 0 and at most 1:
+            parameters, gradients and states, and this share of what a step that keeps everything
+            needs besides. "80%" and "auto" are asked of the device when the block is entered: on
+            the CPU of the least of physical memory, the process's limits and those of its control
+            groups; on CUDA of what the caching allocator has and what the device has free, without
+            pieces of segments in use. "auto" is what counts already and nine tenths of what is
+            free: the rest is for memory that does not count.
             Where it is less than the least possible, a warning says so once, and the step runs with
             the least.
         optimizer: one or several optimizers that are not this package's: their states count, too.
@@ -72,8 +78,8 @@ class remat:  # noqa: N801, a context manager is used like a function
         TypeError: an argument of the wrong type.
         ValueError: a budget out of range or not to be read; ``optimizer`` or ``strict`` without a
             budget.
-        RuntimeError: a budget with a CUDA allocator that reports nothing (cudaMallocAsync); a block
-            is entered a second time, or is left in another thread than the one that entered it, or
+        RuntimeError: a budget with a CUDA allocator that reports nothing (cudaMallocAsync), or a
+            part of a device whose memory is not known; a block is entered a second time, or is left in another thread than the one that entered it, or
             before a block inside it.
     """
 
@@ -93,13 +99,16 @@ class remat:  # noqa: N801, a context manager is used like a function
             )
         check_arguments(budget, optimizer, strict)
         self._modules = Modules(model)
-        self._within = None if budget is None else parse_budget(budget, strict)
+        within, asked = (None, None) if budget is None else parse_budget(budget, strict)
+        self._within = within is not None
         counted = model if _counted is None else _counted
-        self._recorder = make_recorder(_everything, self._within, device_of(counted))
+        self._device = device_of(counted)
+        self._recorder = make_recorder(_everything, within, self._device)
         self._before: LivedBefore | None = None
+        self._of_device = asked
         if isinstance(self._recorder, NoRecorder):
-            self._within = None
-        elif self._within is not None:
+            self._within, self._of_device = False, None
+        elif self._within:
             self._before = LivedBefore(self._recorder, counted, optimizer)
         self._hooks: ExitStack | None = None
         self._device = device_of(counted)
@@ -109,9 +118,10 @@ class remat:  # noqa: N801, a context manager is used like a function
     def __enter__(self) -> remat:
         if self._hooks is not None:
             raise RuntimeError("remat: a block is entered once; make another")
+        bytes_now = self._of_device and self._of_device.bytes_of(self._device)
         self._hooks = self._install()
         try:
-            self._recorder.open()
+            self._recorder.open(bytes_now)
             if self._before is not None:
                 self._before.install(self._hooks)
                 self._plan_first_call(self._hooks)
@@ -163,7 +173,7 @@ class remat:  # noqa: N801, a context manager is used like a function
             raise RuntimeError("remat: a block that was not entered cannot be left")
         self._recorder.close()
         self._hooks.close()
-        if self._within is not None and error is None:
+        if self._within and error is None:
             warn_if_short(self._budgeted("budget"))
 
     @property
@@ -199,7 +209,7 @@ class remat:  # noqa: N801, a context manager is used like a function
     def _budgeted(self, name: str) -> Recorder:
         if isinstance(self._recorder, NoRecorder):
             raise RuntimeError(f"remat: {name} is not known: {self._recorder.reason}")
-        if self._within is None:
+        if not self._within:
             raise RuntimeError(f"remat: {name} is known only with a budget")
         return self._recorder
 
@@ -220,7 +230,7 @@ class remat:  # noqa: N801, a context manager is used like a function
                 print(f"Kept everything: {self._recorder.reason}", file=text)
                 return
             figures = self._recorder.figures()
-            if self._within is not None:
+            if self._within:
                 print(self._budget_line(self._recorder), file=text)
             elif figures["planned"]:
                 print(PLANNED, file=text)
