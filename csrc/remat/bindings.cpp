@@ -250,7 +250,7 @@ void bind(py::module_& m) {
       .def("limit", &Recorder::limit)
       .def("trace", &Recorder::trace)
       .def("is_newly_short", &Recorder::is_newly_short)
-      .def("open", &Recorder::open)
+      .def("open", &Recorder::open, py::arg("bytes") = py::none())
       .def("close", &Recorder::close)
       .def("suspend", &Recorder::suspend)
       .def("resume", &Recorder::resume)

@@ -17,6 +17,7 @@ from ..shared.table import Text, as_text, format_bytes, format_seconds
 from .ahead import ahead_of
 from .budget import (
     LivedBefore,
+    OfDevice,
     check_arguments,
     describe_limit,
     device_of,
@@ -25,7 +26,7 @@ from .budget import (
 )
 from .figures import PLANNED, RematFigures, make_figures, write_report
 from .picture import draw_budget
-from .recorder import NoRecorder, Recorder, make_recorder
+from .recorder import Budget, NoRecorder, Recorder, make_recorder
 
 
 class remat:  # noqa: N801, a context manager is used like a function
@@ -79,8 +80,8 @@ class remat:  # noqa: N801, a context manager is used like a function
         ValueError: a budget out of range or not to be read; ``optimizer`` or ``strict`` without a
             budget.
         RuntimeError: a budget with a CUDA allocator that reports nothing (cudaMallocAsync), or a
-            part of a device whose memory is not known; a block is entered a second time, or is left in another thread than the one that entered it, or
-            before a block inside it.
+            part of a device whose memory is not known; a block is entered a second time, or is left
+            in another thread than the one that entered it, or before a block inside it.
     """
 
     def __init__(
@@ -99,16 +100,16 @@ class remat:  # noqa: N801, a context manager is used like a function
             )
         check_arguments(budget, optimizer, strict)
         self._modules = Modules(model)
-        within, asked = (None, None) if budget is None else parse_budget(budget, strict)
-        self._within = within is not None
+        self._within: Budget | None = None
+        self._of_device: OfDevice | None = None
+        if budget is not None:
+            self._within, self._of_device = parse_budget(budget, strict)
         counted = model if _counted is None else _counted
-        self._device = device_of(counted)
-        self._recorder = make_recorder(_everything, within, self._device)
+        self._recorder = make_recorder(_everything, self._within, device_of(counted))
         self._before: LivedBefore | None = None
-        self._of_device = asked
         if isinstance(self._recorder, NoRecorder):
-            self._within, self._of_device = False, None
-        elif self._within:
+            self._within = self._of_device = None
+        elif self._within is not None:
             self._before = LivedBefore(self._recorder, counted, optimizer)
         self._hooks: ExitStack | None = None
         self._device = device_of(counted)
@@ -173,7 +174,7 @@ class remat:  # noqa: N801, a context manager is used like a function
             raise RuntimeError("remat: a block that was not entered cannot be left")
         self._recorder.close()
         self._hooks.close()
-        if self._within and error is None:
+        if self._within is not None and error is None:
             warn_if_short(self._budgeted("budget"))
 
     @property
@@ -209,7 +210,7 @@ class remat:  # noqa: N801, a context manager is used like a function
     def _budgeted(self, name: str) -> Recorder:
         if isinstance(self._recorder, NoRecorder):
             raise RuntimeError(f"remat: {name} is not known: {self._recorder.reason}")
-        if not self._within:
+        if self._within is None:
             raise RuntimeError(f"remat: {name} is known only with a budget")
         return self._recorder
 
@@ -230,7 +231,7 @@ class remat:  # noqa: N801, a context manager is used like a function
                 print(f"Kept everything: {self._recorder.reason}", file=text)
                 return
             figures = self._recorder.figures()
-            if self._within:
+            if self._within is not None:
                 print(self._budget_line(self._recorder), file=text)
             elif figures["planned"]:
                 print(PLANNED, file=text)

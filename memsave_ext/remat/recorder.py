@@ -24,7 +24,7 @@ class Budget(NamedTuple):
 class Recorder(Protocol):
     """Records one block. It is opened once, by the thread whose operators it records."""
 
-    def open(self, bytes: int | None) -> None:
+    def open(self, bytes: int | None = None) -> None:
         """Begins to record. ``bytes``: the budget's, where they are known only now."""
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class NoRecorder:
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
-    def open(self, bytes: int | None) -> None: ...
+    def open(self, bytes: int | None = None) -> None: ...
 
     def close(self) -> None: ...
 
