@@ -35,7 +35,7 @@ std::shared_ptr<Block> make_block(std::optional<bool> everything, const at::Devi
   // A plan needs the time of each operator. On other devices than these the clock sees launches.
   const bool is_timed = device.is_cpu() || device.is_cuda() || device.is_meta();
   if (!is_timed) return std::make_shared<Block>(Drops::kCheap);
-  return std::make_shared<Block>(Budget{0, 0, false, device});
+  return std::make_shared<Block>(Budget{0, 0, false, false, device});
 }
 
 // A block and its saved-tensor hooks, as memsave_ext/remat/recorder.py uses them.
@@ -43,17 +43,17 @@ class Recorder {
  public:
   Recorder(std::optional<bool> everything, const at::Device& device)
       : block_(make_block(everything, counted(device))) {}
-  Recorder(int64_t bytes, double share, bool strict, const at::Device& device)
-      : block_(std::make_shared<Block>(Budget{bytes, share, strict, counted(device)})) {}
+  Recorder(int64_t bytes, double share, bool strict, bool is_more, const at::Device& device)
+      : block_(std::make_shared<Block>(Budget{bytes, share, strict, is_more, counted(device)})) {}
 
   // A block that was not left stays open, since its thread refers to it; the hooks keep it alive.
   ~Recorder() { (void)hooks_.release(); }
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
 
-  void open() {
+  void open(std::optional<int64_t> bytes) {
     hooks_ = std::make_unique<checkpoint::EngineHookGuard>(std::make_shared<BlockPacker>(block_));
-    block_->open();
+    block_->open(bytes);
   }
   // Whether the block records here, and no other saved-tensor hooks lie above its own.
   bool suspend() {
@@ -230,6 +230,9 @@ void bind(py::module_& m) {
     return known_steps(device)->knows(last_key);
   });
   m.def("remat_is_predicted", [] { return Fakes::current() != nullptr; });
+  m.def("remat_is_predicted_for_cuda", [] {
+    return Fakes::current() != nullptr && Fakes::current()->steps()->count.counts_all();
+  });
   py::class_<Fakes>(m, "RematFakes")
       .def(py::init<py::object, bool>(), py::arg("make"), py::arg("counts_all"))
       .def("enter", &Fakes::enter)
@@ -241,13 +244,13 @@ void bind(py::module_& m) {
       .def("knows_steps", [](const Fakes& fakes) { return fakes.steps()->any(); });
   py::class_<Recorder>(m, "RematRecorder")
       .def(py::init<std::optional<bool>, const at::Device&>())
-      .def(py::init<int64_t, double, bool, const at::Device&>())
+      .def(py::init<int64_t, double, bool, bool, const at::Device&>())
       .def("count", &Recorder::count)
       .def("budget", &Recorder::budget)
       .def("limit", &Recorder::limit)
       .def("trace", &Recorder::trace)
       .def("is_newly_short", &Recorder::is_newly_short)
-      .def("open", &Recorder::open)
+      .def("open", &Recorder::open, py::arg("bytes") = py::none())
       .def("close", &Recorder::close)
       .def("suspend", &Recorder::suspend)
       .def("resume", &Recorder::resume)

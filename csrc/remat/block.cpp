@@ -61,11 +61,12 @@ bool Block::is_innermost() const { return current == this; }
 
 Block* Block::active() { return records() ? current : nullptr; }
 
-void Block::open() {
+void Block::open(std::optional<int64_t> bytes) {
   thread_ = std::this_thread::get_id();
   outer_ = current;
   if (outer_ == nullptr) seconds_of_copy(0);  // measures it before any operator is timed
   pending_.emplace();
+  if (budget_ && bytes) budget_->bytes = *bytes;
   if (budget_) step_ = std::make_unique<Step>(*budget_);
   callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(on_start, on_end)
                                              .needsInputs(true)

@@ -39,7 +39,8 @@ class Block : public std::enable_shared_from_this<Block> {
   explicit Block(Budget budget) : drops_(Drops::kCheap), budget_(budget) {}
 
   // Records this thread's operators until close(). Blocks nest: only the innermost records.
-  void open();
+  // `bytes`: the budget's, where they were not known before.
+  void open(std::optional<int64_t> bytes = std::nullopt);
   void close();
   // Records nothing and saves nothing until resume(), as if it were not open: other blocks may open
   // and close meanwhile. It is this thread's innermost one.
@@ -122,7 +123,7 @@ class Block : public std::enable_shared_from_this<Block> {
   void sweep();
 
   const Drops drops_;
-  const std::optional<Budget> budget_;
+  std::optional<Budget> budget_;
   std::optional<checkpoint::Pending> pending_;  // set while it is open
   std::unique_ptr<Step> step_;
   // Of its contents; and itself while it is open, and backwards that open its contents.

@@ -25,6 +25,7 @@ class Count final : public memory::Listener {
   Count& operator=(const Count&) = delete;
 
   at::Device device() const override { return device_; }
+  bool counts_all() const { return counts_all_; }
   void start();  // from nothing
   void stop();
 

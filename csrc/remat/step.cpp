@@ -65,7 +65,7 @@ void Step::count(const std::vector<at::Tensor>& tensors, const std::vector<at::T
     moment.now += more;
     moment.peak += more;
   }
-  if (followed_) find();
+  followed_ ? find() : follow(nullptr);
 }
 
 int32_t Step::number_of(Content& content) {
@@ -313,7 +313,7 @@ void Step::find() {
 void Step::follow(std::shared_ptr<Known> known) {
   followed_ = std::move(known);
   plan_ = nullptr;
-  bytes_ = budget_.bytes;
+  bytes_ = limit();
   least_ = 0;
   if (!followed_) return;
   if (!budget_.is_limit()) {

@@ -25,7 +25,8 @@ struct Budget {
   // Where positive: the budget is what the step needs without activations, and this share of the
   // activations of a step that keeps everything.
   double share = 0;
-  bool strict = false;  // a step that cannot keep to it is refused
+  bool strict = false;   // a step that cannot keep to it is refused
+  bool is_more = false;  // `bytes` come to those of what lived before the step
   at::Device device{at::kCPU};
 
   bool is_limit() const { return bytes > 0 || share > 0; }
@@ -99,6 +100,8 @@ class Step {
   void add_moment();
   void end_moment();
   int64_t held_alone();
+  // In bytes; 0 where it is a share.
+  int64_t limit() const { return budget_.bytes + (budget_.is_more ? before_ : 0); }
   void find();
   void follow(std::shared_ptr<Known> known);
   void stop();
@@ -119,7 +122,7 @@ class Step {
   int64_t held_ = 0;  // bytes of *alone_ and given_up_ at the latest moment
   std::shared_ptr<Known> followed_;
   const Plan* plan_ = nullptr;  // of followed_
-  int64_t bytes_;               // of the budget; 0 where a share is not known in bytes yet
+  int64_t bytes_;               // of the budget, see limit(); 0 where a share is not known yet
   int64_t before_ = 0;          // counted bytes that lived before
   int64_t missing_ = 0;         // of gradients that are not there yet
   int64_t least_ = 0, peak_ = 0;

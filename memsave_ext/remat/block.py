@@ -17,6 +17,7 @@ from ..shared.table import Text, as_text, format_bytes, format_seconds
 from .ahead import ahead_of
 from .budget import (
     LivedBefore,
+    OfDevice,
     check_arguments,
     describe_limit,
     device_of,
@@ -25,7 +26,7 @@ from .budget import (
 )
 from .figures import PLANNED, RematFigures, make_figures, write_report
 from .picture import draw_budget
-from .recorder import NoRecorder, Recorder, make_recorder
+from .recorder import Budget, NoRecorder, Recorder, make_recorder
 
 
 class remat:  # noqa: N801, a context manager is used like a function
@@ -62,8 +63,14 @@ class remat:  # noqa: N801, a context manager is used like a function
         model: :meth:`report` shows its modules separately. Their calls are watched only inside the
             block, for about 2 microseconds each; a compiled module is one.
         budget: the most bytes that the step may need: an int; text with a unit, such as "8GB" (1e9
-            bytes each) or "512MiB" (2**20 each); or a float above 0 and at most 1: parameters,
-            gradients and states, and this share of what a step that keeps everything needs besides.
+            bytes each) or "512MiB" (2**20 each); "80%", of what the process may have of the
+            device's memory; "auto", what is free of it; or a float above 0 and at most 1:
+            parameters, gradients and states, and this share of what a step that keeps everything
+            needs besides. "80%" and "auto" are asked of the device when the block is entered: on
+            the CPU of the least of physical memory, the process's limits and those of its control
+            groups; on CUDA of what the caching allocator has and what the device has free, without
+            pieces of segments in use. "auto" is what counts already and nine tenths of what is
+            free: the rest is for memory that does not count.
             Where it is less than the least possible, a warning says so once, and the step runs with
             the least.
         optimizer: one or several optimizers that are not this package's: their states count, too.
@@ -74,9 +81,9 @@ class remat:  # noqa: N801, a context manager is used like a function
         TypeError: an argument of the wrong type.
         ValueError: a budget out of range or not to be read; ``optimizer`` or ``strict`` without a
             budget.
-        RuntimeError: a budget with a CUDA allocator that reports nothing (cudaMallocAsync); a block
-            is entered a second time, or is left in another thread than the one that entered it, or
-            before a block inside it.
+        RuntimeError: a budget with a CUDA allocator that reports nothing (cudaMallocAsync), or a
+            part of a device whose memory is not known; a block is entered a second time, or is left
+            in another thread than the one that entered it, or before a block inside it.
     """
 
     def __init__(
@@ -95,12 +102,15 @@ class remat:  # noqa: N801, a context manager is used like a function
             )
         check_arguments(budget, optimizer, strict)
         self._modules = Modules(model)
-        self._within = None if budget is None else parse_budget(budget, strict)
+        self._within: Budget | None = None
+        self._of_device: OfDevice | None = None
+        if budget is not None:
+            self._within, self._of_device = parse_budget(budget, strict)
         counted = model if _counted is None else _counted
         self._recorder = make_recorder(_everything, self._within, device_of(counted))
         self._before: LivedBefore | None = None
         if isinstance(self._recorder, NoRecorder):
-            self._within = None
+            self._within = self._of_device = None
         elif self._within is not None:
             self._before = LivedBefore(self._recorder, counted, optimizer)
         self._hooks: ExitStack | None = None
@@ -111,9 +121,10 @@ class remat:  # noqa: N801, a context manager is used like a function
     def __enter__(self) -> remat:
         if self._hooks is not None:
             raise RuntimeError("remat: a block is entered once; make another")
+        bytes_now = self._of_device and self._of_device.bytes_of(self._device)
         self._hooks = self._install()
         try:
-            self._recorder.open()
+            self._recorder.open(bytes_now)
             if self._before is not None:
                 self._before.install(self._hooks)
                 self._plan_first_call(self._hooks)

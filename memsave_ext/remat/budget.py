@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from .. import _parts
 from ..adam.owners import optimizers_of
+from ..shared.device_memory import device_memory
 from ..shared.table import format_bytes, parse_bytes
 from ..shared.tensors import plain_tensors
 from .recorder import Budget, Recorder
@@ -26,13 +28,42 @@ _NEEDS = {
 }
 _ALLOWED = (
     "remat: budget must be bytes as an int (at least 1, less than 2**63), text such as '8GB' (1e9 "
-    "bytes each) or '512MiB' (2**20), or a float above 0 and at most 1, a share of the "
-    "activations; got {!r}"
+    "bytes each), '512MiB' (2**20), '80%' (above 0 and at most 100, of the device's memory) or "
+    "'auto' (what is free of it), or a float above 0 and at most 1, a share of the activations; "
+    "got {!r}"
 )
+_CUDA = torch.device("cuda")  # in a prediction no device is made of this name
+# What "auto" leaves free, for memory that no allocator of torch counts, and for other processes.
+_LEFT_FREE = 0.1
 
 
-def parse_budget(budget: object, strict: bool = False) -> Budget:
-    """Returns what a user's budget means.
+class OfDevice(NamedTuple):
+    """A part of a device's memory, which is asked when a block is entered."""
+
+    text: str  # as the user wrote it
+    share: float
+    of_free: bool  # else of all that the process may have
+
+    def bytes_of(self, device: torch.device) -> int:
+        """
+        Raises:
+            RuntimeError: the device's memory is not known.
+        """
+        native = _parts.native("remat")
+        if native is not None and native.remat_is_predicted_for_cuda():
+            device = _CUDA  # where fake tensors are, their step is not
+        try:
+            memory = device_memory(device)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"remat: budget={self.text!r} is a part of the device's memory, and {error}; give "
+                "bytes, such as '8GB'"
+            ) from error
+        return max(int(self.share * (memory.free if self.of_free else memory.limit)), 1)
+
+
+def parse_budget(budget: object, strict: bool = False) -> tuple[Budget, OfDevice | None]:
+    """Returns what a user's budget means, and what its bytes are asked of if not known yet.
 
     Raises:
         TypeError: it is none of int, float and str.
@@ -43,11 +74,20 @@ def parse_budget(budget: object, strict: bool = False) -> Budget:
     if isinstance(budget, float):
         if not 0 < budget <= 1:
             raise ValueError(_ALLOWED.format(budget))
-        return Budget(0, budget, strict)
+        return Budget(0, budget, strict), None
+    if isinstance(budget, str):
+        if budget.strip() == "auto":
+            return Budget(0, 0.0, strict, True), OfDevice(budget, 1 - _LEFT_FREE, True)
+        percent = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", budget)
+        if percent:
+            share = float(percent[1]) / 100
+            if not 0 < share <= 1:
+                raise ValueError(_ALLOWED.format(budget))
+            return Budget(0, 0.0, strict), OfDevice(budget, share, False)
     count = budget if isinstance(budget, int) else parse_bytes(budget)
     if count is None or not 1 <= count < 2**63:
         raise ValueError(_ALLOWED.format(budget))
-    return Budget(count, 0.0, strict)
+    return Budget(count, 0.0, strict), None
 
 
 def check_arguments(budget: object, optimizer: object, strict: object) -> None:

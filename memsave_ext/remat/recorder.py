@@ -18,12 +18,14 @@ class Budget(NamedTuple):
     bytes: int  # 0 for a share
     share: float  # of the activations; 0 for bytes
     strict: bool
+    is_more: bool = False  # the bytes come to those of what lived before the block
 
 
 class Recorder(Protocol):
     """Records one block. It is opened once, by the thread whose operators it records."""
 
-    def open(self) -> None: ...
+    def open(self, bytes: int | None = None) -> None:
+        """Begins to record. ``bytes``: the budget's, where they are known only now."""
 
     def close(self) -> None:
         """Stops recording. RuntimeError in another thread, or while an inner block is open."""
@@ -91,7 +93,7 @@ class NoRecorder:
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
-    def open(self) -> None: ...
+    def open(self, bytes: int | None = None) -> None: ...
 
     def close(self) -> None: ...
 
