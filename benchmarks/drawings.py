@@ -256,6 +256,36 @@ def plot_remat(record: Record) -> Figure:
     return figure
 
 
+def plot_remat_budgets(record: Record) -> Figure:
+    """Peaks over what was promised, both as shares of the plain step's activations."""
+    rows = [row for row in record["rows"] if "error" not in row]
+    figure, axes = plt.subplots(1, 3, sharey=True, figsize=(11, 4.2), layout="constrained")
+    for axis, number in zip(axes, (1, 2, 10), strict=True):
+        axis.plot([0, 1.3], [0, 1.3], color=GREY, linewidth=0.8)
+        for kept, shade in ((True, PEER), (False, OURS)):
+            shown = [row for row in rows if (row[f"ratio_{number}"] <= 1.02) is kept]
+            x, y = (
+                [
+                    (row[f"{name}_{number}"] - row[f"before_{number}"])
+                    / (row["plain"] - row["before_2"])
+                    for row in shown
+                ]
+                for name in ("promised", "peak")
+            )
+            label = "within 1.02 of it" if kept else "more"
+            axis.plot(x, y, ".", color=shade, markersize=5, label=label)
+        axis.set_title(f"step {number}", fontsize=10)
+        axis.set_xlabel("promised")
+        axis.set_xlim(0.2, 1.3)
+        axis.set_ylim(0.2, 1.3)
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel(f"peak, {TIMES} plain, without what lived before")
+    axes[0].legend(fontsize=8, frameon=False)
+    _caption(figure, record)
+    return figure
+
+
 DRAWINGS: dict[str, Callable[[Record], Figure]] = {
     "densenet": plot_densenet,
     "data_parallel": plot_data_parallel,
@@ -264,4 +294,5 @@ DRAWINGS: dict[str, Callable[[Record], Figure]] = {
     "largest_model": plot_largest_model,
     "memory_account": plot_memory_account,
     "remat": plot_remat,
+    "remat_budgets": plot_remat_budgets,
 }

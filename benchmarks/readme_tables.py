@@ -54,6 +54,8 @@ from tables.cuda import (
 from tables.index import index
 from tables.loss_head import loss_head_caption, loss_head_table
 from tables.remat import (
+    budgets_caption,
+    budgets_table,
     remat_caption,
     remat_nets_caption,
     remat_nets_table,
@@ -92,6 +94,7 @@ TABLES: dict[str, Pair] = {
     "remat": (remat_table, remat_caption),
     "remat:nets": (remat_nets_table, remat_nets_caption),
     "remat:picture": (lambda record: "", remat_picture_caption),
+    "remat_budgets": (budgets_table, budgets_caption),
     "largest_model": (largest_model_table, largest_model_caption),
     "largest_model:short": (largest_model_short, largest_model_caption),
     "memory_account": (memory.account_table, memory.account_caption),
@@ -120,6 +123,7 @@ PICTURES = {
     "largest_model": "The largest model and the largest batch of each method",
     "memory_account": "What memory is made of, during two steps of each loop",
     "remat": "Time of a step over the activations that it keeps, of each method",
+    "remat_budgets": "Measured peaks over promised ones, of steps 1, 2 and 10",
 }
 
 

@@ -34,6 +34,7 @@ SECONDS = {
     "memory_account": 8,
     "memory_overhead": 30,
     "remat": 45,
+    "remat_budgets": 115,
     "predict": 75,
     "linear_cross_entropy": 35,
     "checkpoint_chunks": 25,

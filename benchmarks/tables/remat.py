@@ -61,3 +61,39 @@ def remat_picture_caption(record: Record) -> str:
 
 def remat_nets_caption(record: Record) -> str:
     return f"*ours*: with this package's BatchNorm; else torch's. Shares {TIMES} plain, as above."
+
+
+def budgets_table(record: Record) -> str:
+    """Budgets down, steps across: how many rows kept the promise, and the worst one."""
+    good = [row for row in record["rows"] if "error" not in row]
+
+    def name(row: Record) -> str:
+        return "of torch's checkpoints" if row["share"] is None else f"{row['share']:.2f}"
+
+    def cells(title: str, rows: Sequence[Record]) -> tuple[str, ...]:
+        found = [title, str(len(rows))]
+        for number in (1, 2, 10):
+            ratios = [row[f"ratio_{number}"] for row in rows]
+            kept = sum(ratio <= 1.02 for ratio in ratios) / len(ratios)
+            found.append(f"{100 * kept:.0f} % / {max(ratios):.2f}")
+        for key in ("time", "time_checkpoint"):
+            times = sorted(row[key] for row in rows if key in row)
+            found.append(f"{times[len(times) // 2]:.2f}" if times else "-")
+        return tuple(found)
+
+    names = sorted({name(row) for row in good}, reverse=True)
+    lines = [cells(each, [row for row in good if name(row) == each]) for each in names]
+    steps = [f"step {number}" for number in (1, 2, 10)]
+    return markdown(("budget", "rows", *steps, "time", "time of checkpoints"), lines)
+
+
+def budgets_caption(record: Record) -> str:
+    rows = record["rows"]
+    failed = sum("error" in row for row in rows)
+    models = {row["model"] for row in rows}
+    return (
+        f"{len(models)} models, {len(record['settings']['ways'])} ways to call them; in each cell "
+        "the rows within 1.02 of what was promised, and the worst peak over it. Times of a step "
+        f"over the plain one, medians. {f'{failed} rows failed. ' if failed else ''}"
+        f"{machine_line(record)}."
+    )

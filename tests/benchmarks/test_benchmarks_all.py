@@ -75,8 +75,8 @@ def test_run_all_runs_what_is_asked_for(run_all, tmp_path):
     assert not (tmp_path / "bad.log").exists()
 
 
-def test_run_all_has_every_benchmark_and_a_quarter_of_an_hour():
+def test_run_all_has_every_benchmark_and_ends_in_time():
     module = importlib.import_module("run_all")
     names = {name for name in scripts_that_record() if not name.endswith("_cuda")}
     assert module.SECONDS.keys() == names
-    assert sum(module.SECONDS.values()) <= 20 * 60
+    assert sum(module.SECONDS.values()) <= 22 * 60

@@ -1,0 +1,14 @@
+"""Imports what the models of remat_budgets.py need; its processes start after that."""
+
+import contextlib
+
+import pytest
+import torch._dynamo  # torch imports it in a backward with checkpoints
+
+from budget_models import zoo
+
+__all__ = ["torch", "zoo"]
+
+for name in ("transformers.modeling_utils", "timm.models"):
+    with contextlib.suppress(pytest.skip.Exception):
+        zoo.library(name)
