@@ -11,10 +11,6 @@ WeakStorage weak_storage(const at::Tensor& tensor) {
   return tensor.storage().getWeakStorageImpl();
 }
 
-uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
-}
-
 Metadata Metadata::of(const at::Tensor& tensor) {
   c10::SmallVector<int64_t, 4> sizes;
   if (!tensor.is_nested()) sizes = c10::SmallVector<int64_t, 4>(tensor.sizes());

@@ -15,7 +15,11 @@ using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 // Its address is not given to another storage while this lives, but its memory may be freed. Null
 // where the tensor has no storage.
 WeakStorage weak_storage(const at::Tensor& tensor);
-uint32_t version_of(const at::Tensor& tensor);  // 0 of inference tensors, which have none
+// 0 of inference tensors, which have none.
+inline uint32_t version_of(const at::Tensor& tensor) {
+  const c10::VariableVersion& version = tensor.unsafeGetTensorImpl()->version_counter();
+  return version.enabled() ? version.current_version() : 0;
+}
 
 struct Metadata {
   c10::SmallVector<int64_t, 4> sizes;  // empty for a nested tensor, which has none in one piece

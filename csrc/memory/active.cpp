@@ -32,6 +32,12 @@ void set_counts() {
                                                [](Listener* one) { return one->takes_stacks(); }));
 }
 
+// The moment for this listener; asked for once for all of them.
+const Moment& moment_for(const Listener& listener, Moment& moment) {
+  if (moment.time == 0 && listener.hears_moments()) moment = Moment::now();
+  return moment;
+}
+
 void observe_recompute(checkpoint::Again what, bool begins) {
   const Moment moment = Moment::now();
   {
@@ -123,21 +129,25 @@ bool any_active(c10::DeviceType type) {
 
 void report_allocated(c10::Device device, void* ptr, int64_t size, std::optional<int64_t> total) {
   if (!watching()) return;
-  const Moment moment = Moment::now();
   std::shared_ptr<const Origin> origin;
   if (stack_count.load(std::memory_order_relaxed) > 0)
     origin = device.is_cpu() ? origin_here() : origin_of_operator();
   TrackingLock lock;
-  for (Listener* listener : active)
-    if (listener->device() == device) listener->allocated(moment, ptr, size, total, origin, lock);
+  Moment moment{};
+  for (Listener* listener : active) {
+    if (listener->device() != device) continue;
+    listener->allocated(moment_for(*listener, moment), ptr, size, total, origin, lock);
+  }
 }
 
 void report_freed(c10::Device device, void* ptr, std::optional<int64_t> total) {
   if (!watching()) return;
-  const Moment moment = Moment::now();
   const std::lock_guard<std::mutex> lock(tracking_mutex());
-  for (Listener* listener : active)
-    if (listener->device() == device) listener->freed(moment, ptr, total);
+  Moment moment{};
+  for (Listener* listener : active) {
+    if (listener->device() != device) continue;
+    listener->freed(moment_for(*listener, moment), ptr, total);
+  }
 }
 
 }  // namespace memsave_ext::memory

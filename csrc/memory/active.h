@@ -46,7 +46,7 @@ class TrackingLock {
   const std::lock_guard<std::mutex> lock_;
 };
 
-// When and where something happens; gathered before the mutex is taken. As the members of Event in
+// When and where something happens. As the members of Event in
 // memsave_ext/memory/events.py.
 struct Moment {
   static constexpr int64_t kNoNode = -1, kNotInBackward = -2;
@@ -59,7 +59,8 @@ struct Moment {
   static Moment now();
 };
 
-// Hears of allocations on a device. The caller holds the mutex. `total` is the number of live bytes
+// Hears of allocations on a device. The caller holds the mutex. `moment` is empty for one that does
+// not ask for it. `total` is the number of live bytes
 // by the allocator's own count, if it has one.
 class Listener {
  public:
@@ -67,6 +68,8 @@ class Listener {
   virtual at::Device device() const = 0;
   virtual bool takes_stacks() const { return false; }
   virtual bool hears_recomputes() const { return false; }
+  // Whether it asks for moments. To tell one takes longer than a small allocation.
+  virtual bool hears_moments() const { return true; }
   virtual void allocated(const Moment& moment, void* ptr, int64_t size,
                          std::optional<int64_t> total, const std::shared_ptr<const Origin>& origin,
                          TrackingLock& lock) = 0;

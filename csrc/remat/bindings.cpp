@@ -129,7 +129,11 @@ class Recorder {
       contents.append(py::make_tuple(c.bytes, c.call, c.saved, c.let_go, c.opened, c.closed));
     }
     for (const auto& call : trace.calls) {
-      calls.append(py::make_tuple(call.seconds, call.reads, call.makes, call.writes));
+      const auto list = [](const auto& numbers) {
+        return std::vector<int32_t>(numbers.begin(), numbers.end());
+      };
+      calls.append(
+          py::make_tuple(call.seconds, list(call.reads), list(call.makes), list(call.writes)));
     }
     for (const auto& moment : trace.moments) {
       moments.append(py::make_tuple(moment.now, moment.peak));
@@ -199,7 +203,11 @@ py::list plans(const std::vector<ContentFields>& contents, const std::vector<Cal
     trace.contents.push_back({bytes, call, saved, let_go, opened, closed});
   }
   for (const auto& [seconds, reads, makes, writes] : calls) {
-    trace.calls.push_back({seconds, reads, makes, writes});
+    TraceCall& call = trace.calls.emplace_back();
+    call.seconds = seconds;
+    call.reads.assign(reads.begin(), reads.end());
+    call.makes.assign(makes.begin(), makes.end());
+    call.writes.assign(writes.begin(), writes.end());
   }
   for (const auto& [now, peak] : moments) trace.moments.push_back({now, peak});
   std::vector<Plan> plans;

@@ -14,6 +14,7 @@
 #include "remat/content.h"
 #include "remat/fakes.h"
 #include "remat/policy.h"
+#include "remat/pool.h"
 #include "remat/random.h"
 #include "remat/recompute.h"
 #include "streams.h"
@@ -96,21 +97,23 @@ void Block::resume() {
   at::reenableCallback(callback_);
 }
 
-std::shared_ptr<Content> Block::save(const at::Tensor& tensor) {
-  if (!is_plain(tensor)) return nullptr;
+std::pair<std::shared_ptr<Content>, uint64_t> Block::save(const at::Tensor& tensor) {
+  if (!is_plain(tensor)) return {};
   std::shared_ptr<Content> content = entry_of(tensor).content;
+  uint64_t fill;
   {
     const std::lock_guard<std::mutex> lock(contents_mutex());
-    if (content->dropped && !has_all_memory(*content)) return nullptr;
+    if (content->dropped && !has_all_memory(*content)) return {};
     ++content->holders;
     ++holders_;
-    if (content->decided) return content;
+    fill = content->fill;
+    if (content->decided) return {std::move(content), fill};
     if (!content->held) content->held = content->storage.lock();
     // It is new in an operator that still runs and may say how it is made: decided at its end.
-    if (!content->call && is_new_for_running(*content)) return content;
+    if (!content->call && is_new_for_running(*content)) return {std::move(content), fill};
   }
   decide(content);
-  return content;
+  return {std::move(content), fill};
 }
 
 bool Block::is_new_for_running(const Content& content) const {
@@ -161,9 +164,14 @@ void Block::decide(const std::shared_ptr<Content>& content) {
   Freed freed;  // declared first: freed last, without the mutex
   std::vector<std::shared_ptr<Content>> contents;
   std::shared_ptr<Call> call;
-  const Choice choice = step_ ? step_->decide(*content) : Choice{drops_, true};
+  const Choice choice = step_ ? step_->decide(*content) : Choice{drops_};
   std::unique_lock<std::mutex> lock(contents_mutex());
-  Route route = route_to(*content, freed);
+  Route route;
+  if (choice.is_possible) {
+    route.possible = *choice.is_possible;
+  } else {
+    route = route_to(*content, freed);
+  }
   if (step_ && !route.possible) {
     lock.unlock();
     step_->must_keep(*content);
@@ -180,8 +188,7 @@ void Block::decide(const std::shared_ptr<Content>& content) {
     if (auto other = relying.lock()) contents.push_back(std::move(other));
   }
   for (size_t i = contents.size(); i-- > 0;) route_again(contents[i], freed, contents);
-  if (verdict == Verdict::kDropped || content->relied_on || (step_ && step_->may_drop_later()))
-    return;
+  if (verdict == Verdict::kDropped || content->relied_on || choice.may_drop_later) return;
   // It is kept, so that no chain of calls needs to go further back.
   call = std::move(content->call);
   content->depth = 0;
@@ -217,21 +224,19 @@ void Block::route_again(const std::shared_ptr<Content>& content, Freed& freed,
   if (!content->dropped || content->holders == 0) return;
   Route route = route_to(*content, freed);
   if (!route.possible) return;
-  const auto before = std::move(content->needs);
+  const Contents before = std::move(content->needs);
   take_route(content, std::move(route));
   for (const auto& needed : before) {
     unpin(*needed);
-    release_unused(needed, freed, contents);
+    release_unused(*needed, freed, contents);
   }
 }
 
 // Drops what was kept where there is no plan and the budget is exceeded. What is recomputed for a
 // content on its route stays until backward has used it, so that what saves little beside that is
 // kept, and routes end there. From the oldest on, so that what a route comes from is settled.
-void Block::make_room() {
+void Block::make_room(int64_t excess) {
   constexpr int64_t kMostAgain = 10;  // times the bytes that are saved
-  int64_t excess = step_->excess();
-  if (excess <= 0) return;
   Freed freed;
   const std::vector<std::shared_ptr<Content>> candidates = step_->candidates();
   for (const auto& content : candidates) {
@@ -283,6 +288,10 @@ void Block::count_again(const Call& call, double seconds) {
 // Operators, as they run.
 
 void Block::Recording::measure(const at::RecordFunction& function) {
+  if (began.seconds) {
+    call->measured = call->seconds = *began.seconds;
+    return;
+  }
   if (call->device.is_cuda()) {
     if (device_time) device_time->stop();
     call->measured = std::numeric_limits<double>::infinity();
@@ -308,13 +317,16 @@ void Block::Recording::measure(const at::RecordFunction& function) {
 }
 
 std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& function) {
-  Block* block = active();
-  if (block == nullptr) return nullptr;
+  if (current == nullptr) return nullptr;
   const Operator* op = Operator::of(function);
   if (op == nullptr || op->is_composite) return nullptr;
+  // Most calls are of operators that others call, and that only make something.
+  const bool is_below = below_autograd();
+  if (is_below && !op->any_writes && !op->is_torch_batch_norm) return nullptr;
+  Block* block = active();
+  if (block == nullptr) return nullptr;
   if (!block->running_.empty() && block->running_.back()->is_of_factory()) return nullptr;
-  const bool is_recorded =
-      !below_autograd() && !checkpoint::in_region() && at::GradMode::is_enabled();
+  const bool is_recorded = !is_below && !checkpoint::in_region() && at::GradMode::is_enabled();
   if (is_recorded && op->is_view) {
     // A view is another geometry of its argument's content, so that one must be known.
     for (const auto& input : function.inputs()) {
@@ -326,7 +338,7 @@ std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& f
   }
   if (is_recorded) return block->start(*op, function);
   if (op->any_writes || op->is_torch_batch_norm) block->note_hidden_writes(*op, function);
-  if (below_autograd()) return nullptr;
+  if (is_below) return nullptr;
   auto recording = std::make_unique<Recording>();
   recording->block = block;
   return recording;
@@ -368,10 +380,10 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   ++recorded_;
   sweep();
   auto recording = std::make_unique<Recording>();
-  if (step_) recording->key = step_->began(op, function);
+  if (step_) recording->began = step_->began(op, function);
   recording->block = this;
   const auto inputs = function.inputs();
-  recording->call = std::make_shared<Call>();
+  recording->call = std::allocate_shared<Call>(Pool<Call>());
   Call& call = *recording->call;
   call.op = &op;
   call.module = modules_.back();
@@ -388,7 +400,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   }
   if (recording->repeatable) {
     const checkpoint::Settings settings =
-        checkpoint::Settings::capture(op.is_pointwise ? settings_.get() : nullptr);
+        checkpoint::Settings::capture(op.makes_no_products ? settings_.get() : nullptr);
     if (!settings_ || !(*settings_ == settings))
       settings_ = std::make_shared<checkpoint::Settings>(settings);
     call.settings = settings_;
@@ -436,8 +448,9 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   recording->born = contents_so_far();
   running_.push_back(recording.get());
   call.device = device_of(inputs, step_ ? budget_->device : at::Device(at::kCPU));
+  if (recording->began.seconds) return recording;
   if (step_ && call.device.is_cuda()) {
-    recording->device_time = step_->start_time(recording->key, call.device);
+    recording->device_time = step_->start_time(recording->began.key, call.device);
   }
   recording->begin = now();
   return recording;
@@ -483,7 +496,7 @@ void Block::end(Recording& recording, const at::RecordFunction& function) {
     if (reference.overwritten) continue;
     if (reference.content->call) depth = std::max(depth, reference.content->depth + 1);
   }
-  const auto outputs = function.outputs();
+  const auto& outputs = function.outputs();
   // Where the caller has statistics, they are among the arguments, and this output is empty.
   if (call.op->is_package_batch_norm && outputs.size() == 2 && is_plain(outputs[1].toTensor()) &&
       outputs[1].toTensor().numel() > 0) {
@@ -512,8 +525,9 @@ void Block::end(Recording& recording, const at::RecordFunction& function) {
     });
   }
   if (!step_) return;
-  step_->ended(is_traced ? &call : nullptr, recording.key, std::move(recording.device_time));
-  make_room();
+  const int64_t excess =
+      step_->ended(is_traced ? &call : nullptr, recording.began, std::move(recording.device_time));
+  if (excess > 0) make_room(excess);
 }
 
 void Block::made(Recording& recording, const at::Tensor& tensor, size_t output, int64_t element) {
@@ -543,7 +557,12 @@ void Block::made(Recording& recording, const at::Tensor& tensor, size_t output, 
     const std::lock_guard<std::mutex> lock(contents_mutex());
     if (recording.repeatable && !is_statistics && is_written == (written >= 0)) {
       content->call = recording.call;
-      recording.call->made.push_back({content, output, element, written, Geometry::of(tensor)});
+      Call::Made& made = recording.call->made.emplace_back();
+      made.content = content;
+      made.output = output;
+      made.element = element;
+      made.reference = written;
+      made.geometry.assign(tensor);
     }
     waits = content->holders > 0;
   }
@@ -558,6 +577,13 @@ bool Block::Recording::writes(const c10::StorageImpl* storage) const {
   });
 }
 
+std::shared_ptr<Content> Block::make_content(const at::Tensor& tensor, bool external) {
+  auto content = std::allocate_shared<Content>(Pool<Content>(), tensor.storage(), external);
+  content->module = modules_.back();
+  if (step_) content->alone = step_->alone();
+  return content;
+}
+
 // Gives the tensor's storage, known or not, a new content.
 Block::Entry& Block::renew(const at::Tensor& tensor) {
   Entry& entry = table_[tensor.storage().unsafeGetStorageImpl()];
@@ -566,8 +592,7 @@ Block::Entry& Block::renew(const at::Tensor& tensor) {
     const std::lock_guard<std::mutex> lock(contents_mutex());
     entry.content->overwritten = true;
   }
-  entry.content = std::make_shared<Content>(tensor.storage(), external);
-  entry.content->module = modules_.back();
+  entry.content = make_content(tensor, external);
   entry.counter = {};
   return entry;
 }
@@ -579,7 +604,7 @@ void Block::Entry::see(const at::Tensor& tensor) {
 
 Block::Entry& Block::entry_of(const at::Tensor& tensor) {
   const auto* storage = tensor.storage().unsafeGetStorageImpl();
-  auto [found, is_new] = table_.try_emplace(storage);
+  auto [found, is_new] = table_.emplace(storage, Entry{});
   Entry& entry = found->second;
   const uint32_t version = checkpoint::version_of(tensor);
   if (is_new) {
@@ -587,9 +612,8 @@ Block::Entry& Block::entry_of(const at::Tensor& tensor) {
     // autograd history.
     const bool has_history = tensor.requires_grad() && !tensor.is_leaf();
     const bool external = running_.empty() && !has_history;
-    entry.content = std::make_shared<Content>(tensor.storage(), external);
+    entry.content = make_content(tensor, external);
     entry.content->is_alias = external && step_ && step_->is_alias(tensor.storage());
-    entry.content->module = modules_.back();
   } else if (entry.counter.enabled() && entry.counter.current_version() != entry.version) {
     renew(tensor);  // changed, but by no operator of this thread
   } else {

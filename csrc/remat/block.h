@@ -3,13 +3,13 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
+#include <c10/util/flat_hash_map.h>
 
 #include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -49,9 +49,9 @@ class Block : public std::enable_shared_from_this<Block> {
   bool is_innermost() const;  // on this thread
   static Block* active();     // the one that records on this thread now, or null
 
-  // Called for a tensor that autograd saves. Adds a holder to its content and returns it; returns
-  // null where the tensor itself is to be kept.
-  std::shared_ptr<Content> save(const at::Tensor& tensor);
+  // Called for a tensor that autograd saves. Adds a holder to its content and returns it, with its
+  // `fill`; returns null where the tensor itself is to be kept.
+  std::pair<std::shared_ptr<Content>, uint64_t> save(const at::Tensor& tensor);
 
   // Called when autograd opens what save() returned. The step goes on until that backward ends,
   // where optimizers that step in backward may still make their states.
@@ -77,10 +77,10 @@ class Block : public std::enable_shared_from_this<Block> {
     uint64_t born = 0;           // contents_so_far() when it began: later ones are new in it
     std::shared_ptr<Call> call;  // null: only its results are noted
     bool repeatable = false;     // whether its results may be recomputed from `call`
-    uint64_t key = 0;            // see Step::began()
+    Step::Began began;           // empty without a step
     // The tensors it writes, with their versions before.
     c10::SmallVector<std::pair<at::Tensor, uint32_t>, 2> written;
-    double begin;                             // by now()
+    double begin = 0;                         // by now()
     std::unique_ptr<DeviceTime> device_time;  // null where it is not asked for
 
     bool is_of_factory() const { return call != nullptr && call->op->is_factory; }
@@ -107,6 +107,7 @@ class Block : public std::enable_shared_from_this<Block> {
   void note_hidden_writes(const Operator& op, const at::RecordFunction& function);
   void before_write(const at::Tensor& tensor);
   Entry& renew(const at::Tensor& tensor);
+  std::shared_ptr<Content> make_content(const at::Tensor& tensor, bool external);
   Entry& entry_of(const at::Tensor& tensor);
   bool is_new_for_running(const Content& content) const;
   bool is_being_written(const Content& content) const;
@@ -118,7 +119,7 @@ class Block : public std::enable_shared_from_this<Block> {
   void take_route(const std::shared_ptr<Content>& content, Route route);
   void route_again(const std::shared_ptr<Content>& content, Freed& freed,
                    std::vector<std::shared_ptr<Content>>& contents);
-  void make_room();
+  void make_room(int64_t excess);
   void let_go();
   void sweep();
 
@@ -129,7 +130,7 @@ class Block : public std::enable_shared_from_this<Block> {
   // Of its contents; and itself while it is open, and backwards that open its contents.
   std::atomic<int64_t> holders_{1};
   std::atomic<int> backward_{-1};  // number of the latest backward that opened a content
-  std::unordered_map<const c10::StorageImpl*, Entry> table_;
+  ska::flat_hash_map<const c10::StorageImpl*, Entry> table_;
   size_t sweep_at_ = 1024;  // size of table_ at which freed storages are removed
   std::shared_ptr<const checkpoint::Settings> settings_;  // of the operator recorded last
   std::vector<Recording*> running_;  // recorded operators that run, innermost last

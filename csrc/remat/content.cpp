@@ -60,7 +60,7 @@ at::Tensor Geometry::fake_view(c10::Storage storage) const {
   return fake;
 }
 
-bool is_plain(const at::Tensor& tensor) {
+bool is_plain_by_all(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
          tensor.storage().unsafeGetStorageImpl() != nullptr && !tensor.is_quantized() &&
          !tensor.is_nested() && !tensor._is_zerotensor() &&
@@ -147,24 +147,22 @@ bool is_needed(const at::Tensor& tensor) {
   return needed.count(tensor.storage().unsafeGetStorageImpl()) > 0;
 }
 
-void release_unused(std::shared_ptr<Content> content, Freed& freed,
+void release_unused(Content& content, Freed& freed,
                     std::vector<std::shared_ptr<Content>>& contents) {
-  std::vector<std::shared_ptr<Content>> left{std::move(content)};
-  while (!left.empty()) {
-    std::shared_ptr<Content> next = std::move(left.back());
-    left.pop_back();
-    if (next->holders == 0 && next->pins == 0) {
-      if (next->held) freed.push_back(next->give_up());
-      next->dropped = next->decided = false;
-      next->pending.reset();
-      for (auto& need : next->needs) {
-        unpin(*need);
-        left.push_back(std::move(need));
-      }
-      next->needs.clear();
+  const auto release = [&](Content& unused) {
+    if (unused.holders > 0 || unused.pins > 0) return;
+    if (unused.held) freed.push_back(unused.give_up());
+    unused.dropped = unused.decided = false;
+    unused.pending.reset();
+    for (auto& need : unused.needs) {
+      unpin(*need);
+      contents.push_back(std::move(need));
     }
-    contents.push_back(std::move(next));  // the caller destroys it without the mutex
-  }
+    unused.needs.clear();
+  };
+  size_t next = contents.size();
+  release(content);
+  for (; next < contents.size(); ++next) release(*contents[next]);
 }
 
 }  // namespace memsave_ext::remat

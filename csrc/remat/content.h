@@ -26,6 +26,7 @@ namespace memsave_ext::remat {
 
 struct Content;
 struct Call;
+using Contents = c10::SmallVector<std::shared_ptr<Content>, 3>;
 
 // How a tensor lies in its storage.
 struct Geometry {
@@ -50,7 +51,21 @@ struct Geometry {
 
 // Whether a tensor is just memory with a geometry: strided, with real memory (not meta), no wrapper
 // of other tensors; or, while a step is predicted, a fake of one.
-bool is_plain(const at::Tensor& tensor);
+bool is_plain_by_all(const at::Tensor& tensor);
+// Of tensors on a CPU or GPU that are no more than that.
+inline const uint64_t kUsualKeys =
+    (c10::DispatchKeySet({c10::BackendComponent::CPUBit, c10::BackendComponent::CUDABit}) |
+     c10::DispatchKeySet({c10::DispatchKey::Dense, c10::DispatchKey::AutogradFunctionality,
+                          c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::Conjugate,
+                          c10::DispatchKey::Negative}) |
+     c10::autocast_dispatch_keyset)
+        .raw_repr();
+inline bool is_plain(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  const bool is_usual = (impl.key_set().raw_repr() & ~kUsualKeys) == 0 && impl.unsafe_storage() &&
+                        !impl.has_symbolic_sizes_strides();
+  return is_usual || is_plain_by_all(tensor);
+}
 
 // A tensor among the arguments of a call.
 struct Reference {
@@ -73,9 +88,9 @@ struct Reference {
 // An operator that was called, with what it takes to call it again.
 struct Call {
   const Operator* op = nullptr;
-  at::Device device{at::kCPU};         // of its tensors
-  std::vector<c10::IValue> arguments;  // None in place of tensors, which are references
-  std::vector<Reference> references;
+  at::Device device{at::kCPU};                 // of its tensors
+  c10::SmallVector<c10::IValue, 6> arguments;  // None in place of tensors, which are references
+  c10::SmallVector<Reference, 2> references;
   std::optional<Random> random;  // set where a second call must draw the same numbers
   std::shared_ptr<const checkpoint::Settings>
       settings;               // under which it was called; shared by many
@@ -95,7 +110,7 @@ struct Call {
     int64_t reference;  // written in place: position of the argument in `references`; else -1
     Geometry geometry;  // of the tensor that was returned
   };
-  std::vector<Made> made;
+  c10::SmallVector<Made, 1> made;
 };
 
 // Guarded by contents_mutex(), except for what never changes.
@@ -124,10 +139,10 @@ struct Content : std::enable_shared_from_this<Content> {
   bool dropped = false;                              // its holders will recompute it
   std::optional<checkpoint::Pending> pending;        // set while it is dropped
   bool decided = false;                              // whether to keep or drop it has been decided
-  int dropped_depth = 0;  // of a dropped one: dropped ones in its chain, with itself
-  int64_t holders = 0;    // saved tensors of it
-  int64_t pins = 0;       // dropped contents that need it
-  std::vector<std::shared_ptr<Content>> needs;  // of a dropped one: the contents it pins
+  int dropped_depth = 0;        // of a dropped one: dropped ones in its chain, with itself
+  int64_t holders = 0;          // saved tensors of it
+  int64_t pins = 0;             // dropped contents that need it
+  Contents needs;               // of a dropped one: the contents it pins
   bool held_on_the_way = true;  // recomputed on the way to another content, it is held, too
   int32_t number = -1;          // its position in the trace of the block's step; -1 without
   // Bytes of all contents that only the block holds; null without a budget.
@@ -160,7 +175,7 @@ uint64_t contents_so_far();
 std::mutex& contents_mutex();
 
 // Storages to free once the mutex is released. Declare it before the lock.
-using Freed = std::vector<c10::intrusive_ptr<c10::StorageImpl>>;
+using Freed = c10::SmallVector<c10::intrusive_ptr<c10::StorageImpl>, 2>;
 
 // The caller of these three holds the mutex.
 
@@ -169,9 +184,9 @@ void pin(Content& content);
 void unpin(Content& content);
 
 // Where no saved tensor and no dropped content needs `content`, releases its memory, and then
-// likewise the contents that it pinned. The caller destroys `freed` and `contents` without the
-// mutex.
-void release_unused(std::shared_ptr<Content> content, Freed& freed,
+// likewise the contents that it pinned, which are added to `contents`. The caller destroys `freed`
+// and `contents` without the mutex.
+void release_unused(Content& content, Freed& freed,
                     std::vector<std::shared_ptr<Content>>& contents);
 
 // Returns null where the tensor is not plain.

@@ -118,9 +118,10 @@ int64_t Count::before() const {
   return before_;
 }
 
-Count::Bytes Count::take() {
+Count::Bytes Count::take(std::optional<int32_t> mark) {
   const Bytes now = is_reported() ? Bytes{} : ask();
   memory::TrackingLock lock;
+  if (mark) mark_ = *mark;
   if (!is_reported()) {
     set_live(now.live);
     // It has risen, or was reset and has risen to this: since the last look either way.
@@ -138,11 +139,6 @@ void Count::forget_peak() {
 Count::Survivors Count::survivors() const {
   memory::TrackingLock lock;
   return survivors_;
-}
-
-void Count::set_mark(int32_t mark) {
-  memory::TrackingLock lock;
-  mark_ = mark;
 }
 
 void Count::allocated(void* ptr, int64_t size) {

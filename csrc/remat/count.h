@@ -26,6 +26,7 @@ class Count final : public memory::Listener {
 
   at::Device device() const override { return device_; }
   bool counts_all() const { return counts_all_; }
+  bool hears_moments() const override { return false; }
   void start();  // from nothing
   void stop();
 
@@ -43,7 +44,8 @@ class Count final : public memory::Listener {
   // The live bytes, and the most since the last call. On other devices than the CPU that is exact
   // where it is the most that the allocator has ever given out, or since its user has reset its
   // peak, which is the user's to reset; else the larger of then and now.
-  Bytes take();
+  // `mark`: what is allocated from here on has it; see Survivors.
+  Bytes take(std::optional<int32_t> mark = std::nullopt);
   // Whether take() asks the allocator, which locks it and copies all of its figures.
   bool asks() const { return !is_reported(); }
   // Leaves what lived at the last call of take() out of the next one's peak.
@@ -56,7 +58,6 @@ class Count final : public memory::Listener {
     int64_t of_gradients = 0;
   };
   Survivors survivors() const;
-  void set_mark(int32_t mark);
 
   // Also for fake memory. The caller holds the tracking mutex.
   void allocated(void* ptr, int64_t size);

@@ -41,6 +41,37 @@ bool is_filling(std::string_view name) {
   return std::find(std::begin(names), std::end(names), name) != std::end(names);
 }
 
+// Frequent operators that compute no element alone, and multiply no matrices.
+bool is_reducing_or_moving(std::string_view name) {
+  static constexpr std::string_view names[] = {"aten::_log_softmax",
+                                               "aten::_softmax",
+                                               "aten::_to_copy",
+                                               "aten::avg_pool2d",
+                                               "aten::bernoulli_",
+                                               "aten::cat",
+                                               "aten::clone",
+                                               "aten::copy_",
+                                               "aten::embedding",
+                                               "aten::fill_",
+                                               "aten::gather",
+                                               "aten::index",
+                                               "aten::index_select",
+                                               "aten::max_pool2d_with_indices",
+                                               "aten::mean",
+                                               "aten::native_batch_norm",
+                                               "aten::native_dropout",
+                                               "aten::native_group_norm",
+                                               "aten::native_layer_norm",
+                                               "aten::nll_loss_forward",
+                                               "aten::repeat",
+                                               "aten::stack",
+                                               "aten::sum",
+                                               "aten::upsample_nearest2d",
+                                               "aten::zero_",
+                                               "memsave_ext::batch_norm_forward"};
+  return std::find(std::begin(names), std::end(names), name) != std::end(names);
+}
+
 bool is_heavy_name(std::string_view name) {
   static constexpr std::string_view exact[] = {
       "aten::mm",    "aten::addmm", "aten::bmm",     "aten::baddbmm",  "aten::addbmm",
@@ -79,7 +110,7 @@ Operator::Operator(const c10::OperatorName& name)
   for (const auto& result : handle.schema().returns()) {
     is_view = is_view || (!any_writes && result.alias_info() != nullptr);
   }
-  is_pointwise = handle.hasTag(at::Tag::pointwise);
+  makes_no_products = handle.hasTag(at::Tag::pointwise) || is_reducing_or_moving(name.name);
   is_random = generator || handle.hasTag(at::Tag::nondeterministic_seeded);
   overwrites = is_filling(name.name);
   makes_mask = name.name == "aten::bernoulli_";
@@ -105,10 +136,11 @@ const Operator* Operator::of(const at::RecordFunction& call) {
   // This thread's cache of look_up(), keyed by the address of the schema's name, which lives as
   // long as the operator.
   thread_local std::array<std::pair<const char*, const Operator*>, 256> recent{};
-  auto& [key, op] = recent[(reinterpret_cast<uintptr_t>(call.name()) >> 4) % recent.size()];
-  if (key != call.name()) {
+  const char* name = call.name();
+  auto& [key, op] = recent[(reinterpret_cast<uintptr_t>(name) >> 4) % recent.size()];
+  if (key != name) {
     op = look_up(call);
-    key = call.name();
+    key = name;
   }
   return op;
 }

@@ -39,8 +39,8 @@ struct Operator {
   bool overwrites = false;
   // Bound by arithmetic, such as a matrix product: never cheap to recompute.
   bool is_heavy = false;
-  // Each element of its results is computed alone, so that it multiplies no matrices.
-  bool is_pointwise = false;
+  // It multiplies no matrices, so that the precision of products does not matter.
+  bool makes_no_products = false;
   // torch's native, cuDNN or MIOpen batch norm. In training it writes its running statistics
   // (arguments 3 and 4), which the schema does not say; otherwise it reads them.
   bool is_torch_batch_norm = false;

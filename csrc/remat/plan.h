@@ -2,6 +2,8 @@
 // and recomputed.
 #pragma once
 
+#include <c10/util/SmallVector.h>
+
 #include <cstdint>
 #include <vector>
 
@@ -28,11 +30,11 @@ struct TraceContent {
 
 struct TraceCall {
   double seconds = 0;
-  std::vector<int32_t> reads;  // contents, each once
-  std::vector<int32_t> makes;  // contents that get memory of their own
+  c10::SmallVector<int32_t, 4> reads;  // contents, each once
+  c10::SmallVector<int32_t, 2> makes;  // contents that get memory of their own
   // Contents among `reads` that it changes in place into `makes` (same positions there, from the
   // first one on). Their memory is reused where nobody needs it any more, and copied otherwise.
-  std::vector<int32_t> writes;
+  c10::SmallVector<int32_t, 2> writes;
   const Operator* op = nullptr;  // null in tests
 };
 

@@ -41,14 +41,15 @@ void add(const Call& call, Route& route, Freed& locked, int operators) {
     const bool unseen = !content->copied && content->fill == 0 && reference.changed();
     const bool lost = content->is_lost() || unseen;
     // FSDP frees the memory of a module's parameters after its forward.
+    const int64_t extent = reference.geometry.extent();
     const auto is_empty = [&](const c10::StorageImpl& storage) {
-      return static_cast<int64_t>(storage.nbytes()) < reference.geometry.extent();
+      return static_cast<int64_t>(storage.nbytes()) < extent;
     };
     if (content->held && !lost && is_empty(*content->held)) {
       route.possible = false;
       return;
     }
-    content->extent = std::max(content->extent, reference.geometry.extent());
+    content->extent = std::max(content->extent, extent);
     if ((content->held && !lost) || content->dropped) {
       if (content->dropped) {
         route.dropped_depth = std::max(route.dropped_depth, content->dropped_depth);
@@ -88,7 +89,7 @@ int64_t bytes_on(const Route& route, int64_t enough) {
   for (const auto& content : route.on_the_way) bytes += content->bytes;
   std::unordered_set<const Content*> seen;
   std::vector<const Content*> pending;
-  const auto visit = [&](const std::vector<std::shared_ptr<Content>>& needs) {
+  const auto visit = [&](const Contents& needs) {
     for (const auto& needed : needs) {
       if (needed->dropped && seen.insert(needed.get()).second) pending.push_back(needed.get());
     }

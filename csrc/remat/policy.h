@@ -2,7 +2,7 @@
 #pragma once
 
 #include <memory>
-#include <vector>
+#include <optional>
 
 #include "remat/content.h"
 
@@ -23,17 +23,21 @@ enum class Drops { kNothing, kCheap, kEverything, kUntilFull };
 // What a step decides on a content.
 struct Choice {
   Drops drops;
-  bool held_on_the_way;  // see Content
+  bool held_on_the_way = true;  // see Content
+  // Where a plan keeps it: whether it could be recomputed. Else that is to be found out.
+  std::optional<bool> is_possible = std::nullopt;
+  // It may be dropped yet when it is kept, because there is no plan.
+  bool may_drop_later = false;
 };
 
 // What it takes to recompute a content.
 struct Route {
   bool possible = true;
-  double seconds = 0;                                // estimated
-  int64_t more_bytes = 0;                            // that would be kept only for this
-  int dropped_depth = 0;                             // the largest of the contents in `needs`
-  std::vector<std::shared_ptr<Content>> needs;       // that it is computed from
-  std::vector<std::shared_ptr<Content>> on_the_way;  // also recomputed, since nobody saved them
+  double seconds = 0;      // estimated
+  int64_t more_bytes = 0;  // that would be kept only for this
+  int dropped_depth = 0;   // the largest of the contents in `needs`
+  Contents needs;          // that it is computed from
+  Contents on_the_way;     // also recomputed, since nobody saved them
 };
 
 // The caller holds contents_mutex(). `locked` receives what must stay alive until it is released.

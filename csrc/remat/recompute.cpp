@@ -101,7 +101,7 @@ class Recomputation {
   }
 
   void run(Call& call) {
-    std::vector<c10::IValue> stack = call.arguments;
+    std::vector<c10::IValue> stack(call.arguments.begin(), call.arguments.end());
     // Memory that the operator writes: the content's own after its last use, or a copy.
     std::unordered_map<const Content*, c10::Storage> written;
     std::vector<c10::Storage> storages;

@@ -6,6 +6,7 @@
 
 #include "checkpoint/call.h"
 #include "checkpoint/tensors.h"
+#include "remat/pool.h"
 #include "remat/recompute.h"
 #include "streams.h"
 
@@ -14,16 +15,15 @@ namespace {
 
 class BlockSaved final : public checkpoint::Saved {
  public:
-  BlockSaved(std::shared_ptr<Block> block, std::shared_ptr<Content> content,
+  BlockSaved(std::shared_ptr<Block> block, std::shared_ptr<Content> content, uint64_t fill,
              const at::Tensor& tensor)
       : block_(std::move(block)),
         content_(std::move(content)),
         geometry_(Geometry::of(tensor)),
         version_(tensor.unsafeGetTensorImpl()->version_counter()),
-        noted_(checkpoint::version_of(tensor)) {
+        noted_(checkpoint::version_of(tensor)),
+        opened_(fill) {
     if (content_->external) tensor_ = tensor;
-    const std::lock_guard<std::mutex> lock(contents_mutex());
-    opened_ = content_->fill;
   }
 
   ~BlockSaved() override { block_->released(*content_, release()); }
@@ -49,7 +49,7 @@ class BlockSaved final : public checkpoint::Saved {
     const std::lock_guard<std::mutex> lock(contents_mutex());
     --content_->holders;
     if (content_->fill != opened_) close(freed);
-    release_unused(content_, freed, contents);
+    release_unused(*content_, freed, contents);
     return content_->holders == 0;
   }
 
@@ -70,7 +70,7 @@ class BlockSaved final : public checkpoint::Saved {
         close(freed);
       }
     }
-    if (block_->step()) block_->step()->given_up(freed);
+    if (!freed.empty() && block_->step()) block_->step()->given_up(freed);
     if (original && version_.enabled() && version_.current_version() != noted_) {
       checkpoint::throw_error("remat_saved_changed",
                               std::vector<int64_t>(geometry_.sizes.begin(), geometry_.sizes.end()),
@@ -133,9 +133,10 @@ class KeptSaved final : public checkpoint::Saved {
 std::shared_ptr<checkpoint::Saved> BlockPacker::pack(at::Tensor& tensor) {
   // In a backward with create_graph, inside of the block, nothing is dropped.
   if (Block::active() != block_.get()) return std::make_shared<KeptSaved>(tensor);
-  std::shared_ptr<Content> content = block_->save(tensor);
+  auto [content, fill] = block_->save(tensor);
   if (!content) return std::make_shared<KeptSaved>(tensor);
-  auto saved = std::make_shared<BlockSaved>(block_, std::move(content), tensor);
+  auto saved = std::allocate_shared<BlockSaved>(Pool<BlockSaved>(), block_, std::move(content),
+                                                fill, tensor);
   if (block_->step()) block_->step()->check();
   return saved;
 }

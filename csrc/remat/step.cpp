@@ -73,8 +73,6 @@ int32_t Step::number_of(Content& content) {
   content.number = static_cast<int32_t>(trace_.contents.size());
   trace_.contents.emplace_back().bytes = content.bytes;
   contents_.push_back(content.weak_from_this());
-  const std::lock_guard<std::mutex> lock(contents_mutex());
-  content.alone = alone_;
   if (!content.external) not_let_go_.push_back(content.number);
   return content.number;
 }
@@ -84,13 +82,19 @@ bool Step::is_alias(const c10::Storage& storage) const {
   return budget_.device.is_cpu() && !storage.resizable() && shared_->count.holds(storage.data());
 }
 
-uint64_t Step::began(const Operator& op, const at::RecordFunction& function) {
-  const uint64_t key = key_of(op, function);
+Step::Began Step::began(const Operator& op, const at::RecordFunction& function) {
+  Began began{key_of(op, function), std::nullopt};
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (finished_) return key;
-  hash_ = mix(hash_, key);
+  if (finished_) return began;
+  hash_ = mix(hash_, began.key);
   end_moment();
-  return key;
+  // A step that ran ahead has estimated its times.
+  const size_t position = calls_.size();
+  if (plan_ != nullptr && !followed_->is_ahead && position < followed_->calls.size() &&
+      followed_->calls[position] == began.key) {
+    began.seconds = followed_->trace.calls[position].seconds;
+  }
+  return began;
 }
 
 void Step::left() {
@@ -98,23 +102,22 @@ void Step::left() {
   if (!finished_) end_moment();
 }
 
-// Between operators, and where the block is left, is where most contents are let go: what was before
-// belongs to the moment that is past, so that the peak of what follows is told apart from them. An
-// allocator that has to be asked is asked at the ends of operators alone.
+// Between operators, and where the block is left, is where most contents are let go: what was
+// before belongs to the moment that is past, so that the peak of what follows is told apart from
+// them. An allocator that has to be asked is asked at the ends of operators alone.
 void Step::end_moment() {
   const bool asks = shared_->count.asks();
   if (asks) shared_->count.forget_peak();
   const int64_t least = asks ? 0 : take().peak;
   if (!trace_.moments.empty()) {
     trace_.moments.back().peak = std::max(trace_.moments.back().peak, least);
-    let_go(static_cast<int32_t>(trace_.moments.size()) - 1);
+    look_what_is_held(static_cast<int32_t>(trace_.moments.size()) - 1);
   }
-  held_ = held_alone();
 }
 
 std::unique_ptr<DeviceTime> Step::start_time(uint64_t key, at::Device device) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (finished_ || (plan_ != nullptr && !followed_->is_ahead)) return nullptr;
+  if (finished_) return nullptr;
   // The shortest of so many is about the operator's time without waiting for the host.
   constexpr int kMostTimes = 3;
   const auto is_same = [key](const TimeOfKey& time) { return time.key == key; };
@@ -122,16 +125,19 @@ std::unique_ptr<DeviceTime> Step::start_time(uint64_t key, at::Device device) {
   return DeviceTime::start(device);
 }
 
-void Step::ended(Call* call, uint64_t key, std::unique_ptr<DeviceTime> time) {
+int64_t Step::ended(Call* call, const Began& began, std::unique_ptr<DeviceTime> time) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (finished_) return;
-  if (time) times_.push_back({key, std::move(time)});
-  if (trace_.moments.size() > kMostMoments) return stop();
+  if (finished_) return 0;
+  if (time) times_.push_back({began.key, std::move(time)});
+  if (trace_.moments.size() > kMostMoments) {
+    stop();
+    return 0;
+  }
   if (call != nullptr) {
     TraceCall& traced = trace_.calls.emplace_back();
     traced.op = call->op;
     const auto number = static_cast<int32_t>(trace_.calls.size()) - 1;
-    const auto once = [](std::vector<int32_t>& list, int32_t value) {
+    const auto once = [](auto& list, int32_t value) {
       if (std::find(list.begin(), list.end(), value) == list.end()) list.push_back(value);
     };
     for (const auto& reference : call->references) {
@@ -155,50 +161,20 @@ void Step::ended(Call* call, uint64_t key, std::unique_ptr<DeviceTime> time) {
       call->measured = call->seconds = followed_->trace.calls[calls_.size()].seconds;
       if (!followed_->is_ahead) measured = call->measured;
     }
-    const auto [known, is_new] = fastest_.try_emplace(key, measured);
-    if (!is_new) known->second = std::min(known->second, measured);
-    calls_.push_back(key);
+    traced.seconds = measured;
+    if (!began.seconds) {
+      const auto [known, is_new] = fastest_.try_emplace(began.key, measured);
+      if (!is_new) known->second = std::min(known->second, measured);
+    }
+    calls_.push_back(began.key);
   }
   ++trace_.forward;
   add_moment();
+  return excess();
 }
 
-// Notes which contents nobody but the block refers to any more.
-void Step::let_go(int32_t moment) {
-  const std::lock_guard<std::mutex> lock(contents_mutex());
-  const auto is_let_go = [&](int32_t number) {
-    const auto content = contents_[number].lock();
-    if (content && !content->is_let_go()) return false;
-    trace_.contents[number].let_go = moment;
-    if (content && content->held) content->set_alone(true);
-    return true;
-  };
-  not_let_go_.erase(std::remove_if(not_let_go_.begin(), not_let_go_.end(), is_let_go),
-                    not_let_go_.end());
-}
-
-void Step::add_moment() {
-  const auto [live, peak] = take();
-  if (!trace_.moments.empty()) most_added_ = std::max(most_added_, highest_ - live_);
-  let_go(static_cast<int32_t>(trace_.moments.size()));
-  held_ = held_alone();
-  live_ = live;
-  const int64_t now = live_ - held_;
-  trace_.moments.push_back({now, std::max(now, peak)});
-  shared_->count.set_mark(static_cast<int32_t>(trace_.moments.size()));
-  curve_.push_back(std::exchange(highest_, 0));
-}
-
-// Returns the live bytes and the most since the last call, the latter less what only the block
-// held.
-Count::Bytes Step::take() {
-  const auto bytes = shared_->count.take();
-  highest_ = std::max(highest_, bytes.peak);
-  peak_ = std::max(peak_, bytes.peak);
-  return {bytes.live, bytes.peak - held_};
-}
-
-int64_t Step::held_alone() {
+// Notes how much only the block holds and, given a moment, what nobody else refers to from then on.
+void Step::look_what_is_held(std::optional<int32_t> moment) {
   int64_t bytes = 0;
   const auto is_gone = [&](const auto& memory) {
     if (memory.expired()) return true;
@@ -207,7 +183,38 @@ int64_t Step::held_alone() {
   };
   given_up_.erase(std::remove_if(given_up_.begin(), given_up_.end(), is_gone), given_up_.end());
   const std::lock_guard<std::mutex> lock(contents_mutex());
-  return bytes + *alone_;
+  const auto is_let_go = [&](int32_t number) {
+    const auto content = contents_[number].lock();
+    if (content && !content->is_let_go()) return false;
+    trace_.contents[number].let_go = *moment;
+    if (content && content->held) content->set_alone(true);
+    return true;
+  };
+  if (moment) {
+    not_let_go_.erase(std::remove_if(not_let_go_.begin(), not_let_go_.end(), is_let_go),
+                      not_let_go_.end());
+  }
+  held_ = bytes + *alone_;
+}
+
+void Step::add_moment() {
+  const auto number = static_cast<int32_t>(trace_.moments.size());
+  const auto [live, peak] = take(number + 1);
+  if (number > 0) most_added_ = std::max(most_added_, highest_ - live_);
+  look_what_is_held(number);
+  live_ = live;
+  const int64_t now = live_ - held_;
+  trace_.moments.push_back({now, std::max(now, peak)});
+  curve_.push_back(std::exchange(highest_, 0));
+}
+
+// Returns the live bytes and the most since the last call, the latter less what only the block
+// held.
+Count::Bytes Step::take(std::optional<int32_t> mark) {
+  const auto bytes = shared_->count.take(mark);
+  highest_ = std::max(highest_, bytes.peak);
+  peak_ = std::max(peak_, bytes.peak);
+  return {bytes.live, bytes.peak - held_};
 }
 
 void Step::given_up(const Freed& memory) {
@@ -227,7 +234,7 @@ void Step::opened(const Content& content) {
 void Step::recomputed() {
   const std::lock_guard<std::mutex> lock(mutex_);
   take();
-  held_ = held_alone();
+  look_what_is_held(std::nullopt);
 }
 
 void Step::closed(const Content& content) {
@@ -256,7 +263,10 @@ void Step::finish() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (std::exchange(finished_, true)) return;
   add_moment();
-  for (size_t i = 0; i < calls_.size(); ++i) trace_.calls[i].seconds = fastest_[calls_[i]];
+  for (size_t i = 0; i < calls_.size(); ++i) {
+    const auto measured = fastest_.find(calls_[i]);
+    if (measured != fastest_.end()) trace_.calls[i].seconds = measured->second;
+  }
   auto known = std::make_shared<Known>();
   known->keys = keys_;
   known->trace = trace_;
@@ -271,7 +281,9 @@ void Step::finish() {
 
 Choice Step::decide(Content& content) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (finished_) return {bytes_ > 0 ? Drops::kUntilFull : Drops::kCheap, true};
+  const Choice unplanned{bytes_ > 0 ? Drops::kUntilFull : Drops::kCheap, true, std::nullopt,
+                         bytes_ > 0};
+  if (finished_) return unplanned;
   const int32_t number = number_of(content);
   trace_.contents[number].saved = true;
   keys_.push_back(hash_);
@@ -281,24 +293,23 @@ Choice Step::decide(Content& content) {
                                          ? followed_->keys[keys_.size() - 1] == hash_
                                          : followed_->is_ahead);
   if (!follows) find();
-  if (plan_ == nullptr) return {bytes_ > 0 ? Drops::kUntilFull : Drops::kCheap, true};
+  if (plan_ == nullptr) return unplanned;
   // What the running operator reads is not in the hash yet: there may be a content more.
   const auto position = static_cast<size_t>(number);
   const Drops none = budget_.is_limit() ? Drops::kUntilFull : Drops::kNothing;
-  if (position >= plan_->decisions.size()) return {none, true};
+  if (position >= plan_->decisions.size()) return {none};
   const Decision decision = plan_->decisions[position];
-  if (decision == Decision::kKeep) return {none, true};
+  if (decision == Decision::kKeep) {
+    // What earlier steps have found out stays. One that ran ahead had other memory.
+    if (followed_->is_ahead) return {none};
+    return {none, true, !followed_->trace.contents[position].must_be_kept};
+  }
   return {Drops::kEverything, decision == Decision::kDrop};
 }
 
 void Step::must_keep(const Content& content) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!finished_) trace_.contents[content.number].must_be_kept = true;
-}
-
-bool Step::may_drop_later() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return plan_ == nullptr && bytes_ > 0;
 }
 
 // Finds a step like this one, as far as it has come, and follows a plan of it.
@@ -335,8 +346,8 @@ void Step::follow(std::shared_ptr<Known> known) {
   }
 }
 
+// The caller holds mutex_.
 int64_t Step::excess() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
   if (plan_ != nullptr || bytes_ == 0) return 0;
   // Room for the next operator, and for backward, whose operators add a gradient for each input.
   constexpr int64_t kOperators = 3;
@@ -360,8 +371,9 @@ std::vector<std::shared_ptr<Content>> Step::candidates() {
 }
 
 void Step::check() const {
+  if (!budget_.strict) return;
   const std::lock_guard<std::mutex> lock(mutex_);
-  const bool refused = budget_.strict && plan_ != nullptr && least_ > bytes_;
+  const bool refused = plan_ != nullptr && least_ > bytes_;
   TORCH_CHECK_WITH(OutOfMemoryError, !refused, "remat: out of memory. The budget is ", bytes_,
                    " bytes, and a step of these shapes needs at least ", least_,
                    " (strict=True). Use a larger budget or a smaller batch.");

@@ -49,23 +49,23 @@ class Step {
   bool is_alias(const c10::Storage& storage) const;
 
   // Called by the block in forward.
-  // Returns a hash of the operator and the shapes of its arguments.
-  uint64_t began(const Operator& op, const at::RecordFunction& function);
+  struct Began {
+    uint64_t key = 0;               // a hash of the operator and the shapes of its arguments
+    std::optional<double> seconds;  // that it takes, where the step that is followed knows
+  };
+  Began began(const Operator& op, const at::RecordFunction& function);
   // The block is left; more may be allocated before its backward begins.
   void left();
   // Starts to measure how long an operator takes on a device; null where that is known by now.
   std::unique_ptr<DeviceTime> start_time(uint64_t key, at::Device device);
-  // `call`: null where its results cannot be recomputed. `time`: see start_time().
-  void ended(Call* call, uint64_t key, std::unique_ptr<DeviceTime> time);
+  // `call`: null where its results cannot be recomputed. `time`: see start_time(). Returns how many
+  // bytes are to be freed now, where there is no plan; 0 for none.
+  int64_t ended(Call* call, const Began& began, std::unique_ptr<DeviceTime> time);
   Choice decide(Content& content);
   // A content that was to be decided on cannot be recomputed.
   void must_keep(const Content& content);
   // Throws torch's OutOfMemoryError where the budget is strict and the plan exceeds it.
   void check() const;
-  // Whether what decide() kept may be dropped yet, because there is no plan.
-  bool may_drop_later() const;
-  // How many bytes are to be freed now, where there is no plan; 0 for none.
-  int64_t excess() const;
   // Contents that were kept and that only the block holds, the oldest first.
   std::vector<std::shared_ptr<Content>> candidates();
 
@@ -89,19 +89,20 @@ class Step {
   std::vector<int64_t> curve() const;
   std::optional<Plan> plan() const;
   std::shared_ptr<const Known> followed() const;  // whose plan it follows; null where it has none
+  const std::shared_ptr<int64_t>& alone() const { return alone_; }  // see Content::alone
   Trace trace() const;
   KnownSteps::Numbers known() const { return shared_->numbers(); }
 
  private:
   // The caller of these holds mutex_.
   int32_t number_of(Content& content);
-  void let_go(int32_t moment);
-  Count::Bytes take();
+  void look_what_is_held(std::optional<int32_t> moment);
+  Count::Bytes take(std::optional<int32_t> mark = std::nullopt);
   void add_moment();
   void end_moment();
-  int64_t held_alone();
   // In bytes; 0 where it is a share.
   int64_t limit() const { return budget_.bytes + (budget_.is_more ? before_ : 0); }
+  int64_t excess() const;
   void find();
   void follow(std::shared_ptr<Known> known);
   void stop();
