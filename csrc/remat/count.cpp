@@ -140,6 +140,15 @@ Count::Survivors Count::survivors() const {
   return survivors_;
 }
 
+std::map<int32_t, int64_t> Count::living() const {
+  memory::TrackingLock lock;
+  std::map<int32_t, int64_t> bytes;
+  for (const auto& [ptr, block] : blocks_) {
+    if (block.mark != kFromBefore) bytes[block.mark] += block.size;
+  }
+  return bytes;
+}
+
 void Count::set_mark(int32_t mark) {
   memory::TrackingLock lock;
   mark_ = mark;

@@ -56,6 +56,8 @@ class Count final : public memory::Listener {
     int64_t of_gradients = 0;
   };
   Survivors survivors() const;
+  // Bytes that were allocated since start() and live, by the value that `mark` had then.
+  std::map<int32_t, int64_t> living() const;
   void set_mark(int32_t mark);
 
   // Also for fake memory. The caller holds the tracking mutex.

@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "remat/account.h"
 #include "remat/content.h"
 #include "remat/known.h"
 #include "remat/plan.h"
@@ -71,6 +72,9 @@ class Step {
 
   // Called for saved tensors in backward. The first two are called around a recompute.
   void opened(const Content& content);
+  // Called around each operator of a recompute.
+  void repeats();
+  void repeated(const Call& call);
   void recomputed();
   void closed(const Content& content);
   // Memory that the block holds no more, but a node that runs still uses.
@@ -89,6 +93,7 @@ class Step {
   std::vector<int64_t> curve() const;
   std::optional<Plan> plan() const;
   std::shared_ptr<const Known> followed() const;  // whose plan it follows; null where it has none
+  std::optional<Deviation> deviation() const;     // from the plan; none before the step's end
   Trace trace() const;
   KnownSteps::Numbers known() const { return shared_->numbers(); }
 
@@ -97,7 +102,7 @@ class Step {
   int32_t number_of(Content& content);
   void let_go(int32_t moment);
   Count::Bytes take();
-  void add_moment();
+  int64_t add_moment();  // returns how much less lives now than did at most since take()
   void end_moment();
   int64_t held_alone();
   // In bytes; 0 where it is a share.
@@ -105,6 +110,7 @@ class Step {
   void find();
   void follow(std::shared_ptr<Known> known);
   void stop();
+  void compare(const Trace& trace);
 
   const Budget budget_;
   const std::shared_ptr<KnownSteps> shared_;
@@ -131,6 +137,7 @@ class Step {
   int64_t live_ = 0;        // bytes at that moment
   int64_t most_added_ = 0;  // the most bytes that an operator has added to them while it ran
   bool saw_backward_ = false, finished_ = false;
+  std::optional<Deviation> deviation_;
 };
 
 }  // namespace memsave_ext::remat
