@@ -101,8 +101,8 @@ def _arguments_of(
 
 def _loss_of(result: Any, labels: Tensor | None) -> Tensor:
     if not isinstance(result, Tensor):
-        names = ("logits", "logits_per_text")
-        result = next((result[n] for n in names if hasattr(result, n)), None) or result[0]
+        names = [name for name in ("logits", "logits_per_text") if hasattr(result, name)]
+        result = result[names[0] if names else 0]
     if labels is not None and result.shape[:-1] == labels.shape:
         return F.cross_entropy(result.flatten(0, -2), labels.flatten())
     return result.square().mean()

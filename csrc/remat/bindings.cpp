@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <map>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -12,6 +14,7 @@
 
 #include "checkpoint/hooks.h"
 #include "checkpoint/recomputing.h"
+#include "remat/account.h"
 #include "remat/fakes.h"
 #include "remat/plan.h"
 #include "remat/saved.h"
@@ -23,6 +26,36 @@ namespace py = pybind11;
 namespace {
 
 std::string name_of(const Operator* op) { return op == nullptr ? "" : op->handle.schema().name(); }
+
+std::string name_at(const Trace& trace, const Place& place) {
+  return place.call < 0 ? "" : name_of(trace.calls[place.call].op);
+}
+
+int64_t bytes_of(const Trace& trace, const std::vector<int32_t>& contents) {
+  int64_t bytes = 0;
+  for (const int32_t content : contents) bytes += trace.contents[content].bytes;
+  return bytes;
+}
+
+int64_t largest_of(const Trace& trace, const std::vector<int32_t>& contents) {
+  int64_t bytes = 0;
+  for (const int32_t content : contents) bytes = std::max(bytes, trace.contents[content].bytes);
+  return bytes;
+}
+
+// Tuples of a module's number, an operator's name and bytes.
+py::list by_maker(const Trace& trace, const std::vector<int32_t>& contents) {
+  std::map<Maker, int64_t> sums;
+  for (const int32_t number : contents) {
+    const auto& content = trace.contents[number];
+    sums[{content.module, content.op}] += content.bytes;
+  }
+  py::list rows;
+  for (const auto& [maker, bytes] : sums) {
+    rows.append(py::make_tuple(maker.first, name_of(maker.second), bytes));
+  }
+  return rows;
+}
 
 // The device whose memory counts. In a prediction fake tensors are on the meta device.
 at::Device counted(const at::Device& device) {
@@ -111,14 +144,39 @@ class Recorder {
     return figures;
   }
 
-  // Where the plan with the least memory needs the most.
+  // Where the plan with the least memory needs the most, and what holds it; see recorder.py.
   py::object limit() const {
     const std::shared_ptr<const Known> known = block_->step()->followed();
     if (known == nullptr) return py::none();
-    const Limit limit = limit_of(known->trace, known->plans.back());
-    const Operator* op = limit.call < 0 ? nullptr : known->trace.calls[limit.call].op;
-    const int64_t more = block_->step()->before() - known->before;
-    return py::make_tuple(limit.in_forward, name_of(op), limit.others + more, limit.held);
+    const Trace& trace = known->trace;
+    const Limit limit = limit_of(trace, known->plans.back());
+    py::dict figures;
+    figures["in_forward"] = limit.place.in_forward;
+    figures["operator"] = name_at(trace, limit.place);
+    figures["others"] = limit.others + block_->step()->before() - known->before;
+    figures["made"] = limit.made;
+    figures["held"] = limit.held;
+    figures["kept"] = by_maker(trace, limit.kept);
+    figures["recomputed"] = by_maker(trace, limit.recomputed);
+    std::vector<int32_t> held = limit.kept, logits, rest;
+    held.insert(held.end(), limit.recomputed.begin(), limit.recomputed.end());
+    const std::vector<int32_t> of_loss = logits_of(trace);
+    for (const int32_t content : held) {
+      const bool is_logits = std::find(of_loss.begin(), of_loss.end(), content) != of_loss.end();
+      (is_logits ? logits : rest).push_back(content);
+    }
+    figures["logits"] = bytes_of(trace, logits);
+    figures["largest_logits"] = largest_of(trace, of_loss);
+    figures["largest"] = largest_of(trace, rest);
+    return py::object(std::move(figures));
+  }
+
+  // Where the step needed another peak than was planned, by more than a hundredth.
+  py::object deviation() const {
+    const auto deviation = block_->step()->deviation();
+    if (!deviation) return py::none();
+    return py::make_tuple(deviation->place.in_forward, name_of(deviation->op), deviation->measured,
+                          deviation->foreseen);
   }
 
   // As remat_plans() takes it, and the plan's decisions.
@@ -132,8 +190,8 @@ class Recorder {
       const auto list = [](const auto& numbers) {
         return std::vector<int32_t>(numbers.begin(), numbers.end());
       };
-      calls.append(
-          py::make_tuple(call.seconds, list(call.reads), list(call.makes), list(call.writes)));
+      calls.append(py::make_tuple(call.seconds, list(call.reads), list(call.makes),
+                                  list(call.writes), call.temporary));
     }
     for (const auto& moment : trace.moments) {
       moments.append(py::make_tuple(moment.now, moment.peak));
@@ -190,7 +248,7 @@ std::optional<uint64_t> expect(const Fakes& fakes, const at::Device& device) {
 // For tests: a trace as tuples of its fields.
 using Positions = std::vector<int32_t>;
 using ContentFields = std::tuple<int64_t, int32_t, bool, int32_t, int32_t, int32_t>;
-using CallFields = std::tuple<double, Positions, Positions, Positions>;
+using CallFields = std::tuple<double, Positions, Positions, Positions, int64_t>;
 using MomentFields = std::tuple<int64_t, int64_t>;
 
 // The plans of a trace; with decisions, only the plan with these.
@@ -202,12 +260,13 @@ py::list plans(const std::vector<ContentFields>& contents, const std::vector<Cal
   for (const auto& [bytes, call, saved, let_go, opened, closed] : contents) {
     trace.contents.push_back({bytes, call, saved, let_go, opened, closed});
   }
-  for (const auto& [seconds, reads, makes, writes] : calls) {
+  for (const auto& [seconds, reads, makes, writes, temporary] : calls) {
     TraceCall& call = trace.calls.emplace_back();
     call.seconds = seconds;
     call.reads.assign(reads.begin(), reads.end());
     call.makes.assign(makes.begin(), makes.end());
     call.writes.assign(writes.begin(), writes.end());
+    call.temporary = temporary;
   }
   for (const auto& [now, peak] : moments) trace.moments.push_back({now, peak});
   std::vector<Plan> plans;
@@ -256,6 +315,7 @@ void bind(py::module_& m) {
       .def("count", &Recorder::count)
       .def("budget", &Recorder::budget)
       .def("limit", &Recorder::limit)
+      .def("deviation", &Recorder::deviation)
       .def("trace", &Recorder::trace)
       .def("is_newly_short", &Recorder::is_newly_short)
       .def("open", &Recorder::open, py::arg("bytes") = py::none())

@@ -102,6 +102,7 @@ struct Call {
   // only sees launches, those of an earlier step, or infinite.
   double measured = 0;
   int32_t module = -1;  // number of the module that called it; -1 for none
+  int32_t number = -1;  // its position in the trace of the block's step; -1 without
   // A content that it made, which may be gone by now.
   struct Made {
     std::weak_ptr<Content> content;

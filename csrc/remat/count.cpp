@@ -141,6 +141,15 @@ Count::Survivors Count::survivors() const {
   return survivors_;
 }
 
+std::map<int32_t, int64_t> Count::living() const {
+  memory::TrackingLock lock;
+  std::map<int32_t, int64_t> bytes;
+  for (const auto& [ptr, block] : blocks_) {
+    if (block.mark != kFromBefore) bytes[block.mark] += block.size;
+  }
+  return bytes;
+}
+
 void Count::allocated(void* ptr, int64_t size) {
   if (!running_ && !counts_all_) return;
   const auto [known, is_new] = blocks_.emplace(ptr, Block{size, mark_});

@@ -58,6 +58,8 @@ class Count final : public memory::Listener {
     int64_t of_gradients = 0;
   };
   Survivors survivors() const;
+  // Bytes that were allocated since start() and live, by the value that `mark` had then.
+  std::map<int32_t, int64_t> living() const;
 
   // Also for fake memory. The caller holds the tracking mutex.
   void allocated(void* ptr, int64_t size);

@@ -27,6 +27,9 @@ int64_t size_of(const Known& step) {
 
 // Makes the step one before which there is already what it allocated for good (gradients, states).
 void leave_out(Known& step, const std::map<int32_t, int64_t>& survivors) {
+  for (auto& [moment, left] : step.trace.left) {
+    if (const auto found = survivors.find(moment); found != survivors.end()) left -= found->second;
+  }
   auto& moments = step.trace.moments;
   const auto number = static_cast<int32_t>(moments.size());
   int64_t bytes = 0;  // that are still to be allocated
@@ -48,6 +51,18 @@ void keep_what_must_be_kept(const Trace& old, Trace& step) {
   if (old.contents.size() != step.contents.size()) return;
   for (size_t i = 0; i < step.contents.size(); ++i) {
     step.contents[i].must_be_kept |= old.contents[i].must_be_kept;
+  }
+}
+
+// What recomputing an operator takes besides its results is what it took when it was last
+// recomputed, or else in the forward.
+void keep_temporary(const Trace& old, Trace& step) {
+  if (old.calls.size() != step.calls.size()) return;
+  for (size_t i = 0; i < step.calls.size(); ++i) {
+    TraceCall& call = step.calls[i];
+    if (call.was_repeated || !old.calls[i].was_repeated) continue;
+    call.temporary = old.calls[i].temporary;
+    call.was_repeated = true;
   }
 }
 
@@ -131,6 +146,10 @@ bool Known::is_same_memory(const Known& other) const {
     highest = std::max(highest, a[i].peak);
     difference = std::max(difference, std::abs((a[i].peak - before) - (b[i].peak - other.before)));
   }
+  for (size_t i = 0; i < trace.calls.size(); ++i) {
+    const int64_t more = other.trace.calls[i].temporary - trace.calls[i].temporary;
+    difference = std::max(difference, std::abs(more));
+  }
   return difference <= highest / kAboutEqual;
 }
 
@@ -196,6 +215,7 @@ void KnownSteps::add(std::shared_ptr<Known> step, bool overlapped) {
     step->told = old->told;
     step->seen = old->is_ahead ? 1 : old->seen + 1;
     keep_what_must_be_kept(old->trace, step->trace);
+    if (!old->is_ahead) keep_temporary(old->trace, step->trace);
     const bool are_known = !old->is_ahead && old->read_times();
     if (are_known) keep_times(*old, *step);
     const bool will_be = are_known || (!old->is_ahead && !old->times.empty());
@@ -235,7 +255,8 @@ std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64
     place = &step;
   }
   if (place == nullptr || (*place)->seen < least_seen) return nullptr;
-  Known& found = **place;
+  const std::shared_ptr<Known> kept_alive = *place;  // it may be replaced below
+  Known& found = *kept_alive;
   if (!found.plans.empty() && !(exact && found.plans_are_old)) return *place;
   if (!found.read_times()) return nullptr;
   std::vector<Plan> plans = plans_of(found.trace);

@@ -5,6 +5,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace memsave_ext::remat {
@@ -26,6 +27,8 @@ struct TraceContent {
   int32_t closed = -1;  // the moment at which the last node that needs it is done; -1: never
   // It has a call, but when it was saved something was gone that would be needed to repeat it.
   bool must_be_kept = false;
+  const Operator* op = nullptr;  // that made it; null where none was seen, or nobody saved it
+  int32_t module = -1;           // number of the module that made it; -1 for none
 };
 
 struct TraceCall {
@@ -35,6 +38,9 @@ struct TraceCall {
   // Contents among `reads` that it changes in place into `makes` (same positions there, from the
   // first one on). Their memory is reused where nobody needs it any more, and copied otherwise.
   c10::SmallVector<int32_t, 2> writes;
+  // Bytes that it has for itself while it runs, besides what it reads and makes.
+  int64_t temporary = 0;
+  bool was_repeated = false;     // `temporary` was measured when it was recomputed
   const Operator* op = nullptr;  // null in tests
 };
 
@@ -51,6 +57,9 @@ struct Trace {
   std::vector<TraceCall> calls;        // in the order of the forward
   std::vector<TraceMoment> moments;    // forward, then backward
   int32_t forward = 0;                 // how many of the moments are in forward
+  // What was allocated in the step and lived at its end, such as gradients: bytes, by the position
+  // of the moment that came after the allocation. In the order of these.
+  std::vector<std::pair<int32_t, int64_t>> left;
 };
 
 enum class Decision : uint8_t {
@@ -75,15 +84,6 @@ Plan simulate(const Trace& trace, std::vector<Decision> decisions);
 // gives the same plans. All decisions are tried where at most `most_enumerated` contents can be
 // dropped.
 std::vector<Plan> plans_of(const Trace& trace, int most_enumerated = 14);
-
-// Where a step under a plan needs the most memory.
-struct Limit {
-  bool in_forward = false;
-  int32_t call = -1;   // forward: made the latest content; backward: made the one opened last
-  int64_t others = 0;  // bytes that no plan changes: what lived before, gradients, what runs
-  int64_t held = 0;    // bytes of contents that are kept or were recomputed
-};
-Limit limit_of(const Trace& trace, const Plan& plan);
 
 // Returns the one of a trace's plans with the lowest sum of time and memory, as shares of the plain
 // step's. A percent of the time is worth four of the memory.

@@ -121,6 +121,7 @@ class Recomputation {
       last_argument = reference.argument;
     }
     const checkpoint::SettingsGuard settings(*call.settings);
+    if (block_.step() != nullptr) block_.step()->repeats();
     const double begin = now();
     std::optional<RandomGuard> random;
     if (call.random) random.emplace(*call.random, *call.op, stack);
@@ -130,6 +131,7 @@ class Recomputation {
       call.op->handle.callBoxed(stack);
     }
     random.reset();
+    if (block_.step() != nullptr) block_.step()->repeated(call);
     // On CUDA this was the time of launches; a time of its own would be two events in each step.
     block_.count_again(call, call.device.is_cuda() ? call.seconds : now() - begin);
     for (const auto& made : call.made) {

@@ -21,8 +21,8 @@ Timeline::Timeline(const Trace& trace) {
     if (content.opened >= 0) is_opening[content.opened] = 1;
     if (content.closed >= 0) is_bound[content.closed] = 1;
   }
-  // By moment: the slot of the interval before it, and its own where it has one.
-  std::vector<int32_t> before(moments), at(moments);
+  before.resize(moments);
+  at.resize(moments);
   bool is_new = true;
   for (int32_t i = 0; i < moments; ++i) {
     if (is_new) memory.push_back(trace.moments[i].peak);
@@ -65,7 +65,9 @@ bool Simulator::can_be_dropped(int32_t content) const {
   return c.saved && c.call >= 0 && c.let_go >= 0 && !c.must_be_kept;
 }
 
-Simulator::Result Simulator::run(const std::vector<Decision>& decisions) {
+Simulator::Result Simulator::run(const std::vector<Decision>& decisions, int32_t watched) {
+  watched_ = watched;
+  held_ = {};
   begin(decisions);
   const auto& openings = timeline_.openings;
   size_t next = 0;
@@ -75,6 +77,13 @@ Simulator::Result Simulator::run(const std::vector<Decision>& decisions) {
       open(openings[next]);
     }
     memory_[slot_] = timeline_.memory[slot_] + top_;
+    if (slot_ == watched_) {
+      for (size_t i = 0; i < based_.size(); ++i) {
+        if (!based_[i] && held_until_[i] >= slot_) {
+          held_.recomputed.push_back(static_cast<int32_t>(i));
+        }
+      }
+    }
     live_ -= freed_[slot_];
   }
   add_kept();
@@ -183,6 +192,7 @@ void Simulator::finish(int32_t number) {
     bytes += trace_.contents[call.makes[i]].bytes;
   }
   grow(bytes);
+  top_ = std::max(top_, live_ + call.temporary);
   for (const int32_t made : call.makes) {
     const int64_t size = trace_.contents[made].bytes;
     if (is_there(made)) {
@@ -225,6 +235,9 @@ void Simulator::add_kept() {
     if (!based_[i] || span.kept_from < 0) continue;
     const int32_t until = std::max(span.until, needed_until_[i]);
     if (until < span.kept_from) continue;
+    if (span.kept_from <= watched_ && watched_ <= until) {
+      held_.kept.push_back(static_cast<int32_t>(i));
+    }
     change[span.kept_from] += trace_.contents[i].bytes;
     if (until + 1 < timeline_.size()) change[until + 1] -= trace_.contents[i].bytes;
   }
@@ -243,38 +256,6 @@ Plan simulate(const Trace& trace, std::vector<Decision> decisions) {
   }
   const auto result = simulator.run(decisions);
   return {result.peak, result.seconds, std::move(decisions)};
-}
-
-Limit limit_of(const Trace& trace, const Plan& plan) {
-  Simulator simulator(trace);
-  simulator.run(plan.decisions);
-  const Timeline& timeline = simulator.timeline();
-  const auto& memory = simulator.memory();
-  const auto highest = std::max_element(memory.begin(), memory.end());
-  Limit limit;
-  if (highest == memory.end()) return limit;
-  const auto slot = static_cast<int32_t>(highest - memory.begin());
-  limit.others = timeline.memory[slot];
-  limit.held = *highest - limit.others;
-  const auto& openings = timeline.openings;
-  limit.in_forward = openings.empty() || slot < timeline.spans[openings.front()].opened;
-  int32_t latest = -1;
-  const auto is_past = [&](int32_t content) {
-    const auto& span = timeline.spans[content];
-    const int32_t when = limit.in_forward ? span.kept_from : span.opened;
-    return when >= 0 && when <= slot;
-  };
-  if (limit.in_forward) {
-    for (size_t i = 0; i < trace.contents.size(); ++i) {
-      if (is_past(static_cast<int32_t>(i))) latest = static_cast<int32_t>(i);
-    }
-  } else {
-    for (const int32_t content : openings) {
-      if (is_past(content)) latest = content;
-    }
-  }
-  if (latest >= 0) limit.call = trace.contents[latest].call;
-  return limit;
 }
 
 }  // namespace memsave_ext::remat

@@ -24,7 +24,10 @@ class Timeline {
 
   int32_t size() const { return static_cast<int32_t>(memory.size()); }
 
-  std::vector<int64_t> memory;    // by slot, without the block's
+  std::vector<int64_t> memory;  // by slot, without the block's
+  // By moment: the slot of the interval before it, and its own, which is another where contents are
+  // opened there.
+  std::vector<int32_t> before, at;
   std::vector<Span> spans;        // by content
   std::vector<int32_t> openings;  // saved contents that are opened, in the order of their opening
 };
@@ -38,12 +41,18 @@ class Simulator {
     double seconds = 0;
     int most_runs = 0;  // how often an operator is run again, at most
   };
-  Result run(const std::vector<Decision>& decisions);
+  // `watched`: a slot, for held().
+  Result run(const std::vector<Decision>& decisions, int32_t watched = -1);
 
   const Trace& trace() const { return trace_; }
   const Timeline& timeline() const { return timeline_; }
   // By slot, of the latest run.
   const std::vector<int64_t>& memory() const { return memory_; }
+  // Contents whose memory only the block holds in the slot that was watched.
+  struct Held {
+    std::vector<int32_t> kept, recomputed;
+  };
+  const Held& held() const { return held_; }
   bool can_be_dropped(int32_t content) const;
 
  private:
@@ -87,6 +96,8 @@ class Simulator {
   std::vector<Frame> stack_;
   std::vector<int64_t> freed_;  // bytes that are freed after a slot
   std::vector<int64_t> memory_;
+  int32_t watched_ = -1;
+  Held held_;
 };
 
 }  // namespace memsave_ext::remat

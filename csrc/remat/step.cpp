@@ -167,9 +167,11 @@ int64_t Step::ended(Call* call, const Began& began, std::unique_ptr<DeviceTime> 
       if (!is_new) known->second = std::min(known->second, measured);
     }
     calls_.push_back(began.key);
+    call->number = static_cast<int32_t>(trace_.calls.size()) - 1;
   }
   ++trace_.forward;
-  add_moment();
+  const int64_t temporary = add_moment();
+  if (call != nullptr) trace_.calls.back().temporary = temporary;
   return excess();
 }
 
@@ -197,15 +199,17 @@ void Step::look_what_is_held(std::optional<int32_t> moment) {
   held_ = bytes + *alone_;
 }
 
-void Step::add_moment() {
+int64_t Step::add_moment() {
   const auto number = static_cast<int32_t>(trace_.moments.size());
   const auto [live, peak] = take(number + 1);
+  const int64_t temporary = peak + held_ - live;
   if (number > 0) most_added_ = std::max(most_added_, highest_ - live_);
   look_what_is_held(number);
   live_ = live;
   const int64_t now = live_ - held_;
   trace_.moments.push_back({now, std::max(now, peak)});
   curve_.push_back(std::exchange(highest_, 0));
+  return temporary;
 }
 
 // Returns the live bytes and the most since the last call, the latter less what only the block
@@ -229,6 +233,21 @@ void Step::opened(const Content& content) {
   saw_backward_ = true;
   trace_.contents[content.number].opened = static_cast<int32_t>(trace_.moments.size());
   add_moment();
+}
+
+void Step::repeats() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!shared_->count.asks()) take();
+}
+
+void Step::repeated(const Call& call) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (finished_ || call.number < 0 || shared_->count.asks()) return;
+  held_ = 0;
+  const auto [live, peak] = take();
+  TraceCall& traced = trace_.calls[call.number];
+  traced.temporary = traced.was_repeated ? std::max(traced.temporary, peak - live) : peak - live;
+  traced.was_repeated = true;
 }
 
 void Step::recomputed() {
@@ -274,7 +293,19 @@ void Step::finish() {
   known->times = std::move(times_);
   known->before = before_;
   known->missing = missing_;
+  if (budget_.is_limit() && saw_backward_) {
+    for (const auto& left : shared_->count.living()) known->trace.left.push_back(left);
+    if (plan_ != nullptr) compare(known->trace);
+  }
   shared_->end(saw_backward_ ? std::move(known) : nullptr);
+}
+
+// Compares the step with its plan.
+void Step::compare(const Trace& trace) {
+  constexpr int64_t kTolerated = 100;  // one hundredth
+  const int64_t planned = plan_->peak + before_ - followed_->before;
+  if (std::abs(peak_ - planned) <= planned / kTolerated) return;
+  deviation_ = deviation_of(trace, followed_->trace, plan_->decisions, curve_);
 }
 
 // What a step does with a plan.
@@ -286,6 +317,8 @@ Choice Step::decide(Content& content) {
   if (finished_) return unplanned;
   const int32_t number = number_of(content);
   trace_.contents[number].saved = true;
+  trace_.contents[number].op = content.op;
+  trace_.contents[number].module = content.module;
   keys_.push_back(hash_);
   if (keys_.size() == 1) before_ = shared_->count.before();
   // A step that ran ahead is a module's; the real one may go on after it, as with a loss.
@@ -414,6 +447,11 @@ int64_t Step::least() const {
 std::optional<Plan> Step::plan() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return plan_ == nullptr ? std::nullopt : std::optional(*plan_);
+}
+
+std::optional<Deviation> Step::deviation() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return deviation_;
 }
 
 Trace Step::trace() const {

@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "remat/account.h"
 #include "remat/content.h"
 #include "remat/known.h"
 #include "remat/plan.h"
@@ -71,6 +72,9 @@ class Step {
 
   // Called for saved tensors in backward. The first two are called around a recompute.
   void opened(const Content& content);
+  // Called around each operator of a recompute.
+  void repeats();
+  void repeated(const Call& call);
   void recomputed();
   void closed(const Content& content);
   // Memory that the block holds no more, but a node that runs still uses.
@@ -90,6 +94,7 @@ class Step {
   std::optional<Plan> plan() const;
   std::shared_ptr<const Known> followed() const;  // whose plan it follows; null where it has none
   const std::shared_ptr<int64_t>& alone() const { return alone_; }  // see Content::alone
+  std::optional<Deviation> deviation() const;  // from the plan; none before the step's end
   Trace trace() const;
   KnownSteps::Numbers known() const { return shared_->numbers(); }
 
@@ -98,7 +103,7 @@ class Step {
   int32_t number_of(Content& content);
   void look_what_is_held(std::optional<int32_t> moment);
   Count::Bytes take(std::optional<int32_t> mark = std::nullopt);
-  void add_moment();
+  int64_t add_moment();  // returns how much less lives now than did at most since take()
   void end_moment();
   // In bytes; 0 where it is a share.
   int64_t limit() const { return budget_.bytes + (budget_.is_more ? before_ : 0); }
@@ -106,6 +111,7 @@ class Step {
   void find();
   void follow(std::shared_ptr<Known> known);
   void stop();
+  void compare(const Trace& trace);
 
   const Budget budget_;
   const std::shared_ptr<KnownSteps> shared_;
@@ -132,6 +138,7 @@ class Step {
   int64_t live_ = 0;        // bytes at that moment
   int64_t most_added_ = 0;  // the most bytes that an operator has added to them while it ran
   bool saw_backward_ = false, finished_ = false;
+  std::optional<Deviation> deviation_;
 };
 
 }  // namespace memsave_ext::remat

@@ -19,12 +19,11 @@ from .budget import (
     LivedBefore,
     OfDevice,
     check_arguments,
-    describe_limit,
     device_of,
     parse_budget,
-    warn_if_short,
 )
 from .figures import PLANNED, RematFigures, make_figures, write_report
+from .limit import Limit, describe_limit, limit_of, warn_of_least, write_limit
 from .picture import draw_budget
 from .recorder import Budget, NoRecorder, Recorder, make_recorder
 
@@ -177,7 +176,9 @@ class remat:  # noqa: N801, a context manager is used like a function
         self._recorder.close()
         self._hooks.close()
         if self._within is not None and error is None:
-            warn_if_short(self._budgeted("budget"))
+            recorder = self._budgeted("budget")
+            if recorder.is_newly_short() and (limit := self._limit(recorder)):
+                warn_of_least(recorder, limit, self._device.type == "cuda")
 
     @property
     def peak(self) -> int:
@@ -235,6 +236,7 @@ class remat:  # noqa: N801, a context manager is used like a function
             figures = self._recorder.figures()
             if self._within is not None:
                 print(self._budget_line(self._recorder), file=text)
+                self._write_limit(self._recorder, top, text)
             elif figures["planned"]:
                 print(PLANNED, file=text)
             if figures["planned"]:
@@ -265,11 +267,24 @@ class remat:  # noqa: N801, a context manager is used like a function
         if figures["plan"] is None:
             why = self._measured or "it did not go as the run ahead of it on fake tensors"
             return f"Peak {peak}; the first step of this shape, which is measured: {why}"
-        return (
+        line = (
             f"Peak {peak} of a budget of {budget}; the least for these shapes is {least}; "
-            f"recomputing is planned to take {format_seconds(figures['plan'][1])}\n"
-            f"The least is needed in {describe_limit(recorder)}"
+            f"recomputing is planned to take {format_seconds(figures['plan'][1])}"
         )
+        if limit := self._limit(recorder):
+            line += f"\nThe least is needed in {describe_limit(limit)}"
+        if deviation := recorder.deviation():
+            line += f"\n{_describe(*deviation)}"
+        return line
+
+    def _limit(self, recorder: Recorder) -> Limit | None:
+        return None if self._before is None else limit_of(recorder, self._before.lived())
+
+    def _write_limit(self, recorder: Recorder, top: int, text: TextIO) -> None:
+        figures, limit = recorder.budget(), self._limit(recorder)
+        if limit is None or figures["budget"] >= figures["least"]:
+            return
+        write_limit(limit, self._modules.names, self._device.type == "cuda", top, text)
 
     def _install(self) -> ExitStack:
         recorder = self._recorder
@@ -284,6 +299,17 @@ class remat:  # noqa: N801, a context manager is used like a function
             if not isinstance(recorder, NoRecorder):
                 self._modules.watch(stack, watchers)
             return stack.pop_all()
+
+
+def _describe(in_forward: bool, operator: str, measured: int, foreseen: int) -> str:
+    """Tells of a step whose peak was not the planned one."""
+    name = operator or "an input"
+    where = f"after {name}" if in_forward else f"where backward reads a result of {name}"
+    more = "; later plans count that" if measured > foreseen else ""
+    return (
+        f"The step was off its plan, most {where}: {format_bytes(measured)}, and "
+        f"{format_bytes(foreseen)} foreseen{more}"
+    )
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,9 @@ from torch.optim import Optimizer
 from .. import _parts
 from ..adam.owners import optimizers_of
 from ..shared.device_memory import device_memory
-from ..shared.table import format_bytes, parse_bytes
+from ..shared.table import parse_bytes
 from ..shared.tensors import plain_tensors
+from .limit import Lived
 from .recorder import Budget, Recorder
 
 _NEEDS = {
@@ -127,38 +127,6 @@ def device_of(model: nn.Module | None) -> torch.device:
     return torch.device("cpu")
 
 
-def describe_limit(recorder: Recorder) -> str:
-    """Tells where the step needs the least, and what holds it there; empty if it is not known."""
-    limit = recorder.limit()
-    if limit is None:
-        return ""
-    in_forward, operator, others, held = limit
-    before = min(int(recorder.budget()["before"]), others)
-    where = "forward, after" if in_forward else "backward, where it reads a result of"
-    return (
-        f"{where} {operator or 'an input'}: {format_bytes(before)} of parameters, gradients and "
-        f"states, {format_bytes(held)} of activations, and {format_bytes(others - before)} of "
-        "gradients and temporary memory"
-    )
-
-
-def warn_if_short(recorder: Recorder) -> None:
-    """Warns where even the lowest peak exceeds the budget; once for steps of one shape."""
-    if not recorder.is_newly_short():
-        return
-    figures = recorder.budget()
-    least, budget = format_bytes(figures["least"]), format_bytes(figures["budget"])
-    warnings.warn(
-        f"remat: the budget of {budget} is less than the least possible for these shapes, {least}. "
-        f"That is needed in {describe_limit(recorder)}. The step runs with the least. To go lower: "
-        "Adam in backward frees gradients as they arrive, states of 8 or 16 bits are smaller, "
-        "linear_cross_entropy makes no logits, checkpoint(chunks=) splits wide layers, and "
-        "micro-batches with accumulation need fewer activations.",
-        UserWarning,
-        stacklevel=3,
-    )
-
-
 # By the first module that a block without a model has called: what it has called besides, by id.
 _called_after: WeakKeyDictionary[nn.Module, WeakValueDictionary[int, nn.Module]]
 _called_after = WeakKeyDictionary()
@@ -185,6 +153,7 @@ class LivedBefore:
         )  # fmt: skip
         self._thread = threading.get_ident()
         self._seen: set[int] = set()
+        self._added: list[ReferenceType[nn.Module]] = []
         self._later: WeakValueDictionary[int, nn.Module] | None = None  # in _called_after
 
     def install(self, stack: ExitStack) -> None:
@@ -210,6 +179,7 @@ class LivedBefore:
         stack.callback(hook.remove)
 
     def _add(self, module: nn.Module) -> None:
+        self._added.append(ref(module))
         parts = list(module.modules())
         self._seen.update(map(id, parts))
         params = {id(p): p for part in parts for p in part._parameters.values() if p is not None}
@@ -220,6 +190,21 @@ class LivedBefore:
         awaited = [p for p in have_grads if p.requires_grad and p.grad is None and not is_lazy(p)]
         counted = _plain([*params.values(), *buffers, *self._states([*params.values()])])
         self._count(counted, _plain(grads), sum(t.nbytes for t in _plain(awaited)))
+
+    def lived(self) -> Lived:
+        """Returns what the parameters, buffers and states of the modules take now."""
+        modules = [module for reference in self._added if (module := reference()) is not None]
+        params = [p for module in modules for p in module.parameters()]
+        states = _plain(self._states(params))
+        wide = [t for t in states if t.is_floating_point() and t.itemsize >= 4 and t.numel() > 1]
+        buffers = [b for module in modules for b in module.buffers()]
+        seen: set[int] = set()
+        return Lived(
+            parameters=_bytes_of(_plain(params), seen),
+            buffers=_bytes_of(_plain(buffers), seen),
+            states=_bytes_of(states, seen),
+            wide_states=_bytes_of(wide, set()),
+        )
 
     def _states(self, params: Sequence[Tensor]) -> Iterator[Any]:
         for optimizer in dict.fromkeys((*self._optimizers, *optimizers_of(params))):
@@ -234,3 +219,14 @@ def _plain(values: Iterable[Any]) -> list[Tensor]:
         else:
             found.extend(plain_tensors(value))
     return found
+
+
+def _bytes_of(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    """Bytes of the storages that are not among ``seen``, to which they are added."""
+    size = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            size += storage.nbytes()
+    return size

@@ -49,11 +49,24 @@ class Recorder(Protocol):
     def is_newly_short(self) -> bool:
         """Within a budget: whether it is too small, and this was not asked for this shape yet."""
 
-    def limit(self) -> tuple[bool, str, int, int] | None:
-        """Within a budget: where the least is needed. None: it is not known yet.
+    def limit(self) -> dict[str, Any] | None:
+        """Within a budget: where the least is needed. None: it is not known yet. Else a dict of
 
-        Whether that is in forward; the operator that runs there, or whose result a node of backward
-        reads; bytes that no plan changes, parameters and the like included; bytes of activations.
+        - ``in_forward``; ``operator``: that runs there, or whose result a node of backward reads,
+        - ``others``: bytes that no plan changes, of parameters and the like, too; ``made``: those
+          of them that the step made until then and that live on, such as gradients,
+        - ``held``: bytes of activations; ``kept`` and ``recomputed``: tuples of a module's number,
+          an operator's name and bytes, of most of these,
+        - ``logits``: bytes of held logits of a loss over classes, and of what is made of them for
+          it; ``largest_logits``: of the largest of these in the step; ``largest``: of the largest
+          held activation that is none of them.
+        """
+
+    def deviation(self) -> tuple[bool, str, int, int] | None:
+        """Within a budget: where a step that is over was most off its plan.
+
+        Whether that is in forward; the operator, as of limit(); bytes measured; bytes foreseen.
+        None: its peak was at most a hundredth off.
         """
 
     def trace(self) -> tuple[Any, ...]:

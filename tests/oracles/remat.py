@@ -1,7 +1,8 @@
 """A step whose saved tensors are partly dropped, moment by moment: exact and slow.
 
 Contents, calls and moments are tuples as `memsave_ext._C.remat_plans` takes them:
-(bytes, call, saved, let_go, opened, closed), (seconds, reads, makes, writes) and (now, peak).
+(bytes, call, saved, let_go, opened, closed), (seconds, reads, makes, writes, temporary) and
+(now, peak).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Call(NamedTuple):
     reads: list[int]
     makes: list[int]
     writes: list[int]
+    temporary: int = 0
 
 
 class Trace(NamedTuple):
@@ -102,9 +104,9 @@ class Step:
         uses = self.count_uses(target)
         state = {"live": 0}
 
-        def note() -> None:
+        def note(more: int = 0) -> None:
             state["live"] = self.size(self.held) + sum(way.values())
-            self.points.append((moment, state["live"]))
+            self.points.append((moment, state["live"] + more))
 
         def is_awaited(i: int) -> bool:
             content = trace.contents[i]
@@ -131,7 +133,7 @@ class Step:
             for made in call.makes:
                 if made not in done:
                     way["new", number, made] = trace.contents[made].bytes
-            note()
+            note(call.temporary)
             self.runs[number] += 1
             self.seconds += call.seconds + SECONDS_PER_CALL
             for made in call.makes:

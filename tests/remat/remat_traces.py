@@ -33,7 +33,9 @@ def random_trace(seed: int, operators: int, most_saved: int = 10**9) -> Trace:
         writes = reads[:1] if in_place else []
         if contents[makes[0]]["call"] < 0:
             writes = []
-        calls.append(Call(rng.choice([1, 2, 3, 10]) * 1e-4 * rng.random(), reads, makes, writes))
+        seconds = rng.choice([1, 2, 3, 10]) * 1e-4 * rng.random()
+        temporary = rng.choice([0, 0, 0, rng.randint(1, 40)])
+        calls.append(Call(seconds, reads, makes, writes, temporary))
     forward = operators + 3
     saved = [c for c in contents if c["call"] >= 0 and rng.random() < 0.8][:most_saved]
     moments = [(rng.randint(0, 30), 0) for _ in range(forward)]

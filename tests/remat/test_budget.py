@@ -181,9 +181,10 @@ def test_what_limits_a_step_adds_up_to_the_least():
             del loss
             limit = block._recorder.limit()
             if number == 0:
-                assert limit is None or limit[2] + limit[3] == block.least
+                assert limit is None or limit["others"] + limit["held"] == block.least
                 continue
-            in_forward, operator, others, held = limit
+            in_forward, operator = limit["in_forward"], limit["operator"]
+            others, held = limit["others"], limit["held"]
             assert others + held == block.least
             assert others >= block._recorder.budget()["before"] and held > 0
             assert not in_forward and operator in ("aten::gelu", "aten::addmm")
