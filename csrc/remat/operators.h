@@ -18,8 +18,9 @@ struct Operator {
   bool any_writes = false;
   // It only calls other operators, and those are recorded instead.
   bool is_composite = false;
-  // A hash of its name, without the underscore of one that writes: of fake tensors torch's composites
-  // compute anew what they change in place otherwise, as the sum of a product and a bias.
+  // A hash of its name, without the underscore of one that writes: of fake tensors torch's
+  // composites compute anew what they change in place otherwise, as the sum of a product and a
+  // bias.
   uint64_t key = 0;
   // Its results share the memory of its arguments.
   bool is_view = false;
