@@ -140,13 +140,13 @@ void Settings::restore_float32(const Settings& now) const {
   }
 }
 
-SettingsGuard::SettingsGuard(const Settings& settings)
-    : settings_(settings), outer_(Settings::capture()), needed_(!(settings_ == outer_)) {
+SettingsGuard::SettingsGuard(const Settings& settings, bool products)
+    : settings_(settings), products_(products), outer_(present()), needed_(!(settings_ == outer_)) {
   if (needed_) settings_.restore(outer_);
 }
 
 SettingsGuard::~SettingsGuard() {
-  if (needed_) outer_.restore(Settings::capture());
+  if (needed_) outer_.restore(present());
 }
 
 AutocastState AutocastState::capture() {

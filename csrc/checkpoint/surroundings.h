@@ -42,13 +42,18 @@ class Settings {
 
 class SettingsGuard {
  public:
-  explicit SettingsGuard(const Settings& settings);
+  // `products`: whether the precisions of products matter; see Settings::capture().
+  explicit SettingsGuard(const Settings& settings, bool products = true);
   ~SettingsGuard();
   SettingsGuard(const SettingsGuard&) = delete;
   SettingsGuard& operator=(const SettingsGuard&) = delete;
 
  private:
-  const Settings settings_, outer_;
+  Settings present() const { return Settings::capture(products_ ? nullptr : &settings_); }
+
+  const Settings settings_;
+  const bool products_;
+  const Settings outer_;
   const bool needed_;
 };
 

@@ -53,6 +53,17 @@ at::Device device_of(c10::ArrayRef<const c10::IValue> inputs, at::Device otherwi
   return otherwise;
 }
 
+// Returns the argument with None in place of its tensors, which the call's references have.
+c10::IValue without_tensors(const c10::IValue& argument) {
+  if (argument.isTensorList()) return std::vector<at::Tensor>(argument.toTensorList().size());
+  if (argument.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    list.resize(argument.toOptionalTensorList().size());
+    return list;
+  }
+  return argument.isTensor() ? c10::IValue() : argument;
+}
+
 }  // namespace
 
 Pause::Pause() { ++pauses; }
@@ -172,7 +183,7 @@ void Block::decide(const std::shared_ptr<Content>& content) {
   } else {
     route = route_to(*content, freed);
   }
-  if (step_ && !route.possible) {
+  if (step_ && !route.possible && !route.is_bare) {
     lock.unlock();
     step_->must_keep(*content);
     lock.lock();
@@ -364,14 +375,15 @@ bool Block::refer(Recording& recording, const at::Tensor& tensor, size_t argumen
   reference.argument = argument;
   reference.element = element;
   reference.content = entry.content;
+  reference.written = written;
+  reference.overwritten = overwritten;
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+    reference.number = tensor.storage().getWeakStorageImpl().lock();
+  }
+  if (recording.call->is_bare) return true;
   reference.geometry.assign(tensor);
   reference.version = entry.counter;
   reference.noted = entry.version;
-  reference.written = written;
-  reference.overwritten = overwritten;
-  if (reference.geometry.is_wrapped_number) {
-    reference.number = tensor.storage().getWeakStorageImpl().lock();
-  }
   return true;
 }
 
@@ -389,8 +401,11 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   call.module = modules_.back();
   // What is never recomputed needs no arguments recorded.
   recording->repeatable = op.is_repeatable && (!op.is_heavy || step_);
-  const bool is_mask = op.makes_mask && !inputs.empty() && inputs[0].toTensor().is_cpu();
-  if (op.is_random && !is_mask && recording->repeatable) {
+  // Whether numbers can be drawn again in a graph in capture is to be found out.
+  call.is_bare =
+      recording->began.keeps_everything && !(op.is_random && checkpoint::GraphRng::current());
+  recording->is_mask = op.makes_mask && !inputs.empty() && inputs[0].toTensor().is_cpu();
+  if (op.is_random && !recording->is_mask && recording->repeatable && !call.is_bare) {
     call.random = Random::of(op, inputs);
     recording->repeatable = call.random.has_value();
   }
@@ -398,7 +413,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   if (op.is_torch_batch_norm && !trains && inputs.size() > 3 && inputs[3].isTensor()) {
     recording->repeatable = false;  // it reads running statistics, which change unseen
   }
-  if (recording->repeatable) {
+  if (recording->repeatable && !call.is_bare) {
     const checkpoint::Settings settings =
         checkpoint::Settings::capture(op.makes_no_products ? settings_.get() : nullptr);
     if (!settings_ || !(*settings_ == settings))
@@ -406,7 +421,6 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
     call.settings = settings_;
     call.steps_before = checkpoint::steps_so_far();
     call.arguments.reserve(inputs.size());
-    call.references.reserve(inputs.size());
   }
   for (size_t i = 0; i < inputs.size(); ++i) {
     const bool writes = i < op.writes.size() && op.writes[i];
@@ -427,19 +441,9 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
       });
       continue;
     }
-    if (!holds_tensors(inputs[i])) {
-      call.arguments.push_back(inputs[i]);
-      continue;
-    }
-    call.arguments.emplace_back();
-    if (inputs[i].isTensorList()) {
-      call.arguments.back() = std::vector<at::Tensor>(inputs[i].toTensorList().size());
-    } else if (inputs[i].isOptionalTensorList()) {
-      recording->repeatable = recording->repeatable && !writes;
-      call.arguments.back() = c10::List<std::optional<at::Tensor>>();
-      auto list = call.arguments.back().toOptionalTensorList();
-      list.resize(inputs[i].toOptionalTensorList().size());
-    }
+    if (inputs[i].isOptionalTensorList() && writes) recording->repeatable = false;
+    if (!call.is_bare) call.arguments.push_back(without_tensors(inputs[i]));
+    if (!holds_tensors(inputs[i])) continue;
     if (left_out) continue;
     for_tensors(inputs[i], [&](const at::Tensor& tensor, int64_t element) {
       recording->repeatable = refer(*recording, tensor, i, element) && recording->repeatable;
@@ -490,7 +494,7 @@ void Block::keep_mask(Recording& recording) {
 void Block::end(Recording& recording, const at::RecordFunction& function) {
   running_.erase(std::find(running_.begin(), running_.end(), &recording));
   Call& call = *recording.call;
-  if (call.op->makes_mask && !call.random) keep_mask(recording);
+  if (recording.is_mask) keep_mask(recording);
   int depth = 1;
   for (const auto& reference : call.references) {
     if (reference.overwritten) continue;
@@ -562,7 +566,7 @@ void Block::made(Recording& recording, const at::Tensor& tensor, size_t output, 
       made.output = output;
       made.element = element;
       made.reference = written;
-      made.geometry.assign(tensor);
+      if (!recording.call->is_bare) made.geometry.assign(tensor);
     }
     waits = content->holders > 0;
   }

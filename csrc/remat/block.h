@@ -77,6 +77,7 @@ class Block : public std::enable_shared_from_this<Block> {
     uint64_t born = 0;           // contents_so_far() when it began: later ones are new in it
     std::shared_ptr<Call> call;  // null: only its results are noted
     bool repeatable = false;     // whether its results may be recomputed from `call`
+    bool is_mask = false;        // its result is kept as bits, in place of random numbers
     Step::Began began;           // empty without a step
     // The tensors it writes, with their versions before.
     c10::SmallVector<std::pair<at::Tensor, uint32_t>, 2> written;

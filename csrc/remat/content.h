@@ -88,6 +88,9 @@ struct Reference {
 // An operator that was called, with what it takes to call it again.
 struct Call {
   const Operator* op = nullptr;
+  // The plan keeps everything, so that it is not written down what it would take to call it again:
+  // of that only the memory is there, which plans count.
+  bool is_bare = false;
   at::Device device{at::kCPU};                 // of its tensors
   c10::SmallVector<c10::IValue, 6> arguments;  // None in place of tensors, which are references
   c10::SmallVector<Reference, 2> references;

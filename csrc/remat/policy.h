@@ -33,6 +33,7 @@ struct Choice {
 // What it takes to recompute a content.
 struct Route {
   bool possible = true;
+  bool is_bare = false;    // not possible for a call of a plan that keeps everything, and was left
   double seconds = 0;      // estimated
   int64_t more_bytes = 0;  // that would be kept only for this
   int dropped_depth = 0;   // the largest of the contents in `needs`

@@ -120,7 +120,7 @@ class Recomputation {
           reference.argument != last_argument);
       last_argument = reference.argument;
     }
-    const checkpoint::SettingsGuard settings(*call.settings);
+    const checkpoint::SettingsGuard settings(*call.settings, !call.op->makes_no_products);
     if (block_.step() != nullptr) block_.step()->repeats();
     const double begin = now();
     std::optional<RandomGuard> random;

@@ -93,6 +93,7 @@ Step::Began Step::began(const Operator& op, const at::RecordFunction& function) 
   if (plan_ != nullptr && !followed_->is_ahead && position < followed_->calls.size() &&
       followed_->calls[position] == began.key) {
     began.seconds = followed_->trace.calls[position].seconds;
+    began.keeps_everything = keeps_everything_;
   }
   return began;
 }
@@ -351,6 +352,9 @@ void Step::find() {
   // measured, a second one is awaited.
   const bool waits = !budget_.is_limit() && !budget_.device.is_meta();
   follow(shared_->find(keys_, before_, missing_, waits ? 2 : 1, budget_.is_limit()));
+  keeps_everything_ = plan_ != nullptr &&
+                      std::all_of(plan_->decisions.begin(), plan_->decisions.end(),
+                                  [](Decision decision) { return decision == Decision::kKeep; });
 }
 
 // Chooses the plan of `known` for this budget; null: there is no step like this one.

@@ -53,6 +53,7 @@ class Step {
   struct Began {
     uint64_t key = 0;               // a hash of the operator and the shapes of its arguments
     std::optional<double> seconds;  // that it takes, where the step that is followed knows
+    bool keeps_everything = false;  // the plan does
   };
   Began began(const Operator& op, const at::RecordFunction& function);
   // The block is left; more may be allocated before its backward begins.
@@ -128,10 +129,11 @@ class Step {
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> given_up_;
   int64_t held_ = 0;  // bytes of *alone_ and given_up_ at the latest moment
   std::shared_ptr<Known> followed_;
-  const Plan* plan_ = nullptr;  // of followed_
-  int64_t bytes_;               // of the budget, see limit(); 0 where a share is not known yet
-  int64_t before_ = 0;          // counted bytes that lived before
-  int64_t missing_ = 0;         // of gradients that are not there yet
+  const Plan* plan_ = nullptr;     // of followed_
+  bool keeps_everything_ = false;  // plan_ does
+  int64_t bytes_;                  // of the budget, see limit(); 0 where a share is not known yet
+  int64_t before_ = 0;             // counted bytes that lived before
+  int64_t missing_ = 0;            // of gradients that are not there yet
   int64_t least_ = 0, peak_ = 0;
   std::vector<int64_t> curve_;
   int64_t highest_ = 0;     // bytes since the latest moment

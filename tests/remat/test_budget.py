@@ -267,6 +267,48 @@ def test_models_and_budgets_take_turns():
                 assert peak <= 1.02 * max(block.budget, block.least)
 
 
+def test_a_plan_that_keeps_everything_leaves_all_choices_to_smaller_budgets():
+    build, x = MODELS["gpt"]
+    model = build()
+    expected, _, alone = settled(model, x, budget=0.5)
+    ms._native.module.remat_forget()
+    for _ in range(3):
+        results, _, block = step(model, x, budget=1.0)
+        assert all(map(torch.equal, results, expected))
+    assert block.figures().dropped_bytes == 0
+    results, peak, block = settled(model, x, budget=0.5)
+    assert all(map(torch.equal, results, expected))
+    assert block.figures().dropped_bytes > 0
+    assert block.peak == peak <= 1.02 * max(block.budget, block.least)
+    assert block.least <= 1.05 * alone.least  # times differ, and plans with them
+
+
+def test_a_plan_that_keeps_everything_is_left():
+    """What was made under it and is saved after it is not computed again."""
+    model, x = wide()
+
+    def run(more, **options):
+        torch.manual_seed(3)
+        block = ms.remat(**options) if options else contextlib.nullcontext()
+        with block:
+            y = nn.functional.dropout(model(x), 0.5)
+            z = y + 1  # saved only where there is more
+            loss = z.sum() if not more else (z.sin() * z.exp()).sum()
+        loss.backward()
+        grads = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        return [loss.detach(), *grads], block
+
+    for _ in range(3):
+        run(False, budget=1.0)
+    expected, _ = run(True)
+    for budget in (1.0, 1.0, 0.4, 0.4, 0.4):
+        results, block = run(True, budget=budget)
+        assert all(map(torch.equal, results, expected))
+    assert block.figures().dropped_bytes > 0
+    assert block.peak <= 1.02 * max(block.budget, block.least)
+
+
 def test_states_that_appear_later():
     for in_backward in (False, True):
         model, x = wide()
