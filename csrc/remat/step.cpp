@@ -221,6 +221,24 @@ void Step::recomputed() {
   held_ = held_alone();
 }
 
+void Step::gave_way(at::Device device) {
+  // Another device's allocator is not asked under the lock of this one.
+  if (budget_.device != device) return;
+  std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
+  if (shared_->count.asks()) {
+    // Whoever has the mutex may be waiting for the allocator.
+    if (!lock.try_lock()) {
+      is_exact_ = false;
+      return;
+    }
+  } else {
+    lock.lock();
+  }
+  if (finished_) return;
+  take();
+  held_ = held_alone();
+}
+
 void Step::closed(const Content& content) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (content.number < 0 || finished_) return;
@@ -255,7 +273,7 @@ void Step::finish() {
   known->times = std::move(times_);
   known->before = before_;
   known->missing = missing_;
-  shared_->end(saw_backward_ ? std::move(known) : nullptr);
+  shared_->end(saw_backward_ && is_exact_ ? std::move(known) : nullptr);
 }
 
 // What a step does with a plan.

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -70,6 +71,9 @@ class Step {
   // Called for saved tensors in backward. The first two are called around a recompute.
   void opened(const Content& content);
   void recomputed();
+  // Memory of the device was given back while an operator ran. On any thread, where the lock of the
+  // device's allocator may be held.
+  void gave_way(at::Device device);
   void closed(const Content& content);
   // Memory that the block holds no more, but a node that runs still uses.
   void given_up(const Freed& memory);
@@ -128,6 +132,7 @@ class Step {
   int64_t live_ = 0;        // bytes at that moment
   int64_t most_added_ = 0;  // the most bytes that an operator has added to them while it ran
   bool saw_backward_ = false, finished_ = false;
+  std::atomic<bool> is_exact_{true};  // else it is not worth being known
 };
 
 }  // namespace memsave_ext::remat
