@@ -3,9 +3,13 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <atomic>
+#include <exception>
+#include <limits>
 
 #include "memory/active.h"
+#include "memory/make_room.h"
 
 namespace memsave_ext::memory {
 namespace {
@@ -21,12 +25,18 @@ void report_and_free(void* ptr) {
   free_behind.load(std::memory_order_relaxed)(ptr);
 }
 
+// Returns whether some memory was freed, so that an allocation is worth trying once more.
+bool make_some_room(int64_t bytes) {
+  const auto ask = make_room.load(std::memory_order_relaxed);
+  return ask != nullptr && ask(cpu, bytes) > 0;
+}
+
 class WatchedAllocator final : public c10::Allocator {
  public:
   explicit WatchedAllocator(c10::Allocator* behind) : behind_(behind) {}
 
   c10::DataPtr allocate(size_t n) override {
-    c10::DataPtr data = behind_->allocate(n);
+    c10::DataPtr data = allocate_behind(n);
     if (data.get() == nullptr ||
         !data.compare_exchange_deleter(behind_->raw_deleter(), &report_and_free))
       return data;
@@ -44,6 +54,19 @@ class WatchedAllocator final : public c10::Allocator {
   c10::Allocator* behind() const { return behind_; }
 
  private:
+  // Each time that it fails more room is made, until there is none to make: memory in pieces may
+  // not do, and another thread may have taken it.
+  c10::DataPtr allocate_behind(size_t n) const {
+    constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 2;
+    for (auto bytes = static_cast<int64_t>(n);; bytes = 2 * std::min(bytes, kMost)) {
+      try {
+        return behind_->allocate(n);
+      } catch (const std::exception&) {
+        if (!make_some_room(bytes)) throw;
+      }
+    }
+  }
+
   c10::Allocator* behind_;
 };
 

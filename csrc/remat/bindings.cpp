@@ -84,9 +84,9 @@ class Recorder {
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
 
-  void open(std::optional<int64_t> bytes) {
+  void open(std::optional<int64_t> bytes, bool retry) {
     hooks_ = std::make_unique<checkpoint::EngineHookGuard>(std::make_shared<BlockPacker>(block_));
-    block_->open(bytes);
+    block_->open(bytes, retry);
   }
   // Whether the block records here, and no other saved-tensor hooks lie above its own.
   bool suspend() {
@@ -225,6 +225,8 @@ class Recorder {
       const auto [known, planned] = step->known();
       figures["shapes"] = py::make_tuple(known, planned);
     }
+    const auto given_back = block_->given_back();
+    figures["given_back"] = py::make_tuple(given_back.contents, given_back.bytes);
     figures["saved"] = std::move(saved);
     figures["again"] = std::move(again);
     return figures;
@@ -289,6 +291,9 @@ py::list plans(const std::vector<ContentFields>& contents, const std::vector<Cal
 }  // namespace
 
 void bind(py::module_& m) {
+#ifdef MEMSAVE_EXT_WITH_CUDA
+  give_way_to_cuda();
+#endif
   m.def("remat_forget", &forget_known_steps);
   m.def("remat_may_run_ahead", [] {
     return checkpoint::EngineHookGuard::packer() == nullptr && !checkpoint::in_region();
@@ -318,7 +323,7 @@ void bind(py::module_& m) {
       .def("deviation", &Recorder::deviation)
       .def("trace", &Recorder::trace)
       .def("is_newly_short", &Recorder::is_newly_short)
-      .def("open", &Recorder::open, py::arg("bytes") = py::none())
+      .def("open", &Recorder::open, py::arg("bytes") = py::none(), py::arg("retry") = false)
       .def("close", &Recorder::close)
       .def("suspend", &Recorder::suspend)
       .def("resume", &Recorder::resume)

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <exception>
 #include <limits>
 #include <utility>
 
@@ -62,11 +63,12 @@ bool Block::is_innermost() const { return current == this; }
 
 Block* Block::active() { return records() ? current : nullptr; }
 
-void Block::open(std::optional<int64_t> bytes) {
+void Block::open(std::optional<int64_t> bytes, bool retry) {
   thread_ = std::this_thread::get_id();
   outer_ = current;
   if (outer_ == nullptr) seconds_of_copy(0);  // measures it before any operator is timed
   pending_.emplace();
+  if (retry) gives_way_.emplace(*this);
   if (budget_ && bytes) budget_->bytes = *bytes;
   if (budget_) step_ = std::make_unique<Step>(*budget_);
   callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(on_start, on_end)
@@ -82,7 +84,7 @@ void Block::close() {
   current = outer_;
   if (outer_ != nullptr) at::reenableCallback(outer_->callback_);
   table_.clear();
-  pending_.reset();
+  if (!gives_way_) pending_.reset();
   if (step_) step_->left();
   let_go();
 }
@@ -103,6 +105,7 @@ std::pair<std::shared_ptr<Content>, uint64_t> Block::save(const at::Tensor& tens
   uint64_t fill;
   {
     const std::lock_guard<std::mutex> lock(contents_mutex());
+    if (copy_failed_) std::rethrow_exception(copy_failed_);
     if (content->dropped && !has_all_memory(*content)) return {};
     ++content->holders;
     ++holders_;
@@ -120,12 +123,6 @@ bool Block::is_new_for_running(const Content& content) const {
   return !running_.empty() && content.born > running_.front()->born;
 }
 
-bool Block::is_being_written(const Content& content) const {
-  return std::any_of(running_.begin(), running_.end(), [&](const Recording* recording) {
-    return recording->writes(content.storage._unsafe_get_target());
-  });
-}
-
 void Block::released(const Content& content, bool was_last) {
   if (!step_) return;
   if (was_last) step_->closed(content);
@@ -133,6 +130,10 @@ void Block::released(const Content& content, bool was_last) {
 }
 
 void Block::opened(const Content& content) {
+  {
+    const std::lock_guard<std::mutex> lock(contents_mutex());
+    if (copy_failed_) std::rethrow_exception(copy_failed_);
+  }
   if (!step_) return;
   step_->opened(content);
   const int backward = torch::autograd::get_current_graph_task_id();
@@ -145,7 +146,9 @@ void Block::opened(const Content& content) {
 }
 
 void Block::let_go() {
-  if (--holders_ == 0 && step_) step_->finish();
+  if (--holders_ > 0) return;
+  pending_.reset();
+  if (step_) step_->finish();
 }
 
 // Returns how the content would be recomputed. The caller holds contents_mutex().
@@ -179,6 +182,7 @@ void Block::decide(const std::shared_ptr<Content>& content) {
   }
   const Verdict verdict = judge(*content, route, choice.drops);
   content->decided = true;
+  content->verdict = verdict;
   content->held_on_the_way = choice.held_on_the_way;
   Sum& sum = sums_[{{content->module, content->op}, verdict}];
   ++sum.count;
@@ -188,7 +192,9 @@ void Block::decide(const std::shared_ptr<Content>& content) {
     if (auto other = relying.lock()) contents.push_back(std::move(other));
   }
   for (size_t i = contents.size(); i-- > 0;) route_again(contents[i], freed, contents);
-  if (verdict == Verdict::kDropped || content->relied_on || choice.may_drop_later) return;
+  if (gives_way_ && content->call) give_later(content);
+  if (verdict == Verdict::kDropped || content->relied_on || gives_way_) return;
+  if (choice.may_drop_later) return;
   // It is kept, so that no chain of calls needs to go further back.
   call = std::move(content->call);
   content->depth = 0;
@@ -236,26 +242,80 @@ void Block::route_again(const std::shared_ptr<Content>& content, Freed& freed,
 // content on its route stays until backward has used it, so that what saves little beside that is
 // kept, and routes end there. From the oldest on, so that what a route comes from is settled.
 void Block::make_room(int64_t excess) {
-  constexpr int64_t kMostAgain = 10;  // times the bytes that are saved
   Freed freed;
   const std::vector<std::shared_ptr<Content>> candidates = step_->candidates();
   for (const auto& content : candidates) {
     if (excess <= 0) return;
     const std::lock_guard<std::mutex> lock(contents_mutex());
-    if (!content->call || content->pins > 0) continue;
-    Route route = route_to(*content, freed);
-    const int64_t bytes = content->bytes - route.more_bytes;
-    if (!route.possible || bytes <= 0) continue;
-    if (bytes_on(route, kMostAgain * bytes) > kMostAgain * bytes) continue;
-    const Maker maker{content->module, content->op};
-    for (const auto& [verdict, sign] : {std::pair(Verdict::kFits, -1), {Verdict::kDropped, 1}}) {
-      Sum& sum = sums_[{maker, verdict}];
-      sum.count += sign;
-      sum.bytes += sign * content->bytes;
-    }
-    drop(content, std::move(route), freed);
-    excess -= bytes;
+    if (!content->call || content->dropped || content->pins > 0) continue;
+    excess -= drop_late(content, true, freed, freed);
   }
+}
+
+// Drops a content that was kept. Returns how many bytes that saves, 0 where it stays. The caller
+// holds contents_mutex().
+int64_t Block::drop_late(const std::shared_ptr<Content>& content, bool only_short, Freed& freed,
+                         Freed& locked) {
+  constexpr int64_t kMostAgain = 10;  // times the bytes that are saved
+  Route route = route_to(*content, locked);
+  const int64_t bytes = content->bytes - route.more_bytes;
+  if (!route.possible || bytes <= 0) return 0;
+  if (only_short && bytes_on(route, kMostAgain * bytes) > kMostAgain * bytes) return 0;
+  Sum& kept = sums_[{{content->module, content->op}, content->verdict}];
+  Sum& dropped = sums_[{{content->module, content->op}, Verdict::kDropped}];
+  content->verdict = Verdict::kDropped;
+  --kept.count;
+  kept.bytes -= content->bytes;
+  ++dropped.count;
+  dropped.bytes += content->bytes;
+  drop(content, std::move(route), freed);
+  return bytes;
+}
+
+// The caller holds contents_mutex().
+void Block::give_later(const std::shared_ptr<Content>& content) {
+  if (gives_.size() >= sweep_gives_at_) {
+    const auto is_gone = [](const auto& weak) { return weak.expired(); };
+    gives_.erase(std::remove_if(gives_.begin(), gives_.end(), is_gone), gives_.end());
+    sweep_gives_at_ = std::max<size_t>(1024, 2 * gives_.size());
+  }
+  gives_.push_back(content);
+}
+
+int64_t Block::give_way(c10::Device device, int64_t enough, Gives what) {
+  std::vector<std::shared_ptr<Content>> seen;  // destroyed without the mutex, as what follows
+  Freed freed, locked;
+  int64_t bytes = 0;
+  {
+    const std::lock_guard<std::mutex> lock(contents_mutex());
+    for (const auto& weak : gives_) {
+      if (bytes >= enough) break;
+      const std::shared_ptr<Content> content = weak.lock();
+      if (!content) continue;
+      seen.push_back(content);
+      if (!content->held_by_block_alone() || content->held->device() != device) continue;
+      int64_t given = 0;
+      if (content->dropped && content->fill > 0 && what == Gives::kRecomputed) {
+        given = content->bytes;
+        freed.push_back(content->give_up());
+      } else if (!content->dropped && content->call && !content->is_lost() &&
+                 what != Gives::kRecomputed) {
+        given = drop_late(content, what == Gives::kShort, freed, locked);
+      }
+      bytes += given;
+      given_back_.bytes += given;
+      given_back_.contents += given > 0;
+    }
+  }
+  if (bytes == 0) return 0;
+  freed.clear();
+  if (step_) step_->gave_way(device);
+  return bytes;
+}
+
+Block::GivenBack Block::given_back() const {
+  const std::lock_guard<std::mutex> lock(contents_mutex());
+  return given_back_;
 }
 
 void Block::enter_module(int32_t number) {
@@ -417,6 +477,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
       for_tensors(inputs[i], [&](const at::Tensor& tensor, int64_t) {
         if (!is_plain(tensor)) return;
         entry_of(tensor);
+        recording->writing.emplace_back(storage_of(tensor));
         before_write(tensor);
         recording->written.emplace_back(tensor, checkpoint::version_of(tensor));
       });
@@ -445,7 +506,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
       recording->repeatable = refer(*recording, tensor, i, element) && recording->repeatable;
     });
   }
-  recording->born = contents_so_far();
+  recording->born = call.born = contents_so_far();
   running_.push_back(recording.get());
   call.device = device_of(inputs, step_ ? budget_->device : at::Device(at::kCPU));
   if (recording->began.seconds) return recording;
@@ -480,7 +541,12 @@ void Block::keep_mask(Recording& recording) {
   if (!recording.repeatable) return;
   const Pause pause;
   const at::NoGradGuard no_grad;
-  call.mask = pack_mask(recording.written[0].first);
+  try {
+    call.mask = pack_mask(recording.written[0].first);
+  } catch (const std::exception&) {  // there is no memory for it
+    recording.repeatable = false;
+    return;
+  }
   constexpr double kCopies = 4;  // filling a tensor from bits takes about as long as 4 copies
   const double filling = kCopies * seconds_of_copy(call.references[0].content->bytes);
   call.seconds = std::min(call.seconds, filling);
@@ -516,6 +582,7 @@ void Block::end(Recording& recording, const at::RecordFunction& function) {
     const auto found = table_.find(storage_of(tensor));
     if (found == table_.end() || found->second.content->born <= recording.born) renew(tensor);
   }
+  recording.writing.clear();
   for (size_t i = 0; i < outputs.size(); ++i) {
     for_tensors(outputs[i], [&](const at::Tensor& tensor, int64_t element) {
       made(recording, tensor, i, element);
@@ -641,6 +708,7 @@ void Block::note_hidden_writes(const Operator& op, const at::RecordFunction& fun
       if (!is_plain(tensor)) return;
       if (table_.find(storage_of(tensor)) == table_.end()) return;
       // If the operator around this one writes there too, made() gives the new content its call.
+      const Writing writing(storage_of(tensor));
       before_write(tensor);
       renew(tensor);
     });
@@ -658,7 +726,15 @@ void Block::before_write(const at::Tensor& tensor) {
     held = content->held;
     if (content->pins == 0 || held.get() != tensor.storage().unsafeGetStorageImpl()) return;
   }
-  c10::Storage copy = copy_of(c10::Storage(held));
+  c10::Storage copy;
+  try {
+    copy = copy_of(c10::Storage(held));
+  } catch (const std::exception&) {
+    // What calls this does not let errors through.
+    const std::lock_guard<std::mutex> lock(contents_mutex());
+    copy_failed_ = std::current_exception();
+    return;
+  }
   const std::lock_guard<std::mutex> lock(contents_mutex());
   held = content->give_up();
   content->hold_alone(

@@ -6,6 +6,7 @@
 #include <c10/util/flat_hash_map.h>
 
 #include <atomic>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "remat/content.h"
+#include "remat/give_way.h"
 #include "remat/known.h"
 #include "remat/policy.h"
 #include "remat/step.h"
@@ -39,8 +41,9 @@ class Block : public std::enable_shared_from_this<Block> {
   explicit Block(Budget budget) : drops_(Drops::kCheap), budget_(budget) {}
 
   // Records this thread's operators until close(). Blocks nest: only the innermost records.
-  // `bytes`: the budget's, where they were not known before.
-  void open(std::optional<int64_t> bytes = std::nullopt);
+  // `bytes`: the budget's, where they were not known before. `retry`: allocations that fail, here
+  // or on any other thread, are tried again once it has given memory back.
+  void open(std::optional<int64_t> bytes = std::nullopt, bool retry = false);
   void close();
   // Records nothing and saves nothing until resume(), as if it were not open: other blocks may open
   // and close meanwhile. It is this thread's innermost one.
@@ -59,6 +62,15 @@ class Block : public std::enable_shared_from_this<Block> {
   // Called for what save() returned, when its holder is gone.
   void released(const Content& content, bool was_last);
   Step* step() const { return step_.get(); }  // null without a budget, and before open()
+
+  // Drops what it holds on the device, from the oldest on, until it is so many bytes or there is no
+  // more. Returns how many. What anybody else refers to, as running operators do, is not dropped.
+  // On any thread, where the lock of the device's allocator may be held.
+  int64_t give_way(c10::Device device, int64_t enough, Gives what);
+  struct GivenBack {
+    int64_t contents = 0, bytes = 0;
+  };
+  GivenBack given_back() const;
 
   // Ignored on threads other than the block's own, which run replicas of a module.
   void enter_module(int32_t number);
@@ -80,6 +92,7 @@ class Block : public std::enable_shared_from_this<Block> {
     Step::Began began;           // empty without a step
     // The tensors it writes, with their versions before.
     c10::SmallVector<std::pair<at::Tensor, uint32_t>, 2> written;
+    std::vector<Writing> writing;             // the same, until they have new contents
     double begin = 0;                         // by now()
     std::unique_ptr<DeviceTime> device_time;  // null where it is not asked for
 
@@ -110,7 +123,6 @@ class Block : public std::enable_shared_from_this<Block> {
   std::shared_ptr<Content> make_content(const at::Tensor& tensor, bool external);
   Entry& entry_of(const at::Tensor& tensor);
   bool is_new_for_running(const Content& content) const;
-  bool is_being_written(const Content& content) const;
   bool refer(Recording& recording, const at::Tensor& tensor, size_t argument, int64_t element);
   void made(Recording& recording, const at::Tensor& tensor, size_t output, int64_t element);
   void decide(const std::shared_ptr<Content>& content);
@@ -120,12 +132,17 @@ class Block : public std::enable_shared_from_this<Block> {
   void route_again(const std::shared_ptr<Content>& content, Freed& freed,
                    std::vector<std::shared_ptr<Content>>& contents);
   void make_room(int64_t excess);
+  int64_t drop_late(const std::shared_ptr<Content>& content, bool only_short, Freed& freed,
+                    Freed& locked);
+  void give_later(const std::shared_ptr<Content>& content);
   void let_go();
   void sweep();
 
   const Drops drops_;
   std::optional<Budget> budget_;
-  std::optional<checkpoint::Pending> pending_;  // set while it is open
+  // Set while it is open; where it gives way, until all of its contents are gone, as it may drop
+  // them in backward.
+  std::optional<checkpoint::Pending> pending_;
   std::unique_ptr<Step> step_;
   // Of its contents; and itself while it is open, and backwards that open its contents.
   std::atomic<int64_t> holders_{1};
@@ -140,8 +157,16 @@ class Block : public std::enable_shared_from_this<Block> {
   int64_t recorded_ = 0;
   SumsAgain sums_again_;  // guarded by again_mutex_
   std::recursive_mutex again_mutex_;
+  // Why what is needed could not be copied before an operator wrote it. Guarded, as what follows,
+  // by contents_mutex().
+  std::exception_ptr copy_failed_;
+  // What it can give back, the oldest first.
+  std::vector<std::weak_ptr<Content>> gives_;
+  size_t sweep_gives_at_ = 1024;  // size of gives_ at which those that are gone are removed
+  GivenBack given_back_;
   Block* outer_ = nullptr;
   at::CallbackHandle callback_ = 0;
+  std::optional<GivesWay> gives_way_;  // last: it ends before what it gives
 };
 
 // Stops recording on this thread for a scope, as during a recompute.

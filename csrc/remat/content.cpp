@@ -1,5 +1,6 @@
 #include "remat/content.h"
 
+#include <algorithm>
 #include <atomic>
 #include <unordered_map>
 
@@ -81,6 +82,13 @@ std::atomic<uint64_t> contents{0};
 auto& needed = *new std::unordered_map<const c10::StorageImpl*, int64_t>();
 std::atomic<size_t> any_needed{0};
 
+// By storage: contents_so_far() when is_needed() told an optimizer that it may step it. Guarded by
+// contents_mutex().
+auto& may_step = *new std::unordered_map<const c10::StorageImpl*, uint64_t>();
+std::atomic<int> drops_in_backward{0};
+
+auto& being_written = *new std::vector<const c10::StorageImpl*>();
+
 }  // namespace
 
 Content::Content(const c10::Storage& storage, bool external)
@@ -102,6 +110,10 @@ bool Content::is_let_go() const {
   const bool has_object = held && held->device().is_meta() && held->pyobj_slot()->load_pyobj();
   if (held) return held.use_count() == (has_object ? 2 : 1);
   return overwritten || storage.expired();
+}
+
+bool Content::held_by_block_alone() const {
+  return held && held.use_count() == 1 && held->resizable() && !held->pyobj_slot()->load_pyobj();
 }
 
 c10::intrusive_ptr<c10::StorageImpl> Content::give_up() {
@@ -142,9 +154,43 @@ void unpin(Content& content) {
 }
 
 bool is_needed(const at::Tensor& tensor) {
-  if (any_needed == 0 || !is_plain(tensor)) return false;
+  if ((any_needed == 0 && drops_in_backward == 0) || !is_plain(tensor)) return false;
+  const auto* storage = tensor.storage().unsafeGetStorageImpl();
   const std::lock_guard<std::mutex> lock(contents_mutex());
-  return needed.count(tensor.storage().unsafeGetStorageImpl()) > 0;
+  if (needed.count(storage) > 0) return true;
+  if (drops_in_backward > 0) may_step[storage] = contents_so_far();
+  return false;
+}
+
+bool may_be_stepped(const Call& call, const Reference& reference) {
+  const auto* storage = reference.content->storage._unsafe_get_target();
+  const auto found = may_step.find(storage);
+  if (found != may_step.end() && call.born <= found->second) return true;
+  return checkpoint::step_since(call.steps_before, storage, reference.geometry.range()).has_value();
+}
+
+DropsInBackward::DropsInBackward() { ++drops_in_backward; }
+
+DropsInBackward::~DropsInBackward() {
+  if (--drops_in_backward > 0) return;
+  const std::lock_guard<std::mutex> lock(contents_mutex());
+  may_step.clear();
+}
+
+Writing::Writing(const c10::StorageImpl* storage) : storage_(storage) {
+  const std::lock_guard<std::mutex> lock(contents_mutex());
+  being_written.push_back(storage);
+}
+
+Writing::~Writing() {
+  if (storage_ == nullptr) return;
+  const std::lock_guard<std::mutex> lock(contents_mutex());
+  being_written.erase(std::find(being_written.begin(), being_written.end(), storage_));
+}
+
+bool is_being_written(const Content& content) {
+  const auto* storage = content.storage._unsafe_get_target();
+  return std::find(being_written.begin(), being_written.end(), storage) != being_written.end();
 }
 
 void release_unused(Content& content, Freed& freed,

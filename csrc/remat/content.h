@@ -15,6 +15,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/stepped.h"
@@ -27,6 +28,16 @@ namespace memsave_ext::remat {
 struct Content;
 struct Call;
 using Contents = c10::SmallVector<std::shared_ptr<Content>, 3>;
+
+// Whether a saved tensor's memory is dropped, or why it is kept.
+enum class Verdict : int {
+  kDropped,
+  kInput,     // made outside of the block: a parameter or an input
+  kNotAgain,  // not repeatable (random numbers, a collective), or a kernel or region made it unseen
+  kHeavy,     // bound by arithmetic, such as a matrix product
+  kNoGain,    // recomputing it would keep about as much memory, or is not cheap for its size
+  kFits,      // the budget has room for it
+};
 
 // How a tensor lies in its storage.
 struct Geometry {
@@ -95,6 +106,7 @@ struct Call {
   std::shared_ptr<const checkpoint::Settings>
       settings;               // under which it was called; shared by many
   uint64_t steps_before = 0;  // steps_so_far() when it was called
+  uint64_t born = 0;          // contents_so_far() then
   // Its result as bits, which are unpacked in place of a second call; undefined for a real call.
   at::Tensor mask;
   double seconds = 0;  // of one call, or 0 while the operator's first calls are not trusted
@@ -140,6 +152,7 @@ struct Content : std::enable_shared_from_this<Content> {
   bool dropped = false;                              // its holders will recompute it
   std::optional<checkpoint::Pending> pending;        // set while it is dropped
   bool decided = false;                              // whether to keep or drop it has been decided
+  Verdict verdict = Verdict::kFits;                  // what was decided, or came of it later
   int dropped_depth = 0;        // of a dropped one: dropped ones in its chain, with itself
   int64_t holders = 0;          // saved tensors of it
   int64_t pins = 0;             // dropped contents that need it
@@ -165,6 +178,9 @@ struct Content : std::enable_shared_from_this<Content> {
   void set_alone(bool now);  // needs the mutex
   // Whether nobody but the block could have its values still. Needs the mutex.
   bool is_let_go() const;
+  // Whether its memory is free once it is given up: nobody else refers to it, not even an operator
+  // that runs, and no Python object, for which the GIL would be waited for. Needs the mutex.
+  bool held_by_block_alone() const;
   // Whether its values are gone: overwritten, without a copy or a recompute. Needs the mutex.
   bool is_lost() const { return overwritten && !copied && fill == 0; }
 };
@@ -172,7 +188,8 @@ struct Content : std::enable_shared_from_this<Content> {
 // How many contents have been created in this process.
 uint64_t contents_so_far();
 
-// The innermost lock: do not take another one, call an operator or free a tensor while holding it.
+// The innermost lock but for the one of steps noted (checkpoint/stepped.h): do not take another
+// one, call an operator or free a tensor while holding it.
 std::mutex& contents_mutex();
 
 // Storages to free once the mutex is released. Declare it before the lock.
@@ -189,6 +206,20 @@ void unpin(Content& content);
 // and `contents` without the mutex.
 void release_unused(Content& content, Freed& freed,
                     std::vector<std::shared_ptr<Content>>& contents);
+
+// While it exists, an operator is about to write a storage, or writes it: nothing else begins to be
+// recomputed from it.
+class Writing {
+ public:
+  explicit Writing(const c10::StorageImpl* storage);
+  ~Writing();
+  Writing(Writing&& other) noexcept : storage_(std::exchange(other.storage_, nullptr)) {}
+  Writing& operator=(Writing&&) = delete;
+
+ private:
+  const c10::StorageImpl* storage_;  // null where it was moved away
+};
+bool is_being_written(const Content& content);  // needs the mutex
 
 // Returns null where the tensor is not plain.
 inline const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
@@ -217,7 +248,21 @@ inline bool holds_tensors(const c10::IValue& value) {
 }
 
 // For an optimizer that steps in backward: whether dropped values that backward still needs are
-// computed from this tensor's memory. Only memory that was made outside of a block counts.
+// computed from this tensor's memory. Only memory that was made outside of a block counts. An
+// optimizer that is told no may step it at once, so that nothing more is dropped that would be
+// computed from it.
 bool is_needed(const at::Tensor& tensor);
+
+// Whether an optimizer has stepped this argument of a call since, or was told that it may.
+bool may_be_stepped(const Call& call, const Reference& reference);
+
+// While one exists, blocks may drop in backward what they have kept until then.
+class DropsInBackward {
+ public:
+  DropsInBackward();
+  ~DropsInBackward();
+  DropsInBackward(const DropsInBackward&) = delete;
+  DropsInBackward& operator=(const DropsInBackward&) = delete;
+};
 
 }  // namespace memsave_ext::remat

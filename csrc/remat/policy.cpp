@@ -38,7 +38,9 @@ void add(const Call& call, Route& route, Freed& locked, int operators) {
     const auto& content = reference.content;
     if (reference.overwritten) continue;
     if (std::find(route.needs.begin(), route.needs.end(), content) != route.needs.end()) continue;
-    const bool unseen = !content->copied && content->fill == 0 && reference.changed();
+    const bool unseen =
+        !content->copied && content->fill == 0 &&
+        (reference.changed() || (content->external && may_be_stepped(call, reference)));
     const bool lost = content->is_lost() || unseen;
     // FSDP frees the memory of a module's parameters after its forward.
     const int64_t extent = reference.geometry.extent();

@@ -8,15 +8,6 @@
 
 namespace memsave_ext::remat {
 
-// Whether a saved tensor's memory is dropped, or why it is kept.
-enum class Verdict : int {
-  kDropped,
-  kInput,     // made outside of the block: a parameter or an input
-  kNotAgain,  // not repeatable (random numbers, a collective), or a kernel or region made it unseen
-  kHeavy,     // bound by arithmetic, such as a matrix product
-  kNoGain,    // recomputing it would keep about as much memory, or is not cheap for its size
-  kFits,      // the budget has room for it
-};
 // What a block drops: nothing, to measure what recording costs; what is cheap to recompute; or, for
 // tests, everything that can be recomputed; nothing yet, while the budget has room.
 enum class Drops { kNothing, kCheap, kEverything, kUntilFull };

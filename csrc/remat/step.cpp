@@ -256,6 +256,25 @@ void Step::recomputed() {
   look_what_is_held(std::nullopt);
 }
 
+void Step::gave_way(at::Device device) {
+  // Another device's allocator is not asked under the lock of this one.
+  if (budget_.device != device) return;
+  std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
+  if (shared_->count.asks()) {
+    // Whoever has the mutex may be waiting for the allocator.
+    if (!lock.try_lock()) {
+      is_exact_ = false;
+      return;
+    }
+  } else {
+    lock.lock();
+  }
+  if (finished_) return;
+  gave_way_ = true;
+  take();
+  look_what_is_held(std::nullopt);
+}
+
 void Step::closed(const Content& content) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (content.number < 0 || finished_) return;
@@ -295,9 +314,9 @@ void Step::finish() {
   known->missing = missing_;
   if (budget_.is_limit() && saw_backward_) {
     for (const auto& left : shared_->count.living()) known->trace.left.push_back(left);
-    if (plan_ != nullptr) compare(known->trace);
+    if (plan_ != nullptr && !gave_way_) compare(known->trace);
   }
-  shared_->end(saw_backward_ ? std::move(known) : nullptr);
+  shared_->end(saw_backward_ && is_exact_ ? std::move(known) : nullptr);
 }
 
 // Compares the step with its plan.

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -76,6 +77,9 @@ class Step {
   void repeats();
   void repeated(const Call& call);
   void recomputed();
+  // Memory of the device was given back while an operator ran. On any thread, where the lock of the
+  // device's allocator may be held.
+  void gave_way(at::Device device);
   void closed(const Content& content);
   // Memory that the block holds no more, but a node that runs still uses.
   void given_up(const Freed& memory);
@@ -139,6 +143,8 @@ class Step {
   int64_t most_added_ = 0;  // the most bytes that an operator has added to them while it ran
   bool saw_backward_ = false, finished_ = false;
   std::optional<Deviation> deviation_;
+  bool gave_way_ = false;             // it dropped more than its plan does
+  std::atomic<bool> is_exact_{true};  // else it is not worth being known
 };
 
 }  // namespace memsave_ext::remat

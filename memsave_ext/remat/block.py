@@ -75,6 +75,12 @@ class remat:  # noqa: N801, a context manager is used like a function
         optimizer: one or several optimizers that are not this package's: their states count, too.
         strict: with too small a budget, a step that has a plan raises torch.OutOfMemoryError at its
             first saved tensor, in place of the warning.
+        retry: where an allocation fails, on any thread, from the block's beginning to the end of
+            its backward, the block drops memory that it has kept and that nobody else refers to,
+            the oldest first, at least as much as is asked for. It is tried again until it succeeds;
+            its error goes on where nothing is left to drop. On CUDA, whose allocator does not say
+            how much it needs, memory is dropped where the allocator has none to reuse and less than
+            an eighth of the device's is free.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -92,6 +98,7 @@ class remat:  # noqa: N801, a context manager is used like a function
         budget: int | float | str | None = None,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         strict: bool = False,
+        retry: bool = False,
         _counted: nn.Module | None = None,
         _everything: bool | None = False,
     ) -> None:
@@ -99,7 +106,7 @@ class remat:  # noqa: N801, a context manager is used like a function
             raise TypeError(
                 f"remat: model must be a torch.nn.Module or None, got {type(model).__name__}"
             )
-        check_arguments(budget, optimizer, strict)
+        check_arguments(budget, optimizer, strict, retry)
         self._modules = Modules(model)
         self._within: Budget | None = None
         self._of_device: OfDevice | None = None
@@ -112,6 +119,7 @@ class remat:  # noqa: N801, a context manager is used like a function
             self._within = self._of_device = None
         elif self._within is not None:
             self._before = LivedBefore(self._recorder, counted, optimizer)
+        self._retry = retry
         self._hooks: ExitStack | None = None
         self._device = device_of(counted)
         self._model, self._was_planned = model, False
@@ -123,7 +131,7 @@ class remat:  # noqa: N801, a context manager is used like a function
         bytes_now = self._of_device and self._of_device.bytes_of(self._device)
         self._hooks = self._install()
         try:
-            self._recorder.open(bytes_now)
+            self._recorder.open(bytes_now, self._retry)
             if self._before is not None:
                 self._before.install(self._hooks)
                 self._plan_first_call(self._hooks)

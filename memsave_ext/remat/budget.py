@@ -90,10 +90,11 @@ def parse_budget(budget: object, strict: bool = False) -> tuple[Budget, OfDevice
     return Budget(count, 0.0, strict), None
 
 
-def check_arguments(budget: object, optimizer: object, strict: object) -> None:
+def check_arguments(budget: object, optimizer: object, strict: object, retry: object) -> None:
     """Raises TypeError or ValueError where they are wrong, or one needs another."""
-    if not isinstance(strict, bool):
-        raise TypeError(f"remat: strict must be a bool, got {type(strict).__name__}")
+    for name, value in (("strict", strict), ("retry", retry)):
+        if not isinstance(value, bool):
+            raise TypeError(f"remat: {name} must be a bool, got {type(value).__name__}")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     if optimizers is not None and not (
         isinstance(optimizers, (list, tuple)) and all(isinstance(o, Optimizer) for o in optimizers)

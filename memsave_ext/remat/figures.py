@@ -54,6 +54,7 @@ class RematFigures:
     operators: int  # how many operators were recorded
     saved: tuple[Saved, ...]
     recomputed: tuple[Recomputed, ...]
+    given_back_bytes: int = 0  # dropped as allocations failed (``retry=True``)
 
     @property
     def dropped_bytes(self) -> int:
@@ -79,6 +80,7 @@ def make_figures(figures: dict[str, Any], names: Sequence[str]) -> RematFigures:
         figures["operators"],
         tuple(Saved(name(m), op, VERDICTS[v], *sums) for m, op, v, *sums in figures["saved"]),
         tuple(Recomputed(name(m), op, *sums) for m, op, *sums in figures["again"]),
+        figures["given_back"][1],
     )
 
 
@@ -92,6 +94,9 @@ def write_report(figures: RematFigures, top: int, text: TextIO) -> None:
         f"{figures.operators} operators recorded\n",
         file=text,
     )
+    if figures.given_back_bytes:
+        given_back = format_bytes(figures.given_back_bytes)
+        print(f"Allocations failed, and {given_back} were dropped for them\n", file=text)
     saved = [row for row in figures.saved if row.verdict != INPUT]
     for title, key in (("by module", _module), ("by operator", _operator)):
         columns = [title, "kept", "dropped", "computed again", "times", "in"]

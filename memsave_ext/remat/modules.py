@@ -26,7 +26,7 @@ class _RematForward(ForwardInPlace):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._is_tracing():
             return type(module).forward(module, *args, **kwargs)
         model = module if self.options["by_module"] else None
-        options = {name: self.options[name] for name in ("budget", "optimizer", "strict")}
+        options = {name: self.options[name] for name in ("budget", "optimizer", "strict", "retry")}
         options |= {"_counted": module, "_everything": self.options["everything"]}
         block = remat(model, **options)
         block._plan_ahead(module, type(module).forward, args, kwargs)
@@ -105,6 +105,7 @@ def remat_module(
     budget: int | float | str | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     strict: bool = False,
+    retry: bool = False,
     _everything: bool = False,
 ) -> RematHandle:
     """Run every forward of ``model`` in a :class:`remat` block, changing the model in place.
@@ -120,6 +121,7 @@ def remat_module(
         budget: as of :class:`remat`, for every step.
         optimizer: as of :class:`remat`.
         strict: as of :class:`remat`.
+        retry: as of :class:`remat`.
 
     Returns:
         A handle whose ``remove()`` restores the model's forward.
@@ -138,8 +140,8 @@ def remat_module(
             f"remat_module: {type(model).__name__} has a forward of its own already; remove() the "
             "handle that set it first, or call remat_module before accelerate's prepare()"
         )
-    check_arguments(budget, optimizer, strict)
-    options = {"budget": budget, "optimizer": optimizer, "strict": strict}
+    check_arguments(budget, optimizer, strict, retry)
+    options = {"budget": budget, "optimizer": optimizer, "strict": strict, "retry": retry}
     forward = _RematForward(model, {"by_module": by_module, "everything": _everything, **options})
     forward.install()
     return RematHandle(forward)

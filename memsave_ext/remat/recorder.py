@@ -24,8 +24,11 @@ class Budget(NamedTuple):
 class Recorder(Protocol):
     """Records one block. It is opened once, by the thread whose operators it records."""
 
-    def open(self, bytes: int | None = None) -> None:
-        """Begins to record. ``bytes``: the budget's, where they are known only now."""
+    def open(self, bytes: int | None = None, retry: bool = False) -> None:
+        """Begins to record.
+
+        ``bytes``: the budget's, where they are known only now. ``retry``: see :class:`remat`.
+        """
 
     def close(self) -> None:
         """Stops recording. RuntimeError in another thread, or while an inner block is open."""
@@ -92,6 +95,8 @@ class Recorder(Protocol):
         - ``saved``: tuples of a module's number (-1: none), an operator's name ("": none was
           seen), a position in ``figures.VERDICTS``, how many storage contents, their bytes, and the
           seconds to recompute those that were dropped, as measured in the forward,
+        - ``given_back``: how many contents were dropped, or once more after a recompute, as
+          allocations failed, and their bytes,
         - ``again``: tuples of a module's number, an operator's name, how often it ran again, the
           bytes it made, and the seconds it took.
         """
@@ -106,7 +111,7 @@ class NoRecorder:
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
-    def open(self, bytes: int | None = None) -> None: ...
+    def open(self, bytes: int | None = None, retry: bool = False) -> None: ...
 
     def close(self) -> None: ...
 
@@ -115,7 +120,7 @@ class NoRecorder:
     def leave_module(self) -> None: ...
 
     def figures(self) -> dict[str, Any]:
-        return {"operators": 0, "saved": [], "again": []}
+        return {"operators": 0, "given_back": (0, 0), "saved": [], "again": []}
 
 
 def make_recorder(

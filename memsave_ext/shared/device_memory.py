@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+_UNLIMITED = 1 << 62  # what version 1 of control groups says then, in whole pages, is more
 
 
 class DeviceMemory(NamedTuple):
@@ -22,16 +26,18 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
     CPU: the least of physical memory, the process's limits of address space and data, and those of
     its control groups (version 1 and 2) and of the groups around them. Page cache that the system
-    gives back counts as free. CUDA: what the device has free, and what torch's caching allocator
-    has; of that, pieces of segments that are in use elsewhere are neither free nor given out. Where
-    the process may have only a share of the device, the rest of it does not count.
+    gives back counts as free, and so does what malloc keeps to give out again. CUDA: what the
+    device has free, and what torch's caching allocator has; of that, pieces of segments that are in
+    use elsewhere are neither free nor given out. Where the process may have only a share of the
+    device, the rest of it does not count.
 
     Raises:
         RuntimeError: it is not known: the device is another one or is not there, or the system has
             no ``/proc``.
     """
     if device.type == "cpu":
-        return _of_host(Path("/"))
+        limit, free = _of_host(Path("/"))
+        return DeviceMemory(limit, min(free + _kept_by_malloc(), limit))
     if device.type == "cuda" and torch.cuda.is_available():
         return _of_cuda(device)
     raise RuntimeError(f"the memory of device {str(device)!r} is not known here")
@@ -59,6 +65,30 @@ def _of_host(root: Path) -> DeviceMemory:
     except OSError as error:
         raise RuntimeError(f"the memory of device 'cpu' is not known here: {error}") from error
     return DeviceMemory(min(b.limit for b in bounds), max(min(b.free for b in bounds), 0))
+
+
+class _MallInfo(ctypes.Structure):
+    """As mallinfo2(3) has it."""
+
+    _fields_ = (
+        ("before", ctypes.c_size_t * 8),
+        ("fordblks", ctypes.c_size_t),  # bytes of free blocks
+        ("keepcost", ctypes.c_size_t),
+    )
+
+
+@functools.cache
+def _mallinfo() -> Any:
+    """The function of the C library; None where it has none (glibc before 2.33, and others)."""
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is not None:
+        function.restype = _MallInfo
+    return function
+
+
+def _kept_by_malloc() -> int:
+    function = _mallinfo()
+    return 0 if function is None else int(function().fordblks)
 
 
 def _physical(root: Path) -> DeviceMemory:
@@ -92,7 +122,7 @@ def _limits_of_groups(root: Path) -> Iterator[DeviceMemory]:
         of_limit, of_usage, of_cache = names[version - 1]
         try:
             limit = (folder / of_limit).read_text().strip()
-            if limit == "max":
+            if limit == "max" or int(limit) >= _UNLIMITED:
                 continue
             used = int((folder / of_usage).read_text())
             lines = (folder / "memory.stat").read_text().splitlines()

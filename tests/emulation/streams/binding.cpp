@@ -42,6 +42,8 @@ void emulated_refuse_waits(bool refuses) { emulated::refuses_waits = refuses; }
 
 int64_t emulated_bytes_allocated() { return emulated::bytes_allocated(); }
 
+void emulated_limit_memory(size_t bytes) { emulated::limit_memory(bytes); }
+
 int64_t emulated_questions() { return emulated::questions(); }
 
 void emulated_allocate_for_a_moment(size_t bytes) { emulated::allocate_for_a_moment(bytes); }

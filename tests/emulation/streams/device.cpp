@@ -19,6 +19,13 @@
 #include <vector>
 
 #include "ATen/cuda/CUDAGeneratorImpl.h"
+#include "c10/cuda/CUDACachingAllocator.h"
+
+namespace c10 {
+
+C10_DEFINE_REGISTRY(FreeCudaMemoryCallbacksRegistry, FreeMemoryCallback)
+
+}  // namespace c10
 
 namespace emulated {
 namespace {
@@ -121,6 +128,10 @@ class Allocator final : public c10::DeviceAllocator {
     if (bytes > 0) {
       const Stop stop;
       const Entered entered;
+      if (memory_limit > 0) let_others_free();
+      TORCH_CHECK_WITH(OutOfMemoryError,
+                       memory_limit == 0 || static_cast<size_t>(live) + bytes <= memory_limit,
+                       "CUDA out of memory (emulated): ", bytes, " more than ", live, " bytes");
       data = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
       sizes[data] = static_cast<int64_t>(bytes);
       allocated(data, bytes, current);
@@ -142,7 +153,7 @@ class Allocator final : public c10::DeviceAllocator {
     if (checks_lock_of_stats) require_that_another_may_allocate();
     const Entered entered;
     c10::CachingDeviceAllocator::DeviceStats stats;
-    stats.allocated_bytes[0].current = live;
+    stats.allocated_bytes[0].current = stats.reserved_bytes[0].current = live;
     stats.allocated_bytes[0].peak = peak;
     return stats;
   }
@@ -155,8 +166,17 @@ class Allocator final : public c10::DeviceAllocator {
   static inline std::atomic<bool> checks_lock_of_stats = false;
   static inline int64_t live = 0;
   static inline std::atomic<int64_t> questions = 0;
+  static inline size_t memory_limit = 0;
 
  private:
+  // They may free memory, with this thread's lock.
+  static void let_others_free() {
+    const int before = std::exchange(depth, 0);
+    auto* callbacks = c10::FreeCudaMemoryCallbacksRegistry();
+    for (const auto& name : callbacks->Keys()) callbacks->Create(name)->Execute();
+    depth = before;
+  }
+
   class Entered {
    public:
     Entered() : lock_(mutex) {
@@ -250,6 +270,10 @@ bool let_it_end(double seconds) {
 }
 
 int64_t bytes_allocated() { return Allocator::live; }
+
+size_t memory() { return Allocator::memory_limit; }
+
+void limit_memory(size_t bytes) { Allocator::memory_limit = bytes; }
 
 int64_t questions() { return Allocator::questions; }
 

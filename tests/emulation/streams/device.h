@@ -16,6 +16,10 @@ StreamId current_stream();  // of this thread
 c10::Allocator* device_allocator();
 extern std::atomic<bool> refuses_waits;  // whether it is a failure that an operator waits
 int64_t bytes_allocated();
+// How much memory there is. Where it is limited, the allocator keeps nothing to reuse: before every
+// allocation it lets the package free some, as CUDA's does where it has no block.
+size_t memory();
+void limit_memory(size_t bytes);  // 0: it is not limited
 // How often the allocator was asked for its statistics.
 int64_t questions();
 // Without an operator, and the most that the allocator has given out since.

@@ -26,6 +26,7 @@ _library.emulated_questions.restype = ctypes.c_int64
 _library.emulated_refuse_waits.argtypes = [ctypes.c_bool]
 _library.emulated_allocate_for_a_moment.argtypes = [ctypes.c_size_t]
 _library.emulated_check_lock_of_stats.argtypes = [ctypes.c_bool]
+_library.emulated_limit_memory.argtypes = [ctypes.c_size_t]
 _library.emulated_replay.argtypes = [ctypes.c_void_p]
 _library.emulated_seed.argtypes = [ctypes.c_uint64]
 _with_the_gil.emulated_let_it_end.restype = ctypes.c_bool
@@ -49,6 +50,16 @@ def questions() -> int:
     """How often the allocator was asked for its statistics."""
     count: int = _library.emulated_questions()
     return count
+
+
+@contextlib.contextmanager
+def limited_memory(size: int) -> Iterator[None]:
+    """Inside, the device has so many bytes, and what does not fit raises OutOfMemoryError."""
+    _library.emulated_limit_memory(size)
+    try:
+        yield
+    finally:
+        _library.emulated_limit_memory(0)
 
 
 def allocate_for_a_moment(size: int) -> None:

@@ -5,6 +5,7 @@ import random
 import fake_cuda
 import pytest
 import torch
+from helpers import run_threads
 from torch import nn
 from torch.nn import functional as F
 
@@ -151,3 +152,53 @@ def test_a_captured_step(seed, kind):
     assert block.figures().dropped_bytes > 0 or kind != "all"
     for ours, expected in zip(grads, plain, strict=True):
         assert torch.equal(ours.cpu(), expected.cpu())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("retry", [False, True])
+def test_a_device_that_is_full(seed, kind, retry):
+    """The allocator lets blocks drop memory before it gives up, in forward and in backward."""
+    if kind == "all":
+        pytest.skip("keeps nothing to drop")
+    torch.manual_seed(seed)
+    net = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(32, 32), nn.GELU()))).to(DEVICE)
+    x = torch.randn(256, 32, device=DEVICE)
+    options = {"budget": "1TB"} if kind == "budget" else {}
+    for _ in range(3):
+        expected = gradients(net, x)
+        net.zero_grad()
+        most = torch.cuda.memory_allocated() + 12 * x.nbytes
+        with fake_cuda.limited_memory(most):
+            try:
+                with ms.remat(retry=retry, **options) as block:
+                    loss = net(x).sum()
+                loss.backward()
+            except torch.OutOfMemoryError:
+                assert not retry
+                continue
+        assert retry
+        assert block.figures().given_back_bytes > 0
+        for param, gradient in zip(net.parameters(), expected, strict=True):
+            assert torch.equal(param.grad.cpu(), gradient)
+
+
+def test_a_device_that_is_full_and_asked_by_two_threads():
+    """Neither the lock of the allocator nor the blocks' keeps the other thread waiting."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(32, 32), nn.GELU()))).to(DEVICE)
+    x = torch.randn(256, 32, device=DEVICE)
+    expected = gradients(net, x)
+    results = []
+
+    def work():
+        for _ in range(20):
+            with ms.remat(retry=True, budget="1TB"):
+                loss = net(x).sum()
+            grads = torch.autograd.grad(loss, net.parameters())
+            results.append([g.cpu() for g in grads])
+
+    with fake_cuda.limited_memory(torch.cuda.memory_allocated() + 40 * x.nbytes):
+        run_threads(lambda _: work(), 2)
+    assert len(results) == 40
+    for grads in results:
+        assert all(map(torch.equal, grads, expected))

@@ -30,6 +30,7 @@ class CUDAStream {
 };
 
 inline CUDAStream getCurrentCUDAStream(DeviceIndex = 0) { return {}; }
+inline DeviceIndex current_device() { return 0; }
 inline bool hasPrimaryContext(DeviceIndex) { return true; }
 
 struct CUDAGuard {

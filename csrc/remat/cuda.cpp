@@ -1,0 +1,65 @@
+// Lets blocks give memory back before CUDA's caching allocator gives up.
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+
+#include "cuda_stream.h"
+#include "memory/make_room.h"
+#include "remat/give_way.h"
+
+namespace memsave_ext::remat {
+namespace {
+
+// What the allocator may be asked for at once, as a part of the device: it does not say.
+constexpr int64_t kPart = 8;
+
+// The bytes that the process may still take of a device, as memsave_ext/shared/device_memory.py has
+// them. Of these an allocation can be made, in one piece or once cached segments are given back.
+int64_t free_of(c10::Device device, size_t free, size_t total) {
+  using c10::CachingAllocator::StatType;
+  const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
+  const auto now = [](const c10::CachingAllocator::StatArray& bytes) {
+    return bytes[static_cast<size_t>(StatType::AGGREGATE)].current;
+  };
+  const int64_t reserved = now(stats.reserved_bytes);
+  const double share = c10::cuda::CUDACachingAllocator::getMemoryFraction(device.index());
+  const auto allowed = static_cast<int64_t>(share * static_cast<double>(total));
+  const int64_t more = std::min(static_cast<int64_t>(free), allowed - reserved);
+  const int64_t kept = reserved - now(stats.allocated_bytes) - now(stats.inactive_split_bytes);
+  return std::max<int64_t>(more, 0) + std::max<int64_t>(kept, 0);
+}
+
+// The allocator calls it whenever it has no block to reuse, before it asks the device for more. It
+// has its lock then, which this thread may take again to free memory and to read statistics.
+class GiveWay final : public c10::FreeMemoryCallback {
+ public:
+  bool Execute() override {
+    const auto ask = memory::make_room.load(std::memory_order_relaxed);
+    if (ask == nullptr) return false;
+    const c10::Device device(c10::DeviceType::CUDA, c10::cuda::current_device());
+    if (is_capturing(device)) return false;
+    size_t free = 0, total = 0;
+    if (cudaMemGetInfo(&free, &total) != cudaSuccess) return false;
+    const auto enough = static_cast<int64_t>(total) / kPart;
+    if (free_of(device, free, total) >= enough) return false;
+    return ask(device, enough) > 0;
+  }
+};
+
+}  // namespace
+
+void give_way_to_cuda() {
+  constexpr const char* kName = "memsave_ext";
+  auto* callbacks = c10::FreeCudaMemoryCallbacksRegistry();
+  // It cannot be taken back, and a name twice ends the process.
+  if (callbacks->Has(kName)) return;
+  callbacks->Register(kName, []() -> std::unique_ptr<c10::FreeMemoryCallback> {
+    return std::make_unique<GiveWay>();
+  });
+}
+
+}  // namespace memsave_ext::remat

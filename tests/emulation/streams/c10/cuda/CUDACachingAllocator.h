@@ -1,0 +1,34 @@
+// What the package names of CUDA's caching allocator, for the emulated device.
+#pragma once
+
+#include <c10/util/Registry.h>
+
+#include <memory>
+#include <string>
+
+#include "device.h"
+
+enum cudaError_t { cudaSuccess };
+
+inline cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  *total = emulated::memory();
+  *free = *total - static_cast<size_t>(emulated::bytes_allocated());
+  return cudaSuccess;
+}
+
+namespace c10 {
+
+class FreeMemoryCallback {
+ public:
+  virtual ~FreeMemoryCallback() = default;
+  virtual bool Execute() = 0;
+};
+
+// device.cpp has it, so that the package and the allocator share one.
+Registry<std::string, std::unique_ptr<FreeMemoryCallback>>* FreeCudaMemoryCallbacksRegistry();
+
+}  // namespace c10
+
+namespace c10::cuda::CUDACachingAllocator {
+inline double getMemoryFraction(DeviceIndex) { return 1; }
+}  // namespace c10::cuda::CUDACachingAllocator
