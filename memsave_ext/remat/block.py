@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, TextIO
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -145,8 +146,9 @@ class remat:  # noqa: N801, a context manager is used like a function
         model, recorder = self._model, self._recorder
         if self._was_planned or isinstance(recorder, NoRecorder):
             return
-        if model is None:
-            self._measured = "the block was given no model"
+        if model is None or isinstance(model, torch.jit.ScriptModule):
+            given = "no model" if model is None else "a scripted model"
+            self._measured = f"the block was given {given}"
             return
 
         def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

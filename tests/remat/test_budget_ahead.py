@@ -282,6 +282,7 @@ def test_what_cannot_run_on_fake_tensors_is_measured_and_the_report_says_so(runs
 @pytest.mark.parametrize(
     ("block_of", "reason"),
     [
+        (lambda model: ms.remat(torch.jit.script(model), budget=0.5), "given a scripted model"),
         (lambda model: ms.remat(budget=0.5), "was given no model"),
         (lambda model: ms.remat(model, budget=0.5), "did something before it called its model"),
     ],
