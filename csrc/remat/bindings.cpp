@@ -88,6 +88,7 @@ class Recorder {
     hooks_ = std::make_unique<checkpoint::EngineHookGuard>(std::make_shared<BlockPacker>(block_));
     block_->open(bytes, retry);
   }
+  bool restart() { return block_->is_innermost() && block_->step()->restart(); }
   // Whether the block records here, and no other saved-tensor hooks lie above its own.
   bool suspend() {
     const auto packer = checkpoint::EngineHookGuard::packer();
@@ -325,6 +326,7 @@ void bind(py::module_& m) {
       .def("is_newly_short", &Recorder::is_newly_short)
       .def("open", &Recorder::open, py::arg("bytes") = py::none(), py::arg("retry") = false)
       .def("close", &Recorder::close)
+      .def("restart", &Recorder::restart)
       .def("suspend", &Recorder::suspend)
       .def("resume", &Recorder::resume)
       .def("enter_module", &Recorder::enter_module)

@@ -48,7 +48,9 @@ void add(const Call& call, Route& route, Freed& locked, int operators) {
     const auto is_empty = [&](const c10::StorageImpl& storage) {
       return static_cast<int64_t>(storage.nbytes()) < extent;
     };
-    if (content->held && !lost && is_empty(*content->held)) {
+    const bool is_gone = content->dropped ? !has_all_memory(*content)
+                                          : content->held && !lost && is_empty(*content->held);
+    if (is_gone) {
       route.possible = false;
       return;
     }

@@ -98,6 +98,29 @@ Step::Began Step::began(const Operator& op, const at::RecordFunction& function) 
   return began;
 }
 
+bool Step::restart() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (finished_ || !keys_.empty()) return false;
+  std::vector<std::shared_ptr<Content>> seen;  // destroyed without the mutex
+  {
+    const std::lock_guard<std::mutex> contents(contents_mutex());
+    for (const auto& weak : contents_) {
+      const auto& content = seen.emplace_back(weak.lock());
+      if (!content) continue;
+      content->number = -1;
+      if (content->call) content->call->number = -1;
+    }
+  }
+  contents_.clear();
+  not_let_go_.clear();
+  calls_.clear();
+  curve_.clear();
+  hash_ = 0;
+  trace_ = {};
+  made_before_ = shared_->count.live() - shared_->count.before();
+  return true;
+}
+
 void Step::left() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!finished_) end_moment();
@@ -339,7 +362,7 @@ Choice Step::decide(Content& content) {
   trace_.contents[number].op = content.op;
   trace_.contents[number].module = content.module;
   keys_.push_back(hash_);
-  if (keys_.size() == 1) before_ = shared_->count.before();
+  if (keys_.size() == 1) before_ = shared_->count.before() + made_before_;
   // A step that ran ahead is a module's; the real one may go on after it, as with a loss.
   const bool follows = followed_ && (keys_.size() <= followed_->keys.size()
                                          ? followed_->keys[keys_.size() - 1] == hash_

@@ -57,6 +57,9 @@ class Step {
     bool keeps_everything = false;  // the plan does
   };
   Began began(const Operator& op, const at::RecordFunction& function);
+  // What was recorded is forgotten: the step begins where a module is called, which is what ran
+  // ahead. False, and nothing is, where something was decided on before.
+  bool restart();
   // The block is left; more may be allocated before its backward begins.
   void left();
   // Starts to measure how long an operator takes on a device; null where that is known by now.
@@ -137,6 +140,7 @@ class Step {
   bool keeps_everything_ = false;  // plan_ does
   int64_t bytes_;                  // of the budget, see limit(); 0 where a share is not known yet
   int64_t before_ = 0;             // counted bytes that lived before
+  int64_t made_before_ = 0;        // in the block, and lived when it began anew; see restart()
   int64_t missing_ = 0;            // of gradients that are not there yet
   int64_t least_ = 0, peak_ = 0;
   std::vector<int64_t> curve_;

@@ -58,8 +58,6 @@ class Ahead:
     ) -> str | None:
         """Plans a step with such arguments, unless one is known. Returns why it cannot."""
         native: Any = _parts.native("remat")
-        if isinstance(module, DistributedDataParallel):
-            module, forward = module.module, nn.Module.__call__
         signature = _signature(module, args, kwargs, device)
         known = self._steps.get(signature)
         if isinstance(known, int) and not native.remat_knows(device, known):

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..fakes.mode import predicts
@@ -123,7 +124,7 @@ class remat:  # noqa: N801, a context manager is used like a function
         self._retry = retry
         self._hooks: ExitStack | None = None
         self._device = device_of(counted)
-        self._model, self._was_planned = model, False
+        self._counted, self._was_planned = counted, False
         self._measured = ""  # why the first step of these shapes was not planned ahead
 
     def __enter__(self) -> remat:
@@ -142,21 +143,23 @@ class remat:  # noqa: N801, a context manager is used like a function
         return self
 
     def _plan_first_call(self, stack: ExitStack) -> None:
-        """Plans the step when the block calls its model, if that is the first thing it does."""
-        model, recorder = self._model, self._recorder
+        """Plans the step when the block calls its model, where it begins."""
+        model, recorder = self._counted, self._recorder
         if self._was_planned or isinstance(recorder, NoRecorder):
             return
         if model is None or isinstance(model, torch.jit.ScriptModule):
             given = "no model" if model is None else "a scripted model"
             self._measured = f"the block was given {given}"
             return
+        if isinstance(model, DistributedDataParallel):
+            model = model.module  # what comes before is not the same in its second step
 
         def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._was_planned:
                 return
-            if recorder.figures()["operators"] or not recorder.suspend():
+            if not recorder.restart() or not recorder.suspend():
                 self._was_planned = True
-                self._measured = "the block did something before it called its model"
+                self._measured = "the block saved something before it called its model"
                 return
             try:
                 self._plan_ahead(module, _forward, args, kwargs)

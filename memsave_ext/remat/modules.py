@@ -8,6 +8,7 @@ from typing import Any, TextIO
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..checkpoint.models import ForwardInPlace
@@ -29,7 +30,8 @@ class _RematForward(ForwardInPlace):
         options = {name: self.options[name] for name in ("budget", "optimizer", "strict", "retry")}
         options |= {"_counted": module, "_everything": self.options["everything"]}
         block = remat(model, **options)
-        block._plan_ahead(module, type(module).forward, args, kwargs)
+        if not isinstance(module, DistributedDataParallel):
+            block._plan_ahead(module, type(module).forward, args, kwargs)
         with block:
             self.last = block
             return type(module).forward(module, *args, **kwargs)

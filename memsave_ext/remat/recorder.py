@@ -33,6 +33,9 @@ class Recorder(Protocol):
     def close(self) -> None:
         """Stops recording. RuntimeError in another thread, or while an inner block is open."""
 
+    def restart(self) -> bool:
+        """Forgets what was recorded; False, and does not, where something was saved in it."""
+
     def suspend(self) -> bool:
         """Records nothing until resume(); False, and goes on, where other hooks lie above it."""
 

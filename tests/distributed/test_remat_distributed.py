@@ -2,6 +2,7 @@
 on two gloo ranks: the bits of the same training without blocks."""
 
 import contextlib
+import gc
 import warnings
 
 import pytest
@@ -157,6 +158,62 @@ def within_a_budget():
     return compare_all(budget=0.01)
 
 
+def wide_blocks():
+    torch.manual_seed(0)
+    parts = ((nn.LayerNorm(128), nn.Linear(128, 128), nn.GELU()) for _ in range(6))
+    return nn.Sequential(*(nn.Sequential(*part) for part in parts))
+
+
+def peaks(build, whole_module, share):
+    """Of each step, by what was promised; None where nothing was."""
+    ms._native.module.remat_forget()
+    model, x = build(), torch.randn(512, 128)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ms.remat_module(model, budget=share) if whole_module else None
+    found = []
+    for _ in range(4):
+        gc.collect()
+        with ms.memory.track(model) as track:
+            block = handle or ms.remat(model, budget=share)
+            with contextlib.nullcontext() if handle else block:
+                loss = model(x).square().mean()
+            loss.backward()
+            del loss
+            peak = track.peak
+        found.append(block.least and peak / max(block.budget, block.least))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def budgets_under_ddp():
+    """From the first step on, also in the second one, in which DDP makes its buckets anew."""
+    warnings.simplefilter("ignore", UserWarning)
+    builds = {"ddp": {}, "in views": {"gradient_as_bucket_view": True}}
+    found = {
+        (name, whole_module, share): peaks(
+            lambda options=options: DistributedDataParallel(wide_blocks(), **options),
+            whole_module,
+            share,
+        )
+        for name, options in builds.items()
+        for whole_module in (False, True)
+        for share in (0.8, 0.5, 0.3)
+    }
+    return {
+        (*key, *steps): None not in steps and max(steps) <= 1.02 for key, steps in found.items()
+    }
+
+
+def budgets_under_fsdp():
+    """The first step is measured, and what only an emptied parameter could make again is kept."""
+    warnings.simplefilter("ignore", UserWarning)
+    found = {
+        share: peaks(lambda: sharded(wide_blocks()), False, share) for share in (0.8, 0.5, 0.3)
+    }
+    return {(key, *steps): steps[-1] <= 1.02 for key, steps in found.items()}
+
+
 def layer_by_layer():
     return {in_backward: compare(lambda: sharded(layers()), in_backward) for in_backward in (0, 1)}
 
@@ -191,7 +248,10 @@ def an_error_while_a_step_waits():
 @pytest.mark.skipif(not ms._native.available, reason="remat records natively")
 @pytest.mark.parametrize(
     "function",
-    [everything, within_a_budget, layer_by_layer, an_error_while_a_step_waits],
+    [
+        *(everything, within_a_budget, budgets_under_ddp, budgets_under_fsdp, layer_by_layer),
+        an_error_while_a_step_waits,
+    ],
     ids=lambda function: function.__name__,
 )
 def test_two_ranks(function):

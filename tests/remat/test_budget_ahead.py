@@ -284,15 +284,26 @@ def test_what_cannot_run_on_fake_tensors_is_measured_and_the_report_says_so(runs
     [
         (lambda model: ms.remat(torch.jit.script(model), budget=0.5), "given a scripted model"),
         (lambda model: ms.remat(budget=0.5), "was given no model"),
-        (lambda model: ms.remat(model, budget=0.5), "did something before it called its model"),
+        (lambda model: ms.remat(model, budget=0.5), "saved something before it called its model"),
     ],
 )
 def test_blocks_that_are_measured(block_of, reason, runs):
     model, x = wide(4), torch.randn(64, 64, requires_grad=True)
     with block_of(model) as block:
-        loss = model(x * 2).sum()
+        loss = model(x.sin()).sum()
     loss.backward()
     assert reason in block.report() and not runs
+
+
+def test_what_a_block_does_before_it_calls_its_model(runs):
+    model, x = wide(), torch.randn(512, 64)
+    plain, most = step(model, lambda: model(x.sin() + 1).square().mean())
+    for _ in range(2):
+        block = ms.remat(model, budget=0.5)
+        grads, peak = step(model, lambda: model(x.sin() + 1).square().mean(), block)
+        assert all(map(torch.equal, plain, grads)) and block.least is not None
+        assert peak <= 1.05 * max(block.budget, block.least) and peak < most
+    assert len(runs) == 1 and isinstance(runs[0], int)
 
 
 def test_modes_and_hooks_that_would_see_fake_tensors_keep_it_from_running(runs):
@@ -406,19 +417,22 @@ def test_a_strict_budget_that_is_too_small_is_refused_in_the_first_step():
 
 
 def test_threads_run_ahead_one_after_the_other(runs):
-    def train(width, out):
-        model, x = wide(4, width), torch.randn(64, width)
+    # Made here: threads share the generator that makes parameters.
+    models = [
+        (wide(4, width), wide(4, width), torch.randn(64, width)) for width in (32, 40, 48, 56)
+    ]
+
+    def train(model, plain, x):
         block = ms.remat(model, budget=0.5)
         with block:
             loss = model(x).square().mean()
         loss.backward()
-        plain = wide(4, width)
         plain(x).square().mean().backward()
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
         out.append(all(torch.equal(p.grad, q.grad) for p, q in pairs))
 
     out = []
-    threads = [threading.Thread(target=train, args=(32 + 8 * i, out)) for i in range(4)]
+    threads = [threading.Thread(target=train, args=args) for args in models]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -57,7 +57,7 @@ class Net(nn.Module):
 
 def gradients(net, x):
     net.zero_grad()
-    net(x).backward()
+    net(x).sum().backward()
     return [p.grad.cpu() for p in net.parameters()]
 
 
