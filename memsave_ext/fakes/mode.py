@@ -41,6 +41,12 @@ def like(tensor: Tensor) -> Tensor:
     return data.requires_grad_(tensor.requires_grad)
 
 
+def fake_of(tensor: Tensor) -> FakeTensor:
+    """Returns a fake tensor with the memory of one on the meta device."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return FakeTensor(mode, tensor, torch.device("cpu"))
+
+
 def loss_in(output: Any) -> Tensor | None:
     """Returns the loss that a model has returned, alone or as ``loss`` beside other results."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

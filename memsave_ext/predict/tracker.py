@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import _parts
 from ..checkpoint.fallback import surroundings
+from ..fakes.mode import fake_of
 from ..fakes.storages import Storages
 from ..memory.events import (
     ALLOCATED,
@@ -55,7 +55,7 @@ class FakeTracker(Tracker):
         self._clock = itertools.count()
         # Native remat counts the bytes and seconds of the step, too.
         self._remat: Any = (native := _parts.native("remat")) and native.RematFakes(
-            _fake_of, self._counts_all
+            fake_of, self._counts_all
         )
         self.storages = Storages(self._allocated, self._freed, self._ran, device)
 
@@ -145,9 +145,3 @@ class FakeTracker(Tracker):
                 node_number = NO_NODE
         time = next(self._clock)
         self._log.read([Event(kind, thread, thread, time, node_number, subject, value)])
-
-
-def _fake_of(tensor: Tensor) -> FakeTensor:
-    """Returns a fake tensor with the memory of one on the meta device."""
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return FakeTensor(mode, tensor, torch.device("cpu"))

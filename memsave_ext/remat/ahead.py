@@ -27,7 +27,7 @@ from ..adam.dtensor import is_dtensor
 from ..adam.native import Native
 from ..adam.states import make_state
 from ..fakes.cuda import as_on_cuda
-from ..fakes.mode import fakes, like, loss_in, masks_as_in_steps, replaced, uncompiled
+from ..fakes.mode import fake_of, fakes, like, loss_in, masks_as_in_steps, replaced, uncompiled
 from ..fakes.storages import Storages
 from .budget import LivedBefore
 from .recorder import Budget, make_recorder
@@ -124,7 +124,7 @@ def _run(
     reason = _obstacle(native, module, device)
     if reason is not None:
         return reason
-    told = native.RematFakes(_fake_of, False)
+    told = native.RematFakes(fake_of, False)
     storages = Storages(told.allocated, told.freed, told.ran, torch.device(device.type))
     try:
         values = _values((args, kwargs))
@@ -181,12 +181,6 @@ def _as_before() -> Iterator[None]:
             if pickle.dumps(get()) != pickle.dumps(state):
                 restore(state)
         torch.clear_autocast_cache()
-
-
-def _fake_of(tensor: Tensor) -> FakeTensor:
-    """Returns a fake tensor with the memory of one on the meta device."""
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return FakeTensor(mode, tensor, torch.device("cpu"))
 
 
 def _copied(
