@@ -158,8 +158,8 @@ def test_a_captured_step(seed, kind):
 @pytest.mark.parametrize("retry", [False, True])
 def test_a_device_that_is_full(seed, kind, retry):
     """The allocator lets blocks drop memory before it gives up, in forward and in backward."""
-    if kind == "all":
-        pytest.skip("keeps nothing to drop")
+    if kind == "all" or (kind == "cheap" and not retry):
+        pytest.skip("keeps nothing to drop, or fits as it is")
     torch.manual_seed(seed)
     net = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(32, 32), nn.GELU()))).to(DEVICE)
     x = torch.randn(256, 32, device=DEVICE)
