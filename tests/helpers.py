@@ -1,6 +1,7 @@
 """What tests of several rooms share."""
 
 import contextlib
+import gc
 import itertools
 import threading
 
@@ -21,6 +22,22 @@ def assert_equal(left, right):
         assert (a is None) == (b is None)
         if a is not None:
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def gradients_and_peak(model, loss, block=None):
+    """Gradients and the peak by ``memory.track`` of a step in a block, which draws the same random
+    numbers each time."""
+    torch.manual_seed(3)
+    gc.collect()
+    with ms.memory.track(model) as track:
+        with block or contextlib.nullcontext():
+            value = loss()
+        value.backward()
+        del value
+        peak = track.peak
+    grads = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    return grads, peak
 
 
 def pairs(*choices):

@@ -1,15 +1,16 @@
 """Steps within a budget are planned before their first one, by a run on fake tensors."""
 
-import contextlib
-import gc
 import random
 import threading
 import warnings
 
 import numpy as np
 import pytest
+import test_budget as budget
 import torch
 import torch.distributed as dist
+from helpers import gradients_and_peak as step
+from test_budget import nothing_is_known_yet  # noqa: F401
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,11 +18,6 @@ import memsave_ext as ms
 from memsave_ext.remat import ahead
 
 PROMISED = 1.02
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_known_yet():
-    ms._native.module.remat_forget()
 
 
 @pytest.fixture
@@ -38,10 +34,8 @@ def runs(monkeypatch):
     return found
 
 
-def wide(layers=8, width=64):
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)]
-    return nn.Sequential(*blocks)
+def wide(*shape):
+    return budget.wide(*shape)[0]
 
 
 class Attention(nn.Module):
@@ -113,21 +107,6 @@ CASES = {
     "images": (Convolutions, image_loss),
     "another loss": (wide, wide_loss),
 }
-
-
-def step(model, loss, context=None):
-    """Gradients and the peak by ``memory.track``, of a step that starts as any other does."""
-    torch.manual_seed(3)
-    gc.collect()
-    with ms.memory.track(model) as track:
-        with context or contextlib.nullcontext():
-            value = loss()
-        value.backward()
-        del value
-        peak = track.peak
-    grads = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    return grads, peak
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.4])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import random
 import traceback
 import warnings
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from helpers import gradients_and_peak
 from torch import Tensor, nn
 
 import memsave_ext as ms
@@ -38,16 +38,7 @@ def cases() -> list[tuple[str, float]]:
 def _step(model: nn.Module, loss: zoo.Loss, block: Any) -> tuple[list[Tensor | None], int]:
     """Gradients and peak of a step, which leaves the model as it was."""
     buffers = [buffer.clone() for buffer in model.buffers()]
-    torch.manual_seed(3)
-    gc.collect()
-    with ms.memory.track(model) as track:
-        with block:
-            value = loss()
-        value.backward()
-        del value
-        peak = track.peak
-    grads = [p.grad for p in model.parameters()]
-    model.zero_grad()
+    grads, peak = gradients_and_peak(model, loss, block)
     with torch.no_grad():
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
