@@ -27,6 +27,10 @@ struct TraceContent {
   int32_t closed = -1;  // the moment at which the last node that needs it is done; -1: never
   // It has a call, but when it was saved something was gone that would be needed to repeat it.
   bool must_be_kept = false;
+  int32_t decided = -1;  // the moment at which it was saved first; -1: it was not
+  // Without a call: the moment in forward from which its memory was gone, as FSDP gives back that
+  // of parameters; -1: it stayed.
+  int32_t emptied = -1;
   const Operator* op = nullptr;  // that made it; null where none was seen, or nobody saved it
   int32_t module = -1;           // number of the module that made it; -1 for none
 };
@@ -61,6 +65,10 @@ struct Trace {
   // of the moment that came after the allocation. In the order of these.
   std::vector<std::pair<int32_t, int64_t>> left;
 };
+
+// Marks what must be kept whatever else is dropped: what could only be computed from memory
+// that was emptied before it was saved.
+void keep_what_needs_emptied(Trace& trace);
 
 enum class Decision : uint8_t {
   kKeep,

@@ -1,6 +1,7 @@
 #include "remat/simulate.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace memsave_ext::remat {
 namespace {
@@ -246,6 +247,25 @@ void Simulator::add_kept() {
     kept += change[slot];
     memory_[slot] += kept;
     result_.peak = std::max(result_.peak, memory_[slot]);
+  }
+}
+
+void keep_what_needs_emptied(Trace& trace) {
+  constexpr int32_t kNever = std::numeric_limits<int32_t>::max();
+  // By content: the moment from which the operators that lead to it cannot all run again. What is
+  // kept can be read later, too.
+  std::vector<int32_t> until(trace.contents.size(), kNever);
+  for (size_t i = 0; i < trace.contents.size(); ++i) {
+    TraceContent& content = trace.contents[i];
+    if (content.call < 0) {
+      if (content.emptied >= 0) until[i] = content.emptied;
+      continue;
+    }
+    for (const int32_t read : trace.calls[content.call].reads) {
+      until[i] = std::min(until[i], until[read]);
+    }
+    content.must_be_kept |= content.saved && until[i] <= content.decided;
+    if (content.must_be_kept) until[i] = kNever;
   }
 }
 

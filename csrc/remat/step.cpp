@@ -74,7 +74,21 @@ int32_t Step::number_of(Content& content) {
   trace_.contents.emplace_back().bytes = content.bytes;
   contents_.push_back(content.weak_from_this());
   if (!content.external) not_let_go_.push_back(content.number);
+  if (!content.call && content.bytes > 0) sources_.emplace_back(content.number, content.storage);
   return content.number;
+}
+
+// Notes which memory that nothing recorded made was given back since the latest operator. Steps
+// that follow a plan know.
+void Step::look_what_is_emptied() {
+  if (plan_ != nullptr && !followed_->is_ahead) return;
+  const auto is_emptied = [&](const auto& source) {
+    const auto& [number, storage] = source;
+    if (storage.expired() || storage._unsafe_get_target()->nbytes() > 0) return false;
+    trace_.contents[number].emptied = static_cast<int32_t>(trace_.moments.size());
+    return true;
+  };
+  sources_.erase(std::remove_if(sources_.begin(), sources_.end(), is_emptied), sources_.end());
 }
 
 bool Step::is_alias(const c10::Storage& storage) const {
@@ -88,6 +102,7 @@ Step::Began Step::began(const Operator& op, const at::RecordFunction& function) 
   if (finished_) return began;
   hash_ = mix(hash_, began.key);
   end_moment();
+  look_what_is_emptied();
   // A step that ran ahead has estimated its times.
   const size_t position = calls_.size();
   if (plan_ != nullptr && !followed_->is_ahead && position < followed_->calls.size() &&
@@ -113,6 +128,7 @@ bool Step::restart() {
   }
   contents_.clear();
   not_let_go_.clear();
+  sources_.clear();
   calls_.clear();
   curve_.clear();
   hash_ = 0;
@@ -315,6 +331,7 @@ void Step::stop() {
   curve_ = {};
   contents_ = {};
   not_let_go_ = {};
+  sources_ = {};
   fastest_.clear();
   times_.clear();
   shared_->end(nullptr);
@@ -331,6 +348,7 @@ void Step::finish() {
   auto known = std::make_shared<Known>();
   known->keys = keys_;
   known->trace = trace_;
+  keep_what_needs_emptied(known->trace);
   known->calls = calls_;
   known->times = std::move(times_);
   known->before = before_;
@@ -358,9 +376,12 @@ Choice Step::decide(Content& content) {
                          bytes_ > 0};
   if (finished_) return unplanned;
   const int32_t number = number_of(content);
-  trace_.contents[number].saved = true;
-  trace_.contents[number].op = content.op;
-  trace_.contents[number].module = content.module;
+  TraceContent& traced = trace_.contents[number];
+  if (!std::exchange(traced.saved, true)) {
+    traced.decided = static_cast<int32_t>(trace_.moments.size());
+  }
+  traced.op = content.op;
+  traced.module = content.module;
   keys_.push_back(hash_);
   if (keys_.size() == 1) before_ = shared_->count.before() + made_before_;
   // A step that ran ahead is a module's; the real one may go on after it, as with a loss.

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <optional>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "remat/account.h"
@@ -109,6 +110,7 @@ class Step {
  private:
   // The caller of these holds mutex_.
   int32_t number_of(Content& content);
+  void look_what_is_emptied();
   void look_what_is_held(std::optional<int32_t> moment);
   Count::Bytes take(std::optional<int32_t> mark = std::nullopt);
   int64_t add_moment();  // returns how much less lives now than did at most since take()
@@ -132,6 +134,8 @@ class Step {
   std::vector<TimeOfKey> times_;                  // on devices
   std::vector<std::weak_ptr<Content>> contents_;  // by position in trace_.contents
   std::vector<int32_t> not_let_go_;               // positions
+  // Positions of those without a call whose memory is there still, with it.
+  std::vector<std::pair<int32_t, c10::weak_intrusive_ptr<c10::StorageImpl>>> sources_;
   const std::shared_ptr<int64_t> alone_ = std::make_shared<int64_t>(0);  // see Content::alone
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> given_up_;
   int64_t held_ = 0;  // bytes of *alone_ and given_up_ at the latest moment
