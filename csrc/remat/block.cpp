@@ -693,7 +693,9 @@ Block::Entry& Block::entry_of(const at::Tensor& tensor) {
     for (const Recording* recording : running_) {
       if (entry.content->born > recording->born) continue;
       for (const auto& [written, before] : recording->written) {
-        if (written.storage().unsafeGetStorageImpl() == storage && version > before) {
+        // Views may have version counters of their own.
+        if (written.storage().unsafeGetStorageImpl() != storage) continue;
+        if (checkpoint::version_of(written) > before) {
           renew(tensor);
           break;
         }

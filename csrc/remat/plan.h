@@ -46,6 +46,7 @@ struct TraceCall {
   int64_t temporary = 0;
   bool was_repeated = false;     // `temporary` was measured when it was recomputed
   const Operator* op = nullptr;  // null in tests
+  int32_t moment = 0;            // of its end
 };
 
 // A moment is the end of a recorded operator in forward, or where a saved tensor is opened or
@@ -66,9 +67,10 @@ struct Trace {
   std::vector<std::pair<int32_t, int64_t>> left;
 };
 
-// Marks what must be kept whatever else is dropped: what could only be computed from memory
-// that was emptied before it was saved.
-void keep_what_needs_emptied(Trace& trace);
+// Marks what must be kept whatever else is dropped: what shares its memory with something else that
+// is saved, as where chunks of a tensor are written one by one (dropping one of these would free
+// nothing), and what could only be computed from memory that was emptied or written before.
+void mark_what_must_be_kept(Trace& trace);
 
 enum class Decision : uint8_t {
   kKeep,

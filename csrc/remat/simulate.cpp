@@ -250,23 +250,53 @@ void Simulator::add_kept() {
   }
 }
 
-void keep_what_needs_emptied(Trace& trace) {
-  constexpr int32_t kNever = std::numeric_limits<int32_t>::max();
-  // By content: the moment from which the operators that lead to it cannot all run again. What is
-  // kept can be read later, too.
-  std::vector<int32_t> until(trace.contents.size(), kNever);
+namespace {
+
+constexpr int32_t kNever = std::numeric_limits<int32_t>::max();
+
+void keep_what_shares_memory(Trace& trace) {
+  // By content: the one that was saved last among those that its memory held before; -1: none.
+  std::vector<int32_t> saved_before(trace.contents.size(), -1);
+  for (const TraceCall& call : trace.calls) {
+    for (size_t i = 0; i < call.writes.size(); ++i) {
+      const int32_t before = call.writes[i];
+      const int32_t made = call.makes[i];
+      const int32_t saved = trace.contents[before].saved ? before : saved_before[before];
+      saved_before[made] = saved;
+      if (saved < 0 || !trace.contents[made].saved) continue;
+      trace.contents[saved].must_be_kept = trace.contents[made].must_be_kept = true;
+    }
+  }
+}
+
+void keep_what_cannot_run_again(Trace& trace) {
+  // By content: the moment from which its memory holds something else or nothing, and that from
+  // which what leads to it cannot run again.
+  std::vector<int32_t> there_until(trace.contents.size(), kNever), until = there_until;
+  for (const TraceCall& call : trace.calls) {
+    for (const int32_t written : call.writes) there_until[written] = call.moment;
+  }
   for (size_t i = 0; i < trace.contents.size(); ++i) {
     TraceContent& content = trace.contents[i];
     if (content.call < 0) {
       if (content.emptied >= 0) until[i] = content.emptied;
       continue;
     }
-    for (const int32_t read : trace.calls[content.call].reads) {
-      until[i] = std::min(until[i], until[read]);
+    const TraceCall& call = trace.calls[content.call];
+    for (const int32_t read : call.reads) {
+      const TraceContent& source = trace.contents[read];
+      const bool is_kept = source.must_be_kept && source.decided <= call.moment;
+      until[i] = std::min(until[i], is_kept ? there_until[read] : until[read]);
     }
     content.must_be_kept |= content.saved && until[i] <= content.decided;
-    if (content.must_be_kept) until[i] = kNever;
   }
+}
+
+}  // namespace
+
+void mark_what_must_be_kept(Trace& trace) {
+  keep_what_shares_memory(trace);
+  keep_what_cannot_run_again(trace);
 }
 
 Plan simulate(const Trace& trace, std::vector<Decision> decisions) {

@@ -176,6 +176,7 @@ int64_t Step::ended(Call* call, const Began& began, std::unique_ptr<DeviceTime> 
   if (call != nullptr) {
     TraceCall& traced = trace_.calls.emplace_back();
     traced.op = call->op;
+    traced.moment = static_cast<int32_t>(trace_.moments.size());
     const auto number = static_cast<int32_t>(trace_.calls.size()) - 1;
     const auto once = [](auto& list, int32_t value) {
       if (std::find(list.begin(), list.end(), value) == list.end()) list.push_back(value);
@@ -348,7 +349,7 @@ void Step::finish() {
   auto known = std::make_shared<Known>();
   known->keys = keys_;
   known->trace = trace_;
-  keep_what_needs_emptied(known->trace);
+  mark_what_must_be_kept(known->trace);
   known->calls = calls_;
   known->times = std::move(times_);
   known->before = before_;
@@ -396,8 +397,9 @@ Choice Step::decide(Content& content) {
   if (position >= plan_->decisions.size()) return {none};
   const Decision decision = plan_->decisions[position];
   if (decision == Decision::kKeep) {
-    // What earlier steps have found out stays. One that ran ahead had other memory.
-    if (followed_->is_ahead) return {none};
+    // What earlier steps have found out stays. One that ran ahead had other memory: what can be
+    // dropped is found out as without a plan.
+    if (followed_->is_ahead) return {none, true, std::nullopt, true};
     return {none, true, !followed_->trace.contents[position].must_be_kept};
   }
   return {Drops::kEverything, decision == Decision::kDrop};
