@@ -164,8 +164,8 @@ def wide_blocks():
     return nn.Sequential(*(nn.Sequential(*part) for part in parts))
 
 
-def peaks(build, whole_module, share):
-    """Of each step, by what was promised; None where nothing was."""
+def peaks(build, whole_module, share, spare=0):
+    """Of each step, less ``spare`` bytes, by what was promised; None where nothing was."""
     ms._native.module.remat_forget()
     model, x = build(), torch.randn(512, 128)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -180,7 +180,7 @@ def peaks(build, whole_module, share):
             loss.backward()
             del loss
             peak = track.peak
-        found.append(block.least and peak / max(block.budget, block.least))
+        found.append(block.least and (peak - spare) / max(block.budget, block.least))
         optimizer.step()
         optimizer.zero_grad()
     return found
@@ -208,8 +208,11 @@ def budgets_under_ddp():
 def budgets_under_fsdp():
     """The first step is measured, and tells of what only emptied parameters could make again."""
     warnings.simplefilter("ignore", UserWarning)
+    # Where its threads are late, gloo still has what was gathered or reduced of one block.
+    late = sum(p.nbytes for p in wide_blocks()[0].parameters())
     found = {
-        share: peaks(lambda: sharded(wide_blocks()), False, share) for share in (0.8, 0.5, 0.3)
+        share: peaks(lambda: sharded(wide_blocks()), False, share, spare=late)
+        for share in (0.8, 0.5, 0.3)
     }
     return {(key, *steps): max(steps[1:]) <= 1.02 for key, steps in found.items()}
 
