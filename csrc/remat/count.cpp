@@ -34,7 +34,18 @@ void Count::start() {
     live_ = now.live;
     highest_ = now.peak;
   }
-  before_ = peak_ = live_;
+  before_ = live_;
+}
+
+void Count::watch(Peak& peak) {
+  memory::TrackingLock lock;
+  peak.bytes = live_;
+  peaks_.push_back(&peak);
+}
+
+void Count::unwatch(Peak& peak) {
+  memory::TrackingLock lock;
+  peaks_.erase(std::remove(peaks_.begin(), peaks_.end(), &peak), peaks_.end());
 }
 
 void Count::stop() {
@@ -118,22 +129,22 @@ int64_t Count::before() const {
   return before_;
 }
 
-Count::Bytes Count::take(std::optional<int32_t> mark) {
+Count::Bytes Count::take(Peak& peak, std::optional<int32_t> mark) {
   const Bytes now = is_reported() ? Bytes{} : ask();
   memory::TrackingLock lock;
   if (mark) mark_ = *mark;
   if (!is_reported()) {
     set_live(now.live);
     // It has risen, or was reset and has risen to this: since the last look either way.
-    if (now.peak != highest_) peak_ = std::max(peak_, now.peak);
+    if (now.peak != highest_) raise_peaks(now.peak);
     highest_ = now.peak;
   }
-  return {live_, std::exchange(peak_, live_)};
+  return {live_, std::exchange(peak.bytes, live_)};
 }
 
-void Count::forget_peak() {
+void Count::forget(Peak& peak) {
   memory::TrackingLock lock;
-  peak_ = 0;
+  peak.bytes = 0;
 }
 
 Count::Survivors Count::survivors() const {
@@ -170,7 +181,11 @@ void Count::freed(void* ptr) {
 
 void Count::set_live(int64_t live) {
   live_ = live;
-  peak_ = std::max(peak_, live);
+  raise_peaks(live);
+}
+
+void Count::raise_peaks(int64_t bytes) {
+  for (Peak* peak : peaks_) peak->bytes = std::max(peak->bytes, bytes);
 }
 
 }  // namespace memsave_ext::remat

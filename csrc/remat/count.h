@@ -29,6 +29,12 @@ class Count final : public memory::Listener {
   bool hears_moments() const override { return false; }
   void start();  // from nothing
   void stop();
+  // The most bytes since a step looked last. Steps that overlap have one each.
+  struct Peak {
+    int64_t bytes = 0;
+  };
+  void watch(Peak& peak);  // until unwatch()
+  void unwatch(Peak& peak);
 
   // Counts memory from before, each storage once.
   void add(const c10::Storage& storage, bool is_gradient = false);
@@ -41,15 +47,15 @@ class Count final : public memory::Listener {
   struct Bytes {
     int64_t live, peak;
   };
-  // The live bytes, and the most since the last call. On other devices than the CPU that is exact
-  // where it is the most that the allocator has ever given out, or since its user has reset its
-  // peak, which is the user's to reset; else the larger of then and now.
-  // `mark`: what is allocated from here on has it; see Survivors.
-  Bytes take(std::optional<int32_t> mark = std::nullopt);
+  // The live bytes, and the most since the last call with this peak. On other devices than the CPU
+  // that is exact where it is the most that the allocator has ever given out, or since its user has
+  // reset its peak, which is the user's to reset; else the larger of then and now. `mark`: what is
+  // allocated from here on has it; see Survivors.
+  Bytes take(Peak& peak, std::optional<int32_t> mark = std::nullopt);
   // Whether take() asks the allocator, which locks it and copies all of its figures.
   bool asks() const { return !is_reported(); }
-  // Leaves what lived at the last call of take() out of the next one's peak.
-  void forget_peak();
+  // Leaves what lived at the last call of take() out of the next one's.
+  void forget(Peak& peak);
 
   // Bytes of add()'s memory that was allocated between the two latest calls of start(), by the
   // value that `mark` had then, and how many of them are gradients'.
@@ -87,6 +93,7 @@ class Count final : public memory::Listener {
   // whose holder may be waiting for this mutex, to report.
   Bytes ask() const;
   void set_live(int64_t live);
+  void raise_peaks(int64_t bytes);
 
   const at::Device device_;
   const bool counts_all_;
@@ -94,7 +101,7 @@ class Count final : public memory::Listener {
   int32_t mark_ = 0;
   int64_t live_ = 0;
   int64_t before_ = 0;
-  int64_t peak_ = 0;
+  std::vector<Peak*> peaks_;
   int64_t highest_ = 0;  // the caching allocator's own peak when it was last asked
   ska::flat_hash_map<void*, Block> blocks_;
   ska::flat_hash_map<void*, Block> earlier_;  // blocks_ as they were at start()

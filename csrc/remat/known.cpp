@@ -157,16 +157,23 @@ bool Known::is_as_of(int64_t other) const {
   return std::abs(before - other) <= other / kAboutEqual;
 }
 
-void KnownSteps::begin() {
+bool Known::is_same(const Known& other) const {
+  return keys == other.keys && missing == other.missing && others == other.others;
+}
+
+int KnownSteps::begin(Count::Peak& peak) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (running_++ > 0) {
+  const int others = running_++;
+  if (others > 0) {
     overlapped_ = true;
-    return;
+  } else {
+    if (next_has_begun_) settle();  // it has not asked for a known one
+    overlapped_ = false;
+    count.start();
+    next_has_begun_ = latest_ != nullptr;
   }
-  if (next_has_begun_) settle();  // it has not asked for a known one
-  overlapped_ = false;
-  count.start();
-  next_has_begun_ = latest_ != nullptr;
+  count.watch(peak);
+  return std::min(others, kMostOthers);
 }
 
 void KnownSteps::settle() {
@@ -184,18 +191,18 @@ void KnownSteps::settle() {
 // that it is two. What was derived gives way to what is measured.
 void KnownSteps::add_with_gradients(const Known& step, const Count::Survivors& survivors) {
   auto next = std::make_shared<Known>(
-      Known{step.keys, step.trace, step.calls, {}, step.before, step.missing, {}});
+      Known{step.keys, step.trace, step.calls, {}, step.before, step.missing, step.others, {}});
   leave_out(*next, survivors.bytes);
   next->missing -= survivors.of_gradients;
   const bool is_known = std::any_of(steps_.begin(), steps_.end(), [&](const auto& other) {
-    return other->keys == next->keys && other->missing == next->missing &&
-           other->is_as_of(next->before);
+    return other->is_same(*next) && other->is_as_of(next->before);
   });
   if (!is_known) add(std::move(next), false);
 }
 
-void KnownSteps::end(std::shared_ptr<Known> step) {
+void KnownSteps::end(std::shared_ptr<Known> step, Count::Peak& peak) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  count.unwatch(peak);
   --running_;
   if (!step) return;
   if (overlapped_) return add(std::move(step), true);
@@ -206,9 +213,8 @@ void KnownSteps::end(std::shared_ptr<Known> step) {
 
 // `overlapped`: its memory is in part that of other steps, which is another each time.
 void KnownSteps::add(std::shared_ptr<Known> step, bool overlapped) {
-  const auto same = std::find_if(steps_.begin(), steps_.end(), [&](const auto& other) {
-    return other->keys == step->keys && other->missing == step->missing;
-  });
+  const auto same = std::find_if(steps_.begin(), steps_.end(),
+                                 [&](const auto& other) { return other->is_same(*step); });
   if (same != steps_.end()) {
     std::shared_ptr<Known> old = std::move(*same);
     steps_.erase(same);
@@ -241,7 +247,7 @@ void KnownSteps::add(std::shared_ptr<Known> step, bool overlapped) {
 }
 
 std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64_t before,
-                                        int64_t missing, int least_seen, bool exact) {
+                                        int64_t missing, int others, int least_seen, bool exact) {
   const std::lock_guard<std::mutex> lock(mutex_);
   settle();
   std::shared_ptr<Known>* place = nullptr;
@@ -249,7 +255,8 @@ std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64
   for (auto& step : steps_) {
     // Keys are hashes of everything until then, so that the last one speaks for all.
     if (step->keys.size() < keys.size() || step->keys[keys.size() - 1] != keys.back()) continue;
-    const int match = 2 * int(step->missing == missing) + int(step->is_as_of(before));
+    const int match = 4 * int(step->missing == missing) + 2 * int(step->others == others) +
+                      int(step->is_as_of(before));
     if (match < best) continue;
     best = match;
     place = &step;
@@ -263,8 +270,14 @@ std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64
   if (found.plans.empty()) {
     found.plans = std::move(plans);
   } else {  // steps of other threads may follow the old ones
-    *place = std::make_shared<Known>(Known{
-        found.keys, found.trace, found.calls, {}, found.before, found.missing, std::move(plans)});
+    *place = std::make_shared<Known>(Known{found.keys,
+                                           found.trace,
+                                           found.calls,
+                                           {},
+                                           found.before,
+                                           found.missing,
+                                           found.others,
+                                           std::move(plans)});
     (*place)->seen = found.seen;
     (*place)->told = found.told;
   }
@@ -291,9 +304,7 @@ std::shared_ptr<Known> KnownSteps::take_latest() {
 
 void KnownSteps::expect(std::shared_ptr<Known> step) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto is_same = [&](const auto& other) {
-    return other->keys == step->keys && other->missing == step->missing;
-  };
+  const auto is_same = [&](const auto& other) { return other->is_same(*step); };
   if (latest_ && is_same(latest_)) return;
   if (std::any_of(steps_.begin(), steps_.end(), is_same)) return;
   step->is_ahead = true;

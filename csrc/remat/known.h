@@ -48,6 +48,7 @@ struct Known {
   std::vector<TimeOfKey> times;  // on devices; empty once they were read
   int64_t before = 0;            // counted bytes that lived before the step
   int64_t missing = 0;           // bytes of gradients that were not there before it
+  int others = 0;                // steps that were running when it began, see KnownSteps::begin()
   std::vector<Plan> plans;       // empty until they are asked for, and then never changed
   bool plans_are_old = false;    // made for the memory of an earlier step of the same program
   int seen = 1;                  // how many steps like it have ended
@@ -64,6 +65,8 @@ struct Known {
   bool is_same_memory(const Known& other) const;
   // Whether about so many bytes lived before it.
   bool is_as_of(int64_t other) const;
+  // Whether it is a step of the same operators, on as much memory from before as far as it matters.
+  bool is_same(const Known& other) const;
 };
 
 // What the steps of a device share.
@@ -73,16 +76,18 @@ class KnownSteps {
 
   Count count;
 
-  void begin();
+  // Returns how many other steps are running, up to kMostOthers. Where a model is called twice
+  // before a backward, the two steps have the same operators and other memory beside them.
+  int begin(Count::Peak& peak);
   // `step` may be null: it is not worth being known.
-  void end(std::shared_ptr<Known> step);
+  void end(std::shared_ptr<Known> step, Count::Peak& peak);
   // Returns a step with these keys at its beginning, with its plans; null if none. Where there are
   // several, as of models that begin alike, it is one with as many bytes of gradients `missing`, if
-  // there is one, of these one before which about as much lived as `before`, and of these the
-  // latest. It must have been seen `least_seen` times, and its times must be known. `exact`: plans
-  // that were made for other memory are made again.
+  // there is one, of these one with as many `others`, of these one before which about as much lived
+  // as `before`, and of these the latest. It must have been seen `least_seen` times, and its times
+  // must be known. `exact`: plans that were made for other memory are made again.
   std::shared_ptr<Known> find(const std::vector<uint64_t>& keys, int64_t before, int64_t missing,
-                              int least_seen, bool exact);
+                              int others, int least_seen, bool exact);
   bool any() const;  // whether a step has ended that is worth being known
   // The step that has ended last, which is known no more; null if none.
   std::shared_ptr<Known> take_latest();
@@ -97,6 +102,8 @@ class KnownSteps {
   Numbers numbers() const;
 
  private:
+  static constexpr int kMostOthers = 8;
+
   void settle();
   void add(std::shared_ptr<Known> step, bool overlapped);
   void add_with_gradients(const Known& step, const Count::Survivors& survivors);

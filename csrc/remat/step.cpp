@@ -39,10 +39,9 @@ uint64_t key_of(const Operator& op, const at::RecordFunction& function) {
 Step::Step(Budget budget)
     : budget_(budget),
       shared_(known_steps(budget.device)),
+      others_(shared_->begin(since_look_)),
       bytes_(budget.bytes),
-      missing_(budget.is_limit() ? 0 : kNothingCounts) {
-  shared_->begin();
-}
+      missing_(budget.is_limit() ? 0 : kNothingCounts) {}
 
 Step::~Step() { finish(); }
 
@@ -147,7 +146,7 @@ void Step::left() {
 // them. An allocator that has to be asked is asked at the ends of operators alone.
 void Step::end_moment() {
   const bool asks = shared_->count.asks();
-  if (asks) shared_->count.forget_peak();
+  if (asks) shared_->count.forget(since_look_);
   const int64_t least = asks ? 0 : take().peak;
   if (!trace_.moments.empty()) {
     trace_.moments.back().peak = std::max(trace_.moments.back().peak, least);
@@ -256,7 +255,7 @@ int64_t Step::add_moment() {
 // Returns the live bytes and the most since the last call, the latter less what only the block
 // held.
 Count::Bytes Step::take(std::optional<int32_t> mark) {
-  const auto bytes = shared_->count.take(mark);
+  const auto bytes = shared_->count.take(since_look_, mark);
   highest_ = std::max(highest_, bytes.peak);
   peak_ = std::max(peak_, bytes.peak);
   return {bytes.live, bytes.peak - held_};
@@ -335,7 +334,7 @@ void Step::stop() {
   sources_ = {};
   fastest_.clear();
   times_.clear();
-  shared_->end(nullptr);
+  shared_->end(nullptr, since_look_);
 }
 
 void Step::finish() {
@@ -354,11 +353,12 @@ void Step::finish() {
   known->times = std::move(times_);
   known->before = before_;
   known->missing = missing_;
+  known->others = others_;
   if (budget_.is_limit() && saw_backward_) {
     for (const auto& left : shared_->count.living()) known->trace.left.push_back(left);
     if (plan_ != nullptr) compare(known->trace);
   }
-  shared_->end(saw_backward_ && is_exact_ ? std::move(known) : nullptr);
+  shared_->end(saw_backward_ && is_exact_ ? std::move(known) : nullptr, since_look_);
 }
 
 // Compares the step with its plan.
@@ -415,7 +415,7 @@ void Step::find() {
   // The calls of a process's first step are slow. Where nothing is promised, and times are
   // measured, a second one is awaited.
   const bool waits = !budget_.is_limit() && !budget_.device.is_meta();
-  follow(shared_->find(keys_, before_, missing_, waits ? 2 : 1, budget_.is_limit()));
+  follow(shared_->find(keys_, before_, missing_, others_, waits ? 2 : 1, budget_.is_limit()));
   keeps_everything_ = plan_ != nullptr &&
                       std::all_of(plan_->decisions.begin(), plan_->decisions.end(),
                                   [](Decision decision) { return decision == Decision::kKeep; });
