@@ -21,12 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .dtensor import as_placed, local_tensor
 
 SMALLEST = 1 << 16  # bytes; smaller tensors stay in memory, of which they are little
 _KEPT = 1 << 27  # bytes; a buffer that is larger is made anew for each step
 _PAGE = mmap.PAGESIZE
+_PRETENDS = "_memsave_ext_in_file"  # an attribute of fake tensors
 
 
 class Place:
@@ -36,6 +38,10 @@ class Place:
 
     def check(self, params: Iterable[Tensor]) -> None:
         """Raises ValueError where the states of these parameters cannot lie there."""
+
+    def takes(self, nbytes: int) -> bool:
+        """Whether a tensor of this size lies there, and not in the parameters' memory."""
+        return False
 
     def reserve(self, nbytes: Iterable[int]) -> None:
         """Makes room for tensors of these sizes, or raises OSError."""
@@ -52,6 +58,10 @@ class Place:
     def fetch(self, state: Mapping[str, Tensor]) -> Fetched:
         """Returns the state for one step."""
         return Fetched(dict(state))
+
+    def buffers(self) -> list[Tensor]:
+        """Returns what is kept in memory for the next step."""
+        return []
 
 
 class Fetched:
@@ -147,8 +157,11 @@ class Files(Place):
                 f"{device}"
             )
 
+    def takes(self, nbytes: int) -> bool:
+        return nbytes >= self.smallest
+
     def reserve(self, nbytes: Iterable[int]) -> None:
-        sizes = Counter(_whole_pages(size) for size in nbytes if size >= self.smallest)
+        sizes = Counter(_whole_pages(size) for size in nbytes if self.takes(size))
         for size, regions in list(self._free.items()):
             sizes[size] -= len(regions)
         needed = sum(size * count for size, count in sizes.items() if count > 0)
@@ -167,7 +180,10 @@ class Files(Place):
 
     def zeros(self, like: Tensor, device: torch.device) -> Tensor:
         if not self._takes(like, device):
-            return torch.zeros_like(like, device=device)
+            zeros = torch.zeros_like(like, device=device)
+            if isinstance(zeros, FakeTensor) and self.takes(zeros.nbytes):
+                setattr(zeros, _PRETENDS, True)
+            return zeros
         placed, region = self._make(like)
         if not region.is_zero:
             placed.zero_()
@@ -175,11 +191,11 @@ class Files(Place):
         return placed
 
     def _takes(self, tensor: Tensor, device: torch.device) -> bool:
-        # A prediction's tensors have no memory, and are counted as if they had.
+        # A prediction's tensors have no memory that could lie elsewhere.
         if type(tensor) is not Tensor or device.type == "meta":
             return False
         self._check_device(device)
-        return tensor.nbytes >= self.smallest
+        return self.takes(tensor.nbytes)
 
     def _make(self, tensor: Tensor) -> tuple[Tensor, _Region]:
         """Returns a tensor like this one, without its values."""
@@ -193,6 +209,8 @@ class Files(Place):
         return placed, region
 
     def fetch(self, state: Mapping[str, Tensor]) -> Fetched:
+        if fakes := {n: torch.empty_like(t) for n, t in state.items() if hasattr(t, _PRETENDS)}:
+            return Fetched({**state, **fakes})
         found = {name: self._region_of(tensor) for name, tensor in state.items()}
         regions = {name: region for name, region in found.items() if region is not None}
         if not regions:
@@ -206,6 +224,9 @@ class Files(Place):
             if (spare := self._spare.pop()).nbytes >= nbytes:
                 return spare
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def buffers(self) -> list[Tensor]:
+        return list(self._spare)
 
     def keep(self, buffer: Tensor) -> None:
         if buffer.nbytes <= _KEPT and not self._spare:
@@ -283,8 +304,8 @@ _all_files: weakref.WeakSet[Files] = weakref.WeakSet()
 
 
 def is_in_file(tensor: Tensor) -> bool:
-    """Whether the memory of a state is a file's."""
-    return any(files.has(tensor) for files in _all_files)
+    """Whether the memory of a state is a file's; of a prediction's, whether it would be."""
+    return hasattr(tensor, _PRETENDS) or any(files.has(tensor) for files in _all_files)
 
 
 class _FetchedFromFile(Fetched):
@@ -293,28 +314,33 @@ class _FetchedFromFile(Fetched):
     ) -> None:
         super().__init__(dict(state))
         self._files, self._regions = files, regions
-        self._buffer = files.buffer(sum(region.size for region in regions.values()))
+        self._buffer = files.buffer(sum(_room_of(state[name]) for name in regions))
         for name, region, part in self._parts():
             if region.is_zero:  # made for this step
                 part.zero_()
                 region.is_zero = False
             else:
-                _transfer(os.preadv, files.descriptor(), part[: state[name].nbytes], region)
-            flat = part[: state[name].nbytes].view(state[name].dtype)
-            self.state[name] = flat.as_strided(state[name].shape, state[name].stride())
+                _transfer(os.preadv, files.descriptor(), part, region)
+            flat, like = part.view(state[name].dtype), state[name]
+            self.state[name] = flat.as_strided(like.shape, like.stride())
 
     def write_back(self) -> None:
-        for name, region, part in self._parts():
-            written = part[: self.state[name].nbytes]
-            _transfer(os.pwritev, self._files.descriptor(), written, region)
+        for _, region, part in self._parts():
+            _transfer(os.pwritev, self._files.descriptor(), part, region)
             _unmap(region)  # where somebody has read the state meanwhile
         self._files.keep(self._buffer)
 
     def _parts(self) -> Iterator[tuple[str, _Region, Tensor]]:
         start = 0
         for name, region in self._regions.items():
-            yield name, region, self._buffer[start : start + region.size]
-            start += region.size
+            tensor = self.state[name]
+            yield name, region, self._buffer[start : start + tensor.nbytes]
+            start += _room_of(tensor)
+
+
+def _room_of(tensor: Tensor) -> int:
+    """Returns the bytes that it takes in a buffer, where each begins in a cache line of its own."""
+    return -(-tensor.nbytes // 64) * 64
 
 
 def _transfer(call: Any, descriptor: int, part: Tensor, region: _Region) -> None:
