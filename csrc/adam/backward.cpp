@@ -315,7 +315,7 @@ void Backward::apply(c10::ArrayRef<Parameter*> parameters) {
   } else if (asks_ != Asks::kNever && batch().asks()) {
     ask_stepper("step_shards", batch());
   } else {
-    collector_->records().step(parameters, scaling(parameters.front()->local.device()));
+    collector_->step(parameters, scaling(parameters.front()->local.device()));
   }
   for (Parameter* parameter : parameters) {
     parameter->grad.reset();

@@ -137,7 +137,7 @@ void Batch::step(const py::object& scaling) const {
   const Scaling read = read_scaling(scaling);
   {
     const py::gil_scoped_release no_gil;
-    collector_->records().step(parameters_, read);
+    collector_->step(parameters_, read);
   }
   if (collector_->backwards().current()) return;  // which publishes states at its end
   std::vector<FreshState> fresh;

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "adam/elsewhere.h"
 #include "adam/errors.h"
 #include "adam/hook.h"
 #include "adam/parameter.h"
@@ -181,6 +182,20 @@ void Collector::prepare(Parameter& parameter, Tensor grad, GradientAction action
                          ? (folded ? StepPhase::kFold : StepPhase::kFirstFold)
                          : (folded ? StepPhase::kClose : StepPhase::kWhole);
   adam::prepare(parameter, std::move(grad), phase);
+}
+
+void Collector::step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
+  try {
+    records_.step(parameters, scaling);
+  } catch (...) {
+    // A state that lies elsewhere may not have been written back after its step.
+    if (std::any_of(parameters.begin(), parameters.end(),
+                    [](const Parameter* parameter) { return lies_elsewhere(*parameter); })) {
+      const py::gil_scoped_acquire gil;
+      if (const py::object of = stepper(); !of.is_none()) of.attr("failed")(1);
+    }
+    throw;
+  }
 }
 
 py::list Collector::remaining(const std::string& asks) {

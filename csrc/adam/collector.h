@@ -120,6 +120,8 @@ class Collector : public std::enable_shared_from_this<Collector> {
   // Readies a parameter for a step with this gradient, a fold or a measurement. Throws, and changes
   // nothing, where the step cannot be made.
   void prepare(Parameter& parameter, at::Tensor grad, GradientAction action) const;
+  // Steps prepared parameters, or folds. The caller does not hold the GIL.
+  void step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling);
   // Returns a stream for steps that would hold up other work on `stream`; each device has one.
   c10::Stream stream_beside(const c10::Stream& stream);
   // Makes the current streams wait for the work that those streams were given.

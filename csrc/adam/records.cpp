@@ -2,6 +2,9 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+
+#include "adam/elsewhere.h"
 #include "cuda_stream.h"
 
 namespace memsave_ext::adam {
@@ -9,6 +12,26 @@ namespace memsave_ext::adam {
 using at::Tensor;
 
 namespace {
+
+// Steps one after the other, so that no more than one has its state here.
+void step_elsewhere(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling) {
+  const auto count = static_cast<int64_t>(parameters.size());
+  for (int64_t i = 0; i < count; ++i) {
+    const auto of_one = [&](const Tensor& of) {
+      return of.defined() && of.numel() == count ? of.view(-1).narrow(0, i, 1) : of;
+    };
+    const Scaling scaled{scaling.grad_scale, scaling.found_inf, of_one(scaling.factor),
+                         of_one(scaling.skip)};
+    Parameter* const parameter = parameters[static_cast<size_t>(i)];
+    if (!lies_elsewhere(*parameter)) {
+      adam_step(parameter, scaled);
+      continue;
+    }
+    const Fetched fetched(*parameter);
+    adam_step(parameter, scaled);
+    fetched.write_back();
+  }
+}
 
 // Returns whether there is a low part, and both have versions: tensors of inference mode have none.
 bool have_versions(const Tensor& param, const Tensor& low_part) {
@@ -26,7 +49,12 @@ void Records::step(c10::ArrayRef<Parameter*> parameters, const Scaling& scaling)
     if (is_fold(parameter->phase)) continue;
     drop_stale_low_part(parameter->local, parameter->state.param_low_part);
   }
-  adam_step(parameters, scaling);
+  if (std::any_of(parameters.begin(), parameters.end(),
+                  [](const Parameter* parameter) { return lies_elsewhere(*parameter); })) {
+    step_elsewhere(parameters, scaling);
+  } else {
+    adam_step(parameters, scaling);
+  }
   for (const Parameter* parameter : parameters) note(*parameter);
 }
 

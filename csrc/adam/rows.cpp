@@ -13,6 +13,7 @@
 
 #include "adam/backward.h"
 #include "adam/collector.h"
+#include "adam/elsewhere.h"
 #include "adam/hook.h"
 #include "adam/items.h"
 #include "adam/ops.h"
@@ -39,6 +40,7 @@ int64_t bytes_of(const Tensor& tensor) { return tensor.defined() ? tensor.elemen
 
 const char* StepInRows::obstacle(const Parameter& parameter) {
   const Tensor& param = parameter.local;
+  if (lies_elsewhere(parameter)) return "its states lie elsewhere, from where all are fetched";
   const at::AutoDispatchBelowADInplaceOrView guard;  // autograd has no part in a step
   if (!is_fake(param) &&
       (!needs_only_kernels(parameter) || param.is_meta() || param.is_inference())) {

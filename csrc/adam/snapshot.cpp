@@ -56,6 +56,11 @@ Group read_group(const py::handle& dict) {
   group.bf16 = named<ParamFormat>(kParamRows, bf16, "there is no bf16");
   group.state_dtype =
       named<StateFormat>(kStateRows, name("state_format"), "there is no state_dtype");
+  py::object place = dict.attr("get")("states_on");
+  if (!place.is_none()) {
+    group.smallest_elsewhere = place.attr("smallest").cast<int64_t>();
+    group.place = std::make_shared<c10::SafePyObject>(place.release().ptr(), getPyInterpreter());
+  }
   return group;
 }
 

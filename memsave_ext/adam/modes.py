@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any, SupportsFloat
 
 import torch
@@ -17,11 +18,14 @@ from torch import Tensor
 from . import errors, formats
 from .blocks import SCALES, coded_format, from_blocks, scale_shape, takes_blocks, to_blocks
 from .dtensor import as_placed, is_dtensor, is_placed_alike, local_tensor
+from .elsewhere import Place
 from .formats import StateFormat
 from .rules import MOMENTS, Rule, is_adam, rule_of
 from .states import needs_step
 
-DEFAULTS: dict[str, Any] = {"bf16": None, "state_dtype": None, "seed": 0, "max_grad_norm": None}
+DEFAULTS: dict[str, Any] = {
+    "bf16": None, "state_dtype": None, "seed": 0, "max_grad_norm": None, "states_on": None
+}  # fmt: skip
 _SWITCHES = (
     "amsgrad", "maximize", "capturable", "decoupled_weight_decay", "differentiable", "nesterov"
 )  # fmt: skip
@@ -111,6 +115,10 @@ def check_options(group: Mapping[str, Any]) -> None:
         raise ValueError(f"seed must be an int from 0 to 2**64 - 1, got {seed!r}")
     if (norm := group.get("max_grad_norm")) is not None:
         check_norm("max_grad_norm", norm)
+    if not isinstance(place := group.get("states_on"), (Place, NoneType)):
+        raise TypeError(
+            f"states_on is set where a param group is made: it has been changed to {place!r}"
+        )
 
 
 def _check_betas(betas: Any) -> None:
@@ -165,6 +173,8 @@ def check_group(group: dict[str, Any], rule: Rule) -> None:
         )
     for param in listed(group["params"]):
         _check_param(param, group.get("bf16"), states)
+    if (place := group.get("states_on")) is not None:
+        place.check(listed(group["params"]))
 
 
 def listed(params: Any) -> list[Tensor]:
@@ -277,7 +287,8 @@ def to_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Returns the state_dict in types that torch.distributed can gather and send.
 
     A dtype among the options becomes its name. 16-bit low parts that are DTensors become int32 of
-    the same numbers: gloo and NCCL gather no int16.
+    the same numbers: gloo and NCCL gather no int16. Where states lie is not saved: it is this
+    machine's.
     """
     states = {}
     for index, state in state_dict["state"].items():
@@ -285,12 +296,12 @@ def to_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
         if low_part is not None and low_part.dtype == torch.int16 and is_dtensor(low_part):
             state = state | {"param_rest": as_placed(low_part, local_tensor(low_part).int())}
         states[index] = state
-    groups = [
-        group | {"state_dtype": str(dtype).removeprefix("torch.")}
-        if isinstance(dtype := group.get("state_dtype"), torch.dtype)
-        else group
-        for group in state_dict["param_groups"]
-    ]
+    groups = []
+    for group in state_dict["param_groups"]:
+        group = {name: value for name, value in group.items() if name != "states_on"}
+        if isinstance(dtype := group.get("state_dtype"), torch.dtype):
+            group["state_dtype"] = str(dtype).removeprefix("torch.")
+        groups.append(group)
     return {**state_dict, "state": states, "param_groups": groups}
 
 

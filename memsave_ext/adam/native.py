@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from . import modes
 from .dtensor import local_tensor
+from .elsewhere import place_of, put_states
 from .rules import rule_of
+from .states import sizes_of_states
 from .step_in_backward import BUCKET_BYTES, SMALL_BYTES, InBackward
 
 
@@ -30,6 +33,7 @@ class Native(InBackward):
         state_dtype: torch.dtype | str | None = None,
         seed: int = 0,
         max_grad_norm: float | None = None,
+        states_on: str | os.PathLike[str] | None = None,
         clip_global_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
@@ -47,7 +51,8 @@ class Native(InBackward):
         self._small_bytes, self._bucket_bytes = small_bytes, bucket_bytes
         self.clip_global_norm, self.grad_scaler = clip_global_norm, grad_scaler
         given: dict[str, Any] = {
-            "bf16": bf16, "state_dtype": state_dtype, "seed": seed, "max_grad_norm": max_grad_norm
+            "bf16": bf16, "state_dtype": state_dtype, "seed": seed, "max_grad_norm": max_grad_norm,
+            "states_on": place_of(states_on),
         }  # fmt: skip
         self._modes = {name: v for name, v in given.items() if v != modes.DEFAULTS[name]}
         if options.get("differentiable"):
@@ -59,6 +64,7 @@ class Native(InBackward):
 
         ``stacklevel``: from the constructor that calls this one to the user's line.
         """
+        self._reserve(self.param_groups)
         self._make_stepper()
         if in_backward and self.clip_global_norm is None:
             self._attach(p for g in self.param_groups for p in g["params"])
@@ -73,6 +79,12 @@ class Native(InBackward):
             )
         self._choose_unscaling()
 
+    @staticmethod
+    def _reserve(groups: list[dict[str, Any]]) -> None:
+        """Makes room for states that lie elsewhere, so that a full disk is seen before a step."""
+        for place, sizes in sizes_of_states(groups).items():
+            place.reserve(sizes)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if isinstance(param_group, dict) and "params" in param_group:
             params = param_group["params"]
@@ -80,6 +92,8 @@ class Native(InBackward):
                 param_group["params"] = list(params)  # it is read more than once
             for name, value in self._modes.items():
                 param_group.setdefault(name, value)
+            if "states_on" in param_group:
+                param_group["states_on"] = place_of(param_group["states_on"])
             modes.refuse_twice(param_group["params"])
             modes.refuse_options_of_others(param_group, self.defaults, type(self).__name__)
             complete = {**self.defaults, **param_group}
@@ -89,6 +103,12 @@ class Native(InBackward):
             if self.clip_global_norm is not None:
                 modes.refuse_two_norms([param_group])
         super().add_param_group(param_group)
+        if "_stepper" in self.__dict__:
+            try:
+                self._reserve(self.param_groups[-1:])
+            except BaseException:
+                del self.param_groups[-1]
+                raise
         if self._in_backward:
             try:
                 self._attach(self.param_groups[-1]["params"])
@@ -177,9 +197,13 @@ class Native(InBackward):
             return self._loading
 
         self._stepper.begin_loading()
+        before = {"state": self.state, "param_groups": self.param_groups}
         handle = self.register_load_state_dict_pre_hook(look)
         try:
             super().load_state_dict(state_dict)
+        except BaseException:
+            self.__dict__.update(before)
+            raise
         finally:
             handle.remove()
             self.__dict__.pop("_loading", None)
@@ -208,6 +232,7 @@ class Native(InBackward):
                 # The device knows what is skipped.
                 if state and "step" in state and self.grad_scaler is not None:
                     state["step"] = state["step"].to(param.device, torch.float32)
+        put_states(self.state, self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_not_folding()
@@ -222,6 +247,7 @@ class Native(InBackward):
             self._finish_loading(self._loading, old_groups)
         if "_stepper" not in self.__dict__:  # this is a copied or unpickled optimizer
             self.grad_scaler = None
+            put_states(self.state, self.param_groups)
             self._make_stepper()
             if self._in_backward:
                 self._attach(p for g in self.param_groups for p in g["params"])

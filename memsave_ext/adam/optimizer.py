@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from typing import Any
 
 import torch
@@ -47,6 +48,9 @@ class Adam(Native, torch.optim.Adam):
             elements with a scale. None is float32, and float64 for float64 parameters.
         seed: the seed of random rounding.
         max_grad_norm: clips each parameter's gradient to this norm.
+        states_on: where states of 64 KiB or more lie between steps: None, beside the parameters; a
+            folder on Linux, for parameters on a CPU, in a file that ends with the process; or
+            ``"cpu"``, where those of a CPU are already. Each parameter's are fetched for its step.
         clip_global_norm: clips all gradients together, exactly as ``clip_grad_norm_``. They are
             kept until :meth:`step`, so nothing is stepped in backward and no memory is saved;
             :meth:`norm_pass` clips the same way and does save it.
@@ -56,14 +60,16 @@ class Adam(Native, torch.optim.Adam):
             device with ``fused`` or ``capturable``; a ``grad_scaler`` sets ``fused``).
         differentiable: runs torch's implementation; cannot be combined with ``in_backward``.
 
-    bf16, state_dtype, seed and max_grad_norm can differ between param groups. The moments of
-    float16 and bfloat16 parameters are float32 by default. A loaded state keeps its dtype. torch's
-    states are converted to this optimizer's mode; those of another mode are refused, and must be
-    saved with :meth:`to_fp32_state_dict` instead.
+    bf16, state_dtype, seed, max_grad_norm and states_on can differ between param groups. The
+    moments of float16 and bfloat16 parameters are float32 by default. A loaded state keeps its
+    dtype. torch's states are converted to this optimizer's mode; those of another mode are refused,
+    and must be saved with :meth:`to_fp32_state_dict` instead.
 
     Raises:
-        ValueError: an argument out of range; a parameter in two groups; a parameter that another
-            optimizer steps in backward; ``in_backward`` with ``differentiable``.
+        OSError: no file can be made in ``states_on``, or there is no room for the states.
+        ValueError: an argument out of range; ``states_on`` is no folder; a parameter in two groups;
+            a parameter that another optimizer steps in backward; ``in_backward`` with
+            ``differentiable``.
         RuntimeError: in backward: a second gradient for a parameter in one step outside of
             :meth:`accumulate`; a sparse gradient. From :meth:`step`: a backward raised after it had
             stepped some parameters, and neither :meth:`zero_grad` nor :meth:`load_state_dict` was
@@ -91,6 +97,7 @@ class Adam(Native, torch.optim.Adam):
         state_dtype: torch.dtype | str | None = None,
         seed: int = 0,
         max_grad_norm: float | None = None,
+        states_on: str | os.PathLike[str] | None = None,
         clip_global_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         **options: Any,
@@ -109,6 +116,7 @@ class Adam(Native, torch.optim.Adam):
             state_dtype=state_dtype,
             seed=seed,
             max_grad_norm=max_grad_norm,
+            states_on=states_on,
             clip_global_norm=clip_global_norm,
             grad_scaler=grad_scaler,
         )

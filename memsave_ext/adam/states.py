@@ -10,7 +10,9 @@ from torch import Tensor
 
 from . import errors, formats
 from .blocks import made, scale_shape, takes_blocks
+from .dtensor import is_dtensor, local_tensor
 from .elements import real_type, zeros_like
+from .elsewhere import Place, put_state
 from .formats import COMPUTED, Codes, StateFormat, made_state_format, param_format_of
 from .rules import MOMENTUM, is_adam, rule_of
 
@@ -25,6 +27,18 @@ def make_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     It is empty where the rule and the formats need none. Steps are counted by Adam, for random
     bits, and where dampening leaves out the first one.
     """
+    place = group.get("states_on")
+    if place is None or is_dtensor(param):
+        return put_state(_state_of_zeros(param, group), group)
+    # No memory is taken for zeros that lie elsewhere.
+    on_meta = _state_of_zeros(torch.empty_like(param, device="meta"), group)
+    return {
+        name: place.zeros(like, param.device) if like.device.type == "meta" else like
+        for name, like in on_meta.items()
+    }
+
+
+def _state_of_zeros(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     rule, row = rule_of(group), made_state_format(param, group, takes_blocks(param))
     state = {}
     if needs_step(param, group, row) or (rule is MOMENTUM and group["dampening"] != 0):
@@ -39,6 +53,20 @@ def make_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     if (low_part := param_format_of(param, group).low_part) is not None:
         state["param_rest"] = zeros_like(param, low_part)
     return state
+
+
+def sizes_of_states(groups: Iterable[Mapping[str, Any]]) -> dict[Place, list[int]]:
+    """Returns the bytes of each tensor in the states to be made, by where they are to lie."""
+    sizes: dict[Place, list[int]] = {}
+    for group in groups:
+        if (place := group.get("states_on")) is None:
+            continue
+        for param in group["params"]:
+            if param.requires_grad:
+                like = torch.empty_like(local_tensor(param), device="meta")
+                zeros = _state_of_zeros(like, group).values()
+                sizes.setdefault(place, []).extend(tensor.nbytes for tensor in zeros)
+    return sizes
 
 
 def publish_states(

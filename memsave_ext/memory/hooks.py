@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..adam.elsewhere import Place, is_in_file
 from ..shared.modules import Modules, not_compiled
 from ..shared.tensors import plain_tensors
 from .events import GRADIENTS, OPTIMIZER_STATES, PARAMETERS
@@ -169,13 +170,18 @@ class Hooks:
                 for key, value in (state.items() if isinstance(state, dict) else ())
             ],
         )
+        places = {id(p): p for g in optimizer.param_groups if (p := g.get("states_on"))}
+        buffers = [b for p in places.values() if isinstance(p, Place) for b in p.buffers()]
+        number = self._names.number("buffer of states_on")
+        self._label(OPTIMIZER_STATES, [(buffer, number) for buffer in buffers])
 
     def _label(self, category: int, owners: Iterable[tuple[Any, int]]) -> None:
         tensors, names = [], []
         for value, name in owners:
             for tensor in plain_tensors(value):
-                tensors.append(tensor)
-                names.append(name)
+                if not is_in_file(tensor):  # states of states_on=, which take no memory
+                    tensors.append(tensor)
+                    names.append(name)
         self._tracker.label(tensors, category, names)
 
 

@@ -512,7 +512,9 @@ def _our_state(group: dict[str, Any], slots: Sequence[Slot]) -> list[Entry]:
             if alike not in known:
                 state = make_state(meta, group)
                 check(meta, meta.grad, state, group)
-                known[alike] = [(t.dtype, Amount(t.numel(), t.nbytes)) for t in state.values()]
+                place = group.get("states_on")
+                here = [t for t in state.values() if place is None or not place.takes(t.nbytes)]
+                known[alike] = [(t.dtype, Amount(t.numel(), t.nbytes)) for t in here]
             entries += [Entry("optimizer", slot.module, *one) for one in known[alike]]
     except (ValueError, RuntimeError) as error:
         raise _Unpredictable(str(error)) from error

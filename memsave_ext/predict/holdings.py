@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adam.dtensor import local_tensor
+from ..adam.elsewhere import is_in_file
 from ..shared.tensors import plain_tensors
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer")
@@ -161,7 +162,8 @@ class Inventory:
         for param, state in ({} if optimizer is None else optimizer.state).items():
             slot_of_param = self.slots.get(id(param))
             module = "" if slot_of_param is None else slot_of_param.module
-            tally.add("optimizer", module, state)
+            here = [tensor for tensor in plain_tensors(state) if not is_in_file(tensor)]
+            tally.add("optimizer", module, here)
         return holding_of(tally.entries())
 
     def _tally(self) -> Tally:

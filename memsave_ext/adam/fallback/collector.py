@@ -15,13 +15,14 @@ from torch import Tensor
 from ..._streams import current_stream, use_here
 from ...checkpoint.function import note_step
 from .. import dtensor, errors, modes
+from ..elsewhere import Place
 from ..norms import Scaling
 from ..precise import total
 from ..rules import is_complete
 from ..shards import sharding_of
 from ..states import StepPhase, check, check_dense, make_state, publish_states
 from . import hooks
-from .operator import Prepared, step, sum_of_squares
+from .operator import Prepared, of_batch, step, sum_of_squares
 from .records import Records
 
 
@@ -411,9 +412,27 @@ class Batch:
 
     def step(self, scaling: Scaling | None) -> None:
         prepared = self._collector.prepared(self._updates, folds=self._folds)
-        step(prepared, **({} if scaling is None else scaling._asdict()))
+        by = {} if scaling is None else scaling._asdict()
+        if all(p.group.get("states_on") is None for p in prepared):
+            step(prepared, **by)
+        else:
+            self._step_elsewhere(prepared, by)
         for p in prepared:
             self._collector.records.note(p, self._folds)
+
+    def _step_elsewhere(self, prepared: list[Prepared], scaling: dict[str, Any]) -> None:
+        """One after the other, so that no more than one has its states here."""
+        for i, p in enumerate(prepared):
+            place = p.group.get("states_on") or Place()
+            by = {name: of_batch(value, [i], len(prepared)) for name, value in scaling.items()}
+            try:
+                fetched = place.fetch(p.state)
+                step([p._replace(state=fetched.state)], **by)
+                fetched.write_back()
+            except BaseException:  # has it been stepped?
+                if (stepper := self._collector._stepper()) is not None:
+                    stepper.failed(1)
+                raise
 
 
 def _changeable(grad: Tensor) -> Tensor:

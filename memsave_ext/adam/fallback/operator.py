@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import NoneType
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from ..elements import plain, real
+from ..elsewhere import Place
 from ..formats import (
     PARAM_FORMATS,
     STATE_FORMATS,
@@ -64,11 +66,11 @@ def step(prepared: Iterable[Prepared], **scaling: Tensor | None) -> None:
     # A step is not differentiable, so autograd is skipped.
     with torch._C._AutoDispatchBelowAutograd():
         for places in alike(prepared):
-            of_batch = dict(scaling)
+            scaled = dict(scaling)
             for name in ("factor", "skip"):
-                of_batch[name] = _of_batch(scaling.get(name), places, len(prepared))
+                scaled[name] = of_batch(scaling.get(name), places, len(prepared))
             call = call_of([prepared[i] for i in places])
-            torch.ops.memsave_ext.adam_step_(*call[:-1], **call.shared, **of_batch)
+            torch.ops.memsave_ext.adam_step_(*call[:-1], **call.shared, **scaled)
 
 
 def sum_of_squares(grad: Tensor) -> Tensor:
@@ -117,6 +119,8 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
             _switch(group, name)
         if not 0 <= seed < 2**64 or not (norm is None or norm > 0):
             raise ValueError
+        if not isinstance(group.get("states_on"), (Place, NoneType)):
+            raise TypeError
         return {
             "rule": rule.name,
             "lr": 0.0 if on_device else _number(lr),
@@ -151,7 +155,7 @@ def _switch(group: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def _of_batch(values: Tensor | None, places: list[int], count: int) -> Tensor | None:
+def of_batch(values: Tensor | None, places: list[int], count: int) -> Tensor | None:
     """Returns the scalar for all, or the elements at these places of one for each of ``count``."""
     if values is None or values.numel() == 1 or len(places) == count:
         return values
