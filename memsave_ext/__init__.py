@@ -26,6 +26,7 @@ from .checkpoint import (
 from .loss_head import (
     LinearCrossEntropyLoss,
     linear_cross_entropy,
+    linear_log_probs,
     patch_causal_lm,
 )
 from .remat import remat, remat_module
@@ -53,6 +54,7 @@ __all__ = [
     "in_backward",
     "is_recomputing",
     "linear_cross_entropy",
+    "linear_log_probs",
     "memory",
     "patch_causal_lm",
     "patch_torch_checkpoint",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import operators
-from .reference import Options
+from .reference import Found, Options
 
 BLOCK = 256  # with as many classes, borders of chunks are borders of blocks of 8-bit states
 LARGEST = 8192
@@ -119,15 +119,18 @@ class Chunks:
         softcap = self.options.softcap or 0.0
         return indices, probabilities, weight, part.start, self.keep, self.spread, softcap
 
-    def loss(self) -> tuple[Tensor, Tensor]:
-        """Returns the loss, and for each token the coefficients of its gradient."""
+    def loss(self) -> tuple[Found, Tensor]:
+        """Returns what is found, and for each token the coefficients of its gradient."""
         of_blocks = []
         for tokens in self.blocks():
             sums = self.input.new_zeros((3, tokens.stop - tokens.start), dtype=self.wide)
             sums[0] = -torch.inf
             of_blocks.append(sums)
         totals = sums.new_zeros(self.tokens)  # of each token's distribution
+        best = _Best(totals) if self.options.predicted else None
         for chunk in self:
+            if best is not None:
+                best.add(chunk)
             operators.run("reduce_", of_blocks[chunk.block], chunk.logits, *chunk.distribution)
             if (probabilities := chunk.distribution[1]) is not None:
                 weight = 1.0 if self.weight is None else chunk.distribution[2]
@@ -158,7 +161,9 @@ class Chunks:
             loss, scale = losses if self.options.reduction == "none" else losses.sum(), counted
         # NaN where the softmax is: torch's gradients are then, of tokens that do not count, too.
         of_softmax = totals * scale + 0 * (maximum + log_sum)
-        return loss, torch.stack([maximum, log_sum, of_softmax, scale])
+        lse = maximum + log_sum if self.options.lse else None
+        found = Found(loss, lse, None if best is None else best.place)
+        return found, torch.stack([maximum, log_sum, of_softmax, scale])
 
     def gradients(
         self, coefficients: Tensor, needed: Sequence[bool], rows: Rows | None
@@ -195,6 +200,24 @@ class Chunks:
                 if chunk.block == len(blocks) - 1:
                     rows.step(chunk.classes.start, of_rows)
         return [None if of_input is None else of_input.to(self.given.dtype), of_weight, of_bias]
+
+
+class _Best:
+    """The class with the largest logit of each token, the first one of several. A cap keeps the
+    order of logits, so that they are compared without it."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.value = torch.full_like(like, -torch.inf)
+        self.place = torch.zeros_like(like, dtype=torch.int64)
+
+    def add(self, chunk: Chunk) -> None:
+        value, place = chunk.logits.max(1)
+        best = self.value[chunk.tokens]
+        larger = value > best
+        self.place[chunk.tokens] = torch.where(
+            larger, place + chunk.classes.start, self.place[chunk.tokens]
+        )
+        self.value[chunk.tokens] = torch.where(larger, value, best)
 
 
 class _Sum:

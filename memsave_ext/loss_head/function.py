@@ -12,7 +12,7 @@ from torch.overrides import has_torch_function
 from ..checkpoint import forward_records
 from . import head
 from .chunks import BLOCK, Settings, shape_of_chunk
-from .reference import Options, check, reference
+from .reference import Found, Options, check, reference
 
 _REDUCTIONS = "mean", "sum", "none"
 _DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -32,8 +32,10 @@ def linear_cross_entropy(
     softcap: float | None = None,
     chunk_size: int | None = None,
     loss_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    return_predicted: bool = False,
     debug: bool = False,
-) -> Tensor:
+) -> Any:
     """Compute ``cross_entropy(linear(input, linear_weight), target)`` without the logits.
 
     A drop-in for :func:`torch.nn.functional.linear_cross_entropy`, on every torch. It goes over the
@@ -54,16 +56,22 @@ def linear_cross_entropy(
             blocks where there are too many for that.
         loss_dtype: of the result. None: torch's, which for 16-bit inputs is theirs. torch.float32
             gives a loss of bfloat16 or float16 inputs as it was summed, without a rounding.
+        return_lse: also return the log-sum-exp of each token's logits, of the shape that losses
+            have with ``reduction="none"``, in float32 at least. It has a gradient:
+            ``loss + 1e-4 * lse.square().mean()`` is a loss with a z-loss.
+        return_predicted: also return the class of each token's largest logit, of that shape, int64:
+            ``(predicted == target).float().mean()`` is the accuracy.
         debug: warn in backward where the gradient of ``linear_weight`` is whole, and why.
 
     Returns:
-        The loss, in ``loss_dtype``. Sums are of float32 at least.
+        The loss, a tensor in ``loss_dtype``; or a tuple of it and of what else is asked for, in the
+        order of the arguments. Sums are of float32 at least.
 
     Raises:
         TypeError: something else is given for a tensor, as a module for its weight.
         RuntimeError, ValueError, IndexError: wrong arguments, as torch raises them.
     """
-    return loss_of(
+    found = loss_of(
         input,
         linear_weight,
         target,
@@ -75,11 +83,20 @@ def linear_cross_entropy(
         softcap=softcap,
         chunk_size=chunk_size,
         loss_dtype=loss_dtype,
+        return_lse=return_lse,
+        return_predicted=return_predicted,
         debug=debug,
     )
+    return as_asked(found)
 
 
-def loss_of(*tensors: Tensor, **options: Any) -> Tensor:
+def as_asked(found: Found) -> Any:
+    """Returns the loss, or a tuple with what else was asked for."""
+    asked = tuple(value for value in found if value is not None)
+    return asked if len(asked) > 1 else found.loss
+
+
+def loss_of(*tensors: Tensor, **options: Any) -> Found:
     """:func:`linear_cross_entropy`, with the arguments of what follows."""
     if torch.compiler.is_compiling():
         return _not_traced(*tensors, **options)
@@ -99,9 +116,11 @@ def _loss_of(
     softcap: float | None = None,
     chunk_size: int | None = None,
     loss_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    return_predicted: bool = False,
     debug: bool = False,
-) -> Tensor:
-    _check_tensors(input=input, linear_weight=linear_weight, target=target)
+) -> Found:
+    check_tensors(input=input, linear_weight=linear_weight, target=target)
     _check_tokens(input, target)
     given = check(input, linear_weight, target, linear_bias)
     has_probabilities = tuple(target.shape) == given
@@ -109,14 +128,15 @@ def _loss_of(
         raise RuntimeError("ignore_index cannot be specified when target contains probabilities")
     _check_own(softcap, chunk_size, loss_dtype)
     ignored = -100 if ignore_index is None else ignore_index
-    loss_options = Options(reduction, ignored, label_smoothing, softcap)
+    asked = return_lse, return_predicted
+    loss_options = Options(reduction, ignored, label_smoothing, softcap, *asked)
     tensors = (input, linear_weight, linear_bias, target, weight)
     if not _is_chunked(*tensors, loss_options, has_probabilities) or _divides_by_zero(
         target, weight, loss_options, has_probabilities
     ):
-        loss = reference(input, linear_weight, target, linear_bias, weight, loss_options)
-        return loss if loss_dtype is None else loss.to(loss_dtype)
-    if input.dim() == 1:
+        found = reference(input, linear_weight, target, linear_bias, weight, loss_options)
+        return found if loss_dtype is None else found._replace(loss=found.loss.to(loss_dtype))
+    if unbatched := input.dim() == 1:
         input, target = input[None], target[None]
     if not has_probabilities:
         _check_indices(target, linear_weight.shape[0], ignored)
@@ -127,12 +147,15 @@ def _loss_of(
     settings = Settings(
         loss_options, dtype, loss_dtype or as_torch, classes, tokens, _in_region(), debug
     )
-    loss = head.run(input, linear_weight, linear_bias, target, weight, settings)
-    return loss[0] if reduction == "none" and len(given) == 1 else loss
+    found = head.run(input, linear_weight, linear_bias, target, weight, settings)
+    if not unbatched:
+        return found
+    loss, *more = found
+    return Found(loss[0] if loss.dim() else loss, *(None if m is None else m[0] for m in more))
 
 
 # A compiled graph ends here and begins again: in it the chunks would be traced one by one.
-_not_traced: Callable[..., Tensor] = torch._disable_dynamo(_loss_of)  # type: ignore[attr-defined]
+_not_traced: Callable[..., Found] = torch._disable_dynamo(_loss_of)  # type: ignore[attr-defined]
 
 
 def _in_region() -> bool:
@@ -143,7 +166,7 @@ def _in_region() -> bool:
     return bool(region.recording or region.replay) or torch._C._current_graph_task_id() != -1
 
 
-def _check_tensors(**given: Any) -> None:
+def check_tensors(**given: Any) -> None:
     for name, value in given.items():
         if not isinstance(value, Tensor):
             more = ""

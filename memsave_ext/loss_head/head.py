@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import _leaves, _parts
 from .chunks import Chunks, Rows, Settings
-from .reference import reference
+from .reference import Found, reference
 
 _WEIGHT = 1  # the position of the weight among the inputs of Head
 
@@ -19,7 +19,7 @@ _WEIGHT = 1  # the position of the weight among the inputs of Head
 class Head(torch.autograd.Function):
     """Keeps the softmax's normalisation of each token; backward computes the logits again.
 
-    ``target`` has class indices (N), or probabilities (N, C).
+    ``target`` has class indices (N), or probabilities (N, C). Returns the fields of ``Found``.
     """
 
     @staticmethod
@@ -31,28 +31,37 @@ class Head(torch.autograd.Function):
         target: Tensor,
         weight: Tensor | None,
         settings: Settings,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        ctx.set_materialize_grads(False)
         with torch.autocast(input.device.type, enabled=False):
             chunks = Chunks(input, linear_weight, linear_bias, target, weight, settings)
-            loss, coefficients = chunks.loss()
+            found, coefficients = chunks.loss()
         ctx.save_for_backward(input, linear_weight, linear_bias, target, weight, coefficients)
         ctx.settings = settings
-        return loss.to(settings.result)
+        if found.predicted is not None:
+            ctx.mark_non_differentiable(found.predicted)
+        return found.loss.to(settings.result), found.lse, found.predicted
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: Any) -> Any:
         input, linear_weight, linear_bias, target, weight, coefficients = ctx.saved_tensors
         tensors = input, linear_weight, linear_bias, target, weight
         settings: Settings = ctx.settings
         needed = ctx.needs_input_grad[:3]
-        with torch.autocast(grad.device.type, enabled=False):
+        with torch.autocast(input.device.type, enabled=False):
             if torch.is_grad_enabled():
                 _explain(settings.debug, "backward makes a graph (create_graph=True)")
-                return *_differentiable(tensors, grad, settings, needed), None, None, None
+                grads = grad, grad_lse
+                return *_differentiable(tensors, grads, settings, needed), None, None, None
             coefficients = coefficients.clone()
-            if target.dim() == 1:  # a gradient that is not finite has no part where nothing counts
-                grad = torch.where(target != settings.options.ignore_index, grad, 0.0)
-            coefficients[2:] *= grad.to(coefficients.dtype)
+            if grad is None:
+                coefficients[2:] = 0
+            else:
+                if target.dim() == 1:  # one that is not finite has no part where nothing counts
+                    grad = torch.where(target != settings.options.ignore_index, grad, 0.0)
+                coefficients[2:] *= grad.to(coefficients.dtype)
+            if grad_lse is not None:  # its gradient is the softmax
+                coefficients[2] += grad_lse
             rows = _begin_rows(settings.in_region, settings.debug) if needed[_WEIGHT] else None
             chunks = Chunks(*tensors, settings)
             return *chunks.gradients(coefficients, needed, rows), None, None, None
@@ -65,23 +74,28 @@ def run(
     target: Tensor,
     weight: Tensor | None,
     settings: Settings,
-) -> Tensor:
+) -> Found:
     held = _leaves.hold_accumulators((input, linear_weight, linear_bias))
-    loss: Tensor = Head.apply(input, linear_weight, linear_bias, target, weight, settings)
+    found = Found(*Head.apply(input, linear_weight, linear_bias, target, weight, settings))
     del held
-    return loss
+    return found
 
 
 def _differentiable(
-    tensors: Sequence[Any], grad: Tensor, settings: Settings, needed: Sequence[bool]
+    tensors: Sequence[Any],
+    grads: Sequence[Tensor | None],
+    settings: Settings,
+    needed: Sequence[bool],
 ) -> list[Tensor | None]:
     """Returns gradients that have a graph: those of torch's operators, with all logits."""
     # Aliases: a path from one of the tensors to another is not a part of these gradients.
     aliases: list[Any] = [None if t is None else t.view_as(t) for t in tensors[:3]]
     wanted = [alias for alias, need in zip(aliases, needed, strict=True) if need]
     cast: list[Any] = [None if t is None else t.to(settings.dtype) for t in aliases]
-    loss = reference(cast[0], cast[1], tensors[3], cast[2], tensors[4], settings.options)
-    found = iter(torch.autograd.grad(loss, wanted, grad.to(loss.dtype), create_graph=True))
+    results = reference(cast[0], cast[1], tensors[3], cast[2], tensors[4], settings.options)
+    used: list[Any] = [(r, g) for r, g in zip(results[:2], grads, strict=True) if g is not None]
+    outputs, given = [r for r, _ in used], [g.to(r.dtype) for r, g in used]
+    found = iter(torch.autograd.grad(outputs, wanted, given, create_graph=True))
     return [next(found) if need else None for need in needed]
 
 
