@@ -26,6 +26,7 @@ from .checkpoint import (
 from .loss_head import (
     LinearCrossEntropyLoss,
     linear_cross_entropy,
+    linear_kl,
     linear_log_probs,
     patch_causal_lm,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "in_backward",
     "is_recomputing",
     "linear_cross_entropy",
+    "linear_kl",
     "linear_log_probs",
     "memory",
     "patch_causal_lm",

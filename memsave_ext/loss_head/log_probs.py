@@ -65,8 +65,7 @@ def linear_log_probs(
             f"and (...), got {tuple(input.shape)}, {tuple(linear_weight.shape)} and "
             f"{tuple(target.shape)}"
         )
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature must be a positive number, got {temperature!r}")
+    check_temperature(temperature)
     rows, linear_bias = scaled(
         input.reshape(target.numel(), input.shape[-1]), linear_bias, 1 / temperature
     )
@@ -86,6 +85,11 @@ def linear_log_probs(
     )
     lse, predicted = (None if v is None else v.view(target.shape) for v in found[1:])
     return as_asked(Found(-found.loss.view(target.shape), lse, predicted))
+
+
+def check_temperature(temperature: float) -> None:
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be a positive number, got {temperature!r}")
 
 
 def scaled(input: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
