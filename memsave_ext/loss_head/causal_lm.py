@@ -137,6 +137,17 @@ def _unwrapped(model: Any) -> Any:
             return model
 
 
+def _head_of(model: Any) -> Any:
+    """Returns the head, of peft's copies of it the one that is trained; None if there is none."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    head: Any = None if get_head is None else get_head()
+    copies = getattr(head, "modules_to_save", None)
+    if isinstance(copies, nn.ModuleDict):
+        active = [name for name in head.active_adapters if name in copies]
+        head = copies[active[0]] if len(active) == 1 else None
+    return head
+
+
 def _calls_its_loss(model: Any) -> bool:
     """Whether the forward, or one that it may call, names ``loss_function``."""
     forwards = [vars(base).get("forward") for base in type(model).__mro__]
@@ -157,8 +168,7 @@ class PatchedCausalLM:
     ) -> None:
         given, model = model, _unwrapped(model)
         name = f"patch_causal_lm: {type(model).__name__}"
-        get_head = getattr(model, "get_output_embeddings", None)
-        head = get_head() if get_head is not None else None
+        head = _head_of(model)
         if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
             raise TypeError(f"{name} has no linear layer as its output embeddings")
         if isinstance(getattr(vars(head).get("forward"), "__self__", None), PatchedCausalLM):
@@ -167,7 +177,10 @@ class PatchedCausalLM:
         if getattr(self._loss, "__name__", "") != "ForCausalLMLoss":
             raise TypeError(f"{name} has another loss than causal language models have")
         if getattr(model.config, "is_encoder_decoder", False):
-            raise TypeError(f"{name} is an encoder with a decoder, not a causal language model")
+            raise TypeError(
+                f"{name} is an encoder with a decoder, not a causal language model; call "
+                "linear_cross_entropy with its decoder's hidden states"
+            )
         if not _calls_its_loss(model):
             raise TypeError(
                 f"{name} computes its loss in forward, not by its loss_function, which alone can "
@@ -212,7 +225,7 @@ class PatchedCausalLM:
         with_labels = model.training and given.get("labels") is not None
         replica: Any = None if model is self._model else model  # of DataParallel
         if with_labels or replica is not None:
-            head = self._head if replica is None else replica.get_output_embeddings()
+            head = self._head if replica is None else _head_of(replica)
             self._calls[threading.get_ident()] = _Call(head, with_labels)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
