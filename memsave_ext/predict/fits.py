@@ -111,8 +111,9 @@ class Fits:
             )
             for row in self.rows
         ]
-        columns = ["means", "peak", f"in {format_bytes(self.budget)}", "largest batch", "cost"]
-        print_table(self._title(), columns, cells, file)
+        columns = ["means", "peak", "fits", "largest batch", "cost"]
+        title = f"{self._title()}, in a budget of {format_bytes(self.budget)}"
+        print_table(title, columns, cells, file)
         print(self._verdict(), file=file)
         for line in (*self._not_applied(), *self.hints):
             print(line, file=file)
