@@ -26,6 +26,8 @@ from .checkpoint import (
 from .loss_head import (
     LinearCrossEntropyLoss,
     linear_cross_entropy,
+    linear_kl,
+    linear_log_probs,
     patch_causal_lm,
 )
 from .remat import remat, remat_module
@@ -53,6 +55,8 @@ __all__ = [
     "in_backward",
     "is_recomputing",
     "linear_cross_entropy",
+    "linear_kl",
+    "linear_log_probs",
     "memory",
     "patch_causal_lm",
     "patch_torch_checkpoint",

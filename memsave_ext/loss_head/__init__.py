@@ -2,6 +2,14 @@
 
 from .causal_lm import patch_causal_lm
 from .function import linear_cross_entropy
+from .kl import linear_kl
+from .log_probs import linear_log_probs
 from .modules import LinearCrossEntropyLoss
 
-__all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy", "patch_causal_lm"]
+__all__ = [
+    "LinearCrossEntropyLoss",
+    "linear_cross_entropy",
+    "linear_kl",
+    "linear_log_probs",
+    "patch_causal_lm",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import threading
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +14,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .function import loss_of
+from .log_probs import scaled
+from .reference import Found
 
 
 def patch_causal_lm(
-    model: nn.Module, *, chunk_size: int | None = None, debug: bool = False
+    model: nn.Module,
+    *,
+    z_loss: float = 0.0,
+    outputs: Iterable[str] = (),
+    chunk_size: int | None = None,
+    debug: bool = False,
 ) -> PatchedCausalLM:
     """Let a causal language model of Hugging Face compute its loss without logits.
 
@@ -30,7 +38,15 @@ def patch_causal_lm(
         model: one that computes ``logits = head(hidden_states)``, where
             ``model.get_output_embeddings()`` returns the head, may scale them by a number and cap
             them by tanh, and computes their loss by ``model.loss_function``, as the models of
-            transformers do. May be wrapped by peft or ``torch.compile``.
+            transformers do, those for images and text, too. May be wrapped by peft or
+            ``torch.compile``.
+        z_loss: times the square of the log-sum-exp of a token's logits is added to its loss.
+        outputs: names of what the model's output has besides, where the loss is without logits.
+            ``"token_losses"``: in float32, 0 where a label is ignored, without the z-loss.
+            ``"lse"``: the log-sum-exp of the logits, in float32. ``"predicted_tokens"``: int64.
+            ``"token_accuracy"``: the share of the labels that are predicted; NaN of none. All but
+            the last have the labels' shape, ``(batch, tokens)``, and stand where the token is that
+            predicts, one before the label. The first two have gradients.
         chunk_size, debug: as in :func:`linear_cross_entropy`.
 
     Returns:
@@ -38,10 +54,20 @@ def patch_causal_lm(
 
     Raises:
         TypeError: the model has no linear head, or computes another loss.
+        ValueError: ``z_loss`` is negative or not finite, or ``outputs`` has another name.
         RuntimeError: it is patched already. In the first forward: the model does something else to
             its logits, or scales them by what is trained.
     """
-    return PatchedCausalLM(model, chunk_size, debug)
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss must be a number of 0 or more, got {z_loss!r}")
+    outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+    for name in outputs:
+        if name not in _OUTPUTS:
+            raise ValueError(f"outputs must be names of {', '.join(_OUTPUTS)}, got {name!r}")
+    return PatchedCausalLM(model, z_loss, outputs, chunk_size, debug)
+
+
+_OUTPUTS = "token_losses", "lse", "predicted_tokens", "token_accuracy"
 
 
 class _Call:
@@ -53,6 +79,7 @@ class _Call:
 
     def __init__(self, head: Any, with_labels: bool) -> None:
         self.head, self.with_labels = head, with_labels
+        self.outputs: dict[str, Tensor] = {}
 
     def stands_in(self, value: Any) -> bool:
         """Whether the value is the probe, or what the model has made of it."""
@@ -110,6 +137,17 @@ def _unwrapped(model: Any) -> Any:
             return model
 
 
+def _head_of(model: Any) -> Any:
+    """Returns the head, of peft's copies of it the one that is trained; None if there is none."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    head: Any = None if get_head is None else get_head()
+    copies = getattr(head, "modules_to_save", None)
+    if isinstance(copies, nn.ModuleDict):
+        active = [name for name in head.active_adapters if name in copies]
+        head = copies[active[0]] if len(active) == 1 else None
+    return head
+
+
 def _calls_its_loss(model: Any) -> bool:
     """Whether the forward, or one that it may call, names ``loss_function``."""
     forwards = [vars(base).get("forward") for base in type(model).__mro__]
@@ -120,11 +158,17 @@ def _calls_its_loss(model: Any) -> bool:
 class PatchedCausalLM:
     """What :func:`patch_causal_lm` has changed; :meth:`remove` restores it."""
 
-    def __init__(self, model: Any, chunk_size: int | None, debug: bool) -> None:
+    def __init__(
+        self,
+        model: Any,
+        z_loss: float,
+        outputs: tuple[str, ...],
+        chunk_size: int | None,
+        debug: bool,
+    ) -> None:
         given, model = model, _unwrapped(model)
         name = f"patch_causal_lm: {type(model).__name__}"
-        get_head = getattr(model, "get_output_embeddings", None)
-        head = get_head() if get_head is not None else None
+        head = _head_of(model)
         if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
             raise TypeError(f"{name} has no linear layer as its output embeddings")
         if isinstance(getattr(vars(head).get("forward"), "__self__", None), PatchedCausalLM):
@@ -133,13 +177,17 @@ class PatchedCausalLM:
         if getattr(self._loss, "__name__", "") != "ForCausalLMLoss":
             raise TypeError(f"{name} has another loss than causal language models have")
         if getattr(model.config, "is_encoder_decoder", False):
-            raise TypeError(f"{name} is an encoder with a decoder, not a causal language model")
+            raise TypeError(
+                f"{name} is an encoder with a decoder, not a causal language model; call "
+                "linear_cross_entropy with its decoder's hidden states"
+            )
         if not _calls_its_loss(model):
             raise TypeError(
                 f"{name} computes its loss in forward, not by its loss_function, which alone can "
                 "be replaced; call linear_cross_entropy with its hidden states"
             )
         self._model, self._head = model, head
+        self._z_loss, self._outputs = z_loss, outputs
         self._chunk_size, self._debug = chunk_size, debug
         self._signature = inspect.signature(model.forward)
         self._own_loss = vars(model).get("_loss_function")
@@ -177,7 +225,7 @@ class PatchedCausalLM:
         with_labels = model.training and given.get("labels") is not None
         replica: Any = None if model is self._model else model  # of DataParallel
         if with_labels or replica is not None:
-            head = self._head if replica is None else replica.get_output_embeddings()
+            head = self._head if replica is None else _head_of(replica)
             self._calls[threading.get_ident()] = _Call(head, with_labels)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -188,8 +236,13 @@ class PatchedCausalLM:
         if not call.loss:
             raise self._error("has not called its loss_function and its head in a forward")
         if isinstance(output, tuple):
+            if self._outputs:
+                raise self._error("returns a tuple, which has no place for outputs=")
             return tuple(None if call.stands_in(value) else value for value in output)
-        return type(output)(**{name: v for name, v in output.items() if name != "logits"})
+        made = type(output)(**{name: v for name, v in output.items() if name != "logits"})
+        for name, value in call.outputs.items():
+            made[name] = value
+        return made
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _run_head(self, hidden: Tensor) -> Tensor:
@@ -224,26 +277,47 @@ class PatchedCausalLM:
             return loss
         form = self._check(call, logits, vocab_size)
         hidden = call.hidden.reshape(-1, call.hidden.shape[-1])
-        bias: Tensor | None = call.head.bias
-        if form.scale != 1:
-            hidden, bias = hidden * form.scale, None if bias is None else bias * form.scale
+        hidden, bias = scaled(hidden, call.head.bias, form.scale)
         if shift_labels is None:  # tokens before n predict n
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        loss = loss_of(
+        target = shift_labels.reshape(-1).to(hidden.device)
+        found = loss_of(
             hidden,
             call.head.weight,
-            shift_labels.reshape(-1).to(hidden.device),
+            target,
             linear_bias=bias,
-            reduction="mean" if num_items_in_batch is None else "sum",
+            reduction="none",
             ignore_index=ignore_index,
             softcap=form.softcap,
             chunk_size=self._chunk_size,
             debug=self._debug,
-            loss_dtype=torch.float32,  # the models' own loss is that of logits cast to float32
+            loss_dtype=torch.promote_types(hidden.dtype, torch.float32),
+            return_lse=self._z_loss > 0 or "lse" in self._outputs,
+            return_predicted=bool({"predicted_tokens", "token_accuracy"} & {*self._outputs}),
         )
-        if isinstance(num_items_in_batch, Tensor):
-            num_items_in_batch = num_items_in_batch.to(loss.device)
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
+        counted = target != ignore_index
+        call.outputs = self._named(found, target, counted, shift_labels.shape)
+        losses = found.loss
+        if self._z_loss and found.lse is not None:
+            losses = losses + self._z_loss * torch.where(counted, found.lse, 0.0).square()
+        if num_items_in_batch is None:
+            num_items_in_batch = counted.sum()
+        elif isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(losses.device)
+        # The models' own loss is that of logits cast to float32.
+        return (losses.sum() / num_items_in_batch).float()
+
+    def _named(
+        self, found: Found, target: Tensor, counted: Tensor, shape: torch.Size
+    ) -> dict[str, Tensor]:
+        """Returns what the model's output has besides."""
+        of_tokens = {"token_losses": found.loss, "lse": found.lse}
+        of_tokens["predicted_tokens"] = found.predicted
+        named = {name: v.view(shape) for name, v in of_tokens.items() if v is not None}
+        if found.predicted is not None:
+            right = ((found.predicted == target) & counted).sum()
+            named["token_accuracy"] = right / counted.sum()
+        return {name: named[name] for name in self._outputs}
 
     def _check(self, call: _Call, logits: Tensor, vocab_size: int) -> _Form:
         """Returns how the model's logits are made. Looks at numbers once, since a GPU has to be

@@ -1,15 +1,12 @@
-"""The arithmetic of the loss and its gradients, chunk by chunk over the vocabulary."""
+"""The logits of a linear layer, chunk by chunk over the vocabulary, and its gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-from . import operators
-from .reference import Options
 
 BLOCK = 256  # with as many classes, borders of chunks are borders of blocks of 8-bit states
 LARGEST = 8192
@@ -18,11 +15,9 @@ FEWEST_TOKENS = 1024  # in a block, where tokens are cut into blocks
 
 
 class Settings(NamedTuple):
-    """What a call depends on beside its tensors."""
+    """How a call goes over its logits."""
 
-    options: Options
     dtype: torch.dtype  # of logits
-    result: torch.dtype  # of the loss
     classes: int  # in a chunk
     tokens: int  # in a chunk
     in_region: bool  # whether a checkpointed region is around the call
@@ -43,45 +38,37 @@ class Chunk(NamedTuple):
     block: int  # of tokens, counted from 0
     weight: Tensor  # (B, D), in the logits' type
     logits: Tensor  # (n, B) of the n tokens
-    distribution: tuple[Any, ...]  # the last arguments of both operators
 
 
-def shape_of_chunk(tokens: int, weight: Sequence[int], on_cuda: bool) -> tuple[int, int]:
+def shape_of_chunk(
+    tokens: int, weight: Sequence[int], on_cuda: bool, tensors: int = 1
+) -> tuple[int, int]:
     """Returns how many tokens and classes make a chunk of logits, and of the weight's gradient,
-    that together take about two fifths of the memory of a weight of this shape. On CUDA tokens are
-    cut into blocks where all of them would leave few classes."""
+    that together take about two fifths of the memory of a weight of this shape, where there are so
+    many ``tensors`` of a chunk's logits at once. On CUDA tokens are cut into blocks where all of
+    them would leave few classes."""
     classes, features = weight
     room = 2 * classes * features // 5
-    wanted = min(max(room // max(tokens + features, 1) // BLOCK * BLOCK, BLOCK), LARGEST)
+    wanted = room // max(tokens * tensors + features, 1) // BLOCK * BLOCK
+    wanted = min(max(wanted, BLOCK), LARGEST)
     if not on_cuda or wanted >= FEWEST_ON_CUDA:
         return tokens, wanted
-    fitting = max(room // FEWEST_ON_CUDA - features, FEWEST_TOKENS)
+    fitting = max((room // FEWEST_ON_CUDA - features) // tensors, FEWEST_TOKENS)
     blocks = max(-(-tokens // fitting), 1)
     return -(-tokens // blocks), FEWEST_ON_CUDA
 
 
 class Chunks:
-    """One pass over the chunks. ``target`` has class indices (N), or probabilities (N, C)."""
+    """One pass over the chunks, or several."""
 
     def __init__(
-        self,
-        input: Tensor,
-        linear_weight: Tensor,
-        linear_bias: Tensor | None,
-        target: Tensor,
-        weight: Tensor | None,
-        settings: Settings,
+        self, input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, settings: Settings
     ) -> None:
-        self.settings, self.options = settings, settings.options
+        self.settings = settings
         self.given, self.linear_weight, self.linear_bias = input, linear_weight, linear_bias
         self.input = input.to(settings.dtype)
         self.wide = torch.promote_types(settings.dtype, torch.float32)
-        self.weight = None if weight is None else weight.to(self.wide).contiguous()
         self.tokens, self.classes = input.shape[0], linear_weight.shape[0]
-        self.indices = target.contiguous() if target.dim() == 1 else None
-        self.probabilities = None if target.dim() == 1 else target
-        self.keep = 1 - self.options.label_smoothing
-        self.spread = self.options.label_smoothing / max(self.classes, 1)
 
     def blocks(self) -> list[slice]:
         """Those of tokens; one of none where there are no tokens."""
@@ -107,64 +94,13 @@ class Chunks:
                     torch.mm(self.input[tokens], weight.t(), out=logits)
                 else:
                     torch.addmm(bias, self.input[tokens], weight.t(), out=logits)
-                distribution = self._distribution(part, tokens)
-                yield Chunk(part, tokens, block, weight, logits, distribution)
-
-    def _distribution(self, part: slice, tokens: slice) -> tuple[Any, ...]:
-        probabilities = None
-        if self.probabilities is not None:
-            probabilities = self.probabilities[tokens, part].to(self.wide).contiguous()
-        weight = None if self.weight is None else self.weight[part]
-        indices = None if self.indices is None else self.indices[tokens]
-        softcap = self.options.softcap or 0.0
-        return indices, probabilities, weight, part.start, self.keep, self.spread, softcap
-
-    def loss(self) -> tuple[Tensor, Tensor]:
-        """Returns the loss, and for each token the coefficients of its gradient."""
-        of_blocks = []
-        for tokens in self.blocks():
-            sums = self.input.new_zeros((3, tokens.stop - tokens.start), dtype=self.wide)
-            sums[0] = -torch.inf
-            of_blocks.append(sums)
-        totals = sums.new_zeros(self.tokens)  # of each token's distribution
-        for chunk in self:
-            operators.run("reduce_", of_blocks[chunk.block], chunk.logits, *chunk.distribution)
-            if (probabilities := chunk.distribution[1]) is not None:
-                weight = 1.0 if self.weight is None else chunk.distribution[2]
-                totals[chunk.tokens] += ((self.keep * probabilities + self.spread) * weight).sum(1)
-        sums = torch.cat(of_blocks, 1) if len(of_blocks) > 1 else sums
-        maximum, log_sum, dot = sums[0], sums[1].log(), sums[2]
-        counted = torch.ones_like(totals)
-        share = counted
-        if self.indices is not None:
-            counted = (self.indices != self.options.ignore_index).to(self.wide)
-            share = counted
-            if self.weight is not None:
-                place = torch.where(counted != 0, self.indices, 0)
-                share = torch.where(counted != 0, self.weight[place], 0.0)
-            totals = self.keep * share
-            if self.spread:  # else an infinite weight of another class has no part
-                totals += self.spread * (self.classes if self.weight is None else self.weight.sum())
-        losses = totals * log_sum - (dot - totals * maximum)
-        # A sum of infinite parts, which all have the sign of `totals`.
-        losses = torch.where(totals.isinf(), totals + 0 * (maximum + log_sum), losses)
-        losses = torch.where(counted == 0, 0.0, losses)
-        if self.options.reduction == "mean":
-            count = share.sum()
-            loss, scale = losses.sum() / count, torch.where(counted == 0, 0.0, 1 / count)
-            if self.spread:  # torch divides the target's part by itself, too: 0 / 0 is NaN
-                loss = loss + 0 / count
-        else:
-            loss, scale = losses if self.options.reduction == "none" else losses.sum(), counted
-        # NaN where the softmax is: torch's gradients are then, of tokens that do not count, too.
-        of_softmax = totals * scale + 0 * (maximum + log_sum)
-        return loss, torch.stack([maximum, log_sum, of_softmax, scale])
+                yield Chunk(part, tokens, block, weight, logits)
 
     def gradients(
-        self, coefficients: Tensor, needed: Sequence[bool], rows: Rows | None
+        self, chunks: Iterable[Chunk], needed: Sequence[bool], rows: Rows | None
     ) -> list[Tensor | None]:
         """Returns the gradients of input, weight and bias; None where none is needed, and where
-        ``rows`` has stepped the weight."""
+        ``rows`` has stepped the weight. ``chunks``: all, with gradients in place of logits."""
         features = self.given.shape[1]
         of_input = of_weight = of_bias = piece = None
         if needed[0]:
@@ -174,12 +110,10 @@ class Chunks:
         if needed[2]:
             assert self.linear_bias is not None
             of_bias = torch.empty_like(self.linear_bias)
-        blocks = self.blocks()
-        of_blocks = [coefficients[:, tokens].contiguous() for tokens in blocks]
-        weight_sum, bias_sum = _Sum(len(blocks), self.wide), _Sum(len(blocks), self.wide)
-        for chunk in self:
+        blocks = len(self.blocks())
+        weight_sum, bias_sum = _Sum(blocks, self.wide), _Sum(blocks, self.wide)
+        for chunk in chunks:
             gradient, input = chunk.logits, self.input[chunk.tokens]
-            operators.run("gradient_", gradient, of_blocks[chunk.block], *chunk.distribution)
             if of_input is not None:
                 _add_product(of_input[chunk.tokens], gradient, chunk.weight)
             if of_bias is not None:
@@ -192,7 +126,7 @@ class Chunks:
                     piece = self.linear_weight.new_empty((gradient.shape[1], features))
                 of_rows = piece[: gradient.shape[1]]
                 weight_sum.add(of_rows, chunk.block, gradient.t(), input)
-                if chunk.block == len(blocks) - 1:
+                if chunk.block == blocks - 1:
                     rows.step(chunk.classes.start, of_rows)
         return [None if of_input is None else of_input.to(self.given.dtype), of_weight, of_bias]
 

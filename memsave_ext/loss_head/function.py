@@ -12,7 +12,7 @@ from torch.overrides import has_torch_function
 from ..checkpoint import forward_records
 from . import head
 from .chunks import BLOCK, Settings, shape_of_chunk
-from .reference import Options, check, reference
+from .reference import Found, Options, check, reference
 
 _REDUCTIONS = "mean", "sum", "none"
 _DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -32,8 +32,10 @@ def linear_cross_entropy(
     softcap: float | None = None,
     chunk_size: int | None = None,
     loss_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    return_predicted: bool = False,
     debug: bool = False,
-) -> Tensor:
+) -> Any:
     """Compute ``cross_entropy(linear(input, linear_weight), target)`` without the logits.
 
     A drop-in for :func:`torch.nn.functional.linear_cross_entropy`, on every torch. It goes over the
@@ -54,16 +56,22 @@ def linear_cross_entropy(
             blocks where there are too many for that.
         loss_dtype: of the result. None: torch's, which for 16-bit inputs is theirs. torch.float32
             gives a loss of bfloat16 or float16 inputs as it was summed, without a rounding.
+        return_lse: also return the log-sum-exp of each token's logits, of the shape that losses
+            have with ``reduction="none"``, in float32 at least. It has a gradient:
+            ``loss + 1e-4 * lse.square().mean()`` is a loss with a z-loss.
+        return_predicted: also return the class of each token's largest logit, of that shape, int64:
+            ``(predicted == target).float().mean()`` is the accuracy.
         debug: warn in backward where the gradient of ``linear_weight`` is whole, and why.
 
     Returns:
-        The loss, in ``loss_dtype``. Sums are of float32 at least.
+        The loss, a tensor in ``loss_dtype``; or a tuple of it and of what else is asked for, in the
+        order of the arguments. Sums are of float32 at least.
 
     Raises:
         TypeError: something else is given for a tensor, as a module for its weight.
         RuntimeError, ValueError, IndexError: wrong arguments, as torch raises them.
     """
-    return loss_of(
+    found = loss_of(
         input,
         linear_weight,
         target,
@@ -75,11 +83,20 @@ def linear_cross_entropy(
         softcap=softcap,
         chunk_size=chunk_size,
         loss_dtype=loss_dtype,
+        return_lse=return_lse,
+        return_predicted=return_predicted,
         debug=debug,
     )
+    return as_asked(found)
 
 
-def loss_of(*tensors: Tensor, **options: Any) -> Tensor:
+def as_asked(found: Found) -> Any:
+    """Returns the loss, or a tuple with what else was asked for."""
+    asked = tuple(value for value in found if value is not None)
+    return asked if len(asked) > 1 else found.loss
+
+
+def loss_of(*tensors: Tensor, **options: Any) -> Found:
     """:func:`linear_cross_entropy`, with the arguments of what follows."""
     if torch.compiler.is_compiling():
         return _not_traced(*tensors, **options)
@@ -99,43 +116,54 @@ def _loss_of(
     softcap: float | None = None,
     chunk_size: int | None = None,
     loss_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    return_predicted: bool = False,
     debug: bool = False,
-) -> Tensor:
-    _check_tensors(input=input, linear_weight=linear_weight, target=target)
+) -> Found:
+    check_tensors(input=input, linear_weight=linear_weight, target=target)
     _check_tokens(input, target)
     given = check(input, linear_weight, target, linear_bias)
     has_probabilities = tuple(target.shape) == given
     if has_probabilities and ignore_index is not None:
         raise RuntimeError("ignore_index cannot be specified when target contains probabilities")
-    _check_own(softcap, chunk_size, loss_dtype)
+    if loss_dtype is not None and loss_dtype not in _DTYPES:
+        allowed = ", ".join(str(dtype) for dtype in _DTYPES)
+        raise ValueError(f"loss_dtype must be one of {allowed} or None, got {loss_dtype!r}")
+    check_softcap("softcap", softcap)
+    check_chunk_size(chunk_size)
     ignored = -100 if ignore_index is None else ignore_index
-    loss_options = Options(reduction, ignored, label_smoothing, softcap)
+    asked = return_lse, return_predicted
+    loss_options = Options(reduction, ignored, label_smoothing, softcap, *asked)
     tensors = (input, linear_weight, linear_bias, target, weight)
     if not _is_chunked(*tensors, loss_options, has_probabilities) or _divides_by_zero(
         target, weight, loss_options, has_probabilities
     ):
-        loss = reference(input, linear_weight, target, linear_bias, weight, loss_options)
-        return loss if loss_dtype is None else loss.to(loss_dtype)
-    if input.dim() == 1:
+        found = reference(input, linear_weight, target, linear_bias, weight, loss_options)
+        return found if loss_dtype is None else found._replace(loss=found.loss.to(loss_dtype))
+    if unbatched := input.dim() == 1:
         input, target = input[None], target[None]
     if not has_probabilities:
         _check_indices(target, linear_weight.shape[0], ignored)
-    dtype, as_torch = _dtypes(input, target, weight)
+    dtype = logits_dtype(input)
     tokens, classes = shape_of_chunk(input.shape[0], linear_weight.shape, linear_weight.is_cuda)
     if chunk_size is not None:
         tokens, classes = input.shape[0], chunk_size
-    settings = Settings(
-        loss_options, dtype, loss_dtype or as_torch, classes, tokens, _in_region(), debug
+    settings = Settings(dtype, classes, tokens, in_region(), debug)
+    result = loss_dtype or _loss_dtype(input, target, weight)
+    found = head.run(
+        input, linear_weight, linear_bias, target, weight, settings, loss_options, result
     )
-    loss = head.run(input, linear_weight, linear_bias, target, weight, settings)
-    return loss[0] if reduction == "none" and len(given) == 1 else loss
+    if not unbatched:
+        return found
+    loss, *more = found
+    return Found(loss[0] if loss.dim() else loss, *(None if m is None else m[0] for m in more))
 
 
 # A compiled graph ends here and begins again: in it the chunks would be traced one by one.
-_not_traced: Callable[..., Tensor] = torch._disable_dynamo(_loss_of)  # type: ignore[attr-defined]
+_not_traced: Callable[..., Found] = torch._disable_dynamo(_loss_of)  # type: ignore[attr-defined]
 
 
-def _in_region() -> bool:
+def in_region() -> bool:
     """Whether the call is in the forward or the recompute of a checkpointed region."""
     if not torch.is_grad_enabled():  # there will be no backward of it
         return False
@@ -143,7 +171,7 @@ def _in_region() -> bool:
     return bool(region.recording or region.replay) or torch._C._current_graph_task_id() != -1
 
 
-def _check_tensors(**given: Any) -> None:
+def check_tensors(**given: Any) -> None:
     for name, value in given.items():
         if not isinstance(value, Tensor):
             more = ""
@@ -163,14 +191,12 @@ def _check_tokens(input: Tensor, target: Tensor) -> None:
         )
 
 
-def _check_own(
-    softcap: float | None, chunk_size: int | None, loss_dtype: torch.dtype | None
-) -> None:
-    if loss_dtype is not None and loss_dtype not in _DTYPES:
-        allowed = ", ".join(str(dtype) for dtype in _DTYPES)
-        raise ValueError(f"loss_dtype must be one of {allowed} or None, got {loss_dtype!r}")
+def check_softcap(name: str, softcap: float | None) -> None:
     if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
+        raise ValueError(f"{name} must be a positive number or None, got {softcap!r}")
+
+
+def check_chunk_size(chunk_size: int | None) -> None:
     if chunk_size is not None and (chunk_size <= 0 or chunk_size % BLOCK != 0):
         raise ValueError(
             f"chunk_size must be a positive multiple of {BLOCK} or None, got {chunk_size!r}"
@@ -191,21 +217,30 @@ def _is_chunked(
     Others are left to torch's operators: losses of several dimensions, subclasses, transforms of
     torch.func, gradients of targets, and whatever torch raises an error for.
     """
-    tensors = [t for t in (input, linear_weight, linear_bias, target, weight) if t is not None]
-    floats = [input, linear_weight] if linear_bias is None else [input, linear_weight, linear_bias]
     kind = target.is_floating_point() if has_probabilities else target.dtype == torch.int64
     return (
-        linear_weight.dim() == 2
+        layer_is_chunked(input, linear_weight, linear_bias, target, weight)
         and kind
         and (has_probabilities or target.shape == input.shape[:-1])
-        and all(t.dtype in _DTYPES and t.layout == torch.strided for t in floats)
-        and (_autocasts(input) or all(t.dtype == input.dtype for t in floats))
-        and all(t.device == input.device for t in tensors)
         and not target.requires_grad
         and (weight is None or _is_class_weight(weight, linear_weight.shape[0]))
         and options.reduction in _REDUCTIONS
         and 0 <= options.label_smoothing <= 1
+    )
+
+
+def layer_is_chunked(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, *others: Tensor | None
+) -> bool:
+    """Whether the chunks' arithmetic is defined for a layer's tensors, with others beside them."""
+    floats = [t for t in (input, linear_weight, linear_bias) if t is not None]
+    tensors = [*floats, *(t for t in others if t is not None)]
+    return (
+        linear_weight.dim() == 2
         and linear_weight.shape[0] > 0
+        and all(t.dtype in _DTYPES and t.layout == torch.strided for t in floats)
+        and (_autocasts(input) or all(t.dtype == input.dtype for t in floats))
+        and all(t.device == input.device for t in tensors)
         and not has_torch_function(tensors)
         and not torch._C._are_functorch_transforms_active()
     )
@@ -235,17 +270,21 @@ def _autocasts(input: Tensor) -> bool:
     return torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64
 
 
-def _dtypes(
-    input: Tensor, target: Tensor, weight: Tensor | None
-) -> tuple[torch.dtype, torch.dtype]:
-    """Returns the dtypes of the logits and of the loss."""
+def logits_dtype(input: Tensor) -> torch.dtype:
     if _autocasts(input):
-        return torch.get_autocast_dtype(input.device.type), torch.float32
+        return torch.get_autocast_dtype(input.device.type)
+    return input.dtype
+
+
+def _loss_dtype(input: Tensor, target: Tensor, weight: Tensor | None) -> torch.dtype:
+    """Returns torch's."""
+    if _autocasts(input):
+        return torch.float32
     result = input.dtype
     if target.is_floating_point():
         result = torch.promote_types(result, target.dtype)
         result = result if weight is None else torch.promote_types(result, weight.dtype)
-    return input.dtype, result
+    return result
 
 
 def _check_indices(target: Tensor, classes: int, ignored: int) -> None:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _leaves, _parts
-from .chunks import Chunks, Rows, Settings
-from .reference import reference
+from .chunks import Chunk, Chunks, Rows, Settings
+from .cross_entropy import CrossEntropy
+from .reference import Found, Options, reference
 
-_WEIGHT = 1  # the position of the weight among the inputs of Head
+_WEIGHT = 1  # the position of the weight among the inputs of Head, and of others like it
 
 
 class Head(torch.autograd.Function):
     """Keeps the softmax's normalisation of each token; backward computes the logits again.
 
-    ``target`` has class indices (N), or probabilities (N, C).
+    ``target`` has class indices (N), or probabilities (N, C). Returns the fields of ``Found``.
     """
 
     @staticmethod
@@ -31,31 +32,44 @@ class Head(torch.autograd.Function):
         target: Tensor,
         weight: Tensor | None,
         settings: Settings,
-    ) -> Tensor:
+        options: Options,
+        result: torch.dtype,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        tensors = input, linear_weight, linear_bias, target, weight
         with torch.autocast(input.device.type, enabled=False):
-            chunks = Chunks(input, linear_weight, linear_bias, target, weight, settings)
-            loss, coefficients = chunks.loss()
-        ctx.save_for_backward(input, linear_weight, linear_bias, target, weight, coefficients)
-        ctx.settings = settings
-        return loss.to(settings.result)
+            found, coefficients = CrossEntropy(*tensors, settings, options).loss()
+        ctx.save_for_backward(*tensors, coefficients)
+        ctx.settings, ctx.options = settings, options
+        if found.predicted is not None:
+            ctx.mark_non_differentiable(found.predicted)
+        return found.loss.to(result), found.lse, found.predicted
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: Any) -> Any:
         input, linear_weight, linear_bias, target, weight, coefficients = ctx.saved_tensors
         tensors = input, linear_weight, linear_bias, target, weight
-        settings: Settings = ctx.settings
-        needed = ctx.needs_input_grad[:3]
-        with torch.autocast(grad.device.type, enabled=False):
+        options: Options = ctx.options
+        none = (None,) * 5
+        with torch.autocast(input.device.type, enabled=False):
             if torch.is_grad_enabled():
-                _explain(settings.debug, "backward makes a graph (create_graph=True)")
-                return *_differentiable(tensors, grad, settings, needed), None, None, None
+
+                def results(*cast: Any) -> list[Tensor | None]:
+                    found = reference(cast[0], cast[1], target, cast[2], weight, options)
+                    return [found.loss, found.lse]
+
+                return *differentiable(ctx, results, tensors[:3], [grad, grad_lse]), *none
             coefficients = coefficients.clone()
-            if target.dim() == 1:  # a gradient that is not finite has no part where nothing counts
-                grad = torch.where(target != settings.options.ignore_index, grad, 0.0)
-            coefficients[2:] *= grad.to(coefficients.dtype)
-            rows = _begin_rows(settings.in_region, settings.debug) if needed[_WEIGHT] else None
-            chunks = Chunks(*tensors, settings)
-            return *chunks.gradients(coefficients, needed, rows), None, None, None
+            if grad is None:
+                coefficients[2:] = 0
+            else:
+                if target.dim() == 1:  # one that is not finite has no part where nothing counts
+                    grad = torch.where(target != options.ignore_index, grad, 0.0)
+                coefficients[2:] *= grad.to(coefficients.dtype)
+            if grad_lse is not None:  # its gradient is the softmax
+                coefficients[2] += grad_lse
+            chunks = CrossEntropy(*tensors, ctx.settings, options)
+            return *gradients(ctx, chunks, chunks.replaced(coefficients)), *none
 
 
 def run(
@@ -65,40 +79,59 @@ def run(
     target: Tensor,
     weight: Tensor | None,
     settings: Settings,
-) -> Tensor:
-    held = _leaves.hold_accumulators((input, linear_weight, linear_bias))
-    loss: Tensor = Head.apply(input, linear_weight, linear_bias, target, weight, settings)
+    options: Options,
+    result: torch.dtype,
+) -> Found:
+    tensors = input, linear_weight, linear_bias, target, weight
+    held = _leaves.hold_accumulators(tensors[:3])
+    found = Found(*Head.apply(*tensors, settings, options, result))
     del held
-    return loss
+    return found
 
 
-def _differentiable(
-    tensors: Sequence[Any], grad: Tensor, settings: Settings, needed: Sequence[bool]
+def gradients(ctx: Any, chunks: Chunks, replaced: Iterable[Chunk]) -> list[Tensor | None]:
+    """Returns those of input, weight and bias, or steps the weight's rows, in the backward of a
+    node whose first inputs these are. ``replaced``: chunks with gradients in place of logits."""
+    needed = ctx.needs_input_grad[:3]
+    rows = _begin_rows(ctx.settings) if needed[_WEIGHT] else None
+    return chunks.gradients(replaced, needed, rows)
+
+
+def differentiable(
+    ctx: Any,
+    results: Callable[..., Sequence[Tensor | None]],
+    tensors: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Returns gradients that have a graph: those of torch's operators, with all logits."""
+    """Returns gradients that have a graph, of input, weight and bias: those of torch's operators,
+    with all logits. ``results`` makes of these what the node's forward has made."""
+    settings: Settings = ctx.settings
+    _explain(settings.debug, "backward makes a graph (create_graph=True)")
+    needed = ctx.needs_input_grad[:3]
     # Aliases: a path from one of the tensors to another is not a part of these gradients.
-    aliases: list[Any] = [None if t is None else t.view_as(t) for t in tensors[:3]]
+    aliases: list[Any] = [None if t is None else t.view_as(t) for t in tensors]
     wanted = [alias for alias, need in zip(aliases, needed, strict=True) if need]
     cast: list[Any] = [None if t is None else t.to(settings.dtype) for t in aliases]
-    loss = reference(cast[0], cast[1], tensors[3], cast[2], tensors[4], settings.options)
-    found = iter(torch.autograd.grad(loss, wanted, grad.to(loss.dtype), create_graph=True))
+    used: list[Any] = [(r, g) for r, g in zip(results(*cast), grads, strict=True) if g is not None]
+    outputs, given = [r for r, _ in used], [g.to(r.dtype) for r, g in used]
+    found = iter(torch.autograd.grad(outputs, wanted, given, create_graph=True))
     return [next(found) if need else None for need in needed]
 
 
-def _begin_rows(in_region: bool, debug: bool) -> Rows | None:
+def _begin_rows(settings: Settings) -> Rows | None:
     """Begins the step of the weight of the node that autograd runs now.
 
     Returns None where its gradient has to be whole; ``debug`` warns why.
     """
     begun: Rows | str
-    if in_region:
+    if settings.in_region:
         begun = "the loss is inside of a checkpointed region"
     elif (native := _parts.native("adam")) is None:
         begun = "optimizers of memsave_ext run in pure Python"
     else:
         begun = native.begin_adam_rows(_WEIGHT)
     if isinstance(begun, str):
-        _explain(debug, begun)
+        _explain(settings.debug, begun)
         return None
     return begun
 
@@ -106,7 +139,7 @@ def _begin_rows(in_region: bool, debug: bool) -> Rows | None:
 def _explain(debug: bool, reason: str) -> None:
     if debug:
         warnings.warn(
-            f"memsave_ext: linear_cross_entropy: the gradient of linear_weight is whole: {reason}",
+            f"memsave_ext: loss head: the gradient of linear_weight is whole: {reason}",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )

@@ -70,7 +70,7 @@ class LinearCrossEntropyLoss(nn.Module):
         if self.out_features:  # else it is the parameter itself, which an optimizer can step
             weight = weight.view(self.num_classes, *self.out_features, self.linear.in_features)
             bias = None if bias is None else bias.view(self.num_classes, *self.out_features)
-        return linear_cross_entropy(
+        loss: Tensor = linear_cross_entropy(
             input,
             weight,
             target,
@@ -85,6 +85,7 @@ class LinearCrossEntropyLoss(nn.Module):
             loss_dtype=self.loss_dtype,
             debug=self.debug,
         )
+        return loss
 
     def extra_repr(self) -> str:
         names = "num_classes", "out_features", "reduction", "ignore_index", "label_smoothing"

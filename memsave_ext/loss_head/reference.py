@@ -9,6 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+class Found(NamedTuple):
+    """What a call finds; ``lse`` and ``predicted`` have the shape of losses that are not reduced.
+
+    ``lse`` is the logarithm of the sum of the exponentials of a token's logits, in float32 at
+    least, and ``predicted`` the class of the largest one; None where none is asked for.
+    """
+
+    loss: Tensor
+    lse: Tensor | None
+    predicted: Tensor | None
+
+
 class Options(NamedTuple):
     """What the loss depends on beside its tensors."""
 
@@ -16,6 +28,8 @@ class Options(NamedTuple):
     ignore_index: int
     label_smoothing: float
     softcap: float | None
+    lse: bool = False  # whether it is asked for
+    predicted: bool = False  # whether it is
 
 
 def reference(
@@ -25,7 +39,7 @@ def reference(
     linear_bias: Tensor | None,
     weight: Tensor | None,
     options: Options,
-) -> Tensor:
+) -> Found:
     """Differentiable as often as one likes. Raises torch's errors for wrong arguments."""
     classes, *dims = linear_weight.shape[:-1]
     flat = linear_weight.reshape(-1, linear_weight.shape[-1]) if dims else linear_weight
@@ -35,7 +49,7 @@ def reference(
         logits = logits.reshape(*input.shape[:-1], classes, *dims)
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
-    return F.cross_entropy(
+    loss = F.cross_entropy(
         logits,
         target,
         weight=weight,
@@ -43,6 +57,10 @@ def reference(
         ignore_index=options.ignore_index,
         label_smoothing=options.label_smoothing,
     )
+    of_class = input.dim() - 1  # the dimension of the classes
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    lse = logits.to(wide).logsumexp(of_class) if options.lse else None
+    return Found(loss, lse, logits.argmax(of_class) if options.predicted else None)
 
 
 def check(

@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 from ..shared.table import Text, as_text
 from .figures import Figures, untracked
-from .pictures.timeline import plot_track
+from .pictures.page import draw_track
 from .report import as_json, print_report
 
 
@@ -27,9 +27,20 @@ class Reported(Figures):
             return as_text(write, file)
 
     def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
-        """Draws the timeline: live bytes by category, the phases, the peak. Needs matplotlib."""
+        """Draws the timeline: live bytes by category, the phases, the peak.
+
+        Args:
+            path: the file to write. ``"timeline.html"`` is a page for a browser, in one file, which
+                says what is under the pointer and zooms; it needs bokeh. Other suffixes name the
+                format of a picture, which needs matplotlib.
+            title: printed above; None for one that names the device.
+
+        Raises:
+            ImportError: bokeh, or matplotlib, is not installed.
+            ValueError: matplotlib cannot write that format.
+        """
         with untracked():
-            plot_track(self, path, title=title)
+            draw_track(self, path, title=title)
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         """Returns all figures as plain numbers and strings; also written to ``path`` if given."""

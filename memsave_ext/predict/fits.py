@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import inspect
 import json
-import sys
+import os
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TextIO
 
@@ -23,7 +22,9 @@ from ..memory.events import CATEGORIES
 from ..memory.measure import Build
 from ..memory.subjects import UsageError, load
 from ..shared.checks import check_count
+from ..shared.progress import Progress
 from ..shared.table import Text, as_text, format_bytes, parse_bytes, print_table
+from .picture import plot_fits
 from .predict import device_of, predict
 from .techniques import ALL, Techniques
 
@@ -110,9 +111,8 @@ class Fits:
             )
             for row in self.rows
         ]
-        at = "" if self.batch is None else f", batch {self.batch}"
-        title = f"Predicted peaks of a training step on {self.device}{at}"
-        columns = ["means", "peak", f"in {format_bytes(self.budget)}", "largest batch", "cost"]
+        columns = ["means", "peak", "fits", "largest batch", "cost"]
+        title = f"{self._title()}, in a budget of {format_bytes(self.budget)}"
         print_table(title, columns, cells, file)
         print(self._verdict(), file=file)
         for line in (*self._not_applied(), *self.hints):
@@ -142,6 +142,24 @@ class Fits:
             f"{', '.join(parts)}. Its largest tensors: {', '.join(tensors)}."
         )
 
+    def plot(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
+        """Draws a bar for each combination, what its peak is made of, with the budget's line and
+        what it costs. Needs matplotlib.
+
+        Args:
+            path: the file to write, such as ``"fits.png"``; its suffix names the format.
+            title: printed above the picture; None for one that names the device and the batch.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: matplotlib cannot write that format.
+        """
+        plot_fits(self.rows, self.budget, path, self._title() if title is None else title)
+
+    def _title(self) -> str:
+        at = "" if self.batch is None else f", batch {self.batch}"
+        return f"Predicted peaks of a training step on {self.device}{at}"
+
     def to_json(self) -> dict[str, Any]:
         """Returns all fields as numbers, strings, lists and dicts."""
         return {**asdict(self), "cheapest": self.cheapest.name if self.cheapest else None}
@@ -154,6 +172,7 @@ def fits(
     batch: int = 1,
     device: torch.device | str = "cuda",
     every: bool = False,
+    progress: bool | None = None,
 ) -> Fits:
     """Predicts which techniques make a training step fit into ``budget``, the cheapest first, and
     stops at the first that does.
@@ -163,8 +182,7 @@ def fits(
     and 4-bit states, and for causal language models of Hugging Face the loss without logits. They
     are applied to what ``build`` made, in fakes alone; see :func:`predict` for how exact the peaks
     are.
-    A row whose step fails has the error as its reason. On a terminal progress is shown
-    on stderr, where tqdm is installed.
+    A row whose step fails has the error as its reason.
     On CUDA leave room beside the budget for what the context takes and for fragmentation.
 
     Args:
@@ -174,6 +192,8 @@ def fits(
         batch: the batch size whose peaks are shown, if ``build`` takes one.
         device: the device to predict for.
         every: whether what costs more than the first that fits is tried, too.
+        progress: whether to show on stderr what is tried now, with a bar where tqdm is installed;
+            None: where it is a terminal.
 
     Raises:
         TypeError, ValueError: an argument, or what ``build`` returned, is not as said above.
@@ -191,28 +211,19 @@ def fits(
         raise TypeError(f"fits: build must be a function, got {type(build).__name__}")
     sized = _takes_batch(build)
     rows, tops = [], {}
-    for techniques in _progress(ALL):
-        row, tops[techniques.name] = _row(
-            techniques, build, limit, batch if sized else None, chosen
-        )
-        if row.peak is not None or not techniques.loss_head:  # most models have no such head
-            rows.append(row)
-        if row.fits and not every:
-            break
+    with Progress("fits", len(ALL), progress) as shown:
+        for techniques in ALL:
+            shown.begin(techniques.name)
+            row, tops[techniques.name] = _row(
+                techniques, build, limit, batch if sized else None, chosen
+            )
+            if row.peak is not None or not techniques.loss_head:  # most models have no such head
+                rows.append(row)
+            if row.fits and not every:
+                break
+            shown.end()
     top = tops[_lowest(rows).name]
-    shown = batch if sized else None
-    return Fits(rows, limit, str(chosen), shown, top.largest, top.hints)
-
-
-def _progress(combinations: Iterable[Techniques]) -> Iterable[Techniques]:
-    if sys.stderr is None or not sys.stderr.isatty():
-        return combinations
-    try:
-        tqdm = importlib.import_module("tqdm").tqdm
-    except ImportError:
-        return combinations
-    shown: Iterable[Techniques] = tqdm(combinations, desc="means", leave=False, file=sys.stderr)
-    return shown
+    return Fits(rows, limit, str(chosen), batch if sized else None, top.largest, top.hints)
 
 
 class _Top(NamedTuple):
@@ -232,7 +243,7 @@ def _row(
         with warnings.catch_warnings():
             # That it cannot keep to the budget is what the row says.
             warnings.filterwarnings("ignore", "remat: the budget of")
-            return predict(techniques.applied(made, budget), device=device)
+            return predict(techniques.applied(made, budget), device=device, progress=False)
 
     try:
         step = predicted(batch)

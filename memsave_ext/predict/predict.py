@@ -17,6 +17,7 @@ from ..memory.hooks import Hooks, Names
 from ..memory.measure import Build, checked
 from ..memory.reported import Reported
 from ..shared.modules import Modules
+from ..shared.progress import Progress
 from .batch import from_batch
 from .distributed import built_alone, refuse_distributed
 from .tracker import FakeTracker
@@ -59,6 +60,7 @@ def predict(
     *,
     loss: Callable[[Any], torch.Tensor] | None = None,
     device: torch.device | str = "cpu",
+    progress: bool | None = None,
 ) -> PredictedStep:
     """Predicts the memory of a training step that follows a first one, which makes the states.
 
@@ -95,6 +97,8 @@ def predict(
             CPU, sizes are rounded up as CUDA's caching allocator does, all memory counts, also of
             batches, and torch's optimizers step as on CUDA. On the CPU, as for :func:`track`, of
             memory from before the step only the model's and the optimizer's counts.
+        progress: whether to show on stderr what runs now, with a bar where tqdm is installed; None:
+            where it is a terminal.
 
     The workspaces of kernels are added where they are known: of convolutions, attention and LSTMs
     on the CPU. cuBLAS's and cuDNN's, fragmentation, and what a CUDA context holds are not. Values
@@ -126,6 +130,8 @@ def predict(
         )
     tracker = FakeTracker(chosen)
     with ExitStack() as stack:
+        shown = stack.enter_context(Progress("predict", 3, progress))
+        shown.begin("what is built")
         stack.enter_context(torch.random.fork_rng(devices=[]))
         if chosen.type == "cuda":
             stack.enter_context(as_on_cuda())
@@ -142,12 +148,16 @@ def predict(
         stack.enter_context(masks_as_in_steps(tracker.storages.has_known_values))
         if chosen.type == "cuda":
             step_as_on_cuda(made)
+        shown.end()
+        shown.begin("first step")
         for _ in range(_first_steps(made)):
             step()
         if tracker.plans():
             # Where the first step makes states in its backward, it is not known to the byte which
             # of its moments they were there in. Later steps follow plans of one that had them.
             step()
+        shown.end()
+        shown.begin("the step")
         predicted = PredictedStep(tracker, chosen, model, made)
         predicted._follow(step)
     return predicted

@@ -64,13 +64,18 @@ class Text(str):
 def as_text(write: Callable[[TextIO], None], file: TextIO | None) -> Text:
     """Returns what ``write`` prints into the file it is given; also printed to ``file`` if given.
 
-    Tables are as wide as they may be in ``file``, or else where ``print`` shows the text.
+    Tables and sentences are as wide as they may be in ``file``, or else where ``print`` shows the
+    text.
     """
-    text = _Report(sys.stdout if file is None else file)
-    write(text)
+    report = _Report(sys.stdout if file is None else file)
+    write(report)
+    lines, width = report.getvalue().rstrip("\n").split("\n"), _width(report)
+    if width is not None:
+        lines = [part for line in lines for part in _broken(line.rstrip(), width)]
+    text = "\n".join(lines)
     if file is not None:
-        print(text.getvalue().rstrip("\n"), file=file)
-    return Text(text.getvalue().rstrip("\n"))
+        print(text, file=file)
+    return Text(text)
 
 
 class _Report(io.StringIO):
@@ -101,8 +106,8 @@ def print_table(
 ) -> None:
     """Prints a table. Columns of numbers are aligned to the right, except the first column.
 
-    Where it would be wider than the terminal, texts are broken into lines; if that is not enough,
-    the last columns follow below, beside the first column once more.
+    Where it would be wider than the terminal, names of columns are broken into lines, then texts;
+    if that is not enough, the last columns follow below, beside the first column once more.
 
     Args:
         title: printed above the table; empty for none.
@@ -157,6 +162,9 @@ def _parts(
 
     if width is None or total(range(count)) <= width:
         return [list(range(count))]
+    for i in range(count):  # names of columns that are wider than what is below them
+        word = max(map(len, table[0][i].split()), default=0)
+        widths[i] = max(word, *(len(row[i]) for row in table[1:]), 0)
     texts = [i for i in range(count) if not right[i] and widths[i] > _LEAST]
     while texts and total(range(count)) > width:
         widest = max(texts, key=lambda i: widths[i])

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import assert_equal, run_threads
 
 import memsave_ext as ms
@@ -167,6 +168,73 @@ def test_a_forward_that_raises_leaves_no_trace():
     assert model(input_ids=batch()["input_ids"]).logits.shape == (3, 8, 300)
 
 
+OUTPUTS = ["token_losses", "lse", "predicted_tokens", "token_accuracy"]
+
+
+def by_logits(model):
+    """Returns the outputs, and the mean of losses with a z-loss of 0.01, from the plain logits."""
+    logits = model(input_ids=batch()["input_ids"]).logits.float()
+    target = F.pad(batch()["labels"], (0, 1), value=-100)[:, 1:]
+    counted, lse = target != -100, logits.logsumexp(-1)
+    losses = F.cross_entropy(logits.mT, target, reduction="none")
+    predicted = logits.argmax(-1)
+    accuracy = (predicted == target)[counted].float().mean()
+    loss = (losses + 0.01 * lse.square())[counted].mean()
+    return loss, [losses, lse, predicted, accuracy]
+
+
+@every_model
+def test_z_loss_and_outputs_besides(make):
+    model = no_dropout(made(make))
+    weights = torch.rand(2, 3, 8)
+
+    def all_gradients(loss, outputs):
+        total = loss + (outputs[0] * weights[0]).sum() + (outputs[1] * weights[1]).sum()
+        return torch.autograd.grad(total, list(model.parameters()), allow_unused=True)
+
+    expected, right = by_logits(model)
+    expected_grads = all_gradients(expected, right)
+    patch = ms.patch_causal_lm(model, z_loss=0.01, outputs=OUTPUTS)
+    output = model(**batch())
+    found = [output[name] for name in OUTPUTS]
+    assert output.logits is None and output.lse is output["lse"]
+    torch.testing.assert_close(output.loss, expected)
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+    grads = all_gradients(output.loss, found)
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-3, atol=1e-5)
+    assert not {*OUTPUTS} & {*model(input_ids=batch()["input_ids"])}
+    with pytest.raises(RuntimeError, match="returns a tuple, which has no place for outputs="):
+        model(**batch(), return_dict=False)
+    patch.remove()
+    items = ms.patch_causal_lm(model, z_loss=0.01)
+    counted = (F.pad(batch()["labels"], (0, 1), value=-100)[:, 1:] != -100).sum()
+    loss = model(**batch(), num_items_in_batch=40).loss
+    torch.testing.assert_close(loss, expected * counted / 40)
+    items.remove()
+
+
+def test_outputs_of_16_bits_and_under_autocast_are_float32():
+    model = no_dropout(made(llama))
+    _, right = by_logits(model)
+    ms.patch_causal_lm(model, outputs="token_losses")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [model(**batch())]
+    found.append(model.bfloat16()(**batch()))
+    for output in found:
+        assert output.loss.dtype == output.token_losses.dtype == torch.float32
+        torch.testing.assert_close(output.token_losses, right[0], rtol=0.02, atol=0.02)
+
+
+def test_wrong_options():
+    model = made(llama)
+    with pytest.raises(ValueError, match="outputs must be names of token_losses.*got 'logits'"):
+        ms.patch_causal_lm(model, outputs=["lse", "logits"])
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="z_loss must be a number of 0 or more"):
+            ms.patch_causal_lm(model, z_loss=wrong)
+    assert model(**batch()).logits is not None
+
+
 @every_model
 def test_labels_that_are_all_ignored(make):
     model = no_dropout(made(make))
@@ -281,7 +349,7 @@ def test_rows_of_a_head_of_its_own_are_stepped(recwarn):
     ms.patch_causal_lm(model, debug=True)
     model(**batch()).loss.backward()
     optimizer.step()
-    assert not [w for w in recwarn if "linear_cross_entropy" in str(w.message)]
+    assert not [w for w in recwarn if "linear_weight is whole" in str(w.message)]
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")

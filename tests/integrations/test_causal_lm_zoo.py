@@ -81,6 +81,13 @@ CAUSAL_LMS = {
     "nanochat": SIZES,
     "bert": {**MHA, "is_decoder": True},
 }  # fmt: skip
+TEXT = {**SIZES, "head_dim": 8}
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 16, "patch_size": 8, "depth": 1, "embed_dim": 16, "num_heads": 2,
+}  # fmt: skip
+WITH_IMAGES = ["llava", "idefics3", "internvl", "mistral3", "gemma3", "paligemma", "mllama",
+               "qwen2_5_vl", "qwen3_vl"]  # fmt: skip
 WIDTHS = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 2, "vocab_size": 64,
           "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
           "decoder_attention_heads": 4, "decoder_start_token_id": 0, **PADDING}  # fmt: skip
@@ -102,12 +109,14 @@ def made(kind, sizes, auto="AutoModelForCausalLM"):
     return model
 
 
-def step(model):
-    ids = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(1))
-    labels = ids.clone()
+IDS = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(1))
+
+
+def step(model, **more):
+    labels = IDS.clone()
     labels[0, :3] = -100
     torch.manual_seed(2)
-    output = model(input_ids=ids, labels=labels)
+    output = model(**{"input_ids": IDS, "labels": labels, **more})
     output.loss.backward()
     return output, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -134,6 +143,42 @@ def test_same_gradients(kind):
         scale = max(right.abs().max().item(), 1e-3)
         rtol = 1e-5 if kind in FLOAT32 else 1e-9
         torch.testing.assert_close(found[name], right, rtol=rtol, atol=rtol * scale)
+
+
+def with_images(kind):
+    """A model for images and text, whose sizes are those of its two small parts."""
+    parts = {}
+    for name in ("text_config", "vision_config"):
+        part = getattr(transformers.AutoConfig.for_model(kind), name)
+        sizes = dict(TEXT if name == "text_config" else VISION)
+        if hasattr(part, "out_hidden_size"):
+            sizes["out_hidden_size"] = 32
+        if kind.startswith("qwen") and name == "text_config":
+            sizes["rope_parameters"] = {"rope_type": "default", "mrope_section": [2, 1, 1]}
+        parts[name] = {"model_type": part.model_type, **sizes}
+    tokens = {"image_token_id": 60, "image_token_index": 60, "video_token_id": 61}
+    return made(kind, {**parts, **tokens}, "AutoModelForImageTextToText")
+
+
+@pytest.mark.parametrize("kind", WITH_IMAGES if _native.module is not None else ["llava"])
+def test_models_for_images_and_text(kind):
+    model = with_images(kind)
+    more = {}
+    if kind == "llava":  # with its images, of four tokens each
+        more = {"pixel_values": torch.rand(2, 3, 16, 16).double(), "input_ids": IDS.clone()}
+        more["input_ids"][:, 1:5] = 60
+    if kind in ("gemma3", "paligemma"):
+        more = {"token_type_ids": torch.zeros_like(IDS)}
+    patched = copy.deepcopy(model)
+    ms.patch_causal_lm(patched)
+    (plain, expected), (output, found) = step(model, **more), step(patched, **more)
+    assert output.logits is None and plain.logits is not None
+    torch.testing.assert_close(output.loss, plain.loss)
+    assert found.keys() == expected.keys()
+    assert any("vision" in name for name in found) == (kind == "llava")
+    for name, right in expected.items():  # the models' own loss is that of float32 logits
+        scale = max(right.abs().max().item(), 1e-3)
+        torch.testing.assert_close(found[name], right, rtol=1e-5, atol=1e-5 * scale)
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart", "marian"])
@@ -241,7 +286,9 @@ def test_compiled(order):
         assert step(compiled)[0].logits is not None
 
 
-@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["embed_tokens"]}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, *({"modules_to_save": [name]} for name in ("embed_tokens", "lm_head"))], ids=str
+)
 def test_peft(options):
     peft = library("peft")
     results = []

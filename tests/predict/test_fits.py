@@ -1,6 +1,8 @@
 """memory.fits(): which means make a step fit, and how large its batch can be."""
 
+import dataclasses
 import json
+import sys
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 
 import memsave_ext as ms
 from memsave_ext.memory.__main__ import main
+from memsave_ext.predict import picture
 from memsave_ext.predict.techniques import blocks_of
 
 
@@ -278,13 +281,69 @@ def test_grad_scalers_in_every_row():
     assert len(found.rows) == 14
 
 
-def test_progress_is_shown_on_a_terminal(capsys, monkeypatch):
-    pytest.importorskip("tqdm")
-    ms.memory.fits(build, "1GB")
-    assert capsys.readouterr().err == ""
+@pytest.mark.parametrize("with_tqdm", [True, False], ids=["tqdm", "a line"])
+def test_progress_is_shown_on_a_terminal_or_when_asked_for(capsys, monkeypatch, with_tqdm):
+    if with_tqdm:
+        pytest.importorskip("tqdm")
+    else:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    predict = ms.memory.predict
+
+    def shown(**options):
+        ms.memory.fits(build, "1GB", **options)
+        of_fits = capsys.readouterr().err
+        predict(build, **options)
+        return of_fits, capsys.readouterr().err
+
+    assert shown() == ("", "")
+    asked = shown(progress=True)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    ms.memory.fits(build, "1GB")
-    assert "means" in capsys.readouterr().err
+    assert shown(progress=False) == ("", "")
+    for found in (asked, shown()):
+        assert "fits" in found[0] and "as built" in found[0] and "predict" not in found[0]
+        assert "predict" in found[1] and "first step" in found[1]
+        for text in found:
+            last = text.rsplit("\r", 2)[-2:]
+            assert not "".join(last).strip(), "nothing is left of it"
+
+
+def test_progress_of_a_step_that_raises_is_gone(capsys):
+    with pytest.raises(ValueError, match="of the user's own"):
+        ms.memory.fits(failing, "1GB", progress=True)
+    assert not capsys.readouterr().err.rpartition("\r")[2].strip()
+
+
+def test_a_picture_has_a_bar_for_each_means_and_the_budget(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(picture, "save", lambda figure, path: drawn.append(figure))
+    found = every(lambda: of_batch(256, torch.optim.SGD), "2300KB")
+    found.plot(tmp_path / "fits.png")
+    found.plot(tmp_path / "fits.png", title="Of a title")
+    dataclasses.replace(found, budget=24 * 10**9).plot(tmp_path / "fits.png")
+    axes, titled, far = (figure.axes[0] for figure in drawn)
+    names = [label.get_text().replace("\n", " ") for label in axes.get_yticklabels()]
+    assert names == [row.name for row in found.rows]
+    for place, row in enumerate(found.rows):
+        bars = [b for b in axes.patches if round(b.get_y() + b.get_height() / 2) == place]
+        assert sum(bar.get_width() for bar in bars) == (row.peak or 0)
+    (line,) = [line for line in axes.lines if line.get_gid() == "budget"]
+    assert {*line.get_xdata()} == {2_300_000} == {found.budget}
+    texts = "\n".join(text.get_text().replace("\n", " ") for text in axes.texts)
+    assert "fits; costs a forward more" in texts and "does not fit; costs nothing" in texts
+    assert "does not apply: the optimizer is SGD, not Adam or AdamW" in texts
+    assert axes.get_title("left") == "Predicted peaks of a training step on cuda"
+    assert titled.get_title("left") == "Of a title"
+    assert not [line for line in far.lines if line.get_gid() == "budget"]
+    assert "budget: 22.4 GiB, far to the right" in str(
+        [text.get_text() for text in far.get_legend().get_texts()]
+    )
+
+
+def test_a_picture_is_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    ms.memory.fits(build, "1GB").plot(tmp_path / "fits.png")
+    assert (tmp_path / "fits.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_arguments_are_named_in_errors():

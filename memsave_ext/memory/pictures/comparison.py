@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...shared.axes import bytes_axis, new_figure, save, seconds_axis
@@ -88,26 +88,34 @@ def _draw_times(axes: Axes, rows: Sequence[Row], styles: Sequence[dict[str, Any]
 
 def _draw_peaks(axes: Axes, rows: Sequence[Row]) -> None:
     """Draws what each peak is made of as a bar for each variant."""
-    names = [_broken(row.name, 18) for row in rows]
-    ends = [0] * len(rows)
-    for category in CATEGORIES:
-        sizes = [row.at_peak[category] for row in rows]
-        if any(sizes):
-            style: dict[str, Any] = {"color": COLOURS[category], "label": category, "height": 0.6}
-            axes.barh(range(len(rows)), sizes, left=ends, **style)
-            ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+    largest = draw_bars(axes, [_broken(row.name, 18) for row in rows], [r.at_peak for r in rows])
     for place, row in enumerate(rows):
         ratio = f" ({row.peak / rows[0].peak:.2f}\N{MULTIPLICATION SIGN})" if rows[0].peak else ""
         axes.text(row.peak, place, f" {format_bytes(row.peak)}{ratio}", fontsize=9, va="center")
-    axes.set_yticks(range(len(rows)), names, fontsize=9)
-    axes.invert_yaxis()  # puts the first variant on top
-    axes.set_xlim(0, 1.6 * max(1, *ends))  # room for the figures
-    bytes_axis(axes.xaxis, max(1, *ends), "peak memory")
+    axes.set_xlim(0, 1.6 * largest)  # room for the figures
+    bytes_axis(axes.xaxis, largest, "peak memory")
     # Below: beside the axes it would be among the figures of the bars.
     below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 3}
     axes.legend(frameon=False, fontsize=9, **below)
+
+
+def draw_bars(axes: Axes, names: Sequence[str], peaks: Sequence[Mapping[str, int]]) -> int:
+    """Draws what each peak is made of, in bytes by category, as a bar, the first one on top.
+
+    Returns the bytes of the longest, 1 at least.
+    """
+    ends = [0] * len(peaks)
+    for category in CATEGORIES:
+        sizes = [peak.get(category, 0) for peak in peaks]
+        if any(sizes):
+            style: dict[str, Any] = {"color": COLOURS[category], "label": category, "height": 0.6}
+            axes.barh(range(len(peaks)), sizes, left=ends, **style)
+            ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+    axes.set_yticks(range(len(names)), names, fontsize=9)
+    axes.set_ylim(len(names) - 0.5, -0.5)
     _tidy(axes)
     axes.grid(visible=False, axis="y")
+    return max(1, *ends)
 
 
 def _broken(text: str, width: int) -> str:

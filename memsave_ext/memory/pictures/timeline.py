@@ -31,7 +31,7 @@ COLOURS = {
     "other": "#BBBBBB",
 }
 # Phases differ in lightness, and recomputes in their hatching.
-_PHASES: dict[str, dict[str, Any]] = {
+PHASE_STYLES: dict[str, dict[str, Any]] = {
     "other": {"facecolor": "#F4F4F4", "edgecolor": "#BBBBBB"},
     "forward": {"facecolor": "#D5D5D5", "edgecolor": "#D5D5D5"},
     "backward": {"facecolor": "#7F7F7F", "edgecolor": "#7F7F7F"},
@@ -41,7 +41,7 @@ _PHASES: dict[str, dict[str, Any]] = {
 }
 _LIGHT = ("other", "forward")
 _POINTS = 4000  # more than a picture has pixels across
-_STEPS = 30  # more steps than this are drawn as one bar each
+MOST_STEPS = 30  # more steps than this are drawn as one bar each
 _GAP = 0.02  # width of a gap, as a fraction of the time that is drawn
 _STRIP = 0.05  # height of the strip of phases, as a fraction of that of the axes
 
@@ -56,11 +56,11 @@ def plot_track(track: Figures, path: str | os.PathLike[str], *, title: str | Non
     figure = new_figure((11, 5))
     axes = figure.add_subplot()
     draw_timeline(axes, track.timeline, timed=track.timed)
-    axes.set_title(_title(track) if title is None else title, loc="left", fontsize=11)
+    axes.set_title(title_of(track) if title is None else title, loc="left", fontsize=11)
     save(figure, path)
 
 
-def _title(track: Figures) -> str:
+def title_of(track: Figures) -> str:
     steps = len(track.steps)
     over = f", {steps} training step{'' if steps == 1 else 's'}" if steps else ""
     return f"Live memory on {track.device}{over}"
@@ -92,9 +92,9 @@ def draw_timeline(
         axes.text(0.5, 0.5, "nothing was allocated", ha="center", transform=axes.transAxes)
         axes.set_axis_off()
         return
-    many = len(timeline.step.unique()) > _STEPS
-    timeline = step_peaks(timeline) if many else thin(timeline, _POINTS)
-    time = _places(timeline)
+    many = has_many_steps(timeline)
+    timeline = reduced(timeline)
+    time = places(timeline)
     peak = peak_row(timeline)
     axes.set_xlim(time[0], time[-1])
     axes.set_ylim(0, top or 1.2 * max(int(timeline.live[peak].sum()), 1))
@@ -118,7 +118,17 @@ def draw_timeline(
         )
 
 
-def _places(timeline: Timeline) -> list[float]:
+def has_many_steps(timeline: Timeline) -> bool:
+    """Whether the course of each step could not be seen."""
+    return len(timeline.step.unique()) > MOST_STEPS
+
+
+def reduced(timeline: Timeline) -> Timeline:
+    """Returns the rows that are drawn: those that can be seen, or one for each of many steps."""
+    return step_peaks(timeline) if has_many_steps(timeline) else thin(timeline, _POINTS)
+
+
+def places(timeline: Timeline) -> list[float]:
     """Returns where each row begins on the x axis, and where the last one ends.
 
     A row begins at its time, less the time that gaps before it leave out. When a timeline ends is
@@ -159,10 +169,10 @@ def _draw_phases(axes: Axes, timeline: Timeline, time: list[float], timed: bool)
 
     strip = below(axes, _STRIP)
     spans: dict[str, list[tuple[float, float]]] = {}
-    for phase, start, end in _runs(timeline, time):
+    for phase, start, end in runs(timeline, time):
         spans.setdefault(phase, []).append((start, end - start))
     for phase, of_phase in spans.items():
-        style = _PHASES[phase]
+        style = PHASE_STYLES[phase]
         strip.broken_barh(of_phase, (0, 1), linewidth=0, label=phase, **style)
         for start, width in of_phase:
             if width > 0.07 * (time[-1] - time[0]):
@@ -181,7 +191,7 @@ def _draw_phases(axes: Axes, timeline: Timeline, time: list[float], timed: bool)
             spans.get(phase, []),
             (0, 1),
             transform=axes.get_xaxis_transform(),
-            facecolor=_PHASES[phase]["facecolor"],
+            facecolor=PHASE_STYLES[phase]["facecolor"],
             linewidth=0,
             alpha=0.12,
             zorder=0.5,
@@ -191,14 +201,16 @@ def _draw_phases(axes: Axes, timeline: Timeline, time: list[float], timed: bool)
     else:
         strip.set_xticks([], [])
         strip.set_xlabel("allocations and frees, in their order")
-    return [Patch(**_PHASES[phase], label=_legend(phase)) for phase in PHASES if phase in spans]
+    return [
+        Patch(**PHASE_STYLES[phase], label=phase_name(phase)) for phase in PHASES if phase in spans
+    ]
 
 
-def _legend(phase: str) -> str:
+def phase_name(phase: str) -> str:
     return "no phase" if phase == "other" else phase  # "other" is also the name of a category
 
 
-def _runs(timeline: Timeline, time: list[float]) -> Iterator[tuple[str, float, float]]:
+def runs(timeline: Timeline, time: list[float]) -> Iterator[tuple[str, float, float]]:
     """Yields each run of a phase with its start and end on the x axis; gaps belong to no phase."""
     phase = timeline.phase.tolist()
     gaps = set(timeline.gaps)

@@ -1,0 +1,99 @@
+"""The log-probabilities of chosen tokens, of which losses of preferences and policies are made."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .function import as_asked, check_tensors, loss_of
+from .reference import Found
+
+
+def linear_log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    return_lse: bool = False,
+    return_predicted: bool = False,
+    debug: bool = False,
+) -> Any:
+    """Compute ``log_softmax(linear(input, linear_weight))`` at the target of each token, without
+    the logits, forward and backward::
+
+        log_probs = ms.linear_log_probs(hidden[:, :-1], head.weight, ids[:, 1:])
+        log_probs.sum(1)  # of each sequence
+
+    It is the :func:`linear_cross_entropy` of each token with its sign turned, and what is said
+    there of chunks and of rows that are stepped holds here, too.
+
+    Args:
+        input: ``(..., in_features)``, such as hidden states ``(batch, tokens, in_features)``.
+        linear_weight: ``(C, in_features)``, of the C classes: the head's.
+        target: ``(...)``, the class of each token, int64.
+        linear_bias: ``(C)``.
+        ignore_index: tokens of this target have a log-probability of 0 and no gradient.
+        softcap: logits are ``softcap * tanh(logits / softcap)``, as in Gemma. None: they stay.
+        temperature: logits, capped ones where there is a cap, are divided by it. For a model that
+            multiplies its logits by a number, ``1 / number``.
+        chunk_size, debug: as in :func:`linear_cross_entropy`.
+        return_lse: also return the log-sum-exp of each token's logits, which has a gradient.
+        return_predicted: also return the class of each token's largest logit, int64.
+
+    Returns:
+        The log-probabilities ``(...)``, in float32, or in float64 for inputs of it; or a tuple of
+        them and of what else is asked for, of their shape, in the order of the arguments.
+
+    Raises:
+        TypeError: something else is given for a tensor, as a module for its weight.
+        ValueError: shapes do not fit each other; ``temperature``, ``softcap`` or ``chunk_size`` is
+            not allowed.
+        RuntimeError, IndexError: other wrong arguments, as torch raises them.
+    """
+    check_tensors(input=input, linear_weight=linear_weight, target=target)
+    if linear_weight.dim() != 2 or input.shape != (*target.shape, linear_weight.shape[1]):
+        raise ValueError(
+            "input, linear_weight and target must have shapes (..., in_features), (C, in_features) "
+            f"and (...), got {tuple(input.shape)}, {tuple(linear_weight.shape)} and "
+            f"{tuple(target.shape)}"
+        )
+    check_temperature(temperature)
+    rows, linear_bias = scaled(
+        input.reshape(target.numel(), input.shape[-1]), linear_bias, 1 / temperature
+    )
+    found = loss_of(
+        rows,
+        linear_weight,
+        target.reshape(-1),
+        linear_bias=linear_bias,
+        reduction="none",
+        ignore_index=ignore_index,
+        softcap=None if softcap is None else softcap / temperature,
+        chunk_size=chunk_size,
+        loss_dtype=torch.promote_types(input.dtype, torch.float32),
+        return_lse=return_lse,
+        return_predicted=return_predicted,
+        debug=debug,
+    )
+    lse, predicted = (None if v is None else v.view(target.shape) for v in found[1:])
+    return as_asked(Found(-found.loss.view(target.shape), lse, predicted))
+
+
+def check_temperature(temperature: float) -> None:
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be a positive number, got {temperature!r}")
+
+
+def scaled(input: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
+    """Returns an input and a bias that make the same layer's logits times ``scale``."""
+    if scale == 1:
+        return input, bias
+    return input * scale, None if bias is None else bias * scale
