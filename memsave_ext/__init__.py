@@ -28,6 +28,7 @@ from .loss_head import (
     linear_cross_entropy,
     patch_causal_lm,
 )
+from .memory import fit
 from .remat import remat, remat_module
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "convert_batch_norm",
     "count_once_contexts",
     "disable",
+    "fit",
     "in_backward",
     "is_recomputing",
     "linear_cross_entropy",
