@@ -1,6 +1,6 @@
 """Train larger PyTorch models in the memory there is, without changing how they train."""
 
-from . import memory
+from . import integrations, memory
 from ._parts import disable
 from ._version import __version__
 from .adam import SGD, Adam, AdamW, Lion, in_backward, remove_hooks
@@ -53,6 +53,7 @@ __all__ = [
     "disable",
     "fit",
     "in_backward",
+    "integrations",
     "is_recomputing",
     "linear_cross_entropy",
     "memory",

@@ -6,12 +6,18 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from . import clip_guard, modes, owners
 from .any_optimizer import in_backward
 from .native import Native
 from .own_optimizer import renew_counter
+
+# Options of a group that are not the same before and after: those that only this package's
+# optimizers have, and the one that a GradScaler sets.
+_OF_GROUPS = (*modes.DEFAULTS, "fused")
 
 
 def step_in_backward(optimizer: Optimizer, **options: Any) -> Callable[[], None]:
@@ -44,6 +50,9 @@ def become(optimizer: Optimizer, kind: type[Any], **options: Any) -> Callable[[]
         kind: the class that it is to have.
         **options: of ``kind``, beside those that the groups have.
 
+    Where its states are smaller, its ``state_dict()`` has them as torch's does, on the CPU, so that
+    a training can go on from it with either.
+
     Returns:
         A function that makes it what it was, with its states converted back.
 
@@ -53,13 +62,27 @@ def become(optimizer: Optimizer, kind: type[Any], **options: Any) -> Callable[[]
     """
     _check(optimizer)
     own, had = type(optimizer), _options_outside_groups(optimizer)
+    defaults = taken_by(own, optimizer.defaults)
     of_groups = [
-        {name: group[name] for name in modes.DEFAULTS if name in group}
+        {name: group[name] for name in _OF_GROUPS if name in group}
         for group in optimizer.param_groups
     ]
     new = {name: value for name, value in options.items() if name in modes.DEFAULTS}
-    _remake(optimizer, kind, [of | new for of in of_groups], {**had, **options})
-    return lambda: _remake(optimizer, own, of_groups, had)
+    given = taken_by(kind, defaults) | had | options
+    _remake(optimizer, kind, [of | new for of in of_groups], given)
+    hook = optimizer.register_state_dict_post_hook(_as_torchs) if "state_dtype" in new else None
+
+    def undo() -> None:
+        _remake(optimizer, own, of_groups, defaults | had)
+        if hook is not None:
+            hook.remove()
+
+    return undo
+
+
+def _as_torchs(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    states = tree_map_only(Tensor, Tensor.cpu, state_dict["state"])
+    return modes.to_fp32({**state_dict, "state": states})
 
 
 def _check(optimizer: Optimizer) -> None:
@@ -89,15 +112,17 @@ def _remake(
 ) -> None:
     """Constructs the object anew, as one of another class, with the states that it has.
 
-    ``of_groups``: the options of each group that this package's optimizers have beyond torch's.
+    ``of_groups``: the options of each group that are among ``_OF_GROUPS``.
     """
     own, before = type(optimizer), dict(optimizer.__dict__)
     saved = None
     if optimizer.state:
         plain = isinstance(optimizer, Native)
         saved = optimizer.to_fp32_state_dict() if plain else optimizer.state_dict()
+        for group, more in zip(saved["param_groups"], of_groups, strict=True):
+            group["fused"] = more.get("fused")
     groups = [
-        {n: v for n, v in group.items() if n not in modes.DEFAULTS} | more
+        {n: v for n, v in group.items() if n not in _OF_GROUPS} | more
         for group, more in zip(before["param_groups"], of_groups, strict=True)
     ]
     was_in_backward = isinstance(optimizer, Native) and optimizer.in_backward
@@ -105,7 +130,7 @@ def _remake(
         _release(optimizer)
     try:
         optimizer.__class__, optimizer.__dict__ = kind, {}
-        kind.__init__(optimizer, groups, **taken_by(kind, before["defaults"]) | options)
+        kind.__init__(optimizer, groups, **options)
         for name, value in before.items():
             if name.startswith("_optimizer_") or name in ("step", "_opt_called"):
                 optimizer.__dict__[name] = value

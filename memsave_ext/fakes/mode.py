@@ -118,6 +118,9 @@ def fakes() -> Iterator[None]:
 
     def copied(self: Tensor, memo: dict[int, Any]) -> Any:
         # torch would copy memory that is not there.
+        if not isinstance(self, FakeTensor) and id(self) not in memo:
+            memo[id(self)] = like(self)  # a real one, to which a module or a list refers
+            return memo[id(self)]
         if not isinstance(self, FakeTensor) or not self.is_leaf or id(self) in memo:
             return deepcopy(self, memo)
         made: Tensor = self.detach().clone()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from .. import _parts
@@ -24,8 +26,7 @@ _TOLERANCE = 0.02  # of the predicted peak
 _MOST_EVENTS = 100_000  # only the peak is asked for
 _WRAPPING = ("accelerate", "lightning", "pytorch_lightning")
 
-# Models that are changed now. What is applied lives as long as its user or its optimizer.
-_applied: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Applied]] = weakref.WeakKeyDictionary()
+_NAME = "_memsave_ext_applied"  # where a model has what is applied to it
 
 
 class Applied:
@@ -37,6 +38,7 @@ class Applied:
             steps in backward.
         means: what was applied, such as ``"checkpoint by block, optimizer in backward"``.
         cost: what it costs.
+        steps_in_backward: whether the optimizer steps in backward.
         budget: bytes.
         predicted: the predicted peak in bytes; None where these means were not predicted.
         measured: the peak in bytes of the second step, which is the first that has all states, or
@@ -64,11 +66,13 @@ class Applied:
         """
         self.model, self.optimizer = model, optimizer
         self.means, self.cost, self.budget = means.name, means.cost, budget
+        self.steps_in_backward = means.steps_in_backward
         self.predicted = predicted
         self.measured: int | None = None
         condition = options.pop("accumulate_when", None)
         in_backward: Any = optimizer if means.steps_in_backward else None
         given = {n: v for n, v in options.items() if v is not None} if in_backward else {}
+        self._after: list[Callable[[], None]] = []
         self._undo = means.apply(model, optimizer, budget, method=method, **given).undo
         self._spare = spare
         # What remat drops follows from times, which were estimated: it may be more.
@@ -83,16 +87,27 @@ class Applied:
         except BaseException:
             self._undo.close()
             raise
-        _applied[model] = weakref.ref(self)
+        model.__dict__[_NAME] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the model has the means, and nothing that could undo them."""
+        return type(None), ()
 
     def undo(self) -> None:
         """Makes model and optimizer what they were; a second call does nothing.
 
         Parameters stay as they were trained, and so do states, in the optimizer's own format.
         """
-        if _present(self.model) is self:
-            del _applied[self.model]
+        if applied_to(self.model) is self:
+            del self.model.__dict__[_NAME]
         self._undo.close()
+        for function in self._after:
+            function()
+
+    def after_undo(self, function: Callable[[], None]) -> None:
+        """Has a function run now and after :meth:`undo`, which follows what the optimizer is."""
+        function()
+        self._after.append(function)
 
     def __str__(self) -> str:
         peak = "not known" if self.predicted is None else format_bytes(self.predicted)
@@ -129,11 +144,18 @@ def apply(
     Raises:
         TypeError, ValueError: what :func:`check` says; the means do not apply.
     """
-    optimizer = check("apply", model, optimizer)
+    inside = check("apply", model, optimizer)
+    scaler = None if inside is optimizer else getattr(optimizer, "scaler", None)
+    if scaler is not None and options.get("grad_scaler") is None:
+        options["grad_scaler"] = scaler
     try:
-        return Applied(means, model, optimizer, *arguments, **options)
+        made = Applied(means, model, inside, *arguments, **options)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"apply: {means.name} does not apply: {error}") from error
+    if scaler is not None:
+        # With a scaler accelerate keeps the optimizer's step(), which is another one now.
+        made.after_undo(functools.partial(optimizer.__setstate__, {}))
+    return made
 
 
 def check(who: str, model: Any, optimizer: Any) -> Optimizer | None:
@@ -151,7 +173,7 @@ def check(who: str, model: Any, optimizer: Any) -> Optimizer | None:
             f"{who}: optimizer must be a torch.optim.Optimizer or None, got "
             f"{type(optimizer).__name__}"
         )
-    if _present(model) is not None:
+    if applied_to(model) is not None:
         raise ValueError(
             f"{who}: means are applied to this {type(model).__name__} already: undo() what was "
             "returned then"
@@ -188,53 +210,68 @@ def unwrapped(optimizer: Optimizer | None) -> Optimizer | None:
 
 def applied_to(model: nn.Module) -> Applied | None:
     """Returns what is applied to a model now."""
-    return _present(model)
-
-
-def _present(model: nn.Module) -> Applied | None:
-    reference = _applied.get(model)
-    return None if reference is None else reference()
+    found: Applied | None = model.__dict__.get(_NAME)
+    return found
 
 
 class _Peak:
     """Follows the memory of one of an optimizer's steps, and tells its peak.
 
-    It begins and ends where ``step()`` does. ``number``: which step, the first is 1.
+    It begins where a part of the model is first called after the step before, when that step's
+    gradients are gone, and ends where ``step()`` does.
+
+    Args:
+        number: which step; the first is 1.
+        tell: is called with the peak.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, number: int, tell: Callable[[int], None]
     ) -> None:
-        self._model, self._number, self._tell = weakref.ref(model), number, tell
+        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
+        self._number, self._tell = number, tell
         self._steps = 0
         self._tracker: Any = None
+        self._awaited: Any = None  # the handle of a hook on the first call
         self._hook = optimizer.register_step_post_hook(self._stepped)
 
-    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+    def _stepped(self, *_: Any) -> None:
         self._steps += 1
-        model = self._model()
-        if self._steps == self._number - 1 and model is not None:
+        if self._steps == self._number - 1:
+            self._awaited = register_module_forward_pre_hook(self._called)
+        elif self._steps == self._number:
+            tracker = self._stop()
+            if tracker is not None:
+                self._tell(int(tracker.peak))
+
+    def _called(self, module: nn.Module, _: Any) -> None:
+        model, optimizer = self._model(), self._optimizer()
+        if model is None or optimizer is None or self._awaited is None:
+            self._stop()
+        elif any(module is part for part in model.modules()):
+            self._awaited = self._awaited.remove()
             # A profiler that runs, or another allocator, is in the way: nothing is measured.
             with suppress(RuntimeError):
-                self._begin(model, [optimizer])
-        elif self._steps == self._number and self._tracker is not None:
-            tracker, self._tracker = self._tracker, None
-            tracker.stop()
-            self._tell(int(tracker.peak))
+                self._begin(model, optimizer)
 
-    def _begin(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    def _begin(self, model: nn.Module, optimizer: Optimizer) -> None:
         parameter = next(model.parameters(), torch.empty(0))
         modules, device = Modules(model), parameter.device
         with untracked():
             tracker: Any = make_tracker(device, modules.parents, False, _MOST_EVENTS)
-            hooks = Hooks(tracker, model, modules, [*optimizers], Names())
-            hooks.label()
+            Hooks(tracker, model, modules, [optimizer], Names()).label()
             cuda = device.type == "cuda"
             tracker.start(torch.cuda.memory_allocated(device) if cuda else None)
         self._tracker = tracker
 
+    def _stop(self) -> Any:
+        if self._awaited is not None:
+            self._awaited = self._awaited.remove()
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:
+            tracker.stop()
+        return tracker
+
     def close(self) -> None:
         self._hook.remove()
-        if self._tracker is not None:
-            tracker, self._tracker = self._tracker, None
-            tracker.stop()
+        self._stop()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,6 +23,13 @@ Loss = Callable[..., Tensor]  # of what the model returned, and of the batch whe
 Forward = Callable[[nn.Module, Any], Tensor]  # of a copy of the model and of the batch: the loss
 
 
+class Call(NamedTuple):
+    """What a model is called with: a batch of any form."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def from_batch(
     model: nn.Module,
     optimizer: Optimizer | None,
@@ -31,7 +38,6 @@ def from_batch(
     *,
     micro_batches: int = 1,
     forward: Forward | None = None,
-    shared: Iterable[object] = (),
 ) -> Build:
     """Returns a function that makes fake copies of all arguments, and a step of these.
 
@@ -39,7 +45,6 @@ def from_batch(
         model, optimizer, batch, loss: as for :func:`predict`.
         micro_batches: how many backwards a step has.
         forward: stands for calls of the model and of ``loss``.
-        shared: what the model refers to and copies are to refer to as well.
 
     Raises:
         TypeError: ``optimizer`` is no optimizer; ``batch`` is missing.
@@ -65,7 +70,7 @@ def from_batch(
         copied = {id(t): like(t) for t in (*model.parameters(), *model.buffers())}
         # Gradients, and hooks on parameters, do not come along: an optimizer made of the copies
         # sets its own.
-        model_copy = copy.deepcopy(model, {**copied, **{id(part): part for part in shared}})
+        model_copy = copy.deepcopy(model, dict(copied))
         made = None if optimizer is None else _remade(optimizer, copied)
         inputs = tree_map_only(Tensor, fake, batch)
 
@@ -147,13 +152,18 @@ def _forward_of(loss: Loss | None) -> Forward:
     takes_batch = loss is not None and _takes_two(loss)
 
     def forward(model: nn.Module, inputs: Any) -> Tensor:
-        if isinstance(inputs, Mapping):
+        if isinstance(inputs, Call):
+            output = model(*inputs.args, **inputs.kwargs)
+        elif isinstance(inputs, Mapping):
             output = model(**inputs)
         else:
             output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
         if loss is None:
             return _loss_of(output)
-        return loss(output, inputs) if takes_batch else loss(output)
+        if not takes_batch:
+            return loss(output)
+        by_name = isinstance(inputs, Call) and not inputs.args
+        return loss(output, inputs.kwargs if by_name else inputs)
 
     return forward
 

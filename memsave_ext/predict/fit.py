@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -111,7 +111,6 @@ def fitted(
     micro_batches: int = 1,
     verbose: bool = True,
     forward: Forward | None = None,
-    shared: Iterable[object] = (),
     method: str = "forward",
     options: dict[str, Any],
 ) -> Applied:
@@ -119,19 +118,19 @@ def fitted(
 
     Args:
         refused: why no optimizer may step in backward; empty where it may.
-        forward, shared: as of :func:`from_batch`.
+        forward: as of :func:`from_batch`.
         method: as of :meth:`Techniques.apply`.
         options: as of :class:`Applied`.
     """
-    optimizer = check("fit", model, optimizer)
+    inside = check("fit", model, optimizer)
     check_count("fit: micro_batches", micro_batches, 1)
     among = _WITHIN if means is None else (named("fit", means),)
     parameter = next(model.parameters(), None)
     device = device_of("fit", "cpu" if parameter is None else parameter.device)
-    limit = _bytes_of(budget, device, model, optimizer)
+    limit = _bytes_of(budget, device, model, inside)
     build = from_batch(
-        model, optimizer, batch, loss,
-        micro_batches=min(micro_batches, 2), forward=forward, shared=shared,
+        model, inside, batch, loss,
+        micro_batches=min(micro_batches, 2), forward=forward,
     )  # fmt: skip
     with as_before():
         found = search(build, limit, device=device, among=among, refused=refused, method=method)
