@@ -1,6 +1,6 @@
 """Train larger PyTorch models in the memory there is, without changing how they train."""
 
-from . import memory
+from . import integrations, memory
 from ._parts import disable
 from ._version import __version__
 from .adam import SGD, Adam, AdamW, Lion, in_backward, remove_hooks
@@ -30,6 +30,7 @@ from .loss_head import (
     linear_log_probs,
     patch_causal_lm,
 )
+from .memory import fit
 from .remat import remat, remat_module
 
 __all__ = [
@@ -52,7 +53,9 @@ __all__ = [
     "convert_batch_norm",
     "count_once_contexts",
     "disable",
+    "fit",
     "in_backward",
+    "integrations",
     "is_recomputing",
     "linear_cross_entropy",
     "linear_kl",

@@ -33,6 +33,11 @@ def watch(optimizer: Any) -> None:
     _optimizers.add(optimizer)
 
 
+def forget(optimizer: Any) -> None:
+    """Undoes :func:`watch`."""
+    _optimizers.discard(optimizer)
+
+
 def _check(name: str, params: list[Tensor], limit: float) -> None:
     if limit == math.inf:  # the caller only wants to know the norm
         return

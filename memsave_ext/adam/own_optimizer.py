@@ -136,7 +136,7 @@ class OwnStep(InBackward):
         self._make_stepper()
         self._counted = {}
         self._patch_step_function()
-        self._renew_counter()
+        renew_counter(self)
         self._attach(p for group in self.param_groups for p in group["params"])
         self._in_backward = True
         self.grad_scaler = scaler
@@ -201,20 +201,21 @@ class OwnStep(InBackward):
             "whole gradients. Use accumulate()."
         )
 
-    def _renew_counter(self) -> None:
-        """Has the schedulers that there are already count calls of this class's step()."""
-        if "step" not in self.__dict__:
-            return
-        reference: Callable[[], Any] = weakref.ref(self)
 
-        @functools.wraps(type(self).step)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            optimizer = reference()
-            optimizer._opt_called = True
-            return type(optimizer).step(optimizer, *args, **kwargs)
+def renew_counter(optimizer: Optimizer) -> None:
+    """Has the schedulers that there are already count calls of the step() that its class has."""
+    if "step" not in optimizer.__dict__:
+        return
+    reference: Callable[[], Any] = weakref.ref(optimizer)
 
-        counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        self.__dict__["step"] = counted
+    @functools.wraps(type(optimizer).step)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        optimizer = reference()
+        optimizer._opt_called = True
+        return type(optimizer).step(optimizer, *args, **kwargs)
+
+    counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.__dict__["step"] = counted
 
 
 @functools.cache

@@ -21,6 +21,11 @@ def note_optimizer(optimizer: Optimizer) -> None:
     _alive.add(optimizer)
 
 
+def forget_optimizer(optimizer: Optimizer) -> None:
+    """It is none of this package's any more."""
+    _alive.discard(optimizer)
+
+
 def is_own(optimizer: Optimizer) -> bool:
     """Whether it is one of this package's."""
     return optimizer in _alive

@@ -9,7 +9,7 @@ import sys
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from types import CodeType
+from types import CodeType, MethodType
 from typing import Any
 
 import torch
@@ -22,11 +22,23 @@ class ForwardInPlace:
     """Stands in for a module's ``forward``; copied and pickled with the module it belongs to.
 
     Classes, names, parameters, hooks and the state_dict stay as they are.
+
+    Attributes:
+        method: the name of the method that it stands in for.
+        own: a bound method of that name that was set on the module before, as accelerate's
+            ``prepare()`` does; None where it is the class's.
     """
 
-    def __init__(self, module: nn.Module, options: dict[str, Any]) -> None:
+    def __init__(self, module: nn.Module, options: dict[str, Any], method: str = "forward") -> None:
         self.module = module
         self.options = options
+        self.method = method
+        own = module.__dict__.get(method)
+        self.own = own if isinstance(own, MethodType) else None
+
+    def function(self, module: nn.Module) -> Any:
+        """Returns what it stands in for, as a function of ``module`` and its arguments."""
+        return getattr(type(module), self.method) if self.own is None else self.own.__func__
 
     @abstractmethod
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -35,12 +47,12 @@ class ForwardInPlace:
     @property
     def __signature__(self) -> inspect.Signature:
         """Trainers look there for what the model takes."""
-        return inspect.signature(type(self.module).forward.__get__(self.module))
+        return inspect.signature(self.function(self.module).__get__(self.module))
 
     @property
     def __code__(self) -> CodeType:
         """torch.export looks there for the names of arguments."""
-        code: CodeType = type(self.module).forward.__code__
+        code: CodeType = self.function(self.module).__code__
         return code
 
     @property
@@ -53,18 +65,23 @@ class ForwardInPlace:
         )
 
     def install(self) -> None:
-        self.module.__dict__["forward"] = self
+        self.module.__dict__[self.method] = self
         self.module.__dict__["_replicate_for_data_parallel"] = self.replicate
 
     @classmethod
-    def remove(cls, module: nn.Module) -> None:
-        if isinstance(module.__dict__.get("forward"), cls):
-            del module.__dict__["forward"], module.__dict__["_replicate_for_data_parallel"]
+    def remove(cls, module: nn.Module, method: str = "forward") -> None:
+        found = module.__dict__.get(method)
+        if isinstance(found, cls):
+            del module.__dict__[method], module.__dict__["_replicate_for_data_parallel"]
+            if found.own is not None:
+                module.__dict__[method] = found.own
 
     def replicate(self) -> nn.Module:
         """A replica has a copy of ``__dict__``, and would run the forward of this module."""
         replica: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
-        type(self)(replica, self.options).install()
+        standing_in = type(self)(replica, self.options, self.method)
+        standing_in.own = self.own
+        standing_in.install()
         return replica
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +90,7 @@ class ForwardInPlace:
             # A shallow copy of the module has this same object in its __dict__; only the caller
             # says which of them is meant.
             caller = sys._getframe(1).f_locals.get("self")
-            if isinstance(caller, nn.Module) and caller.__dict__.get("forward") is self:
+            if isinstance(caller, nn.Module) and caller.__dict__.get(self.method) is self:
                 module = caller
         return self.call(module, args, kwargs)
 

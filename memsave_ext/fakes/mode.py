@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -47,6 +49,38 @@ def fake_of(tensor: Tensor) -> FakeTensor:
     return FakeTensor(mode, tensor, torch.device("cpu"))
 
 
+def only_value(tensor: Tensor) -> Any:
+    """Returns the number that all elements of a tensor of whole numbers have; None: they differ, or
+    it is no such tensor."""
+    if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
+        return None
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    first = tensor.flatten()[0]
+    return first.item() if bool((tensor == first).all()) else None
+
+
+@contextmanager
+def as_before() -> Iterator[None]:
+    """Leaves random numbers, and what autocast has cached, as they were."""
+    numpy: Any = sys.modules.get("numpy")
+    sources: list[tuple[Any, Any]] = [
+        (torch.get_rng_state, torch.set_rng_state),
+        (random.getstate, random.setstate),
+    ]
+    if numpy is not None:
+        sources.append((numpy.random.get_state, numpy.random.set_state))
+    before = [get() for get, _ in sources]
+    try:
+        yield
+    finally:
+        # Other threads may have drawn meanwhile: what the step has not changed stays.
+        for (get, restore), state in zip(sources, before, strict=True):
+            if pickle.dumps(get()) != pickle.dumps(state):
+                restore(state)
+        torch.clear_autocast_cache()
+
+
 def loss_in(output: Any) -> Tensor | None:
     """Returns the loss that a model has returned, alone or as ``loss`` beside other results."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -84,6 +118,9 @@ def fakes() -> Iterator[None]:
 
     def copied(self: Tensor, memo: dict[int, Any]) -> Any:
         # torch would copy memory that is not there.
+        if not isinstance(self, FakeTensor) and id(self) not in memo:
+            memo[id(self)] = like(self)  # a real one, to which a module or a list refers
+            return memo[id(self)]
         if not isinstance(self, FakeTensor) or not self.is_leaf or id(self) in memo:
             return deepcopy(self, memo)
         made: Tensor = self.detach().clone()

@@ -1,5 +1,7 @@
 """Shows memory: how much is held, by what, and when."""
 
+from ..predict.applied import Applied
+from ..predict.fit import fit
 from ..predict.fits import Fit, Fits, fits
 from ..predict.footprint import Footprint, footprint
 from ..predict.predict import PredictedStep, predict
@@ -13,6 +15,7 @@ from .usage import Usage, usage
 __all__ = [
     "CATEGORIES",
     "PHASES",
+    "Applied",
     "Comparison",
     "Fit",
     "Fits",
@@ -25,6 +28,7 @@ __all__ = [
     "Track",
     "Usage",
     "compare",
+    "fit",
     "fits",
     "footprint",
     "plot_snapshot",

@@ -5,23 +5,46 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..fakes.mode import like, loss_in
+from ..adam import in_backward
+from ..adam.in_place import taken_by
+from ..adam.own_optimizer import OwnStep
+from ..adam.step_in_backward import InBackward
+from ..fakes.mode import like, loss_in, only_value
 from ..memory.measure import Build
+
+Loss = Callable[..., Tensor]  # of what the model returned, and of the batch where it takes two
+Forward = Callable[[nn.Module, Any], Tensor]  # of a copy of the model and of the batch: the loss
+
+
+class Call(NamedTuple):
+    """What a model is called with: a batch of any form."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 def from_batch(
     model: nn.Module,
     optimizer: Optimizer | None,
     batch: Any,
-    loss: Callable[[Any], Tensor] | None,
+    loss: Loss | None,
+    *,
+    micro_batches: int = 1,
+    forward: Forward | None = None,
 ) -> Build:
     """Returns a function that makes fake copies of all arguments, and a step of these.
+
+    Args:
+        model, optimizer, batch, loss: as for :func:`predict`.
+        micro_batches: how many backwards a step has.
+        forward: stands for calls of the model and of ``loss``.
 
     Raises:
         TypeError: ``optimizer`` is no optimizer; ``batch`` is missing.
@@ -34,6 +57,14 @@ def from_batch(
         )
     if batch is None:
         raise TypeError("predict: a model needs a batch, what it is called with")
+    run = forward or _forward_of(loss)
+    batch = _plain(batch)
+    values = {id(t): only_value(t) for t in tree_leaves(batch) if isinstance(t, Tensor)}
+
+    def fake(tensor: Tensor) -> Tensor:
+        """What has one value, as a mask that hides nothing, has it in the step, too."""
+        made, value = like(tensor), values[id(tensor)]
+        return made if value is None else made.fill_(value)
 
     def build() -> tuple[nn.Module, Optimizer | None, Callable[[], object]]:
         copied = {id(t): like(t) for t in (*model.parameters(), *model.buffers())}
@@ -41,11 +72,14 @@ def from_batch(
         # sets its own.
         model_copy = copy.deepcopy(model, dict(copied))
         made = None if optimizer is None else _remade(optimizer, copied)
-        inputs = tree_map_only(Tensor, like, batch)
+        inputs = tree_map_only(Tensor, fake, batch)
 
         def step() -> None:
             # The output is kept by nothing but its graph, as in a step that is written in one line.
-            (loss or _loss_of)(_call(model_copy, inputs)).backward()
+            for _ in range(micro_batches - 1):
+                with _accumulating(made):
+                    run(model_copy, inputs).backward()
+            run(model_copy, inputs).backward()
             if made is not None:
                 made.step()
             model_copy.zero_grad()
@@ -53,6 +87,18 @@ def from_batch(
         return model_copy, made, step
 
     return build
+
+
+def _plain(batch: Any) -> Any:
+    """Returns a dict of what a library's class of batches has, whose tensors nobody would find."""
+    is_plain = isinstance(batch, dict) or not isinstance(batch, Mapping)
+    return batch if is_plain else dict(batch)
+
+
+def _accumulating(optimizer: Any) -> AbstractContextManager[None]:
+    if isinstance(optimizer, InBackward) and optimizer.in_backward:
+        return optimizer.accumulate()
+    return nullcontext()
 
 
 def _remade(optimizer: Optimizer, copied: Mapping[int, Tensor]) -> Optimizer:
@@ -65,39 +111,27 @@ def _remade(optimizer: Optimizer, copied: Mapping[int, Tensor]) -> Optimizer:
             )
         return copied[id(p)]
 
-    return remade(optimizer, type(optimizer), parameter, **_options_outside_groups(optimizer))
-
-
-def remade(
-    optimizer: Optimizer, kind: type[Optimizer], parameter: Callable[[Tensor], Tensor], **more: Any
-) -> Optimizer:
-    """Returns an optimizer of a kind that takes the groups and options of ``optimizer``.
-
-    Args:
-        optimizer: what to take them from.
-        kind: the class of the new one.
-        parameter: returns what stands for a parameter in the new one.
-        **more: options that replace those.
-    """
     groups = [
-        {
-            name: [parameter(p) for p in value] if name == "params" else value
-            for name, value in group.items()
-            if name not in more
-        }
+        {name: [*map(parameter, v)] if name == "params" else v for name, v in group.items()}
         for group in optimizer.param_groups
     ]
-    return construct(kind, groups, optimizer.defaults, **more)
+    if isinstance(optimizer, OwnStep):
+        made = construct(optimizer._own, groups, optimizer.defaults)
+        if not optimizer.in_backward:
+            return made
+        small, bucket = optimizer._small_bytes, optimizer._bucket_bytes
+        taken: Optimizer = in_backward(made, small_bytes=small, bucket_bytes=bucket)
+        return taken
+    outside = _options_outside_groups(optimizer)
+    return construct(type(optimizer), groups, optimizer.defaults, **outside)
 
 
 def construct(
     kind: type[Optimizer], groups: list[dict[str, Any]], defaults: Mapping[str, Any], **more: Any
 ) -> Optimizer:
     """Returns an optimizer of a kind, made with those of ``defaults`` that it takes."""
-    taken = inspect.signature(kind.__init__).parameters
-    options = {name: value for name, value in defaults.items() if name in taken}
     make: Any = kind
-    made: Optimizer = make(groups, **options | more)
+    made: Optimizer = make(groups, **taken_by(kind, defaults) | more)
     return made
 
 
@@ -113,10 +147,36 @@ def _options_outside_groups(optimizer: Any) -> dict[str, Any]:
     }
 
 
-def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+def _forward_of(loss: Loss | None) -> Forward:
+    """Returns a function that calls a model with a batch and makes the loss of what it returns."""
+    takes_batch = loss is not None and _takes_two(loss)
+
+    def forward(model: nn.Module, inputs: Any) -> Tensor:
+        if isinstance(inputs, Call):
+            output = model(*inputs.args, **inputs.kwargs)
+        elif isinstance(inputs, Mapping):
+            output = model(**inputs)
+        else:
+            output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+        if loss is None:
+            return _loss_of(output)
+        if not takes_batch:
+            return loss(output)
+        by_name = isinstance(inputs, Call) and not inputs.args
+        return loss(output, inputs.kwargs if by_name else inputs)
+
+    return forward
+
+
+def _takes_two(loss: Loss) -> bool:
+    """Whether a loss needs a second argument, which is then the batch."""
+    try:
+        inspect.signature(loss).bind(None)
+    except ValueError:  # it does not tell
+        return False
+    except TypeError:
+        return True
+    return False
 
 
 def _loss_of(output: Any) -> Tensor:
@@ -124,6 +184,6 @@ def _loss_of(output: Any) -> Tensor:
     if found is None:
         raise TypeError(
             "predict: the model returned no loss. Give loss, a function that makes it of what the "
-            "model returned"
+            "model returned, or of that and the batch"
         )
     return found

@@ -10,12 +10,13 @@ import json
 import os
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..memory.account import TensorAtPeak
 from ..memory.events import CATEGORIES
@@ -24,9 +25,10 @@ from ..memory.subjects import UsageError, load
 from ..shared.checks import check_count
 from ..shared.progress import Progress
 from ..shared.table import Text, as_text, format_bytes, parse_bytes, print_table
+from .applied import Applied, apply
 from .picture import plot_fits
 from .predict import device_of, predict
-from .techniques import ALL, Techniques
+from .techniques import ALL, Techniques, named
 
 _MOST = 1 << 20  # the largest batch that is asked for
 _MOST_BYTES = (1 << 63) - 1
@@ -114,11 +116,12 @@ class Fits:
         columns = ["means", "peak", "fits", "largest batch", "cost"]
         title = f"{self._title()}, in a budget of {format_bytes(self.budget)}"
         print_table(title, columns, cells, file)
-        print(self._verdict(), file=file)
-        for line in (*self._not_applied(), *self.hints):
+        print(self.verdict(), file=file)
+        for line in (*self.not_applied(), *self.hints):
             print(line, file=file)
 
-    def _not_applied(self) -> Iterator[str]:
+    def not_applied(self) -> Iterator[str]:
+        """Yields a sentence for each reason why means were not tried."""
         reasons: dict[str, list[str]] = {}
         for row in self.rows:
             if row.peak is None:
@@ -128,7 +131,8 @@ class Fits:
         if self.rows[-1].fits and self.rows[-1].name != ALL[-1].name:
             yield "What costs more was not tried; every=True, or --every, tries it, too."
 
-    def _verdict(self) -> str:
+    def verdict(self) -> str:
+        """Returns the cheapest that fits, or what holds the memory."""
         if self.cheapest is not None:
             return f"The cheapest that fits: {self.cheapest.name}."
         lowest = _lowest(self.rows)
@@ -159,6 +163,60 @@ class Fits:
     def _title(self) -> str:
         at = "" if self.batch is None else f", batch {self.batch}"
         return f"Predicted peaks of a training step on {self.device}{at}"
+
+    def apply(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        means: str | None = None,
+        *,
+        accumulate_when: Callable[[], object] | None = None,
+        max_grad_norm: float | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> Applied:
+        """Applies the cheapest means that fits to a real model and its optimizer, in place.
+
+        Args:
+            model: a model such as was predicted.
+            optimizer: its optimizer; None for a loop without states.
+            means: the name of a row to apply in place of the cheapest that fits, whether it fits or
+                not.
+            accumulate_when, max_grad_norm, grad_scaler: as of :func:`memsave_ext.fit`.
+
+        Returns:
+            A handle with what the loop must use, and ``undo()``.
+
+        Raises:
+            torch.OutOfMemoryError: nothing fits. It says what was tried, and the least.
+            TypeError, ValueError: an argument is not as said above; the model is wrapped for
+                several processes, compiled, or has means applied to it already; the named means do
+                not apply.
+        """
+        if means is None and self.cheapest is None:
+            raise torch.OutOfMemoryError(self.sentence("apply"))
+        chosen = named("apply", means or self.cheapest.name)  # type: ignore[union-attr]
+        row = next((row for row in self.rows if row.name == chosen.name), None)
+        if row is not None and row.peak is None:
+            raise ValueError(f"apply: {row.name} does not apply: {row.reason}")
+        options = {
+            "accumulate_when": accumulate_when,
+            "max_grad_norm": max_grad_norm,
+            "grad_scaler": grad_scaler,
+        }
+        peak = None if row is None else row.peak
+        return apply(chosen, model, optimizer, self.budget, peak, **options)
+
+    def sentence(self, who: str) -> str:
+        """Returns what an error of ``who`` says where nothing fits: what was tried, the least."""
+        tried = (row for row in self.rows if row.peak is not None)
+        names = ", ".join(f"{row.name} ({format_bytes(row.peak or 0)})" for row in tried)
+        return " ".join(
+            [
+                f"{who}: {self.verdict()} Budget: {format_bytes(self.budget)}. Tried: {names}.",
+                *self.not_applied(),
+                *self.hints,
+            ]
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Returns all fields as numbers, strings, lists and dicts."""
@@ -209,21 +267,48 @@ def fits(
         )
     if not callable(build):
         raise TypeError(f"fits: build must be a function, got {type(build).__name__}")
-    sized = _takes_batch(build)
+    size = batch if _takes_batch(build) else None
+    return search(build, limit, device=chosen, batch=size, every=every, progress=progress)
+
+
+def search(
+    build: Any,
+    budget: int,
+    *,
+    device: torch.device,
+    batch: int | None = None,
+    every: bool = False,
+    among: Sequence[Techniques] = ALL,
+    refused: str = "",
+    method: str = "forward",
+    progress: bool | None = None,
+) -> Fits:
+    """As :func:`fits`, of checked arguments.
+
+    Args:
+        batch: None where ``build`` takes none.
+        among: what is tried.
+        refused: why no optimizer may step in backward; empty where it may.
+        method: as of :meth:`Techniques.apply`.
+    """
     rows, tops = [], {}
-    with Progress("fits", len(ALL), progress) as shown:
-        for techniques in ALL:
+    with Progress("fits", len(among), progress) as shown:
+        for techniques in among:
             shown.begin(techniques.name)
-            row, tops[techniques.name] = _row(
-                techniques, build, limit, batch if sized else None, chosen
-            )
-            if row.peak is not None or not techniques.loss_head:  # most models have no such head
+            if refused and techniques.steps_in_backward:
+                rows.append(Fit(techniques.name, techniques.cost, reason=refused))
+                continue
+            row, tops[techniques.name] = _row(techniques, build, budget, batch, device, method)
+            # Most models have no such head.
+            if row.peak is not None or not techniques.loss_head or len(among) == 1:
                 rows.append(row)
             if row.fits and not every:
                 break
             shown.end()
+    if not any(row.peak is not None for row in rows):  # the only one that was tried does not apply
+        return Fits(rows, budget, str(device), batch, [], [])
     top = tops[_lowest(rows).name]
-    return Fits(rows, limit, str(chosen), batch if sized else None, top.largest, top.hints)
+    return Fits(rows, budget, str(device), batch, top.largest, top.hints)
 
 
 class _Top(NamedTuple):
@@ -236,14 +321,20 @@ def _lowest(rows: list[Fit]) -> Fit:
 
 
 def _row(
-    techniques: Techniques, build: Any, budget: int, batch: int | None, device: torch.device | str
+    techniques: Techniques,
+    build: Any,
+    budget: int,
+    batch: int | None,
+    device: torch.device,
+    method: str,
 ) -> tuple[Fit, _Top]:
     def predicted(size: int | None) -> Any:
         made = build if size is None else functools.partial(build, size)
         with warnings.catch_warnings():
             # That it cannot keep to the budget is what the row says.
             warnings.filterwarnings("ignore", "remat: the budget of")
-            return predict(techniques.applied(made, budget), device=device, progress=False)
+            made = techniques.applied(made, budget, method)
+            return predict(made, device=device, progress=False)
 
     try:
         step = predicted(batch)

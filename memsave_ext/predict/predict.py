@@ -58,7 +58,7 @@ def predict(
     optimizer: Optimizer | None = None,
     batch: Any = None,
     *,
-    loss: Callable[[Any], torch.Tensor] | None = None,
+    loss: Callable[..., torch.Tensor] | None = None,
     device: torch.device | str = "cpu",
     progress: bool | None = None,
 ) -> PredictedStep:
@@ -92,7 +92,8 @@ def predict(
             same class and options is used.
         batch: with a model: what it is called with, a tensor, a tuple of arguments or a dict of
             keyword arguments. Tensors may be on the meta device.
-        loss: with a model: makes the loss of what the model returns; None takes its ``loss``.
+        loss: with a model: makes the loss of what the model returns, or, where it has a second
+            argument, of that and the batch; None takes its ``loss``, or a result of one number.
         device: the device to predict for. ``"cuda"`` needs no card: the fake tensors are on the
             CPU, sizes are rounded up as CUDA's caching allocator does, all memory counts, also of
             batches, and torch's optimizers step as on CUDA. On the CPU, as for :func:`track`, of

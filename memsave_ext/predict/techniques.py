@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..adam import Adam, AdamW, in_backward
+from ..adam import Adam, AdamW
+from ..adam.in_place import become, step_in_backward
 from ..checkpoint import checkpoint_modules
 from ..loss_head import patch_causal_lm
 from ..memory.measure import Build, checked
 from ..remat import remat_module
-from .batch import remade
+from ..remat.modules import RematHandle
 
 
 @dataclass(frozen=True)
@@ -61,47 +64,84 @@ class Techniques:
         costs += ["states are rounded"] * (self.state_dtype is not None)
         return ", ".join(costs) or "none"
 
-    def applied(self, build: Build, budget: int | None = None) -> Build:
+    @property
+    def steps_in_backward(self) -> bool:
+        return self.optimizer_in_backward or self.adam_in_backward
+
+    def apply(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        budget: int | None = None,
+        *,
+        method: str = "forward",
+        **options: Any,
+    ) -> Change:
+        """Applies these techniques to a model and its optimizer, in place.
+
+        Args:
+            model, optimizer: what they are applied to, or nothing of them where one raises.
+            budget: bytes, for those that keep within it.
+            method: the model's method that runs its forward and is called by the step.
+            **options: of an optimizer that steps in backward.
+
+        Raises:
+            ValueError: they do not apply.
+        """
+        with ExitStack() as undo:
+            block = None
+            if self.loss_head:
+                undo.callback(_head_in_chunks(model))
+            if self.checkpoint:
+                undo.callback(_checkpoint_blocks(model))
+            if self.optimizer_in_backward:
+                if optimizer is None:
+                    raise ValueError("the step has no optimizer")
+                undo.callback(step_in_backward(optimizer, **options))
+            if self.adam_in_backward:
+                undo.callback(self._become_ours(optimizer, options))
+            if self.remat or self.within_budget:
+                limit = budget if self.within_budget else None
+                counted = optimizer if self.within_budget else None
+                block = remat_module(model, budget=limit, optimizer=counted, _method=method)
+                undo.callback(block.remove)
+            return Change(undo.pop_all(), block)
+
+    def applied(self, build: Build, budget: int | None = None, method: str = "forward") -> Build:
         """Returns a function that builds what ``build`` builds, with these techniques.
 
-        ``budget``: bytes, for those that keep within it. The built function raises ValueError
-        where they do not apply.
+        ``budget`` and ``method``: as for :meth:`apply`. The built function raises ValueError where
+        they do not apply.
         """
 
         def built() -> object:
             model, optimizer, step = checked("fits: build", build())
-            if self.loss_head:
-                _head_in_chunks(model)
-            if self.checkpoint:
-                _checkpoint_blocks(model)
-            if self.optimizer_in_backward:
-                _step_in_backward(optimizer)
-            if self.adam_in_backward:
-                optimizer = self._step_in_place_of(optimizer)
-            if self.remat or self.within_budget:
-                step = _rematerialized(
-                    model, optimizer, step, budget if self.within_budget else None
-                )
-            return model, optimizer, step
+            block = self.apply(model, optimizer, budget, method=method).block
+            return model, optimizer, step if block is None else _checked_step(step, block)
 
         return built  # type: ignore[return-value]
 
-    def _step_in_place_of(self, optimizer: Optimizer | None) -> Optimizer:
-        """Returns an optimizer that steps where the step that was built calls ``optimizer``."""
+    def _become_ours(
+        self, optimizer: Optimizer | None, options: dict[str, Any]
+    ) -> Callable[[], None]:
+        """Makes torch's Adam or AdamW this package's, which steps in backward."""
         kinds = {torch.optim.Adam: Adam, torch.optim.AdamW: AdamW}
         ours = next(
             (ours for torchs, ours in kinds.items() if type(optimizer) in (torchs, ours)), None
         )
         if optimizer is None or ours is None:
             raise ValueError(f"the optimizer is {type(optimizer).__name__}, not Adam or AdamW")
-        if isinstance(optimizer, Adam) and optimizer._in_backward:
-            if self.state_dtype is None:
-                raise ValueError("the optimizer steps in backward already")
-            optimizer.remove_hooks()
+        if isinstance(optimizer, Adam) and optimizer.in_backward and self.state_dtype is None:
+            raise ValueError("the optimizer steps in backward already")
         more = {} if self.state_dtype is None else {"state_dtype": self.state_dtype}
-        made = remade(optimizer, ours, lambda p: p, in_backward=True, **more)
-        optimizer.step, optimizer.zero_grad = made.step, made.zero_grad  # type: ignore[method-assign]
-        return made
+        return become(optimizer, ours, in_backward=True, **more, **options)
+
+
+class Change(NamedTuple):
+    """What was done to a model and its optimizer: ``undo.close()`` takes it back."""
+
+    undo: ExitStack
+    block: RematHandle | None
 
 
 # The cheapest first: what is exact comes before what rounds, and then what costs no time.
@@ -126,42 +166,42 @@ ALL = (
 )
 
 
-def _head_in_chunks(model: nn.Module) -> None:
+def named(who: str, name: object) -> Techniques:
+    """Returns the techniques of a name.
+
+    Raises:
+        ValueError: there are none.
+    """
+    for techniques in ALL:
+        if techniques.name == name:
+            return techniques
+    names = ", ".join(repr(techniques.name) for techniques in ALL)
+    raise ValueError(f"{who}: means must be None or one of {names}; got {name!r}")
+
+
+def _head_in_chunks(model: nn.Module) -> Callable[[], None]:
     try:
-        patch_causal_lm(model)
+        return patch_causal_lm(model).remove
     except TypeError as error:
         raise ValueError(str(error)) from None
 
 
-def _rematerialized(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    step: Callable[[], object],
-    budget: int | None,
-) -> Callable[[], object]:
-    handle = remat_module(model, budget=budget, optimizer=optimizer if budget is not None else None)
+def _checkpoint_blocks(model: nn.Module) -> Callable[[], None]:
+    chosen = {id(block) for block in blocks_of(model)}
+    if not chosen:
+        raise ValueError("the model has no list of blocks of one class")
+    return checkpoint_modules(model, lambda module: id(module) in chosen).remove
 
+
+def _checked_step(step: Callable[[], object], block: RematHandle) -> Callable[[], object]:
     def checked_step() -> None:
         step()
         try:
-            handle.figures()
+            block.figures()
         except RuntimeError:
             raise ValueError("the step calls parts of the model, never the model itself") from None
 
     return checked_step
-
-
-def _step_in_backward(optimizer: Optimizer | None) -> None:
-    if optimizer is None:
-        raise ValueError("the step has no optimizer")
-    in_backward(optimizer)
-
-
-def _checkpoint_blocks(model: nn.Module) -> None:
-    chosen = {id(block) for block in blocks_of(model)}
-    if not chosen:
-        raise ValueError("the model has no list of blocks of one class")
-    checkpoint_modules(model, lambda module: id(module) in chosen)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import pickle
-import random
-import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,7 +24,17 @@ from ..adam.dtensor import is_dtensor
 from ..adam.native import Native
 from ..adam.states import make_state
 from ..fakes.cuda import as_on_cuda
-from ..fakes.mode import fake_of, fakes, like, loss_in, masks_as_in_steps, replaced, uncompiled
+from ..fakes.mode import (
+    as_before,
+    fake_of,
+    fakes,
+    like,
+    loss_in,
+    masks_as_in_steps,
+    only_value,
+    replaced,
+    uncompiled,
+)
 from ..fakes.storages import Storages
 from .budget import LivedBefore
 from .recorder import Budget, make_recorder
@@ -129,7 +136,7 @@ def _run(
     try:
         values = _values((args, kwargs))
         with ExitStack() as stack:
-            stack.enter_context(_as_before())
+            stack.enter_context(as_before())
             if device.type == "cuda":
                 stack.enter_context(as_on_cuda())
             stack.enter_context(fakes())
@@ -160,27 +167,6 @@ def _step(
     finally:
         recorder.close()
     _backward_of(output)
-
-
-@contextmanager
-def _as_before() -> Iterator[None]:
-    """Leaves random numbers, and what autocast has cached, as they were."""
-    numpy: Any = sys.modules.get("numpy")
-    sources: list[tuple[Any, Any]] = [
-        (torch.get_rng_state, torch.set_rng_state),
-        (random.getstate, random.setstate),
-    ]
-    if numpy is not None:
-        sources.append((numpy.random.get_state, numpy.random.set_state))
-    before = [get() for get, _ in sources]
-    try:
-        yield
-    finally:
-        # Other threads may have drawn meanwhile: what the step has not changed stays.
-        for (get, restore), state in zip(sources, before, strict=True):
-            if pickle.dumps(get()) != pickle.dumps(state):
-                restore(state)
-        torch.clear_autocast_cache()
 
 
 def _copied(
@@ -246,13 +232,8 @@ def _is_of_library(hook: Any) -> bool:
 def _values(arguments: Any) -> dict[int, Any]:
     """Returns the value of each tensor of whole numbers whose elements all have the same, by its
     id: a model may leave out a mask that hides nothing."""
-    tensors = [t for t in tree_leaves(arguments) if isinstance(t, Tensor) and _is_whole(t)]
-    firsts = ((t, t.flatten()[0]) for t in tensors if t.numel() and t.layout is torch.strided)
-    return {id(t): first.item() for t, first in firsts if bool((t == first).all())}
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() and not tensor.is_complex()
+    tensors = (t for t in tree_leaves(arguments) if isinstance(t, Tensor))
+    return {id(t): value for t in tensors if (value := only_value(t)) is not None}
 
 
 def _step_in_backward(fake: Tensor, param: Tensor, owner: Any) -> None:

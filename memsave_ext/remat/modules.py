@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any, TextIO
 
 import torch
@@ -25,20 +26,22 @@ class _RematForward(ForwardInPlace):
         # torch.compile itself decides what to recompute, and without grad mode nothing is saved.
         # What torch.jit.trace notes runs elsewhere.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._is_tracing():
-            return type(module).forward(module, *args, **kwargs)
+            return self.function(module)(module, *args, **kwargs)
         model = module if self.options["by_module"] else None
         options = {name: self.options[name] for name in ("budget", "optimizer", "strict", "retry")}
         options |= {"_counted": module, "_everything": self.options["everything"]}
         block = remat(model, **options)
-        if not isinstance(module, DistributedDataParallel):
-            block._plan_ahead(module, type(module).forward, args, kwargs)
+        # What another method refers to, as Lightning's to its trainer, is not to be copied.
+        if self.method == "forward" and not isinstance(module, DistributedDataParallel):
+            block._plan_ahead(module, self.function(module), args, kwargs)
         with block:
             self.last = block
-            return type(module).forward(module, *args, **kwargs)
+            return self.function(module)(module, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has run no forward yet, and its parameters are not the optimizer's.
-        return {"module": self.module, "options": self.options | {"optimizer": None}}
+        options = self.options | {"optimizer": None}
+        return {"module": self.module, "options": options, "method": self.method, "own": self.own}
 
 
 class RematHandle:
@@ -49,9 +52,9 @@ class RematHandle:
 
     def remove(self) -> None:
         """Give the module its own forward back. A second call does nothing."""
-        module = self._forward.module
-        if module.__dict__.get("forward") is self._forward:
-            _RematForward.remove(module)
+        module, method = self._forward.module, self._forward.method
+        if module.__dict__.get(method) is self._forward:
+            _RematForward.remove(module, method)
 
     def figures(self) -> RematFigures:
         """Returns the figures of the module's last forward: see :meth:`remat.figures`.
@@ -109,6 +112,7 @@ def remat_module(
     strict: bool = False,
     retry: bool = False,
     _everything: bool = False,
+    _method: str = "forward",
 ) -> RematHandle:
     """Run every forward of ``model`` in a :class:`remat` block, changing the model in place.
 
@@ -130,20 +134,24 @@ def remat_module(
 
     Raises:
         TypeError: ``model`` is no module; another argument is of the wrong type.
-        ValueError: the instance has a ``forward`` of its own already; a budget is out of range.
+        ValueError: the instance has a ``forward`` of its own already, other than a bound method as
+            accelerate's ``prepare()`` sets one; a budget is out of range.
         RuntimeError: a budget with a CUDA allocator that reports nothing (cudaMallocAsync).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"remat_module: model must be a torch.nn.Module, got {type(model).__name__}"
         )
-    if "forward" in model.__dict__:
+    own = model.__dict__.get(_method)
+    if own is not None and not (isinstance(own, MethodType) and own.__self__ is model):
         raise ValueError(
-            f"remat_module: {type(model).__name__} has a forward of its own already; remove() the "
-            "handle that set it first, or call remat_module before accelerate's prepare()"
+            f"remat_module: {type(model).__name__} has a {_method} of its own already; remove() "
+            "the handle that set it first, or call remat_module before what replaced it"
         )
     check_arguments(budget, optimizer, strict, retry)
-    options = {"budget": budget, "optimizer": optimizer, "strict": strict, "retry": retry}
-    forward = _RematForward(model, {"by_module": by_module, "everything": _everything, **options})
+    options: dict[str, Any] = {"budget": budget, "optimizer": optimizer}
+    options |= {"strict": strict, "retry": retry}
+    options |= {"by_module": by_module, "everything": _everything}
+    forward = _RematForward(model, options, _method)
     forward.install()
     return RematHandle(forward)

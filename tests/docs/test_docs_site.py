@@ -61,7 +61,8 @@ def test_every_public_name_has_a_place():
         name
         for page in (DOCS / "api").glob("*.md")
         for module in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.M)
+        if ".integrations." not in module  # each imports a library
         for name in getattr(__import__(module, fromlist=["_"]), "__all__", ())
     }
     left_out = set(memsave_ext.__all__) - documented
-    assert left_out == {"__version__", "memory"}  # a string, and a page of its own
+    assert left_out == {"__version__", "integrations", "memory"}  # a string, and pages of their own

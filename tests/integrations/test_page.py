@@ -1,4 +1,4 @@
-"""The blocks of docs/integrations.md run."""
+"""The blocks of docs/integrations.md and of docs/trainers run."""
 
 import re
 from pathlib import Path
@@ -8,38 +8,39 @@ from libraries import library
 
 import memsave_ext as ms
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
-SECTIONS = {
-    "transformers": ["transformers", "accelerate"],
-    "Lightning": ["lightning.pytorch"],
-    "accelerate": ["accelerate"],
-    "torch.compile": [],
-    "timm and torchvision": ["timm"],
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = {  # and what they need
+    "integrations": [],
+    "trainers/transformers": ["transformers", "accelerate"],
+    "trainers/lightning": ["lightning.pytorch"],
+    "trainers/accelerate": ["accelerate"],
+    "trainers/timm": ["timm"],
 }
 
 if not ms._native.available:
-    pytest.skip("the page is run with the native part", allow_module_level=True)
+    pytest.skip("the pages are run with the native part", allow_module_level=True)
 
 
-def sections():
-    """{heading: (block, number of the line before it)}"""
-    text = PAGE.read_text(encoding="utf-8")
-    pattern = r"^## (.*?)\n+```python\n(.*?)^```$"
-    return {
-        found[1]: (found[2], text.count("\n", 0, found.start(2)))
-        for found in re.finditer(pattern, text, re.DOTALL | re.MULTILINE)
-    }
+def text_of(name):
+    page = DOCS / f"{name}.md"
+    if not page.is_file():
+        pytest.skip("no docs")
+    return page.read_text(encoding="utf-8")
+
+
+def test_every_page_is_run():
+    if not DOCS.is_dir():
+        pytest.skip("no docs")
+    assert {f"trainers/{page.stem}" for page in (DOCS / "trainers").glob("*.md")} < {*PAGES}
 
 
 @pytest.mark.filterwarnings("ignore")  # the tools' own
-@pytest.mark.parametrize("name", SECTIONS)
-def test_a_block(name, tmp_path, monkeypatch):
-    if not PAGE.is_file():
-        pytest.skip("no docs")
-    for needed in SECTIONS[name]:
+@pytest.mark.parametrize("name", PAGES)
+def test_its_blocks_run_one_after_the_other(name, tmp_path, monkeypatch):
+    text = text_of(name)
+    for needed in PAGES[name]:
         library(needed)
     monkeypatch.chdir(tmp_path)
-    block, line = sections()[name]
     patches, patch = [], ms.patch_torch_checkpoint
 
     def kept():
@@ -47,22 +48,19 @@ def test_a_block(name, tmp_path, monkeypatch):
         return patches[-1]
 
     monkeypatch.setattr(ms, "patch_torch_checkpoint", kept)
+    blocks = list(re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+    assert len(blocks) == text.count("```python")
+    names = {"__name__": name}
     try:
-        exec(compile("\n" * line + block, str(PAGE), "exec"), {"__name__": name})
+        for block in blocks:
+            line = text.count("\n", 0, block.start(1))
+            exec(compile("\n" * line + block[1], f"{name}.md", "exec"), names)
     finally:
         for handle in patches:
             handle.remove()
 
 
-def test_links_lead_somewhere():
-    if not PAGE.is_file():
-        pytest.skip("no docs")
-    for target in re.findall(r"\]\(([^)#:]+)\)", PAGE.read_text(encoding="utf-8")):
-        assert (PAGE.parent / target).exists(), target
-
-
-def test_each_section_is_run():
-    if not PAGE.is_file():
-        pytest.skip("no docs")
-    headings = re.findall(r"^## (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert headings == list(sections()) == list(SECTIONS)
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name):
+    for target in re.findall(r"\]\(([^)#:]+)[^):]*\)", text_of(name)):
+        assert ((DOCS / name).parent / target).exists(), target

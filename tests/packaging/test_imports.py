@@ -2,6 +2,8 @@
 
 import ast
 import graphlib
+import subprocess
+import sys
 from pathlib import Path
 
 import memsave_ext
@@ -62,16 +64,31 @@ def test_no_cycles():
     graphlib.TopologicalSorter(graph).prepare()  # raises an error that names the cycle
 
 
-def test_nothing_but_memory_imports_predict():
+def test_who_imports_predict():
     graph = import_graph()
     found = {
         name
         for name, imported in graph.items()
         if not inside(name, OFFERED) and any(inside(module, OFFERED) for module in imported)
     }
-    assert found == {OFFERS, f"{OFFERS}.__main__"}
+    assert found == {
+        OFFERS,
+        f"{OFFERS}.__main__",
+        "memsave_ext.integrations.lightning",
+        "memsave_ext.integrations.transformers",
+    }
+    assert graph["memsave_ext.integrations"] == set()
     source = (PACKAGE / "__init__.py").read_text("utf-8")
-    assert source.partition("\nfrom ")[2].startswith(". import memory\n")  # memory comes first
+    # Memory comes first of those that import anything.
+    assert source.partition("\nfrom ")[2].startswith(". import integrations, memory\n")
+
+
+def test_no_library_that_trains_models_is_imported():
+    code = "import sys, memsave_ext; memsave_ext.integrations; print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    names = {name.partition(".")[0] for name in ast.literal_eval(done.stdout)}
+    assert "memsave_ext" in names
+    assert names.isdisjoint({"transformers", "lightning", "pytorch_lightning", "accelerate"})
 
 
 def test_what_remat_shares_with_memory_is_below_both():

@@ -1,0 +1,161 @@
+"""Optimizers that change their kind in place, and back: who holds the object holds the new kind."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from . import clip_guard, modes, owners
+from .any_optimizer import in_backward
+from .native import Native
+from .own_optimizer import renew_counter
+
+# Options of a group that are not the same before and after: those that only this package's
+# optimizers have, and the one that a GradScaler sets.
+_OF_GROUPS = (*modes.DEFAULTS, "fused")
+
+
+def step_in_backward(optimizer: Optimizer, **options: Any) -> Callable[[], None]:
+    """Calls :func:`in_backward`, which may raise.
+
+    Returns a function that makes the optimizer what it was, with the states that it has by then.
+    """
+    own, before = type(optimizer), dict(optimizer.__dict__)
+    groups = [set(group) for group in optimizer.param_groups]
+    taken = in_backward(optimizer, **options)
+
+    def undo() -> None:
+        _release(taken)
+        after = taken.__dict__
+        kept = {name: after[name] for name in ("state", "param_groups", "step") if name in after}
+        taken.__class__, taken.__dict__ = own, {**before, **kept}
+        for group, names in zip(taken.param_groups, groups, strict=False):
+            if "max_grad_norm" not in names:
+                group.pop("max_grad_norm", None)
+        renew_counter(taken)
+
+    return undo
+
+
+def become(optimizer: Optimizer, kind: type[Any], **options: Any) -> Callable[[], None]:
+    """Makes an optimizer one of this package's, with its groups, states and hooks.
+
+    Args:
+        optimizer: torch's of the same rule, or this package's.
+        kind: the class that it is to have.
+        **options: of ``kind``, beside those that the groups have.
+
+    Where its states are smaller, its ``state_dict()`` has them as torch's does, on the CPU, so that
+    a training can go on from it with either.
+
+    Returns:
+        A function that makes it what it was, with its states converted back.
+
+    Raises:
+        ValueError: its ``step()`` has been replaced, other than by a scheduler; it cannot step in
+            backward with an option that it has; its states have bits of the parameters.
+    """
+    _check(optimizer)
+    own, had = type(optimizer), _options_outside_groups(optimizer)
+    defaults = taken_by(own, optimizer.defaults)
+    of_groups = [
+        {name: group[name] for name in _OF_GROUPS if name in group}
+        for group in optimizer.param_groups
+    ]
+    new = {name: value for name, value in options.items() if name in modes.DEFAULTS}
+    given = taken_by(kind, defaults) | had | options
+    _remake(optimizer, kind, [of | new for of in of_groups], given)
+    hook = optimizer.register_state_dict_post_hook(_as_torchs) if "state_dtype" in new else None
+
+    def undo() -> None:
+        _remake(optimizer, own, of_groups, defaults | had)
+        if hook is not None:
+            hook.remove()
+
+    return undo
+
+
+def _as_torchs(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    states = tree_map_only(Tensor, Tensor.cpu, state_dict["state"])
+    return modes.to_fp32({**state_dict, "state": states})
+
+
+def _check(optimizer: Optimizer) -> None:
+    step = optimizer.__dict__.get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        raise ValueError(f"step() of this {type(optimizer).__name__} has been replaced")
+    if isinstance(optimizer, Native) and optimizer.clip_global_norm is not None:
+        raise ValueError("clip_global_norm needs all gradients, which a step in backward frees")
+    for group in optimizer.param_groups:
+        if modes.of_group(group, "bf16") not in (None, "stochastic"):
+            raise ValueError("its states have bits of the parameters, which would be lost")
+
+
+def _options_outside_groups(optimizer: Optimizer) -> dict[str, Any]:
+    if not isinstance(optimizer, Native):
+        return {}
+    return {
+        "in_backward": optimizer.in_backward,
+        "small_bytes": optimizer._small_bytes,
+        "bucket_bytes": optimizer._bucket_bytes,
+        "grad_scaler": optimizer.grad_scaler,
+    }
+
+
+def _remake(
+    optimizer: Any, kind: type[Any], of_groups: list[dict[str, Any]], options: dict[str, Any]
+) -> None:
+    """Constructs the object anew, as one of another class, with the states that it has.
+
+    ``of_groups``: the options of each group that are among ``_OF_GROUPS``.
+    """
+    own, before = type(optimizer), dict(optimizer.__dict__)
+    saved = None
+    if optimizer.state:
+        plain = isinstance(optimizer, Native)
+        saved = optimizer.to_fp32_state_dict() if plain else optimizer.state_dict()
+        for group, more in zip(saved["param_groups"], of_groups, strict=True):
+            group["fused"] = more.get("fused")
+    groups = [
+        {n: v for n, v in group.items() if n not in _OF_GROUPS} | more
+        for group, more in zip(before["param_groups"], of_groups, strict=True)
+    ]
+    was_in_backward = isinstance(optimizer, Native) and optimizer.in_backward
+    if isinstance(optimizer, Native):
+        _release(optimizer)
+    try:
+        optimizer.__class__, optimizer.__dict__ = kind, {}
+        kind.__init__(optimizer, groups, **options)
+        for name, value in before.items():
+            if name.startswith("_optimizer_") or name in ("step", "_opt_called"):
+                optimizer.__dict__[name] = value
+        renew_counter(optimizer)
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+    except BaseException:
+        if "_stepper" in optimizer.__dict__:
+            _release(optimizer)
+        optimizer.__class__, optimizer.__dict__ = own, before
+        if isinstance(optimizer, Native):
+            owners.note_optimizer(optimizer)
+        if was_in_backward:
+            optimizer._attach(p for group in optimizer.param_groups for p in group["params"])
+        raise
+
+
+def _release(optimizer: Any) -> None:
+    """Has nothing of this package look after an optimizer that becomes another."""
+    optimizer.remove_hooks()
+    owners.forget_optimizer(optimizer)
+    clip_guard.forget(optimizer)
+
+
+def taken_by(kind: type[Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of an optimizer's defaults that a class's constructor has names for."""
+    names = inspect.signature(kind.__init__).parameters
+    return {name: value for name, value in defaults.items() if name in names}

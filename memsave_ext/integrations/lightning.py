@@ -1,0 +1,144 @@
+"""``Fit``, a callback that makes the training of a Lightning ``Trainer`` fit into a budget."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..predict.applied import Applied, applied_to
+from ..predict.fit import fitted
+
+# Both are Lightning, and have classes of their own.
+_NAME = "lightning.pytorch" if "lightning" in sys.modules else "pytorch_lightning"
+_pytorch: Any = importlib.import_module(_NAME if _NAME in sys.modules else "lightning.pytorch")
+
+_CLIPS = (
+    "the Trainer clips gradients, which a step in backward does not keep: leave gradient_clip_val "
+    "out, or Fit(clip_each=True) has the optimizer clip each parameter's gradient by its norm"
+)
+
+
+class Fit(_pytorch.Callback):  # type: ignore[misc]
+    """Makes a Trainer's steps fit into a budget, by :func:`memsave_ext.fit`::
+
+        trainer = pl.Trainer(callbacks=[Fit(budget="24GB")])
+        trainer.fit(net, batches)
+
+    It predicts ``training_step()`` with the first batch, and applies the cheapest means that fits
+    before it runs. Precision, gradient accumulation and a GradScaler are the Trainer's, and states
+    that were loaded by ``ckpt_path`` are converted. Checkpoints have states as torch's optimizer
+    has them. What ``training_step()`` logs while it is predicted goes nowhere.
+
+    Args:
+        budget, means, verbose: as of :func:`memsave_ext.fit`.
+        clip_each: whether an optimizer that steps in backward clips each parameter's gradient to
+            the norm ``gradient_clip_val``, in place of the norm of all. Otherwise, where the
+            Trainer clips, no means that steps in backward is taken.
+
+    Attributes:
+        fitted: what :func:`memsave_ext.fit` returned; None before the first step.
+
+    Raises:
+        ValueError: at the first step: several processes train the model; it has several optimizers,
+            or optimizes by itself; and as :func:`memsave_ext.fit`.
+        torch.OutOfMemoryError: at the first step: nothing fits.
+    """
+
+    def __init__(
+        self,
+        budget: str | int,
+        *,
+        means: str | None = None,
+        clip_each: bool = False,
+        verbose: bool = True,
+    ) -> None:
+        self.fitted: Applied | None = None
+        self._budget = budget
+        self._options: dict[str, Any] = {"means": means, "verbose": verbose}
+        self._clip_each = clip_each
+        self._clip_val: float | None = None  # the Trainer's, while the optimizer clips
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """An earlier run's optimizer lets go of the parameters."""
+        before = applied_to(pl_module)
+        if stage == "fit" and before is not None:
+            before.undo()
+            self.fitted = None
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if applied_to(pl_module) is not None:
+            return
+        optimizer = _the_optimizer(trainer, pl_module)
+        by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+        clips = bool(trainer.gradient_clip_val)
+        each = clips and self._clip_each and by_norm
+
+        def loss(net: Any, batch: Any) -> Tensor:
+            net.__dict__.update(_trainer=trainer, log=_nothing, log_dict=_nothing)
+            with trainer.precision_plugin.train_step_context():
+                return _loss_of(net, batch, batch_idx)
+
+        self.fitted = fitted(
+            pl_module,
+            optimizer,
+            batch,
+            self._budget,
+            refused=_CLIPS if clips and not each else "",
+            micro_batches=trainer.accumulate_grad_batches,
+            forward=loss,
+            method="training_step",
+            options={
+                "accumulate_when": lambda: _goes_on(trainer),
+                "max_grad_norm": trainer.gradient_clip_val if each else None,
+                "grad_scaler": getattr(trainer.precision_plugin, "scaler", None),
+            },
+            **self._options,
+        )
+        if each and self.fitted.steps_in_backward:
+            self._clip_val, trainer.gradient_clip_val = trainer.gradient_clip_val, None
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._clip_val is not None:
+            trainer.gradient_clip_val, self._clip_val = self._clip_val, None
+
+
+def _the_optimizer(trainer: Any, pl_module: Any) -> Any:
+    if trainer.world_size > 1:
+        raise ValueError(
+            f"Fit: {trainer.world_size} processes train the model; steps are predicted for one. "
+            "Use devices=1"
+        )
+    if not pl_module.automatic_optimization:
+        raise ValueError(
+            "Fit: the module optimizes by itself (automatic_optimization=False): call "
+            "memsave_ext.fit() where its optimizer is made"
+        )
+    if len(trainer.optimizers) != 1:
+        raise ValueError(f"Fit: the module has {len(trainer.optimizers)} optimizers, not one")
+    return trainer.optimizers[0]
+
+
+def _loss_of(net: Any, batch: Any, batch_idx: int) -> Tensor:
+    names = inspect.signature(net.training_step).parameters
+    output = net.training_step(batch, batch_idx) if len(names) > 1 else net.training_step(batch)
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise ValueError(f"training_step() returned no loss, but {type(output).__name__}")
+    return loss
+
+
+def _goes_on(trainer: Any) -> bool:
+    """Whether the present backward is not the last of its step."""
+    last = (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
+    return not last and not trainer.is_last_batch
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In place of a copy's ``log()``."""

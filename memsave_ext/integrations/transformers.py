@@ -1,0 +1,168 @@
+"""``Fit``, a callback that makes the training of a transformers ``Trainer`` fit into a budget."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.models import ForwardInPlace
+from ..predict.applied import Applied, applied_to, check
+from ..predict.batch import Call
+from ..predict.fit import fitted
+
+_transformers: Any = importlib.import_module("transformers")
+_state: Any = importlib.import_module("accelerate.state")
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_CLIPS = (
+    "the Trainer clips by the norm of all gradients, which a step in backward does not keep: "
+    "max_grad_norm=0 of TrainingArguments switches that off, Fit(clip_each=True) has the optimizer "
+    "clip each parameter's gradient"
+)
+
+
+class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
+    """Makes a Trainer's steps fit into a budget, by :func:`memsave_ext.fit`::
+
+        trainer = Trainer(model, args, train_dataset=rows, callbacks=[Fit(budget="24GB")])
+        trainer.train()
+
+    It predicts with the first batch when the model is first called with it, and applies the
+    cheapest means that fits before anything is computed. Gradient accumulation and a GradScaler are
+    the Trainer's; states that were loaded by ``resume_from_checkpoint`` are converted. Checkpoints
+    have states as torch's optimizer has them.
+
+    Args:
+        budget: as of :func:`memsave_ext.fit`.
+        loss: as of :func:`memsave_ext.fit`; needed where the Trainer computes the loss itself, as
+            with ``compute_loss_func`` or ``label_smoothing_factor``.
+        means: as of :func:`memsave_ext.fit`.
+        clip_each: whether an optimizer that steps in backward clips each parameter's gradient to
+            the Trainer's ``max_grad_norm``, in place of the norm of all. Otherwise, where the
+            Trainer clips, as it does by default, no means that steps in backward is taken.
+        verbose: as of :func:`memsave_ext.fit`.
+
+    Attributes:
+        fitted: what :func:`memsave_ext.fit` returned; None before the first step.
+
+    Raises:
+        ValueError: when the training begins: several processes or devices train the model, or it is
+            compiled. At the first step: as :func:`memsave_ext.fit`.
+        torch.OutOfMemoryError: at the first step: nothing fits.
+    """
+
+    def __init__(
+        self,
+        budget: str | int,
+        *,
+        loss: Callable[..., Tensor] | None = None,
+        means: str | None = None,
+        clip_each: bool = False,
+        verbose: bool = True,
+    ) -> None:
+        self.fitted: Applied | None = None
+        self._budget = budget
+        self._options: dict[str, Any] = {"loss": loss, "means": means, "verbose": verbose}
+        self._clip_each = clip_each
+        self._max_grad_norm: float | None = None  # the Trainer's, while the optimizer clips
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        optimizer: Any = None,
+        **_: Any,
+    ) -> None:
+        _refuse(args)
+        before = applied_to(model)
+        if before is not None and before is self.fitted and before.optimizer is optimizer.optimizer:
+            self._take_clipping(args)  # another train() of the same Trainer
+            return
+        if before is not None:
+            before.undo()
+        check("Fit", model, optimizer)
+        gradients = _state.GradientState()
+        clips = bool(args.max_grad_norm and args.max_grad_norm > 0)
+
+        def at_first_call(call: Call) -> None:
+            self.fitted = fitted(
+                model,
+                optimizer,
+                call,
+                self._budget,
+                refused=_CLIPS if clips and not self._clip_each else "",
+                micro_batches=args.gradient_accumulation_steps,
+                options={
+                    "accumulate_when": lambda: not gradients.sync_gradients,
+                    "max_grad_norm": args.max_grad_norm if clips else None,
+                },
+                **self._options,
+            )
+            self._take_clipping(args)
+
+        _FirstCall(model, {"then": at_first_call}).install()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        _FirstCall.remove(kwargs["model"])
+        if self._max_grad_norm is not None:
+            args.max_grad_norm, self._max_grad_norm = self._max_grad_norm, None
+
+    def _take_clipping(self, args: Any) -> None:
+        assert self.fitted is not None
+        if self._clip_each and self.fitted.steps_in_backward and args.max_grad_norm:
+            self._max_grad_norm, args.max_grad_norm = args.max_grad_norm, 0.0
+
+
+def _refuse(args: Any) -> None:
+    if args.world_size > 1 or args.n_gpu > 1:
+        raise ValueError(
+            f"Fit: {args.world_size} processes with {args.n_gpu} devices train the model; steps "
+            "are predicted for one process with one device. Let the Trainer see one device"
+        )
+    if args.torch_compile:
+        raise ValueError(
+            "Fit: torch_compile=True lets the compiler decide what is kept, which is not "
+            "predicted: leave it out"
+        )
+    for name in ("deepspeed", "fsdp"):
+        if getattr(args, name, None):
+            raise ValueError(f"Fit: {name} shards the model, which is not predicted: leave it out")
+
+
+class _FirstCall(ForwardInPlace):
+    """Stands in for a model's forward until it is called for training, and then goes away.
+
+    ``options["then"]`` is told what the model is called with, and may change the model.
+    """
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not module.training or not torch.is_grad_enabled():
+            return self.function(module)(module, *args, **kwargs)
+        self.remove(module)
+        # What is applied has hooks of its own, which this call would not run, and those that there
+        # are surround this call already.
+        with _without_hooks(module):
+            self.options["then"](Call(args, kwargs))
+            return module(*args, **kwargs)
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """Takes away a module's hooks, inside the block alone. Those that are new there stay."""
+    taken = [(getattr(module, name), dict(getattr(module, name))) for name in _HOOKS]
+    for hooks, _ in taken:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in taken:
+            new = dict(hooks)
+            hooks.clear()
+            hooks.update({**before, **new})

@@ -1,0 +1,277 @@
+"""Applies means to a real model and its optimizer, measures what they need then, and undoes it."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+
+from .. import _parts
+from ..adam.dtensor import is_dtensor
+from ..memory.figures import make_tracker, untracked
+from ..memory.hooks import Hooks, Names
+from ..shared.modules import Modules
+from ..shared.table import format_bytes
+from .techniques import Techniques
+
+_TOLERANCE = 0.02  # of the predicted peak
+_MOST_EVENTS = 100_000  # only the peak is asked for
+_WRAPPING = ("accelerate", "lightning", "pytorch_lightning")
+
+_NAME = "_memsave_ext_applied"  # where a model has what is applied to it
+
+
+class Applied:
+    """What :meth:`Fits.apply` and :func:`fit` return: the means that a training runs with.
+
+    Attributes:
+        model: the model to train, the same object.
+        optimizer: the optimizer to step with, the same object; its class is another one where it
+            steps in backward.
+        means: what was applied, such as ``"checkpoint by block, optimizer in backward"``.
+        cost: what it costs.
+        steps_in_backward: whether the optimizer steps in backward.
+        budget: bytes.
+        predicted: the predicted peak in bytes; None where these means were not predicted.
+        measured: the peak in bytes of the second step, which is the first that has all states, or
+            with remat without a budget of the third; None until then, without an optimizer, and in
+            pure Python.
+    """
+
+    def __init__(
+        self,
+        means: Techniques,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        budget: int,
+        predicted: int | None,
+        *,
+        spare: int = 0,
+        method: str = "forward",
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            spare: bytes that a measured peak may have beside the predicted one, of batches.
+            method: as of :meth:`Techniques.apply`.
+            **options: of an optimizer that steps in backward; and ``accumulate_when``.
+        """
+        self.model, self.optimizer = model, optimizer
+        self.means, self.cost, self.budget = means.name, means.cost, budget
+        self.steps_in_backward = means.steps_in_backward
+        self.predicted = predicted
+        self.measured: int | None = None
+        condition = options.pop("accumulate_when", None)
+        in_backward: Any = optimizer if means.steps_in_backward else None
+        given = {n: v for n, v in options.items() if v is not None} if in_backward else {}
+        self._after: list[Callable[[], None]] = []
+        self._undo = means.apply(model, optimizer, budget, method=method, **given).undo
+        self._spare = spare
+        # What remat drops follows from times, which were estimated: it may be more.
+        self._may_be_less = means.remat or means.within_budget
+        try:
+            if in_backward is not None and condition is not None:
+                in_backward.accumulate_when(condition)
+            if optimizer is not None and predicted is not None and _parts.native("memory"):
+                # From its third step on remat without a budget follows a plan.
+                number = 3 if means.remat else 2
+                self._undo.callback(_Peak(model, optimizer, number, self._compare).close)
+        except BaseException:
+            self._undo.close()
+            raise
+        model.__dict__[_NAME] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the model has the means, and nothing that could undo them."""
+        return type(None), ()
+
+    def undo(self) -> None:
+        """Makes model and optimizer what they were; a second call does nothing.
+
+        Parameters stay as they were trained, and so do states, in the optimizer's own format.
+        """
+        if applied_to(self.model) is self:
+            del self.model.__dict__[_NAME]
+        self._undo.close()
+        for function in self._after:
+            function()
+
+    def after_undo(self, function: Callable[[], None]) -> None:
+        """Has a function run now and after :meth:`undo`, which follows what the optimizer is."""
+        function()
+        self._after.append(function)
+
+    def __str__(self) -> str:
+        peak = "not known" if self.predicted is None else format_bytes(self.predicted)
+        return (
+            f"fit: {'nothing is changed' if self.means == 'as built' else self.means}\n"
+            f"fit: predicted peak {peak}, budget {format_bytes(self.budget)}\n"
+            f"fit: costs {self.cost}"
+        )
+
+    def _compare(self, measured: int) -> None:
+        self.measured = measured
+        assert self.predicted is not None
+        least, most = (self.predicted * (1 + sign * _TOLERANCE) for sign in (-1, 1))
+        if self._may_be_less:
+            least = 0
+        if least <= measured <= most + self._spare:
+            return
+        warnings.warn(
+            f"memsave_ext: a step had a peak of {format_bytes(measured)} with "
+            f"{self.means}, where {format_bytes(self.predicted)} was predicted "
+            f"({measured / self.predicted - 1:+.1%}), of a budget of {format_bytes(self.budget)}. "
+            "A batch of another size, or what the loop makes besides the model, its optimizer and "
+            "its loss, makes such a difference.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def apply(
+    means: Techniques, model: Any, optimizer: Any, *arguments: Any, **options: Any
+) -> Applied:
+    """Checks a model and its optimizer, and applies the means to them; see :class:`Applied`.
+
+    Raises:
+        TypeError, ValueError: what :func:`check` says; the means do not apply.
+    """
+    inside = check("apply", model, optimizer)
+    scaler = None if inside is optimizer else getattr(optimizer, "scaler", None)
+    if scaler is not None and options.get("grad_scaler") is None:
+        options["grad_scaler"] = scaler
+    try:
+        made = Applied(means, model, inside, *arguments, **options)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"apply: {means.name} does not apply: {error}") from error
+    if scaler is not None:
+        # With a scaler accelerate keeps the optimizer's step(), which is another one now.
+        made.after_undo(functools.partial(optimizer.__setstate__, {}))
+    return made
+
+
+def check(who: str, model: Any, optimizer: Any) -> Optimizer | None:
+    """Returns the optimizer, without what a trainer has wrapped around it.
+
+    Raises:
+        TypeError: model or optimizer is none.
+        ValueError: means are applied to the model already; it is wrapped for several processes or
+            replicas, sharded or compiled.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{who}: model must be a torch.nn.Module, got {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"{who}: optimizer must be a torch.optim.Optimizer or None, got "
+            f"{type(optimizer).__name__}"
+        )
+    if applied_to(model) is not None:
+        raise ValueError(
+            f"{who}: means are applied to this {type(model).__name__} already: undo() what was "
+            "returned then"
+        )
+    for module in model.modules():
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise ValueError(
+                f"{who}: the model is wrapped in {type(module).__name__}, whose copies of "
+                "gradients are not predicted. Call it with the model inside before it is wrapped; "
+                "an optimizer that then steps in backward needs attach() afterwards"
+            )
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            raise ValueError(
+                f"{who}: the model is compiled, and the compiler decides what is kept. Call it "
+                "with the model before it is compiled, and compile its blocks one by one"
+            )
+    if any(is_dtensor(p) for p in model.parameters()):
+        raise ValueError(f"{who}: parameters are DTensors, as FSDP2 makes them, which are refused")
+    return unwrapped(optimizer)
+
+
+def unwrapped(optimizer: Optimizer | None) -> Optimizer | None:
+    """Returns the optimizer inside of accelerate's and Lightning's."""
+    inside = getattr(optimizer, "optimizer", None)
+    library = type(optimizer).__module__.partition(".")[0]
+    if isinstance(inside, Optimizer) and library in (
+        "accelerate",
+        "lightning",
+        "pytorch_lightning",
+    ):
+        return inside
+    return optimizer
+
+
+def applied_to(model: nn.Module) -> Applied | None:
+    """Returns what is applied to a model now."""
+    found: Applied | None = model.__dict__.get(_NAME)
+    return found
+
+
+class _Peak:
+    """Follows the memory of one of an optimizer's steps, and tells its peak.
+
+    It begins where a part of the model is first called after the step before, when that step's
+    gradients are gone, and ends where ``step()`` does.
+
+    Args:
+        number: which step; the first is 1.
+        tell: is called with the peak.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, number: int, tell: Callable[[int], None]
+    ) -> None:
+        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
+        self._number, self._tell = number, tell
+        self._steps = 0
+        self._tracker: Any = None
+        self._awaited: Any = None  # the handle of a hook on the first call
+        self._hook = optimizer.register_step_post_hook(self._stepped)
+
+    def _stepped(self, *_: Any) -> None:
+        self._steps += 1
+        if self._steps == self._number - 1:
+            self._awaited = register_module_forward_pre_hook(self._called)
+        elif self._steps == self._number:
+            tracker = self._stop()
+            if tracker is not None:
+                self._tell(int(tracker.peak))
+
+    def _called(self, module: nn.Module, _: Any) -> None:
+        model, optimizer = self._model(), self._optimizer()
+        if model is None or optimizer is None or self._awaited is None:
+            self._stop()
+        elif any(module is part for part in model.modules()):
+            self._awaited = self._awaited.remove()
+            # A profiler that runs, or another allocator, is in the way: nothing is measured.
+            with suppress(RuntimeError):
+                self._begin(model, optimizer)
+
+    def _begin(self, model: nn.Module, optimizer: Optimizer) -> None:
+        parameter = next(model.parameters(), torch.empty(0))
+        modules, device = Modules(model), parameter.device
+        with untracked():
+            tracker: Any = make_tracker(device, modules.parents, False, _MOST_EVENTS)
+            Hooks(tracker, model, modules, [optimizer], Names()).label()
+            cuda = device.type == "cuda"
+            tracker.start(torch.cuda.memory_allocated(device) if cuda else None)
+        self._tracker = tracker
+
+    def _stop(self) -> Any:
+        if self._awaited is not None:
+            self._awaited = self._awaited.remove()
+        tracker, self._tracker = self._tracker, None
+        if tracker is not None:
+            tracker.stop()
+        return tracker
+
+    def close(self) -> None:
+        self._hook.remove()
+        self._stop()

@@ -1,0 +1,182 @@
+"""Makes the training of a real model fit: predicts what it needs, applies the cheapest means."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from ..fakes.mode import as_before
+from ..remat.budget import parse_budget
+from ..shared.checks import check_count
+from ..shared.device_memory import device_memory
+from ..shared.tensors import plain_tensors
+from .applied import Applied, apply, check
+from .batch import Forward, Loss, from_batch
+from .fits import search
+from .predict import device_of
+from .techniques import ALL, named
+
+# Without a budget remat has its plan from the third step on; with one it costs no more.
+_WITHIN = [means for means in ALL if not means.remat]
+
+
+def fit(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    batch: Any,
+    *,
+    budget: str | int,
+    loss: Loss | None = None,
+    means: str | None = None,
+    in_backward: bool = True,
+    micro_batches: int = 1,
+    accumulate_when: Callable[[], object] | None = None,
+    max_grad_norm: float | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    verbose: bool = True,
+) -> Applied:
+    """Makes training steps fit into a budget: predicts them, and applies the cheapest means that
+    fits to the model and its optimizer, in place::
+
+        fitted = ms.fit(model, optimizer, batch, budget="24GB", loss=my_loss)
+        for batch in batches:              # the loop stays as it is
+            my_loss(model(**batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        fitted.undo()                      # model and optimizer are what they were
+
+    It predicts with fake copies, as :func:`memory.fits`: nothing is allocated, and neither model,
+    gradients nor random numbers are touched before means are applied. What is applied is printed:
+    the means, the predicted peak and the cost. Where the peak of the second step is more than 2 %
+    off the predicted one, a warning says so.
+
+    Args:
+        model: the model, on the device that it is trained on.
+        optimizer: its optimizer, with states or without; None for a loop without states. An
+            optimizer that accelerate or Lightning has wrapped is taken out of it.
+        batch: what the model is called with: a dict of keyword arguments, a tuple of arguments, or
+            a tensor.
+        budget: the most bytes that a step may need: an int, a text such as ``"24GB"`` (10^9 bytes
+            each) or ``"22.5GiB"`` (2^30), ``"80%"`` of the device's memory or ``"auto"``, what the
+            model and its optimizer hold and nine tenths of what is free.
+        loss: makes the loss of what the model returns, or, where it has a second argument, of that
+            and the batch; None takes its ``loss``, or a result of one number.
+        means: the name of means to apply, as :func:`memory.fits` has them, in place of the cheapest
+            that fits.
+        in_backward: whether the optimizer may step in backward, which leaves no gradients to clip
+            or to look at.
+        micro_batches: how many backwards a step has. With an optimizer in backward say which is the
+            last, by ``accumulate_when`` or by ``with optimizer.accumulate():``.
+        accumulate_when: what an optimizer in backward asks, as :meth:`Adam.accumulate_when`.
+        max_grad_norm: what an optimizer in backward clips each parameter's gradient to.
+        grad_scaler: the loop's, for an optimizer in backward.
+        verbose: whether to print the three lines.
+
+    Returns:
+        A handle with what the loop must use, the figures, and ``undo()``.
+
+    Raises:
+        torch.OutOfMemoryError: nothing fits. It says what was tried, and the least.
+        TypeError, ValueError: an argument is not as said above; the model is wrapped for several
+            processes, compiled, or has means applied to it already; the named means do not apply.
+        RuntimeError: the step cannot be predicted; see :func:`memory.predict`.
+    """
+    options = {
+        "accumulate_when": accumulate_when,
+        "max_grad_norm": max_grad_norm,
+        "grad_scaler": grad_scaler,
+    }
+    reason = "" if in_backward else "in_backward=False"
+    return fitted(
+        model, optimizer, batch, budget, loss=loss, means=means, refused=reason,
+        micro_batches=micro_batches, verbose=verbose, options=options,
+    )  # fmt: skip
+
+
+def fitted(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    batch: Any,
+    budget: str | int,
+    *,
+    loss: Loss | None = None,
+    means: str | None = None,
+    refused: str = "",
+    micro_batches: int = 1,
+    verbose: bool = True,
+    forward: Forward | None = None,
+    method: str = "forward",
+    options: dict[str, Any],
+) -> Applied:
+    """As :func:`fit`, for trainers.
+
+    Args:
+        refused: why no optimizer may step in backward; empty where it may.
+        forward: as of :func:`from_batch`.
+        method: as of :meth:`Techniques.apply`.
+        options: as of :class:`Applied`.
+    """
+    inside = check("fit", model, optimizer)
+    check_count("fit: micro_batches", micro_batches, 1)
+    among = _WITHIN if means is None else (named("fit", means),)
+    parameter = next(model.parameters(), None)
+    device = device_of("fit", "cpu" if parameter is None else parameter.device)
+    limit = _bytes_of(budget, device, model, inside)
+    build = from_batch(
+        model, inside, batch, loss,
+        micro_batches=min(micro_batches, 2), forward=forward,
+    )  # fmt: skip
+    with as_before():
+        found = search(build, limit, device=device, among=among, refused=refused, method=method)
+    chosen = found.cheapest if means is None else found.rows[0]
+    if chosen is None:
+        raise torch.OutOfMemoryError(found.sentence("fit"))
+    if chosen.peak is None:
+        raise ValueError(f"fit: {chosen.name} does not apply: {chosen.reason}")
+    tensors = {id(t): t for t in tree_leaves(batch) if isinstance(t, Tensor)}
+    spare = sum(t.nbytes for t in tensors.values()) * micro_batches if device.type == "cpu" else 0
+    made = apply(
+        named("fit", chosen.name), model, optimizer, limit, chosen.peak,
+        spare=spare, method=method, **options,
+    )  # fmt: skip
+    if verbose:
+        print(made, file=sys.stdout)
+    return made
+
+
+def _bytes_of(
+    budget: object, device: torch.device, model: nn.Module, optimizer: Optimizer | None
+) -> int:
+    if isinstance(budget, float):
+        raise ValueError(
+            "fit: budget must be bytes, text such as '24GB', '80%' or 'auto', got "
+            f"{budget!r}; a share of the activations is for remat"
+        )
+    try:
+        parsed, of_device = parse_budget(budget)
+    except (TypeError, ValueError) as error:
+        allowed = "bytes as an int, or text such as '24GB', '22.5GiB', '80%' or 'auto'"
+        raise type(error)(f"fit: budget must be {allowed}, got {budget!r}") from None
+    if of_device is None:
+        return parsed.bytes
+    size = of_device.bytes_of(device)
+    if not of_device.of_free:
+        return size
+    if device.type == "cuda":
+        memory = device_memory(device)
+        return size + memory.limit - memory.free
+    return size + _held(model, optimizer)
+
+
+def _held(model: nn.Module, optimizer: Optimizer | None) -> int:
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    states = [] if optimizer is None else list(optimizer.state.values())
+    held = plain_tensors([*model.parameters(), *model.buffers(), *grads, *tree_leaves(states)])
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
+    return sum(storages.values())

@@ -1,0 +1,409 @@
+"""Fit in the Trainer of transformers and in Lightning's, and fit() beside accelerate and timm."""
+
+import logging
+import re
+
+import pytest
+import torch
+from libraries import library
+from torch import nn
+
+import memsave_ext as ms
+
+LIBRARIES = ["transformers", "accelerate", "lightning.pytorch"]
+transformers = accelerate = pytorch = None  # conftest.py imports them
+
+logging.getLogger("transformers").setLevel(logging.ERROR)
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+GB = "1GB"
+IN_BACKWARD = "optimizer in backward"
+SMALL = "checkpoint by block, Adam in backward, 8-bit states"
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=128, n_positions=32, n_embd=64, n_layer=3, n_head=2, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def rows():
+    ids = torch.randint(128, (24, 32), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+class Run:
+    def __init__(self, folder, fit=None, model=None, **arguments):
+        self.model = gpt2() if model is None else model
+        defaults = {
+            "output_dir": str(folder), "use_cpu": True, "report_to": [], "disable_tqdm": True,
+            "save_strategy": "no", "logging_steps": 1, "per_device_train_batch_size": 2,
+            "max_steps": 4, "max_grad_norm": 0, "seed": 3, "learning_rate": 1e-3,
+        }  # fmt: skip
+        options = {
+            name: arguments.pop(name) for name in ("compute_loss_func",) if name in arguments
+        }
+        self.trainer = transformers.Trainer(
+            model=self.model,
+            args=transformers.TrainingArguments(**(defaults | arguments)),
+            train_dataset=rows(),
+            callbacks=[] if fit is None else [fit],
+            **options,
+        )
+
+    def train(self, **options):
+        self.trainer.train(**options)
+        return self
+
+    @property
+    def losses(self):
+        return [log["loss"] for log in self.trainer.state.log_history if "loss" in log]
+
+    def assert_same(self, other):
+        assert self.losses == other.losses and len(self.losses) > 0
+        for one, two in zip(self.model.parameters(), other.model.parameters(), strict=True):
+            assert torch.equal(one, two)
+
+
+def fit(budget=GB, means=None, **options):
+    return ms.integrations.transformers.Fit(budget, means=means, verbose=False, **options)
+
+
+CASES = {
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "bfloat16": {"bf16": True},
+    "checkpointing of its own": {"gradient_checkpointing": True},
+    "evaluation first": {"eval_on_start": True, "eval_strategy": "no"},
+}
+
+
+@pytest.mark.parametrize("means", [IN_BACKWARD, "remat within the budget"])
+@pytest.mark.parametrize("arguments", CASES.values(), ids=CASES)
+def test_the_trainers_own_arguments(tmp_path, arguments, means):
+    if "remat" in means and not ms._native.available:
+        pytest.skip("remat is native")
+    runs = []
+    for callback in (None, fit(means=means)):
+        run = Run(tmp_path, callback, **arguments)
+        run.trainer.eval_dataset = rows()[:2]
+        runs.append(run.train())
+    assert callback.fitted.means == means
+    assert callback.fitted.steps_in_backward == ("backward" in means)
+    assert not ms._native.available or callback.fitted.measured is not None
+    runs[1].assert_same(runs[0])
+    if means == IN_BACKWARD:
+        assert all(p.grad is None for p in runs[1].model.parameters())
+        assert runs[1].trainer.optimizer.optimizer.in_backward
+
+
+def test_its_clipping_stays_or_is_taken_over(tmp_path):
+    plain = Run(tmp_path, max_grad_norm=0.1).train()
+    probe = fit(means="as built")
+    Run(tmp_path, probe).train()
+    # It stays where nothing steps in backward.
+    callback = fit(int(0.9 * probe.fitted.predicted))
+    run = Run(tmp_path, callback, max_grad_norm=0.1).train()
+    assert not callback.fitted.steps_in_backward and callback.fitted.means != "as built"
+    assert run.losses == pytest.approx(plain.losses, rel=1e-6)
+    # It is refused before the first step where that would not do.
+    least = fit(means="optimizer in backward")
+    with pytest.raises(ValueError, match="the Trainer clips by the norm of all gradients"):
+        Run(tmp_path, least, max_grad_norm=0.1).train()
+    with pytest.raises(torch.OutOfMemoryError, match=r"Not tried: .*max_grad_norm=0 of Training"):
+        Run(tmp_path, fit("10kB"), max_grad_norm=0.1).train()
+    # Or each parameter's gradient is clipped, as by its own optimizer.
+    callback = fit(means="Adam in backward", clip_each=True)
+    run = Run(tmp_path, callback, max_grad_norm=0.1)
+    seen = []
+    run.model.transformer.wte.register_forward_pre_hook(
+        lambda *_: seen.append(run.trainer.args.max_grad_norm)
+    )
+    run.train()
+    assert set(seen[-3:]) == {0.0} and run.trainer.args.max_grad_norm == 0.1
+    groups = run.trainer.optimizer.param_groups
+    assert {group["max_grad_norm"] for group in groups} == {0.1}
+    model = gpt2()
+    optimizer = ms.AdamW(
+        model.parameters(), lr=1e-3, weight_decay=0, in_backward=True, max_grad_norm=0.1
+    )
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, 4)
+    written = Run(tmp_path, model=model)
+    written.trainer.optimizer, written.trainer.lr_scheduler = optimizer, schedule
+    assert written.train().losses == pytest.approx(run.losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("means", [IN_BACKWARD, SMALL])
+def test_resuming(tmp_path, means):
+    whole = Run(tmp_path, fit(means=means), save_strategy="steps", save_steps=2).train()
+    resumed = Run(tmp_path, fit(means=means))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed.assert_same(whole) if means == IN_BACKWARD else None
+    assert resumed.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert isinstance(resumed.trainer.optimizer.optimizer, ms.AdamW) == (means == SMALL)
+    # Without Fit the states are those of torch's optimizer.
+    saved = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt")
+    assert {*saved["state"][0]} == {"step", "exp_avg", "exp_avg_sq"}
+    assert all(s["exp_avg"].dtype is torch.float32 for s in saved["state"].values())
+    plain = Run(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert plain.losses == pytest.approx(whole.losses, rel=0.02)
+
+
+def test_training_twice(tmp_path):
+    plain = Run(tmp_path)
+    plain.train().train()
+    callback = fit(means=IN_BACKWARD)
+    run = Run(tmp_path, callback).train()
+    first = callback.fitted
+    run.train()
+    assert callback.fitted is first
+    run.assert_same(plain)
+    # Another Trainer for the same model.
+    other = fit(means="checkpoint by block")
+    again = Run(tmp_path, other, model=run.model).train()
+    assert other.fitted is not first and len(again.losses) == 4
+    assert type(first.optimizer) is torch.optim.AdamW
+    other.fitted.undo()
+    assert not any("forward" in vars(module) for module in run.model.modules())
+
+
+def test_a_model_with_hooks_is_called_once(tmp_path):
+    calls = {"before": 0, "after": 0}
+
+    def counted(name):
+        calls[name] += 1
+
+    runs = []
+    for callback in (None, fit(means="loss head in chunks")):
+        run = Run(tmp_path, callback)
+        run.model.register_forward_pre_hook(lambda *_: counted("before"))
+        run.model.register_forward_hook(lambda *_: counted("after"))
+        runs.append(run.train())
+        assert calls == {"before": 4, "after": 4}
+        calls.update(before=0, after=0)
+    assert runs[1].losses == pytest.approx(runs[0].losses, rel=1e-4)
+    assert runs[1].losses[0] != 0
+
+
+def test_wrong_use(tmp_path):
+    with pytest.raises(torch.OutOfMemoryError, match="fit: Nothing fits"):
+        Run(tmp_path, fit("10kB")).train()
+    run = Run(tmp_path, fit())
+    run.trainer.args.torch_compile = True
+    with pytest.raises(ValueError, match="Fit: torch_compile=True lets the compiler decide"):
+        run.train()
+    run = Run(tmp_path, fit())
+    run.trainer.args._n_gpu = 2
+    with pytest.raises(ValueError, match="Fit: .* devices train the model"):
+        ms.integrations.transformers._refuse(run.trainer.args)
+
+    def custom(outputs, labels, num_items_in_batch=None):
+        return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+    with pytest.raises(TypeError, match="the model returned no loss. Give loss"):
+        Run(tmp_path, fit(), compute_loss_func=custom).train()
+    stand_in = fit(
+        means="checkpoint by block", loss=lambda outputs: outputs.logits.logsumexp(-1).mean()
+    )
+    Run(tmp_path, stand_in, compute_loss_func=custom).train()
+    assert stand_in.fitted.means == "checkpoint by block"
+
+
+class Net:
+    """Makes a LightningModule whose training_step() calls parts of it."""
+
+    def __new__(cls):
+        class Module(pytorch.LightningModule):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(0)
+                self.first, self.last = nn.Linear(16, 64), nn.Linear(64, 4)
+                self.blocks = nn.ModuleList(
+                    nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)
+                )
+                self.losses = []
+
+            def training_step(self, batch):
+                x = self.first(batch)
+                for block in self.blocks:
+                    x = x + block(x)
+                loss = self.last(x).square().mean()
+                self.log("loss", loss)
+                self.log_dict({"epoch": float(self.trainer.current_epoch)})
+                self.losses.append(loss.detach())
+                return loss
+
+            def configure_optimizers(self):
+                optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+                return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+        return Module()
+
+
+def lightning(callback=None, net=None, resume=None, **options):
+    net = Net() if net is None else net
+    x = torch.randn(160, 16, generator=torch.Generator().manual_seed(1))
+    trainer = pytorch.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[callback] if callback else [],
+        **{"max_epochs": 1, **options},
+    )  # fmt: skip
+    torch.manual_seed(5)
+    trainer.fit(net, torch.utils.data.DataLoader(x, batch_size=32), ckpt_path=resume)
+    return net, trainer
+
+
+def lightning_fit(budget=GB, means=None, **options):
+    return ms.integrations.lightning.Fit(budget, means=means, verbose=False, **options)
+
+
+LIGHTNING_CASES = {
+    "each batch": {},
+    "accumulation": {"accumulate_grad_batches": 3},
+    "bfloat16": {"precision": "bf16-mixed"},
+}
+
+
+@pytest.mark.parametrize("means", [IN_BACKWARD, "remat within the budget", "checkpoint by block"])
+@pytest.mark.parametrize("options", LIGHTNING_CASES.values(), ids=LIGHTNING_CASES)
+def test_lightnings_own_arguments(options, means):
+    if "remat" in means and not ms._native.available:
+        pytest.skip("remat is native")
+    plain, _ = lightning(**options)
+    callback = lightning_fit(means=means)
+    net, _ = lightning(callback, **options)
+    assert callback.fitted.means == means and len(net.losses) == 5
+    assert net.losses == plain.losses
+    for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_lightnings_clipping_and_refusals():
+    plain, _ = lightning(gradient_clip_val=0.1)
+    callback = lightning_fit(means="checkpoint by block")
+    net, _ = lightning(callback, gradient_clip_val=0.1)
+    assert net.losses == plain.losses
+    with pytest.raises(ValueError, match="the Trainer clips gradients, which a step in backward"):
+        lightning(lightning_fit(means=IN_BACKWARD), gradient_clip_val=0.1)
+    callback = lightning_fit(means=IN_BACKWARD, clip_each=True)
+    _, trainer = lightning(callback, gradient_clip_val=0.1)
+    assert trainer.gradient_clip_val == 0.1 and callback.fitted.steps_in_backward
+    assert trainer.optimizers[0].param_groups[0]["max_grad_norm"] == 0.1
+    with pytest.raises(torch.OutOfMemoryError, match="fit: Nothing fits"):
+        lightning(lightning_fit("1kB"))
+    net = Net()
+    net.automatic_optimization = False
+    with pytest.raises(ValueError, match="Fit: the module optimizes by itself"):
+        lightning(lightning_fit(), net)
+    net = Net()
+    net.training_step = lambda batch: None
+    with pytest.raises(ValueError, match="returned no loss, but NoneType"):
+        lightning(lightning_fit(), net)
+
+
+@pytest.mark.parametrize("means", [IN_BACKWARD, SMALL])
+def test_lightning_again_and_resumed(means, tmp_path):
+    whole, _ = lightning(lightning_fit(means=means), max_epochs=2)
+    callback = lightning_fit(means=means)
+    net, trainer = lightning(callback)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    saved = torch.load(tmp_path / "one.ckpt", weights_only=False)
+    assert {*saved["optimizer_states"][0]["state"][0]} == {"step", "exp_avg", "exp_avg_sq"}
+    again, _ = lightning(callback, net, max_epochs=2, resume=tmp_path / "one.ckpt")
+    assert again is net and len(net.losses) == 10
+    # Lightning saves no random state, which dropout draws from.
+    assert [loss.item() for loss in net.losses] == pytest.approx(
+        [loss.item() for loss in whole.losses], rel=0.3
+    )
+    callback.fitted.undo()
+    assert not any("forward" in vars(m) or "training_step" in vars(m) for m in net.modules())
+
+
+class Loop:
+    """accelerate's, with a scaler as on a GPU."""
+
+    def __init__(self, scaler=None, micro_batches=1, **options):
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.state.GradientState._reset_state()
+        self.accelerator = accelerate.Accelerator(
+            cpu=True, gradient_accumulation_steps=micro_batches, **options
+        )
+        self.accelerator.scaler = scaler
+        net = Net()
+        self.net = nn.Sequential(net.first, nn.Sequential(*net.blocks), net.last)
+        optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        x = torch.randn(160, 16, generator=torch.Generator().manual_seed(1))
+        data = torch.utils.data.DataLoader(x, batch_size=32)
+        self.net, self.optimizer, self.data = self.accelerator.prepare(self.net, optimizer, data)
+        self.losses = []
+
+    def fit(self, means, **options):
+        return ms.fit(
+            self.net, self.optimizer, next(iter(self.data)), budget=GB, means=means,
+            loss=lambda y: y.square().mean(), verbose=False,
+            micro_batches=self.accelerator.gradient_accumulation_steps,
+            accumulate_when=lambda: not self.accelerator.sync_gradients, **options,
+        )  # fmt: skip
+
+    def run(self):
+        torch.manual_seed(3)
+        for x in self.data:
+            with self.accelerator.accumulate(self.net):
+                loss = self.net(x).square().mean()
+                self.accelerator.backward(loss)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.losses.append(loss.item())
+        return self
+
+
+@pytest.mark.parametrize("means", [IN_BACKWARD, "remat within the budget", SMALL])
+@pytest.mark.parametrize("case", ["each batch", "accumulation", "bfloat16", "scaler"])
+def test_accelerate(case, means):
+    if "remat" in means and not ms._native.available:
+        pytest.skip("remat is native")
+    options = {"micro_batches": 2} if case == "accumulation" else {}
+    if case == "bfloat16":
+        options["mixed_precision"] = "bf16"
+    loops = []
+    for chosen in (None, means):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024) if case == "scaler" else None
+        loop = Loop(scaler, **options)
+        fitted = loop.fit(chosen) if chosen else None
+        loops.append(loop.run())
+        assert not scaler or not loop.optimizer.step_was_skipped
+    plain, loop = loops
+    assert loop.losses == (plain.losses if means != SMALL else pytest.approx(plain.losses, rel=0.1))
+    assert type(loop.optimizer.optimizer).__name__ == "AdamW"
+    fitted.undo()
+    assert type(loop.optimizer.optimizer) is torch.optim.AdamW
+    loop.run()
+    plain.run()
+    assert loop.losses == (plain.losses if means != SMALL else pytest.approx(plain.losses, rel=0.3))
+
+
+def test_timm():
+    timm = library("timm")
+    library("timm.optim"), library("timm.loss")
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", num_classes=10, img_size=32)
+    optimizer = timm.optim.create_optimizer_v2(model, opt="adamw", lr=1e-3)
+    x, y = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
+    criterion = timm.loss.LabelSmoothingCrossEntropy()
+    fitted = ms.fit(
+        model, optimizer, x, budget=GB, loss=lambda output: criterion(output, y),
+        means="checkpoint by block, optimizer in backward", verbose=False,
+    )  # fmt: skip
+    for _ in range(2):
+        criterion(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert fitted.means and (fitted.measured is not None) == ms._native.available
+
+
+def test_what_there_is():
+    assert {"lightning", "transformers"} <= {*dir(ms.integrations)}
+    with pytest.raises(AttributeError, match=re.escape("has no attribute 'keras'")):
+        ms.integrations.keras  # noqa: B018

@@ -1,0 +1,410 @@
+"""fit() and Fits.apply(): the means that fit are applied to a real model, in place, and undone."""
+
+import copy
+import random
+import warnings
+from collections import UserDict
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import memsave_ext as ms
+from memsave_ext.predict.techniques import ALL
+
+NATIVE = ms._native.available
+EXACT = [means for means in ALL if not means.adam_in_backward and not means.loss_head]
+OURS = [means for means in ALL if means.adam_in_backward]
+GB = "1GB"
+
+
+class Net(nn.Module):
+    """Blocks that are worth a checkpoint, a norm with buffers, dropout, tied weights."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(32, 64, bias=False)
+        self.norm, self.dropout = nn.BatchNorm1d(32), nn.Dropout(0.1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)
+        )
+        self.last = nn.Linear(64, 32, bias=False)
+        self.last.weight = nn.Parameter(self.first.weight.detach().T.contiguous())
+        self.again = nn.Linear(64, 32, bias=False)
+        self.again.weight = self.last.weight
+
+    def forward(self, x):
+        x = self.last(self.first(x).relu()) + self.again(self.first(x))
+        x = self.dropout(self.norm(x))
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def square(y):
+    return y.square().mean()
+
+
+def groups_of(model):
+    wide = [p for p in model.parameters() if p.dim() > 1]
+    narrow = [p for p in model.parameters() if p.dim() == 1]
+    return [{"params": wide, "weight_decay": 0.1}, {"params": narrow, "lr": 1e-3}]
+
+
+class Loop:
+    def __init__(self, make=torch.optim.AdamW, **options):
+        self.model = Net()
+        self.optimizer = make(groups_of(self.model), lr=1e-2, **options)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+        self.x = torch.randn(256, 32, generator=torch.Generator().manual_seed(1))
+        self.losses = []
+        torch.manual_seed(2)
+
+    def run(self, steps, micro_batches=1):
+        for _ in range(steps):
+            for x in self.x.chunk(micro_batches):
+                loss = square(self.model(x))
+                loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+            self.losses.append(loss.item())
+        return self
+
+    def fit(self, means=None, budget=GB, **options):
+        return ms.fit(
+            self.model, self.optimizer, self.x, budget=budget, loss=square, means=means, **options
+        )
+
+    def everything(self):
+        state = self.optimizer.state_dict()
+        return (
+            [*self.model.state_dict().values()],
+            [{n: v for n, v in g.items() if n != "params"} for g in state["param_groups"]],
+            {key: sorted(value) for key, value in state["state"].items()},
+            [t for key in sorted(state["state"]) for t in state["state"][key].values()],
+        )
+
+
+def assert_same(left, right):
+    """Of loops: parameters, buffers, options, states."""
+    for one, other in zip(left.everything(), right.everything(), strict=True):
+        if one and isinstance(one, list) and isinstance(one[0], torch.Tensor):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+        else:
+            assert one == other
+
+
+def assert_unchanged(loop, make=torch.optim.AdamW):
+    assert type(loop.optimizer) is make
+    for module in loop.model.modules():
+        assert "forward" not in module.__dict__
+        assert not module._forward_hooks and not module._forward_pre_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in loop.model.parameters())
+    assert not loop.optimizer._optimizer_step_post_hooks
+
+
+def needs_native(means):
+    if not NATIVE and (means.remat or means.within_budget):
+        pytest.skip("remat is native")
+
+
+@pytest.mark.filterwarnings("ignore:memsave_ext. a step had a peak of .* with remat,")
+@pytest.mark.parametrize("before", [0, 2], ids=["new", "with states"])
+@pytest.mark.parametrize("means", EXACT, ids=lambda means: means.name)
+def test_exact_means_change_no_bit(means, before):
+    needs_native(means)
+    plain = Loop().run(before + 4)
+    loop = Loop().run(before)
+    fitted = loop.fit(means.name)
+    assert fitted.model is loop.model and fitted.optimizer is loop.optimizer
+    assert (type(loop.optimizer) is torch.optim.AdamW) == (not means.steps_in_backward)
+    loop.run(3)
+    if NATIVE and not means.remat:  # whose plan follows from measured times
+        assert fitted.measured == pytest.approx(fitted.predicted, rel=0.02)
+    assert (fitted.measured is not None) == NATIVE
+    fitted.undo()
+    fitted.undo()
+    assert_unchanged(loop)
+    loop.run(1)
+    assert loop.losses == plain.losses and len(loop.losses) == before + 4
+    assert_same(loop, plain)
+
+
+@pytest.mark.parametrize("before", [0, 2], ids=["new", "with states"])
+@pytest.mark.parametrize("means", OURS, ids=lambda means: means.name)
+def test_our_adam_takes_the_place_of_torchs(means, before):
+    needs_native(means)
+    plain = Loop().run(before + 4)
+    loop = Loop().run(before)
+    fitted = loop.fit(means.name)
+    assert type(loop.optimizer) is ms.AdamW and loop.optimizer.in_backward
+    loop.run(3)
+    states = [*loop.optimizer.state.values()]
+    small = any(t.dtype is torch.uint8 for s in states for t in s.values())
+    assert small == (means.state_dtype is not None)
+    fitted.undo()
+    assert_unchanged(loop)
+    assert all({*s} == {"step", "exp_avg", "exp_avg_sq"} for s in loop.optimizer.state.values())
+    loop.run(1)
+    assert {s["step"].item() for s in loop.optimizer.state.values()} == {before + 4}
+    assert loop.schedule.get_last_lr() == plain.schedule.get_last_lr()
+    rtol = {None: 1e-5, "8bit": 0.05, "4bit": 0.3}[means.state_dtype]
+    assert loop.losses == pytest.approx(plain.losses, rel=rtol)
+
+
+def test_the_cheapest_that_fits_is_applied_and_said(capsys):
+    loop = Loop()
+    plain = loop.fit("as built").predicted
+    loop = Loop()
+    fitted = loop.fit(budget=plain)
+    assert fitted.means == "as built" and "fit: nothing is changed" in capsys.readouterr().out
+    assert_unchanged_but_for_the_measure(loop)
+    fitted.undo()
+    budget = plain - 50_000
+    fitted = loop.fit(budget=budget)
+    assert fitted.means != "as built" and fitted.predicted <= budget == fitted.budget
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"fit: {fitted.means}" and "predicted peak" in lines[1] and len(lines) == 3
+    loop.run(2)
+    assert not NATIVE or fitted.measured <= 1.02 * budget
+
+
+def assert_unchanged_but_for_the_measure(loop):
+    hooks = loop.optimizer._optimizer_step_post_hooks
+    assert len(hooks) == (1 if NATIVE else 0)
+    kept = dict(hooks)
+    hooks.clear()
+    assert_unchanged(loop)
+    hooks.update(kept)
+
+
+def test_nothing_fits_and_nothing_is_touched():
+    loop = Loop().run(1)
+    square(loop.model(loop.x)).backward()
+    grads = [p.grad.clone() for p in loop.model.parameters()]
+    before = copy.deepcopy(loop.everything())
+    sources = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        loop.fit(budget="10kB")
+    text = str(caught.value)
+    assert "Nothing fits. The lowest peak is" in text and "4-bit states" in text
+    assert "Tried: as built (" in text and "checkpoint by block (" in text
+    assert torch.equal(torch.get_rng_state(), sources[0]) and random.getstate() == sources[1]
+    assert np.array_equal(np.random.get_state()[1], sources[2])
+    for one, other in zip(before, loop.everything(), strict=True):
+        assert str(one) == str(other)
+    torch.testing.assert_close([p.grad for p in loop.model.parameters()], grads, rtol=0, atol=0)
+    assert_unchanged(loop)
+
+
+def test_without_a_step_in_backward():
+    loop = Loop()
+    with pytest.raises(torch.OutOfMemoryError, match=r"Not tried: .* \(in_backward=False\)"):
+        loop.fit(budget="10kB", in_backward=False)
+    budget = loop.fit("checkpoint by block").predicted
+    other = Loop()
+    fitted = other.fit(budget=budget, in_backward=False)
+    assert "in backward" not in fitted.means and fitted.means != "as built"
+    other.run(1)
+
+
+def test_twice_is_an_error_until_it_is_undone():
+    loop = Loop()
+    fitted = loop.fit("checkpoint by block")
+    with pytest.raises(ValueError, match=r"fit: means are applied to this Net already: undo\(\)"):
+        loop.fit("checkpoint by block")
+    fitted.undo()
+    loop.fit("checkpoint by block, optimizer in backward").undo()
+    fitted.undo()
+    assert_unchanged(loop)
+
+
+def test_an_exception_in_the_middle_leaves_nothing():
+    def failing(means, optimizer):
+        model = Net()
+        found = ms.memory.Fits([], 1 << 30, "cpu", None, [], [])
+        with pytest.raises(ValueError, match=f"apply: {means} does not apply: "):
+            found.apply(model, optimizer(model.parameters()), means)
+        assert all("forward" not in module.__dict__ for module in model.modules())
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+        assert not model._forward_hooks
+        found.apply(model, torch.optim.SGD(model.parameters()), "checkpoint by block").undo()
+
+    failing("checkpoint by block, optimizer in backward", torch.optim.LBFGS)
+    failing("checkpoint by block, Adam in backward", torch.optim.SGD)
+    # The last of the means is refused where the model has a forward of its own.
+    model = Net()
+    model.forward = lambda x: x
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = ms.memory.Fits([], 1 << 30, "cpu", None, [], [])
+    with pytest.raises(ValueError, match="does not apply"):
+        found.apply(model, optimizer, "remat, optimizer in backward")
+    assert type(optimizer) is torch.optim.AdamW
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # nothing is watched any more
+
+
+def test_fits_applies_what_it_found():
+    def build():
+        loop = Loop()
+        return loop.model, loop.optimizer, lambda: loop.run(1)
+
+    budget = Loop().fit("checkpoint by block").predicted
+    found = ms.memory.fits(build, budget, device="cpu")
+    assert found.cheapest.name in ("remat within the budget", "checkpoint by block")
+    plain, loop = Loop().run(3), Loop()
+    fitted = found.apply(loop.model, loop.optimizer)
+    assert fitted.means == found.cheapest.name and fitted.predicted == found.cheapest.peak
+    loop.run(3)
+    assert_same(loop, plain)
+    fitted.undo()
+    assert_unchanged(loop)
+    named = found.apply(loop.model, loop.optimizer, "checkpoint by block, Adam in backward")
+    assert named.predicted is None  # it was not tried
+    named.undo()
+    with pytest.raises(ValueError, match="apply: means must be None or one of 'as built', "):
+        found.apply(loop.model, loop.optimizer, "magic")
+    nothing = ms.memory.fits(build, "1kB", device="cpu")
+    with pytest.raises(torch.OutOfMemoryError, match="apply: Nothing fits"):
+        nothing.apply(loop.model, loop.optimizer)
+
+
+def test_wrapped_and_compiled_models_are_refused():
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(4, 32)
+    with pytest.raises(ValueError, match="the model is wrapped in DataParallel"):
+        ms.fit(nn.DataParallel(model), optimizer, x, budget=GB, loss=square)
+    compiled = Net()
+    compiled.blocks[0].compile()
+    with pytest.raises(ValueError, match="the model is compiled"):
+        ms.fit(compiled, torch.optim.AdamW(compiled.parameters()), x, budget=GB, loss=square)
+    with pytest.raises(TypeError, match="fit: model must be a torch.nn.Module, got str"):
+        ms.fit("model", optimizer, x, budget=GB)
+    with pytest.raises(TypeError, match="fit: optimizer must be a torch.optim.Optimizer or None"):
+        ms.fit(model, [optimizer], x, budget=GB)
+    with pytest.raises(TypeError, match="the model returned no loss. Give loss"):
+        ms.fit(model, optimizer, x, budget=GB)
+    with pytest.raises(ValueError, match="fit: means must be None or one of"):
+        ms.fit(model, optimizer, x, budget=GB, loss=square, means="magic")
+    with pytest.raises(ValueError, match="fit: micro_batches must be at least 1, got 0"):
+        ms.fit(model, optimizer, x, budget=GB, loss=square, micro_batches=0)
+
+
+def test_budgets():
+    loop = Loop()
+    held = sum(t.nbytes for t in loop.model.state_dict().values())
+    for budget, least in (("80%", held), ("auto", held), (1 << 30, 1 << 30), ("1GiB", 1 << 30)):
+        fitted = loop.fit("as built", budget)
+        assert fitted.budget >= least
+        fitted.undo()
+    for wrong in ("much", "0%", 0, -1, "120%"):
+        with pytest.raises(ValueError, match="fit: budget must be bytes as an int, or text"):
+            loop.fit(budget=wrong)
+    with pytest.raises(TypeError, match="fit: budget must be bytes"):
+        loop.fit(budget=None)
+    with pytest.raises(ValueError, match="a share of the activations is for remat"):
+        loop.fit(budget=0.5)
+
+
+class Adding(nn.Module):
+    called = []  # noqa: RUF012  # shared with copies
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, y=None):
+        self.called.append(y is not None)
+        return {"loss": (self.layer(x) + (0 if y is None else y)).square().mean(), "out": x}
+
+
+def test_batches_and_losses():
+    x = torch.randn(64, 8)
+    model = Adding()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in (x, (x, x), {"x": x, "y": x}, UserDict(x=x, y=x)):
+        model.called.clear()
+        ms.fit(model, optimizer, batch, budget=GB, verbose=False).undo()
+        assert set(model.called) == {batch is not x}
+    seen = []
+
+    def loss(output, batch):
+        seen.append(sorted(batch))
+        return output["loss"] * batch["x"].mean()
+
+    ms.fit(model, optimizer, {"x": x}, budget=GB, loss=loss, verbose=False).undo()
+    assert seen and seen[0] == ["x"]
+
+
+def test_micro_batches():
+    plain = Loop().run(3, micro_batches=4)
+    loop = Loop()
+    small = loop.x.chunk(4)[0]
+    rest = iter(range(1, 1000))
+    fitted = ms.fit(
+        loop.model, loop.optimizer, small, budget=GB, loss=square, micro_batches=4,
+        means="checkpoint by block, optimizer in backward",
+        accumulate_when=lambda: next(rest) % 4 != 0,
+    )  # fmt: skip
+    loop.run(3, micro_batches=4)
+    assert_same(loop, plain)
+    assert fitted.measured is None or fitted.measured <= 1.02 * fitted.predicted
+    one = Loop().fit("optimizer in backward").predicted
+    assert Loop().fit("optimizer in backward", micro_batches=2).predicted > one
+
+
+@pytest.mark.skipif(not NATIVE, reason="peaks are measured natively")
+def test_a_peak_that_was_not_predicted_is_told():
+    loop = Loop()
+    fitted = loop.fit("checkpoint by block")
+    loop.x = loop.x.repeat(8, 1)
+    loop.run(1)
+    with pytest.warns(UserWarning, match=r"a step had a peak of .*MiB.*was predicted"):
+        loop.run(1)
+    assert fitted.measured > 2 * fitted.predicted
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop.run(1)  # it is told once
+
+
+def test_clipping_and_a_scaler_are_handed_on():
+    loop = Loop()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024)
+    loop.fit("Adam in backward, 8-bit states", max_grad_norm=0.5, grad_scaler=scaler)
+    assert [g["max_grad_norm"] for g in loop.optimizer.param_groups] == [0.5, 0.5]
+    assert loop.optimizer.grad_scaler is scaler
+    scaler.scale(square(loop.model(loop.x))).backward()
+    scaler.step(loop.optimizer)
+    scaler.update()
+    other = Loop()
+    fitted = other.fit("checkpoint by block", max_grad_norm=0.5, grad_scaler=scaler)
+    assert "max_grad_norm" not in other.optimizer.param_groups[0]  # the loop's own clipping stays
+    fitted.undo()
+
+
+def test_an_optimizer_of_ours():
+    loop = Loop(ms.AdamW, in_backward=True, max_grad_norm=1.0).run(1)
+    with pytest.raises(ValueError, match="the optimizer steps in backward already"):
+        loop.fit("Adam in backward")
+    fitted = loop.fit("Adam in backward, 8-bit states")
+    loop.run(1)
+    assert loop.optimizer.param_groups[0]["state_dtype"] == "8bit"
+    fitted.undo()
+    assert type(loop.optimizer) is ms.AdamW and loop.optimizer.in_backward
+    group = loop.optimizer.param_groups[0]
+    assert group["max_grad_norm"] == 1.0 and "state_dtype" not in group
+    loop.run(1)
+    assert all(p.grad is None for p in loop.model.parameters())
+    for options, text in (
+        ({"clip_global_norm": 1.0}, "clip_global_norm needs all gradients"),
+        ({"bf16": "split"}, "its states have bits of the parameters"),
+    ):
+        refused = Loop()
+        refused.model.bfloat16()
+        refused.x = refused.x.bfloat16()
+        refused.optimizer = ms.AdamW(refused.model.parameters(), **options)
+        with pytest.raises(ValueError, match=text):
+            refused.fit("Adam in backward, 8-bit states")
