@@ -3,6 +3,7 @@ on two gloo ranks: the bits of the same training without blocks."""
 
 import contextlib
 import gc
+import random
 import warnings
 
 import pytest
@@ -217,6 +218,71 @@ def budgets_under_fsdp():
     return {(key, *steps): max(steps[1:]) <= 1.02 for key, steps in found.items()}
 
 
+class Residual(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+def random_layer(rng):
+    layer = rng.choice(
+        [
+            lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU()),
+            lambda: nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.ReLU(inplace=True)),
+            lambda: nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.2), nn.SiLU(), nn.Linear(32, 16)),
+            lambda: nn.TransformerEncoderLayer(16, 2, 32, 0.1, "gelu", batch_first=True),
+        ]
+    )()
+    return Residual(layer) if rng.random() < 0.5 else layer
+
+
+def random_training(seed, sharding, within):
+    """Four steps of a random model, with other batches, budgets and lengths in each process.
+
+    Both accumulate and evaluate at the same places, as collectives ask. Returns the parameters at
+    the end, and the bytes that were dropped.
+    """
+    common, own = random.Random(seed), random.Random(f"{seed} {dist.get_rank()}")
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(random_layer(common) for _ in range(common.randint(2, 5))))
+    model = sharded(model) if sharding else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    dropped = 0
+    for i in range(4):
+        micro_batches, evaluates = common.randint(1, 2), common.random() < 0.3
+        for _ in range(micro_batches):
+            x = torch.randn(own.choice([2, 5]), own.choice([8, 24]), 16)
+            share, drawn = own.choice([0.2, 0.5, 0.8]), own.getrandbits(40)
+            block = ms.remat(model, budget=share) if within else contextlib.nullcontext()
+            torch.manual_seed(drawn)
+            with block:
+                loss = model(x).square().mean()
+            loss.backward()
+            dropped += block.figures().dropped_bytes if within else 0
+        if evaluates:
+            with torch.no_grad():
+                model(torch.ones(2, 8, 16))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=i % 2 == 0)
+    params = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+    return params, dropped
+
+
+def random_programs():
+    """Each process follows plans of its own."""
+    warnings.simplefilter("ignore", UserWarning)
+    found = {}
+    for seed in range(8):
+        sharding = seed % 2 == 1
+        plain, _ = random_training(seed, sharding, within=False)
+        ours, dropped = random_training(seed, sharding, within=True)
+        found[seed, sharding, dropped] = all(map(torch.equal, plain, ours)) and dropped > 0
+    return found
+
+
 def layer_by_layer():
     return {in_backward: compare(lambda: sharded(layers()), in_backward) for in_backward in (0, 1)}
 
@@ -253,6 +319,7 @@ def an_error_while_a_step_waits():
     "function",
     [
         *(everything, within_a_budget, budgets_under_ddp, budgets_under_fsdp, layer_by_layer),
+        random_programs,
         an_error_while_a_step_waits,
     ],
     ids=lambda function: function.__name__,
