@@ -12,6 +12,9 @@ namespace memsave_ext::remat {
 Count::~Count() { stop(); }
 
 void Count::start() {
+#ifdef MEMSAVE_EXT_WITH_CUDA
+  if (device_.is_cuda() && !std::exchange(hears_cuda_, true)) count_on_cuda(*this);
+#endif
   const Bytes now = is_reported() ? Bytes{} : ask();
   memory::TrackingLock lock;
   if (!running_ && device_.is_cpu()) {
@@ -119,7 +122,7 @@ bool Count::holds(const void* memory) const {
 }
 
 int64_t Count::live() const {
-  if (!is_reported()) return ask().live;
+  if (asks()) return ask().live;
   memory::TrackingLock lock;
   return live_;
 }
@@ -130,10 +133,10 @@ int64_t Count::before() const {
 }
 
 Count::Bytes Count::take(Peak& peak, std::optional<int32_t> mark) {
-  const Bytes now = is_reported() ? Bytes{} : ask();
+  const Bytes now = asks() ? ask() : Bytes{};
   memory::TrackingLock lock;
   if (mark) mark_ = *mark;
-  if (!is_reported()) {
+  if (asks()) {
     set_live(now.live);
     // It has risen, or was reset and has risen to this: since the last look either way.
     if (now.peak != highest_) raise_peaks(now.peak);

@@ -14,7 +14,9 @@ namespace memsave_ext::remat {
 
 // On the CPU: what is allocated while it runs, by any thread, and what add() names, from the
 // allocator's reports; likewise fake memory, from a prediction's. On other devices the caching
-// allocator's own figures, which include all.
+// allocator's own figures, which include all. CUDA's says what it gives and takes, so that it need
+// be asked at start() alone; others, and where the package was built without CUDA, are asked each
+// time.
 class Count final : public memory::Listener {
  public:
   // `counts_all`: of fake memory, which has the meta device; as on CUDA, all that is alive counts.
@@ -47,13 +49,16 @@ class Count final : public memory::Listener {
   struct Bytes {
     int64_t live, peak;
   };
-  // The live bytes, and the most since the last call with this peak. On other devices than the CPU
-  // that is exact where it is the most that the allocator has ever given out, or since its user has
+  // The live bytes, and the most since the last call with this peak. Where it asks, that
+  // is exact where it is the most that the allocator has ever given out, or since its user has
   // reset its peak, which is the user's to reset; else the larger of then and now. `mark`: what is
   // allocated from here on has it; see Survivors.
   Bytes take(Peak& peak, std::optional<int32_t> mark = std::nullopt);
   // Whether take() asks the allocator, which locks it and copies all of its figures.
-  bool asks() const { return !is_reported(); }
+  bool asks() const { return !is_reported() && !hears_cuda_; }
+  // What CUDA's allocator gives, or takes back where negative. On any thread, with the lock of the
+  // allocator. The caller holds the tracking mutex.
+  void changed_on_cuda(int64_t bytes) { set_live(live_ + bytes); }
   // Leaves what lived at the last call of take() out of the next one's.
   void forget(Peak& peak);
 
@@ -98,6 +103,7 @@ class Count final : public memory::Listener {
   const at::Device device_;
   const bool counts_all_;
   bool running_ = false;
+  bool hears_cuda_ = false;
   int32_t mark_ = 0;
   int64_t live_ = 0;
   int64_t before_ = 0;
@@ -108,5 +114,9 @@ class Count final : public memory::Listener {
   Survivors survivors_;
   std::vector<Older> older_;
 };
+
+// Lets a device's count hear of what CUDA's caching allocator does, from now on and for good. Only
+// builds with CUDA have it.
+void count_on_cuda(Count& count);
 
 }  // namespace memsave_ext::remat

@@ -1,14 +1,18 @@
-// Lets blocks give memory back before CUDA's caching allocator gives up.
+// Listens to CUDA's caching allocator: counts what it gives, and lets blocks give memory back before
+// it gives up.
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <memory>
 
 #include "cuda_stream.h"
+#include "memory/active.h"
 #include "memory/make_room.h"
+#include "remat/count.h"
 #include "remat/give_way.h"
 
 namespace memsave_ext::remat {
@@ -50,7 +54,31 @@ class GiveWay final : public c10::FreeMemoryCallback {
   }
 };
 
+// By device; guarded by the tracking mutex, which whoever has it never holds while it calls the
+// allocator.
+auto& cuda_counts = *new std::map<c10::DeviceIndex, Count*>();
+
+template <class Entry>
+void hear(const Entry& entry) {
+  const bool is_given = entry.action_ == Entry::ALLOC;
+  if (!is_given && entry.action_ != Entry::FREE_REQUESTED) return;
+  const auto bytes = static_cast<int64_t>(entry.size_);
+  const memory::TrackingLock lock;
+  const auto count = cuda_counts.find(entry.device_);
+  if (count != cuda_counts.end()) count->second->changed_on_cuda(is_given ? bytes : -bytes);
+}
+
 }  // namespace
+
+void count_on_cuda(Count& count) {
+  static const bool hears = [] {
+    const auto tracker = [](const auto& entry) { hear(entry); };
+    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(tracker);  // cannot be taken back
+    return true;
+  }();
+  const memory::TrackingLock lock;
+  if (hears) cuda_counts[count.device().index()] = &count;
+}
 
 void give_way_to_cuda() {
   constexpr const char* kName = "memsave_ext";

@@ -220,6 +220,7 @@ void KnownSteps::add(std::shared_ptr<Known> step, bool overlapped) {
     steps_.erase(same);
     step->told = old->told;
     step->seen = old->is_ahead ? 1 : old->seen + 1;
+    if (!step->times.empty()) step->ahead = old->is_ahead ? old : old->ahead;
     keep_what_must_be_kept(old->trace, step->trace);
     if (!old->is_ahead) keep_temporary(old->trace, step->trace);
     const bool are_known = !old->is_ahead && old->read_times();
@@ -255,8 +256,9 @@ std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64
   for (auto& step : steps_) {
     // Keys are hashes of everything until then, so that the last one speaks for all.
     if (step->keys.size() < keys.size() || step->keys[keys.size() - 1] != keys.back()) continue;
-    const int match = 4 * int(step->missing == missing) + 2 * int(step->others == others) +
-                      int(step->is_as_of(before));
+    const bool is_ready = !step->plans.empty() || step->ahead || step->read_times();
+    const int match = 8 * int(is_ready) + 4 * int(step->missing == missing) +
+                      2 * int(step->others == others) + int(step->is_as_of(before));
     if (match < best) continue;
     best = match;
     place = &step;
@@ -265,7 +267,14 @@ std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64
   const std::shared_ptr<Known> kept_alive = *place;  // it may be replaced below
   Known& found = *kept_alive;
   if (!found.plans.empty() && !(exact && found.plans_are_old)) return *place;
-  if (!found.read_times()) return nullptr;
+  if (!found.read_times()) {
+    if (!found.plans.empty()) return *place;  // old ones are better than none
+    if (found.ahead && found.ahead->plans.empty()) {
+      found.ahead->plans = plans_of(found.ahead->trace);
+    }
+    return found.ahead;
+  }
+  found.ahead = nullptr;
   std::vector<Plan> plans = plans_of(found.trace);
   if (found.plans.empty()) {
     found.plans = std::move(plans);

@@ -56,6 +56,8 @@ struct Known {
   // It ran on fake tensors, ahead of the first real one, which it gives way to: it may begin with
   // the same operators and go on with others, and its times are estimates.
   bool is_ahead = false;
+  // The one that ran ahead of it, whose plans are followed until its own times are known.
+  std::shared_ptr<Known> ahead;
 
   // Completes the trace's times with those measured on devices, as soon as the devices have come so
   // far. Returns whether all are known.
@@ -82,10 +84,11 @@ class KnownSteps {
   // `step` may be null: it is not worth being known.
   void end(std::shared_ptr<Known> step, Count::Peak& peak);
   // Returns a step with these keys at its beginning, with its plans; null if none. Where there are
-  // several, as of models that begin alike, it is one with as many bytes of gradients `missing`, if
-  // there is one, of these one with as many `others`, of these one before which about as much lived
-  // as `before`, and of these the latest. It must have been seen `least_seen` times, and its times
-  // must be known. `exact`: plans that were made for other memory are made again.
+  // several, as of models that begin alike, it is one that can be planned now, of these one with as
+  // many bytes of gradients `missing`, if there is one, of these one with as many `others`, of
+  // these one before which about as much lived as `before`, and of these the latest. It must have
+  // been seen `least_seen` times, and its times must be known. `exact`: plans that were made for
+  // other memory are made again.
   std::shared_ptr<Known> find(const std::vector<uint64_t>& keys, int64_t before, int64_t missing,
                               int others, int least_seen, bool exact);
   bool any() const;  // whether a step has ended that is worth being known

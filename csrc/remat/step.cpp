@@ -300,7 +300,7 @@ void Step::gave_way(at::Device device) {
   // Another device's allocator is not asked under the lock of this one.
   if (budget_.device != device) return;
   std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
-  if (shared_->count.asks()) {
+  if (!device.is_cpu()) {
     // Whoever has the mutex may be waiting for the allocator.
     if (!lock.try_lock()) {
       is_exact_ = false;
@@ -415,7 +415,12 @@ void Step::find() {
   // The calls of a process's first step are slow. Where nothing is promised, and times are
   // measured, a second one is awaited.
   const bool waits = !budget_.is_limit() && !budget_.device.is_meta();
-  follow(shared_->find(keys_, before_, missing_, others_, waits ? 2 : 1, budget_.is_limit()));
+  // No step is known to go on like this after one that ran ahead has ended.
+  const bool is_past = followed_ && followed_->is_ahead && keys_.size() > followed_->keys.size();
+  const int least_seen = waits ? 2 : 1;
+  follow(is_past
+             ? followed_
+             : shared_->find(keys_, before_, missing_, others_, least_seen, budget_.is_limit()));
   keeps_everything_ = plan_ != nullptr &&
                       std::all_of(plan_->decisions.begin(), plan_->decisions.end(),
                                   [](Decision decision) { return decision == Decision::kKeep; });

@@ -167,6 +167,7 @@ class Allocator final : public c10::DeviceAllocator {
   static inline int64_t live = 0;
   static inline std::atomic<int64_t> questions = 0;
   static inline size_t memory_limit = 0;
+  static inline std::vector<c10::CachingDeviceAllocator::AllocatorTraceTracker> trackers;
 
  private:
   // They may free memory, with this thread's lock.
@@ -187,6 +188,12 @@ class Allocator final : public c10::DeviceAllocator {
       live += bytes;
       peak = std::max(peak, live);
       c10::reportMemoryUsageToProfiler(data, bytes, live, live, kDevice);
+      using Entry = c10::CachingDeviceAllocator::TraceEntry;
+      const auto action = bytes > 0 ? Entry::ALLOC : Entry::FREE_REQUESTED;
+      const auto size = static_cast<size_t>(std::abs(bytes));
+      const auto address = reinterpret_cast<size_t>(data);
+      const Entry entry(action, 0, address, size, nullptr, {}, {});
+      for (const auto& tracker : trackers) tracker(entry);
     }
 
    private:
@@ -322,3 +329,8 @@ REGISTER_CUDA_HOOKS(CUDAHooks)
 
 }  // namespace
 }  // namespace at
+
+void c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(
+    c10::CachingDeviceAllocator::AllocatorTraceTracker tracker) {
+  emulated::Allocator::trackers.push_back(std::move(tracker));
+}

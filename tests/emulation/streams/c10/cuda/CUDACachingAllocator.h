@@ -1,6 +1,7 @@
 // What the package names of CUDA's caching allocator, for the emulated device.
 #pragma once
 
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Registry.h>
 
 #include <memory>
@@ -31,4 +32,6 @@ Registry<std::string, std::unique_ptr<FreeMemoryCallback>>* FreeCudaMemoryCallba
 
 namespace c10::cuda::CUDACachingAllocator {
 inline double getMemoryFraction(DeviceIndex) { return 1; }
+// device.cpp calls it with the allocator's lock, as CUDA's does.
+void attachAllocatorTraceTracker(c10::CachingDeviceAllocator::AllocatorTraceTracker tracker);
 }  // namespace c10::cuda::CUDACachingAllocator
