@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import memsave_ext as ms
 from memsave_ext import _native
+from memsave_ext.predict.techniques import Techniques
 
 LIBRARIES = ["transformers"]
 transformers = None  # conftest.py imports it
@@ -27,6 +28,7 @@ KINDS = {
             "max_decoder_position_embeddings": 32},
 }  # fmt: skip
 IN_PYTHON = ["t5", "bart"]
+HEAD = Techniques(loss_head=True)
 OUTPUTS = ["token_losses", "lse", "predicted_tokens", "token_accuracy"]
 
 
@@ -113,6 +115,24 @@ def test_a_bias_of_the_logits_is_an_error_in_the_first_step():
     with pytest.raises(RuntimeError, match="BartForConditionalGeneration does more to its logits"):
         step(model)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_means_of_fits():
+    def build():
+        config = transformers.T5Config(**{**COMMON, **T5, "vocab_size": 4000})
+        model = transformers.T5ForConditionalGeneration(config).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tokens = torch.ones(4, 64, dtype=torch.long)
+
+        def step():
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    plain, head = (ms.memory.predict(m.applied(build)) for m in (Techniques(), HEAD))
+    assert head.peak < 0.7 * plain.peak
 
 
 def test_models_that_are_refused():
