@@ -102,7 +102,7 @@ $(INSTALLED): pyproject.toml
 	@$(PYTHON) -m venv .venv
 	@echo "== installing $(TORCH) and what builds, checks and tests"
 	@$(VENV) -m pip install -q '$(TORCH)' 'setuptools>=77' wheel ninja
-	@$(VENV) tools/requirements.py test bench lint > .venv/requirements.txt
+	@$(VENV) tools/requirements.py test bench lint html > .venv/requirements.txt
 	@$(VENV) -m pip install -q -r .venv/requirements.txt
 	@touch $@
 

@@ -29,6 +29,7 @@ from .loss_head import (
     linear_kl,
     linear_log_probs,
     patch_causal_lm,
+    patch_seq2seq_lm,
 )
 from .memory import fit
 from .remat import remat, remat_module
@@ -62,6 +63,7 @@ __all__ = [
     "linear_log_probs",
     "memory",
     "patch_causal_lm",
+    "patch_seq2seq_lm",
     "patch_torch_checkpoint",
     "remat",
     "remat_module",

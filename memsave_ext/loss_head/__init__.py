@@ -5,6 +5,7 @@ from .function import linear_cross_entropy
 from .kl import linear_kl
 from .log_probs import linear_log_probs
 from .modules import LinearCrossEntropyLoss
+from .seq2seq_lm import patch_seq2seq_lm
 
 __all__ = [
     "LinearCrossEntropyLoss",
@@ -12,4 +13,5 @@ __all__ = [
     "linear_kl",
     "linear_log_probs",
     "patch_causal_lm",
+    "patch_seq2seq_lm",
 ]

@@ -82,6 +82,10 @@ def linear_kl(
         teacher_weight=teacher_weight,
     )
     _check_shapes(input, linear_weight, teacher_input, teacher_weight)
+    for name, bias in (("linear_bias", linear_bias), ("teacher_bias", teacher_bias)):
+        if bias is not None and bias.shape != linear_weight.shape[:1]:
+            allowed = tuple(linear_weight.shape[:1])
+            raise ValueError(f"{name} must have shape {allowed}, got {tuple(bias.shape)}")
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must be a number from 0 to 1, got {beta!r}")
     check_temperature(temperature)

@@ -237,7 +237,7 @@ def fits(
 
     The techniques are memsave_ext's: the optimizer stepped in backward, ``remat``, also within the
     budget, checkpointing the model's blocks, its Adam in backward in place of torch's, its 8-bit
-    and 4-bit states, and for causal language models of Hugging Face the loss without logits. They
+    and 4-bit states, and for language models of Hugging Face the loss without logits. They
     are applied to what ``build`` made, in fakes alone; see :func:`predict` for how exact the peaks
     are.
     A row whose step fails has the error as its reason.

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..adam import Adam, AdamW
 from ..adam.in_place import become, step_in_backward
 from ..checkpoint import checkpoint_modules
-from ..loss_head import patch_causal_lm
+from ..loss_head import patch_causal_lm, patch_seq2seq_lm
 from ..memory.measure import Build, checked
 from ..remat import remat_module
 from ..remat.modules import RematHandle
@@ -26,7 +26,7 @@ class Techniques:
     """The techniques that are applied to a training step.
 
     Attributes:
-        loss_head: whether a causal language model of Hugging Face makes its loss without logits.
+        loss_head: whether a language model of Hugging Face makes its loss without logits.
         remat: whether the model runs in ``remat``.
         within_budget: whether it does so within the budget.
         checkpoint: whether the blocks of the model are checkpointed.
@@ -180,8 +180,9 @@ def named(who: str, name: object) -> Techniques:
 
 
 def _head_in_chunks(model: nn.Module) -> Callable[[], None]:
+    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     try:
-        return patch_causal_lm(model).remove
+        return (patch_seq2seq_lm if has_encoder else patch_causal_lm)(model).remove
     except TypeError as error:
         raise ValueError(str(error)) from None
 

@@ -225,6 +225,28 @@ def test_outputs_of_16_bits_and_under_autocast_are_float32():
         torch.testing.assert_close(output.token_losses, right[0], rtol=0.02, atol=0.02)
 
 
+def test_outputs_in_a_trainer_that_logs_them(tmp_path):
+    """Under accelerate's mixed precision, which makes outputs anew."""
+    seen = []
+
+    class Trainer(transformers.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **options):
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
+            seen.append((outputs["token_accuracy"], outputs.lse.dtype, outputs.token_losses.shape))
+            return (loss, outputs) if return_outputs else loss
+
+    model = made(llama)
+    ms.patch_causal_lm(model, z_loss=1e-4, outputs=OUTPUTS)
+    rows = [{"input_ids": row, "labels": row} for row in batch()["input_ids"]]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, bf16=True,
+        save_strategy="no", per_device_train_batch_size=3, max_steps=2,
+    )  # fmt: skip
+    Trainer(model, arguments, train_dataset=rows).train()
+    assert [(dtype, tuple(shape)) for _, dtype, shape in seen] == 2 * [(torch.float32, (3, 8))]
+    assert all(0 <= accuracy <= 1 for accuracy, _, _ in seen)
+
+
 def test_wrong_options():
     model = made(llama)
     with pytest.raises(ValueError, match="outputs must be names of token_losses.*got 'logits'"):

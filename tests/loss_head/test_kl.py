@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_equal
 from losses import in_dtype
+from torch import nn
 
 import memsave_ext as ms
 from memsave_ext import _native
@@ -156,6 +157,30 @@ def test_one_token_none_subclasses_and_compile():
     torch.testing.assert_close(compiled(x), 2 * right)
 
 
+@pytest.mark.skipif(_native.module is None, reason="no fake kernel shows its temporaries")
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_a_prediction_is_the_step_that_is_tracked(beta):
+    def build():
+        heads = nn.Linear(32, 2000, bias=False), nn.Linear(48, 2000, bias=False)
+        model = nn.ModuleList([nn.Linear(32, 32), *heads])
+        optimizer = ms.AdamW(model[:2].parameters(), in_backward=True)
+        x, tx = torch.randn(128, 32), torch.randn(128, 48)
+
+        def step():
+            hidden = model[0](x).tanh()
+            ms.linear_kl(hidden, heads[0].weight, tx, heads[1].weight, beta=beta).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    model, optimizer, step = build()
+    step()
+    with ms.memory.track(model, optimizer) as track:
+        step()
+    assert abs(ms.memory.predict(build).peak / track.peak - 1) < 0.02
+
+
 @pytest.mark.skipif(_native.module is None, reason="in pure Python the gradient is whole")
 def test_rows_are_stepped():
     x, w, tx, tw, *_ = in_dtype(case(), torch.float32)
@@ -196,6 +221,8 @@ def test_no_tensor_of_tokens_and_classes():
         ({"teacher_input": torch.ones(4, 12)}, ValueError, r"must have shapes.*\(4, 12\)"),
         ({"teacher_weight": torch.ones(30, 11)}, ValueError, "must have shapes"),
         ({"teacher_weight": torch.ones(31, 12)}, ValueError, "must have shapes"),
+        ({"linear_bias": torch.ones(3)}, ValueError, r"linear_bias must have shape \(30,\)"),
+        ({"teacher_bias": torch.ones(2)}, ValueError, r"teacher_bias must have shape.*got \(2,\)"),
         ({"beta": 1.5}, ValueError, "beta must be a number from 0 to 1, got 1.5"),
         ({"beta": float("nan")}, ValueError, "beta must be"),
         ({"temperature": 0.0}, ValueError, "temperature must be a positive number"),

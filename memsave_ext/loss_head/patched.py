@@ -1,0 +1,290 @@
+"""What the patches of Hugging Face's language models share: a head that gives numbers in place of
+logits, what a model makes of them, and the loss of its hidden states."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import threading
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .function import loss_of
+from .log_probs import scaled
+from .reference import Found
+
+OUTPUTS = "token_losses", "lse", "predicted_tokens", "token_accuracy"
+
+
+class Options(NamedTuple):
+    """What is asked for; see :func:`patch_causal_lm`."""
+
+    z_loss: float
+    outputs: tuple[str, ...]
+    chunk_size: int | None
+    debug: bool
+
+
+def checked_options(
+    z_loss: float, outputs: Iterable[str], chunk_size: int | None, debug: bool
+) -> Options:
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss must be a number of 0 or more, got {z_loss!r}")
+    outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+    for name in outputs:
+        if name not in OUTPUTS:
+            raise ValueError(f"outputs must be names of {', '.join(OUTPUTS)}, got {name!r}")
+    return Options(z_loss, outputs, chunk_size, debug)
+
+
+class Call:
+    """One forward of the model with labels, or of a replica of it, which has a head of its own."""
+
+    hidden: Tensor | None = None  # what the head was given
+    probe: Tensor | None = None  # what the head gave: not its logits
+    labels: Tensor | None = None  # that the forward was not given
+    loss = False  # whether it was computed
+
+    def __init__(self, head: Any, with_labels: bool) -> None:
+        self.head, self.with_labels = head, with_labels
+        self.outputs: dict[str, Tensor] = {}
+
+    def stands_in(self, value: Any) -> bool:
+        """Whether the value is the probe, or what the model has made of it."""
+        assert self.probe is not None
+        is_tensor = isinstance(value, Tensor) and not value.requires_grad
+        return is_tensor and value.shape == self.probe.shape
+
+
+class Form(NamedTuple):
+    """How the model's logits come of the head's: ``softcap * tanh(scale * logits / softcap)``."""
+
+    scale: float
+    softcap: float | None
+
+
+# Logits that show what a model makes of them, whatever its weights are: near 0 it is a scale, far
+# from it a cap.
+_PROBE = (2.0**-20, 1.0, 1e4, -1.0, 7.5, -1e4, 40.0, -0.25)
+
+
+def _probe(like: Tensor, classes: int) -> Tensor:
+    """Returns (1, 8, classes) in which every class has each number of _PROBE."""
+    dtype = torch.float32 if like.device.type == "mps" else torch.float64
+    values = torch.tensor(_PROBE, dtype=dtype, device=like.device)
+    rows = torch.arange(len(_PROBE), device=like.device)[:, None]
+    return values[(rows + torch.arange(classes, device=like.device)) % len(_PROBE)][None]
+
+
+def _form_of(probe: Tensor, logits: Tensor) -> Form | None:
+    """Returns what made ``logits`` of ``probe``; None if it is something else."""
+    rows = logits[0, :, 0].tolist()  # of class 0, which has _PROBE in order
+    scale, softcap = rows[1], None
+    expected = scale * probe
+    if abs(rows[2] - 1e4 * scale) > 1e-3 * abs(rows[2]):
+        softcap = rows[2]
+        if not abs(rows[0]) < softcap < math.inf:
+            return None
+        scale = softcap * math.atanh(rows[0] / softcap) / _PROBE[0]
+        scale = 1.0 if abs(scale - 1) < 1e-6 else scale
+        expected = softcap * torch.tanh(scale * probe / softcap)
+    if scale == 0 or not math.isfinite(scale):
+        return None
+    right = torch.allclose(logits.to(probe.dtype), expected, rtol=1e-5, atol=1e-6 * abs(scale))
+    return Form(scale, softcap) if right else None
+
+
+def _unwrapped(model: Any) -> Any:
+    """Returns the model inside of peft's and torch.compile's, whose forward it is."""
+    while True:
+        if "_orig_mod" in getattr(model, "_modules", ()):
+            model = model._orig_mod
+        elif callable(getattr(model, "get_base_model", None)):
+            model = model.get_base_model()
+        else:
+            return model
+
+
+def _head_of(model: Any) -> Any:
+    """Returns the head, of peft's copies of it the one that is trained; None if there is none."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    head: Any = None if get_head is None else get_head()
+    copies = getattr(head, "modules_to_save", None)
+    if isinstance(copies, nn.ModuleDict):
+        active = [name for name in head.active_adapters if name in copies]
+        head = copies[active[0]] if len(active) == 1 else None
+    return head
+
+
+def names_in_forward(model: Any) -> set[str]:
+    """Returns the names that the forward uses, or one that it may call."""
+    forwards = [vars(base).get("forward") for base in type(model).__mro__]
+    codes = [getattr(inspect.unwrap(f), "__code__", None) for f in forwards if f is not None]
+    return {name for code in codes if code is not None for name in code.co_names}
+
+
+class Patched:
+    """What a patch has changed; :meth:`remove` restores it."""
+
+    def __init__(self, who: str, model: Any, options: Options) -> None:
+        given, model = model, _unwrapped(model)
+        self._name = f"{who}: {type(model).__name__}"
+        head = _head_of(model)
+        if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+            raise TypeError(f"{self._name} has no linear layer as its output embeddings")
+        if isinstance(getattr(vars(head).get("forward"), "__self__", None), Patched):
+            raise RuntimeError(f"{self._name} is patched already")
+        self._model, self._head, self._options = model, head, options
+        self._refuse()
+        self._signature = inspect.signature(model.forward)
+        self._form: Form | None = None  # known after the first call
+        self._calls: dict[int, Call] = {}  # by thread
+        self._hooks = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, always_call=True),
+        ]
+        vars(head)["forward"] = self._run_head
+        self._compiled = given is not model or model._compiled_call_impl is not None
+        self._forget_compiled()
+
+    def _refuse(self) -> None:
+        """Raises TypeError for a model that cannot be patched."""
+        raise NotImplementedError
+
+    def _finished(self, call: Call, output: Any) -> Any:
+        """Returns the output of a forward with labels, without logits."""
+        raise NotImplementedError
+
+    def _forget_compiled(self) -> None:
+        """A compiled forward does not look for hooks that came or went since."""
+        if self._compiled:
+            torch.compiler.reset()
+
+    def remove(self) -> None:
+        """Let the model compute its logits and its loss as before."""
+        for hook in self._hooks:
+            hook.remove()
+        vars(self._head).pop("forward", None)
+        self._forget_compiled()
+
+    # A compiled graph ends at each of these: who is in a forward is not known when it is traced.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _before(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        with_labels = model.training and given.get("labels") is not None
+        replica: Any = None if model is self._model else model  # of DataParallel
+        if with_labels or replica is not None:
+            head = self._head if replica is None else _head_of(replica)
+            call = self._calls[threading.get_ident()] = Call(head, with_labels)
+            return self._arguments(model, call, given) if with_labels else None
+        return None
+
+    def _arguments(self, model: Any, call: Call, given: dict[str, Any]) -> Any:
+        """Returns what the forward is given in place of its arguments, of which ``given`` are
+        those of its parameters; None: it is given its own."""
+        return None
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
+        call = self._calls.pop(threading.get_ident(), None)
+        if call is None or output is None or not call.with_labels:
+            return output
+        if isinstance(output, tuple) and self._options.outputs:
+            raise self._error("returns a tuple, which has no place for outputs=")
+        return self._finished(call, output)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _run_head(self, hidden: Tensor) -> Tensor:
+        call = self._calls.get(threading.get_ident())
+        if call is None or not call.with_labels:
+            return nn.Linear.forward(self._head if call is None else call.head, hidden)
+        if call.hidden is not None:
+            raise self._error("calls its head more than once in a forward")
+        call.hidden = hidden
+        classes = self._head.weight.shape[0]
+        if self._form is None:
+            call.probe = _probe(hidden, classes)
+        else:
+            call.probe = hidden.new_zeros(1, 1, classes)
+        return call.probe
+
+    def _loss_of(
+        self,
+        call: Call,
+        logits: Tensor,
+        labels: Tensor,
+        ignore_index: int,
+        num_items_in_batch: Tensor | int | None,
+    ) -> Tensor:
+        """Returns the loss of the hidden states that the head was given. ``labels``: the class that
+        each of them predicts. ``logits``: what the model has made of the head's numbers."""
+        form, options = self._check(call, logits), self._options
+        assert call.hidden is not None
+        hidden = call.hidden.reshape(-1, call.hidden.shape[-1])
+        hidden, bias = scaled(hidden, call.head.bias, form.scale)
+        target = labels.reshape(-1).to(hidden.device)
+        found = loss_of(
+            hidden,
+            call.head.weight,
+            target,
+            linear_bias=bias,
+            reduction="none",
+            ignore_index=ignore_index,
+            softcap=form.softcap,
+            chunk_size=options.chunk_size,
+            debug=options.debug,
+            loss_dtype=torch.promote_types(hidden.dtype, torch.float32),
+            return_lse=options.z_loss > 0 or "lse" in options.outputs,
+            return_predicted=bool({"predicted_tokens", "token_accuracy"} & {*options.outputs}),
+        )
+        counted = target != ignore_index
+        call.outputs = self._named(found, target, counted, labels.shape)
+        losses = found.loss
+        if options.z_loss and found.lse is not None:
+            losses = losses + options.z_loss * torch.where(counted, found.lse, 0.0).square()
+        if num_items_in_batch is None:
+            num_items_in_batch = counted.sum()
+        elif isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(losses.device)
+        # The models' own loss is that of logits cast to float32.
+        return (losses.sum() / num_items_in_batch).float()
+
+    def _named(
+        self, found: Found, target: Tensor, counted: Tensor, shape: torch.Size
+    ) -> dict[str, Tensor]:
+        """Returns what the model's output has besides."""
+        of_tokens = {"token_losses": found.loss, "lse": found.lse}
+        of_tokens["predicted_tokens"] = found.predicted
+        named = {name: v.view(shape) for name, v in of_tokens.items() if v is not None}
+        if found.predicted is not None:
+            right = ((found.predicted == target) & counted).sum()
+            named["token_accuracy"] = right / counted.sum()
+        return {name: named[name] for name in self._options.outputs}
+
+    def _check(self, call: Call, logits: Tensor) -> Form:
+        """Returns how the model's logits are made. Looks at numbers once, since a GPU has to be
+        awaited for it. Raises RuntimeError where the loss would be that of other logits."""
+        assert call.probe is not None
+        call.loss = True
+        if logits.shape != call.probe.shape:
+            raise self._error("takes a part of its logits, or adds to them, before the loss")
+        if logits.requires_grad:
+            raise self._error("makes its logits with parameters that are not the head's")
+        if self._form is not None or not _has_values(logits):
+            return self._form or Form(1.0, None)  # no numbers will come of it
+        form = _form_of(call.probe, logits)
+        if form is None:
+            raise self._error("does more to its logits than to scale them and to cap them by tanh")
+        self._form = form
+        return form
+
+    def _error(self, what: str) -> RuntimeError:
+        return RuntimeError(f"{self._name} {what}: no such loss is known. Call remove().")
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
