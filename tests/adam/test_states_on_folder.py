@@ -16,7 +16,7 @@ from torch import nn
 
 import memsave_ext as ms
 from memsave_ext import _parts
-from memsave_ext.adam import elsewhere
+from memsave_ext.adam.files import Files, is_in_file
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a folder is for Linux")
 pytestmark = linux
@@ -45,7 +45,7 @@ def train(params, optimizer, steps, start=0):
 
 def in_files(optimizer):
     states = [t for state in optimizer.state.values() for t in state.values()]
-    return sum(elsewhere.is_in_file(tensor) for tensor in states)
+    return sum(is_in_file(tensor) for tensor in states)
 
 
 def assert_same(one, other):
@@ -97,9 +97,9 @@ def test_steps_fetch_and_read_ahead(tmp_path, monkeypatch):
     params, optimizer = both(tmp_path)[1]
     place, events = optimizer.param_groups[0]["states_on"], []
     read_ahead = os.posix_fadvise
-    fetch = elsewhere.Files.fetch
+    fetch = Files.fetch
 
-    def fetched(self, state):
+    def fetched(self, state, device):
         events.append(
             (
                 "fetch",
@@ -108,14 +108,14 @@ def test_steps_fetch_and_read_ahead(tmp_path, monkeypatch):
                 else None,
             )
         )
-        return fetch(self, state)
+        return fetch(self, state, device)
 
     def advised(descriptor, offset, size, advice):
         assert advice == os.POSIX_FADV_WILLNEED
         events.append(("ahead", offset))
         return read_ahead(descriptor, offset, size, advice)
 
-    monkeypatch.setattr(elsewhere.Files, "fetch", fetched)
+    monkeypatch.setattr(Files, "fetch", fetched)
     monkeypatch.setattr(os, "posix_fadvise", advised)
     train(params, optimizer, 1)
     first = [offset for what, offset in events if what == "fetch" and offset is not None]
@@ -213,7 +213,7 @@ def test_a_state_dict_in_use_is_copied_where_it_moves(tmp_path):
     assert in_files(memory[1]) == 0
     train(*memory, 1, start=2)
     for index, state in files[1].state_dict()["state"].items():
-        if elsewhere.is_in_file(state["exp_avg_sq"]):
+        if is_in_file(state["exp_avg_sq"]):
             assert torch.equal(state["exp_avg_sq"], kept.pop(index)["exp_avg_sq"])
     assert len(kept) == 1
     memory, files = both(tmp_path)
