@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -223,6 +224,42 @@ def test_a_state_dict_in_use_is_copied_where_it_moves(tmp_path):
     for one in (memory, files):
         train(*one, 1, start=2)
     assert_same(memory, files)
+
+
+def test_room_that_states_leave_is_used_again(tmp_path):
+    memory, files = both(tmp_path)
+    for one in (memory, files):
+        train(*one, 1)
+    sizes = []
+    for _ in range(4):
+        files[1].load_state_dict(copy.deepcopy(memory[1].state_dict()))
+        descriptor = files[1].param_groups[0]["states_on"].descriptor()
+        sizes.append(os.fstat(descriptor).st_size)
+    assert_same(memory, files)
+    assert sizes == sizes[:1] * 4
+    files[1].state.clear()  # new states, of zeros, in what others have left
+    memory[1].state.clear()
+    for one in (memory, files):
+        train(*one, 2, start=1)
+    assert_same(memory, files)
+    assert os.fstat(descriptor).st_size == sizes[0]
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_reads_and_writes_in_parts(tmp_path, monkeypatch, name):
+    """As the system makes them of more than 2 GiB."""
+    call, calls = getattr(os, name), []
+
+    def some(descriptor, parts, offset):
+        calls.append(offset)
+        return call(descriptor, [parts[0][:100_000]], offset)
+
+    monkeypatch.setattr(os, name, some)
+    made = both(tmp_path)
+    for one in made:
+        train(*one, 2)
+    assert len(calls) > 6
+    assert_same(*made)
 
 
 def test_a_torch_checkpoint_and_back(tmp_path):
@@ -508,6 +545,11 @@ def test_cpu_is_where_they_are(tmp_path):
         train(*one, 2)
     assert_same(*made)
     assert in_files(made[1][1]) == 0
+    elsewhere = SimpleNamespace(device=torch.device("mps"))
+    with pytest.raises(ValueError, match="'cpu' is for parameters on CUDA and on a CPU, got one o"):
+        made[1][1].param_groups[0]["states_on"].check([elsewhere])
+    with pytest.raises(ValueError, match="a folder is for parameters on the CPU, got one on mps"):
+        Files(tmp_path).check([elsewhere])
 
 
 # ---- what is said of memory ----
