@@ -2,10 +2,12 @@
 #pragma once
 
 #include <c10/core/SafePyObject.h>
+#include <torch/csrc/Device.h>
 #include <torch/csrc/PyInterpreter.h>
 
 #include <algorithm>
 #include <iterator>
+#include <optional>
 #include <utility>
 
 #include "adam/parameter.h"
@@ -19,7 +21,9 @@ inline bool lies_elsewhere(const Parameter& parameter) {
   if (!group.place) return false;
   return std::any_of(std::begin(kStateNames), std::end(kStateNames), [&](const StateName& of) {
     const at::Tensor& tensor = parameter.state.*of.tensor;
-    return tensor.defined() && static_cast<int64_t>(tensor.nbytes()) >= group.smallest_elsewhere;
+    if (!tensor.defined() || of.tensor == &State::step) return false;
+    return tensor.device() != parameter.local.device() ||
+           static_cast<int64_t>(tensor.nbytes()) >= group.smallest_elsewhere;
   });
 }
 
@@ -30,7 +34,9 @@ class Fetched {
   explicit Fetched(Parameter& parameter) : parameter_(parameter), there_(parameter.state) {
     const pybind11::gil_scoped_acquire gil;
     const pybind11::handle place = parameter.group->place->ptr(getPyInterpreter());
-    pybind11::object fetched = place.attr("fetch")(dict_of(there_));
+    const auto device =
+        pybind11::reinterpret_steal<pybind11::object>(THPDevice_New(parameter.local.device()));
+    pybind11::object fetched = place.attr("fetch")(dict_of(there_), device);
     read_state(pybind11::object(fetched.attr("state")).ptr(), parameter.state);
     fetched_.emplace(fetched.release().ptr(), getPyInterpreter());
   }

@@ -22,9 +22,20 @@ void check_memory(const char* name, const Tensor& tensor) {
               "torch's optimizer for it.");
 }
 
+// Whether a step can have a state: one that lies elsewhere can be fetched from the host.
+bool is_reachable(const Tensor& param, const Tensor& state, const Group& group) {
+  return state.device() == param.device() || (group.place && state.device().is_cpu());
+}
+
 bool is_like(const Tensor& param, const Tensor& tensor, at::ScalarType type) {
   return tensor.defined() && tensor.device() == param.device() && tensor.sizes() == param.sizes() &&
          tensor.scalar_type() == type;
+}
+
+bool is_state_of(const Tensor& param, const Tensor& state, at::ScalarType type,
+                 const Group& group) {
+  return state.defined() && is_reachable(param, state, group) && state.sizes() == param.sizes() &&
+         state.scalar_type() == type;
 }
 
 bool is_step(const Tensor& param, const Tensor& step) {
@@ -45,31 +56,33 @@ bool needs_step(const Tensor& param, const Group& group, StateFormat states) {
 // have the same element order. A shard's scales may be more than its blocks, and have a dimension
 // for each of the parameter's then.
 bool is_coded_like(const Tensor& param, const Tensor& codes, const Tensor& scale,
-                   StateFormat states) {
+                   StateFormat states, const Group& group) {
   for (int64_t i = 0; codes.defined() && i < param.dim(); ++i) {
     if (param.size(i) > 1 && codes.stride(i) != param.stride(i)) return false;
   }
   const int64_t blocks = blocks_of(states, param.numel());
   return scale.defined() &&
          (scale.numel() == blocks || (scale.numel() > blocks && scale.dim() > 1)) &&
-         scale.scalar_type() == at::kFloat && scale.device() == param.device() &&
+         scale.scalar_type() == at::kFloat && is_reachable(param, scale, group) &&
          scale.is_contiguous();
 }
 
-bool has_moments(const Tensor& param, const State& state, Rule rule, StateFormat states) {
+bool has_moments(const Tensor& param, const State& state, const Group& group, StateFormat states) {
+  const Rule rule = group.options.rule;
   const int moments = row(rule).moments;
   const Element stored = row(states).moments;
   const auto type = stored == Element::kNone ? param.scalar_type() : scalar_type(stored);
   const Tensor& first = is_joint(states)          ? state.moments
                         : rule == Rule::kMomentum ? state.momentum_buffer
                                                   : state.exp_avg;
-  if (!first.is_same(state.first()) || !is_like(param, first, type)) return false;
+  if (!first.is_same(state.first()) || !is_state_of(param, first, type, group)) return false;
   const bool has_second = moments > 1 && !is_joint(states);
-  if (has_second && !is_like(param, state.exp_avg_sq, type)) return false;
-  if (moments > 2 && !is_like(param, state.max_exp_avg_sq, type)) return false;
+  if (has_second && !is_state_of(param, state.exp_avg_sq, type, group)) return false;
+  if (moments > 2 && !is_state_of(param, state.max_exp_avg_sq, type, group)) return false;
   if (!in_blocks(states)) return true;
-  return is_coded_like(param, first, state.first_scale(), states) &&
-         (moments < 2 || is_coded_like(param, state.exp_avg_sq, state.exp_avg_sq_scale, states));
+  return is_coded_like(param, first, state.first_scale(), states, group) &&
+         (moments < 2 ||
+          is_coded_like(param, state.exp_avg_sq, state.exp_avg_sq_scale, states, group));
 }
 
 }  // namespace
@@ -109,7 +122,7 @@ bool can_step(const Tensor& param, const Tensor& grad, const State& state, const
                          phase != StepPhase::kWhole};
   const Element low_part = row(made.format).low_part;
   return made.exists() && (!param.is_complex() || states == StateFormat::kAsParam) &&
-         (!has_states || has_moments(param, state, rule, states)) &&
+         (!has_states || has_moments(param, state, group, states)) &&
          (state.step.defined() ? is_step(param, state.step) : !needs_step(param, group, states)) &&
          (low_part == Element::kNone ||
           is_like(param, state.param_low_part, scalar_type(low_part)));

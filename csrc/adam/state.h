@@ -28,8 +28,8 @@ struct Group {
   ParamFormat bf16 = ParamFormat::kPlain;           // of bfloat16 parameters
   StateFormat state_dtype = StateFormat::kAsParam;  // kAsParam: the parameter's type decides
   double max_grad_norm = 0;                         // of each parameter's gradient; 0: no clipping
-  // Where states lie between steps that have at least so many bytes; null: in the parameters'
-  // memory. A Place of memsave_ext/adam/elsewhere.py.
+  // Where states lie between steps, a Place of memsave_ext/adam/place.py; null: beside the
+  // parameters. On their device they do not where they have fewer bytes.
   std::shared_ptr<c10::SafePyObject> place;
   int64_t smallest_elsewhere = 0;
 };

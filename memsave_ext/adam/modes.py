@@ -18,8 +18,8 @@ from torch import Tensor
 from . import errors, formats
 from .blocks import SCALES, coded_format, from_blocks, scale_shape, takes_blocks, to_blocks
 from .dtensor import as_placed, is_dtensor, is_placed_alike, local_tensor
-from .elsewhere import Place
 from .formats import StateFormat
+from .place import Place
 from .rules import MOMENTS, Rule, is_adam, rule_of
 from .states import needs_step
 

@@ -171,7 +171,13 @@ class Native(InBackward):
             )
 
     def _drop_stale_low_parts(self) -> None:
-        """Zeroes what is kept beside overwritten parameters, as their next step would."""
+        """Zeroes what is kept beside overwritten parameters, as their next step would.
+
+        Before states are read: waits for those that are being written back.
+        """
+        for group in self.param_groups:
+            if (place := group.get("states_on")) is not None:
+                place.wait()
         for param, state in self.state.items():
             if (low_part := state.get("param_rest")) is not None:
                 self._stepper.drop_stale_low_part(local_tensor(param), local_tensor(low_part))

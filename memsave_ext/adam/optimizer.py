@@ -50,7 +50,8 @@ class Adam(Native, torch.optim.Adam):
         max_grad_norm: clips each parameter's gradient to this norm.
         states_on: where states of 64 KiB or more lie between steps: None, beside the parameters; a
             folder on Linux, for parameters on a CPU, in a file that ends with the process; or
-            ``"cpu"``, where those of a CPU are already. Each parameter's are fetched for its step.
+            ``"cpu"``, for those on CUDA in pinned memory, where those of a CPU are already. Each
+            parameter's are fetched for its step.
         clip_global_norm: clips all gradients together, exactly as ``clip_grad_norm_``. They are
             kept until :meth:`step`, so nothing is stepped in backward and no memory is saved;
             :meth:`norm_pass` clips the same way and does save it.

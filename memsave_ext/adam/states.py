@@ -12,8 +12,9 @@ from . import errors, formats
 from .blocks import made, scale_shape, takes_blocks
 from .dtensor import is_dtensor, local_tensor
 from .elements import real_type, zeros_like
-from .elsewhere import Place, put_state
+from .elsewhere import put_state
 from .formats import COMPUTED, Codes, StateFormat, made_state_format, param_format_of
+from .place import Place
 from .rules import MOMENTUM, is_adam, rule_of
 
 # A step is made as a whole, or in parts: gradients are folded into the moments ("first_fold", then
@@ -29,11 +30,13 @@ def make_state(param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
     """
     place = group.get("states_on")
     if place is None or is_dtensor(param):
-        return put_state(_state_of_zeros(param, group), group)
+        return put_state(_state_of_zeros(param, group), group, param.device)
     # No memory is taken for zeros that lie elsewhere.
     on_meta = _state_of_zeros(torch.empty_like(param, device="meta"), group)
     return {
-        name: place.zeros(like, param.device) if like.device.type == "meta" else like
+        name: (Place() if name in place.stay else place).zeros(like, param.device)
+        if like.device.type == "meta"
+        else like
         for name, like in on_meta.items()
     }
 
@@ -137,10 +140,11 @@ def _check_moments(
     row = allowed[key]
     if "max_exp_avg_sq" in moments and not row.amsgrad:
         raise errors.no_amsgrad()
+    elsewhere = group.get("states_on") is not None
     for name in ("moments",) if row.joint else moments:
-        _check_like(name, param, state, key[0])
+        _check_like(name, param, state, key[0], elsewhere)
     if row.codes:
-        _check_blocks(param, state, moments, row.codes)
+        _check_blocks(param, state, moments, row.codes, elsewhere)
     return row
 
 
@@ -156,18 +160,33 @@ def _check_grad(param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
         raise errors.wrong_gradient(param, grad)
 
 
-def _check_like(name: str, param: Tensor, state: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+def _is_reachable(tensor: Tensor, param: Tensor, elsewhere: bool) -> bool:
+    """Whether a step can have the state. ``elsewhere``: it can be fetched from the host."""
+    return tensor.device == param.device or (elsewhere and tensor.device.type == "cpu")
+
+
+def _check_like(
+    name: str,
+    param: Tensor,
+    state: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    elsewhere: bool = False,
+) -> None:
     if name not in state:
         raise errors.no_state(name)
     tensor = state[name]
-    if tensor.device != param.device or tensor.shape != param.shape:
+    if not _is_reachable(tensor, param, elsewhere) or tensor.shape != param.shape:
         raise errors.wrong_place(name, tensor, param)
     if tensor.dtype != dtype:
         raise errors.wrong_state_type(name, tensor.dtype, dtype)
 
 
 def _check_blocks(
-    param: Tensor, state: Mapping[str, Tensor], moments: Sequence[str], spec: Codes
+    param: Tensor,
+    state: Mapping[str, Tensor],
+    moments: Sequence[str],
+    spec: Codes,
+    elsewhere: bool,
 ) -> None:
     blocks = scale_shape(param, spec).numel()
     for name in (f"{moment}_scale" for moment in moments):
@@ -177,7 +196,7 @@ def _check_blocks(
             or scale.numel() < blocks
             or (scale.numel() > blocks and scale.dim() < 2)  # not of a shard, which may have more
             or scale.dtype != torch.float32
-            or scale.device != param.device
+            or not _is_reachable(scale, param, elsewhere)
             or not scale.is_contiguous()
         ):
             raise errors.wrong_scale(name, param, blocks)

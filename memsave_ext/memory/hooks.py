@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..adam.elsewhere import Place, is_in_file
+from ..adam.files import is_in_file
+from ..adam.place import Place
 from ..shared.modules import Modules, not_compiled
 from ..shared.tensors import plain_tensors
 from .events import GRADIENTS, OPTIMIZER_STATES, PARAMETERS

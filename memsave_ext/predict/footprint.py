@@ -513,7 +513,12 @@ def _our_state(group: dict[str, Any], slots: Sequence[Slot]) -> list[Entry]:
                 state = make_state(meta, group)
                 check(meta, meta.grad, state, group)
                 place = group.get("states_on")
-                here = [t for t in state.values() if place is None or not place.takes(t.nbytes)]
+                device = slot.param.device
+                here = [
+                    tensor
+                    for name, tensor in state.items()
+                    if place is None or name in place.stay or not place.takes(tensor.nbytes, device)
+                ]
                 known[alike] = [(t.dtype, Amount(t.numel(), t.nbytes)) for t in here]
             entries += [Entry("optimizer", slot.module, *one) for one in known[alike]]
     except (ValueError, RuntimeError) as error:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adam.dtensor import local_tensor
-from ..adam.elsewhere import is_in_file
+from ..adam.files import is_in_file
 from ..shared.tensors import plain_tensors
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer")

@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 import memsave_ext as ms
 from memsave_ext import _parts
-from memsave_ext.adam import elsewhere
+from memsave_ext.adam.files import Files, is_in_file
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a folder is for Linux")
 pytestmark = linux
@@ -45,7 +46,7 @@ def train(params, optimizer, steps, start=0):
 
 def in_files(optimizer):
     states = [t for state in optimizer.state.values() for t in state.values()]
-    return sum(elsewhere.is_in_file(tensor) for tensor in states)
+    return sum(is_in_file(tensor) for tensor in states)
 
 
 def assert_same(one, other):
@@ -97,9 +98,9 @@ def test_steps_fetch_and_read_ahead(tmp_path, monkeypatch):
     params, optimizer = both(tmp_path)[1]
     place, events = optimizer.param_groups[0]["states_on"], []
     read_ahead = os.posix_fadvise
-    fetch = elsewhere.Files.fetch
+    fetch = Files.fetch
 
-    def fetched(self, state):
+    def fetched(self, state, device):
         events.append(
             (
                 "fetch",
@@ -108,14 +109,14 @@ def test_steps_fetch_and_read_ahead(tmp_path, monkeypatch):
                 else None,
             )
         )
-        return fetch(self, state)
+        return fetch(self, state, device)
 
     def advised(descriptor, offset, size, advice):
         assert advice == os.POSIX_FADV_WILLNEED
         events.append(("ahead", offset))
         return read_ahead(descriptor, offset, size, advice)
 
-    monkeypatch.setattr(elsewhere.Files, "fetch", fetched)
+    monkeypatch.setattr(Files, "fetch", fetched)
     monkeypatch.setattr(os, "posix_fadvise", advised)
     train(params, optimizer, 1)
     first = [offset for what, offset in events if what == "fetch" and offset is not None]
@@ -213,7 +214,7 @@ def test_a_state_dict_in_use_is_copied_where_it_moves(tmp_path):
     assert in_files(memory[1]) == 0
     train(*memory, 1, start=2)
     for index, state in files[1].state_dict()["state"].items():
-        if elsewhere.is_in_file(state["exp_avg_sq"]):
+        if is_in_file(state["exp_avg_sq"]):
             assert torch.equal(state["exp_avg_sq"], kept.pop(index)["exp_avg_sq"])
     assert len(kept) == 1
     memory, files = both(tmp_path)
@@ -223,6 +224,42 @@ def test_a_state_dict_in_use_is_copied_where_it_moves(tmp_path):
     for one in (memory, files):
         train(*one, 1, start=2)
     assert_same(memory, files)
+
+
+def test_room_that_states_leave_is_used_again(tmp_path):
+    memory, files = both(tmp_path)
+    for one in (memory, files):
+        train(*one, 1)
+    sizes = []
+    for _ in range(4):
+        files[1].load_state_dict(copy.deepcopy(memory[1].state_dict()))
+        descriptor = files[1].param_groups[0]["states_on"].descriptor()
+        sizes.append(os.fstat(descriptor).st_size)
+    assert_same(memory, files)
+    assert sizes == sizes[:1] * 4
+    files[1].state.clear()  # new states, of zeros, in what others have left
+    memory[1].state.clear()
+    for one in (memory, files):
+        train(*one, 2, start=1)
+    assert_same(memory, files)
+    assert os.fstat(descriptor).st_size == sizes[0]
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_reads_and_writes_in_parts(tmp_path, monkeypatch, name):
+    """As the system makes them of more than 2 GiB."""
+    call, calls = getattr(os, name), []
+
+    def some(descriptor, parts, offset):
+        calls.append(offset)
+        return call(descriptor, [parts[0][:100_000]], offset)
+
+    monkeypatch.setattr(os, name, some)
+    made = both(tmp_path)
+    for one in made:
+        train(*one, 2)
+    assert len(calls) > 6
+    assert_same(*made)
 
 
 def test_a_torch_checkpoint_and_back(tmp_path):
@@ -508,6 +545,11 @@ def test_cpu_is_where_they_are(tmp_path):
         train(*one, 2)
     assert_same(*made)
     assert in_files(made[1][1]) == 0
+    elsewhere = SimpleNamespace(device=torch.device("mps"))
+    with pytest.raises(ValueError, match="'cpu' is for parameters on CUDA and on a CPU, got one o"):
+        made[1][1].param_groups[0]["states_on"].check([elsewhere])
+    with pytest.raises(ValueError, match="a folder is for parameters on the CPU, got one on mps"):
+        Files(tmp_path).check([elsewhere])
 
 
 # ---- what is said of memory ----

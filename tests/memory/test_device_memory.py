@@ -127,7 +127,7 @@ def test_limits_of_the_process(machine, monkeypatch, name, used):
 
 
 def test_a_limit_that_is_set():
-    """As much as is free can be allocated, and little more."""
+    """As much as is free can be allocated, and little more: of it malloc has a few holes."""
     code = """
 import resource, torch
 from memsave_ext.shared.device_memory import device_memory
@@ -136,10 +136,10 @@ limit = device_memory(cpu).limit // 2
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 memory = device_memory(cpu)
 assert memory.limit == limit and memory.free < limit
-taken = torch.empty(memory.free - (1 << 20), dtype=torch.uint8)
-assert device_memory(cpu).free <= 1 << 20
+taken = torch.empty(memory.free - (4 << 20), dtype=torch.uint8)
+assert device_memory(cpu).free <= 4 << 20
 try:
-    torch.empty(2 << 20, dtype=torch.uint8)
+    torch.empty(8 << 20, dtype=torch.uint8)
 except RuntimeError as error:
     print("refused", "memory" in str(error))
 """

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..._streams import current_stream, use_here
 from ...checkpoint.function import note_step
 from .. import dtensor, errors, modes
-from ..elsewhere import Place
 from ..norms import Scaling
+from ..place import Place
 from ..precise import total
 from ..rules import is_complete
 from ..shards import sharding_of
@@ -426,7 +426,7 @@ class Batch:
             place = p.group.get("states_on") or Place()
             by = {name: of_batch(value, [i], len(prepared)) for name, value in scaling.items()}
             try:
-                fetched = place.fetch(p.state)
+                fetched = place.fetch(p.state, p.param.device)
                 step([p._replace(state=fetched.state)], **by)
                 fetched.write_back()
             except BaseException:  # has it been stepped?

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..elements import plain, real
-from ..elsewhere import Place
 from ..formats import (
     PARAM_FORMATS,
     STATE_FORMATS,
@@ -21,6 +20,7 @@ from ..formats import (
     state_option,
 )
 from ..modes import check_options
+from ..place import Place
 from ..precise import total
 from ..rules import AMSGRAD, MOMENTUM, RULES, SGD, Rule, is_adam, rule_of
 from ..shards import clip_factor

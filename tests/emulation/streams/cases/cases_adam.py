@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import memsave_ext as ms
+from memsave_ext.adam import host_memory
 
 DEVICE = "cuda"
 
@@ -135,3 +136,55 @@ def test_infinite_gradients_of_several_streams(seed, small_bytes):
         return found
 
     assert_same(run(network(seed)), run(on_one_stream(network(seed))))
+
+
+@at_once_or_in_buckets
+def test_states_on_the_host(seed, small_bytes, monkeypatch):
+    """They come from pinned memory and go back there, on streams of their own."""
+    monkeypatch.setattr(host_memory, "SMALLEST", 1)
+    ahead = []
+    copies = host_memory._Copies.__init__
+    monkeypatch.setattr(
+        host_memory._Copies, "__init__", lambda *args: (ahead.append(1), copies(*args))[1]
+    )
+    waits = []
+    wait = torch.cuda.Stream.synchronize
+    monkeypatch.setattr(
+        torch.cuda.Stream, "synchronize", lambda stream: (waits.append(1), wait(stream))[1]
+    )
+    results = []
+    for place in ("cpu", None):
+        net = network(seed) if place else on_one_stream(network(seed))
+        options = {**OPTIONS, "small_bytes": small_bytes, "states_on": place}
+        optimizer = ms.AdamW(net.parameters(), in_backward=True, **options)
+        found = train(net, optimizer, steps=4)
+        loss_of(net, 4).backward()
+        optimizer.step()
+        waits.clear()
+        states = [state["exp_avg"] for state in optimizer.state_dict()["state"].values()]
+        if place:
+            # The device has copied at once, so that what the host reads is right without, too.
+            assert waits == [1]
+            assert all(state.is_pinned() for state in states)
+            states = [state.clone() for state in states]
+            assert len(ahead) >= 4 * len(found)
+        results.append([*found, *(state.cpu() for state in states)])
+    assert_same(*results)
+
+
+def test_states_on_the_host_that_are_fetched_and_dropped(seed, monkeypatch):
+    """As where a step raises: their memory goes to others once the step's stream is done."""
+    monkeypatch.setattr(host_memory, "SMALLEST", 1)
+    place, device = host_memory.OnCpu(), torch.device(DEVICE, 0)
+    one, other = (place.zeros(torch.empty(64, device="meta"), device) for _ in range(2))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for state in (one, other, one, other):
+            fetched = place.fetch({"exp_avg": state}, device)
+            fetched.state["exp_avg"].add_(1).mul_(seed)
+            del fetched
+        fetched = place.fetch({"exp_avg": other}, device)
+        fetched.state["exp_avg"].add_(2)
+        fetched.write_back()
+    place.wait()
+    assert one.eq(0).all() and other.eq(2).all()

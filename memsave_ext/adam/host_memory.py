@@ -1,0 +1,174 @@
+"""``states_on="cpu"``: states of parameters on CUDA lie in pinned memory of the host between steps.
+
+Copies each way have a stream of their own, so that both directions of the bus are in use. When a
+parameter's states are fetched, those that were fetched next in the step before begin to be copied,
+too. Memory on the device is of the stream that copies in, which waits for those that use it before
+it is freed: two parameters have states there at a time, however far the host is ahead of the
+device.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from .dtensor import local_tensor
+from .place import SMALLEST, Fetched, Place
+
+
+class _Streams(NamedTuple):
+    into: torch.cuda.Stream
+    out: torch.cuda.Stream
+
+
+@functools.cache
+def _streams(device: torch.device) -> _Streams:
+    return _Streams(torch.cuda.Stream(device), torch.cuda.Stream(device))
+
+
+def _order(device: torch.device) -> None:
+    """What is freed from now on is done with: stepped, and copied out."""
+    into, out = _streams(device)
+    into.wait_stream(torch.cuda.current_stream(device))
+    into.wait_stream(out)
+
+
+class _Copies:
+    """A parameter's states on the device, and when they have arrived."""
+
+    def __init__(self, there: Mapping[str, Tensor], device: torch.device) -> None:
+        self.there = dict(there)
+        self._versions = [tensor._version for tensor in there.values()]
+        into = _streams(device).into
+        with torch.cuda.stream(into):
+            self.here = {
+                name: torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
+                for name, tensor in there.items()
+            }
+            self.arrived = into.record_event()
+
+    def are_of(self, there: Mapping[str, Tensor]) -> bool:
+        """Whether these are the states, and have not been written to since."""
+        return self.there.keys() == there.keys() and all(
+            tensor is there[name] and tensor._version == version
+            for (name, tensor), version in zip(self.there.items(), self._versions, strict=True)
+        )
+
+
+class OnCpu(Place):
+    """``states_on="cpu"``: states of parameters on a CPU are where they are.
+
+    Low parts of bfloat16 parameters stay on the device: they are changed where the parameter is
+    written to between steps.
+    """
+
+    stay = frozenset({"param_rest"})
+
+    def __init__(self) -> None:
+        # By device: what is copied in ahead; what was fetched last; and what was after what.
+        self._ahead: dict[torch.device, _Copies] = {}
+        self._last: dict[torch.device, int] = {}
+        self._after: dict[int, dict[str, TensorWeakRef]] = {}
+        self._kept: dict[torch.device, list[_Copies]] = {}  # the last two
+        weakref.finalize(self, _free, self._kept).atexit = False
+
+    def __repr__(self) -> str:
+        return "'cpu'"
+
+    def __reduce__(self) -> tuple[type[OnCpu], tuple[()]]:  # streams and events are not copied
+        return OnCpu, ()
+
+    def check(self, params: Iterable[Tensor]) -> None:
+        for param in params:
+            if (device := local_tensor(param).device).type not in ("cpu", "cuda", "meta"):
+                raise ValueError(
+                    "states_on='cpu' is for parameters on CUDA and on a CPU, got one on "
+                    f"{device}: leave it out"
+                )
+
+    def takes(self, nbytes: int, device: torch.device) -> bool:
+        return device.type == "cuda" and nbytes >= SMALLEST
+
+    def put(self, tensor: Tensor, device: torch.device) -> Tensor:
+        if type(tensor) is not Tensor or not self.takes(tensor.nbytes, device):
+            return tensor
+        if tensor.device.type == "cpu" and tensor.is_pinned():
+            return tensor
+        return _pinned_like(tensor).copy_(tensor.detach())
+
+    def zeros(self, like: Tensor, device: torch.device) -> Tensor:
+        if type(like) is not Tensor or not self.takes(like.nbytes, device):
+            return torch.zeros_like(like, device=device)
+        return _pinned_like(like).zero_()
+
+    def fetch(self, state: Mapping[str, Tensor], device: torch.device) -> Fetched:
+        there = {
+            name: tensor
+            for name, tensor in state.items()
+            if tensor.device != device and self.takes(tensor.nbytes, device)
+        }
+        if not there:
+            return Fetched(dict(state))
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "states_on='cpu': a CUDA graph cannot have the copies of states. Leave it out."
+            )
+        copies = self._ahead.pop(device, None)
+        if copies is None or not copies.are_of(there):
+            copies = self._copy(there, device)
+        torch.cuda.current_stream(device).wait_event(copies.arrived)
+        fetched = _FetchedOnDevice(state, copies, device)
+        self._copy_ahead(there, device)
+        return fetched
+
+    def _copy_ahead(self, there: dict[str, Tensor], device: torch.device) -> None:
+        key = next(iter(there.values())).data_ptr()
+        if (last := self._last.get(device)) is not None:
+            self._after[last] = {name: TensorWeakRef(tensor) for name, tensor in there.items()}
+        self._last[device] = key
+        living = {name: after() for name, after in self._after.get(key, {}).items()}
+        ahead = {name: tensor for name, tensor in living.items() if tensor is not None}
+        if ahead and key != next(iter(ahead.values())).data_ptr():  # others than these
+            self._ahead[device] = self._copy(ahead, device)
+
+    def _copy(self, there: Mapping[str, Tensor], device: torch.device) -> _Copies:
+        _order(device)
+        kept = self._kept.setdefault(device, [])
+        del kept[:-1]  # the last one may be in use
+        kept.append(_Copies(there, device))
+        return kept[-1]
+
+    def wait(self) -> None:
+        for device in self._last:
+            _streams(device).out.synchronize()
+
+
+def _free(kept: dict[torch.device, list[_Copies]]) -> None:
+    for device, copies in kept.items():
+        _order(device)
+        copies.clear()
+
+
+class _FetchedOnDevice(Fetched):
+    def __init__(self, state: Mapping[str, Tensor], copies: _Copies, device: torch.device) -> None:
+        super().__init__({**state, **copies.here})
+        self._copies, self._device = copies, device
+
+    def write_back(self) -> None:
+        out = _streams(self._device).out
+        out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(out), torch.no_grad():
+            for name, tensor in self._copies.there.items():
+                tensor.data.copy_(self._copies.here[name], non_blocking=True)
+
+
+def _pinned_like(tensor: Tensor) -> Tensor:
+    """Returns memory of the host without values, with the tensor's shape, strides and dtype."""
+    like = torch.empty_like(tensor, device="meta")
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, pin_memory=True)
