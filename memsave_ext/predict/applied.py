@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from .. import _parts
@@ -217,8 +216,7 @@ def applied_to(model: nn.Module) -> Applied | None:
 class _Peak:
     """Follows the memory of one of an optimizer's steps, and tells its peak.
 
-    It begins where a part of the model is first called after the step before, when that step's
-    gradients are gone, and ends where ``step()`` does.
+    It begins and ends where ``step()`` does. Gradients that there are then are about to be freed.
 
     Args:
         number: which step; the first is 1.
@@ -228,45 +226,34 @@ class _Peak:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, number: int, tell: Callable[[int], None]
     ) -> None:
-        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
-        self._number, self._tell = number, tell
+        self._model, self._number, self._tell = weakref.ref(model), number, tell
         self._steps = 0
         self._tracker: Any = None
-        self._awaited: Any = None  # the handle of a hook on the first call
         self._hook = optimizer.register_step_post_hook(self._stepped)
 
-    def _stepped(self, *_: Any) -> None:
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         self._steps += 1
-        if self._steps == self._number - 1:
-            self._awaited = register_module_forward_pre_hook(self._called)
+        model = self._model()
+        if self._steps == self._number - 1 and model is not None:
+            # A profiler that runs, or another allocator, is in the way: nothing is measured.
+            with suppress(RuntimeError):
+                self._begin(model, optimizer)
         elif self._steps == self._number:
             tracker = self._stop()
             if tracker is not None:
                 self._tell(int(tracker.peak))
-
-    def _called(self, module: nn.Module, _: Any) -> None:
-        model, optimizer = self._model(), self._optimizer()
-        if model is None or optimizer is None or self._awaited is None:
-            self._stop()
-        elif any(module is part for part in model.modules()):
-            self._awaited = self._awaited.remove()
-            # A profiler that runs, or another allocator, is in the way: nothing is measured.
-            with suppress(RuntimeError):
-                self._begin(model, optimizer)
 
     def _begin(self, model: nn.Module, optimizer: Optimizer) -> None:
         parameter = next(model.parameters(), torch.empty(0))
         modules, device = Modules(model), parameter.device
         with untracked():
             tracker: Any = make_tracker(device, modules.parents, False, _MOST_EVENTS)
-            Hooks(tracker, model, modules, [optimizer], Names()).label()
+            Hooks(tracker, model, modules, [optimizer], Names()).label(gradients=False)
             cuda = device.type == "cuda"
             tracker.start(torch.cuda.memory_allocated(device) if cuda else None)
         self._tracker = tracker
 
     def _stop(self) -> Any:
-        if self._awaited is not None:
-            self._awaited = self._awaited.remove()
         tracker, self._tracker = self._tracker, None
         if tracker is not None:
             tracker.stop()

@@ -187,6 +187,20 @@ def test_a_model_with_hooks_is_called_once(tmp_path):
     assert runs[1].losses[0] != 0
 
 
+@pytest.mark.parametrize("means", ["loss head in chunks", "checkpoint by block, " + IN_BACKWARD])
+def test_adapters_of_peft(tmp_path, means):
+    peft = library("peft")
+    runs = []
+    for callback in (None, fit(means=means)):
+        config = peft.LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.1)
+        runs.append(Run(tmp_path, callback, model=peft.get_peft_model(gpt2(), config)).train())
+    assert callback.fitted.means == means
+    if "head" in means:
+        assert runs[1].losses == pytest.approx(runs[0].losses, rel=1e-4)
+    else:
+        runs[1].assert_same(runs[0])
+
+
 def test_wrong_use(tmp_path):
     with pytest.raises(torch.OutOfMemoryError, match="fit: Nothing fits"):
         Run(tmp_path, fit("10kB")).train()

@@ -1,8 +1,11 @@
 """fit() and Fits.apply(): the means that fit are applied to a real model, in place, and undone."""
 
 import copy
+import gc
+import pickle
 import random
 import warnings
+import weakref
 from collections import UserDict
 
 import numpy as np
@@ -287,10 +290,77 @@ def test_wrapped_and_compiled_models_are_refused():
         ms.fit(model, [optimizer], x, budget=GB)
     with pytest.raises(TypeError, match="the model returned no loss. Give loss"):
         ms.fit(model, optimizer, x, budget=GB)
+    with pytest.raises(TypeError, match="batch must be what Net is called with.*: too many"):
+        ms.fit(model, optimizer, (x, x), budget=GB, loss=square)
     with pytest.raises(ValueError, match="fit: means must be None or one of"):
         ms.fit(model, optimizer, x, budget=GB, loss=square, means="magic")
     with pytest.raises(ValueError, match="fit: micro_batches must be at least 1, got 0"):
         ms.fit(model, optimizer, x, budget=GB, loss=square, micro_batches=0)
+
+
+def test_distributed_models_are_refused():
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        model = nn.parallel.DistributedDataParallel(Net())
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(ValueError, match="the model is wrapped in DistributedDataParallel"):
+            ms.fit(model, optimizer, torch.randn(4, 32), budget=GB, loss=square)
+        del model, optimizer
+        gc.collect()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_copies_have_the_means_and_nothing_to_undo():
+    loop = Loop()
+    fitted = loop.fit("checkpoint by block")
+    for copied in (copy.deepcopy(loop.model), pickle.loads(pickle.dumps(loop.model))):
+        assert copied.blocks[0].forward.module is copied.blocks[0]
+        assert torch.equal(copied(loop.x).mean().isfinite(), torch.tensor(True))
+    fitted.undo()
+    assert_unchanged(loop)
+    dropped = weakref.ref(loop.model)
+    del loop, fitted
+    gc.collect()
+    assert dropped() is None
+
+
+def test_inside_of_autocast():
+    """As a loop that has it around its forwards alone."""
+
+    def written():
+        loop = Loop()
+        for block in loop.model.blocks:
+            ms.checkpoint_modules(block, lambda module, block=block: module is block)
+        return loop.model, loop.optimizer, stepping(loop)
+
+    def stepping(loop):
+        def step():
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = square(loop.model(loop.x))
+            loss.backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+
+        return step
+
+    with torch.autocast("cpu", torch.bfloat16):
+        fitted = Loop().fit("checkpoint by block")
+        assert torch.is_autocast_enabled("cpu")
+    assert fitted.predicted == ms.memory.predict(written).peak
+    assert fitted.predicted < 0.9 * Loop().fit("checkpoint by block").predicted
+
+
+def test_undone_within_a_step():
+    loop = Loop().run(1)
+    fitted = loop.fit("Adam in backward, 8-bit states")
+    square(loop.model(loop.x)).backward()
+    fitted.undo()
+    assert_unchanged(loop)
+    loop.run(2)
+    assert all(torch.isfinite(p).all() for p in loop.model.parameters())
 
 
 def test_budgets():
