@@ -11,6 +11,7 @@ from collections import UserDict
 import numpy as np
 import pytest
 import torch
+from on_device import on_every_device
 from torch import nn
 
 import memsave_ext as ms
@@ -455,7 +456,21 @@ def test_clipping_and_a_scaler_are_handed_on():
     fitted.undo()
 
 
-def test_an_optimizer_of_ours():
+@on_every_device
+def test_on_each_device(device):
+    losses = []
+    for means in (None, "optimizer in backward"):
+        loop = Loop()
+        loop.model.to(device)
+        loop.x = loop.x.to(device)
+        loop.run(1)
+        fitted = loop.fit(means) if means else None
+        losses.append(loop.run(2).losses)
+    assert losses[1] == losses[0]
+    assert fitted.measured is None or fitted.measured <= 1.05 * fitted.predicted
+
+
+def test_an_optimizer_of_ours(tmp_path):
     loop = Loop(ms.AdamW, in_backward=True, max_grad_norm=1.0).run(1)
     with pytest.raises(ValueError, match="the optimizer steps in backward already"):
         loop.fit("Adam in backward")
@@ -468,6 +483,9 @@ def test_an_optimizer_of_ours():
     assert group["max_grad_norm"] == 1.0 and "state_dtype" not in group
     loop.run(1)
     assert all(p.grad is None for p in loop.model.parameters())
+    elsewhere = Loop(ms.AdamW, states_on=str(tmp_path))
+    with pytest.raises(ValueError, match="states_on has its states elsewhere already"):
+        elsewhere.fit("Adam in backward, 8-bit states")
     for options, text in (
         ({"clip_global_norm": 1.0}, "clip_global_norm needs all gradients"),
         ({"bf16": "split"}, "its states have bits of the parameters"),
