@@ -118,6 +118,8 @@ def _remake(
     ``of_groups``: the options of each group that are among ``_OF_GROUPS``.
     """
     own, before = type(optimizer), dict(optimizer.__dict__)
+    count = len(optimizer.param_groups)
+    of_groups = [*of_groups, *({} for _ in range(count))][:count]  # some may have been added
     saved = None
     if optimizer.state:
         plain = isinstance(optimizer, Native)

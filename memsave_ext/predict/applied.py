@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from .. import _parts
 from ..adam.dtensor import is_dtensor
 from ..memory.figures import make_tracker, untracked
 from ..memory.hooks import Hooks, Names
-from ..shared.modules import Modules
+from ..shared.modules import Modules, is_compiled
 from ..shared.table import format_bytes
 from .techniques import Techniques
 
@@ -184,10 +185,17 @@ def check(who: str, model: Any, optimizer: Any) -> Optimizer | None:
                 "gradients are not predicted. Call it with the model inside before it is wrapped; "
                 "an optimizer that then steps in backward needs attach() afterwards"
             )
-        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+        if is_compiled(module):
             raise ValueError(
                 f"{who}: the model is compiled, and the compiler decides what is kept. Call it "
                 "with the model before it is compiled, and compile its blocks one by one"
+            )
+    if optimizer is not None:
+        arguments = inspect.signature(optimizer.step).parameters
+        if "closure" in arguments and arguments["closure"].default is inspect.Parameter.empty:
+            raise ValueError(
+                f"{who}: step() of {type(optimizer).__name__} needs a closure, which evaluates the "
+                "model as often as it likes; such a step is not predicted from a batch"
             )
     if any(is_dtensor(p) for p in model.parameters()):
         raise ValueError(f"{who}: parameters are DTensors, as FSDP2 makes them, which are refused")
@@ -216,7 +224,8 @@ def applied_to(model: nn.Module) -> Applied | None:
 class _Peak:
     """Follows the memory of one of an optimizer's steps, and tells its peak.
 
-    It begins and ends where ``step()`` does. Gradients that there are then are about to be freed.
+    It begins and ends where ``step()`` does. Gradients that there are where it begins are about to
+    be freed, most often, and count where they were not.
 
     Args:
         number: which step; the first is 1.
@@ -229,6 +238,7 @@ class _Peak:
         self._model, self._number, self._tell = weakref.ref(model), number, tell
         self._steps = 0
         self._tracker: Any = None
+        self._old: list[weakref.ref[torch.Tensor]] = []  # gradients of the step before
         self._hook = optimizer.register_step_post_hook(self._stepped)
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
@@ -239,9 +249,10 @@ class _Peak:
             with suppress(RuntimeError):
                 self._begin(model, optimizer)
         elif self._steps == self._number:
+            kept = sum(grad.nbytes for old in self._old if (grad := old()) is not None)
             tracker = self._stop()
             if tracker is not None:
-                self._tell(int(tracker.peak))
+                self._tell(int(tracker.peak) + kept)
 
     def _begin(self, model: nn.Module, optimizer: Optimizer) -> None:
         parameter = next(model.parameters(), torch.empty(0))
@@ -251,6 +262,8 @@ class _Peak:
             Hooks(tracker, model, modules, [optimizer], Names()).label(gradients=False)
             cuda = device.type == "cuda"
             tracker.start(torch.cuda.memory_allocated(device) if cuda else None)
+        if not cuda:  # whose allocator has counted them
+            self._old = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
         self._tracker = tracker
 
     def _stop(self) -> Any:

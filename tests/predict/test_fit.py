@@ -237,7 +237,7 @@ def test_an_exception_in_the_middle_leaves_nothing():
         assert not model._forward_hooks
         found.apply(model, torch.optim.SGD(model.parameters()), "checkpoint by block").undo()
 
-    failing("checkpoint by block, optimizer in backward", torch.optim.LBFGS)
+    failing("checkpoint by block, optimizer in backward", torch.optim.SparseAdam)
     failing("checkpoint by block, Adam in backward", torch.optim.SGD)
     # The last of the means is refused where the model has a forward of its own.
     model = Net()
@@ -289,6 +289,8 @@ def test_wrapped_and_compiled_models_are_refused():
         ms.fit("model", optimizer, x, budget=GB)
     with pytest.raises(TypeError, match="fit: optimizer must be a torch.optim.Optimizer or None"):
         ms.fit(model, [optimizer], x, budget=GB)
+    with pytest.raises(ValueError, match=r"step\(\) of LBFGS needs a closure"):
+        ms.fit(model, torch.optim.LBFGS(model.parameters()), x, budget=GB, loss=square)
     with pytest.raises(TypeError, match="the model returned no loss. Give loss"):
         ms.fit(model, optimizer, x, budget=GB)
     with pytest.raises(TypeError, match="batch must be what Net is called with.*: too many"):
@@ -352,6 +354,43 @@ def test_inside_of_autocast():
         assert torch.is_autocast_enabled("cpu")
     assert fitted.predicted == ms.memory.predict(written).peak
     assert fitted.predicted < 0.9 * Loop().fit("checkpoint by block").predicted
+
+
+@pytest.mark.skipif(not NATIVE, reason="peaks are measured natively")
+def test_what_is_measured():
+    """Also where gradients are kept and zeroed, with a closure, and inside of a track."""
+    loop = Loop()
+    fitted = loop.fit("checkpoint by block")
+
+    def closure():
+        loop.optimizer.zero_grad(set_to_none=False)
+        loss = square(loop.model(loop.x))
+        loss.backward()
+        return loss
+
+    loop.optimizer.step(closure)
+    told = pytest.warns(UserWarning, match="a step had a peak of")
+    with ms.memory.track(loop.model, loop.optimizer) as track, told:
+        loop.optimizer.step(closure)
+    assert fitted.measured == pytest.approx(track.peak, rel=0.02)
+    loop = Loop()
+    with ms.memory.track(loop.model, loop.optimizer) as track:
+        fitted = loop.fit("checkpoint by block")
+        loop.run(3)
+    assert fitted.measured == pytest.approx(fitted.predicted, rel=0.02)
+    assert track.peak == pytest.approx(fitted.predicted, rel=0.02)
+
+
+def test_a_group_that_is_added_stays():
+    loop = Loop().run(1)
+    fitted = loop.fit("Adam in backward, 8-bit states")
+    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": 0.5})
+    loop.run(1)
+    fitted.undo()
+    assert type(loop.optimizer) is torch.optim.AdamW
+    assert [group["lr"] for group in loop.optimizer.param_groups][2] == 0.25  # by the schedule
+    assert "state_dtype" not in loop.optimizer.param_groups[2]
+    loop.optimizer.step()
 
 
 def test_undone_within_a_step():
