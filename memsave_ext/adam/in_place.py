@@ -58,7 +58,8 @@ def become(optimizer: Optimizer, kind: type[Any], **options: Any) -> Callable[[]
 
     Raises:
         ValueError: its ``step()`` has been replaced, other than by a scheduler; it cannot step in
-            backward with an option that it has; its states have bits of the parameters.
+            backward with an option that it has; its states have bits of the parameters, or lie
+            elsewhere.
     """
     _check(optimizer)
     own, had = type(optimizer), _options_outside_groups(optimizer)
@@ -94,6 +95,8 @@ def _check(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if modes.of_group(group, "bf16") not in (None, "stochastic"):
             raise ValueError("its states have bits of the parameters, which would be lost")
+        if group.get("states_on") is not None:
+            raise ValueError("states_on has its states elsewhere already")
 
 
 def _options_outside_groups(optimizer: Optimizer) -> dict[str, Any]:
@@ -115,6 +118,8 @@ def _remake(
     ``of_groups``: the options of each group that are among ``_OF_GROUPS``.
     """
     own, before = type(optimizer), dict(optimizer.__dict__)
+    count = len(optimizer.param_groups)
+    of_groups = [*of_groups, *({} for _ in range(count))][:count]  # some may have been added
     saved = None
     if optimizer.state:
         plain = isinstance(optimizer, Native)

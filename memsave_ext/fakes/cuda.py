@@ -160,23 +160,45 @@ def _autocast() -> Iterator[None]:
     """Makes autocast of a step do with fakes on the CPU what it does on a card.
 
     What it does on the CPU is the same for products, but for norms, softmax and others, which are
-    in float32 on a card.
+    in float32 on a card. One that was made before, as accelerate does, is entered as the CPU's.
     """
-    before = autocast_mode.autocast.__init__
+    kind = autocast_mode.autocast
+    before, enter, leave = kind.__init__, kind.__enter__, kind.__exit__
     library: list[torch.library.Library] = []
+    entered: list[tuple[Any, str]] = []  # those that are open, with the device of each
+
+    def prepare() -> None:
+        if not library and not _registered:
+            library.append(_register())
 
     def made(
         self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
     ) -> None:
         if not predicts() or device_type not in ("cuda", "cpu"):
             return before(self, device_type, dtype, *args, **kwargs)
-        if not library and not _registered:
-            library.append(_register())
+        prepare()
         # A step may have asked a tensor for its device, which is the CPU here.
         return before(self, "cpu", dtype or torch.get_autocast_dtype("cuda"), *args, **kwargs)
 
+    def as_cpus(self: Any) -> Any:
+        if predicts():
+            entered.append((self, self.device))
+        if predicts() and self.device == "cuda":
+            prepare()
+            self.device = "cpu"
+        return enter(self)
+
+    def left(self: Any, *error: Any) -> Any:
+        result = leave(self, *error)
+        if entered and entered[-1][0] is self:
+            self.device = entered.pop()[1]
+        return result
+
     try:
-        with replaced(autocast_mode.autocast, "__init__", made), warnings.catch_warnings():
+        with ExitStack() as stack:
+            for name, method in (("__init__", made), ("__enter__", as_cpus), ("__exit__", left)):
+                stack.enter_context(replaced(kind, name, method))
+            stack.enter_context(warnings.catch_warnings())
             # Without a card a scaler passes losses on, which takes as much memory.
             warnings.filterwarnings("ignore", "torch.cuda.amp.GradScaler is enabled, but CUDA")
             yield

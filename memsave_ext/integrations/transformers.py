@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType, NoneType
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         optimizer: Any = None,
         **_: Any,
     ) -> None:
-        _refuse(args)
+        _refuse(args, model)
         before = applied_to(model)
         if before is not None and before is self.fitted and before.optimizer is optimizer.optimizer:
             self._take_clipping(args)  # another train() of the same Trainer
@@ -120,7 +121,7 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
             self._max_grad_norm, args.max_grad_norm = args.max_grad_norm, 0.0
 
 
-def _refuse(args: Any) -> None:
+def _refuse(args: Any, model: Any) -> None:
     if args.world_size > 1 or args.n_gpu > 1:
         raise ValueError(
             f"Fit: {args.world_size} processes with {args.n_gpu} devices train the model; steps "
@@ -134,6 +135,11 @@ def _refuse(args: Any) -> None:
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
             raise ValueError(f"Fit: {name} shards the model, which is not predicted: leave it out")
+    if not isinstance(vars(model).get("forward"), (MethodType, NoneType)):
+        raise ValueError(
+            f"Fit: {type(model).__name__} has a forward of its own already, as remat_module() or a "
+            "device_map sets one: remove() the handle, or leave the device_map out"
+        )
 
 
 class _FirstCall(ForwardInPlace):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable
@@ -11,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from .. import _parts
 from ..adam.dtensor import is_dtensor
 from ..memory.figures import make_tracker, untracked
 from ..memory.hooks import Hooks, Names
-from ..shared.modules import Modules
+from ..shared.modules import Modules, is_compiled
 from ..shared.table import format_bytes
 from .techniques import Techniques
 
@@ -185,10 +185,17 @@ def check(who: str, model: Any, optimizer: Any) -> Optimizer | None:
                 "gradients are not predicted. Call it with the model inside before it is wrapped; "
                 "an optimizer that then steps in backward needs attach() afterwards"
             )
-        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+        if is_compiled(module):
             raise ValueError(
                 f"{who}: the model is compiled, and the compiler decides what is kept. Call it "
                 "with the model before it is compiled, and compile its blocks one by one"
+            )
+    if optimizer is not None:
+        arguments = inspect.signature(optimizer.step).parameters
+        if "closure" in arguments and arguments["closure"].default is inspect.Parameter.empty:
+            raise ValueError(
+                f"{who}: step() of {type(optimizer).__name__} needs a closure, which evaluates the "
+                "model as often as it likes; such a step is not predicted from a batch"
             )
     if any(is_dtensor(p) for p in model.parameters()):
         raise ValueError(f"{who}: parameters are DTensors, as FSDP2 makes them, which are refused")
@@ -217,8 +224,8 @@ def applied_to(model: nn.Module) -> Applied | None:
 class _Peak:
     """Follows the memory of one of an optimizer's steps, and tells its peak.
 
-    It begins where a part of the model is first called after the step before, when that step's
-    gradients are gone, and ends where ``step()`` does.
+    It begins and ends where ``step()`` does. Gradients that there are where it begins are about to
+    be freed, most often, and count where they were not.
 
     Args:
         number: which step; the first is 1.
@@ -228,45 +235,38 @@ class _Peak:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, number: int, tell: Callable[[int], None]
     ) -> None:
-        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
-        self._number, self._tell = number, tell
+        self._model, self._number, self._tell = weakref.ref(model), number, tell
         self._steps = 0
         self._tracker: Any = None
-        self._awaited: Any = None  # the handle of a hook on the first call
+        self._old: list[weakref.ref[torch.Tensor]] = []  # gradients of the step before
         self._hook = optimizer.register_step_post_hook(self._stepped)
 
-    def _stepped(self, *_: Any) -> None:
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         self._steps += 1
-        if self._steps == self._number - 1:
-            self._awaited = register_module_forward_pre_hook(self._called)
-        elif self._steps == self._number:
-            tracker = self._stop()
-            if tracker is not None:
-                self._tell(int(tracker.peak))
-
-    def _called(self, module: nn.Module, _: Any) -> None:
-        model, optimizer = self._model(), self._optimizer()
-        if model is None or optimizer is None or self._awaited is None:
-            self._stop()
-        elif any(module is part for part in model.modules()):
-            self._awaited = self._awaited.remove()
+        model = self._model()
+        if self._steps == self._number - 1 and model is not None:
             # A profiler that runs, or another allocator, is in the way: nothing is measured.
             with suppress(RuntimeError):
                 self._begin(model, optimizer)
+        elif self._steps == self._number:
+            kept = sum(grad.nbytes for old in self._old if (grad := old()) is not None)
+            tracker = self._stop()
+            if tracker is not None:
+                self._tell(int(tracker.peak) + kept)
 
     def _begin(self, model: nn.Module, optimizer: Optimizer) -> None:
         parameter = next(model.parameters(), torch.empty(0))
         modules, device = Modules(model), parameter.device
         with untracked():
             tracker: Any = make_tracker(device, modules.parents, False, _MOST_EVENTS)
-            Hooks(tracker, model, modules, [optimizer], Names()).label()
+            Hooks(tracker, model, modules, [optimizer], Names()).label(gradients=False)
             cuda = device.type == "cuda"
             tracker.start(torch.cuda.memory_allocated(device) if cuda else None)
+        if not cuda:  # whose allocator has counted them
+            self._old = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
         self._tracker = tracker
 
     def _stop(self) -> Any:
-        if self._awaited is not None:
-            self._awaited = self._awaited.remove()
         tracker, self._tracker = self._tracker, None
         if tracker is not None:
             tracker.stop()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -58,7 +59,7 @@ def from_batch(
     if batch is None:
         raise TypeError("predict: a model needs a batch, what it is called with")
     run = forward or _forward_of(loss)
-    batch = _plain(batch)
+    batch, autocast = _plain(batch), _Autocast()
     values = {id(t): only_value(t) for t in tree_leaves(batch) if isinstance(t, Tensor)}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -74,19 +75,60 @@ def from_batch(
         made = None if optimizer is None else _remade(optimizer, copied)
         inputs = tree_map_only(Tensor, fake, batch)
 
-        def step() -> None:
+        def loss_of_batch() -> Tensor:
             # The output is kept by nothing but its graph, as in a step that is written in one line.
-            for _ in range(micro_batches - 1):
-                with _accumulating(made):
-                    run(model_copy, inputs).backward()
-            run(model_copy, inputs).backward()
-            if made is not None:
-                made.step()
-            model_copy.zero_grad()
+            with autocast.entered():
+                return run(model_copy, inputs)
+
+        def step() -> None:
+            with autocast.left():
+                for _ in range(micro_batches - 1):
+                    with _accumulating(made):
+                        loss_of_batch().backward()
+                loss_of_batch().backward()
+                if made is not None:
+                    made.step()
+                model_copy.zero_grad()
 
         return model_copy, made, step
 
     return build
+
+
+class _Autocast:
+    """The autocast that a prediction is made in: a loop has it around its forwards alone."""
+
+    def __init__(self) -> None:
+        self._open = [
+            (device, torch.get_autocast_dtype(device))
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
+        ]
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """As outside of it."""
+        depth = torch.autocast_increment_nesting() - 1  # casts are kept until the outermost ends
+        for _ in range(depth + 1):
+            torch.autocast_decrement_nesting()
+        for device, _ in self._open:
+            torch.set_autocast_enabled(device, False)
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
+            for device, dtype in self._open:
+                torch.set_autocast_enabled(device, True)
+                torch.set_autocast_dtype(device, dtype)
+            for _ in range(depth):
+                torch.autocast_increment_nesting()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for device, dtype in self._open:
+                stack.enter_context(torch.autocast(device, dtype))
+            yield
 
 
 def _plain(batch: Any) -> Any:
@@ -152,20 +194,39 @@ def _forward_of(loss: Loss | None) -> Forward:
     takes_batch = loss is not None and _takes_two(loss)
 
     def forward(model: nn.Module, inputs: Any) -> Tensor:
-        if isinstance(inputs, Call):
-            output = model(*inputs.args, **inputs.kwargs)
-        elif isinstance(inputs, Mapping):
-            output = model(**inputs)
-        else:
-            output = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+        call = _call_of(inputs)
+        _check_call(model, call)
+        output = model(*call.args, **call.kwargs)
         if loss is None:
             return _loss_of(output)
         if not takes_batch:
             return loss(output)
-        by_name = isinstance(inputs, Call) and not inputs.args
-        return loss(output, inputs.kwargs if by_name else inputs)
+        if isinstance(inputs, Call):
+            inputs = call.args or call.kwargs
+        return loss(output, inputs)
 
     return forward
+
+
+def _call_of(inputs: Any) -> Call:
+    if isinstance(inputs, Call):
+        return inputs
+    if isinstance(inputs, Mapping):
+        return Call((), dict(inputs))
+    return Call(inputs if isinstance(inputs, tuple) else (inputs,), {})
+
+
+def _check_call(model: nn.Module, call: Call) -> None:
+    """Raises TypeError where a model does not take these arguments."""
+    try:
+        inspect.signature(model.forward).bind(*call.args, **call.kwargs)
+    except ValueError:  # it does not tell
+        return
+    except TypeError as error:
+        raise TypeError(
+            f"predict: batch must be what {type(model).__name__} is called with, a tensor, a tuple "
+            f"of arguments or a dict of keyword arguments: {error}"
+        ) from None
 
 
 def _takes_two(loss: Loss) -> bool:

@@ -187,6 +187,20 @@ def test_a_model_with_hooks_is_called_once(tmp_path):
     assert runs[1].losses[0] != 0
 
 
+@pytest.mark.parametrize("means", ["loss head in chunks", "checkpoint by block, " + IN_BACKWARD])
+def test_adapters_of_peft(tmp_path, means):
+    peft = library("peft")
+    runs = []
+    for callback in (None, fit(means=means)):
+        config = peft.LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.1)
+        runs.append(Run(tmp_path, callback, model=peft.get_peft_model(gpt2(), config)).train())
+    assert callback.fitted.means == means
+    if "head" in means:
+        assert runs[1].losses == pytest.approx(runs[0].losses, rel=1e-4)
+    else:
+        runs[1].assert_same(runs[0])
+
+
 def test_wrong_use(tmp_path):
     with pytest.raises(torch.OutOfMemoryError, match="fit: Nothing fits"):
         Run(tmp_path, fit("10kB")).train()
@@ -197,7 +211,13 @@ def test_wrong_use(tmp_path):
     run = Run(tmp_path, fit())
     run.trainer.args._n_gpu = 2
     with pytest.raises(ValueError, match="Fit: .* devices train the model"):
-        ms.integrations.transformers._refuse(run.trainer.args)
+        ms.integrations.transformers._refuse(run.trainer.args, run.model)
+    run = Run(tmp_path, fit())
+    handle = ms.remat_module(run.model)
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has a forward of its own already"):
+        run.train()
+    handle.remove()
+    assert len(run.train().losses) == 4
 
     def custom(outputs, labels, num_items_in_batch=None):
         return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())

@@ -53,7 +53,18 @@ def builder(around, cast=None, seen=None):
     return build
 
 
+def made_before():
+    """As accelerate makes one, which it enters in every forward."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is no card
+        made = torch.autocast("cuda", dtype=torch.bfloat16)
+    made._enabled = True
+    return made
+
+
+MADE = made_before()
 WAYS = {
+    "made before": (lambda: MADE, torch.bfloat16),
     "by name": (lambda: torch.autocast("cuda"), torch.float16),
     "bfloat16": (lambda: torch.autocast("cuda", dtype=torch.bfloat16), torch.bfloat16),
     "of a device": (
@@ -73,9 +84,31 @@ def test_autocast_as_written_by_hand(name):
         predicted = ms.memory.predict(builder(around, seen=seen), device="cuda")
     by_hand = ms.memory.predict(builder(contextlib.nullcontext, dtype), device="cuda")
     assert seen == [dtype, torch.float32] * 2
+    assert MADE.device == "cuda"
     assert predicted.peak == pytest.approx(by_hand.peak, rel=0.02)
     plain = ms.memory.predict(builder(contextlib.nullcontext), device="cuda")
     assert abs(predicted.peak - plain.peak) > 0.05 * plain.peak
+
+
+def test_a_model_predicted_inside_of_autocast():
+    def predicted():
+        model = Net(None)
+        optimizer = torch.optim.AdamW(model.parameters())
+        batch, loss = torch.randn(4096, 128), lambda y: y.float().square().mean()
+        return ms.memory.predict(model, optimizer, batch, loss=loss, device="cuda").peak
+
+    plain = predicted()
+    try:
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        inside = predicted()
+        assert torch.is_autocast_enabled("cuda")
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", torch.float16)
+    by_hand = ms.memory.predict(builder(WAYS["bfloat16"][0]), device="cuda").peak
+    assert inside == pytest.approx(by_hand, rel=0.04)  # which has a scaler
+    assert abs(plain - inside) > 0.05 * plain
 
 
 def test_what_a_card_computes_in_float32():
