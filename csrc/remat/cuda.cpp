@@ -1,5 +1,5 @@
-// Listens to CUDA's caching allocator: counts what it gives, and lets blocks give memory back before
-// it gives up.
+// Listens to CUDA's caching allocator: counts what it gives, and lets blocks give memory back
+// before it gives up.
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
