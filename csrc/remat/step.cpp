@@ -39,7 +39,7 @@ uint64_t key_of(const Operator& op, const at::RecordFunction& function) {
 Step::Step(Budget budget)
     : budget_(budget),
       shared_(known_steps(budget.device)),
-      others_(shared_->begin(since_look_)),
+      others_(shared_->begin(since_look_) * int(budget.is_limit())),
       bytes_(budget.bytes),
       missing_(budget.is_limit() ? 0 : kNothingCounts) {}
 

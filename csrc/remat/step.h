@@ -126,7 +126,8 @@ class Step {
   const Budget budget_;
   const std::shared_ptr<KnownSteps> shared_;
   Count::Peak since_look_;
-  const int others_;  // see KnownSteps::begin()
+  const int
+      others_;  // see KnownSteps::begin(); 0 within no budget, where their memory does not count
   mutable std::mutex mutex_;
   Trace trace_;
   std::vector<uint64_t> keys_;                    // see Known
