@@ -151,7 +151,13 @@ void Mover::bring_back_early(const std::shared_ptr<Content>& content) {
   if (away->is_coming()) return;
   const Pause pause;
   const at::NoGradGuard no_grad;
-  away->begin_back(empty_for(*content));
+  c10::Storage memory;
+  try {
+    memory = empty_for(*content);
+  } catch (const std::exception&) {
+    return;  // there is no memory for it yet; when it is opened that is an error
+  }
+  away->begin_back(std::move(memory));
   const std::lock_guard<std::mutex> lock(contents_mutex());
   if (content->away == away && !content->held) content->set_alone(true);
 }
