@@ -51,12 +51,31 @@ class MemoryOrigin:
     @property
     def operator_name(self) -> str: ...
 
+class RematStore:
+    @staticmethod
+    def in_folder(folder: str) -> RematStore: ...
+    def used(self) -> int: ...
+    def speed(self) -> tuple[float, float]: ...
+
 class RematRecorder:
     @overload
-    def __init__(self, everything: bool | None, device: torch.device) -> None: ...
+    def __init__(
+        self,
+        everything: bool | None,
+        device: torch.device,
+        store: RematStore | None = None,
+        most_moved: int = 0,
+    ) -> None: ...
     @overload
     def __init__(
-        self, bytes: int, share: float, strict: bool, is_more: bool, device: torch.device
+        self,
+        bytes: int,
+        share: float,
+        strict: bool,
+        is_more: bool,
+        device: torch.device,
+        store: RematStore | None = None,
+        most_moved: int = 0,
     ) -> None: ...
     def count(self, tensors: list[Tensor], gradients: list[Tensor], missing: int) -> None: ...
     def is_newly_short(self) -> bool: ...
@@ -89,6 +108,15 @@ class RematFakes:
 def remat_knows(device: torch.device, last_key: int) -> bool: ...
 def remat_may_run_ahead() -> bool: ...
 def remat_forget() -> None: ...
+def remat_moving_plans(
+    contents: list[tuple[int, int, bool, int, int, int]],
+    calls: list[tuple[float, list[int], list[int], list[int], int]],
+    moments: list[tuple[int, int]],
+    forward: int,
+    out: float,
+    back: float,
+    most_moved: int,
+) -> list[tuple[tuple[int, float, list[int]], float]]: ...
 def remat_plans(
     contents: list[tuple[int, int, bool, int, int, int]],
     calls: list[tuple[float, list[int], list[int], list[int], int]],

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string_view>
 
+#include "remat/move_plan.h"
 #include "remat/operators.h"
 #include "remat/simulate.h"
 
@@ -46,8 +47,9 @@ bool passes_logits_on(std::string_view name) {
 }  // namespace
 
 Limit limit_of(const Trace& trace, const Plan& plan) {
-  Simulator simulator(trace);
-  simulator.run(plan.decisions);
+  const AsDropped step(trace, plan.decisions);
+  Simulator simulator(step.trace());
+  simulator.run(step.decisions());
   const Timeline& timeline = simulator.timeline();
   const auto& memory = simulator.memory();
   const auto highest = std::max_element(memory.begin(), memory.end());
@@ -57,7 +59,7 @@ Limit limit_of(const Trace& trace, const Plan& plan) {
   limit.place = place_of(trace, timeline, slot);
   limit.others = timeline.memory[slot];
   limit.held = *highest - limit.others;
-  simulator.run(plan.decisions, slot);
+  simulator.run(step.decisions(), slot);
   limit.kept = simulator.held().kept;
   limit.recomputed = simulator.held().recomputed;
   for (const auto& [moment, bytes] : trace.left) {
@@ -99,7 +101,9 @@ std::vector<int32_t> logits_of(const Trace& trace) {
 std::vector<int64_t> foreseen(const Trace& trace, const std::vector<Decision>& decisions) {
   std::vector<Decision> all = decisions;
   all.resize(trace.contents.size(), Decision::kKeep);
-  Simulator simulator(trace);
+  const AsDropped step(trace, all);
+  Simulator simulator(step.trace());
+  all = step.decisions();
   for (size_t i = 0; i < all.size(); ++i) {
     if (!simulator.can_be_dropped(static_cast<int32_t>(i))) all[i] = Decision::kKeep;
   }

@@ -4,11 +4,13 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <map>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <tuple>
 #include <vector>
 
@@ -16,8 +18,10 @@
 #include "checkpoint/recomputing.h"
 #include "remat/account.h"
 #include "remat/fakes.h"
+#include "remat/move_plan.h"
 #include "remat/plan.h"
 #include "remat/saved.h"
+#include "remat/store.h"
 
 namespace memsave_ext::remat {
 
@@ -62,8 +66,10 @@ at::Device counted(const at::Device& device) {
   return Fakes::current() != nullptr ? at::Device(at::kMeta) : device;
 }
 
-std::shared_ptr<Block> make_block(std::optional<bool> everything, const at::Device& device) {
+std::shared_ptr<Block> make_block(std::optional<bool> everything, const at::Device& device,
+                                  const std::shared_ptr<Store>& store, int64_t most_moved) {
   if (!everything) return std::make_shared<Block>(Drops::kNothing);
+  if (*everything && store) return std::make_shared<Block>(Drops::kBoth, store, most_moved);
   if (*everything) return std::make_shared<Block>(Drops::kEverything);
   // A plan needs the time of each operator. On other devices than these the clock sees launches.
   const bool is_timed = device.is_cpu() || device.is_cuda() || device.is_meta();
@@ -74,10 +80,13 @@ std::shared_ptr<Block> make_block(std::optional<bool> everything, const at::Devi
 // A block and its saved-tensor hooks, as memsave_ext/remat/recorder.py uses them.
 class Recorder {
  public:
-  Recorder(std::optional<bool> everything, const at::Device& device)
-      : block_(make_block(everything, counted(device))) {}
-  Recorder(int64_t bytes, double share, bool strict, bool is_more, const at::Device& device)
-      : block_(std::make_shared<Block>(Budget{bytes, share, strict, is_more, counted(device)})) {}
+  Recorder(std::optional<bool> everything, const at::Device& device,
+           const std::shared_ptr<Store>& store, int64_t most_moved)
+      : block_(make_block(everything, counted(device), store, most_moved)) {}
+  Recorder(int64_t bytes, double share, bool strict, bool is_more, const at::Device& device,
+           const std::shared_ptr<Store>& store, int64_t most_moved)
+      : block_(std::make_shared<Block>(
+            Budget{bytes, share, strict, is_more, counted(device), store, most_moved})) {}
 
   // A block that was not left stays open, since its thread refers to it; the hooks keep it alive.
   ~Recorder() { (void)hooks_.release(); }
@@ -129,6 +138,7 @@ class Recorder {
     figures["least"] = step.least();
     figures["before"] = step.before();
     figures["curve"] = step.curve();
+    figures["waiting"] = step.waiting();
     const std::optional<Plan> plan = step.plan();
     py::list plans;
     figures["plan"] = py::none();
@@ -139,7 +149,7 @@ class Recorder {
         return py::make_tuple(plan.peak + more, plan.seconds);
       };
       if (plan) figures["plan"] = described(*plan);
-      for (const Plan& other : known->plans) plans.append(described(other));
+      for (const Plan& other : step.plans()) plans.append(described(other));
     }
     figures["plans"] = std::move(plans);
     return figures;
@@ -150,7 +160,7 @@ class Recorder {
     const std::shared_ptr<const Known> known = block_->step()->followed();
     if (known == nullptr) return py::none();
     const Trace& trace = known->trace;
-    const Limit limit = limit_of(trace, known->plans.back());
+    const Limit limit = limit_of(trace, block_->step()->plans().back());
     py::dict figures;
     figures["in_forward"] = limit.place.in_forward;
     figures["operator"] = name_at(trace, limit.place);
@@ -226,6 +236,11 @@ class Recorder {
       const auto [known, planned] = step->known();
       figures["shapes"] = py::make_tuple(known, planned);
     }
+    if (const Mover* mover = block_->mover()) {
+      const MoveFigures moves = mover->figures();
+      figures["moves"] = py::make_tuple(moves.moved, moves.brought_back, moves.not_moved,
+                                        moves.waited, moves.failure, mover->store().name());
+    }
     const auto given_back = block_->given_back();
     figures["given_back"] = py::make_tuple(given_back.contents, given_back.bytes);
     figures["saved"] = std::move(saved);
@@ -254,10 +269,8 @@ using ContentFields = std::tuple<int64_t, int32_t, bool, int32_t, int32_t, int32
 using CallFields = std::tuple<double, Positions, Positions, Positions, int64_t>;
 using MomentFields = std::tuple<int64_t, int64_t>;
 
-// The plans of a trace; with decisions, only the plan with these.
-py::list plans(const std::vector<ContentFields>& contents, const std::vector<CallFields>& calls,
-               const std::vector<MomentFields>& moments, int32_t forward, int most_enumerated,
-               const std::optional<std::vector<int>>& decisions) {
+Trace trace_of(const std::vector<ContentFields>& contents, const std::vector<CallFields>& calls,
+               const std::vector<MomentFields>& moments, int32_t forward) {
   Trace trace;
   trace.forward = forward;
   for (const auto& [bytes, call, saved, let_go, opened, closed] : contents) {
@@ -265,6 +278,7 @@ py::list plans(const std::vector<ContentFields>& contents, const std::vector<Cal
   }
   for (const auto& [seconds, reads, makes, writes, temporary] : calls) {
     TraceCall& call = trace.calls.emplace_back();
+    call.moment = static_cast<int32_t>(trace.calls.size()) - 1;
     call.seconds = seconds;
     call.reads.assign(reads.begin(), reads.end());
     call.makes.assign(makes.begin(), makes.end());
@@ -272,6 +286,20 @@ py::list plans(const std::vector<ContentFields>& contents, const std::vector<Cal
     call.temporary = temporary;
   }
   for (const auto& [now, peak] : moments) trace.moments.push_back({now, peak});
+  return trace;
+}
+
+py::tuple as_tuple(const Plan& plan) {
+  std::vector<int> made;
+  for (const Decision decision : plan.decisions) made.push_back(static_cast<int>(decision));
+  return py::make_tuple(plan.peak, plan.seconds, made);
+}
+
+// The plans of a trace; with decisions, only the plan with these.
+py::list plans(const std::vector<ContentFields>& contents, const std::vector<CallFields>& calls,
+               const std::vector<MomentFields>& moments, int32_t forward, int most_enumerated,
+               const std::optional<std::vector<int>>& decisions) {
+  const Trace trace = trace_of(contents, calls, moments, forward);
   std::vector<Plan> plans;
   if (decisions) {
     std::vector<Decision> chosen;
@@ -281,10 +309,21 @@ py::list plans(const std::vector<ContentFields>& contents, const std::vector<Cal
     plans = plans_of(trace, most_enumerated);
   }
   py::list result;
-  for (const auto& plan : plans) {
-    std::vector<int> made;
-    for (const Decision decision : plan.decisions) made.push_back(static_cast<int>(decision));
-    result.append(py::make_tuple(plan.peak, plan.seconds, made));
+  for (const auto& plan : plans) result.append(as_tuple(plan));
+  return result;
+}
+
+// The plans of a trace that move contents, too, each with the seconds for which it waits.
+py::list moving_plans(const std::vector<ContentFields>& contents,
+                      const std::vector<CallFields>& calls,
+                      const std::vector<MomentFields>& moments, int32_t forward, double out,
+                      double back, int64_t most_moved) {
+  const Trace trace = trace_of(contents, calls, moments, forward);
+  MovingPlans made(trace, plans_of(trace), Speed{out, back}, most_moved);
+  py::list result;
+  for (const Plan& plan : made.plans) {
+    const auto schedule = made.schedule(trace, plan);
+    result.append(py::make_tuple(as_tuple(plan), schedule ? schedule->waiting : 0.0));
   }
   return result;
 }
@@ -315,9 +354,33 @@ void bind(py::module_& m) {
       .def("ran", &Fakes::ran)
       .def("expect", &expect)
       .def("knows_steps", [](const Fakes& fakes) { return fakes.steps()->any(); });
+  py::class_<Store, std::shared_ptr<Store>>(m, "RematStore")
+      .def_static(
+          "in_folder",
+          [](const std::string& folder) {
+            try {
+              return store_in_folder(folder);
+            } catch (const std::system_error& error) {
+              errno = error.code().value();
+              PyErr_SetFromErrnoWithFilename(PyExc_OSError, folder.c_str());
+              throw py::error_already_set();
+            }
+          },
+          py::arg("folder"))
+      .def("used", &Store::used)
+      .def("speed", [](Store& store) {
+        const Speed speed = store.speed();
+        return py::make_tuple(speed.out, speed.back);
+      });
   py::class_<Recorder>(m, "RematRecorder")
-      .def(py::init<std::optional<bool>, const at::Device&>())
-      .def(py::init<int64_t, double, bool, bool, const at::Device&>())
+      .def(py::init<std::optional<bool>, const at::Device&, const std::shared_ptr<Store>&,
+                    int64_t>(),
+           py::arg("everything"), py::arg("device"), py::arg("store") = py::none(),
+           py::arg("most_moved") = 0)
+      .def(py::init<int64_t, double, bool, bool, const at::Device&, const std::shared_ptr<Store>&,
+                    int64_t>(),
+           py::arg("bytes"), py::arg("share"), py::arg("strict"), py::arg("is_more"),
+           py::arg("device"), py::arg("store") = py::none(), py::arg("most_moved") = 0)
       .def("count", &Recorder::count)
       .def("budget", &Recorder::budget)
       .def("limit", &Recorder::limit)
@@ -332,6 +395,9 @@ void bind(py::module_& m) {
       .def("enter_module", &Recorder::enter_module)
       .def("leave_module", &Recorder::leave_module)
       .def("figures", &Recorder::figures);
+  m.def("remat_moving_plans", &moving_plans, py::arg("contents"), py::arg("calls"),
+        py::arg("moments"), py::arg("forward"), py::arg("out"), py::arg("back"),
+        py::arg("most_moved"));
   m.def("remat_plans", &plans, py::arg("contents"), py::arg("calls"), py::arg("moments"),
         py::arg("forward"), py::arg("most_enumerated") = 14, py::arg("decisions") = py::none());
 }

@@ -70,6 +70,14 @@ c10::IValue without_tensors(const c10::IValue& argument) {
 Pause::Pause() { ++pauses; }
 Pause::~Pause() { --pauses; }
 
+Block::Block(Drops drops, const std::shared_ptr<Store>& store, int64_t most_moved) : drops_(drops) {
+  if (store) mover_ = std::make_unique<Mover>(*this, store, most_moved);
+}
+
+Block::Block(Budget budget) : drops_(Drops::kCheap), budget_(std::move(budget)) {
+  if (budget_->store) mover_ = std::make_unique<Mover>(*this, budget_->store, budget_->most_moved);
+}
+
 bool Block::is_innermost() const { return current == this; }
 
 Block* Block::active() { return records() ? current : nullptr; }
@@ -94,6 +102,7 @@ void Block::close() {
   at::removeCallback(callback_);
   current = outer_;
   if (outer_ != nullptr) at::reenableCallback(outer_->callback_);
+  move_out();
   table_.clear();
   if (!gives_way_) pending_.reset();
   if (step_) step_->left();
@@ -146,7 +155,7 @@ void Block::opened(const Content& content) {
     if (copy_failed_) std::rethrow_exception(copy_failed_);
   }
   if (!step_) return;
-  step_->opened(content);
+  if (step_->opened(content)) settle_moves(&content);
   const int backward = torch::autograd::get_current_graph_task_id();
   if (backward == -1 || backward_.exchange(backward) == backward) return;
   ++holders_;
@@ -178,15 +187,22 @@ void Block::decide(const std::shared_ptr<Content>& content) {
   Freed freed;  // declared first: freed last, without the mutex
   std::vector<std::shared_ptr<Content>> contents;
   std::shared_ptr<Call> call;
-  const Choice choice = step_ ? step_->decide(*content) : Choice{drops_};
+  Choice choice = step_ ? step_->decide(*content) : Choice{drops_};
+  if (choice.drops == Drops::kBoth) {
+    moves_next_ = !moves_next_;
+    choice.drops = moves_next_ ? Drops::kMove : Drops::kEverything;
+  }
+  const bool is_moved = choice.drops == Drops::kMove && mover_ && !content->external;
   std::unique_lock<std::mutex> lock(contents_mutex());
   Route route;
-  if (choice.is_possible) {
+  if (is_moved) {
+    mover_->want(content, choice.lingers_from);
+  } else if (choice.is_possible) {
     route.possible = *choice.is_possible;
   } else {
     route = route_to(*content, freed);
   }
-  if (step_ && !route.possible && !route.is_bare) {
+  if (step_ && !is_moved && !route.possible && !route.is_bare) {
     lock.unlock();
     step_->must_keep(*content);
     lock.lock();
@@ -273,15 +289,37 @@ int64_t Block::drop_late(const std::shared_ptr<Content>& content, bool only_shor
   const int64_t bytes = content->bytes - route.more_bytes;
   if (!route.possible || bytes <= 0) return 0;
   if (only_short && bytes_on(route, kMostAgain * bytes) > kMostAgain * bytes) return 0;
-  Sum& kept = sums_[{{content->module, content->op}, content->verdict}];
-  Sum& dropped = sums_[{{content->module, content->op}, Verdict::kDropped}];
-  content->verdict = Verdict::kDropped;
-  --kept.count;
-  kept.bytes -= content->bytes;
-  ++dropped.count;
-  dropped.bytes += content->bytes;
+  count_as(*content, Verdict::kDropped);
   drop(content, std::move(route), freed);
   return bytes;
+}
+
+void Block::count_as(Content& content, Verdict verdict) {
+  Sum& before = sums_[{{content.module, content.op}, content.verdict}];
+  --before.count;
+  before.bytes -= content.bytes;
+  content.verdict = verdict;
+  Sum& now = sums_[{{content.module, content.op}, verdict}];
+  ++now.count;
+  now.bytes += content.bytes;
+}
+
+// On the block's thread: begins to move what was decided on, where no operator runs.
+void Block::move_out() {
+  if (!mover_ || !running_.empty()) return;
+  mover_->begin();
+  settle_moves();
+}
+
+// Frees what has been copied, and begins to bring back what is needed soon.
+void Block::settle_moves(const Content* opened) {
+  if (!mover_) return;
+  if (!step_) return mover_->settle(1, 0);  // at once, for tests
+  empty_trash();
+  const Step::Moves now = step_->moves(opened);
+  mover_->settle(now.moment, now.may_linger);  // first, as what comes back takes its place
+  for (const auto& content : now.come_back) mover_->bring_back_early(content);
+  if (!now.come_back.empty()) step_->recomputed();
 }
 
 // The caller holds contents_mutex().
@@ -528,6 +566,7 @@ void Block::on_end(const at::RecordFunction& function, at::ObserverContext* cont
   if (!recording->call) return recording->block->end_unrecorded(function);
   recording->measure(function);
   recording->block->end(*recording, function);
+  recording->block->move_out();
 }
 
 // Notes that its results were made in this block; they get no call to recompute them by.
@@ -727,6 +766,7 @@ void Block::before_write(const at::Tensor& tensor) {
   const auto found = table_.find(tensor.storage().unsafeGetStorageImpl());
   if (found == table_.end()) return;
   const std::shared_ptr<Content> content = found->second.content;
+  if (mover_) mover_->before_write(content);
   c10::intrusive_ptr<c10::StorageImpl> held;
   {
     const std::lock_guard<std::mutex> lock(contents_mutex());

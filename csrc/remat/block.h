@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <exception>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -17,6 +18,7 @@
 #include "remat/content.h"
 #include "remat/give_way.h"
 #include "remat/known.h"
+#include "remat/move.h"
 #include "remat/policy.h"
 #include "remat/step.h"
 
@@ -37,8 +39,10 @@ using SumsAgain = std::map<Maker, Sum>;
 
 class Block : public std::enable_shared_from_this<Block> {
  public:
-  explicit Block(Drops drops) : drops_(drops) {}
-  explicit Block(Budget budget) : drops_(Drops::kCheap), budget_(budget) {}
+  // `store`: where contents may be moved to, at most `most_moved` bytes; null: nowhere.
+  explicit Block(Drops drops, const std::shared_ptr<Store>& store = nullptr,
+                 int64_t most_moved = std::numeric_limits<int64_t>::max());
+  explicit Block(Budget budget);
 
   // Records this thread's operators until close(). Blocks nest: only the innermost records.
   // `bytes`: the budget's, where they were not known before. `retry`: allocations that fail, here
@@ -61,12 +65,15 @@ class Block : public std::enable_shared_from_this<Block> {
   void opened(const Content& content);
   // Called for what save() returned, when its holder is gone.
   void released(const Content& content, bool was_last);
-  Step* step() const { return step_.get(); }  // null without a budget, and before open()
+  Mover* mover() const { return mover_.get(); }  // null where nothing is moved
+  Step* step() const { return step_.get(); }     // null without a budget, and before open()
 
   // Drops what it holds on the device, from the oldest on, until it is so many bytes or there is no
   // more. Returns how many. What anybody else refers to, as running operators do, is not dropped.
   // On any thread, where the lock of the device's allocator may be held.
   int64_t give_way(c10::Device device, int64_t enough, Gives what);
+  // Changes what has become of a content, and the figures. The caller holds contents_mutex().
+  void count_as(Content& content, Verdict verdict);
   struct GivenBack {
     int64_t contents = 0, bytes = 0;
   };
@@ -137,6 +144,8 @@ class Block : public std::enable_shared_from_this<Block> {
                     Freed& locked);
   void give_later(const std::shared_ptr<Content>& content);
   void let_go();
+  void move_out();
+  void settle_moves(const Content* opened = nullptr);
   void sweep();
 
   const Drops drops_;
@@ -145,6 +154,8 @@ class Block : public std::enable_shared_from_this<Block> {
   // them in backward.
   std::optional<checkpoint::Pending> pending_;
   std::unique_ptr<Step> step_;
+  std::unique_ptr<Mover> mover_;
+  bool moves_next_ = false;  // of kBoth
   // Of its contents; and itself while it is open, and backwards that open its contents.
   std::atomic<int64_t> holders_{1};
   std::atomic<int> backward_{-1};  // number of the latest backward that opened a content

@@ -108,7 +108,7 @@ bool Content::is_let_go() const {
   if (is_alone) return true;
   // A storage's Python object, which a prediction asks for, holds the storage.
   const bool has_object = held && held->device().is_meta() && held->pyobj_slot()->load_pyobj();
-  if (held) return held.use_count() == (has_object ? 2 : 1);
+  if (held) return held.use_count() == (has_object ? 2u : 1u) + (is_leaving() ? 1u : 0u);
   return overwritten || storage.expired();
 }
 
@@ -200,6 +200,10 @@ void release_unused(Content& content, Freed& freed,
     if (unused.held) freed.push_back(unused.give_up());
     unused.dropped = unused.decided = false;
     unused.pending.reset();
+    if (unused.away) {
+      unused.set_alone(false);  // it may be on its way back
+      discard(std::move(unused.away));
+    }
     for (auto& need : unused.needs) {
       unpin(*need);
       contents.push_back(std::move(need));

@@ -22,6 +22,7 @@
 #include "checkpoint/surroundings.h"
 #include "remat/operators.h"
 #include "remat/random.h"
+#include "remat/store.h"
 
 namespace memsave_ext::remat {
 
@@ -37,6 +38,8 @@ enum class Verdict : int {
   kHeavy,     // bound by arithmetic, such as a matrix product
   kNoGain,    // recomputing it would keep about as much memory, or is not cheap for its size
   kFits,      // the budget has room for it
+  kMoved,     // its memory is dropped, and comes back from a store
+  kNotMoved,  // there was no room in the store
 };
 
 // How a tensor lies in its storage.
@@ -152,10 +155,10 @@ struct Content : std::enable_shared_from_this<Content> {
   bool copied = false;       // `held` is a copy from before the storage was written
   bool relied_on = false;    // dropped contents are recomputed through its call, not from it
   std::vector<std::weak_ptr<Content>> relied_on_by;  // these, until it is decided on
-  bool dropped = false;                              // its holders will recompute it
-  std::optional<checkpoint::Pending> pending;        // set while it is dropped
-  bool decided = false;                              // whether to keep or drop it has been decided
-  Verdict verdict = Verdict::kFits;                  // what was decided, or came of it later
+  bool dropped = false;  // its holders will recompute it, or have it brought back
+  std::optional<checkpoint::Pending> pending;  // set while it is dropped
+  bool decided = false;                        // whether to keep or drop it has been decided
+  Verdict verdict = Verdict::kFits;            // what was decided, or came of it later
   int dropped_depth = 0;        // of a dropped one: dropped ones in its chain, with itself
   int64_t holders = 0;          // saved tensors of it
   int64_t pins = 0;             // dropped contents that need it
@@ -169,6 +172,8 @@ struct Content : std::enable_shared_from_this<Content> {
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> recomputed;
   uint64_t fill = 0;     // how often it was recomputed
   int64_t unopened = 0;  // holders that have not opened the latest recompute
+  // Where it is copied to: `held` is still there, and it is not dropped, until the copy is over.
+  std::shared_ptr<Away> away;
 
   Content(const c10::Storage& storage, bool external);
   // Gives up `held`, which is returned. Needs the mutex.
@@ -185,7 +190,11 @@ struct Content : std::enable_shared_from_this<Content> {
   // that runs, and no Python object, for which the GIL would be waited for. Needs the mutex.
   bool held_by_block_alone() const;
   // Whether its values are gone: overwritten, without a copy or a recompute. Needs the mutex.
-  bool is_lost() const { return overwritten && !copied && fill == 0; }
+  bool is_lost() const { return overwritten && !copied && fill == 0 && !is_away(); }
+  // Whether its values are in a store. Needs the mutex.
+  bool is_away() const { return away != nullptr && dropped; }
+  // Whether they are being copied there. Needs the mutex.
+  bool is_leaving() const { return away != nullptr && !dropped; }
 };
 
 // How many contents have been created in this process.

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "remat/count.h"
+#include "remat/move_plan.h"
 #include "remat/plan.h"
 
 namespace memsave_ext::remat {
@@ -59,6 +60,9 @@ struct Known {
   // The one that ran ahead of it, whose plans are followed until its own times are known.
   std::shared_ptr<Known> ahead;
 
+  // Its plans that move contents, too, for what a store's speed is now.
+  std::shared_ptr<MovingPlans> moving(Store& store, int64_t most_moved);
+
   // Completes the trace's times with those measured on devices, as soon as the devices have come so
   // far. Returns whether all are known.
   bool read_times();
@@ -69,6 +73,8 @@ struct Known {
   bool is_as_of(int64_t other) const;
   // Whether it is a step of the same operators, on as much memory from before as far as it matters.
   bool is_same(const Known& other) const;
+
+  std::shared_ptr<MovingPlans> latest_moving = nullptr;  // see moving()
 };
 
 // What the steps of a device share.

@@ -77,7 +77,11 @@ enum class Decision : uint8_t {
   kDrop,       // recomputed when it is needed first, and held until it is needed no more
   kDropTwice,  // as kDrop, but where it lies on the way to another content it is not held: it is
                // recomputed once more when it is needed itself
+  kMove,       // as kDrop, but brought back from a store in place of being recomputed
+  kMoveTwice,  // as kDropTwice
 };
+
+inline bool is_moved(Decision decision) { return decision >= Decision::kMove; }
 
 struct Plan {
   int64_t peak = 0;                 // bytes

@@ -138,6 +138,7 @@ double seconds_of_copy(int64_t bytes) {
 
 Verdict judge(const Content& content, const Route& route, Drops drops) {
   if (content.external) return Verdict::kInput;
+  if (drops == Drops::kMove) return Verdict::kMoved;
   const bool is_heavy = content.op != nullptr && content.op->is_heavy;
   const bool only_cheap = drops == Drops::kCheap || drops == Drops::kNothing;
   if (is_heavy && (!content.call || only_cheap)) return Verdict::kHeavy;

@@ -9,8 +9,9 @@
 namespace memsave_ext::remat {
 
 // What a block drops: nothing, to measure what recording costs; what is cheap to recompute; or, for
-// tests, everything that can be recomputed; nothing yet, while the budget has room.
-enum class Drops { kNothing, kCheap, kEverything, kUntilFull };
+// tests, everything that can be recomputed; nothing yet, while the budget has room. kMove moves it
+// instead, and kBoth, for tests, every second one.
+enum class Drops { kNothing, kCheap, kEverything, kUntilFull, kMove, kBoth };
 // What a step decides on a content.
 struct Choice {
   Drops drops;
@@ -19,6 +20,8 @@ struct Choice {
   std::optional<bool> is_possible = std::nullopt;
   // It may be dropped yet when it is kept, because there is no plan.
   bool may_drop_later = false;
+  // Where it is moved: see Mover::want().
+  int32_t lingers_from = 0;
 };
 
 // What it takes to recompute a content.

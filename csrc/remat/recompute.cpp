@@ -36,11 +36,6 @@ auto facts_of(const Geometry& geometry) {
                          c10::typeMetaToScalarType(geometry.dtype));
 }
 
-c10::Storage empty_for(const Content& content) {
-  const auto options = at::TensorOptions().dtype(at::kByte).device(content.device);
-  return at::empty({content.bytes}, options).storage();
-}
-
 // Recomputes one content, and everything that is needed on the way. What is on the way is freed
 // after its last use, unless saved tensors wait for it.
 class Recomputation {
@@ -64,7 +59,7 @@ class Recomputation {
       alive_.push_back(std::move(memory));
       return;
     }
-    if (++uses_[&content] > 1 || !content.call) return;
+    if (++uses_[&content] > 1 || !content.call || content.is_away()) return;
     if (!calls_.insert(content.call.get()).second) return;
     for (const auto& reference : content.call->references) {
       if (!reference.overwritten) count_uses(*reference.content);
@@ -75,14 +70,23 @@ class Recomputation {
   c10::Storage use(const std::shared_ptr<Content>& content) {
     if (auto memory = ready(*content)) return *memory;
     if (computed_.count(content.get()) == 0) {
-      TORCH_INTERNAL_ASSERT(content->call, "remat: a content that was not kept has no call");
-      run(*content->call);
+      if (is_away(*content)) {
+        keep(content, block_.mover()->bring_back(content));
+      } else {
+        TORCH_INTERNAL_ASSERT(content->call, "remat: a content that was not kept has no call");
+        run(*content->call);
+      }
     }
     const auto found = computed_.find(content.get());
     TORCH_INTERNAL_ASSERT(found != computed_.end(), "remat: a call did not make its content");
     c10::Storage storage = found->second;
     if (--uses_[content.get()] <= 0) computed_.erase(found);
     return storage;
+  }
+
+  static bool is_away(const Content& content) {
+    const std::lock_guard<std::mutex> lock(contents_mutex());
+    return content.is_away();
   }
 
   // Returns the memory of a content if it is there, for use on the current stream.
@@ -136,7 +140,7 @@ class Recomputation {
     block_.count_again(call, call.device.is_cuda() ? call.seconds : now() - begin);
     for (const auto& made : call.made) {
       const std::shared_ptr<Content> content = made.content.lock();
-      if (!content) continue;
+      if (!content || is_away(*content)) continue;
       if (made.reference >= 0) {
         keep(content, storages[made.reference]);
       } else {
@@ -215,8 +219,11 @@ class Recomputation {
     {
       const std::lock_guard<std::mutex> lock(contents_mutex());
       const Content& content = *reference.content;
+      // What was moved was read from memory that nobody may have written meanwhile, but for those
+      // whom the block has seen.
+      const bool was_moved = content.is_away() && !content.overwritten;
       const bool is_original = content.held.get() == storage.unsafeGetStorageImpl();
-      if (content.copied || content.fill > 0 || !is_original) return;
+      if (!was_moved && (content.copied || content.fill > 0 || !is_original)) return;
     }
     if (reference.changed()) throw_changed(call, reference);
     const auto& schema = call.op->handle.schema();
@@ -253,6 +260,11 @@ class Recomputation {
 };
 
 }  // namespace
+
+c10::Storage empty_for(const Content& content) {
+  const auto options = at::TensorOptions().dtype(at::kByte).device(content.device);
+  return at::empty({content.bytes}, options).storage();
+}
 
 c10::Storage copy_of(const c10::Storage& storage) {
   const Pause pause;

@@ -26,7 +26,10 @@ class BlockSaved final : public checkpoint::Saved {
     if (content_->external) tensor_ = tensor;
   }
 
-  ~BlockSaved() override { block_->released(*content_, release()); }
+  ~BlockSaved() override {
+    block_->released(*content_, release());
+    empty_trash();
+  }
 
   at::Tensor open() override {
     block_->opened(*content_);
@@ -58,12 +61,14 @@ class BlockSaved final : public checkpoint::Saved {
     Freed freed;
     c10::intrusive_ptr<c10::StorageImpl> held;
     std::optional<c10::Stream> made_on;
-    bool original;
+    bool original, is_read_once;
     {
       const std::lock_guard<std::mutex> lock(contents_mutex());
       held = content_->held ? content_->held : content_->memory();
       if (!held) return std::nullopt;
       original = !content_->copied && content_->fill == 0;
+      is_read_once =
+          original || content_->is_away();  // and so speaks of the version it was saved as
       made_on = content_->made_on;
       if (content_->fill != opened_) {
         opened_ = content_->fill;
@@ -71,7 +76,7 @@ class BlockSaved final : public checkpoint::Saved {
       }
     }
     if (!freed.empty() && block_->step()) block_->step()->given_up(freed);
-    if (original && version_.enabled() && version_.current_version() != noted_) {
+    if (is_read_once && version_.enabled() && version_.current_version() != noted_) {
       checkpoint::throw_error("remat_saved_changed",
                               std::vector<int64_t>(geometry_.sizes.begin(), geometry_.sizes.end()),
                               static_cast<int64_t>(noted_),

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "remat/move_plan.h"
+
 namespace memsave_ext::remat {
 namespace {
 
@@ -52,6 +54,7 @@ Simulator::Simulator(const Trace& trace) : trace_(trace), timeline_(trace) {
   const size_t contents = trace.contents.size();
   based_.resize(contents);
   held_until_.resize(contents);
+  first_made_.resize(contents);
   needed_until_.resize(contents);
   uses_.resize(contents);
   on_the_way_.resize(contents);
@@ -102,6 +105,7 @@ void Simulator::begin(const std::vector<Decision>& decisions) {
                 (content.saved && decisions[i] == Decision::kKeep);
   }
   std::fill(held_until_.begin(), held_until_.end(), -1);
+  std::fill(first_made_.begin(), first_made_.end(), -1);
   std::fill(needed_until_.begin(), needed_until_.end(), -1);
   std::fill(runs_.begin(), runs_.end(), 0);
   std::fill(freed_.begin(), freed_.end(), 0);
@@ -196,6 +200,7 @@ void Simulator::finish(int32_t number) {
   top_ = std::max(top_, live_ + call.temporary);
   for (const int32_t made : call.makes) {
     const int64_t size = trace_.contents[made].bytes;
+    if (first_made_[made] < 0) first_made_[made] = slot_;
     if (is_there(made)) {
       live_ -= size;
     } else if (stays(made)) {
@@ -300,6 +305,12 @@ void mark_what_must_be_kept(Trace& trace) {
 }
 
 Plan simulate(const Trace& trace, std::vector<Decision> decisions) {
+  const AsDropped step(trace, decisions);
+  if (step.moves()) {
+    Simulator simulator(step.trace());
+    const auto result = simulator.run(step.decisions());
+    return {result.peak, result.seconds, std::move(decisions)};
+  }
   Simulator simulator(trace);
   for (size_t i = 0; i < decisions.size(); ++i) {
     if (!simulator.can_be_dropped(static_cast<int32_t>(i))) decisions[i] = Decision::kKeep;

@@ -54,6 +54,8 @@ class Simulator {
   };
   const Held& held() const { return held_; }
   bool can_be_dropped(int32_t content) const;
+  // By content, of the latest run: the slot in which it was recomputed first; -1: it was not.
+  const std::vector<int32_t>& first_made() const { return first_made_; }
 
  private:
   struct Frame {
@@ -79,9 +81,10 @@ class Simulator {
   const std::vector<Decision>* decisions_ = nullptr;
   Result result_;
   int32_t slot_ = 0;
-  int32_t opened_ = -1;              // the content that is being recomputed for its opening
-  int64_t live_ = 0;                 // bytes of recomputed contents
-  int64_t top_ = 0;                  // the most of them in this slot
+  int32_t opened_ = -1;  // the content that is being recomputed for its opening
+  int64_t live_ = 0;     // bytes of recomputed contents
+  int64_t top_ = 0;      // the most of them in this slot
+  std::vector<int32_t> first_made_;
   std::vector<uint8_t> based_;       // by content: it is not recomputed
   std::vector<int32_t> held_until_;  // by content: recomputed and held until this slot; -1: not
   std::vector<int32_t>

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include "remat/content.h"
@@ -266,13 +267,14 @@ void Step::given_up(const Freed& memory) {
   for (const auto& storage : memory) given_up_.emplace_back(storage);
 }
 
-void Step::opened(const Content& content) {
+bool Step::opened(const Content& content) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (finished_ || content.number < 0 || trace_.contents[content.number].opened >= 0) return;
+  if (finished_ || content.number < 0 || trace_.contents[content.number].opened >= 0) return false;
   if (!saw_backward_) shared_->count.look();
   saw_backward_ = true;
   trace_.contents[content.number].opened = static_cast<int32_t>(trace_.moments.size());
   add_moment();
+  return true;
 }
 
 void Step::repeats() {
@@ -325,6 +327,8 @@ void Step::closed(const Content& content) {
 void Step::stop() {
   finished_ = true;
   followed_ = nullptr;
+  moving_ = nullptr;
+  schedule_ = nullptr;
   plan_ = nullptr;
   trace_ = {};
   for (auto* list : {&keys_, &calls_}) *list = {};
@@ -402,6 +406,11 @@ Choice Step::decide(Content& content) {
     if (followed_->is_ahead) return {none, true, std::nullopt, true};
     return {none, true, !followed_->trace.contents[position].must_be_kept};
   }
+  if (is_moved(decision)) {
+    Choice choice{Drops::kMove, decision == Decision::kMove};
+    choice.lingers_from = followed_->trace.contents[position].let_go;
+    return choice;
+  }
   return {Drops::kEverything, decision == Decision::kDrop};
 }
 
@@ -430,6 +439,8 @@ void Step::find() {
 void Step::follow(std::shared_ptr<Known> known) {
   followed_ = std::move(known);
   plan_ = nullptr;
+  moving_ = nullptr;
+  schedule_ = nullptr;
   bytes_ = limit();
   least_ = 0;
   if (!followed_) return;
@@ -438,7 +449,8 @@ void Step::follow(std::shared_ptr<Known> known) {
     return;
   }
   const int64_t more = before_ - followed_->before;
-  const auto& plans = followed_->plans;
+  if (budget_.store) moving_ = followed_->moving(*budget_.store, budget_.most_moved);
+  const auto& plans = moving_ ? moving_->plans : followed_->plans;
   if (budget_.share > 0) {
     const int64_t activations = plans.front().peak + more - before_;
     bytes_ = before_ + missing_ + static_cast<int64_t>(budget_.share * double(activations));
@@ -450,6 +462,28 @@ void Step::follow(std::shared_ptr<Known> known) {
     plan_ = &plan;
     break;
   }
+  if (moving_) schedule_ = moving_->schedule(followed_->trace, *plan_);
+}
+
+Step::Moves Step::moves(const Content* opened) const {
+  constexpr int32_t kAll = std::numeric_limits<int32_t>::max();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Moves now{kAll, std::numeric_limits<int64_t>::max(), {}};
+  if (!schedule_ || finished_) return now;
+  if (opened == nullptr) {
+    now.moment = static_cast<int32_t>(trace_.moments.size());
+    const auto next = std::min(trace_.moments.size(), schedule_->room_before.size() - 1);
+    now.may_linger = schedule_->room_before[next];
+    return now;
+  }
+  const auto number = static_cast<size_t>(opened->number);
+  if (number >= schedule_->back.size()) return now;
+  now.may_linger = schedule_->room_after[number];
+  for (const int32_t other : schedule_->back[number]) {
+    if (static_cast<size_t>(other) >= contents_.size()) continue;
+    if (auto content = contents_[other].lock()) now.come_back.push_back(std::move(content));
+  }
+  return now;
 }
 
 // The caller holds mutex_.
@@ -520,6 +554,17 @@ int64_t Step::least() const {
 std::optional<Plan> Step::plan() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return plan_ == nullptr ? std::nullopt : std::optional(*plan_);
+}
+
+std::vector<Plan> Step::plans() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (moving_) return moving_->plans;
+  return followed_ ? followed_->plans : std::vector<Plan>();
+}
+
+double Step::waiting() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return schedule_ ? schedule_->waiting : 0;
 }
 
 std::optional<Deviation> Step::deviation() const {

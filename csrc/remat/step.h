@@ -11,12 +11,12 @@
 #include <mutex>
 #include <optional>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include "remat/account.h"
 #include "remat/content.h"
 #include "remat/known.h"
+#include "remat/move_plan.h"
 #include "remat/plan.h"
 #include "remat/policy.h"
 
@@ -31,6 +31,9 @@ struct Budget {
   bool strict = false;   // a step that cannot keep to it is refused
   bool is_more = false;  // `bytes` come to those of what lived before the step
   at::Device device{at::kCPU};
+  // Where contents may be moved to, and how many bytes of them; null: nowhere.
+  std::shared_ptr<Store> store = nullptr;
+  int64_t most_moved = 0;
 
   bool is_limit() const { return bytes > 0 || share > 0; }
 };
@@ -76,12 +79,22 @@ class Step {
   // Contents that were kept and that only the block holds, the oldest first.
   std::vector<std::shared_ptr<Content>> candidates();
 
+  // What a plan that moves contents asks for now, in forward or where a content was opened first.
+  struct Moves {
+    // So many bytes may still be there of those that are being copied and count from a moment
+    // before this one on.
+    int32_t moment;
+    int64_t may_linger;
+    std::vector<std::shared_ptr<Content>> come_back;  // begin to
+  };
+  Moves moves(const Content* opened) const;
+
   // Called for saved tensors in backward. The first two are called around a recompute.
-  void opened(const Content& content);
+  bool opened(const Content& content);  // whether for the first time in the step
   // Called around each operator of a recompute.
   void repeats();
   void repeated(const Call& call);
-  void recomputed();
+  void recomputed();  // or moved
   // Memory of the device was given back while an operator ran. On any thread, where the lock of the
   // device's allocator may be held.
   void gave_way(at::Device device);
@@ -102,6 +115,8 @@ class Step {
   std::vector<int64_t> curve() const;
   std::optional<Plan> plan() const;
   std::shared_ptr<const Known> followed() const;  // whose plan it follows; null where it has none
+  std::vector<Plan> plans() const;                // those that it has to choose from
+  double waiting() const;                         // seconds, as planned, that it waits for copies
   const std::shared_ptr<int64_t>& alone() const { return alone_; }  // see Content::alone
   std::optional<Deviation> deviation() const;  // from the plan; none before the step's end
   Trace trace() const;
@@ -143,12 +158,14 @@ class Step {
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> given_up_;
   int64_t held_ = 0;  // bytes of *alone_ and given_up_ at the latest moment
   std::shared_ptr<Known> followed_;
-  const Plan* plan_ = nullptr;     // of followed_
-  bool keeps_everything_ = false;  // plan_ does
-  int64_t bytes_;                  // of the budget, see limit(); 0 where a share is not known yet
-  int64_t before_ = 0;             // counted bytes that lived before
-  int64_t made_before_ = 0;        // in the block, and lived when it began anew; see restart()
-  int64_t missing_ = 0;            // of gradients that are not there yet
+  std::shared_ptr<MovingPlans> moving_;       // of followed_, where the budget has a store
+  std::shared_ptr<const Schedule> schedule_;  // of the plan, where it moves anything
+  const Plan* plan_ = nullptr;                // of followed_ or moving_
+  bool keeps_everything_ = false;             // plan_ does
+  int64_t bytes_;            // of the budget, see limit(); 0 where a share is not known yet
+  int64_t before_ = 0;       // counted bytes that lived before
+  int64_t made_before_ = 0;  // in the block, and lived when it began anew; see restart()
+  int64_t missing_ = 0;      // of gradients that are not there yet
   int64_t least_ = 0, peak_ = 0;
   std::vector<int64_t> curve_;
   int64_t highest_ = 0;     // bytes since the latest moment

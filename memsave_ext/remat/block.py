@@ -24,8 +24,9 @@ from .budget import (
     device_of,
     parse_budget,
 )
-from .figures import PLANNED, RematFigures, make_figures, write_report
+from .figures import PLANNED, RematFigures, make_figures, write_moves, write_report
 from .limit import Limit, describe_limit, limit_of, warn_of_least, write_limit
+from .offload import Offload, check_offload, most_moved, store_of
 from .picture import draw_budget
 from .recorder import Budget, NoRecorder, Recorder, make_recorder
 
@@ -84,10 +85,19 @@ class remat:  # noqa: N801, a context manager is used like a function
             how much it needs, memory is dropped where the allocator has none to reuse and less than
             an eighth of the device's is free.
 
+        offload: a folder, as of a local disk, on the CPU: what would take longer to recompute is
+            moved to a file there while the step goes on, and brought back before backward needs it,
+            as far as the budget asks for it. The file has no name and is gone with the block, and
+            after a crash. What it has no room for is kept; the report says so.
+        offload_limit: the most bytes that all blocks with the same folder may have there at a time:
+            an int, or text such as "50GB". None: as many as there is room for.
+
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a budget out of range or not to be read; ``optimizer`` or ``strict`` without a
-            budget.
+        ValueError: a budget out of range or not to be read; ``optimizer``, ``strict`` or
+            ``offload`` without a budget; ``offload`` is no folder, or the model is not on the CPU;
+            ``offload_limit`` without ``offload``, or out of range.
+        OSError: no file can be made in the folder ``offload``.
         RuntimeError: a budget with a CUDA allocator that reports nothing (cudaMallocAsync), or a
             part of a device whose memory is not known; a block is entered a second time, or is left
             in another thread than the one that entered it, or before a block inside it.
@@ -101,6 +111,8 @@ class remat:  # noqa: N801, a context manager is used like a function
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         strict: bool = False,
         retry: bool = False,
+        offload: Offload | None = None,
+        offload_limit: int | str | None = None,
         _counted: nn.Module | None = None,
         _everything: bool | None = False,
     ) -> None:
@@ -109,13 +121,17 @@ class remat:  # noqa: N801, a context manager is used like a function
                 f"remat: model must be a torch.nn.Module or None, got {type(model).__name__}"
             )
         check_arguments(budget, optimizer, strict, retry)
+        counted = model if _counted is None else _counted
+        device = device_of(counted)
+        check_offload(offload, offload_limit, budget is not None or bool(_everything), device)
         self._modules = Modules(model)
         self._within: Budget | None = None
         self._of_device: OfDevice | None = None
         if budget is not None:
             self._within, self._of_device = parse_budget(budget, strict)
-        counted = model if _counted is None else _counted
-        self._recorder = make_recorder(_everything, self._within, device_of(counted))
+        self._recorder = make_recorder(
+            _everything, self._within, device, store_of(offload), most_moved(offload_limit)
+        )
         self._before: LivedBefore | None = None
         if isinstance(self._recorder, NoRecorder):
             self._within = self._of_device = None
@@ -123,7 +139,7 @@ class remat:  # noqa: N801, a context manager is used like a function
             self._before = LivedBefore(self._recorder, counted, optimizer)
         self._retry = retry
         self._hooks: ExitStack | None = None
-        self._device = device_of(counted)
+        self._device = device
         self._counted, self._was_planned = counted, False
         self._measured = ""  # why the first step of these shapes was not planned ahead
 
@@ -255,6 +271,8 @@ class remat:  # noqa: N801, a context manager is used like a function
             if figures["planned"]:
                 known, planned = figures["shapes"]
                 print(f"{known} shapes are known, {planned} of them have plans", file=text)
+            if "moves" in figures:
+                write_moves(figures["moves"], text)
             write_report(make_figures(figures, self._modules.names), top, text)
 
         return as_text(write, file)
@@ -280,10 +298,13 @@ class remat:  # noqa: N801, a context manager is used like a function
         if figures["plan"] is None:
             why = self._measured or "it did not go as the run ahead of it on fake tensors"
             return f"Peak {peak}; the first step of this shape, which is measured: {why}"
+        waiting = figures["waiting"]
         line = (
             f"Peak {peak} of a budget of {budget}; the least for these shapes is {least}; "
-            f"recomputing is planned to take {format_seconds(figures['plan'][1])}"
+            f"recomputing is planned to take {format_seconds(figures['plan'][1] - waiting)}"
         )
+        if waiting:
+            line += f", and waiting for what is moved {format_seconds(waiting)}"
         if limit := self._limit(recorder):
             line += f"\nThe least is needed in {describe_limit(limit)}"
         if deviation := recorder.deviation():

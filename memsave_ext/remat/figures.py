@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from ..shared.table import format_bytes, format_seconds, print_table
 
-DROPPED, INPUT = "dropped", "from outside of the block"
+DROPPED, INPUT, MOVED = "dropped", "from outside of the block", "moved"
 PLANNED = (
     "This step follows a plan for its shape, as the third one and later do: it drops only what "
     "saves 4 % of the activations at the peak for each percent of the step's time"
@@ -21,6 +21,8 @@ VERDICTS = (
     "bound by arithmetic",
     "would gain too little",
     "the budget has room for it",
+    MOVED,
+    "there was no room to move it to",
 )
 
 
@@ -55,6 +57,10 @@ class RematFigures:
     saved: tuple[Saved, ...]
     recomputed: tuple[Recomputed, ...]
     given_back_bytes: int = 0  # dropped as allocations failed (``retry=True``)
+    moved_bytes: int = 0  # that were copied to ``offload``
+    brought_back_bytes: int = 0  # as often as each was
+    not_moved_bytes: int = 0  # that were to be moved, and for which there was no room
+    waited_seconds: float = 0.0  # for copies that were not over in time
 
     @property
     def dropped_bytes(self) -> int:
@@ -63,7 +69,7 @@ class RematFigures:
     @property
     def kept_bytes(self) -> int:
         """Bytes kept, not counting inputs and parameters, which exist anyway."""
-        return sum(row.bytes for row in self.saved if row.verdict not in (DROPPED, INPUT))
+        return sum(row.bytes for row in self.saved if row.verdict not in (DROPPED, INPUT, MOVED))
 
     @property
     def recomputed_operators(self) -> int:
@@ -81,12 +87,15 @@ def make_figures(figures: dict[str, Any], names: Sequence[str]) -> RematFigures:
         tuple(Saved(name(m), op, VERDICTS[v], *sums) for m, op, v, *sums in figures["saved"]),
         tuple(Recomputed(name(m), op, *sums) for m, op, *sums in figures["again"]),
         figures["given_back"][1],
+        *figures.get("moves", ())[:4],
     )
 
 
 def write_report(figures: RematFigures, top: int, text: TextIO) -> None:
     kept, dropped = figures.kept_bytes, figures.dropped_bytes
-    share = f", {kept / (kept + dropped):.2f} of the activations" if kept + dropped else ""
+    moved = sum(row.bytes for row in figures.saved if row.verdict == MOVED)
+    all_of_it = kept + dropped + moved
+    share = f", {kept / all_of_it:.2f} of the activations" if all_of_it else ""
     seconds = format_seconds(sum(row.seconds for row in figures.recomputed))
     print(
         f"Kept {format_bytes(kept)}{share}; dropped {format_bytes(dropped)}; "
@@ -99,8 +108,11 @@ def write_report(figures: RematFigures, top: int, text: TextIO) -> None:
         print(f"Allocations failed, and {given_back} were dropped for them\n", file=text)
     saved = [row for row in figures.saved if row.verdict != INPUT]
     for title, key in (("by module", _module), ("by operator", _operator)):
-        columns = [title, "kept", "dropped", "computed again", "times", "in"]
+        columns = [title, "kept", "dropped", "moved", "computed again", "times", "in"]
         rows = _by(key, saved, figures.recomputed)
+        if not moved:
+            del columns[3]
+            rows = [(*row[:3], *row[4:]) for row in rows]
         if title != "by module" or len(rows) > 1:
             print_table("", columns, rows[:top], text)
     reasons = _reasons(saved)
@@ -108,6 +120,19 @@ def write_report(figures: RematFigures, top: int, text: TextIO) -> None:
         print_table("Why it is kept", ["reason", "operator", "memory"], reasons[:top], text)
     if saved and not any(row.module for row in figures.saved):
         print("By module: with remat(model), or remat_module(model, by_module=True)", file=text)
+
+
+def write_moves(moves: tuple[int, int, int, float, str, str], text: TextIO) -> None:
+    """Writes what a recorder's figures have as ``moves``."""
+    moved, back, not_moved, waited, why, name = moves
+    print(
+        f"Moved {format_bytes(moved)} to {name}, and {format_bytes(back)} back; waited "
+        f"{format_seconds(waited)} for it",
+        file=text,
+    )
+    if not_moved:
+        reason = why or "offload_limit is reached"
+        print(f"{format_bytes(not_moved)} could not be moved, and are kept: {reason}", file=text)
 
 
 def _module(row: Saved | Recomputed) -> str:
@@ -126,15 +151,16 @@ def _by(
     """Returns the rows of a table, those with the most memory first."""
     sums: dict[str, list[float]] = {}
     for row in saved:
-        sums.setdefault(key(row), [0] * 5)[row.verdict == DROPPED] += row.bytes
+        place = {DROPPED: 1, MOVED: 2}.get(row.verdict, 0)
+        sums.setdefault(key(row), [0] * 6)[place] += row.bytes
     for run in recomputed:
-        total = sums.setdefault(key(run), [0] * 5)
-        total[2] += run.bytes
-        total[3] += run.count
-        total[4] += run.seconds
-    largest = sorted(sums.items(), key=lambda entry: -sum(entry[1][:2]))
+        total = sums.setdefault(key(run), [0] * 6)
+        total[3] += run.bytes
+        total[4] += run.count
+        total[5] += run.seconds
+    largest = sorted(sums.items(), key=lambda entry: -sum(entry[1][:3]))
     return [
-        (name, *(format_bytes(int(b)) for b in total[:3]), int(total[3]), format_seconds(total[4]))
+        (name, *(format_bytes(int(b)) for b in total[:4]), int(total[4]), format_seconds(total[5]))
         for name, total in largest
     ]
 
@@ -142,7 +168,7 @@ def _by(
 def _reasons(saved: Iterable[Saved]) -> list[tuple[str, str, str]]:
     sums: dict[tuple[str, str], int] = {}
     for row in saved:
-        if row.verdict != DROPPED:
+        if row.verdict not in (DROPPED, MOVED):
             key = row.verdict, _operator(row)
             sums[key] = sums.get(key, 0) + row.bytes
     largest = sorted(sums.items(), key=lambda entry: -entry[1])

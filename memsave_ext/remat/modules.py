@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from ..checkpoint.models import ForwardInPlace
 from ..shared.table import Text
 from .block import remat
-from .budget import check_arguments
+from .budget import check_arguments, device_of
 from .figures import RematFigures
+from .offload import Offload, check_offload
 
 
 class _RematForward(ForwardInPlace):
@@ -28,7 +29,8 @@ class _RematForward(ForwardInPlace):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._is_tracing():
             return self.function(module)(module, *args, **kwargs)
         model = module if self.options["by_module"] else None
-        options = {name: self.options[name] for name in ("budget", "optimizer", "strict", "retry")}
+        names = ("budget", "optimizer", "strict", "retry", "offload", "offload_limit")
+        options = {name: self.options[name] for name in names}
         options |= {"_counted": module, "_everything": self.options["everything"]}
         block = remat(model, **options)
         # What another method refers to, as Lightning's to its trainer, is not to be copied.
@@ -111,6 +113,8 @@ def remat_module(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     strict: bool = False,
     retry: bool = False,
+    offload: Offload | None = None,
+    offload_limit: int | str | None = None,
     _everything: bool = False,
     _method: str = "forward",
 ) -> RematHandle:
@@ -128,6 +132,8 @@ def remat_module(
         optimizer: as of :class:`remat`.
         strict: as of :class:`remat`.
         retry: as of :class:`remat`.
+        offload: as of :class:`remat`.
+        offload_limit: as of :class:`remat`.
 
     Returns:
         A handle whose ``remove()`` restores the model's forward.
@@ -135,7 +141,9 @@ def remat_module(
     Raises:
         TypeError: ``model`` is no module; another argument is of the wrong type.
         ValueError: the instance has a ``forward`` of its own already, other than a bound method as
-            accelerate's ``prepare()`` sets one; a budget is out of range.
+            accelerate's ``prepare()`` sets one; a budget is out of range; ``offload`` or
+            ``offload_limit`` is wrong, as of :class:`remat`.
+        OSError: no file can be made in the folder ``offload``.
         RuntimeError: a budget with a CUDA allocator that reports nothing (cudaMallocAsync).
     """
     if not isinstance(model, nn.Module):
@@ -149,8 +157,10 @@ def remat_module(
             "the handle that set it first, or call remat_module before what replaced it"
         )
     check_arguments(budget, optimizer, strict, retry)
+    check_offload(offload, offload_limit, budget is not None or _everything, device_of(model))
     options: dict[str, Any] = {"budget": budget, "optimizer": optimizer}
     options |= {"strict": strict, "retry": retry}
+    options |= {"offload": offload, "offload_limit": offload_limit}
     options |= {"by_module": by_module, "everything": _everything}
     forward = _RematForward(model, options, _method)
     forward.install()

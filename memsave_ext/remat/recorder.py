@@ -85,6 +85,7 @@ class Recorder(Protocol):
         - ``before``: of parameters, gradients and states from before the block,
         - ``plan``: None, or the predicted peak and the seconds to recompute,
         - ``plans``: the same of all plans, from the fastest to the smallest,
+        - ``waiting``: the seconds for which the step is planned to wait for what is moved,
         - ``curve``: the most bytes between the moments of the step, in order.
         """
 
@@ -100,6 +101,8 @@ class Recorder(Protocol):
           seconds to recompute those that were dropped, as measured in the forward,
         - ``given_back``: how many contents were dropped, or once more after a recompute, as
           allocations failed, and their bytes,
+        - ``moves``: where something may be moved: bytes moved, brought back, and not moved as there
+          was no room; seconds waited; why there was none, "" for the limit; where they go,
         - ``again``: tuples of a module's number, an operator's name, how often it ran again, the
           bytes it made, and the seconds it took.
         """
@@ -127,7 +130,11 @@ class NoRecorder:
 
 
 def make_recorder(
-    everything: bool | None, budget: Budget | None, device: torch.device
+    everything: bool | None,
+    budget: Budget | None,
+    device: torch.device,
+    store: Any = None,
+    most_moved: int = 0,
 ) -> Recorder | NoRecorder:
     """Returns a recorder for one block on a device, or one within a budget.
 
@@ -135,7 +142,8 @@ def make_recorder(
     not in a prediction, which tells the native part what the allocator and the clock would.
 
     ``everything``: True drops all that can be recomputed, cheap or not, for tests. None drops
-    nothing, to measure what recording costs.
+    nothing, to measure what recording costs. ``store``: where at most ``most_moved`` bytes may be
+    moved to; with ``everything`` every second of what can be dropped is.
     """
     native = _parts.native("remat")
     if not native:
@@ -149,7 +157,7 @@ def make_recorder(
     if budget is not None and not predicts():
         check_allocator("remat: a budget", device)
     arguments = (everything,) if budget is None else budget
-    return cast(Recorder, native.RematRecorder(*arguments, device))
+    return cast(Recorder, native.RematRecorder(*arguments, device, store, most_moved))
 
 
 def _warn(reason: str) -> None:

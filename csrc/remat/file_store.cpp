@@ -1,0 +1,343 @@
+// Contents in a file: threads write and read it while the step goes on.
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <stdexcept>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "remat/store.h"
+
+namespace memsave_ext::remat {
+namespace {
+
+constexpr int kThreads = 2;
+constexpr int64_t kPage = 4096;
+// What the speed is measured with before anything was copied.
+constexpr int64_t kMeasured = 16 << 20;
+
+double clock_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Threads that copy. Copies back go first, since somebody waits for them or will soon.
+class Copiers {
+ public:
+  using Job = std::function<void()>;
+
+  // Those of this process: a fork has no threads.
+  static Copiers& here() {
+    static std::mutex mutex;
+    static Copiers* copiers = nullptr;  // not destroyed: its threads run until the process ends
+    static pid_t process = 0;
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (process != getpid()) {
+      copiers = new Copiers();
+      process = getpid();
+    }
+    return *copiers;
+  }
+
+  void add(Job job, bool is_back) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      (is_back ? back_ : out_).push_back(std::move(job));
+    }
+    any_.notify_one();
+  }
+
+ private:
+  Copiers() {
+    for (int i = 0; i < kThreads; ++i) std::thread([this] { run(); }).detach();
+  }
+
+  void run() {
+    while (true) {
+      Job job;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        any_.wait(lock, [this] { return !back_.empty() || !out_.empty(); });
+        auto& jobs = back_.empty() ? out_ : back_;
+        job = std::move(jobs.front());
+        jobs.pop_front();
+      }
+      job();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable any_;
+  std::deque<Job> out_, back_;
+};
+
+// A file without a name, and which of its bytes are taken. Room that was written before is taken
+// again first: the system is ten times as fast there.
+class File {
+ public:
+  explicit File(const std::string& folder) : descriptor_(open_in(folder)) {}
+  ~File() { close(descriptor_); }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  int64_t take(int64_t bytes) {
+    const int64_t size = whole_pages(bytes);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto best = free_.end();
+    for (auto room = free_.begin(); room != free_.end(); ++room) {
+      if (room->second < size) continue;
+      if (best == free_.end() || room->second < best->second) best = room;
+    }
+    if (best == free_.end()) return std::exchange(end_, end_ + size);
+    const auto [offset, room] = *best;
+    free_.erase(best);
+    if (room > size) free_.emplace(offset + size, room - size);
+    return offset;
+  }
+
+  void give_back(int64_t offset, int64_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto here = free_.emplace(offset, whole_pages(bytes)).first;
+    const auto next = std::next(here);
+    if (next != free_.end() && here->first + here->second == next->first) {
+      here->second += next->second;
+      free_.erase(next);
+    }
+    if (here == free_.begin()) return;
+    const auto before = std::prev(here);
+    if (before->first + before->second != here->first) return;
+    before->second += here->second;
+    free_.erase(here);
+  }
+
+  // Both return 0 or the system's number of an error.
+  int write(const void* from, int64_t bytes, int64_t offset) const {
+    return all_of(bytes, [&](int64_t done) {
+      const auto* at = static_cast<const char*>(from) + done;
+      return pwrite(descriptor_, at, static_cast<size_t>(bytes - done), offset + done);
+    });
+  }
+  int read(void* into, int64_t bytes, int64_t offset) const {
+    return all_of(bytes, [&](int64_t done) {
+      auto* at = static_cast<char*>(into) + done;
+      return pread(descriptor_, at, static_cast<size_t>(bytes - done), offset + done);
+    });
+  }
+
+ private:
+  static int64_t whole_pages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+  template <typename Part>
+  static int all_of(int64_t bytes, const Part& part) {
+    for (int64_t done = 0; done < bytes;) {
+      const ssize_t more = part(done);
+      if (more < 0 && errno == EINTR) continue;
+      if (more < 0) return errno;
+      if (more == 0) return EIO;  // the file is shorter than what was written
+      done += more;
+    }
+    return 0;
+  }
+
+  static int open_in(const std::string& folder) {
+    int descriptor = open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+    // Some file systems only know files with names, for a moment.
+    if (descriptor < 0 && (errno == EOPNOTSUPP || errno == EISDIR || errno == EINVAL)) {
+      std::string name = folder + "/memsave_ext-XXXXXX";
+      descriptor = mkostemp(name.data(), O_CLOEXEC);
+      if (descriptor >= 0) unlink(name.c_str());
+    }
+    if (descriptor < 0) throw std::system_error(errno, std::generic_category(), folder);
+    return descriptor;
+  }
+
+  const int descriptor_;
+  std::mutex mutex_;
+  std::map<int64_t, int64_t> free_;  // bytes, by offset
+  int64_t end_ = 0;
+};
+
+// What the copies of a store share. Copies keep it alive.
+struct Shared {
+  explicit Shared(const std::string& folder) : file(folder) {}
+
+  File file;
+  Room room;
+  Meter out, back;
+  // For the state of all copies.
+  std::mutex mutex;
+  std::condition_variable changed;
+};
+
+class InFile final : public Away, public std::enable_shared_from_this<InFile> {
+ public:
+  InFile(std::shared_ptr<Shared> shared, c10::intrusive_ptr<c10::StorageImpl> memory)
+      : shared_(std::move(shared)),
+        bytes_(static_cast<int64_t>(memory->nbytes())),
+        offset_(shared_->file.take(bytes_)),
+        source_(std::move(memory)) {}
+
+  ~InFile() override {
+    shared_->file.give_back(offset_, bytes_);
+    shared_->room.give_back(bytes_);
+  }
+
+  void begin() {
+    Copiers::here().add([self = shared_from_this()] { self->write(); }, false);
+  }
+
+  bool is_out() override { return is_out_.load(std::memory_order_acquire); }
+
+  void wait_until_out() override {
+    std::unique_lock<std::mutex> lock(shared_->mutex);
+    shared_->changed.wait(lock, [this] { return is_out(); });
+  }
+
+  std::optional<std::string> failure() const override {
+    if (error_ == 0) return std::nullopt;
+    return std::string(std::strerror(error_));
+  }
+
+  c10::intrusive_ptr<c10::StorageImpl> take_source() override {
+    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    if (is_writing_ || !(is_out_ || is_cancelled_)) return {};
+    return std::move(source_);
+  }
+
+  void begin_back(c10::Storage memory) override {
+    {
+      const std::lock_guard<std::mutex> lock(shared_->mutex);
+      if (into_) return;
+      into_ = std::move(memory);
+      has_come_ = false;
+    }
+    Copiers::here().add([self = shared_from_this()] { self->read(); }, true);
+  }
+
+  bool is_coming() override {
+    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    return into_.has_value();
+  }
+
+  c10::Storage end_back() override {
+    std::unique_lock<std::mutex> lock(shared_->mutex);
+    shared_->changed.wait(lock, [this] { return has_come_; });
+    c10::Storage memory = std::move(*into_);
+    into_.reset();
+    if (error_back_ == 0) return memory;
+    throw std::runtime_error(
+        std::string("remat: what was moved to a file could not be read back: ") +
+        std::strerror(error_back_));
+  }
+
+  void cancel() override { is_cancelled_ = true; }
+
+ private:
+  void write() {
+    {
+      const std::lock_guard<std::mutex> lock(shared_->mutex);
+      is_writing_ = !is_cancelled_;
+    }
+    if (is_writing_) {
+      const double begin = clock_seconds();
+      error_ = shared_->file.write(source_->data(), bytes_, offset_);
+      if (error_ == 0) shared_->out.add(bytes_, clock_seconds() - begin);
+    }
+    {
+      const std::lock_guard<std::mutex> lock(shared_->mutex);
+      is_writing_ = false;
+      is_out_.store(true, std::memory_order_release);
+    }
+    shared_->changed.notify_all();
+  }
+
+  void read() {
+    if (!is_cancelled_) {
+      const double begin = clock_seconds();
+      error_back_ = shared_->file.read(into_->mutable_data(), bytes_, offset_);
+      if (error_back_ == 0) shared_->back.add(bytes_, clock_seconds() - begin);
+    }
+    {
+      const std::lock_guard<std::mutex> lock(shared_->mutex);
+      has_come_ = true;
+    }
+    shared_->changed.notify_all();
+  }
+
+  const std::shared_ptr<Shared> shared_;
+  const int64_t bytes_, offset_;
+  c10::intrusive_ptr<c10::StorageImpl> source_;
+  std::atomic<bool> is_out_{false}, is_cancelled_{false};
+  bool is_writing_ = false;
+  int error_ = 0, error_back_ = 0;
+  std::optional<c10::Storage> into_;
+  bool has_come_ = false;
+};
+
+class FileStore final : public Store {
+ public:
+  explicit FileStore(std::string folder)
+      : folder_(std::move(folder)), shared_(std::make_shared<Shared>(folder_)) {}
+
+  std::shared_ptr<Away> put(c10::intrusive_ptr<c10::StorageImpl> memory,
+                            const std::optional<c10::Stream>&, int64_t limit) override {
+    const auto bytes = static_cast<int64_t>(memory->nbytes());
+    if (!shared_->room.take(bytes, limit)) return nullptr;
+    auto away = std::make_shared<InFile>(shared_, std::move(memory));
+    away->begin();
+    return away;
+  }
+
+  Speed speed() override {
+    std::call_once(measured_, [this] { measure(); });
+    return {shared_->out.bytes_per_second(), shared_->back.bytes_per_second()};
+  }
+
+  int64_t used() const override { return shared_->room.used(); }
+
+  std::string name() const override { return folder_; }
+
+ private:
+  // The first time that a part of the file is written is slower than all later ones.
+  void measure() {
+    std::vector<char> memory(static_cast<size_t>(kMeasured), 1);
+    const int64_t offset = shared_->file.take(kMeasured);
+    int error = shared_->file.write(memory.data(), kMeasured, offset);
+    double begin = clock_seconds();
+    if (error == 0) error = shared_->file.write(memory.data(), kMeasured, offset);
+    if (error == 0) {
+      shared_->out.add(kMeasured, clock_seconds() - begin);
+      begin = clock_seconds();
+      error = shared_->file.read(memory.data(), kMeasured, offset);
+      shared_->back.add(kMeasured, clock_seconds() - begin);
+    }
+    shared_->file.give_back(offset, kMeasured);
+  }
+
+  const std::string folder_;
+  const std::shared_ptr<Shared> shared_;
+  std::once_flag measured_;
+};
+
+}  // namespace
+
+std::shared_ptr<Store> store_in_folder(const std::string& folder) {
+  static std::mutex mutex;
+  static auto& stores = *new std::map<std::string, std::weak_ptr<Store>>();
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto store = stores[folder].lock();
+  if (!store) stores[folder] = store = std::make_shared<FileStore>(folder);
+  return store;
+}
+
+}  // namespace memsave_ext::remat

@@ -1,0 +1,99 @@
+// Where contents are moved to and come back from: a file in a folder, or for a GPU the host's
+// memory.
+#pragma once
+
+#include <c10/core/Storage.h>
+#include <c10/core/Stream.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+namespace memsave_ext::remat {
+
+// Bytes per second of copies out and back.
+struct Speed {
+  double out = 0, back = 0;
+};
+
+// Memory that is copied out, lies elsewhere, and comes back, as often as it is asked for.
+// Functions that wait are called without the GIL and without a lock.
+class Away {
+ public:
+  virtual ~Away() = default;
+
+  // Whether the copy out is over. Does not wait.
+  virtual bool is_out() = 0;
+  // From here on the memory may be freed: waits, or makes the device's stream wait.
+  virtual void wait_until_out() = 0;
+  // Whether the copy could not be made, and why; asked once it is over.
+  virtual std::optional<std::string> failure() const { return std::nullopt; }
+  // Lets go of the memory that is copied; null while the copy is being made.
+  virtual c10::intrusive_ptr<c10::StorageImpl> take_source() = 0;
+
+  // Begins to copy back into `memory`, which is as large; nothing where that has begun.
+  virtual void begin_back(c10::Storage memory) = 0;
+  virtual bool is_coming() = 0;
+  // Returns the memory that it was copied back into, for use on the current stream. Waits.
+  virtual c10::Storage end_back() = 0;
+  // Nobody asks for it any more.
+  virtual void cancel() = 0;
+};
+
+class Store {
+ public:
+  virtual ~Store() = default;
+
+  // Begins to copy memory out, which nobody writes until that is over. `made_on`: the stream that
+  // it was made on. Null where more than `limit` bytes would be out, of all who use this store.
+  virtual std::shared_ptr<Away> put(c10::intrusive_ptr<c10::StorageImpl> memory,
+                                    const std::optional<c10::Stream>& made_on, int64_t limit) = 0;
+  // Measured once for a short time, and then of what is copied.
+  virtual Speed speed() = 0;
+  // Bytes that are out, of all who use it.
+  virtual int64_t used() const = 0;
+  // In words, for reports.
+  virtual std::string name() const = 0;
+};
+
+// A file in the folder that nobody else sees and that is gone with the process. Those who name the
+// same folder share it. Throws std::system_error where it cannot be made.
+std::shared_ptr<Store> store_in_folder(const std::string& folder);
+
+// What is no longer asked for is destroyed by empty_trash(), as no memory may be freed where locks
+// are held.
+void discard(std::shared_ptr<Away> away);
+void empty_trash();
+
+// The room that copies take in a store.
+class Room {
+ public:
+  bool take(int64_t bytes, int64_t limit) {
+    int64_t used = used_;
+    do {
+      if (bytes > limit - used) return false;
+    } while (!used_.compare_exchange_weak(used, used + bytes));
+    return true;
+  }
+  void give_back(int64_t bytes) { used_ -= bytes; }
+  int64_t used() const { return used_; }
+
+ private:
+  std::atomic<int64_t> used_{0};
+};
+
+// The speed of copies one way: of the latest ones more than of those before.
+class Meter {
+ public:
+  void add(int64_t bytes, double seconds);
+  double bytes_per_second() const;
+
+ private:
+  mutable std::mutex mutex_;
+  double bytes_ = 0, seconds_ = 0;
+};
+
+}  // namespace memsave_ext::remat

@@ -1,0 +1,374 @@
+"""Blocks that move memory to files: the same bits, less memory, and nothing lost or left behind."""
+
+import contextlib
+import gc
+import os
+import resource
+import threading
+import warnings
+
+import pytest
+import torch
+from remat_programs import bits, layers
+from test_budget import nothing_is_known_yet, settled, step  # noqa: F401
+from test_remat_random import check as check_random
+from torch import nn
+
+import memsave_ext as ms
+
+native = ms._native.module
+
+
+@pytest.fixture
+def half(tmp_path):
+    """Makes blocks that move every second content, and drop the others."""
+    blocks = []
+
+    def make():
+        blocks.append(ms.remat(_everything=True, offload=tmp_path))
+        return blocks[-1]
+
+    make.moved = lambda: sum(block.figures().moved_bytes for block in blocks)
+    make.back = lambda: sum(block.figures().brought_back_bytes for block in blocks)
+    make.blocks = blocks
+    yield make
+    assert os.listdir(tmp_path) == []
+
+
+def check(program, half):
+    expected, ours = [], []
+    for block, results in ((contextlib.nullcontext, expected), (half, ours)):
+        torch.manual_seed(1)
+        results += [bits(tensor) for tensor in program(block)]
+    assert all((a == b).all() for a, b in zip(expected, ours, strict=True))
+    assert half.moved() > 0 and half.back() > 0
+
+
+def text(block):
+    return " ".join(block.report().split())  # in lines of any length
+
+
+def used(folder):
+    gc.collect()
+    return native.RematStore.in_folder(os.path.realpath(folder)).used()
+
+
+@pytest.mark.parametrize("start", range(0, 150, 50))
+def test_random_programs(start, half):
+    wrong = [
+        (seed, text) for seed in range(start, start + 50) if (text := check_random(seed, make=half))
+    ]
+    assert not wrong, f"{len(wrong)}: seed {wrong[0][0]}: {wrong[0][1]}"
+    assert half.moved() > 0 and half.back() > 0
+
+
+def test_views_and_writes_in_place(half):
+    w = nn.Parameter(torch.randn(64, 64))
+
+    def program(block):
+        x = torch.randn(64, 64)
+        with block():
+            h = (x @ w).tanh()
+            rows = h[:32].t()
+            a = rows.sin() * 2
+            b = (h.view(-1)[::2] * 1.5).exp()
+            c = torch.cat([a.flatten(), b])
+            c.mul_(0.5).relu_()
+            d = (c * c).sigmoid()
+        return [*torch.autograd.grad(d.sum(), w), d.detach()]
+
+    check(program, half)
+
+
+def test_what_others_need_is_written_while_it_leaves(half):
+    w = nn.Parameter(torch.randn(256, 256))
+
+    def program(block):
+        values = []
+        with block():
+            for _ in range(6):
+                y = w * 2
+                z = (y + 1).sin()
+                with torch.no_grad():
+                    y.mul_(3)  # of which nothing was saved but z's way
+                values.append(z.exp().sum())
+        return torch.autograd.grad(sum(values), w)
+
+    check(program, half)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_saved_value_that_was_changed_is_an_error_as_ever(half, inside):
+    w = nn.Parameter(torch.randn(64, 64))
+    with half() as block:
+        h = w * 2
+        z = h.sin() + h.cos()
+        if inside:
+            h.detach().mul_(2)
+    if not inside:
+        h.detach().mul_(2)
+    assert block.figures().moved_bytes > 0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+def test_double_backward_and_retained_graphs(half):
+    model, x = layers()
+    x.requires_grad_()
+
+    def program(block):
+        with block():
+            out = model(x).softmax(-1)
+            (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+            loss = (grad.norm(dim=1) - 1).square().mean() + out.exp().sum()
+        params = [x, *model.parameters()]
+        first = torch.autograd.grad(loss, params, retain_graph=True)
+        return [*first, *torch.autograd.grad(loss, params)]
+
+    check(program, half)
+
+
+def test_backwards_of_one_graph_at_once(half):
+    model, x = layers(0.0)
+    params = list(model.parameters())
+    expected = torch.autograd.grad(model(x).exp().sum(), params)
+    with half():
+        loss = model(x).exp().sum()
+    results = {}
+
+    def work(i):
+        results[i] = torch.autograd.grad(loss, params, retain_graph=True)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(all(map(torch.equal, expected, results[i])) for i in range(4))
+    assert half.back() > 0
+
+
+def test_steps_in_several_threads_share_a_folder(half, tmp_path):
+    def work(i, results):
+        torch.manual_seed(i)
+        net, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(64, 64)
+        expected = torch.autograd.grad(net(x).exp().sum(), list(net.parameters()))
+        for _ in range(10):
+            with half():
+                loss = net(x).exp().sum()
+            ours = torch.autograd.grad(loss, list(net.parameters()))
+            results.append(all(map(torch.equal, expected, ours)))
+            del loss, ours
+
+    results = []
+    threads = [threading.Thread(target=work, args=(i, results)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 40 and half.back() > 0
+    assert used(tmp_path) == 0
+
+
+def test_exceptions_and_graphs_that_are_dropped_leave_nothing(half, tmp_path):
+    model, x = layers()
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("in backward")
+
+    def fails():
+        with half():
+            model(x)
+            raise RuntimeError("in forward")
+
+    with pytest.raises(RuntimeError, match="in forward"):
+        fails()
+    with half():
+        loss = model[4:](Fails.apply(model[:4](x))).sum()
+    with pytest.raises(RuntimeError, match="in backward"):
+        loss.backward()
+    del loss
+    with half():
+        model(x).sum()  # dropped at once
+    with half():
+        loss = model(x).sum()
+    assert half.moved() > 0 and used(tmp_path) > 0
+    del loss
+    assert used(tmp_path) == 0
+
+
+def test_the_file_has_no_name(half, tmp_path):
+    model, x = layers()
+    with half():
+        loss = model(x).sum()
+        files = [
+            os.readlink(f"/proc/self/fd/{fd}")
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.exists(f"/proc/self/fd/{fd}") or os.path.islink(f"/proc/self/fd/{fd}")
+        ]
+        ours = [name for name in files if name.startswith(str(tmp_path.resolve()))]
+        assert len(ours) == 1 and ours[0].endswith("(deleted)")
+        assert os.listdir(tmp_path) == []
+    loss.backward()
+
+
+@contextlib.contextmanager
+def full_disk(size):
+    """Files cannot grow beyond ``size`` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_keeps_what_has_no_room(tmp_path):
+    model, x = encoder()
+    expected, _, _ = step(model, x)
+    with full_disk(1 << 20):
+        actual, _, block = step(model, x, _everything=True, offload=tmp_path)
+    assert all(map(torch.equal, expected, actual))
+    figures = block.figures()
+    assert figures.moved_bytes > 0 and figures.not_moved_bytes > 0
+    assert any(row.verdict == "there was no room to move it to" for row in figures.saved)
+    assert text(block).count("could not be moved, and are kept: File too large") == 1
+
+
+def test_a_disk_that_fills_up_under_a_plan(tmp_path):
+    model, x = encoder()
+    expected, _, _ = step(model, x)
+    _, _, block = settled(model, x, budget=0.1, offload=tmp_path)
+    assert block.figures().moved_bytes > 0
+    with full_disk(1 << 20):
+        actual, _, block = settled(model, x, budget=0.1, offload=tmp_path)
+    assert all(map(torch.equal, expected, actual))
+    figures = block.figures()
+    assert figures.not_moved_bytes > 0
+    del block
+    assert used(tmp_path) == 0
+
+
+def encoder(layers=4):
+    torch.manual_seed(0)
+    options = {"dropout": 0.1, "activation": "gelu", "batch_first": True, "norm_first": True}
+    blocks = [nn.TransformerEncoderLayer(64, 4, 256, **options) for _ in range(layers)]
+    return nn.Sequential(*blocks), torch.randn(16, 64, 64)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.2, 0.05])
+def test_the_bits_within_a_budget(share, tmp_path):
+    model, x = encoder()
+    expected, plain, _ = step(model, x)
+    for number in range(4):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            actual, peak, block = step(model, x, budget=share, offload=tmp_path)
+        assert all(map(torch.equal, expected, actual))
+        if number == 0:
+            continue
+        assert peak <= 1.02 * max(block.budget, block.least) < plain
+        assert block.figures().brought_back_bytes >= block.figures().moved_bytes > 0
+        assert block.figures().not_moved_bytes == 0
+    del actual, expected
+    gc.collect()
+    assert used(tmp_path) == 0
+
+
+def test_it_goes_below_the_least_of_recomputing(tmp_path):
+    model, x = encoder()
+    _, _, alone = settled(model, x, budget=0.01)
+    least = alone.least
+    native.remat_forget()
+    _, peak, both = settled(model, x, budget=0.01, offload=tmp_path)
+    assert both.least < 0.9 * least and peak <= 1.02 * both.least
+    report = text(both)
+    assert "Moved " in report and " back; waited " in report
+
+
+def test_no_more_than_the_limit(tmp_path):
+    model, x = encoder()
+    settled(model, x, budget=0.05, offload=tmp_path)
+    moved = []
+    for limit in (0, 2 << 20, "4MiB", None):
+        native.remat_forget()
+        _, _, block = settled(model, x, budget=0.05, offload=tmp_path, offload_limit=limit)
+        moved.append(block.figures().moved_bytes)
+    assert moved[0] == 0 < moved[1] <= 2 << 20 and moved[2] <= 4 << 20 < moved[3]
+
+
+def test_a_limit_that_another_step_has_used_up(tmp_path):
+    model, x = encoder()
+    expected, _, _ = step(model, x)
+    options = {"_everything": True, "offload": tmp_path, "offload_limit": 6 << 20}
+    with ms.remat(**options) as first:
+        loss = model(x).sum()
+    actual, _, second = step(model, x, **options)
+    assert all(map(torch.equal, expected, actual))
+    assert first.figures().moved_bytes + second.figures().moved_bytes <= 6 << 20
+    assert "could not be moved, and are kept: offload_limit is reached" in text(second)
+    loss.backward()
+
+
+def test_a_module_and_its_copies(tmp_path):
+    model, x = encoder(2)
+    expected, _, _ = step(model, x)
+    handle = ms.remat_module(model, budget=0.05, offload=tmp_path, offload_limit="1GB")
+    for _ in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            actual, _, _ = step(model, x)
+        assert all(map(torch.equal, expected, actual))
+    assert handle.figures().moved_bytes > 0
+    handle.remove()
+
+
+def test_adam_in_backward(tmp_path):
+    def train(block_of):
+        model, x = encoder(3)
+        optimizer = ms.Adam(model.parameters(), in_backward=True, lr=1e-3)
+        for _ in range(4):
+            torch.manual_seed(3)
+            with block_of(model) as block:
+                loss = model(x).square().mean()
+            loss.backward()
+            del loss
+            optimizer.step()
+        return [p.detach() for p in model.parameters()], block
+
+    def within(model):
+        return ms.remat(model, budget=0.05, offload=tmp_path)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        (expected, _), (actual, block) = train(lambda _: contextlib.nullcontext()), train(within)
+    assert all(map(torch.equal, expected, actual))
+    assert block.figures().moved_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"offload": "/tmp"}, ValueError, "offload needs a budget"),
+        ({"budget": 0.5, "offload": 3}, TypeError, "offload must be a folder or None, got int"),
+        ({"budget": 0.5, "offload": "/no/such"}, ValueError, "a folder that is there"),
+        ({"budget": 0.5, "offload": "cpu"}, ValueError, "a folder that is there"),
+        ({"budget": 0.5, "offload_limit": 5}, ValueError, "offload_limit bounds what offload="),
+        ({"budget": 0.5, "offload": "/tmp", "offload_limit": 1.5}, TypeError, "got float"),
+        ({"budget": 0.5, "offload": "/tmp", "offload_limit": "x"}, ValueError, "got 'x'"),
+        ({"budget": 0.5, "offload": "/tmp", "offload_limit": -1}, ValueError, "got -1"),
+        ({"budget": 0.5, "offload": "/proc"}, OSError, "/proc"),
+    ],
+)
+def test_arguments(options, error, match):
+    with pytest.raises(error, match=match):
+        ms.remat(**options)
+    if error is not OSError:  # of a module it is known when it runs
+        with pytest.raises(error, match=match):
+            ms.remat_module(nn.Linear(2, 2), **options)
