@@ -81,13 +81,14 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         optimizer: Any = None,
         **_: Any,
     ) -> None:
-        _refuse(args, model)
+        _refuse(args)
         before = applied_to(model)
         if before is not None and before is self.fitted and before.optimizer is optimizer.optimizer:
             self._take_clipping(args)  # another train() of the same Trainer
             return
         if before is not None:
             before.undo()
+        _refuse_forward(model)
         check("Fit", model, optimizer)
         gradients = _state.GradientState()
         clips = bool(args.max_grad_norm and args.max_grad_norm > 0)
@@ -121,7 +122,7 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
             self._max_grad_norm, args.max_grad_norm = args.max_grad_norm, 0.0
 
 
-def _refuse(args: Any, model: Any) -> None:
+def _refuse(args: Any) -> None:
     if args.world_size > 1 or args.n_gpu > 1:
         raise ValueError(
             f"Fit: {args.world_size} processes with {args.n_gpu} devices train the model; steps "
@@ -135,6 +136,9 @@ def _refuse(args: Any, model: Any) -> None:
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
             raise ValueError(f"Fit: {name} shards the model, which is not predicted: leave it out")
+
+
+def _refuse_forward(model: Any) -> None:
     if not isinstance(vars(model).get("forward"), (MethodType, NoneType)):
         raise ValueError(
             f"Fit: {type(model).__name__} has a forward of its own already, as remat_module() or a "

@@ -64,13 +64,12 @@ class Hooks:
         self._forwards = 0
         self._inside = threading.local()  # its attribute `depth`: how many modules run
 
-    def label(self, *, gradients: bool = True) -> None:
+    def label(self) -> None:
         """Labels all parameters, buffers, gradients and optimizer states that there are now."""
         params = self._numbered_parameters()
         buffers = _present(self._buffers, "_buffers")
         self._label(PARAMETERS, [*params.values(), *buffers.values()])
-        if gradients:
-            self._label_gradients(params)
+        self._label_gradients(params)
         for optimizer in self._present_optimizers():
             self._label_states(optimizer, params)
 

@@ -225,7 +225,7 @@ class _Peak:
     """Follows the memory of one of an optimizer's steps, and tells its peak.
 
     It begins and ends where ``step()`` does. Gradients that there are where it begins are about to
-    be freed, most often, and count where they were not.
+    be freed, most often, and count until then.
 
     Args:
         number: which step; the first is 1.
@@ -249,24 +249,29 @@ class _Peak:
             with suppress(RuntimeError):
                 self._begin(model, optimizer)
         elif self._steps == self._number:
-            kept = sum(grad.nbytes for old in self._old if (grad := old()) is not None)
             tracker = self._stop()
             if tracker is not None:
-                self._tell(int(tracker.peak) + kept)
+                self._tell(int(tracker.peak))
 
     def _begin(self, model: nn.Module, optimizer: Optimizer) -> None:
         parameter = next(model.parameters(), torch.empty(0))
         modules, device = Modules(model), parameter.device
         with untracked():
             tracker: Any = make_tracker(device, modules.parents, False, _MOST_EVENTS)
-            Hooks(tracker, model, modules, [optimizer], Names()).label(gradients=False)
+            Hooks(tracker, model, modules, [optimizer], Names()).label()
             cuda = device.type == "cuda"
             tracker.start(torch.cuda.memory_allocated(device) if cuda else None)
-        if not cuda:  # whose allocator has counted them
-            self._old = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
         self._tracker = tracker
+        # Of memory from before, it is not told on the CPU when it is freed.
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        self._old = [weakref.ref(grad, self._freed) for grad in grads]
+
+    def _freed(self, _: object) -> None:
+        if self._tracker is not None:
+            self._tracker.look()
 
     def _stop(self) -> Any:
+        self._old = []
         tracker, self._tracker = self._tracker, None
         if tracker is not None:
             tracker.stop()

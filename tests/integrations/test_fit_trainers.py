@@ -211,7 +211,7 @@ def test_wrong_use(tmp_path):
     run = Run(tmp_path, fit())
     run.trainer.args._n_gpu = 2
     with pytest.raises(ValueError, match="Fit: .* devices train the model"):
-        ms.integrations.transformers._refuse(run.trainer.args, run.model)
+        ms.integrations.transformers._refuse(run.trainer.args)
     run = Run(tmp_path, fit())
     handle = ms.remat_module(run.model)
     with pytest.raises(ValueError, match="GPT2LMHeadModel has a forward of its own already"):
