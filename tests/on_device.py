@@ -1,7 +1,6 @@
 """What the tests of a GPU share. Those that can run on the CPU, too, where most of it is tried."""
 
 import contextlib
-import os
 
 import pytest
 import torch
@@ -18,8 +17,6 @@ needs_kernels = pytest.mark.skipif(
     reason="needs a CUDA device and a native build with CUDA",
 )
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
-# Of tests/emulation: memory is the host's, operators are a CPU's.
-IS_EMULATED = "MEMSAVE_EXT_FAKE_CUDA" in os.environ
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 

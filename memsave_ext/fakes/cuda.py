@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
+from torch.nn import functional
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_map_only
@@ -141,12 +142,25 @@ class _CardNames(TorchFunctionMode):
         if func is not torch.device.__new__:
             args = tuple(map(_on_cpu, args))
             kwargs = {name: _on_cpu(value) for name, value in kwargs.items()}
+        if (fused := _FUSED.get(func)) is not None:
+            func = fused
         if func in _MOVES:  # to a card, by its number
             args = tuple("cpu" if type(value) is int else value for value in args)
         if type(kwargs.get("device")) is int:
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)
         return func(*args, **kwargs)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """One kernel on a card, which makes a mask of bools: ``is_fused_kernel_acceptable`` in torch's
+    Dropout.cpp."""
+    if isinstance(input, FakeTensor) and training and not inplace and 0 < p < 1 and input.numel():
+        return torch.native_dropout(input, p, True)[0]
+    return functional.dropout(input, p, training, inplace)
+
+
+_FUSED: dict[Any, Callable[..., Any]] = {functional.dropout: _dropout}
 
 
 def _on_cpu(value: Any) -> Any:

@@ -112,7 +112,7 @@ def test_memory_that_an_operator_frees_itself():
     assert before + (1 << 20) <= block.peak < before + (1 << 20) + 4096
 
 
-def test_the_allocator_is_asked_once_an_operator():
+def test_the_allocator_is_asked_once_a_step():
     """It locks itself and copies all of its figures for each answer."""
     x = torch.ones(64, device=DEVICE, requires_grad=True)
     asked = []
@@ -127,7 +127,7 @@ def test_the_allocator_is_asked_once_an_operator():
             y.sum().backward()
         assert block._recorder.budget()["plan"] is not None
         asked.append(count)
-    assert asked[1] - asked[0] == 100
+    assert asked == [1, 1]  # after that it says what it gives
 
 
 @pytest.mark.parametrize("kind", KINDS)
