@@ -141,8 +141,8 @@ class Step {
   const Budget budget_;
   const std::shared_ptr<KnownSteps> shared_;
   Count::Peak since_look_;
-  const int
-      others_;  // see KnownSteps::begin(); 0 within no budget, where their memory does not count
+  // See KnownSteps::begin(); 0 within no budget, where their memory does not count.
+  const int others_;
   mutable std::mutex mutex_;
   Trace trace_;
   std::vector<uint64_t> keys_;                    // see Known

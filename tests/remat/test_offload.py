@@ -4,11 +4,11 @@ import contextlib
 import gc
 import os
 import resource
-import threading
 import warnings
 
 import pytest
 import torch
+from helpers import run_threads
 from remat_programs import bits, layers
 from test_budget import nothing_is_known_yet, settled, step  # noqa: F401
 from test_remat_random import check as check_random
@@ -139,17 +139,15 @@ def test_backwards_of_one_graph_at_once(half):
     def work(i):
         results[i] = torch.autograd.grad(loss, params, retain_graph=True)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(work, 4)
     assert all(all(map(torch.equal, expected, results[i])) for i in range(4))
     assert half.back() > 0
 
 
 def test_steps_in_several_threads_share_a_folder(half, tmp_path):
-    def work(i, results):
+    results = []
+
+    def work(i):
         torch.manual_seed(i)
         net, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(64, 64)
         expected = torch.autograd.grad(net(x).exp().sum(), list(net.parameters()))
@@ -160,12 +158,7 @@ def test_steps_in_several_threads_share_a_folder(half, tmp_path):
             results.append(all(map(torch.equal, expected, ours)))
             del loss, ours
 
-    results = []
-    threads = [threading.Thread(target=work, args=(i, results)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(work, 4)
     assert results == [True] * 40 and half.back() > 0
     assert used(tmp_path) == 0
 

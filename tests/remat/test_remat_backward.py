@@ -2,11 +2,11 @@
 
 import contextlib
 import gc
-import threading
 import weakref
 
 import pytest
 import torch
+from helpers import run_threads
 from remat_programs import check, everything, layers
 from torch import nn
 
@@ -56,11 +56,7 @@ def test_backwards_of_one_graph_at_once():
     def work(i):
         results[i] = torch.autograd.grad(loss, params, retain_graph=True)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(work, 4)
     assert all(all(map(torch.equal, expected, results[i])) for i in range(4))
 
 
