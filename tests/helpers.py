@@ -1,10 +1,12 @@
 """What tests of several rooms share."""
 
 import contextlib
+import ctypes
 import gc
 import itertools
 import threading
 
+import pytest
 import torch
 from torch.utils._pytree import tree_map
 
@@ -129,3 +131,21 @@ class Wrapper(torch.Tensor):
             return Wrapper(value) if isinstance(value, torch.Tensor) else value
 
         return tree_map(wrap, func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {})))
+
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split(" ")]
+
+
+def host_bytes():
+    """What malloc has given out. The process's resident bytes also change as its heap is cut up."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        pytest.skip("glibc 2.33 or later counts what malloc has given out")
+    libc.mallinfo2.restype = _MallocInfo
+    gc.collect()
+    info = libc.mallinfo2()
+    return info.uordblks + info.hblkhd

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from helpers import assert_equal, both, leaf, plain, run_threads
+from helpers import assert_equal, both, host_bytes, leaf, plain, run_threads
 from processes import run_program
 from torch import nn
 from torch.nn import functional as F
@@ -240,10 +240,6 @@ def test_twenty_levels():
 def test_host_memory_does_not_grow():
     block, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout()), leaf(2, 4)
 
-    def resident():
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * 4096
-
     def regions(count):
         for _ in range(count):
             torch.autograd.grad(checkpoint(block, x).sum(), x)
@@ -251,9 +247,9 @@ def test_host_memory_does_not_grow():
             checkpoint(block, x)
 
     regions(1000)
-    before = resident()
+    before = host_bytes()
     regions(3000)
-    assert resident() - before < 0.6 * 2**20  # 70 bytes a region
+    assert host_bytes() - before < 0.6 * 2**20  # 70 bytes a region
 
 
 def test_nothing_grows_and_nothing_is_left():
