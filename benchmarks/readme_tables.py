@@ -5,8 +5,8 @@
 
 A table stands between ``<!-- claim:begin -->`` and ``<!-- claim:end -->``, or, one of several from
 the same results, ``<!-- claim:table:begin -->``. Its picture, drawn by plot.py, follows it, and
-stands alone between markers of ``claim:picture``. The list of all results is ``results``. Needs no
-torch.
+stands alone between markers of ``claim:picture``. The list of all results is ``results``, that of
+missed bars ``missed``. Needs no torch.
 """
 
 import argparse
@@ -51,7 +51,7 @@ from tables.cuda import (
     checkpoint_cuda_caption,
     checkpoint_cuda_table,
 )
-from tables.index import index
+from tables.index import index, missed
 from tables.loss_head import loss_head_caption, loss_head_table
 from tables.remat import (
     budgets_caption,
@@ -112,7 +112,7 @@ TABLES: dict[str, Pair] = {
 }
 
 
-INDEX = "results"  # a line for each file of results
+LISTS = {"results": index, "missed": missed}  # over all files of results
 
 # What is to be seen in the picture of a claim; plot.py draws it.
 PICTURES = {
@@ -157,13 +157,13 @@ def rewrite(path: Path, results: Path) -> tuple[str, set[str], list[str]]:
     page = path.read_text(encoding="utf-8")
     found: set[str] = set()
     without = []
-    for claim in (INDEX, *TABLES):
+    for claim in (*LISTS, *TABLES):
         begin, end = f"<!-- {claim}:begin -->", f"<!-- {claim}:end -->"
         pattern = re.compile(f"({re.escape(begin)})(.*?)({re.escape(end)})", re.DOTALL)
         if not pattern.search(page):
             continue
         found.add(claim)
-        text = index(results) if claim == INDEX else section(claim, results, path)
+        text = LISTS[claim](results) if claim in LISTS else section(claim, results, path)
         if text is None:
             without.append(claim)
         else:

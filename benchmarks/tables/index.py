@@ -1,4 +1,4 @@
-"""The list of all results: which command made each, when, of which commit, how long it took."""
+"""Lists over all results: which command made each, and the bars that their figures missed."""
 
 from pathlib import Path
 
@@ -23,3 +23,20 @@ def _row(run: Record) -> tuple[str, ...]:
         f"{run['seconds']:.0f} s" if "seconds" in run else "-",
         f"{sum(bar['ok'] for bar in bars)} of {len(bars)}" if bars else "-",
     )
+
+
+def missed(results: Path) -> str:
+    """Every bar that the newest runs did not reach."""
+    header = ("benchmark", "what", "measured", "goal")
+    runs = [newest(path) for path in sorted(results.glob("*.json"))]
+    rows = [
+        (f"`{run['claim']}.py`", bar["name"], f"{bar['value']:.3g}", _goal(bar))
+        for run in runs
+        for bar in run.get("bars") or []
+        if not bar["ok"]
+    ]
+    return markdown(header, rows)
+
+
+def _goal(bar: Record) -> str:
+    return f"{'at most' if bar['value'] > bar['bar'] else 'at least'} {bar['bar']:.3g}"
