@@ -165,7 +165,7 @@ class DenseBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         features = [x]
         for layer in self.layers:
-            features.append(layer(features))
+            features.append(layer(tuple(features)))  # a list would grow before a recompute reads it
         return torch.cat(features, dim=1)
 
 
