@@ -1,7 +1,9 @@
 """Images for the benchmarks, kept as uint8 so that a whole data set stays small."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +59,11 @@ def _digits() -> tuple[Images, Images]:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise DataError("--data digits needs scikit-learn: pip install scikit-learn") from error
+    return _enlarged(load_digits)
+
+
+@functools.cache  # a quarter of a second
+def _enlarged(load_digits: Callable[[], Any]) -> tuple[Images, Images]:
     raw = load_digits()
     images = torch.from_numpy(raw.images).float().div(16).unsqueeze(1)
     images = nn.functional.interpolate(images, size=(32, 32), mode="bilinear", align_corners=False)
