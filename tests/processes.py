@@ -35,24 +35,42 @@ for line in sys.stdin:
 """
 
 
+class Origin:
+    """A process that has imported torch, and from which programs are forked.
+
+    ``environment``: variables that it starts with besides this process's.
+    """
+
+    def __init__(self, **environment):
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _ORIGIN],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | environment,
+        )
+        atexit.register(self._process.kill)
+
+    def run(self, code, **environment):
+        """Runs ``code`` as `python -c` does, with these variables of the environment besides."""
+        with tempfile.TemporaryDirectory() as folder:
+            outputs = [str(Path(folder, name)) for name in ("stdout", "stderr")]
+            print(
+                json.dumps([code, os.environ | environment, outputs]),
+                file=self._process.stdin,
+                flush=True,
+            )
+            status = int(self._process.stdout.readline())
+            return subprocess.CompletedProcess(
+                code, status, *(Path(o).read_text() for o in outputs)
+            )
+
+
 @functools.cache
 def _origin():
-    process = subprocess.Popen(
-        [sys.executable, "-c", _ORIGIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    atexit.register(process.kill)
-    return process
+    return Origin()
 
 
 def run_program(code, **environment):
-    """Runs ``code`` as `python -c` does, with these variables of the environment besides."""
-    origin = _origin()
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [str(Path(folder, name)) for name in ("stdout", "stderr")]
-        print(
-            json.dumps([code, {**os.environ, **environment}, outputs]),
-            file=origin.stdin,
-            flush=True,
-        )
-        status = int(origin.stdout.readline())
-        return subprocess.CompletedProcess(code, status, *(Path(o).read_text() for o in outputs))
+    """As :meth:`Origin.run`, from a process that tests share."""
+    return _origin().run(code, **environment)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import Origin
 
 SOURCE = Path(__file__).with_name("refusing.c")
 
@@ -24,16 +25,18 @@ def in_a_process(tmp_path_factory):
     command = [compiler, "-O1", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"]
     subprocess.run(command, check=True)
 
+    preload = f"{library}:{os.environ.get('LD_PRELOAD', '')}".rstrip(":")
+    # Memory that is freed goes back to the system, so that limits of it are met.
+    origin = Origin(LD_PRELOAD=preload, MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="1")
+
     def run(function, *arguments):
         code = (
             f"import sys; sys.path[:0] = {sys.path!r}; import {function.__module__} as t; "
             f"t.{function.__name__}(*{arguments!r})"
         )
-        preload = f"{library}:{os.environ.get('LD_PRELOAD', '')}".rstrip(":")
-        # Memory that is freed goes back to the system, so that limits of it are met.
-        environment = {"LD_PRELOAD": preload, "MALLOC_MMAP_THRESHOLD_": "65536"}
-        environment |= {"OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, "-c", code], env=os.environ | environment, check=True)
+        done = origin.run(code)
+        print(done.stdout, done.stderr)
+        done.check_returncode()
 
     return run
 

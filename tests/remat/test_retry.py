@@ -59,18 +59,19 @@ def test_refusals_at_random(in_a_process):  # noqa: F811
 
 def refuse_models_at_random():
     counts = Counter()
-    for build, x in MODELS.values():
-        refuse_at_random(build, x, counts)
+    for number, (build, x) in enumerate(MODELS.values()):
+        # Four models have all pairs of options and shares.
+        refuse_at_random(build, x, counts, range(5 * number, 5 * number + 5))
     keys = ("forward, given", "backward, given", "planned to keep, given", "error")
     assert min(counts[key] for key in keys) > 3, counts
 
 
-def refuse_at_random(build, x, counts):
+def refuse_at_random(build, x, counts, seeds):
     torch.manual_seed(0)
     model = build()
     for _ in range(2):
         expected, *_ = step(model, x)
-    for seed in range(10):
+    for seed in seeds:
         options = OPTIONS[seed % len(OPTIONS)]
         shares = ((0.03, 0.0), (0.0, 0.03), (0.03, 0.03), (0.3, 0.0), (0.0, 0.3))[seed % 5]
         try:
@@ -272,7 +273,7 @@ def step_in_backward():
         return [p.detach() for p in model.parameters()]
 
     expected = train(0, 0.0)
-    for seed in range(80):
+    for seed in range(40):
         try:
             actual = train(seed, 0.1, retry=True, **OPTIONS[seed % 4])
         except RuntimeError as error:
@@ -280,7 +281,7 @@ def step_in_backward():
             counts["error"] += 1
         else:
             assert all(map(torch.equal, expected, actual))
-    assert counts["given"] > 20, counts
+    assert counts["given"] > 10, counts
 
 
 @pytest.mark.parametrize(
