@@ -62,7 +62,7 @@ def become(optimizer: Optimizer, kind: type[Any], **options: Any) -> Callable[[]
             elsewhere.
     """
     _check(optimizer)
-    own, had = type(optimizer), _options_outside_groups(optimizer)
+    own, had = type(optimizer), options_outside_groups(optimizer)
     defaults = taken_by(own, optimizer.defaults)
     of_groups = [
         {name: group[name] for name in _OF_GROUPS if name in group}
@@ -99,13 +99,15 @@ def _check(optimizer: Optimizer) -> None:
             raise ValueError("states_on has its states elsewhere already")
 
 
-def _options_outside_groups(optimizer: Optimizer) -> dict[str, Any]:
+def options_outside_groups(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns the options that this package's optimizers keep outside of their groups."""
     if not isinstance(optimizer, Native):
         return {}
     return {
         "in_backward": optimizer.in_backward,
         "small_bytes": optimizer._small_bytes,
         "bucket_bytes": optimizer._bucket_bytes,
+        "clip_global_norm": optimizer.clip_global_norm,
         "grad_scaler": optimizer.grad_scaler,
     }
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..adam import in_backward
-from ..adam.in_place import taken_by
+from ..adam.in_place import options_outside_groups, taken_by
 from ..adam.own_optimizer import OwnStep
 from ..adam.step_in_backward import InBackward
 from ..fakes.mode import like, loss_in, only_value
@@ -164,7 +164,8 @@ def _remade(optimizer: Optimizer, copied: Mapping[int, Tensor]) -> Optimizer:
         small, bucket = optimizer._small_bytes, optimizer._bucket_bytes
         taken: Optimizer = in_backward(made, small_bytes=small, bucket_bytes=bucket)
         return taken
-    outside = _options_outside_groups(optimizer)
+    # A scaler is not told of a copy's steps.
+    outside = {n: v for n, v in options_outside_groups(optimizer).items() if n != "grad_scaler"}
     return construct(type(optimizer), groups, optimizer.defaults, **outside)
 
 
@@ -175,18 +176,6 @@ def construct(
     make: Any = kind
     made: Optimizer = make(groups, **taken_by(kind, defaults) | more)
     return made
-
-
-def _options_outside_groups(optimizer: Any) -> dict[str, Any]:
-    """memsave_ext's Adam keeps some options outside of its groups."""
-    if not type(optimizer).__module__.startswith("memsave_ext."):
-        return {}
-    return {
-        "in_backward": optimizer._in_backward,
-        "small_bytes": optimizer._small_bytes,
-        "bucket_bytes": optimizer._bucket_bytes,
-        "clip_global_norm": optimizer.clip_global_norm,
-    }
 
 
 def _forward_of(loss: Loss | None) -> Forward:

@@ -535,3 +535,26 @@ def test_an_optimizer_of_ours(tmp_path):
         refused.optimizer = ms.AdamW(refused.model.parameters(), **options)
         with pytest.raises(ValueError, match=text):
             refused.fit("Adam in backward, 8-bit states")
+
+
+def test_options_that_ours_keep_outside_of_their_groups():
+    """A prediction has them but for the scaler, and so has an optimizer that changes in place."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024)
+    options = {"in_backward": True, "small_bytes": 4, "bucket_bytes": 8, "grad_scaler": scaler}
+    loop = Loop(ms.AdamW, **options)
+    before = scaler.state_dict()
+    fitted = loop.fit("Adam in backward, 8-bit states")
+    assert scaler.state_dict() == before and not scaler._per_optimizer_states
+    scaler.scale(square(loop.model(loop.x))).backward()
+    scaler.step(loop.optimizer)
+    scaler.update()
+    fitted.undo()
+    ours = loop.optimizer
+    assert (ours.in_backward, ours._small_bytes, ours._bucket_bytes) == (True, 4, 8)
+    assert ours.grad_scaler is scaler
+    clipped = Loop(ms.AdamW, clip_global_norm=1.0)
+    fitted = clipped.fit("checkpoint by block")
+    clipped.run(3)
+    assert not NATIVE or fitted.measured == pytest.approx(fitted.predicted, rel=0.02)
+    fitted.undo()
+    assert clipped.optimizer.clip_global_norm == 1.0
