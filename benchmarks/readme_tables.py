@@ -52,7 +52,7 @@ from tables.cuda import (
     checkpoint_cuda_table,
 )
 from tables.index import index, missed
-from tables.loss_head import loss_head_caption, loss_head_table
+from tables.loss_head import kl_caption, kl_table, loss_head_caption, loss_head_table
 from tables.remat import (
     budgets_caption,
     budgets_table,
@@ -91,6 +91,7 @@ TABLES: dict[str, Pair] = {
     "adam_memory:predicted": (memory.predicted_table, adam_memory_caption),
     "adam_training": (training_table, training_caption),
     "linear_cross_entropy": (loss_head_table, loss_head_caption),
+    "linear_kl": (kl_table, kl_caption),
     "remat": (remat_table, remat_caption),
     "remat:nets": (remat_nets_table, remat_nets_caption),
     "remat:picture": (lambda record: "", remat_picture_caption),

@@ -37,6 +37,7 @@ SECONDS = {
     "remat_budgets": 115,
     "predict": 75,
     "linear_cross_entropy": 35,
+    "linear_kl": 20,
     "checkpoint_chunks": 25,
 }
 

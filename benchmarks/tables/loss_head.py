@@ -1,4 +1,4 @@
-"""The table of the benchmark of the loss head."""
+"""The tables of the benchmarks of the loss head."""
 
 from tables import Record, machine_line, markdown
 
@@ -22,5 +22,27 @@ def loss_head_caption(record: Record) -> str:
     return (
         "Forward and backward in float32; the peak is above inputs, weight and states. Where rows "
         "are stepped, the time includes Adam's step, which the others do without. Medians of "
+        f"{record['settings']['rounds']} rounds in turns. {machine_line(record)}."
+    )
+
+
+def kl_table(record: Record) -> str:
+    """Losses down, by who computes them, for each shape; peak, time and its ratio across."""
+    rows = [
+        (
+            f"{row['tokens']}, {row['features']}, {row['classes']}: {row['loss']}, {row['case']}",
+            f"{row['of_logits']:.2f}",
+            f"{row['seconds'] * 1e3:.0f} ms",
+            f"{row['of_torchs']:.2f}",
+        )
+        for row in record["rows"]
+    ]
+    return markdown(("tokens, features, classes", "peak / logits", "CPU time", "/ torch's"), rows)
+
+
+def kl_caption(record: Record) -> str:
+    return (
+        "Forward and backward in float32 on one thread; the peak is above inputs and weights, as a "
+        "multiple of one head's logits, and includes the weight's gradient. Medians of "
         f"{record['settings']['rounds']} rounds in turns. {machine_line(record)}."
     )

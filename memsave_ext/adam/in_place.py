@@ -62,7 +62,10 @@ def become(optimizer: Optimizer, kind: type[Any], **options: Any) -> Callable[[]
             elsewhere.
     """
     _check(optimizer)
-    own, had = type(optimizer), _options_outside_groups(optimizer)
+    own, had = type(optimizer), options_outside_groups(optimizer)
+    accumulates = {}
+    if isinstance(optimizer, Native) and optimizer._accumulate_when is not None:
+        accumulates = {"condition": optimizer._accumulate_when, "fold": optimizer._folds_when}
     defaults = taken_by(own, optimizer.defaults)
     of_groups = [
         {name: group[name] for name in _OF_GROUPS if name in group}
@@ -70,11 +73,11 @@ def become(optimizer: Optimizer, kind: type[Any], **options: Any) -> Callable[[]
     ]
     new = {name: value for name, value in options.items() if name in modes.DEFAULTS}
     given = taken_by(kind, defaults) | had | options
-    _remake(optimizer, kind, [of | new for of in of_groups], given)
+    _remake(optimizer, kind, [of | new for of in of_groups], given, accumulates)
     hook = optimizer.register_state_dict_post_hook(_as_torchs) if "state_dtype" in new else None
 
     def undo() -> None:
-        _remake(optimizer, own, of_groups, defaults | had)
+        _remake(optimizer, own, of_groups, defaults | had, accumulates)
         if hook is not None:
             hook.remove()
 
@@ -92,6 +95,8 @@ def _check(optimizer: Optimizer) -> None:
         raise ValueError(f"step() of this {type(optimizer).__name__} has been replaced")
     if isinstance(optimizer, Native) and optimizer.clip_global_norm is not None:
         raise ValueError("clip_global_norm needs all gradients, which a step in backward frees")
+    if isinstance(optimizer, Native) and optimizer._reductions:
+        raise ValueError("attach() has given it to a DistributedDataParallel module")
     for group in optimizer.param_groups:
         if modes.of_group(group, "bf16") not in (None, "stochastic"):
             raise ValueError("its states have bits of the parameters, which would be lost")
@@ -99,23 +104,31 @@ def _check(optimizer: Optimizer) -> None:
             raise ValueError("states_on has its states elsewhere already")
 
 
-def _options_outside_groups(optimizer: Optimizer) -> dict[str, Any]:
+def options_outside_groups(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns the options that this package's optimizers keep outside of their groups."""
     if not isinstance(optimizer, Native):
         return {}
     return {
         "in_backward": optimizer.in_backward,
         "small_bytes": optimizer._small_bytes,
         "bucket_bytes": optimizer._bucket_bytes,
+        "clip_global_norm": optimizer.clip_global_norm,
         "grad_scaler": optimizer.grad_scaler,
     }
 
 
 def _remake(
-    optimizer: Any, kind: type[Any], of_groups: list[dict[str, Any]], options: dict[str, Any]
+    optimizer: Any,
+    kind: type[Any],
+    of_groups: list[dict[str, Any]],
+    options: dict[str, Any],
+    accumulates: dict[str, Any],
 ) -> None:
     """Constructs the object anew, as one of another class, with the states that it has.
 
-    ``of_groups``: the options of each group that are among ``_OF_GROUPS``.
+    Args:
+        of_groups: the options of each group that are among ``_OF_GROUPS``.
+        accumulates: arguments of ``accumulate_when()``; empty where it was not called.
     """
     own, before = type(optimizer), dict(optimizer.__dict__)
     count = len(optimizer.param_groups)
@@ -142,6 +155,8 @@ def _remake(
         renew_counter(optimizer)
         if saved is not None:
             optimizer.load_state_dict(saved)
+        if accumulates:
+            optimizer.accumulate_when(**accumulates)
     except BaseException:
         if "_stepper" in optimizer.__dict__:
             _release(optimizer)

@@ -11,15 +11,17 @@ from typing import Any
 from torch import Tensor
 
 from ..predict.applied import Applied, applied_to
-from ..predict.fit import fitted
+from ..predict.fit import check_request, fitted
 
 # Both are Lightning, and have classes of their own.
 _NAME = "lightning.pytorch" if "lightning" in sys.modules else "pytorch_lightning"
 _pytorch: Any = importlib.import_module(_NAME if _NAME in sys.modules else "lightning.pytorch")
 
 _CLIPS = (
-    "the Trainer clips gradients, which a step in backward does not keep: leave gradient_clip_val "
-    "out, or Fit(clip_each=True) has the optimizer clip each parameter's gradient by its norm"
+    "the Trainer clips gradients, by gradient_clip_val or by the module's own "
+    "configure_gradient_clipping(), which a step in backward does not keep: leave both out, or, of "
+    "gradient_clip_val, Fit(clip_each=True) has the optimizer clip each parameter's gradient by "
+    "its norm"
 )
 
 
@@ -44,6 +46,7 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
         fitted: what :func:`memsave_ext.fit` returned; None before the first step.
 
     Raises:
+        TypeError, ValueError: ``budget`` or ``means`` is not as said there.
         ValueError: at the first step: several processes train the model; it has several optimizers,
             or optimizes by itself; and as :func:`memsave_ext.fit`.
         torch.OutOfMemoryError: at the first step: nothing fits.
@@ -57,6 +60,7 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
         clip_each: bool = False,
         verbose: bool = True,
     ) -> None:
+        check_request("Fit", budget, means)
         self.fitted: Applied | None = None
         self._budget = budget
         self._options: dict[str, Any] = {"means": means, "verbose": verbose}
@@ -77,8 +81,10 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
             return
         optimizer = _the_optimizer(trainer, pl_module)
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
-        clips = bool(trainer.gradient_clip_val)
-        each = clips and self._clip_each and by_norm
+        own = type(pl_module).configure_gradient_clipping
+        is_own = own is not _pytorch.LightningModule.configure_gradient_clipping
+        clips = bool(trainer.gradient_clip_val) or is_own
+        each = clips and not is_own and self._clip_each and by_norm
 
         def loss(net: Any, batch: Any) -> Tensor:
             net.__dict__.update(_trainer=trainer, log=_nothing, log_dict=_nothing)
@@ -93,6 +99,7 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
             refused=_CLIPS if clips and not each else "",
             micro_batches=trainer.accumulate_grad_batches,
             forward=loss,
+            keeps_gradients=True,  # it zeroes them after training_step()
             method="training_step",
             options={
                 "accumulate_when": lambda: _goes_on(trainer),
@@ -120,9 +127,11 @@ def _the_optimizer(trainer: Any, pl_module: Any) -> Any:
             "Fit: the module optimizes by itself (automatic_optimization=False): call "
             "memsave_ext.fit() where its optimizer is made"
         )
-    if len(trainer.optimizers) != 1:
-        raise ValueError(f"Fit: the module has {len(trainer.optimizers)} optimizers, not one")
-    return trainer.optimizers[0]
+    # Of a module that configures none, Lightning makes one that stands in.
+    real = [o for o in trainer.optimizers if type(o).__name__ != "_MockOptimizer"]
+    if len(real) != 1:
+        raise ValueError(f"Fit: the module has {len(real)} optimizers, not one")
+    return real[0]
 
 
 def _loss_of(net: Any, batch: Any, batch_idx: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..checkpoint.models import ForwardInPlace
 from ..predict.applied import Applied, applied_to, check
 from ..predict.batch import Call
-from ..predict.fit import fitted
+from ..predict.fit import check_request, fitted
 
 _transformers: Any = importlib.import_module("transformers")
 _state: Any = importlib.import_module("accelerate.state")
@@ -52,6 +52,7 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         fitted: what :func:`memsave_ext.fit` returned; None before the first step.
 
     Raises:
+        TypeError, ValueError: ``budget`` or ``means`` is not as said there.
         ValueError: when the training begins: several processes or devices train the model, or it is
             compiled. At the first step: as :func:`memsave_ext.fit`.
         torch.OutOfMemoryError: at the first step: nothing fits.
@@ -66,6 +67,7 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         clip_each: bool = False,
         verbose: bool = True,
     ) -> None:
+        check_request("Fit", budget, means)
         self.fitted: Applied | None = None
         self._budget = budget
         self._options: dict[str, Any] = {"loss": loss, "means": means, "verbose": verbose}

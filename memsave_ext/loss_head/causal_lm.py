@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .patched import Call, Patched, checked_options, names_in_forward
+from .patched import Call, Options, Patched, checked_options, names_in_forward
 
 
 def patch_causal_lm(
@@ -53,22 +53,16 @@ def patch_causal_lm(
         RuntimeError: it is patched already. In the first forward: the model does something else to
             its logits, or scales them by what is trained.
     """
-    return PatchedCausalLM(model, z_loss, outputs, chunk_size, debug)
+    return PatchedCausalLM(model, checked_options(z_loss, outputs, chunk_size, debug))
 
 
 class PatchedCausalLM(Patched):
     """What :func:`patch_causal_lm` has changed; :meth:`remove` restores it."""
 
-    def __init__(
-        self,
-        model: Any,
-        z_loss: float,
-        outputs: Iterable[str],
-        chunk_size: int | None,
-        debug: bool,
-    ) -> None:
-        options = checked_options(z_loss, outputs, chunk_size, debug)
-        super().__init__("patch_causal_lm", model, options)
+    _who = "patch_causal_lm"
+
+    def __init__(self, model: Any, options: Options) -> None:
+        super().__init__(model, options)
         self._own_loss = vars(self._model).get("_loss_function")
         self._model.loss_function = self._run_loss
 

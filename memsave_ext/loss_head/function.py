@@ -192,7 +192,7 @@ def _check_tokens(input: Tensor, target: Tensor) -> None:
 
 
 def check_softcap(name: str, softcap: float | None) -> None:
-    if softcap is not None and not softcap > 0:
+    if softcap is not None and not (isinstance(softcap, (int, float)) and softcap > 0):
         raise ValueError(f"{name} must be a positive number or None, got {softcap!r}")
 
 
@@ -239,7 +239,7 @@ def layer_is_chunked(
         linear_weight.dim() == 2
         and linear_weight.shape[0] > 0
         and all(t.dtype in _DTYPES and t.layout == torch.strided for t in floats)
-        and (_autocasts(input) or all(t.dtype == input.dtype for t in floats))
+        and (autocasts(input) or all(t.dtype == input.dtype for t in floats))
         and all(t.device == input.device for t in tensors)
         and not has_torch_function(tensors)
         and not torch._C._are_functorch_transforms_active()
@@ -266,19 +266,19 @@ def _is_class_weight(weight: Tensor, classes: int) -> bool:
     return weight.shape == (classes,) and weight.is_floating_point() and not weight.requires_grad
 
 
-def _autocasts(input: Tensor) -> bool:
+def autocasts(input: Tensor) -> bool:
     return torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64
 
 
 def logits_dtype(input: Tensor) -> torch.dtype:
-    if _autocasts(input):
+    if autocasts(input):
         return torch.get_autocast_dtype(input.device.type)
     return input.dtype
 
 
 def _loss_dtype(input: Tensor, target: Tensor, weight: Tensor | None) -> torch.dtype:
     """Returns torch's."""
-    if _autocasts(input):
+    if autocasts(input):
         return torch.float32
     result = input.dtype
     if target.is_floating_point():

@@ -15,6 +15,7 @@ from . import head
 from .chunks import Chunk, Chunks, Settings, shape_of_chunk
 from .cross_entropy import CrossEntropy
 from .function import (
+    autocasts,
     check_chunk_size,
     check_softcap,
     check_tensors,
@@ -57,7 +58,8 @@ def linear_kl(
         linear_weight: ``(C, in_features)``, of the C classes: the student's head.
         teacher_input: ``(..., teacher_features)``.
         teacher_weight: ``(C, teacher_features)``.
-        linear_bias, teacher_bias: ``(C)``.
+        linear_bias, teacher_bias: ``(C)``. All tensors are on one device. The student's are of one
+            dtype, and so are the teacher's, which may be another one; in autocast any.
         beta: 0 is KL(teacher || student), 1 is KL(student || teacher). Between them the generalized
             Jensen-Shannon divergence of on-policy distillation (arXiv 2306.13649):
             ``beta * KL(teacher || m) + (1 - beta) * KL(student || m)`` with
@@ -73,20 +75,23 @@ def linear_kl(
 
     Raises:
         TypeError: something else is given for a tensor, as a module for its weight.
-        ValueError: shapes do not fit each other, or a number is not allowed.
+        ValueError: shapes, devices or dtypes do not fit each other, or a number is not allowed.
     """
-    check_tensors(
-        input=input,
-        linear_weight=linear_weight,
-        teacher_input=teacher_input,
-        teacher_weight=teacher_weight,
-    )
+    of_student = {"input": input, "linear_weight": linear_weight}
+    of_teacher = {"teacher_input": teacher_input, "teacher_weight": teacher_weight}
+    check_tensors(**of_student, **of_teacher)
     _check_shapes(input, linear_weight, teacher_input, teacher_weight)
-    for name, bias in (("linear_bias", linear_bias), ("teacher_bias", teacher_bias)):
-        if bias is not None and bias.shape != linear_weight.shape[:1]:
+    biases = ("linear_bias", linear_bias, of_student), ("teacher_bias", teacher_bias, of_teacher)
+    for name, bias, layer in biases:
+        if bias is None:
+            continue
+        check_tensors(**{name: bias})
+        if bias.shape != linear_weight.shape[:1]:
             allowed = tuple(linear_weight.shape[:1])
             raise ValueError(f"{name} must have shape {allowed}, got {tuple(bias.shape)}")
-    if not 0 <= beta <= 1:
+        layer[name] = bias
+    _check_places(of_student, of_teacher)
+    if not (isinstance(beta, (int, float)) and 0 <= beta <= 1):
         raise ValueError(f"beta must be a number from 0 to 1, got {beta!r}")
     check_temperature(temperature)
     check_softcap("softcap", softcap)
@@ -133,6 +138,24 @@ def _check_shapes(input: Tensor, weight: Tensor, teacher: Tensor, teacher_weight
             "in_features), (C, in_features), (..., teacher_features) and (C, teacher_features), "
             f"got {', '.join(map(str, shapes))}"
         )
+
+
+def _check_places(*layers: dict[str, Tensor]) -> None:
+    """Raises ValueError where tensors are on several devices, or a layer's of several dtypes."""
+    named = {name: tensor for layer in layers for name, tensor in layer.items()}
+    if len({t.device for t in named.values()}) > 1:
+        devices = ", ".join(f"{name} on {t.device}" for name, t in named.items())
+        raise ValueError(f"all tensors must be on one device, got {devices}")
+    for layer in layers:
+        kinds = {t.dtype for t in layer.values()}
+        if not all(kind.is_floating_point for kind in kinds) or (
+            len(kinds) > 1 and not autocasts(named["input"])
+        ):
+            dtypes = ", ".join(f"{name} of {t.dtype}" for name, t in layer.items())
+            raise ValueError(
+                f"{', '.join(layer)} must be of one floating-point dtype, but in autocast, got "
+                f"{dtypes}"
+            )
 
 
 def _divergence(

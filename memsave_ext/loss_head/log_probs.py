@@ -88,7 +88,7 @@ def linear_log_probs(
 
 
 def check_temperature(temperature: float) -> None:
-    if not 0 < temperature < math.inf:
+    if not (isinstance(temperature, (int, float)) and 0 < temperature < math.inf):
         raise ValueError(f"temperature must be a positive number, got {temperature!r}")
 
 

@@ -130,9 +130,11 @@ def names_in_forward(model: Any) -> set[str]:
 class Patched:
     """What a patch has changed; :meth:`remove` restores it."""
 
-    def __init__(self, who: str, model: Any, options: Options) -> None:
+    _who: str  # the function that patches
+
+    def __init__(self, model: Any, options: Options) -> None:
         given, model = model, _unwrapped(model)
-        self._name = f"{who}: {type(model).__name__}"
+        self._name = f"{self._who}: {type(model).__name__}"
         head = _head_of(model)
         if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
             raise TypeError(f"{self._name} has no linear layer as its output embeddings")

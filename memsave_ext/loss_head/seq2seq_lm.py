@@ -43,22 +43,13 @@ def patch_seq2seq_lm(
         RuntimeError: it is patched already. In the first forward: the model does more to its logits
             than to scale them and to cap them by tanh.
     """
-    return PatchedSeq2SeqLM(model, z_loss, outputs, chunk_size, debug)
+    return PatchedSeq2SeqLM(model, checked_options(z_loss, outputs, chunk_size, debug))
 
 
 class PatchedSeq2SeqLM(Patched):
     """What :func:`patch_seq2seq_lm` has changed; :meth:`remove` restores it."""
 
-    def __init__(
-        self,
-        model: Any,
-        z_loss: float,
-        outputs: Iterable[str],
-        chunk_size: int | None,
-        debug: bool,
-    ) -> None:
-        options = checked_options(z_loss, outputs, chunk_size, debug)
-        super().__init__("patch_seq2seq_lm", model, options)
+    _who = "patch_seq2seq_lm"
 
     def _refuse(self) -> None:
         if not getattr(self._model.config, "is_encoder_decoder", False):

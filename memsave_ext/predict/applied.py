@@ -6,16 +6,18 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .. import _parts
 from ..adam.dtensor import is_dtensor
+from ..adam.modes import check_norm
 from ..memory.figures import make_tracker, untracked
 from ..memory.hooks import Hooks, Names
 from ..shared.modules import Modules, is_compiled
@@ -145,6 +147,7 @@ def apply(
         TypeError, ValueError: what :func:`check` says; the means do not apply.
     """
     inside = check("apply", model, optimizer)
+    check_options("apply", options)
     scaler = None if inside is optimizer else getattr(optimizer, "scaler", None)
     if scaler is not None and options.get("grad_scaler") is None:
         options["grad_scaler"] = scaler
@@ -197,9 +200,32 @@ def check(who: str, model: Any, optimizer: Any) -> Optimizer | None:
                 f"{who}: step() of {type(optimizer).__name__} needs a closure, which evaluates the "
                 "model as often as it likes; such a step is not predicted from a batch"
             )
+    if any(is_lazy(p) for p in model.parameters()):
+        raise ValueError(
+            f"{who}: parameters of this {type(model).__name__} have no shape yet: call it once, "
+            "then make its optimizer"
+        )
     if any(is_dtensor(p) for p in model.parameters()):
         raise ValueError(f"{who}: parameters are DTensors, as FSDP2 makes them, which are refused")
     return unwrapped(optimizer)
+
+
+def check_options(who: str, options: Mapping[str, Any]) -> None:
+    """Raises TypeError or ValueError for wrong options of an optimizer that steps in backward,
+    which may not be needed: the least means that fit are not known before."""
+    condition, norm, scaler = map(options.get, ("accumulate_when", "max_grad_norm", "grad_scaler"))
+    if condition is not None and not callable(condition):
+        raise TypeError(
+            f"{who}: accumulate_when must be a function without arguments, or None, got "
+            f"{type(condition).__name__}"
+        )
+    if norm is not None:
+        check_norm(f"{who}: max_grad_norm", norm)
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(
+            f"{who}: grad_scaler must be a torch.amp.GradScaler or None, got "
+            f"{type(scaler).__name__}"
+        )
 
 
 def unwrapped(optimizer: Optimizer | None) -> Optimizer | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..adam import in_backward
-from ..adam.in_place import taken_by
+from ..adam.in_place import options_outside_groups, taken_by
 from ..adam.own_optimizer import OwnStep
 from ..adam.step_in_backward import InBackward
 from ..fakes.mode import like, loss_in, only_value
@@ -37,28 +37,34 @@ def from_batch(
     batch: Any,
     loss: Loss | None,
     *,
+    who: str = "predict",
     micro_batches: int = 1,
     forward: Forward | None = None,
+    keeps_gradients: bool = False,
 ) -> Build:
     """Returns a function that makes fake copies of all arguments, and a step of these.
 
     Args:
         model, optimizer, batch, loss: as for :func:`predict`.
+        who: the function that errors are of.
         micro_batches: how many backwards a step has.
         forward: stands for calls of the model and of ``loss``.
+        keeps_gradients: whether those of a step are there until the next one's first backward, and
+            not freed before its forward.
 
     Raises:
-        TypeError: ``optimizer`` is no optimizer; ``batch`` is missing.
-        ValueError: ``optimizer`` has parameters that ``model`` has not.
+        TypeError: ``optimizer`` is no optimizer; ``batch`` is missing, or none; ``loss`` is no
+            function. In the step: it returns no tensor of one number.
+        ValueError: ``optimizer`` has parameters that ``model`` has not. In the step: the loss
+            depends on nothing that is trained.
     """
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"predict: optimizer must be a torch.optim.Optimizer or None, got "
+            f"{who}: optimizer must be a torch.optim.Optimizer or None, got "
             f"{type(optimizer).__name__}"
         )
-    if batch is None:
-        raise TypeError("predict: a model needs a batch, what it is called with")
-    run = forward or _forward_of(loss)
+    _check_batch(who, batch)
+    run = forward or _forward_of(who, loss)
     batch, autocast = _plain(batch), _Autocast()
     values = {id(t): only_value(t) for t in tree_leaves(batch) if isinstance(t, Tensor)}
 
@@ -72,23 +78,28 @@ def from_batch(
         # Gradients, and hooks on parameters, do not come along: an optimizer made of the copies
         # sets its own.
         model_copy = copy.deepcopy(model, dict(copied))
-        made = None if optimizer is None else _remade(optimizer, copied)
+        made = None if optimizer is None else _remade(who, optimizer, copied)
         inputs = tree_map_only(Tensor, fake, batch)
 
         def loss_of_batch() -> Tensor:
             # The output is kept by nothing but its graph, as in a step that is written in one line.
             with autocast.entered():
-                return run(model_copy, inputs)
+                return _checked_loss(who, run(model_copy, inputs))
+
+        def started(loss: Tensor, number: int) -> Tensor:
+            if keeps_gradients and number == 1:
+                model_copy.zero_grad()
+            return loss
 
         def step() -> None:
             with autocast.left():
-                for _ in range(micro_batches - 1):
-                    with _accumulating(made):
-                        loss_of_batch().backward()
-                loss_of_batch().backward()
+                for number in range(1, micro_batches + 1):
+                    with _accumulating(made) if number < micro_batches else nullcontext():
+                        started(loss_of_batch(), number).backward()
                 if made is not None:
                     made.step()
-                model_copy.zero_grad()
+                if not keeps_gradients:
+                    model_copy.zero_grad()
 
         return model_copy, made, step
 
@@ -143,13 +154,13 @@ def _accumulating(optimizer: Any) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _remade(optimizer: Optimizer, copied: Mapping[int, Tensor]) -> Optimizer:
+def _remade(who: str, optimizer: Optimizer, copied: Mapping[int, Tensor]) -> Optimizer:
     """Returns a new optimizer of the copied parameters, with the same options."""
 
     def parameter(p: Tensor) -> Tensor:
         if id(p) not in copied:
             raise ValueError(
-                f"predict: optimizer has a parameter of shape {list(p.shape)} that is not in model"
+                f"{who}: optimizer has a parameter of shape {list(p.shape)} that is not in model"
             )
         return copied[id(p)]
 
@@ -164,7 +175,8 @@ def _remade(optimizer: Optimizer, copied: Mapping[int, Tensor]) -> Optimizer:
         small, bucket = optimizer._small_bytes, optimizer._bucket_bytes
         taken: Optimizer = in_backward(made, small_bytes=small, bucket_bytes=bucket)
         return taken
-    outside = _options_outside_groups(optimizer)
+    # A scaler is not told of a copy's steps.
+    outside = {n: v for n, v in options_outside_groups(optimizer).items() if n != "grad_scaler"}
     return construct(type(optimizer), groups, optimizer.defaults, **outside)
 
 
@@ -177,28 +189,53 @@ def construct(
     return made
 
 
-def _options_outside_groups(optimizer: Any) -> dict[str, Any]:
-    """memsave_ext's Adam keeps some options outside of its groups."""
-    if not type(optimizer).__module__.startswith("memsave_ext."):
-        return {}
-    return {
-        "in_backward": optimizer._in_backward,
-        "small_bytes": optimizer._small_bytes,
-        "bucket_bytes": optimizer._bucket_bytes,
-        "clip_global_norm": optimizer.clip_global_norm,
-    }
+def _check_batch(who: str, batch: Any) -> None:
+    """Raises TypeError where no model is called with this."""
+    if batch is None:
+        raise TypeError(f"{who}: a model needs a batch, what it is called with")
+    of_batches = (Iterator, torch.utils.data.DataLoader, torch.utils.data.Dataset)
+    if isinstance(batch, (*of_batches, str, bytes)) or type(batch).__module__ == "numpy":
+        hint = ", such as next(iter(loader))" if isinstance(batch, of_batches) else ""
+        raise TypeError(
+            f"{who}: batch must be one batch{hint}, a tensor, a tuple of arguments or a dict of "
+            f"keyword arguments that the model is called with, got {type(batch).__name__}"
+        )
 
 
-def _forward_of(loss: Loss | None) -> Forward:
+def _checked_loss(who: str, loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        is_tensor = isinstance(loss, Tensor)
+        made = f"one of shape {list(loss.shape)}" if is_tensor else type(loss).__name__
+        raise TypeError(f"{who}: loss must return a tensor of one number, got {made}")
+    if not loss.requires_grad:
+        raise ValueError(
+            f"{who}: no gradient comes of the loss: it depends on no parameter that requires one, "
+            "or is detached"
+        )
+    return loss
+
+
+def _forward_of(who: str, loss: Loss | None) -> Forward:
     """Returns a function that calls a model with a batch and makes the loss of what it returns."""
-    takes_batch = loss is not None and _takes_two(loss)
+    if loss is not None and not callable(loss):
+        raise TypeError(f"{who}: loss must be a function or None, got {type(loss).__name__}")
+    takes_batch = loss is not None and _takes_two(who, loss)
 
     def forward(model: nn.Module, inputs: Any) -> Tensor:
         call = _call_of(inputs)
-        _check_call(model, call)
-        output = model(*call.args, **call.kwargs)
+        _check_call(who, model, call)
+        try:
+            output = model(*call.args, **call.kwargs)
+        except (AttributeError, TypeError) as error:
+            if not isinstance(inputs, list):
+                raise
+            raise TypeError(
+                f"{who}: batch is a list, with which {type(model).__name__} is called as its one "
+                f"argument: {error}. For several arguments give a tuple, of a loader's [inputs, "
+                "targets] the inputs alone"
+            ) from error
         if loss is None:
-            return _loss_of(output)
+            return _loss_of(who, output)
         if not takes_batch:
             return loss(output)
         if isinstance(inputs, Call):
@@ -216,7 +253,7 @@ def _call_of(inputs: Any) -> Call:
     return Call(inputs if isinstance(inputs, tuple) else (inputs,), {})
 
 
-def _check_call(model: nn.Module, call: Call) -> None:
+def _check_call(who: str, model: nn.Module, call: Call) -> None:
     """Raises TypeError where a model does not take these arguments."""
     try:
         inspect.signature(model.forward).bind(*call.args, **call.kwargs)
@@ -224,27 +261,32 @@ def _check_call(model: nn.Module, call: Call) -> None:
         return
     except TypeError as error:
         raise TypeError(
-            f"predict: batch must be what {type(model).__name__} is called with, a tensor, a tuple "
+            f"{who}: batch must be what {type(model).__name__} is called with, a tensor, a tuple "
             f"of arguments or a dict of keyword arguments: {error}"
         ) from None
 
 
-def _takes_two(loss: Loss) -> bool:
+def _takes_two(who: str, loss: Loss) -> bool:
     """Whether a loss needs a second argument, which is then the batch."""
     try:
-        inspect.signature(loss).bind(None)
+        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
     except ValueError:  # it does not tell
         return False
-    except TypeError:
-        return True
-    return False
+    for arguments in ((None,), (None, None)):
+        with suppress(TypeError):
+            signature.bind(*arguments)
+            return len(arguments) == 2
+    raise TypeError(
+        f"{who}: loss must take what the model returned, or that and the batch, got a function of "
+        f"{signature}"
+    )
 
 
-def _loss_of(output: Any) -> Tensor:
+def _loss_of(who: str, output: Any) -> Tensor:
     found = loss_in(output)
     if found is None:
         raise TypeError(
-            "predict: the model returned no loss. Give loss, a function that makes it of what the "
+            f"{who}: the model returned no loss. Give loss, a function that makes it of what the "
             "model returned, or of that and the batch"
         )
     return found

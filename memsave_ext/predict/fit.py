@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,15 +12,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from ..adam.modes import check_bool
 from ..fakes.mode import as_before
-from ..remat.budget import parse_budget
+from ..remat.budget import OfDevice, parse_budget
+from ..remat.recorder import Budget
 from ..shared.checks import check_count
 from ..shared.device_memory import device_memory
 from ..shared.tensors import plain_tensors
-from .applied import Applied, apply, check
+from .applied import Applied, apply, check, check_options
 from .batch import Forward, Loss, from_batch
 from .fits import search
-from .predict import device_of
 from .techniques import ALL, named
 
 # Without a budget remat has its plan from the third step on; with one it costs no more.
@@ -61,7 +63,7 @@ def fit(
         optimizer: its optimizer, with states or without; None for a loop without states. An
             optimizer that accelerate or Lightning has wrapped is taken out of it.
         batch: what the model is called with: a dict of keyword arguments, a tuple of arguments, or
-            a tensor.
+            a tensor. Not the loader that makes batches.
         budget: the most bytes that a step may need: an int, a text such as ``"24GB"`` (10^9 bytes
             each) or ``"22.5GiB"`` (2^30), ``"80%"`` of the device's memory or ``"auto"``, what the
             model and its optimizer hold and nine tenths of what is free.
@@ -92,11 +94,21 @@ def fit(
         "max_grad_norm": max_grad_norm,
         "grad_scaler": grad_scaler,
     }
+    check_bool("fit: in_backward", in_backward)
     reason = "" if in_backward else "in_backward=False"
-    return fitted(
+    made = fitted(
         model, optimizer, batch, budget, loss=loss, means=means, refused=reason,
         micro_batches=micro_batches, verbose=verbose, options=options,
     )  # fmt: skip
+    if max_grad_norm is not None and not made.steps_in_backward:
+        warnings.warn(
+            f"memsave_ext: fit: max_grad_norm={max_grad_norm!r} is for an optimizer that steps in "
+            f"backward, and nothing does so with {made.means}: gradients are clipped by the loop, "
+            "or not at all",
+            UserWarning,
+            stacklevel=2,
+        )
+    return made
 
 
 def fitted(
@@ -111,6 +123,7 @@ def fitted(
     micro_batches: int = 1,
     verbose: bool = True,
     forward: Forward | None = None,
+    keeps_gradients: bool = False,
     method: str = "forward",
     options: dict[str, Any],
 ) -> Applied:
@@ -118,21 +131,31 @@ def fitted(
 
     Args:
         refused: why no optimizer may step in backward; empty where it may.
-        forward: as of :func:`from_batch`.
+        forward, keeps_gradients: as of :func:`from_batch`.
         method: as of :meth:`Techniques.apply`.
         options: as of :class:`Applied`.
     """
     inside = check("fit", model, optimizer)
+    check_options("fit", options)
     check_count("fit: micro_batches", micro_batches, 1)
     among = _WITHIN if means is None else (named("fit", means),)
     parameter = next(model.parameters(), None)
-    device = device_of("fit", "cpu" if parameter is None else parameter.device)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"fit: model must be on the CPU or a CUDA device, is on {device}")
+    if not model.training:
+        warnings.warn(
+            f"memsave_ext: fit: this {type(model).__name__} is in eval mode, and so is the step "
+            "that is predicted: call model.train() before",
+            UserWarning,
+            stacklevel=3,
+        )
     limit = _bytes_of(budget, device, model, inside)
     build = from_batch(
-        model, inside, batch, loss,
-        micro_batches=min(micro_batches, 2), forward=forward,
+        model, inside, batch, loss, who="fit",
+        micro_batches=min(micro_batches, 2), forward=forward, keeps_gradients=keeps_gradients,
     )  # fmt: skip
-    with as_before():
+    with as_before(), torch.inference_mode(False), torch.enable_grad():
         found = search(build, limit, device=device, among=among, refused=refused, method=method)
     chosen = found.cheapest if means is None else found.rows[0]
     if chosen is None:
@@ -150,19 +173,30 @@ def fitted(
     return made
 
 
+def check_request(who: str, budget: object, means: str | None) -> None:
+    """Raises TypeError or ValueError where a budget, or a name of means, is none."""
+    _parsed(who, budget)
+    if means is not None:
+        named(who, means)
+
+
+def _parsed(who: str, budget: object) -> tuple[Budget, OfDevice | None]:
+    allowed = "bytes as an int, or text such as '24GB', '22.5GiB', '80%' or 'auto'"
+    if isinstance(budget, float):
+        raise ValueError(
+            f"{who}: budget must be {allowed}, got {budget!r}; a share of the activations is for "
+            "remat"
+        )
+    try:
+        return parse_budget(budget)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{who}: budget must be {allowed}, got {budget!r}") from None
+
+
 def _bytes_of(
     budget: object, device: torch.device, model: nn.Module, optimizer: Optimizer | None
 ) -> int:
-    if isinstance(budget, float):
-        raise ValueError(
-            "fit: budget must be bytes, text such as '24GB', '80%' or 'auto', got "
-            f"{budget!r}; a share of the activations is for remat"
-        )
-    try:
-        parsed, of_device = parse_budget(budget)
-    except (TypeError, ValueError) as error:
-        allowed = "bytes as an int, or text such as '24GB', '22.5GiB', '80%' or 'auto'"
-        raise type(error)(f"fit: budget must be {allowed}, got {budget!r}") from None
+    parsed, of_device = _parsed("fit", budget)
     if of_device is None:
         return parsed.bytes
     size = of_device.bytes_of(device)

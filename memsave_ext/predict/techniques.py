@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..adam import Adam, AdamW
 from ..adam.in_place import become, step_in_backward
+from ..adam.own_optimizer import OwnStep
 from ..checkpoint import checkpoint_modules
 from ..loss_head import patch_causal_lm, patch_seq2seq_lm
 from ..memory.measure import Build, checked
@@ -129,6 +130,8 @@ class Techniques:
         ours = next(
             (ours for torchs, ours in kinds.items() if type(optimizer) in (torchs, ours)), None
         )
+        if isinstance(optimizer, OwnStep):
+            raise ValueError("in_backward() has taken the optimizer already")
         if optimizer is None or ours is None:
             raise ValueError(f"the optimizer is {type(optimizer).__name__}, not Adam or AdamW")
         if isinstance(optimizer, Adam) and optimizer.in_backward and self.state_dtype is None:

@@ -419,6 +419,24 @@ def test_linear_cross_entropy_end_to_end(tmp_path, capsys):
     assert "peak, of the weight" in capsys.readouterr().out
 
 
+def test_linear_kl_end_to_end(tmp_path, capsys):
+    """It compares the losses of all who compute them."""
+    pytest.importorskip("tqdm")
+    threads = torch.get_num_threads()
+    benchmark = importlib.import_module("linear_kl")
+    try:
+        benchmark.main(["--tiny", "--rounds", "2", "--no-progress", "--save", str(tmp_path)])
+    finally:
+        torch.set_num_threads(threads)
+    (path,) = tmp_path.glob("linear_kl-*.json")
+    (record,) = json.loads(path.read_text())
+    made = {(row["loss"], row["case"]) for row in record["rows"]}
+    for loss in (benchmark.LOG_PROBS, *benchmark.BETAS.values()):
+        assert {(loss, benchmark.TORCH), (loss, benchmark.OURS)} <= made
+    assert ("liger-kernel" in record.get("left_out", {})) == isinstance(benchmark.liger(), str)
+    assert "peak, of the logits" in capsys.readouterr().out
+
+
 def test_checkpoint_chunks_end_to_end(tmp_path, capsys):
     pytest.importorskip("tqdm")
     threads = torch.get_num_threads()

@@ -295,6 +295,8 @@ def test_lightnings_own_arguments(options, means):
     callback = lightning_fit(means=means)
     net, _ = lightning(callback, **options)
     assert callback.fitted.means == means and len(net.losses) == 5
+    if ms._native.available and not options:  # gradients of the step before are there in forward
+        assert callback.fitted.measured == pytest.approx(callback.fitted.predicted, rel=0.02)
     assert net.losses == plain.losses
     for one, other in zip(net.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -305,7 +307,7 @@ def test_lightnings_clipping_and_refusals():
     callback = lightning_fit(means="checkpoint by block")
     net, _ = lightning(callback, gradient_clip_val=0.1)
     assert net.losses == plain.losses
-    with pytest.raises(ValueError, match="the Trainer clips gradients, which a step in backward"):
+    with pytest.raises(ValueError, match="the Trainer clips gradients, by gradient_clip_val or by"):
         lightning(lightning_fit(means=IN_BACKWARD), gradient_clip_val=0.1)
     callback = lightning_fit(means=IN_BACKWARD, clip_each=True)
     _, trainer = lightning(callback, gradient_clip_val=0.1)
@@ -317,6 +319,16 @@ def test_lightnings_clipping_and_refusals():
     net.automatic_optimization = False
     with pytest.raises(ValueError, match="Fit: the module optimizes by itself"):
         lightning(lightning_fit(), net)
+    clipping = Net()
+    type(clipping).configure_gradient_clipping = lambda self, *args, **_: self.clip_gradients(
+        args[0], gradient_clip_val=0.1, gradient_clip_algorithm="norm"
+    )
+    with pytest.raises(ValueError, match=r"or by the module's own configure_gradient_clipping\(\)"):
+        lightning(lightning_fit(means=IN_BACKWARD), clipping)
+    none = Net()
+    none.configure_optimizers = lambda: None
+    with pytest.raises(ValueError, match="Fit: the module has 0 optimizers, not one"):
+        lightning(lightning_fit(), none)
     net = Net()
     net.training_step = lambda batch: None
     with pytest.raises(ValueError, match="returned no loss, but NoneType"):
@@ -425,5 +437,12 @@ def test_timm():
 
 def test_what_there_is():
     assert {"lightning", "transformers"} <= {*dir(ms.integrations)}
+    for trainers in (ms.integrations.transformers, ms.integrations.lightning):
+        with pytest.raises(
+            ValueError, match="Fit: budget must be bytes as an int, .* got '24 G B'"
+        ):
+            trainers.Fit("24 G B")
+        with pytest.raises(ValueError, match="Fit: means must be None or one of"):
+            trainers.Fit(GB, means="magic")
     with pytest.raises(AttributeError, match=re.escape("has no attribute 'keras'")):
         ms.integrations.keras  # noqa: B018

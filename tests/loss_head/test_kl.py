@@ -225,10 +225,35 @@ def test_no_tensor_of_tokens_and_classes():
         ({"teacher_bias": torch.ones(2)}, ValueError, r"teacher_bias must have shape.*got \(2,\)"),
         ({"beta": 1.5}, ValueError, "beta must be a number from 0 to 1, got 1.5"),
         ({"beta": float("nan")}, ValueError, "beta must be"),
+        ({"beta": "0.5"}, ValueError, "beta must be a number from 0 to 1, got '0.5'"),
+        ({"temperature": None}, ValueError, "temperature must be a positive number, got None"),
+        ({"softcap": "3"}, ValueError, "softcap must be a positive number or None, got '3'"),
         ({"temperature": 0.0}, ValueError, "temperature must be a positive number"),
         ({"teacher_softcap": 0.0}, ValueError, "teacher_softcap must be a positive number"),
         ({"chunk_size": 3}, ValueError, "chunk_size must be a positive multiple of 256"),
         ({"teacher_weight": torch.nn.Linear(8, 30)}, TypeError, "teacher_weight must be a tensor"),
+        ({"teacher_bias": 1.0}, TypeError, "teacher_bias must be a tensor, got float"),
+        (
+            {"teacher_input": torch.ones(3, 5, 12, device="meta")},
+            ValueError,
+            "all tensors must be on one device, got input on cpu, .* teacher_input on meta",
+        ),
+        (
+            {"linear_bias": torch.ones(30, device="meta")},
+            ValueError,
+            "must be on one device, .* linear_bias on meta",
+        ),
+        (
+            {"teacher_input": torch.ones(3, 5, 12, dtype=torch.bfloat16)},
+            ValueError,
+            "teacher_input, teacher_weight must be of one floating-point dtype.* teacher_input of "
+            "torch.bfloat16",
+        ),
+        (
+            {"input": torch.ones(3, 5, 8).long(), "linear_weight": torch.ones(30, 8).long()},
+            ValueError,
+            "input, linear_weight must be of one floating-point dtype",
+        ),
     ],
     ids=str,
 )

@@ -291,14 +291,98 @@ def test_wrapped_and_compiled_models_are_refused():
         ms.fit(model, [optimizer], x, budget=GB)
     with pytest.raises(ValueError, match=r"step\(\) of LBFGS needs a closure"):
         ms.fit(model, torch.optim.LBFGS(model.parameters()), x, budget=GB, loss=square)
-    with pytest.raises(TypeError, match="the model returned no loss. Give loss"):
-        ms.fit(model, optimizer, x, budget=GB)
-    with pytest.raises(TypeError, match="batch must be what Net is called with.*: too many"):
-        ms.fit(model, optimizer, (x, x), budget=GB, loss=square)
-    with pytest.raises(ValueError, match="fit: means must be None or one of"):
-        ms.fit(model, optimizer, x, budget=GB, loss=square, means="magic")
-    with pytest.raises(ValueError, match="fit: micro_batches must be at least 1, got 0"):
-        ms.fit(model, optimizer, x, budget=GB, loss=square, micro_batches=0)
+    lazy = nn.Sequential(nn.LazyLinear(4))
+    with pytest.raises(ValueError, match="parameters of this Sequential have no shape yet: call"):
+        ms.fit(lazy, torch.optim.AdamW(lazy.parameters()), x, budget=GB, loss=square)
+    with pytest.raises(ValueError, match="fit: model must be on the CPU or a CUDA device"):
+        ms.fit(nn.Linear(2, 2, device="meta"), None, x, budget=GB, loss=square)
+    with pytest.raises(ValueError, match="fit: optimizer has a parameter of shape"):
+        ms.fit(model, torch.optim.AdamW(Net().parameters()), x, budget=GB, loss=square)
+
+
+X = torch.randn(16, 32)
+WRONG = {
+    "generator": (
+        {"batch": (x for x in [X])},
+        TypeError,
+        r"one batch, .*\(loader\)\), .* generator",
+    ),
+    "loader": ({"batch": torch.utils.data.DataLoader(X)}, TypeError, "got DataLoader"),
+    "dataset": ({"batch": torch.utils.data.TensorDataset(X)}, TypeError, "got TensorDataset"),
+    "array": ({"batch": X.numpy()}, TypeError, "batch must be one batch, a tensor,.* got ndarray"),
+    "none": ({"batch": None}, TypeError, "fit: a model needs a batch"),
+    "list": ({"batch": [X, X]}, TypeError, "batch is a list, .* of a loader's .* the inputs alone"),
+    "two": ({"batch": (X, X)}, TypeError, "fit: batch must be what Net is called with.*: too many"),
+    "no loss": ({"loss": None}, TypeError, "fit: the model returned no loss. Give loss"),
+    "loss": ({"loss": 3}, TypeError, "fit: loss must be a function or None, got int"),
+    "loss of three": ({"loss": lambda a, b, c: a}, TypeError, r"got a function of \(a, b, c\)"),
+    "tuple": ({"loss": lambda y: (y.mean(), y)}, TypeError, "of one number, got tuple"),
+    "vector": ({"loss": lambda y: y}, TypeError, r"of one number, got one of shape \[16, 32\]"),
+    "detached": (
+        {"loss": lambda y: y.mean().detach()},
+        ValueError,
+        "no gradient comes of the loss",
+    ),
+    "means": ({"means": "magic"}, ValueError, "fit: means must be None or one of 'as built'"),
+    "micro": ({"micro_batches": 0}, ValueError, "fit: micro_batches must be at least 1, got 0"),
+    "norm": ({"max_grad_norm": 0}, ValueError, "fit: max_grad_norm must be a number above 0"),
+    "scaler": ({"grad_scaler": "x"}, TypeError, "fit: grad_scaler must be a torch.amp.Grad.* str"),
+    "condition": ({"accumulate_when": 1}, TypeError, "fit: accumulate_when must be a function"),
+    "in backward": ({"in_backward": None}, TypeError, "fit: in_backward must be True or False"),
+}
+
+
+@pytest.mark.parametrize(("change", "error", "text"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments(change, error, text):
+    """Each says which it is, also where nothing that needs it is applied, and changes nothing."""
+    loop = Loop()
+    with pytest.raises(error, match=text):
+        ms.fit(loop.model, loop.optimizer, **{"batch": X, "budget": GB, "loss": square, **change})
+    assert_unchanged(loop)
+
+
+def test_the_mode_that_it_is_called_in():
+    peak = Loop().fit("as built").predicted
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            assert Loop().fit("as built").predicted == peak
+    loop = Loop()
+    loop.model.eval()
+    with pytest.warns(UserWarning, match="fit: this Net is in eval mode, and so is the step"):
+        loop.fit("as built")
+    frozen = Loop()
+    frozen.model.requires_grad_(False)
+    with pytest.raises(ValueError, match="it depends on no parameter that requires one"):
+        frozen.fit("as built")
+
+
+def test_a_loss_module_is_given_the_batch_where_it_takes_a_target():
+    model = nn.Linear(32, 32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    fitted = ms.fit(model, optimizer, X, budget=GB, loss=nn.MSELoss(), verbose=False)
+    assert fitted.means == "as built"
+
+
+def test_what_ours_accumulates_is_asked_on():
+    """An optimizer that changes in place asks as before, during fit() and after it."""
+    plain, loop = (Loop(ms.AdamW, in_backward=True) for _ in range(2))
+    for each in (plain, loop):
+        count = iter(range(1, 1000))
+        each.optimizer.accumulate_when(lambda count=count: next(count) % 2)
+    fitted = ms.fit(
+        loop.model, loop.optimizer, loop.x.chunk(2)[0], budget=GB, loss=square, micro_batches=2,
+        means="Adam in backward, 8-bit states",
+    )  # fmt: skip
+    loop.run(2, micro_batches=2)
+    assert all("exp_avg" in state for state in loop.optimizer.state.values())
+    fitted.undo()
+    loop.run(1, micro_batches=2)
+    plain.run(3, micro_batches=2)
+    assert loop.losses == pytest.approx(plain.losses, rel=0.05)
+    taken = Loop()
+    ms.in_backward(taken.optimizer)
+    with pytest.raises(ValueError, match=r"in_backward\(\) has taken the optimizer already"):
+        taken.fit("Adam in backward")
 
 
 def test_distributed_models_are_refused():
@@ -490,7 +574,8 @@ def test_clipping_and_a_scaler_are_handed_on():
     scaler.step(loop.optimizer)
     scaler.update()
     other = Loop()
-    fitted = other.fit("checkpoint by block", max_grad_norm=0.5, grad_scaler=scaler)
+    with pytest.warns(UserWarning, match="max_grad_norm=0.5 is for .* clipped by the loop, or not"):
+        fitted = other.fit("checkpoint by block", max_grad_norm=0.5, grad_scaler=scaler)
     assert "max_grad_norm" not in other.optimizer.param_groups[0]  # the loop's own clipping stays
     fitted.undo()
 
@@ -535,3 +620,26 @@ def test_an_optimizer_of_ours(tmp_path):
         refused.optimizer = ms.AdamW(refused.model.parameters(), **options)
         with pytest.raises(ValueError, match=text):
             refused.fit("Adam in backward, 8-bit states")
+
+
+def test_options_that_ours_keep_outside_of_their_groups():
+    """A prediction has them but for the scaler, and so has an optimizer that changes in place."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024)
+    options = {"in_backward": True, "small_bytes": 4, "bucket_bytes": 8, "grad_scaler": scaler}
+    loop = Loop(ms.AdamW, **options)
+    before = scaler.state_dict()
+    fitted = loop.fit("Adam in backward, 8-bit states")
+    assert scaler.state_dict() == before and not scaler._per_optimizer_states
+    scaler.scale(square(loop.model(loop.x))).backward()
+    scaler.step(loop.optimizer)
+    scaler.update()
+    fitted.undo()
+    ours = loop.optimizer
+    assert (ours.in_backward, ours._small_bytes, ours._bucket_bytes) == (True, 4, 8)
+    assert ours.grad_scaler is scaler
+    clipped = Loop(ms.AdamW, clip_global_norm=1.0)
+    fitted = clipped.fit("checkpoint by block")
+    clipped.run(3)
+    assert not NATIVE or fitted.measured == pytest.approx(fitted.predicted, rel=0.02)
+    fitted.undo()
+    assert clipped.optimizer.clip_global_norm == 1.0
