@@ -76,7 +76,8 @@ def test_run_all_runs_what_is_asked_for(run_all, tmp_path):
 
 
 def test_run_all_has_every_benchmark_and_ends_in_time():
+    """But for the one that takes an hour."""
     module = importlib.import_module("run_all")
-    names = {name for name in scripts_that_record() if not name.endswith("_cuda")}
+    names = {name for name in scripts_that_record() if not name.endswith("_cuda")} - {"real_limit"}
     assert module.SECONDS.keys() == names
     assert sum(module.SECONDS.values()) <= 22 * 60
