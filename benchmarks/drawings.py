@@ -6,6 +6,7 @@ import matplotlib
 
 from readme_tables import TABLES
 from tables import TIMES, Record, size
+from tables.real_limit import GIB, OWN, seconds
 from tables.remat import method_name
 
 matplotlib.use("Agg")
@@ -177,6 +178,44 @@ def plot_largest_model(record: Record) -> Figure:
     return figure
 
 
+def plot_real_limit(record: Record) -> Figure:
+    """A field for each model and method, filled where it trains, and a grid for each limit."""
+    limits = sorted({row["limit_bytes"] for row in record["rows"]}, reverse=True)
+    grids = []
+    for limit in limits:
+        rows = [row for row in record["rows"] if row["limit_bytes"] == limit]
+        names = [list(dict.fromkeys(row[name] for row in rows)) for name in ("model", "method")]
+        grids.append((limit, rows, *names))
+    heights = [1.0 + 0.55 * len(methods) for *_, methods in grids]
+    figure, axes = plt.subplots(
+        len(limits), 1, squeeze=False, figsize=(11, 0.4 + sum(heights)),
+        height_ratios=heights, layout="constrained",
+    )  # fmt: skip
+    for axis, (limit, rows, models, methods) in zip(axes[:, 0], grids, strict=True):
+        for row in rows:
+            x, y = models.index(row["model"]), methods.index(row["method"])
+            trains = not row["died"]
+            shade = colour(row["method"]) if row["method"] != "plain" else NAIVE
+            field = plt.Rectangle((x - 0.48, y - 0.44), 0.96, 0.88, linewidth=0,
+                                  color=shade if trains else "#eeeeee")  # fmt: skip
+            axis.add_patch(field)
+            text = "no room"
+            if trains:
+                form = "" if row["format"] in OWN else f"\n{row['format']}"
+                text = f"{row['peak_bytes'] / GIB:.1f} GiB, {seconds(row):.0f} s{form}"
+            axis.text(x, y, text, ha="center", va="center", fontsize=8,
+                      color="white" if trains else "#999999")  # fmt: skip
+        axis.set_xlim(-0.5, len(models) - 0.5)
+        axis.set_ylim(len(methods) - 0.5, -0.5)
+        axis.set_xticks(range(len(models)), models, fontsize=9)
+        axis.set_yticks(range(len(methods)), methods, fontsize=9)
+        axis.xaxis.tick_top()
+        axis.tick_params(length=0)
+        axis.spines[:].set_visible(False)
+        axis.set_title(f"trains in {limit / GIB:g} GiB: peak, time of a step", fontsize=10)
+    return figure
+
+
 def plot_adam_memory(record: Record) -> Figure:
     rows = record["rows"]
     figure, axis = plt.subplots(figsize=(9, 0.8 + 0.42 * len(rows)), layout="constrained")
@@ -292,6 +331,7 @@ DRAWINGS: dict[str, Callable[[Record], Figure]] = {
     "checkpoint_overhead": plot_overhead,
     "adam_memory": plot_adam_memory,
     "largest_model": plot_largest_model,
+    "real_limit": plot_real_limit,
     "memory_account": plot_memory_account,
     "remat": plot_remat,
     "remat_budgets": plot_remat_budgets,

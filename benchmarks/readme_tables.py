@@ -53,6 +53,7 @@ from tables.cuda import (
 )
 from tables.index import index, missed
 from tables.loss_head import kl_caption, kl_table, loss_head_caption, loss_head_table
+from tables.real_limit import real_limit_caption, real_limit_short, real_limit_table
 from tables.remat import (
     budgets_caption,
     budgets_table,
@@ -71,7 +72,6 @@ from tables.training import (
     distributed_caption,
     distributed_table,
     largest_model_caption,
-    largest_model_short,
     largest_model_table,
 )
 
@@ -97,7 +97,8 @@ TABLES: dict[str, Pair] = {
     "remat:picture": (lambda record: "", remat_picture_caption),
     "remat_budgets": (budgets_table, budgets_caption),
     "largest_model": (largest_model_table, largest_model_caption),
-    "largest_model:short": (largest_model_short, largest_model_caption),
+    "real_limit": (real_limit_short, real_limit_caption),
+    "real_limit:all": (real_limit_table, real_limit_caption),
     "memory_account": (memory.account_table, memory.account_caption),
     "memory_account:text": (memory.account_text, lambda record: ""),
     "memory_overhead": (memory.overhead_table, memory.overhead_caption),
@@ -122,6 +123,7 @@ PICTURES = {
     "checkpoint_overhead": "Overhead per region over the number of saved tensors",
     "adam_memory": "Peak memory of a ViT-L/16",
     "largest_model": "The largest model and the largest batch of each method",
+    "real_limit": "What trains in 8 and in 4 GiB, by method",
     "memory_account": "What memory is made of, during two steps of each loop",
     "remat": "Time of a step over the activations that it keeps, of each method",
     "remat_budgets": "Measured peaks over promised ones, of steps 1, 2 and 10",

@@ -1,4 +1,4 @@
-"""Every benchmark, one after the other, with a progress bar over all of them.
+"""Every benchmark but real_limit.py, which takes an hour, with a progress bar over all of them.
 
     python benchmarks/run_all.py                              # results to benchmarks/out
     python benchmarks/run_all.py --save benchmarks/results    # to be committed

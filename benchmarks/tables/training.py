@@ -1,6 +1,6 @@
 """The tables of the benchmarks that train networks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from tables import TIMES, Record, machine_line, markdown, size, times
 
@@ -135,25 +135,6 @@ def data_parallel_caption(record: Record) -> str:
 
 def largest_model_table(record: Record) -> str:
     """Methods down, for each model and budget: the deepest with its parameters, and the batch."""
-    return _largest(record, list(dict.fromkeys(row["method"] for row in record["rows"])))
-
-
-# Of the README: naive, with torch's features together, and with this package's.
-LARGEST_SHOWN = (
-    "naive, fused",
-    "torch's checkpoint, tutorial, chunked loss",
-    "memsave_ext",
-    "memsave_ext, remat in the budget",
-    "memsave_ext, bf16 split8, 8-bit states",
-    "memsave_ext, bf16 stochastic, 4-bit states",
-)
-
-
-def largest_model_short(record: Record) -> str:
-    return _largest(record, LARGEST_SHOWN)
-
-
-def _largest(record: Record, methods: Sequence[str]) -> str:
     places = list(dict.fromkeys((row["model"], row["budget_bytes"]) for row in record["rows"]))
     of = {(row["model"], row["budget_bytes"], row["method"]): row for row in record["rows"]}
     base, most = record["rows"][0]["method"], record["settings"].get("most_batch")
@@ -161,9 +142,7 @@ def _largest(record: Record, methods: Sequence[str]) -> str:
     for model, budget in places:
         header += [f"{model} in {size(budget)}: blocks", "batch", "time"]
     lines = []
-    for method in methods:
-        if (*places[0], method) not in of:
-            continue  # it was not there yet
+    for method in dict.fromkeys(row["method"] for row in record["rows"]):
         cells = [method]
         for place in places:
             row, first = of[(*place, method)], of[(*place, base)]

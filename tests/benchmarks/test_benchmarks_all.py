@@ -23,7 +23,8 @@ def test_every_claim_is_told_and_measured():
     page = ROOT / "docs" / "benchmarks.md"
     if not page.is_file():
         pytest.skip("no docs")
-    rows = re.findall(r"^\| (`\w+\.py`.*) \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    text = page.read_text(encoding="utf-8").partition("## Where it loses")[0]
+    rows = re.findall(r"^\| (`\w+\.py`.*) \|$", text, re.MULTILINE)
     told = []
     for row in rows:
         names, *cells = row.split(" | ")
@@ -76,7 +77,8 @@ def test_run_all_runs_what_is_asked_for(run_all, tmp_path):
 
 
 def test_run_all_has_every_benchmark_and_ends_in_time():
+    """But for the one that takes an hour."""
     module = importlib.import_module("run_all")
-    names = {name for name in scripts_that_record() if not name.endswith("_cuda")}
+    names = {name for name in scripts_that_record() if not name.endswith("_cuda")} - {"real_limit"}
     assert module.SECONDS.keys() == names
     assert sum(module.SECONDS.values()) <= 23 * 60

@@ -198,11 +198,9 @@ SMALL = ["--budget-gb", "0.004", "--gpt-budget-gb", "0.012", "--image", "16", "-
 def test_largest_model_benchmark_end_to_end(record_of, monkeypatch):
     pytest.importorskip("matplotlib")
     module = importlib.import_module("largest_model")
-    tables = importlib.import_module("tables.training")
     low = f"{module.OURS}, bf16 stochastic, 4-bit states"
     shown = (module.NAIVE, module.THEIRS, module.OURS, f"{module.OURS}, remat in the budget", low)
     monkeypatch.setattr(module, "WAYS", {name: module.WAYS[name] for name in shown})
-    monkeypatch.setattr(tables, "LARGEST_SHOWN", shown)
     record = record_of("largest_model", *SMALL)
     for kind, budget in ((module.VIT, 4_000_000), (module.GPT, 12_000_000)):
         rows = {row["method"]: row for row in record["rows"] if row["model"] == kind}
@@ -247,3 +245,115 @@ def test_largest_model_names_a_wrong_option(capsys, wrong):
     with pytest.raises(SystemExit):
         importlib.import_module("largest_model").main(wrong)
     assert wrong[0] in capsys.readouterr().err
+
+
+# models of real size under a limit of the operating system
+
+
+@pytest.fixture
+def real_models():
+    return importlib.import_module("real_models")
+
+
+needs_a_limit = pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_DATA")
+
+
+@needs_a_limit
+def test_a_limit_stops_plain_and_not_ours(record_of, capsys):
+    """In processes of their own: 400 MB of logits where there is room for 250."""
+    pytest.importorskip("transformers")
+    methods = ["plain", "memsave_ext, exact"]
+    options = ["--only", "GPT-2 tiny", "--limits", "0.62", "--methods", *methods]
+    record = record_of("real_limit", *options)
+    plain, ours = record["rows"]
+    assert plain["built"] and plain["losses"] == [] and "allocate memory" in plain["died"]
+    assert ours["died"] is None and len(ours["losses"]) == 3
+    assert ours["losses"][0] > ours["losses"][2]
+    assert ours["peak_bytes"] < 0.62 * 2**30 < plain["needs_bytes"]
+    assert all(row["limited_by"] == "RLIMIT_DATA" for row in record["rows"])
+
+
+@pytest.mark.parametrize("name", ["GPT-2 tiny", "ViT tiny", "Llama tiny"])
+def test_losses_of_exact_methods_are_plains(name, real_models, tmp_path):
+    """To the bit where the loss has logits, and all but for the order of its sums where not."""
+    if "ViT" not in name:
+        pytest.importorskip("transformers")
+    trainer_of = importlib.import_module("real_row").Trainer
+    shape, many = real_models.SHAPES[name], 2**40
+
+    def losses(method):
+        form = real_models.format_of(shape, method, many)
+        trainer = trainer_of(shape, method, form, str(tmp_path))
+        found = [trainer.step().item() for _ in range(2)]
+        importlib.import_module("adam_methods").release(trainer.model.parameters())
+        return found
+
+    plain = losses(real_models.PLAIN)
+    assert plain[0] > plain[1]
+    for method in (real_models.TORCH, real_models.EXACT, real_models.MOVING):
+        if name == "ViT tiny":
+            assert losses(method) == plain
+        else:
+            assert losses(method) == pytest.approx(plain, rel=1e-5 if "GPT" in name else 1e-3)
+
+
+def test_real_models_have_the_parameters_that_they_are_named_for(real_models):
+    pytest.importorskip("transformers")
+    build = importlib.import_module("real_row").build
+    for shape in real_models.SHAPES.values():
+        with torch.device("meta"):
+            model = build(shape, shape.dtype)
+        assert {p.dtype for p in model.parameters()} == {shape.dtype}
+        assert sum(p.numel() for p in model.parameters()) == shape.parameters
+
+
+def test_the_most_exact_format_that_fits_is_taken(real_models):
+    """On paper; 12 bytes for each parameter are 9.3 GB of 774 million."""
+    shape = real_models.SHAPES["GPT-2 774 M"]
+    gib = real_models.GIB
+    exact = real_models.needs(shape, real_models.EXACT, real_models.FLOAT32)
+    assert 12 * shape.parameters < exact.total < 14 * shape.parameters
+    assert exact.total > 8 * gib
+    plain = real_models.needs(shape, real_models.PLAIN, real_models.FLOAT32)
+    assert (
+        plain.weights + plain.states + plain.gradients + plain.activations >= 16 * shape.parameters
+    )
+
+    def names(method):
+        forms = [real_models.format_of(shape, method, limit * gib) for limit in (32, 8, 4, 1)]
+        return [form.name for form in forms]
+
+    eight = "float32, 8-bit states"
+    assert names(real_models.FORMATS) == [
+        eight, eight, "bf16 stochastic, 8-bit states", "bf16 stochastic, 4-bit states",
+    ]  # fmt: skip
+    assert names(real_models.MOVING)[:3] == ["float32", "float32", "bf16 split"]
+    assert names(real_models.EXACT) == ["float32"] * 4
+
+
+def test_rows_of_an_earlier_run_are_kept(record_of, tmp_path, monkeypatch):
+    for name in ("matplotlib", "tqdm"):
+        pytest.importorskip(name)
+    module = importlib.import_module("real_limit")
+    calls = []
+
+    def run(model, method, limit, options):
+        calls.append((model, method, limit))
+        return {
+            "model": model, "batch": 1, "tokens": 4, "method": method, "format": "float32",
+            "limit_bytes": limit, "needs_bytes": 1, "peak_bytes": 2, "losses": [2.0, 1.0, 0.5],
+            "seconds": [1.0] * 3, "cpu_seconds": [1.0] * 3, "built": True, "died": None, "took": 3.0,
+        }  # fmt: skip
+
+    monkeypatch.setattr(module, "run", run)
+    only = ["--only", "ViT tiny", "--limits", "1"]
+    record_of("real_limit", *only, "--methods", "plain", "memsave_ext, exact")
+    record = record_of(
+        "real_limit", *only, "--methods", "memsave_ext, exact", "memsave_ext, moving"
+    )
+    methods = [row["method"] for row in record["rows"]]
+    assert methods == ["plain", "memsave_ext, exact", "memsave_ext, moving"]
+    assert len(calls) == 4
+    assert [bar["value"] for bar in record["bars"]] == [0.0, 0.0]
+    record = record_of("real_limit", *only, "--methods", "plain", "--fresh")
+    assert len(record["rows"]) == 1
