@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_map_only
 
+from .attention import attention, torchs_attention
 from .mode import predicts, replaced
 
 _KEY = "AutocastCPU"
@@ -93,6 +94,8 @@ def as_on_cuda() -> Iterator[None]:
             stack.enter_context(replaced(torch.cuda, name, call))
         record_stream = _for_fakes(_nothing, Tensor.record_stream)
         stack.enter_context(replaced(Tensor, "record_stream", record_stream))
+        for before, fused in _FUSED.items():  # torch's functions call each other by these names
+            stack.enter_context(replaced(functional, before.__name__, _for_fakes(fused, before)))
         stack.enter_context(_CardNames())
         stack.enter_context(_autocast())
         yield
@@ -157,10 +160,14 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     Dropout.cpp."""
     if isinstance(input, FakeTensor) and training and not inplace and 0 < p < 1 and input.numel():
         return torch.native_dropout(input, p, True)[0]
-    return functional.dropout(input, p, training, inplace)
+    return _torchs_dropout(input, p, training, inplace)
 
 
-_FUSED: dict[Any, Callable[..., Any]] = {functional.dropout: _dropout}
+_torchs_dropout = functional.dropout
+_FUSED: dict[Any, Callable[..., Any]] = {
+    _torchs_dropout: _dropout,
+    torchs_attention: attention,
+}
 
 
 def _on_cpu(value: Any) -> Any:

@@ -54,7 +54,7 @@ class Package(operators.Library):
 
     def text(self) -> str:
         mistakes.put_in(self.csrc, CHANGED, self.folder / "memsave_ext")
-        names = ("clocks", "device", "generator", "operators", "binding")
+        names = ("clocks", "device", "generator", "operators", "attention", "binding")
         text = "".join(f'#include "{name}.cpp"\n' for name in names)
         (unit,) = build_units.write_units(self.folder / "units", {"fake_cuda.cpp": text})
         device = self._host_object(unit, ["-fvisibility=default"])

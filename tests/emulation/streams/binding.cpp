@@ -40,6 +40,8 @@ bool emulated_is_capturing() { return emulated::capture() != 0; }
 
 void emulated_refuse_waits(bool refuses) { emulated::refuses_waits = refuses; }
 
+void emulated_choose_attention(int64_t kind) { emulated::chosen_attention = kind; }
+
 int64_t emulated_bytes_allocated() { return emulated::bytes_allocated(); }
 
 void emulated_limit_memory(size_t bytes) { emulated::limit_memory(bytes); }

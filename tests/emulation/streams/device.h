@@ -14,6 +14,8 @@ inline const c10::Device kDevice(c10::DeviceType::CUDA, 0);
 
 StreamId current_stream();  // of this thread
 c10::Allocator* device_allocator();
+// The kernel of attention that torch chooses, as a number of at::SDPBackend.
+extern std::atomic<int64_t> chosen_attention;
 extern std::atomic<bool> refuses_waits;  // whether it is a failure that an operator waits
 int64_t bytes_allocated();
 // How much memory there is. Where it is limited, the allocator keeps nothing to reuse: before every

@@ -27,6 +27,7 @@ _library.emulated_refuse_waits.argtypes = [ctypes.c_bool]
 _library.emulated_allocate_for_a_moment.argtypes = [ctypes.c_size_t]
 _library.emulated_check_lock_of_stats.argtypes = [ctypes.c_bool]
 _library.emulated_limit_memory.argtypes = [ctypes.c_size_t]
+_library.emulated_choose_attention.argtypes = [ctypes.c_int64]
 _library.emulated_replay.argtypes = [ctypes.c_void_p]
 _library.emulated_seed.argtypes = [ctypes.c_uint64]
 _with_the_gil.emulated_let_it_end.restype = ctypes.c_bool
@@ -60,6 +61,16 @@ def limited_memory(size: int) -> Iterator[None]:
         yield
     finally:
         _library.emulated_limit_memory(0)
+
+
+@contextlib.contextmanager
+def attention_by(kernel: torch.nn.attention.SDPBackend) -> Iterator[None]:
+    """Inside, torch chooses this kernel for attention on the device; else the one of composites."""
+    _library.emulated_choose_attention(kernel.value)
+    try:
+        yield
+    finally:
+        _library.emulated_choose_attention(torch.nn.attention.SDPBackend.MATH.value)
 
 
 def allocate_for_a_moment(size: int) -> None:

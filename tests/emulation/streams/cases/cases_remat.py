@@ -1,5 +1,6 @@
 """Blocks of rematerialization on several streams, run again on those of backward."""
 
+import itertools
 import random
 
 import fake_cuda
@@ -8,6 +9,7 @@ import torch
 from helpers import run_threads
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 
 import memsave_ext as ms
 from memsave_ext import _native
@@ -202,3 +204,50 @@ def test_a_device_that_is_full_and_asked_by_two_threads():
     assert len(results) == 40
     for grads in results:
         assert all(map(torch.equal, grads, expected))
+
+
+class Attention(nn.Module):
+    def __init__(self, head, mask):
+        super().__init__()
+        self.head, self.mask = head, mask
+        self.norm = nn.LayerNorm(4 * head)
+        self.make, self.join = nn.Linear(4 * head, 12 * head), nn.Linear(4 * head, 4 * head)
+
+    def forward(self, x):
+        made = self.make(self.norm(x)).unflatten(-1, (4, 3 * self.head)).transpose(1, 2)
+        options = {"is_causal": True} if self.mask is None else {"attn_mask": self.mask}
+        made = F.scaled_dot_product_attention(*made.chunk(3, -1), **options)
+        return x + self.join(made.transpose(1, 2).flatten(-2))
+
+
+def a_mask(kind, rows):
+    if kind == "none":
+        return None
+    mask = torch.ones(rows, rows, dtype=torch.bool).tril().to(DEVICE)
+    if kind == "bools":
+        return mask
+    return torch.zeros(rows, rows, device=DEVICE).masked_fill(~mask, -1e9)
+
+
+KERNELS_AND_MASKS = [  # flash attention takes no mask
+    *itertools.product(["MATH", "EFFICIENT_ATTENTION"], ["none", "bools", "added"]),
+    ("FLASH_ATTENTION", "none"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "mask"), KERNELS_AND_MASKS)
+@pytest.mark.parametrize(("rows", "head"), [(32, 8), (30, 6)])
+def test_a_first_step_of_attention_is_planned(rows, head, kernel, mask):
+    """The operators that run ahead are those of the kernel that torch chooses, for any shape."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Attention(head, a_mask(mask, rows)) for _ in range(4))).to(DEVICE)
+    x = torch.randn(8, rows, 4 * head).to(DEVICE)
+    with fake_cuda.attention_by(getattr(SDPBackend, kernel)):
+        expected = gradients(net, x)
+        block = ms.remat_module(net, budget=0.5)
+        found = gradients(net, x)
+    report = " ".join(block.report().split())
+    assert "of a budget of" in report, report
+    assert block.figures().dropped_bytes > 0
+    assert block.peak <= 1.02 * max(block.budget, block.least)
+    assert all(map(torch.equal, found, expected))
