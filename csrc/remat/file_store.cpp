@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "memory/active.h"
 #include "remat/store.h"
 
 namespace memsave_ext::remat {
@@ -172,7 +173,7 @@ struct Shared {
   explicit Shared(const std::string& folder) : file(folder) {}
 
   File file;
-  Room room;
+  Room room{[](int64_t bytes) { memory::report_moved(at::kCPU, bytes); }};
   Meter out, back;
   // For the state of all copies.
   std::mutex mutex;

@@ -267,8 +267,10 @@ def test_the_bits_within_a_budget(share, tmp_path):
         if number == 0:
             continue
         assert peak <= 1.02 * max(block.budget, block.least) < plain
-        assert block.figures().brought_back_bytes >= block.figures().moved_bytes > 0
-        assert block.figures().not_moved_bytes == 0
+        figures = block.figures()
+        assert figures.brought_back_bytes >= figures.moved_bytes and figures.not_moved_bytes == 0
+        # With room to recompute it depends on the disk's speed whether anything is moved.
+        assert figures.moved_bytes > 0 or share == 0.5
     del actual, expected
     gc.collect()
     assert used(tmp_path) == 0
