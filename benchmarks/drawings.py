@@ -325,6 +325,40 @@ def plot_remat_budgets(record: Record) -> Figure:
     return figure
 
 
+SIMULATED = {  # by way: its name and style
+    "recompute": ("recomputing alone", NAIVE, "D", ":"),
+    "move": ("moving alone", PEER, "s", "--"),
+    "both": ("both, one plan", OURS, "o", "-"),
+}
+
+
+def plot_remat_offload(record: Record) -> Figure:
+    """What the simulation adds to a step over the width of its blocks, of each card."""
+    cards = [card["name"] for card in record["cards"]]
+    share = record["settings"]["shares"][0]
+    figure, axes = plt.subplots(
+        1, len(cards), sharey=True, squeeze=False, figsize=(11, 4.2), layout="constrained"
+    )
+    for axis, card in zip(axes[0], cards, strict=True):
+        rows = [r for r in record["simulated"] if r["card"] == card and r["share"] == share]
+        for way, (label, shade, marker, line) in SIMULATED.items():
+            shown = [row for row in rows if row[way] is not None]
+            x, y = [row["width"] for row in shown], [100 * row[way] for row in shown]
+            axis.plot(x, y, color=shade, marker=marker, linestyle=line, markersize=5, label=label)
+        axis.set_xscale("log", base=2)
+        widths = record["settings"]["widths"]
+        axis.set_xticks(widths, widths, fontsize=7)
+        axis.minorticks_off()
+        axis.set_title(f"{card}, simulated", fontsize=10)
+        axis.set_xlabel("width")
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylim(bottom=0)
+    axes[0][0].set_ylabel(f"added to a step at {share} of its activations, %")
+    axes[0][-1].legend(fontsize=8, frameon=False)
+    return figure
+
+
 DRAWINGS: dict[str, Callable[[Record], Figure]] = {
     "densenet": plot_densenet,
     "data_parallel": plot_data_parallel,
@@ -335,4 +369,5 @@ DRAWINGS: dict[str, Callable[[Record], Figure]] = {
     "memory_account": plot_memory_account,
     "remat": plot_remat,
     "remat_budgets": plot_remat_budgets,
+    "remat_offload": plot_remat_offload,
 }

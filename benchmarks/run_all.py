@@ -35,6 +35,7 @@ SECONDS = {
     "memory_overhead": 30,
     "remat": 45,
     "remat_budgets": 115,
+    "remat_offload": 120,
     "predict": 75,
     "linear_cross_entropy": 35,
     "linear_kl": 20,

@@ -12,13 +12,21 @@
 #include <atomic>
 #include <chrono>
 #include <limits>
+#include <map>
 #include <utility>
 
 namespace memsave_ext::memory {
 namespace py = pybind11;
 namespace {
 
+struct ByDevice {
+  bool operator()(c10::Device a, c10::Device b) const {
+    return std::pair(a.type(), a.index()) < std::pair(b.type(), b.index());
+  }
+};
+
 std::vector<Listener*> active;
+auto& moved = *new std::map<c10::Device, int64_t, ByDevice>();  // bytes that lie elsewhere
 std::atomic<int> active_count{0};
 std::atomic<int> stack_count{0};
 // Called with the GIL; null without. It is leaked at exit, when Python may be gone.
@@ -147,6 +155,18 @@ void report_freed(c10::Device device, void* ptr, std::optional<int64_t> total) {
   for (Listener* listener : active) {
     if (listener->device() != device) continue;
     listener->freed(moment_for(*listener, moment), ptr, total);
+  }
+}
+
+int64_t moved_bytes(c10::Device device) { return moved[device]; }
+
+void report_moved(c10::Device device, int64_t bytes) {
+  const std::lock_guard<std::mutex> lock(tracking_mutex());
+  const int64_t now = moved[device] += bytes;
+  Moment moment{};
+  for (Listener* listener : active) {
+    if (listener->device() != device) continue;
+    listener->moved(moment_for(*listener, moment), now);
   }
 }
 

@@ -75,16 +75,23 @@ class Listener {
                          TrackingLock& lock) = 0;
   virtual void freed(const Moment& moment, void* ptr, std::optional<int64_t> total) = 0;
   virtual void recompute(const Moment&, checkpoint::Again, bool /*begins*/) {}
+  // So many bytes of the device's memory lie elsewhere now.
+  virtual void moved(const Moment&, int64_t /*bytes*/) {}
 };
 
 // The caller of these holds the mutex.
 void add_active(Listener* listener);
 void remove_active(Listener* listener);
 bool any_active(c10::DeviceType type);
+int64_t moved_bytes(c10::Device device);
 
 // The allocators call these without the mutex.
 void report_allocated(c10::Device device, void* ptr, int64_t size, std::optional<int64_t> total);
 void report_freed(c10::Device device, void* ptr, std::optional<int64_t> total);
+
+// So many bytes more of what was in the device's memory have a place elsewhere, such as in a file;
+// fewer where negative. Called without the mutex.
+void report_moved(c10::Device device, int64_t bytes);
 
 // Calls `listener(is_region, begins)` at the begin and end of every recompute, until it is
 // replaced; nullopt for none. Needs the GIL. It must not raise.

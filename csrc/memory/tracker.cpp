@@ -60,6 +60,7 @@ void Tracker::start(std::optional<int64_t> total, py::object read) {
   if (stacks_) watch_operators(takes_stacks_of_operators());
   total_ = total.value_or(total_);
   peak_ = std::max(peak_, total_);
+  moved(Moment::now(), moved_bytes(device_));
   write(Moment::now(), Kind::kBeginTracking, nullptr, 0);
   read_ = std::make_shared<py::object>(std::move(read));
   add_active(this);
@@ -220,6 +221,10 @@ void Tracker::remove(const Moment& moment, Blocks::iterator it, std::optional<in
 void Tracker::recompute(const Moment& moment, checkpoint::Again what, bool begins) {
   write(moment, begins ? Kind::kBeginRecompute : Kind::kEndRecompute,
         what == checkpoint::Again::kRegion ? 1 : 0, 0, -1);
+}
+
+void Tracker::moved(const Moment& moment, int64_t bytes) {
+  write(moment, Kind::kMoved, nullptr, bytes);
 }
 
 void Tracker::write(const Moment& moment, Kind kind, int64_t subject, int64_t value,

@@ -28,6 +28,7 @@ enum class Kind : int32_t {
   kEndRecompute,
   kBeginTracking,
   kResetPeak,
+  kMoved,
 };
 
 struct Event {  // as memsave_ext/memory/tracker.py unpacks it
@@ -75,6 +76,7 @@ class Tracker final : public Listener {
                  const std::shared_ptr<const Origin>& origin, TrackingLock& lock) override;
   void freed(const Moment& moment, void* ptr, std::optional<int64_t> total) override;
   void recompute(const Moment& moment, checkpoint::Again what, bool begins) override;
+  void moved(const Moment& moment, int64_t bytes) override;
 
  private:
   struct Block {

@@ -313,12 +313,14 @@ py::list plans(const std::vector<ContentFields>& contents, const std::vector<Cal
   return result;
 }
 
-// The plans of a trace that move contents, too, each with the seconds for which it waits.
+// The plans of a trace that move contents, too, each with the seconds for which it waits; those
+// that move alone where nothing `recomputes`.
 py::list moving_plans(const std::vector<ContentFields>& contents,
                       const std::vector<CallFields>& calls,
                       const std::vector<MomentFields>& moments, int32_t forward, double out,
-                      double back, int64_t most_moved) {
-  const Trace trace = trace_of(contents, calls, moments, forward);
+                      double back, int64_t most_moved, bool recomputes) {
+  Trace trace = trace_of(contents, calls, moments, forward);
+  for (auto& content : trace.contents) content.must_be_kept |= content.saved && !recomputes;
   MovingPlans made(trace, plans_of(trace), Speed{out, back}, most_moved);
   py::list result;
   for (const Plan& plan : made.plans) {
@@ -346,12 +348,14 @@ void bind(py::module_& m) {
     return Fakes::current() != nullptr && Fakes::current()->steps()->count.counts_all();
   });
   py::class_<Fakes>(m, "RematFakes")
-      .def(py::init<py::object, bool>(), py::arg("make"), py::arg("counts_all"))
+      .def(py::init<py::object, py::object, bool>(), py::arg("make"), py::arg("moved"),
+           py::arg("counts_all"))
       .def("enter", &Fakes::enter)
       .def("leave", &Fakes::leave)
       .def("allocated", &Fakes::allocated)
       .def("freed", &Fakes::freed)
       .def("ran", &Fakes::ran)
+      .def("copying", &Fakes::copying)
       .def("expect", &expect)
       .def("knows_steps", [](const Fakes& fakes) { return fakes.steps()->any(); });
   py::class_<Store, std::shared_ptr<Store>>(m, "RematStore")
@@ -367,6 +371,12 @@ void bind(py::module_& m) {
             }
           },
           py::arg("folder"))
+      .def_static(
+          "predicted",
+          [](std::string name, double out, double back) {
+            return predicted_store(std::move(name), Speed{out, back});
+          },
+          py::arg("name"), py::arg("out"), py::arg("back"))
       .def("used", &Store::used)
       .def("speed", [](Store& store) {
         const Speed speed = store.speed();
@@ -397,7 +407,7 @@ void bind(py::module_& m) {
       .def("figures", &Recorder::figures);
   m.def("remat_moving_plans", &moving_plans, py::arg("contents"), py::arg("calls"),
         py::arg("moments"), py::arg("forward"), py::arg("out"), py::arg("back"),
-        py::arg("most_moved"));
+        py::arg("most_moved"), py::arg("recomputes") = true);
   m.def("remat_plans", &plans, py::arg("contents"), py::arg("calls"), py::arg("moments"),
         py::arg("forward"), py::arg("most_enumerated") = 14, py::arg("decisions") = py::none());
 }

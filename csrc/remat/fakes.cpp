@@ -14,8 +14,9 @@ thread_local Fakes* current_fakes = nullptr;
 
 }  // namespace
 
-Fakes::Fakes(pybind11::object make, bool counts_all)
+Fakes::Fakes(pybind11::object make, pybind11::object moved, bool counts_all)
     : make_(std::move(make)),
+      moved_(std::move(moved)),
       steps_(std::make_shared<KnownSteps>(at::Device(at::kMeta), counts_all)) {}
 
 Fakes* Fakes::current() { return current_fakes; }
@@ -34,6 +35,11 @@ void Fakes::allocated(uintptr_t storage, int64_t size) {
 void Fakes::freed(uintptr_t storage) {
   memory::TrackingLock lock;
   steps_->count.freed(reinterpret_cast<void*>(storage));
+}
+
+void Fakes::moved(int64_t bytes) const {
+  const pybind11::gil_scoped_acquire gil;
+  moved_(bytes);
 }
 
 at::Tensor Fakes::make(const at::Tensor& on_meta) const {

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 
@@ -15,8 +16,9 @@ namespace memsave_ext::remat {
 class Fakes {
  public:
   // `make` turns a tensor on the meta device into a fake one that shares its storage. `counts_all`:
-  // as on CUDA all memory counts, not only what a step allocates or names.
-  Fakes(pybind11::object make, bool counts_all);
+  // as on CUDA all memory counts, not only what a step allocates or names. `moved` is called with
+  // the bytes by which what is moved elsewhere grows.
+  Fakes(pybind11::object make, pybind11::object moved, bool counts_all);
   ~Fakes() { leave(); }
   Fakes(const Fakes&) = delete;
   Fakes& operator=(const Fakes&) = delete;
@@ -32,14 +34,20 @@ class Fakes {
   void freed(uintptr_t storage);
   void ran(double seconds) { seconds_ += seconds; }
 
+  // Reports of its stores: bytes that take a place there, or leave it; seconds that a copy takes.
+  void moved(int64_t bytes) const;
+  void copied(double seconds) { copying_ += seconds; }
+  void wait_until(double seconds) { seconds_ = std::max(seconds_, seconds); }
+
   double seconds() const { return seconds_; }
+  double copying() const { return copying_; }
   std::shared_ptr<KnownSteps> steps() const { return steps_; }
   at::Tensor make(const at::Tensor& on_meta) const;
 
  private:
-  const pybind11::object make_;
+  const pybind11::object make_, moved_;
   const std::shared_ptr<KnownSteps> steps_;
-  double seconds_ = 0;
+  double seconds_ = 0, copying_ = 0;
 };
 
 // The storages of fake tensors are on the meta device.

@@ -15,8 +15,11 @@
 #include <stdexcept>
 #include <system_error>
 #include <thread>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
+#include "memory/active.h"
 #include "remat/store.h"
 
 namespace memsave_ext::remat {
@@ -167,12 +170,53 @@ class File {
   int64_t end_ = 0;
 };
 
+// Memory that copies read beside its storage: it is freed once all have let go of it. Who calls
+// resize_() on a storage would else free what is being copied.
+struct Shares {
+  struct Share {
+    int holders;
+    c10::DeleterFnPtr free;
+  };
+  std::mutex mutex;
+  std::unordered_map<void*, Share> of;  // by the context of the storage's data
+};
+auto& shares = *new Shares();  // outlives static destruction
+
+void let_go(void* context) {
+  c10::DeleterFnPtr free = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(shares.mutex);
+    const auto share = shares.of.find(context);
+    if (--share->second.holders > 0) return;
+    free = share->second.free;
+    shares.of.erase(share);
+  }
+  free(context);
+}
+
+// Returns what let_go() is called with; null where nobody frees it. Others may read the storage
+// meanwhile: of its data only the deleter is changed.
+void* hold_too(c10::StorageImpl& memory) {
+  c10::DataPtr& data = memory._mutable_data_ptr_no_checks();
+  void* const context = data.get_context();
+  const c10::DeleterFnPtr free = data.get_deleter();
+  if (context == nullptr || free == nullptr) return nullptr;
+  const std::lock_guard<std::mutex> lock(shares.mutex);
+  if (free == &let_go) {
+    ++shares.of.at(context).holders;
+    return context;
+  }
+  shares.of[context] = {2, free};
+  (void)data.compare_exchange_deleter(free, &let_go);
+  return context;
+}
+
 // What the copies of a store share. Copies keep it alive.
 struct Shared {
   explicit Shared(const std::string& folder) : file(folder) {}
 
   File file;
-  Room room;
+  Room room{[](int64_t bytes) { memory::report_moved(at::kCPU, bytes); }};
   Meter out, back;
   // For the state of all copies.
   std::mutex mutex;
@@ -185,7 +229,9 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
       : shared_(std::move(shared)),
         bytes_(static_cast<int64_t>(memory->nbytes())),
         offset_(shared_->file.take(bytes_)),
-        source_(std::move(memory)) {}
+        source_(std::move(memory)),
+        read_(source_->data()),
+        held_(hold_too(*source_)) {}
 
   ~InFile() override {
     shared_->file.give_back(offset_, bytes_);
@@ -211,6 +257,7 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
   c10::intrusive_ptr<c10::StorageImpl> take_source() override {
     const std::lock_guard<std::mutex> lock(shared_->mutex);
     if (is_writing_ || !(is_out_ || is_cancelled_)) return {};
+    let_go_of_it();
     return std::move(source_);
   }
 
@@ -243,6 +290,10 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
   void cancel() override { is_cancelled_ = true; }
 
  private:
+  void let_go_of_it() {
+    if (void* const held = std::exchange(held_, nullptr)) let_go(held);
+  }
+
   void write() {
     {
       const std::lock_guard<std::mutex> lock(shared_->mutex);
@@ -250,12 +301,13 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
     }
     if (is_writing_) {
       const double begin = clock_seconds();
-      error_ = shared_->file.write(source_->data(), bytes_, offset_);
+      error_ = shared_->file.write(read_, bytes_, offset_);
       if (error_ == 0) shared_->out.add(bytes_, clock_seconds() - begin);
     }
     {
       const std::lock_guard<std::mutex> lock(shared_->mutex);
       is_writing_ = false;
+      let_go_of_it();
       is_out_.store(true, std::memory_order_release);
     }
     shared_->changed.notify_all();
@@ -277,6 +329,8 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
   const std::shared_ptr<Shared> shared_;
   const int64_t bytes_, offset_;
   c10::intrusive_ptr<c10::StorageImpl> source_;
+  const void* const read_;
+  void* held_;
   std::atomic<bool> is_out_{false}, is_cancelled_{false};
   bool is_writing_ = false;
   int error_ = 0, error_back_ = 0;

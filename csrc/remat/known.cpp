@@ -19,7 +19,8 @@ constexpr int64_t kMostBytes = int64_t{256} << 20;  // of the host, for all of t
 // About how much of the host's memory it takes.
 int64_t size_of(const Known& step) {
   const auto& trace = step.trace;
-  const size_t contents = trace.contents.size() * (sizeof(TraceContent) + step.plans.size());
+  const size_t plans = step.plans.size() + step.moving_plans();  // a byte for each content
+  const size_t contents = trace.contents.size() * (sizeof(TraceContent) + plans);
   const size_t calls = trace.calls.size() * (sizeof(TraceCall) + 64);  // with what they list
   const size_t moments = trace.moments.size() * sizeof(TraceMoment);
   return static_cast<int64_t>(contents + calls + moments + step.keys.size() * sizeof(uint64_t));

@@ -62,6 +62,7 @@ struct Known {
 
   // Its plans that move contents, too, for what a store's speed is now.
   std::shared_ptr<MovingPlans> moving(Store& store, int64_t most_moved);
+  size_t moving_plans() const;  // how many of these it has now
 
   // Completes the trace's times with those measured on devices, as soon as the devices have come so
   // far. Returns whether all are known.

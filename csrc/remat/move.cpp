@@ -6,11 +6,11 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
-#include <chrono>
 #include <optional>
 #include <utility>
 
 #include "remat/block.h"
+#include "remat/fakes.h"
 #include "remat/recompute.h"
 
 namespace memsave_ext::remat {
@@ -19,11 +19,11 @@ template <typename Wait>
 void Mover::wait_for(const Wait& wait) {
   std::optional<pybind11::gil_scoped_release> no_gil;
   if (PyGILState_Check()) no_gil.emplace();
-  const auto begin = std::chrono::steady_clock::now();
+  const double begin = now();
   wait();
-  const std::chrono::duration<double> time = std::chrono::steady_clock::now() - begin;
+  const double time = now() - begin;
   const std::lock_guard<std::mutex> lock(contents_mutex());
-  figures_.waited += time.count();
+  figures_.waited += time;
 }
 
 void Mover::want(const std::shared_ptr<Content>& content, int32_t lingers_from) {

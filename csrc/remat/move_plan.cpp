@@ -400,9 +400,19 @@ std::shared_ptr<const Schedule> MovingPlans::schedule(const Trace& trace, const 
   return place->second;
 }
 
+namespace {
+
+std::mutex moving_mutex;  // for latest_moving of all
+
+}  // namespace
+
+size_t Known::moving_plans() const {
+  const std::lock_guard<std::mutex> lock(moving_mutex);
+  return latest_moving ? latest_moving->plans.size() : 0;
+}
+
 std::shared_ptr<MovingPlans> Known::moving(Store& store, int64_t most_moved) {
-  static std::mutex mutex;
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::mutex> lock(moving_mutex);
   const Speed speed = store.speed();
   const auto is_as = [](double a, double b) {
     return a <= kOtherSpeed * b && b <= kOtherSpeed * a;

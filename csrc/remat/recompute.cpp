@@ -262,7 +262,9 @@ class Recomputation {
 }  // namespace
 
 c10::Storage empty_for(const Content& content) {
-  const auto options = at::TensorOptions().dtype(at::kByte).device(content.device);
+  // A fake tensor says that it is on a real device.
+  const auto device = Fakes::current() != nullptr ? at::Device(at::kCPU) : content.device;
+  const auto options = at::TensorOptions().dtype(at::kByte).device(device);
   return at::empty({content.bytes}, options).storage();
 }
 

@@ -7,10 +7,12 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 
 namespace memsave_ext::remat {
 
@@ -63,6 +65,10 @@ class Store {
 // same folder share it. Throws std::system_error where it cannot be made.
 std::shared_ptr<Store> store_in_folder(const std::string& folder);
 
+// Of the prediction that runs on this thread: it holds the fake memory that is copied, and copies
+// take as long as they would at this speed, by the prediction's clock.
+std::shared_ptr<Store> predicted_store(std::string name, Speed speed);
+
 // What is no longer asked for is destroyed by empty_trash(), as no memory may be freed where locks
 // are held.
 void discard(std::shared_ptr<Away> away);
@@ -71,17 +77,26 @@ void empty_trash();
 // The room that copies take in a store.
 class Room {
  public:
+  // `tell` is called with the bytes by which what is taken grows, or shrinks where negative.
+  using Tell = std::function<void(int64_t)>;
+  explicit Room(Tell tell = [](int64_t) {}) : tell_(std::move(tell)) {}
+
   bool take(int64_t bytes, int64_t limit) {
     int64_t used = used_;
     do {
       if (bytes > limit - used) return false;
     } while (!used_.compare_exchange_weak(used, used + bytes));
+    tell_(bytes);
     return true;
   }
-  void give_back(int64_t bytes) { used_ -= bytes; }
+  void give_back(int64_t bytes) {
+    used_ -= bytes;
+    tell_(-bytes);
+  }
   int64_t used() const { return used_; }
 
  private:
+  const Tell tell_;
   std::atomic<int64_t> used_{0};
 };
 

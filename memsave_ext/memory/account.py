@@ -30,6 +30,8 @@ class Timeline:
         phase: int64 ``[n]``, index into ``PHASES``: what the thread that allocated or freed was
             doing.
         step: int64 ``[n]``, the training step, counted from 0.
+        moved: int64 ``[n]``, bytes that ``offload`` of :func:`remat` had elsewhere, as in files:
+            they are not in ``live``, but for what was still being copied.
         gaps: rows before which whole steps were left out, because the record is bounded.
     """
 
@@ -37,12 +39,13 @@ class Timeline:
     live: Tensor
     phase: Tensor
     step: Tensor
+    moved: Tensor
     gaps: tuple[int, ...]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Timeline):
             return NotImplemented
-        names = ("time", "live", "phase", "step")
+        names = ("time", "live", "phase", "step", "moved")
         same = (torch.equal(getattr(self, name), getattr(other, name)) for name in names)
         return self.gaps == other.gaps and all(same)
 
@@ -158,6 +161,7 @@ class Account:
             live=live[shown],
             phase=torch.where(there, 0, phase[shown]),
             step=step[shown],
+            moved=record.moved[shown],
             gaps=tuple(gaps),
         )
         self.peak_row = int(total[shown].argmax())

@@ -22,6 +22,7 @@ RECOMPUTES = (RECOMPUTE, REMATERIALIZE)
     END_RECOMPUTE,
     BEGIN_TRACKING,
     RESET_PEAK,
+    MOVED,  # 0, bytes of the device's memory that lie elsewhere now
     END_TRACKING,
     ENTER_MODULE,  # the module, the number that autograd gives to the thread's next node
     EXIT_MODULE,  # the same
@@ -29,7 +30,7 @@ RECOMPUTES = (RECOMPUTE, REMATERIALIZE)
     END_OPTIMIZER,
     END_STEP,
     GONE,  # address: memory that was FOUND there, if it was, has been freed
-) = range(15)
+) = range(16)
 
 # Values of Event.node where it is no number.
 NO_NODE, NOT_IN_BACKWARD = -1, -2

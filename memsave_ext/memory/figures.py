@@ -98,6 +98,12 @@ class Figures:
         return self._account().timeline
 
     @property
+    def most_moved(self) -> int:
+        """The most bytes that ``offload`` of :func:`remat` had elsewhere at a time, as in files."""
+        moved = self.timeline.moved
+        return int(moved.max()) if len(moved) else 0
+
+    @property
     def steps(self) -> list[Step]:
         """The training steps that are in the timeline, each with its time and peak."""
         return self._account().steps

@@ -56,6 +56,7 @@ class Record:
             (memory that is not known, or a phase or a part begins); 1 allocated, -1 freed, 2 alive
             when its part of the log began; phase, or the part's number in the row that begins it;
             live bytes.
+        moved: int64 ``[changes]``: bytes that lay elsewhere, as in files.
         blocks: int64 ``[blocks, 5]``: bytes; category; phase that made it; number of its name, -1
             without; module, -1 without.
         regions: what was recomputed: phase, module, calls, saved bytes, seconds.
@@ -63,6 +64,7 @@ class Record:
     """
 
     changes: Tensor
+    moved: Tensor
     blocks: Tensor
     regions: list[tuple[int, int, int, int, float]]
     origins: dict[int, Origin]
@@ -78,10 +80,11 @@ class _Part:
     """A run of changes within a training step. Its first rows list what lived when it began, so
     that other parts can be dropped."""
 
-    def __init__(self, step: int, peak: int) -> None:
+    def __init__(self, step: int, peak: int, moved: int) -> None:
         self.step = step
         self.peak = peak
         self.rows = array("q")
+        self.moved = [(0, moved)]  # the row from which on so many bytes lay elsewhere
         self.most = 0  # its length where the next part begins
 
 
@@ -98,6 +101,7 @@ class Log:
         self.total = 0  # live bytes
         self.peak = 0
         self._threads = threads = Threads(parents)
+        self._moved = 0  # bytes that lie elsewhere
         self._counts = True  # whether `total` is counted here; else events have the allocator's
         self._most = _COLUMNS * max_changes
         # By address: the row of blocks, the bytes, and the phase and forward that made it.
@@ -120,6 +124,7 @@ class Log:
             events.END_RECOMPUTE: threads.end_recompute,
             events.BEGIN_TRACKING: self._begin,
             events.RESET_PEAK: self._reset_peak,
+            events.MOVED: self._moves,
             events.END_TRACKING: lambda event: threads.clear(),
             events.ENTER_MODULE: threads.enter_module,
             events.EXIT_MODULE: threads.exit_module,
@@ -144,15 +149,20 @@ class Log:
 
     def record(self) -> Record:
         changes = [torch.empty(0, 6, dtype=torch.int64)]
+        moved = [torch.empty(0, dtype=torch.int64)]
         for part in self._parts:
             rows = _table(part.rows)
             step = torch.full((len(rows), 1), part.step)
             changes.append(torch.cat([rows[:, :1], step, rows[:, 1:]], 1))
+            begins, sizes = torch.tensor(part.moved).unbind(1)
+            lengths = torch.diff(begins, append=torch.tensor([len(rows)]))
+            moved.append(sizes.repeat_interleave(lengths))
         regions = [
             (*key, region.calls, region.saved_bytes, region.nanoseconds * 1e-9)
             for key, region in sorted(self._threads.regions.items())
         ]
-        return Record(torch.cat(changes), _table(self._blocks), regions, dict(self._origins))
+        blocks = _table(self._blocks)
+        return Record(torch.cat(changes), torch.cat(moved), blocks, regions, dict(self._origins))
 
     def _allocated(self, event: Event) -> None:
         _, _, _, _, _, address, size, total = event
@@ -236,6 +246,15 @@ class Log:
         self._parts.clear()
         self._begin_part(event[3])
 
+    def _moves(self, event: Event) -> None:
+        if event[6] == self._moved:
+            return
+        self._moved = event[6]
+        if self._parts:
+            part = self._parts[-1]
+            part.moved.append((len(part.rows) // _COLUMNS, self._moved))
+            self._mark(event, self.total)
+
     def _where(self, event: Event) -> tuple[int, int, int]:
         context = event[1], event[2], event[4]
         if self._place is None or context != self._place_of:
@@ -267,7 +286,7 @@ class Log:
 
     def _begin_part(self, time: int) -> None:
         self.peak = max(self.peak, self.total)
-        part = _Part(self._step, self.total)
+        part = _Part(self._step, self.total, self._moved)
         part.rows.extend((time, -1, _THERE, self._number, self.total))
         for block, *_ in self._live.values():
             part.rows.extend((time, block, _THERE, 0, self.total))

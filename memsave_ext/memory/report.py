@@ -59,6 +59,8 @@ def _headline(track: Figures, peak: int) -> str:
     when = f"in {track.peak_phase}" if track.peak_phase != "other" else "outside the phases"
     step = f" of step {track.peak_step}" if len(track.steps) > 1 else ""
     now = f"{format_bytes(track.live)} live at the end"
+    if track.most_moved:
+        now += f"; at most {format_bytes(track.most_moved)} moved elsewhere"
     return f"Peak {format_bytes(peak)} on {track.device}, {when}{step}; {now}"
 
 
@@ -183,6 +185,7 @@ def as_json(
         "peak_phase": track.peak_phase,
         "peak_step": track.peak_step,
         "peak_time": track.peak_time,
+        "most_moved": track.most_moved,
         "steps": [asdict(step) for step in track.steps],
         "regions": [asdict(region) for region in track.regions],
         "top": [asdict(tensor) for tensor in track.top(top)],
@@ -204,6 +207,7 @@ def timeline_as_json(timeline: Timeline, points: int = 1000) -> dict[str, Any]:
         "phase": small.phase.tolist(),
         "step": small.step.tolist(),
         "live": dict(zip(CATEGORIES, columns, strict=True)),
+        "moved": small.moved.tolist(),
         "gaps": list(small.gaps),
     }
 
@@ -231,6 +235,8 @@ def timeline_from_json(columns: Mapping[str, Any]) -> Timeline:
         live=torch.tensor(live, dtype=torch.int64).T.contiguous(),
         phase=torch.tensor(phase, dtype=torch.int64),
         step=torch.tensor(columns["step"], dtype=torch.int64),
+        # Documents of earlier versions have none.
+        moved=torch.tensor(columns.get("moved", [0] * len(phase)), dtype=torch.int64),
         gaps=tuple(columns["gaps"]),
     )
 

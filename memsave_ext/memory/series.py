@@ -35,6 +35,7 @@ def thin(timeline: Timeline, points: int) -> Timeline:
         live=timeline.live[chosen],
         phase=timeline.phase[chosen],
         step=timeline.step[chosen],
+        moved=timeline.moved[chosen],
         gaps=tuple(int((chosen == gap).nonzero()) for gap in timeline.gaps),
     )
 
@@ -70,6 +71,7 @@ def step_of(timeline: Timeline, index: int) -> Timeline:
         live=timeline.live[rows],
         phase=timeline.phase[rows],
         step=timeline.step[rows],
+        moved=timeline.moved[rows],
         gaps=(),
     )
 
@@ -94,6 +96,7 @@ def step_peaks(timeline: Timeline) -> Timeline:
         live=timeline.live[at],
         phase=timeline.phase[at],
         step=timeline.step[chosen],
+        moved=timeline.moved[at],
         gaps=tuple(chosen.index(gap) for gap in timeline.gaps),
     )
 

@@ -20,6 +20,7 @@ from ..adam.dtensor import is_dtensor
 from ..adam.modes import check_norm
 from ..memory.figures import make_tracker, untracked
 from ..memory.hooks import Hooks, Names
+from ..remat.offload import Offload
 from ..shared.modules import Modules, is_compiled
 from ..shared.table import format_bytes
 from .techniques import Techniques
@@ -58,12 +59,13 @@ class Applied:
         *,
         spare: int = 0,
         method: str = "forward",
+        place: Offload | None = None,
         **options: Any,
     ) -> None:
         """
         Args:
             spare: bytes that a measured peak may have beside the predicted one, of batches.
-            method: as of :meth:`Techniques.apply`.
+            method, place: as of :meth:`Techniques.apply`.
             **options: of an optimizer that steps in backward; and ``accumulate_when``.
         """
         self.model, self.optimizer = model, optimizer
@@ -75,7 +77,8 @@ class Applied:
         in_backward: Any = optimizer if means.steps_in_backward else None
         given = {n: v for n, v in options.items() if v is not None} if in_backward else {}
         self._after: list[Callable[[], None]] = []
-        self._undo = means.apply(model, optimizer, budget, method=method, **given).undo
+        applied = means.apply(model, optimizer, budget, method=method, place=place, **given)
+        self._undo = applied.undo
         self._spare = spare
         # What remat drops follows from times, which were estimated: it may be more.
         self._may_be_less = means.remat or means.within_budget

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ..adam.modes import check_bool
 from ..fakes.mode import as_before
 from ..remat.budget import OfDevice, parse_budget
+from ..remat.offload import Offload, check_offload
 from ..remat.recorder import Budget
 from ..shared.checks import check_count
 from ..shared.device_memory import device_memory
@@ -41,6 +42,7 @@ def fit(
     accumulate_when: Callable[[], object] | None = None,
     max_grad_norm: float | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
+    offload: Offload | None = None,
     verbose: bool = True,
 ) -> Applied:
     """Makes training steps fit into a budget: predicts them, and applies the cheapest means that
@@ -78,6 +80,7 @@ def fit(
         accumulate_when: what an optimizer in backward asks, as :meth:`Adam.accumulate_when`.
         max_grad_norm: what an optimizer in backward clips each parameter's gradient to.
         grad_scaler: the loop's, for an optimizer in backward.
+        offload: as of :func:`memory.fits`.
         verbose: whether to print the three lines.
 
     Returns:
@@ -98,7 +101,7 @@ def fit(
     reason = "" if in_backward else "in_backward=False"
     made = fitted(
         model, optimizer, batch, budget, loss=loss, means=means, refused=reason,
-        micro_batches=micro_batches, verbose=verbose, options=options,
+        micro_batches=micro_batches, verbose=verbose, place=offload, options=options,
     )  # fmt: skip
     if max_grad_norm is not None and not made.steps_in_backward:
         warnings.warn(
@@ -125,6 +128,7 @@ def fitted(
     forward: Forward | None = None,
     keeps_gradients: bool = False,
     method: str = "forward",
+    place: Offload | None = None,
     options: dict[str, Any],
 ) -> Applied:
     """As :func:`fit`, for trainers.
@@ -132,7 +136,7 @@ def fitted(
     Args:
         refused: why no optimizer may step in backward; empty where it may.
         forward, keeps_gradients: as of :func:`from_batch`.
-        method: as of :meth:`Techniques.apply`.
+        method, place: as of :meth:`Techniques.apply`.
         options: as of :class:`Applied`.
     """
     inside = check("fit", model, optimizer)
@@ -155,8 +159,11 @@ def fitted(
         model, inside, batch, loss, who="fit",
         micro_batches=min(micro_batches, 2), forward=forward, keeps_gradients=keeps_gradients,
     )  # fmt: skip
+    check_offload(place, None, True, device)
     with as_before(), torch.inference_mode(False), torch.enable_grad():
-        found = search(build, limit, device=device, among=among, refused=refused, method=method)
+        found = search(
+            build, limit, device=device, among=among, refused=refused, method=method, place=place
+        )
     chosen = found.cheapest if means is None else found.rows[0]
     if chosen is None:
         raise torch.OutOfMemoryError(found.sentence("fit"))
@@ -166,7 +173,7 @@ def fitted(
     spare = sum(t.nbytes for t in tensors.values()) * micro_batches if device.type == "cpu" else 0
     made = apply(
         named("fit", chosen.name), model, optimizer, limit, chosen.peak,
-        spare=spare, method=method, **options,
+        spare=spare, method=method, place=place, **options,
     )  # fmt: skip
     if verbose:
         print(made, file=sys.stdout)

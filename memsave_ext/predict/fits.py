@@ -22,9 +22,17 @@ from ..memory.account import TensorAtPeak
 from ..memory.events import CATEGORIES
 from ..memory.measure import Build
 from ..memory.subjects import UsageError, load
+from ..remat.offload import Offload, check_offload
 from ..shared.checks import check_count
 from ..shared.progress import Progress
-from ..shared.table import Text, as_text, format_bytes, parse_bytes, print_table
+from ..shared.table import (
+    Text,
+    as_text,
+    format_bytes,
+    format_seconds,
+    parse_bytes,
+    print_table,
+)
 from .applied import Applied, apply
 from .picture import plot_fits
 from .predict import device_of, predict
@@ -52,6 +60,9 @@ class Fit:
         largest_batch: the largest batch that fits, 0 for none; None where ``build`` takes no batch
             or they do not apply.
         reason: why they do not apply, else ``""``.
+        moved: the most bytes that lie elsewhere at a time, in the place ``offload``; not in the
+            peak. None where they do not apply or nothing is moved.
+        bus_seconds: about how long a step's copies there and back take, beside its arithmetic.
     """
 
     name: str
@@ -61,6 +72,8 @@ class Fit:
     fits: bool = False
     largest_batch: int | None = None
     reason: str = ""
+    moved: int | None = None
+    bus_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,7 @@ class Fits:
         device: the device that was predicted for.
         batch: the batch that peaks are of; None where ``build`` takes none.
         largest: the largest tensors at the lowest peak.
+        offload: the place where means may move memory to; None for nowhere.
         hints: what else would lower that peak, by a change of the model's code: a sentence each.
     """
 
@@ -84,6 +98,7 @@ class Fits:
     batch: int | None
     largest: list[TensorAtPeak]
     hints: list[str]
+    offload: str | None = None
 
     @property
     def cheapest(self) -> Fit | None:
@@ -103,17 +118,20 @@ class Fits:
         return as_text(self._write, file)
 
     def _write(self, file: TextIO) -> None:
+        moves = any(row.moved for row in self.rows)
         cells = [
             (
                 row.name,
                 "-" if row.peak is None else format_bytes(row.peak),
                 "yes" if row.fits else "no" if row.peak is not None else "-",
                 "-" if row.largest_batch is None else row.largest_batch,
+                *_moved(row, moves),
                 row.cost,
             )
             for row in self.rows
         ]
-        columns = ["means", "peak", "fits", "largest batch", "cost"]
+        more = ["moved", "copies take"] if moves else []
+        columns = ["means", "peak", "fits", "largest batch", *more, "cost"]
         title = f"{self._title()}, in a budget of {format_bytes(self.budget)}"
         print_table(title, columns, cells, file)
         print(self.verdict(), file=file)
@@ -204,7 +222,7 @@ class Fits:
             "grad_scaler": grad_scaler,
         }
         peak = None if row is None else row.peak
-        return apply(chosen, model, optimizer, self.budget, peak, **options)
+        return apply(chosen, model, optimizer, self.budget, peak, place=self.offload, **options)
 
     def sentence(self, who: str) -> str:
         """Returns what an error of ``who`` says where nothing fits: what was tried, the least."""
@@ -230,6 +248,7 @@ def fits(
     batch: int = 1,
     device: torch.device | str = "cuda",
     every: bool = False,
+    offload: Offload | None = None,
     progress: bool | None = None,
 ) -> Fits:
     """Predicts which techniques make a training step fit into ``budget``, the cheapest first, and
@@ -250,6 +269,8 @@ def fits(
         batch: the batch size whose peaks are shown, if ``build`` takes one.
         device: the device to predict for.
         every: whether what costs more than the first that fits is tried, too.
+        offload: as of :func:`remat`, a folder on the CPU: means that move memory there are tried,
+            too. Bytes that lie there and the time of copies are told beside the peak.
         progress: whether to show on stderr what is tried now, with a bar where tqdm is installed;
             None: where it is a terminal.
 
@@ -268,7 +289,10 @@ def fits(
     if not callable(build):
         raise TypeError(f"fits: build must be a function, got {type(build).__name__}")
     size = batch if _takes_batch(build) else None
-    return search(build, limit, device=chosen, batch=size, every=every, progress=progress)
+    check_offload(offload, None, True, None)
+    return search(
+        build, limit, device=chosen, batch=size, every=every, place=offload, progress=progress
+    )
 
 
 def search(
@@ -281,6 +305,7 @@ def search(
     among: Sequence[Techniques] = ALL,
     refused: str = "",
     method: str = "forward",
+    place: Offload | None = None,
     progress: bool | None = None,
 ) -> Fits:
     """As :func:`fits`, of checked arguments.
@@ -289,16 +314,22 @@ def search(
         batch: None where ``build`` takes none.
         among: what is tried.
         refused: why no optimizer may step in backward; empty where it may.
-        method: as of :meth:`Techniques.apply`.
+        method, place: as of :meth:`Techniques.apply`. Without a place, what needs one is left out
+            where it is not all that is to be tried.
     """
+    if place is None and len(among) > 1:
+        among = [techniques for techniques in among if not techniques.offload]
     rows, tops = [], {}
+    to = None if place is None else os.fspath(place)
     with Progress("fits", len(among), progress) as shown:
         for techniques in among:
             shown.begin(techniques.name)
             if refused and techniques.steps_in_backward:
                 rows.append(Fit(techniques.name, techniques.cost, reason=refused))
                 continue
-            row, tops[techniques.name] = _row(techniques, build, budget, batch, device, method)
+            row, tops[techniques.name] = _row(
+                techniques, build, budget, batch, device, method, place
+            )
             # Most models have no such head.
             if row.peak is not None or not techniques.loss_head or len(among) == 1:
                 rows.append(row)
@@ -306,9 +337,9 @@ def search(
                 break
             shown.end()
     if not any(row.peak is not None for row in rows):  # the only one that was tried does not apply
-        return Fits(rows, budget, str(device), batch, [], [])
+        return Fits(rows, budget, str(device), batch, [], [], to)
     top = tops[_lowest(rows).name]
-    return Fits(rows, budget, str(device), batch, top.largest, top.hints)
+    return Fits(rows, budget, str(device), batch, top.largest, top.hints, to)
 
 
 class _Top(NamedTuple):
@@ -327,13 +358,14 @@ def _row(
     batch: int | None,
     device: torch.device,
     method: str,
+    place: Offload | None,
 ) -> tuple[Fit, _Top]:
     def predicted(size: int | None) -> Any:
         made = build if size is None else functools.partial(build, size)
         with warnings.catch_warnings():
             # That it cannot keep to the budget is what the row says.
             warnings.filterwarnings("ignore", "remat: the budget of")
-            made = techniques.applied(made, budget, method)
+            made = techniques.applied(made, budget, method, place)
             return predict(made, device=device, progress=False)
 
     try:
@@ -349,9 +381,19 @@ def _row(
             raise
         return Fit(techniques.name, techniques.cost, reason=_reason(error)), _Top([], [])
     row = Fit(
-        techniques.name, techniques.cost, step.peak, step.at_peak, step.peak <= budget, largest
-    )
+        techniques.name, techniques.cost, step.peak, step.at_peak, step.peak <= budget, largest,
+        moved=step.most_moved or None, bus_seconds=step.bus_seconds or None,
+    )  # fmt: skip
     return row, _Top(step.top(3), step.remedies())
+
+
+def _moved(row: Fit, moves: bool) -> tuple[str, ...]:
+    """Returns the cells of what is moved; none where no row moves anything."""
+    if not moves:
+        return ()
+    if row.moved is None or row.bus_seconds is None:
+        return "-", "-"
+    return format_bytes(row.moved), format_seconds(row.bus_seconds)
 
 
 def _reason(error: Exception) -> str:
@@ -436,6 +478,9 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--every", action="store_true", help="try also what costs more than the first that fits"
     )
+    parser.add_argument(
+        "--offload", metavar="FOLDER", help="try also means that move memory to files in it"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     return parser
 
@@ -454,9 +499,10 @@ def run_command(options: argparse.Namespace) -> int:
             batch=options.batch,
             device=options.device,
             every=options.every,
+            offload=options.offload,
         )
     except (TypeError, ValueError) as error:
-        if not str(error).startswith(("fits:", "predict:")):
+        if not str(error).startswith(("fits:", "predict:", "remat: offload")):
             raise
         raise UsageError(str(error)) from None
     if options.json:

@@ -23,6 +23,7 @@ class _Row(Protocol):
     at_peak: dict[str, int] | None
     fits: bool
     largest_batch: int | None
+    moved: int | None
     reason: str
 
 
@@ -66,4 +67,5 @@ def _beside(row: _Row) -> str:
         return f"does not apply: {textwrap.shorten(row.reason, 76, placeholder=' ...')}"
     batch = "" if row.largest_batch is None else f"; batch {row.largest_batch}"
     cost = "nothing" if row.cost == "none" else row.cost
-    return f"{'fits' if row.fits else 'does not fit'}{batch}; costs {cost}"
+    moved = "" if row.moved is None else f"; {format_bytes(row.moved)} elsewhere"
+    return f"{'fits' if row.fits else 'does not fit'}{batch}; costs {cost}{moved}"

@@ -27,6 +27,10 @@ class PredictedStep(Reported):
     """What :func:`predict` returns: the figures of a :class:`Track` of one training step.
 
     The times among them count events, as nothing was run.
+
+    Attributes:
+        bus_seconds: how long copies take of what ``offload`` moves in the step, out and back; they
+            run beside the step's arithmetic.
     """
 
     timed = False
@@ -41,15 +45,18 @@ class PredictedStep(Reported):
         modules, names = Modules(model), Names()
         super().__init__(tracker, device, modules, names)
         tracker.set_modules(modules.parents)
+        self.bus_seconds = 0.0
         self._hooks = Hooks(tracker, model, modules, [optimizer] if optimizer else [], names)
 
     def _follow(self, step: Callable[[], object]) -> None:
         self._tracker.start()
         self._hooks.label()
         self._tracker.begin()
+        before = self._tracker.copying
         with self._hooks.install():
             step()
         self._tracker.stop()
+        self.bus_seconds = self._tracker.copying - before
         del self._hooks
 
 

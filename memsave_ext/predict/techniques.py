@@ -20,6 +20,7 @@ from ..loss_head import patch_causal_lm, patch_seq2seq_lm
 from ..memory.measure import Build, checked
 from ..remat import remat_module
 from ..remat.modules import RematHandle
+from ..remat.offload import Offload
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Techniques:
         loss_head: whether a language model of Hugging Face makes its loss without logits.
         remat: whether the model runs in ``remat``.
         within_budget: whether it does so within the budget.
+        offload: whether what it would be slower to recompute is moved elsewhere.
         checkpoint: whether the blocks of the model are checkpointed.
         optimizer_in_backward: whether the optimizer, of any kind, steps in backward.
         adam_in_backward: whether memsave_ext's Adam steps in backward in place of torch's.
@@ -39,6 +41,7 @@ class Techniques:
     loss_head: bool = False
     remat: bool = False
     within_budget: bool = False
+    offload: bool = False
     checkpoint: bool = False
     optimizer_in_backward: bool = False
     adam_in_backward: bool = False
@@ -49,6 +52,7 @@ class Techniques:
         names = ["loss head in chunks"] * self.loss_head
         names += ["remat"] * self.remat
         names += ["remat within the budget"] * self.within_budget
+        names += ["offload"] * self.offload
         names += ["checkpoint by block"] * self.checkpoint
         names += ["optimizer in backward"] * self.optimizer_in_backward
         names += ["Adam in backward"] * self.adam_in_backward
@@ -60,7 +64,8 @@ class Techniques:
     def cost(self) -> str:
         costs = ["logits again"] * self.loss_head
         costs += ["cheap operators again"] * self.remat
-        costs += ["operators again, as many as it takes"] * self.within_budget
+        again = "again or moved, as much" if self.offload else "again, as many"
+        costs += [f"operators {again} as it takes"] * self.within_budget
         costs += ["a forward more"] * self.checkpoint
         costs += ["states are rounded"] * (self.state_dtype is not None)
         return ", ".join(costs) or "none"
@@ -76,6 +81,7 @@ class Techniques:
         budget: int | None = None,
         *,
         method: str = "forward",
+        place: Offload | None = None,
         **options: Any,
     ) -> Change:
         """Applies these techniques to a model and its optimizer, in place.
@@ -84,6 +90,7 @@ class Techniques:
             model, optimizer: what they are applied to, or nothing of them where one raises.
             budget: bytes, for those that keep within it.
             method: the model's method that runs its forward and is called by the step.
+            place: where what is moved goes, as ``offload`` of :func:`remat`.
             **options: of an optimizer that steps in backward.
 
         Raises:
@@ -104,20 +111,31 @@ class Techniques:
             if self.remat or self.within_budget:
                 limit = budget if self.within_budget else None
                 counted = optimizer if self.within_budget else None
-                block = remat_module(model, budget=limit, optimizer=counted, _method=method)
+                if self.offload and place is None:
+                    raise ValueError("offload= says where memory may be moved to, and is None")
+                to = place if self.offload else None
+                block = remat_module(
+                    model, budget=limit, optimizer=counted, offload=to, _method=method
+                )
                 undo.callback(block.remove)
             return Change(undo.pop_all(), block)
 
-    def applied(self, build: Build, budget: int | None = None, method: str = "forward") -> Build:
+    def applied(
+        self,
+        build: Build,
+        budget: int | None = None,
+        method: str = "forward",
+        place: Offload | None = None,
+    ) -> Build:
         """Returns a function that builds what ``build`` builds, with these techniques.
 
-        ``budget`` and ``method``: as for :meth:`apply`. The built function raises ValueError where
-        they do not apply.
+        ``budget``, ``method`` and ``place``: as for :meth:`apply`. The built function raises
+        ValueError where they do not apply.
         """
 
         def built() -> object:
             model, optimizer, step = checked("fits: build", build())
-            block = self.apply(model, optimizer, budget, method=method).block
+            block = self.apply(model, optimizer, budget, method=method, place=place).block
             return model, optimizer, step if block is None else _checked_step(step, block)
 
         return built  # type: ignore[return-value]
@@ -158,6 +176,8 @@ ALL = (
     Techniques(remat=True, optimizer_in_backward=True),
     Techniques(within_budget=True),
     Techniques(within_budget=True, optimizer_in_backward=True),
+    Techniques(within_budget=True, offload=True),
+    Techniques(within_budget=True, offload=True, optimizer_in_backward=True),
     Techniques(checkpoint=True),
     Techniques(checkpoint=True, optimizer_in_backward=True),
     Techniques(checkpoint=True, adam_in_backward=True),

@@ -24,6 +24,7 @@ from ..memory.events import (
     FOUND,
     FREED,
     LABELLED,
+    MOVED,
     NO_NODE,
     NOT_IN_BACKWARD,
     Event,
@@ -53,9 +54,10 @@ class FakeTracker(Tracker):
         self._running = False
         self._thread = threading.get_ident()
         self._clock = itertools.count()
+        self._moved = 0  # bytes that lie elsewhere
         # Native remat counts the bytes and seconds of the step, too.
         self._remat: Any = (native := _parts.native("remat")) and native.RematFakes(
-            fake_of, self._counts_all
+            fake_of, self._moves, self._counts_all
         )
         self.storages = Storages(self._allocated, self._freed, self._ran, device)
 
@@ -69,6 +71,7 @@ class FakeTracker(Tracker):
 
     def start(self) -> None:
         self._running = True
+        self._note(MOVED, 0, self._moved)
         if self._counts_all:
             for number, size in self.storages.living():
                 self._note(ALLOCATED, number, size)
@@ -131,6 +134,16 @@ class FakeTracker(Tracker):
             self._remat.freed(number)
         if self._running:
             self._note(FREED, number)
+
+    def _moves(self, size: int) -> None:
+        self._moved += size
+        if self._running:
+            self._note(MOVED, 0, self._moved)
+
+    @property
+    def copying(self) -> float:
+        """Seconds that copies have taken of what was moved elsewhere and back."""
+        return float(self._remat.copying()) if self._remat else 0.0
 
     def _ran(self, seconds: float) -> None:
         if self._remat:

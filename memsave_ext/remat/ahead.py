@@ -131,7 +131,7 @@ def _run(
     reason = _obstacle(native, module, device)
     if reason is not None:
         return reason
-    told = native.RematFakes(fake_of, False)
+    told = native.RematFakes(fake_of, lambda _: None, False)
     storages = Storages(told.allocated, told.freed, told.ran, torch.device(device.type))
     try:
         values = _values((args, kwargs))

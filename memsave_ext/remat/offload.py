@@ -68,12 +68,21 @@ def most_moved(limit: object) -> int:
 
 
 def store_of(offload: Offload | None) -> Any:
-    """Returns the native part's store; None for nowhere, as in a prediction.
+    """Returns the native part's store; None for nowhere. In a prediction it moves fake memory, at
+    the speed that the folder has.
 
     Raises:
         OSError: no file can be made in the folder.
+        ValueError: the prediction is one for CUDA.
     """
     native: Any = _parts.native("remat")
-    if offload is None or native is None or predicts():
+    if offload is None or native is None or (predicts() and not native.remat_is_predicted()):
         return None
-    return native.RematStore.in_folder(os.path.realpath(offload))
+    if native.remat_is_predicted_for_cuda():
+        raise ValueError(
+            f"remat: offload={offload!r} is a folder, for memory of the CPU; the step is predicted "
+            "for CUDA"
+        )
+    folder = os.path.realpath(offload)
+    store = native.RematStore.in_folder(folder)
+    return native.RematStore.predicted(folder, *store.speed()) if predicts() else store

@@ -490,6 +490,34 @@ def test_remat_budgets_end_to_end(tmp_path, capsys):
     assert "step 2, within 1.02 of what was promised: 1.00" in printed
 
 
+@pytest.mark.skipif(not _native.available, reason="budgets need the native part")
+def test_remat_offload_end_to_end(tmp_path):
+    pytest.importorskip("tqdm")
+    pytest.importorskip("matplotlib")
+    benchmark = importlib.import_module("remat_offload")
+    options = ["--quick", "--threads", "1", "--no-progress", "--save", str(tmp_path)]
+    assert benchmark.main([*options, "--folder", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("remat_offload-*.json")
+    (record,) = json.loads(path.read_text())
+    ((rows),) = [model["rows"] for model in record["models"]]
+    of = {row["method"]: row for row in rows}
+    assert of["remat, offload"]["moved"] > 0 == of["remat"]["moved"] == of["plain"]["moved"]
+    assert of["remat, offload"]["memory"] < of["remat"]["memory"] < 0.5
+    assert of["save_on_cpu"]["memory"] > 0.99 and of["every tensor to a file"]["memory"] < 0.5
+    assert of["every tensor to a file"]["moved"] > 0.9 * of["plain"]["bytes"]
+    assert len(record["simulated"]) == 3 * 2
+    for row in record["simulated"]:
+        assert 0 <= row["both_least"] <= row["recompute_least"] * 1.05 < 1
+        told = [row[way] for way in ("recompute", "move") if row[way] is not None]
+        # Plans of both were searched for otherwise than those that move alone.
+        assert row["both"] is not None and row["both"] <= 1.2 * min(told, default=9) + 0.01
+    for claim in ("remat_offload", "remat_offload:simulated"):
+        table, caption = readme_tables.TABLES[claim]
+        assert table(record) and caption(record)
+    assert "no card has run it" in readme_tables.TABLES["remat_offload:simulated"][1](record)
+    assert importlib.import_module("drawings").DRAWINGS["remat_offload"](record)
+
+
 def test_what_remat_budgets_counts_is_what_torch_allocates():
     """A step of one product: its result and the gradients."""
     benchmark = importlib.import_module("remat_budgets")

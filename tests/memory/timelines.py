@@ -18,6 +18,7 @@ def timeline(rows, gaps=()):
         live=torch.tensor(live, dtype=torch.int64).reshape(-1, len(CATEGORIES)),
         phase=torch.tensor([PHASES.index(name) for name in phase], dtype=torch.int64),
         step=torch.tensor(step, dtype=torch.int64),
+        moved=torch.zeros(len(step), dtype=torch.int64),
         gaps=tuple(gaps),
     )
 
@@ -59,6 +60,7 @@ def random_timeline(rows, seed=0):
         live=torch.randint(1, 1 << 30, (rows, len(CATEGORIES)), generator=generator),
         phase=torch.randint(0, len(PHASES), (rows,), generator=generator),
         step=torch.arange(rows) * 3 // max(rows, 1),
+        moved=torch.randint(0, 1 << 30, (rows,), generator=generator),
         gaps=(),
     )
 
@@ -78,6 +80,7 @@ def track_of(line, tensors=(), regions=(), steps=()):
         peak_phase=PHASES[line.phase[peak]],
         peak_step=int(line.step[peak]),
         peak_time=float(line.time[peak]),
+        most_moved=int(line.moved.max()),
         steps=list(steps),
         regions=list(regions),
         top=lambda n=10: largest[:n],

@@ -1,6 +1,7 @@
 """Blocks that move memory to files: the same bits, less memory, and nothing lost or left behind."""
 
 import contextlib
+import ctypes
 import gc
 import os
 import resource
@@ -248,6 +249,55 @@ def test_a_disk_that_fills_up_under_a_plan(tmp_path):
     assert used(tmp_path) == 0
 
 
+def test_a_folder_that_goes_away_in_the_middle(tmp_path):
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    model, x = encoder()
+    expected, _, _ = step(model, x)
+    settled(model, x, budget=0.05, offload=folder)
+    torch.manual_seed(3)
+    with ms.remat(budget=0.05, offload=folder) as block:
+        loss = model(x).square().mean()
+    folder.rmdir()  # the file in it has no name, and lives on
+    loss.backward()
+    assert block.figures().brought_back_bytes == block.figures().moved_bytes > 0
+    assert all(map(torch.equal, expected, [loss, *(p.grad for p in model.parameters())]))
+    with pytest.raises(ValueError, match="a folder that is there"):
+        ms.remat(budget=0.05, offload=folder)
+
+
+def test_memory_that_is_given_back_by_hand_while_it_is_copied(tmp_path):
+    """As FSDP does with that of parameters. Whether it is copied by then is a matter of time."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(512, 512), nn.GELU())])
+    x = torch.randn(4096, 512)
+    expected, _, _ = step(model, x)
+    kept = []
+
+    def keep(module, inputs):
+        memory = inputs[0].untyped_storage()
+        kept[:] = [ctypes.string_at(memory.data_ptr(), memory.nbytes())]
+
+    def give_back(module, inputs, output):
+        memory = inputs[0].untyped_storage()
+        memory.resize_(0)
+        other = torch.full_like(output, 7.0)  # in its place
+        memory.resize_(len(kept[0]))
+        ctypes.memmove(memory.data_ptr(), kept[0], len(kept[0]))
+        del other
+
+    moved = 0
+    for number in range(12):
+        with contextlib.ExitStack() as stack:
+            for gelu in model[1::2] if number > 1 else ():
+                stack.callback(gelu.register_forward_pre_hook(keep).remove)
+                stack.callback(gelu.register_forward_hook(give_back).remove)
+            actual, _, block = step(model, x, budget=0.3, offload=tmp_path)
+        assert all(map(torch.equal, expected, actual))
+        moved += block.figures().moved_bytes
+    assert moved > 0
+
+
 def encoder(layers=4):
     torch.manual_seed(0)
     options = {"dropout": 0.1, "activation": "gelu", "batch_first": True, "norm_first": True}
@@ -267,8 +317,10 @@ def test_the_bits_within_a_budget(share, tmp_path):
         if number == 0:
             continue
         assert peak <= 1.02 * max(block.budget, block.least) < plain
-        assert block.figures().brought_back_bytes >= block.figures().moved_bytes > 0
-        assert block.figures().not_moved_bytes == 0
+        figures = block.figures()
+        assert figures.brought_back_bytes >= figures.moved_bytes and figures.not_moved_bytes == 0
+        # With room to recompute it depends on the disk's speed whether anything is moved.
+        assert figures.moved_bytes > 0 or share == 0.5
     del actual, expected
     gc.collect()
     assert used(tmp_path) == 0

@@ -9,10 +9,12 @@ module and a kind of number; seeds beyond the last draw other numbers.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import functools
 import random
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,9 +32,19 @@ from memsave_ext import _native
 
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
 
+
+@functools.cache
+def _folder() -> str:
+    """Where memory is moved to, of this process; gone with it."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return folder.name
+
+
 # By what makes the block: None for a region around the whole program.
 WAYS: dict[str, Callable[[], Any] | None] = {
     "remat": lambda: ms.remat(_everything=True),
+    "offload": lambda: ms.remat(_everything=True, offload=_folder()),  # moves every second content
     "budget": lambda: ms.remat(budget=0.3),
     "checkpoint": None,
 }
@@ -80,10 +92,12 @@ def cases() -> list[Case]:
 
 @dataclasses.dataclass
 class Counts:
-    """What was compared, what of that had something to drop, and what was refused by right."""
+    """What was compared, what of that had something to drop, or to move, and what was refused by
+    right."""
 
     samples: int = 0
     dropped: int = 0
+    moved: int = 0
     refused: int = 0
 
     def __add__(self, other: Counts) -> Counts:
@@ -231,6 +245,7 @@ def _check_way(program: Program, way: str, plain: list[Any], counts: Counts, tol
         raise AssertionError(told) from error
     counts.samples += 1
     counts.dropped += bool(block and block.figures().dropped_bytes)
+    counts.moved += bool(block and block.figures().moved_bytes)
 
 
 def run_seed(seed: int, without: list[str], shrink: bool) -> tuple[str, str]:

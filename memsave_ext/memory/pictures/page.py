@@ -18,7 +18,7 @@ from ..events import CATEGORIES, PHASES
 from ..figures import Figures
 from ..series import peak_row
 from . import timeline as picture
-from .timeline import COLOURS, PHASE_STYLES, phase_name, places, plot_track, reduced, runs
+from .timeline import COLOURS, MOVED, PHASE_STYLES, phase_name, places, plot_track, reduced, runs
 
 _STRIP = 0.06  # height of the strip of phases, as a fraction of the peak
 # As format_bytes writes them.
@@ -86,20 +86,21 @@ def figure_of(track: Figures, title: str) -> Any:
     figure.yaxis.axis_label = f"live memory ({unit})"
     live = timeline.live.double() / size
     top = float(live[peak].sum()) or 1.0
-    _draw_areas(figure, timeline, live, edges, peak)
+    most = max(top, float(timeline.moved.max()) / size)
+    _draw_areas(figure, timeline, live, edges, peak, 1 / size)
     _draw_phases(figure, timeline, edges, top)
     _mark(figure, models, timeline, edges, peak, top)
     figure.add_tools(_hover(figure, models, timeline, edges, live, track.timed))
     figure.add_tools(models.CrosshairTool(dimensions="height"))
     figure.legend.click_policy = "hide"
     figure.add_layout(figure.legend[0], "right")
-    figure.y_range.start, figure.y_range.end = -1.5 * _STRIP * top, 1.15 * top
+    figure.y_range.start, figure.y_range.end = -1.5 * _STRIP * top, 1.15 * most
     figure.x_range.start, figure.x_range.end = edges[0], edges[-1]
     return figure
 
 
 def _draw_areas(
-    figure: Any, timeline: Timeline, live: Tensor, edges: list[float], peak: int
+    figure: Any, timeline: Timeline, live: Tensor, edges: list[float], peak: int, scale: float
 ) -> None:
     ends = torch.cat([live, live[-1:]]).cumsum(1)  # the last row also has an end
     for column in reversed(range(len(CATEGORIES))):  # the legend has the uppermost first
@@ -114,6 +115,16 @@ def _draw_areas(
             color=COLOURS[category],
             legend_label=f"{category}: {format_bytes(at_peak)} at the peak",
             name=category,
+        )
+    if timeline.moved.any():
+        figure.step(
+            x=edges,
+            y=torch.cat([timeline.moved, timeline.moved[-1:]]).double().mul(scale).numpy(),
+            mode="after",
+            line_color=MOVED,
+            line_dash="dashed",
+            legend_label=f"moved elsewhere: {format_bytes(int(timeline.moved[peak]))} at the peak",
+            name="moved",
         )
 
 
@@ -142,6 +153,10 @@ def _hover(
     for category in reversed(there):
         data[category] = timeline.live[:, CATEGORIES.index(category)].double().numpy()
         shown.append((category, f"@{category}{{custom}}"))
+    if timeline.moved.any():
+        there.append("moved")
+        data["moved"] = timeline.moved.double().numpy()
+        shown.append(("moved elsewhere", "@moved{custom}"))
     columns = figure.quad(
         left="left", right="right", bottom=0, top="top", alpha=0, name="rows", source=data
     )

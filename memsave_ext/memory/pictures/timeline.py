@@ -30,6 +30,7 @@ COLOURS = {
     "activations": "#56B4E9",
     "other": "#BBBBBB",
 }
+MOVED = "#000000"  # a dashed line, as it is no memory of the device
 # Phases differ in lightness, and recomputes in their hatching.
 PHASE_STYLES: dict[str, dict[str, Any]] = {
     "other": {"facecolor": "#F4F4F4", "edgecolor": "#BBBBBB"},
@@ -97,7 +98,8 @@ def draw_timeline(
     time = places(timeline)
     peak = peak_row(timeline)
     axes.set_xlim(time[0], time[-1])
-    axes.set_ylim(0, top or 1.2 * max(int(timeline.live[peak].sum()), 1))
+    most = max(int(timeline.live[peak].sum()), int(timeline.moved.max()), 1)
+    axes.set_ylim(0, top or 1.2 * most)
     axes.spines[["top", "right"]].set_visible(False)
     bytes_axis(axes.yaxis, axes.get_ylim()[1])
     axes.grid(axis="y", alpha=0.3)
@@ -157,6 +159,18 @@ def _draw_areas(axes: Axes, timeline: Timeline, time: list[float], peak: int) ->
             axes.fill_between(time, *ends, step="post", color=colour, linewidth=0, label=label)
         )
     axes.step(time, upper[:, -1].tolist(), where="post", color="#333333", linewidth=0.6)
+    if timeline.moved.any():
+        moved = torch.cat([timeline.moved, timeline.moved[-1:]]).tolist()
+        label = f"moved elsewhere: {format_bytes(int(timeline.moved[peak]))} at the peak"
+        areas += axes.step(
+            time,
+            moved,
+            where="post",
+            color=MOVED,
+            linestyle=(0, (3, 1)),
+            linewidth=1.2,
+            label=label,
+        )
     return areas[::-1]  # the uppermost area first
 
 

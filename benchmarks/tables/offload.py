@@ -1,0 +1,80 @@
+"""The tables of the benchmark of remat's offload: what was measured, and what was simulated."""
+
+from tables import Record, machine_line, markdown
+
+METHODS = {
+    "remat": "remat alone, at its least",
+    "remat, offload": "remat, offload",
+    "every tensor to a file": "hooks, every tensor to a file",
+    "save_on_cpu": "torch's save_on_cpu (copies nothing on a CPU)",
+    "ms.checkpoint(offload)": "ms.checkpoint(offload), each block (as without)",
+    "checkpoint": "torch's checkpoint, each block",
+}
+
+
+def offload_table(record: Record) -> str:
+    """Models one below the other, methods down."""
+    rows = []
+    for model in record["models"]:
+        of = {row["method"]: row for row in model["rows"]}
+        for method, name in METHODS.items():
+            row = of[method]
+            rows.append(
+                (
+                    model["model"],
+                    name,
+                    f"{row['memory']:.2f}",
+                    f"{row['time']:.2f}",
+                    f"{row['processor']:.2f}",
+                    f"{row['waited_ms'] / of['plain']['step_ms']:.2f}",
+                    f"{row['moved'] / of['plain']['bytes']:.2f}",
+                )
+            )
+    columns = ("", "", "activations", "time", "processor", "waited", "moved")
+    return markdown(columns, rows)
+
+
+def offload_caption(record: Record) -> str:
+    settings, load = record["settings"], record["load"][0]
+    return (
+        f"Budget {settings['share']} of the activations, files in the page cache. Activations at "
+        "the peak, time of a step, processor time of all threads, time for which the step waited "
+        "for copies, and bytes moved, as shares of the plain step's time and activations (medians "
+        f"of {settings['rounds']} rounds in turns, on a machine with a load of {load}). "
+        f"{machine_line(record)}."
+    )
+
+
+def simulated_table(record: Record) -> str:
+    """Cards and widths down; for each share the overheads of the three ways."""
+    shares = record["settings"]["shares"]
+    ways = ("recompute", "move", "both")
+    found = {(r["card"], r["width"], r["share"]): r for r in record["simulated"]}
+    rows = []
+    for card, width in dict.fromkeys((card, width) for card, width, _ in found):
+        cells = []
+        for share in shares:
+            row = found[card, width, share]
+            cells += ["-" if row[way] is None else f"{100 * row[way]:.1f} %" for way in ways]
+        rows.append((card, str(width), *cells))
+    columns = [f"{way}, {share}" for share in shares for way in ways]
+    return markdown(("card", "width", *columns), rows)
+
+
+def simulated_caption(record: Record) -> str:
+    settings = record["settings"]
+    flops, memory, bus = record["reached"]
+    cards = "; ".join(
+        f"{card['name']}: {card['flops'] / 1e12:.0f} TFLOP/s, {card['memory'] / 1e12:.1f} TB/s, "
+        f"{card['bus'] / 1e9:.0f} GB/s each way ({card['source']})"
+        for card in record["cards"]
+    )
+    return (
+        "A simulation: no card has run it. Time that recomputing and waiting for copies adds to a "
+        f"step of {settings['layers']} blocks of a GPT in bfloat16 on {settings['tokens']} tokens, "
+        f"at {' and '.join(map(str, settings['shares']))} of its activations, by recomputing "
+        "alone, moving alone and both; -: that does not go so far. Operators on fake tensors take "
+        f"{flops} of the arithmetic or {memory} of the memory's rate that the maker names, what is "
+        f"longer, and 5 µs; copies take {bus} of the bus's rate each way; a backward takes two "
+        f"forwards. {cards}. Planned by the planner that remat runs with."
+    )

@@ -1,0 +1,227 @@
+"""What memory.predict(), fits() and track() say of memory that remat moves to files."""
+
+import json
+import os
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import memsave_ext as ms
+from memsave_ext.memory import report
+from memsave_ext.remat import block as remat_block
+
+pytestmark = pytest.mark.skipif(not ms._native.available, reason="remat records natively")
+native = ms._native.module
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known_yet():
+    native.remat_forget()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "remat: the budget of")
+        yield
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def builder(**options):
+    def build():
+        model = nn.Sequential(*[Block() for _ in range(4)])
+        build.handle = ms.remat_module(model, **options) if options else None
+        optimizer = torch.optim.AdamW(model.parameters())
+        x = torch.randn(2048, 64)
+
+        def step():
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    return build
+
+
+def tracked_third(build):
+    model, optimizer, step = build()
+    step()
+    step()
+    with ms.memory.track(model, optimizer) as t:
+        step()
+    return t
+
+
+def test_a_prediction_moves_as_the_step_does(tmp_path):
+    # The least, as at others it depends on the folder's speed what is moved.
+    build = builder(budget=0.05, offload=tmp_path)
+    predicted = ms.memory.predict(build)
+    figures = build.handle.figures()
+    assert predicted.most_moved == figures.moved_bytes > 10 << 20
+    assert figures.brought_back_bytes == figures.moved_bytes
+    t = tracked_third(build)
+    assert predicted.peak == pytest.approx(t.peak, rel=0.01)
+    assert predicted.most_moved == t.most_moved
+    assert t.most_moved == build.handle.figures().moved_bytes
+    assert predicted.timeline.moved[-1] == t.timeline.moved[-1] == 0
+    assert predicted.live == t.live
+
+
+def with_bus(monkeypatch, out, back):
+    store = native.RematStore
+    monkeypatch.setattr(remat_block, "store_of", lambda _: store.predicted("a bus", out, back))
+
+
+def test_the_time_of_the_bus(monkeypatch, tmp_path):
+    build = builder(budget=0.05, offload=tmp_path)
+    waited = []
+    for out, back in ((1e12, 2e12), (1e9, 2e9), (1e6, 2e6)):
+        with_bus(monkeypatch, out, back)
+        predicted = ms.memory.predict(build)
+        figures = build.handle.figures()
+        seconds = figures.moved_bytes / out + figures.brought_back_bytes / back
+        assert figures.moved_bytes > 0
+        assert predicted.bus_seconds == pytest.approx(seconds)
+        assert figures.waited_seconds <= seconds
+        waited.append(figures.waited_seconds)
+    # Before copies that take seconds an operator's microseconds are nothing.
+    assert waited[0] < 1e-3 < waited[1] < waited[2] and waited[2] > 0.5 * seconds
+
+
+def test_a_graph_that_outlives_its_prediction(monkeypatch, tmp_path):
+    with_bus(monkeypatch, 1e6, 1e6)
+    left = []
+
+    def build():
+        model, x = nn.Sequential(*[Block() for _ in range(4)]), torch.randn(2048, 64)
+
+        def step():
+            for backward in (True, False):
+                with ms.remat(model, budget=0.05, offload=tmp_path):
+                    left[:] = [model(x).square().mean()]
+                if backward:
+                    left.pop().backward()
+
+        return model, None, step
+
+    predicted = ms.memory.predict(build)
+    assert predicted.most_moved > 0
+    left.clear()
+
+
+def test_without_moving_nothing_is_told():
+    predicted = ms.memory.predict(builder())
+    assert (predicted.most_moved, predicted.bus_seconds) == (0, 0)
+    assert "moved" not in predicted.report()
+
+
+def test_a_folder_is_not_for_a_card(tmp_path):
+    with pytest.raises(ValueError, match="the step is predicted for CUDA"):
+        ms.memory.predict(builder(budget=0.5, offload=tmp_path), device="cuda")
+
+
+def test_fits_tries_to_move_where_it_may(tmp_path):
+    build = builder()
+    without = ms.memory.fits(build, 1, device="cpu", every=True)
+    found = ms.memory.fits(build, 1, device="cpu", every=True, offload=tmp_path)
+    rows = {row.name: row for row in found.rows}
+    moving = {name for name in rows if "offload" in name}
+    assert {row.name for row in without.rows} == set(rows) - moving and len(moving) == 2
+    row = rows["remat within the budget, offload"]
+    assert row.moved > 10 << 20 and row.bus_seconds > 0
+    assert row.peak < 0.9 * rows["remat within the budget"].peak
+    assert all(rows[name].moved is None for name in set(rows) - moving)
+    assert "moved" in found.report() and "copies take" in found.report()
+    assert "copies take" not in without.report()
+    assert json.loads(json.dumps(found.to_json()))["offload"] == os.fspath(tmp_path)
+
+
+def test_what_fits_is_applied(tmp_path):
+    least = ms.memory.predict(builder(budget=1, offload=tmp_path)).peak
+    build, budget = builder(), int(1.02 * least)
+    found = ms.memory.fits(build, budget, device="cpu", offload=tmp_path)
+    assert found.cheapest.name == "remat within the budget, offload"
+    found.plot(tmp_path / "fits.png")
+    expected = tracked_third(build)
+    native.remat_forget()
+    torch.manual_seed(0)
+    model, optimizer, step = build()
+    applied = found.apply(model, optimizer)
+    for _ in range(3):
+        step()
+    assert applied.measured <= 1.02 * budget < expected.peak
+    applied.undo()
+
+
+def test_fit_moves_where_it_may(tmp_path, capsys):
+    model, optimizer, step = builder()()
+    x = torch.randn(2048, 64)
+    options = {"budget": 10_000_000, "loss": lambda y: y.square().mean(), "in_backward": False}
+    applied = ms.fit(model, optimizer, x, offload=tmp_path, **options)
+    assert applied.means == "remat within the budget, offload"
+    assert "or moved" in capsys.readouterr().out
+    for _ in range(3):
+        step()
+    assert applied.measured <= 1.02 * 10_000_000
+    applied.undo()
+    with pytest.raises(ValueError, match="offload= says where"):
+        ms.fit(model, optimizer, x, means=applied.means, **options)
+
+
+def test_a_timeline_says_where_it_went(tmp_path):
+    model, _, _ = builder(budget=0.05, offload=tmp_path)()
+    x, store = torch.randn(2048, 64), native.RematStore.in_folder(os.path.realpath(tmp_path))
+    model(x).sum().backward()
+    with ms.memory.track(model) as whole:
+        loss = model(x).sum()
+        used = store.used()
+        with ms.memory.track(model) as later:
+            loss.backward()
+        del loss
+    assert used == whole.most_moved == later.most_moved > 0
+    for t in (whole, later):
+        moved = t.timeline.moved
+        assert moved[-1] == 0 and moved.min() == 0 and moved.max() == used
+        assert "moved elsewhere" in t.report()
+        assert t.to_json()["most_moved"] == used
+        columns = json.loads(json.dumps(report.timeline_as_json(t.timeline, 1 << 30)))
+        assert torch.equal(report.timeline_from_json(columns).moved, moved)
+    assert later.timeline.moved[0] == used and whole.timeline.moved[0] == 0
+
+
+def test_of_long_runs_too(tmp_path):
+    build = builder(budget=0.05, offload=tmp_path)
+    model, optimizer, step = build()
+    with ms.memory.track(model, optimizer, max_events=500) as t:
+        for _ in range(6):
+            step()
+    assert t.timeline.gaps and 0 < t.most_moved <= build.handle.figures().moved_bytes
+    assert t.timeline.moved[-1] == 0 and t.timeline.moved.min() >= 0
+
+
+def test_pictures_have_a_line_of_it(tmp_path):
+    pytest.importorskip("matplotlib")
+    t = tracked_third(builder(budget=0.05, offload=tmp_path))
+    from matplotlib.figure import Figure
+
+    from memsave_ext.memory.pictures.timeline import draw_timeline
+
+    axes = Figure().add_subplot()
+    draw_timeline(axes, t.timeline)
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    label = next(label for label in lines if label.startswith("moved elsewhere"))
+    assert max(lines[label].get_ydata()) == t.most_moved <= axes.get_ylim()[1]
+    pytest.importorskip("bokeh")
+    from memsave_ext.memory.pictures.page import figure_of
+
+    figure = figure_of(t, "x")
+    (line,) = figure.select(name="moved")
+    assert max(line.data_source.data["y"]) > 1 and figure.y_range.end > 1
