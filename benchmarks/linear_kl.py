@@ -6,7 +6,7 @@ time on one thread, and those of torch in the same round. Liger's Triton kernels
 runs here is its chunked loss, in eager mode, which is torch's operators on chunks of 1024 tokens.
 It has no log-probabilities by themselves.
 
-    python benchmarks/linear_kl.py --shapes 3 --save benchmarks/results
+    python benchmarks/linear_kl.py --shapes 4 --save benchmarks/results
 """
 
 import argparse
@@ -32,7 +32,7 @@ from common import (
     write_record,
 )
 
-SHAPES = ((1024, 128, 8000), (1024, 256, 32000), (4096, 64, 8000))
+SHAPES = ((1024, 128, 8000), (1024, 256, 32000), (4096, 64, 8000), (256, 1024, 8000))
 TINY = ((64, 16, 3000),)
 BETAS = {0.0: "KL(teacher || student)", 1.0: "KL(student || teacher)", 0.5: "Jensen-Shannon"}
 TORCH, OURS, LIGER = "torch", "memsave_ext", "Liger, chunks of tokens"
@@ -169,7 +169,7 @@ def line_of(row: dict[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--shapes", type=int, default=1, help="how many of them; there are 3")
+    parser.add_argument("--shapes", type=int, default=1, help="how many of them; there are 4")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
     parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
     parser.add_argument("--no-progress", dest="progress", action="store_false")

@@ -48,7 +48,7 @@ def from_batch(
         model, optimizer, batch, loss: as for :func:`predict`.
         who: the function that errors are of.
         micro_batches: how many backwards a step has.
-        forward: stands for calls of the model and of ``loss``.
+        forward: stands for calls of the model and of ``loss``; what it is given may be anything.
         keeps_gradients: whether those of a step are there until the next one's first backward, and
             not freed before its forward.
 
@@ -63,8 +63,10 @@ def from_batch(
             f"{who}: optimizer must be a torch.optim.Optimizer or None, got "
             f"{type(optimizer).__name__}"
         )
-    _check_batch(who, batch)
-    run = forward or _forward_of(who, loss)
+    if forward is None:  # else anything may be
+        _check_batch(who, batch)
+        forward = _forward_of(who, loss)
+    run = forward
     batch, autocast = _plain(batch), _Autocast()
     values = {id(t): only_value(t) for t in tree_leaves(batch) if isinstance(t, Tensor)}
 
