@@ -64,8 +64,8 @@ class Techniques:
     def cost(self) -> str:
         costs = ["logits again"] * self.loss_head
         costs += ["cheap operators again"] * self.remat
-        again = "again or moved, as much" if self.offload else "again, as many"
-        costs += [f"operators {again} as it takes"] * self.within_budget
+        again = "again or results moved" if self.offload else "again"
+        costs += [f"operators {again}, as few as fit"] * self.within_budget
         costs += ["a forward more"] * self.checkpoint
         costs += ["states are rounded"] * (self.state_dtype is not None)
         return ", ".join(costs) or "none"
@@ -176,6 +176,7 @@ ALL = (
     Techniques(remat=True, optimizer_in_backward=True),
     Techniques(within_budget=True),
     Techniques(within_budget=True, optimizer_in_backward=True),
+    Techniques(loss_head=True, within_budget=True, optimizer_in_backward=True),
     Techniques(within_budget=True, offload=True),
     Techniques(within_budget=True, offload=True, optimizer_in_backward=True),
     Techniques(checkpoint=True),
@@ -184,6 +185,7 @@ ALL = (
     Techniques(loss_head=True, checkpoint=True, optimizer_in_backward=True),
     Techniques(adam_in_backward=True, state_dtype="8bit"),
     Techniques(within_budget=True, adam_in_backward=True, state_dtype="8bit"),
+    Techniques(loss_head=True, within_budget=True, adam_in_backward=True, state_dtype="8bit"),
     Techniques(checkpoint=True, adam_in_backward=True, state_dtype="8bit"),
     Techniques(checkpoint=True, adam_in_backward=True, state_dtype="4bit"),
 )
