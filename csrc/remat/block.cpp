@@ -717,7 +717,6 @@ Block::Entry& Block::entry_of(const at::Tensor& tensor) {
   const auto* storage = tensor.storage().unsafeGetStorageImpl();
   auto [found, is_new] = table_.emplace(storage, Entry{});
   Entry& entry = found->second;
-  const uint32_t version = checkpoint::version_of(tensor);
   if (is_new) {
     // It was made before this block, unless a running operator may have made it or it has an
     // autograd history.
