@@ -377,6 +377,14 @@ void bind(py::module_& m) {
             return predicted_store(std::move(name), Speed{out, back});
           },
           py::arg("name"), py::arg("out"), py::arg("back"))
+      .def_static(
+          "in_host_memory",
+          [](const at::Device& device) {
+            auto store = store_in_host_memory(device);
+            (void)store->speed();  // now, and not in a step, whose memory it would add to
+            return store;
+          },
+          py::arg("device"), py::call_guard<py::gil_scoped_release>())
       .def("used", &Store::used)
       .def("speed", [](Store& store) {
         const Speed speed = store.speed();

@@ -192,7 +192,11 @@ void Block::decide(const std::shared_ptr<Content>& content) {
     moves_next_ = !moves_next_;
     choice.drops = moves_next_ ? Drops::kMove : Drops::kEverything;
   }
-  const bool is_moved = choice.drops == Drops::kMove && mover_ && !content->external;
+  // What is on another device than those whose memory is moved is recomputed, if it can be.
+  if (choice.drops == Drops::kMove && !(mover_ && mover_->takes(content->device))) {
+    choice.drops = Drops::kEverything;
+  }
+  const bool is_moved = choice.drops == Drops::kMove && !content->external;
   std::unique_lock<std::mutex> lock(contents_mutex());
   Route route;
   if (is_moved) {

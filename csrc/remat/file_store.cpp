@@ -17,9 +17,11 @@
 #include <thread>
 #include <unordered_map>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "memory/active.h"
+#include "remat/ranges.h"
 #include "remat/store.h"
 
 namespace memsave_ext::remat {
@@ -96,31 +98,13 @@ class File {
   int64_t take(int64_t bytes) {
     const int64_t size = whole_pages(bytes);
     const std::lock_guard<std::mutex> lock(mutex_);
-    auto best = free_.end();
-    for (auto room = free_.begin(); room != free_.end(); ++room) {
-      if (room->second < size) continue;
-      if (best == free_.end() || room->second < best->second) best = room;
-    }
-    if (best == free_.end()) return std::exchange(end_, end_ + size);
-    const auto [offset, room] = *best;
-    free_.erase(best);
-    if (room > size) free_.emplace(offset + size, room - size);
-    return offset;
+    const auto part = free_.take(size);
+    return part ? part->first : std::exchange(end_, end_ + size);
   }
 
   void give_back(int64_t offset, int64_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto here = free_.emplace(offset, whole_pages(bytes)).first;
-    const auto next = std::next(here);
-    if (next != free_.end() && here->first + here->second == next->first) {
-      here->second += next->second;
-      free_.erase(next);
-    }
-    if (here == free_.begin()) return;
-    const auto before = std::prev(here);
-    if (before->first + before->second != here->first) return;
-    before->second += here->second;
-    free_.erase(here);
+    free_.give_back(offset, whole_pages(bytes));
   }
 
   // Both return 0 or the system's number of an error.
@@ -166,7 +150,7 @@ class File {
 
   const int descriptor_;
   std::mutex mutex_;
-  std::map<int64_t, int64_t> free_;  // bytes, by offset
+  Ranges<std::monostate> free_;
   int64_t end_ = 0;
 };
 
@@ -360,6 +344,8 @@ class FileStore final : public Store {
   int64_t used() const override { return shared_->room.used(); }
 
   std::string name() const override { return folder_; }
+
+  bool takes(c10::Device device) const override { return device.is_cpu(); }
 
  private:
   // The first time that a part of the file is written is slower than all later ones.

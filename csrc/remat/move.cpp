@@ -17,6 +17,7 @@ namespace memsave_ext::remat {
 
 template <typename Wait>
 void Mover::wait_for(const Wait& wait) {
+  if (store_->uses_streams()) return wait();
   std::optional<pybind11::gil_scoped_release> no_gil;
   if (PyGILState_Check()) no_gil.emplace();
   const double begin = now();
@@ -53,8 +54,14 @@ void Mover::begin() {
       }
     }
     std::shared_ptr<Away> away;
-    if (held) away = store_->put(std::move(held), made_on, limit_);
+    std::string failure;
+    try {
+      if (held) away = store_->put(std::move(held), made_on, limit_);
+    } catch (const std::exception& error) {
+      failure = error.what();
+    }
     const std::lock_guard<std::mutex> lock(contents_mutex());
+    if (!failure.empty()) figures_.failure = std::move(failure);
     if (!away) {
       block_.count_as(*content, Verdict::kNotMoved);
       figures_.not_moved += content->bytes;
@@ -77,12 +84,14 @@ void Mover::settle(int32_t moment, int64_t may_linger) {
     {
       const std::lock_guard<std::mutex> lock(contents_mutex());
       int64_t linger = 0;
+      bool may_be_out = true;
       std::deque<Leaving> left;
       for (auto& leaving : leaving_) {
-        if (leaving.away->is_out()) {
+        if (may_be_out && leaving.away->is_out()) {
           out.push_back(std::move(leaving));
           continue;
         }
+        may_be_out = !store_->uses_streams();
         if (leaving.lingers_from < moment) linger += leaving.bytes;
         left.push_back(std::move(leaving));
       }
@@ -128,6 +137,14 @@ void Mover::finish(const Leaving& leaving) {
 
 void Mover::before_write(const std::shared_ptr<Content>& content) {
   std::vector<Leaving> found;
+  std::shared_ptr<Away> away;
+  {
+    const std::lock_guard<std::mutex> lock(contents_mutex());
+    away = content->away;
+  }
+  if (!away) return;
+  // Its memory may have been let go once its own stream was to wait for the copy. Others hold it.
+  if (store_->uses_streams()) away->wait_until_out();
   {
     const std::lock_guard<std::mutex> lock(contents_mutex());
     if (!content->is_leaving()) return;

@@ -42,6 +42,7 @@ class Mover {
   // Returns the memory of a content that is away. Throws where it cannot be read.
   c10::Storage bring_back(const std::shared_ptr<Content>& content);
 
+  bool takes(c10::Device device) const { return store_->takes(device); }
   const Store& store() const { return *store_; }
   MoveFigures figures() const;
 

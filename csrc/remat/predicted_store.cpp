@@ -76,6 +76,7 @@ class PredictedStore final : public Store {
   PredictedStore(std::string name, Speed speed)
       : name_(std::move(name)), speed_(speed), shared_(std::make_shared<PredictedCopies>(speed)) {}
 
+  bool takes(c10::Device) const override { return true; }  // fake memory, under any name
   std::shared_ptr<Away> put(c10::intrusive_ptr<c10::StorageImpl> memory,
                             const std::optional<c10::Stream>&, int64_t limit) override {
     if (!shared_->room.take(static_cast<int64_t>(memory->nbytes()), limit)) return nullptr;

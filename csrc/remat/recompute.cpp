@@ -20,15 +20,6 @@
 namespace memsave_ext::remat {
 namespace {
 
-// A byte tensor on the whole storage.
-at::Tensor bytes_of(const c10::Storage& storage) {
-  const auto options = at::TensorOptions().dtype(at::kByte).device(storage.device());
-  const at::Tensor tensor = at::empty({0}, options);
-  Geometry geometry = Geometry::of(tensor);
-  geometry.sizes = {static_cast<int64_t>(storage.nbytes())};
-  return geometry.view(storage);
-}
-
 // As memsave_ext/checkpoint/errors.py takes it.
 auto facts_of(const Geometry& geometry) {
   return std::make_tuple(std::vector<int64_t>(geometry.sizes.begin(), geometry.sizes.end()),
@@ -268,10 +259,18 @@ c10::Storage empty_for(const Content& content) {
   return at::empty({content.bytes}, options).storage();
 }
 
+at::Tensor as_bytes(const c10::Storage& storage) {
+  const auto options = at::TensorOptions().dtype(at::kByte).device(storage.device());
+  const at::Tensor tensor = at::empty({0}, options);
+  Geometry geometry = Geometry::of(tensor);
+  geometry.sizes = {static_cast<int64_t>(storage.nbytes())};
+  return geometry.view(storage);
+}
+
 c10::Storage copy_of(const c10::Storage& storage) {
   const Pause pause;
   const at::NoGradGuard no_grad;
-  const at::Tensor from = bytes_of(storage);
+  const at::Tensor from = as_bytes(storage);
   at::Tensor to = at::empty(from.sizes(), from.options());
   to.copy_(from);
   return to.storage();

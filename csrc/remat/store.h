@@ -29,11 +29,12 @@ class Away {
 
   // Whether the copy out is over. Does not wait.
   virtual bool is_out() = 0;
-  // From here on the memory may be freed: waits, or makes the device's stream wait.
+  // From here on the memory may be freed, and written on the current stream: waits, or makes the
+  // streams wait.
   virtual void wait_until_out() = 0;
   // Whether the copy could not be made, and why; asked once it is over.
   virtual std::optional<std::string> failure() const { return std::nullopt; }
-  // Lets go of the memory that is copied; null while the copy is being made.
+  // Lets go of the memory that is copied; null while it must not be freed yet.
   virtual c10::intrusive_ptr<c10::StorageImpl> take_source() = 0;
 
   // Begins to copy back into `memory`, which is as large; nothing where that has begun.
@@ -49,11 +50,17 @@ class Store {
  public:
   virtual ~Store() = default;
 
+  // Whether memory of this device can be put here.
+  virtual bool takes(c10::Device device) const = 0;
+  // Whether a stream copies out, one after the other, for which streams wait and not the host.
+  virtual bool uses_streams() const { return false; }
   // Begins to copy memory out, which nobody writes until that is over. `made_on`: the stream that
   // it was made on. Null where more than `limit` bytes would be out, of all who use this store.
+  // Throws std::runtime_error where there is another reason why it cannot be.
   virtual std::shared_ptr<Away> put(c10::intrusive_ptr<c10::StorageImpl> memory,
                                     const std::optional<c10::Stream>& made_on, int64_t limit) = 0;
-  // Measured once for a short time, and then of what is copied.
+  // Measured once for a short time; of a file also of what is copied later. 0 where it is not
+  // known.
   virtual Speed speed() = 0;
   // Bytes that are out, of all who use it.
   virtual int64_t used() const = 0;
@@ -68,6 +75,10 @@ std::shared_ptr<Store> store_in_folder(const std::string& folder);
 // Of the prediction that runs on this thread: it holds the fake memory that is copied, and copies
 // take as long as they would at this speed, by the prediction's clock.
 std::shared_ptr<Store> predicted_store(std::string name, Speed speed);
+
+// Pinned memory of the host, for that of a CUDA device, whose streams copy it. Those who name the
+// same device share it. The device waits for copies, the host does not.
+std::shared_ptr<Store> store_in_host_memory(c10::Device device);
 
 // What is no longer asked for is destroyed by empty_trash(), as no memory may be freed where locks
 // are held.

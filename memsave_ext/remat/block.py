@@ -85,18 +85,22 @@ class remat:  # noqa: N801, a context manager is used like a function
             how much it needs, memory is dropped where the allocator has none to reuse and less than
             an eighth of the device's is free.
 
-        offload: a folder, as of a local disk, on the CPU: what would take longer to recompute is
-            moved to a file there while the step goes on, and brought back before backward needs it,
-            as far as the budget asks for it. The file has no name and is gone with the block, and
-            after a crash. What it has no room for is kept; the report says so.
-        offload_limit: the most bytes that all blocks with the same folder may have there at a time:
-            an int, or text such as "50GB". None: as many as there is room for.
+        offload: what would take longer to recompute is moved elsewhere while the step goes on, and
+            brought back before backward needs it, as far as the budget asks for it. On CUDA: "cpu",
+            pinned memory of the host, copied on streams of its own. On a CPU: a folder, as of a
+            local disk, for a file without a name that is gone with the block, and after a crash; a
+            folder of the name cpu is "./cpu". What there is no room for is kept; the report says
+            so. "cpu" in a block on the CPU moves nothing, which a UserWarning says once.
+        offload_limit: the most bytes that all blocks with the same folder, or of the same CUDA
+            device, may have there at a time: an int, or text such as "50GB". None: as many as there
+            is room for.
 
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: a budget out of range or not to be read; ``optimizer``, ``strict`` or
-            ``offload`` without a budget; ``offload`` is no folder, or the model is not on the CPU;
-            ``offload_limit`` without ``offload``, or out of range.
+            ``offload`` without a budget; ``offload`` is neither "cpu" nor a folder, or the model is
+            on a device that it does not move from; ``offload_limit`` without ``offload``, or out of
+            range.
         OSError: no file can be made in the folder ``offload``.
         RuntimeError: a budget with a CUDA allocator that reports nothing (cudaMallocAsync), or a
             part of a device whose memory is not known; a block is entered a second time, or is left
@@ -130,7 +134,7 @@ class remat:  # noqa: N801, a context manager is used like a function
         if budget is not None:
             self._within, self._of_device = parse_budget(budget, strict)
         self._recorder = make_recorder(
-            _everything, self._within, device, store_of(offload), most_moved(offload_limit)
+            _everything, self._within, device, store_of(offload, device), most_moved(offload_limit)
         )
         self._before: LivedBefore | None = None
         if isinstance(self._recorder, NoRecorder):

@@ -60,7 +60,8 @@ class RematFigures:
     moved_bytes: int = 0  # that were copied to ``offload``
     brought_back_bytes: int = 0  # as often as each was
     not_moved_bytes: int = 0  # that were to be moved, and for which there was no room
-    waited_seconds: float = 0.0  # for copies that were not over in time
+    # For copies that were not over in time, by the host's clock: on CUDA the device waits for them.
+    waited_seconds: float = 0.0
 
     @property
     def dropped_bytes(self) -> int:
@@ -125,11 +126,8 @@ def write_report(figures: RematFigures, top: int, text: TextIO) -> None:
 def write_moves(moves: tuple[int, int, int, float, str, str], text: TextIO) -> None:
     """Writes what a recorder's figures have as ``moves``."""
     moved, back, not_moved, waited, why, name = moves
-    print(
-        f"Moved {format_bytes(moved)} to {name}, and {format_bytes(back)} back; waited "
-        f"{format_seconds(waited)} for it",
-        file=text,
-    )
+    wait = f"; waited {format_seconds(waited)} for it" if waited else ""
+    print(f"Moved {format_bytes(moved)} to {name}, and {format_bytes(back)} back{wait}", file=text)
     if not_moved:
         reason = why or "offload_limit is reached"
         print(f"{format_bytes(not_moved)} could not be moved, and are kept: {reason}", file=text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from ..fakes.mode import predicts
 from ..shared.table import parse_bytes
 
 _UNLIMITED = 2**63 - 1
+_CPU = "cpu"  # a folder of this name is "./cpu"
+_BUS = 25e9  # bytes a second each way: PCIe 4 with 16 lanes, in predictions
 Offload = str | os.PathLike[str]
 
 
@@ -30,19 +34,32 @@ def check_offload(
     if offload is None:
         return
     if not isinstance(offload, (str, os.PathLike)):
-        raise TypeError(f"remat: offload must be a folder or None, got {type(offload).__name__}")
+        raise TypeError(
+            f"remat: offload must be 'cpu', a folder or None, got {type(offload).__name__}"
+        )
     if not has_budget:
         raise ValueError(
             "remat: offload needs a budget, which says how much has to be moved; give one, such "
             "as budget='8GB' or budget=0.2 (a share of the activations), or leave offload out"
         )
-    if device is not None and device.type != "cpu":
+    on = "cpu" if device is None else device.type
+    if offload == _CPU:
+        if on not in ("cpu", "cuda"):
+            raise ValueError(
+                "remat: offload='cpu' moves memory of CUDA devices to that of the host; the model "
+                f"is on {on}"
+            )
+        return
+    if on != "cpu":
+        cuda = "; offload='cpu' moves that to the host's memory" if on == "cuda" else ""
         raise ValueError(
-            f"remat: offload moves memory of the CPU to files; the model is on {device.type}"
+            f"remat: offload={os.fspath(offload)!r} moves memory of the CPU to files; the model is "
+            f"on {on}{cuda}"
         )
     if not Path(offload).is_dir():
         raise ValueError(
-            f"remat: offload must be a folder that is there and can be written to, got {offload!r}"
+            "remat: offload must be 'cpu' or a folder that is there and can be written to, got "
+            f"{offload!r}"
         )
 
 
@@ -67,21 +84,41 @@ def most_moved(limit: object) -> int:
     return count
 
 
-def store_of(offload: Offload | None) -> Any:
+@functools.cache
+def _tell_of_cpu() -> None:
+    warnings.warn(
+        "remat: offload='cpu' moves memory of CUDA devices to that of the host. This block is on "
+        "the CPU, where nothing is moved; offload=FOLDER moves to files.",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
+def store_of(offload: Offload | None, device: torch.device) -> Any:
     """Returns the native part's store; None for nowhere. In a prediction it moves fake memory, at
-    the speed that the folder has.
+    the speed of the folder, or of a usual bus.
+
+    Warns once in a process where memory of the CPU was to be moved to the CPU.
 
     Raises:
         OSError: no file can be made in the folder.
-        ValueError: the prediction is one for CUDA.
+        ValueError: the folder was named in a prediction for CUDA.
     """
     native: Any = _parts.native("remat")
     if offload is None or native is None or (predicts() and not native.remat_is_predicted()):
         return None
-    if native.remat_is_predicted_for_cuda():
+    on_cuda = native.remat_is_predicted_for_cuda() if predicts() else device.type == "cuda"
+    if offload == _CPU:
+        if not on_cuda:
+            _tell_of_cpu()
+            return None
+        if predicts():
+            return native.RematStore.predicted(_CPU, _BUS, _BUS)
+        return native.RematStore.in_host_memory(device)
+    if on_cuda:
         raise ValueError(
-            f"remat: offload={offload!r} is a folder, for memory of the CPU; the step is predicted "
-            "for CUDA"
+            f"remat: offload={os.fspath(offload)!r} is a folder, for memory of the CPU; the step "
+            "is one of CUDA, whose memory offload='cpu' moves to the host's"
         )
     folder = os.path.realpath(offload)
     store = native.RematStore.in_folder(folder)

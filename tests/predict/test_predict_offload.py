@@ -77,7 +77,7 @@ def test_a_prediction_moves_as_the_step_does(tmp_path):
 
 def with_bus(monkeypatch, out, back):
     store = native.RematStore
-    monkeypatch.setattr(remat_block, "store_of", lambda _: store.predicted("a bus", out, back))
+    monkeypatch.setattr(remat_block, "store_of", lambda *_: store.predicted("a bus", out, back))
 
 
 def test_the_time_of_the_bus(monkeypatch, tmp_path):
@@ -124,8 +124,18 @@ def test_without_moving_nothing_is_told():
 
 
 def test_a_folder_is_not_for_a_card(tmp_path):
-    with pytest.raises(ValueError, match="the step is predicted for CUDA"):
+    with pytest.raises(ValueError, match="the step is one of CUDA"):
         ms.memory.predict(builder(budget=0.5, offload=tmp_path), device="cuda")
+
+
+def test_a_card_moves_to_the_hosts_memory():
+    build, options = builder(), {"device": "cuda", "every": True}
+    without = ms.memory.fits(build, 1, **options)
+    rows = {row.name: row for row in ms.memory.fits(build, 1, offload="cpu", **options).rows}
+    row = rows["remat within the budget, offload"]
+    assert len(rows) == len(without.rows) + 2
+    assert row.moved > 10 << 20 and row.bus_seconds > 0
+    assert row.peak < 0.9 * rows["remat within the budget"].peak
 
 
 def test_fits_tries_to_move_where_it_may(tmp_path):
@@ -167,7 +177,7 @@ def test_fit_moves_where_it_may(tmp_path, capsys):
     options = {"budget": 10_000_000, "loss": lambda y: y.square().mean(), "in_backward": False}
     applied = ms.fit(model, optimizer, x, offload=tmp_path, **options)
     assert applied.means == "remat within the budget, offload"
-    assert "or moved" in capsys.readouterr().out
+    assert "or results moved" in capsys.readouterr().out
     for _ in range(3):
         step()
     assert applied.measured <= 1.02 * 10_000_000

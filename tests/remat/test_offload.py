@@ -6,6 +6,7 @@ import gc
 import os
 import resource
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from test_remat_random import check as check_random
 from torch import nn
 
 import memsave_ext as ms
+from memsave_ext.remat import offload
 
 native = ms._native.module
 
@@ -401,9 +403,11 @@ def test_adam_in_backward(tmp_path):
     ("options", "error", "match"),
     [
         ({"offload": "/tmp"}, ValueError, "offload needs a budget"),
-        ({"budget": 0.5, "offload": 3}, TypeError, "offload must be a folder or None, got int"),
-        ({"budget": 0.5, "offload": "/no/such"}, ValueError, "a folder that is there"),
-        ({"budget": 0.5, "offload": "cpu"}, ValueError, "a folder that is there"),
+        ({"offload": "cpu"}, ValueError, "offload needs a budget"),
+        ({"budget": 0.5, "offload": 3}, TypeError, "must be 'cpu', a folder or None, got int"),
+        ({"budget": 0.5, "offload": "/no/such"}, ValueError, "'cpu' or a folder that is there"),
+        ({"budget": 0.5, "offload": "./cpu"}, ValueError, "a folder that is there"),
+        ({"budget": 0.5, "offload": Path("cpu")}, ValueError, "a folder that is there"),
         ({"budget": 0.5, "offload_limit": 5}, ValueError, "offload_limit bounds what offload="),
         ({"budget": 0.5, "offload": "/tmp", "offload_limit": 1.5}, TypeError, "got float"),
         ({"budget": 0.5, "offload": "/tmp", "offload_limit": "x"}, ValueError, "got 'x'"),
@@ -417,3 +421,37 @@ def test_arguments(options, error, match):
     if error is not OSError:  # of a module it is known when it runs
         with pytest.raises(error, match=match):
             ms.remat_module(nn.Linear(2, 2), **options)
+
+
+def test_nothing_is_moved_from_the_cpu_to_the_cpu():
+    model, x = encoder(2)
+    expected, _, _ = step(model, x)
+    offload._tell_of_cpu.cache_clear()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            actual, _, block = step(model, x, budget=0.5, offload="cpu", offload_limit="1GB")
+            assert all(map(torch.equal, expected, actual))
+    told = [str(warning.message) for warning in warned]
+    assert len([text for text in told if "on the CPU, where nothing is moved" in text]) == 1
+    assert block.figures().moved_bytes == 0 < block.figures().dropped_bytes
+
+
+@pytest.mark.parametrize(
+    ("offload", "match"),
+    [("cpu", "to that of the host; the model is on meta"), ("/tmp", "to files; the model is on m")],
+)
+def test_memory_that_cannot_be_moved(offload, match):
+    model = nn.Linear(2, 2, device="meta")
+    for make in (ms.remat, ms.remat_module):
+        with pytest.raises(ValueError, match=match):
+            make(model, budget=0.5, offload=offload)
+
+
+def test_a_folder_of_the_name_cpu(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("cpu").mkdir()
+    model, x = encoder(2)
+    for folder in ("./cpu", Path("cpu")):
+        _, _, block = settled(model, x, budget=0.05, offload=folder)
+        assert block.figures().moved_bytes > 0

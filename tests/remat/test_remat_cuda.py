@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 import memsave_ext as ms
 
 FORMS = {"cheap": {}, "everything": {"_everything": True}, "budget": {"budget": 0.5}}
+MOVED = {"moved": {"_everything": True, "offload": "cpu"}}
 
 
 class Block(nn.Module):
@@ -35,7 +37,7 @@ def train(device, form=None, steps=4, width=64):
         if form is None:
             loss = model(x).square().mean()
         else:
-            with ms.remat(model, **FORMS[form]) as r:
+            with ms.remat(model, **(FORMS | MOVED)[form]) as r:
                 loss = model(x).square().mean()
         loss.backward()
         if form is not None:
@@ -94,3 +96,50 @@ def test_on_another_stream(form):
     assert all(dropped)
     for f, e in zip(found, expected, strict=True):
         assert torch.equal(f, e)
+
+
+@needs_cuda
+@pytest.mark.parametrize("share", [0.3, 0.05])
+def test_moved_to_the_hosts_memory(share):
+    """The bits of plain torch within a budget, the second one below the least of recomputing."""
+    ms._native.module.remat_forget()
+    model = nn.Sequential(*(Block(256) for _ in range(4))).to("cuda")
+    x = torch.randn(2048, 256).to("cuda")
+
+    def step(**options):
+        torch.manual_seed(1)
+        model.zero_grad()
+        with ms.remat(model, budget=share, **options) if options else contextlib.nullcontext() as r:
+            loss = model(x).square().mean()
+        loss.backward()
+        return [p.grad.clone() for p in model.parameters()], r
+
+    expected, _ = step()
+    for _ in range(4):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            found, r = step(offload="cpu", offload_limit="1GB")
+        for f, e in zip(found, expected, strict=True):
+            assert torch.equal(f, e)
+        assert r.peak <= 1.02 * max(r.budget, r.least)
+    figures = r.figures()
+    assert figures.brought_back_bytes >= figures.moved_bytes > 0 == figures.not_moved_bytes
+
+
+@needs_cuda
+@pytest.mark.parametrize("on_another_stream", [False, True])
+def test_every_second_content_moved(on_another_stream):
+    expected, _ = train("cuda")
+    stream = torch.cuda.Stream() if on_another_stream else torch.cuda.current_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found, _ = train("cuda", "moved")
+    torch.cuda.current_stream().wait_stream(stream)
+    for f, e in zip(found, expected, strict=True):
+        assert torch.equal(f, e)
+
+
+@needs_cuda
+def test_a_folder_is_for_the_cpu(tmp_path):
+    with pytest.raises(ValueError, match="is on cuda; offload='cpu' moves that to the host's"):
+        ms.remat(nn.Linear(2, 2).to("cuda"), budget=0.5, offload=tmp_path)

@@ -165,9 +165,10 @@ bool freed(void* data) {
   const Block block = std::move(found->second);
   blocks.erase(found);
   if (!block.stream) return true;
-  const Clock clock = recorded(*block.stream);
+  Clock clock = recorded(*block.stream);
+  for (const StreamId stream : block.recorded) join(clock, recorded(stream));
   for (const Past& past : block.uses) {
-    if (is_over(past, clock) || block.recorded.count(past.stream) > 0) continue;
+    if (is_over(past, clock)) continue;
     failed("memory of stream " + std::to_string(*block.stream) + " is freed, which " + past.what +
            on(past.stream) + " may still use");
   }

@@ -1,0 +1,336 @@
+// Contents of a CUDA device in pinned memory of the host. Copies each way have a stream of their
+// own, and whoever must wait for one is a stream, too: of the host nothing but the order of calls
+// is asked, so that it may run ahead of the device as ever.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <map>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "cuda_stream.h"
+#include "remat/block.h"
+#include "remat/ranges.h"
+#include "remat/recompute.h"
+#include "remat/store.h"
+#include "streams.h"
+
+namespace memsave_ext::remat {
+namespace {
+
+// What the speed is measured with.
+constexpr int64_t kCopied = 16 << 20;
+// Pieces of pinned memory: torch's allocator rounds up to powers of two, so that they are such, and
+// each is as large as all before it, within these bounds.
+constexpr int64_t kLeastPiece = 32 << 20;
+constexpr int64_t kMostPiece = int64_t{1} << 30;
+constexpr int64_t kPinnedUnit = 512;
+
+c10::Stream stream_for_copies(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+}
+
+// What runs here is no part of a step: nobody records it, no mode of Python is asked.
+class AsideOfSteps {
+ private:
+  const Pause pause_;
+  const at::NoGradGuard no_grad_;
+  const at::AutoDispatchBelowADInplaceOrView below_;
+  const c10::impl::ExcludeDispatchKeyGuard no_modes_{c10::python_ks};
+};
+
+at::Tensor pinned_memory_of(int64_t bytes) {
+  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
+}
+
+// The last copy back that reads a part of pinned memory. One stream makes all of them, in the order
+// of their numbers.
+struct LastRead {
+  uint64_t number = 0;
+  std::shared_ptr<c10::Event> over = nullptr;
+
+  bool operator<(const LastRead& other) const { return number < other.number; }
+};
+
+// Pinned memory, and which parts of it are taken.
+class PinnedMemory {
+ public:
+  struct Part {
+    size_t piece = 0;
+    int64_t offset = 0, size = 0;
+    LastRead last;
+  };
+
+  // Nothing where all pieces would have more bytes than `limit`.
+  std::optional<Part> take(int64_t bytes, int64_t limit) {
+    const int64_t size =
+        (std::max<int64_t>(bytes, 1) + kPinnedUnit - 1) / kPinnedUnit * kPinnedUnit;
+    for (size_t i = 0; i < pieces_.size(); ++i) {
+      if (const auto part = pieces_[i].free.take(size)) {
+        return Part{i, part->first, size, part->second};
+      }
+    }
+    if (!add_piece(size, limit - bytes_)) return std::nullopt;
+    pieces_.back().free.take(size);
+    return Part{pieces_.size() - 1, 0, size, {}};
+  }
+
+  void give_back(const Part& part, const LastRead& last) {
+    pieces_[part.piece].free.give_back(part.offset, part.size, last);
+  }
+
+  at::Tensor bytes(const Part& part, int64_t size) const {
+    return pieces_[part.piece].memory.narrow(0, part.offset, size);
+  }
+
+ private:
+  struct Piece {
+    at::Tensor memory;
+    Ranges<LastRead> free;
+  };
+
+  bool add_piece(int64_t least, int64_t most) {
+    int64_t size = kLeastPiece;
+    while (size < least || (size < bytes_ && size < kMostPiece)) size *= 2;
+    while (size > most && size / 2 >= least) size /= 2;
+    if (size > most) return false;
+    Piece piece;
+    try {
+      piece.memory = pinned_memory_of(size);
+    } catch (const c10::Error& error) {
+      throw std::runtime_error("the host has no more memory to be pinned: " + error.msg());
+    }
+    piece.free.give_back(0, size);
+    pieces_.push_back(std::move(piece));
+    bytes_ += size;
+    return true;
+  }
+
+  std::vector<Piece> pieces_;
+  int64_t bytes_ = 0;
+};
+
+// What the copies of a store share. Copies keep it alive.
+struct OnHost {
+  explicit OnHost(c10::Device device)
+      : device(device), out(stream_for_copies(device)), back(stream_for_copies(device)) {}
+
+  const c10::Device device;
+  const c10::Stream out, back;
+  Room room;
+  std::mutex mutex;  // for what follows, and the state of all copies
+  PinnedMemory memory;
+  uint64_t copies_back = 0;
+};
+
+using HostLock = std::lock_guard<std::mutex>;
+
+class InHostMemory final : public Away {
+ public:
+  InHostMemory(std::shared_ptr<OnHost> shared, PinnedMemory::Part part,
+               c10::intrusive_ptr<c10::StorageImpl> source, c10::Stream made_on)
+      : shared_(std::move(shared)),
+        part_(std::move(part)),
+        bytes_(static_cast<int64_t>(source->nbytes())),
+        source_(std::move(source)),
+        made_on_(made_on),
+        out_(made_on.device_type()) {}
+
+  // Whoever frees memory that is still copied, or copied to, makes its own stream wait for that.
+  ~InHostMemory() override {
+    try {
+      (void)take_source();
+      if (into_) last_.over->block(*into_on_);
+    } catch (const std::exception&) {
+      // The device has failed, of which others will tell.
+    }
+    into_.reset();
+    const HostLock lock(shared_->mutex);
+    shared_->memory.give_back(part_, std::max(last_, part_.last));
+    shared_->room.give_back(bytes_);
+  }
+
+  // The caller holds the mutex.
+  void begin() {
+    const AsideOfSteps aside;
+    order_after(shared_->out, made_on_);
+    if (part_.last.over) part_.last.over->block(shared_->out);
+    const c10::StreamGuard on_stream(shared_->out);
+    const c10::Storage source{c10::intrusive_ptr<c10::StorageImpl>(source_)};
+    pinned_bytes().copy_(as_bytes(source), true);
+    out_.record(shared_->out);
+  }
+
+  bool is_out() override {
+    const HostLock lock(shared_->mutex);
+    if (is_waited_for_) return true;
+    if (!is_over_ && !is_capturing(shared_->device)) is_over_ = out_.query();
+    return is_over_;
+  }
+
+  // The stream that made it waits, on which its memory will be used again, and the current one,
+  // which may be about to write it.
+  void wait_until_out() override {
+    const HostLock lock(shared_->mutex);
+    if (is_over_) return;
+    const c10::Stream current = *current_stream(shared_->device);
+    if (current != made_on_) out_.block(current);
+    if (!std::exchange(is_waited_for_, true)) out_.block(made_on_);
+  }
+
+  c10::intrusive_ptr<c10::StorageImpl> take_source() override {
+    if (source_ && !is_out()) wait_until_out();
+    const HostLock lock(shared_->mutex);
+    return std::move(source_);
+  }
+
+  void begin_back(c10::Storage memory) override {
+    const HostLock lock(shared_->mutex);
+    if (into_) return;
+    const AsideOfSteps aside;
+    into_on_ = current_stream(shared_->device);
+    order_after(shared_->back, *into_on_);  // which may use until then what was in this memory
+    out_.block(shared_->back);
+    auto over = std::make_shared<c10::Event>(shared_->back.device_type());
+    {
+      const c10::StreamGuard on_stream(shared_->back);
+      as_bytes(memory).copy_(pinned_bytes(), true);
+    }
+    over->record(shared_->back);
+    last_ = {++shared_->copies_back, std::move(over)};
+    into_ = std::move(memory);
+  }
+
+  bool is_coming() override {
+    const HostLock lock(shared_->mutex);
+    return into_.has_value();
+  }
+
+  c10::Storage end_back() override {
+    const HostLock lock(shared_->mutex);
+    const c10::Stream current = *current_stream(shared_->device);
+    last_.over->block(current);
+    c10::Storage memory = std::move(*into_);
+    into_.reset();
+    if (current != *into_on_) {
+      const c10::impl::VirtualGuardImpl guard(current.device_type());
+      guard.recordDataPtrOnStream(memory.data_ptr(), current);
+    }
+    return memory;
+  }
+
+  void cancel() override {}  // what has begun is on its stream
+
+ private:
+  at::Tensor pinned_bytes() const { return shared_->memory.bytes(part_, bytes_); }
+
+  const std::shared_ptr<OnHost> shared_;
+  const PinnedMemory::Part part_;
+  const int64_t bytes_;
+  c10::intrusive_ptr<c10::StorageImpl> source_;
+  const c10::Stream made_on_;
+  c10::Event out_;
+  bool is_over_ = false;        // the copy out, as the host knows
+  bool is_waited_for_ = false;  // by the stream that it was made on
+  std::optional<c10::Storage> into_;
+  std::optional<c10::Stream> into_on_;
+  LastRead last_;
+};
+
+class HostStore final : public Store {
+ public:
+  explicit HostStore(c10::Device device)
+      : device_(device), shared_(std::make_shared<OnHost>(device)) {}
+
+  bool takes(c10::Device device) const override { return device == device_; }
+  bool uses_streams() const override { return true; }
+
+  std::shared_ptr<Away> put(c10::intrusive_ptr<c10::StorageImpl> memory,
+                            const std::optional<c10::Stream>& made_on, int64_t limit) override {
+    if (is_capturing(device_)) {
+      throw std::runtime_error("a CUDA graph that is captured cannot have the copies");
+    }
+    const auto bytes = static_cast<int64_t>(memory->nbytes());
+    if (!shared_->room.take(bytes, limit)) return nullptr;
+    std::shared_ptr<InHostMemory> away;  // destroyed without the mutex
+    const HostLock lock(shared_->mutex);
+    std::optional<PinnedMemory::Part> part;
+    try {
+      const AsideOfSteps aside;
+      part = shared_->memory.take(bytes, limit);
+    } catch (const std::exception&) {
+      shared_->room.give_back(bytes);
+      throw;
+    }
+    if (!part) {
+      shared_->room.give_back(bytes);
+      return nullptr;
+    }
+    away = std::make_shared<InHostMemory>(shared_, std::move(*part), std::move(memory),
+                                          made_on.value_or(*current_stream(device_)));
+    away->begin();
+    return away;
+  }
+
+  // Of its device, whatever becomes of the store.
+  Speed speed() override {
+    static std::mutex mutex;
+    static auto& speeds = *new std::map<c10::DeviceIndex, Speed>();
+    const HostLock lock(mutex);
+    const auto known = speeds.find(device_.index());
+    if (known != speeds.end()) return known->second;
+    if (is_capturing(device_)) return {};
+    try {
+      return speeds[device_.index()] = measure();
+    } catch (const c10::OutOfMemoryError&) {
+      return {};
+    }
+  }
+
+  int64_t used() const override { return shared_->room.used(); }
+
+  std::string name() const override { return "the host's memory"; }
+
+ private:
+  Speed measure() const {
+    const AsideOfSteps aside;
+    const auto bytes = at::TensorOptions().dtype(at::kByte);
+    const at::Tensor there = pinned_memory_of(kCopied);
+    const at::Tensor here = at::empty({kCopied}, bytes.device(device_));
+    const auto rate = [&](const c10::Stream& stream, const at::Tensor& to, const at::Tensor& from) {
+      order_after(stream, *current_stream(device_));
+      const c10::StreamGuard on_stream(stream);
+      c10::Event begin(stream.device_type(), c10::EventFlag::BACKEND_DEFAULT);
+      c10::Event end(stream.device_type(), c10::EventFlag::BACKEND_DEFAULT);
+      to.copy_(from, true);  // the first one is slower
+      begin.record(stream);
+      to.copy_(from, true);
+      end.record(stream);
+      while (!begin.query() || !end.query()) end.synchronize();
+      constexpr double kMilliseconds = 1e3;
+      return kMilliseconds * kCopied / std::max(begin.elapsedTime(end), 1e-6);
+    };
+    const double out = rate(shared_->out, there, here);
+    return {out, rate(shared_->back, here, there)};
+  }
+
+  const c10::Device device_;
+  const std::shared_ptr<OnHost> shared_;
+};
+
+}  // namespace
+
+std::shared_ptr<Store> store_in_host_memory(c10::Device device) {
+  static std::mutex mutex;
+  static auto& stores = *new std::map<c10::DeviceIndex, std::weak_ptr<Store>>();
+  const HostLock lock(mutex);
+  auto store = stores[device.index()].lock();
+  if (!store) stores[device.index()] = store = std::make_shared<HostStore>(device);
+  return store;
+}
+
+}  // namespace memsave_ext::remat
