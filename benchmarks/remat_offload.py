@@ -131,8 +131,11 @@ def measure(name: str, case: Case, options: argparse.Namespace, folder: str) -> 
     assert case.block is not None
     methods: dict[str, tuple[nn.Module, Callable[[nn.Module, Tensor], Done]]] = {
         PLAIN: (model, plain),
-        RECOMPUTED: (copy.deepcopy(model), functools.partial(within, options.share, None)),
-        BOTH: (copy.deepcopy(model), functools.partial(within, options.share, folder)),
+        RECOMPUTED: (copy.deepcopy(model), functools.partial(within, min(options.share), None)),
+        **{
+            f"{BOTH} {share}": (copy.deepcopy(model), functools.partial(within, share, folder))
+            for share in options.share
+        },
         TO_FILE: (copy.deepcopy(model), functools.partial(to_file, folder)),
         ON_CPU: (copy.deepcopy(model), on_cpu),
         OURS: (with_offload(copy.deepcopy(model), case.block), plain),
@@ -318,7 +321,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--scale", type=int, default=4, help="multiplies batches")
-    parser.add_argument("--share", type=float, default=0.15, help="of plain's activations")
+    parser.add_argument(
+        "--share", type=float, nargs="+", default=[0.15, 0.2], help="of plain's activations"
+    )
     parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.15], help="simulated")
     parser.add_argument(
         "--widths", type=int, nargs="*", default=[768, 1024, 1536, 2048, 3072, 4096, 8192]

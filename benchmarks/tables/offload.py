@@ -4,7 +4,6 @@ from tables import Record, machine_line, markdown
 
 METHODS = {
     "remat": "remat alone, at its least",
-    "remat, offload": "remat, offload",
     "every tensor to a file": "hooks, every tensor to a file",
     "save_on_cpu": "torch's save_on_cpu (copies nothing on a CPU)",
     "ms.checkpoint(offload)": "ms.checkpoint(offload), each block (as without)",
@@ -17,8 +16,10 @@ def offload_table(record: Record) -> str:
     rows = []
     for model in record["models"]:
         of = {row["method"]: row for row in model["rows"]}
-        for method, name in METHODS.items():
-            row = of[method]
+        for method, row in of.items():
+            if method == "plain":
+                continue
+            name = METHODS.get(method, method.replace("remat, offload", "remat, offload, budget"))
             rows.append(
                 (
                     model["model"],
@@ -37,8 +38,7 @@ def offload_table(record: Record) -> str:
 def offload_caption(record: Record) -> str:
     settings, load = record["settings"], record["load"][0]
     return (
-        f"Budget {settings['share']} of the activations, files in the page cache. Activations at "
-        "the peak, time of a step, processor time of all threads, time for which the step waited "
+        "Files in the page cache. Activations at the peak, time of a step, processor time of all threads, time for which the step waited "
         "for copies, and bytes moved, as shares of the plain step's time and activations (medians "
         f"of {settings['rounds']} rounds in turns, on a machine with a load of {load}). "
         f"{machine_line(record)}."
