@@ -102,7 +102,7 @@ TABLES: dict[str, Pair] = {
     "remat:picture": (lambda record: "", remat_picture_caption),
     "remat_budgets": (budgets_table, budgets_caption),
     "remat_offload": (offload_table, offload_caption),
-    "remat_offload:simulated": (simulated_table, simulated_caption),
+    "remat_offload_simulated": (simulated_table, simulated_caption),
     "largest_model": (largest_model_table, largest_model_caption),
     "largest_model:short": (largest_model_short, largest_model_caption),
     "memory_account": (memory.account_table, memory.account_caption),
@@ -131,7 +131,7 @@ PICTURES = {
     "largest_model": "The largest model and the largest batch of each method",
     "memory_account": "What memory is made of, during two steps of each loop",
     "remat": "Time of a step over the activations that it keeps, of each method",
-    "remat_offload": "Predicted overhead over width, of recomputing, moving and both: a simulation",
+    "remat_offload_simulated": "Predicted overhead over width, of recomputing, moving and both: a simulation",
     "remat_budgets": "Measured peaks over promised ones, of steps 1, 2 and 10",
 }
 

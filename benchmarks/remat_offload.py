@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import copy
 import functools
+import itertools
 import os
 import statistics
 import sys
@@ -131,11 +132,8 @@ def measure(name: str, case: Case, options: argparse.Namespace, folder: str) -> 
     assert case.block is not None
     methods: dict[str, tuple[nn.Module, Callable[[nn.Module, Tensor], Done]]] = {
         PLAIN: (model, plain),
-        RECOMPUTED: (copy.deepcopy(model), functools.partial(within, min(options.share), None)),
-        **{
-            f"{BOTH} {share}": (copy.deepcopy(model), functools.partial(within, share, folder))
-            for share in options.share
-        },
+        RECOMPUTED: (copy.deepcopy(model), functools.partial(within, options.share, None)),
+        BOTH: (copy.deepcopy(model), functools.partial(within, options.share, folder)),
         TO_FILE: (copy.deepcopy(model), functools.partial(to_file, folder)),
         ON_CPU: (copy.deepcopy(model), on_cpu),
         OURS: (with_offload(copy.deepcopy(model), case.block), plain),
@@ -321,9 +319,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--scale", type=int, default=4, help="multiplies batches")
-    parser.add_argument(
-        "--share", type=float, nargs="+", default=[0.15, 0.2], help="of plain's activations"
-    )
+    parser.add_argument("--share", type=float, default=0.15, help="of plain's activations")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.15], help="simulated")
     parser.add_argument(
         "--widths", type=int, nargs="*", default=[768, 1024, 1536, 2048, 3072, 4096, 8192]
@@ -342,28 +338,40 @@ def main(arguments: list[str] | None = None) -> int:
         options.widths, options.layers, options.tokens = [256], 2, 512
         options.shares = [0.6, 0.4]
     torch.set_num_threads(options.threads)
-    names = ("rounds", "warmup", "scale", "share", "shares", "widths", "layers", "tokens", "only")
+    if options.only:
+        print(write_record(options.save, "remat_offload", measured(options)))
+    if options.widths:
+        print(write_record(options.save, "remat_offload_simulated", simulated(options)))
+    return 0
+
+
+def measured(options: argparse.Namespace) -> dict[str, Any]:
+    names = ("rounds", "warmup", "scale", "share", "only", "threads")
     record: dict[str, Any] = {
         "machine": machine(),
-        "settings": {name: getattr(options, name) for name in (*names, "threads")},
+        "settings": {name: getattr(options, name) for name in names},
         "load": [round(load, 1) for load in os.getloadavg()],
         "left_out": left_out(),
-        "cards": [asdict(card) for card in CARDS],
-        "reached": [FLOPS_REACHED, MEMORY_REACHED, BUS_REACHED],
     }
     models = Rows(options.save, "remat_offload", record, "models", lines_of)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for name in options.only:
             models.append(measure(name, cases(options.scale)[name], options, folder))
-    record["models"] = models
-    simulated = Rows(options.save, "remat_offload", record, "simulated", simulated_line)
-    for card in CARDS:
-        for width in options.widths:
-            for row in simulate(card, width, options):
-                simulated.append(row)
-    record["simulated"] = simulated
-    print(write_record(options.save, "remat_offload", record))
-    return 0
+    return record | {"models": models}
+
+
+def simulated(options: argparse.Namespace) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "machine": machine(),
+        "settings": {name: getattr(options, name) for name in ("shares", "layers", "tokens")},
+        "cards": [asdict(card) for card in CARDS],
+        "reached": [FLOPS_REACHED, MEMORY_REACHED, BUS_REACHED],
+    }
+    rows = Rows(options.save, "remat_offload_simulated", record, "rows", simulated_line)
+    for card, width in itertools.product(CARDS, options.widths):
+        for row in simulate(card, width, options):
+            rows.append(row)
+    return record | {"rows": rows}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from tables import Record, machine_line, markdown
 
 METHODS = {
     "remat": "remat alone, at its least",
+    "remat, offload": "remat, offload",
     "every tensor to a file": "hooks, every tensor to a file",
     "save_on_cpu": "torch's save_on_cpu (copies nothing on a CPU)",
     "ms.checkpoint(offload)": "ms.checkpoint(offload), each block (as without)",
@@ -19,11 +20,10 @@ def offload_table(record: Record) -> str:
         for method, row in of.items():
             if method == "plain":
                 continue
-            name = METHODS.get(method, method.replace("remat, offload", "remat, offload, budget"))
             rows.append(
                 (
                     model["model"],
-                    name,
+                    METHODS[method],
                     f"{row['memory']:.2f}",
                     f"{row['time']:.2f}",
                     f"{row['processor']:.2f}",
@@ -38,8 +38,9 @@ def offload_table(record: Record) -> str:
 def offload_caption(record: Record) -> str:
     settings, load = record["settings"], record["load"][0]
     return (
-        "Files in the page cache. Activations at the peak, time of a step, processor time of all threads, time for which the step waited "
-        "for copies, and bytes moved, as shares of the plain step's time and activations (medians "
+        f"Budget {settings['share']} of the activations, files in the page cache. Activations at the peak, time of a step, processor time of all "
+        "threads, time for which the step waited for copies, and bytes moved, as shares of the "
+        "plain step's time and activations (medians "
         f"of {settings['rounds']} rounds in turns, on a machine with a load of {load}). "
         f"{machine_line(record)}."
     )
@@ -49,7 +50,7 @@ def simulated_table(record: Record) -> str:
     """Cards and widths down; for each share the overheads of the three ways."""
     shares = record["settings"]["shares"]
     ways = ("recompute", "move", "both")
-    found = {(r["card"], r["width"], r["share"]): r for r in record["simulated"]}
+    found = {(r["card"], r["width"], r["share"]): r for r in record["rows"]}
     rows = []
     for card, width in dict.fromkeys((card, width) for card, width, _ in found):
         cells = []
