@@ -131,7 +131,7 @@ PICTURES = {
     "largest_model": "The largest model and the largest batch of each method",
     "memory_account": "What memory is made of, during two steps of each loop",
     "remat": "Time of a step over the activations that it keeps, of each method",
-    "remat_offload_simulated": "Predicted overhead over width, of recomputing, moving and both: a simulation",
+    "remat_offload_simulated": "Overhead over width of recomputing, moving and both: a simulation",
     "remat_budgets": "Measured peaks over promised ones, of steps 1, 2 and 10",
 }
 

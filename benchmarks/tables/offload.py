@@ -38,9 +38,9 @@ def offload_table(record: Record) -> str:
 def offload_caption(record: Record) -> str:
     settings, load = record["settings"], record["load"][0]
     return (
-        f"Budget {settings['share']} of the activations, files in the page cache. Activations at the peak, time of a step, processor time of all "
-        "threads, time for which the step waited for copies, and bytes moved, as shares of the "
-        "plain step's time and activations (medians "
+        f"Budget {settings['share']} of the activations, files in the page cache. Activations at "
+        "the peak, time of a step, processor time of all threads, time for which the step waited "
+        "for copies, and bytes moved, as shares of the plain step's time and activations (medians "
         f"of {settings['rounds']} rounds in turns, on a machine with a load of {load}). "
         f"{machine_line(record)}."
     )
