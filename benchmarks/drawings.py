@@ -332,7 +332,7 @@ SIMULATED = {  # by way: its name and style
 }
 
 
-def plot_remat_offload(record: Record) -> Figure:
+def plot_simulated(record: Record) -> Figure:
     """What the simulation adds to a step over the width of its blocks, of each card."""
     cards = [card["name"] for card in record["cards"]]
     share = record["settings"]["shares"][0]
@@ -340,13 +340,13 @@ def plot_remat_offload(record: Record) -> Figure:
         1, len(cards), sharey=True, squeeze=False, figsize=(11, 4.2), layout="constrained"
     )
     for axis, card in zip(axes[0], cards, strict=True):
-        rows = [r for r in record["simulated"] if r["card"] == card and r["share"] == share]
+        rows = [r for r in record["rows"] if r["card"] == card and r["share"] == share]
         for way, (label, shade, marker, line) in SIMULATED.items():
             shown = [row for row in rows if row[way] is not None]
             x, y = [row["width"] for row in shown], [100 * row[way] for row in shown]
             axis.plot(x, y, color=shade, marker=marker, linestyle=line, markersize=5, label=label)
         axis.set_xscale("log", base=2)
-        widths = record["settings"]["widths"]
+        widths = sorted({row["width"] for row in rows})
         axis.set_xticks(widths, widths, fontsize=7)
         axis.minorticks_off()
         axis.set_title(f"{card}, simulated", fontsize=10)
@@ -369,5 +369,5 @@ DRAWINGS: dict[str, Callable[[Record], Figure]] = {
     "memory_account": plot_memory_account,
     "remat": plot_remat,
     "remat_budgets": plot_remat_budgets,
-    "remat_offload": plot_remat_offload,
+    "remat_offload_simulated": plot_simulated,
 }

@@ -103,7 +103,7 @@ TABLES: dict[str, Pair] = {
     "remat:picture": (lambda record: "", remat_picture_caption),
     "remat_budgets": (budgets_table, budgets_caption),
     "remat_offload": (offload_table, offload_caption),
-    "remat_offload:simulated": (simulated_table, simulated_caption),
+    "remat_offload_simulated": (simulated_table, simulated_caption),
     "largest_model": (largest_model_table, largest_model_caption),
     "real_limit": (real_limit_short, real_limit_caption),
     "real_limit:all": (real_limit_table, real_limit_caption),
@@ -134,7 +134,7 @@ PICTURES = {
     "real_limit": "What trains in 8 and in 4 GiB, by method",
     "memory_account": "What memory is made of, during two steps of each loop",
     "remat": "Time of a step over the activations that it keeps, of each method",
-    "remat_offload": "Predicted overhead over width, of recomputing, moving and both: a simulation",
+    "remat_offload_simulated": "Overhead over width of recomputing, moving and both: a simulation",
     "remat_budgets": "Measured peaks over promised ones, of steps 1, 2 and 10",
 }
 

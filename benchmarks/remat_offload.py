@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import copy
 import functools
+import itertools
 import os
 import statistics
 import sys
@@ -337,28 +338,40 @@ def main(arguments: list[str] | None = None) -> int:
         options.widths, options.layers, options.tokens = [256], 2, 512
         options.shares = [0.6, 0.4]
     torch.set_num_threads(options.threads)
-    names = ("rounds", "warmup", "scale", "share", "shares", "widths", "layers", "tokens", "only")
+    if options.only:
+        print(write_record(options.save, "remat_offload", measured(options)))
+    if options.widths:
+        print(write_record(options.save, "remat_offload_simulated", simulated(options)))
+    return 0
+
+
+def measured(options: argparse.Namespace) -> dict[str, Any]:
+    names = ("rounds", "warmup", "scale", "share", "only", "threads")
     record: dict[str, Any] = {
         "machine": machine(),
-        "settings": {name: getattr(options, name) for name in (*names, "threads")},
+        "settings": {name: getattr(options, name) for name in names},
         "load": [round(load, 1) for load in os.getloadavg()],
         "left_out": left_out(),
-        "cards": [asdict(card) for card in CARDS],
-        "reached": [FLOPS_REACHED, MEMORY_REACHED, BUS_REACHED],
     }
     models = Rows(options.save, "remat_offload", record, "models", lines_of)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for name in options.only:
             models.append(measure(name, cases(options.scale)[name], options, folder))
-    record["models"] = models
-    simulated = Rows(options.save, "remat_offload", record, "simulated", simulated_line)
-    for card in CARDS:
-        for width in options.widths:
-            for row in simulate(card, width, options):
-                simulated.append(row)
-    record["simulated"] = simulated
-    print(write_record(options.save, "remat_offload", record))
-    return 0
+    return record | {"models": models}
+
+
+def simulated(options: argparse.Namespace) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "machine": machine(),
+        "settings": {name: getattr(options, name) for name in ("shares", "layers", "tokens")},
+        "cards": [asdict(card) for card in CARDS],
+        "reached": [FLOPS_REACHED, MEMORY_REACHED, BUS_REACHED],
+    }
+    rows = Rows(options.save, "remat_offload_simulated", record, "rows", simulated_line)
+    for card, width in itertools.product(CARDS, options.widths):
+        for row in simulate(card, width, options):
+            rows.append(row)
+    return record | {"rows": rows}
 
 
 if __name__ == "__main__":

@@ -17,12 +17,13 @@ def offload_table(record: Record) -> str:
     rows = []
     for model in record["models"]:
         of = {row["method"]: row for row in model["rows"]}
-        for method, name in METHODS.items():
-            row = of[method]
+        for method, row in of.items():
+            if method == "plain":
+                continue
             rows.append(
                 (
                     model["model"],
-                    name,
+                    METHODS[method],
                     f"{row['memory']:.2f}",
                     f"{row['time']:.2f}",
                     f"{row['processor']:.2f}",
@@ -49,7 +50,7 @@ def simulated_table(record: Record) -> str:
     """Cards and widths down; for each share the overheads of the three ways."""
     shares = record["settings"]["shares"]
     ways = ("recompute", "move", "both")
-    found = {(r["card"], r["width"], r["share"]): r for r in record["simulated"]}
+    found = {(r["card"], r["width"], r["share"]): r for r in record["rows"]}
     rows = []
     for card, width in dict.fromkeys((card, width) for card, width, _ in found):
         cells = []
