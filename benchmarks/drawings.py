@@ -6,7 +6,8 @@ import matplotlib
 
 from readme_tables import TABLES
 from tables import TIMES, Record, size
-from tables.real_limit import GIB, OWN, seconds
+from tables.real_limit import GIB, OWN, models_in, seconds
+from tables.real_limit import METHODS as METHOD_ORDER
 from tables.remat import method_name
 
 matplotlib.use("Agg")
@@ -184,8 +185,9 @@ def plot_real_limit(record: Record) -> Figure:
     grids = []
     for limit in limits:
         rows = [row for row in record["rows"] if row["limit_bytes"] == limit]
-        names = [list(dict.fromkeys(row[name] for row in rows)) for name in ("model", "method")]
-        grids.append((limit, rows, *names))
+        names = {row["method"] for row in rows}
+        methods = [method for method in METHOD_ORDER if method in names]
+        grids.append((limit, rows, models_in(record, limit), methods))
     heights = [1.0 + 0.55 * len(methods) for *_, methods in grids]
     figure, axes = plt.subplots(
         len(limits), 1, squeeze=False, figsize=(11, 0.4 + sum(heights)),

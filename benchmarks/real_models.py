@@ -5,13 +5,9 @@ from typing import NamedTuple
 
 import torch
 
-PLAIN, TORCH, EXACT, FORMATS, MOVING = METHODS = (
-    "plain",
-    "torch's features",
-    "memsave_ext, exact",
-    "memsave_ext, formats",
-    "memsave_ext, moving",
-)
+from tables.real_limit import METHODS
+
+PLAIN, TORCH, EXACT, FORMATS, MOVING = METHODS
 MIB, GIB = 2**20, 2**30
 
 
@@ -46,7 +42,7 @@ SHAPES = {
     "GPT-2 124 M": Shape("gpt2", 12, 768, 12, 50257, 4, 512, 124_439_808),
     "GPT-2 355 M": Shape("gpt2", 24, 1024, 16, 50257, 1, 512, 354_823_168),
     "GPT-2 774 M": Shape("gpt2", 36, 1280, 20, 50257, 1, 512, 774_030_080),
-    "GPT-2 1.5 B": Shape("gpt2", 48, 1600, 25, 50257, 1, 512, 1_557_611_200),
+    "GPT-2 1.5 B": Shape("gpt2", 48, 1600, 25, 50257, 1, 256, 1_557_611_200),
     "ViT-L/16": Shape("vit", 24, 1024, 16, 1000, 4, 197, 304_326_632),
     "Llama 1.1 B": Shape("llama", 22, 2048, 32, 32000, 1, 512, 1_100_048_384, torch.bfloat16),
 }

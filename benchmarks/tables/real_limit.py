@@ -6,6 +6,13 @@ from collections.abc import Iterable
 from tables import TIMES, Record, machine_line, markdown
 
 GIB = 2**30
+METHODS = (
+    "plain",
+    "torch's features",
+    "memsave_ext, exact",
+    "memsave_ext, formats",
+    "memsave_ext, moving",
+)
 OWN = ("float32", "bfloat16")  # formats that a model has without being told
 
 
@@ -14,14 +21,17 @@ def seconds(row: Record) -> float:
     return statistics.median(row["cpu_seconds"][1:] or row["cpu_seconds"])
 
 
-def _places(record: Record, name: str) -> list[str]:
-    return list(dict.fromkeys(row[name] for row in record["rows"]))
+def models_in(record: Record, limit: int) -> list[str]:
+    """The models that have a row with a limit, in the order of their kinds and sizes."""
+    rows = [row for row in record["rows"] if row["limit_bytes"] == limit]
+    rows.sort(key=lambda row: (not row["model"].startswith("GPT-2"), row["parameters"]))
+    return list(dict.fromkeys(row["model"] for row in rows))
 
 
 def real_limit_short(record: Record) -> str:
     """For each limit and model: what each method needs, or that it does not train."""
     of = {(row["model"], row["limit_bytes"], row["method"]): row for row in record["rows"]}
-    methods = _places(record, "method")
+    methods = [m for m in METHODS if any(m == method for *_, method in of)]
 
     def cell(row: Record | None) -> str:
         if row is None:
@@ -34,7 +44,7 @@ def real_limit_short(record: Record) -> str:
     lines = [
         (f"{model} in {limit / GIB:g} GiB", *(cell(of.get((model, limit, m))) for m in methods))
         for limit in sorted({limit for _, limit, _ in of}, reverse=True)
-        for model in dict.fromkeys(model for model, of_row, _ in of if of_row == limit)
+        for model in models_in(record, limit)
     ]
     return markdown(("peak and time of a step", *methods), lines)
 
@@ -82,7 +92,7 @@ def real_limit_caption(record: Record) -> str:
         batch = f"{row['batch']} images" if "ViT" in row["model"] else tokens
         batches.append(f"{row['model']}: {batch}")
     commits = sorted({row["commit"] for row in record["rows"] if row.get("commit")})
-    mixed = f" Rows of commits {', '.join(commits)}." if len(commits) > 1 else ""
+    mixed = " Rows of several commits, which the file names." if len(commits) > 1 else ""
     return (
         "Random weights; each row is a process that may have so many bytes of private memory "
         "(`RLIMIT_DATA`), Python and libraries among them. Peak: resident bytes (`VmHWM`), in "

@@ -340,8 +340,9 @@ def test_rows_of_an_earlier_run_are_kept(record_of, tmp_path, monkeypatch):
     def run(model, method, limit, options):
         calls.append((model, method, limit))
         return {
-            "model": model, "batch": 1, "tokens": 4, "method": method, "format": "float32",
-            "limit_bytes": limit, "needs_bytes": 1, "peak_bytes": 2, "losses": [2.0, 1.0, 0.5],
+            "model": model, "parameters": 1, "batch": 1, "tokens": 4, "method": method,
+            "format": "float32", "limit_bytes": limit, "needs_bytes": 1, "peak_bytes": 2,
+            "losses": [2.0, 1.0, 0.5],
             "seconds": [1.0] * 3, "cpu_seconds": [1.0] * 3, "built": True, "died": None,
             "took": 3.0,
         }  # fmt: skip
