@@ -191,8 +191,7 @@ void KnownSteps::settle() {
 // The step has made gradients that the next one adds to. It will come with and without them, so
 // that it is two. What was derived gives way to what is measured.
 void KnownSteps::add_with_gradients(const Known& step, const Count::Survivors& survivors) {
-  auto next = std::make_shared<Known>(
-      Known{step.keys, step.trace, step.calls, {}, step.before, step.missing, step.others, {}});
+  auto next = std::make_shared<Known>(step);
   leave_out(*next, survivors.bytes);
   next->missing -= survivors.of_gradients;
   const bool is_known = std::any_of(steps_.begin(), steps_.end(), [&](const auto& other) {
@@ -212,22 +211,34 @@ void KnownSteps::end(std::shared_ptr<Known> step, Count::Peak& peak) {
   latest_ = std::move(step);
 }
 
+// What is known of a step that ran ahead of this one, whose times are known now.
+void KnownSteps::replace_ahead(Known& step) {
+  if (step.is_ahead) return;
+  const auto is_replaced = [&](const auto& other) {
+    if (!other->is_ahead || !other->is_same(step)) return false;
+    step.told |= other->told;
+    keep_what_must_be_kept(other->trace, step.trace);
+    return true;
+  };
+  steps_.erase(std::remove_if(steps_.begin(), steps_.end(), is_replaced), steps_.end());
+}
+
 // `overlapped`: its memory is in part that of other steps, which is another each time.
 void KnownSteps::add(std::shared_ptr<Known> step, bool overlapped) {
-  const auto same = std::find_if(steps_.begin(), steps_.end(),
-                                 [&](const auto& other) { return other->is_same(*step); });
+  if (step->times.empty()) replace_ahead(*step);
+  const auto same = std::find_if(steps_.begin(), steps_.end(), [&](const auto& other) {
+    return other->is_ahead == step->is_ahead && other->is_same(*step);
+  });
   if (same != steps_.end()) {
     std::shared_ptr<Known> old = std::move(*same);
     steps_.erase(same);
     step->told = old->told;
-    step->seen = old->is_ahead ? 1 : old->seen + 1;
-    if (!step->times.empty()) step->ahead = old->is_ahead ? old : old->ahead;
+    step->seen = old->seen + 1;
     keep_what_must_be_kept(old->trace, step->trace);
-    if (!old->is_ahead) keep_temporary(old->trace, step->trace);
-    const bool are_known = !old->is_ahead && old->read_times();
+    keep_temporary(old->trace, step->trace);
+    const bool are_known = old->read_times();
     if (are_known) keep_times(*old, *step);
-    const bool will_be = are_known || (!old->is_ahead && !old->times.empty());
-    const bool same_program = will_be && old->is_same_program(*step);
+    const bool same_program = (are_known || !old->times.empty()) && old->is_same_program(*step);
     if (same_program && (overlapped || old->is_same_memory(*step))) {
       old->seen = step->seen;
       step = std::move(old);
@@ -257,40 +268,29 @@ std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64
   for (auto& step : steps_) {
     // Keys are hashes of everything until then, so that the last one speaks for all.
     if (step->keys.size() < keys.size() || step->keys[keys.size() - 1] != keys.back()) continue;
-    const bool is_ready = !step->plans.empty() || step->ahead || step->read_times();
-    const int match = 8 * int(is_ready) + 4 * int(step->missing == missing) +
-                      2 * int(step->others == others) + int(step->is_as_of(before));
+    const bool is_ready = !step->plans.empty() || step->read_times();
+    const int match = 16 * int(is_ready) + 8 * int(step->missing == missing) +
+                      4 * int(step->others == others) + 2 * int(!step->is_ahead) +
+                      int(step->is_as_of(before));
     if (match < best) continue;
     best = match;
     place = &step;
   }
   if (place == nullptr || (*place)->seen < least_seen) return nullptr;
-  const std::shared_ptr<Known> kept_alive = *place;  // it may be replaced below
+  const std::shared_ptr<Known> kept_alive = *place;
   Known& found = *kept_alive;
-  if (!found.plans.empty() && !(exact && found.plans_are_old)) return *place;
-  if (!found.read_times()) {
-    if (!found.plans.empty()) return *place;  // old ones are better than none
-    if (found.ahead && found.ahead->plans.empty()) {
-      found.ahead->plans = plans_of(found.ahead->trace);
-    }
-    return found.ahead;
-  }
-  found.ahead = nullptr;
-  std::vector<Plan> plans = plans_of(found.trace);
+  if (!found.plans.empty() && !(exact && found.plans_are_old)) return kept_alive;
+  // Old plans are better than none.
+  if (!found.read_times()) return found.plans.empty() ? nullptr : kept_alive;
   if (found.plans.empty()) {
-    found.plans = std::move(plans);
-  } else {  // steps of other threads may follow the old ones
-    *place = std::make_shared<Known>(Known{found.keys,
-                                           found.trace,
-                                           found.calls,
-                                           {},
-                                           found.before,
-                                           found.missing,
-                                           found.others,
-                                           std::move(plans)});
-    (*place)->seen = found.seen;
-    (*place)->told = found.told;
+    replace_ahead(found);
+    found.plans = plans_of(found.trace);
+    return kept_alive;
   }
+  // Steps of other threads may follow the old ones.
+  *place = std::make_shared<Known>(found);
+  (*place)->plans = plans_of(found.trace);
+  (*place)->plans_are_old = false;
   return *place;
 }
 

@@ -38,7 +38,7 @@ class DeviceTime {
 // How long an operator took on its device. The key is that of Step::began().
 struct TimeOfKey {
   uint64_t key;
-  std::unique_ptr<DeviceTime> time;
+  std::shared_ptr<const DeviceTime> time;
 };
 
 // A step that has ended. It is found again by the operators and shapes before each decision.
@@ -54,11 +54,10 @@ struct Known {
   bool plans_are_old = false;    // made for the memory of an earlier step of the same program
   int seen = 1;                  // how many steps like it have ended
   bool told = false;             // whether it was told that the budget is too small
-  // It ran on fake tensors, ahead of the first real one, which it gives way to: it may begin with
-  // the same operators and go on with others, and its times are estimates.
+  // It ran on fake tensors, ahead of the first real one, which it gives way to once that one's
+  // times are known: it may begin with the same operators and go on with others, and its times are
+  // estimates.
   bool is_ahead = false;
-  // The one that ran ahead of it, whose plans are followed until its own times are known.
-  std::shared_ptr<Known> ahead;
 
   // Its plans that move contents, too, for what a store's speed is now.
   std::shared_ptr<MovingPlans> moving(Store& store, int64_t most_moved);
@@ -75,7 +74,12 @@ struct Known {
   // Whether it is a step of the same operators, on as much memory from before as far as it matters.
   bool is_same(const Known& other) const;
 
-  std::shared_ptr<MovingPlans> latest_moving = nullptr;  // see moving()
+  // See moving(). A copy of the step has none: another thread may be making them.
+  struct LatestMoving {
+    LatestMoving() = default;
+    LatestMoving(const LatestMoving&) {}
+    std::shared_ptr<MovingPlans> plans;
+  } latest_moving;
 };
 
 // What the steps of a device share.
@@ -93,9 +97,9 @@ class KnownSteps {
   // Returns a step with these keys at its beginning, with its plans; null if none. Where there are
   // several, as of models that begin alike, it is one that can be planned now, of these one with as
   // many bytes of gradients `missing`, if there is one, of these one with as many `others`, of
-  // these one before which about as much lived as `before`, and of these the latest. It must have
-  // been seen `least_seen` times, and its times must be known. `exact`: plans that were made for
-  // other memory are made again.
+  // these one that did not run ahead, of these one before which about as much lived as `before`,
+  // and of these the latest. It must have been seen `least_seen` times, and its times must be
+  // known. `exact`: plans that were made for other memory are made again.
   std::shared_ptr<Known> find(const std::vector<uint64_t>& keys, int64_t before, int64_t missing,
                               int others, int least_seen, bool exact);
   bool any() const;  // whether a step has ended that is worth being known
@@ -117,6 +121,7 @@ class KnownSteps {
   void settle();
   void add(std::shared_ptr<Known> step, bool overlapped);
   void add_with_gradients(const Known& step, const Count::Survivors& survivors);
+  void replace_ahead(Known& step);
 
   mutable std::mutex mutex_;
   int running_ = 0;

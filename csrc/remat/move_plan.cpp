@@ -417,12 +417,13 @@ std::shared_ptr<MovingPlans> Known::moving(Store& store, int64_t most_moved) {
   const auto is_as = [](double a, double b) {
     return a <= kOtherSpeed * b && b <= kOtherSpeed * a;
   };
-  if (latest_moving && latest_moving->most_moved == most_moved &&
-      is_as(latest_moving->speed.out, speed.out) && is_as(latest_moving->speed.back, speed.back)) {
-    return latest_moving;
+  auto& latest = latest_moving.plans;
+  if (latest && latest->most_moved == most_moved && is_as(latest->speed.out, speed.out) &&
+      is_as(latest->speed.back, speed.back)) {
+    return latest;
   }
-  latest_moving = std::make_shared<MovingPlans>(trace, plans, speed, most_moved);
-  return latest_moving;
+  latest = std::make_shared<MovingPlans>(trace, plans, speed, most_moved);
+  return latest;
 }
 
 }  // namespace memsave_ext::remat

@@ -424,12 +424,8 @@ void Step::find() {
   // The calls of a process's first step are slow. Where nothing is promised, and times are
   // measured, a second one is awaited.
   const bool waits = !budget_.is_limit() && !budget_.device.is_meta();
-  // No step is known to go on like this after one that ran ahead has ended.
-  const bool is_past = followed_ && followed_->is_ahead && keys_.size() > followed_->keys.size();
   const int least_seen = waits ? 2 : 1;
-  follow(is_past
-             ? followed_
-             : shared_->find(keys_, before_, missing_, others_, least_seen, budget_.is_limit()));
+  follow(shared_->find(keys_, before_, missing_, others_, least_seen, budget_.is_limit()));
   keeps_everything_ = plan_ != nullptr &&
                       std::all_of(plan_->decisions.begin(), plan_->decisions.end(),
                                   [](Decision decision) { return decision == Decision::kKeep; });

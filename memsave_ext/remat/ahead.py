@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -39,7 +38,7 @@ from ..fakes.storages import Storages
 from .budget import LivedBefore
 from .recorder import Budget, make_recorder
 
-_MOST_KNOWN = 1024  # shapes of a module's arguments, as csrc/remat/known.cpp keeps steps
+_MOST_SHAPES = 2048  # of a module's arguments, until forgotten ones are left out
 _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     "_forward_hooks_always_called",
@@ -53,7 +52,7 @@ class Ahead:
 
     def __init__(self) -> None:
         # The hash by which the native part knows the step, or why it cannot be planned.
-        self._steps: OrderedDict[Any, int | str] = OrderedDict()
+        self._steps: dict[Any, int | str] = {}
 
     def plan(
         self,
@@ -67,13 +66,16 @@ class Ahead:
         native: Any = _parts.native("remat")
         signature = _signature(module, args, kwargs, device)
         known = self._steps.get(signature)
-        if isinstance(known, int) and not native.remat_knows(device, known):
-            known = None  # the native part has forgotten it for others
-        if known is None:
-            known = _run(module, args, kwargs, device, forward)
-            self._steps[signature] = known
-            if len(self._steps) > _MOST_KNOWN:
-                self._steps.popitem(last=False)
+        # The native part forgets some for others.
+        if known is None or (isinstance(known, int) and not native.remat_knows(device, known)):
+            if len(self._steps) >= _MOST_SHAPES:
+                steps = self._steps.items()
+                self._steps = {
+                    shape: step
+                    for shape, step in steps
+                    if isinstance(step, int) and native.remat_knows(device, step)
+                }
+            known = self._steps[signature] = _run(module, args, kwargs, device, forward)
         return known if isinstance(known, str) else None
 
 

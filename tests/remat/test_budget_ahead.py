@@ -184,6 +184,15 @@ def test_a_forgotten_shape_is_run_ahead_again(runs):
     assert len(runs) == 2
 
 
+def test_shapes_in_turn_are_run_ahead_once_however_many_are_remembered(runs, monkeypatch):
+    monkeypatch.setattr(ahead, "_MOST_SHAPES", 2)
+    model = wide(2)
+    ms.remat_module(model, budget=0.5)
+    for rows in (64, 96, 128, 64, 96, 128):
+        step(model, lambda rows=rows: model(torch.randn(rows, 64)).square().mean())
+    assert len(runs) == 3
+
+
 def test_gradients_from_before_and_their_absence():
     model, x = wide(), torch.randn(512, 64)
     for p in model.parameters():
