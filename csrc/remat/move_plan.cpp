@@ -408,7 +408,7 @@ std::mutex moving_mutex;  // for latest_moving of all
 
 size_t Known::moving_plans() const {
   const std::lock_guard<std::mutex> lock(moving_mutex);
-  return latest_moving ? latest_moving->plans.size() : 0;
+  return latest_moving.plans ? latest_moving.plans->plans.size() : 0;
 }
 
 std::shared_ptr<MovingPlans> Known::moving(Store& store, int64_t most_moved) {
