@@ -310,6 +310,14 @@ MISTAKES = [
         FREED,
     ),
     Mistake(
+        "memory is written on another stream before it is out",
+        "remat/host_store.cpp",
+        "    if (current != made_on_) out_.block(current);\n",
+        "    if (!MISTAKE && current != made_on_) out_.block(current);\n",
+        "written_on_another_stream_at_once",
+        UNORDERED,
+    ),
+    Mistake(
         "pinned memory is written while what was there is still copied back",
         "remat/host_store.cpp",
         "    if (part_.last.over) part_",
