@@ -306,7 +306,7 @@ MISTAKES = [
         "remat/host_store.cpp",
         "    if (!std::exchange(is_waited_for_, true)) out_",
         "    if (!std::exchange(is_waited_for_, true) && !MISTAKE) out_",
-        "moved_views moved_in_several_threads",
+        "moved_in_several_threads",
         FREED,
     ),
     Mistake(
@@ -340,14 +340,6 @@ MISTAKES = [
         "    if (!MISTAKE) last_.over->block(current);\n",
         "the_bits_within moved_for_two_backwards",
         UNORDERED,
-    ),
-    Mistake(
-        "what comes back for nobody is freed before it is there",
-        "remat/host_store.cpp",
-        "      if (into_) last_",
-        "      if (!MISTAKE && into_) last_",
-        "moved_and_dropped",
-        FREED,
     ),
 ]
 
