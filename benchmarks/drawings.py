@@ -6,8 +6,7 @@ import matplotlib
 
 from readme_tables import TABLES
 from tables import TIMES, Record, size
-from tables.real_limit import GIB, OWN, models_in, seconds
-from tables.real_limit import METHODS as METHOD_ORDER
+from tables.real_limit import GIB, grids, outcome
 from tables.remat import method_name
 
 matplotlib.use("Agg")
@@ -16,6 +15,7 @@ from matplotlib import ticker
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 OURS, PEER, NAIVE, GREY = "#d1495b", "#7ea6c9", "#8a8f98", "#444444"
 SHADES = {  # of methods side by side
@@ -180,33 +180,24 @@ def plot_largest_model(record: Record) -> Figure:
 
 
 def plot_real_limit(record: Record) -> Figure:
-    """A field for each model and method, filled where it trains, and a grid for each limit."""
-    limits = sorted({row["limit_bytes"] for row in record["rows"]}, reverse=True)
-    grids = []
-    for limit in limits:
-        rows = [row for row in record["rows"] if row["limit_bytes"] == limit]
-        names = {row["method"] for row in rows}
-        methods = [method for method in METHOD_ORDER if method in names]
-        grids.append((limit, rows, models_in(record, limit), methods))
-    heights = [1.0 + 0.55 * len(methods) for *_, methods in grids]
+    """A field for each model and method, filled where it has trained, and a grid for each limit."""
+    of_limits = grids(record)
+    heights = [1.0 + 0.55 * len(methods) for _, methods, _ in of_limits.values()]
     figure, axes = plt.subplots(
-        len(limits), 1, squeeze=False, figsize=(11, 0.4 + sum(heights)),
+        len(heights), 1, squeeze=False, figsize=(12, 0.4 + sum(heights)),
         height_ratios=heights, layout="constrained",
     )  # fmt: skip
-    for axis, (limit, rows, models, methods) in zip(axes[:, 0], grids, strict=True):
-        for row in rows:
-            x, y = models.index(row["model"]), methods.index(row["method"])
-            trains = not row["died"]
-            shade = colour(row["method"]) if row["method"] != "plain" else NAIVE
-            field = plt.Rectangle((x - 0.48, y - 0.44), 0.96, 0.88, linewidth=0,
-                                  color=shade if trains else "#eeeeee")  # fmt: skip
-            axis.add_patch(field)
-            text = "no room"
-            if trains:
-                form = "" if row["format"] in OWN else f"\n{row['format']}"
-                text = f"{row['peak_bytes'] / GIB:.1f} GiB, {seconds(row):.0f} s{form}"
-            axis.text(x, y, text, ha="center", va="center", fontsize=8,
-                      color="white" if trains else "#999999")  # fmt: skip
+    for axis, (limit, (models, methods, of)) in zip(axes[:, 0], of_limits.items(), strict=True):
+        for (model, method), row in of.items():
+            x, y = models.index(model), methods.index(method)
+            trains = "died" in row and not row["died"]
+            shade = NAIVE if method == "plain" else colour(method)
+            empty = "#e4e4e4" if "died" in row else "#f7f7f7"
+            axis.add_patch(
+                Rectangle((x - 0.48, y - 0.44), 0.96, 0.88, color=shade if trains else empty, lw=0)
+            )
+            axis.text(x, y, outcome(row, "\n"), ha="center", va="center", fontsize=8,
+                      color="white" if trains else "#777777")  # fmt: skip
         axis.set_xlim(-0.5, len(models) - 0.5)
         axis.set_ylim(len(methods) - 0.5, -0.5)
         axis.set_xticks(range(len(models)), models, fontsize=9)
@@ -214,7 +205,8 @@ def plot_real_limit(record: Record) -> Figure:
         axis.xaxis.tick_top()
         axis.tick_params(length=0)
         axis.spines[:].set_visible(False)
-        axis.set_title(f"trains in {limit / GIB:g} GiB: peak, time of a step", fontsize=10)
+        title = f"trains in {limit / GIB:g} GiB: peak and time of a step (in brackets: on paper)"
+        axis.set_title(title, fontsize=10)
     return figure
 
 

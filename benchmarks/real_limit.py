@@ -12,6 +12,7 @@ that the newest run of the same settings has are kept, so that some can be run a
 """
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ from tables.real_limit import real_limit_caption, real_limit_table
 
 Row = dict[str, Any]
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
+LIMITS = [8.0, 4.0]
 SAME_LOSS = 1e-5  # relative: the sums of a loss in chunks come in another order
 
 
@@ -89,6 +91,20 @@ def run(model: str, method: str, limit: int, options: argparse.Namespace) -> Row
     }
 
 
+def on_paper(limits: list[float]) -> list[Row]:
+    """What every row should come to by arithmetic, whether it runs or not."""
+    found = []
+    for limit, (model, shape) in itertools.product(limits, SHAPES.items()):
+        if model in TINY:
+            continue
+        for method in METHODS:
+            form = format_of(shape, method, round(limit * GIB))
+            row = {"model": model, "parameters": shape.parameters, "method": method}
+            row |= {"format": form.name, "limit_bytes": round(limit * GIB)}
+            found.append({**row, "needs_bytes": needs(shape, method, form).total})
+    return found
+
+
 def key(row: Row) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("model", "limit_bytes", "method"))
 
@@ -135,8 +151,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     models = [name for name in SHAPES if name not in TINY]
     parser.add_argument("--only", nargs="+", choices=SHAPES, default=models, metavar="MODEL")
-    parser.add_argument("--limits", nargs="+", type=float, default=[8.0, 4.0], metavar="GIB")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD")
+    parser.add_argument("--limits", nargs="+", type=float, default=LIMITS, metavar="GIB")
+    parser.add_argument("--methods", nargs="*", choices=METHODS, default=METHODS, metavar="METHOD")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds of a row")
@@ -151,6 +167,8 @@ def main(arguments: list[str] | None = None) -> int:
     # Rows may be of several calls: the record is that of all of them.
     command = f"benchmarks/{Path(__file__).name}"
     record: Row = {"command": command, "machine": machine(), "settings": settings}
+    if set(options.only) - set(TINY):
+        record["on_paper"] = on_paper(LIMITS)
     jobs = [
         (model, method, round(limit * GIB))
         for limit in options.limits

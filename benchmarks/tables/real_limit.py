@@ -21,31 +21,41 @@ def seconds(row: Record) -> float:
     return statistics.median(row["cpu_seconds"][1:] or row["cpu_seconds"])
 
 
-def models_in(record: Record, limit: int) -> list[str]:
-    """The models that have a row with a limit, in the order of their kinds and sizes."""
-    rows = [row for row in record["rows"] if row["limit_bytes"] == limit]
-    rows.sort(key=lambda row: (not row["model"].startswith("GPT-2"), row["parameters"]))
-    return list(dict.fromkeys(row["model"] for row in rows))
+def grids(record: Record) -> dict[int, tuple[list[str], list[str], dict[tuple[str, str], Record]]]:
+    """For each limit its models, its methods and what there is of each two: a row that has run, or
+    what was expected of it."""
+    known = [*record.get("on_paper", ()), *record["rows"]]
+    found = {}
+    for limit in sorted({row["limit_bytes"] for row in known}, reverse=True):
+        rows = [row for row in known if row["limit_bytes"] == limit]
+        rows.sort(key=lambda row: (not row["model"].startswith("GPT-2"), row["parameters"]))
+        models = list(dict.fromkeys(row["model"] for row in rows))
+        methods = [method for method in METHODS if any(row["method"] == method for row in known)]
+        of = {(row["model"], row["method"]): row for row in known if row["limit_bytes"] == limit}
+        found[limit] = models, methods, of
+    return found
+
+
+def outcome(row: Record, between: str = " ") -> str:
+    """Whether a row trains, in a few words; in brackets where it has not run."""
+    form = "" if row["format"] in OWN else f",{between}{row['format']}"
+    needed = row["needs_bytes"] / GIB
+    if "died" not in row:
+        fits = row["needs_bytes"] <= row["limit_bytes"]
+        return f"({needed:.1f} GiB{form})" if fits else f"({needed:.1f} GiB: no room)"
+    if row["died"]:
+        return "not finished" if row["died"].startswith("not finished") else "no room"
+    return f"{row['peak_bytes'] / GIB:.1f} GiB, {seconds(row):.0f} s{form}"
 
 
 def real_limit_short(record: Record) -> str:
     """For each limit and model: what each method needs, or that it does not train."""
-    of = {(row["model"], row["limit_bytes"], row["method"]): row for row in record["rows"]}
-    methods = [m for m in METHODS if any(m == method for *_, method in of)]
-
-    def cell(row: Record | None) -> str:
-        if row is None:
-            return "-"
-        if row["died"]:
-            return "not finished" if row["died"].startswith("not finished") else "no room"
-        form = "" if row["format"] in OWN else f" ({row['format']})"
-        return f"{row['peak_bytes'] / GIB:.1f} GiB, {seconds(row):.0f} s{form}"
-
-    lines = [
-        (f"{model} in {limit / GIB:g} GiB", *(cell(of.get((model, limit, m))) for m in methods))
-        for limit in sorted({limit for _, limit, _ in of}, reverse=True)
-        for model in models_in(record, limit)
-    ]
+    lines = []
+    for limit, (models, methods, of) in grids(record).items():
+        for model in models:
+            cells = [of.get((model, method)) for method in methods]
+            texts = [outcome(row) if row else "-" for row in cells]
+            lines.append((f"{model} in {limit / GIB:g} GiB", *texts))
     return markdown(("peak and time of a step", *methods), lines)
 
 
@@ -102,6 +112,7 @@ def real_limit_caption(record: Record) -> str:
         'memsave_ext, exact: `remat(budget="auto")`, the loss without logits, '
         "`AdamW(in_backward=True)`; formats: besides, the most exact parameters and states that "
         "fit on paper, named in brackets; moving: besides the exact, states and activations in "
-        "files, and where weights do not fit, halves of them. What has no row has not run. "
+        "files, and where weights do not fit, halves of them. In brackets: has not run, and what "
+        "it needs by arithmetic. "
         f"{'; '.join(batches)}.{mixed} {machine_line(record)}."
     )

@@ -357,5 +357,15 @@ def test_rows_of_an_earlier_run_are_kept(record_of, tmp_path, monkeypatch):
     assert methods == ["plain", "memsave_ext, exact", "memsave_ext, moving"]
     assert len(calls) == 4
     assert [bar["value"] for bar in record["bars"]] == [0.0, 0.0]
+    assert "on_paper" not in record
+    record = record_of("real_limit", "--only", "ViT-L/16", "--limits", "8", "--methods", "plain")
+    assert len(record["on_paper"]) == 2 * 6 * 5
+    table = importlib.import_module("tables.real_limit").real_limit_short(record)
+    (line,) = [line for line in table.splitlines() if "GPT-2 774 M in 8 GiB" in line]
+    assert [cell.strip() for cell in line.split("|")[2:-1]] == [
+        "(11.9 GiB: no room)", "(9.6 GiB: no room)", "(9.6 GiB: no room)",
+        "(5.3 GiB, float32, 8-bit states)", "(4.4 GiB)",
+    ]  # fmt: skip
+    assert "0.0 GiB, 1 s" in next(line for line in table.splitlines() if "ViT-L/16 in 8" in line)
     record = record_of("real_limit", *only, "--methods", "plain", "--fresh")
     assert len(record["rows"]) == 1
