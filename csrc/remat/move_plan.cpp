@@ -329,6 +329,12 @@ class MovePlanner {
     if (left == most_moved_) return;
     const std::vector<Plan> plans = plans_of(with_calls_for(trace_, moved, seconds));
     for (const Plan& plan : plans) add(plan.decisions, moved);
+    // All of it, and nothing recomputed: where the bus is idle, nothing costs less.
+    std::vector<Decision> all_moved(moved.size(), Decision::kKeep);
+    for (size_t i = 0; i < moved.size(); ++i) {
+      if (moved[i]) all_moved[i] = Decision::kDrop;
+    }
+    add(std::move(all_moved), moved);
   }
 
   double recompute_seconds(const TraceContent& content) const {
