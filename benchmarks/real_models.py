@@ -1,7 +1,7 @@
 """Models of real size for real_limit.py, and what each method needs to train one, on paper."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,12 +56,12 @@ class Format(NamedTuple):
     dtype: torch.dtype
     size: float
     state: float
-    options: dict[str, object]
+    options: dict[str, Any]
 
 
 def _rounded(bf16: str, bits: int, low: int) -> Format:
     name = f"bf16 {bf16}, {bits}-bit states"
-    options = {"bf16": bf16, "state_dtype": f"{bits}bit"}
+    options: dict[str, Any] = {"bf16": bf16, "state_dtype": f"{bits}bit"}
     return Format(name, torch.bfloat16, 2, low + 2 * (bits / 8) + 1 / 32, options)
 
 

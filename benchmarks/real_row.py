@@ -142,7 +142,9 @@ class Trainer:
         )
         return self._within_budget(optimizer, offload=folder)
 
-    def _within_budget(self, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
+    def _within_budget(
+        self, optimizer: torch.optim.Optimizer, **options: Any
+    ) -> Callable[[], Tensor]:
         def step() -> Tensor:
             with ms.remat(self.model, budget="auto", optimizer=optimizer, **options):
                 loss = self.loss()
