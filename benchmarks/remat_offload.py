@@ -156,9 +156,26 @@ def measure(name: str, case: Case, options: argparse.Namespace, folder: str) -> 
     peaks = {method: activations(run, torch.device("cpu")) for method, run in steps.items()}
     for each in found.values():
         each.clear()
+    # Steps of one shape that recompute and that move would take turns in what is known of it, and
+    # be planned anew each time.
+    together = {method: run for method, run in steps.items() if method != RECOMPUTED}
+    rows = rows_of(together, found, peaks, options)
+    _native.remat_forget()
+    alone = {method: steps[method] for method in (PLAIN, RECOMPUTED)}
+    rows.insert(1, rows_of(alone, found, peaks, options)[1])
+    return {"model": name, "inputs": list(case.inputs), "rows": rows}
+
+
+def rows_of(
+    steps: dict[str, Callable[[], None]],
+    found: dict[str, list[tuple[float, int, float, int]]],
+    peaks: dict[str, int],
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """Steps in turns; each adds what it found of itself to ``found``."""
     seconds = interleave(steps, options.rounds, options.warmup, options.progress)
     processor = {m: [row[0] for row in rows[-options.rounds :]] for m, rows in found.items()}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for method, taken in seconds.items():
         latest = found[method][-options.rounds :]
         middle, spread = median_and_spread(taken)
@@ -183,7 +200,7 @@ def measure(name: str, case: Case, options: argparse.Namespace, folder: str) -> 
                 "least": latest[-1][3],
             }
         )
-    return {"model": name, "inputs": list(case.inputs), "rows": rows}
+    return rows
 
 
 def lines_of(measured: dict[str, Any]) -> str:
@@ -317,7 +334,7 @@ def left_out() -> dict[str, str]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--warmup", type=int, default=3, help="until steps are planned")
     parser.add_argument("--scale", type=int, default=4, help="multiplies batches")
     parser.add_argument("--share", type=float, default=0.15, help="of plain's activations")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.15], help="simulated")

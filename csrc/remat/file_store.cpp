@@ -373,10 +373,12 @@ class FileStore final : public Store {
 
 std::shared_ptr<Store> store_in_folder(const std::string& folder) {
   static std::mutex mutex;
-  static auto& stores = *new std::map<std::string, std::weak_ptr<Store>>();
+  // After a fork both processes would write to the same places of one file.
+  static auto& stores = *new std::map<std::pair<pid_t, std::string>, std::weak_ptr<Store>>();
   const std::lock_guard<std::mutex> lock(mutex);
-  auto store = stores[folder].lock();
-  if (!store) stores[folder] = store = std::make_shared<FileStore>(folder);
+  auto& found = stores[{getpid(), folder}];
+  auto store = found.lock();
+  if (!store) found = store = std::make_shared<FileStore>(folder);
   return store;
 }
 

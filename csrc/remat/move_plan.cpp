@@ -417,9 +417,12 @@ size_t Known::moving_plans() const {
   return latest_moving.plans ? latest_moving.plans->plans.size() : 0;
 }
 
-std::shared_ptr<MovingPlans> Known::moving(Store& store, int64_t most_moved) {
+std::shared_ptr<MovingPlans> Known::moving(const std::shared_ptr<Store>& store,
+                                           int64_t most_moved) {
   const std::lock_guard<std::mutex> lock(moving_mutex);
-  const Speed speed = store.speed();
+  // Pinned memory is given back: torch's allocator keeps it for the next block.
+  if (!store->uses_streams()) latest_moving.file = store;
+  const Speed speed = store->speed();
   const auto is_as = [](double a, double b) {
     return a <= kOtherSpeed * b && b <= kOtherSpeed * a;
   };

@@ -445,7 +445,7 @@ void Step::follow(std::shared_ptr<Known> known) {
     return;
   }
   const int64_t more = before_ - followed_->before;
-  if (budget_.store) moving_ = followed_->moving(*budget_.store, budget_.most_moved);
+  if (budget_.store) moving_ = followed_->moving(budget_.store, budget_.most_moved);
   const auto& plans = moving_ ? moving_->plans : followed_->plans;
   if (budget_.share > 0) {
     const int64_t activations = plans.front().peak + more - before_;
@@ -453,8 +453,12 @@ void Step::follow(std::shared_ptr<Known> known) {
   }
   least_ = plans.back().peak + more;
   plan_ = &plans.back();
+  // Where nothing fits, the last few bytes may take most of the time: within 1 in 200 of them the
+  // fastest plan is as good. A GPT's step with offload took 1.68 times the plain one, and 1.1 so.
+  constexpr int64_t kNearlyLeast = 200;
+  const int64_t most = least_ <= bytes_ ? bytes_ : least_ + least_ / kNearlyLeast;
   for (const Plan& plan : plans) {
-    if (plan.peak + more > bytes_) continue;
+    if (plan.peak + more > most) continue;
     plan_ = &plan;
     break;
   }

@@ -81,4 +81,4 @@ def test_run_all_has_every_benchmark_and_ends_in_time():
     module = importlib.import_module("run_all")
     names = {name for name in scripts_that_record() if not name.endswith("_cuda")} - {"real_limit"}
     assert module.SECONDS.keys() == names
-    assert sum(module.SECONDS.values()) <= 23 * 60
+    assert sum(module.SECONDS.values()) <= 25 * 60
