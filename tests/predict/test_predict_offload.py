@@ -66,7 +66,7 @@ def test_a_prediction_moves_as_the_step_does(tmp_path):
     predicted = ms.memory.predict(build)
     figures = build.handle.figures()
     assert predicted.most_moved == figures.moved_bytes > 10 << 20
-    assert figures.brought_back_bytes == figures.moved_bytes
+    assert figures.brought_back_bytes >= figures.moved_bytes
     t = tracked_third(build)
     assert predicted.peak == pytest.approx(t.peak, rel=0.01)
     assert predicted.most_moved == t.most_moved

@@ -262,7 +262,7 @@ def test_a_folder_that_goes_away_in_the_middle(tmp_path):
         loss = model(x).square().mean()
     folder.rmdir()  # the file in it has no name, and lives on
     loss.backward()
-    assert block.figures().brought_back_bytes == block.figures().moved_bytes > 0
+    assert block.figures().brought_back_bytes >= block.figures().moved_bytes > 0
     assert all(map(torch.equal, expected, [loss, *(p.grad for p in model.parameters())]))
     with pytest.raises(ValueError, match="a folder that is there"):
         ms.remat(budget=0.05, offload=folder)
@@ -322,7 +322,7 @@ def test_the_bits_within_a_budget(share, tmp_path):
         figures = block.figures()
         assert figures.brought_back_bytes >= figures.moved_bytes and figures.not_moved_bytes == 0
         # With room to recompute it depends on the disk's speed whether anything is moved.
-        assert figures.moved_bytes > 0 or share == 0.5
+        assert figures.moved_bytes > 0 or share > 0.05
     del actual, expected
     gc.collect()
     assert used(tmp_path) == 0
