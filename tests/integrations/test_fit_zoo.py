@@ -130,7 +130,9 @@ def test_it_fits_and_trains_alike(name, trainer, tmp_path):
         found[name] = {"budget": int(SHARE * least), "means": None}
     model, own_losses, fitted = run(name, tmp_path, found[name] | {"verbose": False})
     found[name]["means"] = fitted.means
-    assert fitted.means != "as built" and fitted.predicted <= fitted.budget
+    # Lightning keeps the gradients of one step until the next one's forward is over.
+    most = 1.05 * fitted.budget if trainer == "Lightning" else fitted.budget
+    assert fitted.means != "as built" and fitted.predicted <= most
     assert len(losses) == STEPS and len(set(losses)) == STEPS
     exact = "Adam" not in fitted.means and "loss head" not in fitted.means
     if exact:
