@@ -15,12 +15,13 @@ PAGES = [
     *sorted((DOCS / "adam").glob("*.md")),
     *(
         DOCS / f"{n}.md"
-        for n in ("choosing", "chunks", "fits", "linear_cross_entropy", "memory", "remat")
+        for n in ("choosing", "chunks", "fits", "linear_cross_entropy", "memory", "offload", "remat")
     ),
 ]
 
 # Pages that run with the native part alone, and why.
 NATIVE = {
+    "offload": "what moves is native",
     "remat": "it shows what is native",
     "fits": "tests/predict has the same in pure Python with smaller models",
 }
