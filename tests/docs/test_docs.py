@@ -13,10 +13,8 @@ from memsave_ext import _native
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = [
     *sorted((DOCS / "adam").glob("*.md")),
-    *(
-        DOCS / f"{n}.md"
-        for n in ("choosing", "chunks", "fits", "linear_cross_entropy", "memory", "offload", "remat")
-    ),
+    *(DOCS / f"{n}.md" for n in ("choosing", "chunks", "fits", "linear_cross_entropy")),
+    *(DOCS / f"{n}.md" for n in ("memory", "offload", "remat")),
 ]
 
 # Pages that run with the native part alone, and why.
