@@ -1,7 +1,6 @@
 """What tests of several rooms share."""
 
 import contextlib
-import ctypes
 import gc
 import itertools
 import threading
@@ -11,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import memsave_ext as ms
+from memsave_ext.shared.device_memory import _mallinfo
 
 
 def leaf(*shape, dtype=torch.float32):
@@ -133,19 +133,11 @@ class Wrapper(torch.Tensor):
         return tree_map(wrap, func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {})))
 
 
-class _MallocInfo(ctypes.Structure):
-    """glibc's ``struct mallinfo2``."""
-
-    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = [(name, ctypes.c_size_t) for name in _names.split(" ")]
-
-
 def host_bytes():
     """What malloc has given out. The process's resident bytes also change as its heap is cut up."""
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallinfo2"):
+    mallinfo = _mallinfo()
+    if mallinfo is None:
         pytest.skip("glibc 2.33 or later counts what malloc has given out")
-    libc.mallinfo2.restype = _MallocInfo
     gc.collect()
-    info = libc.mallinfo2()
+    info = mallinfo()
     return info.uordblks + info.hblkhd

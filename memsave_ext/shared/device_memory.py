@@ -71,7 +71,10 @@ class _MallInfo(ctypes.Structure):
     """As mallinfo2(3) has it."""
 
     _fields_ = (
-        ("before", ctypes.c_size_t * 8),
+        ("before", ctypes.c_size_t * 4),
+        ("hblkhd", ctypes.c_size_t),  # bytes of blocks that are mapped
+        ("between", ctypes.c_size_t * 2),
+        ("uordblks", ctypes.c_size_t),  # bytes of other blocks in use
         ("fordblks", ctypes.c_size_t),  # bytes of free blocks
         ("keepcost", ctypes.c_size_t),
     )
