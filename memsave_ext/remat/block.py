@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -328,10 +329,7 @@ class remat:  # noqa: N801, a context manager is used like a function
         recorder = self._recorder
 
         def watchers(number: int) -> tuple[Callable[[], None], Callable[[], None]]:
-            def before() -> None:
-                recorder.enter_module(number)
-
-            return before, recorder.leave_module
+            return partial(recorder.enter_module, number), recorder.leave_module
 
         with ExitStack() as stack:
             if not isinstance(recorder, NoRecorder):

@@ -15,9 +15,8 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from types import FunctionType
-from typing import Any, TypeVar
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -29,10 +28,11 @@ _eval_frame: Any = torch._C._dynamo.eval_frame
 _SKIP, _DEFAULT = _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT
 _NAME = "_compiled_call_impl"
 _lock = threading.Lock()
+_not_compiled: set[CodeType] = set()  # a few: functions that are made anew share their code
+_Watcher = tuple[Callable[[], object], Callable[[], object]]
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """What is to be known of a module, which may be gone when it is asked for.
 
     Attributes:
@@ -70,36 +70,56 @@ class Modules:
         self.parents: list[int] = []
         self.layers: list[Layer] = []
         self._modules: list[weakref.ref[nn.Module]] = []
-        numbers: dict[str, int] = {}
-        for name, module in model.named_modules() if model is not None else ():
-            parent = name
-            while parent and (parent == name or parent not in numbers):
-                parent = parent.rpartition(".")[0]
-            self.parents.append(numbers[parent] if name else -1)
-            numbers[name] = len(self.names)
-            self.names.append(name or type(without_compiler(module)).__name__)
-            self.layers.append(Layer.of(module))
-            self._modules.append(weakref.ref(module))
+        if model is not None:
+            self._add(model, "", -1, set())
+            self.names[0] = type(without_compiler(model)).__name__
+
+    def _add(self, module: nn.Module, name: str, parent: int, seen: set[nn.Module]) -> None:
+        # Blocks do this in every step: named_modules(), whose order this is, takes three times as
+        # long.
+        seen.add(module)
+        number = len(self.names)
+        self.names.append(name)
+        self.parents.append(parent)
+        self.layers.append(Layer.of(module))
+        self._modules.append(weakref.ref(module))
+        for key, child in module._modules.items():
+            if child is not None and child not in seen:
+                self._add(child, f"{name}.{key}" if name else key, number, seen)
 
     def watch(
-        self, stack: ExitStack, watchers: Callable[[int], tuple[Callable[[], None], ...]]
+        self,
+        stack: ExitStack,
+        watchers: Callable[[int], tuple[Callable[[], object], Callable[[], object]]],
     ) -> None:
-        """Watches the calls of all modules until ``stack`` is closed, see :func:`watch_calls`.
+        """Watches the calls of all modules until ``stack`` is closed.
 
-        Modules inside of one that is compiled are left out: it runs without calling them.
+        A module that is called again inside its own call is watched again. What is called after
+        it is so also where the forward raises. Neither is called where a tracer inlines the
+        module, nor for a module that is compiled in place meanwhile. Modules inside of one that is
+        compiled are left out: it runs without calling them.
 
         Args:
             watchers: by a module's number, what is called before and after it.
         """
         left_out = set()
-        for number, reference in enumerate(self._modules):
-            module = reference()
-            if self.parents[number] in left_out or isinstance(module, torch.jit.ScriptModule):
-                left_out.add(number)
-            elif module is not None:
-                if is_compiled(module):
+        watched: list[tuple[_Calls, _Watcher]] = []
+        stack.callback(_forget, watched)
+        with _lock:
+            for number, reference in enumerate(self._modules):
+                module = reference()
+                if self.parents[number] in left_out or isinstance(module, torch.jit.ScriptModule):
                     left_out.add(number)
-                watch_calls(stack, module, *watchers(number))
+                elif module is not None:
+                    if is_compiled(module):
+                        left_out.add(number)
+                    before, after = watchers(number)
+                    watcher = (not_compiled(before), not_compiled(after))
+                    calls = module.__dict__.get(_NAME)
+                    if not isinstance(calls, _Calls):
+                        calls = module.__dict__[_NAME] = _Calls(module, calls)
+                    calls.watchers = (*calls.watchers, watcher)
+                    watched.append((calls, watcher))
 
 
 def not_compiled(function: Function) -> Function:
@@ -107,9 +127,10 @@ def not_compiled(function: Function) -> Function:
 
     ``torch.compiler.disable`` does so, too, but imports the compiler, which takes a second.
     """
-    if isinstance(function, FunctionType):
+    if isinstance(function, FunctionType) and function.__code__ not in _not_compiled:
         strategy = _eval_frame._FrameExecStrategy(_SKIP, _SKIP)
         _eval_frame.set_code_exec_strategy(function.__code__, strategy)
+        _not_compiled.add(function.__code__)
     return function
 
 
@@ -129,21 +150,10 @@ def is_compiled(module: nn.Module) -> bool:
     return in_place is not None or without_compiler(module) is not module
 
 
-def watch_calls(
-    stack: ExitStack, module: nn.Module, before: Callable[[], None], after: Callable[[], None]
-) -> None:
-    """Calls ``before`` and ``after`` around every call of ``module`` until ``stack`` is closed.
-
-    ``after`` is called also where the forward raises. Neither is called where a tracer inlines the
-    module, nor for a module that is compiled in place meanwhile.
-    """
-    watcher = (not_compiled(before), not_compiled(after))
+def _forget(watched: list[tuple[_Calls, _Watcher]]) -> None:
     with _lock:
-        calls = module.__dict__.get(_NAME)
-        if not isinstance(calls, _Calls):
-            calls = module.__dict__[_NAME] = _Calls(module, calls)
-        calls.watchers = (*calls.watchers, watcher)
-    stack.callback(calls.forget, watcher)
+        for calls, watcher in watched:
+            calls.forget(watcher)
 
 
 class _Calls:
@@ -152,7 +162,7 @@ class _Calls:
     def __init__(self, module: nn.Module, compiled: Callable[..., Any] | None) -> None:
         self._module = weakref.ref(module)  # it may be deleted meanwhile, and then free its memory
         self.compiled = compiled
-        self.watchers: tuple[tuple[Callable[[], None], Callable[[], None]], ...] = ()
+        self.watchers: tuple[_Watcher, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
@@ -175,16 +185,16 @@ class _Calls:
         """A module that copies or pickles its attributes itself gets None, which is torch's."""
         return type(None), ()
 
-    def forget(self, watcher: tuple[Callable[[], None], Callable[[], None]]) -> None:
-        with _lock:
-            self.watchers = tuple(w for w in self.watchers if w is not watcher)
-            module = self._module()
-            if self.watchers or module is None or module.__dict__.get(_NAME) is not self:
-                return
-            if self.compiled is None:
-                del module.__dict__[_NAME]
-            else:
-                module.__dict__[_NAME] = self.compiled
+    def forget(self, watcher: _Watcher) -> None:
+        """The caller holds the lock."""
+        self.watchers = tuple(w for w in self.watchers if w is not watcher)
+        module = self._module()
+        if self.watchers or module is None or module.__dict__.get(_NAME) is not self:
+            return
+        if self.compiled is None:
+            del module.__dict__[_NAME]
+        else:
+            module.__dict__[_NAME] = self.compiled
 
 
 _eval_frame.set_code_exec_strategy(
