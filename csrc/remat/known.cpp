@@ -15,6 +15,7 @@ namespace {
 constexpr size_t kMostSteps = 1024;
 constexpr int64_t kAboutEqual = 500;  // bytes that differ by a five-hundredth are about the same
 constexpr int64_t kMostBytes = int64_t{256} << 20;  // of the host, for all of them
+constexpr int kMostEnds = 4;  // known of steps that are the same until their last decision
 
 // About how much of the host's memory it takes.
 int64_t size_of(const Known& step) {
@@ -127,16 +128,24 @@ bool Known::read_times() {
                       [](const TraceCall& call) { return std::isinf(call.seconds); });
 }
 
-bool Known::is_same_program(const Known& other) const {
-  const Trace& a = trace;
-  const Trace& b = other.trace;
-  if (keys != other.keys || a.moments.size() != b.moments.size()) return false;
-  if (a.calls.size() != b.calls.size() || a.contents.size() != b.contents.size()) return false;
+bool Known::ends_like(const Known& other) const {
   const auto same_content = [](const TraceContent& x, const TraceContent& y) {
-    return x.bytes == y.bytes && x.let_go == y.let_go && x.opened == y.opened &&
-           x.closed == y.closed && x.must_be_kept == y.must_be_kept;
+    return x.opened == y.opened && x.closed == y.closed;
   };
-  return std::equal(a.contents.begin(), a.contents.end(), b.contents.begin(), same_content);
+  const auto& a = trace.contents;
+  const auto& b = other.trace.contents;
+  return calls == other.calls && trace.moments.size() == other.trace.moments.size() &&
+         std::equal(a.begin(), a.end(), b.begin(), b.end(), same_content);
+}
+
+bool Known::is_same_program(const Known& other) const {
+  const auto same_content = [](const TraceContent& x, const TraceContent& y) {
+    return x.bytes == y.bytes && x.let_go == y.let_go && x.must_be_kept == y.must_be_kept;
+  };
+  const auto& a = trace.contents;
+  const auto& b = other.trace.contents;
+  return keys == other.keys && ends_like(other) &&
+         std::equal(a.begin(), a.end(), b.begin(), b.end(), same_content);
 }
 
 bool Known::is_same_memory(const Known& other) const {
@@ -226,14 +235,21 @@ void KnownSteps::replace_ahead(Known& step) {
 // `overlapped`: its memory is in part that of other steps, which is another each time.
 void KnownSteps::add(std::shared_ptr<Known> step, bool overlapped) {
   if (step->times.empty()) replace_ahead(*step);
-  const auto same = std::find_if(steps_.begin(), steps_.end(), [&](const auto& other) {
-    return other->is_ahead == step->is_ahead && other->is_same(*step);
-  });
+  // Steps may take turns that differ after their last decision alone, as two losses of one model:
+  // each of them is known, as plans would be made anew in every step if one replaced the other.
+  auto same = steps_.end();
+  int ends = 0;
+  for (auto other = steps_.rbegin(); other != steps_.rend(); ++other) {
+    if ((*other)->is_ahead != step->is_ahead || !(*other)->is_same(*step)) continue;
+    step->told |= (*other)->told;
+    step->seen = std::max(step->seen, (*other)->seen + 1);
+    same = std::prev(other.base());
+    if (++ends == kMostEnds || step->ends_like(**other)) break;
+    same = steps_.end();
+  }
   if (same != steps_.end()) {
     std::shared_ptr<Known> old = std::move(*same);
     steps_.erase(same);
-    step->told = old->told;
-    step->seen = old->seen + 1;
     keep_what_must_be_kept(old->trace, step->trace);
     keep_temporary(old->trace, step->trace);
     const bool are_known = old->read_times();

@@ -66,6 +66,9 @@ struct Known {
   // Completes the trace's times with those measured on devices, as soon as the devices have come so
   // far. Returns whether all are known.
   bool read_times();
+  // Whether the other one, of the same decisions, has the same operators after the last of them,
+  // and a backward that reads the same.
+  bool ends_like(const Known& other) const;
   // Whether the other one has the same operators and contents, and whether as much memory, too.
   bool is_same_program(const Known& other) const;
   bool is_same_memory(const Known& other) const;

@@ -123,6 +123,31 @@ def test_steps_within_a_budget_and_within_none_take_turns():
     assert block._recorder.figures()["shapes"][1] >= 2
 
 
+@pytest.mark.parametrize("what", ["loss", "backward"])
+def test_steps_that_end_in_another_way_take_turns(what):
+    """As a critic's loss of real samples and of made ones, or two heads that are trained in turn."""
+    model, x = mlp()
+    heads = nn.ModuleList(nn.Linear(256, 1) for _ in range(2))
+    plans = []
+    for number in range(6):
+        for turn in range(2):
+            heads.zero_grad(set_to_none=number == 0)
+            model.zero_grad(set_to_none=number == 0)
+            with ms.remat(nn.ModuleList([model, heads]), budget=0.5) as block:
+                y = model(x)
+                first, second = (head(y).mean() for head in heads)
+                if what == "loss":
+                    loss = first + second if turn else -first - second - first
+                else:
+                    loss = second if turn else first
+            loss.backward()
+            if number > 1:
+                assert block.peak <= 1.02 * max(block.budget, block.least)
+            plans.append(block._recorder.budget()["plans"])
+    # A plan that is made anew has other seconds.
+    assert plans[-1] == plans[-3] and plans[-2] == plans[-4] and len(plans[-1]) > 1
+
+
 class Writes(nn.Module):
     """Adds rows to what it has just computed; their source is saved only after that."""
 
