@@ -125,7 +125,7 @@ def test_steps_within_a_budget_and_within_none_take_turns():
 
 @pytest.mark.parametrize("what", ["loss", "backward"])
 def test_steps_that_end_in_another_way_take_turns(what):
-    """As a critic's loss of real samples and of made ones, or two heads that are trained in turn."""
+    """As a critic's losses of real and of made samples, or two heads that are trained in turn."""
     model, x = mlp()
     heads = nn.ModuleList(nn.Linear(256, 1) for _ in range(2))
     plans = []
