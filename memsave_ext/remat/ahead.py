@@ -29,9 +29,9 @@ from ..fakes.mode import (
     fakes,
     like,
     loss_in,
-    masks_as_in_steps,
     only_value,
     replaced,
+    transformers_as_in_steps,
     uncompiled,
 )
 from ..fakes.storages import Storages
@@ -144,7 +144,7 @@ def _run(
             stack.enter_context(fakes())
             stack.enter_context(storages)
             stack.enter_context(uncompiled())
-            stack.enter_context(masks_as_in_steps(storages.has_known_values))
+            stack.enter_context(transformers_as_in_steps(storages.has_known_values))
             copied, fake_args, fake_kwargs = _copied(module, args, kwargs, values, storages)
             told.enter()
             stack.callback(told.leave)
