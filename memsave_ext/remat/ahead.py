@@ -53,6 +53,7 @@ class Ahead:
     def __init__(self) -> None:
         # The hash by which the native part knows the step, or why it cannot be planned.
         self._steps: dict[Any, int | str] = {}
+        self._lock = threading.Lock()  # replicas of the module run in threads
 
     def plan(
         self,
@@ -65,17 +66,18 @@ class Ahead:
         """Plans a step with such arguments, unless one is known. Returns why it cannot."""
         native: Any = _parts.native("remat")
         signature = _signature(module, args, kwargs, device)
-        known = self._steps.get(signature)
-        # The native part forgets some for others.
-        if known is None or (isinstance(known, int) and not native.remat_knows(device, known)):
-            if len(self._steps) >= _MOST_SHAPES:
-                steps = self._steps.items()
-                self._steps = {
-                    shape: step
-                    for shape, step in steps
-                    if isinstance(step, int) and native.remat_knows(device, step)
-                }
-            known = self._steps[signature] = _run(module, args, kwargs, device, forward)
+        with self._lock:
+            known = self._steps.get(signature)
+            # The native part forgets some for others.
+            if known is None or (isinstance(known, int) and not native.remat_knows(device, known)):
+                if len(self._steps) >= _MOST_SHAPES:
+                    steps = self._steps.items()
+                    self._steps = {
+                        shape: step
+                        for shape, step in steps
+                        if isinstance(step, int) and native.remat_knows(device, step)
+                    }
+                known = self._steps[signature] = _run(module, args, kwargs, device, forward)
         return known if isinstance(known, str) else None
 
 
