@@ -345,6 +345,11 @@ bool KnownSteps::knows(uint64_t last_key) const {
   return (latest_ && is_same(latest_)) || std::any_of(steps_.begin(), steps_.end(), is_same);
 }
 
+bool KnownSteps::tell(Known& step) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return !std::exchange(step.told, true);
+}
+
 void KnownSteps::forget() {
   const std::lock_guard<std::mutex> lock(mutex_);
   latest_ = nullptr;

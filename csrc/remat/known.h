@@ -53,7 +53,7 @@ struct Known {
   std::vector<Plan> plans;       // empty until they are asked for, and then never changed
   bool plans_are_old = false;    // made for the memory of an earlier step of the same program
   int seen = 1;                  // how many steps like it have ended
-  bool told = false;             // whether it was told that the budget is too small
+  bool told = false;             // whether a user was told that the budget is too small
   // It ran on fake tensors, ahead of the first real one, which it gives way to once that one's
   // times are known: it may begin with the same operators and go on with others, and its times are
   // estimates.
@@ -114,6 +114,8 @@ class KnownSteps {
   void expect(std::shared_ptr<Known> step);
   // Whether a step is known whose operators until its last decision have this hash.
   bool knows(uint64_t last_key) const;
+  // Notes that a user is told of a step. Returns whether that is the first time.
+  bool tell(Known& step) const;
   void forget();
   struct Numbers {
     size_t known, planned;

@@ -523,7 +523,7 @@ void Step::check() const {
 
 bool Step::is_newly_short() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return plan_ != nullptr && least_ > bytes_ && !std::exchange(followed_->told, true);
+  return plan_ != nullptr && least_ > bytes_ && shared_->tell(*followed_);
 }
 
 int64_t Step::before() const {

@@ -1,5 +1,5 @@
-"""Fake kernels in place of torch's, which know nothing of a sparse tensor's elements and refuse
-some dtypes."""
+"""Fake kernels in place of torch's, which know nothing of a sparse tensor's elements, refuse some
+dtypes, and keep strides that a step's kernels make anew."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ _VALUES = (_aten._values, _aten.values)
 _MADE = _aten._sparse_coo_tensor_with_dims_and_tensors.default
 _GROUPED_MM: Any = getattr(_aten, "_grouped_mm", None)
 _ALIGNED = 16  # bytes, of rows of a grouped product
+_MAKE_STRIDES = (_aten.native_layer_norm, _aten.native_batch_norm, _aten._log_softmax)
+_KEEP_STRIDES = (_aten.clone, _aten.clamp, _aten.hardtanh)
 
 
 class _Parts(NamedTuple):
@@ -45,7 +47,38 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         made = _parts_made(func, packet, args, kwargs)
         if made is not None:
             result._memsave_ext_parts = made  # type: ignore[attr-defined]
+    if _makes_strides(func, packet, args, kwargs):
+        return _with_new_strides(result)
     return result
+
+
+def _makes_strides(func: Any, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a step's kernel makes the strides of its result anew, those of dimensions of one
+    element, too.
+
+    Elementwise kernels do so of contiguous tensors of one shape. A model may look at such strides:
+    they tell whether the channels of an image of one pixel are last.
+    """
+    if packet in _MAKE_STRIDES:
+        return bool(args[0].is_contiguous())
+    if packet is None or packet in _KEEP_STRIDES or "Scalar" in func._overloadname:
+        return False
+    if torch.Tag.pointwise not in func.tags or func._schema.is_mutable or kwargs:
+        return False
+    kinds = zip(args, func._schema.arguments, strict=False)
+    read = [arg for arg, kind in kinds if isinstance(kind.type, torch.TensorType)]
+    return all(
+        type(t) is FakeTensor and t.shape == read[0].shape and t.is_contiguous() for t in read
+    )
+
+
+def _with_new_strides(result: Any) -> Any:
+    if isinstance(result, (tuple, list)):
+        return type(result)(map(_with_new_strides, result))
+    if not isinstance(result, FakeTensor) or result._is_view() or not result.is_contiguous():
+        return result
+    made = torch.empty(result.shape, dtype=result.dtype, device=result.device)
+    return result if made.stride() == result.stride() else made
 
 
 def parts_of(tensor: Any) -> tuple[Any, ...]:

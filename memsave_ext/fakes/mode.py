@@ -167,17 +167,26 @@ def uncompiled() -> AbstractContextManager[Any]:
     return eager
 
 
-def masks_as_in_steps(is_known: Callable[[Tensor], bool]) -> AbstractContextManager[None]:
-    """Lets models of transformers leave out the masks that real steps leave out.
+@contextmanager
+def transformers_as_in_steps(is_known: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Lets models of transformers run the operators that real steps run.
 
     They look at no value of a fake tensor, as if a graph were traced, and make every mask. They
-    make it here where its values are not known, as of a batch's padding.
+    make it here where its values are not known, as of a batch's padding. They look for padding in
+    tokens that came without a mask, and do not warn of what fake ones seem to have.
     """
     utils: Any = sys.modules.get("transformers.utils.import_utils")
-    if not hasattr(utils, "is_fake_tensor"):  # not imported, or of another version
-        return nullcontext()
-    is_fake = utils.is_fake_tensor
-    return replaced(utils, "is_fake_tensor", lambda x: is_fake(x) and not is_known(x))
+    models: Any = sys.modules.get("transformers.modeling_utils")
+    with ExitStack() as stack:
+        if hasattr(utils, "is_fake_tensor"):  # else not imported, or of another version
+            is_fake = utils.is_fake_tensor
+            stack.enter_context(
+                replaced(utils, "is_fake_tensor", lambda x: is_fake(x) and not is_known(x))
+            )
+        if hasattr(models, "is_tracing"):  # which only that search asks there
+            stack.enter_context(replaced(models, "is_tracing", lambda _=None: False))
+            stack.enter_context(replaced(models.logger, "warning_once", lambda *_, **__: None))
+        yield
 
 
 _ON_FAKES = (

@@ -50,10 +50,13 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
 
 def as_left_by_kernel(func: Any, args: tuple[Any, ...], result: Any) -> Any:
     """Returns a fake result in the memory that the kernel on the CPU leaves it in: an LSTM's with
-    its workspace, the mean of a loss in the memory of the loss of each element."""
+    its workspace, the mean of a loss in the memory of the loss of each element, and of a batch norm
+    no gradient that nobody asks for."""
     if func is _aten.mkldnn_rnn_layer.default:
         *outputs, workspace = result
         return (*outputs, workspace.new_empty(onednn.lstm_workspace(*args)))
+    if func is _aten.native_batch_norm_backward.default and not args[-1][0]:
+        return (None, *result[1:])
     packet = getattr(func, "_overloadpacket", None)
     if packet not in _LEFT_IN_ELEMENTS or result.dim() or not args[0].dim():
         return result
@@ -117,6 +120,18 @@ def _masked_scatter_backward(grad: Tensor, mask: Tensor, *_: Any) -> int:
     return max(counts - made, made) if grad.is_contiguous() else 2 * counts
 
 
+def _batch_norm_backward(grad: Tensor, x: Tensor, *rest: Any) -> int:
+    """Bytes of the input's gradient, which torch makes twice where it is contiguous; otherwise of
+    narrow images in float32."""
+    mask = rest[-1]
+    layouts = [torch.contiguous_format]
+    if x.dim() in (4, 5):
+        layouts.append(torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+    if any(all(t.is_contiguous(memory_format=layout) for t in (grad, x)) for layout in layouts):
+        return x.nbytes if mask[0] else 0
+    return x.numel() * _FLOAT if x.dtype in _NARROW and x.dim() > 2 else 0
+
+
 def _group_norm_backward(*args: Any) -> int:
     """Bytes of two sums for each channel of an image."""
     return int(2 * args[5] * args[6] * _FLOAT)
@@ -133,6 +148,7 @@ _RULES: dict[Any, Callable[..., int]] = {
     _aten.huber_loss.default: _reduced_loss,
     _aten.binary_cross_entropy.default: _binary_cross_entropy,
     _aten.binary_cross_entropy_with_logits.default: _binary_cross_entropy_with_logits,
+    _aten.native_batch_norm_backward.default: _batch_norm_backward,
     _aten.native_group_norm_backward.default: _group_norm_backward,
     _aten.kthvalue.default: lambda x, *_: x.nbytes + x.numel() * _COUNT,
     _aten.median.default: lambda x, *_: x.nbytes,

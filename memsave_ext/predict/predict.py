@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from ..fakes.cuda import as_on_cuda, step_as_on_cuda
-from ..fakes.mode import fakes, masks_as_in_steps, uncompiled
+from ..fakes.mode import fakes, transformers_as_in_steps, uncompiled
 from ..memory.hooks import Hooks, Names
 from ..memory.measure import Build, checked
 from ..memory.reported import Reported
@@ -153,7 +153,7 @@ def predict(
         _refuse_real(model)
         # After build(), which imports transformers and the compiler where the model needs them.
         stack.enter_context(uncompiled())
-        stack.enter_context(masks_as_in_steps(tracker.storages.has_known_values))
+        stack.enter_context(transformers_as_in_steps(tracker.storages.has_known_values))
         if chosen.type == "cuda":
             step_as_on_cuda(made)
         shown.end()

@@ -29,9 +29,9 @@ from ..fakes.mode import (
     fakes,
     like,
     loss_in,
-    masks_as_in_steps,
     only_value,
     replaced,
+    transformers_as_in_steps,
     uncompiled,
 )
 from ..fakes.storages import Storages
@@ -53,6 +53,7 @@ class Ahead:
     def __init__(self) -> None:
         # The hash by which the native part knows the step, or why it cannot be planned.
         self._steps: dict[Any, int | str] = {}
+        self._lock = threading.Lock()  # replicas of the module run in threads
 
     def plan(
         self,
@@ -65,17 +66,18 @@ class Ahead:
         """Plans a step with such arguments, unless one is known. Returns why it cannot."""
         native: Any = _parts.native("remat")
         signature = _signature(module, args, kwargs, device)
-        known = self._steps.get(signature)
-        # The native part forgets some for others.
-        if known is None or (isinstance(known, int) and not native.remat_knows(device, known)):
-            if len(self._steps) >= _MOST_SHAPES:
-                steps = self._steps.items()
-                self._steps = {
-                    shape: step
-                    for shape, step in steps
-                    if isinstance(step, int) and native.remat_knows(device, step)
-                }
-            known = self._steps[signature] = _run(module, args, kwargs, device, forward)
+        with self._lock:
+            known = self._steps.get(signature)
+            # The native part forgets some for others.
+            if known is None or (isinstance(known, int) and not native.remat_knows(device, known)):
+                if len(self._steps) >= _MOST_SHAPES:
+                    steps = self._steps.items()
+                    self._steps = {
+                        shape: step
+                        for shape, step in steps
+                        if isinstance(step, int) and native.remat_knows(device, step)
+                    }
+                known = self._steps[signature] = _run(module, args, kwargs, device, forward)
         return known if isinstance(known, str) else None
 
 
@@ -144,7 +146,7 @@ def _run(
             stack.enter_context(fakes())
             stack.enter_context(storages)
             stack.enter_context(uncompiled())
-            stack.enter_context(masks_as_in_steps(storages.has_known_values))
+            stack.enter_context(transformers_as_in_steps(storages.has_known_values))
             copied, fake_args, fake_kwargs = _copied(module, args, kwargs, values, storages)
             told.enter()
             stack.callback(told.leave)

@@ -183,20 +183,28 @@ class remat:  # noqa: N801, a context manager is used like a function
                 self._measured = "the block saved something before it called its model"
                 return
             try:
-                self._plan_ahead(module, _forward, args, kwargs)
+                self._plan_ahead(module, _forward, args, kwargs, module)
             finally:
                 recorder.resume()
 
         stack.callback(model.register_forward_pre_hook(called, with_kwargs=True).remove)
 
     def _plan_ahead(
-        self, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        forward: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known_as: nn.Module,
     ) -> None:
-        """Plans the step of a module that is about to run, where none like it is known."""
+        """Plans the step of a module that is about to run, where none like it is known.
+
+        ``known_as``: the module, or that of which it is a replica, new in each step.
+        """
         self._was_planned = True
         if self._within is not None and not predicts():
             self._measured = (
-                ahead_of(module).plan(module, args, kwargs, self._device, forward) or ""
+                ahead_of(known_as).plan(module, args, kwargs, self._device, forward) or ""
             )
 
     def __exit__(

@@ -121,11 +121,18 @@ def check_arguments(budget: object, optimizer: object, strict: object, retry: ob
 
 def device_of(model: nn.Module | None) -> torch.device:
     """Returns the device whose memory counts: the model's, or CUDA's present one if it is used."""
-    for param in model.parameters() if model is not None else ():
-        return param.device
+    for part in model.modules() if model is not None else ():
+        for param in _parameters_of(part):
+            return param.device
     if model is None and torch.cuda.is_initialized():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _parameters_of(part: nn.Module) -> list[Tensor]:
+    """Those of a module, not of its parts; a replica of nn.DataParallel has them elsewhere."""
+    former = part.__dict__.get("_former_parameters", {})
+    return [p for p in (*part._parameters.values(), *former.values()) if p is not None]
 
 
 # By the first module that a block without a model has called: what it has called besides, by id.
@@ -183,7 +190,7 @@ class LivedBefore:
         self._added.append(ref(module))
         parts = list(module.modules())
         self._seen.update(map(id, parts))
-        params = {id(p): p for part in parts for p in part._parameters.values() if p is not None}
+        params = {id(p): p for part in parts for p in _parameters_of(part)}
         buffers = [b for part in parts for b in part._buffers.values() if b is not None]
         # Of others torch warns where their .grad is read: backward leaves none in them.
         have_grads = [p for p in params.values() if p.is_leaf or p.retains_grad]
@@ -195,7 +202,8 @@ class LivedBefore:
     def lived(self) -> Lived:
         """Returns what the parameters, buffers and states of the modules take now."""
         modules = [module for reference in self._added if (module := reference()) is not None]
-        params = [p for module in modules for p in module.parameters()]
+        parts = [part for module in modules for part in module.modules()]
+        params = list({id(p): p for part in parts for p in _parameters_of(part)}.values())
         states = _plain(self._states(params))
         wide = [t for t in states if t.is_floating_point() and t.itemsize >= 4 and t.numel() > 1]
         buffers = [b for module in modules for b in module.buffers()]

@@ -21,7 +21,8 @@ from .offload import Offload, check_offload
 
 
 class _RematForward(ForwardInPlace):
-    last: remat | None = None  # block of the last forward with gradients
+    last: remat | None = None  # block of the last forward with gradients, also of a replica's
+    origin: _RematForward | None = None  # in a replica: that of the module
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # torch.compile itself decides what to recompute, and without grad mode nothing is saved.
@@ -35,10 +36,16 @@ class _RematForward(ForwardInPlace):
         block = remat(model, **options)
         # What another method refers to, as Lightning's to its trainer, is not to be copied.
         if self.method == "forward" and not isinstance(module, DistributedDataParallel):
-            block._plan_ahead(module, self.function(module), args, kwargs)
+            known_as = module if self.origin is None else self.origin.module
+            block._plan_ahead(module, self.function(module), args, kwargs, known_as)
         with block:
-            self.last = block
+            (self.origin or self).last = block
             return self.function(module)(module, *args, **kwargs)
+
+    def replicate(self) -> nn.Module:
+        replica = super().replicate()
+        replica.__dict__[self.method].origin = self
+        return replica
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has run no forward yet, and its parameters are not the optimizer's.

@@ -17,6 +17,7 @@ from torch._utils import ExceptionWrapper
 
 import memsave_ext as ms
 from memsave_ext import _parts
+from memsave_ext.remat import ahead, budget
 
 KINDS = ["checkpoint", "function", "nested", "closure"]
 SIZE, BLOCKS, SAMPLES = 6, 3, 8
@@ -224,8 +225,45 @@ def test_a_module_under_remat_can_be_replicated(replicate_on_cpu):
         outputs, references = apply(found, data(2).chunk(2)), one_by_one(wanted, data(2).chunk(2))
         assert_equal(outputs, references)
         check_backward((net, found, outputs), (expected, wanted, references))
-    with pytest.raises(RuntimeError, match="no forward"):
-        handle.figures()  # the blocks were those of the replicas
+    handle.figures()  # of a replica
+
+
+@pytest.mark.skipif(not _parts.native("remat"), reason="a budget needs the native part")
+@pytest.mark.filterwarnings("ignore:remat. the budget")
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_module_within_a_budget_can_be_replicated(threads, replicate_on_cpu, monkeypatch):
+    """Steps are planned ahead once, though replicas are new in each step."""
+    runs = []
+    run = ahead._run
+    monkeypatch.setattr(ahead, "_run", lambda *args: runs.append(run(*args)) or runs[-1])
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)])
+    expected, x = copy.deepcopy(net), torch.randn(512, 32)
+    handle = ms.remat_module(net, budget=0.5)
+    ms._native.module.remat_forget()
+    for _ in range(4):
+        found, wanted = replicate_on_cpu(net, 2), replicate_on_cpu(expected, 2)
+        outputs = (apply if threads else one_by_one)(found, x.chunk(2))
+        references = one_by_one(wanted, x.chunk(2))
+        assert_equal(outputs, references)
+        check_backward((net, found, outputs), (expected, wanted, references))
+        assert_equal(grads(net), grads(expected))
+    assert len(runs) == 1 and isinstance(runs[0], int), runs
+    assert handle.figures().dropped_bytes > 0 and "of a budget of" in handle.report()
+    # Which of the threads is ahead of the other, and so their peak, is another in each step.
+    assert threads or handle.peak <= 1.02 * max(handle.budget, handle.least)
+
+
+def test_the_device_and_the_parameters_of_a_replica(replicate_on_cpu):
+    net = model().to("meta")
+    replica = replicate_on_cpu(net, 1)[0]
+    assert not any(True for _ in replica.parameters())
+    assert budget.device_of(replica) == torch.device("meta")
+    of_replica, of_net = (
+        sum(p.nbytes for part in found.modules() for p in budget._parameters_of(part))
+        for found in (replica, net)
+    )
+    assert of_replica == of_net > 0
 
 
 # ---- each thread its own forward and backward ----------------------------------------------------

@@ -1,12 +1,27 @@
 """memory.predict() of steps and models that look at values."""
 
+import logging
+
 import pytest
 import torch
 import zoo
 from steps import assert_near, tracked
 from torch import nn
+from torch.nn import functional as F
 
 import memsave_ext as ms
+from memsave_ext.fakes.mode import fakes
+from memsave_ext.fakes.storages import Storages
+
+STRIDED = {
+    "layer norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "log softmax": lambda x: F.log_softmax(x, 1),
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "sum of two": lambda x: x + x.contiguous(),
+    "clone": torch.clone,
+    "compared": lambda x: x > 0,
+}
 
 
 def masked_step(attention_mask):
@@ -43,6 +58,47 @@ def test_masks_of_unknown_values_are_made():
     padded = ms.memory.predict(masked_step(lambda: torch.rand(4, 80).round().long())).peak
     assert padded == pytest.approx(tracked(build).peak, rel=0.01)
     assert padded > plain
+
+
+def test_no_warning_of_padding_that_only_fake_tokens_have():
+    heard = []
+
+    class Hears(logging.Handler):
+        def emit(self, record):
+            heard.append(record.getMessage())
+
+    def build():
+        entry = zoo.ENTRIES["deberta-v2"]
+        model = entry.build()
+        model.config.pad_token_id = 1  # which fake tokens are taken to be
+        optimizer = torch.optim.AdamW(model.parameters())
+        loss = entry.batch(model)
+        return model, optimizer, lambda: loss().backward()
+
+    logger, handler = logging.getLogger("transformers.modeling_utils"), Hears()
+    logger.addHandler(handler)
+    try:
+        assert_near(build, 1e-2)
+    finally:
+        logger.removeHandler(handler)
+    assert not heard
+
+
+@pytest.mark.parametrize("layout", [(0, 3, 1, 2), (0, 2, 3, 1), (0, 1, 2, 3)])
+@pytest.mark.parametrize("shape", [(4, 8, 1, 1), (4, 1, 1, 8), (2, 1, 3, 5), (2, 4, 3, 5)])
+@pytest.mark.parametrize("name", STRIDED)
+def test_strides_are_those_of_steps(name, layout, shape):
+    operator = STRIDED[name]
+
+    def strides():
+        x = torch.ones([shape[i] for i in layout]).permute([layout.index(i) for i in range(4)])
+        assert x.shape == shape
+        return operator(x).stride()
+
+    real = strides()
+    storages = Storages(*[lambda *_: None] * 3, torch.device("cpu"))
+    with fakes(), storages:
+        assert strides() == real
 
 
 @pytest.mark.parametrize("std", [0.02, 1.0])

@@ -151,6 +151,37 @@ def test_attention(queries, keys, transposed):
 
 
 BF16 = torch.bfloat16
+
+
+@pytest.mark.skipif(not ms._native.available, reason="a track sees what kernels make natively")
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("layout", ["contiguous", "last", "sliced", "volumes", "rows", "frozen"])
+def test_batch_norms(layout, dtype):
+    shapes = {"rows": (256, 32), "volumes": (8, 32, 4, 4, 4), "last": (8, 32, 8, 8)}
+    shape = shapes.get(layout, (8, 32, 64))
+
+    def make():
+        model = nn.Module()
+        x = torch.randn(shape, dtype=dtype)
+        if layout == "last":
+            x = x.contiguous(memory_format=torch.channels_last)
+        elif layout == "sliced":
+            x = torch.cat([x, x], 1)
+        model.x = nn.Parameter(x)
+        model.norm = nn.BatchNorm1d(32)
+        weight, bias = model.norm.weight, model.norm.bias
+
+        def loss():
+            x = model.x.detach() if layout == "frozen" else model.x * 1
+            x = x.detach()[:, :32].requires_grad_(layout != "frozen")
+            F.batch_norm(x, None, None, weight, bias, True).backward(x.detach())
+            return model.x.sum()
+
+        return model, loss
+
+    assert_near(without_optimizer(make), 0.01)
+
+
 CONVERSIONS = {
     "mixed dtypes": lambda x, y: x.to(BF16) * y,
     "compared dtypes": lambda x, y: x * (x.to(BF16) > y),

@@ -9,6 +9,7 @@ import pytest
 import test_budget as budget
 import torch
 import torch.distributed as dist
+import zoo
 from helpers import gradients_and_peak as step
 from test_budget import nothing_is_known_yet  # noqa: F401
 from torch import nn
@@ -272,6 +273,40 @@ def test_hooks_of_torch_take_part(runs):
         _, peak = step(model, lambda: model(x).square().mean(), block)
     assert isinstance(runs[0], int) and block.least is not None
     assert peak <= PROMISED * max(block.budget, block.least)
+
+
+def test_channels_of_one_pixel_that_are_last(runs):
+    """torch tells by strides of dimensions of one element what it does after a mean."""
+
+    class Pools(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner, self.head = nn.Conv2d(32, 64, 1), nn.Linear(64, 64)
+            self.norm = nn.LayerNorm(64)
+
+        def forward(self, x):
+            y = self.norm(self.inner(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+            return F.gelu(self.head(F.adaptive_avg_pool2d(y, 1).flatten(1)))
+
+    model, x = Pools(), torch.randn(64, 32, 1, 1)
+    block = ms.remat(model, budget=0.6)
+    step(model, lambda: model(x).square().mean(), block)
+    assert isinstance(runs[0], int) and block.least is not None, said(block)
+
+
+@pytest.mark.parametrize("name", ["deberta-v2", "timm coatnet"])
+def test_models_of_libraries(name, runs):
+    """They look at tensors as none of the models above."""
+    entry = zoo.ENTRIES[name]
+    plain, _ = step(model := entry.build(), entry.batch(model))
+    handle = ms.remat_module(model := entry.build(), budget=0.3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a budget below the least
+        grads, peak = step(model, entry.batch(model))
+    assert all(torch.equal(a, b) for a, b in zip(plain, grads, strict=True) if a is not None)
+    assert isinstance(runs[0], int) and handle.least is not None, said(handle)
+    assert peak <= PROMISED * max(handle.budget, handle.least)
 
 
 class Chooses(nn.Module):

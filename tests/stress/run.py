@@ -146,14 +146,19 @@ def main() -> None:
     sys.exit(run(options))
 
 
+def kinds_of(part: str | None, native: str | None) -> list[tuple[str, str]]:
+    """Parts, each native ("1") and pure ("0"), as far as both were not said or have programs."""
+    return [
+        (each, kind)
+        for kind in ([native] if native else ["1", "0"])
+        for each in ([part] if part else PARTS)
+        if kind == "1" or each not in NATIVE_ALONE or (part and native)
+    ]
+
+
 def run(options: argparse.Namespace) -> int:
     tally = Tally()
-    kinds = [
-        (part, native)
-        for native in ([options.native] if options.native else ["1", "0"])
-        for part in ([options.part] if options.part else PARTS)
-        if options.part or native == "1" or part not in NATIVE_ALONE
-    ]
+    kinds = kinds_of(options.part, options.native)
     begin = time.monotonic()
     end = begin + options.minutes * 60
     lasts: dict[tuple[str, str], int] = {}

@@ -49,6 +49,14 @@ def test_programs_of_fixed_seeds(part):
         assert not verdict or verdict.startswith("refused"), f"{part} {seed}: {verdict}\n{text}"
 
 
+def test_what_only_runs_natively_is_run_so():
+    """In pure Python all its programs are refused, and drawn so fast that nothing else counts."""
+    assert run.kinds_of("zoo_budgets", None) == [("zoo_budgets", "1")]
+    assert run.kinds_of("adam", None) == [("adam", "1"), ("adam", "0")]
+    assert ("zoo_budgets", "0") not in run.kinds_of(None, None)
+    assert run.kinds_of("zoo_budgets", "0") == [("zoo_budgets", "0")]  # of one seed, once more
+
+
 def test_a_sample_of_each_operator_and_module():
     """Of torch's databases; and that things are dropped while nearly all of them run."""
     counts = {way: databases.Counts() for way in databases.ways()}
