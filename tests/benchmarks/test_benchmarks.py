@@ -24,7 +24,8 @@ models = importlib.import_module("models")
 readme_tables = importlib.import_module("readme_tables")
 adam_methods = importlib.import_module("adam_methods")
 
-TINY = ["--depth", "10", "--growth-rate", "2", "--batch-size", "256", "--device", "cpu"]
+TINY = ["--depth", "10", "--growth-rate", "2", "--batch-size", "128", "--device", "cpu"]
+TINY += ["--steps", "4"]
 
 
 @pytest.fixture
