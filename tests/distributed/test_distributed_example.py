@@ -78,7 +78,7 @@ def arguments(engine, folder, epochs):
 
 
 def example(arguments, restarts=0, output=None):
-    """What it prints on this rank, in the group that this is in; or nothing, and it is in a file."""
+    """What it prints on this rank, in the group that this is in. With a file, it is there."""
     with (
         mock.patch.object(sys, "argv", [str(EXAMPLE), *arguments]),
         mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT=str(restarts)),
