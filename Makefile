@@ -9,8 +9,11 @@ STRESS ?=
 
 # All paths are relative: make cannot handle a space in a checkout's path.
 VENV := .venv/bin/python
+# Python compiles what it imports by itself: a third of what pip installs.
+INSTALL := $(VENV) -m pip install -q --no-compile
 INSTALLED := .venv/.installed
 BUILT := .venv/.built
+TOOLS := .venv/.tools
 LINKED := .venv/.linked
 TRAINERS := .venv/.trainers
 DOCS := .venv/.docs
@@ -40,8 +43,8 @@ help:  ## list the targets
 
 build: $(BUILT) $(LINKED)  ## compile the native part and install the package from here
 
-demo: build  ## train a DenseNet three ways and print the table
-	$(VENV) benchmarks/densenet.py
+demo: $(BUILT)  ## train a DenseNet with each checkpoint and print the table
+	PYTHONPATH=. $(VENV) benchmarks/densenet.py --steps 40
 
 test: build $(TRAINERS)  ## run the tests, native and in pure Python
 	@echo "== tests with the native part"
@@ -58,18 +61,18 @@ bench: build  ## run every benchmark, in about half an hour on two cores
 guide: build  ## run the guide's cells, write what they print into docs/guide.md and docs/guide.ipynb
 	$(VENV) tools/guide.py
 
-lint: $(INSTALLED)  ## check style and types
+lint: $(TOOLS)  ## check style and types
 	$(VENV) -m ruff check .
 	$(VENV) -m ruff format --check .
 	$(VENV) -m mypy
 	.venv/bin/clang-format --dry-run -Werror $(CXX_FILES)
 
-format: $(INSTALLED)  ## rewrite the sources in the project's style
+format: $(TOOLS)  ## rewrite the sources in the project's style
 	$(VENV) -m ruff check --fix .
 	$(VENV) -m ruff format .
 	.venv/bin/clang-format -i $(CXX_FILES)
 
-cuda-check: $(INSTALLED)  ## compile every CUDA source, without a GPU or a CUDA torch
+cuda-check: $(TOOLS)  ## compile every CUDA source, without a GPU or a CUDA torch
 	$(VENV) tools/cuda_check.py
 
 emulate: build  ## run every CUDA kernel on the CPU; then the package on a CUDA device whose streams are checked
@@ -88,7 +91,7 @@ emulate-operators: build  ## the tests of the operators, on a build with CUDA's 
 docs: $(DOCS)  ## build the pages in site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(VENV) -m mkdocs build --strict
 
-sanitize: $(INSTALLED)  ## run the native tests with address, undefined-behaviour and thread sanitizers
+sanitize: $(TOOLS)  ## run the native tests with address, undefined-behaviour and thread sanitizers
 	$(VENV) tools/sanitize.py address
 	$(VENV) tools/sanitize.py thread
 
@@ -96,14 +99,15 @@ clean:  ## remove what was built, .venv too
 	rm -rf .venv build dist site *.egg-info memsave_ext/_C.*.so memsave_ext/_build_info.json
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-# Three stamps: checks of style need no build, and a change in csrc compiles and does not install.
+# A stamp for each, so that the demo waits for nothing that it does not need, checks of style for no
+# build, and a change in csrc compiles and does not install. From INSTALLED over TOOLS and LINKED to
+# TRAINERS one after the other: one pip must not look at what another one writes.
 $(INSTALLED): pyproject.toml
 	@echo "== making .venv with $(PYTHON)"
 	@$(PYTHON) -m venv .venv
-	@echo "== installing $(TORCH) and what builds, checks and tests"
-	@$(VENV) -m pip install -q '$(TORCH)' 'setuptools>=77' wheel ninja
-	@$(VENV) tools/requirements.py test bench lint html > .venv/requirements.txt
-	@$(VENV) -m pip install -q -r .venv/requirements.txt
+	@echo "== installing $(TORCH), what builds and what benchmarks need"
+	@$(VENV) tools/requirements.py bench > .venv/requirements.txt
+	@$(INSTALL) '$(TORCH)' 'setuptools>=77' wheel ninja -r .venv/requirements.txt
 	@touch $@
 
 # Without MAKEFLAGS, in which ninja finds a jobserver that it cannot use (of make before 4.4).
@@ -112,19 +116,24 @@ $(BUILT): $(INSTALLED) setup.py $(wildcard tools/build_*.py) $(NATIVE_SOURCES)
 	@MAKEFLAGS= $(VENV) setup.py -q build_ext --inplace
 	@touch $@
 
-$(LINKED): $(INSTALLED) | $(BUILT)
-	@MAKEFLAGS= $(VENV) -m pip install -q --no-build-isolation --no-deps -e .
+$(TOOLS): $(INSTALLED)
+	@echo "== installing what checks and tests"
+	@$(VENV) tools/requirements.py test lint html > .venv/requirements.txt
+	@$(INSTALL) -r .venv/requirements.txt
 	@touch $@
 
-# torch is named again: torchvision would bring the torch that it fits. After LINKED: one pip must not
-# look at what another one writes.
+$(LINKED): $(TOOLS) | $(BUILT)
+	@MAKEFLAGS= $(INSTALL) --no-build-isolation --no-deps -e .
+	@touch $@
+
+# torch is named again: torchvision would bring the torch that it fits.
 $(TRAINERS): pyproject.toml | $(LINKED)
 	@echo "== installing the libraries that train models, for tests/integrations"
 	@$(VENV) tools/requirements.py integrations > .venv/requirements.txt
-	@$(VENV) -m pip install -q -r .venv/requirements.txt '$(TORCH)'
+	@$(INSTALL) -r .venv/requirements.txt '$(TORCH)'
 	@touch $@
 
 $(DOCS): pyproject.toml | $(INSTALLED)
 	@$(VENV) tools/requirements.py docs > .venv/requirements.txt
-	@$(VENV) -m pip install -q -r .venv/requirements.txt
+	@$(INSTALL) -r .venv/requirements.txt
 	@touch $@

@@ -76,6 +76,7 @@ def option_parser() -> argparse.ArgumentParser:
     add("--growth-rate", **whole, default=6, help="channels each layer adds")
     add("--batch-size", **whole, default=16, help="images per step")
     add("--epochs", **whole, default=1, help="passes over the training images")
+    add("--steps", **whole, help="stop after so many (default: when the epochs are over)")
     add("--seed", **whole, default=0, help="of weights and order of images")
     add("--threads", **whole, default=torch.get_num_threads(), help="of torch on CPU")
     add("--device", default=device, help="where to train")
@@ -94,8 +95,8 @@ def prepare(args: argparse.Namespace) -> tuple[list[str], Job, Images, Images]:
             raise ValueError(f"--methods: unknown {name!r}, choose from {','.join(STRATEGIES)}")
         if name in reasons():
             raise ValueError(f"--methods: {name} cannot run here: {reasons()[name]}")
-    for name in ("batch_size", "epochs", "growth_rate", "threads"):
-        if getattr(args, name) < 1:
+    for name in ("batch_size", "epochs", "steps", "growth_rate", "threads"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
     if args.depth < 10 or (args.depth - 4) % 6:
         raise ValueError(f"--depth must be 6 * n + 4 (10, 16, ... 40, ... 100), got {args.depth}")
@@ -106,6 +107,7 @@ def prepare(args: argparse.Namespace) -> tuple[list[str], Job, Images, Images]:
     if args.batch_size > len(images):
         raise ValueError(f"--batch-size {args.batch_size} is more than the {len(images)} images")
     steps = args.epochs * (len(images) // args.batch_size)
+    steps = min(steps, args.steps or steps)
     shape = args.depth, args.growth_rate, args.batch_size, args.epochs
     return methods, Job(*shape, steps=steps, seed=args.seed, device=device), images, test
 

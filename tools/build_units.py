@@ -12,36 +12,38 @@ from pathlib import Path, PurePosixPath
 INSTRUCTION_SETS = {"baseline": 16, "avx2": 32, "avx512": 64}
 LOOPS = "vector_loops.h"
 BEGIN, END = "csrc/vector/target_begin.h", "csrc/vector/target_end.h"
-# The first source of a file costs fifteen seconds, the others half a second each. With all of a
-# large room in one, every change in it would take longer than that.
-MOST_SOURCES = 12
+# The first source of a file costs twenty seconds, the others one or two each. With all of a large
+# room in one, every change in it would take longer than that.
+MOST_SOURCES = 13
 
 
 def units(sources: list[str], headers: list[str]) -> tuple[list[str], dict[str, str]]:
     """The sources that are compiled as they are, and the other files to compile: text by name.
 
-    As they are: module.cpp, which names all rooms, and what needs CUDA, which the tools compile one
-    by one.
+    As they are: what needs CUDA, which the tools compile one by one.
     """
     alone: list[str] = []
     rooms: dict[str, list[str]] = {}
     for source in sources:
         path = PurePosixPath(source)
-        room = path.parts[1]
-        if path.suffix == ".cu" or path.name == "cuda.cpp" or room == path.name:
+        if path.suffix == ".cu" or path.name == "cuda.cpp":
             alone.append(source)
         else:
-            rooms.setdefault(room, []).append(_include(source))
+            rooms.setdefault(path.parts[1], []).append(_include(source))
     written: dict[str, str] = {}
     for header in headers:
         if PurePosixPath(header).name == LOOPS:
             room = PurePosixPath(header).parts[1]
             written |= {f"{room}_{isa}.cpp": _loops(header, isa) for isa in INSTRUCTION_SETS}
-    for room, includes in rooms.items():
+    # Small rooms, and module.cpp, which is in none, are one file together.
+    small = [room for room, includes in rooms.items() if len(includes) <= MOST_SOURCES // 2]
+    files = {room: includes for room, includes in rooms.items() if room not in small}
+    files["others"] = [include for room in small for include in rooms[room]]
+    for name, includes in files.items():
         parts = -(-len(includes) // MOST_SOURCES)
         for i in range(parts):
             part = includes[i * len(includes) // parts : (i + 1) * len(includes) // parts]
-            written[f"{room}_{i + 1}.cpp"] = "".join(part)
+            written[f"{name}_{i + 1}.cpp"] = "".join(part)
     return alone, written
 
 

@@ -3,12 +3,15 @@
     python tools/check_torch_versions.py            # 2.11.0, 2.13.0 and 2.15.0
     python tools/check_torch_versions.py 2.15.0
     python tools/check_torch_versions.py 2.11.0 --native 1 -- tests/remat  # these tests only
+    python tools/check_torch_versions.py 2.13.0 --smoke     # a minute or two after it is built
 
 What is built is the sdist, as whoever gets it would: unpacked into a folder with a space in its
 name, without build isolation and without an index. The folders are in build/torch-versions; their
-virtual environments and objects are kept, so that a second run is quicker. Which build of torch it
-is, CPU or CUDA, is up to pip's configuration (PIP_EXTRA_INDEX_URL); without a GPU both do. Ends
-with a table and, where something failed, with an error.
+virtual environments and objects are kept, so that a second run is quicker. With --smoke the sdist
+is installed in a new environment that has torch and build tools alone, `python -m
+memsave_ext.check` takes the place of the tests, and only logs are kept. Which build of torch it is,
+CPU or CUDA, is up to pip's configuration (PIP_EXTRA_INDEX_URL); without a GPU both do. Ends with a
+table and, where something failed, with an error.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from requirements import requirements
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ("2.11.0", "2.13.0", "2.15.0")
+TOOLS = ("setuptools>=77", "wheel", "ninja")
 NEEDED = requirements(["test", "bench"])
+OFFLINE = ("--no-build-isolation", "--no-index", "--no-deps")
 ROW = "| {:12} | {:6} | {:24} | {:24} |"
 
 
@@ -64,7 +69,7 @@ class Check:
     def prepare(self, sdist: Path) -> None:
         """The environment, and the sources where objects of an earlier run may be left."""
         if not self.python.exists():
-            self.run("venv", sys.executable, "-m", "venv", self.folder / "venv")
+            self.make_environment()
         unpacked = self.folder / sdist.name.removesuffix(".tar.gz")
         shutil.rmtree(unpacked, ignore_errors=True)
         with tarfile.open(sdist) as archive:
@@ -73,14 +78,18 @@ class Check:
             (self.source / "build").rename(unpacked / "build")
         shutil.rmtree(self.source, ignore_errors=True)
         unpacked.rename(self.source)
+        self.install(*NEEDED)
+
+    def make_environment(self) -> None:
+        self.run("venv", sys.executable, "-m", "venv", self.folder / "venv")
+
+    def install(self, *needed: str) -> None:
         install = (self.python, "-m", "pip", "install", "--disable-pip-version-check")
-        tools = ("setuptools>=77", "wheel", "ninja")
-        self.run("install", *install, f"torch=={self.torch}", *tools, *NEEDED)
+        self.run("install", *install, "--no-compile", f"torch=={self.torch}", *TOOLS, *needed)
 
     def build(self) -> str:
         start = time.perf_counter()
-        offline = ("--no-build-isolation", "--no-index", "--no-deps")
-        self.run("build", self.python, "-m", "pip", "install", "-v", *offline, "-e", ".")
+        self.run("build", self.python, "-m", "pip", "install", "-v", *OFFLINE, "-e", ".")
         return f"{time.perf_counter() - start:.0f} s"
 
     def test(self, native: str) -> str:
@@ -123,6 +132,36 @@ class Check:
         return (self.folder / "version.log").read_text().split()[-1]
 
 
+class Smoke(Check):
+    """The sdist in a new environment, installed from its file."""
+
+    def __init__(self, torch: str, folder: Path, pytest: list[str]) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        super().__init__(torch, folder, pytest)
+
+    def prepare(self, sdist: Path) -> None:
+        self.sdist = sdist
+        self.make_environment()
+        self.install()
+
+    def build(self) -> str:
+        start = time.perf_counter()
+        self.run("build", self.python, "-m", "pip", "install", "-v", *OFFLINE, self.sdist)
+        return f"{time.perf_counter() - start:.0f} s"
+
+    def test(self, native: str) -> str:
+        name = "native" if native == "1" else "pure"
+        command = (self.python, "-m", "memsave_ext.check", "--quick")
+        self.run(name, *command, MEMSAVE_EXT_NATIVE=native)
+        return (self.folder / f"{name}.log").read_text().splitlines()[-1]
+
+    def row(self, sdist: Path, natives: list[str]) -> tuple[bool, list[str]]:
+        try:
+            return super().row(sdist, natives)
+        finally:
+            shutil.rmtree(self.folder / "venv", ignore_errors=True)
+
+
 def make_sdist(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(folder)]
@@ -135,6 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("versions", nargs="*", default=VERSIONS, metavar="VERSION")
     parser.add_argument("--no-tests", action="store_true", help="build only")
+    parser.add_argument("--smoke", action="store_true", help="install the sdist and check that")
     parser.add_argument("--native", choices=("0", "1"), help="test only native, or pure Python")
     parser.add_argument("--workers", default="auto", help="processes that run tests")
     parser.epilog = "What follows -- is handed to pytest."
@@ -148,7 +188,8 @@ def main() -> None:
     rows, well = [], True
     for version in options.versions:
         print(f"== torch {version}", flush=True)
-        fine, cells = Check(version, folder / version, pytest).row(sdist, natives)
+        kind, name = (Smoke, f"{version}-smoke") if options.smoke else (Check, version)
+        fine, cells = kind(version, folder / name, pytest).row(sdist, natives)
         well &= fine
         rows.append(ROW.format(*cells))
         print(rows[-1], flush=True)

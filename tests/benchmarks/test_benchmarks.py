@@ -24,7 +24,8 @@ models = importlib.import_module("models")
 readme_tables = importlib.import_module("readme_tables")
 adam_methods = importlib.import_module("adam_methods")
 
-TINY = ["--depth", "10", "--growth-rate", "2", "--batch-size", "256", "--device", "cpu"]
+TINY = ["--depth", "10", "--growth-rate", "2", "--batch-size", "128", "--device", "cpu"]
+TINY += ["--steps", "4"]
 
 
 @pytest.fixture
@@ -146,10 +147,12 @@ def test_densenet_fails_where_statistics_are_counted_twice(densenet, monkeypatch
 
 @pytest.mark.parametrize(("efficient", "method"), [("true", "memsave_ext"), ("False", "naive")])
 def test_efficient_trains_one_method(densenet, tmp_path, efficient, method):
-    options = ["--efficient", efficient, "--save", str(tmp_path)]
+    options = ["--efficient", efficient, "--steps", "2", "--save", str(tmp_path)]
     assert densenet.main([*TINY, *options]) == 0
     (path,) = tmp_path.glob("*.json")
-    assert [row["method"] for row in json.loads(path.read_text())[0]["rows"]] == [method]
+    (record,) = json.loads(path.read_text())
+    assert [row["method"] for row in record["rows"]] == [method]
+    assert record["settings"]["steps"] == 2
 
 
 @pytest.mark.parametrize(
@@ -172,6 +175,7 @@ def test_noise_bound_lets_rounding_pass_and_nothing_else(densenet, error, ok):
     [
         ["--depth", "41"],
         ["--epochs", "0"],
+        ["--steps", "0"],
         ["--methods", "ours"],
         ["--threads", "0"],
         ["--batch-size", "5000"],

@@ -16,13 +16,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import errors_of_ranks, run_ranks
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "train_distributed.py"
 DOCS = ROOT / "docs" / "distributed.md"
 TIMEOUT = 180
+FAILING = ["--fail-at", "2"]
 
 
 def torchrun(processes, *arguments, restarts=0):
@@ -49,32 +50,44 @@ def torchrun(processes, *arguments, restarts=0):
     return process.returncode, output
 
 
-def killed(engine, folder):
-    """The example under torchrun, with a process killed once; see `told`."""
-    options = ["--engine", engine, "--checkpoint", folder, "--epochs", 3, "--fail-at", 2]
-    status, output = torchrun(2, EXAMPLE, *options, restarts=1)
+def killed_under_torchrun(folder):
+    """The example with DDP, with a process killed once; see `told`."""
+    status, output = torchrun(2, EXAMPLE, *arguments("ddp", folder, 3), *FAILING, restarts=1)
     assert status == 0, output
     return told(output)
 
 
+def killed(engine, folder):
+    """The same as in `undisturbed`, started again as torchrun does it."""
+    failing, first = [*arguments(engine, folder, 3), *FAILING], folder / f"{engine}.txt"
+    folder.mkdir(exist_ok=True)
+    lost, none = errors_of_ranks(2, functools.partial(example, failing, output=first), TIMEOUT)
+    assert lost and none is None  # the second one killed itself, and the first one was told
+    again = functools.partial(example, failing, restarts=1)
+    return told(first.read_text() + run_ranks(2, {"example": again})["example"][0])
+
+
 def undisturbed(engine, folder, epochs, processes):
     """The example in processes that are there already: torchrun's take seconds to start."""
-    arguments = ["--engine", engine, "--checkpoint", str(folder), "--epochs", str(epochs)]
-    runs = {"example": functools.partial(example, arguments)}
+    runs = {"example": functools.partial(example, arguments(engine, folder, epochs))}
     return told(run_ranks(processes, runs)["example"][0])
 
 
-def example(arguments):
-    """What it prints on this rank, in the group that this is in."""
+def arguments(engine, folder, epochs):
+    return ["--engine", engine, "--checkpoint", str(folder), "--epochs", str(epochs)]
+
+
+def example(arguments, restarts=0, output=None):
+    """What it prints on this rank, in the group that this is in. With a file, it is there."""
     with (
         mock.patch.object(sys, "argv", [str(EXAMPLE), *arguments]),
-        mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT="0"),
+        mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT=str(restarts)),
         mock.patch.object(dist, "init_process_group"),
         mock.patch.object(dist, "destroy_process_group"),
-        contextlib.redirect_stdout(io.StringIO()) as output,
+        contextlib.redirect_stdout(output.open("a") if output else io.StringIO()) as printed,
     ):
         runpy.run_path(str(EXAMPLE), run_name="__main__")
-    return output.getvalue()
+    return None if output else printed.getvalue()
 
 
 def told(output):
@@ -90,9 +103,9 @@ def runs(tmp_path_factory):
     if not EXAMPLE.is_file():
         pytest.skip("no examples")
     folder = tmp_path_factory.mktemp("runs")
-    engines = ("ddp", "fsdp2")
-    with ThreadPoolExecutor(2) as pool:  # most of the time is that of starting
-        found = dict(zip(engines, pool.map(killed, engines, [folder / "killed"] * 2), strict=True))
+    with ThreadPoolExecutor() as pool:  # most of the time is that of starting
+        ddp = pool.submit(killed_under_torchrun, folder / "killed")
+        found = {"fsdp2": killed("fsdp2", folder / "killed"), "ddp": ddp.result()}
     dcp_to_torch_save(folder / "killed/fsdp2/3", folder / "fsdp2.pt")
     found["undisturbed"] = undisturbed("ddp", folder / "undisturbed", epochs=3, processes=2)
     found["by one"] = undisturbed("fsdp2", folder / "killed", epochs=4, processes=1)

@@ -15,6 +15,8 @@ import pytest
 import torch
 from packaging.utils import parse_wheel_filename
 
+import memsave_ext as ms
+
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
     pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree"),
@@ -106,6 +108,13 @@ class TestSetup:
 
 NOT_IN_THE_SDIST = {".ci/run", ".gitignore", "examples/.gitignore"}
 MADE = re.compile(r"PKG-INFO|setup\.cfg|memsave_ext\.egg-info/.*")
+
+
+def test_changelog_and_citation_name_the_version():
+    changelog, citation = ((ROOT / name).read_text() for name in ("CHANGELOG.md", "CITATION.cff"))
+    version, date = re.search(r"^## \[(\d.*)\] - (.*)$", changelog, re.MULTILINE).groups()
+    assert version == ms.__version__
+    assert f"\nversion: {version}\ndate-released: {date}\n" in citation
 
 
 class TestSdist:
@@ -253,9 +262,8 @@ class TestUnits:
         alone, texts = units.units(sources, config.headers(ROOT))
         within = re.findall(r'#include "(.+\.cpp)"', "".join(texts.values()))
         assert sorted([*alone, *(f"csrc/{path}" for path in within)]) == sources
-        assert all(
-            path.endswith((".cu", "/cuda.cpp")) or path == "csrc/module.cpp" for path in alone
-        )
+        assert all(path.endswith((".cu", "/cuda.cpp")) for path in alone)
+        assert max(text.count(".cpp") for text in texts.values()) <= units.MOST_SOURCES
 
     def test_loops_over_vectors_are_compiled_for_each_instruction_set(self, config, units):
         _, texts = units.units([], config.headers(ROOT))

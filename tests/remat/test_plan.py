@@ -44,10 +44,10 @@ def test_simulation_is_exact(first):
         assert seconds == pytest.approx(step.seconds), seed
 
 
-@pytest.mark.parametrize("first", range(0, 100, 25))
+@pytest.mark.parametrize("first", range(0, 50, 25))
 def test_plans_are_a_frontier_that_holds(first):
     for seed in range(first, first + 25):
-        trace = random_trace(seed, operators=10 + seed % 50)
+        trace = random_trace(seed, operators=10 + seed)
         plans = plans_of(trace)
         assert plans == plans_of(trace), seed
         assert plans[0][2] == with_drops(trace, [KEEP] * len(droppable(trace))), seed
