@@ -88,3 +88,16 @@ def test_links_lead_somewhere(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / target).exists(), target
+
+
+TASKS = [*PAGES, DOCS / "distributed.md", *sorted((DOCS / "trainers").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", TASKS, ids=lambda page: page.stem)
+def test_a_page_begins_with_its_snippet_and_ends_with_its_limitations(page):
+    if not page.is_file():
+        pytest.skip("no docs")
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert lines.index("```python") <= 8
+    titles = [line for line in lines if line.startswith("## ")]
+    assert "## Limitations" not in titles[:-1]
