@@ -104,15 +104,14 @@ def real_limit_caption(record: Record) -> str:
     commits = sorted({row["commit"] for row in record["rows"] if row.get("commit")})
     mixed = " Rows of several commits, which the file names." if len(commits) > 1 else ""
     return (
-        "Random weights; each row is a process that may have so many bytes of private memory "
-        "(`RLIMIT_DATA`), Python and libraries among them. Peak: resident bytes (`VmHWM`), in "
-        "which pages of libraries are; time: of the processor, median of the second and third "
-        "step. Plain: fused AdamW, cross-entropy over logits. torch's features: a checkpoint of "
-        "each block, the loss in checkpointed chunks, fused AdamW of the tutorial in backward. "
-        'memsave_ext, exact: `remat(budget="auto")`, the loss without logits, '
-        "`AdamW(in_backward=True)`; formats: besides, the most exact parameters and states that "
-        "fit on paper, named in brackets; moving: besides the exact, states and activations in "
-        "files, and where weights do not fit, halves of them. In brackets: has not run, and what "
-        "it needs by arithmetic. "
+        "Each row is a process that may have so much private memory (`RLIMIT_DATA`), Python "
+        "included; random weights. Peak: resident bytes (`VmHWM`). Time: of the processor for a "
+        "step, median of the second and third. In brackets: has not run; what it needs by "
+        "arithmetic. Plain: fused AdamW, cross-entropy over logits. torch's features: each block "
+        "checkpointed, the loss in checkpointed chunks, the tutorial's fused AdamW in backward. "
+        'Exact: `remat(budget="auto")`, the loss without logits, `AdamW(in_backward=True)`. '
+        "Formats: also the most exact parameters and states that fit, which the cell names. "
+        "Moving: as exact, with states and activations in files, and where weights do not fit, "
+        "with the format that the cell names. "
         f"{'; '.join(batches)}.{mixed} {machine_line(record)}."
     )

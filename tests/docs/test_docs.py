@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import memsave_ext as ms
 from memsave_ext import _native
@@ -13,8 +12,8 @@ from memsave_ext import _native
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = [
     *sorted((DOCS / "adam").glob("*.md")),
-    *(DOCS / f"{n}.md" for n in ("choosing", "chunks", "fits", "linear_cross_entropy")),
-    *(DOCS / f"{n}.md" for n in ("memory", "offload", "remat")),
+    *(DOCS / f"{n}.md" for n in ("checkpoint", "choosing", "chunks", "fits")),
+    *(DOCS / f"{n}.md" for n in ("linear_cross_entropy", "memory", "offload", "remat")),
 ]
 
 # Pages that run with the native part alone, and why.
@@ -48,10 +47,6 @@ def test_python_blocks_run_one_after_the_other(page, monkeypatch, tmp_path):
         exec(code, namespace)
 
 
-class TransformerBlock(nn.Sequential):
-    pass
-
-
 def blocks(page):
     if not page.is_file():
         pytest.skip(f"no {page.name}")
@@ -73,44 +68,17 @@ def test_the_block_of_the_readme_runs_as_it_stands(capsys):
     assert t.peak <= 1.02 * 400e6
 
 
-def test_the_block_of_parts_runs(monkeypatch):
-    """As it stands, given what a user has: a block that takes a mask, a model and an input."""
-    (code,) = blocks(DOCS / "parts.md")
-
-    class Masked(TransformerBlock):
-        def forward(self, x, mask):
-            return super().forward(x) * mask
-
-    x = torch.randn(6, 4, requires_grad=True)
-    names = {
-        "TransformerBlock": TransformerBlock,
-        "block": Masked(nn.Linear(4, 4), nn.Tanh()),
-        "model": nn.Sequential(TransformerBlock(nn.Linear(4, 4), nn.ReLU())),
-        "x": x,
-        "mask": torch.ones(4),
-    }
+def test_the_blocks_of_checkpoint_count_once_and_leave_torch_as_it_was():
     torchs = torch.utils.checkpoint.checkpoint
-    patches, patch = [], ms.patch_torch_checkpoint
-    monkeypatch.setattr(ms, "patch_torch_checkpoint", lambda: patches.append(patch()))
-    try:
+    names = {"__name__": "checkpoint"}
+    for code in blocks(DOCS / "checkpoint.md"):
         exec(code, names)
-        assert torch.utils.checkpoint.checkpoint is not torchs
-    finally:
-        for handle in patches:
-            handle.remove()
     assert torch.utils.checkpoint.checkpoint is torchs
-    assert torch.equal(names["y"], names["block"](x, names["mask"]))
-    names["y"].sum().backward()
-    assert x.grad.any()
-    assert torch.equal(names["model"](x), type(names["model"][0]).forward(names["model"][0], x))
-
-    layer = names["DenseLayer"](8, 3)
-    features = [torch.randn(2, 4, 5, 5, requires_grad=True) for _ in range(2)]
-    result = layer(*features)
-    result.sum().backward()
-    assert result.shape == (2, 3, 5, 5)
-    assert int(layer.norm.num_batches_tracked) == 1  # although it ran twice
-    assert layer.conv.weight.grad.any()
+    model, x, layer = names["model"], names["x"], names["layer"]
+    assert int(model[0].norm.num_batches_tracked) == 3  # three forwards, two of them run again
+    assert torch.equal(names["y"], type(model[0]).forward(model[0], x))
+    assert all(p.grad.any() for p in model[1].parameters())
+    assert layer.conv.weight.grad.any() and all(f.grad.any() for f in names["features"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -120,3 +88,16 @@ def test_links_lead_somewhere(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / target).exists(), target
+
+
+TASKS = [*PAGES, DOCS / "distributed.md", *sorted((DOCS / "trainers").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", TASKS, ids=lambda page: page.stem)
+def test_a_page_begins_with_its_snippet_and_ends_with_its_limitations(page):
+    if not page.is_file():
+        pytest.skip("no docs")
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert lines.index("```python") <= 8
+    titles = [line for line in lines if line.startswith("## ")]
+    assert "## Limitations" not in titles[:-1]

@@ -222,8 +222,9 @@ def test_wrong_use(tmp_path):
     def custom(outputs, labels, num_items_in_batch=None):
         return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
 
-    with pytest.raises(TypeError, match="the model returned no loss. Give loss"):
-        Run(tmp_path, fit(), compute_loss_func=custom).train()
+    for option in ({"compute_loss_func": custom}, {"label_smoothing_factor": 0.1}):
+        with pytest.raises(TypeError, match="the model returned no loss. Give loss"):
+            Run(tmp_path, fit(), **option).train()
     stand_in = fit(
         means="checkpoint by block", loss=lambda outputs: outputs.logits.logsumexp(-1).mean()
     )

@@ -121,6 +121,13 @@ def layers(number, size=1 << 20, seconds=1e-3):
     return Trace(contents, calls, [(0, size)] * (last + 1), number)
 
 
+@pytest.mark.parametrize("size", [(64 << 10) - 1, 64 << 10])
+def test_what_is_smaller_than_64_kib_is_not_moved(size):
+    plans = plans_of(layers(40, size))
+    moves = any(d >= MOVE for (_, _, decisions), _ in plans for d in decisions)
+    assert plans and moves == (size == 64 << 10)
+
+
 def test_an_idle_bus_takes_no_time():
     trace = layers(40)
     alone = _native.module.remat_plans(*trace)
