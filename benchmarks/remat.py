@@ -16,7 +16,8 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from torch.utils.checkpoint import (
 
 import memsave_ext as ms
 from common import ROOT, Rows, interleave, machine, median_and_spread, show_bars, write_record
+from memsave_ext import _C
 from remat_models import Case, Transformer, cases
 
 Method = Callable[[nn.Module, Tensor], Tensor]  # a forward, and the loss
@@ -133,9 +135,6 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
     steps = {method: functools.partial(step, *how) for method, how in found.items()}
     peaks = {method: activations(run, device) for method, run in steps.items()}
     seconds = interleave(steps, options.rounds, options.warmup, options.progress)
-    with ms.remat() as r:
-        forward(model, x)
-    recorded = [a - b for a, b in zip(seconds[RECORDED], seconds[PLAIN], strict=True)]
     rows = []
     for method, taken in seconds.items():
         middle, spread = median_and_spread(taken)
@@ -150,13 +149,7 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> dict[str, Any
                 "time": ratio,
             }
         )
-    operators = r.figures().operators
-    return {
-        "model": name,
-        "operators": operators,
-        "us_per_operator": statistics.median(recorded) / operators * 1e6,
-        "rows": rows,
-    }
+    return {"model": name, "rows": rows}
 
 
 def planning() -> dict[str, Any]:
@@ -180,6 +173,75 @@ def planning() -> dict[str, Any]:
     }
 
 
+class Small(nn.Module):
+    """Operators that take no time: what is left is what the host does for each."""
+
+    def __init__(self, linear: bool) -> None:
+        super().__init__()
+        self.linear = linear
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+            for _ in range(40 if linear else 0)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        for _ in range(0 if self.linear else 40):
+            x = ((x * 1.01).sigmoid() + x).tanh() * 0.5
+        return x
+
+
+@contextmanager
+def observed() -> Iterator[None]:
+    """An observer that is told of every operator and does nothing: the least that a block takes."""
+    handle = _C.remat_observe_nothing()
+    try:
+        yield
+    finally:
+        _C.remat_stop_observing(handle)
+
+
+def host_times(rounds: int) -> list[dict[str, Any]]:
+    """Processor time that a step takes over the plain one, by operator of the forward."""
+    found = []
+    for name, linear in (("elementwise", False), ("linear layers", True)):
+        x = torch.randn(2, 8, requires_grad=True)
+        model = Small(linear)
+        with_budget = copy.deepcopy(model)
+        ms.remat_module(with_budget, budget="8GB")
+        ways: dict[str, tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]] = {
+            PLAIN: (model, nullcontext),
+            "an observer that does nothing": (model, observed),
+            RECORDED: (model, functools.partial(ms.remat, _everything=None)),
+            REMAT: (model, ms.remat),
+            "a budget that is not needed": (with_budget, nullcontext),
+        }
+        taken: dict[str, list[float]] = {way: [] for way in ways}
+        for number in range(8 + rounds):
+            for way, (of, block) in ways.items():
+                begin = time.process_time()
+                with block():
+                    y = of(x)
+                y.backward(torch.ones_like(y))
+                if number >= 8:
+                    taken[way].append(time.process_time() - begin)
+        with ms.remat() as r:
+            model(x)
+        operators = r.figures().operators
+        plain = statistics.median(taken.pop(PLAIN))
+        over = {way: statistics.median(seconds) - plain for way, seconds in taken.items()}
+        found.append(
+            {
+                "program": name,
+                "operators": operators,
+                "plain_us": plain / operators * 1e6,
+                "us": {way: seconds / operators * 1e6 for way, seconds in over.items()},
+            }
+        )
+    return found
+
+
 def bars(name: str, case: Case, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     of = {row["method"]: row for row in rows}
     figures = (
@@ -196,15 +258,11 @@ def bars(name: str, case: Case, rows: list[dict[str, Any]]) -> list[dict[str, An
 
 def lines_of(measured: dict[str, Any]) -> str:
     lines = [
-        f"{measured['model']}: {measured['operators']} operators, "
-        f"{measured['us_per_operator']:.2f} us each"
-    ]
-    lines += [
         f"  {row['method']:26}{row['bytes'] / 2**20:8.1f} MiB ({row['memory']:.2f})"
         f"{row['step_ms']:9.1f} ms ({row['time']:.3f}x)"
         for row in measured["rows"]
     ]
-    return "\n".join(lines)
+    return "\n".join([measured["model"], *lines])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -233,13 +291,17 @@ def main(arguments: list[str] | None = None) -> int:
         case = cases(options.scale)[name]
         models.append(measure(name, case, options))
         held += bars(name, case, models[-1]["rows"])
+    hosts = host_times(30 * options.rounds)
+    for host in hosts:
+        each = ", ".join(f"{way} {us:.2f}" for way, us in host["us"].items())
+        print(f"us of the host for an operator, {host['program']}: {each}")
     planned = planning()
     print(f"plans for {planned['operators']} operators: {planned['seconds'] * 1e3:.0f} ms")
     value = planned["seconds"]
     held.append(
         {"name": "planning", "value": value, "bar": PLANNING_BAR, "ok": value <= PLANNING_BAR}
     )
-    record |= {"models": models, "planning": planned, "bars": held}
+    record |= {"models": models, "host": hosts, "planning": planned, "bars": held}
     show_bars(held, digits=3)
     print(write_record(options.save, "remat", record))
     return 0

@@ -43,12 +43,25 @@ def remat_nets_table(record: Record) -> str:
 
 
 def remat_caption(record: Record) -> str:
-    costs = [model["us_per_operator"] for model in record["models"]]
     return (
         "Activations at the peak / time of a step, as shares of the plain step's (medians of "
-        f"{record['settings']['rounds']} rounds in turns). Recording alone takes "
-        f"{sorted(costs)[len(costs) // 2]:.0f} µs an operator in the median of the models. "
-        f"{machine_line(record)}."
+        f"{record['settings']['rounds']} rounds in turns). {machine_line(record)}."
+    )
+
+
+def remat_host_table(record: Record) -> str:
+    """Ways down, programs across: microseconds of the host for an operator."""
+    hosts = record["host"]
+    ways = hosts[0]["us"]
+    rows = [(method_name(way), *(f"{host['us'][way]:.1f} µs" for host in hosts)) for way in ways]
+    names = (f"{host['program']}, {host['plain_us']:.1f} µs each" for host in hosts)
+    return markdown(("", *names), rows)
+
+
+def remat_host_caption(record: Record) -> str:
+    return (
+        "Processor time of a step with tensors of 16 elements over the plain one's, forward and "
+        "backward, for each operator of the forward."
     )
 
 

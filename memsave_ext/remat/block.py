@@ -64,7 +64,7 @@ class remat:  # noqa: N801, a context manager is used like a function
 
     Args:
         model: :meth:`report` shows its modules separately. Their calls are watched only inside the
-            block, for about 2 microseconds each; a compiled module is one.
+            block, for less than 10 microseconds a module; a compiled module is one.
         budget: the most bytes that the step may need: an int; text with a unit, such as "8GB" (1e9
             bytes each) or "512MiB" (2**20 each); "80%", of what the process may have of the
             device's memory; "auto", what is free of it; or a float above 0 and at most 1:

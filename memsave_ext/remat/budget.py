@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from .. import _parts
 from ..adam.owners import optimizers_of
 from ..shared.device_memory import device_memory
+from ..shared.modules import modules_of
 from ..shared.table import parse_bytes
 from ..shared.tensors import plain_tensors
 from .limit import Lived
@@ -188,14 +189,20 @@ class LivedBefore:
 
     def _add(self, module: nn.Module) -> None:
         self._added.append(ref(module))
-        parts = list(module.modules())
+        parts = modules_of(module)
         self._seen.update(map(id, parts))
-        params = {id(p): p for part in parts for p in _parameters_of(part)}
+        params = {id(p): p for part in parts for p in part._parameters.values() if p is not None}
         buffers = [b for part in parts for b in part._buffers.values() if b is not None]
-        # Of others torch warns where their .grad is read: backward leaves none in them.
-        have_grads = [p for p in params.values() if p.is_leaf or p.retains_grad]
-        grads = [p.grad for p in have_grads if p.grad is not None]
-        awaited = [p for p in have_grads if p.requires_grad and p.grad is None and not is_lazy(p)]
+        grads: list[Tensor] = []
+        awaited: list[Tensor] = []
+        for p in params.values():
+            # Of others torch warns where their .grad is read: backward leaves none in them.
+            if p.is_leaf or p.retains_grad:
+                grad = p.grad
+                if grad is not None:
+                    grads.append(grad)
+                elif p.requires_grad and not is_lazy(p):
+                    awaited.append(p)
         counted = _plain([*params.values(), *buffers, *self._states([*params.values()])])
         self._count(counted, _plain(grads), sum(t.nbytes for t in _plain(awaited)))
 
