@@ -123,7 +123,7 @@ class Modules:
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
-    """Returns the module and all in it, in the order of ``Module.modules()``, in a third of its time."""
+    """Returns the module and all in it, in the order of ``Module.modules()``."""
     found: dict[nn.Module, None] = {}
 
     def add(part: nn.Module) -> None:
