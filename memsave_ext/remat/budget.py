@@ -191,7 +191,12 @@ class LivedBefore:
         self._added.append(ref(module))
         parts = modules_of(module)
         self._seen.update(map(id, parts))
-        params = {id(p): p for part in parts for p in part._parameters.values() if p is not None}
+        params: dict[int, Tensor]
+        if "_former_parameters" in module.__dict__:
+            params = {id(p): p for part in parts for p in _parameters_of(part)}
+        else:  # most are none, and this is done in every step
+            own = (p for part in parts for p in part._parameters.values())
+            params = {id(p): p for p in own if p is not None}
         buffers = [b for part in parts for b in part._buffers.values() if b is not None]
         grads: list[Tensor] = []
         awaited: list[Tensor] = []

@@ -250,6 +250,8 @@ def test_a_module_within_a_budget_can_be_replicated(threads, replicate_on_cpu, m
         assert_equal(grads(net), grads(expected))
     assert len(runs) == 1 and isinstance(runs[0], int), runs
     assert handle.figures().dropped_bytes > 0 and "of a budget of" in handle.report()
+    before = handle._last()._recorder.budget()["before"]
+    assert before >= sum(p.nbytes for p in net.parameters())
     # Which of the threads is ahead of the other, and so their peak, is another in each step.
     assert threads or handle.peak <= 1.02 * max(handle.budget, handle.least)
 
