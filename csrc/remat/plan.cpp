@@ -252,7 +252,7 @@ std::vector<Plan> plans_of(const Trace& trace, int most_enumerated) {
 }
 
 const Plan& best_value(const Trace& trace, const std::vector<Plan>& plans) {
-  constexpr double kPrice = 1.0 / 6;
+  constexpr double kPrice = 0.25;
   double forward = 0;
   for (const TraceCall& call : trace.calls) forward += call.seconds;
   const double seconds = std::max(3 * forward, 1e-6);  // a backward is about two forwards

@@ -100,7 +100,7 @@ Plan simulate(const Trace& trace, std::vector<Decision> decisions);
 std::vector<Plan> plans_of(const Trace& trace, int most_enumerated = 14);
 
 // Returns the one of a trace's plans with the lowest sum of time and memory, as shares of the plain
-// step's. A percent of the time is worth six of the memory.
+// step's. A percent of the time is worth four of the memory.
 const Plan& best_value(const Trace& trace, const std::vector<Plan>& plans);
 
 }  // namespace memsave_ext::remat

@@ -39,7 +39,7 @@ class remat:  # noqa: N801, a context manager is used like a function
     are dropped. Backward recomputes them, one operator at a time. The model's code stays as it is,
     and gradients equal those of the plain run bit for bit. On the CPU, the third step of a shape
     and later ones follow a plan: the best sum of time and peak memory, a percent of the step's time
-    for six of the activations. Only the native part records a block: without it, and on fake
+    for four of the activations. Only the native part records a block: without it, and on fake
     tensors outside of a prediction, the block keeps everything, says so in a UserWarning, and its
     figures are empty.
 
