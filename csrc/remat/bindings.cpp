@@ -342,10 +342,9 @@ void bind(py::module_& m) {
     const auto nothing = [](const at::RecordFunction&) -> std::unique_ptr<at::ObserverContext> {
       return nullptr;
     };
-    return at::addThreadLocalCallback(at::RecordFunctionCallback(nothing)
-                                          .needsInputs(true)
-                                          .needsOutputs(true)
-                                          .scopes({at::RecordScope::FUNCTION}));
+    return at::addThreadLocalCallback(
+        at::RecordFunctionCallback(nothing).needsInputs(true).needsOutputs(true).scopes(
+            {at::RecordScope::FUNCTION}));
   });
   m.def("remat_stop_observing", &at::removeCallback);
   m.def("remat_may_run_ahead", [] {

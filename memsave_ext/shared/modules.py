@@ -27,8 +27,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _eval_frame: Any = torch._C._dynamo.eval_frame
 _SKIP, _DEFAULT = _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT
 _NAME = "_compiled_call_impl"
-_lock = threading.Lock()
-_not_compiled: set[CodeType] = set()  # a few: functions that are made anew share their code
+_lock = threading.RLock()  # what is collected meanwhile may end its watching
+# By id, as code of a module that was loaded again is equal. A few: functions made anew share it.
+_not_compiled: dict[int, CodeType] = {}
 _Watcher = tuple[Callable[[], object], Callable[[], object]]
 
 
@@ -141,10 +142,10 @@ def not_compiled(function: Function) -> Function:
 
     ``torch.compiler.disable`` does so, too, but imports the compiler, which takes a second.
     """
-    if isinstance(function, FunctionType) and function.__code__ not in _not_compiled:
+    if isinstance(function, FunctionType) and id(function.__code__) not in _not_compiled:
         strategy = _eval_frame._FrameExecStrategy(_SKIP, _SKIP)
         _eval_frame.set_code_exec_strategy(function.__code__, strategy)
-        _not_compiled.add(function.__code__)
+        _not_compiled[id(function.__code__)] = function.__code__
     return function
 
 
