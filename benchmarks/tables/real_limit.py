@@ -103,11 +103,13 @@ def real_limit_caption(record: Record) -> str:
         batches.append(f"{row['model']}: {batch}")
     commits = sorted({row["commit"] for row in record["rows"] if row.get("commit")})
     mixed = " Rows of several commits, which the file names." if len(commits) > 1 else ""
+    cells = [of.values() for _, _, of in grids(record).values()]
+    waits = any("died" not in row for rows in cells for row in rows)
+    brackets = "In brackets: has not run; what it needs by arithmetic. " if waits else ""
     return (
         "Each row is a process that may have so much private memory (`RLIMIT_DATA`), Python "
         "included; random weights. Peak: resident bytes (`VmHWM`). Time: of the processor for a "
-        "step, median of the second and third. In brackets: has not run; what it needs by "
-        "arithmetic. Plain: fused AdamW, cross-entropy over logits. torch's features: each block "
+        f"step, median of the second and third. {brackets}Plain: fused AdamW, cross-entropy over logits. torch's features: each block "
         "checkpointed, the loss in checkpointed chunks, the tutorial's fused AdamW in backward. "
         'Exact: `remat(budget="auto")`, the loss without logits, `AdamW(in_backward=True)`. '
         "Formats: also the most exact parameters and states that fit, which the cell names. "
