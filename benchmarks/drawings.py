@@ -6,7 +6,7 @@ import matplotlib
 
 from readme_tables import TABLES
 from tables import TIMES, Record, size
-from tables.real_limit import GIB, grids, outcome
+from tables.real_limit import GIB, grids, outcome, waits
 from tables.remat import method_name
 
 matplotlib.use("Agg")
@@ -187,6 +187,7 @@ def plot_real_limit(record: Record) -> Figure:
         len(heights), 1, squeeze=False, figsize=(12, 0.4 + sum(heights)),
         height_ratios=heights, layout="constrained",
     )  # fmt: skip
+    on_paper = " (in brackets: on paper)" if waits(record) else ""
     for axis, (limit, (models, methods, of)) in zip(axes[:, 0], of_limits.items(), strict=True):
         for (model, method), row in of.items():
             x, y = models.index(model), methods.index(method)
@@ -205,7 +206,7 @@ def plot_real_limit(record: Record) -> Figure:
         axis.xaxis.tick_top()
         axis.tick_params(length=0)
         axis.spines[:].set_visible(False)
-        title = f"trains in {limit / GIB:g} GiB: peak and time of a step (in brackets: on paper)"
+        title = f"trains in {limit / GIB:g} GiB: peak and time of a step{on_paper}"
         axis.set_title(title, fontsize=10)
     return figure
 

@@ -36,6 +36,11 @@ def grids(record: Record) -> dict[int, tuple[list[str], list[str], dict[tuple[st
     return found
 
 
+def waits(record: Record) -> bool:
+    """Whether a row that is expected has not run."""
+    return any("died" not in row for _, _, of in grids(record).values() for row in of.values())
+
+
 def outcome(row: Record, between: str = " ") -> str:
     """Whether a row trains, in a few words; in brackets where it has not run."""
     form = "" if row["format"] in OWN else f",{between}{row['format']}"
@@ -103,14 +108,13 @@ def real_limit_caption(record: Record) -> str:
         batches.append(f"{row['model']}: {batch}")
     commits = sorted({row["commit"] for row in record["rows"] if row.get("commit")})
     mixed = " Rows of several commits, which the file names." if len(commits) > 1 else ""
-    cells = [of.values() for _, _, of in grids(record).values()]
-    waits = any("died" not in row for rows in cells for row in rows)
-    brackets = "In brackets: has not run; what it needs by arithmetic. " if waits else ""
+    brackets = "In brackets: has not run; what it needs by arithmetic. " if waits(record) else ""
     return (
         "Each row is a process that may have so much private memory (`RLIMIT_DATA`), Python "
         "included; random weights. Peak: resident bytes (`VmHWM`). Time: of the processor for a "
-        f"step, median of the second and third. {brackets}Plain: fused AdamW, cross-entropy over logits. torch's features: each block "
-        "checkpointed, the loss in checkpointed chunks, the tutorial's fused AdamW in backward. "
+        f"step, median of the second and third. {brackets}Plain: fused AdamW, cross-entropy over "
+        "logits. torch's features: each block checkpointed, the loss in checkpointed chunks, the "
+        "tutorial's fused AdamW in backward. "
         'Exact: `remat(budget="auto")`, the loss without logits, `AdamW(in_backward=True)`. '
         "Formats: also the most exact parameters and states that fit, which the cell names. "
         "Moving: as exact, with states and activations in files, and where weights do not fit, "
