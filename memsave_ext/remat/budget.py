@@ -136,6 +136,16 @@ def _parameters_of(part: nn.Module) -> list[Tensor]:
     return [p for p in (*part._parameters.values(), *former.values()) if p is not None]
 
 
+def _parameters_in(parts: Sequence[nn.Module]) -> list[Tensor]:
+    """Those of a module and all in it, which is the first of ``parts``, each once."""
+    if "_former_parameters" in parts[0].__dict__:
+        found = (p for part in parts for p in _parameters_of(part))
+        return list({id(p): p for p in found}.values())
+    # Most are no replicas, and this is done in every step.
+    own = (p for part in parts for p in part._parameters.values())
+    return list({id(p): p for p in own if p is not None}.values())
+
+
 # By the first module that a block without a model has called: what it has called besides, by id.
 _called_after: WeakKeyDictionary[nn.Module, WeakValueDictionary[int, nn.Module]]
 _called_after = WeakKeyDictionary()
@@ -191,16 +201,11 @@ class LivedBefore:
         self._added.append(ref(module))
         parts = modules_of(module)
         self._seen.update(map(id, parts))
-        params: dict[int, Tensor]
-        if "_former_parameters" in module.__dict__:
-            params = {id(p): p for part in parts for p in _parameters_of(part)}
-        else:  # most are none, and this is done in every step
-            own = (p for part in parts for p in part._parameters.values())
-            params = {id(p): p for p in own if p is not None}
+        params = _parameters_in(parts)
         buffers = [b for part in parts for b in part._buffers.values() if b is not None]
         grads: list[Tensor] = []
         awaited: list[Tensor] = []
-        for p in params.values():
+        for p in params:
             # Of others torch warns where their .grad is read: backward leaves none in them.
             if p.is_leaf or p.retains_grad:
                 grad = p.grad
@@ -208,14 +213,14 @@ class LivedBefore:
                     grads.append(grad)
                 elif p.requires_grad and not is_lazy(p):
                     awaited.append(p)
-        counted = _plain([*params.values(), *buffers, *self._states([*params.values()])])
+        counted = _plain([*params, *buffers, *self._states(params)])
         self._count(counted, _plain(grads), sum(t.nbytes for t in _plain(awaited)))
 
     def lived(self) -> Lived:
         """Returns what the parameters, buffers and states of the modules take now."""
         modules = [module for reference in self._added if (module := reference()) is not None]
-        parts = [part for module in modules for part in module.modules()]
-        params = list({id(p): p for part in parts for p in _parameters_of(part)}.values())
+        each = (p for module in modules for p in _parameters_in(modules_of(module)))
+        params = list({id(p): p for p in each}.values())
         states = _plain(self._states(params))
         wide = [t for t in states if t.is_floating_point() and t.itemsize >= 4 and t.numel() > 1]
         buffers = [b for module in modules for b in module.buffers()]
