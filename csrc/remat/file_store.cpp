@@ -222,9 +222,7 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
     shared_->room.give_back(bytes_);
   }
 
-  void begin() {
-    Copiers::here().add([self = shared_from_this()] { self->write(); }, false);
-  }
+  void begin() { give_to_copiers(&InFile::write, &InFile::end_of_write, false); }
 
   bool is_out() override { return is_out_.load(std::memory_order_acquire); }
 
@@ -252,7 +250,7 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
       into_ = std::move(memory);
       has_come_ = false;
     }
-    Copiers::here().add([self = shared_from_this()] { self->read(); }, true);
+    give_to_copiers(&InFile::read, &InFile::end_of_read, true);
   }
 
   bool is_coming() override {
@@ -274,6 +272,23 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
   void cancel() override { is_cancelled_ = true; }
 
  private:
+  // A thread lets go of this copy before anybody can see that it is done: its room is free as soon
+  // as the last who asked for it lets go. All of them take the mutex before they do.
+  void give_to_copiers(void (InFile::*work)(), void (InFile::*end)(), bool is_back) {
+    Copiers::here().add(
+        [self = shared_from_this(), work, end]() mutable {
+          (self.get()->*work)();
+          const auto shared = self->shared_;
+          {
+            const std::lock_guard<std::mutex> lock(shared->mutex);
+            (self.get()->*end)();
+            if (self.use_count() > 1) self.reset();
+          }
+          shared->changed.notify_all();
+        },
+        is_back);
+  }
+
   void let_go_of_it() {
     if (void* const held = std::exchange(held_, nullptr)) let_go(held);
   }
@@ -288,13 +303,11 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
       error_ = shared_->file.write(read_, bytes_, offset_);
       if (error_ == 0) shared_->out.add(bytes_, clock_seconds() - begin);
     }
-    {
-      const std::lock_guard<std::mutex> lock(shared_->mutex);
-      is_writing_ = false;
-      let_go_of_it();
-      is_out_.store(true, std::memory_order_release);
-    }
-    shared_->changed.notify_all();
+  }
+  void end_of_write() {
+    is_writing_ = false;
+    let_go_of_it();
+    is_out_.store(true, std::memory_order_release);
   }
 
   void read() {
@@ -303,12 +316,8 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
       error_back_ = shared_->file.read(into_->mutable_data(), bytes_, offset_);
       if (error_back_ == 0) shared_->back.add(bytes_, clock_seconds() - begin);
     }
-    {
-      const std::lock_guard<std::mutex> lock(shared_->mutex);
-      has_come_ = true;
-    }
-    shared_->changed.notify_all();
   }
+  void end_of_read() { has_come_ = true; }
 
   const std::shared_ptr<Shared> shared_;
   const int64_t bytes_, offset_;

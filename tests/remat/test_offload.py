@@ -5,13 +5,14 @@ import ctypes
 import gc
 import os
 import resource
+import threading
 import time
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_threads
+from helpers import leaf, run_threads
 from remat_programs import bits, layers
 from test_budget import nothing_is_known_yet, settled, step  # noqa: F401
 from test_remat_random import check as check_random
@@ -64,6 +65,36 @@ def test_random_programs(start, half):
     ]
     assert not wrong, f"{len(wrong)}: seed {wrong[0][0]}: {wrong[0][1]}"
     assert half.moved() > 0 and half.back() > 0
+
+
+def test_room_is_free_once_what_came_back_is_freed(half, tmp_path):
+    # Threads that copy are put aside while others compute: what they held was freed later.
+    w, x = leaf(64, 64), torch.randn(64, 64)
+    over, left = threading.Event(), 0
+
+    def compute():
+        a = torch.randn(400, 400)
+        while not over.is_set():
+            a @ a
+
+    threads = [threading.Thread(target=compute) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(500):
+            with half():
+                h = x
+                for _ in range(4):
+                    h = (h @ w).tanh()
+                loss = h.sum()
+            del h
+            loss.backward()
+            left += native.RematStore.in_folder(os.path.realpath(tmp_path)).used()
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert left == 0 and half.moved() == half.back() > 0
 
 
 def test_views_and_writes_in_place(half):
