@@ -349,10 +349,9 @@ def _describe(in_forward: bool, operator: str, measured: int, foreseen: int) -> 
     """Tells of a step whose peak was not the planned one."""
     name = operator or "an input"
     where = f"after {name}" if in_forward else f"where backward reads a result of {name}"
-    more = "; later plans count that" if measured > foreseen else ""
     return (
         f"The step was off its plan, most {where}: {format_bytes(measured)}, and "
-        f"{format_bytes(foreseen)} foreseen{more}"
+        f"{format_bytes(foreseen)} foreseen"
     )
 
 

@@ -257,12 +257,10 @@ def test_a_step_that_was_off_names_the_operator_and_later_ones_are_not(sinc_that
             assert block.peak > 1.02 * max(block.budget, block.least)
             assert not in_forward and operator in ("aten::sinc", "aten::addmm", "aten::gelu")
             assert measured - foreseen > 10**6 and measured == track.peak
-            assert (
-                f"result of {operator}" in block.report() and "later plans count" in block.report()
-            )
+            assert f"result of {operator}" in block.report()
         if number > 2:
             assert block.peak <= 1.02 * max(block.budget, block.least), number
-            assert "later plans count" not in block.report()
+            assert block._recorder.deviation() is None
     # It is told to be possible only with what it takes, and the budget is the same share.
     assert blocks[3].budget == pytest.approx(blocks[1].budget, rel=0.01)
 
