@@ -3,11 +3,8 @@
 import contextlib
 
 import pytest
-import torch._dynamo  # torch imports it in a backward with checkpoints
 
 from budget_models import zoo
-
-__all__ = ["torch", "zoo"]
 
 for name in ("transformers.modeling_utils", "timm.models"):
     with contextlib.suppress(pytest.skip.Exception):

@@ -175,6 +175,7 @@ def times(name: str, way: str, budget: int | float, rounds: int, also: bool) -> 
 
 def _answer(sender: Any, threads: int, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(threads)
+    gc.freeze()  # to look through all that has been imported takes longer than a tiny model's steps
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the profiler writes a line at each start and end
     warnings.simplefilter("ignore")  # of a budget that is less than the least
     try:
