@@ -103,6 +103,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     names = [name for name in NAMES if name not in left_out(options.device)]
     peaks: dict[str, list[int]] = {name: [] for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    gc.freeze()  # what is there already need not be looked through after every training
     for name in bar(names * options.repeats, show=options.progress):
         peak, taken = train(name, options)
         peaks[name].append(peak)

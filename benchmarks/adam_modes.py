@@ -196,6 +196,7 @@ def measured_bytes(mode: Mode, kind: str, device: str, width: int, depth: int) -
 
 def all_bytes(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
+    gc.freeze()  # what is there already need not be looked through after every mode
     for mode in bar([*available(options.device), *SGD_LION], show=options.progress):
         found = {
             kind: measured_bytes(mode, kind, options.device, options.width, options.layers)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import data
 from adam_methods import VisionTransformer
 from adam_mode_list import OURS, PEERS, Mode, Stepper, available, reasons
-from common import ROOT, bar, machine, show_left_out, write_record
+from common import IMPORTS, ROOT, bar, machine, show_left_out, write_record
 
 BASE = "torch, fused"
 MODES = (
@@ -179,7 +179,8 @@ def main(arguments: list[str] | None = None) -> int:
     cases = [
         (m.name, t, seed, steps[t]) for m in modes for t in TASKS for seed in range(options.seeds)
     ]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTS)
     with ProcessPoolExecutor(options.processes, context, one_thread) as pool:
         for case, found in zip(
             bar(cases, show=options.progress), pool.map(train, cases), strict=False

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+# What takes seconds: a benchmark's processes are forked from one that has imported it.
+IMPORTS = ["memsave_ext", "torch._dynamo", "torch.distributed.fsdp"]
 _STARTED = time.monotonic()
 
 

@@ -49,6 +49,7 @@ from torch.utils.checkpoint import checkpoint
 import memsave_ext as ms
 from adam_methods import VisionTransformer
 from common import (
+    IMPORTS,
     ROOT,
     balanced_order,
     bar,
@@ -405,7 +406,10 @@ def main(arguments: list[str] | None = None) -> int:
     options.rounds = options.rounds or (2 if options.quick else 5)
     options.backend = "nccl" if options.device == "cuda" and options.ranks == 1 else "gloo"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (options, folder), nprocs=options.ranks)
+        mp.get_context("forkserver").set_forkserver_preload(IMPORTS)
+        mp.start_processes(
+            run_rank, (options, folder), nprocs=options.ranks, start_method="forkserver"
+        )
         rows, left_out = json.loads(Path(folder, "rows.json").read_text())
     sizes = QUICK if options.quick else Sizes()
     names = ("ranks", "rounds", "threads", "backend")

@@ -24,7 +24,7 @@ models = importlib.import_module("models")
 readme_tables = importlib.import_module("readme_tables")
 adam_methods = importlib.import_module("adam_methods")
 
-TINY = ["--depth", "10", "--growth-rate", "2", "--batch-size", "128", "--device", "cpu"]
+TINY = ["--depth", "10", "--growth-rate", "2", "--batch-size", "32", "--device", "cpu"]
 TINY += ["--steps", "4"]
 
 
@@ -209,12 +209,18 @@ def test_interleave_counts_rounds_not_warmup():
     assert {name: len(taken) for name, taken in seconds.items()} == {"a": 4, "b": 4, "c": 4}
 
 
-@pytest.mark.parametrize("name", ["checkpoint_overhead", "checkpoint_threads"])
+OVERHEADS = {
+    "checkpoint_overhead": ["--saved-tensors", "1", "8"],
+    "checkpoint_threads": ["--calls", "10"],
+}
+
+
+@pytest.mark.parametrize("name", OVERHEADS)
 def test_overhead_benchmarks_end_to_end(name, densenet, tmp_path, capsys):
     benchmark = importlib.import_module(name)
     threads = torch.get_num_threads()
     try:
-        benchmark.main(["--rounds", "2", "--no-progress", "--save", str(tmp_path)])
+        benchmark.main(["--rounds", "2", *OVERHEADS[name], "--no-progress", "--save", str(tmp_path)])
     finally:
         torch.set_num_threads(threads)
     (path,) = tmp_path.glob(f"{name}-*.json")
@@ -258,7 +264,7 @@ def test_adam_benchmark_end_to_end(benchmark_of):
 
 
 def test_adam_memory_benchmark_end_to_end(benchmark_of):
-    sizes = ["--width", "256", "--depth", "4", "--image", "32", "--batch-size", "32"]
+    sizes = ["--width", "256", "--depth", "2", "--image", "32", "--batch-size", "32"]
     rows, _ = benchmark_of("adam_memory", *sizes)
     peaks = {name: row["peak_bytes"] for name, row in rows.items()}
     ours = adam_methods.IN_BACKWARD
@@ -272,7 +278,7 @@ def test_adam_memory_benchmark_end_to_end(benchmark_of):
 def test_adam_modes_benchmark_end_to_end(densenet, tmp_path, capsys):
     benchmark, modes = (importlib.import_module(name) for name in ("adam_modes", "adam_mode_list"))
     sizes = ["--elements", "9000", "--depth", "1", "--width", "256", "--layers", "8"]
-    steps = ["--rounds", "1", "--steps", "10", "--seeds", "2", "--loss-steps", "3"]
+    steps = ["--rounds", "1", "--steps", "10", "--seeds", "2", "--loss-steps", "2"]
     options = ["--no-progress", "--save", str(tmp_path)]
     threads = torch.get_num_threads()
     try:
@@ -319,9 +325,13 @@ def test_adam_modes_benchmark_end_to_end(densenet, tmp_path, capsys):
 
 
 @pytest.mark.skipif(not _native.available, reason="a minute in pure Python")
-def test_adam_training_benchmark_end_to_end(densenet, tmp_path, capsys):
+def test_adam_training_benchmark_end_to_end(densenet, tmp_path, capsys, monkeypatch):
     benchmark = importlib.import_module("adam_training")
-    sizes = ["--seeds", "2", "--gpt-steps", "5", "--vit-steps", "5", "--processes", "1"]
+    assert set(benchmark.MODES) <= {mode.name for mode in (*benchmark.OURS, *benchmark.PEERS)}
+    some = (benchmark.BASE, "fp32, 8-bit states", "bf16 stochastic, 4-bit states", "torchao, 8-bit")
+    assert set(some) <= set(benchmark.MODES)
+    monkeypatch.setattr(benchmark, "MODES", some)  # all are stepped by adam_modes.py
+    sizes = ["--seeds", "2", "--gpt-steps", "2", "--vit-steps", "2", "--processes", "1"]
     assert benchmark.main([*sizes, "--no-progress", "--save", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("adam_training-*.json")
     assert str(path) in capsys.readouterr().out
