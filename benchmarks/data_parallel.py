@@ -179,6 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     rows = []
     places = range(len(options.batch_sizes))
+    gc.freeze()  # what is there already need not be looked through after every batch
     for devices, place in bar(list(itertools.product(options.devices, places)), options.progress):
         rows += measure(devices, place, options)
         gc.collect()

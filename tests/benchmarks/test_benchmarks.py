@@ -26,6 +26,7 @@ adam_methods = importlib.import_module("adam_methods")
 
 TINY = ["--depth", "10", "--growth-rate", "2", "--batch-size", "32", "--device", "cpu"]
 TINY += ["--steps", "4"]
+TINY_RUN = ["--tiny", "--rounds", "2", "--no-progress"]
 
 
 @pytest.fixture
@@ -422,7 +423,7 @@ def test_linear_cross_entropy_end_to_end(tmp_path, capsys):
     threads = torch.get_num_threads()
     benchmark = importlib.import_module("linear_cross_entropy")
     try:
-        benchmark.main(["--tiny", "--rounds", "2", "--no-progress", "--save", str(tmp_path)])
+        benchmark.main([*TINY_RUN, "--save", str(tmp_path)])
     finally:
         torch.set_num_threads(threads)
     (path,) = tmp_path.glob("linear_cross_entropy-*.json")
@@ -439,7 +440,7 @@ def test_linear_kl_end_to_end(tmp_path, capsys):
     threads = torch.get_num_threads()
     benchmark = importlib.import_module("linear_kl")
     try:
-        benchmark.main(["--tiny", "--rounds", "2", "--no-progress", "--save", str(tmp_path)])
+        benchmark.main([*TINY_RUN, "--save", str(tmp_path)])
     finally:
         torch.set_num_threads(threads)
     (path,) = tmp_path.glob("linear_kl-*.json")
@@ -456,7 +457,7 @@ def test_checkpoint_chunks_end_to_end(tmp_path, capsys):
     threads = torch.get_num_threads()
     benchmark = importlib.import_module("checkpoint_chunks")
     try:
-        benchmark.main(["--tiny", "--rounds", "2", "--no-progress", "--save", str(tmp_path)])
+        benchmark.main([*TINY_RUN, "--threads", "1", "--save", str(tmp_path)])
     finally:
         torch.set_num_threads(threads)
     (path,) = tmp_path.glob("checkpoint_chunks-*.json")

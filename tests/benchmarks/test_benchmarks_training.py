@@ -189,9 +189,9 @@ def test_largest_needs_few_tries_where_peaks_are_linear():
             assert len(found["tries"]) <= 6
 
 
-SMALL = ["--budget-gb", "0.004", "--gpt-budget-gb", "0.012", "--image", "16", "--patch", "4",
+SMALL = ["--budget-gb", "0.0036", "--gpt-budget-gb", "0.005", "--image", "16", "--patch", "4",
          "--width", "64", "--heads", "2", "--depth", "2", "--batch-size", "4", "--threads", "1",
-         "--vocabulary", "2048", "--tokens", "16", "--rounds", "1"]  # fmt: skip
+         "--vocabulary", "1024", "--tokens", "16", "--rounds", "1"]  # fmt: skip
 
 
 @pytest.mark.skipif(not _native.available, reason="in pure Python Adam's temporaries need more")
@@ -202,7 +202,7 @@ def test_largest_model_benchmark_end_to_end(record_of, monkeypatch):
     shown = (module.NAIVE, module.THEIRS, module.OURS, f"{module.OURS}, remat in the budget", low)
     monkeypatch.setattr(module, "WAYS", {name: module.WAYS[name] for name in shown})
     record = record_of("largest_model", *SMALL)
-    for kind, budget in ((module.VIT, 4_000_000), (module.GPT, 12_000_000)):
+    for kind, budget in ((module.VIT, 3_600_000), (module.GPT, 5_000_000)):
         rows = {row["method"]: row for row in record["rows"] if row["model"] == kind}
         assert list(rows) == list(shown)
         for row in rows.values():
