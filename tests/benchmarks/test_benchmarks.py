@@ -221,7 +221,8 @@ def test_overhead_benchmarks_end_to_end(name, densenet, tmp_path, capsys):
     benchmark = importlib.import_module(name)
     threads = torch.get_num_threads()
     try:
-        benchmark.main(["--rounds", "2", *OVERHEADS[name], "--no-progress", "--save", str(tmp_path)])
+        options = ["--rounds", "2", *OVERHEADS[name], "--no-progress"]
+        benchmark.main([*options, "--save", str(tmp_path)])
     finally:
         torch.set_num_threads(threads)
     (path,) = tmp_path.glob(f"{name}-*.json")
