@@ -94,14 +94,14 @@ def check(case: Case, seed: int = 0, most: int | None = None) -> int:
                 continue
             if not whole or not pieces or not all(map(_is_close, whole, pieces)):
                 continue
-            told = f"program {number}: {program.args} {program.kwargs}"
             try:
                 chunks = _run(program, "chunks")
+                assert list(map(bits, chunks or [])) == list(map(bits, pieces)), "other bits"
             except Exception as error:
                 if any(text in str(error) for text in _REFUSED):
                     continue
+                told = f"program {number}: {program.args} {program.kwargs}"
                 raise AssertionError(told) from error
-            assert list(map(bits, chunks or [])) == list(map(bits, pieces)), told
             compared += 1
     return compared
 

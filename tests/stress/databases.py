@@ -101,8 +101,8 @@ class Counts:
     refused: int = 0
 
     def __add__(self, other: Counts) -> Counts:
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return Counts(*(a + b for a, b in pairs))
+        mine, others = vars(self).values(), vars(other).values()
+        return Counts(*(a + b for a, b in zip(mine, others, strict=True)))
 
 
 @dataclasses.dataclass
@@ -228,12 +228,11 @@ def check(case: Case, seed: int = 0, most: int | None = None) -> dict[str, Count
             if not stable:
                 continue
             for way, counted in counts.items():
-                told = f"{way}, program {number}: {program.args} {program.kwargs}"
-                _check_way(program, way, plain, counted, told)
+                _check_way(program, way, plain, counted, number)
     return counts
 
 
-def _check_way(program: Program, way: str, plain: list[Any], counts: Counts, told: str) -> None:
+def _check_way(program: Program, way: str, plain: list[Any], counts: Counts, number: int) -> None:
     try:  # a budget's plan is followed from the second step on
         for _ in range(2 if way == "budget" else 1):
             ours, block = program.run(way)
@@ -242,6 +241,7 @@ def _check_way(program: Program, way: str, plain: list[Any], counts: Counts, tol
         if program.changes_arguments and "modified by an inplace" in str(error):
             counts.refused += 1
             return
+        told = f"{way}, program {number}: {program.args} {program.kwargs}"
         raise AssertionError(told) from error
     counts.samples += 1
     counts.dropped += bool(block and block.figures().dropped_bytes)

@@ -102,8 +102,8 @@ class Counts:
     refused: int = 0
 
     def __add__(self, other: Counts) -> Counts:
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return Counts(*(a + b for a, b in pairs))
+        mine, others = vars(self).values(), vars(other).values()
+        return Counts(*(a + b for a, b in zip(mine, others, strict=True)))
 
 
 @dataclasses.dataclass
