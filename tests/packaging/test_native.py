@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -156,10 +157,16 @@ def run_report(folder: Path, **env: str):
     )
 
 
+@functools.cache
+def report_with(native: str):
+    """Two seconds of imports: once for all that reads it."""
+    return run_report(PACKAGE.parent, MEMSAVE_EXT_NATIVE=native)
+
+
 class TestReport:
     @pytest.mark.skipif(not _native.available, reason="the native part is not in use")
     def test_native(self):
-        result = run_report(PACKAGE.parent, MEMSAVE_EXT_NATIVE="1")
+        result = report_with("auto")
         assert result.returncode == 0, result.stderr
         assert "native: yes" in result.stdout
         assert f"torch {_native.build_info['torch']}" in result.stdout
@@ -168,7 +175,7 @@ class TestReport:
         assert "remat               native" in result.stdout
 
     def test_pure_python(self):
-        result = run_report(PACKAGE.parent, MEMSAVE_EXT_NATIVE="0")
+        result = report_with("0")
         assert result.returncode == 0, result.stderr
         assert "native: no (MEMSAVE_EXT_NATIVE=0)" in result.stdout
         assert "CheckpointFunction  pure Python" in result.stdout
@@ -177,7 +184,7 @@ class TestReport:
 
     @pytest.mark.parametrize("native", ["auto", "0"])
     def test_every_part_has_a_line(self, native):
-        result = run_report(PACKAGE.parent, MEMSAVE_EXT_NATIVE=native)
+        result = report_with(native)
         lines = result.stdout.partition("\nfeature ")[2].splitlines()[1:]
         features = [line.split("  ")[0] for line in lines]
         assert features == [
