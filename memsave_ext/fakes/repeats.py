@@ -16,6 +16,7 @@ _PLAIN = (
     *(int, float, bool, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view of which autograd is not told
 _VALUES_MATTER = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -40,10 +41,11 @@ class _Known(NamedTuple):
     results: list[_New | int | None]
     sequence: Any  # the class that holds them, None for a single one
     costs: Costs
-    mode: Any
 
 
 class Repeats:
+    """What is known of calls, of one prediction or of several for one device."""
+
     def __init__(self) -> None:
         self._known: dict[Any, _Known] = {}
         self._fitting: dict[Any, bool] = {}
@@ -61,7 +63,9 @@ class Repeats:
 
     def view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns a view, made without asking the fake mode; None if it may be no plain one."""
-        if not getattr(func, "is_view", False) or not args or type(args[0]) is not FakeTensor:
+        if not (getattr(func, "is_view", False) or func is _UNSAFE_VIEW):
+            return None
+        if not args or type(args[0]) is not FakeTensor:
             return None
         if not self._is_fitting(func) or not _describe((args, *kwargs.values()), []):
             return None
@@ -90,9 +94,10 @@ class Call:
             return None
         made: list[FakeTensor] = []
         results: list[Any] = []
+        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         for result in known.results:
             if isinstance(result, _New):
-                made.append(_made(result, known.mode))
+                made.append(_made(result, mode))
                 results.append(made[-1])
             else:
                 results.append(None if result is None else args[result])
@@ -103,7 +108,6 @@ class Call:
         several = type(result) if type(result) in (tuple, list) else None
         storages = {t.untyped_storage()._cdata for t in tree_iter(args) if type(t) is FakeTensor}
         results: list[_New | int | None] = []
-        mode = None
         for part in result if several else (result,):
             if part is None:
                 results.append(None)
@@ -111,13 +115,12 @@ class Call:
             place = next((i for i, arg in enumerate(args) if arg is part), None)
             if place is None and (not _is_new(part) or part.untyped_storage()._cdata in storages):
                 return
-            mode = mode or part.fake_mode
             results.append(
                 _New(part.shape, part.stride(), part.dtype, part.fake_device)
                 if place is None
                 else place
             )
-        self._known[self._key] = _Known(results, several, costs, mode)
+        self._known[self._key] = _Known(results, several, costs)
 
 
 def _made(new: _New, mode: Any) -> FakeTensor:
@@ -136,7 +139,6 @@ def _is_fitting(func: Any) -> bool:
         or "lift" in func.name()
         or "resize" in func.name()
         or "set_" in func.name()
-        or "unsafe" in func.name()
         or torch._C._dispatch_has_kernel_for_dispatch_key(
             func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
         )

@@ -34,6 +34,7 @@ class Storages(TorchDispatchMode):
         ran: called with about how long an operator would run.
         device: the device that is predicted. What kernels make and free themselves is known on the
             CPU alone; on CUDA sizes are rounded up as its caching allocator does.
+        repeats: what earlier predictions for that device have learned of operators.
     """
 
     def __init__(
@@ -42,13 +43,14 @@ class Storages(TorchDispatchMode):
         freed: Callable[[int], None],
         ran: Callable[[float], None],
         device: torch.device,
+        repeats: Repeats | None = None,
     ) -> None:
         super().__init__()
         self._allocated, self._freed, self._ran = allocated, freed, ran
         self._on_cpu = device.type == "cpu"
         self._rounding = 1 if self._on_cpu else CUDA_BLOCK
         self.makers = formulas.Makers()
-        self._repeats = Repeats()
+        self._repeats = repeats or Repeats()
         self._values = Values()
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         # While a formula runs that a step computes otherwise: its node, and what it has made.

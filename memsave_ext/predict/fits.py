@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..fakes.repeats import Repeats
 from ..memory.account import TensorAtPeak
 from ..memory.events import CATEGORIES
 from ..memory.measure import Build
@@ -35,7 +36,7 @@ from ..shared.table import (
 )
 from .applied import Applied, apply
 from .picture import plot_fits
-from .predict import device_of, predict
+from .predict import device_of, predict_step
 from .techniques import ALL, Techniques, named
 
 _MOST = 1 << 20  # the largest batch that is asked for
@@ -320,7 +321,7 @@ def search(
     """
     if place is None and len(among) > 1:
         among = [techniques for techniques in among if not techniques.offload]
-    rows, tops = [], {}
+    rows, tops, repeats = [], {}, Repeats()  # rows run mostly the same operators
     to = None if place is None else os.fspath(place)
     with Progress("fits", len(among), progress) as shown:
         for techniques in among:
@@ -329,7 +330,7 @@ def search(
                 rows.append(Fit(techniques.name, techniques.cost, reason=refused))
                 continue
             row, tops[techniques.name] = _row(
-                techniques, build, budget, batch, device, method, place
+                techniques, build, budget, batch, device, method, place, repeats
             )
             # Most models have no such head.
             if row.peak is not None or not techniques.loss_head or len(among) == 1:
@@ -360,6 +361,7 @@ def _row(
     device: torch.device,
     method: str,
     place: Offload | None,
+    repeats: Repeats,
 ) -> tuple[Fit, _Top]:
     def predicted(size: int | None) -> Any:
         made = build if size is None else functools.partial(build, size)
@@ -367,7 +369,7 @@ def _row(
             # That it cannot keep to the budget is what the row says.
             warnings.filterwarnings("ignore", "remat: the budget of")
             made = techniques.applied(made, budget, method, place)
-            return predict(made, device=device, progress=False)
+            return predict_step(made, device, repeats=repeats, progress=False)
 
     try:
         step = predicted(batch)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..fakes.cuda import as_on_cuda, step_as_on_cuda
 from ..fakes.mode import fakes, transformers_as_in_steps, uncompiled
+from ..fakes.repeats import Repeats
 from ..memory.hooks import Hooks, Names
 from ..memory.measure import Build, checked
 from ..memory.reported import Reported
@@ -136,12 +137,23 @@ def predict(
             "predict: build must be a function that returns (model, optimizer or None, step), or "
             f"a torch.nn.Module, got {type(build).__name__}"
         )
-    tracker = FakeTracker(chosen)
+    return predict_step(build, chosen, progress=progress)
+
+
+def predict_step(
+    build: Build,
+    device: torch.device,
+    *,
+    repeats: Repeats | None = None,
+    progress: bool | None = None,
+) -> PredictedStep:
+    """As :func:`predict`, of a function and a device; ``repeats`` as of :class:`Storages`."""
+    tracker = FakeTracker(device, repeats)
     with ExitStack() as stack:
         shown = stack.enter_context(Progress("predict", 3, progress))
         shown.begin("what is built")
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        if chosen.type == "cuda":
+        if device.type == "cuda":
             stack.enter_context(as_on_cuda())
         stack.enter_context(fakes())
         stack.enter_context(tracker.storages)
@@ -154,7 +166,7 @@ def predict(
         # After build(), which imports transformers and the compiler where the model needs them.
         stack.enter_context(uncompiled())
         stack.enter_context(transformers_as_in_steps(tracker.storages.has_known_values))
-        if chosen.type == "cuda":
+        if device.type == "cuda":
             step_as_on_cuda(made)
         shown.end()
         shown.begin("first step")
@@ -166,7 +178,7 @@ def predict(
             step()
         shown.end()
         shown.begin("the step")
-        predicted = PredictedStep(tracker, chosen, model, made)
+        predicted = PredictedStep(tracker, device, model, made)
         predicted._follow(step)
     return predicted
 

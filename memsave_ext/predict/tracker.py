@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import _parts
 from ..checkpoint.fallback import surroundings
 from ..fakes.mode import fake_of
+from ..fakes.repeats import Repeats
 from ..fakes.storages import Storages
 from ..memory.events import (
     ALLOCATED,
@@ -46,9 +47,10 @@ class FakeTracker(Tracker):
     Args:
         device: the device that is predicted. On the CPU memory from before :meth:`start` counts
             where it is labelled, as with real memory; on CUDA all of it counts.
+        repeats: as of :class:`Storages`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, repeats: Repeats | None = None) -> None:
         super().__init__([], _NO_LIMIT)
         self._counts_all = device.type == "cuda"
         self._running = False
@@ -59,7 +61,7 @@ class FakeTracker(Tracker):
         self._remat: Any = (native := _parts.native("remat")) and native.RematFakes(
             fake_of, self._moves, self._counts_all
         )
-        self.storages = Storages(self._allocated, self._freed, self._ran, device)
+        self.storages = Storages(self._allocated, self._freed, self._ran, device, repeats)
 
     def plans(self) -> bool:
         """Whether blocks of remat plan the steps to come by one that has been."""
