@@ -24,7 +24,7 @@ SMALL = "checkpoint by block, Adam in backward, 8-bit states"
 def gpt2():
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=128, n_positions=32, n_embd=64, n_layer=3, n_head=2, bos_token_id=0,
+        vocab_size=128, n_positions=32, n_embd=64, n_layer=2, n_head=2, bos_token_id=0,
         eos_token_id=0,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
@@ -112,7 +112,8 @@ def test_its_clipping_stays_or_is_taken_over(tmp_path):
     least = fit(means="optimizer in backward")
     with pytest.raises(ValueError, match="the Trainer clips by the norm of all gradients"):
         Run(tmp_path, least, max_grad_norm=0.1).train()
-    with pytest.raises(torch.OutOfMemoryError, match=r"Not tried: .*max_grad_norm=0 of Training"):
+    told = r"fit: Nothing fits.*Not tried: .*max_grad_norm=0 of Training"
+    with pytest.raises(torch.OutOfMemoryError, match=told):
         Run(tmp_path, fit("10kB"), max_grad_norm=0.1).train()
     # Or each parameter's gradient is clipped, as by its own optimizer.
     callback = fit(means="Adam in backward", clip_each=True)
@@ -202,8 +203,6 @@ def test_adapters_of_peft(tmp_path, means):
 
 
 def test_wrong_use(tmp_path):
-    with pytest.raises(torch.OutOfMemoryError, match="fit: Nothing fits"):
-        Run(tmp_path, fit("10kB")).train()
     run = Run(tmp_path, fit())
     run.trainer.args.torch_compile = True
     with pytest.raises(ValueError, match="Fit: torch_compile=True lets the compiler decide"):
