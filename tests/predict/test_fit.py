@@ -270,7 +270,7 @@ def test_fits_applies_what_it_found():
     named.undo()
     with pytest.raises(ValueError, match="apply: means must be None or one of 'as built', "):
         found.apply(loop.model, loop.optimizer, "magic")
-    nothing = ms.memory.fits(build, "1kB", device="cpu")
+    nothing = ms.memory.fits(lambda: (nn.Linear(2, 2), None, lambda: None), 1, device="cpu")
     with pytest.raises(torch.OutOfMemoryError, match="apply: Nothing fits"):
         nothing.apply(loop.model, loop.optimizer)
 
