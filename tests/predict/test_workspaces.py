@@ -91,6 +91,7 @@ LAYERS = {
     "in eval": {},
     "projected": {"proj_size": 32},  # by other kernels
 }
+FEW = 12  # steps, where each is operators of its own
 
 
 def recurrent(kind, name, dtype, steps=60, batch=16, width=100, hidden=128):
@@ -112,7 +113,8 @@ def recurrent(kind, name, dtype, steps=60, batch=16, width=100, hidden=128):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", LAYERS)
 def test_lstm(name, dtype):
-    assert_near(recurrent("LSTM", name, dtype), 0.02)
+    by_operators = dtype is torch.float64 or name == "projected"
+    assert_near(recurrent("LSTM", name, dtype, FEW if by_operators else 60), 0.02)
 
 
 @avx512
@@ -125,7 +127,7 @@ def test_lstm_of_other_sizes(sizes):
 
 @pytest.mark.parametrize("kind", ["GRU", "RNN"])
 def test_gru_and_rnn(kind):
-    assert_near(recurrent(kind, "several layers", torch.float32), 0.001)
+    assert_near(recurrent(kind, "several layers", torch.float32, FEW), 0.001)
 
 
 class Attention(nn.Module):
