@@ -261,7 +261,7 @@ def test_nan_weights_give_a_nan_loss():
 
 @pytest.mark.parametrize("order", ["before", "after it ran", "in place"])
 def test_compiled(order):
-    model = made("granite", {**CAUSAL_LMS["granite"], "num_hidden_layers": 1})
+    model = made("granite", {**CAUSAL_LMS["granite"], "num_hidden_layers": 0})
     plain = copy.deepcopy(model)
     plain.loss_function = double_loss
     expected = step(plain)[1]
