@@ -96,6 +96,7 @@ def run(*arguments):
 # a run
 
 
+@pytest.mark.skipif(not _native.available, reason="the tests below run it in pure Python, too")
 def test_as_a_program(tmp_path):
     """In a process of its own, from a directory that is not on Python's path."""
     (tmp_path / "demo_module.py").write_text(textwrap.dedent(DEMO))
