@@ -7,8 +7,11 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memsave_ext import _native
 from memsave_ext.fakes.cuda import as_on_cuda
 from memsave_ext.fakes.mode import fakes
+
+pytestmark = pytest.mark.skipif(not _native.available, reason="fakes are the same in pure Python")
 
 FLASH = "_scaled_dot_product_flash_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"
