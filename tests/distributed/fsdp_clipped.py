@@ -2,11 +2,10 @@
 
 import torch
 import torch.distributed as dist
+from ranks import whole
 from test_adam_fsdp import STEPS, data
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import memsave_ext as ms
 
@@ -33,11 +32,6 @@ def shard(net, mesh=None, **options):
     return fully_shard(net, mesh=mesh, **options)
 
 
-def whole(net):
-    params = net.parameters() if isinstance(net, nn.Module) else net
-    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in params]
-
-
 MAKES = {
     "adam": lambda params, **options: ms.AdamW(params, lr=0.01, in_backward=True, **options),
     "sgd": lambda params, **options: ms.in_backward(torch.optim.SGD(params, lr=0.1), **options),
@@ -62,7 +56,7 @@ def train(net, optimizer, clips=None, scaler=None):
             scaler.update()
         optimizer.zero_grad()
         norms.append(optimizer.grad_norm)
-    return norms, whole(net)
+    return norms, whole(net.parameters())
 
 
 def of_each(net, make="adam", **options):

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_ranks, whole
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -122,8 +122,7 @@ def train(build, block, in_backward):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    params = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
-    return [*params, *model.buffers()]
+    return [*whole(model.parameters()), *model.buffers()]
 
 
 def compare(build, in_backward, **options):
@@ -267,8 +266,7 @@ def random_training(seed, sharding, within):
                 model(torch.ones(2, 8, 16))
         optimizer.step()
         optimizer.zero_grad(set_to_none=i % 2 == 0)
-    params = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
-    return params, dropped
+    return whole(model.parameters()), dropped
 
 
 def random_programs():
