@@ -6,6 +6,7 @@ Processes are forked from one that has imported what takes seconds.
 import datetime
 import faulthandler
 import functools
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -113,6 +114,7 @@ def _rank_that_fails(rank, world, folder, environment, function):
 
 def _join(rank, world, folder, environment, backend="gloo"):
     faulthandler.enable()  # a rank that crashes says where
+    gc.freeze()  # what has been imported stays, and takes long to be looked through
     os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
