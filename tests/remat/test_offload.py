@@ -306,8 +306,8 @@ def test_a_folder_that_goes_away_in_the_middle(tmp_path):
 def test_memory_that_is_given_back_by_hand_while_it_is_copied(tmp_path):
     """As FSDP does with that of parameters. Whether it is copied by then is a matter of time."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(512, 512), nn.GELU())])
-    x = torch.randn(4096, 512)
+    model = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(128, 128), nn.GELU())])
+    x = torch.randn(4096, 128)
     expected, _, _ = step(model, x)
     kept = []
 
@@ -324,7 +324,7 @@ def test_memory_that_is_given_back_by_hand_while_it_is_copied(tmp_path):
         del other
 
     moved = 0
-    for number in range(12):
+    for number in range(8):
         with contextlib.ExitStack() as stack:
             for gelu in model[1::2] if number > 1 else ():
                 stack.callback(gelu.register_forward_pre_hook(keep).remove)
