@@ -101,6 +101,10 @@ CLIPS = [of_each, at_once, in_two_buckets, by_norm_pass, together, scaled, scale
 BOTH = [of_each, at_once, by_norm_pass, scaled, scaled_and_clipped]  # also of in_backward()
 
 
-def all_ways(make_net, ways=CLIPS):
+# One of each kind of norm and of scale, for meshes where only those who are asked are others.
+SOME = [of_each, by_norm_pass, together, scaled_and_clipped, scaled_together]
+
+
+def all_ways(make_net, ways=CLIPS, both=BOTH):
     found = {way.__name__: way(make_net()) for way in ways}
-    return found | {f"sgd {way.__name__}": way(make_net(), "sgd") for way in BOTH}
+    return found | {f"sgd {way.__name__}": way(make_net(), "sgd") for way in both}

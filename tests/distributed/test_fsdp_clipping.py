@@ -3,7 +3,18 @@
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_clipped import CLIPS, MAKES, all_ways, loss, mesh_of, part, scaled_together, shard
+from fsdp_clipped import (
+    BOTH,
+    CLIPS,
+    MAKES,
+    SOME,
+    all_ways,
+    loss,
+    mesh_of,
+    part,
+    scaled_together,
+    shard,
+)
 from ranks import run_ranks, whole
 from test_adam_fsdp import model
 from torch.distributed.fsdp import fully_shard
@@ -14,11 +25,12 @@ def sharded():
 
 
 def replicas():
-    return all_ways(lambda: shard(model(), mesh_of(2, 1)))
+    return all_ways(lambda: shard(model(), mesh_of(2, 1)), SOME, BOTH[:1])
 
 
 def hybrid():
-    return all_ways(lambda: shard(model(), mesh_of(2, dist.get_world_size() // 2)))
+    mesh = mesh_of(2, dist.get_world_size() // 2)
+    return all_ways(lambda: shard(model(), mesh), SOME, BOTH[:1])
 
 
 def mixed():
