@@ -50,11 +50,15 @@ class Step:
             if content.saved and not self.is_based(i):
                 self.pin(i, content.closed if content.closed >= 0 else len(trace.moments))
         self.points: list[tuple[int, int]] = []  # (moment, bytes recomputed) in recomputations
+        opened: list[list[int]] = [[] for _ in trace.moments]
+        for i, content in enumerate(trace.contents):
+            if content.saved and content.opened >= 0:
+                opened[content.opened].append(i)
         between = [0] * len(trace.moments)  # bytes recomputed in the interval before a moment
         for moment in range(len(trace.moments)):
             between[moment] = self.size(self.held)
-            for i, content in enumerate(trace.contents):
-                if content.saved and content.opened == moment and not self.is_there(i):
+            for i in opened[moment]:
+                if not self.is_there(i):
                     self.recompute(i, moment)
             self.held -= {i for i in self.held if trace.contents[i].closed == moment}
         kept = self.kept()
