@@ -10,8 +10,10 @@ import tempfile
 from pathlib import Path
 
 _ORIGIN = """
-import json, os, sys, traceback
+import gc, json, os, sys, traceback
 import torch._dynamo  # which optimizers import
+
+gc.freeze()  # it stays, and takes long to be looked through
 
 for line in sys.stdin:
     code, environment, outputs = json.loads(line)

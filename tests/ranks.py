@@ -5,6 +5,8 @@ Processes are forked from one that has imported what takes seconds.
 
 import datetime
 import faulthandler
+import functools
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -15,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
 
 IMPORTS = ["memsave_ext", "torch._dynamo", "torch.distributed.fsdp"]
 
@@ -50,6 +53,35 @@ def _rank(rank, world, folder, environment, functions, backend):
     dist.destroy_process_group()
 
 
+def whole(tensors):
+    """Copies without shards, on all ranks; meshes are of all of them.
+
+    All parts are sent together: ``full_tensor()`` takes milliseconds for each.
+    """
+    tensors = [t.detach() for t in tensors]
+    sharded = [t for t in tensors if isinstance(t, DTensor)]
+    if not sharded:
+        return [t.clone() for t in tensors]
+    mine = [t.to_local().contiguous() for t in sharded]
+    sent = [(t.shape, t.view(-1).view(torch.uint8).numpy()) for t in mine]
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, sent)
+    ranks_of = functools.cache(lambda mesh: mesh.mesh)
+    joined = []
+    for t, parts in zip(sharded, zip(*ranks, strict=True), strict=True):
+        parts = [torch.from_numpy(data).view(t.dtype).view(shape) for shape, data in parts]
+        joined.append(_assemble(parts, ranks_of(t.device_mesh), t.placements))
+    found = iter(joined)
+    return [next(found) if isinstance(t, DTensor) else t.clone() for t in tensors]
+
+
+def _assemble(parts, ranks, placements):
+    if ranks.ndim == 0:
+        return parts[ranks]
+    joined = [_assemble(parts, some, placements[1:]) for some in ranks]
+    return torch.cat(joined, placements[0].dim) if placements[0].is_shard() else joined[0]
+
+
 def errors_of_ranks(world, function, timeout=60):
     """[the error that ended each rank; None: it ended without one, or was killed after a while]."""
     context = multiprocessing.get_context("forkserver")
@@ -82,6 +114,7 @@ def _rank_that_fails(rank, world, folder, environment, function):
 
 def _join(rank, world, folder, environment, backend="gloo"):
     faulthandler.enable()  # a rank that crashes says where
+    gc.freeze()  # what has been imported stays, and takes long to be looked through
     os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)

@@ -389,7 +389,8 @@ def test_a_backward_inside_the_function_runs_nothing_that_has_not_run(early_stop
         torch.testing.assert_close(a, b)
 
 
-def test_threads_whose_regions_share_a_parameter():
+@pytest.mark.parametrize("engine_hooks", [False, True] if _native.available else [False])
+def test_threads_whose_regions_share_a_parameter(engine_hooks):
     """torch takes a leaf's mutex before the GIL: nothing here may wait for it with the GIL held.
 
     ``w[1:]`` is not among the functions: torch slices with the GIL held, and hangs here by itself.
@@ -397,6 +398,7 @@ def test_threads_whose_regions_share_a_parameter():
     code = """
 import faulthandler, sys, threading
 import torch, memsave_ext as ms
+ms.use_engine_hooks(ENGINE_HOOKS)
 faulthandler.dump_traceback_later(300, exit=True)
 sys.setswitchinterval(1e-4)
 one, f = torch.ones(20_000), lambda w, o: w * o
@@ -417,5 +419,5 @@ for r in range(15):
     for t in threads: t.join()
 print("done")
 """
-    done = run_program(code)
+    done = run_program(code.replace("ENGINE_HOOKS", str(engine_hooks)))
     assert done.stdout.strip() == "done", done.stderr[-4000:]

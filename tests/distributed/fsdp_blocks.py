@@ -51,10 +51,6 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(values):
-    return [(v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for v in values]
-
-
 def make(name, params, in_backward=True):
     kind, options = OPTIMIZERS[name]
     return kind(params, **options, in_backward=in_backward)

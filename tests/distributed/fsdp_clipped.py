@@ -2,11 +2,10 @@
 
 import torch
 import torch.distributed as dist
+from ranks import whole
 from test_adam_fsdp import STEPS, data
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import memsave_ext as ms
 
@@ -33,11 +32,6 @@ def shard(net, mesh=None, **options):
     return fully_shard(net, mesh=mesh, **options)
 
 
-def whole(net):
-    params = net.parameters() if isinstance(net, nn.Module) else net
-    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in params]
-
-
 MAKES = {
     "adam": lambda params, **options: ms.AdamW(params, lr=0.01, in_backward=True, **options),
     "sgd": lambda params, **options: ms.in_backward(torch.optim.SGD(params, lr=0.1), **options),
@@ -62,7 +56,7 @@ def train(net, optimizer, clips=None, scaler=None):
             scaler.update()
         optimizer.zero_grad()
         norms.append(optimizer.grad_norm)
-    return norms, whole(net)
+    return norms, whole(net.parameters())
 
 
 def of_each(net, make="adam", **options):
@@ -107,6 +101,10 @@ CLIPS = [of_each, at_once, in_two_buckets, by_norm_pass, together, scaled, scale
 BOTH = [of_each, at_once, by_norm_pass, scaled, scaled_and_clipped]  # also of in_backward()
 
 
-def all_ways(make_net, ways=CLIPS):
+# One of each kind of norm and of scale, for meshes where only those who are asked are others.
+SOME = [of_each, by_norm_pass, together, scaled_and_clipped, scaled_together]
+
+
+def all_ways(make_net, ways=CLIPS, both=BOTH):
     found = {way.__name__: way(make_net()) for way in ways}
-    return found | {f"sgd {way.__name__}": way(make_net(), "sgd") for way in BOTH}
+    return found | {f"sgd {way.__name__}": way(make_net(), "sgd") for way in both}

@@ -6,12 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
+from ranks import run_ranks, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import memsave_ext as ms
@@ -53,12 +52,10 @@ def shard(net, **kwargs):
     return fully_shard(net, mesh=mesh, **kwargs)
 
 
-def whole(net):
-    """Values by name, as they are without checkpointing modules and shards."""
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in net.named_parameters()
-    }
+def values(net):
+    """By name, as they are without checkpointing modules and shards."""
+    names, params = zip(*net.named_parameters(), strict=True)
+    return dict(zip(names, whole(params), strict=True))
 
 
 def train(net, optimizer, start=0, steps=STEPS):
@@ -67,7 +64,7 @@ def train(net, optimizer, start=0, steps=STEPS):
         assert all(p.grad is None for p in net.parameters())
         optimizer.step()
         optimizer.zero_grad()
-    return whole(net)
+    return values(net)
 
 
 def adam(net, **kwargs):
@@ -109,7 +106,7 @@ def without_in_backward():
         loss(net, part(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return whole(net)
+    return values(net)
 
 
 def micro_batches():
@@ -122,7 +119,7 @@ def micro_batches():
         net.set_requires_gradient_sync(True)
         (loss(net, second) / 2).backward()
         optimizer.step()
-    return whole(net)
+    return values(net)
 
 
 def accumulated_after_reduction():
@@ -134,7 +131,7 @@ def accumulated_after_reduction():
             (loss(net, first) / 2).backward()
         (loss(net, second) / 2).backward()
         optimizer.step()
-    return whole(net)
+    return values(net)
 
 
 def checkpoint(saved_by):
@@ -183,7 +180,7 @@ def mixed_precision():
             loss(net, part(step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        results.append(whole(net))
+        results.append(values(net))
     return results
 
 
@@ -268,7 +265,7 @@ def alone():
         loss(net, data(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return whole(net)
+    return values(net)
 
 
 @pytest.mark.parametrize("name", [f.__name__ for f in [*SAME, resumed_by_others]])

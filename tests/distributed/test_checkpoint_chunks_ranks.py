@@ -8,11 +8,10 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_ranks, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -74,12 +73,9 @@ def train(net, optimizer, part):
         (net(part(step)) - 1).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        results.append({name: whole(p) for name, p in net.named_parameters()})
+        names, params = zip(*net.named_parameters(), strict=True)
+        results.append(dict(zip(names, whole(params), strict=True)))
     return results
-
-
-def whole(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def my_part(step):

@@ -12,16 +12,15 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import errors_of_ranks, run_ranks
+from ranks import errors_of_ranks, run_ranks, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint as torch_checkpoint
 
 import memsave_ext as ms
 
-STEPS, SAMPLES, WIDTH = 3, 24, 7  # of odd size
+STEPS, SAMPLES, WIDTH = 2, 24, 7  # of odd size
 KINDS = [
     "modules before",  # ms.checkpoint_modules, then fully_shard
     "modules after",
@@ -114,15 +113,11 @@ def sharded(kind, norm=ms.SyncBatchNorm, dtype=torch.double, **kwargs):
     return net
 
 
-def whole(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def tensors(net):
     """Gradients, parameters and buffers by name, without shards."""
     values = {f"grad of {n}": p.grad for n, p in net.named_parameters() if p.grad is not None}
     values |= dict(net.named_parameters()) | dict(net.named_buffers())
-    return {name: whole(value) for name, value in values.items()}
+    return dict(zip(values, whole(values.values()), strict=True))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -57,19 +58,20 @@ def killed_under_torchrun(folder):
     return told(output)
 
 
-def killed(engine, folder):
+def killed(engine, folder, digits):
     """The same as in `undisturbed`, started again as torchrun does it."""
     failing, first = [*arguments(engine, folder, 3), *FAILING], folder / f"{engine}.txt"
     folder.mkdir(exist_ok=True)
-    lost, none = errors_of_ranks(2, functools.partial(example, failing, output=first), TIMEOUT)
+    once = functools.partial(example, failing, digits, output=first)
+    lost, none = errors_of_ranks(2, once, TIMEOUT)
     assert lost and none is None  # the second one killed itself, and the first one was told
-    again = functools.partial(example, failing, restarts=1)
+    again = functools.partial(example, failing, digits, restarts=1)
     return told(first.read_text() + run_ranks(2, {"example": again})["example"][0])
 
 
-def undisturbed(engine, folder, epochs, processes):
+def undisturbed(engine, folder, digits, epochs, processes):
     """The example in processes that are there already: torchrun's take seconds to start."""
-    runs = {"example": functools.partial(example, arguments(engine, folder, epochs))}
+    runs = {"example": functools.partial(example, arguments(engine, folder, epochs), digits)}
     return told(run_ranks(processes, runs)["example"][0])
 
 
@@ -77,9 +79,14 @@ def arguments(engine, folder, epochs):
     return ["--engine", engine, "--checkpoint", str(folder), "--epochs", str(epochs)]
 
 
-def example(arguments, restarts=0, output=None):
-    """What it prints on this rank, in the group that this is in. With a file, it is there."""
+def example(arguments, digits, restarts=0, output=None):
+    """What it prints on this rank, in the group that this is in. With a file, it is there.
+
+    ``digits`` are scikit-learn's, which takes each process a second to import.
+    """
+    datasets = SimpleNamespace(load_digits=lambda: SimpleNamespace(**digits))
     with (
+        mock.patch.dict(sys.modules, {"sklearn": datasets, "sklearn.datasets": datasets}),
         mock.patch.object(sys, "argv", [str(EXAMPLE), *arguments]),
         mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT=str(restarts)),
         mock.patch.object(dist, "init_process_group"),
@@ -99,16 +106,18 @@ def told(output):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """By name: an undisturbed run, two with a process killed, and one by another number."""
-    pytest.importorskip("sklearn")
+    datasets = pytest.importorskip("sklearn.datasets")
     if not EXAMPLE.is_file():
         pytest.skip("no examples")
+    loaded = datasets.load_digits()
+    digits = {"images": loaded.images, "target": loaded.target}
     folder = tmp_path_factory.mktemp("runs")
     with ThreadPoolExecutor() as pool:  # most of the time is that of starting
         ddp = pool.submit(killed_under_torchrun, folder / "killed")
-        found = {"fsdp2": killed("fsdp2", folder / "killed"), "ddp": ddp.result()}
+        found = {"fsdp2": killed("fsdp2", folder / "killed", digits), "ddp": ddp.result()}
     dcp_to_torch_save(folder / "killed/fsdp2/3", folder / "fsdp2.pt")
-    found["undisturbed"] = undisturbed("ddp", folder / "undisturbed", epochs=3, processes=2)
-    found["by one"] = undisturbed("fsdp2", folder / "killed", epochs=4, processes=1)
+    found["undisturbed"] = undisturbed("ddp", folder / "undisturbed", digits, epochs=3, processes=2)
+    found["by one"] = undisturbed("fsdp2", folder / "killed", digits, epochs=4, processes=1)
     return {"folder": folder, **found}
 
 

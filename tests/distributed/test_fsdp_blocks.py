@@ -13,9 +13,8 @@ from fsdp_blocks import (
     make,
     shard,
     train,
-    whole,
 )
-from ranks import run_ranks
+from ranks import run_ranks, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 

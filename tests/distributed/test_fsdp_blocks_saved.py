@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_blocks import EVEN, ODD, OPTIMIZERS, STEPS, Net, make, shard, train, whole
-from ranks import run_ranks
+from fsdp_blocks import EVEN, ODD, OPTIMIZERS, STEPS, Net, make, shard, train
+from ranks import run_ranks, whole
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

@@ -5,8 +5,8 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_clipped import loss, mesh_of, part, shard, whole
-from ranks import run_ranks
+from fsdp_clipped import loss, mesh_of, part, shard
+from ranks import run_ranks, whole
 from test_adam_fsdp import STEPS, model
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -83,7 +83,7 @@ def one_loop(way, in_backward):
         loss(net, part(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return whole(net)
+    return whole(net.parameters())
 
 
 def two_optimizers(in_backward):
@@ -96,7 +96,7 @@ def two_optimizers(in_backward):
         for optimizer in both:
             optimizer.step()
             optimizer.zero_grad()
-    return whole(net)
+    return whole(net.parameters())
 
 
 @pytest.fixture(scope="module")

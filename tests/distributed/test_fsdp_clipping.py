@@ -3,8 +3,19 @@
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_clipped import CLIPS, MAKES, all_ways, loss, mesh_of, part, scaled_together, shard, whole
-from ranks import run_ranks
+from fsdp_clipped import (
+    BOTH,
+    CLIPS,
+    MAKES,
+    SOME,
+    all_ways,
+    loss,
+    mesh_of,
+    part,
+    scaled_together,
+    shard,
+)
+from ranks import run_ranks, whole
 from test_adam_fsdp import model
 from torch.distributed.fsdp import fully_shard
 
@@ -14,11 +25,12 @@ def sharded():
 
 
 def replicas():
-    return all_ways(lambda: shard(model(), mesh_of(2, 1)))
+    return all_ways(lambda: shard(model(), mesh_of(2, 1)), SOME, BOTH[:1])
 
 
 def hybrid():
-    return all_ways(lambda: shard(model(), mesh_of(2, dist.get_world_size() // 2)))
+    mesh = mesh_of(2, dist.get_world_size() // 2)
+    return all_ways(lambda: shard(model(), mesh), SOME, BOTH[:1])
 
 
 def mixed():
@@ -54,11 +66,11 @@ def infinite(make="adam"):
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     net[1].linear.weight.register_post_accumulate_grad_hook(spoil)
     optimizer = MAKES[make](net.parameters(), grad_scaler=scaler)
-    before = whole(net)
+    before = whole(net.parameters())
     scaler.scale(loss(net, part(0))).backward()
     scaler.step(optimizer)
     scaler.update()
-    same = [torch.equal(p, q) for p, q in zip(before, whole(net), strict=True)]
+    same = [torch.equal(p, q) for p, q in zip(before, whole(net.parameters()), strict=True)]
     names = [name for name, _ in net.named_parameters()]
     return [n for n, s in zip(names, same, strict=True) if s], scaler.get_scale()
 
@@ -73,13 +85,13 @@ def infinite_of_all():
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     net[1].linear.weight.register_post_accumulate_grad_hook(spoil)
     optimizer = MAKES["adam"](net.parameters(), grad_scaler=scaler)
-    before = whole(net)
+    before = whole(net.parameters())
     with optimizer.norm_pass(1.0):
         scaler.scale(loss(net, part(0))).backward()
     scaler.scale(loss(net, part(0))).backward()
     scaler.step(optimizer)
     scaler.update()
-    same = all(torch.equal(p, q) for p, q in zip(before, whole(net), strict=True))
+    same = all(torch.equal(p, q) for p, q in zip(before, whole(net.parameters()), strict=True))
     return same, scaler.get_scale()
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_blocks import shard, whole
-from ranks import run_ranks
+from fsdp_blocks import shard
+from ranks import run_ranks, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

@@ -6,11 +6,10 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_ranks, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import memsave_ext as ms
@@ -56,10 +55,7 @@ def train(net, optimizer, data):
 
 
 def values(net):
-    return [
-        (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for p in net.parameters()
-    ]
+    return whole(net.parameters())
 
 
 def ddp():

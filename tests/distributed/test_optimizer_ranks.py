@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
+from ranks import run_ranks, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -60,10 +60,7 @@ def part(step):
 
 
 def values(net):
-    return [
-        (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for p in net.parameters()
-    ]
+    return whole(net.parameters())
 
 
 def train(net, optimizer, start=0, steps=STEPS, **options):

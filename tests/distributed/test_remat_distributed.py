@@ -2,6 +2,7 @@
 on two gloo ranks: the bits of the same training without blocks."""
 
 import contextlib
+import functools
 import gc
 import random
 import warnings
@@ -9,7 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_ranks, whole
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -122,8 +123,7 @@ def train(build, block, in_backward):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    params = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
-    return [*params, *model.buffers()]
+    return [*whole(model.parameters()), *model.buffers()]
 
 
 def compare(build, in_backward, **options):
@@ -267,8 +267,7 @@ def random_training(seed, sharding, within):
                 model(torch.ones(2, 8, 16))
         optimizer.step()
         optimizer.zero_grad(set_to_none=i % 2 == 0)
-    params = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
-    return params, dropped
+    return whole(model.parameters()), dropped
 
 
 def random_programs():
@@ -313,18 +312,25 @@ def an_error_while_a_step_waits():
     return {"nothing was stepped": same, refused: "after 1 " in refused}
 
 
+FUNCTIONS = [everything, within_a_budget, budgets_under_ddp, budgets_under_fsdp, layer_by_layer,
+             random_programs, an_error_while_a_step_waits]  # fmt: skip
+
+
+def with_nothing_known(function):
+    with warnings.catch_warnings():
+        ms._native.module.remat_forget()
+        return function()
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_ranks(2, {f.__name__: functools.partial(with_nothing_known, f) for f in FUNCTIONS})
+
+
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 @pytest.mark.skipif(not ms._native.available, reason="remat records natively")
-@pytest.mark.parametrize(
-    "function",
-    [
-        *(everything, within_a_budget, budgets_under_ddp, budgets_under_fsdp, layer_by_layer),
-        random_programs,
-        an_error_while_a_step_waits,
-    ],
-    ids=lambda function: function.__name__,
-)
-def test_two_ranks(function):
-    for results in run_ranks(2, [function])[function.__name__]:
-        assert isinstance(results, dict), results
-        assert [key for key, same in results.items() if not same] == []
+@pytest.mark.parametrize("name", [function.__name__ for function in FUNCTIONS])
+def test_two_ranks(results, name):
+    for rank in results[name]:
+        assert isinstance(rank, dict), rank
+        assert [key for key, same in rank.items() if not same] == []

@@ -50,18 +50,20 @@ class Step:
             if content.saved and not self.is_based(i):
                 self.pin(i, content.closed if content.closed >= 0 else len(trace.moments))
         self.points: list[tuple[int, int]] = []  # (moment, bytes recomputed) in recomputations
+        opened: list[list[int]] = [[] for _ in trace.moments]
+        for i, content in enumerate(trace.contents):
+            if content.saved and content.opened >= 0:
+                opened[content.opened].append(i)
         between = [0] * len(trace.moments)  # bytes recomputed in the interval before a moment
         for moment in range(len(trace.moments)):
             between[moment] = self.size(self.held)
-            for i, content in enumerate(trace.contents):
-                if content.saved and content.opened == moment and not self.is_there(i):
+            for i in opened[moment]:
+                if not self.is_there(i):
                     self.recompute(i, moment)
             self.held -= {i for i in self.held if trace.contents[i].closed == moment}
-        at = [
-            peak + between[t] + self.kept(t, forward=True)
-            for t, (_, peak) in enumerate(trace.moments)
-        ]
-        at += [trace.moments[t][0] + extra + self.kept(t) for t, extra in self.points]
+        kept = self.kept()
+        at = [peak + between[t] + kept[t] for t, (_, peak) in enumerate(trace.moments)]
+        at += [trace.moments[t][0] + extra + kept[t] for t, extra in self.points]
         self.peak = max(at)
 
     def pin(self, i: int, until: int) -> None:
@@ -85,18 +87,18 @@ class Step:
     def is_there(self, i: int) -> bool:
         return self.is_based(i) or i in self.held
 
-    def kept(self, t: int, forward: bool = False) -> int:
-        """Bytes that only the block keeps in the interval before moment t, or at it."""
-        kept = 0
-        for i, content in enumerate(self.trace.contents):
+    def kept(self) -> list[int]:
+        """By moment: bytes that only the block keeps in the interval before it, or at it."""
+        trace = self.trace
+        kept = [0] * len(trace.moments)
+        for i, content in enumerate(trace.contents):
             if not self.is_based(i) or content.let_go < 0:
                 continue
             last = self.needed.get(i, -1)
             if content.saved:
-                closed = content.closed if content.closed >= 0 else len(self.trace.moments)
-                last = max(last, closed)
-            if content.let_go < t <= last:
-                kept += content.bytes
+                last = max(last, content.closed if content.closed >= 0 else len(trace.moments))
+            for t in range(content.let_go + 1, min(last + 1, len(trace.moments))):
+                kept[t] += content.bytes
         return kept
 
     def recompute(self, target: int, moment: int) -> None:

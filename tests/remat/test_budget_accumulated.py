@@ -104,11 +104,13 @@ def test_more_shapes_in_turn_than_are_known():
             with ms.remat(budget=1.0) as block:
                 loss = (w * torch.zeros(size)).sin().sum()
             loss.backward()
-            planned[-1] += block.least is not None
+            if block.least is not None:
+                planned[-1] += 1
+                last_planned = block  # reports say it where there is a plan
     assert planned[0] == 0 and min(planned[1:]) > MOST_KNOWN // 2
-    known, of_them = block._recorder.figures()["shapes"]
+    known, of_them = last_planned._recorder.figures()["shapes"]
     assert known == MOST_KNOWN and of_them > MOST_KNOWN // 2
-    assert f"{known} shapes are known, {of_them} of them have plans" in block.report()
+    assert f"{known} shapes are known, {of_them} of them have plans" in last_planned.report()
 
 
 def test_steps_within_a_budget_and_within_none_take_turns():
