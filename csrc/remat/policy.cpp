@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <chrono>
 #include <unordered_set>
+#include <utility>
+#include <vector>
 
 #include "memory/active.h"
 #include "remat/block.h"
@@ -27,6 +29,10 @@ constexpr double kCopies = 40;
 // Of a predicted operator: as operator_seconds() in memsave_ext/fakes/costs.py has it.
 constexpr double kFakeCopy = 6e-11;
 
+bool is_in(const Contents& contents, const std::shared_ptr<Content>& content) {
+  return std::find(contents.begin(), contents.end(), content) != contents.end();
+}
+
 // Adds to the route a repeat of `call`, which is the `operators`th in its chain.
 void add(const Call& call, Route& route, Freed& locked, int operators) {
   if (operators > kMostOperators || call.is_bare) {
@@ -38,7 +44,7 @@ void add(const Call& call, Route& route, Freed& locked, int operators) {
   for (const auto& reference : call.references) {
     const auto& content = reference.content;
     if (reference.overwritten) continue;
-    if (std::find(route.needs.begin(), route.needs.end(), content) != route.needs.end()) continue;
+    if (is_in(route.needs, content) || is_in(route.on_the_way, content)) continue;
     const bool unseen =
         !content->copied && content->fill == 0 &&
         (reference.changed() || (content->external && may_be_stepped(call, reference)));
@@ -110,10 +116,21 @@ int64_t bytes_on(const Route& route, int64_t enough) {
 }
 
 bool has_all_memory(const Content& content) {
-  return std::all_of(content.needs.begin(), content.needs.end(), [](const auto& needed) {
-    if (needed->held) return static_cast<int64_t>(needed->held->nbytes()) >= needed->extent;
-    return !needed->dropped || has_all_memory(*needed);
-  });
+  static uint64_t looks = 0;  // guarded by contents_mutex()
+  const uint64_t look = ++looks;
+  std::vector<const Content*> pending{&content};
+  while (!pending.empty()) {
+    const Contents& needs = pending.back()->needs;
+    pending.pop_back();
+    for (const auto& needed : needs) {
+      if (needed->held) {
+        if (static_cast<int64_t>(needed->held->nbytes()) < needed->extent) return false;
+      } else if (needed->dropped && std::exchange(needed->look, look) != look) {
+        pending.push_back(needed.get());
+      }
+    }
+  }
+  return true;
 }
 
 double seconds_of_copy(int64_t bytes) {

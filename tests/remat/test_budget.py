@@ -516,6 +516,26 @@ def test_a_step_is_still_as_planned_where_a_chain_is_too_long_to_be_computed_aga
     assert plan is not None
 
 
+@pytest.mark.filterwarnings("ignore:remat. the budget")
+def test_what_long_chains_are_computed_from_is_looked_at_once():
+    """Each dropped content needs two others that are dropped: 2**60 ways lead back to the first."""
+    g, head = nn.Parameter(torch.ones(32)), torch.randn(32, 4000)  # which all must be dropped for
+
+    def loss():
+        x = torch.linspace(-1, 1, 256 * 32).view(256, 32)
+        for _ in range(60):
+            x = x + (x * g).tanh()
+        return (x @ head).square().mean()
+
+    (expected,) = torch.autograd.grad(loss(), g)
+    for _ in range(2):
+        with ms.remat(budget=1) as block:
+            value = loss()
+        (actual,) = torch.autograd.grad(value, g)
+        assert torch.equal(actual, expected)
+    assert block.figures().dropped_bytes > 50 * 256 * 32 * 4
+
+
 def test_a_hundred_shapes_take_turns():
     model, _ = wide(2, 16)
     for number in range(2):
