@@ -171,7 +171,7 @@ struct Content : std::enable_shared_from_this<Content> {
   // The memory that it was recomputed into, which a node may use still when it is held no more.
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> recomputed;
   uint64_t fill = 0;     // how often it was recomputed
-  uint64_t look = 0;     // the latest of has_all_memory() that came by
+  uint64_t walk = 0;     // the latest one over what contents need that came by
   int64_t unopened = 0;  // holders that have not opened the latest recompute
   // Where it is copied to: `held` is still there, and it is not dropped, until the copy is over.
   std::shared_ptr<Away> away;

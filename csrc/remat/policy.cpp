@@ -1,12 +1,11 @@
 #include "remat/policy.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <chrono>
-#include <unordered_set>
 #include <utility>
-#include <vector>
 
 #include "memory/active.h"
 #include "remat/block.h"
@@ -87,6 +86,22 @@ void add(const Call& call, Route& route, Freed& locked, int operators) {
   }
 }
 
+uint64_t walks = 0;  // so far, of all kinds; guarded by contents_mutex()
+
+// Calls `enter` once with each of these, and with what each is computed from where it returns true.
+template <typename Enter>
+void walk(const Contents& needs, const Enter& enter) {
+  const uint64_t number = ++walks;
+  c10::SmallVector<const Contents*, 8> pending{&needs};
+  while (!pending.empty()) {
+    const Contents& next = *pending.pop_back_val();
+    for (const auto& needed : next) {
+      if (std::exchange(needed->walk, number) == number) continue;
+      if (enter(*needed)) pending.push_back(&needed->needs);
+    }
+  }
+}
+
 }  // namespace
 
 Route find_route(const Content& content, Freed& locked) {
@@ -98,39 +113,22 @@ Route find_route(const Content& content, Freed& locked) {
 int64_t bytes_on(const Route& route, int64_t enough) {
   int64_t bytes = 0;
   for (const auto& content : route.on_the_way) bytes += content->bytes;
-  std::unordered_set<const Content*> seen;
-  std::vector<const Content*> pending;
-  const auto visit = [&](const Contents& needs) {
-    for (const auto& needed : needs) {
-      if (needed->dropped && seen.insert(needed.get()).second) pending.push_back(needed.get());
-    }
-  };
-  visit(route.needs);
-  while (!pending.empty() && bytes <= enough) {
-    const Content& content = *pending.back();
-    pending.pop_back();
-    bytes += content.bytes;
-    visit(content.needs);
-  }
+  walk(route.needs, [&](const Content& needed) {
+    if (!needed.dropped || bytes > enough) return false;
+    bytes += needed.bytes;
+    return true;
+  });
   return bytes;
 }
 
 bool has_all_memory(const Content& content) {
-  static uint64_t looks = 0;  // guarded by contents_mutex()
-  const uint64_t look = ++looks;
-  std::vector<const Content*> pending{&content};
-  while (!pending.empty()) {
-    const Contents& needs = pending.back()->needs;
-    pending.pop_back();
-    for (const auto& needed : needs) {
-      if (needed->held) {
-        if (static_cast<int64_t>(needed->held->nbytes()) < needed->extent) return false;
-      } else if (needed->dropped && std::exchange(needed->look, look) != look) {
-        pending.push_back(needed.get());
-      }
-    }
-  }
-  return true;
+  bool has_all = true;
+  walk(content.needs, [&](const Content& needed) {
+    if (!needed.held) return has_all && needed.dropped;
+    has_all = has_all && static_cast<int64_t>(needed.held->nbytes()) >= needed.extent;
+    return false;
+  });
+  return has_all;
 }
 
 double seconds_of_copy(int64_t bytes) {
