@@ -82,7 +82,7 @@ class Library(programs.Plan):
         The CPU's kernels are compiled to see that they are C++17, too, without their loops over
         vectors, and are not linked.
         """
-        texts = {"optimizer.cpp": "", "regions.cpp": "", "cpu.cpp": ""}
+        texts = {"regions.cpp": "", "optimizer.cpp": "", "cpu.cpp": ""}  # the longest first
         for source in build_config.sources(ROOT, self.with_cuda):
             path = Path(source).relative_to("csrc")
             if "cpu" in path.parts:
@@ -90,9 +90,9 @@ class Library(programs.Plan):
             elif path.suffix != ".cu":
                 with_kernels = (ROOT / "csrc" / path.parts[0] / "cuda").is_dir()
                 texts["optimizer.cpp" if with_kernels else "regions.cpp"] += f'#include "{path}"\n'
-        optimizer, regions, cpu = build_units.write_units(self.folder / "units", texts)
+        regions, optimizer, cpu = build_units.write_units(self.folder / "units", texts)
         self._host_object(cpu, [])
-        return [self._host_object(path, list(self.flags)) for path in (optimizer, regions)]
+        return [self._host_object(path, list(self.flags)) for path in (regions, optimizer)]
 
     def _host_object(self, path: Path, flags: list[str]) -> str:
         target = f"objects/{path.stem}.o"

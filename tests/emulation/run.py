@@ -39,7 +39,8 @@ def main() -> None:
     parser.add_argument("--part", action="store_true", help="not with everything in every order")
     options = parser.parse_args()
     kinds = [kind for kind in options.builds if has_compiler(kind)]
-    runs = [(kind, program) for program in programs.DRIVERS for kind in kinds]
+    # What runs longest first: with sanitizers, and in the order of the programs.
+    runs = [(kind, program) for program in programs.DRIVERS for kind in reversed(kinds)]
     programs.build(kinds)
     if build_config.find_cuda_home()[0] is None:
         print("conversions: not compared with NVIDIA's, whose headers are not here")

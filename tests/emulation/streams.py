@@ -12,12 +12,13 @@ built for CUDA in build/emulation-streams, with its kernels emulated.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import operators
 from operators import build_units
@@ -27,7 +28,7 @@ from torch.utils import cpp_extension
 DEVICE = HERE / "streams"
 sys.path.insert(0, str(DEVICE))
 import mistakes  # noqa: E402
-from gpu_tests import EVERY_TIME, IN_FULL, GpuTests  # noqa: E402
+from gpu_tests import EVERY_TIME, IN_FULL  # noqa: E402
 from mistakes import MISTAKES  # noqa: E402
 
 FOLDER = ROOT / "build" / "emulation-streams"
@@ -35,7 +36,6 @@ CHANGED = FOLDER / "changed"  # the sources of csrc that have mistakes
 LIBRARY = FOLDER / "libfake_cuda.so"
 CASES = sorted((DEVICE / "cases").glob("cases_*.py"))
 PURE_PYTHON = [path for path in CASES if path.stem[6:] in ("adam", "checkpoint", "distributed")]
-NOTHING_CHOSEN = 5  # pytest's exit status
 # Of a case, native and in pure Python. A mistake is tried with all until it is seen.
 SEEDS = {True: 50, False: 10}
 EVERY_TIMES_SEEDS = {True: 20, False: 5}
@@ -54,6 +54,7 @@ class Package(operators.Library):
 
     def text(self) -> str:
         mistakes.put_in(self.csrc, CHANGED, self.folder / "memsave_ext")
+        objects = self._host()  # what takes longest to compile comes first
         names = ("clocks", "device", "generator", "operators", "attention", "binding")
         text = "".join(f'#include "{name}.cpp"\n' for name in names)
         (unit,) = build_units.write_units(self.folder / "units", {"fake_cuda.cpp": text})
@@ -61,7 +62,7 @@ class Package(operators.Library):
         libraries = [f"-L'{path}' -Wl,-rpath,'{path}'" for path in cpp_extension.library_paths()]
         flags = ["-shared", *libraries, "-lc10", "-ltorch", "-ltorch_cpu"]
         self._build("plain", "link", [device], LIBRARY.name, flags)
-        objects = [*self._host(), self._host_object(DEVICE / "kernels.cpp", [])]
+        objects.append(self._host_object(DEVICE / "kernels.cpp", []))
         self._extension(objects, ["-L.", "-Wl,-rpath,'$$ORIGIN/..'", "-lfake_cuda"])
         return "".join(self.lines)
 
@@ -73,50 +74,38 @@ def main() -> None:
     full = "--full" in sys.argv
     words = [word for word in sys.argv[1:] if word != "--full"]
     operators.build(Package, FOLDER)
-    seeing = [
-        (mistake.native, f"{i}:{word}")
-        for i, mistake in enumerate(MISTAKES)
-        for word in mistake.cases.split()
-        if word in words or not words
-    ]
-    of_gpus = [] if words else [*EVERY_TIME, *(IN_FULL if full else [])]
-    cores = len(os.sched_getaffinity(0))
-    seeds = SEEDS if full else EVERY_TIMES_SEEDS
-    with ThreadPoolExecutor(cores) as pool:
-        runs = [pool.submit(run_gpu_tests, tests) for tests in of_gpus]
-        chosen = " or ".join(words) or "test"
-        runs += [pool.submit(run_tests, [path], chosen, seeds=seeds) for path in CASES]
+    parts = {native: list(parts_of(native, words, full)) for native in (True, False)}
+    with ThreadPoolExecutor(len(parts)) as pool:
+        runs = list(pool.map(run, parts.values(), parts))
+    for done in runs:
+        print(done.stdout, end="")
+    if any(done.returncode for done in runs):
+        sys.exit("emulate: tests on the device failed, or mistakes were not seen")
+    seen = [part for of in parts.values() for part in of if "mistake" in part]
+    print(f"{len(seen)} mistakes seen")
+
+
+def parts_of(native: bool, words: list[str], full: bool) -> Iterator[dict[str, object]]:
+    """What forked.py runs: tests of a GPU, cases, mistakes."""
+    chosen = " or ".join(words) or "test"
+    if not native:
         # There a captured region cannot ask torch for the random state, as on a card.
         chosen = f"({chosen}) and not replays"
-        runs += [pool.submit(run_tests, [path], chosen, False, seeds) for path in PURE_PYTHON]
-        for native in (True, False):
-            these = [number for is_native, number in seeing if is_native is native]
-            parts = [part for i in range(cores) if (part := these[i::cores])]
-            runs += [pool.submit(see_mistakes, part, native) for part in parts]
-    for run in runs:
-        print(run.result().stdout, end="")
-    if any(run.result().returncode not in (0, NOTHING_CHOSEN) for run in runs):
-        sys.exit("emulate: tests on the device failed, or mistakes were not seen")
-    print(f"{len(seeing)} mistakes seen")
+    seeds = (SEEDS if full else EVERY_TIMES_SEEDS)[native]
+    for path in CASES if native else PURE_PYTHON:
+        yield {"files": [str(path)], "chosen": chosen, "seeds": seeds}
+    if native and not words:
+        for tests in [*EVERY_TIME, *(IN_FULL if full else [])]:
+            file = str(ROOT / "tests" / tests.file)
+            yield {"files": [file], "chosen": tests.chosen, "seeds": seeds}
+    for number, mistake in enumerate(MISTAKES):
+        for word in mistake.cases.split() if mistake.native is native else ():
+            if word in words or not words:
+                of = {"files": list(map(str, CASES)), "chosen": word, "seeds": SEEDS[native]}
+                yield {**of, "mistake": number}
 
 
-def run_gpu_tests(tests: GpuTests) -> subprocess.CompletedProcess[str]:
-    return run_tests([ROOT / "tests" / tests.file], tests.chosen)
-
-
-def run_tests(
-    paths: list[Path], words: str, native: bool = True, seeds: dict[bool, int] = SEEDS
-) -> subprocess.CompletedProcess[str]:
-    return run_python(["-m", "pytest", "-k", words, *map(str, paths)], native, seeds)
-
-
-def see_mistakes(numbers: list[str], native: bool) -> subprocess.CompletedProcess[str]:
-    return run_python([str(DEVICE / "see_mistakes.py"), *numbers], native)
-
-
-def run_python(
-    arguments: list[str], native: bool, seeds: dict[bool, int] = SEEDS
-) -> subprocess.CompletedProcess[str]:
+def run(parts: list[dict[str, object]], native: bool) -> subprocess.CompletedProcess[str]:
     options = ["-q", "-p", "no:cacheprovider", "-p", "checked_streams", "--rootdir", str(ROOT)]
     environment = {
         **os.environ,
@@ -124,11 +113,11 @@ def run_python(
         "PYTHONPATH": f"{DEVICE}:{ROOT / 'tests'}:{FOLDER}",  # FOLDER has the package
         "MEMSAVE_EXT_FAKE_CUDA": str(LIBRARY),
         "MEMSAVE_EXT_NATIVE": str(int(native)),
-        "MEMSAVE_EXT_SEEDS": str(seeds[native]),
         "OMP_NUM_THREADS": "1",
     }
     return subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable, str(DEVICE / "forked.py")],
+        input=json.dumps(parts),
         cwd=FOLDER,
         env=environment,
         stdout=subprocess.PIPE,

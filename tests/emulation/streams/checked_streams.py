@@ -5,14 +5,13 @@ import os
 import fake_cuda  # before torch
 import pytest
 
-SEEDS = int(os.environ["MEMSAVE_EXT_SEEDS"])
 STDERR = os.fdopen(os.dup(2), "w")  # as it is before pytest takes it
 
 
 def pytest_generate_tests(metafunc):
     is_case = metafunc.module.__name__.startswith("cases_")
     if is_case and "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(SEEDS))
+        metafunc.parametrize("seed", range(int(os.environ["MEMSAVE_EXT_SEEDS"])))
 
 
 @pytest.fixture(autouse=True)
