@@ -89,8 +89,8 @@ class remat:  # noqa: N801, a context manager is used like a function
         offload: what would take longer to recompute is moved elsewhere while the step goes on, and
             brought back before backward needs it, as far as the budget asks for it. On CUDA: "cpu",
             pinned memory of the host, copied on streams of its own. On a CPU: a folder, as of a
-            local disk, for a file without a name that is gone with the block, and after a crash; a
-            folder of the name cpu is "./cpu". What there is no room for is kept; the report says
+            local disk, for a file without a name that is gone with the process, also after a crash;
+            a folder of the name cpu is "./cpu". What there is no room for is kept; the report says
             so. "cpu" in a block on the CPU moves nothing, which a UserWarning says once.
         offload_limit: the most bytes that all blocks with the same folder, or of the same CUDA
             device, may have there at a time: an int, or text such as "50GB". None: as many as there
