@@ -1,6 +1,6 @@
 """What is compiled at once: a few sources of a room as one file, written beside the objects.
 
-torch's headers take the compiler ten seconds and more, most of our sources less than one.
+torch's headers take the compiler some twenty seconds, most of our sources one or two.
 """
 
 from __future__ import annotations
