@@ -253,6 +253,16 @@ class Recorder {
   std::unique_ptr<checkpoint::EngineHookGuard> hooks_;  // null where it is not open
 };
 
+// A Pause for a `with` of Python.
+class WithPause {
+ public:
+  void enter() { pause_.emplace(); }
+  void leave(const py::args&) { pause_.reset(); }
+
+ private:
+  std::optional<Pause> pause_;
+};
+
 // Lets the device's steps begin with a plan for the step on fake tensors that has ended last.
 // Returns the hash of its operators, by which remat_knows() finds it; nothing where it saved none.
 std::optional<uint64_t> expect(const Fakes& fakes, const at::Device& device) {
@@ -347,6 +357,10 @@ void bind(py::module_& m) {
             {at::RecordScope::FUNCTION}));
   });
   m.def("remat_stop_observing", &at::removeCallback);
+  py::class_<WithPause>(m, "RematPause")
+      .def(py::init<>())
+      .def("__enter__", &WithPause::enter)
+      .def("__exit__", &WithPause::leave);
   m.def("remat_may_run_ahead", [] {
     return checkpoint::EngineHookGuard::packer() == nullptr && !checkpoint::in_region();
   });

@@ -235,6 +235,8 @@ _all_files: weakref.WeakSet[Files] = weakref.WeakSet()
 
 def is_in_file(tensor: Tensor) -> bool:
     """Whether the memory of a state is a file's; of a prediction's, whether it would be."""
+    if not _all_files:  # asked of every state in every step
+        return False
     return hasattr(tensor, _PRETENDS) or any(files.has(tensor) for files in _all_files)
 
 

@@ -29,6 +29,10 @@ class Place:
         """Whether a tensor of this size lies there, and not beside the parameter."""
         return False
 
+    def holds(self, name: str, state: Tensor, device: torch.device) -> bool:
+        """Whether a state of this name and size lies there between steps."""
+        return name not in self.stay and self.takes(state.nbytes, device)
+
     def reserve(self, nbytes: Iterable[int]) -> None:
         """Makes room for tensors of these sizes, or raises OSError."""
 

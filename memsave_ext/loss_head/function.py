@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from ..checkpoint import forward_records
+from ..remat.recorder import unrecorded
 from . import head
 from .chunks import BLOCK, Settings, shape_of_chunk
 from .reference import Found, Options, check, reference
@@ -258,8 +259,9 @@ def _divides_by_zero(
         return False
     if not options.label_smoothing or type(target) is not Tensor or not target.is_cpu:
         return False
-    counted = target[(target != options.ignore_index) & (target >= 0) & (target < len(weight))]
-    return bool(weight[counted].sum() == 0)
+    with unrecorded():
+        counted = target[(target != options.ignore_index) & (target >= 0) & (target < len(weight))]
+        return bool(weight[counted].sum() == 0)
 
 
 def _is_class_weight(weight: Tensor, classes: int) -> bool:
@@ -288,9 +290,10 @@ def _loss_dtype(input: Tensor, target: Tensor, weight: Tensor | None) -> torch.d
 
 
 def _check_indices(target: Tensor, classes: int, ignored: int) -> None:
-    wrong = ((target < 0) | (target >= classes)) & (target != ignored)
-    if type(target) is Tensor and target.is_cpu:
-        if wrong.any():
-            raise IndexError(f"Target {target[wrong][0].item()} is out of bounds.")
-    elif not target.is_meta:
-        torch._assert_async(~wrong.any(), "linear_cross_entropy: a target is out of bounds")
+    with unrecorded():  # fake tensors are not looked at
+        wrong = ((target < 0) | (target >= classes)) & (target != ignored)
+        if type(target) is Tensor and target.is_cpu:
+            if wrong.any():
+                raise IndexError(f"Target {target[wrong][0].item()} is out of bounds.")
+        elif not target.is_meta:
+            torch._assert_async(~wrong.any(), "linear_cross_entropy: a target is out of bounds")

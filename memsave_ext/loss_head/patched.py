@@ -7,12 +7,14 @@ import inspect
 import math
 import threading
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..remat.recorder import unrecorded
 from .function import loss_of
 from .log_probs import scaled
 from .reference import Found
@@ -51,6 +53,7 @@ class Call:
 
     def __init__(self, head: Any, with_labels: bool) -> None:
         self.head, self.with_labels = head, with_labels
+        self.of_probe = ExitStack()  # from the head to the loss
         self.outputs: dict[str, Tensor] = {}
 
     def stands_in(self, value: Any) -> bool:
@@ -76,26 +79,31 @@ def _probe(like: Tensor, classes: int) -> Tensor:
     """Returns (1, 8, classes) in which every class has each number of _PROBE."""
     dtype = torch.float32 if like.device.type == "mps" else torch.float64
     values = torch.tensor(_PROBE, dtype=dtype, device=like.device)
-    rows = torch.arange(len(_PROBE), device=like.device)[:, None]
-    return values[(rows + torch.arange(classes, device=like.device)) % len(_PROBE)][None]
+    repeated = values.repeat(2 + classes // len(_PROBE))
+    return repeated.unfold(0, classes, 1)[: len(_PROBE)].clone()[None]
 
 
 def _form_of(probe: Tensor, logits: Tensor) -> Form | None:
     """Returns what made ``logits`` of ``probe``; None if it is something else."""
     rows = logits[0, :, 0].tolist()  # of class 0, which has _PROBE in order
     scale, softcap = rows[1], None
-    expected = scale * probe
     if abs(rows[2] - 1e4 * scale) > 1e-3 * abs(rows[2]):
         softcap = rows[2]
         if not abs(rows[0]) < softcap < math.inf:
             return None
         scale = softcap * math.atanh(rows[0] / softcap) / _PROBE[0]
         scale = 1.0 if abs(scale - 1) < 1e-6 else scale
-        expected = softcap * torch.tanh(scale * probe / softcap)
     if scale == 0 or not math.isfinite(scale):
         return None
-    right = torch.allclose(logits.to(probe.dtype), expected, rtol=1e-5, atol=1e-6 * abs(scale))
-    return Form(scale, softcap) if right else None
+
+    def is_right(given: Tensor, found: Tensor) -> bool:
+        expected = scale * given
+        if softcap is not None:
+            expected = softcap * torch.tanh(expected / softcap)
+        return torch.allclose(found.to(given.dtype), expected, rtol=1e-5, atol=1e-6 * abs(scale))
+
+    # One after the other: all at once take as much memory as many tokens' logits.
+    return Form(scale, softcap) if all(map(is_right, probe[0], logits[0])) else None
 
 
 def _unwrapped(model: Any) -> Any:
@@ -193,7 +201,10 @@ class Patched:
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
         call = self._calls.pop(threading.get_ident(), None)
-        if call is None or output is None or not call.with_labels:
+        if call is None:
+            return output
+        call.of_probe.close()
+        if output is None or not call.with_labels:
             return output
         if isinstance(output, tuple) and self._options.outputs:
             raise self._error("returns a tuple, which has no place for outputs=")
@@ -207,8 +218,9 @@ class Patched:
         if call.hidden is not None:
             raise self._error("calls its head more than once in a forward")
         call.hidden = hidden
+        call.of_probe.enter_context(unrecorded())  # later steps have another one
         classes = self._head.weight.shape[0]
-        if self._form is None:
+        if self._form is None and _has_values(hidden):
             call.probe = _probe(hidden, classes)
         else:
             call.probe = hidden.new_zeros(1, 1, classes)
@@ -225,6 +237,7 @@ class Patched:
         """Returns the loss of the hidden states that the head was given. ``labels``: the class that
         each of them predicts. ``logits``: what the model has made of the head's numbers."""
         form, options = self._check(call, logits), self._options
+        call.of_probe.close()
         assert call.hidden is not None
         hidden = call.hidden.reshape(-1, call.hidden.shape[-1])
         hidden, bias = scaled(hidden, call.head.bias, form.scale)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..adam.elsewhere import buffers_of
 from ..adam.files import is_in_file
-from ..adam.place import Place
 from ..shared.modules import Modules, not_compiled
 from ..shared.tensors import plain_tensors
 from .events import GRADIENTS, OPTIMIZER_STATES, PARAMETERS
@@ -171,10 +171,9 @@ class Hooks:
                 for key, value in (state.items() if isinstance(state, dict) else ())
             ],
         )
-        places = {id(p): p for g in optimizer.param_groups if (p := g.get("states_on"))}
-        buffers = [b for p in places.values() if isinstance(p, Place) for b in p.buffers()]
         number = self._names.number("buffer of states_on")
-        self._label(OPTIMIZER_STATES, [(buffer, number) for buffer in buffers])
+        buffers = [(buffer, number) for buffer in buffers_of(optimizer)]
+        self._label(OPTIMIZER_STATES, buffers)
 
     def _label(self, category: int, owners: Iterable[tuple[Any, int]]) -> None:
         tensors, names = [], []

@@ -19,6 +19,7 @@ from ..adam import SGD, AdamW, Lion, formats, modes
 from ..adam.dtensor import as_placed
 from ..adam.native import Native
 from ..adam.own_optimizer import OwnStep
+from ..adam.place import Place
 from ..adam.rules import rule_of
 from ..adam.states import check, make_state
 from ..adam.step_in_backward import BUCKET_BYTES, SMALL_BYTES
@@ -512,13 +513,8 @@ def _our_state(group: dict[str, Any], slots: Sequence[Slot]) -> list[Entry]:
             if alike not in known:
                 state = make_state(meta, group)
                 check(meta, meta.grad, state, group)
-                place = group.get("states_on")
-                device = slot.param.device
-                here = [
-                    tensor
-                    for name, tensor in state.items()
-                    if place is None or name in place.stay or not place.takes(tensor.nbytes, device)
-                ]
+                place, device = group.get("states_on") or Place(), slot.param.device
+                here = (t for n, t in state.items() if not place.holds(n, t, device))
                 known[alike] = [(t.dtype, Amount(t.numel(), t.nbytes)) for t in here]
             entries += [Entry("optimizer", slot.module, *one) for one in known[alike]]
     except (ValueError, RuntimeError) as error:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adam.dtensor import local_tensor
-from ..adam.files import is_in_file
+from ..adam.elsewhere import in_memory
 from ..shared.tensors import plain_tensors
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer")
@@ -162,8 +162,7 @@ class Inventory:
         for param, state in ({} if optimizer is None else optimizer.state).items():
             slot_of_param = self.slots.get(id(param))
             module = "" if slot_of_param is None else slot_of_param.module
-            here = [tensor for tensor in plain_tensors(state) if not is_in_file(tensor)]
-            tally.add("optimizer", module, here)
+            tally.add("optimizer", module, in_memory(plain_tensors(state)))
         return holding_of(tally.entries())
 
     def _tally(self) -> Tally:

@@ -21,6 +21,7 @@ from .. import _parts
 from ..adam import stepper
 from ..adam.dtensor import is_dtensor
 from ..adam.native import Native
+from ..adam.place import Place
 from ..adam.states import make_state
 from ..fakes.cuda import as_on_cuda
 from ..fakes.mode import (
@@ -244,12 +245,14 @@ def _step_in_backward(fake: Tensor, param: Tensor, owner: Any) -> None:
     """Lets a fake parameter's gradient go in backward, for a state if there is none yet."""
     group = next(g for g in owner.param_groups if any(p is param for p in g["params"]))
     makes_state = isinstance(owner, Native) and not owner.state.get(param)
-    states: list[Any] = []
+    place: Place = group.get("states_on") or Place()
+    states: list[dict[str, Tensor]] = []
 
     def step(fake: Tensor) -> None:
-        fake.grad = None
         if makes_state and not states:
-            states.append(make_state(fake, group))
+            made = make_state(fake, group)  # all of it is in memory while the parameter is stepped
+            states.append({n: t for n, t in made.items() if not place.holds(n, t, param.device)})
+        fake.grad = None
 
     fake.register_post_accumulate_grad_hook(step)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .. import _parts
+from ..adam.elsewhere import buffers_of, in_memory
 from ..adam.owners import optimizers_of
 from ..shared.device_memory import device_memory
 from ..shared.modules import modules_of
@@ -213,7 +214,7 @@ class LivedBefore:
                     grads.append(grad)
                 elif p.requires_grad and not is_lazy(p):
                     awaited.append(p)
-        counted = _plain([*params, *buffers, *self._states(params)])
+        counted = [*_plain([*params, *buffers]), *self._states(params)]
         self._count(counted, _plain(grads), sum(t.nbytes for t in _plain(awaited)))
 
     def lived(self) -> Lived:
@@ -221,7 +222,7 @@ class LivedBefore:
         modules = [module for reference in self._added if (module := reference()) is not None]
         each = (p for module in modules for p in _parameters_in(modules_of(module)))
         params = list({id(p): p for p in each}.values())
-        states = _plain(self._states(params))
+        states = self._states(params)
         wide = [t for t in states if t.is_floating_point() and t.itemsize >= 4 and t.numel() > 1]
         buffers = [b for module in modules for b in module.buffers()]
         seen: set[int] = set()
@@ -232,9 +233,12 @@ class LivedBefore:
             wide_states=_bytes_of(wide, set()),
         )
 
-    def _states(self, params: Sequence[Tensor]) -> Iterator[Any]:
-        for optimizer in dict.fromkeys((*self._optimizers, *optimizers_of(params))):
-            yield from (optimizer.state[p] for p in params if p in optimizer.state)
+    def _states(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """What optimizers have in memory for these parameters."""
+        optimizers = dict.fromkeys((*self._optimizers, *optimizers_of(params)))
+        states = (o.state[p] for o in optimizers for p in params if p in o.state)
+        buffers = (buffer for optimizer in optimizers for buffer in buffers_of(optimizer))
+        return [*in_memory(_plain(states)), *buffers]
 
 
 def _plain(values: Iterable[Any]) -> list[Tensor]:

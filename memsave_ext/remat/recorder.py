@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -106,6 +107,13 @@ class Recorder(Protocol):
         - ``again``: tuples of a module's number, an operator's name, how often it ran again, the
           bytes it made, and the seconds it took.
         """
+
+
+def unrecorded() -> AbstractContextManager[None]:
+    """In it blocks record no operators of this thread: what it computes is not in every step, or
+    not in a run on fake tensors, and nothing of it is saved for backward."""
+    native: Any = _parts.native("remat")
+    return nullcontext() if native is None else native.RematPause()
 
 
 class NoRecorder:

@@ -1,5 +1,7 @@
 """Rematerialization of transformers' models, and under its Trainer: the same bits."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -70,3 +72,57 @@ def test_gradient_checkpointing_inside(use_reentrant):
     ours, handle = train(gpt2, both)
     assert all(map(torch.equal, plain, ours))
     assert handle.figures().dropped_bytes > 0
+
+
+def gemma2():
+    """Its logits are capped."""
+    config = transformers.Gemma2Config(
+        **SMALL, num_attention_heads=4, head_dim=8, final_logit_softcapping=2.0
+    )
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def granite():
+    """Its logits are scaled."""
+    config = transformers.GraniteConfig(**SMALL, num_attention_heads=4, logits_scaling=2.0)
+    return transformers.GraniteForCausalLM(config)
+
+
+@pytest.mark.parametrize("build", [llama, gpt2, gemma2, granite], ids=lambda b: b.__name__)
+def test_a_loss_without_logits_is_planned_from_the_first_step_on(build):
+    """The patch looks once at what the model does to logits, which is in no other step."""
+
+    def patched(model):
+        ms.patch_causal_lm(model)
+        return model
+
+    def within_a_budget(model):
+        handle = ms.remat_module(patched(model), budget=0.5)
+        model.register_forward_hook(lambda *_: reports.append(handle))
+        return handle
+
+    ms._C.remat_forget()
+    reports = []
+    plain, _ = train(build, patched)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours, handle = train(build, within_a_budget)
+    assert all(map(torch.equal, plain, ours))
+    assert len(reports) == 2 and "did not go as" not in " ".join(handle.report().split())
+
+
+def test_what_a_model_raises_after_its_head_leaves_blocks_recording():
+    model = gpt2().train()
+    ms.patch_causal_lm(model)
+    tokens = torch.arange(48).view(3, 16)
+    with pytest.raises(TypeError):
+        model(input_ids=tokens, labels=tokens, num_items_in_batch="many")
+    wrong = tokens.clone()
+    wrong[0, 3] = 50
+    with pytest.raises(IndexError, match="out of bounds"):
+        model(input_ids=tokens, labels=wrong)
+    block = ms.remat(_everything=True)
+    with block:
+        loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    assert block.figures().dropped_bytes > 0

@@ -140,10 +140,11 @@ limit = device_memory(cpu).limit // 2
 resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 memory = device_memory(cpu)
 assert memory.limit == limit and memory.free < limit
-taken = torch.empty(memory.free - (4 << 20), dtype=torch.uint8)
-assert device_memory(cpu).free <= 4 << 20
+holes = (_mallinfo()().fordblks if _mallinfo() else 0) + (1 << 20)
+taken = torch.empty(memory.free - holes, dtype=torch.uint8)
+assert device_memory(cpu).free <= holes
 try:
-    torch.empty(8 << 20, dtype=torch.uint8)
+    torch.empty(holes + (1 << 20), dtype=torch.uint8)
 except RuntimeError as error:
     print("refused", "memory" in str(error))
 del taken
