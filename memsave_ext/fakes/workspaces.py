@@ -29,6 +29,11 @@ _SCATTERED = (
 _LEFT_IN_ELEMENTS = (
     *(_aten.mse_loss, _aten.smooth_l1_loss, _aten.soft_margin_loss, _aten.binary_cross_entropy),
 )
+_NORMS = {  # and where in their arguments the weight is
+    _aten.native_batch_norm.default: 1,
+    _aten.native_group_norm.default: 1,
+    _aten.native_layer_norm.default: 2,
+}
 _NARROW = (torch.bfloat16, torch.float16)
 _FLOAT = 4
 _COUNT = 8
@@ -50,13 +55,20 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
 
 def as_left_by_kernel(func: Any, args: tuple[Any, ...], result: Any) -> Any:
     """Returns a fake result in the memory that the kernel on the CPU leaves it in: an LSTM's with
-    its workspace, the mean of a loss in the memory of the loss of each element, and of a batch norm
-    no gradient that nobody asks for."""
+    its workspace, the mean of a loss in the memory of the loss of each element, of a batch norm no
+    gradient that nobody asks for, and what norms of narrow numbers with wide weights make in the
+    dtypes of the kernel: statistics are wide, and the gradient of the input is narrow."""
     if func is _aten.mkldnn_rnn_layer.default:
         *outputs, workspace = result
         return (*outputs, workspace.new_empty(onednn.lstm_workspace(*args)))
     if func is _aten.native_batch_norm_backward.default and not args[-1][0]:
         return (None, *result[1:])
+    if func in _NORMS and args[0].dtype in _NARROW:
+        weight, (output, *statistics) = args[_NORMS[func]], result
+        if weight is not None and weight.dtype == torch.float32:
+            return (output, *(torch.empty_like(s, dtype=torch.float32) for s in statistics))
+    if func is _aten.native_group_norm_backward.default and result[0] is not None:
+        return (torch.empty_like(result[0], dtype=args[1].dtype), *result[1:])
     packet = getattr(func, "_overloadpacket", None)
     if packet not in _LEFT_IN_ELEMENTS or result.dim() or not args[0].dim():
         return result

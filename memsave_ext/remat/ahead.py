@@ -210,7 +210,7 @@ def _copied(
         fake = fakes[id(param)]
         if param.grad is not None:
             fake.grad = like(param.grad)
-        elif (owner := stepper.owner(param)) is not None:
+        elif param.requires_grad and (owner := stepper.owner(param)) is not None:
             _step_in_backward(fake, param, owner)
     return made, args, kwargs
 

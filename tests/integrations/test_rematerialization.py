@@ -82,33 +82,24 @@ def gemma2():
     return transformers.Gemma2ForCausalLM(config)
 
 
-def granite():
-    """Its logits are scaled."""
-    config = transformers.GraniteConfig(**SMALL, num_attention_heads=4, logits_scaling=2.0)
-    return transformers.GraniteForCausalLM(config)
-
-
-@pytest.mark.parametrize("build", [llama, gpt2, gemma2, granite], ids=lambda b: b.__name__)
+@pytest.mark.parametrize("build", [llama, gpt2, gemma2], ids=lambda build: build.__name__)
 def test_a_loss_without_logits_is_planned_from_the_first_step_on(build):
     """The patch looks once at what the model does to logits, which is in no other step."""
-
-    def patched(model):
-        ms.patch_causal_lm(model)
-        return model
-
-    def within_a_budget(model):
-        handle = ms.remat_module(patched(model), budget=0.5)
-        model.register_forward_hook(lambda *_: reports.append(handle))
-        return handle
-
     ms._C.remat_forget()
-    reports = []
-    plain, _ = train(build, patched)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ours, handle = train(build, within_a_budget)
-    assert all(map(torch.equal, plain, ours))
-    assert len(reports) == 2 and "did not go as" not in " ".join(handle.report().split())
+    torch.manual_seed(0)
+    model = build().train()
+    ms.patch_causal_lm(model)
+    optimizer = ms.AdamW(model.parameters(), in_backward=True)
+    handle = ms.remat_module(model, budget=0.5)
+    tokens = torch.arange(480).view(30, 16) % 50
+    for _ in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        assert "of a budget of" in " ".join(handle.report().split())
+        assert handle.peak <= 1.02 * max(handle.budget, handle.least)
+        assert handle.figures().dropped_bytes > 0
 
 
 def test_what_a_model_raises_after_its_head_leaves_blocks_recording():

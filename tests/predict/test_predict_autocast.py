@@ -190,3 +190,35 @@ def test_what_a_step_calls_of_a_card():
     assert ms.memory.predict(build, device="cuda").at_peak["gradients"] == 64 * 64 * 4 + 512
     assert seen == [(True, True, True)] * 2
     assert all(getattr(torch.cuda, name) is value for name, value in before.items())
+
+
+NORMS = {
+    "layer norm": lambda: nn.LayerNorm(64),
+    "group norm": lambda: nn.Sequential(nn.Unflatten(1, (64, 64)), nn.GroupNorm(4, 64)),
+    "batch norm": lambda: nn.Sequential(nn.Unflatten(1, (64, 64)), nn.BatchNorm1d(64)),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_of_narrow_numbers_with_wide_weights(norm):
+    """On a CPU their statistics are wide, and the gradient of their input is narrow."""
+
+    def build():
+        model = NORMS[norm]()
+        shape = (2048, 64) if norm == "layer norm" else (32, 64 * 64)
+        x = torch.randn(shape).bfloat16().requires_grad_()
+
+        def step():
+            y = model(x)
+            y.backward(y.detach())
+            x.grad = None
+            model.zero_grad()
+
+        return model, None, step
+
+    predicted = ms.memory.predict(build).peak
+    model, _, step = build()
+    step()
+    with ms.memory.track(model) as track:
+        step()
+    assert predicted == pytest.approx(track.peak, rel=1e-3)

@@ -242,6 +242,17 @@ def test_an_optimizer_in_backward(steps_before, runs):
     assert 0.8 < block.peak / max(block.budget, block.least) <= 1.05
 
 
+def test_an_optimizer_in_backward_that_has_frozen_parameters(runs):
+    model, x = wide(8, 256), torch.randn(128, 256)
+    optimizer = ms.AdamW(model.parameters(), 1e-4, in_backward=True)
+    model[2].requires_grad_(False)
+    block = ms.remat(model, budget=0.6)
+    step(model, lambda: model(x).square().mean(), block)
+    assert isinstance(runs[0], int), runs
+    assert 0.8 < block.peak / max(block.budget, block.least) <= 1.05
+    assert model[2][0].weight not in optimizer.state
+
+
 @pytest.mark.parametrize("state_dtype", [None, "8bit"])
 @pytest.mark.parametrize("steps_before", [0, 1, 2])
 def test_states_that_lie_elsewhere(steps_before, state_dtype, tmp_path):
