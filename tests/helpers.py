@@ -133,7 +133,7 @@ class Wrapper(torch.Tensor):
         return tree_map(wrap, func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {})))
 
 
-def host_bytes():
+def _host_bytes():
     """What malloc has given out. The process's resident bytes also change as its heap is cut up."""
     mallinfo = _mallinfo()
     if mallinfo is None:
@@ -141,3 +141,15 @@ def host_bytes():
     gc.collect()
     info = mallinfo()
     return info.uordblks + info.hblkhd
+
+
+def host_memory_grows(run, limit):
+    """Whether what malloc has given out grows by ``limit`` bytes or more each time that ``run`` is
+    called: what other threads of a process keep is not there each time."""
+
+    def growth():
+        before = _host_bytes()
+        run()
+        return _host_bytes() - before
+
+    return all(growth() >= limit for _ in range(3))
