@@ -6,7 +6,7 @@ import copyreg
 import functools
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -178,6 +178,14 @@ class OwnStep(InBackward):
             self._own_step(view(self._view, self.__dict__, groups))
         finally:
             self._stepping_thread = None
+
+    def _first_step_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """Steps a parameter that is not the optimizer's with the options of a group. Returns the
+        state that was made for it. Nothing of the optimizer changes."""
+        state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        (one,) = restricted([group], [param], [0], group).values()
+        self._own_step(view(self._view, {**self.__dict__, "state": state}, [one]))
+        return state[param]
 
     def _count_step(self) -> None:
         """Takes over what the step has counted in each group.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -244,17 +244,30 @@ def _values(arguments: Any) -> dict[int, Any]:
 def _step_in_backward(fake: Tensor, param: Tensor, owner: Any) -> None:
     """Lets a fake parameter's gradient go in backward, for a state if there is none yet."""
     group = next(g for g in owner.param_groups if any(p is param for p in g["params"]))
-    makes_state = isinstance(owner, Native) and not owner.state.get(param)
     place: Place = group.get("states_on") or Place()
-    states: list[dict[str, Tensor]] = []
+    has_state = bool(owner.state.get(param))
+    states: list[dict[str, Any]] = []
 
     def step(fake: Tensor) -> None:
-        if makes_state and not states:
-            made = make_state(fake, group)  # all of it is in memory while the parameter is stepped
-            states.append({n: t for n, t in made.items() if not place.holds(n, t, param.device)})
+        if not has_state and not states:
+            made = _first_state(fake, group, owner)  # in memory while the parameter is stepped
+            states.append({n: s for n, s in made.items() if not _lies_on(place, n, s, param)})
         fake.grad = None
 
     fake.register_post_accumulate_grad_hook(step)
+
+
+def _first_state(fake: Tensor, group: dict[str, Any], owner: Any) -> dict[str, Any]:
+    if isinstance(owner, Native):
+        return make_state(fake, group)
+    with suppress(Exception):  # others may look at values, of which there are none
+        state: dict[str, Any] = owner._first_step_of(fake, group)
+        return state
+    return {}
+
+
+def _lies_on(place: Place, name: str, state: Any, param: Tensor) -> bool:
+    return isinstance(state, Tensor) and place.holds(name, state, param.device)
 
 
 def _backward_of(output: Any) -> None:
