@@ -91,8 +91,12 @@ class Stepper:
             if opens and block is not Block.DROP:
                 self._machine.check(Event.KEEP_GRADIENTS)
             self._blocks[block] += 1 if opens else -1
-            intakes = (intake for block, intake in _INTAKES.items() if self._blocks[block])
-            self._collector.set_intake(next(intakes, "step"))
+            self._collector.set_intake(self.intake())
+
+    def intake(self) -> str:
+        """Returns what becomes of complete gradients in the blocks that are open."""
+        intakes = (intake for block, intake in _INTAKES.items() if self._blocks[block])
+        return next(intakes, "step")
 
     def begin_norm_pass(self) -> None:
         """Gradients of backwards from here on are measured and dropped."""

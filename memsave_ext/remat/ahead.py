@@ -243,13 +243,16 @@ def _values(arguments: Any) -> dict[int, Any]:
 
 def _step_in_backward(fake: Tensor, param: Tensor, owner: Any) -> None:
     """Lets a fake parameter's gradient go in backward, for a state if there is none yet."""
+    intake = owner._stepper.intake()
+    if intake in ("keep", "sum"):
+        return
     group = next(g for g in owner.param_groups if any(p is param for p in g["params"]))
     place: Place = group.get("states_on") or Place()
-    has_state = bool(owner.state.get(param))
+    makes_state = intake != "drop" and not owner.state.get(param)
     states: list[dict[str, Any]] = []
 
     def step(fake: Tensor) -> None:
-        if not has_state and not states:
+        if makes_state and not states:
             made = _first_state(fake, group, owner)  # in memory while the parameter is stepped
             states.append({n: s for n, s in made.items() if not _lies_on(place, n, s, param)})
         fake.grad = None

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,7 +54,12 @@ def torchrun(processes, *arguments, restarts=0):
 
 def killed_under_torchrun(folder):
     """The example with DDP, with a process killed once; see `told`."""
-    status, output = torchrun(2, EXAMPLE, *arguments("ddp", folder, 3), *FAILING, restarts=1)
+    for _ in range(2):
+        status, output = torchrun(2, EXAMPLE, *arguments("ddp", folder, 3), *FAILING, restarts=1)
+        if "terminate called without an active exception" not in output:
+            break
+        # A thread of torch's gloo freed a tensor while Python ended: pytorch/pytorch#179291.
+        shutil.rmtree(folder / "ddp")
     assert status == 0, output
     return told(output)
 

@@ -242,6 +242,36 @@ def test_an_optimizer_in_backward(steps_before, runs):
     assert 0.8 < block.peak / max(block.budget, block.least) <= 1.05
 
 
+GRADIENTS = {
+    "added up": lambda optimizer: optimizer.accumulate(),
+    "folded": lambda optimizer: optimizer.accumulate(fold=True),
+    "kept": lambda optimizer: optimizer.paused(keep=True),
+    "dropped": lambda optimizer: optimizer.paused(),
+}
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("gradients", GRADIENTS)
+def test_gradients_that_are_not_stepped(gradients, steps_before, runs):
+    model, x = wide(16, 256), torch.randn(512, 256)
+    optimizer = ms.AdamW(model.parameters(), 1e-4, in_backward=True)
+    for _ in range(steps_before):
+        model(x).square().mean().backward()
+        optimizer.step()
+    weights = sum(p.nbytes for p in model.parameters())
+    block = ms.remat(model, budget=(2 + 2 * steps_before) * weights)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a budget below the least
+        with ms.memory.track(model, optimizer) as track, GRADIENTS[gradients](optimizer):
+            with block:
+                loss = model(x).square().mean()
+            loss.backward()
+    assert isinstance(runs[0], int), runs
+    assert track.peak <= PROMISED * max(block.budget, block.least)
+    assert block.peak == pytest.approx(track.peak, rel=0.01)
+    assert block.figures().dropped_bytes > 0
+
+
 class LooksAtValues(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
