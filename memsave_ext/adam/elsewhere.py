@@ -42,11 +42,6 @@ def place_of(value: Any) -> Place | None:
     raise TypeError(f"states_on must be None, 'cpu' or a folder, got {value!r}")
 
 
-def in_memory(states: Iterable[Tensor]) -> list[Tensor]:
-    """Returns those of optimizers' states that take memory; of a prediction's, would take it."""
-    return [tensor for tensor in states if not is_in_file(tensor)]
-
-
 def buffers_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Returns what is kept in memory for the next step, where states lie elsewhere."""
     places = {id(p): p for g in optimizer.param_groups if (p := g.get("states_on")) is not None}

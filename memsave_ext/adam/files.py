@@ -235,9 +235,14 @@ _all_files: weakref.WeakSet[Files] = weakref.WeakSet()
 
 def is_in_file(tensor: Tensor) -> bool:
     """Whether the memory of a state is a file's; of a prediction's, whether it would be."""
-    if not _all_files:  # asked of every state in every step
-        return False
     return hasattr(tensor, _PRETENDS) or any(files.has(tensor) for files in _all_files)
+
+
+def in_memory(states: Iterable[Tensor]) -> list[Tensor]:
+    """Returns those of optimizers' states that take memory; of a prediction's, would take it."""
+    if not _all_files:  # as most often: this is asked of all states in every step
+        return list(states)
+    return [tensor for tensor in states if not is_in_file(tensor)]
 
 
 class _FetchedFromFile(Fetched):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..adam.elsewhere import buffers_of
-from ..adam.files import is_in_file
+from ..adam.files import in_memory
 from ..shared.modules import Modules, not_compiled
 from ..shared.tensors import plain_tensors
 from .events import GRADIENTS, OPTIMIZER_STATES, PARAMETERS
@@ -178,10 +178,9 @@ class Hooks:
     def _label(self, category: int, owners: Iterable[tuple[Any, int]]) -> None:
         tensors, names = [], []
         for value, name in owners:
-            for tensor in plain_tensors(value):
-                if not is_in_file(tensor):  # states of states_on=, which take no memory
-                    tensors.append(tensor)
-                    names.append(name)
+            here = in_memory(plain_tensors(value))
+            tensors += here
+            names += [name] * len(here)
         self._tracker.label(tensors, category, names)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adam.dtensor import local_tensor
-from ..adam.elsewhere import in_memory
+from ..adam.files import in_memory
 from ..shared.tensors import plain_tensors
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer")

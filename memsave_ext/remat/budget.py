@@ -15,7 +15,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .. import _parts
-from ..adam.elsewhere import buffers_of, in_memory
+from ..adam.elsewhere import buffers_of
+from ..adam.files import in_memory
 from ..adam.owners import optimizers_of
 from ..shared.device_memory import device_memory
 from ..shared.modules import modules_of
