@@ -1,4 +1,4 @@
-"""Writes tables and pictures of README and docs from committed results: no figure is typed by hand.
+"""Writes tables, pictures and figures of README and docs from committed results.
 
     python benchmarks/readme_tables.py            # rewrite what stands between the markers
     python benchmarks/readme_tables.py --check    # exit 1 where a page differs
@@ -6,7 +6,7 @@
 A table stands between ``<!-- claim:begin -->`` and ``<!-- claim:end -->``, or, one of several from
 the same results, ``<!-- claim:table:begin -->``. Its picture, drawn by plot.py, follows it, and
 stands alone between markers of ``claim:picture``. The list of all results is ``results``, that of
-missed bars ``missed``. Needs no torch.
+missed bars ``missed``. Figures in sentences are those of tables/sentences.py. Needs no torch.
 """
 
 import argparse
@@ -71,6 +71,7 @@ from tables.remat import (
     remat_picture_caption,
     remat_table,
 )
+from tables.sentences import renew
 from tables.training import (
     data_parallel_caption,
     data_parallel_rows,
@@ -183,6 +184,8 @@ def rewrite(path: Path, results: Path) -> tuple[str, set[str], list[str]]:
             without.append(claim)
         else:
             page = pattern.sub(lambda m, text=text: f"{m[1]}\n{text}\n{m[3]}", page)
+    if path.is_relative_to(ROOT):
+        page = renew(path.relative_to(ROOT).as_posix(), page, results)
     return page, found, without
 
 

@@ -184,6 +184,26 @@ def test_tables_are_rewritten(tmp_path):
     )  # no result: left alone
 
 
+def test_figures_in_sentences_are_those_of_the_results(tmp_path, monkeypatch):
+    sentences = importlib.import_module("tables.sentences")
+    pages = {str(page.relative_to(ROOT)) for page in readme_tables.pages()}
+    assert {sentence.page for sentence in sentences.SENTENCES} <= pages
+    words = "takes {} to {} times torch's (of 8)"
+    one = ("docs/a.md", words, "claim", lambda run: run["value"], sentences.range_of)
+    monkeypatch.setattr(sentences, "SENTENCES", (sentences.Sentence(*one),))
+    text = "It takes 1.5 to\n  2 times torch's (of 8), not 3 to 4 times torch's (of 9).\n"
+    assert sentences.renew("docs/a.md", text, tmp_path) == text  # there is no result
+    write(tmp_path, [7.0], {}, device="cpu")
+    write(tmp_path, [1.25, 0.5, 3.0], {}, device="cpu")
+    write(tmp_path, [9.0], {}, device="cuda", gpu="A GPU")
+    expected = text.replace("1.5", "0.5").replace("2 times", "3.0 times")
+    assert sentences.renew("docs/a.md", text, tmp_path) == expected
+    assert sentences.renew("docs/b.md", text, tmp_path) == text
+    for other in ("", text.replace("takes", "took"), 2 * text):
+        with pytest.raises(ValueError, match=r"docs/a\.md has [02] times, and should once: takes"):
+            sentences.renew("docs/a.md", other, tmp_path)
+
+
 # pictures
 
 
