@@ -55,8 +55,17 @@ void observe_recompute(checkpoint::Again what, bool begins) {
   if (recompute_listener.load(std::memory_order_relaxed) != nullptr) {
     const py::gil_scoped_acquire gil;
     const py::error_scope raised;  // a recompute may end with an exception
-    if (const py::object* listener = recompute_listener)
-      (*listener)(what == checkpoint::Again::kRegion, begins);
+    try {
+      if (const py::object* listener = recompute_listener)
+        (*listener)(what == checkpoint::Again::kRegion, begins);
+    } catch (py::error_already_set& error) {
+      // Destructors call this. An interrupt comes again, where Python can raise it.
+      if (error.matches(PyExc_KeyboardInterrupt)) {
+        PyErr_SetInterrupt();
+      } else {
+        error.discard_as_unraisable("memsave_ext: a listener to recomputes");
+      }
+    }
   }
 }
 

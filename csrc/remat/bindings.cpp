@@ -12,6 +12,7 @@
 #include <string>
 #include <system_error>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/hooks.h"
@@ -94,8 +95,11 @@ class Recorder {
   Recorder& operator=(const Recorder&) = delete;
 
   void open(std::optional<int64_t> bytes, bool retry) {
-    hooks_ = std::make_unique<checkpoint::EngineHookGuard>(std::make_shared<BlockPacker>(block_));
+    auto hooks =
+        std::make_unique<checkpoint::EngineHookGuard>(std::make_shared<BlockPacker>(block_));
     block_->open(bytes, retry);
+    hooks_ = std::move(hooks);
+    state_ = State::kOpen;
   }
   bool restart() { return block_->is_innermost() && block_->step()->restart(); }
   // Whether the block records here, and no other saved-tensor hooks lie above its own.
@@ -105,9 +109,12 @@ class Recorder {
       return false;
     block_->suspend();
     hooks_.reset();
+    state_ = State::kSuspended;
     return true;
   }
   void resume() {
+    if (state_ != State::kSuspended) return;
+    state_ = State::kOpen;
     hooks_ = std::make_unique<checkpoint::EngineHookGuard>(std::make_shared<BlockPacker>(block_));
     block_->resume();
   }
@@ -116,8 +123,13 @@ class Recorder {
       throw std::runtime_error(
           "remat: a block is left in the thread that entered it, and after the blocks inside it");
     }
+    state_ = State::kClosed;
     block_->close();
     hooks_.reset();
+  }
+  void undo_open() {
+    resume();
+    if (state_ == State::kOpen) close();
   }
   void enter_module(int32_t number) { block_->enter_module(number); }
   void leave_module() { block_->leave_module(); }
@@ -249,18 +261,34 @@ class Recorder {
   }
 
  private:
+  enum class State { kClosed, kOpen, kSuspended };
+
   const std::shared_ptr<Block> block_;
   std::unique_ptr<checkpoint::EngineHookGuard> hooks_;  // null where it is not open
+  State state_ = State::kClosed;
 };
 
-// A Pause for a `with` of Python.
-class WithPause {
+// Keeps the blocks that are open on this thread from recording. Not those that open later: a scope
+// of Python that spans hooks of modules never ends where an interrupt comes, as no hook sees it.
+class OpenBlocksPause {
  public:
-  void enter() { pause_.emplace(); }
-  void leave(const py::args&) { pause_.reset(); }
+  ~OpenBlocksPause() { end(); }
+
+  void begin() {
+    for (const auto& block : Block::all_open()) {
+      block->begin_pause();
+      blocks_.push_back(block);
+    }
+  }
+
+  void end() {
+    for (const auto& weak : std::exchange(blocks_, {})) {
+      if (const auto block = weak.lock()) block->end_pause();
+    }
+  }
 
  private:
-  std::optional<Pause> pause_;
+  std::vector<std::weak_ptr<Block>> blocks_;
 };
 
 // Lets the device's steps begin with a plan for the step on fake tensors that has ended last.
@@ -357,10 +385,10 @@ void bind(py::module_& m) {
             {at::RecordScope::FUNCTION}));
   });
   m.def("remat_stop_observing", &at::removeCallback);
-  py::class_<WithPause>(m, "RematPause")
+  py::class_<OpenBlocksPause>(m, "RematPause")
       .def(py::init<>())
-      .def("__enter__", &WithPause::enter)
-      .def("__exit__", &WithPause::leave);
+      .def("__enter__", &OpenBlocksPause::begin)
+      .def("__exit__", [](OpenBlocksPause& pause, const py::args&) { pause.end(); });
   m.def("remat_may_run_ahead", [] {
     return checkpoint::EngineHookGuard::packer() == nullptr && !checkpoint::in_region();
   });
@@ -431,6 +459,7 @@ void bind(py::module_& m) {
       .def("is_newly_short", &Recorder::is_newly_short)
       .def("open", &Recorder::open, py::arg("bytes") = py::none(), py::arg("retry") = false)
       .def("close", &Recorder::close)
+      .def("undo_open", &Recorder::undo_open)
       .def("restart", &Recorder::restart)
       .def("suspend", &Recorder::suspend)
       .def("resume", &Recorder::resume)

@@ -27,7 +27,8 @@ thread_local Block* current = nullptr;
 thread_local int pauses = 0;
 
 bool records() {
-  return current != nullptr && pauses == 0 && torch::autograd::get_current_graph_task_id() == -1;
+  return current != nullptr && pauses == 0 && !current->is_paused() &&
+         torch::autograd::get_current_graph_task_id() == -1;
 }
 
 // The longest chain of calls of which no result was kept.
@@ -81,6 +82,14 @@ Block::Block(Budget budget) : drops_(Drops::kCheap), budget_(std::move(budget)) 
 bool Block::is_innermost() const { return current == this; }
 
 Block* Block::active() { return records() ? current : nullptr; }
+
+std::vector<std::shared_ptr<Block>> Block::all_open() {
+  std::vector<std::shared_ptr<Block>> blocks;
+  for (Block* block = current; block != nullptr; block = block->outer_) {
+    blocks.push_back(block->shared_from_this());
+  }
+  return blocks;
+}
 
 void Block::open(std::optional<int64_t> bytes, bool retry) {
   thread_ = std::this_thread::get_id();

@@ -55,6 +55,12 @@ class Block : public std::enable_shared_from_this<Block> {
   void resume();
   bool is_innermost() const;  // on this thread
   static Block* active();     // the one that records on this thread now, or null
+  // Those that are open on this thread, the innermost first.
+  static std::vector<std::shared_ptr<Block>> all_open();
+  // It records nothing while more of these were begun than ended.
+  void begin_pause() { ++pauses_; }
+  void end_pause() { --pauses_; }
+  bool is_paused() const { return pauses_ > 0; }
 
   // Called for a tensor that autograd saves. Adds a holder to its content and returns it, with its
   // `fill`; returns null where the tensor itself is to be kept.
@@ -177,6 +183,7 @@ class Block : public std::enable_shared_from_this<Block> {
   size_t sweep_gives_at_ = 1024;  // size of gives_ at which those that are gone are removed
   GivenBack given_back_;
   Block* outer_ = nullptr;
+  int pauses_ = 0;
   at::CallbackHandle callback_ = 0;
   std::optional<GivesWay> gives_way_;  // last: it ends before what it gives
 };

@@ -86,10 +86,9 @@ class ProfilerTracker(Tracker):
                 "memory tracking cannot start: this thread is already tracked, or torch's profiler "
                 "is running on it; the two share one slot"
             )
-        profile = torch.autograd.profiler.profile(profile_memory=True)
-        profile.__enter__()
-        self._profile, self._thread = profile, threading.get_ident()
-        self._begun = time.time_ns()
+        self._thread, self._begun = threading.get_ident(), time.time_ns()
+        self._profile = torch.autograd.profiler.profile(profile_memory=True)
+        self._profile.__enter__()
         self.pause(getattr(_thread, "paused", 0))
         begin = Event(BEGIN_TRACKING, 0, 0, self._begun, NOT_IN_BACKWARD)
         self._log.read([begin if total is None else begin._replace(total=total)])
@@ -98,12 +97,16 @@ class ProfilerTracker(Tracker):
 
     def stop(self) -> None:
         global _running
-        if self._profile is None or self._thread != threading.get_ident():
+        profile = self._profile
+        if profile is None:
+            return  # an interrupt came before it was started
+        if self._thread != threading.get_ident():
             raise RuntimeError("memory tracking cannot stop: it was not started on this thread")
-        self.look()
-        profile, self._profile = self._profile, None
-        _running = surroundings.recompute_observer = None
-        profile.__exit__(None, None, None)
+        try:
+            self.look()
+        finally:
+            self._profile = _running = surroundings.recompute_observer = None
+            profile.__exit__(None, None, None)
         notes, self._notes = self._notes, {}
         self._log.read(self._events(_marks_and_changes(profile, self._begun), notes))
         self._note(END_TRACKING)
@@ -244,7 +247,9 @@ def _marks_and_changes(profile: torch.autograd.profiler.profile, begun: int) -> 
     """
     assert profile.kineto_results is not None
     tree = profile.kineto_results.experimental_event_tree()
-    first = next(event for event in tree if event.name.startswith(_MARK))
+    first = next((event for event in tree if event.name.startswith(_MARK)), None)
+    if first is None:
+        return []  # an interrupt came before the first
     events = sorted(
         _walk(tree, first.start_tid, begun - first.start_time_ns),
         key=lambda found: found.event.time,

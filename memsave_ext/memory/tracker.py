@@ -94,6 +94,7 @@ class NativeTracker(Tracker):
         self._native.start(total, self._read)
 
     def stop(self) -> None:
+        """Does nothing where it was not started."""
         self._native.stop()
         self._note(END_TRACKING)
 

@@ -62,18 +62,24 @@ class Track(Reported):
         if self._installed is not None:
             raise RuntimeError("memory tracking cannot start: this track is running already")
         cuda = self.device.type == "cuda"
-        with ExitStack() as stack, untracked():
-            self._hooks.label()
-            self._tracker.start(torch.cuda.memory_allocated(self.device) if cuda else None)
-            stack.callback(self._tracker.stop)
-            if cuda and self.stacks:
-                stack.enter_context(_history())
-            stack.push(self._hooks.install())
-            with _running_lock:
-                _running.append(self)
-            self._final = None
-            self._installed = stack.pop_all()
-        return self
+        self._installed = stack = ExitStack()
+        try:
+            with untracked():
+                self._hooks.label()
+                stack.callback(self._tracker.stop)  # an interrupt may come as soon as it runs
+                self._tracker.start(torch.cuda.memory_allocated(self.device) if cuda else None)
+                if cuda and self.stacks:
+                    stack.enter_context(_history())
+                stack.push(self._hooks.install())
+                stack.callback(self._end)
+                with _running_lock:
+                    _running.append(self)
+                self._final = None
+            return self
+        except BaseException:
+            self._installed = None
+            stack.close()
+            raise
 
     def __exit__(
         self,
@@ -83,10 +89,13 @@ class Track(Reported):
     ) -> None:
         if self._installed is None:
             raise RuntimeError("memory tracking cannot stop: this track is not running")
-        self._installed.close()
-        self._installed = None
+        installed, self._installed = self._installed, None
+        installed.close()
+
+    def _end(self) -> None:
         with _running_lock:
-            _running.remove(self)
+            if self in _running:
+                _running.remove(self)
 
 
 @contextmanager

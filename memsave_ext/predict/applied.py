@@ -6,8 +6,8 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -77,11 +77,10 @@ class Applied:
         in_backward: Any = optimizer if means.steps_in_backward else None
         given = {n: v for n, v in options.items() if v is not None} if in_backward else {}
         self._after: list[Callable[[], None]] = []
-        applied = means.apply(model, optimizer, budget, method=method, place=place, **given)
-        self._undo = applied.undo
         self._spare = spare
         # What remat drops follows from times, which were estimated: it may be more.
         self._may_be_less = means.remat or means.within_budget
+        self._undo = means.apply(model, optimizer, budget, method=method, place=place, **given).undo
         try:
             if in_backward is not None and condition is not None:
                 in_backward.accumulate_when(condition)
@@ -89,10 +88,10 @@ class Applied:
                 # From its third step on remat without a budget follows a plan.
                 number = 3 if means.remat else 2
                 self._undo.callback(_Peak(model, optimizer, number, self._compare).close)
+            model.__dict__[_NAME] = self
         except BaseException:
-            self._undo.close()
+            self.undo()
             raise
-        model.__dict__[_NAME] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model has the means, and nothing that could undo them."""
@@ -108,6 +107,15 @@ class Applied:
         self._undo.close()
         for function in self._after:
             function()
+
+    @contextmanager
+    def undone_by_errors(self) -> Iterator[None]:
+        """What raises inside, or interrupts it, leaves nobody with a handle to undo this."""
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise
 
     def after_undo(self, function: Callable[[], None]) -> None:
         """Has a function run now and after :meth:`undo`, which follows what the optimizer is."""
@@ -158,10 +166,11 @@ def apply(
         made = Applied(means, model, inside, *arguments, **options)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"apply: {means.name} does not apply: {error}") from error
-    if scaler is not None:
-        # With a scaler accelerate keeps the optimizer's step(), which is another one now.
-        made.after_undo(functools.partial(optimizer.__setstate__, {}))
-    return made
+    with made.undone_by_errors():
+        if scaler is not None:
+            # With a scaler accelerate keeps the optimizer's step(), which is another one now.
+            made.after_undo(functools.partial(optimizer.__setstate__, {}))
+        return made
 
 
 def check(who: str, model: Any, optimizer: Any) -> Optimizer | None:

@@ -103,15 +103,16 @@ def fit(
         model, optimizer, batch, budget, loss=loss, means=means, refused=reason,
         micro_batches=micro_batches, verbose=verbose, place=offload, options=options,
     )  # fmt: skip
-    if max_grad_norm is not None and not made.steps_in_backward:
-        warnings.warn(
-            f"memsave_ext: fit: max_grad_norm={max_grad_norm!r} is for an optimizer that steps in "
-            f"backward, and nothing does so with {made.means}: gradients are clipped by the loop, "
-            "or not at all",
-            UserWarning,
-            stacklevel=2,
-        )
-    return made
+    with made.undone_by_errors():
+        if max_grad_norm is not None and not made.steps_in_backward:
+            warnings.warn(
+                f"memsave_ext: fit: max_grad_norm={max_grad_norm!r} is for an optimizer that steps "
+                f"in backward, and nothing does so with {made.means}: gradients are clipped by the "
+                "loop, or not at all",
+                UserWarning,
+                stacklevel=2,
+            )
+        return made
 
 
 def fitted(
@@ -175,9 +176,10 @@ def fitted(
         named("fit", chosen.name), model, optimizer, limit, chosen.peak,
         spare=spare, method=method, place=place, **options,
     )  # fmt: skip
-    if verbose:
-        print(made, file=sys.stdout)
-    return made
+    with made.undone_by_errors():
+        if verbose:
+            print(made, file=sys.stdout)
+        return made
 
 
 def check_request(who: str, budget: object, means: str | None) -> None:

@@ -164,13 +164,11 @@ def _step(
 ) -> None:
     """Runs a step that keeps everything, as a block records it."""
     recorder = make_recorder(False, Budget(2**62, 0.0, False), torch.device("cpu"))
-    recorder.open()
-    try:
-        with ExitStack() as hooks:
-            LivedBefore(recorder, module, None).install(hooks)  # type: ignore[arg-type]
-            output = forward(module, *args, **kwargs)
-    finally:
-        recorder.close()
+    with ExitStack() as stack:
+        stack.callback(recorder.undo_open)
+        recorder.open()
+        LivedBefore(recorder, module, None).install(stack)  # type: ignore[arg-type]
+        output = forward(module, *args, **kwargs)
     _backward_of(output)
 
 

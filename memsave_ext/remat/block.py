@@ -152,16 +152,18 @@ class remat:  # noqa: N801, a context manager is used like a function
         if self._hooks is not None:
             raise RuntimeError("remat: a block is entered once; make another")
         bytes_now = self._of_device and self._of_device.bytes_of(self._device)
-        self._hooks = self._install()
+        self._hooks = stack = ExitStack()
         try:
+            self._watch(stack)
             self._recorder.open(bytes_now, self._retry)
             if self._before is not None:
-                self._before.install(self._hooks)
-                self._plan_first_call(self._hooks)
+                self._before.install(stack)
+                self._plan_first_call(stack)
+            return self
         except BaseException:
-            self._hooks.close()
+            self._recorder.undo_open()
+            stack.close()
             raise
-        return self
 
     def _plan_first_call(self, stack: ExitStack) -> None:
         """Plans the step when the block calls its model, where it begins."""
@@ -178,12 +180,12 @@ class remat:  # noqa: N801, a context manager is used like a function
         def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._was_planned:
                 return
-            if not recorder.restart() or not recorder.suspend():
-                self._was_planned = True
-                self._measured = "the block saved something before it called its model"
-                return
             try:
-                self._plan_ahead(module, _forward, args, kwargs, module)
+                if recorder.restart() and recorder.suspend():
+                    self._plan_ahead(module, _forward, args, kwargs, module)
+                else:
+                    self._was_planned = True
+                    self._measured = "the block saved something before it called its model"
             finally:
                 recorder.resume()
 
@@ -333,16 +335,14 @@ class remat:  # noqa: N801, a context manager is used like a function
             return
         write_limit(limit, self._modules.names, self._device.type == "cuda", top, text)
 
-    def _install(self) -> ExitStack:
+    def _watch(self, stack: ExitStack) -> None:
         recorder = self._recorder
 
         def watchers(number: int) -> tuple[Callable[[], None], Callable[[], None]]:
             return partial(recorder.enter_module, number), recorder.leave_module
 
-        with ExitStack() as stack:
-            if not isinstance(recorder, NoRecorder):
-                self._modules.watch(stack, watchers)
-            return stack.pop_all()
+        if not isinstance(recorder, NoRecorder):
+            self._modules.watch(stack, watchers)
 
 
 def _describe(in_forward: bool, operator: str, measured: int, foreseen: int) -> str:

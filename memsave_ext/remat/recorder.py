@@ -34,13 +34,17 @@ class Recorder(Protocol):
     def close(self) -> None:
         """Stops recording. RuntimeError in another thread, or while an inner block is open."""
 
+    def undo_open(self) -> None:
+        """Stops recording, if an interrupt came once it was open; else does nothing."""
+
     def restart(self) -> bool:
         """Forgets what was recorded; False, and does not, where something was saved in it."""
 
     def suspend(self) -> bool:
         """Records nothing until resume(); False, and goes on, where other hooks lie above it."""
 
-    def resume(self) -> None: ...
+    def resume(self) -> None:
+        """Ends suspend(); does nothing where an interrupt came before that."""
 
     def enter_module(self, number: int) -> None:
         """Notes that the module's forward begins.
@@ -110,8 +114,8 @@ class Recorder(Protocol):
 
 
 def unrecorded() -> AbstractContextManager[None]:
-    """In it blocks record no operators of this thread: what it computes is not in every step, or
-    not in a run on fake tensors, and nothing of it is saved for backward."""
+    """In it the blocks that are open on this thread record no operators: what it computes is not
+    in every step, or not in a run on fake tensors, and nothing of it is saved for backward."""
     native: Any = _parts.native("remat")
     return nullcontext() if native is None else native.RematPause()
 
@@ -128,6 +132,8 @@ class NoRecorder:
     def open(self, bytes: int | None = None, retry: bool = False) -> None: ...
 
     def close(self) -> None: ...
+
+    def undo_open(self) -> None: ...
 
     def enter_module(self, number: int) -> None: ...
 

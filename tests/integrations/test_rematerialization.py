@@ -117,3 +117,26 @@ def test_what_a_model_raises_after_its_head_leaves_blocks_recording():
         loss = model(input_ids=tokens, labels=tokens).loss
     loss.backward()
     assert block.figures().dropped_bytes > 0
+
+
+def test_an_interrupt_after_its_head_leaves_later_blocks_recording():
+    """No hook of torch's modules sees an interrupt, so that the model itself cannot notice it."""
+    model = gpt2().train()
+    ms.patch_causal_lm(model)
+    tokens = torch.arange(48).view(3, 16)
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    hook = model.get_output_embeddings().register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), ms.remat(_everything=True):
+        model(input_ids=tokens, labels=tokens)
+    x = torch.randn(64, requires_grad=True)
+    with (block := ms.remat(_everything=True)):
+        loss = x.exp().sin().sum()
+    loss.backward()
+    assert block.figures().dropped_bytes > 0
+    hook.remove()
+    with (block := ms.remat(_everything=True)):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    assert block.figures().dropped_bytes > 0

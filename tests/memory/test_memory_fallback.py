@@ -207,7 +207,7 @@ def test_one_at_a_time_and_on_its_own_thread():
             first.stop()
 
     first, second = tracker(), tracker()
-    stop()
+    first.stop()  # it was not started: does nothing
     first.start(None)
     refused()
     run_threads(refused, 1)

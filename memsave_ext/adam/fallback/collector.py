@@ -159,8 +159,9 @@ class Collector:
         if (begun := stepper.begin_backward()) is None:
             return None
         backward = self._backwards[task] = Backward(self, stepper, *begun)
+        at_end = _AtEnd(backward)  # first: it ends the backward where this is interrupted
         self._running.add(id(backward))
-        torch.autograd.Variable._execution_engine.queue_callback(_AtEnd(backward))
+        torch.autograd.Variable._execution_engine.queue_callback(at_end)
         return backward
 
     def check_reduced(self, params: list[Tensor]) -> None:
@@ -328,7 +329,7 @@ class Collector:
                 if state:
                     optimizer.state[param] = state
                 else:
-                    del optimizer.state[param]
+                    optimizer.state.pop(param, None)
             raise
 
     def _prepare(self, update: Update, position: int, *, folds: bool) -> Prepared:
@@ -538,8 +539,8 @@ class Backward:
         self._flush_asking()
         self._flush(self._waiting)
         self._waiting = []
-        self._finished, self._optimizer = True, None
         self._collector.ended(self)
+        self._finished, self._optimizer = True, None
 
     def fail(self) -> None:
         """Called where the backward raised. Does nothing after :meth:`finish`, and twice."""

@@ -1,0 +1,269 @@
+"""Ctrl-C at any line of the package: it comes through, and later steps are as if it never came."""
+
+import copy
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from libraries import library
+from torch import nn
+
+import memsave_ext as ms
+from memsave_ext import _native as native
+
+PACKAGE = str(Path(ms.__file__).parent)
+# Python ignores what is raised in these, called where something is freed.
+CALLBACKS = ("_forget", "forget", "<lambda>", "__del__")
+# Nobody ends what was to be ended, where that is interrupted itself.
+ENDS = ("stop", "_end", "close", "remove", "undo", "__exit__")
+natively = pytest.mark.skipif(not native.available, reason="budgets are kept natively")
+
+
+class Lines:
+    """Counts the package's lines that run inside, and interrupts the one of this number.
+
+    ``first``: by line, its number when it ran first.
+    """
+
+    def __init__(self, number=None):
+        self.count, self.number, self.where = 0, number, None
+        self.first = {}
+
+    def __enter__(self):
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+
+    def _called(self, frame, event, arg):
+        ours = frame.f_code.co_filename.startswith(PACKAGE)
+        return self._ran if ours and not _is_not_to_raise(frame) else None
+
+    def _ran(self, frame, event, arg):
+        if event == "line":
+            self.count += 1
+            where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            self.first.setdefault(where, self.count)
+            if self.count == self.number:
+                self.where = where
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._ran
+
+
+def _is_not_to_raise(frame):
+    """In one of those, or where torch asks a fake tensor for its device and would abort."""
+    inside = frame
+    while inside is not None and inside.f_code.co_filename.startswith(PACKAGE):
+        if inside.f_code.co_name in CALLBACKS + ENDS:
+            return True
+        inside = inside.f_back
+    return frame.f_locals.get("func") is torch.ops.prim.device.default
+
+
+class Trained(NamedTuple):
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable  # of the model, within whatever a forward is to run in
+
+
+X = torch.linspace(-1, 1, 16 * 32).view(16, 32)
+
+
+def net():
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
+    return nn.Sequential(*blocks)
+
+
+def loss_of(model):
+    return model(X).square().mean()
+
+
+def in_block(**options):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    if "budget" in options:
+        options["optimizer"] = optimizer
+
+    def loss():
+        with ms.remat(model, **options):
+            return loss_of(model)
+
+    return Trained(model, optimizer, loss)
+
+
+def in_the_module():
+    model = net()
+    optimizer = ms.AdamW(model.parameters(), in_backward=True)
+    ms.remat_module(model, budget="0.12MB", optimizer=optimizer, by_module=True)
+    return Trained(model, optimizer, lambda: loss_of(model))
+
+
+def checkpointed():
+    model = net()
+    ms.checkpoint_modules(model, lambda module: isinstance(module, nn.GELU))
+    optimizer = ms.in_backward(torch.optim.AdamW(model.parameters()))
+    return Trained(model, optimizer, lambda: loss_of(model))
+
+
+def accumulated():
+    model = net()
+    optimizer = ms.AdamW(model.parameters(), in_backward=True)
+
+    def loss():
+        with optimizer.accumulate():
+            loss_of(model).backward()
+        return loss_of(model)
+
+    return Trained(model, optimizer, loss)
+
+
+def tracked():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def loss():
+        with ms.memory.track(model, optimizer):
+            return loss_of(model)
+
+    return Trained(model, optimizer, loss)
+
+
+def fitted():
+    """What fit() applies; here most of its time goes into predictions, with remat and without."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fit = []
+
+    def loss():
+        if not fit:
+            fit.append(ms.fit(model, optimizer, X, budget="0.21MB", loss=lambda y: y.sum()))
+        return loss_of(model)
+
+    return Trained(model, optimizer, loss)
+
+
+def patched():
+    transformers = library("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=50, n_positions=16, n_embd=32, n_layer=2, n_head=4, bos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config).train()
+    ms.patch_causal_lm(model)
+    optimizer = ms.AdamW(model.parameters(), in_backward=True)
+    if native.available:
+        ms.remat_module(model, budget="0.4MB", optimizer=optimizer)
+    tokens = torch.arange(48).view(3, 16)
+    return Trained(model, optimizer, lambda: model(input_ids=tokens, labels=tokens).loss)
+
+
+def step(trained):
+    loss = trained.loss()
+    loss.backward()
+    trained.optimizer.step()
+    trained.optimizer.zero_grad()
+    return loss.detach()
+
+
+def results(trained):
+    return [step(trained), step(trained), *(p.detach().clone() for p in trained.model.parameters())]
+
+
+def forget_plans():
+    if native.available:
+        native.module.remat_forget()
+
+
+def assert_blocks_record():
+    x = torch.randn(64, requires_grad=True)
+    with (block := ms.remat(_everything=True)):
+        loss = x.exp().sin().sum()
+    loss.backward()
+    assert block.figures().dropped_bytes > 0
+    forget_plans()
+    model = net()
+    with (block := ms.remat(model, budget="1MB")):
+        loss = loss_of(model)
+    assert block.least is not None, block._measured  # its first step was planned
+    loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("build", "most"),
+    [
+        pytest.param(lambda: in_block(_everything=True), 60, id="block"),
+        pytest.param(lambda: in_block(budget="0.12MB"), 250, id="budget", marks=natively),
+        pytest.param(in_the_module, 60, id="module", marks=natively),
+        pytest.param(checkpointed, 80, id="checkpoint"),
+        pytest.param(accumulated, 80, id="accumulate"),
+        pytest.param(tracked, 80, id="track"),
+        pytest.param(fitted, 30, id="fit"),
+        pytest.param(patched, 30, id="patch"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*budget:UserWarning")
+def test_interrupts(build, most):
+    """Of each line of the package that a step runs, or of so many, where it runs first."""
+    expected = results(build())
+    assert all(map(torch.equal, expected, results(build())))
+    trained = build()
+    forget_plans()
+    with Lines() as lines:
+        step(trained)
+    numbers = sorted(lines.first.values())
+    numbers = random.Random(0).sample(numbers, min(most, len(numbers)))
+    reached = 0
+    for number in numbers:
+        trained = build()
+        forget_plans()
+        before = copy.deepcopy((trained.model.state_dict(), trained.optimizer.state_dict()))
+        with Lines(number) as lines:
+            try:
+                step(trained)
+            except KeyboardInterrupt:
+                reached += 1
+        assert lines.where is None or lines.count == number, lines.where
+        try:
+            trained.optimizer.zero_grad()
+            trained.model.load_state_dict(before[0])
+            trained.optimizer.load_state_dict(before[1])
+            assert all(map(torch.equal, expected, results(trained)))
+            if native.available:
+                assert_blocks_record()
+        except Exception as error:
+            raise AssertionError(f"after an interrupt at {lines.where}") from error
+    # Not all: some lines run once in a process.
+    assert reached > 0.5 * len(numbers) > 10, (reached, len(numbers))
+
+
+@natively
+@pytest.mark.parametrize("at_begin", [True, False])
+def test_an_interrupt_of_what_hears_of_recomputes(at_begin):
+    """C++ calls it from a constructor and a destructor, which let nothing through."""
+    heard = []
+
+    def listener(of_region, begins):
+        heard.append(begins)
+        if begins == at_begin:
+            raise KeyboardInterrupt
+
+    x = X.clone().requires_grad_()
+    loss = ms.checkpoint(lambda x: x.sin().exp(), x).sum()
+    native.module.listen_to_recomputes(listener)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+    finally:
+        native.module.listen_to_recomputes(None)
+    assert heard == [True, False]
+    y = X.clone().requires_grad_()
+    ms.checkpoint(lambda x: x.sin().exp(), y).sum().backward()
+    assert torch.equal(y.grad, y.detach().cos() * y.detach().sin().exp())
