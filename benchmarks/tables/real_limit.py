@@ -111,10 +111,11 @@ def real_limit_caption(record: Record) -> str:
     brackets = "In brackets: has not run; what it needs by arithmetic. " if waits(record) else ""
     return (
         "Each row is a process that may have so much private memory (`RLIMIT_DATA`), Python "
-        "included; random weights. Peak: resident bytes (`VmHWM`). Time: of the processor for a "
-        f"step, median of the second and third. {brackets}Plain: fused AdamW, cross-entropy over "
-        "logits. torch's features: each block checkpointed, the loss in checkpointed chunks, the "
-        "tutorial's fused AdamW in backward. "
+        "included; random weights. Peak: resident bytes (`VmHWM`), also of libraries' files, which "
+        "the limit does not count. Time: of the processor for a step, median of the second and "
+        f"third. {brackets}Plain: fused AdamW, cross-entropy over logits. torch's features: each "
+        "block checkpointed, the loss in checkpointed chunks, the tutorial's fused AdamW in "
+        "backward. "
         'Exact: `remat(budget="auto")`, the loss without logits, `AdamW(in_backward=True)`. '
         "Formats: also the most exact parameters and states that fit, which the cell names. "
         "Moving: as exact, with states and activations in files, and where weights do not fit, "
