@@ -1,8 +1,11 @@
 """Ctrl-C at any line of the package: it comes through, and later steps are as if it never came."""
 
+import ast
 import copy
+import functools
 import random
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from libraries import library
+from processes import run_program
 from torch import nn
 
 import memsave_ext as ms
@@ -24,9 +28,9 @@ natively = pytest.mark.skipif(not native.available, reason="budgets are kept nat
 
 
 class Lines:
-    """Counts the package's lines that run inside, and interrupts the one of this number.
+    """Counts the package's lines that run inside, and interrupts that of this number or the next.
 
-    ``first``: by line, its number when it ran first.
+    ``first``: by line, its number when it ran first where it may be interrupted.
     """
 
     def __init__(self, number=None):
@@ -41,29 +45,46 @@ class Lines:
         sys.settrace(None)
 
     def _called(self, frame, event, arg):
-        ours = frame.f_code.co_filename.startswith(PACKAGE)
-        return self._ran if ours and not _is_not_to_raise(frame) else None
+        return self._ran if frame.f_code.co_filename.startswith(PACKAGE) else None
 
     def _ran(self, frame, event, arg):
         if event == "line":
             self.count += 1
             where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            self.first.setdefault(where, self.count)
-            if self.count == self.number:
+            if self.number is None and where not in self.first and may_be_interrupted(frame):
+                self.first[where] = self.count
+            if self.number is not None and self.count >= self.number and may_be_interrupted(frame):
                 self.where = where
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return self._ran
 
 
-def _is_not_to_raise(frame):
-    """In one of those, or where torch asks a fake tensor for its device and would abort."""
+def may_be_interrupted(frame):
+    """Not where something is being ended, nor where torch asks a fake tensor for its device, which
+    ends the process."""
+    if frame.f_locals.get("func") is torch.ops.prim.device.default:
+        return False
     inside = frame
-    while inside is not None and inside.f_code.co_filename.startswith(PACKAGE):
-        if inside.f_code.co_name in CALLBACKS + ENDS:
-            return True
+    while inside is not None:
+        code = inside.f_code
+        if code.co_name in CALLBACKS + ENDS:
+            return False
+        if code.co_filename.startswith(PACKAGE) and inside.f_lineno in ending(code.co_filename):
+            return False
         inside = inside.f_back
-    return frame.f_locals.get("func") is torch.ops.prim.device.default
+    return True
+
+
+@functools.cache
+def ending(file):
+    """The lines of what runs in any case: of ``finally``, and where BaseException is caught."""
+    blocks = []
+    for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Try):
+            blocks.append(node.finalbody)
+            blocks += [h.body for h in node.handlers if ast.unparse(h.type) == "BaseException"]
+    return {n for b in blocks for each in b for n in range(each.lineno, each.end_lineno + 1)}
 
 
 class Trained(NamedTuple):
@@ -196,22 +217,39 @@ def assert_blocks_record():
     loss.backward()
 
 
+KINDS = {
+    "block": (lambda: in_block(_everything=True), 60),
+    "budget": (lambda: in_block(budget="0.12MB"), 250),
+    "module": (in_the_module, 60),
+    "checkpoint": (checkpointed, 80),
+    "accumulate": (accumulated, 80),
+    "track": (tracked, 80),
+    "fit": (fitted, 30),
+    "patch": (patched, 30),
+}
+
+
 @pytest.mark.parametrize(
-    ("build", "most"),
-    [
-        pytest.param(lambda: in_block(_everything=True), 60, id="block"),
-        pytest.param(lambda: in_block(budget="0.12MB"), 250, id="budget", marks=natively),
-        pytest.param(in_the_module, 60, id="module", marks=natively),
-        pytest.param(checkpointed, 80, id="checkpoint"),
-        pytest.param(accumulated, 80, id="accumulate"),
-        pytest.param(tracked, 80, id="track"),
-        pytest.param(fitted, 30, id="fit"),
-        pytest.param(patched, 30, id="patch"),
-    ],
+    "kind",
+    [pytest.param(kind, marks=natively if kind in ("budget", "module") else ()) for kind in KINDS],
 )
-@pytest.mark.filterwarnings("ignore:.*budget:UserWarning")
-def test_interrupts(build, most):
-    """Of each line of the package that a step runs, or of so many, where it runs first."""
+def test_interrupts(kind):
+    """In a process of its own, as what an interrupt leaves behind would be met by other tests."""
+    if kind == "patch":
+        library("transformers")
+    done = run_program(
+        f"import sys; sys.path[:0] = {sys.path!r}; import test_interrupts as t; "
+        f"t.interrupt({kind!r})"
+    )
+    print(done.stdout, done.stderr)
+    done.check_returncode()
+
+
+def interrupt(kind):
+    """Interrupts each line of the package that a step runs, or some, where it runs first."""
+    warnings.simplefilter("ignore")  # of budgets that are too small
+    torch.set_num_threads(1)
+    build, most = KINDS[kind]
     expected = results(build())
     assert all(map(torch.equal, expected, results(build())))
     trained = build()
@@ -230,7 +268,6 @@ def test_interrupts(build, most):
                 step(trained)
             except KeyboardInterrupt:
                 reached += 1
-        assert lines.where is None or lines.count == number, lines.where
         try:
             trained.optimizer.zero_grad()
             trained.model.load_state_dict(before[0])
