@@ -67,6 +67,15 @@ class Origin:
                 code, status, *(Path(o).read_text() for o in outputs)
             )
 
+    def call(self, function, *arguments):
+        """Calls a function of a test file there, prints what it prints, and raises if it does."""
+        done = self.run(
+            f"import sys; sys.path[:0] = {sys.path!r}; import {function.__module__} as t; "
+            f"t.{function.__name__}(*{arguments!r})"
+        )
+        print(done.stdout, done.stderr)
+        done.check_returncode()
+
 
 @functools.cache
 def _origin():
@@ -76,3 +85,8 @@ def _origin():
 def run_program(code, **environment):
     """As :meth:`Origin.run`, from a process that tests share."""
     return _origin().run(code, **environment)
+
+
+def call_in_a_process(function, *arguments):
+    """As :meth:`Origin.call`, from a process that tests share."""
+    _origin().call(function, *arguments)

@@ -95,14 +95,13 @@ def loss_head(record: Record) -> list[float]:
     return [row["of_plain"] for row in rows if row["case"].startswith("linear_cross_entropy")]
 
 
-def log_probs(record: Record) -> list[float]:
-    rows = [row for row in record["rows"] if row["loss"] == "log-probabilities"]
-    return [row["of_torchs"] for row in rows if row["case"] == "memsave_ext"]
-
-
-def two_heads(record: Record) -> list[float]:
-    rows = [row for row in record["rows"] if row["loss"] != "log-probabilities"]
-    return [row["of_torchs"] for row in rows if row["case"] == "memsave_ext"]
+def kl(*losses: str) -> Callable[[Record], list[float]]:
+    """Times of these losses over torch's."""
+    return lambda record: [
+        row["of_torchs"]
+        for row in record["rows"]
+        if row["loss"] in losses and row["case"] == "memsave_ext"
+    ]
 
 
 def liger(record: Record) -> list[float]:
@@ -134,6 +133,8 @@ SIZES = ("one", "vit")
 TRANSFORMERS = ("GPT", "BERT", "ViT")
 README, BENCHMARKS, OFFLOAD = "README.md", "docs/benchmarks.md", "docs/offload.md"
 SIMULATED = "remat_offload_simulated"
+log_probs = kl("log-probabilities")
+two_heads = kl("KL(teacher || student)", "KL(student || teacher)", "Jensen-Shannon")
 
 SENTENCES = (
     Sentence(

@@ -81,7 +81,7 @@ class Applied:
         # What remat drops follows from times, which were estimated: it may be more.
         self._may_be_less = means.remat or means.within_budget
         self._undo = means.apply(model, optimizer, budget, method=method, place=place, **given).undo
-        try:
+        with self.undone_by_errors():
             if in_backward is not None and condition is not None:
                 in_backward.accumulate_when(condition)
             if optimizer is not None and predicted is not None and _parts.native("memory"):
@@ -89,9 +89,6 @@ class Applied:
                 number = 3 if means.remat else 2
                 self._undo.callback(_Peak(model, optimizer, number, self._compare).close)
             model.__dict__[_NAME] = self
-        except BaseException:
-            self.undo()
-            raise
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model has the means, and nothing that could undo them."""

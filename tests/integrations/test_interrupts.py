@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from libraries import library
-from processes import run_program
+from processes import call_in_a_process
 from torch import nn
 
 import memsave_ext as ms
@@ -238,12 +238,7 @@ def test_interrupts(kind):
     """In a process of its own, as what an interrupt leaves behind would be met by other tests."""
     if kind == "patch":
         library("transformers")
-    done = run_program(
-        f"import sys; sys.path[:0] = {sys.path!r}; import test_interrupts as t; "
-        f"t.interrupt({kind!r})"
-    )
-    print(done.stdout, done.stderr)
-    done.check_returncode()
+    call_in_a_process(interrupt, kind)
 
 
 def interrupt(kind):

@@ -27,18 +27,7 @@ def in_a_process(tmp_path_factory):
 
     preload = f"{library}:{os.environ.get('LD_PRELOAD', '')}".rstrip(":")
     # Memory that is freed goes back to the system, so that limits of it are met.
-    origin = Origin(LD_PRELOAD=preload, MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="1")
-
-    def run(function, *arguments):
-        code = (
-            f"import sys; sys.path[:0] = {sys.path!r}; import {function.__module__} as t; "
-            f"t.{function.__name__}(*{arguments!r})"
-        )
-        done = origin.run(code)
-        print(done.stdout, done.stderr)
-        done.check_returncode()
-
-    return run
+    return Origin(LD_PRELOAD=preload, MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="1").call
 
 
 @functools.cache
