@@ -16,6 +16,7 @@
 #include "checkpoint/region.h"
 #include "checkpoint/rules.h"
 #include "checkpoint/stepped.h"
+#include "dry_run/child.h"
 #include "errors.h"
 #include "memory/active.h"
 #include "memory/tracker.h"
@@ -27,12 +28,17 @@
 
 namespace {
 
-// Outside pybind11, whose argument handling would cost as much as the rest of a call.
+// Outside pybind11, whose argument handling would cost as much as the rest of a call, or whose
+// translation of errors is not torch's.
 PyMethodDef fast_functions[] = {
     {"checkpoint_apply",
      reinterpret_cast<PyCFunction>(
          reinterpret_cast<void (*)()>(memsave_ext::checkpoint::checkpoint_apply)),
      METH_FASTCALL, "apply(function, n, *args)"},
+    {"run_backward",
+     reinterpret_cast<PyCFunction>(
+         reinterpret_cast<void (*)()>(memsave_ext::checkpoint::run_backward)),
+     METH_VARARGS | METH_KEYWORDS, "run_backward(tensors, grad_tensors, keep_graph, ...)"},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -48,6 +54,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("pack_hooks", &memsave_ext::checkpoint::pack_hooks);
   m.def("register_functions", &memsave_ext::register_functions);
   m.def("use_engine_hooks", &memsave_ext::checkpoint::use_engine_hooks);
+  m.def("fork_child", &memsave_ext::dry_run::fork_child);
+  m.def("tensors", &memsave_ext::dry_run::tensors);
   m.def("give_checkpoint_rules", &memsave_ext::checkpoint::give_rules);
   m.def("is_any_pending", &memsave_ext::checkpoint::is_any_pending);
   m.def("note_step", &memsave_ext::checkpoint::note_step);

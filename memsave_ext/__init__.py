@@ -23,6 +23,7 @@ from .checkpoint import (
     patch_torch_checkpoint,
     use_engine_hooks,
 )
+from .dry_run import is_dry_run
 from .loss_head import (
     LinearCrossEntropyLoss,
     linear_cross_entropy,
@@ -57,6 +58,7 @@ __all__ = [
     "fit",
     "in_backward",
     "integrations",
+    "is_dry_run",
     "is_recomputing",
     "linear_cross_entropy",
     "linear_kl",

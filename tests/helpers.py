@@ -3,6 +3,9 @@
 import contextlib
 import gc
 import itertools
+import mmap
+import pickle
+import struct
 import threading
 
 import pytest
@@ -10,6 +13,9 @@ import torch
 from torch.utils._pytree import tree_map
 
 import memsave_ext as ms
+from memsave_ext.dry_run import world
+from memsave_ext.dry_run.child import in_child
+from memsave_ext.fakes.storages import Storages
 from memsave_ext.shared.device_memory import _mallinfo
 
 
@@ -153,3 +159,50 @@ def host_memory_grows(run, limit):
         return _host_bytes() - before
 
     return all(growth() >= limit for _ in range(3))
+
+
+class Shared:
+    """A list that this process and its children share, as functions that run ahead in one."""
+
+    _SIZE = struct.Struct("i")
+
+    def __init__(self):
+        self._memory = mmap.mmap(-1, 1 << 16)
+        self.clear()
+
+    def append(self, value):
+        text, (end,) = pickle.dumps(value), self._SIZE.unpack_from(self._memory)
+        self._memory[end : end + 4 + len(text)] = self._SIZE.pack(len(text)) + text
+        self._SIZE.pack_into(self._memory, 0, end + 4 + len(text))
+
+    def extend(self, values):
+        for value in values:
+            self.append(value)
+
+    def values(self):
+        found, place, (end,) = [], 4, self._SIZE.unpack_from(self._memory)
+        while place < end:
+            (size,) = self._SIZE.unpack_from(self._memory, place)
+            found.append(pickle.loads(self._memory[place + 4 : place + 4 + size]))
+            place += 4 + size
+        return found
+
+    def clear(self):
+        self._SIZE.pack_into(self._memory, 0, 4)
+
+
+def on_fakes(run, device="cpu", forgiving=False):
+    """What a function returns that runs on fake tensors, in a child process as steps ahead do.
+
+    ``forgiving``: also where it has taken an error of the fakes' own for itself.
+    """
+    storages = Storages(*[lambda *_: None] * 3, torch.device(device))
+
+    def inside():
+        with world.on_fakes(storages, torch.device(device)):
+            result = run()
+            if forgiving:
+                storages.failed = None
+            return result
+
+    return in_child(inside, 300)

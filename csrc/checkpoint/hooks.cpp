@@ -4,13 +4,18 @@
 #include <structmember.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include <atomic>
 #include <mutex>
 #include <new>
+#include <utility>
+#include <vector>
 
 #include "checkpoint/call.h"
 #include "checkpoint/recompute.h"
@@ -130,15 +135,36 @@ class HookEngine final : public Engine {
                                          const torch::autograd::variable_list& inputs,
                                          bool keep_graph, bool create_graph, bool accumulate_grad,
                                          const torch::autograd::edge_list& outputs) override {
-    return torchs_.execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+    if (!alone_) {
+      return torchs_.execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+    }
+    // With two roots, of which one leads nowhere, the graph's root only hands on gradients.
+    auto more_roots = roots;
+    auto more_inputs = inputs;
+    more_roots.emplace_back();
+    more_inputs.push_back(inputs.front());
+    try {
+      return Engine::execute(more_roots, more_inputs, keep_graph, create_graph, accumulate_grad,
+                             outputs);
+    } catch (python_error& error) {
+      error.restore();
+      throw;
+    }
   }
 
   c10::intrusive_ptr<at::ivalue::Future> execute_with_graph_task(
       const std::shared_ptr<torch::autograd::GraphTask>& graph_task, NodePtr graph_root,
       torch::autograd::InputBuffer&& input_buffer) override {
-    return torchs_.execute_with_graph_task(graph_task, std::move(graph_root),
-                                           std::move(input_buffer));
+    if (!alone_) {
+      return torchs_.execute_with_graph_task(graph_task, std::move(graph_root),
+                                             std::move(input_buffer));
+    }
+    run_here(graph_task, graph_root.get(), input_buffer);
+    return graph_task->future_result_;
   }
+
+  // From now on this thread alone runs all nodes, as the other threads of torch's engine are gone.
+  void run_alone() { alone_ = true; }
 
   std::unique_ptr<torch::autograd::AnomalyMetadata> make_anomaly_metadata() override {
     return torchs_.make_anomaly_metadata();
@@ -161,8 +187,35 @@ class HookEngine final : public Engine {
   }
 #endif
 
+ protected:
+  // thread_init() calls it once it has made this thread one of the CPU's.
+  void thread_main(const std::shared_ptr<torch::autograd::GraphTask>& task) override {
+    Engine::thread_main(alone_ ? running_ : task);
+  }
+
  private:
+  // Does what torch's engine does on the thread of a backward on a CPU. That one asks first whether
+  // the process was forked after it had started threads.
+  void run_here(std::shared_ptr<torch::autograd::GraphTask> task, torch::autograd::Node* root,
+                torch::autograd::InputBuffer& inputs) {
+    constexpr int kCpu = -1;  // torch's number of a thread that runs nodes of the CPU
+    task->owner_ = kCpu;
+    const auto outer_queue =
+        std::exchange(task->cpu_ready_queue_, std::make_shared<torch::autograd::ReadyQueue>());
+    const auto outer = std::exchange(running_, task);
+    evaluate_function(task, root, inputs, task->cpu_ready_queue_);
+    if (task->outstanding_tasks_ == 0) {
+      task->future_result_->markCompleted(task->captured_vars_);
+    } else {
+      Engine::thread_init(kCpu, task->cpu_ready_queue_, false);
+    }
+    running_ = outer;
+    init_local_ready_queue(outer_queue);
+  }
+
   Engine& torchs_;
+  bool alone_ = false;
+  std::shared_ptr<torch::autograd::GraphTask> running_;  // the innermost, where it is alone
 };
 
 HookEngine* installed = nullptr;
@@ -258,6 +311,72 @@ std::shared_ptr<Packer> EngineHookGuard::packer() {
   if (innermost == nullptr) return nullptr;
   const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state().stack;
   return hooks.size() > innermost->depth_ ? nullptr : innermost->packer_;
+}
+
+void run_backwards_alone() {
+  install_engine();
+  installed->run_alone();
+}
+
+PyObject* run_backward(PyObject*, PyObject* args, PyObject* kwargs) {
+  HANDLE_TH_ERRORS
+  static const char* names[] = {"tensors", "grad_tensors",      "keep_graph",      "create_graph",
+                                "inputs",  "allow_unreachable", "accumulate_grad", nullptr};
+  PyObject *tensors = nullptr, *grads = nullptr, *inputs = nullptr;
+  int keep_graph = 0, create_graph = 0, allow_unreachable = 0, accumulate = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!pp|O!pp", const_cast<char**>(names),
+                                   &PyTuple_Type, &tensors, &PyTuple_Type, &grads, &keep_graph,
+                                   &create_graph, &PyTuple_Type, &inputs, &allow_unreachable,
+                                   &accumulate)) {
+    return nullptr;
+  }
+  torch::autograd::edge_list roots, outputs;
+  torch::autograd::variable_list gradients;
+  const auto tensors_in = [](PyObject* tuple) {
+    std::vector<at::Tensor> found;
+    for (Py_ssize_t i = 0; tuple != nullptr && i < PyTuple_GET_SIZE(tuple); ++i) {
+      PyObject* item = PyTuple_GET_ITEM(tuple, i);
+      if (item == Py_None) {
+        found.emplace_back();
+        continue;
+      }
+      TORCH_CHECK_NOT_IMPLEMENTED(THPVariable_Check(item), "edges of gradients");
+      found.push_back(THPVariable_Unpack(item));
+    }
+    return found;
+  };
+  for (const auto& tensor : tensors_in(tensors)) {
+    roots.push_back(torch::autograd::impl::gradient_edge(tensor));
+    TORCH_CHECK(roots.back().function, "element ", roots.size() - 1,
+                " of tensors does not require grad and does not have a grad_fn");
+  }
+  for (const auto& gradient : tensors_in(grads)) gradients.push_back(gradient);
+  for (const auto& input : tensors_in(inputs)) {
+    TORCH_CHECK(input.requires_grad(), "One of the differentiated Tensors does not require grad");
+    if (accumulate) input.retain_grad();
+    auto function = input.grad_fn();
+    if (!function) function = torch::autograd::impl::try_get_grad_accumulator(input);
+    if (function) {
+      outputs.emplace_back(std::move(function), input.output_nr());
+    } else {  // of a graph that has none of it
+      outputs.emplace_back(make_node<torch::autograd::Identity>(), 0);
+    }
+  }
+  torch::autograd::variable_list found;
+  {
+    const py::gil_scoped_release released;
+    found = installed->execute(roots, gradients, keep_graph, create_graph, accumulate, outputs);
+  }
+  if (inputs == nullptr || accumulate || outputs.empty()) Py_RETURN_NONE;
+  py::tuple results(outputs.size());
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    TORCH_CHECK(allow_unreachable || found[i].defined(),
+                "One of the differentiated Tensors appears to not have been used in the graph. Set "
+                "allow_unused=True if this is the desired behavior.");
+    results[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(found[i]));
+  }
+  return results.release().ptr();
+  END_HANDLE_TH_ERRORS
 }
 
 bool use_engine_hooks(bool enabled) {

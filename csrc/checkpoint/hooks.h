@@ -59,6 +59,13 @@ class HookGuard {
 // and stays; disabled, it only forwards. Returns what was set before.
 bool use_engine_hooks(bool enabled);
 
+// Has this thread run all nodes of its backwards by itself, for good. For a forked child, which has
+// no other thread, and which torch's engine refuses after it has started some in the parent.
+void run_backwards_alone();
+// Takes the place of run_backward() of torch's engine for Python there, which knows no other
+// engine.
+PyObject* run_backward(PyObject*, PyObject* args, PyObject* kwargs);
+
 // While it lives, the engine gives the packer what autograd saves on this thread, unless a hook was
 // pushed since. It is not on torch's stack of hooks, because torch.func transforms run only where
 // that is empty; what they save is kept. Scopes of a thread are nested.

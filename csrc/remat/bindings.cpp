@@ -19,6 +19,7 @@
 #include "checkpoint/recomputing.h"
 #include "remat/account.h"
 #include "remat/fakes.h"
+#include "remat/known_bytes.h"
 #include "remat/move_plan.h"
 #include "remat/plan.h"
 #include "remat/saved.h"
@@ -291,11 +292,18 @@ class OpenBlocksPause {
   std::vector<std::weak_ptr<Block>> blocks_;
 };
 
-// Lets the device's steps begin with a plan for the step on fake tensors that has ended last.
-// Returns the hash of its operators, by which remat_knows() finds it; nothing where it saved none.
-std::optional<uint64_t> expect(const Fakes& fakes, const at::Device& device) {
-  auto step = fakes.steps()->take_latest();
+// The step on fake tensors that has ended last, for expect() in another process; nothing where it
+// has saved nothing.
+std::optional<py::bytes> take_step(const Fakes& fakes) {
+  const auto step = fakes.steps()->take_latest();
   if (!step || step->keys.empty()) return std::nullopt;
+  return py::bytes(to_bytes(*step));
+}
+
+// Lets the device's steps begin with a plan for that step. Returns the hash of its operators, by
+// which remat_knows() finds it.
+uint64_t expect(const at::Device& device, const std::string& bytes) {
+  auto step = known_from_bytes(bytes);
   const uint64_t last_key = step->keys.back();
   known_steps(device)->expect(std::move(step));
   return last_key;
@@ -395,6 +403,7 @@ void bind(py::module_& m) {
   m.def("remat_knows", [](const at::Device& device, uint64_t last_key) {
     return known_steps(device)->knows(last_key);
   });
+  m.def("remat_expect", &expect, py::arg("device"), py::arg("step"));
   m.def("remat_is_predicted", [] { return Fakes::current() != nullptr; });
   m.def("remat_is_predicted_for_cuda", [] {
     return Fakes::current() != nullptr && Fakes::current()->steps()->count.counts_all();
@@ -408,7 +417,7 @@ void bind(py::module_& m) {
       .def("freed", &Fakes::freed)
       .def("ran", &Fakes::ran)
       .def("copying", &Fakes::copying)
-      .def("expect", &expect)
+      .def("take_step", &take_step)
       .def("knows_steps", [](const Fakes& fakes) { return fakes.steps()->any(); });
   py::class_<Store, std::shared_ptr<Store>>(m, "RematStore")
       .def_static(

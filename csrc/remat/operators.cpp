@@ -145,14 +145,25 @@ const Operator* Operator::of(const at::RecordFunction& call) {
   return op;
 }
 
+const Operator* Operator::named(const c10::OperatorName& name) {
+  const auto handle =
+      c10::Dispatcher::singleton().findSchemaOrThrow(name.name.c_str(), name.overload_name.c_str());
+  return look_up(handle.schema().name().c_str(), name);
+}
+
 const Operator* Operator::look_up(const at::RecordFunction& call) {
-  static std::mutex mutex;
-  static auto& known = *new std::unordered_map<const char*, const Operator*>();
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (const auto found = known.find(call.name()); found != known.end()) return found->second;
   const auto name = call.operator_name();
-  if (!name) return nullptr;
-  return known[call.name()] = new Operator(*name);
+  return name ? look_up(call.name(), *name) : nullptr;
+}
+
+// `key`: the address of the schema's name.
+const Operator* Operator::look_up(const char* key, const c10::OperatorName& name) {
+  static std::mutex mutex;
+  static auto& all = *new std::unordered_map<const char*, const Operator*>();
+  const std::lock_guard<std::mutex> lock(mutex);
+  const Operator*& op = all[key];
+  if (op == nullptr) op = new Operator(name);
+  return op;
 }
 
 }  // namespace memsave_ext::remat

@@ -53,9 +53,12 @@ struct Operator {
 
   // Returns null where the call is of no operator of the dispatcher. The result is never freed.
   static const Operator* of(const at::RecordFunction& call);
+  // The same, by name. Throws where there is no such operator.
+  static const Operator* named(const c10::OperatorName& name);
 
  private:
   static const Operator* look_up(const at::RecordFunction& call);
+  static const Operator* look_up(const char* key, const c10::OperatorName& name);
 };
 
 // Both are for the arguments of torch's batch norm (is_torch_batch_norm).

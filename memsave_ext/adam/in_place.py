@@ -30,7 +30,7 @@ def step_in_backward(optimizer: Optimizer, **options: Any) -> Callable[[], None]
     taken = in_backward(optimizer, **options)
 
     def undo() -> None:
-        _release(taken)
+        release(taken)
         after = taken.__dict__
         kept = {name: after[name] for name in ("state", "param_groups", "step") if name in after}
         taken.__class__, taken.__dict__ = own, {**before, **kept}
@@ -145,7 +145,7 @@ def _remake(
     ]
     was_in_backward = isinstance(optimizer, Native) and optimizer.in_backward
     if isinstance(optimizer, Native):
-        _release(optimizer)
+        release(optimizer)
     try:
         optimizer.__class__, optimizer.__dict__ = kind, {}
         kind.__init__(optimizer, groups, **options)
@@ -159,7 +159,7 @@ def _remake(
             optimizer.accumulate_when(**accumulates)
     except BaseException:
         if "_stepper" in optimizer.__dict__:
-            _release(optimizer)
+            release(optimizer)
         optimizer.__class__, optimizer.__dict__ = own, before
         if isinstance(optimizer, Native):
             owners.note_optimizer(optimizer)
@@ -168,7 +168,7 @@ def _remake(
         raise
 
 
-def _release(optimizer: Any) -> None:
+def release(optimizer: Any) -> None:
     """Has nothing of this package look after an optimizer that becomes another."""
     optimizer.remove_hooks()
     owners.forget_optimizer(optimizer)

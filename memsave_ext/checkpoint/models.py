@@ -38,6 +38,8 @@ class ForwardInPlace:
 
     def function(self, module: nn.Module) -> Any:
         """Returns what it stands in for, as a function of ``module`` and its arguments."""
+        if isinstance(module, torch.jit.ScriptModule):
+            return _scripted
         return getattr(type(module), self.method) if self.own is None else self.own.__func__
 
     @abstractmethod
@@ -93,6 +95,10 @@ class ForwardInPlace:
             if isinstance(caller, nn.Module) and caller.__dict__.get(self.method) is self:
                 module = caller
         return self.call(module, args, kwargs)
+
+
+def _scripted(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return module._c._get_method("forward")(*args, **kwargs)
 
 
 def without_caches(

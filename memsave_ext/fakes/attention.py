@@ -8,7 +8,6 @@ dropout themselves. Around them it is as in ``scaled_dot_product_attention`` of 
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -110,13 +109,8 @@ def backend(
     scale: float | None,
     enable_gqa: bool,
 ) -> SDPBackend:
-    """Returns the kernel that torch chooses: where a card is in use, torch is asked.
-
-    Else it is that of a card of compute capability 8.0, where flash attention comes first.
-    """
-    if torch.cuda.is_initialized():
-        tensors = (query, key, value, mask)
-        return _asked(tensors, (dropout_p, is_causal), _named(scale, enable_gqa))
+    """Returns the kernel that torch chooses on a card of compute capability 8.0 or more, where
+    flash attention comes first. No card is asked: a child process cannot."""
     if not _is_fusible(query, key, value, mask):
         return SDPBackend.MATH
     head, heads, dtype = query.shape[-1], [t.shape[1] for t in (query, key, value)], query.dtype
@@ -142,27 +136,6 @@ def backend(
         and value.shape[-1] % multiple == 0
     )
     return SDPBackend.EFFICIENT_ATTENTION if is_efficient else SDPBackend.MATH
-
-
-def _asked(tensors: Any, options: Any, named: Any) -> SDPBackend:
-    """Asks torch, on a thread of its own: what records or fakes this one's operators sees nothing
-    of it."""
-    keeps_graph = torch.is_grad_enabled()
-
-    def ask() -> SDPBackend:
-        with torch.set_grad_enabled(keeps_graph):
-            on_card: Any = [None if t is None else _on_card(t) for t in tensors]
-            return SDPBackend(torch._fused_sdp_choice(*on_card, *options, **named))
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(ask).result()
-
-
-def _on_card(tensor: Tensor) -> Tensor:
-    """Returns a real tensor of the same shape, of one row of memory: values are not looked at."""
-    row = torch.empty(tensor.shape[-1] * tensor.stride(-1) + 1, dtype=tensor.dtype, device="cuda")
-    made = row.as_strided(tensor.shape, (*(0 for _ in tensor.shape[1:]), tensor.stride(-1)))
-    return made.requires_grad_(tensor.requires_grad)
 
 
 def _is_fusible(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:

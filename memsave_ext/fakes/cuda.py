@@ -6,10 +6,9 @@ of the CPU stand for CUDA's.
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_map_only
 
 from .attention import attention, torchs_attention
-from .mode import predicts, replaced
 
 _KEY = "AutocastCPU"
 # What autocast computes in float32 on CUDA, and in the dtype of its arguments on the CPU.
@@ -39,7 +37,17 @@ _FLOAT32 = (
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-class _Stream:
+_TORCHS = torch.cuda.Stream, torch.cuda.Event
+
+
+class _Kind(type):
+    """torch asks whether objects are streams, also those that were made before."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return super().__instancecheck__(value) or isinstance(value, _TORCHS)
+
+
+class _Stream(metaclass=_Kind):
     """A stream or an event: nothing runs, and so nothing waits."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -82,23 +90,18 @@ _CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-@contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Lets a step inside the block name a card, call its streams and autocast as on one.
+def as_on_cuda() -> TorchFunctionMode:
+    """Lets this process call a card's streams and autocast as on one, for good.
 
-    In other threads torch.cuda and autocast stay as they are.
+    In the mode that is returned it may name a card.
     """
-    with ExitStack() as stack:
-        for name, call in _CALLS.items():
-            call = _for_fakes(call, getattr(torch.cuda, name))
-            stack.enter_context(replaced(torch.cuda, name, call))
-        record_stream = _for_fakes(_nothing, Tensor.record_stream)
-        stack.enter_context(replaced(Tensor, "record_stream", record_stream))
-        for before, fused in _FUSED.items():  # torch's functions call each other by these names
-            stack.enter_context(replaced(functional, before.__name__, _for_fakes(fused, before)))
-        stack.enter_context(_CardNames())
-        stack.enter_context(_autocast())
-        yield
+    for name, call in _CALLS.items():
+        setattr(torch.cuda, name, call)
+    Tensor.record_stream = _nothing  # type: ignore[method-assign]
+    for before, fused in _FUSED.items():  # torch's functions call each other by these names
+        setattr(functional, before.__name__, fused)
+    _autocast_as_on_cuda()
+    return _CardNames()
 
 
 def step_as_on_cuda(optimizer: Optimizer | None) -> None:
@@ -107,26 +110,6 @@ def step_as_on_cuda(optimizer: Optimizer | None) -> None:
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
-
-
-def _for_fakes(call: Callable[..., Any], before: Callable[..., Any]) -> Callable[..., Any]:
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        return (call if predicts() else before)(*args, **kwargs)
-
-    if not isinstance(before, type):
-        return functools.wraps(before)(chosen)
-    torchs: type = before
-
-    class Kind(type):
-        """Makes a class in place of torch's, which torch asks whether objects are instances."""
-
-        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            return chosen(*args, **kwargs)
-
-        def __instancecheck__(cls, value: object) -> bool:
-            return isinstance(value, (torchs, _Stream))
-
-    return Kind(before.__name__, (), {})
 
 
 _MOVES = (Tensor.to, torch._C._nn._parse_to)
@@ -176,36 +159,28 @@ def _on_cpu(value: Any) -> Any:
     return "cpu" if isinstance(value, str) and value.split(":")[0] == "cuda" else value
 
 
-@contextmanager
-def _autocast() -> Iterator[None]:
+def _autocast_as_on_cuda() -> None:
     """Makes autocast of a step do with fakes on the CPU what it does on a card.
 
     What it does on the CPU is the same for products, but for norms, softmax and others, which are
     in float32 on a card. One that was made before, as accelerate does, is entered as the CPU's.
     """
-    kind = autocast_mode.autocast
+    kind: Any = autocast_mode.autocast
     before, enter, leave = kind.__init__, kind.__enter__, kind.__exit__
-    library: list[torch.library.Library] = []
     entered: list[tuple[Any, str]] = []  # those that are open, with the device of each
-
-    def prepare() -> None:
-        if not library and not _registered:
-            library.append(_register())
 
     def made(
         self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        if not predicts() or device_type not in ("cuda", "cpu"):
-            return before(self, device_type, dtype, *args, **kwargs)
-        prepare()
+        if device_type not in ("cuda", "cpu"):
+            before(self, device_type, dtype, *args, **kwargs)
+            return
         # A step may have asked a tensor for its device, which is the CPU here.
-        return before(self, "cpu", dtype or torch.get_autocast_dtype("cuda"), *args, **kwargs)
+        before(self, "cpu", dtype or torch.get_autocast_dtype("cuda"), *args, **kwargs)
 
     def as_cpus(self: Any) -> Any:
-        if predicts():
-            entered.append((self, self.device))
-        if predicts() and self.device == "cuda":
-            prepare()
+        entered.append((self, self.device))
+        if self.device == "cuda":
             self.device = "cpu"
         return enter(self)
 
@@ -215,29 +190,19 @@ def _autocast() -> Iterator[None]:
             self.device = entered.pop()[1]
         return result
 
-    try:
-        with ExitStack() as stack:
-            for name, method in (("__init__", made), ("__enter__", as_cpus), ("__exit__", left)):
-                stack.enter_context(replaced(kind, name, method))
-            stack.enter_context(warnings.catch_warnings())
-            # Without a card a scaler passes losses on, which takes as much memory.
-            warnings.filterwarnings("ignore", "torch.cuda.amp.GradScaler is enabled, but CUDA")
-            yield
-    finally:
-        for one in library:
-            _registered.clear()
-            one._destroy()
-
-
-_registered: list[bool] = []  # by an outer prediction, or this one
-
-
-def _register() -> torch.library.Library:
+    kind.__init__, kind.__enter__, kind.__exit__ = made, as_cpus, left
+    if torch.is_autocast_enabled("cuda"):
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))
+    # Without a card a scaler passes losses on, which takes as much memory.
+    warnings.filterwarnings("ignore", "torch.cuda.amp.GradScaler is enabled, but CUDA")
     library = torch.library.Library("aten", "IMPL")
     for name in _FLOAT32:
         library.impl(name, _in_float32(_overload(name)), _KEY)
-    _registered.append(True)
-    return library
+    _libraries.append(library)
+
+
+_libraries: list[torch.library.Library] = []  # kernels go when their library does
 
 
 def _overload(name: str) -> Any:
@@ -251,7 +216,7 @@ def _in_float32(op: Any) -> Callable[..., Any]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(excluded):
-            if not predicts() or not tree_any(_is_narrow, (args, kwargs)):
+            if not tree_any(_is_narrow, (args, kwargs)):
                 return op(*args, **kwargs)
             if "dtype" in names:
                 named = dict(zip(names, args, strict=False)) | kwargs

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
-import random
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,14 +17,17 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
+    unset_fake_temporarily,
 )
 from torch.nn import functional
 
 from .values import MOST_KNOWN
 
-# What is replaced below belongs to the process: one thread waits for another. A step may itself
-# predict.
-_one_at_a_time = threading.RLock()
+# What fakes raise that is not the step's own error.
+FAKES_ERRORS = (
+    *(DataDependentOutputException, DynamicOutputShapeException),
+    *(UnsupportedOperatorException, UnsupportedFakeTensorException),
+)
 
 
 def predicts() -> bool:
@@ -60,27 +60,6 @@ def only_value(tensor: Tensor) -> Any:
     return first.item() if bool((tensor == first).all()) else None
 
 
-@contextmanager
-def as_before() -> Iterator[None]:
-    """Leaves random numbers, and what autocast has cached, as they were."""
-    numpy: Any = sys.modules.get("numpy")
-    sources: list[tuple[Any, Any]] = [
-        (torch.get_rng_state, torch.set_rng_state),
-        (random.getstate, random.setstate),
-    ]
-    if numpy is not None:
-        sources.append((numpy.random.get_state, numpy.random.set_state))
-    before = [get() for get, _ in sources]
-    try:
-        yield
-    finally:
-        # Other threads may have drawn meanwhile: what the step has not changed stays.
-        for (get, restore), state in zip(sources, before, strict=True):
-            if pickle.dumps(get()) != pickle.dumps(state):
-                restore(state)
-        torch.clear_autocast_cache()
-
-
 def loss_in(output: Any) -> Tensor | None:
     """Returns the loss that a model has returned, alone or as ``loss`` beside other results."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -89,24 +68,13 @@ def loss_in(output: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Gives an attribute of a module or class another value inside the block."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextmanager
-def fakes() -> Iterator[None]:
-    """Makes fake tensors inside the block, which can be converted and copied as real ones can.
-
-    Operators on small tensors of known values compute values, as torch does for scalars alone.
-    """
+def make_fit() -> None:
+    """Makes fake tensors of this process fit for steps, for good: they are converted and copied as
+    real ones are, and operators on small tensors of known values compute values."""
+    fake_tensor.CONSTANT_NUMEL_LIMIT = MOST_KNOWN
+    fake_tensor.log.disabled = True  # the traceback of a fake kernel
     swap, deepcopy = torch.utils.swap_tensors, Tensor.__deepcopy__
+    tolist = FakeTensor.tolist
 
     def swapped(t1: Tensor, t2: Tensor) -> None:
         # A module swaps its parameters where it converts them, as in ``model.bfloat16()``. That
@@ -118,9 +86,6 @@ def fakes() -> Iterator[None]:
 
     def copied(self: Tensor, memo: dict[int, Any]) -> Any:
         # torch would copy memory that is not there.
-        if not isinstance(self, FakeTensor) and id(self) not in memo:
-            memo[id(self)] = like(self)  # a real one, to which a module or a list refers
-            return memo[id(self)]
         if not isinstance(self, FakeTensor) or not self.is_leaf or id(self) in memo:
             return deepcopy(self, memo)
         made: Tensor = self.detach().clone()
@@ -133,15 +98,31 @@ def fakes() -> Iterator[None]:
             made.grad = copied(self.grad, memo)
         return made
 
-    with ExitStack() as stack:
-        stack.enter_context(_one_at_a_time)
-        stack.enter_context(_errors_in_sentences())
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(replaced(fake_tensor, "CONSTANT_NUMEL_LIMIT", MOST_KNOWN))
-        stack.enter_context(replaced(torch.utils, "swap_tensors", swapped))
-        stack.enter_context(replaced(Tensor, "__deepcopy__", copied))
-        stack.enter_context(replaced(functional, "linear", _linear))
-        yield
+    def listed(self: FakeTensor) -> Any:
+        # Of a fake one torch takes each element out by operators, which a step does not run.
+        if self.constant is None:
+            return tolist(self)
+        with unset_fake_temporarily():
+            return self.constant.tolist()
+
+    torch.utils.swap_tensors = swapped
+    FakeTensor.tolist = listed  # type: ignore[method-assign]
+    Tensor.__deepcopy__ = copied  # type: ignore[method-assign]
+    functional.linear = _linear
+
+
+@contextmanager
+def fakes(mode: FakeTensorMode) -> Iterator[None]:
+    """Makes fake tensors inside the block, and turns what they raise into sentences."""
+    try:
+        with mode:
+            yield
+    except (RuntimeError, UnsupportedFakeTensorException) as error:
+        if sentence := _sentence(error):
+            raise RuntimeError(f"predict: {sentence}") from error
+        if hasattr(error, "add_note") and not str(error).startswith("predict: "):
+            error.add_note(_ON_FAKES)
+        raise
 
 
 _torchs_linear = functional.linear
@@ -156,20 +137,17 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
     return product.add_(bias.to(product.dtype))
 
 
-def uncompiled() -> AbstractContextManager[Any]:
-    """Lets compiled modules and functions run as if they were not compiled.
+def run_uncompiled() -> None:
+    """Lets compiled modules and functions run as if they were not compiled, for good.
 
     The compiler cannot trace these fake tensors, as it makes fakes of its own.
     """
-    if "torch._dynamo" not in sys.modules:  # so that nothing is compiled
-        return nullcontext()
-    eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return eager
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled
+        torch.compiler.set_stance("force_eager")
 
 
-@contextmanager
-def transformers_as_in_steps(is_known: Callable[[Tensor], bool]) -> Iterator[None]:
-    """Lets models of transformers run the operators that real steps run.
+def run_transformers_as_in_steps(is_known: Callable[[Tensor], bool]) -> None:
+    """Lets models of transformers run the operators that real steps run, for good.
 
     They look at no value of a fake tensor, as if a graph were traced, and make every mask. They
     make it here where its values are not known, as of a batch's padding. They look for padding in
@@ -177,39 +155,18 @@ def transformers_as_in_steps(is_known: Callable[[Tensor], bool]) -> Iterator[Non
     """
     utils: Any = sys.modules.get("transformers.utils.import_utils")
     models: Any = sys.modules.get("transformers.modeling_utils")
-    with ExitStack() as stack:
-        if hasattr(utils, "is_fake_tensor"):  # else not imported, or of another version
-            is_fake = utils.is_fake_tensor
-            stack.enter_context(
-                replaced(utils, "is_fake_tensor", lambda x: is_fake(x) and not is_known(x))
-            )
-        if hasattr(models, "is_tracing"):  # which only that search asks there
-            stack.enter_context(replaced(models, "is_tracing", lambda _=None: False))
-            stack.enter_context(replaced(models.logger, "warning_once", lambda *_, **__: None))
-        yield
+    if hasattr(utils, "is_fake_tensor"):  # else not imported, or of another version
+        is_fake = utils.is_fake_tensor
+        utils.is_fake_tensor = lambda x: is_fake(x) and not is_known(x)
+    if hasattr(models, "is_tracing"):  # which only that search asks there
+        models.is_tracing = lambda _=None: False
+        models.logger.warning_once = lambda *_, **__: None
 
 
 _ON_FAKES = (
     "predict: this was raised on fake tensors. If the step runs by itself, a fake kernel of torch "
     "differs from the real one: leave the operator out of what is predicted"
 )
-
-
-@contextmanager
-def _errors_in_sentences() -> Iterator[None]:
-    """Turns what fake tensors raise into an error that says what to do.
-
-    torch's log of it, with the traceback of the fake kernel, is left out.
-    """
-    with replaced(fake_tensor.log, "disabled", True):
-        try:
-            yield
-        except (RuntimeError, UnsupportedFakeTensorException) as error:
-            if sentence := _sentence(error):
-                raise RuntimeError(f"predict: {sentence}") from error
-            if hasattr(error, "add_note") and not str(error).startswith("predict: "):
-                error.add_note(_ON_FAKES)
-            raise
 
 
 def _sentence(error: Exception) -> str | None:

@@ -19,7 +19,8 @@ _WIDEST_DEPTHWISE = 3
 _BACKENDS: Any = torch._C._ConvBackend  # type: ignore[attr-defined]
 _ONEDNN = (_BACKENDS.Mkldnn, _BACKENDS.MkldnnEmpty)
 _TO_IMAGE = (_BACKENDS.SlowTranspose2d, _BACKENDS.SlowTranspose3d)
-_IM2COL = (_BACKENDS.Slow2d, _BACKENDS.SlowDilated2d)
+_IM2COL = (_BACKENDS.Slow2d, _BACKENDS.Slow3d)
+_IM2COL_OF_IMAGES = (_BACKENDS.SlowDilated2d, _BACKENDS.SlowDilated3d)
 _STRIP = 1 << 14  # bytes beside an image that a thread of a strided transposed convolution takes
 
 _PAGE = 4096  # each part of an LSTM's workspace fills pages
@@ -78,12 +79,12 @@ class _Convolution(NamedTuple):
         inside = _in_blocks(inside) if inside >= _BLOCK else inside
         return _resized(self.weight, _in_blocks(out), inside)
 
-    def columns(self) -> int:
-        """Bytes of the patches of all images, which a 1 x 1 kernel does without."""
+    def columns(self, images: int) -> int:
+        """Bytes of the patches of so many images, which a 1 x 1 kernel does without."""
         if self.weight.shape[2:].numel() == 1:
             return 0
         per_image = math.prod(self.weight.shape[1:]) * self.y.shape[2:].numel()
-        return self.x.shape[0] * per_image * self.x.element_size()
+        return images * per_image * self.x.element_size()
 
     def columns_of_group(self) -> int:
         """Bytes of the patches of one group of an image."""
@@ -95,11 +96,21 @@ class _Convolution(NamedTuple):
         return int(count * self.x.element_size())
 
 
+def _backend_of(*arguments: Any) -> Any:
+    """Returns what torch chooses with the threads of the process that is predicted: a child has
+    one, and says that it has as many."""
+    torch.set_num_threads(torch.get_num_threads())
+    try:
+        return torch._C._select_conv_backend(*arguments)
+    finally:
+        torch.set_num_threads(1)
+
+
 def convolution(y: Tensor, x: Tensor, weight: Tensor, bias: Any, *options: Any) -> int:
     made = _Convolution(y, x, weight, *options)
-    backend = torch._C._select_conv_backend(x, weight, bias, *options)
-    if backend in _IM2COL:
-        return made.columns()
+    backend = _backend_of(x, weight, bias, *options)
+    if backend in (*_IM2COL, *_IM2COL_OF_IMAGES):
+        return made.columns(x.shape[0] if backend in _IM2COL else 1)
     if backend in _TO_IMAGE:
         at_once = x.shape[0] if backend == _BACKENDS.SlowTranspose2d else 1
         return at_once * made.patches()
@@ -119,9 +130,9 @@ def convolution_backward(
 ) -> int:
     *options, mask = rest
     made = _Convolution(grad, x, weight, *options)
-    backend = torch._C._select_conv_backend(x, weight, None, *options, bias_sizes)
-    if backend in _IM2COL:
-        return made.columns()
+    backend = _backend_of(x, weight, None, *options, bias_sizes)
+    if backend in (*_IM2COL, *_IM2COL_OF_IMAGES):
+        return made.columns(x.shape[0] if backend in _IM2COL else 1)
     if backend in _TO_IMAGE:
         copy = 0 if grad.is_contiguous() else grad.nbytes
         return copy + (made.patches() if weight.shape[2:].numel() > 1 else 0)

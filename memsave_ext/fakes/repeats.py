@@ -16,6 +16,7 @@ _PLAIN = (
     *(int, float, bool, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
+_mkldnn: Any = torch.backends.mkldnn
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view of which autograd is not told
 _VALUES_MATTER = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -43,12 +44,26 @@ class _Known(NamedTuple):
     costs: Costs
 
 
-class Repeats:
-    """What is known of calls, of one prediction or of several for one device."""
+_Key = tuple[Any, ...]
+Learned = tuple[_Key, dict[_Key, _Known]]
+# Of this process, by what decides the results of all operators together.
+_of_process: dict[_Key, dict[_Key, _Known]] = {}
+_MOST = 1 << 16  # calls that are remembered
 
-    def __init__(self) -> None:
-        self._known: dict[Any, _Known] = {}
+
+class Repeats:
+    """What is known of calls on a device, of this prediction and of those before it."""
+
+    def __init__(self, device: torch.device) -> None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        self._key = device.type, torch.get_num_threads(), _mkldnn.enabled, deterministic
+        self._known = _of_process.setdefault(self._key, {})
+        self._new: dict[_Key, _Known] = {}
         self._fitting: dict[Any, bool] = {}
+
+    def learned(self) -> Learned:
+        """Returns what this prediction has added, for :func:`learn` in another process."""
+        return self._key, self._new
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Returns a call that may be a repeat, None if values or aliases decide its result."""
@@ -56,10 +71,10 @@ class Repeats:
             return None
         if kwargs and any(isinstance(value, FakeTensor) for value in kwargs.values()):
             return None  # such as `out`, which the result is
-        key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        key: list[Any] = [func._name, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not _describe(args, key) or (kwargs and not _describe(kwargs.items(), key)):
             return None
-        return Call(self._known, tuple(key))
+        return Call(self._known, self._new, tuple(key))
 
     def view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns a view, made without asking the fake mode; None if it may be no plain one."""
@@ -83,8 +98,8 @@ class Repeats:
 
 
 class Call:
-    def __init__(self, known: dict[Any, _Known], key: tuple[Any, ...]) -> None:
-        self._known, self._key = known, key
+    def __init__(self, known: dict[_Key, _Known], new: dict[_Key, _Known], key: _Key) -> None:
+        self._known, self._new, self._key = known, new, key
 
     def repeated(self, args: tuple[Any, ...]) -> tuple[Any, list[FakeTensor], Costs] | None:
         """Returns the result, the tensors in it with new memory, and what it takes; None if this
@@ -120,7 +135,16 @@ class Call:
                 if place is None
                 else place
             )
-        self._known[self._key] = _Known(results, several, costs)
+        self._known[self._key] = self._new[self._key] = _Known(results, several, costs)
+
+
+def learn(learned: Learned) -> None:
+    """Remembers what a prediction in a child process has learned."""
+    key, new = learned
+    known = _of_process.setdefault(key, {})
+    if len(known) > _MOST:
+        known.clear()
+    known.update(new)
 
 
 def _made(new: _New, mode: Any) -> FakeTensor:

@@ -34,7 +34,6 @@ class Storages(TorchDispatchMode):
         ran: called with about how long an operator would run.
         device: the device that is predicted. What kernels make and free themselves is known on the
             CPU alone; on CUDA sizes are rounded up as its caching allocator does.
-        repeats: what earlier predictions for that device have learned of operators.
     """
 
     def __init__(
@@ -43,16 +42,17 @@ class Storages(TorchDispatchMode):
         freed: Callable[[int], None],
         ran: Callable[[float], None],
         device: torch.device,
-        repeats: Repeats | None = None,
     ) -> None:
         super().__init__()
         self._allocated, self._freed, self._ran = allocated, freed, ran
         self._on_cpu = device.type == "cpu"
         self._rounding = 1 if self._on_cpu else CUDA_BLOCK
         self.makers = formulas.Makers()
-        self._repeats = repeats or Repeats()
+        self.repeats = Repeats(device)
         self._values = Values()
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._before: set[int] = set()  # numbers of those that nobody was told of
+        self.failed: Exception | None = None  # what an operator raised last
         # While a formula runs that a step computes otherwise: its node, and what it has made.
         self._otherwise: tuple[int, dict[int, weakref.ref[torch.UntypedStorage]]] | None = None
 
@@ -69,7 +69,7 @@ class Storages(TorchDispatchMode):
         self._tell_result()
         if (read := self._values.read(func, args)) is not None:
             return read
-        if (view := self._repeats.view(func, args, kwargs)) is not None:
+        if (view := self.repeats.view(func, args, kwargs)) is not None:
             for tensor in (view,) if isinstance(view, FakeTensor) else view:
                 self.memory(tensor)
             self._ran(SECONDS_PER_CALL)
@@ -77,12 +77,16 @@ class Storages(TorchDispatchMode):
         if getattr(func, "namespace", None) in _COLLECTIVES:
             raise RuntimeError(f"{func} asks other processes, which run no fake tensors")
         func = self.makers.operator(func, args)
-        call = self._repeats.call(func, args, kwargs)
+        call = self.repeats.call(func, args, kwargs)
         repeated = call and call.repeated(args)
         if repeated:
             result, made, costs = repeated
         else:
-            result = kernels.run(func, args, kwargs)
+            try:
+                result = kernels.run(func, args, kwargs)
+            except Exception as error:
+                self.failed = error
+                raise
             if self._on_cpu:
                 result = workspaces.as_left_by_kernel(func, args, result)
             result = with_values(func, args, kwargs, result)
@@ -122,9 +126,25 @@ class Storages(TorchDispatchMode):
             self._tell(storage, node)
         return number, self._known[number][1]
 
-    def _tell(self, storage: torch.UntypedStorage, node: Any) -> None:
+    def note_before(self, tensor: Tensor, *, counts: bool) -> None:
+        """Knows the memory of a tensor that there was before, and tells of it where it counts."""
+        if tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known and storage.nbytes():
+            number, size = self._note(storage)
+            if counts:
+                self._allocated(number, size)
+            else:
+                self._before.add(number)
+
+    def _note(self, storage: torch.UntypedStorage) -> tuple[int, int]:
         number, size = storage._cdata, self._rounded(storage.nbytes())
         self._known[number] = weakref.ref(storage, lambda _: self._forget(number)), size
+        return number, size
+
+    def _tell(self, storage: torch.UntypedStorage, node: Any) -> None:
+        number, size = self._note(storage)
         self.makers.made(number, node)
         self._allocated(number, size)
 
@@ -158,13 +178,15 @@ class Storages(TorchDispatchMode):
         return self._values.is_known(tensor)
 
     def living(self) -> Iterator[tuple[int, int]]:
-        """Yields the number and size of all memory that lives."""
+        """Yields the number and size of all memory that lives and was told of."""
         self._tell_result()
         for number, (_, size) in self._known.items():
-            yield number, size
+            if number not in self._before:
+                yield number, size
 
     def _forget(self, number: int) -> None:
         del self._known[number]
+        self._before.discard(number)
         self._values.forget(number)
         self.makers.forget(number)
         self._freed(number)

@@ -58,9 +58,11 @@ _RULES: dict[Any, Rule] = {
     **_each("full full_like new_full fill_", _filled),
     # nn.init.trunc_normal_ draws again what lies out of its bounds, until nothing does.
     **_each("normal_", lambda _, mean=0.0, *__, **___: mean),
+    # Models choose among several sizes by such a number, as an index.
+    **_each("uniform_", lambda _, least=0.0, *__, **___: least),
 }
 _SUMS = frozenset(_each("sum", _same))
-_CHANGES = frozenset(_each("zero_ fill_ normal_", _same))
+_CHANGES = frozenset(_each("zero_ fill_ normal_ uniform_", _same))
 
 
 class Values:

@@ -7,6 +7,7 @@ arguments in the dtype that is computed in.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +35,10 @@ _NORMS = {  # and where in their arguments the weight is
     _aten.native_group_norm.default: 1,
     _aten.native_layer_norm.default: 2,
 }
+_BATCH_NORMS = (
+    *(_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default),
+    *(_aten._native_batch_norm_legit.no_stats, _aten._batch_norm_with_update.default),
+)
 _NARROW = (torch.bfloat16, torch.float16)
 _FLOAT = 4
 _COUNT = 8
@@ -63,6 +68,8 @@ def as_left_by_kernel(func: Any, args: tuple[Any, ...], result: Any) -> Any:
         return (*outputs, workspace.new_empty(onednn.lstm_workspace(*args)))
     if func is _aten.native_batch_norm_backward.default and not args[-1][0]:
         return (None, *result[1:])
+    if func in _BATCH_NORMS and not _is_dense(args[0]):
+        return (torch.empty(result[0].shape, dtype=result[0].dtype), *result[1:])
     if func in _NORMS and args[0].dtype in _NARROW:
         weight, (output, *statistics) = args[_NORMS[func]], result
         if weight is not None and weight.dtype == torch.float32:
@@ -132,16 +139,50 @@ def _masked_scatter_backward(grad: Tensor, mask: Tensor, *_: Any) -> int:
     return max(counts - made, made) if grad.is_contiguous() else 2 * counts
 
 
+def _trilinear(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    expand_a: Sequence[int],
+    expand_b: Sequence[int],
+    expand_c: Sequence[int],
+    summed: Sequence[int],
+    unrolled: int = 1,
+) -> int:
+    """Bytes of a product of two arguments, and of that with the third: sums over dimensions that
+    the third has not are taken first, and one dimension is gone through index by index."""
+    dims = a.dim() + len(expand_a)
+    sizes = [1] * dims
+    for tensor, expand in ((a, expand_a), (b, expand_b), (c, expand_c)):
+        kept = (i for i in range(dims) if i not in expand)
+        for place, size in zip(kept, tensor.shape, strict=True):
+            sizes[place] = max(sizes[place], size)
+    sizes[unrolled] = 1
+
+    def numel(left_out: Callable[[int], bool]) -> int:
+        return math.prod(size for i, size in enumerate(sizes) if not left_out(i))
+
+    of_two = numel(lambda i: (i in expand_a and i in expand_b) or (i in summed and i in expand_c))
+    return (of_two + numel(lambda i: i in summed)) * a.element_size()
+
+
 def _batch_norm_backward(grad: Tensor, x: Tensor, *rest: Any) -> int:
     """Bytes of the input's gradient, which torch makes twice where it is contiguous; otherwise of
     narrow images in float32."""
     mask = rest[-1]
-    layouts = [torch.contiguous_format]
-    if x.dim() in (4, 5):
-        layouts.append(torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
-    if any(all(t.is_contiguous(memory_format=layout) for t in (grad, x)) for layout in layouts):
+    if any(all(t.is_contiguous(memory_format=f) for t in (grad, x)) for f in _formats(x)):
         return x.nbytes if mask[0] else 0
     return x.numel() * _FLOAT if x.dtype in _NARROW and x.dim() > 2 else 0
+
+
+def _formats(x: Tensor) -> list[torch.memory_format]:
+    """Returns those in which elements of such a tensor fill memory in order."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return [torch.contiguous_format, *([last[x.dim()]] if x.dim() in last else [])]
+
+
+def _is_dense(x: Tensor) -> bool:
+    return any(x.is_contiguous(memory_format=layout) for layout in _formats(x))
 
 
 def _group_norm_backward(*args: Any) -> int:
@@ -151,6 +192,7 @@ def _group_norm_backward(*args: Any) -> int:
 
 # For each operator, the bytes of its arguments.
 _RULES: dict[Any, Callable[..., int]] = {
+    _aten._trilinear.default: _trilinear,
     _aten.mkldnn_rnn_layer.default: onednn.lstm,
     _aten.mkldnn_rnn_layer_backward.default: onednn.lstm_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,

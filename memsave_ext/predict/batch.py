@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -11,17 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from ..adam import in_backward
-from ..adam.in_place import options_outside_groups, taken_by
+from ..adam.in_place import options_outside_groups, release, taken_by
 from ..adam.own_optimizer import OwnStep
 from ..adam.step_in_backward import InBackward
-from ..fakes.mode import like, loss_in, only_value
-from ..memory.measure import Build
+from ..fakes.mode import loss_in, only_value
 
 Loss = Callable[..., Tensor]  # of what the model returned, and of the batch where it takes two
-Forward = Callable[[nn.Module, Any], Tensor]  # of a copy of the model and of the batch: the loss
+Forward = Callable[[nn.Module, Any], Tensor]  # of the model and of the batch: the loss
 
 
 class Call(NamedTuple):
@@ -29,6 +27,81 @@ class Call(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+
+class FromBatch:
+    """Builds a step of a model, its optimizer and a batch; in a child, where these are fakes.
+
+    Args:
+        model, optimizer, batch: as for :func:`predict`.
+        run: makes the loss of the model and the batch.
+        who: the function that errors are of.
+        micro_batches, keeps_gradients: as of :func:`from_batch`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        batch: Any,
+        run: Forward,
+        who: str,
+        micro_batches: int,
+        keeps_gradients: bool,
+    ) -> None:
+        self._model, self._optimizer, self._batch = model, optimizer, _plain(batch)
+        self._run, self._who = run, who
+        self._micro_batches, self._keeps_gradients = micro_batches, keeps_gradients
+        self._autocast = _Autocast()
+        tensors = [t for t in tree_leaves(self._batch) if isinstance(t, Tensor)]
+        # What has one value, as a mask that hides nothing, has it in the step, too. A child can ask
+        # the CPU's tensors themselves.
+        self._values = [(t, only_value(t)) for t in tensors if not t.is_cpu]
+
+    def tensors(self) -> list[Tensor]:
+        """Returns what the step has from the beginning, without states."""
+        batch = [t for t in tree_leaves(self._batch) if isinstance(t, Tensor)]
+        return [*self._model.parameters(), *self._model.buffers(), *batch]
+
+    def __call__(self) -> tuple[nn.Module, Optimizer | None, Callable[[], object]]:
+        model, optimizer = self._model, self._optimizer
+        params = {id(p): p for p in model.parameters()}
+        for group in () if optimizer is None else optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) not in params:
+                    raise ValueError(
+                        f"{self._who}: optimizer has a parameter of shape {list(p.shape)} that is "
+                        "not in model"
+                    )
+        for p in params.values():
+            p.grad = None
+        if isinstance(optimizer, InBackward):
+            optimizer = _remade(optimizer)
+        for tensor, value in self._values:
+            if value is not None:
+                tensor.fill_(value)
+        return model, optimizer, lambda: self._step(optimizer)
+
+    def _step(self, optimizer: Optimizer | None) -> None:
+        with self._autocast.left():
+            for number in range(1, self._micro_batches + 1):
+                is_last = number == self._micro_batches
+                with nullcontext() if is_last else _accumulating(optimizer):
+                    self._started(self._loss(), number).backward()
+            if optimizer is not None:
+                optimizer.step()
+            if not self._keeps_gradients:
+                self._model.zero_grad()
+
+    def _loss(self) -> Tensor:
+        # The output is kept by nothing but its graph, as in a step that is written in one line.
+        with self._autocast.entered():
+            return _checked_loss(self._who, self._run(self._model, self._batch))
+
+    def _started(self, loss: Tensor, number: int) -> Tensor:
+        if self._keeps_gradients and number == 1:
+            self._model.zero_grad()
+        return loss
 
 
 def from_batch(
@@ -41,8 +114,8 @@ def from_batch(
     micro_batches: int = 1,
     forward: Forward | None = None,
     keeps_gradients: bool = False,
-) -> Build:
-    """Returns a function that makes fake copies of all arguments, and a step of these.
+) -> FromBatch:
+    """Returns what builds a step of all arguments, in a child process.
 
     Args:
         model, optimizer, batch, loss: as for :func:`predict`.
@@ -66,46 +139,7 @@ def from_batch(
     if forward is None:  # else anything may be
         _check_batch(who, batch)
         forward = _forward_of(who, loss)
-    run = forward
-    batch, autocast = _plain(batch), _Autocast()
-    values = {id(t): only_value(t) for t in tree_leaves(batch) if isinstance(t, Tensor)}
-
-    def fake(tensor: Tensor) -> Tensor:
-        """What has one value, as a mask that hides nothing, has it in the step, too."""
-        made, value = like(tensor), values[id(tensor)]
-        return made if value is None else made.fill_(value)
-
-    def build() -> tuple[nn.Module, Optimizer | None, Callable[[], object]]:
-        copied = {id(t): like(t) for t in (*model.parameters(), *model.buffers())}
-        # Gradients, and hooks on parameters, do not come along: an optimizer made of the copies
-        # sets its own.
-        model_copy = copy.deepcopy(model, dict(copied))
-        made = None if optimizer is None else _remade(who, optimizer, copied)
-        inputs = tree_map_only(Tensor, fake, batch)
-
-        def loss_of_batch() -> Tensor:
-            # The output is kept by nothing but its graph, as in a step that is written in one line.
-            with autocast.entered():
-                return _checked_loss(who, run(model_copy, inputs))
-
-        def started(loss: Tensor, number: int) -> Tensor:
-            if keeps_gradients and number == 1:
-                model_copy.zero_grad()
-            return loss
-
-        def step() -> None:
-            with autocast.left():
-                for number in range(1, micro_batches + 1):
-                    with _accumulating(made) if number < micro_batches else nullcontext():
-                        started(loss_of_batch(), number).backward()
-                if made is not None:
-                    made.step()
-                if not keeps_gradients:
-                    model_copy.zero_grad()
-
-        return model_copy, made, step
-
-    return build
+    return FromBatch(model, optimizer, batch, forward, who, micro_batches, keeps_gradients)
 
 
 class _Autocast:
@@ -156,30 +190,25 @@ def _accumulating(optimizer: Any) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _remade(who: str, optimizer: Optimizer, copied: Mapping[int, Tensor]) -> Optimizer:
-    """Returns a new optimizer of the copied parameters, with the same options."""
-
-    def parameter(p: Tensor) -> Tensor:
-        if id(p) not in copied:
-            raise ValueError(
-                f"{who}: optimizer has a parameter of shape {list(p.shape)} that is not in model"
-            )
-        return copied[id(p)]
-
-    groups = [
-        {name: [*map(parameter, v)] if name == "params" else v for name, v in group.items()}
-        for group in optimizer.param_groups
-    ]
-    if isinstance(optimizer, OwnStep):
-        made = construct(optimizer._own, groups, optimizer.defaults)
-        if not optimizer.in_backward:
-            return made
-        small, bucket = optimizer._small_bytes, optimizer._bucket_bytes
-        taken: Optimizer = in_backward(made, small_bytes=small, bucket_bytes=bucket)
-        return taken
-    # A scaler is not told of a copy's steps.
-    outside = {n: v for n, v in options_outside_groups(optimizer).items() if n != "grad_scaler"}
-    return construct(type(optimizer), groups, optimizer.defaults, **outside)
+def _remade(optimizer: Any) -> Optimizer:
+    """Returns an optimizer of this package's anew: its hooks are on the parameters' former
+    implementations. It has no states yet."""
+    groups = [dict(group) for group in optimizer.param_groups]
+    optimizer.state.clear()
+    if not isinstance(optimizer, OwnStep):
+        # A scaler is not told of steps that are not made.
+        outside = options_outside_groups(optimizer)
+        outside.pop("grad_scaler", None)
+        release(optimizer)
+        return construct(type(optimizer), groups, optimizer.defaults, **outside)
+    steps_in_backward = optimizer.in_backward
+    release(optimizer)
+    made = construct(optimizer._own, groups, optimizer.defaults)
+    if not steps_in_backward:
+        return made
+    small, bucket = optimizer._small_bytes, optimizer._bucket_bytes
+    taken: Optimizer = in_backward(made, small_bytes=small, bucket_bytes=bucket)
+    return taken
 
 
 def construct(

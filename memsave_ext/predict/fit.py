@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ..adam.modes import check_bool
-from ..fakes.mode import as_before
 from ..remat.budget import OfDevice, parse_budget
 from ..remat.offload import Offload, check_offload
 from ..remat.recorder import Budget
@@ -23,6 +22,7 @@ from ..shared.tensors import plain_tensors
 from .applied import Applied, apply, check, check_options
 from .batch import Forward, Loss, from_batch
 from .fits import search
+from .predict import check_timeout
 from .techniques import ALL, named
 
 # Without a budget remat has its plan from the third step on; with one it costs no more.
@@ -44,6 +44,7 @@ def fit(
     grad_scaler: torch.amp.GradScaler | None = None,
     offload: Offload | None = None,
     verbose: bool = True,
+    timeout: float | None = None,
 ) -> Applied:
     """Makes training steps fit into a budget: predicts them, and applies the cheapest means that
     fits to the model and its optimizer, in place::
@@ -55,10 +56,10 @@ def fit(
             optimizer.zero_grad()
         fitted.undo()                      # model and optimizer are what they were
 
-    It predicts with fake copies, as :func:`memory.fits`: nothing is allocated, and neither model,
-    gradients nor random numbers are touched before means are applied. What is applied is printed:
-    the means, the predicted peak and the cost. Where the peak of the second step is more than 2 %
-    off the predicted one, a warning says so.
+    It predicts on fake tensors in child processes, as :func:`memory.predict`: nothing is allocated,
+    and neither model, gradients nor random numbers are touched before means are applied. What is
+    applied is printed: the means, the predicted peak and the cost. Where the peak of the second
+    step is more than 2 % off the predicted one, a warning says so.
 
     Args:
         model: the model, on the device that it is trained on.
@@ -82,6 +83,7 @@ def fit(
         grad_scaler: the loop's, for an optimizer in backward.
         offload: as of :func:`memory.fits`.
         verbose: whether to print the three lines.
+        timeout: the most seconds that each prediction may take, as of :func:`memory.predict`.
 
     Returns:
         A handle with what the loop must use, the figures, and ``undo()``.
@@ -98,10 +100,12 @@ def fit(
         "grad_scaler": grad_scaler,
     }
     check_bool("fit: in_backward", in_backward)
+    check_timeout("fit", timeout)
     reason = "" if in_backward else "in_backward=False"
     made = fitted(
         model, optimizer, batch, budget, loss=loss, means=means, refused=reason,
         micro_batches=micro_batches, verbose=verbose, place=offload, options=options,
+        timeout=timeout,
     )  # fmt: skip
     with made.undone_by_errors():
         if max_grad_norm is not None and not made.steps_in_backward:
@@ -131,6 +135,7 @@ def fitted(
     method: str = "forward",
     place: Offload | None = None,
     options: dict[str, Any],
+    timeout: float | None = None,
 ) -> Applied:
     """As :func:`fit`, for trainers.
 
@@ -161,10 +166,11 @@ def fitted(
         micro_batches=min(micro_batches, 2), forward=forward, keeps_gradients=keeps_gradients,
     )  # fmt: skip
     check_offload(place, None, True, device)
-    with as_before(), torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         found = search(
-            build, limit, device=device, among=among, refused=refused, method=method, place=place
-        )
+            build, limit, device=device, among=among, refused=refused, method=method, place=place,
+            timeout=timeout,
+        )  # fmt: skip
     chosen = found.cheapest if means is None else found.rows[0]
     if chosen is None:
         raise torch.OutOfMemoryError(found.sentence("fit"))

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..fakes.repeats import Repeats
+from ..dry_run.child import Child
 from ..memory.account import TensorAtPeak
 from ..memory.events import CATEGORIES
 from ..memory.measure import Build
@@ -35,8 +35,9 @@ from ..shared.table import (
     print_table,
 )
 from .applied import Applied, apply
+from .batch import FromBatch
 from .picture import plot_fits
-from .predict import device_of, predict_step
+from .predict import PredictedStep, Told, check_timeout, device_of, result_of, start
 from .techniques import ALL, Techniques, named
 
 _MOST = 1 << 20  # the largest batch that is asked for
@@ -251,6 +252,7 @@ def fits(
     every: bool = False,
     offload: Offload | None = None,
     progress: bool | None = None,
+    timeout: float | None = None,
 ) -> Fits:
     """Predicts which techniques make a training step fit into ``budget``, the cheapest first, and
     stops at the first that does.
@@ -275,6 +277,7 @@ def fits(
             PCIe 4's 25 GB/s, are told beside the peak.
         progress: whether to show on stderr what is tried now, with a bar where tqdm is installed;
             None: where it is a terminal.
+        timeout: the most seconds that each prediction may take, as of :func:`predict`.
 
     Raises:
         TypeError, ValueError: an argument, or what ``build`` returned, is not as said above.
@@ -282,6 +285,7 @@ def fits(
     """
     limit = _bytes(budget)
     check_count("fits: batch", batch, 1)
+    check_timeout("fits", timeout)
     chosen = device_of("fits", device)
     if isinstance(build, nn.Module):
         raise TypeError(
@@ -293,8 +297,9 @@ def fits(
     size = batch if _takes_batch(build) else None
     check_offload(offload, None, True, None)
     return search(
-        build, limit, device=chosen, batch=size, every=every, place=offload, progress=progress
-    )
+        build, limit, device=chosen, batch=size, every=every, place=offload, progress=progress,
+        timeout=timeout,
+    )  # fmt: skip
 
 
 def search(
@@ -309,6 +314,7 @@ def search(
     method: str = "forward",
     place: Offload | None = None,
     progress: bool | None = None,
+    timeout: float | None = None,
 ) -> Fits:
     """As :func:`fits`, of checked arguments.
 
@@ -321,17 +327,19 @@ def search(
     """
     if place is None and len(among) > 1:
         among = [techniques for techniques in among if not techniques.offload]
-    rows, tops, repeats = [], {}, Repeats()  # rows run mostly the same operators
+    rows, tops = [], {}
     to = None if place is None else os.fspath(place)
-    with Progress("fits", len(among), progress) as shown:
+    tried = [t for t in among if not (refused and t.steps_in_backward)]
+    with (
+        Progress("fits", len(among), progress) as shown,
+        _Predictions(build, budget, device, method, place, timeout, batch, tried) as predictions,
+    ):
         for techniques in among:
             shown.begin(techniques.name)
-            if refused and techniques.steps_in_backward:
+            if techniques not in tried:
                 rows.append(Fit(techniques.name, techniques.cost, reason=refused))
                 continue
-            row, tops[techniques.name] = _row(
-                techniques, build, budget, batch, device, method, place, repeats
-            )
+            row, tops[techniques.name] = _row(techniques, predictions, budget, batch)
             # Most models have no such head.
             if row.peak is not None or not techniques.loss_head or len(among) == 1:
                 rows.append(row)
@@ -344,6 +352,66 @@ def search(
     return Fits(rows, budget, str(device), batch, top.largest, top.hints, to)
 
 
+class _Predictions:
+    """Predicts techniques, the next ones at the same time as one that is asked for.
+
+    Args:
+        batch: the size that is asked for first; None where ``build`` takes none.
+        order: in which techniques are asked for.
+    """
+
+    def __init__(
+        self,
+        build: Any,
+        budget: int,
+        device: torch.device,
+        method: str,
+        place: Offload | None,
+        timeout: float | None,
+        batch: int | None,
+        order: Sequence[Techniques],
+    ) -> None:
+        self._build, self._budget, self._device = build, budget, device
+        self._method, self._place, self._timeout = method, place, timeout
+        self._batch = batch
+        self._waiting = list(order)
+        self._running: dict[Techniques, Child[Told]] = {}
+
+    def __enter__(self) -> _Predictions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self._running.values():
+            child.stop()
+
+    def first(self, techniques: Techniques) -> PredictedStep:
+        """Predicts a step of the batch that is asked for first."""
+        for _ in range(min(_idle_cores(), len(self._waiting))):
+            following = self._waiting.pop(0)
+            self._running[following] = self._start(following, self._batch)
+        return self._result(self._running.pop(techniques))
+
+    def of_batch(self, techniques: Techniques, size: int) -> PredictedStep:
+        return self._result(self._start(techniques, size))
+
+    def _start(self, techniques: Techniques, size: int | None) -> Child[Told]:
+        made = self._build if size is None else functools.partial(self._build, size)
+        uses = made if isinstance(made, FromBatch) else None
+        made = techniques.applied(made, self._budget, self._method, self._place)
+        return start(made, self._device, uses=uses, timeout=self._timeout)
+
+    def _result(self, child: Child[Told]) -> PredictedStep:
+        with warnings.catch_warnings():
+            # That it cannot keep to the budget is what the row says.
+            warnings.filterwarnings("ignore", "remat: the budget of")
+            return PredictedStep(result_of(child), self._device)
+
+
+def _idle_cores() -> int:
+    """Returns how many of this process's cores nothing runs on, at least one."""
+    return max(len(os.sched_getaffinity(0)) - round(os.getloadavg()[0]), 1)
+
+
 class _Top(NamedTuple):
     largest: list[TensorAtPeak]
     hints: list[str]
@@ -354,31 +422,17 @@ def _lowest(rows: list[Fit]) -> Fit:
 
 
 def _row(
-    techniques: Techniques,
-    build: Any,
-    budget: int,
-    batch: int | None,
-    device: torch.device,
-    method: str,
-    place: Offload | None,
-    repeats: Repeats,
+    techniques: Techniques, predictions: _Predictions, budget: int, batch: int | None
 ) -> tuple[Fit, _Top]:
-    def predicted(size: int | None) -> Any:
-        made = build if size is None else functools.partial(build, size)
-        with warnings.catch_warnings():
-            # That it cannot keep to the budget is what the row says.
-            warnings.filterwarnings("ignore", "remat: the budget of")
-            made = techniques.applied(made, budget, method, place)
-            return predict_step(made, device, repeats=repeats, progress=False)
-
     try:
-        step = predicted(batch)
+        step = predictions.first(techniques)
         largest = None
         if batch is not None:
             straight = not techniques.within_budget
             largest = _largest(
-                lambda size: predicted(size).peak, budget, batch, step.peak, straight
-            )
+                lambda size: predictions.of_batch(techniques, size).peak,
+                budget, batch, step.peak, straight,
+            )  # fmt: skip
     except Exception as error:  # the user's step may raise anything once something is changed
         if techniques == ALL[0]:
             raise

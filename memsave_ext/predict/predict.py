@@ -1,27 +1,54 @@
-"""Predicts the memory of a training step: the step runs on fake tensors, which hold no memory."""
+"""Predicts the memory of a training step: the step runs on fake tensors, which hold no memory, in a
+child process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..fakes.cuda import as_on_cuda, step_as_on_cuda
-from ..fakes.mode import fakes, transformers_as_in_steps, uncompiled
-from ..fakes.repeats import Repeats
-from ..memory.hooks import Hooks, Names
+from ..dry_run.child import Child, ChildError, allow, note
+from ..dry_run.world import follow_libraries, on_fakes
+from ..fakes.cuda import step_as_on_cuda
+from ..fakes.repeats import Learned, learn
+from ..memory.hooks import Names
+from ..memory.log import Record
 from ..memory.measure import Build, checked
 from ..memory.reported import Reported
-from ..shared.modules import Modules
+from ..shared.modules import Layer, Modules
 from ..shared.progress import Progress
-from .batch import from_batch
+from .batch import FromBatch, from_batch
 from .distributed import built_alone, refuse_distributed
 from .tracker import FakeTracker
+
+SECONDS = 60.0  # that a prediction may take, and for each parameter
+_SECONDS_PER_PARAMETER = 0.15
+
+
+class Told(NamedTuple):
+    """What a child tells of a step."""
+
+    record: Record
+    live: int
+    peak: int
+    bus_seconds: float
+    names: list[str]  # of tensors
+    modules: list[str]
+    layers: list[Layer]
+    learned: Learned
+
+
+class _Recorded:
+    """In place of a tracker: what one has recorded in a child."""
+
+    def __init__(self, told: Told) -> None:
+        self.live, self.peak, self._record = told.live, told.peak, told.record
+
+    def record(self) -> Record:
+        return self._record
 
 
 class PredictedStep(Reported):
@@ -36,29 +63,12 @@ class PredictedStep(Reported):
 
     timed = False
 
-    def __init__(
-        self,
-        tracker: FakeTracker,
-        device: torch.device,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-    ) -> None:
-        modules, names = Modules(model), Names()
-        super().__init__(tracker, device, modules, names)
-        tracker.set_modules(modules.parents)
-        self.bus_seconds = 0.0
-        self._hooks = Hooks(tracker, model, modules, [optimizer] if optimizer else [], names)
-
-    def _follow(self, step: Callable[[], object]) -> None:
-        self._tracker.start()
-        self._hooks.label()
-        self._tracker.begin()
-        before = self._tracker.copying
-        with self._hooks.install():
-            step()
-        self._tracker.stop()
-        self.bus_seconds = self._tracker.copying - before
-        del self._hooks
+    def __init__(self, told: Told, device: torch.device) -> None:
+        modules, names = Modules(None), Names()
+        modules.names, modules.layers = told.modules, told.layers
+        names.texts = told.names
+        super().__init__(_Recorded(told), device, modules, names)
+        self.bus_seconds = told.bus_seconds
 
 
 def predict(
@@ -69,11 +79,15 @@ def predict(
     loss: Callable[..., torch.Tensor] | None = None,
     device: torch.device | str = "cpu",
     progress: bool | None = None,
+    timeout: float | None = None,
 ) -> PredictedStep:
     """Predicts the memory of a training step that follows a first one, which makes the states.
 
     Nothing is allocated and nothing computed: ``build`` and its steps run on fake tensors, which
-    have sizes but no memory. What recomputes, steps in backward or keeps its states in eight bits
+    have sizes but no memory, in a child process made by ``fork``. Nothing of this process is
+    touched: neither the model, its gradients and states, nor random numbers, caches or hooks.
+    Effects outside of memory happen, such as messages to other processes; :func:`is_dry_run` tells
+    a model of them. What recomputes, steps in backward or keeps its states in eight bits
     does so in the prediction, too::
 
         def build():
@@ -108,6 +122,7 @@ def predict(
             memory from before the step only the model's and the optimizer's counts.
         progress: whether to show on stderr what runs now, with a bar where tqdm is installed; None:
             where it is a terminal.
+        timeout: the most seconds that it may take; None: 60, and 0.15 for each parameter.
 
     The workspaces of kernels are added where they are known: of convolutions, attention and LSTMs
     on the CPU. cuBLAS's and cuDNN's, fragmentation, and what a CUDA context holds are not. Values
@@ -123,10 +138,12 @@ def predict(
     Raises:
         TypeError, ValueError: an argument, or what ``build`` returned, is not as said above, or the
             model is wrapped for several processes.
-        RuntimeError: an operator's result depends on values, or it has no fake kernel. The
-            message names it and says what to do.
+        RuntimeError: an operator's result depends on values, or it has no fake kernel; or no child
+            process can be made, or it takes too long. The message names it and says what to do.
+        Exception: what the step itself raises on fake tensors.
     """
     chosen = device_of("predict", device)
+    check_timeout("predict", timeout)
     if isinstance(build, nn.Module):
         refuse_distributed(build)
         build = from_batch(build, optimizer, batch, loss)
@@ -137,50 +154,98 @@ def predict(
             "predict: build must be a function that returns (model, optimizer or None, step), or "
             f"a torch.nn.Module, got {type(build).__name__}"
         )
-    return predict_step(build, chosen, progress=progress)
+    with Progress("predict", 3, progress) as shown:
+        child = start(build, chosen, timeout=timeout, tell=shown.next)
+        return PredictedStep(result_of(child), chosen)
 
 
-def predict_step(
+def start(
     build: Build,
     device: torch.device,
     *,
-    repeats: Repeats | None = None,
-    progress: bool | None = None,
-) -> PredictedStep:
-    """As :func:`predict`, of a function and a device; ``repeats`` as of :class:`Storages`."""
-    tracker = FakeTracker(device, repeats)
-    with ExitStack() as stack:
-        shown = stack.enter_context(Progress("predict", 3, progress))
-        shown.begin("what is built")
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        if device.type == "cuda":
-            stack.enter_context(as_on_cuda())
-        stack.enter_context(fakes())
-        stack.enter_context(tracker.storages)
-        stack.enter_context(tracker.listening())
+    uses: FromBatch | None = None,
+    timeout: float | None = None,
+    tell: Callable[[str], object] = lambda _: None,
+) -> Child[Told]:
+    """Starts a child that predicts a step.
+
+    Args:
+        uses: what ``build`` goes back to, where that is a live model.
+        timeout: as of :func:`predict`.
+        tell: called with the name of each part that begins.
+    """
+    if uses is None and isinstance(build, FromBatch):
+        uses = build
+    tensors = [] if uses is None else uses.tensors()
+
+    def run() -> Told:
+        return _told(build, tensors, device, timeout is None)
+
+    try:
+        return Child(run, SECONDS if timeout is None else timeout, tell)
+    except ChildError as error:
+        raise _not_predicted(error) from None
+
+
+def result_of(child: Child[Told]) -> Told:
+    """Returns what the child tells; raises RuntimeError where it tells nothing."""
+    try:
+        told = child.result()
+    except ChildError as error:
+        raise _not_predicted(error) from None
+    learn(told.learned)
+    return told
+
+
+def _not_predicted(error: ChildError) -> RuntimeError:
+    return RuntimeError(f"predict: the step cannot be predicted: {error}")
+
+
+def _told(
+    build: Build,
+    tensors: Iterable[Tensor],
+    device: torch.device,
+    may_take_longer: bool,
+) -> Told:
+    """In a child: builds, makes the first steps, and follows one."""
+    tracker = FakeTracker(device)
+    with on_fakes(tracker.storages, device, tensors):
+        tracker.listen()
+        note("what is built")
         with built_alone():
             built = build()
         model, made, step = checked("predict: build", built)
         refuse_distributed(model)
-        _refuse_real(model)
-        # After build(), which imports transformers and the compiler where the model needs them.
-        stack.enter_context(uncompiled())
-        stack.enter_context(transformers_as_in_steps(tracker.storages.has_known_values))
+        if may_take_longer:
+            allow(_SECONDS_PER_PARAMETER * sum(1 for _ in model.parameters()))
+        follow_libraries(tracker.storages)  # build() imports transformers where it needs them
         if device.type == "cuda":
             step_as_on_cuda(made)
-        shown.end()
-        shown.begin("first step")
+        note("first step")
         for _ in range(_first_steps(made)):
             step()
         if tracker.plans():
             # Where the first step makes states in its backward, it is not known to the byte which
             # of its moments they were there in. Later steps follow plans of one that had them.
             step()
-        shown.end()
-        shown.begin("the step")
-        predicted = PredictedStep(tracker, device, model, made)
-        predicted._follow(step)
-    return predicted
+        note("the step")
+        modules, names = Modules(model), Names()
+        bus_seconds = tracker.follow(model, made, modules, names, step)
+    record = tracker.record()
+    more = modules.names, modules.layers, tracker.storages.repeats.learned()
+    return Told(record, tracker.live, tracker.peak, bus_seconds, names.texts, *more)
+
+
+def check_timeout(who: str, timeout: object) -> None:
+    """Raises TypeError or ValueError where it is neither None nor a positive number."""
+    if timeout is None:
+        return
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(
+            f"{who}: timeout must be a number of seconds or None, got {type(timeout).__name__}"
+        )
+    if not timeout > 0:
+        raise ValueError(f"{who}: timeout must be positive, got {timeout!r}")
 
 
 def device_of(who: str, device: torch.device | str) -> torch.device:
@@ -192,20 +257,6 @@ def device_of(who: str, device: torch.device | str) -> torch.device:
     if chosen is None or chosen.type not in ("cpu", "cuda"):
         raise ValueError(f"{who}: device must be the CPU or a CUDA device, got {device!r}")
     return chosen
-
-
-def _refuse_real(model: nn.Module) -> None:
-    for name, p in model.named_parameters():
-        if not isinstance(p, FakeTensor) and not p.is_meta:
-            raise ValueError(
-                f"predict: the parameter {name} was made before. build must make the model itself; "
-                "or give the model, in place of build, with optimizer and batch"
-            )
-        if p.is_meta and not isinstance(p, FakeTensor):
-            raise ValueError(
-                f"predict: the parameter {name} is on the meta device. Give the model, in place of "
-                "build, with optimizer and batch"
-            )
 
 
 def _first_steps(optimizer: Optimizer | None) -> int:

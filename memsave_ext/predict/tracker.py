@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .. import _parts
 from ..checkpoint.fallback import surroundings
 from ..fakes.mode import fake_of
-from ..fakes.repeats import Repeats
 from ..fakes.storages import Storages
 from ..memory.events import (
     ALLOCATED,
@@ -31,10 +30,11 @@ from ..memory.events import (
     Event,
     label_value,
 )
+from ..memory.hooks import Hooks, Names
 from ..memory.log import Log
 from ..memory.tracker import Tracker
+from ..shared.modules import Modules
 
-_listening: list[FakeTracker] = []  # the innermost last
 _FIRST_OF_NONE = 1 << 63  # sequence numbers from here on are of nodes that accumulate gradients
 _NO_LIMIT = 1 << 40  # of events
 
@@ -47,10 +47,9 @@ class FakeTracker(Tracker):
     Args:
         device: the device that is predicted. On the CPU memory from before :meth:`start` counts
             where it is labelled, as with real memory; on CUDA all of it counts.
-        repeats: as of :class:`Storages`.
     """
 
-    def __init__(self, device: torch.device, repeats: Repeats | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__([], _NO_LIMIT)
         self._counts_all = device.type == "cuda"
         self._running = False
@@ -61,15 +60,11 @@ class FakeTracker(Tracker):
         self._remat: Any = (native := _parts.native("remat")) and native.RematFakes(
             fake_of, self._moves, self._counts_all
         )
-        self.storages = Storages(self._allocated, self._freed, self._ran, device, repeats)
+        self.storages = Storages(self._allocated, self._freed, self._ran, device)
 
     def plans(self) -> bool:
         """Whether blocks of remat plan the steps to come by one that has been."""
         return bool(self._remat) and bool(self._remat.knows_steps())
-
-    def set_modules(self, parents: list[int]) -> None:
-        """Tells the model's modules, before :meth:`start`."""
-        self._log = Log(parents, _NO_LIMIT)
 
     def start(self) -> None:
         self._running = True
@@ -77,14 +72,6 @@ class FakeTracker(Tracker):
         if self._counts_all:
             for number, size in self.storages.living():
                 self._note(ALLOCATED, number, size)
-
-    def begin(self) -> None:
-        """Begins the record, once all that lived before is labelled."""
-        self._note(BEGIN_TRACKING)
-
-    def stop(self) -> None:
-        self._running = False
-        self._note(END_TRACKING)
 
     def label(self, tensors: Sequence[Tensor], category: int, names: Sequence[int]) -> None:
         for tensor, name in zip(tensors, names, strict=True):
@@ -94,30 +81,34 @@ class FakeTracker(Tracker):
                 self._note(FOUND, number, size)
                 self._note(LABELLED, number, label_value(category, name))
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Hears inside the block when recomputes begin and end.
+    def follow(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        modules: Modules,
+        names: Names,
+        step: Callable[[], object],
+    ) -> float:
+        """Records a step. Returns how long its copies take of what is moved elsewhere and back."""
+        self._log = Log(modules.parents, _NO_LIMIT)
+        hooks = Hooks(self, model, modules, [optimizer] if optimizer else [], names)
+        self.start()
+        hooks.label()
+        self._note(BEGIN_TRACKING)  # now that all that lived before is labelled
+        before = self.copying
+        with hooks.install():
+            step()
+        self._running = False
+        self._note(END_TRACKING)
+        return self.copying - before
 
-        The caller holds a lock, so that of several only the innermost hears them.
-        """
-        before = surroundings.recompute_observer
+    def listen(self) -> None:
+        """Hears of operators, and when recomputes begin and end, for good."""
         surroundings.recompute_observer = lambda begins: self._recompute(True, begins)
-        _listening.append(self)
-        self._listen_to_native(True)
-        try:
-            yield
-        finally:
-            surroundings.recompute_observer = before
-            self._listen_to_native(False)
-            _listening.pop()
-            if _listening:
-                _listening[-1]._listen_to_native(True)
-
-    def _listen_to_native(self, begins: bool) -> None:
         if native := _parts.native("checkpoint"):
-            native.listen_to_recomputes(self._recompute if begins else None)
+            native.listen_to_recomputes(self._recompute)
         if self._remat:
-            (self._remat.enter if begins else self._remat.leave)()
+            self._remat.enter()
 
     def _recompute(self, region: bool, begins: bool) -> None:
         if threading.get_ident() == self._thread:

@@ -1,8 +1,9 @@
-"""Plans a module's step before its first one: its forward and a backward run on fake tensors."""
+"""Plans a module's step before its first one: its forward and a backward run on fake tensors, in a
+child process."""
 
 from __future__ import annotations
 
-import copy
+import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -11,11 +12,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import DataParallel, functional
-from torch.nn.modules.module import _WrappedHook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from .. import _parts
 from ..adam import stepper
@@ -23,28 +22,17 @@ from ..adam.dtensor import is_dtensor
 from ..adam.native import Native
 from ..adam.place import Place
 from ..adam.states import make_state
-from ..fakes.cuda import as_on_cuda
-from ..fakes.mode import (
-    as_before,
-    fake_of,
-    fakes,
-    like,
-    loss_in,
-    only_value,
-    replaced,
-    transformers_as_in_steps,
-    uncompiled,
-)
+from ..dry_run.child import ChildError, in_child
+from ..dry_run.world import follow_libraries, on_fakes
+from ..fakes.mode import fake_of, loss_in, only_value
+from ..fakes.repeats import Learned, learn
 from ..fakes.storages import Storages
 from .budget import LivedBefore
 from .recorder import Budget, make_recorder
 
+SECONDS = 10.0  # that a run may take, and for each parameter
+_SECONDS_PER_PARAMETER = 0.05
 _MOST_SHAPES = 2048  # of a module's arguments, until forgotten ones are left out
-_HOOKS = (
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-    "_forward_hooks_always_called",
-)
-_LIBRARIES = ("torch", "transformers")  # their hooks take part in what a model computes
 Forward = Callable[..., Any]  # of a module, which is its first argument
 
 
@@ -52,9 +40,9 @@ class Ahead:
     """The steps of a module that were planned before they ran, by the shapes of its arguments."""
 
     def __init__(self) -> None:
-        # The hash by which the native part knows the step, or why it cannot be planned.
-        self._steps: dict[Any, int | str] = {}
-        self._lock = threading.Lock()  # replicas of the module run in threads
+        # By a hash of what tells shapes apart: the hash by which the native part knows the step, or
+        # why it cannot be planned.
+        self._steps: dict[int, int | str] = {}
 
     def plan(
         self,
@@ -63,11 +51,15 @@ class Ahead:
         kwargs: dict[str, Any],
         device: torch.device,
         forward: Forward,
+        seconds: float = SECONDS,
     ) -> str | None:
-        """Plans a step with such arguments, unless one is known. Returns why it cannot."""
+        """Plans a step with such arguments, unless one is known. Returns why it cannot.
+
+        ``seconds``: how long it may run, besides what its parameters take.
+        """
         native: Any = _parts.native("remat")
         signature = _signature(module, args, kwargs, device)
-        with self._lock:
+        with _planning:
             known = self._steps.get(signature)
             # The native part forgets some for others.
             if known is None or (isinstance(known, int) and not native.remat_knows(device, known)):
@@ -78,11 +70,22 @@ class Ahead:
                         for shape, step in steps
                         if isinstance(step, int) and native.remat_knows(device, step)
                     }
-                known = self._steps[signature] = _run(module, args, kwargs, device, forward)
+                known = _run(module, args, kwargs, device, forward, seconds)
+                self._steps[signature] = known
         return known if isinstance(known, str) else None
 
 
 _of_modules: WeakKeyDictionary[nn.Module, Ahead] = WeakKeyDictionary()
+_planning = threading.Lock()  # replicas of a module, which run in threads, wait for one plan
+
+
+def _renew_lock() -> None:
+    """A process that was forked while a thread planned does not have that thread."""
+    global _planning
+    _planning = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def ahead_of(module: nn.Module) -> Ahead:
@@ -91,24 +94,36 @@ def ahead_of(module: nn.Module) -> Ahead:
 
 def _signature(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> Any:
-    """Returns what tells steps apart without running them; equal ones may differ in the values."""
-    leaves, structure = tree_flatten((args, kwargs))
+) -> int:
+    """Returns a hash of what tells steps apart without running them. Numbers and texts among the
+    arguments do not: where one changes the step, what is recorded of it tells."""
     autocast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else None
-    return (module.training, dtype, structure, *map(_described, leaves))
+    return hash((module.training, dtype, _described(args), _described(kwargs)))
 
 
-def _described(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
-    return leaf if isinstance(leaf, (int, float, str, type(None))) else type(leaf)
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        strides = value.stride() if value.layout is torch.strided and not value.is_nested else None
+        shape = tuple(value.shape) if not value.is_nested else None
+        return shape, strides, value.dtype, value.layout, value.requires_grad
+    if isinstance(value, Mapping):
+        return type(value), tuple((str(key), _described(item)) for key, item in value.items())
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(_described, value))
+    if value is None or isinstance(value, bool):
+        return value
+    leaves = tree_leaves(value)  # of a class that pytrees know
+    is_leaf = len(leaves) == 1 and leaves[0] is value
+    return type(value) if is_leaf else (type(value), tuple(map(_described, leaves)))
 
 
 def _obstacle(native: Any, module: nn.Module, device: torch.device) -> str | None:
     """Returns why a module cannot run on fake tensors, as far as that is known before."""
     if device.type not in ("cpu", "cuda"):
         return f"steps on {device.type} are not planned ahead"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "the model is scripted"
     if any(isinstance(part, (DataParallel, DistributedDataParallel)) for part in module.modules()):
         return "a part of the model is wrapped for several processes or replicas"
     if any(is_dtensor(p) for p in module.parameters()):
@@ -127,8 +142,9 @@ def _run(
     kwargs: dict[str, Any],
     device: torch.device,
     forward: Forward,
+    seconds: float,
 ) -> int | str:
-    """Runs a step of a copy of the module on fake tensors, and lets the native part plan it.
+    """Runs a step on fake tensors, and lets the native part plan it.
 
     Returns its hash, or a clause that says why it could not run.
     """
@@ -136,110 +152,63 @@ def _run(
     reason = _obstacle(native, module, device)
     if reason is not None:
         return reason
-    told = native.RematFakes(fake_of, lambda _: None, False)
-    storages = Storages(told.allocated, told.freed, told.ran, torch.device(device.type))
+    values = _values((args, kwargs))
+
+    def run() -> tuple[bytes | None, Learned]:
+        return _step_on_fakes(module, args, kwargs, device, forward, values)
+
     try:
-        values = _values((args, kwargs))
-        with ExitStack() as stack:
-            stack.enter_context(as_before())
-            if device.type == "cuda":
-                stack.enter_context(as_on_cuda())
-            stack.enter_context(fakes())
-            stack.enter_context(storages)
-            stack.enter_context(uncompiled())
-            stack.enter_context(transformers_as_in_steps(storages.has_known_values))
-            copied, fake_args, fake_kwargs = _copied(module, args, kwargs, values, storages)
-            told.enter()
-            stack.callback(told.leave)
-            _step(copied, forward, fake_args, fake_kwargs)
-            del copied, fake_args, fake_kwargs
-        hash_of_operators: int | None = told.expect(device)
+        parameters = sum(1 for _ in module.parameters())
+        step, learned = in_child(run, seconds + _SECONDS_PER_PARAMETER * parameters)
+    except ChildError as error:
+        return str(error)
     except Exception as error:  # the model's own code may raise anything on fake tensors
         return f"it cannot run on fake tensors: {type(error).__name__}: {error}"
-    return "it has saved nothing" if hash_of_operators is None else hash_of_operators
+    learn(learned)
+    return "it has saved nothing" if step is None else int(native.remat_expect(device, step))
 
 
-def _step(
-    module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Runs a step that keeps everything, as a block records it."""
-    recorder = make_recorder(False, Budget(2**62, 0.0, False), torch.device("cpu"))
-    with ExitStack() as stack:
-        stack.callback(recorder.undo_open)
-        recorder.open()
-        LivedBefore(recorder, module, None).install(stack)  # type: ignore[arg-type]
-        output = forward(module, *args, **kwargs)
-    _backward_of(output)
-
-
-def _copied(
+def _step_on_fakes(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    values: dict[int, Any],
-    storages: Storages,
-) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Returns a copy with fake tensors, which share memory where those of the module do.
-
-    What its forward writes into the module or its arguments stays in the copy. Only the hooks of
-    libraries come along: a user's may write elsewhere. ``values`` are those of :func:`_values`.
-    """
-    thread, deepcopy = threading.get_ident(), Tensor.__deepcopy__
-    memory: dict[int, torch.UntypedStorage] = {}
-    fakes: dict[int, Tensor] = {}
-
-    def copied(self: Tensor, memo: dict[int, Any]) -> Any:
-        if threading.get_ident() != thread or isinstance(self, FakeTensor):
-            return deepcopy(self, memo)
-        if id(self) not in fakes:
-            made = fakes[id(self)] = _fake_like(self, memory)
-            if id(self) in values:
-                storages.note_value(made, values[id(self)])
-        return fakes[id(self)]
-
-    with replaced(Tensor, "__deepcopy__", copied), replaced(nn.Parameter, "__deepcopy__", copied):
-        made, args, kwargs = copy.deepcopy((module, args, kwargs))
-    for part in made.modules():
-        for name in _HOOKS:
-            hooks = getattr(part, name)
-            for key in [key for key, hook in hooks.items() if not _is_of_library(hook)]:
-                del hooks[key]
-    for param in module.parameters():
-        fake = fakes[id(param)]
-        if param.grad is not None:
-            fake.grad = like(param.grad)
-        elif param.requires_grad and (owner := stepper.owner(param)) is not None:
-            _step_in_backward(fake, param, owner)
-    return made, args, kwargs
+    device: torch.device,
+    forward: Forward,
+    values: list[tuple[Tensor, Any]],
+) -> tuple[bytes | None, Learned]:
+    """In a child: runs a step that keeps everything, as a block records it, and returns what the
+    native part knows of it then, and what was learned of operators."""
+    native: Any = _parts.native("remat")
+    told = native.RematFakes(fake_of, lambda _: None, False)
+    storages = Storages(told.allocated, told.freed, told.ran, torch.device(device.type))
+    owners = [(p, stepper.owner(p)) for p in module.parameters() if p.requires_grad]
+    with on_fakes(storages, device):
+        follow_libraries(storages)
+        for tensor, value in values:
+            storages.note_value(tensor, value)
+        for param, owner in owners:
+            if owner is not None and param.grad is None:
+                _step_in_backward(param, owner, device)
+        told.enter()
+        recorder = make_recorder(False, Budget(2**62, 0.0, False), torch.device("cpu"))
+        with ExitStack() as stack:
+            stack.callback(recorder.undo_open)
+            recorder.open()
+            LivedBefore(recorder, module, None).install(stack)  # type: ignore[arg-type]
+            output = forward(module, *args, **kwargs)
+        _backward_of(output)
+        del output
+    return told.take_step(), storages.repeats.learned()
 
 
-def _fake_like(tensor: Tensor, memory: dict[int, torch.UntypedStorage]) -> Tensor:
-    """``memory`` has what stands for storages that were seen before, by their ids."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
-        return like(tensor)
-    storage = tensor.untyped_storage()
-    if storage._cdata not in memory:
-        made = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
-        memory[storage._cdata] = made.untyped_storage()
-    geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
-    made = torch.empty(0, dtype=tensor.dtype, device="cpu")
-    return made.set_(memory[storage._cdata], *geometry).requires_grad_(tensor.requires_grad)
+def _values(arguments: Any) -> list[tuple[Tensor, Any]]:
+    """Returns the value of each tensor of whole numbers on another device whose elements all have
+    the same: a model may leave out a mask that hides nothing. A child asks the CPU's themselves."""
+    tensors = (t for t in tree_leaves(arguments) if isinstance(t, Tensor) and not t.is_cpu)
+    return [(t, value) for t in tensors if (value := only_value(t)) is not None]
 
 
-def _is_of_library(hook: Any) -> bool:
-    function = hook.hook if isinstance(hook, _WrappedHook) else hook
-    origin = getattr(function, "__module__", None) or type(function).__module__
-    return origin.partition(".")[0] in _LIBRARIES
-
-
-def _values(arguments: Any) -> dict[int, Any]:
-    """Returns the value of each tensor of whole numbers whose elements all have the same, by its
-    id: a model may leave out a mask that hides nothing."""
-    tensors = (t for t in tree_leaves(arguments) if isinstance(t, Tensor))
-    return {id(t): value for t in tensors if (value := only_value(t)) is not None}
-
-
-def _step_in_backward(fake: Tensor, param: Tensor, owner: Any) -> None:
+def _step_in_backward(param: Tensor, owner: Any, device: torch.device) -> None:
     """Lets a fake parameter's gradient go in backward, for a state if there is none yet."""
     intake = owner._stepper.intake()
     if intake in ("keep", "sum"):
@@ -249,26 +218,26 @@ def _step_in_backward(fake: Tensor, param: Tensor, owner: Any) -> None:
     makes_state = intake != "drop" and not owner.state.get(param)
     states: list[dict[str, Any]] = []
 
-    def step(fake: Tensor) -> None:
+    def step(param: Tensor) -> None:
         if makes_state and not states:
-            made = _first_state(fake, group, owner)  # in memory while the parameter is stepped
-            states.append({n: s for n, s in made.items() if not _lies_on(place, n, s, param)})
-        fake.grad = None
+            made = _first_state(param, group, owner)  # in memory while the parameter is stepped
+            states.append({n: s for n, s in made.items() if not _lies_on(place, n, s, device)})
+        param.grad = None
 
-    fake.register_post_accumulate_grad_hook(step)
+    param.register_post_accumulate_grad_hook(step)
 
 
-def _first_state(fake: Tensor, group: dict[str, Any], owner: Any) -> dict[str, Any]:
+def _first_state(param: Tensor, group: dict[str, Any], owner: Any) -> dict[str, Any]:
     if isinstance(owner, Native):
-        return make_state(fake, group)
+        return make_state(param, group)
     with suppress(Exception):  # others may look at values, of which there are none
-        state: dict[str, Any] = owner._first_step_of(fake, group)
+        state: dict[str, Any] = owner._first_step_of(param, group)
         return state
     return {}
 
 
-def _lies_on(place: Place, name: str, state: Any, param: Tensor) -> bool:
-    return isinstance(state, Tensor) and place.holds(name, state, param.device)
+def _lies_on(place: Place, name: str, state: Any, device: torch.device) -> bool:
+    return isinstance(state, Tensor) and place.holds(name, state, device)
 
 
 def _backward_of(output: Any) -> None:

@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from ..fakes.mode import predicts
 from ..shared.modules import Modules
 from ..shared.table import Text, as_text, format_bytes, format_seconds
-from .ahead import ahead_of
+from .ahead import SECONDS, ahead_of
 from .budget import (
     LivedBefore,
     OfDevice,
+    check_ahead,
     check_arguments,
     device_of,
     parse_budget,
@@ -30,6 +31,8 @@ from .limit import Limit, describe_limit, limit_of, warn_of_least, write_limit
 from .offload import Offload, check_offload, most_moved, store_of
 from .picture import draw_budget
 from .recorder import Budget, NoRecorder, Recorder, make_recorder
+
+_NOT_AHEAD = "the block was given ahead=False"
 
 
 class remat:  # noqa: N801, a context manager is used like a function
@@ -57,7 +60,9 @@ class remat:  # noqa: N801, a context manager is used like a function
     takes the least time within it. The first step of a shape (the same operators with arguments of
     the same shapes) runs ahead on fake tensors and is planned, if ``model`` is given and is the
     first that the block calls; otherwise it is measured, and its peak may exceed the budget. Later
-    ones follow a plan made of the first. What counts
+    ones follow a plan made of the first. The run ahead is in a child process made by ``fork``, so
+    that it touches nothing of this one; what the model does outside of memory, as sending messages,
+    it does there, too (see :func:`is_dry_run`). What counts
     on the CPU: parameters and buffers of the modules that the block calls, their gradients, states
     of this package's optimizers, and what is allocated from the block's beginning to the end of its
     backward, by any thread; inputs do not. On CUDA: all that the caching allocator has given out.
@@ -92,6 +97,9 @@ class remat:  # noqa: N801, a context manager is used like a function
             local disk, for a file without a name that is gone with the process, also after a crash;
             a folder of the name cpu is "./cpu". What there is no room for is kept; the report says
             so. "cpu" in a block on the CPU moves nothing, which a UserWarning says once.
+        ahead: whether the first step of a shape runs ahead; or the most seconds that it may take,
+            besides 0.05 for each parameter. True: 10. A step that cannot run ahead is measured, and
+            the report says why.
         offload_limit: the most bytes that all blocks with the same folder, or of the same CUDA
             device, may have there at a time: an int, or text such as "50GB". None: as many as there
             is room for.
@@ -118,6 +126,7 @@ class remat:  # noqa: N801, a context manager is used like a function
         retry: bool = False,
         offload: Offload | None = None,
         offload_limit: int | str | None = None,
+        ahead: bool | float = True,
         _counted: nn.Module | None = None,
         _everything: bool | None = False,
     ) -> None:
@@ -126,6 +135,7 @@ class remat:  # noqa: N801, a context manager is used like a function
                 f"remat: model must be a torch.nn.Module or None, got {type(model).__name__}"
             )
         check_arguments(budget, optimizer, strict, retry)
+        check_ahead(ahead)
         counted = model if _counted is None else _counted
         device = device_of(counted)
         check_offload(offload, offload_limit, budget is not None or bool(_everything), device)
@@ -142,7 +152,7 @@ class remat:  # noqa: N801, a context manager is used like a function
             self._within = self._of_device = None
         elif self._within is not None:
             self._before = LivedBefore(self._recorder, counted, optimizer)
-        self._retry = retry
+        self._retry, self._ahead = retry, ahead
         self._hooks: ExitStack | None = None
         self._device = device
         self._counted, self._was_planned = counted, False
@@ -169,6 +179,9 @@ class remat:  # noqa: N801, a context manager is used like a function
         """Plans the step when the block calls its model, where it begins."""
         model, recorder = self._counted, self._recorder
         if self._was_planned or isinstance(recorder, NoRecorder):
+            return
+        if not self._ahead:
+            self._measured = _NOT_AHEAD
             return
         if model is None or isinstance(model, torch.jit.ScriptModule):
             given = "no model" if model is None else "a scripted model"
@@ -204,10 +217,14 @@ class remat:  # noqa: N801, a context manager is used like a function
         ``known_as``: the module, or that of which it is a replica, new in each step.
         """
         self._was_planned = True
-        if self._within is not None and not predicts():
-            self._measured = (
-                ahead_of(known_as).plan(module, args, kwargs, self._device, forward) or ""
-            )
+        if self._within is None or predicts():
+            return
+        if not self._ahead:
+            self._measured = _NOT_AHEAD
+            return
+        seconds = SECONDS if self._ahead is True else self._ahead
+        plan = ahead_of(known_as).plan
+        self._measured = plan(module, args, kwargs, self._device, forward, seconds) or ""
 
     def __exit__(
         self,

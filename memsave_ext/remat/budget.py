@@ -122,6 +122,17 @@ def check_arguments(budget: object, optimizer: object, strict: object, retry: ob
         )
 
 
+def check_ahead(ahead: object) -> None:
+    """Raises TypeError or ValueError where it is neither a bool nor a positive number."""
+    if not isinstance(ahead, (bool, int, float)):
+        raise TypeError(
+            "remat: ahead must be a bool, or a number of seconds that a run ahead may take, got "
+            f"{type(ahead).__name__}"
+        )
+    if not isinstance(ahead, bool) and not ahead > 0:
+        raise ValueError(f"remat: ahead must be a bool or positive seconds, got {ahead!r}")
+
+
 def device_of(model: nn.Module | None) -> torch.device:
     """Returns the device whose memory counts: the model's, or CUDA's present one if it is used."""
     for part in model.modules() if model is not None else ():

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..checkpoint.models import ForwardInPlace
 from ..shared.table import Text
 from .block import remat
-from .budget import check_arguments, device_of
+from .budget import check_ahead, check_arguments, device_of
 from .figures import RematFigures
 from .offload import Offload, check_offload
 
@@ -30,12 +30,12 @@ class _RematForward(ForwardInPlace):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._is_tracing():
             return self.function(module)(module, *args, **kwargs)
         model = module if self.options["by_module"] else None
-        names = ("budget", "optimizer", "strict", "retry", "offload", "offload_limit")
+        names = ("budget", "optimizer", "strict", "retry", "offload", "offload_limit", "ahead")
         options = {name: self.options[name] for name in names}
         options |= {"_counted": module, "_everything": self.options["everything"]}
         block = remat(model, **options)
-        # What another method refers to, as Lightning's to its trainer, is not to be copied.
-        if self.method == "forward" and not isinstance(module, DistributedDataParallel):
+        # What DistributedDataParallel does before its module is not the same in its second step.
+        if not isinstance(module, DistributedDataParallel):
             known_as = module if self.origin is None else self.origin.module
             block._plan_ahead(module, self.function(module), args, kwargs, known_as)
         with block:
@@ -122,6 +122,7 @@ def remat_module(
     retry: bool = False,
     offload: Offload | None = None,
     offload_limit: int | str | None = None,
+    ahead: bool | float = True,
     _everything: bool = False,
     _method: str = "forward",
 ) -> RematHandle:
@@ -141,6 +142,7 @@ def remat_module(
         retry: as of :class:`remat`.
         offload: as of :class:`remat`.
         offload_limit: as of :class:`remat`.
+        ahead: as of :class:`remat`.
 
     Returns:
         A handle whose ``remove()`` restores the model's forward.
@@ -164,9 +166,10 @@ def remat_module(
             "the handle that set it first, or call remat_module before what replaced it"
         )
     check_arguments(budget, optimizer, strict, retry)
+    check_ahead(ahead)
     check_offload(offload, offload_limit, budget is not None or _everything, device_of(model))
     options: dict[str, Any] = {"budget": budget, "optimizer": optimizer}
-    options |= {"strict": strict, "retry": retry}
+    options |= {"strict": strict, "retry": retry, "ahead": ahead}
     options |= {"offload": offload, "offload_limit": offload_limit}
     options |= {"by_module": by_module, "everything": _everything}
     forward = _RematForward(model, options, _method)

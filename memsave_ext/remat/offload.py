@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import _parts
+from ..dry_run.child import writing_files
 from ..fakes.mode import predicts
 from ..shared.table import parse_bytes
 
@@ -122,4 +123,7 @@ def store_of(offload: Offload | None, device: torch.device) -> Any:
         )
     folder = os.path.realpath(offload)
     store = native.RematStore.in_folder(folder)
-    return native.RematStore.predicted(folder, *store.speed()) if predicts() else store
+    if not predicts():
+        return store
+    with writing_files():
+        return native.RematStore.predicted(folder, *store.speed())

@@ -24,6 +24,7 @@ class Progress:
         self._name, self._total, self._done = name, total, 0
         self._file = file if shown else None
         self._bar: Any = None
+        self._began = False  # a part, that has not ended
         self._width = 0  # of the line that is written over
 
     def __enter__(self) -> Progress:
@@ -49,13 +50,21 @@ class Progress:
 
     def begin(self, part: str) -> None:
         """Names the part that begins now."""
+        self._began = True
         if self._bar is not None:
             self._bar.set_postfix_str(part)
         elif self._file is not None:
             self._write(f"{self._name} {self._done + 1}/{self._total}: {part}"[:79])
 
+    def next(self, part: str) -> None:
+        """The part that ran is done, if there was one, and another one begins."""
+        if self._began:
+            self.end()
+        self.begin(part)
+
     def end(self) -> None:
         """A part is done."""
+        self._began = False
         self._done += 1
         if self._bar is not None:
             self._bar.update()

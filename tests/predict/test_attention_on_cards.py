@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from helpers import on_fakes
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsave_ext import _native
-from memsave_ext.fakes.cuda import as_on_cuda
-from memsave_ext.fakes.mode import fakes
 
 pytestmark = pytest.mark.skipif(not _native.available, reason="fakes are the same in pure Python")
 
@@ -29,10 +28,13 @@ class Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def names_of(run):
-    with as_on_cuda(), fakes(), Names() as names:
-        run()
-    return names.seen
+def names_of(run, device="cuda"):
+    def seen():
+        with Names() as names:
+            run()
+        return names.seen
+
+    return on_fakes(seen, device)
 
 
 def kernels_of(run):
@@ -107,17 +109,21 @@ def test_inside_of_a_module_of_torch():
 )
 def test_what_is_kept_for_backward(dtype, states):
     """Beside what is read and made: a float32 a row and head, and the random numbers' state."""
-    with as_on_cuda(), fakes():
+
+    def kept():
         query = torch.randn(2, 4, 256, 64, dtype=dtype, device="cuda", requires_grad=True)
         node = F.scaled_dot_product_attention(query, query, query).grad_fn
         saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
         tensors = [t for t in saved if isinstance(t, torch.Tensor)]
-        kept = {t.untyped_storage()._cdata: t.nbytes for t in tensors}
-    assert sorted(kept.values()) == sorted([*states, 2 * 4 * 256 * 4, query.nbytes, query.nbytes])
+        return sorted({t.untyped_storage()._cdata: t.nbytes for t in tensors}.values())
+
+    of_query = 2 * 4 * 256 * 64 * dtype.itemsize
+    assert on_fakes(kept, "cuda") == sorted([*states, 2 * 4 * 256 * 4, of_query, of_query])
 
 
 def test_a_step_on_the_cpu_keeps_its_kernel():
-    with fakes(), Names() as names:
+    def run():
         query = torch.randn(2, 4, 32, 64, requires_grad=True)
         F.scaled_dot_product_attention(query, query, query)
-    assert "_scaled_dot_product_flash_attention_for_cpu" in names.seen
+
+    assert "_scaled_dot_product_flash_attention_for_cpu" in names_of(run, "cpu")

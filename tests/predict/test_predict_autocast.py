@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import Shared
 from torch import nn
 
 import memsave_ext as ms
@@ -78,12 +79,12 @@ WAYS = {
 @pytest.mark.parametrize("name", WAYS)
 def test_autocast_as_written_by_hand(name):
     around, dtype = WAYS[name]
-    seen = []
+    seen = Shared()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         predicted = ms.memory.predict(builder(around, seen=seen), device="cuda")
     by_hand = ms.memory.predict(builder(contextlib.nullcontext, dtype), device="cuda")
-    assert seen == [dtype, torch.float32] * 2
+    assert seen.values() == [dtype, torch.float32] * 2
     assert MADE.device == "cuda"
     assert predicted.peak == pytest.approx(by_hand.peak, rel=0.02)
     plain = ms.memory.predict(builder(contextlib.nullcontext), device="cuda")
@@ -150,19 +151,19 @@ def test_autocast_stays_as_it_is():
         ms.memory.predict(failing, device="cuda")
     assert torch.autocast.__init__ is before
     # A prediction for the CPU has the CPU's.
-    seen = []
+    seen = Shared()
 
     def build():
         return nn.Linear(2, 2), None, lambda: seen.append(softmax())
 
     ms.memory.predict(build)
-    assert seen == [torch.bfloat16] * 2
+    assert seen.values() == [torch.bfloat16] * 2
 
 
 def test_what_a_step_calls_of_a_card():
     """Streams, events and numbers of cards; and in another thread nothing has changed."""
     before = {name: getattr(torch.cuda, name) for name in ("synchronize", "Stream", "Event")}
-    seen = []
+    seen = Shared()
 
     def build():
         torch.cuda.set_device(0)
@@ -188,7 +189,7 @@ def test_what_a_step_calls_of_a_card():
         return model, None, step
 
     assert ms.memory.predict(build, device="cuda").at_peak["gradients"] == 64 * 64 * 4 + 512
-    assert seen == [(True, True, True)] * 2
+    assert seen.values() == [(True, True, True)] * 2
     assert all(getattr(torch.cuda, name) is value for name, value in before.items())
 
 

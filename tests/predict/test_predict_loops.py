@@ -5,6 +5,7 @@ import math
 import pytest
 import steps
 import torch
+from helpers import Shared
 from steps import mlp
 from torch import nn
 
@@ -34,7 +35,7 @@ CHECKS = {
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_steps_that_look_for_numbers_that_are_not_finite(name):
-    stepped = []
+    stepped = Shared()
 
     def build():
         model = mlp()
@@ -54,13 +55,13 @@ def test_steps_that_look_for_numbers_that_are_not_finite(name):
         return model, optimizer, step
 
     assert_near(build)
-    assert len(stepped) == 4
+    assert len(stepped.values()) == 4
 
 
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("make", [torch.optim.AdamW, ms.AdamW])
 def test_grad_scaler(make, clips):
-    stepped = []
+    stepped = Shared()
 
     def build():
         model = mlp()
@@ -84,7 +85,7 @@ def test_grad_scaler(make, clips):
         return model, optimizer, step
 
     assert_near(build, 0.005)
-    assert len(stepped) == 4
+    assert len(stepped.values()) == 4
 
 
 @pytest.mark.parametrize("history", [5, 30])

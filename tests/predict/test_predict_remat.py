@@ -139,9 +139,7 @@ def test_a_graph_does_not_outlive_its_prediction():
         return model, optimizer, keeping
 
     ms.memory.predict(build)
-    with pytest.raises(RuntimeError, match="outside of the prediction"):
-        kept[0].backward()
-    del kept[:]
+    assert not kept
     ms.memory.predict(builder(budget=0.3))
 
 

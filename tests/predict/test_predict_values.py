@@ -5,13 +5,12 @@ import logging
 import pytest
 import torch
 import zoo
+from helpers import on_fakes
 from steps import assert_near, tracked
 from torch import nn
 from torch.nn import functional as F
 
 import memsave_ext as ms
-from memsave_ext.fakes.mode import fakes
-from memsave_ext.fakes.storages import Storages
 
 pytestmark = pytest.mark.skipif(
     not ms._native.available, reason="fakes are the same in pure Python"
@@ -99,10 +98,7 @@ def test_strides_are_those_of_steps(name, layout, shape):
         assert x.shape == shape
         return operator(x).stride()
 
-    real = strides()
-    storages = Storages(*[lambda *_: None] * 3, torch.device("cpu"))
-    with fakes(), storages:
-        assert strides() == real
+    assert on_fakes(strides) == strides()
 
 
 @pytest.mark.parametrize("std", [0.02, 1.0])

@@ -1,0 +1,100 @@
+#include "dry_run/child.h"
+
+#include <pybind11/pybind11.h>
+#include <sys/prctl.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstdint>
+#include <vector>
+
+#include "checkpoint/hooks.h"
+
+namespace memsave_ext::dry_run {
+
+int fork_child() {
+  // No bytecode may run between these, as it may wait for a thread that the child does not have.
+  PyOS_BeforeFork();
+  const pid_t child = fork();
+  if (child == 0) {
+    PyOS_AfterFork_Child();
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    checkpoint::run_backwards_alone();
+    return 0;
+  }
+  const int error = errno;
+  PyOS_AfterFork_Parent();
+  if (child < 0) {
+    errno = error;
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw pybind11::error_already_set();
+  }
+  return child;
+}
+
+namespace {
+
+namespace py = pybind11;
+
+// What is before each object that the garbage collector knows, in CPython 3.8 to 3.13. A generation
+// is a ring of these, with a head that is before no object; their heads lie in one array.
+struct Link {
+  uintptr_t next, previous;
+};
+struct Generation {
+  Link head;
+  int threshold, count;
+};
+
+Link* link_of(PyObject* object) { return reinterpret_cast<Link*>(object) - 1; }
+
+Link* next_of(const Link* link) {
+  constexpr uintptr_t kFlags = 3;
+  return reinterpret_cast<Link*>(link->next & ~kFlags);
+}
+
+// Returns the objects of the oldest generation, in which `one` is; nothing where the collector is
+// not laid out like this.
+std::vector<PyObject*> oldest_objects(PyObject* one) {
+  const py::list youngest;
+  const auto* generations = reinterpret_cast<Generation*>(next_of(link_of(youngest.ptr())));
+  const Link* const head = &generations[2].head;
+  std::vector<PyObject*> found;
+  bool is_head_met = false;
+  const Link* link = link_of(one);
+  do {
+    if (link == head) {
+      is_head_met = true;
+    } else {
+      found.push_back(reinterpret_cast<PyObject*>(const_cast<Link*>(link) + 1));
+    }
+    link = next_of(link);
+  } while (link != link_of(one));
+  if (!is_head_met) found.clear();
+  return found;
+}
+
+}  // namespace
+
+py::list tensors() {
+  const py::module_ gc = py::module_::import("gc");
+  gc.attr("freeze")();  // all generations, which are one then
+  gc.attr("unfreeze")();
+  auto objects = oldest_objects(gc.ptr());
+  py::list listed;
+  if (objects.empty()) {
+    listed = gc.attr("get_objects")();
+    for (const auto& object : listed) objects.push_back(object.ptr());
+  }
+  py::list found;
+  // By the type alone: other objects may do anything when they are asked for their class.
+  auto* const kind = reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  for (PyObject* object : objects) {
+    if (PyType_IsSubtype(Py_TYPE(object), kind)) found.append(object);
+  }
+  return found;
+}
+
+}  // namespace memsave_ext::dry_run

@@ -1,0 +1,368 @@
+"""A child process made by ``fork``: what runs there leaves nothing behind but its result.
+
+It is a copy of this process that the operating system makes, with closures, caches, hooks and
+registries. So a step may run there that must not change anything here. Effects outside of memory
+are the exception: sockets, shared memory, offsets of open files.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import pickle
+import random
+import resource
+import select
+import signal
+import struct
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .. import _native
+
+Result = TypeVar("Result")
+
+_STILL = 1.0  # seconds without processor time after which a child is taken to be stuck
+_LOOK = 0.1  # seconds between two looks at it
+_HEADER = struct.Struct("q")  # bytes of a message
+_SECONDS = struct.Struct("d")
+_inside: mmap.mmap | None = None  # in a child: the seconds that it may take
+tensors: list[Tensor] = []  # in a child: all of the process
+
+
+def is_dry_run() -> bool:
+    """Whether this is a process in which a step runs ahead on fake tensors.
+
+    A model that does something outside of memory, as sending a message, can leave it out there.
+    """
+    return _inside is not None
+
+
+class ChildError(RuntimeError):
+    """A child gave no result; the message is a clause that says why."""
+
+
+class _RemoteTraceback(Exception):
+    """The cause of an error that was raised in a child: where that was, as text."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
+
+
+class Child(Generic[Result]):
+    """A function that runs in a child process, from now on.
+
+    Args:
+        function: takes no arguments and returns what can be pickled.
+        seconds: how long it may take; :func:`allow` adds to them.
+        tell: called with each value that the child gives to :func:`note`.
+
+    Raises:
+        ChildError: no process can be made.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], Result],
+        seconds: float,
+        tell: Callable[[Any], object] = lambda _: None,
+    ) -> None:
+        self._function, self._seconds, self._tell = function, seconds, tell
+        self._pid = 0  # 0: there is none
+        self._fork()
+
+    def result(self) -> Result:
+        """Waits for what the function returns, or raises what it has raised.
+
+        A child that stands still, as one may that was made while another thread held a lock, is
+        made once more.
+
+        Raises:
+            ChildError: the child has ended without a result, stands still, or takes too long.
+        """
+        try:
+            try:
+                return self._receive()
+            except _StillError:
+                self.stop()
+                self._fork()
+                return self._receive()
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """Ends the child, if it has not ended."""
+        pid, self._pid = self._pid, 0
+        if not pid:
+            return
+        os.close(self._read)
+        self._allowed.close()
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):  # where SIGCHLD is ignored
+            os.waitpid(pid, 0)
+
+    def __enter__(self) -> Child[Result]:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _fork(self) -> None:
+        global _inside, tensors
+        _import()
+        allowed = mmap.mmap(-1, _SECONDS.size)  # shared
+        _SECONDS.pack_into(allowed, 0, self._seconds)
+        state, threads = random.getstate(), torch.get_num_threads()
+        read, write = os.pipe()
+        try:
+            pid = _fork()
+        except OSError as error:
+            os.close(read)
+            os.close(write)
+            allowed.close()
+            raise ChildError(f"no child process can be made: {error.strerror}") from error
+        if pid == 0:
+            try:
+                _inside, tensors = allowed, _all_tensors()
+                os.close(read)
+                _prepare(state, threads)
+                _run(self._function, write)
+            finally:
+                os._exit(0)
+        os.close(write)
+        self._pid, self._read, self._allowed = pid, read, allowed
+        self._begun = time.monotonic()
+
+    def _receive(self) -> Result:
+        moved, busy = time.monotonic(), -1.0
+        received = bytearray()
+        while True:
+            ready, _, _ = select.select([self._read], [], [], _LOOK)
+            now = time.monotonic()
+            if ready:
+                part = os.read(self._read, 1 << 20)
+                if not part:
+                    raise ChildError(self._end())
+                received += part
+                moved = now
+                while (message := _taken(received)) is not None:
+                    kind, value = pickle.loads(message)
+                    if kind in ("result", "error"):
+                        return self._unpacked(kind, value)
+                    if kind == "note":
+                        self._tell(value)
+            elif _inside is not None:  # this is a child, too, which moves
+                _send(_pipe, ("waits", None))
+            if (seconds := _seconds_of(self._pid)) != busy:
+                moved, busy = now, seconds
+            if now - moved > _STILL:
+                raise _StillError("the child process that ran it stood still")
+            (allowed,) = _SECONDS.unpack_from(self._allowed)
+            if now - self._begun > allowed:
+                raise ChildError(f"it took longer than {allowed:.3g} s")
+
+    def _unpacked(self, kind: str, value: Any) -> Result:
+        if kind == "result":
+            result, told = value
+            for text, category in told:
+                warnings.warn(text, category, stacklevel=4)
+            made: Result = result
+            return made
+        error, trace = value
+        error.__cause__ = _RemoteTraceback(trace)
+        raise error
+
+    def _end(self) -> str:
+        """Returns how the child has ended, which has closed its pipe."""
+        pid, self._pid = self._pid, 0
+        os.close(self._read)
+        self._allowed.close()
+        try:
+            _, status = os.waitpid(pid, 0)
+        except ChildProcessError:
+            return "the child process that ran it has ended"
+        code = os.waitstatus_to_exitcode(status)
+        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        return f"the child process that ran it has ended with {how}"
+
+
+class _StillError(ChildError):
+    pass
+
+
+def in_child(
+    function: Callable[[], Result],
+    seconds: float,
+    tell: Callable[[Any], object] = lambda _: None,
+) -> Result:
+    """Returns what the function returns in a child process; see :class:`Child`."""
+    return Child(function, seconds, tell).result()
+
+
+def allow(seconds: float) -> None:
+    """Lets the child in which it is called take more time."""
+    if _inside is not None:
+        (before,) = _SECONDS.unpack_from(_inside)
+        _SECONDS.pack_into(_inside, 0, before + seconds)
+
+
+def note(value: Any) -> None:
+    """Tells the parent of the child in which it is called."""
+    _send(_pipe, ("note", value))
+
+
+@contextmanager
+def writing_files() -> Iterator[None]:
+    """Lets a child write to files inside the block, which it cannot otherwise."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if _inside is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    try:
+        yield
+    finally:
+        if _inside is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+_pipe = -1  # in a child: where its messages go
+
+
+def _import() -> None:
+    """Imports what fake tensors need: in each child it would take seconds."""
+    with suppress(OSError):
+        tempfile.gettempdir()  # which writes a file, the first time
+    if "torch.fx.experimental.symbolic_shapes" not in sys.modules:
+        state = random.getstate()
+        FakeTensorMode()
+        random.setstate(state)  # which libraries draw from as they are imported
+
+
+def _fork() -> int:
+    if _native.module:
+        return int(_native.module.fork_child())
+    with warnings.catch_warnings():  # Python warns where there are other threads
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+class _Engine:
+    """In a child: in place of torch's engine for Python."""
+
+    _torchs: Any = torch.autograd.Variable._execution_engine
+    run_backward = staticmethod(_native.module.run_backward) if _native.module else None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torchs, name)
+
+
+def _all_tensors() -> list[Tensor]:
+    """Returns those that the garbage collector knows."""
+    gc.disable()
+    if _native.module:
+        found: list[Tensor] = _native.module.tensors()
+        return found
+    gc.unfreeze()  # what is frozen is not found
+    return [value for value in gc.get_objects() if Tensor in type(value).__mro__]
+
+
+def _prepare(state: Any, threads: int) -> None:
+    """Makes the child fit to run what the parent was about to run."""
+    random.setstate(state)  # Python gives each child another
+    for one in signal.valid_signals():
+        if callable(signal.getsignal(one)):
+            signal.signal(one, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent ends its child
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # nothing is written to a file twice
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nowhere, number)
+    sys.stdin, sys.stdout, sys.stderr = (open(os.devnull, mode) for mode in ("r", "w", "w"))  # noqa: SIM115
+    # The pool of OpenMP's threads is not here. Workspaces are those of the parent's threads.
+    torch.set_num_threads(1)
+    torch.get_num_threads = lambda: threads
+    torch.autograd.set_multithreading_enabled(False)
+    if _native.module:
+        torch.autograd.Variable._execution_engine = _Engine()  # type: ignore[assignment]
+    torch.clear_autocast_cache()
+
+
+def _run(function: Callable[[], Any], write: int) -> None:
+    global _pipe
+    _pipe = write
+    try:
+        # A step that runs ahead may itself predict.
+        with warnings.catch_warnings(record=True) as caught, _disable_current_modes():
+            result = function()
+        told = [(str(w.message), w.category) for w in caught]
+        message = pickle.dumps(("result", (result, told)))
+    except BaseException as error:
+        trace = traceback.format_exc()
+        message = pickle.dumps(("error", (_as_raised(error), trace)))
+    _send(write, message)
+
+
+def _as_raised(error: BaseException) -> BaseException:
+    """Returns an error that can be pickled; another one where it cannot."""
+    kind = type(error).__name__
+    if isinstance(error, Exception):
+        with suppress(Exception):
+            if type(pickle.loads(pickle.dumps(error))) is type(error):
+                return error
+        for base in type(error).__mro__:
+            if base.__module__ == "builtins":
+                with suppress(Exception):
+                    made: BaseException = base(f"{kind}: {error}")
+                    return made
+    return ChildError("it calls sys.exit()" if kind == "SystemExit" else f"{kind}: {error}")
+
+
+def _send(pipe: int, message: Any) -> None:
+    if not isinstance(message, bytes):
+        message = pickle.dumps(message)
+    left = memoryview(_HEADER.pack(len(message)) + message)
+    while left:
+        left = left[os.write(pipe, left) :]
+
+
+def _taken(received: bytearray) -> bytes | None:
+    """Takes the first message out of what was received; None if it is not complete."""
+    if len(received) < _HEADER.size:
+        return None
+    (size,) = _HEADER.unpack_from(received)
+    end = _HEADER.size + size
+    if len(received) < end:
+        return None
+    message = bytes(received[_HEADER.size : end])
+    del received[:end]
+    return message
+
+
+def _seconds_of(pid: int) -> float:
+    """Returns a number that changes as long as a process moves: the processor time that it has had,
+    or, while it is not asleep, the present."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return time.monotonic()
+    return float(fields[11]) + float(fields[12]) if fields[0] == "S" else time.monotonic()

@@ -1,0 +1,58 @@
+"""What a child process needs so that steps run there on fake tensors: everything is replaced once,
+and nothing is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..fakes.cuda import as_on_cuda
+from ..fakes.mode import (
+    FAKES_ERRORS,
+    fakes,
+    make_fit,
+    run_transformers_as_in_steps,
+    run_uncompiled,
+)
+from ..fakes.storages import Storages
+from . import child
+from .tensors import swap_all
+
+
+@contextmanager
+def on_fakes(
+    storages: Storages, device: torch.device, counted: Iterable[Tensor] = ()
+) -> Iterator[None]:
+    """In a child: runs what is inside on fake tensors, as all tensors of the process are then.
+
+    Args:
+        storages: is told of memory, and knows that of all tensors.
+        device: that is predicted.
+        counted: tensors of whose memory it is told, too.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    make_fit()
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(as_on_cuda())
+        swapped = swap_all(child.tensors, mode)
+        for tensor in counted:
+            storages.note_before(tensor, counts=True)
+        for tensor in swapped:
+            storages.note_before(tensor, counts=False)
+        stack.enter_context(fakes(mode))
+        stack.enter_context(storages)
+        yield
+        if isinstance(storages.failed, FAKES_ERRORS):
+            # A model's own `except` may have taken it for an error of the step's.
+            raise storages.failed
+
+
+def follow_libraries(storages: Storages) -> None:
+    """Lets models of libraries that are imported by now run as in steps."""
+    run_uncompiled()
+    run_transformers_as_in_steps(storages.has_known_values)

@@ -1,0 +1,376 @@
+"""Functions in a child process: what comes back, how it ends, and that nothing else is left."""
+
+import gc
+import os
+import pickle
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+from helpers import Shared
+from torch import nn
+
+import memsave_ext as ms
+from memsave_ext.dry_run import child
+from memsave_ext.dry_run.child import Child, ChildError, in_child
+
+NATIVE = ms._native.available
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    def state():
+        return sorted(os.listdir("/proc/self/fd")), ms.is_dry_run(), child.tensors
+
+    in_child(int, 10)  # imports what fakes need
+    before = state()
+    yield
+    gc.collect()
+    assert state() == before
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)  # no child is left, neither running nor dead
+
+
+def test_what_it_returns():
+    value = {"a": [1, 2.5, "x"], "b": (None, torch.float32)}
+    assert in_child(lambda: value, 10) == value
+    assert in_child(lambda: "x" * (1 << 22), 10) == "x" * (1 << 22)  # more than a pipe holds
+    assert in_child(ms.is_dry_run, 10) is True
+
+
+def test_it_changes_nothing_here():
+    here = [1]
+
+    def change():
+        here.append(2)
+        os.environ["MEMSAVE_EXT_TEST"] = "1"
+        random.seed(1)
+        torch.manual_seed(1)
+        return len(here)
+
+    before = random.getstate(), torch.get_rng_state()
+    assert in_child(change, 10) == 2
+    assert here == [1] and "MEMSAVE_EXT_TEST" not in os.environ
+    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_random_numbers_are_those_that_come_next():
+    expected = in_child(lambda: (random.random(), torch.rand(2).tolist()), 10)
+    assert (random.random(), torch.rand(2).tolist()) == expected
+
+
+class OfTheUser(Exception):
+    def __init__(self, code, text):
+        super().__init__(code, text)
+        self.code = code
+
+
+def failing(error):
+    def fail():
+        raise error
+
+    return fail
+
+
+def test_errors_come_back_as_they_are():
+    with pytest.raises(OfTheUser) as info:
+        in_child(failing(OfTheUser(7, "no")), 10)
+    assert info.value.code == 7 and info.value.args == (7, "no")
+    assert "in fail" in str(info.value.__cause__)  # the traceback there
+
+    class Local(ValueError):
+        pass
+
+    with pytest.raises(ValueError, match="Local: 5 apples"):
+        in_child(failing(Local("5 apples")), 10)
+    with pytest.raises(KeyError, match="x"):
+        in_child(failing(KeyError("x")), 10)
+    with pytest.raises(ChildError, match="calls sys.exit"):
+        in_child(lambda: sys.exit(3), 10)
+    with pytest.raises(ChildError, match="KeyboardInterrupt"):
+        in_child(failing(KeyboardInterrupt()), 10)
+    with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
+        in_child(lambda: lambda: None, 10)
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (lambda: os._exit(5), "has ended with exit status 5"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "has ended with SIGSEGV"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), "has ended with SIGTERM"),
+    ],
+)
+def test_children_that_die(end, told):
+    with pytest.raises(ChildError, match=told):
+        in_child(end, 10)
+
+
+def test_one_that_stands_still_is_made_once_more():
+    begun, lock = Shared(), threading.Lock()
+
+    def wait():
+        begun.append(1)
+        if len(begun.values()) == 1:
+            lock.acquire()
+        return "done"
+
+    lock.acquire()
+    assert in_child(wait, 60) == "done"
+    assert len(begun.values()) == 2
+    begun.clear()
+    with pytest.raises(ChildError, match="stood still"):
+        in_child(lambda: (begun.append(1), lock.acquire()), 60)
+    assert len(begun.values()) == 2
+
+
+def test_one_that_takes_too_long():
+    def loop():
+        while True:
+            pass
+
+    begin = time.monotonic()
+    with pytest.raises(ChildError, match=r"longer than 0\.5 s"):
+        in_child(loop, 0.5)
+    assert time.monotonic() - begin < 5
+
+    def longer():
+        child.allow(60)
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            pass
+        return 1
+
+    assert in_child(longer, 0.5) == 1
+
+
+def test_what_it_notes():
+    seen = []
+    assert in_child(lambda: [child.note(i) for i in range(3)] and 1, 10, seen.append) == 1
+    assert seen == [0, 1, 2]
+
+
+def test_warnings_come_back():
+    with pytest.warns(UserWarning, match="of the user"):
+        in_child(lambda: warnings.warn("of the user", stacklevel=1), 10)
+
+
+def test_it_is_silent_and_writes_no_files(tmp_path, capfd):
+    path = tmp_path / "log"
+    with open(path, "w") as log:
+        log.write("here\n")  # is in a buffer, also of the child
+
+        def write():
+            print("out")
+            print("err", file=sys.stderr)
+            os.write(1, b"out")
+            log.write("there\n")
+            log.flush()
+
+        with pytest.raises(OSError, match="File too large"):
+            in_child(write, 10)
+    assert path.read_text() == "here\n"
+    assert capfd.readouterr() == ("", "")
+    soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    with child.writing_files():
+        assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == soft
+
+    def write_own():
+        with child.writing_files():
+            path.write_text("there")
+
+    in_child(write_own, 10)
+    assert path.read_text() == "there"
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
+def test_users_handlers_of_sigchld(handler):
+    before = signal.signal(signal.SIGCHLD, handler)
+    try:
+        assert in_child(lambda: 1, 10) == 1
+        with pytest.raises(ChildError, match="has ended"):
+            in_child(lambda: os._exit(3), 10)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_signals_are_the_parents():
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        default = in_child(lambda: signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL, 10)
+        assert default and in_child(lambda: os.kill(os.getpid(), signal.SIGINT) or 1, 10) == 1
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_interrupt_ends_the_child():
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        in_child(lambda: (child.note(1), time.sleep(60)), 60, interrupt)
+
+
+def test_several_at_a_time():
+    children = [Child(lambda i=i: ("x" * (1 << 20), i), 10) for i in range(4)]
+    assert [c.result()[1] for c in reversed(children)] == [3, 2, 1, 0]
+    with Child(lambda: time.sleep(60), 60):
+        pass  # it is stopped
+
+
+def test_beside_busy_threads():
+    stop = threading.Event()
+
+    def train():
+        model = nn.Linear(64, 64)
+        while not stop.is_set():
+            model(torch.randn(64, 64)).sum().backward()
+
+    threads = [threading.Thread(target=train) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert [in_child(lambda i=i: i, 20) for i in range(20)] == list(range(20))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_child_in_a_child():
+    def inside():
+        return in_child(lambda: (ms.is_dry_run(), 7), 30)
+
+    assert in_child(inside, 30) == (True, 7)
+
+    def slow():  # the outer one waits, and does not stand still
+        return in_child(lambda: sum(range(100_000_000)) > 0, 60)
+
+    assert in_child(slow, 60)
+
+
+def nested(depth):
+    """A backward inside of another's, so many times."""
+
+    class Inside(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, left):
+            ctx.left = left
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if ctx.left:
+                with torch.enable_grad():
+                    x = grad.detach().clone().requires_grad_()
+                    Inside.apply(x, ctx.left - 1).sum().backward()
+                return x.grad, None
+            return grad, None
+
+    x = torch.ones(3, requires_grad=True)
+    Inside.apply(x, depth).sum().backward()
+    return x.grad.tolist()
+
+
+BACKWARDS = {
+    "one root": lambda x, w: (x @ w).square().sum().backward(),
+    "two roots": lambda x, w: torch.autograd.backward([(x @ w).sum(), (x * 2).sum()]),
+    "a gradient": lambda x, w: torch.autograd.backward([x @ w], [torch.ones(4, 4)]),
+    "of inputs": lambda x, w: w.backward(*torch.autograd.grad((x @ w).exp().sum(), w)),
+    "nothing needed": lambda x, w: torch.autograd.grad(
+        (x @ w).sum(), torch.ones(1, requires_grad=True), allow_unused=True
+    ),
+    "twice": lambda x, w: torch.autograd.grad(
+        (x @ w).pow(3).sum(), w, create_graph=True
+    )[0].sum().backward(),
+    "kept": lambda x, w: [(y := (x @ w).sum()).backward(retain_graph=True), y.backward()],
+    "checkpoints": lambda x, w: torch.utils.checkpoint.checkpoint(
+        lambda a: (a @ w).tanh(), x, use_reentrant=True
+    ).sum().backward(),
+    "other checkpoints": lambda x, w: torch.utils.checkpoint.checkpoint(
+        lambda a: (a @ w).tanh(), x, use_reentrant=False
+    ).sum().backward(),
+    "ours": lambda x, w: ms.checkpoint(lambda a: (a @ w).tanh(), x).sum().backward(),
+}  # fmt: skip
+
+
+def gradients_of(name):
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    BACKWARDS[name](x, w)
+    return [None if t.grad is None else t.grad.tolist() for t in (x, w)]
+
+
+@pytest.mark.skipif(not NATIVE, reason="torch's engine refuses such a child")
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_backwards_where_torchs_engine_refuses(name):
+    """It does after a first backward of CUDA, and of so many nested ones on the CPU."""
+    expected = gradients_of(name)
+    assert nested(70) == [1, 1, 1]
+    if (pid := os.fork()) == 0:
+        try:
+            torch.ones(1, requires_grad=True).sum().backward()
+        except RuntimeError:
+            os._exit(3)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    assert in_child(lambda: gradients_of(name), 20) == expected
+    assert in_child(lambda: nested(100), 20) == [1, 1, 1]
+
+
+@pytest.mark.skipif(not NATIVE, reason="torch's engine refuses such a child")
+def test_errors_in_backwards():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise OfTheUser(1, "in backward")
+
+    def run():
+        x = torch.ones(2, requires_grad=True)
+        for _ in range(2):
+            with pytest.raises(OfTheUser, match="in backward"):
+                Fails.apply(x * 2).sum().backward()
+        (x * 3).sum().backward()
+        return x.grad.tolist()
+
+    assert in_child(run, 20) == [3, 3]
+
+
+PROGRAM = """
+import resource, torch, memsave_ext as ms
+from torch import nn
+model, x = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)]), torch.randn(64, 512)
+ms.memory.predict(model, None, x, loss=lambda y: y.sum())
+used = sum(int(line.split()[1]) << 10 for line in open("/proc/self/status") if "VmData" in line)
+resource.setrlimit(resource.RLIMIT_DATA, (used + (64 << 20),) * 2)
+print(ms.memory.predict(model, None, x, loss=lambda y: y.sum()).peak > 0)
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+import os; os.setuid(65534)
+handle = ms.remat_module(model, budget=0.5)
+model(x).sum().backward()
+print(handle.report())
+try:
+    ms.memory.predict(model, None, x, loss=lambda y: y.sum())
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(not NATIVE, reason="budgets need the native part")
+@pytest.mark.skipif(os.getuid() != 0, reason="another user cannot be taken away its processes")
+def test_limits():
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    out = " ".join(ran.stdout.split())
+    assert out.startswith("True"), ran.stderr
+    assert out.count("no child process can be made: Resource temporarily unavailable") == 2
