@@ -132,6 +132,7 @@ class Child(Generic[Result]):
         allowed = mmap.mmap(-1, _SECONDS.size)  # shared
         _SECONDS.pack_into(allowed, 0, self._seconds)
         state, threads = random.getstate(), torch.get_num_threads()
+        cards = torch.cuda.device_count() if torch.cuda.is_initialized() else None
         read, write = os.pipe()
         try:
             pid = _fork()
@@ -144,7 +145,7 @@ class Child(Generic[Result]):
             try:
                 _inside, tensors = allowed, _all_tensors()
                 os.close(read)
-                _prepare(state, threads)
+                _prepare(state, threads, cards)
                 _run(self._function, write)
             finally:
                 os._exit(0)
@@ -284,7 +285,7 @@ def _all_tensors() -> list[Tensor]:
     return [value for value in gc.get_objects() if Tensor in type(value).__mro__]
 
 
-def _prepare(state: Any, threads: int) -> None:
+def _prepare(state: Any, threads: int, cards: int | None) -> None:
     """Makes the child fit to run what the parent was about to run."""
     random.setstate(state)  # Python gives each child another
     for one in signal.valid_signals():
@@ -300,6 +301,8 @@ def _prepare(state: Any, threads: int) -> None:
     # The pool of OpenMP's threads is not here. Workspaces are those of the parent's threads.
     torch.set_num_threads(1)
     torch.get_num_threads = lambda: threads
+    if cards is not None:  # CUDA, which is in use in the parent, cannot be asked
+        torch.cuda.is_available, torch.cuda.device_count = lambda: cards > 0, lambda: cards
     torch.autograd.set_multithreading_enabled(False)
     if _native.module:
         torch.autograd.Variable._execution_engine = _Engine()  # type: ignore[assignment]

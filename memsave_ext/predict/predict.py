@@ -18,6 +18,7 @@ from ..memory.hooks import Names
 from ..memory.log import Record
 from ..memory.measure import Build, checked
 from ..memory.reported import Reported
+from ..shared.device_memory import ask_for_child
 from ..shared.modules import Layer, Modules
 from ..shared.progress import Progress
 from .batch import FromBatch, from_batch
@@ -177,6 +178,8 @@ def start(
     if uses is None and isinstance(build, FromBatch):
         uses = build
     tensors = [] if uses is None else uses.tensors()
+    if device.type == "cuda":
+        ask_for_child()
 
     def run() -> Told:
         return _told(build, tensors, device, timeout is None)

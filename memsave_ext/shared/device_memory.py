@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..dry_run.child import is_dry_run
+
 _UNLIMITED = 1 << 62  # what version 1 of control groups says then, in whole pages, is more
 
 
@@ -38,9 +40,20 @@ def device_memory(device: torch.device) -> DeviceMemory:
     if device.type == "cpu":
         limit, free = _of_host(Path("/"))
         return DeviceMemory(limit, min(free + _kept_by_malloc(), limit))
+    if device.type == "cuda" and is_dry_run() and _asked is not None:
+        return _asked
     if device.type == "cuda" and torch.cuda.is_available():
         return _of_cuda(device)
     raise RuntimeError(f"the memory of device {str(device)!r} is not known here")
+
+
+_asked: DeviceMemory | None = None
+
+
+def ask_for_child() -> None:
+    """Asks the present CUDA device, where one is in use: a child process cannot."""
+    global _asked
+    _asked = device_memory(torch.device("cuda")) if torch.cuda.is_initialized() else None
 
 
 def _of_cuda(device: torch.device) -> DeviceMemory:

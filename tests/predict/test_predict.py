@@ -203,8 +203,45 @@ def test_operators_without_a_fake_kernel_are_an_error():
             ms.memory.predict(build)
 
 
+def test_a_model_that_was_made_before():
+    """Also on the meta device; it stays what it is."""
+    for device in ("cpu", "meta"):
+        model = nn.Linear(64, 64, device=device)
+        x = torch.randn(32, 64)
+
+        def build(model=model, x=x):
+            return model, None, lambda: model(x).sum().backward()
+
+        assert ms.memory.predict(build).at_peak["parameters"] == 4 * (64 * 64 + 64)
+        assert model.weight.grad is None and type(model.weight) is nn.Parameter
+        assert model.weight.device.type == device
+
+
+def test_detection_models_are_told():
+    class Detects(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.sizes = (320,)
+
+        def forward(self, x):
+            index = int(torch.empty(1).uniform_(0.0, float(len(self.sizes))).item())
+            x = self.layer(x) * self.sizes[index]
+            return x[(x[:, 0] > 0).nonzero().flatten()].sum()
+
+    with pytest.raises(RuntimeError, match="predict: the result of aten.nonzero.* depends on the"):
+        ms.memory.predict(Detects(), None, torch.randn(8, 4))
+
+
 def test_arguments():
     model = nn.Linear(2, 2)
+    for wrong, error in (("1", TypeError), (True, TypeError), (0, ValueError), (-1.0, ValueError)):
+        with pytest.raises(error, match="predict: timeout must be"):
+            ms.memory.predict(lambda: None, timeout=wrong)
+        with pytest.raises(error, match="fits: timeout must be"):
+            ms.memory.fits(lambda: None, 1, timeout=wrong)
+        with pytest.raises(error, match="fit: timeout must be"):
+            ms.fit(model, None, torch.empty(2, 2), budget=1, timeout=wrong)
     with pytest.raises(TypeError, match="needs a batch"):
         ms.memory.predict(model)
     with pytest.raises(TypeError, match="returned no loss"):

@@ -228,3 +228,51 @@ def test_conversions(name):
         return model, lambda: CONVERSIONS[name](model.x * 1, model.y).sum()
 
     assert_near(without_optimizer(make), 0.003)
+
+
+class Bilinear(nn.Module):
+    def __init__(self, a, b, out):
+        super().__init__()
+        self.first, self.layer = nn.Linear(b, a), nn.Bilinear(a, b, out)
+
+    def forward(self, x):
+        return self.layer(self.first(x), x)
+
+
+class TransposedNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(64, 64), nn.BatchNorm1d(64)
+
+    def forward(self, x):
+        return self.norm(self.layer(x).transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.Conv3d(16, 16, 3, padding=1), (1, 16, 24, 24, 24)),
+        (lambda: nn.Conv3d(16, 16, 3, padding=1), (2, 16, 24, 24, 24)),
+        (lambda: nn.Conv3d(8, 8, 3, padding=2, dilation=2), (1, 8, 12, 12, 12)),
+        (lambda: nn.Conv3d(8, 8, 3, padding=2, dilation=2).double(), (4, 8, 12, 12, 12)),
+        (lambda: nn.Conv2d(8, 8, 3, padding=2, dilation=2).double(), (4, 8, 32, 32)),
+        (lambda: Bilinear(32, 32, 8), (8192, 32)),
+        (lambda: Bilinear(16, 48, 24), (2048, 48)),
+        (TransposedNorm, (32, 128, 64)),
+    ],
+    ids=["volume", "volumes", "dilated", "dilated64", "dilated images", "products", "more", "norm"],
+)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_was_too_low(make, shape, threads):
+    def made():
+        torch.manual_seed(0)
+        model = make()
+        x = torch.randn(shape, dtype=next(model.parameters()).dtype)
+        return model, lambda: model(x).square().mean()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert_near(without_optimizer(made), 0.02)
+    finally:
+        torch.set_num_threads(before)

@@ -602,3 +602,71 @@ def test_threads_run_ahead_one_after_the_other(runs):
     for thread in threads:
         thread.join()
     assert out == [True] * 4 and len(runs) == 4 and all(isinstance(run, int) for run in runs)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = wide(4)
+
+    def forward(self, x, scale=1.0, name="", depth=1):
+        for _ in range(depth):
+            x = self.inner(x)
+        return x * scale
+
+
+def test_numbers_and_texts_do_not_run_ahead_again(runs):
+    model, x = Scaled(), torch.randn(128, 64)
+    handle = ms.remat_module(model, budget=0.6)
+    for i in range(4):
+        step(model, lambda i=i: model(x, 0.5 + i, name=f"step {i}").square().mean())
+        assert "of a budget of" in said(handle)
+    assert len(runs) == 1 and isinstance(runs[0], int)
+    known = ahead.ahead_of(model)._steps
+    assert all(isinstance(key, int) and isinstance(value, int) for key, value in known.items())
+    # One that changes the operators is noticed by them, and no plan is followed any more.
+    for _ in range(2):
+        _, peak = step(model, lambda: model(x, depth=2).square().mean())
+    assert peak <= PROMISED * max(handle.budget, handle.least)
+    assert len(runs) <= 2
+
+
+@pytest.mark.parametrize("whole_module", [False, True])
+def test_without_a_run_ahead(whole_module, runs):
+    model, x = wide(4), torch.randn(128, 64)
+    if whole_module:
+        block, context = ms.remat_module(model, budget=0.6, ahead=False), None
+    else:
+        block = context = ms.remat(model, budget=0.6, ahead=False)
+    step(model, lambda: model(x).square().mean(), context)
+    assert not runs and "measured: the block was given ahead=False" in said(block)
+
+
+def test_a_run_ahead_that_takes_too_long(runs):
+    class Loops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = wide(2)
+
+        def forward(self, x):
+            while ms.is_dry_run():
+                x = x + 1
+            return self.inner(x)
+
+    model, x = Loops(), torch.randn(128, 64)
+    handle = ms.remat_module(model, budget=0.6, ahead=0.5)
+    step(model, lambda: model(x).square().mean())
+    assert "it took longer than" in said(handle)
+    with pytest.raises(RuntimeError, match=r"predict: .* took longer than 0\.5 s"):
+        ms.memory.predict(model, None, x, loss=lambda y: y.sum(), timeout=0.5)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "error", "told"),
+    [("no", TypeError, "got str"), (0.0, ValueError, "got 0.0"), (-1, ValueError, "got -1")],
+)
+def test_what_ahead_may_be(ahead, error, told):
+    with pytest.raises(error, match=f"remat: ahead must be a bool.*{told}"):
+        ms.remat(wide(), budget=0.5, ahead=ahead)
+    with pytest.raises(error, match="remat: ahead must be a bool"):
+        ms.remat_module(wide(), budget=0.5, ahead=ahead)

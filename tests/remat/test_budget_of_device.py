@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import Shared
 from test_budget import no_warnings, nothing_is_known_yet, step, wide  # noqa: F401
 from torch import nn
 
@@ -12,8 +13,8 @@ from memsave_ext.shared.device_memory import DeviceMemory, device_memory
 
 @pytest.fixture
 def memory(monkeypatch):
-    """What the device has: ``memory(limit, free)`` sets it. The list is of devices asked."""
-    asked = []
+    """What the device has: ``memory(limit, free)`` sets it. What it returns is of devices asked."""
+    asked = Shared()
 
     def set_to(limit, free):
         def answer(device):
@@ -38,7 +39,7 @@ def test_percents_are_of_all_that_the_process_may_have(memory, text):
     asked = memory(limit=10**9, free=10**8)
     _, _, block = step(model, x, budget=text)
     assert block.budget == int(10**9 * (float(text.strip().rstrip("% ")) / 100))
-    assert asked == [torch.device("cpu")]
+    assert asked.values() == [torch.device("cpu")]
 
 
 @pytest.mark.parametrize("text", ["0%", "101%", "-5%", "nan%", "%", "auto%", "Auto", "80 percent"])
@@ -164,5 +165,5 @@ def test_predictions_ask_the_device_that_is_predicted_for(memory):
     asked = memory(limit=10**9, free=10**8)
     for device in ("cuda", "cpu"):
         assert ms.memory.predict(build, device=device).peak > 0
-        assert {asked_for.type for asked_for in asked} == {device}
+        assert {asked_for.type for asked_for in asked.values()} == {device}
         asked.clear()
