@@ -287,6 +287,8 @@ def _all_tensors() -> list[Tensor]:
 
 def _prepare(state: Any, threads: int, cards: int | None) -> None:
     """Makes the child fit to run what the parent was about to run."""
+    sys.settrace(None)  # a debugger's or a profiler's
+    sys.setprofile(None)
     random.setstate(state)  # Python gives each child another
     for one in signal.valid_signals():
         if callable(signal.getsignal(one)):
