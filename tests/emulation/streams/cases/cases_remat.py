@@ -238,7 +238,8 @@ KERNELS_AND_MASKS = [  # flash attention takes no mask
 @pytest.mark.parametrize(("kernel", "mask"), KERNELS_AND_MASKS)
 @pytest.mark.parametrize(("rows", "head"), [(32, 8), (30, 6)])
 def test_a_first_step_of_attention_is_planned(rows, head, kernel, mask):
-    """The operators that run ahead are those of the kernel that torch chooses, for any shape."""
+    """Where torch chooses the kernel that the run ahead takes, whose process cannot ask a card. Where
+    it chooses another one, that is noticed."""
     torch.manual_seed(0)
     net = nn.Sequential(*(Attention(head, a_mask(mask, rows)) for _ in range(4))).to(DEVICE)
     x = torch.randn(8, rows, 4 * head).to(DEVICE)
@@ -247,7 +248,10 @@ def test_a_first_step_of_attention_is_planned(rows, head, kernel, mask):
         block = ms.remat_module(net, budget=0.5)
         found = gradients(net, x)
     report = " ".join(block.report().split())
-    assert "of a budget of" in report, report
     assert block.figures().dropped_bytes > 0
-    assert block.peak <= 1.02 * max(block.budget, block.least)
     assert all(map(torch.equal, found, expected))
+    if kernel != ("EFFICIENT_ATTENTION" if head % 4 == 0 else "MATH"):
+        assert "did not go as the run ahead" in report, report
+        return
+    assert "of a budget of" in report, report
+    assert block.peak <= 1.02 * max(block.budget, block.least)
