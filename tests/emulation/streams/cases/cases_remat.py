@@ -238,8 +238,8 @@ KERNELS_AND_MASKS = [  # flash attention takes no mask
 @pytest.mark.parametrize(("kernel", "mask"), KERNELS_AND_MASKS)
 @pytest.mark.parametrize(("rows", "head"), [(32, 8), (30, 6)])
 def test_a_first_step_of_attention_is_planned(rows, head, kernel, mask):
-    """Where torch chooses the kernel that the run ahead takes, whose process cannot ask a card. Where
-    it chooses another one, that is noticed."""
+    """Where torch chooses the kernel that the run ahead takes, whose process cannot ask a card.
+    Where it chooses another one, that is noticed."""
     torch.manual_seed(0)
     net = nn.Sequential(*(Attention(head, a_mask(mask, rows)) for _ in range(4))).to(DEVICE)
     x = torch.randn(8, rows, 4 * head).to(DEVICE)
