@@ -35,14 +35,6 @@ def predicts() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-def like(tensor: Tensor) -> Tensor:
-    """Returns an empty tensor of the same kind; it is fake under a FakeTensorMode."""
-    data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(data, tensor.requires_grad)
-    return data.requires_grad_(tensor.requires_grad)
-
-
 def fake_of(tensor: Tensor) -> FakeTensor:
     """Returns a fake tensor with the memory of one on the meta device."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
