@@ -294,6 +294,8 @@ def _prepare(state: Any, threads: int, cards: int | None) -> None:
         if callable(signal.getsignal(one)):
             signal.signal(one, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent ends its child
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("1000")  # the system ends this one first where memory is short
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # nothing is written to a file twice
     nowhere = os.open(os.devnull, os.O_RDWR)

@@ -12,6 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.utils._pytree import tree_iter
 
+from . import measured
+
 _PLAIN = (
     *(int, float, bool, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -45,7 +47,7 @@ class _Known(NamedTuple):
 
 
 _Key = tuple[Any, ...]
-Learned = tuple[_Key, dict[_Key, _Known]]
+Learned = tuple[_Key, dict[_Key, _Known], measured.Known]
 # Of this process, by what decides the results of all operators together.
 _of_process: dict[_Key, dict[_Key, _Known]] = {}
 _MOST = 1 << 16  # calls that are remembered
@@ -63,7 +65,7 @@ class Repeats:
 
     def learned(self) -> Learned:
         """Returns what this prediction has added, for :func:`learn` in another process."""
-        return self._key, self._new
+        return self._key, self._new, measured.learned()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Returns a call that may be a repeat, None if values or aliases decide its result."""
@@ -140,7 +142,8 @@ class Call:
 
 def learn(learned: Learned) -> None:
     """Remembers what a prediction in a child process has learned."""
-    key, new = learned
+    key, new, taken = learned
+    measured.learn(taken)
     known = _of_process.setdefault(key, {})
     if len(known) > _MOST:
         known.clear()

@@ -1,7 +1,7 @@
 """What kernels on the CPU allocate for themselves, which no operator shows.
 
-Convolutions and LSTMs are in ``onednn.py``. Here are torch's own kernels: attention, and copies of
-arguments in the dtype that is computed in.
+Convolutions and LSTMs are measured (``measured.py``). Here are torch's own kernels: attention, and
+copies of arguments in the dtype that is computed in.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from . import onednn
+from . import measured
 
 _aten = torch.ops.aten
 _AS_THEY_ARE = {  # elementwise, and each argument is read in its own dtype
@@ -50,10 +50,9 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
 
     cuDNN's and cuBLAS's on CUDA depend on the algorithm that is picked on the card.
     """
-    if func is _aten.convolution.default:
-        return onednn.convolution(result, *args)
-    if func is _aten.convolution_backward.default:
-        return onednn.convolution_backward(result, *args)
+    if measured.is_measured(func):
+        taken = measured.allocations(func, args)
+        return taken.workspace() if taken else 0
     rule = _RULES.get(func)
     return rule(*args) if rule else _converted(func, args, result)
 
@@ -65,7 +64,8 @@ def as_left_by_kernel(func: Any, args: tuple[Any, ...], result: Any) -> Any:
     dtypes of the kernel: statistics are wide, and the gradient of the input is narrow."""
     if func is _aten.mkldnn_rnn_layer.default:
         *outputs, workspace = result
-        return (*outputs, workspace.new_empty(onednn.lstm_workspace(*args)))
+        taken = measured.allocations(func, args)
+        return (*outputs, workspace.new_empty(taken.last if taken else 0))
     if func is _aten.native_batch_norm_backward.default and not args[-1][0]:
         return (None, *result[1:])
     if func in _BATCH_NORMS and not _is_dense(args[0]):
@@ -193,8 +193,6 @@ def _group_norm_backward(*args: Any) -> int:
 # For each operator, the bytes of its arguments.
 _RULES: dict[Any, Callable[..., int]] = {
     _aten._trilinear.default: _trilinear,
-    _aten.mkldnn_rnn_layer.default: onednn.lstm,
-    _aten.mkldnn_rnn_layer_backward.default: onednn.lstm_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     _aten.mse_loss.default: _reduced_loss,

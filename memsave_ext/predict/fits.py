@@ -353,7 +353,8 @@ def search(
 
 
 class _Predictions:
-    """Predicts techniques, the next ones at the same time as one that is asked for.
+    """Predicts techniques, the next ones at the same time as one that is asked for. The first one
+    runs alone: the others know from it what operators do.
 
     Args:
         batch: the size that is asked for first; None where ``build`` takes none.
@@ -376,6 +377,7 @@ class _Predictions:
         self._batch = batch
         self._waiting = list(order)
         self._running: dict[Techniques, Child[Told]] = {}
+        self._at_once = 1
 
     def __enter__(self) -> _Predictions:
         return self
@@ -386,9 +388,10 @@ class _Predictions:
 
     def first(self, techniques: Techniques) -> PredictedStep:
         """Predicts a step of the batch that is asked for first."""
-        for _ in range(min(_idle_cores(), len(self._waiting))):
+        for _ in range(min(self._at_once, len(self._waiting))):
             following = self._waiting.pop(0)
             self._running[following] = self._start(following, self._batch)
+        self._at_once = _idle_cores()
         return self._result(self._running.pop(techniques))
 
     def of_batch(self, techniques: Techniques, size: int) -> PredictedStep:

@@ -10,8 +10,9 @@ import memsave_ext
 
 PACKAGE = Path(memsave_ext.__file__).parent
 # ``memsave_ext.memory`` also offers the names of ``predict``, which is above it: its ``__init__``
-# imports predict before anybody else can. Predict imports modules of memory, never memory itself.
-OFFERS, OFFERED = "memsave_ext.memory", "memsave_ext.predict"
+# imports predict before anybody else can. Predict imports modules of memory, never memory itself;
+# so do the fakes, which are below predict.
+OFFERS, OFFERED, FAKES = "memsave_ext.memory", "memsave_ext.predict", "memsave_ext.fakes"
 
 
 def module_names():
@@ -46,7 +47,7 @@ def imports(name, path, modules):
         parents = [target.rpartition(".")[0]]
         while parents[-1]:
             parents.append(parents[-1].rpartition(".")[0])
-        if inside(name, OFFERED):
+        if inside(name, OFFERED) or inside(name, FAKES):
             parents = [parent for parent in parents if parent != OFFERS]
         found |= {parent for parent in parents if parent and not inside(name, parent)}
     return found - {name}

@@ -32,7 +32,7 @@ def used():
 
 
 def used_in_the_end():
-    """Of a failed backward, too: the engine's thread lets go of it after the error is raised here."""
+    """Of a failed backward, too, which the engine's thread lets go of after its error is here."""
     gc.collect()
     deadline = time.monotonic() + 60
     while used() > 0 and time.monotonic() < deadline:

@@ -1,0 +1,168 @@
+"""Measures what oneDNN's convolutions and LSTMs on the CPU allocate inside of their kernels.
+
+oneDNN cannot be asked: torch exports none of its functions. Which of its kernels runs, and what
+that one copies, depends on the processor's instructions, on threads and shapes. So each kind of
+call runs on real memory, once in the life of a process: in a child, in a thread of its own, as that
+has a pool of OpenMP's threads where the thread that was forked has none. Of a large batch two small
+ones run, and each allocation is taken to grow with the batch as it does from one to the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..dry_run.child import allow
+from ..memory.figures import make_tracker
+
+_aten = torch.ops.aten
+_LSTM = _aten.mkldnn_rnn_layer.default
+_LSTM_BACKWARD = _aten.mkldnn_rnn_layer_backward.default
+_GROWING = {  # the arguments whose first dimension is that of the batch, of an LSTM that of time
+    _aten.convolution.default: ("input",),
+    _aten.convolution_backward.default: ("grad_output", "input"),
+    _LSTM: ("input",),
+    _LSTM_BACKWARD: ("input", "output", "grad_output"),
+}
+_BYTES = 0  # the column of a record's blocks
+_MOST_CHANGES = 1 << 16
+_FEW_IMAGES = 2, 4  # for each thread, of which kernels are those of many
+_FEW_STEPS = 64, 128  # in time, whose memory is padded to pages
+_CPU = torch.device("cpu")
+
+
+class _Like(NamedTuple):
+    """What a tensor is like."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def zeros(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype).zero_()
+
+
+class Allocations(NamedTuple):
+    """What a call allocates, in order; what it frees is negative."""
+
+    changes: list[int]
+    last: int  # bytes of the last result
+
+    def workspace(self) -> int:
+        """Bytes at its peak beside those of its results."""
+        return max(0, *itertools.accumulate(self.changes)) - sum(self.changes)
+
+
+_Key = tuple[Any, ...]
+Known = dict[_Key, Allocations | None]
+_known: Known = {}  # of this process
+
+
+def is_measured(func: Any) -> bool:
+    return func in _GROWING
+
+
+def allocations(func: Any, args: tuple[Any, ...]) -> Allocations | None:
+    """Returns what a call allocates with arguments like these; None if it cannot be measured."""
+    names = [argument.name for argument in func._schema.arguments]
+    size: int = args[names.index("input")].shape[0]
+
+    def of(size: int) -> Allocations | None:
+        resized = (
+            _like(arg, size if name in _GROWING[func] else None)
+            for name, arg in zip(names, args, strict=False)
+        )
+        return _measured(func, tuple(resized))
+
+    if func in (_LSTM, _LSTM_BACKWARD):
+        small, large = _FEW_STEPS
+    else:
+        small, large = (few * torch.get_num_threads() for few in _FEW_IMAGES)
+    if size <= large:
+        return of(size)
+    a, b = of(small), of(large)
+    if a is None or b is None or len(a.changes) != len(b.changes):
+        return of(size)
+
+    def grown(before: int, after: int) -> int:
+        return before - (before - after) * (size - small) // (large - small)
+
+    return Allocations(list(map(grown, a.changes, b.changes)), grown(a.last, b.last))
+
+
+def _like(arg: Any, size: int | None) -> Any:
+    """Returns an argument as part of a key; of a tensor what it is like, where ``size`` is given
+    with such a first dimension."""
+    if isinstance(arg, (list, tuple)):
+        return tuple(arg)
+    if not isinstance(arg, Tensor):
+        return arg
+    shape, stride = tuple(arg.shape), arg.stride()
+    if size is not None:
+        # Dimensions outside of the first one in memory are closer together, or further apart.
+        stride = tuple(s // shape[0] * size if s > stride[0] else s for s in stride)
+        shape = (size, *shape[1:])
+    return _Like(shape, stride, arg.dtype)
+
+
+def _measured(func: Any, likes: tuple[Any, ...]) -> Allocations | None:
+    mkldnn: Any = torch.backends.mkldnn
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    key = func._name, torch.get_num_threads(), mkldnn.enabled, deterministic, likes
+    if key not in _known:
+        begun = time.monotonic()
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(_measure, func, likes)
+        torch.set_num_threads(1)  # of MKL, which has one number for all threads
+        allow(time.monotonic() - begun)
+        error = future.exception()
+        if error is not None:
+            text = str(error).partition("\n")[0]
+            warnings.warn(f"memory that {func} takes is not known: {text}", stacklevel=2)
+        _known[key] = None if error else future.result()
+    return _known[key]
+
+
+def _measure(func: Any, likes: tuple[Any, ...]) -> Allocations:
+    torch.set_num_threads(torch.get_num_threads())  # those of the process that is predicted
+    args = [like.zeros() if isinstance(like, _Like) else like for like in likes]
+    if func is _LSTM_BACKWARD:
+        args[-1] = _lstm_workspace(args)
+    tracker = make_tracker(_CPU, [], False, _MOST_CHANGES)
+    tracker.start(None)
+    try:
+        results = func(*args)
+    finally:
+        tracker.stop()
+    last = results[-1] if isinstance(results, tuple) else results
+    record = tracker.record()
+    changes = [
+        sign * int(record.blocks[block, _BYTES])
+        for _, _, block, sign, _, _ in record.changes.tolist()
+        if block >= 0
+    ]
+    return Allocations(changes, 0 if last is None else last.untyped_storage().nbytes())
+
+
+def _lstm_workspace(args: list[Any]) -> Tensor:
+    """Returns what the forward leaves to the backward that is called with these."""
+    (x, *weights), (hidden, cell) = args[:5], args[5:7]
+    reverse, mode, size, layers, biases, train, bidirectional, batch_sizes, first = args[13:22]
+    options = reverse, batch_sizes, mode, size, layers, biases, bidirectional, first, train
+    workspace: Tensor = _LSTM(x, *weights, hidden, cell, *options)[-1]
+    return workspace
+
+
+def learned() -> Known:
+    """Returns what this process knows, for :func:`learn` in another one."""
+    return _known
+
+
+def learn(known: Known) -> None:
+    _known.update(known)
