@@ -9,7 +9,9 @@ STRESS ?=
 
 # All paths are relative: make cannot handle a space in a checkout's path.
 VENV := .venv/bin/python
-# Python compiles what it imports by itself: a third of what pip installs.
+# Python compiles what it imports by itself, a third of what pip installs, and must keep that: what
+# fake tensors import takes 12 seconds otherwise, in each of many processes.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(VENV) -m pip install -q --no-compile
 INSTALLED := .venv/.installed
 BUILT := .venv/.built

@@ -18,6 +18,7 @@ _VALUES = (_aten._values, _aten.values)
 _MADE = _aten._sparse_coo_tensor_with_dims_and_tensors.default
 _GROUPED_MM: Any = getattr(_aten, "_grouped_mm", None)
 _ALIGNED = 16  # bytes, of rows of a grouped product
+_CTC_LOSS = _aten._ctc_loss.Tensor
 _MAKE_STRIDES = (_aten.native_layer_norm, _aten.native_batch_norm, _aten._log_softmax)
 _KEEP_STRIDES = (_aten.clone, _aten.clamp, _aten.hardtanh)
 
@@ -34,6 +35,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     packet = getattr(func, "_overloadpacket", None)
     if packet is not None and packet is _GROUPED_MM and args[0].dtype is not torch.bfloat16:
         return _grouped_mm(*args, **kwargs)
+    if func is _CTC_LOSS:
+        return _ctc_loss(*args)
     parts = _parts_of(args[0]) if args else None
     if parts is not None:
         if packet in _INDICES:
@@ -134,3 +137,14 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__:
     row = -(-shape[-1] // in_row) * in_row
     stride = (*(shape[-2] * row for _ in groups), row, 1)
     return torch.empty_strided(shape, stride, dtype=a.dtype, device=a.device)
+
+
+def _ctc_loss(
+    log_probs: Tensor, targets: Tensor, _: Tensor, target_lengths: Tensor, *__: Any
+) -> tuple[Tensor, Tensor]:
+    """Returns fakes of each row's loss and of its alphas, which are of the longest target; where
+    lengths are not known, of the longest that there can be."""
+    steps, *rows = log_probs.shape[:-1]
+    lengths = getattr(target_lengths, "constant", None)
+    longest = targets.shape[-1] if lengths is None else int(lengths.max())
+    return log_probs.new_empty(rows), log_probs.new_empty((*rows, steps, 2 * longest + 1))

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from .values import MOST_KNOWN
 
@@ -41,9 +42,14 @@ def fake_of(tensor: Tensor) -> FakeTensor:
     return FakeTensor(mode, tensor, torch.device("cpu"))
 
 
-def only_value(tensor: Tensor) -> Any:
-    """Returns the number that all elements of a tensor of whole numbers have; None: they differ, or
-    it is no such tensor."""
+def values_elsewhere(arguments: Any) -> list[tuple[Tensor, Any]]:
+    """Returns the number of each tensor of whole numbers on another device whose elements all have
+    the same: a model may leave out a mask that hides nothing. A child asks the CPU's themselves."""
+    tensors = (t for t in tree_leaves(arguments) if isinstance(t, Tensor) and not t.is_cpu)
+    return [(t, value) for t in tensors if (value := _only_value(t)) is not None]
+
+
+def _only_value(tensor: Tensor) -> Any:
     if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
         return None
     if tensor.layout is not torch.strided or tensor.is_meta:

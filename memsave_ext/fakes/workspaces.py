@@ -193,6 +193,7 @@ def _group_norm_backward(*args: Any) -> int:
 # For each operator, the bytes of its arguments.
 _RULES: dict[Any, Callable[..., int]] = {
     _aten._trilinear.default: _trilinear,
+    _aten._ctc_loss_backward.Tensor: lambda *args: args[6].nbytes,  # betas, as many as alphas
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     _aten.mse_loss.default: _reduced_loss,

@@ -16,7 +16,7 @@ from ..adam import in_backward
 from ..adam.in_place import options_outside_groups, release, taken_by
 from ..adam.own_optimizer import OwnStep
 from ..adam.step_in_backward import InBackward
-from ..fakes.mode import loss_in, only_value
+from ..fakes.mode import loss_in, values_elsewhere
 
 Loss = Callable[..., Tensor]  # of what the model returned, and of the batch where it takes two
 Forward = Callable[[nn.Module, Any], Tensor]  # of the model and of the batch: the loss
@@ -53,10 +53,7 @@ class FromBatch:
         self._run, self._who = run, who
         self._micro_batches, self._keeps_gradients = micro_batches, keeps_gradients
         self._autocast = _Autocast()
-        tensors = [t for t in tree_leaves(self._batch) if isinstance(t, Tensor)]
-        # What has one value, as a mask that hides nothing, has it in the step, too. A child can ask
-        # the CPU's tensors themselves.
-        self._values = [(t, only_value(t)) for t in tensors if not t.is_cpu]
+        self._values = values_elsewhere(self._batch)
 
     def tensors(self) -> list[Tensor]:
         """Returns what the step has from the beginning, without states."""
@@ -78,8 +75,7 @@ class FromBatch:
         if isinstance(optimizer, InBackward):
             optimizer = _remade(optimizer)
         for tensor, value in self._values:
-            if value is not None:
-                tensor.fill_(value)
+            tensor.fill_(value)
         return model, optimizer, lambda: self._step(optimizer)
 
     def _step(self, optimizer: Optimizer | None) -> None:

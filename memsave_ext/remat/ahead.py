@@ -24,7 +24,7 @@ from ..adam.place import Place
 from ..adam.states import make_state
 from ..dry_run.child import ChildError, in_child
 from ..dry_run.world import follow_libraries, on_fakes
-from ..fakes.mode import fake_of, loss_in, only_value
+from ..fakes.mode import fake_of, loss_in, values_elsewhere
 from ..fakes.repeats import Learned, learn
 from ..fakes.storages import Storages
 from .budget import LivedBefore
@@ -152,7 +152,7 @@ def _run(
     reason = _obstacle(native, module, device)
     if reason is not None:
         return reason
-    values = _values((args, kwargs))
+    values = values_elsewhere((args, kwargs))
 
     def run() -> tuple[bytes | None, Learned]:
         return _step_on_fakes(module, args, kwargs, device, forward, values)
@@ -199,13 +199,6 @@ def _step_on_fakes(
         _backward_of(output)
         del output
     return told.take_step(), storages.repeats.learned()
-
-
-def _values(arguments: Any) -> list[tuple[Tensor, Any]]:
-    """Returns the value of each tensor of whole numbers on another device whose elements all have
-    the same: a model may leave out a mask that hides nothing. A child asks the CPU's themselves."""
-    tensors = (t for t in tree_leaves(arguments) if isinstance(t, Tensor) and not t.is_cpu)
-    return [(t, value) for t in tensors if (value := only_value(t)) is not None]
 
 
 def _step_in_backward(param: Tensor, owner: Any, device: torch.device) -> None:

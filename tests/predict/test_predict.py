@@ -252,3 +252,63 @@ def test_arguments():
         ms.memory.predict(lambda: None, None, torch.empty(2))
     with pytest.raises(ValueError, match="CPU or a CUDA device"):
         ms.memory.predict(lambda: None, device="mps")
+
+
+def generators():
+    def build():
+        made, told = mlp(), nn.Sequential(nn.Linear(64, 256), nn.LeakyReLU(0.2), nn.Linear(256, 1))
+        optimizers = [torch.optim.Adam(m.parameters()) for m in (made, told)]
+        real, ones, zeros = torch.randn(256, 64), torch.ones(256, 1), torch.zeros(256, 1)
+        loss = nn.BCEWithLogitsLoss()
+
+        def step():
+            optimizers[1].zero_grad()
+            fake = made(torch.randn(256, 64))
+            (loss(told(real), ones) + loss(told(fake.detach()), zeros)).backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            loss(told(fake), ones).backward()
+            optimizers[0].step()
+
+        return nn.ModuleList([made, told]), optimizers[0], step
+
+    return build
+
+
+def trained_on(loss, x):
+    def build():
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 32))
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step():
+            loss(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    return build
+
+
+def of_two_forwards(model, x):
+    a, b = (model(x).log_softmax(-1) for _ in range(2))
+    return sum(F.kl_div(*pair, "batchmean", log_target=True) for pair in ((a, b), (b, a)))
+
+
+def ctc(model, x):
+    targets, lengths = torch.ones(8, 12, dtype=torch.long), torch.arange(4, 12)
+    return F.ctc_loss(model(x).log_softmax(-1), targets, torch.full((8,), 50), lengths)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        generators(),
+        trained_on(of_two_forwards, torch.ones(256, 64)),
+        trained_on(ctc, torch.ones(50, 8, 64)),
+    ],
+    ids=["two optimizers", "two forwards", "ctc"],
+)
+def test_other_steps_than_one_forward_of_one_model(build):
+    predicted, t = ms.memory.predict(build), tracked(build)
+    assert (predicted.peak, predicted.live) == (t.peak, t.live)

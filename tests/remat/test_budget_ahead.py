@@ -417,12 +417,14 @@ def test_channels_of_one_pixel_that_are_last(runs):
     assert isinstance(runs[0], int) and block.least is not None, said(block)
 
 
-@pytest.mark.parametrize("name", ["deberta-v2", "timm coatnet"])
-def test_models_of_libraries(name, runs):
-    """They look at tensors as none of the models above."""
+@pytest.mark.parametrize(
+    ("name", "share"), [("deberta-v2", 0.3), ("timm coatnet", 0.3), ("opt", 0.8), ("opt", 0.45)]
+)
+def test_models_of_libraries(name, share, runs):
+    """They look at tensors, or save results, as none of the models above."""
     entry = zoo.ENTRIES[name]
     plain, _ = step(model := entry.build(), entry.batch(model))
-    handle = ms.remat_module(model := entry.build(), budget=0.3)
+    handle = ms.remat_module(model := entry.build(), budget=share)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of a budget below the least
         grads, peak = step(model, entry.batch(model))
