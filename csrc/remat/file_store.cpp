@@ -90,8 +90,10 @@ class Copiers {
 // again first: the system is ten times as fast there.
 class File {
  public:
-  explicit File(const std::string& folder) : descriptor_(open_in(folder)) {}
-  ~File() { close(descriptor_); }
+  explicit File(const std::string& folder) : descriptor_(open_in(folder)), identity_(identity()) {}
+  ~File() {
+    if (is_open()) close(descriptor_);
+  }
   File(const File&) = delete;
   File& operator=(const File&) = delete;
 
@@ -109,12 +111,14 @@ class File {
 
   // Both return 0 or the system's number of an error.
   int write(const void* from, int64_t bytes, int64_t offset) const {
+    if (!is_open()) return EBADF;
     return all_of(bytes, [&](int64_t done) {
       const auto* at = static_cast<const char*>(from) + done;
       return pwrite(descriptor_, at, static_cast<size_t>(bytes - done), offset + done);
     });
   }
   int read(void* into, int64_t bytes, int64_t offset) const {
+    if (!is_open()) return EBADF;
     return all_of(bytes, [&](int64_t done) {
       auto* at = static_cast<char*>(into) + done;
       return pread(descriptor_, at, static_cast<size_t>(bytes - done), offset + done);
@@ -122,6 +126,14 @@ class File {
   }
 
  private:
+  using Identity = std::pair<dev_t, ino_t>;
+  Identity identity() const {
+    struct stat found {};
+    return fstat(descriptor_, &found) == 0 ? Identity{found.st_dev, found.st_ino} : Identity{};
+  }
+  // The program may close all its files, as daemons do, and then open others by the same numbers.
+  bool is_open() const { return identity() == identity_; }
+
   static int64_t whole_pages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
   template <typename Part>
@@ -149,6 +161,7 @@ class File {
   }
 
   const int descriptor_;
+  const Identity identity_;
   std::mutex mutex_;
   Ranges<std::monostate> free_;
   int64_t end_ = 0;

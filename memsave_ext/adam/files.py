@@ -50,13 +50,13 @@ class Files(Place):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = os.path.abspath(os.fspath(folder))
-        if not os.path.isdir(self.folder):
+        if not os.path.isdir(folder):  # as "" is not
             raise ValueError(
                 f"states_on must be None, 'cpu' or a folder that exists, got {os.fspath(folder)!r}"
             )
         if sys.platform != "linux":
             raise ValueError(f"states_on={self.folder!r}: a folder is for Linux alone")
-        self._fd: int | None = None
+        self._file: _Descriptor | None = None
         self._process = os.getpid()
         self._size = 0  # of the file
         self._room: list[_Region] = []  # what no tensor has had yet
@@ -164,14 +164,20 @@ class Files(Place):
 
     def descriptor(self) -> int:
         """Returns the file's, which is opened with the first use."""
-        if self._fd is None:
+        if self._file is None:
             try:
-                self._fd, name = tempfile.mkstemp(prefix="memsave_ext-states-", dir=self.folder)
+                number, name = tempfile.mkstemp(prefix="memsave_ext-states-", dir=self.folder)
                 os.unlink(name)
             except OSError as error:
                 raise self._failed(error, "cannot make a file") from None
-            weakref.finalize(self, os.close, self._fd)
-        return self._fd
+            self._file = _Descriptor(number)
+            weakref.finalize(self, self._file.close)
+        if not self._file.is_open():
+            raise RuntimeError(
+                f"states_on={self.folder!r}: the file of optimizer states has been closed by the "
+                "program, as os.closerange() does, and the states are lost"
+            )
+        return self._file.number
 
     def _failed(self, error: OSError, what: str) -> OSError:
         return OSError(error.errno, f"states_on={self.folder!r}: {what}: {error.strerror}")
@@ -228,6 +234,28 @@ class Files(Place):
         self._last = regions[0].offset
         for region in self._after.get(self._last, ()):
             os.posix_fadvise(self.descriptor(), region.offset, region.size, os.POSIX_FADV_WILLNEED)
+
+
+class _Descriptor:
+    """An open file, which the program may close unseen, and then open others by its number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._file = self._there()
+
+    def is_open(self) -> bool:
+        return self._there() == self._file
+
+    def close(self) -> None:
+        if self.is_open():
+            os.close(self.number)
+
+    def _there(self) -> tuple[int, int] | None:
+        try:
+            found = os.fstat(self.number)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
 
 
 _all_files: weakref.WeakSet[Files] = weakref.WeakSet()

@@ -165,7 +165,7 @@ def fitted(
         model, inside, batch, loss, who="fit",
         micro_batches=min(micro_batches, 2), forward=forward, keeps_gradients=keeps_gradients,
     )  # fmt: skip
-    check_offload(place, None, True, device)
+    place = check_offload(place, None, True, device)
     with torch.inference_mode(False), torch.enable_grad():
         found = search(
             build, limit, device=device, among=among, refused=refused, method=method, place=place,

@@ -295,7 +295,7 @@ def fits(
     if not callable(build):
         raise TypeError(f"fits: build must be a function, got {type(build).__name__}")
     size = batch if _takes_batch(build) else None
-    check_offload(offload, None, True, None)
+    offload = check_offload(offload, None, True, None)
     return search(
         build, limit, device=chosen, batch=size, every=every, place=offload, progress=progress,
         timeout=timeout,

@@ -138,7 +138,8 @@ class remat:  # noqa: N801, a context manager is used like a function
         check_ahead(ahead)
         counted = model if _counted is None else _counted
         device = device_of(counted)
-        check_offload(offload, offload_limit, budget is not None or bool(_everything), device)
+        has_budget = budget is not None or bool(_everything)
+        offload = check_offload(offload, offload_limit, has_budget, device)
         self._modules = Modules(model)
         self._within: Budget | None = None
         self._of_device: OfDevice | None = None

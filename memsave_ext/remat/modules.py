@@ -167,7 +167,8 @@ def remat_module(
         )
     check_arguments(budget, optimizer, strict, retry)
     check_ahead(ahead)
-    check_offload(offload, offload_limit, budget is not None or _everything, device_of(model))
+    has_budget = budget is not None or _everything
+    offload = check_offload(offload, offload_limit, has_budget, device_of(model))
     options: dict[str, Any] = {"budget": budget, "optimizer": optimizer}
     options |= {"strict": strict, "retry": retry, "ahead": ahead}
     options |= {"offload": offload, "offload_limit": offload_limit}

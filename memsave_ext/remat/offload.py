@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +22,11 @@ Offload = str | os.PathLike[str]
 
 def check_offload(
     offload: object, limit: object, has_budget: bool, device: torch.device | None
-) -> None:
-    """Raises where they are wrong; ``device``: of the model, if it is known."""
+) -> Offload | None:
+    """Returns the place; a folder's path is made absolute, as the program may go elsewhere.
+
+    Raises where an argument is wrong; ``device``: of the model, if it is known.
+    """
     if limit is not None:
         if offload is None:
             raise ValueError(
@@ -33,7 +35,7 @@ def check_offload(
             )
         most_moved(limit)
     if offload is None:
-        return
+        return None
     if not isinstance(offload, (str, os.PathLike)):
         raise TypeError(
             f"remat: offload must be 'cpu', a folder or None, got {type(offload).__name__}"
@@ -50,18 +52,19 @@ def check_offload(
                 "remat: offload='cpu' moves memory of CUDA devices to that of the host; the model "
                 f"is on {on}"
             )
-        return
+        return _CPU
     if on != "cpu":
         cuda = "; offload='cpu' moves that to the host's memory" if on == "cuda" else ""
         raise ValueError(
             f"remat: offload={os.fspath(offload)!r} moves memory of the CPU to files; the model is "
             f"on {on}{cuda}"
         )
-    if not Path(offload).is_dir():
+    if not os.path.isdir(offload):  # as "" is not
         raise ValueError(
             "remat: offload must be 'cpu' or a folder that is there and can be written to, got "
             f"{offload!r}"
         )
+    return os.path.abspath(offload)
 
 
 def most_moved(limit: object) -> int:

@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import gc
 import os
 import pickle
 import signal
@@ -484,6 +485,7 @@ def test_states_that_cannot_be_written_back(tmp_path, monkeypatch, in_backward):
 def test_after_a_fork(tmp_path):
     code = """
 import os, torch, memsave_ext as ms
+torch.set_num_threads(1)  # a fork has none of the others
 params = [torch.nn.Parameter(torch.ones(70000))]
 optimizer = ms.AdamW(params, in_backward=True, states_on=os.environ["WHERE"])
 params[0].sum().backward()
@@ -504,10 +506,30 @@ optimizer.step()
     assert "was made before this process was forked" in done.stdout
 
 
+def test_a_file_that_the_program_closes_is_not_taken_for_another(tmp_path):
+    other = tmp_path / "other"
+    other.write_text("mine")
+    params = parameters()
+    optimizer = ms.AdamW(params, states_on=tmp_path)
+    backward(params, 0)
+    optimizer.step()
+    number = optimizer.param_groups[0]["states_on"].descriptor()
+    os.close(number)
+    taken = os.open(other, os.O_RDWR)
+    assert taken == number
+    backward(params, 1)
+    with pytest.raises(RuntimeError, match="has been closed by the program"):
+        optimizer.step()
+    del optimizer, params
+    gc.collect()
+    assert os.pread(taken, 10, 0) == b"mine"
+    os.close(taken)
+
+
 def test_no_such_folder(tmp_path):
     file = tmp_path / "file"
     file.touch()
-    for wrong in (tmp_path / "none", file):
+    for wrong in (tmp_path / "none", file, ""):
         with pytest.raises(
             ValueError, match=rf"states_on must be None, 'cpu' or a folder.*got '{wrong}'"
         ):

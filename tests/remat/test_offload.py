@@ -303,6 +303,43 @@ def test_a_folder_that_goes_away_in_the_middle(tmp_path):
         ms.remat(budget=0.05, offload=folder)
 
 
+def test_a_file_that_the_program_closes_is_not_taken_for_another(tmp_path):
+    """As daemons close all that is open, and then open others by the same numbers."""
+    folder, other = tmp_path / "scratch", tmp_path / "other"
+    folder.mkdir()
+    other.write_text("mine")
+    model, x = encoder()
+    settled(model, x, budget=0.05, offload=folder)
+    block = ms.remat(budget=0.05, offload=folder)
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{number}").startswith(str(folder)):
+                os.close(int(number))
+                taken = os.open(other, os.O_RDWR)
+                assert taken == int(number)
+    torch.manual_seed(3)
+    with block:
+        loss = model(x).square().mean()
+    loss.backward()
+    assert block.figures().moved_bytes == 0 and "Bad file descriptor" in text(block)
+    del block, loss
+    gc.collect()
+    assert os.pread(taken, 10, 0) == b"mine"
+    os.close(taken)
+
+
+def test_a_relative_folder_and_a_program_that_goes_elsewhere(tmp_path, monkeypatch):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model, x = encoder()
+    handle = ms.remat_module(model, budget=0.05, offload="scratch", ahead=False)
+    monkeypatch.chdir(tmp_path / "other")
+    for _ in range(3):
+        model(x).square().mean().backward()
+    assert handle.figures().moved_bytes > 0
+
+
 def test_memory_that_is_given_back_by_hand_while_it_is_copied(tmp_path):
     """As FSDP does with that of parameters. Whether it is copied by then is a matter of time."""
     torch.manual_seed(0)
@@ -458,6 +495,7 @@ def test_adam_in_backward(tmp_path):
         ({"offload": "cpu"}, ValueError, "offload needs a budget"),
         ({"budget": 0.5, "offload": 3}, TypeError, "must be 'cpu', a folder or None, got int"),
         ({"budget": 0.5, "offload": "/no/such"}, ValueError, "'cpu' or a folder that is there"),
+        ({"budget": 0.5, "offload": ""}, ValueError, "'cpu' or a folder that is there"),
         ({"budget": 0.5, "offload": "./cpu"}, ValueError, "a folder that is there"),
         ({"budget": 0.5, "offload": Path("cpu")}, ValueError, "a folder that is there"),
         ({"budget": 0.5, "offload_limit": 5}, ValueError, "offload_limit bounds what offload="),
