@@ -128,7 +128,7 @@ class File {
  private:
   using Identity = std::pair<dev_t, ino_t>;
   Identity identity() const {
-    struct stat found {};
+    struct stat found{};
     return fstat(descriptor_, &found) == 0 ? Identity{found.st_dev, found.st_ino} : Identity{};
   }
   // The program may close all its files, as daemons do, and then open others by the same numbers.

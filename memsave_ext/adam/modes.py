@@ -292,7 +292,7 @@ def to_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
     """
     states = {}
     for index, state in state_dict["state"].items():
-        low_part = state.get("param_rest")
+        low_part = state.get("param_rest") if isinstance(state, dict) else None
         if low_part is not None and low_part.dtype == torch.int16 and is_dtensor(low_part):
             state = state | {"param_rest": as_placed(low_part, local_tensor(low_part).int())}
         states[index] = state
@@ -313,6 +313,25 @@ def from_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
         dtype = getattr(torch, name, None) if isinstance(name, str) else None
         groups.append(group | {"state_dtype": dtype} if isinstance(dtype, torch.dtype) else group)
     return {**state_dict, "param_groups": groups}
+
+
+def tensors_in(state: Any) -> dict[str, Tensor]:
+    """Returns what torch's ``load_state_dict`` casts to the dtype of the parameter."""
+    items = state.items() if isinstance(state, dict) else ()
+    return {name: v for name, v in items if name != "step" and isinstance(v, Tensor)}
+
+
+def without_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state_dict without the tensors in parameters' states, which torch would cast to
+    the dtypes of the parameters, all of them before any can be converted."""
+    params = {index for group in state_dict["param_groups"] for index in group["params"]}
+    states = {
+        index: {name: v for name, v in state.items() if name not in tensors_in(state)}
+        if index in params and isinstance(state, dict)
+        else state
+        for index, state in state_dict["state"].items()
+    }
+    return {**state_dict, "state": states}
 
 
 def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -356,6 +375,9 @@ def to_fp32(state_dict: dict[str, Any]) -> dict[str, Any]:
     ]
     states = {}
     for index, state in state_dict["state"].items():
+        if not isinstance(state, dict):  # a user's, under a name of its own
+            states[index] = state
+            continue
         plain = {name: value for name, value in state.items() if name not in ours}
         if (row := coded_format(state)) is not None:
             plain |= from_blocks(state, row)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import modes
 from .dtensor import local_tensor
-from .elsewhere import place_of, put_states
+from .elsewhere import place_of, put_state, put_states
 from .rules import rule_of
 from .states import sizes_of_states
 from .step_in_backward import BUCKET_BYTES, SMALL_BYTES, InBackward
@@ -179,7 +179,7 @@ class Native(InBackward):
             if (place := group.get("states_on")) is not None:
                 place.wait()
         for param, state in self.state.items():
-            if (low_part := state.get("param_rest")) is not None:
+            if isinstance(state, dict) and (low_part := state.get("param_rest")) is not None:
                 self._stepper.drop_stale_low_part(local_tensor(param), local_tensor(low_part))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -200,7 +200,7 @@ class Native(InBackward):
             modes.check_loadable(self._loading, groups)
             if self._stepper.folded():
                 self._refuse_folded(loaded)
-            return self._loading
+            return modes.without_tensors(self._loading)
 
         self._stepper.begin_loading()
         before = {"state": self.state, "param_groups": self.param_groups}
@@ -225,20 +225,24 @@ class Native(InBackward):
             )
 
     def _finish_loading(self, loaded: dict[str, Any], old_groups: list[dict[str, Any]]) -> None:
+        """Fills in the tensors of states, one parameter after the other: in its own format each is
+        in memory but once."""
         modes.keep(old_groups, self.param_groups, scaled=self.grad_scaler is not None)
+        self._reserve(self.param_groups)
         saved = itertools.chain.from_iterable(g["params"] for g in loaded["param_groups"])
         for group in self.param_groups:
             for param in group["params"]:
-                for key, value in loaded["state"].get(next(saved), {}).items():
-                    if key != "step" and torch.is_tensor(value) and value.dtype != param.dtype:
-                        self.state[param][key] = value.detach().to(param.device, copy=True)
-                state = self.state.get(param)
-                if state:
-                    modes.convert_loaded(param, state, group)
+                state = self.state.get(param, {})
+                for key, value in modes.tensors_in(loaded["state"].get(next(saved), {})).items():
+                    is_as_torchs = value.dtype == param.dtype  # which torch does not copy
+                    state[key] = value.detach().to(param.device, copy=not is_as_torchs)
+                if not state:
+                    continue
+                modes.convert_loaded(param, state, group)
                 # The device knows what is skipped.
-                if state and "step" in state and self.grad_scaler is not None:
+                if "step" in state and self.grad_scaler is not None:
                     state["step"] = state["step"].to(param.device, torch.float32)
-        put_states(self.state, self.param_groups)
+                self.state[param] = put_state(state, group, param.device)
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_not_folding()
