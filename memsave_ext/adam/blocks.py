@@ -7,7 +7,7 @@ float32 and flat. ``random`` is 16 random bits for each element, in int32.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from .precise import square_root, wide
 _CODED = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # moments that can be in blocks
 SMALLEST = 4096  # elements; smaller parameters have no moments in blocks
 _LOST = 2.0**63
+_PART = 1 << 17  # elements that are converted at once, whole blocks
 SCALES = tuple(f"{name}_scale" for name in _CODED)
 
 
@@ -215,10 +216,12 @@ def to_blocks(state: dict[str, Tensor], param: Tensor, row: StateFormat) -> None
     local = dtensor.local_tensor
     elements, half = Elements(local(param)), torch.tensor(0x8000, device=param.device)
     names = [name for name in _CODED if name in state]
-    moments = {name: elements.flat(local(state.pop(name))).float() for name in names}
+    moments = {name: elements.flat(local(state.pop(name))) for name in names}
     state |= made(param, row, names)
-    locals_ = {name: local(value) for name, value in state.items()}
-    write(locals_, moments, half.expand(local(param).numel()), row.codes, elements)
+    for begin, part in _parts(state, elements, row.codes):
+        of_part = {n: flat[begin : begin + _PART].float() for n, flat in moments.items()}
+        count = next(iter(of_part.values())).numel()
+        write(part, of_part, half.expand(count), row.codes, Elements(of_part[names[0]]))
 
 
 def from_blocks(state: Mapping[str, Tensor], row: StateFormat) -> dict[str, Tensor]:
@@ -227,11 +230,38 @@ def from_blocks(state: Mapping[str, Tensor], row: StateFormat) -> dict[str, Tens
     first = first_of_state(state)
     assert first is not None
     placed_like = state[first]
-    state = {name: dtensor.local_tensor(value) for name, value in state.items()}
     like = dtensor.local_tensor(placed_like)
-    elements, moments = Elements(like), {}
-    for name in (name for name in _CODED if f"{name}_scale" in state):
-        values = elements.shaped(read(state, name, row.codes, elements))
-        made = zeros_like(like, torch.float32).copy_(values)
-        moments[name] = dtensor.as_placed(placed_like, made)
-    return moments
+    elements = Elements(like)
+    names = [name for name in _CODED if f"{name}_scale" in state]
+    moments = {name: zeros_like(like, torch.float32) for name in names}
+    for begin, part in _parts(state, elements, row.codes):
+        flat = Elements(part[first])
+        for name, made in moments.items():
+            into = elements.flat(made)[begin : begin + _PART]
+            into.copy_(read(part, name, row.codes, flat))
+    return {name: dtensor.as_placed(placed_like, made) for name, made in moments.items()}
+
+
+def _parts(
+    state: Mapping[str, Tensor], elements: Elements, spec: Codes
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Yields where a part of the elements begins, and what a state in blocks has of that part."""
+    flat = {
+        name: dtensor.local_tensor(value).view(-1)
+        if name in SCALES
+        else elements.flat(dtensor.local_tensor(value))
+        for name, value in state.items()
+        if name in (*SCALES, *_CODED, "moments")
+    }
+    numel = max(value.numel() for name, value in flat.items() if name not in SCALES)
+    for begin in range(0, numel, _PART):
+        block = begin // spec.block
+        yield (
+            begin,
+            {
+                name: value[block : block + _PART // spec.block]
+                if name in SCALES
+                else value[begin : begin + _PART]
+                for name, value in flat.items()
+            },
+        )

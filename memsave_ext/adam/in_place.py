@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from . import clip_guard, modes, owners
 from .any_optimizer import in_backward
+from .files import Files
 from .native import Native
 from .own_optimizer import renew_counter
+from .rules import rule_of
 
+_CPU = torch.device("cpu")
 # Options of a group that are not the same before and after: those that only this package's
 # optimizers have, and the one that a GradScaler sets.
 _OF_GROUPS = (*modes.DEFAULTS, "fused")
@@ -50,8 +54,9 @@ def become(optimizer: Optimizer, kind: type[Any], **options: Any) -> Callable[[]
         kind: the class that it is to have.
         **options: of ``kind``, beside those that the groups have.
 
-    Where its states are smaller, its ``state_dict()`` has them as torch's does, on the CPU, so that
-    a training can go on from it with either.
+    Where its states are smaller, its ``state_dict()`` has them as torch's does, so that a training
+    can go on from it with either. Those lie in a file without a name, in Python's temporary folder,
+    as there may be no memory for them; where no file can be made, in the CPU's memory.
 
     Returns:
         A function that makes it what it was, with its states converted back.
@@ -84,9 +89,18 @@ def become(optimizer: Optimizer, kind: type[Any], **options: Any) -> Callable[[]
     return undo
 
 
-def _as_torchs(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    states = tree_map_only(Tensor, Tensor.cpu, state_dict["state"])
-    return modes.to_fp32({**state_dict, "state": states})
+def _as_torchs(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    try:
+        place = Files(tempfile.gettempdir())
+        place.reserve(
+            p.numel() * torch.float32.itemsize
+            for group in optimizer.param_groups
+            for _ in rule_of(group).moments
+            for p in group["params"]
+        )
+        return modes.to_fp32(state_dict, lambda tensor: place.put(tensor.cpu(), _CPU))
+    except (OSError, ValueError):  # no room in it, or no folder
+        return modes.to_fp32(state_dict, Tensor.cpu)
 
 
 def _check(optimizer: Optimizer) -> None:

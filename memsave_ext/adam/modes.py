@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import Any, SupportsFloat
 
@@ -362,10 +362,13 @@ def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) 
         to_blocks(state, param, states)
 
 
-def to_fp32(state_dict: dict[str, Any]) -> dict[str, Any]:
+def to_fp32(
+    state_dict: dict[str, Any], put: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> dict[str, Any]:
     """Returns the state_dict as torch's optimizer would have it, with moments of at least float32.
 
-    Only Adam counts steps in it.
+    Only Adam counts steps in it. ``put`` is given each tensor, as soon as it is made, and returns
+    one with its values.
     """
     counts = all(is_adam(rule_of(group)) for group in state_dict["param_groups"])
     ours = ("moments", *SCALES, "param_rest", *([] if counts else ["step"]))
@@ -385,7 +388,9 @@ def to_fp32(state_dict: dict[str, Any]) -> dict[str, Any]:
             if name in plain and plain[name].dtype in (torch.bfloat16, torch.float16):
                 plain[name] = plain[name].float()
         if plain:
-            states[index] = plain
+            states[index] = {
+                name: put(v) if isinstance(v, Tensor) else v for name, v in plain.items()
+            }
     return {**state_dict, "state": states, "param_groups": groups}
 
 
