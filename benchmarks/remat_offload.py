@@ -17,6 +17,7 @@ import copy
 import functools
 import itertools
 import os
+import pickle
 import statistics
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from torch.utils._pytree import tree_iter
 
 import memsave_ext as ms
 from common import ROOT, Rows, interleave, machine, median_and_spread, write_record
+from memsave_ext.dry_run.child import writing_files
 from memsave_ext.fakes import costs, storages
 from memsave_ext.fakes.kernels import nbytes
 from remat import BLOCKS, PLAIN, activations, checkpointed, forward
@@ -267,11 +269,10 @@ def timed_as(card: Card) -> Iterator[None]:
 
 def traced(card: Card, width: int, layers: int, tokens: int) -> tuple[Any, int, int]:
     """The trace of a step that keeps everything; bytes that live before it; bytes with the peak."""
-    handles = []
 
     def build() -> Any:
         model = Transformer(width, layers, False, True, 0.0).bfloat16()
-        handles.append(ms.remat_module(model, budget=1.0))
+        handle = ms.remat_module(model, budget=1.0)
         x = torch.randn(1, tokens, width, dtype=torch.bfloat16, requires_grad=True)
 
         def step() -> None:
@@ -279,13 +280,19 @@ def traced(card: Card, width: int, layers: int, tokens: int) -> tuple[Any, int, 
             x.grad = None
             for p in model.parameters():
                 p.grad.zero_()  # type: ignore[union-attr]
+            # This runs in a child process, of which nothing is left but files.
+            recorder = handle._forward.last._recorder
+            found = recorder.trace()[:4], recorder.budget()["before"], recorder.budget()["budget"]
+            with writing_files():
+                path.write_bytes(pickle.dumps(found))
 
         return model, None, step
 
-    with timed_as(card):
+    with timed_as(card), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace"
         ms.memory.predict(build, device="cuda", progress=False)
-    recorder = handles[0]._forward.last._recorder
-    return recorder.trace()[:4], recorder.budget()["before"], recorder.budget()["budget"]
+        made: tuple[Any, int, int] = pickle.loads(path.read_bytes())
+        return made
 
 
 def simulate(card: Card, width: int, options: argparse.Namespace) -> list[dict[str, Any]]:

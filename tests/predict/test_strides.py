@@ -1,6 +1,7 @@
 """Results of operators on fake tensors lie in memory as real ones do: torch's own database of
 operators, of contiguous and of transposed arguments, forward and backward."""
 
+import itertools
 import warnings
 
 import pytest
@@ -13,7 +14,7 @@ from memsave_ext import _native
 
 pytestmark = pytest.mark.skipif(not _native.available, reason="fakes are the same in pure Python")
 
-SAMPLES = 3
+SAMPLES = 2
 # Results that lie otherwise: gradients that take as many bytes, and what cards alone run.
 OTHERWISE = {
     *("logaddexp2", "max_reduction_no_dim", "min_reduction_no_dim", "prod", "normal"),
@@ -39,12 +40,14 @@ def as_it_is(value):
 def cases(lie):
     for op in op_db:
         try:
-            samples = list(
-                op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)
+            # Not by sample_inputs(), which looks through the stack and all modules for a unittest.
+            samples = op.sample_inputs_func(
+                op, "cpu", torch.float32, requires_grad=op.supports_autograd
             )
+            samples = list(itertools.islice(samples, SAMPLES))
         except Exception:  # not for this dtype
             continue
-        for sample in samples[:SAMPLES]:
+        for sample in samples:
             yield op, sample.transform(lie)
 
 
@@ -57,7 +60,7 @@ def geometry(values):
 
 def lies(op, sample):
     """How the results and gradients lie; a text where the operator raises."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed() writes stacks down
     try:
         result = op.op(sample.input, *sample.args, **sample.kwargs)
         found = geometry(result)
@@ -94,7 +97,7 @@ def test_results_lie_as_real_ones(lie):
         compared += 1
         if one != other:
             wrong[op.formatted_name] = one, other
-    assert compared > 1500
+    assert compared > 1000
     assert not {name: lies for name, lies in wrong.items() if name not in OTHERWISE}
     for name, (one, other) in wrong.items():  # as many bytes, all the same
         assert [(s, d) for s, _, d in one] == [(s, d) for s, _, d in other], name
