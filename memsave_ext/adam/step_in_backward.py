@@ -96,6 +96,13 @@ class InBackward(torch.optim.Optimizer):
         self._in_backward = False
         self._choose_unscaling()
 
+    def renew_hooks(self) -> None:
+        """Step in backward again after :meth:`remove_hooks`."""
+        if not self._in_backward:
+            self._attach(p for group in self.param_groups for p in group["params"])
+            self._in_backward = True
+            self._choose_unscaling()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         modes.check_bool("set_to_none", set_to_none)
         if not set_to_none:

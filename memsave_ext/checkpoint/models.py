@@ -52,6 +52,11 @@ class ForwardInPlace:
         return inspect.signature(self.function(self.module).__get__(self.module))
 
     @property
+    def __wrapped__(self) -> Any:
+        """Lightning looks there for arguments, of which it leaves out the first, ``self``."""
+        return self.function(self.module).__get__(self.module)
+
+    @property
     def __code__(self) -> CodeType:
         """torch.export looks there for the names of arguments."""
         code: CodeType = self.function(self.module).__code__

@@ -140,7 +140,11 @@ _real: list[Tensor] = []  # kept, as nothing of CUDA may be freed in a child
 
 
 def _keeps_values(tensor: Tensor) -> bool:
-    if tensor.is_meta or tensor.device.type != "cpu" or not _is_plain(tensor):
+    try:
+        is_here = not tensor.is_meta and tensor.device.type == "cpu" and _is_plain(tensor)
+    except RuntimeError:  # it is a fake already, of a child that this one is in
+        return False
+    if not is_here:
         return False
     if tensor.dtype in _COUNTS:
         return tensor.numel() <= _MOST_KNOWN

@@ -34,7 +34,8 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
     It predicts ``training_step()`` with the first batch, and applies the cheapest means that fits
     before it runs. Precision, gradient accumulation and a GradScaler are the Trainer's, and states
     that were loaded by ``ckpt_path`` are converted. Checkpoints have states as torch's optimizer
-    has them. What ``training_step()`` logs while it is predicted goes nowhere.
+    has them. What ``training_step()`` logs while it is predicted goes nowhere. When ``fit()`` ends,
+    or raises, nothing steps in backward any more.
 
     Args:
         budget, means, verbose: as of :func:`memsave_ext.fit`.
@@ -77,8 +78,11 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        if applied_to(pl_module) is not None:
+        before = applied_to(pl_module)
+        if before is not None and any(o is before.optimizer for o in trainer.optimizers):
             return
+        if before is not None:
+            before.undo()  # lr_find has trained with another optimizer
         optimizer = _the_optimizer(trainer, pl_module)
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         own = type(pl_module).configure_gradient_clipping
@@ -111,7 +115,12 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
         if each and self.fitted.steps_in_backward:
             self._clip_val, trainer.gradient_clip_val = trainer.gradient_clip_val, None
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.on_train_end(trainer, pl_module)
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.fitted is not None:
+            self.fitted.rest()
         if self._clip_val is not None:
             trainer.gradient_clip_val, self._clip_val = self._clip_val, None
 

@@ -36,7 +36,8 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
     It predicts with the first batch when the model is first called with it, and applies the
     cheapest means that fits before anything is computed. Gradient accumulation and a GradScaler are
     the Trainer's; states that were loaded by ``resume_from_checkpoint`` are converted. Checkpoints
-    have states as torch's optimizer has them.
+    have states as torch's optimizer has them. When ``train()`` ends nothing steps in backward any
+    more; where it raises, ``fitted.undo()`` sees to that.
 
     Args:
         budget: as of :func:`memsave_ext.fit`.
@@ -86,7 +87,8 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         _refuse(args)
         before = applied_to(model)
         if before is not None and before is self.fitted and before.optimizer is optimizer.optimizer:
-            self._take_clipping(args)  # another train() of the same Trainer
+            self.fitted.go_on()  # another train() of the same Trainer
+            self._take_clipping(args)
             return
         if before is not None:
             before.undo()
@@ -115,6 +117,8 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _FirstCall.remove(kwargs["model"])
+        if self.fitted is not None:
+            self.fitted.rest()
         if self._max_grad_norm is not None:
             args.max_grad_norm, self._max_grad_norm = self._max_grad_norm, None
 

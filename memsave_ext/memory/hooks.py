@@ -37,6 +37,17 @@ class Names:
         return self._numbers[text]
 
 
+def with_step_hooks(optimizer: Optimizer) -> Optimizer:
+    """Returns the optimizer whose ``step()`` runs hooks: of a wrapper that is no optimizer but by
+    name, as some Lookaheads, the one inside."""
+    while "_optimizer_step_pre_hooks" not in optimizer.__dict__:
+        inside = (v for v in optimizer.__dict__.values() if isinstance(v, Optimizer))
+        if (found := next(inside, None)) is None:
+            break
+        optimizer = found
+    return optimizer
+
+
 class Hooks:
     """The hooks of one tracker on a model and its optimizers, neither of which it keeps alive.
 
@@ -131,13 +142,20 @@ class Hooks:
             self._label_gradients(self._numbered_parameters())
             self._tracker.begin_optimizer()
 
+        hooked = with_step_hooks(optimizer)
+        watched = weakref.ref(optimizer)
+
         @not_compiled
-        def after(optimizer: Optimizer, *_: Any) -> None:
-            self._label_states(optimizer, self._numbered_parameters())
+        def after(stepped: Optimizer, *_: Any) -> None:
+            params = self._numbered_parameters()
+            self._label_states(stepped, params)
+            wrapper = watched()
+            if wrapper is not None and wrapper is not stepped:
+                self._label_states(wrapper, params)
             self._tracker.end_optimizer(last)
 
-        stack.callback(optimizer.register_step_pre_hook(before).remove)
-        stack.callback(optimizer.register_step_post_hook(after).remove)
+        stack.callback(hooked.register_step_pre_hook(before).remove)
+        stack.callback(hooked.register_step_post_hook(after).remove)
 
     def _present_optimizers(self) -> list[Optimizer]:
         found = (optimizer() for optimizer in self._optimizers)

@@ -19,7 +19,7 @@ from .. import _parts
 from ..adam.dtensor import is_dtensor
 from ..adam.modes import check_norm
 from ..memory.figures import make_tracker, untracked
-from ..memory.hooks import Hooks, Names
+from ..memory.hooks import Hooks, Names, with_step_hooks
 from ..remat.offload import Offload
 from ..shared.modules import Modules, is_compiled
 from ..shared.table import format_bytes
@@ -45,8 +45,8 @@ class Applied:
         budget: bytes.
         predicted: the predicted peak in bytes; None where these means were not predicted.
         measured: the peak in bytes of the second step, which is the first that has all states, or
-            with remat without a budget of the third; None until then, without an optimizer, and in
-            pure Python.
+            with remat without a budget of the third; None until then, without an optimizer or with
+            one that wraps another, and in pure Python.
     """
 
     def __init__(
@@ -84,7 +84,10 @@ class Applied:
         with self.undone_by_errors():
             if in_backward is not None and condition is not None:
                 in_backward.accumulate_when(condition)
-            if optimizer is not None and predicted is not None and _parts.native("memory"):
+            # Of an optimizer that wraps another the hooks run before its step has ended.
+            tells_steps = optimizer is not None and with_step_hooks(optimizer) is optimizer
+            if tells_steps and predicted is not None and _parts.native("memory"):
+                assert optimizer is not None
                 # From its third step on remat without a budget follows a plan.
                 number = 3 if means.remat else 2
                 self._undo.callback(_Peak(model, optimizer, number, self._compare).close)
@@ -104,6 +107,19 @@ class Applied:
         self._undo.close()
         for function in self._after:
             function()
+
+    def rest(self) -> None:
+        """Ends a training: the optimizer steps as others do, by ``step()``, and a backward that
+        comes later steps nothing."""
+        if self.steps_in_backward:
+            in_backward: Any = self.optimizer
+            in_backward.remove_hooks()
+
+    def go_on(self) -> None:
+        """Begins another training: what steps in backward does so again."""
+        if self.steps_in_backward:
+            in_backward: Any = self.optimizer
+            in_backward.renew_hooks()
 
     @contextmanager
     def undone_by_errors(self) -> Iterator[None]:

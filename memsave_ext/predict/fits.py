@@ -235,6 +235,7 @@ class Fits:
                 f"{who}: {self.verdict()} Budget: {format_bytes(self.budget)}. Tried: {names}.",
                 *self.not_applied(),
                 *self.hints,
+                "The step would run out of memory.",  # by which libraries know what to retry
             ]
         )
 

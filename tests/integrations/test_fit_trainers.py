@@ -1,5 +1,6 @@
 """Fit in the Trainer of transformers and in Lightning's, and fit() beside accelerate and timm."""
 
+import contextlib
 import logging
 import re
 
@@ -96,7 +97,7 @@ def test_the_trainers_own_arguments(tmp_path, arguments, means):
     runs[1].assert_same(runs[0])
     if means == IN_BACKWARD:
         assert all(p.grad is None for p in runs[1].model.parameters())
-        assert runs[1].trainer.optimizer.optimizer.in_backward
+        assert isinstance(runs[1].trainer.optimizer.optimizer, ms.adam.step_in_backward.InBackward)
 
 
 def test_its_clipping_stays_or_is_taken_over(tmp_path):
@@ -150,6 +151,35 @@ def test_resuming(tmp_path, means):
     assert all(s["exp_avg"].dtype is torch.float32 for s in saved["state"].values())
     plain = Run(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert plain.losses == pytest.approx(whole.losses, rel=0.02)
+
+
+def steps_nothing(model, loss):
+    before = [p.detach().clone() for p in model.parameters()]
+    loss().backward()
+    assert all(map(torch.equal, model.parameters(), before))
+    assert all(p.grad is not None for p in model.parameters())
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("means", [IN_BACKWARD, SMALL])
+def test_nothing_steps_after_the_training(tmp_path, means):
+    run = Run(tmp_path, fit(means=means)).train()
+    batch = {name: row[None] for name, row in rows()[0].items()}
+    steps_nothing(run.model, lambda: run.model(**batch).loss)
+    before = [p.detach().clone() for p in run.model.parameters()]
+    run.train()
+    assert not all(map(torch.equal, run.model.parameters(), before))
+    steps_nothing(run.model, lambda: run.model(**batch).loss)
+
+
+def test_a_batch_that_does_not_fit_is_tried_again_by_accelerate():
+    utils = library("accelerate.utils.memory")
+    model, x = nn.Linear(64, 64), torch.ones(8, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        ms.fit(model, optimizer, x, budget="1kB", loss=torch.sum, verbose=False)
+    assert utils.should_reduce_batch_size(raised.value)
+    assert type(optimizer) is torch.optim.AdamW and not vars(model).get("forward")
 
 
 def test_training_twice(tmp_path):
@@ -267,7 +297,8 @@ def lightning(callback=None, net=None, resume=None, **options):
     x = torch.randn(160, 16, generator=torch.Generator().manual_seed(1))
     trainer = pytorch.Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[callback] if callback else [],
+        enable_model_summary=False,
+        callbacks=callback if isinstance(callback, list) else [callback] if callback else [],
         **{"max_epochs": 1, **options},
     )  # fmt: skip
     torch.manual_seed(5)
@@ -333,6 +364,64 @@ def test_lightnings_clipping_and_refusals():
     net.training_step = lambda batch: None
     with pytest.raises(ValueError, match="returned no loss, but NoneType"):
         lightning(lightning_fit(), net)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_nothing_steps_after_lightnings_training(raises):
+    class Ends(pytorch.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if raises and batch_idx == 2:
+                raise ZeroDivisionError
+
+    net, callback = Net(), lightning_fit(means=IN_BACKWARD)
+    with pytest.raises(ZeroDivisionError) if raises else contextlib.nullcontext():
+        lightning([callback, Ends()], net)
+    assert callback.fitted.steps_in_backward and len(net.losses) == (3 if raises else 5)
+
+    def loss():
+        x = net.first(torch.ones(2, 16))
+        return net.last(x).sum() + sum(block(x).sum() for block in net.blocks)
+
+    steps_nothing(net, loss)
+
+
+@pytest.mark.parametrize("means", [IN_BACKWARD, "remat within the budget", "checkpoint by block"])
+def test_lightning_with_an_argument_of_another_name(means):
+    if "remat" in means and not ms._native.available:
+        pytest.skip("remat is native")
+
+    def nets():
+        net = Net()
+        own = type(net).training_step
+        type(net).training_step = lambda self, batch, _: own(self, batch)
+        return net
+
+    plain, _ = lightning(None, nets())
+    net, _ = lightning(lightning_fit(means=means), nets())
+    assert net.losses == plain.losses
+
+
+def test_lightnings_search_of_a_rate():
+    plain, callback = Net(), lightning_fit(means=IN_BACKWARD)
+    net = Net()
+    for one, fit in ((plain, None), (net, callback)):
+        one.lr = 1e-3
+        type(one).configure_optimizers = lambda self: torch.optim.AdamW(
+            self.parameters(), lr=self.lr
+        )
+        x = torch.randn(160, 16, generator=torch.Generator().manual_seed(1))
+        trainer = pytorch.Trainer(
+            accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=1,
+            enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[fit] if fit else [],
+        )  # fmt: skip
+        batches = torch.utils.data.DataLoader(x, batch_size=32)
+        torch.manual_seed(5)
+        pytorch.tuner.Tuner(trainer).lr_find(one, batches, num_training=5)
+        torch.manual_seed(5)
+        trainer.fit(one, batches)
+    assert callback.fitted.steps_in_backward
+    assert net.losses[-5:] == plain.losses[-5:]
 
 
 @pytest.mark.parametrize("means", [IN_BACKWARD, SMALL])
