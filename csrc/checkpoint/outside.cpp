@@ -19,8 +19,9 @@ namespace {
 // Looked up once. Never freed: they outlive the interpreter's last region.
 struct Types {
   PyTypeObject* module;
+  PyTypeObject* norm;  // torch's norms
   PyTypeObject* partial;
-  PyObject *parameters, *modules, *dataclass_fields, *func, *args, *keywords;
+  PyObject *parameters, *buffers, *modules, *training, *dataclass_fields, *func, *args, *keywords;
   PyObject* module_attributes;  // a set of attribute names that every torch module has
 
   static const Types& get() {
@@ -38,11 +39,14 @@ struct Types {
       return reinterpret_cast<PyTypeObject*>(found.release().ptr());
     };
     module = type("torch.nn", "Module");
+    norm = type("torch.nn.modules.batchnorm", "_NormBase");
     const py::object any_module = py::module_::import("torch.nn").attr("Module")();
     module_attributes = py::set(any_module.attr("__dict__")).release().ptr();
     partial = type("functools", "partial");
     parameters = PyUnicode_InternFromString("_parameters");
+    buffers = PyUnicode_InternFromString("_buffers");
     modules = PyUnicode_InternFromString("_modules");
+    training = PyUnicode_InternFromString("training");
     dataclass_fields = PyUnicode_InternFromString("__dataclass_fields__");
     func = PyUnicode_InternFromString("func");
     args = PyUnicode_InternFromString("args");
@@ -57,6 +61,12 @@ bool is_plain(PyObject* object) {
 }
 
 bool is_module(PyObject* object) { return PyType_IsSubtype(Py_TYPE(object), Types::get().module); }
+
+// A norm in training only writes its buffers; in recomputes it has others (norms.py).
+bool reads_its_buffers(PyObject* module, PyObject* dict) {
+  return !PyType_IsSubtype(Py_TYPE(module), Types::get().norm) ||
+         PyDict_GetItemWithError(dict, Types::get().training) == Py_False;
+}
 
 bool is_dataclass(PyObject* object) {
   PyObject* mro = Py_TYPE(object)->tp_mro;
@@ -90,11 +100,11 @@ void walk(const std::vector<PyObject*>& roots, TensorWalk& tensors) {
 
 // `before` is the version in the forward, or nothing where another tensor was there.
 void add_change(PyObject* object, const std::string& name, std::optional<uint32_t> before,
-                std::vector<ChangedTensor>& changed) {
+                bool by_forward, std::vector<ChangedTensor>& changed) {
   const at::Tensor& tensor = THPVariable_Unpack(object);
   const py::object change =
       registered("checkpoint_rules")
-          .attr("change")(py::handle(object), name, before, version_of(tensor));
+          .attr("change")(py::handle(object), name, before, version_of(tensor), by_forward);
   if (change.is_none()) return;
   const auto range = is_wrapper(tensor) ? ByteRange{0, 0} : ByteRange::of(tensor);
   changed.push_back({tensor.unsafeGetTensorImpl(), storage_of(tensor), range, py::str(change)});
@@ -174,6 +184,12 @@ void TensorWalk::visit_module(PyObject* module) {
   for (PyObject* name : {Types::get().parameters, Types::get().modules}) {
     PyObject* members = PyDict_GetItemWithError(dict.ptr(), name);
     if (members != nullptr && PyDict_Check(members)) visit_dict(members);
+  }
+  PyObject* buffers = PyDict_GetItemWithError(dict.ptr(), Types::get().buffers);
+  if (buffers != nullptr && PyDict_Check(buffers) && reads_its_buffers(module, dict.ptr())) {
+    is_buffer_ = true;
+    visit_dict(buffers);
+    is_buffer_ = false;
   }
   PyObject *name, *value;
   Py_ssize_t position = 0;
@@ -257,6 +273,9 @@ std::vector<ChangedTensor> OutsideTensors::find_changed(const std::vector<PyObje
     const at::Tensor& tensor = THPVariable_Unpack(object);
     const bool known = same_places && index < noted_.size();
     const Noted* noted = known ? &noted_[index++] : nullptr;
+    if (noted != nullptr && noted->changed_by_forward && tensors.is_buffer()) {
+      return add_change(object, tensors.name(), noted->version, true, changed);
+    }
     if (noted != nullptr && (noted->changed_by_forward || noted->is_as_it_was(tensor))) return;
     if (noted == nullptr || !noted->is(tensor)) {
       const auto same = std::find_if(noted_.begin(), noted_.end(),
@@ -265,14 +284,14 @@ std::vector<ChangedTensor> OutsideTensors::find_changed(const std::vector<PyObje
     }
     if (noted != nullptr) {
       if (noted->changed_by_forward || noted->is_as_it_was(tensor)) return;
-      add_change(object, tensors.name(), noted->version, changed);
+      add_change(object, tensors.name(), noted->version, false, changed);
       return;
     }
     if (!known || is_wrapper(tensor)) return;
     const Noted& before = noted_[index - 1];
     const auto* storage = before.storage._unsafe_get_target();
     if (storage == nullptr || storage == storage_of(tensor)) return;
-    add_change(object, tensors.name(), std::nullopt, changed);
+    add_change(object, tensors.name(), std::nullopt, false, changed);
   });
   walk(roots, tensors);
   return changed;

@@ -20,10 +20,10 @@
 namespace memsave_ext::checkpoint {
 
 // Visits, always in the same order, tensors in: tuples, lists, dicts and dataclasses, nested,
-// unless they are very large; parameters and attributes of modules, but not buffers; what functions
-// close over and the globals that they name, if these are tensors or modules; the objects that
-// bound methods belong to; the parts of functools.partial. What holds tensors is visited once.
-// Needs the GIL.
+// unless they are very large; parameters, buffers and attributes of modules, but not buffers of
+// torch's norms in training, which do not read them; what functions close over and the globals that
+// they name, if these are tensors or modules; the objects that bound methods belong to; the parts
+// of functools.partial. What holds tensors is visited once. Needs the GIL.
 class TensorWalk {
  public:
   // Called with each tensor; name() then tells where it was found.
@@ -34,6 +34,8 @@ class TensorWalk {
   void visit(PyObject* object, PyObject* key = nullptr, Py_ssize_t index = -1);
   // Where the tensor that is being visited was found: "linear.weight" or "mask[0]".
   std::string name() const;
+  // Whether it is a module's buffer.
+  bool is_buffer() const { return is_buffer_; }
 
  private:
   // How a value was reached: by a name, or by a position.
@@ -49,6 +51,7 @@ class TensorWalk {
   void visit_function(PyObject* function);
 
   Visitor visitor_;
+  bool is_buffer_ = false;
   std::unordered_set<PyObject*> visited_;
   std::vector<Step> path_;
 };
@@ -65,7 +68,8 @@ class OutsideTensors {
   // All need the GIL. `roots` are the function and what it is called with.
   // Notes, before the forward, identity, storage and version of every tensor reached from `roots`.
   void note(const std::vector<PyObject*>& roots);
-  // After the forward: forgets the tensors that the forward itself has changed.
+  // After the forward: forgets the tensors that the forward itself has changed, but for buffers,
+  // which the recompute would find changed.
   void leave_out_changes_of_forward(const std::vector<PyObject*>& roots);
   // The tensors that are no longer as noted.
   std::vector<ChangedTensor> find_changed(const std::vector<PyObject*>& roots) const;

@@ -170,6 +170,13 @@ def describe_change(tensor: Tensor, name: str, before: int | None, now: int) -> 
     return f"{name} ({_describe(tensor.shape, tensor.dtype)}): {what}"
 
 
+def describe_change_by_forward(tensor: Tensor, name: str) -> str:
+    return (
+        f"{name} ({_describe(tensor.shape, tensor.dtype)}): a buffer that the forward itself "
+        "changes and reads, as spectral_norm does in training; leave its module out of the region"
+    )
+
+
 def arguments_changed(
     changes: Iterable[tuple[int, int, int]], on_error: OnError
 ) -> CheckpointError:

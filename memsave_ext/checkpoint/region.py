@@ -91,11 +91,12 @@ def checkpoint(
             recomputed one (of a nested region: its arguments), and raises where the recompute reads
             a tensor from outside the function that has changed in between: in place (of tensors
             that its graph saves, or that stand in its arguments, its closure or the globals it
-            names, nested in tuples, lists, dicts, dataclasses, modules' parameters and attributes
-            and functools.partial; buffers, containers of more than 1000 elements and what compiled
-            code reads are not looked at), by another object in such a place, or by a step of this
-            package's optimizers. What the function changes by itself is left out. "none" checks
-            nothing.
+            names, nested in tuples, lists, dicts, dataclasses, modules' parameters, buffers and
+            attributes and functools.partial; containers of more than 1000 elements and what
+            compiled code reads are not looked at), by another object in such a place, or by a step
+            of this package's optimizers. What the function changes by itself is left out, but for
+            buffers: those that it changes and then reads, as torch's spectral_norm does in
+            training, raise; norms in training do not read theirs. "none" checks nothing.
         early_stop: end a recompute at the last tensor that is needed. Short tails are run to their
             end, which is cheaper than stopping.
             ``torch.utils.checkpoint.set_checkpoint_early_stop`` overrides it.

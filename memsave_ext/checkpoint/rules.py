@@ -30,12 +30,16 @@ FILLS_AFTER_SAVING = ("RreluWithNoise",)
 AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
-def change(tensor: Tensor, name: str, before: int | None, now: int) -> str | None:
+def change(
+    tensor: Tensor, name: str, before: int | None, now: int, by_forward: bool = False
+) -> str | None:
     """What has happened to a tensor that is not as the forward found it; None if that is allowed.
 
     ``before`` and ``now`` are its versions. ``before`` is None where the forward found another
-    tensor in its place.
+    tensor in its place. ``by_forward``: the forward itself has changed it.
     """
+    if by_forward:
+        return errors.describe_change_by_forward(tensor, name)
     # FSDP and offloading put other tensors in a parameter's place.
     if before is None and (tensor.is_meta or tensor.numel() == 0):
         return None

@@ -159,7 +159,7 @@ class Holds(nn.Module):
 
     def forward(self, x):
         self.statistics.add_(1)
-        return self.function(x * (self.scale["a"] + 1)) + 0 * self.statistics
+        return self.function(x * (self.scale["a"] + 1))
 
 
 def test_attributes_of_a_module():
@@ -176,7 +176,83 @@ def test_attributes_of_a_module():
             out.sum().backward()
 
 
+class Rotary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(4))
+
+    def forward(self, x):
+        return self.layer(x * (self.table + 1)).sin()
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced", "another's region"])
+def test_a_buffer_that_is_read(how):
+    model, x = Rotary(), leaf(3, 4)
+    run = (lambda x: model(x)) if how == "another's region" else model
+    out = ms.checkpoint(run, x)
+    torch.autograd.grad(out.sum(), x, retain_graph=True)
+    if how == "replaced":
+        model.table = torch.zeros(4)
+    else:
+        model.table.mul_(3)
+    what = "replaced: the forward had" if how == "replaced" else "modified by an inplace"
+    with pytest.raises(ms.CheckpointError, match=rf"table \(shape.*{what}.*read by aten.*add"):
+        out.sum().backward()
+
+
+SPECTRAL = [torch.nn.utils.spectral_norm, torch.nn.utils.parametrizations.spectral_norm]
+
+
+@pytest.mark.parametrize("spectral_norm", SPECTRAL)
+def test_a_buffer_that_the_forward_changes_and_reads(spectral_norm):
+    """A recompute would go on with the power iteration, to another weight."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(spectral_norm(nn.Linear(8, 8)), nn.Tanh()), leaf(3, 8)
+    model(x)
+    out = ms.checkpoint(model, x)
+    with pytest.raises(ms.CheckpointError, match=r"_u.*a buffer that the forward itself changes"):
+        out.square().sum().backward()
+    ms.checkpoint(model, x, determinism_check="none").square().sum().backward()
+    model.eval()
+    model.zero_grad()
+    x.grad = None
+    ms.checkpoint(model, x).square().sum().backward()
+    grads = [p.grad.clone() for p in (x, *model.parameters())]
+    model.zero_grad()
+    x.grad = None
+    model(x).square().sum().backward()
+    assert_equal(grads, [p.grad for p in (x, *model.parameters())])
+
+
 # What must go on working.
+
+
+def test_running_statistics_may_move():
+    """Norms write them in training, and do not read them."""
+    norm, x = nn.Sequential(nn.BatchNorm1d(4), nn.Tanh()), leaf(8, 4)
+    out = ms.checkpoint(norm, x)
+    expected = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    norm(x)
+    norm[0].running_mean.zero_()
+    assert_equal(expected, torch.autograd.grad(out.sum(), x, retain_graph=True))
+    norm.eval()
+    out = ms.checkpoint(norm, x)
+    norm[0].running_mean.add_(1)
+    with pytest.raises(ms.CheckpointError, match="running_mean"):
+        out.sum().backward()
+
+
+def test_a_buffer_that_counts():
+    class Counts(Rotary):
+        def forward(self, x):
+            self.table.add_(1)
+            return self.layer(x).sin()
+
+    model, x = Counts(), leaf(3, 4)
+    for _ in range(3):
+        ms.checkpoint(model, x).sum().backward()
+    assert_equal(model.table, torch.full((4,), 7.0))  # as with torch's checkpoint
 
 
 def test_what_the_recompute_does_not_read_may_change():

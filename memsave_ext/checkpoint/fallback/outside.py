@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,7 +23,7 @@ from .stepped import ByteRange, Pending
 
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))  # names that torch gives to every module's
 
-Visitor = Callable[[Tensor, str], None]
+Visitor = Callable[[Tensor, str, bool], None]  # with its name, and whether it is a buffer
 
 
 def walk(roots: Iterable[Any], visitor: Visitor) -> None:
@@ -36,7 +37,14 @@ def walk(roots: Iterable[Any], visitor: Visitor) -> None:
             _walk(root, visitor, visited, "", 0)
 
 
-def _walk(value: Any, visitor: Visitor, visited: set[int], name: str, depth: int) -> None:
+def _walk(
+    value: Any,
+    visitor: Visitor,
+    visited: set[int],
+    name: str,
+    depth: int,
+    is_buffer: bool = False,
+) -> None:
     if depth > rules.DEEPEST:
         return
     if not isinstance(value, Tensor):
@@ -45,14 +53,14 @@ def _walk(value: Any, visitor: Visitor, visited: set[int], name: str, depth: int
             return
         visited.add(id(value))
 
-    def visit(child: Any, key: object = None, index: int = -1) -> None:
+    def visit(child: Any, key: object = None, index: int = -1, is_buffer: bool = False) -> None:
         path = f"{name}[{index}]" if index >= 0 else name
         if key is not None:
             path = f"{path}.{key}" if path else str(key)
-        _walk(child, visitor, visited, path, depth + 1)
+        _walk(child, visitor, visited, path, depth + 1, is_buffer)
 
     if isinstance(value, Tensor):
-        visitor(value, name)
+        visitor(value, name, is_buffer)
     elif isinstance(value, (tuple, list)):
         if len(value) <= rules.LARGEST:
             for i, item in enumerate(value):
@@ -64,6 +72,10 @@ def _walk(value: Any, visitor: Visitor, visited: set[int], name: str, depth: int
     elif isinstance(value, nn.Module):
         for key, item in (*value._parameters.items(), *value._modules.items()):
             visit(item, key)
+        # A norm in training only writes its buffers; in recomputes it has others (norms.py).
+        if not isinstance(value, _NormBase) or not value.training:
+            for key, item in value._buffers.items():
+                visit(item, key, is_buffer=True)
         for key, item in vars(value).items():
             if key not in _OWN_ATTRIBUTES:
                 visit(item, key)
@@ -142,12 +154,12 @@ class OutsideTensors:
         self._same_places = True  # before and after the forward
 
     def note(self, roots: Iterable[Any]) -> None:
-        walk(roots, lambda tensor, _: self._noted.append(_Noted.of(tensor)))
+        walk(roots, lambda tensor, *_: self._noted.append(_Noted.of(tensor)))
 
     def leave_out_changes_of_forward(self, roots: Iterable[Any]) -> None:
         index = 0
 
-        def compare(tensor: Tensor, _: str) -> None:
+        def compare(tensor: Tensor, _: str, __: bool) -> None:
             nonlocal index
             if index == len(self._noted):  # made by the forward
                 self._noted.append(_Noted.of(tensor))
@@ -163,19 +175,23 @@ class OutsideTensors:
         changed: list[ChangedTensor] = []
         index = 0
 
-        def compare(tensor: Tensor, name: str) -> None:
+        def compare(tensor: Tensor, name: str, is_buffer: bool) -> None:
             nonlocal index
             before: int | None  # its version; None: there was another tensor
+            by_forward = False
             there = None  # what the forward had at this place
             if self._same_places and index < len(self._noted):
                 there = self._noted[index]
                 index += 1
-                if there.changed_by_forward:
+                by_forward = there.changed_by_forward
+                if by_forward and not is_buffer:
                     return
             known = there
-            if known is None or not known.is_(tensor):
+            if not by_forward and (known is None or not known.is_(tensor)):
                 known = next((noted for noted in self._noted if noted.is_(tensor)), None)
-            if known is not None:
+            if by_forward:
+                before = None
+            elif known is not None:
                 if known.changed_by_forward or known.is_as_it_was(tensor):
                     return
                 before = known.version
@@ -186,7 +202,7 @@ class OutsideTensors:
                     return
                 before = None
             range_ = ByteRange(0, 0) if _is_wrapper(tensor) else ByteRange.of(tensor)
-            what = rules.change(tensor, name, before, version_of(tensor))
+            what = rules.change(tensor, name, before, version_of(tensor), by_forward)
             if what is not None:
                 changed.append(ChangedTensor(id(tensor), storage_address(tensor), range_, what))
 
