@@ -213,7 +213,7 @@ def other_metadata(
         for i, saved, recomputed in differences
     )
     return _error(
-        "torch.utils.checkpoint: Recomputed values for the following tensors have different "
+        "checkpoint: Recomputed values for the following tensors have different "
         f"metadata than during the forward pass.\n{lines}.\n{_TIP}",
         on_error,
     )
@@ -221,7 +221,7 @@ def other_metadata(
 
 def more_saved(on_error: OnError) -> CheckpointError:
     return _error(
-        "torch.utils.checkpoint: trying to save more tensors during recomputation than during the "
+        "checkpoint: trying to save more tensors during recomputation than during the "
         f"original forward pass.\n{_TIP}",
         on_error,
     )
@@ -229,7 +229,7 @@ def more_saved(on_error: OnError) -> CheckpointError:
 
 def fewer_saved(forward: int, recompute: int, on_error: OnError) -> CheckpointError:
     return _error(
-        "torch.utils.checkpoint: A different number of tensors was saved during the original "
+        "checkpoint: A different number of tensors was saved during the original "
         f"forward and recomputation.\nNumber of tensors saved during forward: {forward}\n"
         f"Number of tensors saved during recomputation: {recompute}.\n{_TIP}",
         on_error,

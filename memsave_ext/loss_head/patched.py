@@ -135,6 +135,10 @@ def names_in_forward(model: Any) -> set[str]:
     return {name for code in codes if code is not None for name in code.co_names}
 
 
+def _is_adapted(head: Any) -> bool:
+    return isinstance(getattr(head, "base_layer", None), nn.Module)
+
+
 class Patched:
     """What a patch has changed; :meth:`remove` restores it."""
 
@@ -145,7 +149,11 @@ class Patched:
         self._name = f"{self._who}: {type(model).__name__}"
         head = _head_of(model)
         if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-            raise TypeError(f"{self._name} has no linear layer as its output embeddings")
+            adapted = " with adapters: leave it out of target_modules" if _is_adapted(head) else ""
+            raise TypeError(
+                f"{self._name} has no plain nn.Linear as its output embeddings, got "
+                f"{type(head).__name__}{adapted}"
+            )
         if isinstance(getattr(vars(head).get("forward"), "__self__", None), Patched):
             raise RuntimeError(f"{self._name} is patched already")
         self._model, self._head, self._options = model, head, options

@@ -285,3 +285,17 @@ def test_bad_arguments(case, kind, in_backward):
             optimizer.add_param_group({"params": [param], **options})
         assert len(optimizer.param_groups) == 1
         assert param._post_accumulate_grad_hooks is None
+
+
+def test_split_parameters_are_stepped_as_those_of_float32():
+    torch.manual_seed(0)
+    split = nn.Parameter(torch.randn(5000, dtype=torch.bfloat16))
+    exact = nn.Parameter(split.detach().float())
+    ours, plain = ms.AdamW([split], bf16="split"), ms.AdamW([exact])
+    for _ in range(20):
+        split.grad = torch.randn_like(split)
+        exact.grad = split.grad.float()
+        ours.step()
+        plain.step()
+    assert torch.equal(ours.fp32_parameters()[0], exact)
+    assert not torch.equal(split.float(), exact)

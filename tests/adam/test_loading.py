@@ -348,3 +348,21 @@ def test_an_ordinary_one_keeps_its_gradients(kind):
     loss(net, 7).backward()
     optimizer.load_state_dict(saved[1])
     assert all(p.grad is not None for p in net.parameters())
+
+
+@pytest.mark.parametrize("kind", [ms.Adam, ms.AdamW, ms.SGD, ms.Lion])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_values_that_a_user_puts_into_the_state(kind, in_backward):
+    """As torch's own test of hooks on state_dict() does."""
+    params = [nn.Parameter(torch.ones(4))]
+    optimizer = kind(params, lr=0.1, in_backward=in_backward)
+    params[0].sum().backward()
+    optimizer.step()
+    optimizer.state["mine"] = {"list": [1]}
+    optimizer.state["number"] = 3
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["state"]["mine"] == {"list": [1]} and saved["state"]["number"] == 3
+    assert optimizer.to_fp32_state_dict()["state"]["number"] == 3
+    optimizer.load_state_dict(saved)
+    assert optimizer.state["mine"] == {"list": [1]} and optimizer.state["number"] == 3
+    assert copy.deepcopy(optimizer).state["number"] == 3

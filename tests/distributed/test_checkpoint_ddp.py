@@ -400,7 +400,7 @@ def disturb(how, module, arguments):
 ERRORS = {
     "forward": "ValueError: a bad sample in the forward",
     "recompute": "ValueError: a bad sample in the recompute",
-    "other tensors": "CheckpointError: torch.utils.checkpoint: Recomputed values for the following",
+    "other tensors": "CheckpointError: checkpoint: Recomputed values for the following",
     "nan": "returned nan values",
 }
 FAILING = [

@@ -321,7 +321,7 @@ def test_peft_on_the_head_is_refused():
     config = peft.LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM")
     model = made("llama", SIZES)
     ms.patch_causal_lm(model)
-    with pytest.raises(TypeError, match="no linear layer as its output embeddings"):
+    with pytest.raises(TypeError, match="no plain nn.Linear as its output embeddings"):
         ms.patch_causal_lm(peft.get_peft_model(made("llama", SIZES), config))
     with pytest.raises(RuntimeError, match="takes a part of its logits, or adds to them"):
         step(peft.get_peft_model(model, config))
