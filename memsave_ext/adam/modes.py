@@ -215,6 +215,7 @@ def check_loadable(loaded: dict[str, Any], own: list[dict[str, Any]]) -> None:
         for saved, param in zip(theirs["params"], ours["params"], strict=False):
             _check_placement(loaded["state"].get(saved, {}), param)
             _check_scales(loaded["state"].get(saved, {}), param)
+            _check_bitsandbytes(loaded["state"].get(saved, {}), param, ours)
         states = formats.state_format(formats.state_option(ours))
         if states is not None and not states.amsgrad and theirs.get("amsgrad"):
             raise ValueError(
@@ -315,6 +316,47 @@ def from_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "param_groups": groups}
 
 
+_BITSANDBYTES = "__bnb_optimizer_quant_state__"  # where its optimizers keep what torch would cast
+_BITSANDBYTES_BLOCK = 256  # elements that share a scale
+
+
+def from_bitsandbytes(state: Any, group: dict[str, Any]) -> Any:
+    """Returns a saved state of bitsandbytes' optimizers as torch's has it; any other as it is.
+
+    Codes of eight bits stand for numbers in ``qmap1`` and ``qmap2``, with a scale for each block in
+    ``absmax1`` and ``absmax2``: bitsandbytes/functional.py, dequantize_blockwise().
+    """
+    if not isinstance(state, dict) or _BITSANDBYTES not in state:
+        return state
+    parts = state[_BITSANDBYTES]
+    made = {name: value for name, value in state.items() if name != _BITSANDBYTES}
+    for number, name in enumerate(rule_of(group).moments, 1):
+        values = parts[f"state{number}"]
+        if values.dtype == torch.uint8:
+            scales = parts[f"absmax{number}"].repeat_interleave(_BITSANDBYTES_BLOCK)
+            numbers = parts[f"qmap{number}"][values.flatten().int()]
+            values = (numbers * scales[: numbers.numel()]).view(values.shape)
+        made[name] = values
+    return made
+
+
+def _check_bitsandbytes(state: Any, param: Tensor, group: dict[str, Any]) -> None:
+    """Raises ValueError where a saved state of bitsandbytes cannot be converted."""
+    parts = state.get(_BITSANDBYTES) if isinstance(state, dict) else None
+    if parts is None:
+        return
+    blocks = -(-param.numel() // _BITSANDBYTES_BLOCK)
+    for number, name in enumerate(rule_of(group).moments, 1):
+        values, scales = parts.get(f"state{number}"), parts.get(f"absmax{number}")
+        is_coded = values is not None and values.dtype == torch.uint8
+        if values is None or (is_coded and (scales is None or scales.numel() != blocks)):
+            raise ValueError(
+                f"state_dict is of an optimizer of bitsandbytes, with {name} in another form than "
+                f"numbers or codes in blocks of {_BITSANDBYTES_BLOCK}, from which nothing can be "
+                "converted"
+            )
+
+
 def tensors_in(state: Any) -> dict[str, Tensor]:
     """Returns what torch's ``load_state_dict`` casts to the dtype of the parameter."""
     items = state.items() if isinstance(state, dict) else ()
@@ -326,7 +368,11 @@ def without_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     the dtypes of the parameters, all of them before any can be converted."""
     params = {index for group in state_dict["param_groups"] for index in group["params"]}
     states = {
-        index: {name: v for name, v in state.items() if name not in tensors_in(state)}
+        index: {
+            name: v
+            for name, v in state.items()
+            if name not in tensors_in(state) and name != _BITSANDBYTES
+        }
         if index in params and isinstance(state, dict)
         else state
         for index, state in state_dict["state"].items()

@@ -233,7 +233,8 @@ class Native(InBackward):
         for group in self.param_groups:
             for param in group["params"]:
                 state = self.state.get(param, {})
-                for key, value in modes.tensors_in(loaded["state"].get(next(saved), {})).items():
+                given = modes.from_bitsandbytes(loaded["state"].get(next(saved), {}), group)
+                for key, value in modes.tensors_in(given).items():
                     is_as_torchs = value.dtype == param.dtype  # which torch does not copy
                     state[key] = value.detach().to(param.device, copy=not is_as_torchs)
                 if not state:

@@ -366,3 +366,53 @@ def test_values_that_a_user_puts_into_the_state(kind, in_backward):
     optimizer.load_state_dict(saved)
     assert optimizer.state["mine"] == {"list": [1]} and optimizer.state["number"] == 3
     assert copy.deepcopy(optimizer).state["number"] == 3
+
+
+def bitsandbytes_state(moments, coded):
+    """As its optimizers save it: each moment in codes of blocks of 256, or in float32."""
+    if not coded:
+        return {f"state{i}": m for i, m in enumerate(moments, 1)}
+    state = {}
+    for i, moment in enumerate(moments, 1):
+        numbers = torch.linspace(-1, 1, 256)
+        blocks = moment.flatten().split(256)
+        scales = torch.stack([block.abs().max() for block in blocks])
+        codes = [
+            (numbers[None] - (b / s)[:, None]).abs().argmin(1)
+            for b, s in zip(blocks, scales, strict=True)
+        ]
+        state |= {
+            f"state{i}": torch.cat(codes).byte().view(moment.shape),
+            f"qmap{i}": numbers,
+            f"absmax{i}": scales,
+        }
+    return state
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "8bit"}, {"in_backward": True}], ids=str)
+def test_states_of_bitsandbytes(coded, options):
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(100, 129))
+    torchs = torch.optim.Adam([param])
+    param.grad = torch.randn_like(param)
+    torchs.step()
+    saved = torchs.state_dict()
+    state = saved["state"][0]
+    moments = [state.pop("exp_avg"), state.pop("exp_avg_sq")]
+    state["step"] = 1
+    state["__bnb_optimizer_quant_state__"] = bitsandbytes_state(moments, coded)
+    optimizer = ms.Adam([param], **options)
+    optimizer.load_state_dict(saved)
+    loaded = optimizer.to_fp32_state_dict()["state"][0]
+    assert {*loaded} == {"step", "exp_avg", "exp_avg_sq"} and loaded["step"] == 1
+    exact = not coded and "state_dtype" not in options
+    for ours, moment in zip((loaded["exp_avg"], loaded["exp_avg_sq"]), moments, strict=True):
+        torch.testing.assert_close(
+            ours, moment, rtol=0, atol=0 if exact else 0.02 * moment.abs().max().item()
+        )
+    param.square().sum().backward()
+    optimizer.step()
+    del state["__bnb_optimizer_quant_state__"]["state2"]
+    with pytest.raises(ValueError, match="state_dict is of an optimizer of bitsandbytes, with exp"):
+        optimizer.load_state_dict(saved)
