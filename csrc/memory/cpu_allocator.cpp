@@ -5,8 +5,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
+#include <cstdlib>
 #include <exception>
 #include <limits>
+#include <mutex>
+#include <unordered_set>
 
 #include "memory/active.h"
 #include "memory/make_room.h"
@@ -25,6 +29,55 @@ void report_and_free(void* ptr) {
   free_behind.load(std::memory_order_relaxed)(ptr);
 }
 
+// Large memory does not come from torch's own allocator, which asks for it with posix_memalign():
+// glibc does not find what was freed of it again, as it looks for room that is larger than that by
+// the alignment, and a process holds many times what it uses (of 192 MiB in blocks of 8 MiB, 1.3
+// GiB). Here glibc is asked for that much more from the beginning, and the address that it gave is
+// written down in front of what is handed out.
+constexpr size_t kLarge = 64 << 10;
+constexpr size_t kAlignment = 64;
+
+struct Larges {
+  std::mutex mutex;
+  std::unordered_set<void*> live;
+};
+auto& larges = *new Larges();  // outlives static destruction
+
+void* allocate_large(size_t n) {
+  if (n > std::numeric_limits<size_t>::max() - 2 * kAlignment) return nullptr;
+  void* const whole = std::malloc(n + 2 * kAlignment);
+  if (whole == nullptr) return nullptr;
+  const auto address = reinterpret_cast<uintptr_t>(whole) + kAlignment + sizeof(void*);
+  auto* const aligned = reinterpret_cast<void**>(address / kAlignment * kAlignment);
+  aligned[-1] = whole;
+  {
+    const std::lock_guard<std::mutex> lock(larges.mutex);
+    larges.live.insert(aligned);
+  }
+  c10::profiledCPUMemoryReporter().New(aligned, n);
+  return aligned;
+}
+
+void report_and_free_large(void* ptr) {
+  report_freed(cpu, ptr, std::nullopt);
+  c10::profiledCPUMemoryReporter().Delete(ptr);
+  {
+    const std::lock_guard<std::mutex> lock(larges.mutex);
+    larges.live.erase(ptr);
+  }
+  std::free(static_cast<void**>(ptr)[-1]);
+}
+
+// For who has asked for memory without the deleter that came with it.
+void report_and_free_either(void* ptr) {
+  bool is_large = false;
+  {
+    const std::lock_guard<std::mutex> lock(larges.mutex);
+    is_large = larges.live.count(ptr) > 0;
+  }
+  is_large ? report_and_free_large(ptr) : report_and_free(ptr);
+}
+
 // Returns whether some memory was freed, so that an allocation is worth trying once more.
 bool make_some_room(int64_t bytes) {
   const auto ask = make_room.load(std::memory_order_relaxed);
@@ -33,17 +86,19 @@ bool make_some_room(int64_t bytes) {
 
 class WatchedAllocator final : public c10::Allocator {
  public:
-  explicit WatchedAllocator(c10::Allocator* behind) : behind_(behind) {}
+  explicit WatchedAllocator(c10::Allocator* behind)
+      : behind_(behind), is_torchs_(behind == c10::GetDefaultCPUAllocator()) {}
 
   c10::DataPtr allocate(size_t n) override {
-    c10::DataPtr data = allocate_behind(n);
+    c10::DataPtr data = allocate_somewhere(n);
+    const bool is_large = data.get_deleter() == &report_and_free_large;
     if (data.get() == nullptr ||
-        !data.compare_exchange_deleter(behind_->raw_deleter(), &report_and_free))
+        (!is_large && !data.compare_exchange_deleter(behind_->raw_deleter(), &report_and_free)))
       return data;
     report_allocated(cpu, data.get(), static_cast<int64_t>(n), std::nullopt);
     return data;
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &report_and_free; }
+  c10::DeleterFnPtr raw_deleter() const override { return &report_and_free_either; }
   bool is_simple_data_ptr(const c10::DataPtr& data) const override {
     return behind_->is_simple_data_ptr(data);
   }
@@ -56,9 +111,14 @@ class WatchedAllocator final : public c10::Allocator {
  private:
   // Each time that it fails more room is made, until there is none to make: memory in pieces may
   // not do, and another thread may have taken it.
-  c10::DataPtr allocate_behind(size_t n) const {
+  c10::DataPtr allocate_somewhere(size_t n) const {
     constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 2;
     for (auto bytes = static_cast<int64_t>(n);; bytes = 2 * std::min(bytes, kMost)) {
+      if (is_torchs_ && n >= kLarge) {
+        if (void* const large = allocate_large(n)) {
+          return {large, large, &report_and_free_large, cpu};
+        }
+      }
       try {
         return behind_->allocate(n);
       } catch (const std::exception&) {
@@ -68,6 +128,7 @@ class WatchedAllocator final : public c10::Allocator {
   }
 
   c10::Allocator* behind_;
+  const bool is_torchs_;
 };
 
 // Never destroyed: storages keep a pointer to the allocator they came from.

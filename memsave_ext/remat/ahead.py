@@ -257,7 +257,9 @@ def _has_gradient(value: Any) -> bool:
 
 
 def _loss(result: Tensor) -> Tensor:
-    if result.dim() < 2 or result.is_complex():
-        return result.sum().float()
+    if result.is_complex():
+        return result.sum().abs().float()
+    if result.dim() < 2:
+        return result.float().square().mean()
     rows = result.flatten(0, -2).float()
     return functional.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.long))
