@@ -26,9 +26,12 @@ CXX_FILES := $(filter csrc/%.h %.cpp %.cu %.cuh,$(NATIVE_SOURCES))
 PYTEST := $(VENV) -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # Once, with the native part: tests that run whole programs for minutes, and those that are the same
-# in pure Python, as they read files or start processes that choose their way themselves.
+# in pure Python, as they read files, start processes that choose their way themselves, or run on
+# fake tensors, which are Python there, too.
 ONCE := tests/benchmarks tests/distributed/test_distributed_example.py
 ONCE += tests/docs/test_contributing.py tests/docs/test_docs_site.py tests/docs/test_guide.py
+ONCE += $(addprefix tests/predict/test_,fits.py predict_kinds.py predict_loops.py predict_autocast.py)
+ONCE += $(addprefix tests/integrations/test_,fit_zoo.py zoo.py interrupts.py)
 ONCE += $(addprefix tests/packaging/test_,imports.py native.py packaging.py parts.py)
 
 # torch looks for ninja on PATH.

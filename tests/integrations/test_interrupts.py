@@ -222,14 +222,14 @@ def assert_blocks_record(plans):
 
 
 KINDS = {
-    "block": (lambda: in_block(_everything=True), 60),
-    "budget": (lambda: in_block(budget="0.12MB"), 120),
-    "module": (in_the_module, 60),
-    "checkpoint": (checkpointed, 80),
-    "accumulate": (accumulated, 80),
-    "track": (tracked, 80),
-    "fit": (fitted, 30),
-    "patch": (patched, 30),
+    "block": (lambda: in_block(_everything=True), 40),
+    "budget": (lambda: in_block(budget="0.12MB"), 60),
+    "module": (in_the_module, 40),
+    "checkpoint": (checkpointed, 50),
+    "accumulate": (accumulated, 50),
+    "track": (tracked, 50),
+    "fit": (fitted, 16),
+    "patch": (patched, 16),
 }
 
 
