@@ -367,16 +367,12 @@ def without_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Returns the state_dict without the tensors in parameters' states, which torch would cast to
     the dtypes of the parameters, all of them before any can be converted."""
     params = {index for group in state_dict["param_groups"] for index in group["params"]}
-    states = {
-        index: {
-            name: v
-            for name, v in state.items()
-            if name not in tensors_in(state) and name != _BITSANDBYTES
-        }
-        if index in params and isinstance(state, dict)
-        else state
-        for index, state in state_dict["state"].items()
-    }
+    states = {}
+    for index, state in state_dict["state"].items():
+        if index in params and isinstance(state, dict):
+            left_out = {*tensors_in(state), _BITSANDBYTES}
+            state = {name: v for name, v in state.items() if name not in left_out}
+        states[index] = state
     return {**state_dict, "state": states}
 
 

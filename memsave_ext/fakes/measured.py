@@ -62,6 +62,7 @@ class Allocations(NamedTuple):
 _Key = tuple[Any, ...]
 Known = dict[_Key, Allocations | None]
 _known: Known = {}  # of this process
+_new: Known = {}  # what it has measured itself, as a child does
 
 
 def is_measured(func: Any) -> bool:
@@ -104,7 +105,7 @@ def _like(arg: Any, size: int | None) -> Any:
     if not isinstance(arg, Tensor):
         return arg
     shape, stride = tuple(arg.shape), arg.stride()
-    if size is not None:
+    if size is not None and size != shape[0]:
         # Dimensions outside of the first one in memory are closer together, or further apart.
         stride = tuple(s // shape[0] * size if s > stride[0] else s for s in stride)
         shape = (size, *shape[1:])
@@ -125,7 +126,7 @@ def _measured(func: Any, likes: tuple[Any, ...]) -> Allocations | None:
         if error is not None:
             text = str(error).partition("\n")[0]
             warnings.warn(f"memory that {func} takes is not known: {text}", stacklevel=2)
-        _known[key] = None if error else future.result()
+        _known[key] = _new[key] = None if error else future.result()
     return _known[key]
 
 
@@ -160,8 +161,8 @@ def _lstm_workspace(args: list[Any]) -> Tensor:
 
 
 def learned() -> Known:
-    """Returns what this process knows, for :func:`learn` in another one."""
-    return _known
+    """Returns what this process has measured, for :func:`learn` in the one that forked it."""
+    return _new
 
 
 def learn(known: Known) -> None:
