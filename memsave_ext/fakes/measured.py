@@ -56,7 +56,7 @@ class Allocations(NamedTuple):
 
     def workspace(self) -> int:
         """Bytes at its peak beside those of its results."""
-        return max(0, *itertools.accumulate(self.changes)) - sum(self.changes)
+        return max(itertools.accumulate(self.changes, initial=0)) - sum(self.changes)
 
 
 _Key = tuple[Any, ...]

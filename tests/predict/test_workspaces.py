@@ -58,6 +58,10 @@ def test_convolutions(case, memory_format, batch):
     assert_near(build, 0)
 
 
+def test_an_empty_batch():
+    assert_near(of_images(lambda: nn.Conv2d(3, 8, 3), torch.float32, 3, (8, 8), batch=0), 0)
+
+
 @pytest.mark.parametrize(
     ("make", "sizes"), [(nn.ConvTranspose2d, (8, 8)), (nn.ConvTranspose3d, (8, 8, 8))]
 )
