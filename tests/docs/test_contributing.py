@@ -31,7 +31,9 @@ def test_every_folder_of_tests_and_of_csrc_is_named():
         folders = {
             f"{parent}/{path.name}"
             for path in (ROOT / parent).iterdir()
-            if path.is_dir() and any(path.rglob("*.[ch]*")) | any(path.glob("*.py"))
+            if path.name != "__pycache__"
+            and path.is_dir()
+            and any(path.rglob("*.[ch]*")) | any(path.glob("*.py"))
         }
         assert folders <= named
 

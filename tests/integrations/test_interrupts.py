@@ -277,7 +277,7 @@ def interrupt(kind):
         except Exception as error:
             raise AssertionError(f"after an interrupt at {lines.where}") from error
     # Not all: some lines run once in a process.
-    assert reached > 0.5 * len(numbers) > 10, (reached, len(numbers))
+    assert reached > 0.5 * len(numbers) >= 8, (reached, len(numbers))
 
 
 @natively
