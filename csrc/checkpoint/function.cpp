@@ -275,8 +275,8 @@ CheckpointNode::CheckpointNode(py::object function,
 CheckpointNode::~CheckpointNode() { release_python(); }
 
 void CheckpointNode::release_python() {
-  if (!function_) return;
   if (Py_IsInitialized()) {
+    // Before the first look: another thread's backward through the same graph may release it, too.
     const py::gil_scoped_acquire gil;
     py::object(std::move(function_));
     call_site_ = {};

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -52,6 +52,8 @@ class Storages(TorchDispatchMode):
         self._values = Values()
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._before: set[int] = set()  # numbers of those that nobody was told of
+        self._outside: dict[int, Tensor] = {}  # by id: the tensors that these are of
+        self.reached: dict[int, Tensor] = {}  # by id: those of them that operators have read
         self.failed: Exception | None = None  # what an operator raised last
         # While a formula runs that a step computes otherwise: its node, and what it has made.
         self._otherwise: tuple[int, dict[int, weakref.ref[torch.UntypedStorage]]] | None = None
@@ -66,6 +68,7 @@ class Storages(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # most calls are this one
             return args[0].fake_device
         kwargs = kwargs or {}
+        self._reach(args)
         self._tell_result()
         if (read := self._values.read(func, args)) is not None:
             return read
@@ -137,6 +140,15 @@ class Storages(TorchDispatchMode):
                 self._allocated(number, size)
             else:
                 self._before.add(number)
+        if storage._cdata in self._before:
+            self._outside[id(tensor)] = tensor
+
+    def _reach(self, args: Iterable[Any]) -> None:
+        for value in args:
+            if id(value) in self._outside:
+                self.reached[id(value)] = self._outside.pop(id(value))
+            elif isinstance(value, (list, tuple)):
+                self._reach(value)
 
     def _note(self, storage: torch.UntypedStorage) -> tuple[int, int]:
         number, size = storage._cdata, self._rounded(storage.nbytes())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..predict.applied import Applied, applied_to
 from ..predict.fit import check_request, fitted
@@ -38,7 +38,7 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
     or raises, nothing steps in backward any more.
 
     Args:
-        budget, means, verbose: as of :func:`memsave_ext.fit`.
+        budget, means, others, verbose: as of :func:`memsave_ext.fit`.
         clip_each: whether an optimizer that steps in backward clips each parameter's gradient to
             the norm ``gradient_clip_val``, in place of the norm of all. Otherwise, where the
             Trainer clips, no means that steps in backward is taken.
@@ -59,12 +59,13 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
         *,
         means: str | None = None,
         clip_each: bool = False,
+        others: Iterable[nn.Module | Tensor] = (),
         verbose: bool = True,
     ) -> None:
         check_request("Fit", budget, means)
         self.fitted: Applied | None = None
         self._budget = budget
-        self._options: dict[str, Any] = {"means": means, "verbose": verbose}
+        self._options: dict[str, Any] = {"means": means, "others": others, "verbose": verbose}
         self._clip_each = clip_each
         self._clip_val: float | None = None  # the Trainer's, while the optimizer clips
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType, NoneType
 from typing import Any
@@ -47,6 +47,8 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         clip_each: whether an optimizer that steps in backward clips each parameter's gradient to
             the Trainer's ``max_grad_norm``, in place of the norm of all. Otherwise, where the
             Trainer clips, as it does by default, no means that steps in backward is taken.
+        others: as of :func:`memsave_ext.fit`: such as the reference model that a Trainer calls
+            itself, of whose steps only the model's own are predicted.
         verbose: as of :func:`memsave_ext.fit`.
 
     Attributes:
@@ -66,12 +68,15 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         loss: Callable[..., Tensor] | None = None,
         means: str | None = None,
         clip_each: bool = False,
+        others: Iterable[nn.Module | Tensor] = (),
         verbose: bool = True,
     ) -> None:
         check_request("Fit", budget, means)
         self.fitted: Applied | None = None
         self._budget = budget
-        self._options: dict[str, Any] = {"loss": loss, "means": means, "verbose": verbose}
+        self._options: dict[str, Any] = {
+            "loss": loss, "means": means, "others": others, "verbose": verbose
+        }  # fmt: skip
         self._clip_each = clip_each
         self._max_grad_norm: float | None = None  # the Trainer's, while the optimizer clips
 

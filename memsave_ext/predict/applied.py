@@ -57,6 +57,7 @@ class Applied:
         budget: int,
         predicted: int | None,
         *,
+        others: int = 0,
         spare: int = 0,
         method: str = "forward",
         place: Offload | None = None,
@@ -64,6 +65,7 @@ class Applied:
     ) -> None:
         """
         Args:
+            others: bytes of the budget, and of the predicted peak, that are other models'.
             spare: bytes that a measured peak may have beside the predicted one, of batches.
             method, place: as of :meth:`Techniques.apply`.
             **options: of an optimizer that steps in backward; and ``accumulate_when``.
@@ -80,7 +82,9 @@ class Applied:
         self._spare = spare
         # What remat drops follows from times, which were estimated: it may be more.
         self._may_be_less = means.remat or means.within_budget
-        self._undo = means.apply(model, optimizer, budget, method=method, place=place, **given).undo
+        self._others = others
+        left = max(budget - others, 1)
+        self._undo = means.apply(model, optimizer, left, method=method, place=place, **given).undo
         with self.undone_by_errors():
             if in_backward is not None and condition is not None:
                 in_backward.accumulate_when(condition)
@@ -144,6 +148,8 @@ class Applied:
         )
 
     def _compare(self, measured: int) -> None:
+        if next(self.model.parameters()).device.type == "cpu":
+            measured += self._others  # on CUDA all that is allocated was measured
         self.measured = measured
         assert self.predicted is not None
         least, most = (self.predicted * (1 + sign * _TOLERANCE) for sign in (-1, 1))

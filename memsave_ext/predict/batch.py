@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ class FromBatch:
         model, optimizer, batch: as for :func:`predict`.
         run: makes the loss of the model and the batch.
         who: the function that errors are of.
-        micro_batches, keeps_gradients: as of :func:`from_batch`.
+        others, micro_batches, keeps_gradients: as of :func:`from_batch`.
     """
 
     def __init__(
@@ -46,12 +46,14 @@ class FromBatch:
         batch: Any,
         run: Forward,
         who: str,
+        others: Iterable[nn.Module | Tensor],
         micro_batches: int,
         keeps_gradients: bool,
     ) -> None:
         self._model, self._optimizer, self._batch = model, optimizer, _plain(batch)
         self._run, self._who = run, who
         self._micro_batches, self._keeps_gradients = micro_batches, keeps_gradients
+        self.others = tensors_of(others)
         self._autocast = _Autocast()
         self._values = values_elsewhere(self._batch)
 
@@ -107,6 +109,7 @@ def from_batch(
     loss: Loss | None,
     *,
     who: str = "predict",
+    others: Iterable[nn.Module | Tensor] = (),
     micro_batches: int = 1,
     forward: Forward | None = None,
     keeps_gradients: bool = False,
@@ -116,6 +119,7 @@ def from_batch(
     Args:
         model, optimizer, batch, loss: as for :func:`predict`.
         who: the function that errors are of.
+        others: what else is in memory in a step and counts: modules or tensors.
         micro_batches: how many backwards a step has.
         forward: stands for calls of the model and of ``loss``; what it is given may be anything.
         keeps_gradients: whether those of a step are there until the next one's first backward, and
@@ -123,7 +127,8 @@ def from_batch(
 
     Raises:
         TypeError: ``optimizer`` is no optimizer; ``batch`` is missing, or none; ``loss`` is no
-            function. In the step: it returns no tensor of one number.
+            function; ``others`` is no list of modules and tensors. In the step: the loss is no
+            tensor of one number.
         ValueError: ``optimizer`` has parameters that ``model`` has not. In the step: the loss
             depends on nothing that is trained.
     """
@@ -135,7 +140,26 @@ def from_batch(
     if forward is None:  # else anything may be
         _check_batch(who, batch)
         forward = _forward_of(who, loss)
-    return FromBatch(model, optimizer, batch, forward, who, micro_batches, keeps_gradients)
+    others = checked_others(who, others)
+    return FromBatch(model, optimizer, batch, forward, who, others, micro_batches, keeps_gradients)
+
+
+def checked_others(who: str, others: Any) -> list[nn.Module | Tensor]:
+    of_what = f"{who}: others must be a list of modules and tensors, got {type(others).__name__}"
+    if not isinstance(others, (list, tuple)):
+        raise TypeError(of_what)
+    for other in others:
+        if not isinstance(other, (nn.Module, Tensor)):
+            raise TypeError(f"{of_what} with {type(other).__name__}")
+    return list(others)
+
+
+def tensors_of(others: Iterable[nn.Module | Tensor]) -> list[Tensor]:
+    """Returns the parameters and buffers of modules, and tensors as they are."""
+    found: list[Tensor] = []
+    for other in others:
+        found += [other] if isinstance(other, Tensor) else [*other.parameters(), *other.buffers()]
+    return found
 
 
 class _Autocast:

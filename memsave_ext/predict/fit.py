@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ..adam.modes import check_bool
+from ..fakes.storages import CUDA_BLOCK
 from ..remat.budget import OfDevice, parse_budget
 from ..remat.offload import Offload, check_offload
 from ..remat.recorder import Budget
@@ -20,7 +21,7 @@ from ..shared.checks import check_count
 from ..shared.device_memory import device_memory
 from ..shared.tensors import plain_tensors
 from .applied import Applied, apply, check, check_options
-from .batch import Forward, Loss, from_batch
+from .batch import Forward, Loss, checked_others, from_batch, tensors_of
 from .fits import search
 from .predict import check_timeout
 from .techniques import ALL, named
@@ -42,6 +43,7 @@ def fit(
     accumulate_when: Callable[[], object] | None = None,
     max_grad_norm: float | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
+    others: Iterable[nn.Module | Tensor] = (),
     offload: Offload | None = None,
     verbose: bool = True,
     timeout: float | None = None,
@@ -81,6 +83,9 @@ def fit(
         accumulate_when: what an optimizer in backward asks, as :meth:`Adam.accumulate_when`.
         max_grad_norm: what an optimizer in backward clips each parameter's gradient to.
         grad_scaler: the loop's, for an optimizer in backward.
+        others: modules and tensors that are in memory beside the model and count, as an average of
+            its weights. Other models' parameters and buffers that the step reads, such as a
+            teacher's, count anyway, and on CUDA all that is allocated.
         offload: as of :func:`memory.fits`.
         verbose: whether to print the three lines.
         timeout: the most seconds that each prediction may take, as of :func:`memory.predict`.
@@ -104,8 +109,8 @@ def fit(
     reason = "" if in_backward else "in_backward=False"
     made = fitted(
         model, optimizer, batch, budget, loss=loss, means=means, refused=reason,
-        micro_batches=micro_batches, verbose=verbose, place=offload, options=options,
-        timeout=timeout,
+        micro_batches=micro_batches, verbose=verbose, others=others, place=offload,
+        options=options, timeout=timeout,
     )  # fmt: skip
     with made.undone_by_errors():
         if max_grad_norm is not None and not made.steps_in_backward:
@@ -133,6 +138,7 @@ def fitted(
     forward: Forward | None = None,
     keeps_gradients: bool = False,
     method: str = "forward",
+    others: Iterable[nn.Module | Tensor] = (),
     place: Offload | None = None,
     options: dict[str, Any],
     timeout: float | None = None,
@@ -141,12 +147,13 @@ def fitted(
 
     Args:
         refused: why no optimizer may step in backward; empty where it may.
-        forward, keeps_gradients: as of :func:`from_batch`.
+        forward, others, keeps_gradients: as of :func:`from_batch`.
         method, place: as of :meth:`Techniques.apply`.
         options: as of :class:`Applied`.
     """
     inside = check("fit", model, optimizer)
     check_options("fit", options)
+    others = checked_others("fit", others)
     check_count("fit: micro_batches", micro_batches, 1)
     among = _WITHIN if means is None else (named("fit", means),)
     parameter = next(model.parameters(), None)
@@ -160,16 +167,20 @@ def fitted(
             UserWarning,
             stacklevel=3,
         )
-    limit = _bytes_of(budget, device, model, inside)
+    limit = _bytes_of(budget, device, model, inside, tensors_of(others))
     build = from_batch(
-        model, inside, batch, loss, who="fit",
+        model, inside, batch, loss, who="fit", others=others,
         micro_batches=min(micro_batches, 2), forward=forward, keeps_gradients=keeps_gradients,
     )  # fmt: skip
+    beside = 0
+    if device.type == "cuda":
+        allocated = torch.cuda.memory_allocated(device)
+        beside = max(allocated - _bytes_held([*_held(model, inside), *tree_leaves(batch)]), 0)
     place = check_offload(place, None, True, device)
     with torch.inference_mode(False), torch.enable_grad():
         found = search(
             build, limit, device=device, among=among, refused=refused, method=method, place=place,
-            timeout=timeout,
+            others=beside, timeout=timeout,
         )  # fmt: skip
     chosen = found.cheapest if means is None else found.rows[0]
     if chosen is None:
@@ -180,7 +191,7 @@ def fitted(
     spare = sum(t.nbytes for t in tensors.values()) * micro_batches if device.type == "cpu" else 0
     made = apply(
         named("fit", chosen.name), model, optimizer, limit, chosen.peak,
-        spare=spare, method=method, place=place, **options,
+        others=found.others, spare=spare, method=method, place=place, **options,
     )  # fmt: skip
     with made.undone_by_errors():
         if verbose:
@@ -209,7 +220,11 @@ def _parsed(who: str, budget: object) -> tuple[Budget, OfDevice | None]:
 
 
 def _bytes_of(
-    budget: object, device: torch.device, model: nn.Module, optimizer: Optimizer | None
+    budget: object,
+    device: torch.device,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    others: list[Tensor],
 ) -> int:
     parsed, of_device = _parsed("fit", budget)
     if of_device is None:
@@ -220,12 +235,22 @@ def _bytes_of(
     if device.type == "cuda":
         memory = device_memory(device)
         return size + memory.limit - memory.free
-    return size + _held(model, optimizer)
+    return size + _bytes_held([*_held(model, optimizer), *others])
 
 
-def _held(model: nn.Module, optimizer: Optimizer | None) -> int:
+def _held(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    states = [] if optimizer is None else list(optimizer.state.values())
-    held = plain_tensors([*model.parameters(), *model.buffers(), *grads, *tree_leaves(states)])
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
-    return sum(storages.values())
+    states = [] if optimizer is None else tree_leaves(list(optimizer.state.values()))
+    tensors = [t for t in states if isinstance(t, Tensor)]
+    return [*model.parameters(), *model.buffers(), *grads, *tensors]
+
+
+def _bytes_held(tensors: Iterable[Any]) -> int:
+    """Returns the bytes of the storages of those that are tensors, as the device rounds them."""
+    held = plain_tensors([t for t in tensors if isinstance(t, Tensor)])
+    storages = {t.untyped_storage()._cdata: t for t in held}
+    return sum(
+        -(-t.untyped_storage().nbytes() // block) * block
+        for t in storages.values()
+        for block in [CUDA_BLOCK if t.is_cuda else 1]
+    )

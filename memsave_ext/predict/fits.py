@@ -91,6 +91,7 @@ class Fits:
         batch: the batch that peaks are of; None where ``build`` takes none.
         largest: the largest tensors at the lowest peak.
         offload: the place where means may move memory to; None for nowhere.
+        others: bytes of every peak that are other models', as :attr:`PredictedStep.others`.
         hints: what else would lower that peak, by a change of the model's code: a sentence each.
     """
 
@@ -101,6 +102,7 @@ class Fits:
     largest: list[TensorAtPeak]
     hints: list[str]
     offload: str | None = None
+    others: int = 0
 
     @property
     def cheapest(self) -> Fit | None:
@@ -224,7 +226,10 @@ class Fits:
             "grad_scaler": grad_scaler,
         }
         peak = None if row is None else row.peak
-        return apply(chosen, model, optimizer, self.budget, peak, place=self.offload, **options)
+        return apply(
+            chosen, model, optimizer, self.budget, peak,
+            others=self.others, place=self.offload, **options,
+        )  # fmt: skip
 
     def sentence(self, who: str) -> str:
         """Returns what an error of ``who`` says where nothing fits: what was tried, the least."""
@@ -314,6 +319,7 @@ def search(
     refused: str = "",
     method: str = "forward",
     place: Offload | None = None,
+    others: int = 0,
     progress: bool | None = None,
     timeout: float | None = None,
 ) -> Fits:
@@ -325,6 +331,7 @@ def search(
         refused: why no optimizer may step in backward; empty where it may.
         method, place: as of :meth:`Techniques.apply`. Without a place, what needs one is left out
             where it is not all that is to be tried.
+        others: the least that other models take.
     """
     if place is None and len(among) > 1:
         among = [techniques for techniques in among if not techniques.offload]
@@ -333,7 +340,9 @@ def search(
     tried = [t for t in among if not (refused and t.steps_in_backward)]
     with (
         Progress("fits", len(among), progress) as shown,
-        _Predictions(build, budget, device, method, place, timeout, batch, tried) as predictions,
+        _Predictions(
+            build, budget, device, method, place, timeout, batch, tried, others
+        ) as predictions,
     ):
         for techniques in among:
             shown.begin(techniques.name)
@@ -350,7 +359,8 @@ def search(
     if not any(row.peak is not None for row in rows):  # the only one that was tried does not apply
         return Fits(rows, budget, str(device), batch, [], [], to)
     top = tops[_lowest(rows).name]
-    return Fits(rows, budget, str(device), batch, top.largest, top.hints, to)
+    others = predictions.others
+    return Fits(rows, budget, str(device), batch, top.largest, top.hints, to, others)
 
 
 class _Predictions:
@@ -360,6 +370,9 @@ class _Predictions:
     Args:
         batch: the size that is asked for first; None where ``build`` takes none.
         order: in which techniques are asked for.
+
+    Attributes:
+        others: the bytes that other models take, as far as they are known.
     """
 
     def __init__(
@@ -372,8 +385,10 @@ class _Predictions:
         timeout: float | None,
         batch: int | None,
         order: Sequence[Techniques],
+        others: int,
     ) -> None:
         self._build, self._budget, self._device = build, budget, device
+        self.others = others
         self._method, self._place, self._timeout = method, place, timeout
         self._batch = batch
         self._waiting = list(order)
@@ -393,22 +408,33 @@ class _Predictions:
             following = self._waiting.pop(0)
             self._running[following] = self._start(following, self._batch)
         self._at_once = _idle_cores()
-        return self._result(self._running.pop(techniques))
+        known = self.others
+        step = self._result(self._running.pop(techniques))
+        if techniques.within_budget and self.others > known:  # which it left no room for
+            return self.of_batch(techniques, self._batch)
+        return step
 
-    def of_batch(self, techniques: Techniques, size: int) -> PredictedStep:
+    def of_batch(self, techniques: Techniques, size: int | None) -> PredictedStep:
         return self._result(self._start(techniques, size))
+
+    def peak(self, step: PredictedStep) -> int:
+        """Returns a step's peak, with what other models take."""
+        return step.peak - step.others + self.others
 
     def _start(self, techniques: Techniques, size: int | None) -> Child[Told]:
         made = self._build if size is None else functools.partial(self._build, size)
         uses = made if isinstance(made, FromBatch) else None
-        made = techniques.applied(made, self._budget, self._method, self._place)
+        budget = max(self._budget - self.others, 1)
+        made = techniques.applied(made, budget, self._method, self._place)
         return start(made, self._device, uses=uses, timeout=self._timeout)
 
     def _result(self, child: Child[Told]) -> PredictedStep:
         with warnings.catch_warnings():
             # That it cannot keep to the budget is what the row says.
             warnings.filterwarnings("ignore", "remat: the budget of")
-            return PredictedStep(result_of(child), self._device)
+            step = PredictedStep(result_of(child), self._device)
+        self.others = max(self.others, step.others)
+        return step
 
 
 def _idle_cores() -> int:
@@ -430,19 +456,20 @@ def _row(
 ) -> tuple[Fit, _Top]:
     try:
         step = predictions.first(techniques)
+        peak = predictions.peak(step)
         largest = None
         if batch is not None:
             straight = not techniques.within_budget
             largest = _largest(
-                lambda size: predictions.of_batch(techniques, size).peak,
-                budget, batch, step.peak, straight,
+                lambda size: predictions.peak(predictions.of_batch(techniques, size)),
+                budget, batch, peak, straight,
             )  # fmt: skip
     except Exception as error:  # the user's step may raise anything once something is changed
         if techniques == ALL[0]:
             raise
         return Fit(techniques.name, techniques.cost, reason=_reason(error)), _Top([], [])
     row = Fit(
-        techniques.name, techniques.cost, step.peak, step.at_peak, step.peak <= budget, largest,
+        techniques.name, techniques.cost, peak, step.at_peak, peak <= budget, largest,
         moved=step.most_moved or None, bus_seconds=step.bus_seconds or None,
     )  # fmt: skip
     return row, _Top(step.top(3), step.remedies())

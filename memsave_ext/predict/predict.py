@@ -3,6 +3,7 @@ child process."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ class Told(NamedTuple):
     live: int
     peak: int
     bus_seconds: float
+    others: int
     names: list[str]  # of tensors
     modules: list[str]
     layers: list[Layer]
@@ -60,6 +62,8 @@ class PredictedStep(Reported):
     Attributes:
         bus_seconds: how long copies take of what ``offload`` moves in the step, out and back; they
             run beside the step's arithmetic.
+        others: bytes of the peak that are other models': of what the step reads that is neither
+            the model's nor the optimizer's and lived before, as a teacher's parameters.
     """
 
     timed = False
@@ -69,7 +73,7 @@ class PredictedStep(Reported):
         modules.names, modules.layers = told.modules, told.layers
         names.texts = told.names
         super().__init__(_Recorded(told), device, modules, names)
-        self.bus_seconds = told.bus_seconds
+        self.bus_seconds, self.others = told.bus_seconds, told.others
 
 
 def predict(
@@ -78,6 +82,7 @@ def predict(
     batch: Any = None,
     *,
     loss: Callable[..., torch.Tensor] | None = None,
+    others: Iterable[nn.Module | Tensor] = (),
     device: torch.device | str = "cpu",
     progress: bool | None = None,
     timeout: float | None = None,
@@ -117,10 +122,12 @@ def predict(
             keyword arguments. Tensors may be on the meta device.
         loss: with a model: makes the loss of what the model returns, or, where it has a second
             argument, of that and the batch; None takes its ``loss``, or a result of one number.
+        others: with a model: a list of modules and tensors that are in memory beside it, as an
+            average of its weights. What the step itself reads of other models counts anyway.
         device: the device to predict for. ``"cuda"`` needs no card: the fake tensors are on the
             CPU, sizes are rounded up as CUDA's caching allocator does, all memory counts, also of
-            batches, and torch's optimizers step as on CUDA. On the CPU, as for :func:`track`, of
-            memory from before the step only the model's and the optimizer's counts.
+            batches, and torch's optimizers step as on CUDA. On the CPU of memory from before the
+            step only the model's, the optimizer's and other models' counts.
         progress: whether to show on stderr what runs now, with a bar where tqdm is installed; None:
             where it is a terminal.
         timeout: the most seconds that it may take; None: 60, and 0.15 for each parameter.
@@ -147,9 +154,11 @@ def predict(
     check_timeout("predict", timeout)
     if isinstance(build, nn.Module):
         refuse_distributed(build)
-        build = from_batch(build, optimizer, batch, loss)
-    elif optimizer is not None or batch is not None or loss is not None:
-        raise TypeError("predict: optimizer, batch and loss go with a model, not with a function")
+        build = from_batch(build, optimizer, batch, loss, others=others)
+    elif any(value is not None for value in (optimizer, batch, loss)) or others != ():
+        raise TypeError(
+            "predict: optimizer, batch, loss and others go with a model, not with a function"
+        )
     elif not callable(build):
         raise TypeError(
             "predict: build must be a function that returns (model, optimizer or None, step), or "
@@ -178,11 +187,12 @@ def start(
     if uses is None and isinstance(build, FromBatch):
         uses = build
     tensors = [] if uses is None else uses.tensors()
+    others = [] if uses is None else uses.others
     if device.type == "cuda":
         ask_for_child()
 
     def run() -> Told:
-        return _told(build, tensors, device, timeout is None)
+        return _told(build, tensors, others, device, timeout is None)
 
     try:
         return Child(run, SECONDS if timeout is None else timeout, tell)
@@ -207,6 +217,7 @@ def _not_predicted(error: ChildError) -> RuntimeError:
 def _told(
     build: Build,
     tensors: Iterable[Tensor],
+    others: Iterable[Tensor],
     device: torch.device,
     may_take_longer: bool,
 ) -> Told:
@@ -233,10 +244,28 @@ def _told(
             step()
         note("the step")
         modules, names = Modules(model), Names()
-        bus_seconds = tracker.follow(model, made, modules, names, step)
+        others = [*others, *_of_other_models(tracker.storages.reached.values())]
+        bus_seconds = tracker.follow(model, made, modules, names, step, others)
     record = tracker.record()
     more = modules.names, modules.layers, tracker.storages.repeats.learned()
-    return Told(record, tracker.live, tracker.peak, bus_seconds, names.texts, *more)
+    of_step = tracker.live, tracker.peak, bus_seconds, tracker.others
+    return Told(record, *of_step, names.texts, *more)
+
+
+def _of_other_models(reached: Iterable[Tensor]) -> list[Tensor]:
+    """Returns those of tensors that are parameters or some module's buffers."""
+    parameters: list[Tensor] = []
+    left: dict[int, Tensor] = {}
+    for tensor in reached:
+        if isinstance(tensor, nn.Parameter):
+            parameters.append(tensor)
+        else:
+            left[id(tensor)] = tensor
+    if not left:
+        return parameters
+    modules = (value for value in gc.get_objects() if nn.Module in type(value).__mro__)
+    buffers = (b for module in modules for b in module.__dict__.get("_buffers", {}).values())
+    return [*parameters, *(left.pop(id(buffer)) for buffer in buffers if id(buffer) in left)]
 
 
 def check_timeout(who: str, timeout: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ class FakeTracker(Tracker):
         self._thread = threading.get_ident()
         self._clock = itertools.count()
         self._moved = 0  # bytes that lie elsewhere
+        self.others = 0  # bytes of other models
         # Native remat counts the bytes and seconds of the step, too.
         self._remat: Any = (native := _parts.native("remat")) and native.RematFakes(
             fake_of, self._moves, self._counts_all
@@ -88,19 +89,29 @@ class FakeTracker(Tracker):
         modules: Modules,
         names: Names,
         step: Callable[[], object],
+        others: Iterable[Tensor] = (),
     ) -> float:
-        """Records a step. Returns how long its copies take of what is moved elsewhere and back."""
+        """Records a step. Returns how long its copies take of what is moved elsewhere and back.
+
+        Args:
+            others: what counts beside model and optimizer; :attr:`others` says how many bytes.
+        """
         self._log = Log(modules.parents, _NO_LIMIT)
         hooks = Hooks(self, model, modules, [optimizer] if optimizer else [], names)
         self.start()
         hooks.label()
+        before = self._log.total
+        for tensor in others:
+            if (memory := self.storages.memory(tensor)) is not None:
+                self._note(FOUND, *memory)
+        self.others = self._log.total - before
         self._note(BEGIN_TRACKING)  # now that all that lived before is labelled
-        before = self.copying
+        copying = self.copying
         with hooks.install():
             step()
         self._running = False
         self._note(END_TRACKING)
-        return self.copying - before
+        return self.copying - copying
 
     def listen(self) -> None:
         """Hears of operators, and when recomputes begin and end, for good."""
