@@ -50,10 +50,13 @@ struct Generation {
 
 Link* link_of(PyObject* object) { return reinterpret_cast<Link*>(object) - 1; }
 
-Link* next_of(const Link* link) {
+Link* without_flags(uintptr_t link) {
   constexpr uintptr_t kFlags = 3;
-  return reinterpret_cast<Link*>(link->next & ~kFlags);
+  return reinterpret_cast<Link*>(link & ~kFlags);
 }
+
+Link* next_of(const Link* link) { return without_flags(link->next); }
+Link* previous_of(const Link* link) { return without_flags(link->previous); }
 
 // Returns the objects of the oldest generation, in which `one` is; nothing where the collector is
 // not laid out like this.
@@ -63,15 +66,24 @@ std::vector<PyObject*> oldest_objects(PyObject* one) {
   const Link* const head = &generations[2].head;
   std::vector<PyObject*> found;
   bool is_head_met = false;
-  const Link* link = link_of(one);
-  do {
+  const auto meet = [&](Link* link) {
     if (link == head) {
       is_head_met = true;
     } else {
-      found.push_back(reinterpret_cast<PyObject*>(const_cast<Link*>(link) + 1));
+      found.push_back(reinterpret_cast<PyObject*>(link + 1));
     }
-    link = next_of(link);
-  } while (link != link_of(one));
+  };
+  // Both ways around the ring: most of the time is what memory takes to bring the next link, and
+  // these are two at a time.
+  Link *forward = link_of(one), *backward = previous_of(forward);
+  meet(forward);
+  while (forward != backward) {
+    meet(backward);
+    forward = next_of(forward);
+    if (forward == backward) break;
+    meet(forward);
+    backward = previous_of(backward);
+  }
   if (!is_head_met) found.clear();
   return found;
 }
