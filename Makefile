@@ -31,8 +31,10 @@ PYTEST := $(VENV) -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadfile --
 ONCE := tests/benchmarks tests/distributed/test_distributed_example.py
 ONCE += tests/docs/test_contributing.py tests/docs/test_docs_site.py tests/docs/test_guide.py
 ONCE += $(addprefix tests/predict/test_,fits.py predict_kinds.py predict_loops.py predict_autocast.py)
+ONCE += $(addprefix tests/predict/test_,workspaces.py strides.py others.py attention_on_cards.py)
+ONCE += $(addprefix tests/predict/test_predict_,offload.py values.py remat.py around.py)
 ONCE += $(addprefix tests/distributed/test_fsdp_,formats.py blocks_saved.py clipping.py)
-ONCE += $(addprefix tests/integrations/test_,fit_zoo.py zoo.py interrupts.py)
+ONCE += $(addprefix tests/integrations/test_,fit_zoo.py fit_trainers.py zoo.py interrupts.py)
 ONCE += $(addprefix tests/packaging/test_,imports.py native.py packaging.py parts.py)
 
 # torch looks for ninja on PATH.

@@ -20,23 +20,13 @@ from typing import Any
 import torch
 
 from common import balanced_order, device_name, machine
+from memsave_ext.check.timing import Flush, events
 
 Cases = dict[str, Callable[[], Any]]
 Row = dict[str, Any]
 WARMUP = 3
 SHARE = 0.85  # of the floor that kernels should reach
 AS_FAST = 0.97  # times torch's speed: as fast, but for noise
-
-
-class Flush:
-    """Leaves nothing in the cache but clean lines of its own."""
-
-    def __init__(self, size: int, device: str) -> None:
-        self.buffer = torch.empty(size // 8, dtype=torch.int64, device=device)
-
-    def __call__(self) -> None:
-        self.buffer.zero_()
-        self.buffer.max()
 
 
 class Timer:
@@ -51,25 +41,18 @@ class Timer:
         for round_ in range(WARMUP + self.rounds):
             for name in balanced_order(list(cases), round_):
                 self.flush()
-                taken = self._events(cases[name]) if self.on_cuda else self._clock(cases[name])
+                taken = events(cases[name]) if self.on_cuda else self._clock(cases[name])
                 if round_ >= WARMUP:
                     timed[name].append(taken)
-        if self.on_cuda:
-            torch.cuda.synchronize()
-        return {name: statistics.median(of() for of in values) for name, values in timed.items()}
-
-    def _events(self, run: Callable[[], Any]) -> Callable[[], float]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        return lambda: start.elapsed_time(end) * 1e3
+        return {
+            name: statistics.median(1e6 * of() for of in values) for name, values in timed.items()
+        }
 
     def _clock(self, run: Callable[[], Any]) -> Callable[[], float]:
         start = time.perf_counter()
         run()
         taken = time.perf_counter() - start
-        return lambda: taken * 1e6
+        return lambda: taken
 
     def bandwidth(self) -> float:
         """Bytes that a copy reads and writes in a microsecond."""

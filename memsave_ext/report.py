@@ -6,6 +6,7 @@ Run it with ``python -m memsave_ext.report``, and put its output into bug report
 from __future__ import annotations
 
 import platform
+import warnings
 
 import torch
 
@@ -70,14 +71,33 @@ def _built_for() -> str:
 def _cuda() -> list[str]:
     """Returns a line on CUDA, and one per visible device on whether this build's kernels run."""
     built = bool(_native.build_info.get("cuda"))
-    count = torch.cuda.device_count()
-    devices = f"{count} device{'' if count == 1 else 's'}"
+    # The driver's library counts devices that torch cannot use, as with a driver that is too old.
+    reason = why_no_cuda()
+    count = 0 if reason else torch.cuda.device_count()
+    devices = f"{count} device{'' if count == 1 else 's'}" + (f" ({reason})" if reason else "")
     lines = [f"CUDA: built {'with' if built else 'without'} it; torch sees {devices}"]
     for index in range(count):
         major, minor = torch.cuda.get_device_capability(index)
         name = torch.cuda.get_device_name(index)
         lines.append(f"  cuda:{index} {name} (sm_{major}{minor}): {_probe(index)}")
     return lines
+
+
+def why_no_cuda() -> str:
+    """Returns why torch can use no CUDA device; empty where it can."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is what is returned
+        if torch.cuda.is_available():
+            return ""
+        if torch.version.hip is not None:
+            return "torch is built for ROCm"
+        if torch.version.cuda is None:
+            return "torch is built without CUDA"
+        try:
+            torch.cuda.init()
+        except Exception as error:  # of a driver, in torch's words
+            return str(error).partition("\n")[0]
+    return "there is none"
 
 
 def _probe(index: int) -> str:

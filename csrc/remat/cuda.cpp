@@ -5,6 +5,8 @@
 #include <c10/cuda/CUDAFunctions.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -20,6 +22,9 @@ namespace {
 
 // What the allocator may be asked for at once, as a part of the device: it does not say.
 constexpr int64_t kPart = 8;
+
+// By device: the bytes that its allocator has refused since it was last asked for some.
+std::array<std::atomic<int64_t>, 128> refused{};
 
 // The bytes that the process may still take of a device, as memsave_ext/shared/device_memory.py has
 // them. Of these an allocation can be made, in one piece or once cached segments are given back.
@@ -46,8 +51,13 @@ class GiveWay final : public c10::FreeMemoryCallback {
     if (ask == nullptr) return false;
     const c10::Device device(c10::DeviceType::CUDA, c10::cuda::current_device());
     if (is_capturing(device)) return false;
+    // Then memory that is freed has Python's frames gathered, for which another thread may have the
+    // GIL, and wait for the allocator.
+    if (c10::cuda::CUDACachingAllocator::isHistoryEnabled()) return false;
     size_t free = 0, total = 0;
     if (cudaMemGetInfo(&free, &total) != cudaSuccess) return false;
+    // Who was refused so many bytes asks again: then they are known, and do not fit as it is.
+    if (const int64_t again = refused[device.index()].exchange(0)) return ask(device, again) > 0;
     const auto enough = static_cast<int64_t>(total) / kPart;
     if (free_of(device, free, total) >= enough) return false;
     return ask(device, enough) > 0;
@@ -61,6 +71,7 @@ auto& cuda_counts = *new std::map<c10::DeviceIndex, Count*>();
 template <class Entry>
 void hear(const Entry& entry) {
   const bool is_given = entry.action_ == Entry::ALLOC;
+  if (entry.action_ == Entry::OOM) refused[entry.device_] = static_cast<int64_t>(entry.size_);
   if (!is_given && entry.action_ != Entry::FREE_REQUESTED) return;
   const auto bytes = static_cast<int64_t>(entry.size_);
   const memory::TrackingLock lock;
@@ -68,19 +79,25 @@ void hear(const Entry& entry) {
   if (count != cuda_counts.end()) count->second->changed_on_cuda(is_given ? bytes : -bytes);
 }
 
-}  // namespace
-
-void count_on_cuda(Count& count) {
+void hear_of_cuda() {
   static const bool hears = [] {
     const auto tracker = [](const auto& entry) { hear(entry); };
     c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(tracker);  // cannot be taken back
     return true;
   }();
+  static_cast<void>(hears);
+}
+
+}  // namespace
+
+void count_on_cuda(Count& count) {
+  hear_of_cuda();
   const memory::TrackingLock lock;
-  if (hears) cuda_counts[count.device().index()] = &count;
+  cuda_counts[count.device().index()] = &count;
 }
 
 void give_way_to_cuda() {
+  hear_of_cuda();
   constexpr const char* kName = "memsave_ext";
   auto* callbacks = c10::FreeCudaMemoryCallbacksRegistry();
   // It cannot be taken back, and a name twice ends the process.

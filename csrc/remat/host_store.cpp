@@ -65,16 +65,36 @@ class PinnedMemory {
     LastRead last;
   };
 
-  // Nothing where all pieces would have more bytes than `limit`.
-  std::optional<Part> take(int64_t bytes, int64_t limit) {
-    const int64_t size =
-        (std::max<int64_t>(bytes, 1) + kPinnedUnit - 1) / kPinnedUnit * kPinnedUnit;
+  // Nothing where no piece has so much left.
+  std::optional<Part> take(int64_t bytes) {
+    const int64_t size = rounded(bytes);
     for (size_t i = 0; i < pieces_.size(); ++i) {
       if (const auto part = pieces_[i].free.take(size)) {
         return Part{i, part->first, size, part->second};
       }
     }
-    if (!add_piece(size, limit - bytes_)) return std::nullopt;
+    return std::nullopt;
+  }
+
+  // Counts a piece that is to be added, with room for so many bytes, and returns its size; 0 where
+  // all would have more bytes than `limit`.
+  int64_t reserve(int64_t bytes, int64_t limit) {
+    const int64_t least = rounded(bytes), most = limit - bytes_;
+    int64_t size = kLeastPiece;
+    while (size < least || (size < bytes_ && size < kMostPiece)) size *= 2;
+    while (size > most && size / 2 >= least) size /= 2;
+    if (size > most) return 0;
+    bytes_ += size;
+    return size;
+  }
+
+  void unreserve(int64_t size) { bytes_ -= size; }
+
+  // `memory`: as large as reserve() said. Returns the part of it that has `bytes`.
+  Part add(at::Tensor memory, int64_t bytes) {
+    pieces_.push_back({std::move(memory), {}});
+    pieces_.back().free.give_back(0, pieces_.back().memory.numel());
+    const int64_t size = rounded(bytes);
     pieces_.back().free.take(size);
     return Part{pieces_.size() - 1, 0, size, {}};
   }
@@ -93,21 +113,8 @@ class PinnedMemory {
     Ranges<LastRead> free;
   };
 
-  bool add_piece(int64_t least, int64_t most) {
-    int64_t size = kLeastPiece;
-    while (size < least || (size < bytes_ && size < kMostPiece)) size *= 2;
-    while (size > most && size / 2 >= least) size /= 2;
-    if (size > most) return false;
-    Piece piece;
-    try {
-      piece.memory = pinned_memory_of(size);
-    } catch (const c10::Error& error) {
-      throw std::runtime_error("the host has no more memory to be pinned: " + error.msg());
-    }
-    piece.free.give_back(0, size);
-    pieces_.push_back(std::move(piece));
-    bytes_ += size;
-    return true;
+  static int64_t rounded(int64_t bytes) {
+    return (std::max<int64_t>(bytes, 1) + kPinnedUnit - 1) / kPinnedUnit * kPinnedUnit;
   }
 
   std::vector<Piece> pieces_;
@@ -122,7 +129,9 @@ struct OnHost {
   const c10::Device device;
   const c10::Stream out, back;
   Room room;
-  std::mutex mutex;  // for what follows, and the state of all copies
+  // For what follows, and the state of all copies. Who has it calls no allocator: that of a device
+  // destroys contents while it has its own lock, and they take this one.
+  std::mutex mutex;
   PinnedMemory memory;
   uint64_t copies_back = 0;
 };
@@ -211,12 +220,17 @@ class InHostMemory final : public Away {
   }
 
   c10::Storage end_back() override {
-    const HostLock lock(shared_->mutex);
     const c10::Stream current = *current_stream(shared_->device);
-    last_.over->block(current);
-    c10::Storage memory = std::move(*into_);
-    into_.reset();
-    if (current != *into_on_) {
+    c10::Storage memory;
+    bool is_other_stream = false;
+    {
+      const HostLock lock(shared_->mutex);
+      last_.over->block(current);
+      memory = std::move(*into_);
+      into_.reset();
+      is_other_stream = current != *into_on_;
+    }
+    if (is_other_stream) {
       const c10::impl::VirtualGuardImpl guard(current.device_type());
       guard.recordDataPtrOnStream(memory.data_ptr(), current);
     }
@@ -256,12 +270,9 @@ class HostStore final : public Store {
     }
     const auto bytes = static_cast<int64_t>(memory->nbytes());
     if (!shared_->room.take(bytes, limit)) return nullptr;
-    std::shared_ptr<InHostMemory> away;  // destroyed without the mutex
-    const HostLock lock(shared_->mutex);
     std::optional<PinnedMemory::Part> part;
     try {
-      const AsideOfSteps aside;
-      part = shared_->memory.take(bytes, limit);
+      part = take_pinned(bytes, limit);
     } catch (const std::exception&) {
       shared_->room.give_back(bytes);
       throw;
@@ -270,8 +281,9 @@ class HostStore final : public Store {
       shared_->room.give_back(bytes);
       return nullptr;
     }
-    away = std::make_shared<InHostMemory>(shared_, std::move(*part), std::move(memory),
-                                          made_on.value_or(*current_stream(device_)));
+    auto away = std::make_shared<InHostMemory>(shared_, std::move(*part), std::move(memory),
+                                               made_on.value_or(*current_stream(device_)));
+    const HostLock lock(shared_->mutex);
     away->begin();
     return away;
   }
@@ -296,6 +308,28 @@ class HostStore final : public Store {
   std::string name() const override { return "the host's memory"; }
 
  private:
+  // Nothing where the store would have more bytes than `limit`.
+  std::optional<PinnedMemory::Part> take_pinned(int64_t bytes, int64_t limit) {
+    int64_t size = 0;
+    {
+      const HostLock lock(shared_->mutex);
+      if (auto part = shared_->memory.take(bytes)) return part;
+      size = shared_->memory.reserve(bytes, limit);
+    }
+    if (size == 0) return std::nullopt;
+    at::Tensor piece;
+    try {
+      const AsideOfSteps aside;
+      piece = pinned_memory_of(size);
+    } catch (const c10::Error& error) {
+      const HostLock lock(shared_->mutex);
+      shared_->memory.unreserve(size);
+      throw std::runtime_error("the host has no more memory to be pinned: " + error.msg());
+    }
+    const HostLock lock(shared_->mutex);
+    return shared_->memory.add(std::move(piece), bytes);
+  }
+
   Speed measure() const {
     const AsideOfSteps aside;
     const auto bytes = at::TensorOptions().dtype(at::kByte);

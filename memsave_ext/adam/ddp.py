@@ -116,14 +116,15 @@ class StepReduced:
                 param.grad = None  # the bucket has the gradient
             if self._reducer_writes and bucket.is_last():
                 _call_after_reducer(self._clear_gradients)
-        futures = [self._reduce(self._state, bucket)]
+        reduction: Any = self._reduce(self._state, bucket)
+        flagged: Any = None
         if self._some_unused:
             # The gradient of a parameter that no process used arrives as zeros, and so may that of
             # a used one: the flags tell them apart.
             flags = torch.tensor(used, dtype=torch.int32, device=buffer.device)
             work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
             assert work is not None
-            futures.append(work.get_future())
+            flagged = work.get_future()
 
         stream = torch.cuda.current_stream(buffer.device) if buffer.is_cuda else None
         if stream is not None:
@@ -134,10 +135,11 @@ class StepReduced:
 
         def finish(done: Any) -> Tensor:
             with _that_backward_waits_for(stream):
-                return use(done)
+                if flagged is not None:
+                    flagged.wait()  # on a card by the stream alone
+                return use(done.value())
 
-        def use(done: Any) -> Tensor:
-            reduced: Any = done.value()[0].value()
+        def use(reduced: Any) -> Tensor:
             reduced = reduced[0] if isinstance(reduced, (list, tuple)) else reduced
             if reduced.data_ptr() != buffer.data_ptr():
                 buffer.copy_(reduced)
@@ -153,7 +155,13 @@ class StepReduced:
                 stepper.step_reduced(backward, [p for p, _ in step], [g for _, g in step])
             return buffer
 
-        return torch.futures.collect_all(futures).then(finish)
+        if flagged is None or flagged.done():
+            # NCCL's are done as soon as they are queued, and have devices: what follows runs on a
+            # stream of its own, and not on that of the backward, which would wait for NCCL.
+            return reduction.then(finish)
+        return torch.futures.collect_all([reduction, flagged]).then(
+            lambda both: finish(both.value()[0])
+        )
 
     def _clear_gradients(self) -> None:
         for param in self._params.values():

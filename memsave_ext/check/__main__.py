@@ -25,13 +25,16 @@ import torch
 
 from .. import _native, _parts
 from .._version import __version__
+from ..report import why_no_cuda
 from . import levels
 from .kernels import KERNELS, Kernel, called, check_kernel, copied
 from .rows import Row, message
+from .timing import Flush, events
 from .training import RUNS, check_run
 
 _ROUNDS, _SECONDS = 9, 0.25  # a kernel is called until one of them is reached
 _MANY_BYTES = 1 << 28  # more than caches hold
+_FLUSHED_BYTES = 1 << 30  # which takes a card longer than the host takes to queue a call
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def machine_of_now() -> dict[str, Any]:
     """Returns versions and devices, without paths."""
     info = _native.build_info
-    cuda = torch.cuda.is_available()
+    reason = why_no_cuda()
+    devices = () if reason else range(torch.cuda.device_count())
     return {
         "memsave_ext": __version__,
         "native": _native.available,
@@ -72,8 +76,8 @@ def machine_of_now() -> dict[str, Any]:
         "Python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "CPU": f"{levels.level()}, {torch.get_num_threads()} threads",
-        "devices": ", ".join(map(_device_name, range(torch.cuda.device_count()))) or "none",
-        "driver": _driver() if cuda else "none",
+        "devices": ", ".join(map(_device_name, devices)) or f"none: {reason}",
+        "driver": "none" if reason else _driver(),
     }
 
 
@@ -177,10 +181,11 @@ def _speed_of(kernel: Kernel, device: torch.device) -> float | None:
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
     """Returns the shortest time of a call, after one that is not counted."""
     taken: list[float] = []
+    timed = _on_cuda(device) if device.type == "cuda" else _clock
     _synchronize(device)
     begin = time.perf_counter()
     while len(taken) <= _ROUNDS and (len(taken) < 3 or time.perf_counter() - begin < _SECONDS):
-        taken.append(_events(call) if device.type == "cuda" else _clock(call))
+        taken.append(timed(call))
     return min(taken[1:])
 
 
@@ -190,13 +195,14 @@ def _clock(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _events(call: Callable[[], object]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
+def _on_cuda(device: torch.device) -> Callable[[Callable[[], object]], float]:
+    flush = Flush(_FLUSHED_BYTES, device)
+
+    def seconds(call: Callable[[], object]) -> float:
+        flush()
+        return events(call)()
+
+    return seconds
 
 
 def _synchronize(device: torch.device) -> None:

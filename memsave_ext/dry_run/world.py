@@ -36,14 +36,14 @@ def on_fakes(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     make_fit()
+    swapped = swap_all(child.tensors, mode)
+    for tensor in counted:
+        storages.note_before(tensor, counts=True)
+    for tensor in swapped:
+        storages.note_before(tensor, counts=False)
     with ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(as_on_cuda())
-        swapped = swap_all(child.tensors, mode)
-        for tensor in counted:
-            storages.note_before(tensor, counts=True)
-        for tensor in swapped:
-            storages.note_before(tensor, counts=False)
         stack.enter_context(fakes(mode))
         stack.enter_context(storages)
         yield

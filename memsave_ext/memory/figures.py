@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .. import _native, _parts
+from ..shared.device_memory import check_counts
 from ..shared.modules import Modules
 from . import fallback
 from .account import Account, Region, Step, TensorAtPeak, Timeline
@@ -34,7 +35,12 @@ def untracked() -> Iterator[None]:
 def make_tracker(
     device: torch.device, parents: list[int], stacks: bool, max_events: int
 ) -> NativeTracker | fallback.ProfilerTracker:
-    """Returns a tracker, native where there is one. Those of pure Python take no stacks."""
+    """Returns a tracker, native where there is one. Those of pure Python take no stacks.
+
+    Raises:
+        RuntimeError: torch counts no memory of the device.
+    """
+    check_counts("track", device)
     if _parts.native("memory"):
         return NativeTracker(device, parents, stacks, max_events)
     return fallback.ProfilerTracker(device, parents, max_events)

@@ -18,7 +18,7 @@ from .. import _parts
 from ..adam.elsewhere import buffers_of
 from ..adam.files import in_memory
 from ..adam.owners import optimizers_of
-from ..shared.device_memory import device_memory
+from ..shared.device_memory import check_counts, device_memory
 from ..shared.modules import modules_of
 from ..shared.table import parse_bytes
 from ..shared.tensors import plain_tensors
@@ -115,6 +115,8 @@ def check_arguments(budget: object, optimizer: object, strict: object, retry: ob
                 )
         return
     parse_budget(budget)
+    if torch.cuda.is_initialized():
+        check_counts("remat: budget", torch.device("cuda"))
     if _parts.native("remat") is None:
         raise RuntimeError(
             "remat: a budget needs the native part of memsave_ext, which is not in use here "

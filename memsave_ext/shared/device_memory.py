@@ -13,6 +13,7 @@ import torch
 
 from ..dry_run.child import is_dry_run
 
+_UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # torch reads it once, whatever its value is
 _UNLIMITED = 1 << 62  # what version 1 of control groups says then, in whole pages, is more
 
 
@@ -45,6 +46,15 @@ def device_memory(device: torch.device) -> DeviceMemory:
     if device.type == "cuda" and torch.cuda.is_available():
         return _of_cuda(device)
     raise RuntimeError(f"the memory of device {str(device)!r} is not known here")
+
+
+def check_counts(who: str, device: torch.device) -> None:
+    """Raises RuntimeError of ``who`` where torch counts no memory of a device."""
+    if device.type == "cuda" and _UNCACHED in os.environ:
+        raise RuntimeError(
+            f"{who}: torch counts no memory of CUDA without its caching allocator, which the "
+            f"variable {_UNCACHED} switches off, as for compute-sanitizer: unset it"
+        )
 
 
 _asked: DeviceMemory | None = None

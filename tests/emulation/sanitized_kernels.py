@@ -6,6 +6,7 @@ finite.
 """
 
 import contextlib
+import os
 
 import pytest
 import torch
@@ -225,13 +226,15 @@ def test_a_tracked_step_in_remat():
     net = nn.Sequential(nn.Linear(24, 31), ms.BatchNorm1d(31), nn.GELU(), nn.Linear(31, 5))
     net = net.to(DEVICE)
     optimizer = ms.AdamW(net.parameters(), lr=1e-3, in_backward=True)
-    with ms.memory.track(net, optimizer) as t:
+    # compute-sanitizer runs without the caching allocator, which counts.
+    counts = DEVICE == "cpu" or "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
+    with ms.memory.track(net, optimizer) if counts else contextlib.nullcontext() as t:
         for _ in range(2):
             with ms.remat(_everything=True):
                 loss = net(torch.randn(17, 24, device=DEVICE)).square().mean()
             loss.backward()
             optimizer.step()
-    assert t.peak > 0
+    assert t is None or t.peak > 0
     finite(*net.parameters())
 
 

@@ -9,6 +9,9 @@ from processes import run_program
 
 import memsave_ext as ms
 from memsave_ext import _native, _parts
+from memsave_ext.check.__main__ import machine_of_now
+from memsave_ext.memory.figures import make_tracker
+from memsave_ext.report import report
 
 needs_native = pytest.mark.skipif(not _native.available, reason="switches native parts off")
 
@@ -166,3 +169,33 @@ def test_the_report_says_what_is_off():
         (head,) = (line for line in lines if line.startswith("loss head"))
         assert norm.endswith("torch operators: it is off")
         assert head.endswith("torch operators on CUDA, where it is off")
+
+
+def test_a_driver_that_is_too_old_is_told(monkeypatch):
+    """Its library counts devices that CUDA cannot use, and the two commands run where it is."""
+
+    def too_old(*_):
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nUp")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("init", "get_device_capability", "get_device_name"):
+        monkeypatch.setattr(torch.cuda, name, too_old)
+    told = "The NVIDIA driver on your system is too old (found version 11040)."
+    assert f"torch sees 0 devices ({told})" in report()
+    assert machine_of_now()["devices"] == f"none: {told}"
+    assert machine_of_now()["driver"] == "none"
+
+
+def test_torch_counts_nothing_without_its_caching_allocator(monkeypatch):
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    with pytest.raises(RuntimeError, match="track: torch counts no memory of CUDA without its"):
+        make_tracker(torch.device("cuda"), [], False, 100)
+    make_tracker(torch.device("cpu"), [], False, 100)
+    if ms._native.available:
+        with ms.remat(budget="1GB"):
+            pass
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        with pytest.raises(RuntimeError, match="remat: budget: torch counts no memory of CUDA"):
+            ms.remat(budget="1GB")

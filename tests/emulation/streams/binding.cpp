@@ -40,11 +40,17 @@ bool emulated_is_capturing() { return emulated::capture() != 0; }
 
 void emulated_refuse_waits(bool refuses) { emulated::refuses_waits = refuses; }
 
+void emulated_record_history(bool records) { emulated::records_history = records; }
+
 void emulated_choose_attention(int64_t kind) { emulated::chosen_attention = kind; }
 
 int64_t emulated_bytes_allocated() { return emulated::bytes_allocated(); }
 
 void emulated_limit_memory(size_t bytes) { emulated::limit_memory(bytes); }
+
+bool emulated_has_waited(int64_t stream, int64_t other) {
+  return emulated::has_waited(stream, other);
+}
 
 int64_t emulated_questions() { return emulated::questions(); }
 

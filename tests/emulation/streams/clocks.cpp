@@ -122,6 +122,15 @@ void wait(StreamId stream, const Clock& event) {
   join(streams[stream], event);
 }
 
+bool has_waited(StreamId stream, StreamId other) {
+  const Lock lock(mutex);
+  const auto work_of_other = [other](const Clock& clock) {
+    const auto index = static_cast<size_t>(other);
+    return index < clock.size() ? clock[index] : 0;
+  };
+  return work_of_other(recorded(stream)) >= work_of_other(streams[other]);
+}
+
 void synchronize(const Clock& event) {
   const Lock lock(mutex);
   if (captured) failed("the host waits while a graph is captured");

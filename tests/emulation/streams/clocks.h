@@ -29,6 +29,8 @@ void queue(StreamId stream, std::string what, std::vector<Use> uses, std::functi
 
 Clock recorded(StreamId stream);
 void wait(StreamId stream, const Clock& event);
+// Whether all that is queued on `other` comes before what is queued on `stream` next.
+bool has_waited(StreamId stream, StreamId other);
 void synchronize(const Clock& event);  // the host waits
 void synchronize(StreamId stream);
 void synchronize_all();

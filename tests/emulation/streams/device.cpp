@@ -122,6 +122,8 @@ class Stop {
 // Like CUDA's it reports while it holds its lock. That one can be taken again by its holder, which
 // would find the allocator in the middle of a change: here that is a failure.
 class Allocator final : public c10::DeviceAllocator {
+  using Entry = c10::CachingDeviceAllocator::TraceEntry;
+
  public:
   c10::DataPtr allocate(size_t bytes) override {
     void* data = nullptr;
@@ -129,9 +131,10 @@ class Allocator final : public c10::DeviceAllocator {
       const Stop stop;
       const Entered entered;
       if (memory_limit > 0) let_others_free();
-      TORCH_CHECK_WITH(OutOfMemoryError,
-                       memory_limit == 0 || static_cast<size_t>(live) + bytes <= memory_limit,
-                       "CUDA out of memory (emulated): ", bytes, " more than ", live, " bytes");
+      const bool fits = memory_limit == 0 || static_cast<size_t>(live) + bytes <= memory_limit;
+      if (!fits) Entered::tell(Entry::OOM, nullptr, bytes);
+      TORCH_CHECK_WITH(OutOfMemoryError, fits, "CUDA out of memory (emulated): ", bytes,
+                       " more than ", live, " bytes");
       data = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
       sizes[data] = static_cast<int64_t>(bytes);
       allocated(data, bytes, current);
@@ -188,11 +191,11 @@ class Allocator final : public c10::DeviceAllocator {
       live += bytes;
       peak = std::max(peak, live);
       c10::reportMemoryUsageToProfiler(data, bytes, live, live, kDevice);
-      using Entry = c10::CachingDeviceAllocator::TraceEntry;
       const auto action = bytes > 0 ? Entry::ALLOC : Entry::FREE_REQUESTED;
-      const auto size = static_cast<size_t>(std::abs(bytes));
-      const auto address = reinterpret_cast<size_t>(data);
-      const Entry entry(action, 0, address, size, nullptr, {}, {});
+      tell(action, data, static_cast<size_t>(std::abs(bytes)));
+    }
+    static void tell(Entry::Action action, void* data, size_t bytes) {
+      const Entry entry(action, 0, reinterpret_cast<size_t>(data), bytes, nullptr, {}, {});
       for (const auto& tracker : trackers) tracker(entry);
     }
 
@@ -277,6 +280,8 @@ bool let_it_end(double seconds) {
 }
 
 int64_t bytes_allocated() { return Allocator::live; }
+
+std::atomic<bool> records_history = false;
 
 size_t memory() { return Allocator::memory_limit; }
 

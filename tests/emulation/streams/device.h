@@ -16,7 +16,8 @@ StreamId current_stream();  // of this thread
 c10::Allocator* device_allocator();
 // The kernel of attention that torch chooses, as a number of at::SDPBackend.
 extern std::atomic<int64_t> chosen_attention;
-extern std::atomic<bool> refuses_waits;  // whether it is a failure that an operator waits
+extern std::atomic<bool> records_history;  // what the allocator says of itself
+extern std::atomic<bool> refuses_waits;    // whether it is a failure that an operator waits
 int64_t bytes_allocated();
 // How much memory there is. Where it is limited, the allocator keeps nothing to reuse: before every
 // allocation it lets the package free some, as CUDA's does where it has no block.

@@ -21,9 +21,12 @@ import torch  # noqa: E402
 _library.emulated_take_failures.restype = ctypes.c_void_p
 _library.emulated_end_capture.restype = ctypes.c_void_p
 _library.emulated_is_capturing.restype = ctypes.c_bool
+_library.emulated_has_waited.restype = ctypes.c_bool
+_library.emulated_has_waited.argtypes = [ctypes.c_int64, ctypes.c_int64]
 _library.emulated_bytes_allocated.restype = ctypes.c_int64
 _library.emulated_questions.restype = ctypes.c_int64
 _library.emulated_refuse_waits.argtypes = [ctypes.c_bool]
+_library.emulated_record_history.argtypes = [ctypes.c_bool]
 _library.emulated_allocate_for_a_moment.argtypes = [ctypes.c_size_t]
 _library.emulated_check_lock_of_stats.argtypes = [ctypes.c_bool]
 _library.emulated_limit_memory.argtypes = [ctypes.c_size_t]
@@ -47,6 +50,12 @@ def take_failures() -> list[str]:
         _free(text)
 
 
+def has_waited(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> bool:
+    """Whether all that is queued on ``other`` comes before what is queued on ``stream`` next."""
+    waited: bool = _library.emulated_has_waited(stream.stream_id, other.stream_id)
+    return waited
+
+
 def questions() -> int:
     """How often the allocator was asked for its statistics."""
     count: int = _library.emulated_questions()
@@ -61,6 +70,16 @@ def limited_memory(size: int) -> Iterator[None]:
         yield
     finally:
         _library.emulated_limit_memory(0)
+
+
+@contextlib.contextmanager
+def recorded_history() -> Iterator[None]:
+    """Inside, the allocator says that it records stacks of what it gives and gets back."""
+    _library.emulated_record_history(True)
+    try:
+        yield
+    finally:
+        _library.emulated_record_history(False)
 
 
 @contextlib.contextmanager

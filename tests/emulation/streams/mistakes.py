@@ -109,6 +109,17 @@ MISTAKES = [
         UNORDERED,
     ),
     Mistake(
+        "backward waits for each of NCCL's reductions",
+        "memsave_ext/adam/ddp.py",
+        "        if flagged is None or flagged.done():\n",
+        "        if MISTAKE:\n"
+        "            both = [reduction, *filter(None, [flagged])]\n"
+        "            return torch.futures.collect_all(both).then(lambda d: finish(d.value()[0]))\n"
+        "        if flagged is None or flagged.done():\n",
+        "nccl",
+        "assert not True",
+    ),
+    Mistake(
         "a step does not wait for gloo, which was done before the hook",
         "memsave_ext/adam/ddp.py",
         "not in (stream, default):",

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+from fake_cuda import has_waited
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memsave_ext as ms
+from memsave_ext.adam.ddp import StepReduced
 
 DEVICE = "cuda"
 OPTIONS = {"lr": 0.01, "eps": 1e-3}
@@ -123,6 +125,30 @@ def test_ddp(seed, backend):
         return train(*(wrapped if made_outside else wrap()))
 
     assert_same(on_some_stream(chance, loop), alone(seed))
+
+
+def test_ddp_backward_does_not_wait_for_nccl(seed, monkeypatch):
+    """Or communication would not run beside it: only the end of backward waits.
+
+    With find_unused_parameters the host reads each bucket's flags, and waits.
+    """
+    chance = random.Random(seed)
+    stream, waits = torch.cuda.Stream(), []
+    run = StepReduced._run
+
+    def watched(self, bucket):
+        made = run(self, bucket)
+        waits.append(has_waited(torch.cuda.current_stream(), stream))
+        return made
+
+    monkeypatch.setattr(StepReduced, "_run", watched)
+    net = DistributedDataParallel(make(seed), bucket_cap_mb=1e-4)
+    optimizer = ms.AdamW(net.parameters(), in_backward=True, **OPTIONS)
+    optimizer.attach(net, hook=nccl(chance, stream))
+    net.logger = Mock()
+    assert_same(on_some_stream(chance, lambda: train(net, optimizer)), alone(seed))
+    assert len(waits) > 3
+    assert not any(waits)
 
 
 class Watch:

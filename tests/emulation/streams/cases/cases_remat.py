@@ -184,6 +184,41 @@ def test_a_device_that_is_full(seed, kind, retry):
             assert torch.equal(param.grad.cpu(), gradient)
 
 
+def test_what_was_refused_is_given_room_when_it_is_asked_for_again(seed):
+    """The allocator does not say how much it is asked for: most of a device may be free."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(32, 32), nn.GELU()))).to(DEVICE)
+    x = torch.randn(256, 32, device=DEVICE)
+    expected = gradients(net, x)
+    net.zero_grad()
+    most = torch.cuda.memory_allocated() + 40 * x.nbytes
+    with fake_cuda.limited_memory(most):
+        with ms.remat(retry=True, budget="1TB") as block:
+            loss = net(x).sum()
+        free = most - torch.cuda.memory_allocated()
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(free + 2 * x.nbytes, dtype=torch.uint8, device=DEVICE)
+        assert block.figures().given_back_bytes == 0
+        torch.empty(free + 2 * x.nbytes, dtype=torch.uint8, device=DEVICE)
+        assert block.figures().given_back_bytes > 0
+        loss.backward()
+    for param, gradient in zip(net.parameters(), expected, strict=True):
+        assert torch.equal(param.grad.cpu(), gradient)
+
+
+def test_no_memory_is_freed_by_the_allocator_while_history_is_recorded():
+    """It would want the GIL for Python's stacks, with its own lock."""
+    net = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(32, 32), nn.GELU()))).to(DEVICE)
+    x = torch.randn(256, 32, device=DEVICE)
+    with fake_cuda.limited_memory(torch.cuda.memory_allocated() + 12 * x.nbytes):
+        refused = pytest.raises(torch.OutOfMemoryError)
+        with fake_cuda.recorded_history(), refused, ms.remat(retry=True, budget="1TB"):
+            net(x)
+        with ms.remat(retry=True, budget="1TB") as block:
+            net(x)
+        assert block.figures().given_back_bytes > 0
+
+
 def test_a_device_that_is_full_and_asked_by_two_threads():
     """Neither the lock of the allocator nor the blocks' keeps the other thread waiting."""
     torch.manual_seed(0)

@@ -32,6 +32,7 @@ Registry<std::string, std::unique_ptr<FreeMemoryCallback>>* FreeCudaMemoryCallba
 
 namespace c10::cuda::CUDACachingAllocator {
 inline double getMemoryFraction(DeviceIndex) { return 1; }
+inline bool isHistoryEnabled() { return emulated::records_history; }
 // device.cpp calls it with the allocator's lock, as CUDA's does.
 void attachAllocatorTraceTracker(c10::CachingDeviceAllocator::AllocatorTraceTracker tracker);
 }  // namespace c10::cuda::CUDACachingAllocator
