@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 
 #include "cuda_stream.h"
 #include "memory/active.h"
@@ -56,11 +57,11 @@ class GiveWay final : public c10::FreeMemoryCallback {
     if (c10::cuda::CUDACachingAllocator::isHistoryEnabled()) return false;
     size_t free = 0, total = 0;
     if (cudaMemGetInfo(&free, &total) != cudaSuccess) return false;
-    // Who was refused so many bytes asks again: then they are known, and do not fit as it is.
-    if (const int64_t again = refused[device.index()].exchange(0)) return ask(device, again) > 0;
+    // Who was refused so many bytes may ask again: then they do not fit as it is.
+    const int64_t again = refused[device.index()].exchange(0);
     const auto enough = static_cast<int64_t>(total) / kPart;
-    if (free_of(device, free, total) >= enough) return false;
-    return ask(device, enough) > 0;
+    if (again == 0 && free_of(device, free, total) >= enough) return false;
+    return ask(device, std::max(again, enough)) > 0;
   }
 };
 
@@ -80,12 +81,11 @@ void hear(const Entry& entry) {
 }
 
 void hear_of_cuda() {
-  static const bool hears = [] {
-    const auto tracker = [](const auto& entry) { hear(entry); };
-    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(tracker);  // cannot be taken back
-    return true;
-  }();
-  static_cast<void>(hears);
+  static std::once_flag once;
+  std::call_once(once, [] {  // it cannot be taken back
+    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(
+        [](const auto& entry) { hear(entry); });
+  });
 }
 
 }  // namespace

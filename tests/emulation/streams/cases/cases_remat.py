@@ -1,5 +1,6 @@
 """Blocks of rematerialization on several streams, run again on those of backward."""
 
+import gc
 import itertools
 import random
 
@@ -169,7 +170,7 @@ def test_a_device_that_is_full(seed, kind, retry):
     for _ in range(3):
         expected = gradients(net, x)
         net.zero_grad()
-        most = torch.cuda.memory_allocated() + 12 * x.nbytes
+        most = torch.cuda.memory_allocated() + 10 * x.nbytes
         with fake_cuda.limited_memory(most):
             try:
                 with ms.remat(retry=retry, **options) as block:
@@ -191,7 +192,7 @@ def test_what_was_refused_is_given_room_when_it_is_asked_for_again(seed):
     x = torch.randn(256, 32, device=DEVICE)
     expected = gradients(net, x)
     net.zero_grad()
-    most = torch.cuda.memory_allocated() + 40 * x.nbytes
+    most = 2 * torch.cuda.memory_allocated() + 40 * x.nbytes
     with fake_cuda.limited_memory(most):
         with ms.remat(retry=True, budget="1TB") as block:
             loss = net(x).sum()
@@ -210,7 +211,7 @@ def test_no_memory_is_freed_by_the_allocator_while_history_is_recorded():
     """It would want the GIL for Python's stacks, with its own lock."""
     net = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(32, 32), nn.GELU()))).to(DEVICE)
     x = torch.randn(256, 32, device=DEVICE)
-    with fake_cuda.limited_memory(torch.cuda.memory_allocated() + 12 * x.nbytes):
+    with fake_cuda.limited_memory(torch.cuda.memory_allocated() + 10 * x.nbytes):
         refused = pytest.raises(torch.OutOfMemoryError)
         with fake_cuda.recorded_history(), refused, ms.remat(retry=True, budget="1TB"):
             net(x)
@@ -275,6 +276,7 @@ KERNELS_AND_MASKS = [  # flash attention takes no mask
 def test_a_first_step_of_attention_is_planned(rows, head, kernel, mask):
     """Where torch chooses the kernel that the run ahead takes, whose process cannot ask a card.
     Where it chooses another one, that is noticed."""
+    gc.collect()  # blocks of steps that have raised count as long as they are there
     torch.manual_seed(0)
     net = nn.Sequential(*(Attention(head, a_mask(mask, rows)) for _ in range(4))).to(DEVICE)
     x = torch.randn(8, rows, 4 * head).to(DEVICE)
@@ -289,4 +291,4 @@ def test_a_first_step_of_attention_is_planned(rows, head, kernel, mask):
         assert "did not go as the run ahead" in report, report
         return
     assert "of a budget of" in report, report
-    assert block.peak <= 1.02 * max(block.budget, block.least)
+    assert block.peak <= 1.02 * max(block.budget, block.least), report
