@@ -45,6 +45,9 @@ def _cores():
 
 @pytest.fixture(scope="module", autouse=True)
 def _what_is_there_stays():
+    # Each tensor that other files have left costs each prediction time. Compiled ones stay, too.
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
     # Nothing of what has been imported goes away, and to look through all of it takes longer than
     # most tests that collect garbage.
     gc.collect()

@@ -57,6 +57,12 @@ def trained(rule, of, states, bad, where=AT):
     return found, optimizer
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_stays():
+    yield
+    trained_plainly.cache_clear()
+
+
 @functools.cache
 def trained_plainly(rule, of, bad, first, last):
     """As `trained` with float32 states, the same beside all formats of states."""
