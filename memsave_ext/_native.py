@@ -18,6 +18,8 @@ from typing import Any
 
 import torch  # _C links against torch's libraries, which only this import makes findable.
 
+from . import _cards
+
 _FOLDER = Path(__file__).resolve().parent
 _IN_SOURCE_TREE = (_FOLDER.parent / "setup.py").is_file()
 _FIX = "run `pip install --no-build-isolation .`" + (
@@ -98,3 +100,7 @@ def _load() -> tuple[ModuleType | None, str]:
 build_info: dict[str, Any] = _read_build_info()
 module, reason = _load()
 available: bool = module is not None
+if module is not None and torch.version.cuda is not None:  # else torch uses no card
+    missing = _cards.without_kernels(build_info, _cards.cards())
+    if missing:
+        warnings.warn(missing, RuntimeWarning, stacklevel=2)

@@ -10,10 +10,14 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-DEFAULT_ARCHS = "8.0;9.0+PTX"
+# Cards since 2018, where none is visible; newer ones compile the last one's PTX. By the first nvcc
+# that knows them.
+ARCHS = {"11.8": ("7.5", "8.0", "8.6", "8.9", "9.0"), "12.8": ("10.0", "12.0")}
+OLDEST = (7, 5)
 WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-missing-field-initializers"]
 
 
@@ -25,10 +29,21 @@ class Decision:
     archs: str | None = None
 
 
-def decide(torch_version: str, torch_cuda: str | None) -> Decision:
-    """Choose the build from MEMSAVE_EXT_CUDA, torch's CUDA version (None on CPU) and the toolkit.
+def decide(
+    torch_version: str,
+    torch_cuda: str | None,
+    torch_hip: str | None = None,
+    cards: Iterable[tuple[int, int]] = (),
+) -> Decision:
+    """Choose the build from MEMSAVE_EXT_CUDA, what torch was built with, and the toolkit.
 
     Exits with one sentence when the variable is invalid, or is 1 and something is missing.
+
+    Args:
+        torch_version: torch's.
+        torch_cuda: the CUDA that torch was built with; None: none.
+        torch_hip: the ROCm that it was built with; None: none.
+        cards: compute capabilities of the visible ones.
     """
     choice = os.environ.get("MEMSAVE_EXT_CUDA") or "auto"
     if choice not in ("auto", "0", "1"):
@@ -39,7 +54,9 @@ def decide(torch_version: str, torch_cuda: str | None) -> Decision:
     cuda_home, missing = find_cuda_home()
     release = nvcc_release(cuda_home) if cuda_home else None
     reasons = [missing] if missing else []
-    if torch_cuda is None:
+    if torch_hip is not None:
+        reasons = [f"torch {torch_version} is a ROCm build, for which there are no kernels"]
+    elif torch_cuda is None:
         reasons.insert(0, f"torch {torch_version} is a CPU build")
     elif release and release.split(".")[0] != torch_cuda.split(".")[0]:
         reasons.append(f"nvcc is CUDA {release} while torch {torch_version} is CUDA {torch_cuda}")
@@ -49,9 +66,21 @@ def decide(torch_version: str, torch_cuda: str | None) -> Decision:
             sys.exit(f"MEMSAVE_EXT_CUDA=1 cannot be met: {why}.")
         return Decision(False, f"memsave_ext: C++ build without CUDA ({why}).")
 
-    archs = os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHS
+    archs = os.environ.get("TORCH_CUDA_ARCH_LIST") or default_archs(release or "", cards)
     sentence = f"memsave_ext: C++ and CUDA build for {archs} (nvcc {release} in {cuda_home})."
     return Decision(True, sentence, cuda_home, archs)
+
+
+def default_archs(release: str, cards: Iterable[tuple[int, int]]) -> str:
+    """The architectures of the visible cards, as torch's own builds of extensions; else of all."""
+    visible = sorted({card for card in cards if card >= OLDEST})
+    here = [f"{major}.{minor}" for major, minor in visible]
+    known = [arch for since, archs in ARCHS.items() if _is_from(since, release) for arch in archs]
+    return ";".join(here or known) + "+PTX"
+
+
+def _is_from(since: str, release: str) -> bool:
+    return [*map(int, since.split("."))] <= [*map(int, release.split(".") if release else ())]
 
 
 def find_cuda_home() -> tuple[str | None, str | None]:

@@ -19,7 +19,13 @@ import torch
 from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).resolve().parents[1]
-DECISION = build_config.decide(torch.__version__, torch.version.cuda)
+CARDS = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+DECISION = build_config.decide(
+    torch.__version__,
+    torch.version.cuda,
+    torch.version.hip,
+    map(torch.cuda.get_device_capability, CARDS),
+)
 if DECISION.cuda:
     # Both are read by torch.utils.cpp_extension, the first when it is imported.
     os.environ["CUDA_HOME"] = str(DECISION.cuda_home)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from .. import _native, _parts
+from .. import _cards, _native, _parts
 from .._version import __version__
 from ..report import why_no_cuda
 from . import levels
@@ -82,8 +82,12 @@ def machine_of_now() -> dict[str, Any]:
 
 
 def _device_name(index: int) -> str:
-    major, minor = torch.cuda.get_device_capability(index)
-    return f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})"
+    capability = torch.cuda.get_device_capability(index)
+    info = _native.build_info
+    lacks = info.get("cuda") and not _cards.runs_on(info.get("archs") or "", capability)
+    missing = ", for which this build has no kernels" if lacks else ""
+    major, minor = capability
+    return f"{torch.cuda.get_device_name(index)} (sm_{major}{minor}{missing})"
 
 
 def _driver() -> str:

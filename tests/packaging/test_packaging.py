@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.utils import parse_wheel_filename
+from torch.utils import cpp_extension
 
 import memsave_ext as ms
 
@@ -185,8 +186,26 @@ class TestDecision:
         decision = config.decide("2.13.0+cu130", "13.0")
         assert decision.cuda
         assert decision.cuda_home == str(toolkit)
-        assert decision.archs == "8.0;9.0+PTX"
+        assert decision.archs == "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
         assert str(toolkit) in decision.sentence
+
+    @pytest.mark.parametrize(
+        ("release", "cards", "archs"),
+        [
+            ("12.6", [], "7.5;8.0;8.6;8.9;9.0+PTX"),
+            ("12.8", [], "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"),
+            ("13.0", [(9, 0), (9, 0)], "9.0+PTX"),
+            ("12.6", [(8, 9), (7, 5), (8, 9)], "7.5;8.9+PTX"),
+            ("12.6", [(6, 1), (8, 6)], "8.6+PTX"),
+            ("12.6", [(6, 1)], "7.5;8.0;8.6;8.9;9.0+PTX"),
+        ],
+    )
+    def test_architectures_of_the_visible_cards_else_of_all(self, config, release, cards, archs):
+        assert config.default_archs(release, cards) == archs
+        torch_knows = cpp_extension._get_cuda_arch_flags
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("TORCH_CUDA_ARCH_LIST", archs)
+            assert len(torch_knows()) == archs.count(";") + 2
 
     def test_arch_list_is_the_users(self, config, toolkit, monkeypatch):
         monkeypatch.setenv("CUDA_HOME", str(toolkit))
@@ -204,19 +223,21 @@ class TestDecision:
             ("2.13.0+cpu", None, "toolkit", "torch 2.13.0+cpu is a CPU build"),
             ("2.13.0+cu130", "13.0", "/nowhere", "CUDA_HOME=/nowhere has no bin/nvcc"),
             ("2.13.0+cu126", "12.6", "toolkit", "nvcc is CUDA 13.0 while torch"),
+            ("2.13.0+rocm7", None, "toolkit", "torch 2.13.0+rocm7 is a ROCm build, for which"),
         ],
-        ids=["cpu_torch", "no_nvcc", "other_cuda"],
+        ids=["cpu_torch", "no_nvcc", "other_cuda", "rocm"],
     )
     def test_what_is_missing(
         self, config, toolkit, monkeypatch, torch_version, torch_cuda, home, why
     ):
         monkeypatch.setenv("CUDA_HOME", str(toolkit) if home == "toolkit" else home)
-        decision = config.decide(torch_version, torch_cuda)
+        torch_hip = "7.0" if "rocm" in torch_version else None
+        decision = config.decide(torch_version, torch_cuda, torch_hip)
         assert not decision.cuda
         assert why in decision.sentence
         monkeypatch.setenv("MEMSAVE_EXT_CUDA", "1")
         with pytest.raises(SystemExit, match="MEMSAVE_EXT_CUDA=1 cannot be met") as stop:
-            config.decide(torch_version, torch_cuda)
+            config.decide(torch_version, torch_cuda, torch_hip)
         assert why in str(stop.value)
 
 
