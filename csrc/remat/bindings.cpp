@@ -412,7 +412,6 @@ void bind(py::module_& m) {
       .def(py::init<py::object, py::object, bool>(), py::arg("make"), py::arg("moved"),
            py::arg("counts_all"))
       .def("enter", &Fakes::enter)
-      .def("leave", &Fakes::leave)
       .def("allocated", &Fakes::allocated)
       .def("freed", &Fakes::freed)
       .def("ran", &Fakes::ran)

@@ -19,13 +19,13 @@ Fakes::Fakes(pybind11::object make, pybind11::object moved, bool counts_all)
       moved_(std::move(moved)),
       steps_(std::make_shared<KnownSteps>(at::Device(at::kMeta), counts_all)) {}
 
+Fakes::~Fakes() {
+  if (current_fakes == this) current_fakes = nullptr;
+}
+
 Fakes* Fakes::current() { return current_fakes; }
 
 void Fakes::enter() { current_fakes = this; }
-
-void Fakes::leave() {
-  if (current_fakes == this) current_fakes = nullptr;
-}
 
 void Fakes::allocated(uintptr_t storage, int64_t size) {
   memory::TrackingLock lock;

@@ -19,14 +19,13 @@ class Fakes {
   // as on CUDA all memory counts, not only what a step allocates or names. `moved` is called with
   // the bytes by which what is moved elsewhere grows.
   Fakes(pybind11::object make, pybind11::object moved, bool counts_all);
-  ~Fakes() { leave(); }
+  ~Fakes();
   Fakes(const Fakes&) = delete;
   Fakes& operator=(const Fakes&) = delete;
 
   // The prediction that runs on this thread; null for none.
   static Fakes* current();
-  void enter();
-  void leave();
+  void enter();  // for as long as this exists
 
   // The prediction's reports: memory, by the address of its storage, and seconds that an operator
   // would take.
