@@ -26,11 +26,12 @@ INFO = "_build_info.json"
 
 @pytest.fixture
 def package(tmp_path, monkeypatch) -> Path:
-    """A package of another name that holds _native.py alone, so that it can be imported afresh."""
+    """A package of another name that holds _native.py, so that it can be imported afresh."""
     folder = tmp_path / "a b" / "memsave_copy"
     folder.mkdir(parents=True)
     (folder / "__init__.py").touch()
-    shutil.copy(PACKAGE / "_native.py", folder)
+    for name in ("_native.py", "_cards.py"):
+        shutil.copy(PACKAGE / name, folder)
     monkeypatch.syspath_prepend(str(folder.parent))
     monkeypatch.delenv("MEMSAVE_EXT_NATIVE", raising=False)
     return folder
