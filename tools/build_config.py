@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-# Cards since 2018, where none is visible; newer ones compile the last one's PTX. By the first nvcc
-# that knows them.
-ARCHS = {"11.8": ("7.5", "8.0", "8.6", "8.9", "9.0"), "12.8": ("10.0", "12.0")}
+# Cards since 2018, where none is visible; newer ones compile the last one's PTX.
+ARCHS = ("7.5", "8.0", "8.6", "8.9", "9.0")
+ARCHS_SINCE_12_8 = ("10.0", "12.0")  # nvcc 12.8 is the first that knows them
 OLDEST = (7, 5)
 WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-missing-field-initializers"]
 
@@ -75,12 +75,8 @@ def default_archs(release: str, cards: Iterable[tuple[int, int]]) -> str:
     """The architectures of the visible cards, as torch's own builds of extensions; else of all."""
     visible = sorted({card for card in cards if card >= OLDEST})
     here = [f"{major}.{minor}" for major, minor in visible]
-    known = [arch for since, archs in ARCHS.items() if _is_from(since, release) for arch in archs]
-    return ";".join(here or known) + "+PTX"
-
-
-def _is_from(since: str, release: str) -> bool:
-    return [*map(int, since.split("."))] <= [*map(int, release.split(".") if release else ())]
+    is_new = bool(release) and tuple(map(int, release.split("."))) >= (12, 8)
+    return ";".join(here or ARCHS + ARCHS_SINCE_12_8 * is_new) + "+PTX"
 
 
 def find_cuda_home() -> tuple[str | None, str | None]:

@@ -192,6 +192,7 @@ class TestDecision:
     @pytest.mark.parametrize(
         ("release", "cards", "archs"),
         [
+            ("", [], "7.5;8.0;8.6;8.9;9.0+PTX"),  # of an nvcc that does not say it
             ("12.6", [], "7.5;8.0;8.6;8.9;9.0+PTX"),
             ("12.8", [], "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"),
             ("13.0", [(9, 0), (9, 0)], "9.0+PTX"),
