@@ -157,21 +157,12 @@ sanitizer() {
   EXTRA=()
 }
 
-prepare_build() {
-  if [[ -z ${TORCH_CUDA_ARCH_LIST:-} ]]; then
-    TORCH_CUDA_ARCH_LIST=$("$PYTHON" -c \
-      'import torch; print("%d.%d" % torch.cuda.get_device_capability())') || unset TORCH_CUDA_ARCH_LIST
-    export TORCH_CUDA_ARCH_LIST
-  fi
-}
-
 built_files() { ls memsave_ext/_C.*.so memsave_ext/_build_info.json; }
 
 part_build() {
   if [[ -z $DRY && -f $BUILT ]]; then
     tar -xzf "$BUILT" && say "== build: taken from $BUILT" && return
   fi
-  prepare_build
   run build env MEMSAVE_EXT_CUDA=1 "$PYTHON" setup.py -q build_ext --inplace || return
   if built_files >/dev/null 2>&1; then built_files | tar -czf "$BUILT" -T -; fi
 }

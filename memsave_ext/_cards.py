@@ -50,6 +50,12 @@ def _card(nvml: Any, index: int) -> Card | None:
     return Card(name.value.decode(errors="replace"), (major.value, minor.value))
 
 
+def sm(capability: tuple[int, int]) -> str:
+    """Returns nvcc's name of a card's architecture, such as "sm_90"."""
+    major, minor = capability
+    return f"sm_{major}{minor}"
+
+
 def runs_on(archs: str, capability: tuple[int, int]) -> bool:
     """Returns whether kernels that were compiled for ``archs`` run on a card.
 
@@ -83,7 +89,7 @@ def without_kernels(build_info: dict[str, Any], here: list[Card]) -> str:
     """
     if not here or "MEMSAVE_EXT_CUDA=0" in build_info.get("decision", ""):
         return ""
-    listed = ", ".join(dict.fromkeys(f"{card.name} (sm_{_number(card)})" for card in here))
+    listed = ", ".join(dict.fromkeys(f"{card.name} ({sm(card.capability)})" for card in here))
     if not build_info.get("cuda"):
         why = re.search(r"\((.*)\)", build_info.get("decision", ""))
         return (
@@ -99,7 +105,3 @@ def without_kernels(build_info: dict[str, Any], here: list[Card]) -> str:
         f"memsave_ext was built for {archs}, which does not run on {listed}: build it again with "
         f"TORCH_CUDA_ARCH_LIST='{wanted}', or use MEMSAVE_EXT_NATIVE=0."
     )
-
-
-def _number(card: Card) -> str:
-    return "".join(map(str, card.capability))

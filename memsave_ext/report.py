@@ -10,7 +10,7 @@ import warnings
 
 import torch
 
-from . import _native, _parts
+from . import _cards, _native, _parts
 from ._version import __version__
 
 _KERNELS = "native on CPU and, where built, CUDA"
@@ -77,9 +77,9 @@ def _cuda() -> list[str]:
     devices = f"{count} device{'' if count == 1 else 's'}" + (f" ({reason})" if reason else "")
     lines = [f"CUDA: built {'with' if built else 'without'} it; torch sees {devices}"]
     for index in range(count):
-        major, minor = torch.cuda.get_device_capability(index)
         name = torch.cuda.get_device_name(index)
-        lines.append(f"  cuda:{index} {name} (sm_{major}{minor}): {_probe(index)}")
+        arch = _cards.sm(torch.cuda.get_device_capability(index))
+        lines.append(f"  cuda:{index} {name} ({arch}): {_probe(index)}")
     return lines
 
 

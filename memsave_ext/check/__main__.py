@@ -86,8 +86,7 @@ def _device_name(index: int) -> str:
     info = _native.build_info
     lacks = info.get("cuda") and not _cards.runs_on(info.get("archs") or "", capability)
     missing = ", for which this build has no kernels" if lacks else ""
-    major, minor = capability
-    return f"{torch.cuda.get_device_name(index)} (sm_{major}{minor}{missing})"
+    return f"{torch.cuda.get_device_name(index)} ({_cards.sm(capability)}{missing})"
 
 
 def _driver() -> str:
