@@ -14,11 +14,29 @@
 
 namespace memsave_ext::dry_run {
 
+namespace {
+
+// Python clears the states of threads that a child does not have. What only they held, as objects
+// in a threading.local, would be destroyed there: files removed, threads waited for.
+void keep_what_other_threads_hold() {
+  PyThreadState* const own = PyThreadState_Get();
+  auto* thread = PyInterpreterState_ThreadHead(PyThreadState_GetInterpreter(own));
+  for (; thread; thread = PyThreadState_Next(thread)) {
+    if (thread == own) continue;
+    Py_XINCREF(thread->dict);
+    Py_XINCREF(thread->context);
+    Py_XINCREF(thread->exc_state.exc_value);
+  }
+}
+
+}  // namespace
+
 int fork_child() {
   // No bytecode may run between these, as it may wait for a thread that the child does not have.
   PyOS_BeforeFork();
   const pid_t child = fork();
   if (child == 0) {
+    keep_what_other_threads_hold();
     PyOS_AfterFork_Child();
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     checkpoint::run_backwards_alone();

@@ -41,6 +41,7 @@ _HEADER = struct.Struct("q")  # bytes of a message
 _SECONDS = struct.Struct("d")
 _inside: mmap.mmap | None = None  # in a child: the seconds that it may take
 tensors: list[Tensor] = []  # in a child: all of the process
+_held: list[Any] = []  # in a child: what stays alive
 
 
 def is_dry_run() -> bool:
@@ -260,9 +261,15 @@ def _import() -> None:
 def _fork() -> int:
     if _native.module:
         return int(_native.module.fork_child())
+    # Python clears the states of other threads in a child: what only they hold is to stay.
+    global _held
+    _held = gc.get_objects() if len(sys._current_frames()) > 1 else []
     with warnings.catch_warnings():  # Python warns where there are other threads
         warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
+        pid = os.fork()
+    if pid:
+        _held = []
+    return pid
 
 
 class _Engine:

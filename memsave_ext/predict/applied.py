@@ -7,7 +7,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -69,6 +69,8 @@ class Applied:
             spare: bytes that a measured peak may have beside the predicted one, of batches.
             method, place: as of :meth:`Techniques.apply`.
             **options: of an optimizer that steps in backward; and ``accumulate_when``.
+
+        Where it raises, :func:`applied_to` has it, and ``undo()`` takes back what was done.
         """
         self.model, self.optimizer = model, optimizer
         self.means, self.cost, self.budget = means.name, means.cost, budget
@@ -84,18 +86,18 @@ class Applied:
         self._may_be_less = means.remat or means.within_budget
         self._others = others
         left = max(budget - others, 1)
-        self._undo = means.apply(model, optimizer, left, method=method, place=place, **given).undo
-        with self.undone_by_errors():
-            if in_backward is not None and condition is not None:
-                in_backward.accumulate_when(condition)
-            # Of an optimizer that wraps another the hooks run before its step has ended.
-            tells_steps = optimizer is not None and with_step_hooks(optimizer) is optimizer
-            if tells_steps and predicted is not None and _parts.native("memory"):
-                assert optimizer is not None
-                # From its third step on remat without a budget follows a plan.
-                number = 3 if means.remat else 2
-                self._undo.callback(_Peak(model, optimizer, number, self._compare).close)
-            model.__dict__[_NAME] = self
+        self._undo = ExitStack()
+        model.__dict__[_NAME] = self
+        means.apply(model, optimizer, self._undo, left, method=method, place=place, **given)
+        if in_backward is not None and condition is not None:
+            in_backward.accumulate_when(condition)
+        # Of an optimizer that wraps another the hooks run before its step has ended.
+        tells_steps = optimizer is not None and with_step_hooks(optimizer) is optimizer
+        if tells_steps and predicted is not None and _parts.native("memory"):
+            assert optimizer is not None
+            # From its third step on remat without a budget follows a plan.
+            number = 3 if means.remat else 2
+            self._undo.callback(_Peak(model, optimizer, number, self._compare).close)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model has the means, and nothing that could undo them."""
@@ -124,15 +126,6 @@ class Applied:
         if self.steps_in_backward:
             in_backward: Any = self.optimizer
             in_backward.renew_hooks()
-
-    @contextmanager
-    def undone_by_errors(self) -> Iterator[None]:
-        """What raises inside, or interrupts it, leaves nobody with a handle to undo this."""
-        try:
-            yield
-        except BaseException:
-            self.undo()
-            raise
 
     def after_undo(self, function: Callable[[], None]) -> None:
         """Has a function run now and after :meth:`undo`, which follows what the optimizer is."""
@@ -181,15 +174,29 @@ def apply(
     scaler = None if inside is optimizer else getattr(optimizer, "scaler", None)
     if scaler is not None and options.get("grad_scaler") is None:
         options["grad_scaler"] = scaler
-    try:
-        made = Applied(means, model, inside, *arguments, **options)
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(f"apply: {means.name} does not apply: {error}") from error
-    with made.undone_by_errors():
+    with undone_by_errors(model):
+        try:
+            made = Applied(means, model, inside, *arguments, **options)
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(f"apply: {means.name} does not apply: {error}") from error
         if scaler is not None:
             # With a scaler accelerate keeps the optimizer's step(), which is another one now.
             made.after_undo(functools.partial(optimizer.__setstate__, {}))
         return made
+
+
+@contextmanager
+def undone_by_errors(model: nn.Module) -> Iterator[None]:
+    """Undoes what was applied to a model inside, where that raises or is interrupted: nobody has a
+    handle to do so."""
+    before = applied_to(model)
+    try:
+        yield
+    except BaseException:
+        applied = applied_to(model)
+        if applied is not None and applied is not before:
+            applied.undo()
+        raise
 
 
 def check(who: str, model: Any, optimizer: Any) -> Optimizer | None:
@@ -272,9 +279,9 @@ def unwrapped(optimizer: Optimizer | None) -> Optimizer | None:
     return optimizer
 
 
-def applied_to(model: nn.Module) -> Applied | None:
-    """Returns what is applied to a model now."""
-    found: Applied | None = model.__dict__.get(_NAME)
+def applied_to(model: object) -> Applied | None:
+    """Returns what is applied to a model now; nothing is to what is none."""
+    found: Applied | None = getattr(model, "__dict__", {}).get(_NAME)
     return found
 
 

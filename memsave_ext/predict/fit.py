@@ -20,7 +20,7 @@ from ..remat.recorder import Budget
 from ..shared.checks import check_count
 from ..shared.device_memory import device_memory
 from ..shared.tensors import plain_tensors
-from .applied import Applied, apply, check, check_options
+from .applied import Applied, apply, check, check_options, undone_by_errors
 from .batch import Forward, Loss, checked_others, from_batch, tensors_of
 from .fits import search
 from .predict import check_timeout
@@ -107,12 +107,12 @@ def fit(
     check_bool("fit: in_backward", in_backward)
     check_timeout("fit", timeout)
     reason = "" if in_backward else "in_backward=False"
-    made = fitted(
-        model, optimizer, batch, budget, loss=loss, means=means, refused=reason,
-        micro_batches=micro_batches, verbose=verbose, others=others, place=offload,
-        options=options, timeout=timeout,
-    )  # fmt: skip
-    with made.undone_by_errors():
+    with undone_by_errors(model):
+        made = fitted(
+            model, optimizer, batch, budget, loss=loss, means=means, refused=reason,
+            micro_batches=micro_batches, verbose=verbose, others=others, place=offload,
+            options=options, timeout=timeout,
+        )  # fmt: skip
         if max_grad_norm is not None and not made.steps_in_backward:
             warnings.warn(
                 f"memsave_ext: fit: max_grad_norm={max_grad_norm!r} is for an optimizer that steps "
@@ -189,11 +189,11 @@ def fitted(
         raise ValueError(f"fit: {chosen.name} does not apply: {chosen.reason}")
     tensors = {id(t): t for t in tree_leaves(batch) if isinstance(t, Tensor)}
     spare = sum(t.nbytes for t in tensors.values()) * micro_batches if device.type == "cpu" else 0
-    made = apply(
-        named("fit", chosen.name), model, optimizer, limit, chosen.peak,
-        others=found.others, spare=spare, method=method, place=place, **options,
-    )  # fmt: skip
-    with made.undone_by_errors():
+    with undone_by_errors(model):
+        made = apply(
+            named("fit", chosen.name), model, optimizer, limit, chosen.peak,
+            others=found.others, spare=spare, method=method, place=place, **options,
+        )  # fmt: skip
         if verbose:
             print(made, file=sys.stdout)
         return made

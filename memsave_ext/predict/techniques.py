@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -78,47 +78,52 @@ class Techniques:
         self,
         model: nn.Module,
         optimizer: Optimizer | None,
+        undo: ExitStack,
         budget: int | None = None,
         *,
         method: str = "forward",
         place: Offload | None = None,
         **options: Any,
-    ) -> Change:
+    ) -> RematHandle | None:
         """Applies these techniques to a model and its optimizer, in place.
 
         Args:
-            model, optimizer: what they are applied to, or nothing of them where one raises.
+            model, optimizer: what they are applied to.
+            undo: takes back what was done, also where this raises.
             budget: bytes, for those that keep within it.
             method: the model's method that runs its forward and is called by the step.
             place: where what is moved goes, as ``offload`` of :func:`remat`.
             **options: of an optimizer that steps in backward.
 
+        Returns:
+            remat's handle, where it is among them.
+
         Raises:
             ValueError: they do not apply.
         """
-        with ExitStack() as undo:
-            block = None
-            if self.loss_head:
-                undo.callback(_head_in_chunks(model))
-            if self.checkpoint:
-                undo.callback(_checkpoint_blocks(model))
-            if self.optimizer_in_backward:
-                if optimizer is None:
-                    raise ValueError("the step has no optimizer")
-                undo.callback(step_in_backward(optimizer, **options))
-            if self.adam_in_backward:
-                undo.callback(self._become_ours(optimizer, options))
-            if self.remat or self.within_budget:
-                limit = budget if self.within_budget else None
-                counted = optimizer if self.within_budget else None
-                if self.offload and place is None:
-                    raise ValueError("offload= says where memory may be moved to, and is None")
-                to = place if self.offload else None
-                block = remat_module(
-                    model, budget=limit, optimizer=counted, offload=to, _method=method
-                )
-                undo.callback(block.remove)
-            return Change(undo.pop_all(), block)
+        if self.loss_head:
+            undo.callback(_head_in_chunks(model))
+        if self.checkpoint:
+            undo.callback(_checkpoint_blocks(model))
+        if self.optimizer_in_backward:
+            if optimizer is None:
+                raise ValueError("the step has no optimizer")
+            undo.callback(step_in_backward(optimizer, **options))
+        if self.adam_in_backward:
+            undo.callback(self._become_ours(optimizer, options))
+        if not (self.remat or self.within_budget):
+            return None
+        if self.offload and place is None:
+            raise ValueError("offload= says where memory may be moved to, and is None")
+        block = remat_module(
+            model,
+            budget=budget if self.within_budget else None,
+            optimizer=optimizer if self.within_budget else None,
+            offload=place if self.offload else None,
+            _method=method,
+        )
+        undo.callback(block.remove)
+        return block
 
     def applied(
         self,
@@ -135,7 +140,8 @@ class Techniques:
 
         def built() -> object:
             model, optimizer, step = checked("fits: build", build())
-            block = self.apply(model, optimizer, budget, method=method, place=place).block
+            undo = ExitStack()  # the child ends as it is
+            block = self.apply(model, optimizer, undo, budget, method=method, place=place)
             return model, optimizer, step if block is None else _checked_step(step, block)
 
         return built  # type: ignore[return-value]
@@ -156,13 +162,6 @@ class Techniques:
             raise ValueError("the optimizer steps in backward already")
         more = {} if self.state_dtype is None else {"state_dtype": self.state_dtype}
         return become(optimizer, ours, in_backward=True, **more, **options)
-
-
-class Change(NamedTuple):
-    """What was done to a model and its optimizer: ``undo.close()`` takes it back."""
-
-    undo: ExitStack
-    block: RematHandle | None
 
 
 # The cheapest first: what is exact comes before what rounds, and then what costs no time.

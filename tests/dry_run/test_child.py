@@ -255,6 +255,44 @@ def test_beside_busy_threads():
             thread.join()
 
 
+class Removes:
+    def __init__(self, path):
+        self.path = path
+
+    def __del__(self):
+        self.path.unlink()
+
+
+def test_what_only_another_thread_holds_is_not_destroyed(tmp_path):
+    """Python clears the states of all threads but the one that forks."""
+    paths = [tmp_path / name for name in ("here", "there")]
+    held, got = threading.local(), []
+    end, holds = threading.Event(), threading.Event()
+
+    def hold(path):
+        path.touch()
+        held.value = Removes(path)
+
+    def wait():
+        hold(paths[1])
+        holds.set()
+        end.wait()
+
+    hold(paths[0])
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    holds.wait()
+    forks = threading.Thread(target=lambda: got.append(in_child(lambda: 7, 10)))
+    forks.start()
+    forks.join()
+    there = [path.exists() for path in paths]
+    end.set()
+    waiting.join()
+    del held.value
+    assert got == [7] and there == [True, True]
+    assert not any(path.exists() for path in paths)
+
+
 def test_a_child_in_a_child():
     def inside():
         return in_child(lambda: (ms.is_dry_run(), 7), 30)
