@@ -44,6 +44,10 @@ class Applied:
         steps_in_backward: whether the optimizer steps in backward.
         budget: bytes.
         predicted: the predicted peak in bytes; None where these means were not predicted.
+        evaluation: the predicted peak in bytes of an evaluation of the batch, where the means
+            change the forward of training; else None, as one needs no more than a step.
+        resume: bytes that are needed while a checkpoint is loaded as a whole, by ``torch.load()``
+            without ``mmap=True``; None where these means were not predicted.
         measured: the peak in bytes of the second step, which is the first that has all states, or
             with remat without a budget of the third; None until then, without an optimizer or with
             one that wraps another, and in pure Python.
@@ -76,6 +80,8 @@ class Applied:
         self.means, self.cost, self.budget = means.name, means.cost, budget
         self.steps_in_backward = means.steps_in_backward
         self.predicted = predicted
+        self.evaluation: int | None = None
+        self.resume: int | None = None
         self.measured: int | None = None
         condition = options.pop("accumulate_when", None)
         in_backward: Any = optimizer if means.steps_in_backward else None
@@ -134,11 +140,22 @@ class Applied:
 
     def __str__(self) -> str:
         peak = "not known" if self.predicted is None else format_bytes(self.predicted)
-        return (
-            f"fit: {'nothing is changed' if self.means == 'as built' else self.means}\n"
-            f"fit: predicted peak {peak}, budget {format_bytes(self.budget)}\n"
-            f"fit: costs {self.cost}"
-        )
+        lines = [
+            "nothing is changed" if self.means == "as built" else self.means,
+            f"predicted peak {peak}, budget {format_bytes(self.budget)}",
+            f"costs {self.cost}",
+        ]
+        if self.evaluation is not None and self.evaluation > self.budget:
+            lines.append(
+                f"an evaluation of this batch needs {format_bytes(self.evaluation)}: make its "
+                "batches smaller"
+            )
+        if self.resume is not None and self.resume > self.budget:
+            lines.append(
+                f"loading a checkpoint as a whole needs {format_bytes(self.resume)}: use "
+                "torch.load(path, map_location='cpu', mmap=True)"
+            )
+        return "\n".join(f"fit: {line}" for line in lines)
 
     def _compare(self, measured: int) -> None:
         if next(self.model.parameters()).device.type == "cpu":

@@ -91,6 +91,12 @@ class FromBatch:
             if not self._keeps_gradients:
                 self._model.zero_grad()
 
+    def evaluate(self) -> None:
+        """Calls the model in eval mode, without gradients."""
+        self._model.eval()
+        with self._autocast.left(), torch.no_grad(), self._autocast.entered():
+            self._run(self._model, self._batch)
+
     def _loss(self) -> Tensor:
         # The output is kept by nothing but its graph, as in a step that is written in one line.
         with self._autocast.entered():

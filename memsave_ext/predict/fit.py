@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ..adam.modes import check_bool
+from ..adam.rules import rule_of
 from ..fakes.storages import CUDA_BLOCK
+from ..memory.measure import Build
 from ..remat.budget import OfDevice, parse_budget
 from ..remat.offload import Offload, check_offload
 from ..remat.recorder import Budget
@@ -21,10 +23,10 @@ from ..shared.checks import check_count
 from ..shared.device_memory import device_memory
 from ..shared.tensors import plain_tensors
 from .applied import Applied, apply, check, check_options, undone_by_errors
-from .batch import Forward, Loss, checked_others, from_batch, tensors_of
-from .fits import search
-from .predict import check_timeout
-from .techniques import ALL, named
+from .batch import Forward, FromBatch, Loss, checked_others, from_batch, tensors_of
+from .fits import Fit, search
+from .predict import check_timeout, result_of, start
+from .techniques import ALL, Techniques, named
 
 # Without a budget remat has its plan from the third step on; with one it costs no more.
 _WITHIN = [means for means in ALL if not means.remat]
@@ -60,8 +62,9 @@ def fit(
 
     It predicts on fake tensors in child processes, as :func:`memory.predict`: nothing is allocated,
     and neither model, gradients nor random numbers are touched before means are applied. What is
-    applied is printed: the means, the predicted peak and the cost. Where the peak of the second
-    step is more than 2 % off the predicted one, a warning says so.
+    applied is printed: the means, the predicted peak and the cost; and whether an evaluation of
+    the batch, or a resume, would need more than the budget. Where the peak of the second step is
+    more than 2 % off the predicted one, a warning says so.
 
     Args:
         model: the model, on the device that it is trained on.
@@ -87,7 +90,7 @@ def fit(
             its weights. Other models' parameters and buffers that the step reads, such as a
             teacher's, count anyway, and on CUDA all that is allocated.
         offload: as of :func:`memory.fits`.
-        verbose: whether to print the three lines.
+        verbose: whether to print these lines.
         timeout: the most seconds that each prediction may take, as of :func:`memory.predict`.
 
     Returns:
@@ -189,14 +192,65 @@ def fitted(
         raise ValueError(f"fit: {chosen.name} does not apply: {chosen.reason}")
     tensors = {id(t): t for t in tree_leaves(batch) if isinstance(t, Tensor)}
     spare = sum(t.nbytes for t in tensors.values()) * micro_batches if device.type == "cpu" else 0
+    techniques = named("fit", chosen.name)
+    evaluation = None
+    if techniques.changes_forward:
+        left = max(limit - found.others, 1)
+        predicts = techniques.applied(build, left, method, place)
+        evaluation = _evaluation_peak(predicts, build, device, found.others, timeout)
     with undone_by_errors(model):
         made = apply(
-            named("fit", chosen.name), model, optimizer, limit, chosen.peak,
+            techniques, model, optimizer, limit, chosen.peak,
             others=found.others, spare=spare, method=method, place=place, **options,
         )  # fmt: skip
+        made.evaluation = evaluation
+        made.resume = found.others + _resume_bytes(techniques, model, inside, chosen)
         if verbose:
             print(made, file=sys.stdout)
         return made
+
+
+def _evaluation_peak(
+    predicts: Build, build: FromBatch, device: torch.device, others: int, timeout: float | None
+) -> int | None:
+    """Returns what an evaluation of the batch needs after a step; None where that is not known.
+
+    Args:
+        predicts: builds the step, with means.
+        build: what that goes back to.
+        others: bytes of other models.
+    """
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a row of the search has had them
+            told = result_of(start(predicts, device, uses=build, evaluates=True, timeout=timeout))
+    except Exception:  # a model may do anything in eval mode
+        return None
+    return told.peak - told.others + max(told.others, others)
+
+
+def _resume_bytes(
+    means: Techniques, model: nn.Module, optimizer: Optimizer | None, row: Fit
+) -> int:
+    """Returns what model, checkpoint and states need while a checkpoint is loaded as a whole.
+
+    A checkpoint has states of float32; where smaller ones are kept, it is there beside them.
+
+    Args:
+        means: that are applied to model and optimizer.
+        row: of these means.
+    """
+    weights = _bytes_held([*model.parameters(), *model.buffers()])
+    states = (row.at_peak or {})["optimizer"]
+    if optimizer is None or means.state_dtype is None:
+        return weights + weights + states
+    saved: int = sum(
+        p.numel() * torch.float32.itemsize * len(rule_of(group).moments)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad
+    )
+    return weights + weights + saved + states
 
 
 def check_request(who: str, budget: object, means: str | None) -> None:

@@ -174,6 +174,7 @@ def start(
     device: torch.device,
     *,
     uses: FromBatch | None = None,
+    evaluates: bool = False,
     timeout: float | None = None,
     tell: Callable[[str], object] = lambda _: None,
 ) -> Child[Told]:
@@ -181,6 +182,7 @@ def start(
 
     Args:
         uses: what ``build`` goes back to, where that is a live model.
+        evaluates: whether an evaluation is followed in place of a step, after the first ones.
         timeout: as of :func:`predict`.
         tell: called with the name of each part that begins.
     """
@@ -192,7 +194,8 @@ def start(
         ask_for_child()
 
     def run() -> Told:
-        return _told(build, tensors, others, device, timeout is None)
+        instead = uses.evaluate if uses is not None and evaluates else None
+        return _told(build, tensors, others, device, timeout is None, instead)
 
     try:
         return Child(run, SECONDS if timeout is None else timeout, tell)
@@ -220,8 +223,9 @@ def _told(
     others: Iterable[Tensor],
     device: torch.device,
     may_take_longer: bool,
+    instead: Callable[[], object] | None,
 ) -> Told:
-    """In a child: builds, makes the first steps, and follows one."""
+    """In a child: builds, makes the first steps, and follows one, or what runs instead."""
     tracker = FakeTracker(device)
     with on_fakes(tracker.storages, device, tensors):
         tracker.listen()
@@ -245,7 +249,7 @@ def _told(
         note("the step")
         modules, names = Modules(model), Names()
         others = [*others, *_of_other_models(tracker.storages.reached.values())]
-        bus_seconds = tracker.follow(model, made, modules, names, step, others)
+        bus_seconds = tracker.follow(model, made, modules, names, instead or step, others)
     record = tracker.record()
     more = modules.names, modules.layers, tracker.storages.repeats.learned()
     of_step = tracker.live, tracker.peak, bus_seconds, tracker.others

@@ -71,6 +71,12 @@ class Techniques:
         return ", ".join(costs) or "none"
 
     @property
+    def changes_forward(self) -> bool:
+        """Whether a forward of the step may need less than one of an evaluation, which as built
+        keeps less."""
+        return self.loss_head or self.remat or self.within_budget or self.checkpoint
+
+    @property
     def steps_in_backward(self) -> bool:
         return self.optimizer_in_backward or self.adam_in_backward
 
