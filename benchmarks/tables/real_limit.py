@@ -14,6 +14,12 @@ METHODS = (
     "memsave_ext, moving",
 )
 OWN = ("float32", "bfloat16")  # formats that a model has without being told
+_METHODS = """\
+- Plain: fused AdamW, cross-entropy over logits.
+- torch's features: each block checkpointed, the loss in checkpointed chunks, the tutorial's fused AdamW in backward.
+- Exact: `remat(budget="auto")`, which recomputes no more than the limit asks for; the loss without logits; `AdamW(in_backward=True)`.
+- Formats: as exact, with the most exact parameters and states that fit, which the cell names.
+- Moving: as exact, with states and activations in files, and where weights do not fit, in the format that the cell names."""  # noqa: E501
 
 
 def seconds(row: Record) -> float:
@@ -54,14 +60,35 @@ def outcome(row: Record, between: str = " ") -> str:
 
 
 def real_limit_short(record: Record) -> str:
-    """For each limit and model: what each method needs, or that it does not train."""
-    lines = []
+    """For each limit the largest model that a method trains, and the time of each model's step."""
+    largest, times = [], []
     for limit, (models, methods, of) in grids(record).items():
+        size = f"{limit / GIB:g} GiB"
+        largest.append((size, *(_largest(of, method) for method in methods)))
         for model in models:
             cells = [of.get((model, method)) for method in methods]
-            texts = [outcome(row) if row else "-" for row in cells]
-            lines.append((f"{model} in {limit / GIB:g} GiB", *texts))
-    return markdown(("peak and time of a step", *methods), lines)
+            times.append((f"{model} in {size}", *(time(row) if row else "-" for row in cells)))
+    tables = [
+        markdown(("the largest that trains in", *methods), largest),
+        markdown(("time of a step", *methods), times),
+    ]
+    return "\n\n".join([*tables, _METHODS])
+
+
+def _largest(of: dict[tuple[str, str], Record], method: str) -> str:
+    rows = [row for (_, name), row in of.items() if name == method and not row.get("died", True)]
+    if not rows:
+        return "none"
+    row = max(rows, key=lambda row: row["parameters"])
+    return f"{row['model']}, {seconds(row):.0f} s"
+
+
+def time(row: Record) -> str:
+    """The time of a row's step, and what its parameters and states are kept in where that is not
+    the model's own; in brackets what is expected of one that has not run."""
+    if row.get("died", True):
+        return outcome(row)
+    return f"{seconds(row):.0f} s" + ("" if row["format"] in OWN else f", {row['format']}")
 
 
 def real_limit_table(record: Record) -> str:
@@ -86,7 +113,7 @@ def real_limit_table(record: Record) -> str:
         *("model", "limit", "method", "kept in", "needs on paper", "peak, resident"),
         *("step: processor", "wall", "losses"),
     )
-    return markdown(header, lines)
+    return f"{markdown(header, lines)}\n\n{_METHODS}"
 
 
 def _losses(losses: Iterable[float]) -> str:
@@ -113,12 +140,6 @@ def real_limit_caption(record: Record) -> str:
         "Each row is a process that may have so much private memory (`RLIMIT_DATA`), Python "
         "included; random weights. Peak: resident bytes (`VmHWM`), also of libraries' files, which "
         "the limit does not count. Time: of the processor for a step, median of the second and "
-        f"third. {brackets}Plain: fused AdamW, cross-entropy over logits. torch's features: each "
-        "block checkpointed, the loss in checkpointed chunks, the tutorial's fused AdamW in "
-        "backward. "
-        'Exact: `remat(budget="auto")`, the loss without logits, `AdamW(in_backward=True)`. '
-        "Formats: also the most exact parameters and states that fit, which the cell names. "
-        "Moving: as exact, with states and activations in files, and where weights do not fit, "
-        "with the format that the cell names. "
+        f"third. {brackets}"
         f"{'; '.join(batches)}.{mixed} {machine_line(record)}."
     )
