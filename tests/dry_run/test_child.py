@@ -154,12 +154,12 @@ def test_one_that_takes_too_long():
 
     def longer():
         child.allow(60)
-        end = time.monotonic() + 1
-        while time.monotonic() < end:
+        while time.monotonic() < begin + 3.5:
             pass
         return 1
 
-    assert in_child(longer, 0.5) == 1
+    begin = time.monotonic()
+    assert in_child(longer, 3) == 1  # on a busy machine a child begins late
 
 
 def test_what_it_notes():
