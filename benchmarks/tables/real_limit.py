@@ -14,7 +14,7 @@ METHODS = (
     "memsave_ext, moving",
 )
 OWN = ("float32", "bfloat16")  # formats that a model has without being told
-_METHODS = """\
+_EXPLAINED = """\
 - Plain: fused AdamW, cross-entropy over logits.
 - torch's features: each block checkpointed, the loss in checkpointed chunks, the tutorial's fused AdamW in backward.
 - Exact: `remat(budget="auto")`, which recomputes no more than the limit asks for; the loss without logits; `AdamW(in_backward=True)`.
@@ -72,7 +72,7 @@ def real_limit_short(record: Record) -> str:
         markdown(("the largest that trains in", *methods), largest),
         markdown(("time of a step", *methods), times),
     ]
-    return "\n\n".join([*tables, _METHODS])
+    return "\n\n".join([*tables, _EXPLAINED])
 
 
 def _largest(of: dict[tuple[str, str], Record], method: str) -> str:
@@ -113,7 +113,7 @@ def real_limit_table(record: Record) -> str:
         *("model", "limit", "method", "kept in", "needs on paper", "peak, resident"),
         *("step: processor", "wall", "losses"),
     )
-    return f"{markdown(header, lines)}\n\n{_METHODS}"
+    return f"{markdown(header, lines)}\n\n{_EXPLAINED}"
 
 
 def _losses(losses: Iterable[float]) -> str:

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from ..adam.modes import check_bool
 from ..adam.rules import rule_of
 from ..fakes.storages import CUDA_BLOCK
-from ..memory.measure import Build
 from ..remat.budget import OfDevice, parse_budget
 from ..remat.offload import Offload, check_offload
 from ..remat.recorder import Budget
@@ -23,9 +22,9 @@ from ..shared.checks import check_count
 from ..shared.device_memory import device_memory
 from ..shared.tensors import plain_tensors
 from .applied import Applied, apply, check, check_options, undone_by_errors
-from .batch import Forward, FromBatch, Loss, checked_others, from_batch, tensors_of
-from .fits import Fit, search
-from .predict import check_timeout, result_of, start
+from .batch import Forward, Loss, checked_others, from_batch, tensors_of
+from .fits import Fit, evaluation_peak, search
+from .predict import check_timeout
 from .techniques import ALL, Techniques, named
 
 # Without a budget remat has its plan from the third step on; with one it costs no more.
@@ -195,9 +194,11 @@ def fitted(
     techniques = named("fit", chosen.name)
     evaluation = None
     if techniques.changes_forward:
-        left = max(limit - found.others, 1)
-        predicts = techniques.applied(build, left, method, place)
-        evaluation = _evaluation_peak(predicts, build, device, found.others, timeout)
+        with torch.inference_mode(False), torch.enable_grad():
+            evaluation = evaluation_peak(
+                build, limit, techniques, device=device, method=method, place=place,
+                others=found.others, timeout=timeout,
+            )  # fmt: skip
     with undone_by_errors(model):
         made = apply(
             techniques, model, optimizer, limit, chosen.peak,
@@ -208,25 +209,6 @@ def fitted(
         if verbose:
             print(made, file=sys.stdout)
         return made
-
-
-def _evaluation_peak(
-    predicts: Build, build: FromBatch, device: torch.device, others: int, timeout: float | None
-) -> int | None:
-    """Returns what an evaluation of the batch needs after a step; None where that is not known.
-
-    Args:
-        predicts: builds the step, with means.
-        build: what that goes back to.
-        others: bytes of other models.
-    """
-    try:
-        with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a row of the search has had them
-            told = result_of(start(predicts, device, uses=build, evaluates=True, timeout=timeout))
-    except Exception:  # a model may do anything in eval mode
-        return None
-    return told.peak - told.others + max(told.others, others)
 
 
 def _resume_bytes(
@@ -240,17 +222,17 @@ def _resume_bytes(
         means: that are applied to model and optimizer.
         row: of these means.
     """
+    assert row.at_peak is not None
     weights = _bytes_held([*model.parameters(), *model.buffers()])
-    states = (row.at_peak or {})["optimizer"]
-    if optimizer is None or means.state_dtype is None:
-        return weights + weights + states
-    saved: int = sum(
-        p.numel() * torch.float32.itemsize * len(rule_of(group).moments)
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.requires_grad
-    )
-    return weights + weights + saved + states
+    needed = 2 * weights + row.at_peak["optimizer"]
+    if optimizer is not None and means.state_dtype is not None:
+        needed += sum(
+            p.numel() * torch.float32.itemsize * len(rule_of(group).moments)
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.requires_grad
+        )
+    return needed
 
 
 def check_request(who: str, budget: object, means: str | None) -> None:

@@ -363,6 +363,35 @@ def search(
     return Fits(rows, budget, str(device), batch, top.largest, top.hints, to, others)
 
 
+def evaluation_peak(
+    build: FromBatch,
+    budget: int,
+    techniques: Techniques,
+    *,
+    device: torch.device,
+    method: str,
+    place: Offload | None,
+    others: int,
+    timeout: float | None,
+) -> int | None:
+    """Returns what an evaluation of the batch needs after a step; None where that is not known.
+
+    Args:
+        techniques: that the step has.
+        method, place: as of :meth:`Techniques.apply`.
+        others: the least that other models take.
+    """
+    with _Predictions(
+        build, budget, device, method, place, timeout, None, (), others
+    ) as predictions:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a row of the search has had them
+                return predictions.peak(predictions.of_evaluation(techniques))
+        except Exception:  # a model may do anything in eval mode
+            return None
+
+
 class _Predictions:
     """Predicts techniques, the next ones at the same time as one that is asked for. The first one
     runs alone: the others know from it what operators do.
@@ -417,16 +446,22 @@ class _Predictions:
     def of_batch(self, techniques: Techniques, size: int | None) -> PredictedStep:
         return self._result(self._start(techniques, size))
 
+    def of_evaluation(self, techniques: Techniques) -> PredictedStep:
+        """Predicts an evaluation after a step."""
+        return self._result(self._start(techniques, None, evaluates=True))
+
     def peak(self, step: PredictedStep) -> int:
         """Returns a step's peak, with what other models take."""
         return step.peak - step.others + self.others
 
-    def _start(self, techniques: Techniques, size: int | None) -> Child[Told]:
+    def _start(
+        self, techniques: Techniques, size: int | None, *, evaluates: bool = False
+    ) -> Child[Told]:
         made = self._build if size is None else functools.partial(self._build, size)
         uses = made if isinstance(made, FromBatch) else None
         budget = max(self._budget - self.others, 1)
         made = techniques.applied(made, budget, self._method, self._place)
-        return start(made, self._device, uses=uses, timeout=self._timeout)
+        return start(made, self._device, uses=uses, evaluates=evaluates, timeout=self._timeout)
 
     def _result(self, child: Child[Told]) -> PredictedStep:
         with warnings.catch_warnings():

@@ -163,7 +163,7 @@ def run(folder, mib, resumes, limited, mapped):
     torch.save(model.state_dict(), Path(folder, f"weights {limited}"))
 
 
-def test_under_a_limit_of_the_system(tmp_path):
+def test_under_a_limit_of_the_system(tmp_path, capsys):
     """A process trains, saves and ends; another one resumes, trains and evaluates. Both may have so
     much private memory as fit was told, and what a step makes that no tensor of torch's is."""
     folder, mib = str(tmp_path), 175
@@ -171,6 +171,7 @@ def test_under_a_limit_of_the_system(tmp_path):
     call_in_a_process(run, folder, mib, False, True, False)
     with pytest.raises(Exception, match="returned non-zero"):
         call_in_a_process(run, folder, mib, True, True, False)
+    assert re.search("allocate memory|MemoryError|not enough memory", capsys.readouterr().out)
     call_in_a_process(run, folder, mib, True, True, True)
     expected, found = (torch.load(tmp_path / f"weights {limited}") for limited in (False, True))
     assert expected and all(torch.equal(expected[name], found[name]) for name in expected)
