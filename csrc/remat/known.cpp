@@ -220,14 +220,15 @@ void KnownSteps::end(std::shared_ptr<Known> step, Count::Peak& peak) {
   latest_ = std::move(step);
 }
 
-// What is known of a step that ran ahead of this one, whose times are known now.
+// What is known of a step that ran ahead of this one, whose times are known now. One that began
+// with other memory, as before an optimizer has states, is still the one for such a beginning.
 void KnownSteps::replace_ahead(Known& step) {
   if (step.is_ahead) return;
   const auto is_replaced = [&](const auto& other) {
     if (!other->is_ahead || !other->is_same(step)) return false;
     step.told |= other->told;
     keep_what_must_be_kept(other->trace, step.trace);
-    return true;
+    return other->is_as_of(step.before);
   };
   steps_.erase(std::remove_if(steps_.begin(), steps_.end(), is_replaced), steps_.end());
 }
@@ -286,8 +287,8 @@ std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64
     if (step->keys.size() < keys.size() || step->keys[keys.size() - 1] != keys.back()) continue;
     const bool is_ready = !step->plans.empty() || step->read_times();
     const int match = 16 * int(is_ready) + 8 * int(step->missing == missing) +
-                      4 * int(step->others == others) + 2 * int(!step->is_ahead) +
-                      int(step->is_as_of(before));
+                      4 * int(step->others == others) + 2 * int(step->is_as_of(before)) +
+                      int(!step->is_ahead);
     if (match < best) continue;
     best = match;
     place = &step;
@@ -330,7 +331,11 @@ std::shared_ptr<Known> KnownSteps::take_latest() {
 
 void KnownSteps::expect(std::shared_ptr<Known> step) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto is_same = [&](const auto& other) { return other->is_same(*step); };
+  // An equal model's step may have had its optimizer's states from its beginning, where this one
+  // makes them in backward.
+  const auto is_same = [&](const auto& other) {
+    return other->is_same(*step) && other->is_as_of(step->before);
+  };
   if (latest_ && is_same(latest_)) return;
   if (std::any_of(steps_.begin(), steps_.end(), is_same)) return;
   step->is_ahead = true;

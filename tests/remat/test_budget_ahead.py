@@ -242,6 +242,26 @@ def test_an_optimizer_in_backward(steps_before, runs):
     assert 0.8 < block.peak / max(block.budget, block.least) <= 1.05
 
 
+def test_a_new_optimizer_of_a_model_like_one_that_has_been_trained(runs):
+    # The former's later steps began with its states; this one makes them in its first backward.
+    def first_steps():
+        model, x = wide(8, 256), torch.randn(128, 256)
+        optimizer = ms.AdamW(model.parameters(), 1e-4, in_backward=True)
+        figures = []
+        for _ in range(3):
+            block = ms.remat(model, optimizer=optimizer, budget="8MiB")
+            step(model, lambda: model(x).square().mean(), block)
+            optimizer.step()
+            figures.append((block.least, block.peak))
+        return figures
+
+    first, second, third = (first_steps() for _ in range(3))
+    assert all(isinstance(run, int) for run in runs)
+    assert first[0][0] != first[2][0], "states change what the first step needs"
+    assert second == third
+    assert second[0] == first[0]
+
+
 def tracked(model, optimizer, x, block):
     """The peak by ``memory.track`` of a step in a block, with what the optimizer has."""
     with warnings.catch_warnings():
