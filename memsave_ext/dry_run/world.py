@@ -35,6 +35,7 @@ def on_fakes(
         counted: tensors of whose memory it is told, too.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # storages.repeats remembers more of a call for less time
     make_fit()
     swapped = swap_all(child.tensors, mode)
     for tensor in counted:

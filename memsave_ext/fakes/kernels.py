@@ -3,11 +3,13 @@ dtypes, and keep strides that a step's kernels make anew."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_impls import op_implementations_checks
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.utils._pytree import tree_iter
 
 _aten = torch.ops.aten
@@ -30,8 +32,13 @@ class _Parts(NamedTuple):
     values: Tensor
 
 
-def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator on fakes; one that asks a sparse tensor for its parts gets them."""
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plain: bool) -> Any:
+    """Runs an operator on fakes; one that asks a sparse tensor for its parts gets them.
+
+    Args:
+        plain: whether arguments are strided fake tensors without values, numbers and texts, and
+            the result is new memory or what the operator changed in place.
+    """
     packet = getattr(func, "_overloadpacket", None)
     if packet is not None and packet is _GROUPED_MM and args[0].dtype is not torch.bfloat16:
         return _grouped_mm(*args, **kwargs)
@@ -45,7 +52,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return parts.values.detach()
         if packet is _aten._nnz:
             return parts.values.shape[0]
-    result = func(*args, **kwargs)
+    result = _of_meta_kernel(func, args, kwargs) if plain and args else None
+    if result is None:
+        result = func(*args, **kwargs)
     if isinstance(result, FakeTensor) and result.layout is torch.sparse_coo:
         made = _parts_made(func, packet, args, kwargs)
         if made is not None:
@@ -53,6 +62,44 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _makes_strides(func, packet, args, kwargs):
         return _with_new_strides(result)
     return result
+
+
+@functools.cache
+def _has_meta_kernel(func: Any) -> bool:
+    """Whether torch has a compiled kernel for the meta device, and no fake one."""
+    if any(check(func) for check, _ in op_implementations_checks):
+        return False
+    # It may be behind one in Python. Results of those that are in Python alone depend on devices.
+    return "RegisterMeta" in torch._C._dispatch_dump(func.name())
+
+
+def _of_meta_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns what the kernel for the meta device makes of fakes of the CPU, None where there is
+    none. It is what the kernel on a device asks for its results' shapes and strides.
+
+    The fake mode would compute most operators by formulas in Python, which takes many times as
+    long.
+    """
+    if not _has_meta_kernel(func) or "device" in kwargs:
+        return None
+    fakes = [arg for arg in args if isinstance(arg, FakeTensor)]
+    lists = [arg for arg in args if type(arg) in (list, tuple)]
+    fakes += [part for arg in lists for part in arg if isinstance(part, FakeTensor)]
+    if not fakes or any(fake.fake_device.type != "cpu" for fake in fakes):
+        return None
+    mode = fakes[0].fake_mode
+    with in_kernel_invocation_manager(mode):
+        result = func(*args, **kwargs)
+    if isinstance(result, Tensor):
+        return _as_fake(result, mode)
+    if type(result) in (list, tuple):
+        return type(result)(_as_fake(part, mode) for part in result)
+    return None
+
+
+def _as_fake(result: Any, mode: Any) -> Any:
+    is_made = isinstance(result, Tensor) and not isinstance(result, FakeTensor)
+    return FakeTensor(mode, result, torch.device("cpu")) if is_made else result
 
 
 def _makes_strides(func: Any, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

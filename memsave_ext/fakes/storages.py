@@ -86,7 +86,7 @@ class Storages(TorchDispatchMode):
             result, made, costs = repeated
         else:
             try:
-                result = kernels.run(func, args, kwargs)
+                result = kernels.run(func, args, kwargs, plain=call is not None)
             except Exception as error:
                 self.failed = error
                 raise
