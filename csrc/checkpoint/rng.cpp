@@ -47,7 +47,7 @@ RngState::RngState() : cpu_(Cpu::current()), graph_(GraphRng::current()) {
   if (!graph_) cuda_ = current_cuda();
 }
 
-void RngState::restore() const {
+void RngState::restore(const std::vector<Philox>& present) const {
   {
     auto* generator = cpu_generator();
     const std::lock_guard<std::mutex> lock(generator->mutex_);
@@ -55,7 +55,10 @@ void RngState::restore() const {
     generator->set_next_float_normal_sample(cpu_.next_float);
     generator->set_next_double_normal_sample(cpu_.next_double);
   }
-  for (const auto& device : cuda_) {
+  for (size_t i = 0; i < cuda_.size(); ++i) {
+    const Philox& device = cuda_[i];
+    // Each question and each change asks the driver whether a graph is captured.
+    if (i < present.size() && device == present[i]) continue;
     at::Generator generator = device.generator;
     const std::lock_guard<std::mutex> lock(generator.mutex());
     generator.set_current_seed(device.seed);
@@ -81,7 +84,7 @@ RngGuard::RngGuard(const RngState& state) {
       ", where it would draw others. Capture forward and backward in one graph "
       "(torch.cuda.make_graphed_callables makes two), or draw no random numbers in the region.");
   if (captured) graph_.emplace(*state.graph_);
-  state.restore();
+  state.restore(outer_.cuda_);
 }
 
 #ifndef MEMSAVE_EXT_WITH_CUDA

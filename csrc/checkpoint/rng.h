@@ -44,9 +44,9 @@ class GraphRngScope {
 };
 
 // The present states. CPU: the Mersenne Twister itself (2.5 KB, no tensor). CUDA: seed and offset
-// of the Philox generator, 16 bytes for every device, read without synchronising: it is the host's,
-// and asks the driver nothing, not even which devices have a context. While a CUDA graph is
-// captured, the place in it instead: no other device can draw.
+// of the Philox generator, 16 bytes for every device, read without synchronising: it is the host's.
+// Torch asks the driver each time whether a graph is captured. While one is, the place in it
+// instead: no other device can draw.
 class RngState {
  public:
   RngState();
@@ -68,9 +68,14 @@ class RngState {
     at::Generator generator;
     uint64_t seed;
     uint64_t offset;
+
+    bool operator==(const Philox& other) const {
+      return generator == other.generator && seed == other.seed && offset == other.offset;
+    }
   };
   static std::vector<Philox> current_cuda();
-  void restore() const;  // all but the place in a graph
+  // All but the place in a graph. `present`: the CUDA states, where they are known.
+  void restore(const std::vector<Philox>& present = {}) const;
 
   Cpu cpu_;
   std::optional<GraphRng> graph_;

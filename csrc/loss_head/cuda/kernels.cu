@@ -220,7 +220,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Storage>)
   if (token >= chunk.tokens) return;  // alone: there is no barrier
   const R row(chunk, token);
   const int thread = alone ? lane : threadIdx.x, threads = warps * kWarp;
+  T* const to = static_cast<T*>(sums) + token;
   Reduced<Storage> value = {lowest<T>(), 0, 0};
+  // That of the logits before: read here, beside the first of these.
+  if (thread == 0) value = {to[0], to[chunk.tokens], to[2 * chunk.tokens]};
   for_vectors<R::kUnroll>(thread, row.vectors, threads, [&](auto unroll, int64_t i) {
     const typename R::template Vectors<unroll> x(row, i, threads);
 #pragma unroll
@@ -258,14 +261,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Storage>)
     value = reduce_warp(value);
   }
   if (lane != 0) return;
-  T* const to = static_cast<T*>(sums) + token;
-  Reduced<Storage> all = {to[0], to[chunk.tokens], to[2 * chunk.tokens]};
-  const T larger = std::fmax(all.maximum, value.maximum);
-  all.raise(larger);
-  value.raise(larger);
-  to[0] = larger;
-  to[chunk.tokens] = all.sum + value.sum;
-  to[2 * chunk.tokens] = all.dot + value.dot;
+  to[0] = value.maximum;
+  to[chunk.tokens] = value.sum;
+  to[2 * chunk.tokens] = value.dot;
 }
 
 // What the gradient of a token's logits is made of.
