@@ -20,13 +20,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = {"address": "-fsanitize=address,undefined", "thread": "-fsanitize=thread"}
 LIBRARIES = {"address": ["libasan.so", "libubsan.so"], "thread": ["libtsan.so"]}
-CHECKPOINT = ["", "_state", "_errors", "_function", "_function_state", "_function_errors"]
-ADAM = ["", "_in_backward", "_hooks", "_modes", "_rounding", "_states", "_clipping", "_folding"]
+# By room, as test_NAME.py.
 TESTS = {
-    "checkpoint": CHECKPOINT,
-    "batch_norm": ["", "_numerics", "_once", "_errors"],
-    "adam": [*ADAM, "_loss_scaling", "_op"],
-    "memory": ["", "_account"],
+    "checkpoint": "checkpoint checkpoint_state checkpoint_errors checkpoint_function "
+    "checkpoint_function_state checkpoint_function_errors",
+    "batch_norm": "batch_norm batch_norm_numerics batch_norm_once batch_norm_errors",
+    "adam": "adam adam_in_backward adam_hooks adam_modes adam_rounding adam_states adam_clipping "
+    "adam_folding adam_loss_scaling adam_op states_on_folder",
+    "loss_head": "loss loss_autograd",
+    "remat": "remat remat_backward remat_blocks remat_repeated budget offload retry",
+    "memory": "memory memory_account",
+    "dry_run": "child tensors",
 }
 # AddressSanitizer keeps freed memory for a while, which that test would take for growth.
 # The threads of OpenMP have an order that ThreadSanitizer does not see.
@@ -94,7 +98,7 @@ def test(kind: str, folder: Path) -> int:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["--rootdir", str(ROOT), "-k", EXPRESSION[kind]]
     command += [
-        str(ROOT / f"tests/{room}/test_{room}{name}.py") for room in TESTS for name in TESTS[room]
+        str(ROOT / f"tests/{room}/test_{name}.py") for room in TESTS for name in TESTS[room].split()
     ]
     if kind == "thread" and shutil.which("setarch"):
         # Its shadow memory needs addresses where they used to be.

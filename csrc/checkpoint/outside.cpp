@@ -1,5 +1,6 @@
 #include "checkpoint/outside.h"
 
+#include <c10/util/hash.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -94,6 +95,10 @@ const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return is_wrapper(tensor) ? nullptr : tensor.storage().unsafeGetStorageImpl();
 }
 
+WeakStorage weak_storage_of(const at::Tensor& tensor) {
+  return weak_storage(is_wrapper(tensor) ? at::Tensor() : tensor);
+}
+
 void walk(const std::vector<PyObject*>& roots, TensorWalk& tensors) {
   for (PyObject* root : roots) tensors.visit(root);
 }
@@ -107,7 +112,8 @@ void add_change(PyObject* object, const std::string& name, std::optional<uint32_
           .attr("change")(py::handle(object), name, before, version_of(tensor), by_forward);
   if (change.is_none()) return;
   const auto range = is_wrapper(tensor) ? ByteRange{0, 0} : ByteRange::of(tensor);
-  changed.push_back({tensor.unsafeGetTensorImpl(), storage_of(tensor), range, py::str(change)});
+  changed.push_back(
+      {tensor.unsafeGetTensorImpl(), weak_storage_of(tensor), range, py::str(change)});
 }
 
 thread_local ReadObserver* observer = nullptr;  // the innermost of this thread
@@ -129,13 +135,21 @@ bool writes(const at::RecordFunction& operator_, size_t argument) {
 
 void TensorWalk::visit(PyObject* object, PyObject* key, Py_ssize_t index) {
   if (object == nullptr || path_.size() > rules().deepest) return;
-  path_.push_back({key, index});
+  path_.push_back({key, index, place_inside(key, index)});
   if (THPVariable_Check(object)) {
     visitor_(object);
   } else {
     visit_inside(object);
   }
   path_.pop_back();
+}
+
+size_t TensorWalk::place_inside(PyObject* key, Py_ssize_t index) {
+  if (path_.empty()) return ++roots_;
+  if (key == nullptr) return c10::get_hash(path_.back().place, index);
+  const Py_hash_t hash = PyObject_Hash(key);
+  if (hash == -1) PyErr_Clear();
+  return c10::get_hash(path_.back().place, hash);
 }
 
 void TensorWalk::visit_inside(PyObject* object) {
@@ -220,7 +234,7 @@ void TensorWalk::visit_function(PyObject* function) {
 
 std::string TensorWalk::name() const {
   std::string name;
-  for (const auto& [key, index] : path_) {
+  for (const auto& [key, index, place] : path_) {
     if (index >= 0) name += "[" + std::to_string(index) + "]";
     if (key == nullptr) continue;
     if (!name.empty()) name += ".";
@@ -229,10 +243,8 @@ std::string TensorWalk::name() const {
   return name;
 }
 
-OutsideTensors::Noted OutsideTensors::Noted::of(const at::Tensor& tensor) {
-  return {tensor.unsafeGetTensorImpl(),
-          is_wrapper(tensor) ? weak_storage(at::Tensor()) : weak_storage(tensor),
-          version_of(tensor), false};
+OutsideTensors::Noted OutsideTensors::Noted::of(const at::Tensor& tensor, size_t place) {
+  return {tensor.unsafeGetTensorImpl(), weak_storage_of(tensor), version_of(tensor), place, false};
 }
 
 bool OutsideTensors::Noted::is(const at::Tensor& other) const {
@@ -244,54 +256,73 @@ bool OutsideTensors::Noted::is_as_it_was(const at::Tensor& other) const {
   return is(other) && version == version_of(other);
 }
 
+const OutsideTensors::Noted* OutsideTensors::Cursor::at(size_t place) {
+  if (next_ == noted_.size() || noted_[next_].place != place) {
+    const auto found = std::find_if(noted_.begin(), noted_.end(),
+                                    [&](const Noted& noted) { return noted.place == place; });
+    if (found == noted_.end()) return nullptr;
+    next_ = found - noted_.begin();
+  }
+  return &noted_[next_++];
+}
+
+const OutsideTensors::Noted* OutsideTensors::find(const at::Tensor& tensor) const {
+  const auto found = std::find_if(noted_.begin(), noted_.end(),
+                                  [&](const Noted& noted) { return noted.is(tensor); });
+  return found == noted_.end() ? nullptr : &*found;
+}
+
 void OutsideTensors::note(const std::vector<PyObject*>& roots) {
-  TensorWalk tensors(
-      [&](PyObject* tensor) { noted_.push_back(Noted::of(THPVariable_Unpack(tensor))); });
+  TensorWalk tensors([&](PyObject* tensor) {
+    noted_.push_back(Noted::of(THPVariable_Unpack(tensor), tensors.place()));
+  });
   walk(roots, tensors);
 }
 
 void OutsideTensors::leave_out_changes_of_forward(const std::vector<PyObject*>& roots) {
-  size_t index = 0;
+  Cursor before(noted_);
+  size_t same_until = 0;  // most forwards change nothing
+  std::vector<Noted> now;
   TensorWalk tensors([&](PyObject* object) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
-    if (index == noted_.size()) {  // it was made by the forward
-      noted_.push_back(Noted::of(tensor));
-      same_places_ = false;
-    }
-    if (!noted_[index].is_as_it_was(tensor)) noted_[index].changed_by_forward = true;
-    ++index;
+    const Noted* const there = before.at(tensors.place());
+    const Noted* const same = there != nullptr && there->is(tensor) ? there : find(tensor);
+    const bool is_same = same != nullptr && same == there && same->is_as_it_was(tensor);
+    if (is_same && now.empty() && same == &noted_[same_until]) return void(++same_until);
+    if (now.empty()) now.assign(noted_.begin(), noted_.begin() + same_until);
+    now.push_back(Noted::of(tensor, tensors.place()));
+    now.back().changed_by_forward =
+        same == nullptr ? there != nullptr : !same->is_as_it_was(tensor);
   });
   walk(roots, tensors);
-  same_places_ = same_places_ && index == noted_.size();
+  if (now.empty()) {
+    noted_.erase(noted_.begin() + same_until, noted_.end());
+  } else {
+    noted_ = std::move(now);
+  }
 }
 
 std::vector<ChangedTensor> OutsideTensors::find_changed(const std::vector<PyObject*>& roots) const {
   std::vector<ChangedTensor> changed;
-  bool same_places = same_places_;
-  size_t index = 0;
+  Cursor before(noted_);
   TensorWalk tensors([&](PyObject* object) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
-    const bool known = same_places && index < noted_.size();
-    const Noted* noted = known ? &noted_[index++] : nullptr;
-    if (noted != nullptr && noted->changed_by_forward && tensors.is_buffer()) {
-      return add_change(object, tensors.name(), noted->version, true, changed);
-    }
-    if (noted != nullptr && (noted->changed_by_forward || noted->is_as_it_was(tensor))) return;
-    if (noted == nullptr || !noted->is(tensor)) {
-      const auto same = std::find_if(noted_.begin(), noted_.end(),
-                                     [&](const Noted& other) { return other.is(tensor); });
-      noted = same == noted_.end() ? nullptr : &*same;
-    }
-    if (noted != nullptr) {
-      if (noted->changed_by_forward || noted->is_as_it_was(tensor)) return;
-      add_change(object, tensors.name(), noted->version, false, changed);
+    const Noted* const there = before.at(tensors.place());
+    const auto add = [&](std::optional<uint32_t> version, bool by_forward) {
+      add_change(object, tensors.name(), version, by_forward, changed);
+    };
+    if (there != nullptr && there->changed_by_forward) {
+      if (tensors.is_buffer()) add(there->version, true);
       return;
     }
-    if (!known || is_wrapper(tensor)) return;
-    const Noted& before = noted_[index - 1];
-    const auto* storage = before.storage._unsafe_get_target();
-    if (storage == nullptr || storage == storage_of(tensor)) return;
-    add_change(object, tensors.name(), std::nullopt, false, changed);
+    const Noted* const same = there != nullptr && there->is(tensor) ? there : find(tensor);
+    if (same != nullptr) {
+      if (!same->changed_by_forward && !same->is_as_it_was(tensor)) add(same->version, false);
+      return;
+    }
+    if (there == nullptr || is_wrapper(tensor)) return;
+    const auto* storage = there->storage._unsafe_get_target();
+    if (storage != nullptr && storage != storage_of(tensor)) add(std::nullopt, false);
   });
   walk(roots, tensors);
   return changed;
@@ -354,7 +385,7 @@ void ReadObserver::look(const at::RecordFunction& operator_, size_t argument,
   const std::string* change = nullptr;
   for (const auto& changed : changed_) {
     const bool same = storage == nullptr ? changed.tensor == tensor.unsafeGetTensorImpl()
-                                         : changed.storage == storage &&
+                                         : changed.storage._unsafe_get_target() == storage &&
                                                changed.range.overlaps(ByteRange::of(tensor));
     if (same) change = &changed.description;
   }

@@ -34,6 +34,8 @@ class TensorWalk {
   void visit(PyObject* object, PyObject* key = nullptr, Py_ssize_t index = -1);
   // Where the tensor that is being visited was found: "linear.weight" or "mask[0]".
   std::string name() const;
+  // A hash of the way to it: where a later walk finds a tensor by the same way, it is the same.
+  size_t place() const { return path_.back().place; }
   // Whether it is a module's buffer.
   bool is_buffer() const { return is_buffer_; }
 
@@ -42,6 +44,7 @@ class TensorWalk {
   struct Step {
     PyObject* key;
     Py_ssize_t index;
+    size_t place;
   };
 
   void visit_inside(PyObject* object);
@@ -51,14 +54,19 @@ class TensorWalk {
   void visit_function(PyObject* function);
 
   Visitor visitor_;
+  size_t place_inside(PyObject* key, Py_ssize_t index);
+
   bool is_buffer_ = false;
+  size_t roots_ = 0;
   std::unordered_set<PyObject*> visited_;
   std::vector<Step> path_;
 };
 
 struct ChangedTensor {
-  const c10::TensorImpl* tensor;    // set where it has no storage of its own
-  const c10::StorageImpl* storage;  // set otherwise
+  const c10::TensorImpl* tensor;
+  // None where it has none of its own. A recompute may put another tensor in this one's place,
+  // which frees it: the weak reference keeps its address from being used again.
+  WeakStorage storage;
   ByteRange range;
   std::string description;
 };
@@ -68,8 +76,8 @@ class OutsideTensors {
   // All need the GIL. `roots` are the function and what it is called with.
   // Notes, before the forward, identity, storage and version of every tensor reached from `roots`.
   void note(const std::vector<PyObject*>& roots);
-  // After the forward: forgets the tensors that the forward itself has changed, but for buffers,
-  // which the recompute would find changed.
+  // After the forward: notes the tensors as they are now, and which of them the forward itself has
+  // changed. These are left out, but for buffers, which the recompute would find changed.
   void leave_out_changes_of_forward(const std::vector<PyObject*>& roots);
   // The tensors that are no longer as noted.
   std::vector<ChangedTensor> find_changed(const std::vector<PyObject*>& roots) const;
@@ -79,15 +87,28 @@ class OutsideTensors {
     const c10::TensorImpl* tensor;  // only compared, may be dangling
     WeakStorage storage;
     uint32_t version;
-    bool changed_by_forward;
+    size_t place;
+    bool changed_by_forward;  // and not made by it, where there was none
 
-    static Noted of(const at::Tensor& tensor);
+    static Noted of(const at::Tensor& tensor, size_t place);
     bool is(const at::Tensor& tensor) const;
     bool is_as_it_was(const at::Tensor& tensor) const;
   };
+  // Finds what was noted at places, which a walk visits in the order in which they were noted, but
+  // for what has come or gone in between.
+  class Cursor {
+   public:
+    explicit Cursor(const std::vector<Noted>& noted) : noted_(noted) {}
+    const Noted* at(size_t place);
+
+   private:
+    const std::vector<Noted>& noted_;
+    size_t next_ = 0;
+  };
+
+  const Noted* find(const at::Tensor& tensor) const;
 
   std::vector<Noted> noted_;
-  bool same_places_ = true;  // whether the forward left every tensor where it was reached from
 };
 
 // A read, by one of the recompute's operators, of a tensor that had changed.

@@ -93,10 +93,11 @@ def checkpoint(
             that its graph saves, or that stand in its arguments, its closure or the globals it
             names, nested in tuples, lists, dicts, dataclasses, modules' parameters, buffers and
             attributes and functools.partial; containers of more than 1000 elements and what
-            compiled code reads are not looked at), by another object in such a place, or by a step
-            of this package's optimizers. What the function changes by itself is left out, but for
-            buffers: those that it changes and then reads, as torch's spectral_norm does in
-            training, raise; norms in training do not read theirs. "none" checks nothing.
+            compiled code reads are not looked at), by another object in such a place, also where
+            the forward made the first one, or by a step of this package's optimizers. What the
+            function changes by itself is left out, but for buffers: those that it changes and then
+            reads, as torch's spectral_norm does in training, raise; norms in training do not read
+            theirs. "none" checks nothing.
         early_stop: end a recompute at the last tensor that is needed. Short tails are run to their
             end, which is cheaper than stopping.
             ``torch.utils.checkpoint.set_checkpoint_early_stop`` overrides it.

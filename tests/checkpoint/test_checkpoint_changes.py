@@ -225,7 +225,71 @@ def test_a_buffer_that_the_forward_changes_and_reads(spectral_norm):
     assert_equal(grads, [p.grad for p in (x, *model.parameters())])
 
 
+class Table(nn.Module):
+    """Makes a table of its own when it first needs one, or a longer one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if len(getattr(self, "table", ())) < len(x):
+            self.table = torch.linspace(0, 1, len(x))[:, None]
+        return self.layer(x * self.table[: len(x)]).sin()
+
+
+def test_an_attribute_that_the_forward_made_and_another_call_replaced():
+    model, x = Table(), leaf(3, 4)
+    out = ms.checkpoint(model, x)
+    torch.autograd.grad(out.sum(), x, retain_graph=True)
+    model(torch.ones(5, 4))
+    with pytest.raises(ms.CheckpointError, match=r"table \(shape \[5, 1\].*replaced.*read by aten"):
+        out.sum().backward()
+
+
+def test_an_attribute_that_another_region_made():
+    class Reads(nn.Module):
+        def __init__(self, first):
+            super().__init__()
+            self.first = first
+
+        def forward(self, x):
+            self.kept = x.detach()  # new in this module, beside what it reads
+            return (x * self.first.table).sin()
+
+    first, x = Table(), leaf(3, 4)
+    second = Reads(first)
+    out = ms.checkpoint(second, ms.checkpoint(first, x))
+    torch.autograd.grad(out.sum(), x, retain_graph=True)
+    first.table = torch.zeros(3, 1)
+    with pytest.raises(ms.CheckpointError, match=r"first.table \(shape.*replaced.*read by"):
+        out.sum().backward()
+
+
 # What must go on working.
+
+
+def test_an_attribute_that_each_call_makes_anew():
+    """The recompute frees the one of a later call, and what it makes next may lie there."""
+
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            self.kept = self.layer(x) * 2
+            return (self.layer(x).sin() * self.kept).tanh()
+
+    x = leaf(64, 4)
+    for _ in range(20):
+        model = Keeps()
+        expected = torch.autograd.grad(model(x).sum(), x)
+        del model.kept
+        out = ms.checkpoint(model, x)
+        with torch.no_grad():
+            model(x)
+        assert_equal(expected, torch.autograd.grad(out.sum(), x))
 
 
 def test_running_statistics_may_move():

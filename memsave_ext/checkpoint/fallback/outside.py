@@ -23,7 +23,8 @@ from .stepped import ByteRange, Pending
 
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))  # names that torch gives to every module's
 
-Visitor = Callable[[Tensor, str, bool], None]  # with its name, and whether it is a buffer
+Place = tuple[int, str]  # the root that leads to it, and its name from there
+Visitor = Callable[[Tensor, Place, bool], None]  # with its place, and whether it is a buffer
 
 
 def walk(roots: Iterable[Any], visitor: Visitor) -> None:
@@ -33,15 +34,15 @@ def walk(roots: Iterable[Any], visitor: Visitor) -> None:
     """
     visited: set[int] = set()
     with torch._C.DisableTorchFunctionSubclass():
-        for root in roots:
-            _walk(root, visitor, visited, "", 0)
+        for number, root in enumerate(roots):
+            _walk(root, visitor, visited, (number, ""), 0)
 
 
 def _walk(
     value: Any,
     visitor: Visitor,
     visited: set[int],
-    name: str,
+    place: Place,
     depth: int,
     is_buffer: bool = False,
 ) -> None:
@@ -54,13 +55,14 @@ def _walk(
         visited.add(id(value))
 
     def visit(child: Any, key: object = None, index: int = -1, is_buffer: bool = False) -> None:
+        root, name = place
         path = f"{name}[{index}]" if index >= 0 else name
         if key is not None:
             path = f"{path}.{key}" if path else str(key)
-        _walk(child, visitor, visited, path, depth + 1, is_buffer)
+        _walk(child, visitor, visited, (root, path), depth + 1, is_buffer)
 
     if isinstance(value, Tensor):
-        visitor(value, name, is_buffer)
+        visitor(value, place, is_buffer)
     elif isinstance(value, (tuple, list)):
         if len(value) <= rules.LARGEST:
             for i, item in enumerate(value):
@@ -113,6 +115,10 @@ def storage_address(tensor: Tensor) -> int | None:
     return None if _is_wrapper(tensor) else tensor.untyped_storage()._cdata
 
 
+def _storage_of(tensor: Tensor) -> StorageWeakRef | None:
+    return None if _is_wrapper(tensor) else StorageWeakRef(tensor.untyped_storage())
+
+
 def version_of(tensor: Tensor) -> int:
     """The version counter; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version
@@ -123,12 +129,11 @@ class _Noted:
     tensor: int  # its id
     storage: StorageWeakRef | None  # a weak reference: the number is not given to another storage
     version: int
-    changed_by_forward: bool = False
+    changed_by_forward: bool = False  # and not made by it, where there was none
 
     @staticmethod
     def of(tensor: Tensor) -> _Noted:
-        storage = None if _is_wrapper(tensor) else StorageWeakRef(tensor.untyped_storage())
-        return _Noted(id(tensor), storage, version_of(tensor))
+        return _Noted(id(tensor), _storage_of(tensor), version_of(tensor))
 
     def is_(self, tensor: Tensor) -> bool:
         before = None if self.storage is None else self.storage.cdata
@@ -141,7 +146,7 @@ class _Noted:
 @dataclass
 class ChangedTensor:
     tensor: int
-    storage: int | None
+    storage: StorageWeakRef | None  # a recompute may put another in its place, which frees it
     range: ByteRange
     description: str
 
@@ -150,61 +155,58 @@ class OutsideTensors:
     """``roots`` are what the function is called with, and the function itself."""
 
     def __init__(self) -> None:
-        self._noted: list[_Noted] = []
-        self._same_places = True  # before and after the forward
+        self._noted: dict[Place, _Noted] = {}
 
     def note(self, roots: Iterable[Any]) -> None:
-        walk(roots, lambda tensor, *_: self._noted.append(_Noted.of(tensor)))
+        def see(tensor: Tensor, place: Place, _: bool) -> None:
+            self._noted[place] = _Noted.of(tensor)
+
+        walk(roots, see)
 
     def leave_out_changes_of_forward(self, roots: Iterable[Any]) -> None:
-        index = 0
+        now: dict[Place, _Noted] = {}
 
-        def compare(tensor: Tensor, _: str, __: bool) -> None:
-            nonlocal index
-            if index == len(self._noted):  # made by the forward
-                self._noted.append(_Noted.of(tensor))
-                self._same_places = False
-            if not self._noted[index].is_as_it_was(tensor):
-                self._noted[index].changed_by_forward = True
-            index += 1
+        def compare(tensor: Tensor, place: Place, _: bool) -> None:
+            noted = now[place] = _Noted.of(tensor)
+            same = self._find(tensor, place)
+            noted.changed_by_forward = (
+                place in self._noted if same is None else not same.is_as_it_was(tensor)
+            )
 
         walk(roots, compare)
-        self._same_places = self._same_places and index == len(self._noted)
+        self._noted = now
+
+    def _find(self, tensor: Tensor, place: Place) -> _Noted | None:
+        there = self._noted.get(place)
+        if there is not None and there.is_(tensor):
+            return there
+        return next((noted for noted in self._noted.values() if noted.is_(tensor)), None)
 
     def find_changed(self, roots: Iterable[Any]) -> list[ChangedTensor]:
         changed: list[ChangedTensor] = []
-        index = 0
 
-        def compare(tensor: Tensor, name: str, is_buffer: bool) -> None:
-            nonlocal index
-            before: int | None  # its version; None: there was another tensor
-            by_forward = False
-            there = None  # what the forward had at this place
-            if self._same_places and index < len(self._noted):
-                there = self._noted[index]
-                index += 1
-                by_forward = there.changed_by_forward
-                if by_forward and not is_buffer:
-                    return
-            known = there
-            if not by_forward and (known is None or not known.is_(tensor)):
-                known = next((noted for noted in self._noted if noted.is_(tensor)), None)
+        def compare(tensor: Tensor, place: Place, is_buffer: bool) -> None:
+            there = self._noted.get(place)
+            by_forward = there is not None and there.changed_by_forward
+            before: int | None = None  # its version; None: there was another tensor
             if by_forward:
-                before = None
-            elif known is not None:
-                if known.changed_by_forward or known.is_as_it_was(tensor):
+                if not is_buffer:
                     return
-                before = known.version
-            else:
-                if there is None or there.storage is None or _is_wrapper(tensor):
+            elif (same := self._find(tensor, place)) is not None:
+                if same.changed_by_forward or same.is_as_it_was(tensor):
                     return
-                if there.storage.cdata == storage_address(tensor):
-                    return
-                before = None
+                before = same.version
+            elif (
+                there is None
+                or there.storage is None
+                or there.storage.cdata == storage_address(tensor)
+                or _is_wrapper(tensor)
+            ):
+                return
             range_ = ByteRange(0, 0) if _is_wrapper(tensor) else ByteRange.of(tensor)
-            what = rules.change(tensor, name, before, version_of(tensor), by_forward)
+            what = rules.change(tensor, place[1], before, version_of(tensor), by_forward)
             if what is not None:
-                changed.append(ChangedTensor(id(tensor), storage_address(tensor), range_, what))
+                changed.append(ChangedTensor(id(tensor), _storage_of(tensor), range_, what))
 
         walk(roots, compare)
         return changed
@@ -248,9 +250,13 @@ class ReadObserver(TorchDispatchMode):
         storage, change = storage_address(tensor), ""
         for changed in self._changed:
             if storage is None:
-                same = changed.tensor == id(tensor)
+                same = changed.storage is None and changed.tensor == id(tensor)
             else:
-                same = changed.storage == storage and changed.range.overlaps(ByteRange.of(tensor))
+                same = (
+                    changed.storage is not None
+                    and changed.storage.cdata == storage
+                    and changed.range.overlaps(ByteRange.of(tensor))
+                )
             if same:
                 change = changed.description
         position = None
