@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
 # Build, test and measure on a machine with a CUDA torch; nothing is installed there.
 #
-#   benchmarks/gpu.sh a            build, report, check, tests of the GPU, kernels
-#   benchmarks/gpu.sh b            compute-sanitizer and ncu over our kernels, remat
-#   benchmarks/gpu.sh c            whole training steps, and the largest tensors
+#   benchmarks/gpu.sh a            build, report, check, tests of the GPU, Adam's kernels
+#   benchmarks/gpu.sh b            batch norm, loss head, remat with budgets, a ViT-L/16
+#   benchmarks/gpu.sh c            compute-sanitizer and ncu over our kernels
 #   benchmarks/gpu.sh SET|PART...  other sets, or parts; the build comes first by itself
 #   benchmarks/gpu.sh --list       what there is, with the seconds each may take
 #   benchmarks/gpu.sh --dry-run ...  prints the commands, and runs none
 #
-# The build is packed in $OUT/built-....tar.gz, named after its sources. A later call, in a fresh tree
-# with the same ones, takes it from there or from $BUILT and compiles nothing. Each set ends within ten minutes. A part that fails or hangs does not stop the next one, but the
-# script then exits non-zero. In $OUT (default benchmarks/out/gpu) it leaves gpu.log,
-# gpu-results.tar.gz with the records of the benchmarks, for benchmarks/results, and the build.
+# The first three end within eight minutes each, the others within ten. The build is packed into
+# $BUILT, by default a file of benchmarks/out that is named after its sources. A later call, also in
+# another tree with the same ones, takes it from there and compiles nothing. A part that fails or
+# hangs does not stop the next one, but the script then exits non-zero. In $OUT (default
+# benchmarks/out/gpu) it leaves gpu.log and gpu-results.tar.gz with the records of the benchmarks,
+# for benchmarks/results.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -20,20 +22,22 @@ PYTHON=${PYTHON:-python3}
 OUT=${OUT:-benchmarks/out/gpu}
 RECORDS=$OUT/records
 LOG=$OUT/gpu.log
-SOURCES=$(find csrc tools setup.py -type f 2>/dev/null | LC_ALL=C sort | xargs -d '\n' cat /dev/null | sha256sum)
-BUILT=${BUILT:-$OUT/built-${SOURCES:0:12}.tar.gz}
+SOURCES=$(find csrc tools setup.py memsave_ext \( -path 'memsave_ext/*.py' -o -path '*/__pycache__/*' \) \
+  -prune -o -type f ! -name '*.so' ! -name '_build_info.json' -print 2>/dev/null |
+  LC_ALL=C sort | xargs -d '\n' cat /dev/null | sha256sum)
+BUILT=${BUILT:-benchmarks/out/built-${SOURCES:0:12}.tar.gz}
 DRY=
 BANDWIDTH=
 failed=() skipped=()
 
 # What a part runs: its limit in seconds, and what it is for.
 declare -A LIMIT=(
-  [build]=140 [report]=20 [check]=60 [copy]=20 [tests]=130 [adam]=55 [batch_norm]=55
-  [loss_head]=60 [checkpoint]=55 [ncu]=90 [adam_host]=35 [adam_memory]=35 [densenet]=45
+  [build]=140 [report]=20 [check]=60 [copy]=20 [tests]=150 [adam]=60 [batch_norm]=60
+  [loss_head]=70 [checkpoint]=55 [ncu]=80 [adam_host]=35 [adam_memory]=45 [densenet]=45
   [suite]=240 [python]=60 [blocking]=110 [cpu_build]=140 [overhead]=30
-  [memcheck]=120 [racecheck]=100 [initcheck]=100 [synccheck]=60
+  [memcheck]=90 [racecheck]=80 [initcheck]=100 [synccheck]=50
   [sizes]=160 [data_parallel]=100 [largest_model]=150 [adam_modes]=110 [threads]=20 [distributed]=60
-  [remat]=60
+  [remat]=110
 )
 declare -A ABOUT=(
   [build]="compile for this GPU" [report]="what was built, and a kernel of it"
@@ -58,17 +62,18 @@ declare -A ABOUT=(
   [data_parallel]="the original table: DenseNet at batch 4, 256 and 512"
   [largest_model]="largest ViT in 16 GB" [adam_modes]="every mode: error, time, bytes"
   [threads]="several Python threads on the CPU" [distributed]="two processes, by gloo"
-  [remat]="rematerialization beside torch's checkpoints"
+  [remat]="rematerialization, also within budgets, beside torch's checkpoints"
 )
 declare -A SETS=(
-  [a]="report check copy tests adam batch_norm loss_head"
-  [b]="memcheck racecheck synccheck ncu remat"
-  [c]="overhead adam_memory densenet sizes largest_model"
+  [a]="report check copy tests adam"
+  [b]="copy batch_norm loss_head remat adam_memory"
+  [c]="memcheck racecheck synccheck ncu"
   [second]="report suite blocking python"
-  [big]="data_parallel checkpoint adam_host"
+  [training]="overhead densenet largest_model checkpoint adam_host"
+  [big]="sizes data_parallel"
   [more]="cpu_build adam_modes distributed threads initcheck"
 )
-ORDER="a b c second big more"
+ORDER="a b c second training big more"
 
 list() {
   local set part total
@@ -96,7 +101,7 @@ run() {
   # A progress bar rewrites its line: keep what it showed last.
   sed 's/.*\r//' "$OUT/part.log" | tee -a "$LOG" | tail -n "${LINES_SHOWN:-40}"
   rm -f "$OUT/part.log"
-  say "== $name: exit $status after $((SECONDS - start)) s"
+  say "== $name: exit $status after $((SECONDS - start)) s of ${LIMIT[$name]}"
   ((status == 0)) || failed+=("$name")
   return "$status"
 }
@@ -123,7 +128,10 @@ record() { # record NAME SCRIPT ARGUMENTS...
 }
 
 # A tool of CUDA, where it is installed.
-tool_of_cuda() { command -v "$1" || ls "${CUDA_HOME:-/usr/local/cuda}/bin/$1" 2>/dev/null; }
+tool_of_cuda() {
+  command -v "$1" || ls "${CUDA_HOME:-/usr/local/cuda}/bin/$1" 2>/dev/null ||
+    compgen -G "/opt/nvidia/nsight-compute/*/$1" | LC_ALL=C sort -V | tail -n 1 | grep .
+}
 
 skip() { # skip NAME WHY
   say "== $1: skipped, $2"
@@ -164,10 +172,13 @@ part_build() {
     tar -xzf "$BUILT" && say "== build: taken from $BUILT" && return
   fi
   run build env MEMSAVE_EXT_CUDA=1 "$PYTHON" setup.py -q build_ext --inplace || return
-  if built_files >/dev/null 2>&1; then built_files | tar -czf "$BUILT" -T -; fi
+  if built_files >/dev/null 2>&1 && mkdir -p "$(dirname "$BUILT")"; then
+    built_files | tar -czf "$BUILT" -T - || say "== build: not packed into $BUILT"
+  fi
+  return 0
 }
 part_report() { run report "$PYTHON" -m memsave_ext.report; }
-part_check() { run check "$PYTHON" -m memsave_ext.check --json "$RECORDS/check.json"; }
+part_check() { run check "$PYTHON" -m memsave_ext.check --device cuda --json "$RECORDS/check.json"; }
 part_copy() {
   run copy "$PYTHON" benchmarks/cuda_timing.py &&
     BANDWIDTH=$(grep -E '^[0-9.]+$' "$LOG" | tail -n 1)
@@ -221,7 +232,7 @@ part_ncu() {
   run ncu "$tool" --clock-control none --kernel-name-base mangled \
     --kernel-name regex:memsave_ext --filter-mode per-launch-config --launch-count 1 \
     --metrics "$metrics" --csv --print-units base --log-file "$RECORDS/ncu.csv" \
-    "$PYTHON" -m memsave_ext.check
+    "$PYTHON" -m memsave_ext.check --device cuda
   if [[ -z $DRY ]]; then
     "$PYTHON" benchmarks/ncu_table.py "$RECORDS/ncu.csv" 2>&1 | tee -a "$LOG" | head -n 150
   fi

@@ -1,9 +1,9 @@
 """Rematerialization: memory and time of a training step, beside torch's checkpoint.
 
 For each model: the plain step; remat that records and drops nothing; remat; remat within budgets of
-shares of the activations; torch.compile's budgets of the same shares, without its code generation;
-torch's checkpoint around every block, around every second one, and its selective checkpointing that
-keeps products of matrices. Methods take turns, on copies of one model.
+shares of the activations, on CUDA also with offload; torch.compile's budgets of the same shares,
+without its code generation; torch's checkpoint around every block, around every second one, and its
+selective checkpointing that keeps products of matrices. Methods take turns, on copies of one model.
 Activations are the peak of a step, without what lived before it, as memory.track counts.
 
     python benchmarks/remat.py --rounds 24 --scale 4 --compiled --save benchmarks/results
@@ -61,10 +61,10 @@ def in_block(everything: bool | None, model: nn.Module, x: Tensor) -> Tensor:
         return forward(model, x)
 
 
-def in_budget(share: float, model: nn.Module, x: Tensor) -> Tensor:
+def in_budget(share: float, offload: str | None, model: nn.Module, x: Tensor) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of what is less than the least
-        with ms.remat(budget=share):
+        with ms.remat(budget=share, offload=offload):
             return forward(model, x)
 
 
@@ -97,7 +97,10 @@ def methods(case: Case, model: nn.Module, compiled: bool) -> dict[str, tuple[nn.
         REMAT: (copy.deepcopy(model), functools.partial(in_block, False)),
     }
     for share in SHARES:
-        found[f"budget {share}"] = (copy.deepcopy(model), functools.partial(in_budget, share))
+        found[f"budget {share}"] = (copy.deepcopy(model), functools.partial(in_budget, share, None))
+        if next(model.parameters()).is_cuda:
+            within = functools.partial(in_budget, share, "cpu")
+            found[f"budget {share}, host memory"] = (copy.deepcopy(model), within)
     for share in SHARES if compiled else ():
         # A backend of its own, since copies of a model share what is compiled with the same one.
         backend = functools.partial(torch._dynamo.lookup_backend("aot_eager"))

@@ -47,12 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="without speed and other instruction sets"
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="check one alone")
     options = parser.parse_args(arguments)
+    if options.device == "cuda" and (reason := why_no_cuda()):
+        parser.error(f"--device cuda: {reason}")
     machine = machine_of_now()
     print("\n".join(f"{name:<13}{value}" for name, value in machine.items()))
     rows: list[Row] = []
     try:
-        for row in _rows(options.quick):
+        for row in _rows(options.quick, options.device):
             rows.append(row)
     finally:
         if options.json is not None:
@@ -95,13 +98,14 @@ def _driver() -> str:
     return f"for CUDA {version // 1000}.{version % 1000 // 10}"
 
 
-def _rows(quick: bool) -> Iterator[Row]:
+def _rows(quick: bool, only: str | None) -> Iterator[Row]:
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices.append(torch.device("cuda", torch.cuda.current_device()))
     for device in devices:
-        yield from _rows_of(device, quick)
-    if quick or not _native.available:
+        if only in (None, device.type):
+            yield from _rows_of(device, quick)
+    if quick or only == "cuda" or not _native.available:
         return
     for other in levels.others():
         print(f"\nthe same at {other} instructions:")
