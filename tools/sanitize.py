@@ -66,7 +66,8 @@ def build(kind: str, folder: Path) -> None:
     package = folder / "memsave_ext"
     ignored = shutil.ignore_patterns("_C.*.so", "_build_info.json", "__pycache__")
     shutil.copytree(ROOT / "memsave_ext", package, ignore=ignored, dirs_exist_ok=True)
-    environment = {**os.environ, "MEMSAVE_EXT_CUDA": "0", "CXXFLAGS": f"{FLAGS[kind]} -g1"}
+    flags = f"{FLAGS[kind]} -g1 -DMEMSAVE_EXT_CHECK_LOCKS=LocksHeld::abort"
+    environment = {**os.environ, "MEMSAVE_EXT_CUDA": "0", "CXXFLAGS": flags}
     environment["LDFLAGS"] = FLAGS[kind]
     environment["CFLAGS"] = environment["CXXFLAGS"]
     command = [sys.executable, "setup.py", "-q", "build_ext"]

@@ -24,6 +24,7 @@
 #include "adam/parameter.h"
 #include "adam/records.h"
 #include "adam/snapshot.h"
+#include "locks.h"
 
 namespace memsave_ext::adam {
 
@@ -101,7 +102,7 @@ class Collector : public std::enable_shared_from_this<Collector> {
   // The rest is for backwards, batches and rows.cpp.
   // Guards all that follows, the entries and the streams. Garbage that Python collects with it held
   // may need it as well.
-  std::recursive_mutex& mutex() { return mutex_; }
+  RecursiveLock& mutex() { return mutex_; }
   Backwards& backwards() { return backwards_; }
   Intake intake() const { return intake_; }
   int64_t small_bytes() const { return small_bytes_; }
@@ -143,7 +144,7 @@ class Collector : public std::enable_shared_from_this<Collector> {
   std::atomic<Intake> intake_{Intake::kStep};  // hooks read it without the mutex
   std::atomic<bool> attached_{false};          // whether hooks are installed
 
-  std::recursive_mutex mutex_;
+  RecursiveLock mutex_{LockOrder::kCollector};
   Expected expected_;
   uint64_t number_ = 1;
   int64_t stepped_ = 0;

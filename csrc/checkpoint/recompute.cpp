@@ -11,6 +11,7 @@
 #include "checkpoint/call.h"
 #include "checkpoint/rules.h"
 #include "compat.h"
+#include "locks.h"
 
 namespace memsave_ext::checkpoint {
 
@@ -66,7 +67,7 @@ bool worth_stopping(uint64_t sequence_nr, int64_t numel) {
 
 Recompute::Recompute(Region& region, const BackwardKey& key)
     : region_(region), key_(key), forward_finished_(region.forward_finished_) {
-  const std::lock_guard<std::mutex> lock(region.state_mutex_);
+  const std::lock_guard<Lock> lock(region.state_mutex_);
   may_stop_ = region.stop_at_last_save_;
   if (!forward_finished_) {
     // A backward inside the function asks: the recompute must not run further than the forward has
@@ -83,7 +84,7 @@ bool Recompute::save(const at::Tensor& tensor) {
   if (stopped_) return true;  // the function caught the exception that stops it
   const size_t index = count_++;
   at::Tensor freed;
-  const std::lock_guard<std::mutex> lock(region_.state_mutex_);
+  const std::lock_guard<Lock> lock(region_.state_mutex_);
   const auto values = region_.find(key_);
   if (index >= values->tensors.size()) {
     stopped_ = !forward_finished_;

@@ -14,6 +14,7 @@
 #include "checkpoint/call.h"
 #include "checkpoint/hooks.h"
 #include "checkpoint/recompute.h"
+#include "locks.h"
 
 namespace memsave_ext::checkpoint {
 
@@ -126,7 +127,7 @@ Region::~Region() {
 size_t Region::save(const at::Tensor& tensor) {
   Slot slot = Slot::of(tensor);
   const uint64_t sequence_nr = at::sequence_number::peek();
-  const std::lock_guard<std::mutex> lock(state_mutex_);
+  const std::lock_guard<Lock> lock(state_mutex_);
   if (sequence_nr != last_save_sequence_nr_) last_save_numel_ = 0;
   last_save_sequence_nr_ = sequence_nr;
   if (!tensor.is_nested()) last_save_numel_ = std::max(last_save_numel_, tensor.numel());
@@ -135,13 +136,13 @@ size_t Region::save(const at::Tensor& tensor) {
 }
 
 void Region::hold(size_t index) {
-  const std::lock_guard<std::mutex> lock(state_mutex_);
+  const std::lock_guard<Lock> lock(state_mutex_);
   ++slots_[index].holders;
 }
 
 void Region::let_go(size_t index) {
   std::vector<at::Tensor> freed;
-  const std::lock_guard<std::mutex> lock(state_mutex_);
+  const std::lock_guard<Lock> lock(state_mutex_);
   if (--slots_[index].holders > 0) return;
   for (auto& values : values_) {
     if (index < values.tensors.size()) freed.push_back(std::move(values.tensors[index]));
@@ -155,7 +156,7 @@ std::vector<Region::Values>::iterator Region::find(const BackwardKey& key) {
 
 void Region::forget(const BackwardKey& key) {
   std::vector<at::Tensor> freed;
-  const std::lock_guard<std::mutex> lock(state_mutex_);
+  const std::lock_guard<Lock> lock(state_mutex_);
   const auto values = find(key);
   if (values == values_.end()) return;
   freed = std::move(values->tensors);
@@ -165,7 +166,7 @@ void Region::forget(const BackwardKey& key) {
 at::Tensor Region::take(const BackwardKey& key, size_t index) {
   at::Tensor tensor;
   std::vector<at::Tensor> freed;
-  const std::lock_guard<std::mutex> lock(state_mutex_);
+  const std::lock_guard<Lock> lock(state_mutex_);
   const auto values = find(key);
   if (values == values_.end() || index >= values->tensors.size()) return tensor;
   tensor = std::move(values->tensors[index]);
@@ -184,7 +185,7 @@ at::Tensor Region::open(size_t index) {
   if (at::Tensor tensor = take(key, index); tensor.defined()) return tensor;
 
   if (recomputing_thread_.load() == std::this_thread::get_id()) throw_error("needs_itself");
-  std::unique_lock<std::mutex> lock(recompute_mutex_, std::try_to_lock);
+  std::unique_lock<Lock> lock(recompute_mutex_, std::try_to_lock);
   if (!lock.owns_lock()) {
     std::optional<py::gil_scoped_release> no_gil;
     if (PyGILState_Check()) no_gil.emplace();

@@ -18,6 +18,7 @@
 #include "checkpoint/outside.h"
 #include "checkpoint/surroundings.h"
 #include "checkpoint/tensors.h"
+#include "locks.h"
 
 namespace memsave_ext::checkpoint {
 
@@ -118,14 +119,15 @@ class Region : public std::enable_shared_from_this<Region> {
   std::optional<Pending> pending_;  // set when a forward that saved anything has ended
   ForwardRecord forward_record_;
   // Guards slots_ and values_. While it is held nothing is called and no tensor is freed.
-  std::mutex state_mutex_;
+  Lock state_mutex_{LockOrder::kRegionState};
   std::vector<Slot> slots_;
   std::vector<Values> values_;
   bool forward_finished_ = false;
   bool stop_at_last_save_;
   uint64_t last_save_sequence_nr_ = 0;
   int64_t last_save_numel_ = 0;
-  std::mutex recompute_mutex_;  // never waited for with the GIL, which a recompute needs
+  Lock recompute_mutex_{
+      LockOrder::kRegionRecompute};  // never waited for with the GIL, which a recompute needs
   std::atomic<std::thread::id> recomputing_thread_{};
 };
 

@@ -7,6 +7,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "locks.h"
+
 namespace memsave_ext::checkpoint {
 namespace {
 
@@ -25,7 +27,7 @@ struct StepsOfStorage {
 std::atomic<int64_t> pending{0};
 std::atomic<uint64_t> outdated{0};  // up to this step nothing is pending that asks for it
 std::atomic<uint64_t> steps_noted{0};
-std::mutex mutex;  // guards `steps`; no other lock is taken under it
+Lock mutex{LockOrder::kSteppedStorages};  // guards `steps`; no other lock is taken under it
 // Never destroyed: what is pending may outlive static destruction.
 auto& steps = *new std::unordered_map<const c10::StorageImpl*, StepsOfStorage>();
 
@@ -63,7 +65,7 @@ uint64_t steps_so_far() { return steps_noted.load(std::memory_order_relaxed); }
 std::optional<uint32_t> step_since(uint64_t since, const c10::StorageImpl* storage,
                                    ByteRange range) {
   if (steps_noted <= since) return std::nullopt;
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<Lock> lock(mutex);
   const auto found = steps.find(storage);
   if (found == steps.end()) return std::nullopt;
   for (const auto& step : found->second.steps) {
@@ -75,7 +77,7 @@ std::optional<uint32_t> step_since(uint64_t since, const c10::StorageImpl* stora
 void note_step(const at::Tensor& param, uint32_t position) {
   if (!is_any_pending() || !param.has_storage()) return;
   const auto range = ByteRange::of(param);
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<Lock> lock(mutex);
   forget(outdated.exchange(0));
   const uint64_t number = ++steps_noted;
   auto [entry, made] = steps.try_emplace(param.storage().unsafeGetStorageImpl(),

@@ -1,5 +1,7 @@
 #include "memory/active.h"
 
+#include "locks.h"
+
 #ifndef _WIN32
 #include <pthread.h>
 #endif
@@ -49,7 +51,7 @@ const Moment& moment_for(const Listener& listener, Moment& moment) {
 void observe_recompute(checkpoint::Again what, bool begins) {
   const Moment moment = Moment::now();
   {
-    const std::lock_guard<std::mutex> lock(tracking_mutex());
+    const std::lock_guard<Lock> lock(tracking_mutex());
     for (Listener* listener : active) listener->recompute(moment, what, begins);
   }
   if (recompute_listener.load(std::memory_order_relaxed) != nullptr) {
@@ -94,8 +96,8 @@ void survive_forks() {
 
 }  // namespace
 
-std::mutex& tracking_mutex() {
-  static auto* mutex = new std::mutex;  // outlives every thread that frees memory
+Lock& tracking_mutex() {
+  static auto* mutex = new Lock(LockOrder::kTracking);  // outlives every thread that frees memory
   return *mutex;
 }
 
@@ -133,7 +135,7 @@ void listen_to_recomputes(std::optional<py::object> listener) {
   py::object* before =
       recompute_listener.exchange(listener ? new py::object(std::move(*listener)) : nullptr);
   {
-    const std::lock_guard<std::mutex> lock(tracking_mutex());
+    const std::lock_guard<Lock> lock(tracking_mutex());
     set_observer();
   }
   delete before;
@@ -159,7 +161,7 @@ void report_allocated(c10::Device device, void* ptr, int64_t size, std::optional
 
 void report_freed(c10::Device device, void* ptr, std::optional<int64_t> total) {
   if (!watching()) return;
-  const std::lock_guard<std::mutex> lock(tracking_mutex());
+  const std::lock_guard<Lock> lock(tracking_mutex());
   Moment moment{};
   for (Listener* listener : active) {
     if (listener->device() != device) continue;
@@ -170,7 +172,7 @@ void report_freed(c10::Device device, void* ptr, std::optional<int64_t> total) {
 int64_t moved_bytes(c10::Device device) { return moved[device]; }
 
 void report_moved(c10::Device device, int64_t bytes) {
-  const std::lock_guard<std::mutex> lock(tracking_mutex());
+  const std::lock_guard<Lock> lock(tracking_mutex());
   const int64_t now = moved[device] += bytes;
   Moment moment{};
   for (Listener* listener : active) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "checkpoint/recomputing.h"
+#include "locks.h"
 #include "memory/stacks.h"
 
 namespace memsave_ext::memory {
@@ -30,7 +31,7 @@ class PauseTracking {
 // Guards all listeners. A thread that holds it must not wait for the GIL, nor free a tensor:
 // freeing may wait for the GIL, or for an allocator's lock, whose holder may be waiting for this
 // mutex.
-std::mutex& tracking_mutex();
+Lock& tracking_mutex();
 
 class TrackingLock {
  public:
@@ -43,7 +44,7 @@ class TrackingLock {
 
  private:
   std::vector<c10::intrusive_ptr<c10::StorageImpl>> storages_;  // declared first: outlives lock_
-  const std::lock_guard<std::mutex> lock_;
+  const std::lock_guard<Lock> lock_;
 };
 
 // When and where something happens. As the members of Event in

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <unordered_set>
 
+#include "locks.h"
 #include "memory/active.h"
 #include "memory/make_room.h"
 
@@ -38,7 +39,7 @@ constexpr size_t kLarge = 64 << 10;
 constexpr size_t kAlignment = 64;
 
 struct Larges {
-  std::mutex mutex;
+  Lock mutex{LockOrder::kLargeMemory};
   std::unordered_set<void*> live;
 };
 auto& larges = *new Larges();  // outlives static destruction
@@ -51,7 +52,7 @@ void* allocate_large(size_t n) {
   auto* const aligned = reinterpret_cast<void**>(address / kAlignment * kAlignment);
   aligned[-1] = whole;
   {
-    const std::lock_guard<std::mutex> lock(larges.mutex);
+    const std::lock_guard<Lock> lock(larges.mutex);
     larges.live.insert(aligned);
   }
   c10::profiledCPUMemoryReporter().New(aligned, n);
@@ -62,7 +63,7 @@ void report_and_free_large(void* ptr) {
   report_freed(cpu, ptr, std::nullopt);
   c10::profiledCPUMemoryReporter().Delete(ptr);
   {
-    const std::lock_guard<std::mutex> lock(larges.mutex);
+    const std::lock_guard<Lock> lock(larges.mutex);
     larges.live.erase(ptr);
   }
   std::free(static_cast<void**>(ptr)[-1]);
@@ -72,7 +73,7 @@ void report_and_free_large(void* ptr) {
 void report_and_free_either(void* ptr) {
   bool is_large = false;
   {
-    const std::lock_guard<std::mutex> lock(larges.mutex);
+    const std::lock_guard<Lock> lock(larges.mutex);
     is_large = larges.live.count(ptr) > 0;
   }
   is_large ? report_and_free_large(ptr) : report_and_free(ptr);

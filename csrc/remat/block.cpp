@@ -12,6 +12,7 @@
 
 #include "checkpoint/recomputing.h"
 #include "checkpoint/tensors.h"
+#include "locks.h"
 #include "remat/content.h"
 #include "remat/fakes.h"
 #include "remat/policy.h"
@@ -133,7 +134,7 @@ std::pair<std::shared_ptr<Content>, uint64_t> Block::save(const at::Tensor& tens
   std::shared_ptr<Content> content = entry_of(tensor).content;
   uint64_t fill;
   {
-    const std::lock_guard<std::mutex> lock(contents_mutex());
+    const std::lock_guard<Lock> lock(contents_mutex());
     if (copy_failed_) std::rethrow_exception(copy_failed_);
     if (content->dropped && !has_all_memory(*content)) return {};
     ++content->holders;
@@ -160,7 +161,7 @@ void Block::released(const Content& content, bool was_last) {
 
 void Block::opened(const Content& content) {
   {
-    const std::lock_guard<std::mutex> lock(contents_mutex());
+    const std::lock_guard<Lock> lock(contents_mutex());
     if (copy_failed_) std::rethrow_exception(copy_failed_);
   }
   if (!step_) return;
@@ -206,7 +207,7 @@ void Block::decide(const std::shared_ptr<Content>& content) {
     choice.drops = Drops::kEverything;
   }
   const bool is_moved = choice.drops == Drops::kMove && !content->external;
-  std::unique_lock<std::mutex> lock(contents_mutex());
+  std::unique_lock<Lock> lock(contents_mutex());
   Route route;
   if (is_moved) {
     mover_->want(content, choice.lingers_from);
@@ -287,7 +288,7 @@ void Block::make_room(int64_t excess) {
   const std::vector<std::shared_ptr<Content>> candidates = step_->candidates();
   for (const auto& content : candidates) {
     if (excess <= 0) return;
-    const std::lock_guard<std::mutex> lock(contents_mutex());
+    const std::lock_guard<Lock> lock(contents_mutex());
     if (!content->call || content->dropped || content->pins > 0) continue;
     excess -= drop_late(content, true, freed, freed);
   }
@@ -350,7 +351,7 @@ int64_t Block::give_way(c10::Device device, int64_t enough, Gives what) {
   Freed freed, locked;
   int64_t bytes = 0;
   {
-    const std::lock_guard<std::mutex> lock(contents_mutex());
+    const std::lock_guard<Lock> lock(contents_mutex());
     for (const auto& weak : gives_) {
       if (bytes >= enough) break;
       const std::shared_ptr<Content> content = weak.lock();
@@ -377,7 +378,7 @@ int64_t Block::give_way(c10::Device device, int64_t enough, Gives what) {
 }
 
 Block::GivenBack Block::given_back() const {
-  const std::lock_guard<std::mutex> lock(contents_mutex());
+  const std::lock_guard<Lock> lock(contents_mutex());
   return given_back_;
 }
 
@@ -390,12 +391,12 @@ void Block::leave_module() {
 }
 
 Sums Block::sums() const {
-  const std::lock_guard<std::mutex> lock(contents_mutex());
+  const std::lock_guard<Lock> lock(contents_mutex());
   return sums_;
 }
 
 SumsAgain Block::sums_again() {
-  const std::lock_guard<std::recursive_mutex> lock(again_mutex_);
+  const std::lock_guard<RecursiveLock> lock(again_mutex_);
   return sums_again_;
 }
 
@@ -678,7 +679,7 @@ void Block::made(Recording& recording, const at::Tensor& tensor, size_t output, 
   const bool is_statistics = recording.call->op->is_package_batch_norm && output == 1;
   bool waits;
   {
-    const std::lock_guard<std::mutex> lock(contents_mutex());
+    const std::lock_guard<Lock> lock(contents_mutex());
     if (recording.repeatable && !is_statistics && is_written == (written >= 0)) {
       content->call = recording.call;
       Call::Made& made = recording.call->made.emplace_back();
@@ -713,7 +714,7 @@ Block::Entry& Block::renew(const at::Tensor& tensor) {
   Entry& entry = table_[tensor.storage().unsafeGetStorageImpl()];
   const bool external = entry.content && entry.content->external;
   if (entry.content) {
-    const std::lock_guard<std::mutex> lock(contents_mutex());
+    const std::lock_guard<Lock> lock(contents_mutex());
     entry.content->overwritten = true;
   }
   entry.content = make_content(tensor, external);
@@ -781,7 +782,7 @@ void Block::before_write(const at::Tensor& tensor) {
   if (mover_) mover_->before_write(content);
   c10::intrusive_ptr<c10::StorageImpl> held;
   {
-    const std::lock_guard<std::mutex> lock(contents_mutex());
+    const std::lock_guard<Lock> lock(contents_mutex());
     held = content->held;
     if (content->pins == 0 || held.get() != tensor.storage().unsafeGetStorageImpl()) return;
   }
@@ -790,11 +791,11 @@ void Block::before_write(const at::Tensor& tensor) {
     copy = copy_of(c10::Storage(held));
   } catch (const std::exception&) {
     // What calls this does not let errors through.
-    const std::lock_guard<std::mutex> lock(contents_mutex());
+    const std::lock_guard<Lock> lock(contents_mutex());
     copy_failed_ = std::current_exception();
     return;
   }
-  const std::lock_guard<std::mutex> lock(contents_mutex());
+  const std::lock_guard<Lock> lock(contents_mutex());
   held = content->give_up();
   content->hold_alone(
       c10::intrusive_ptr<c10::StorageImpl>::reclaim(copy.unsafeReleaseStorageImpl()));

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "locks.h"
 #include "remat/content.h"
 #include "remat/give_way.h"
 #include "remat/known.h"
@@ -94,7 +95,7 @@ class Block : public std::enable_shared_from_this<Block> {
   SumsAgain sums_again();  // call it without the GIL
   void count_again(const Call& call, double seconds);
   // Held during a recompute. Do not wait for it with the GIL held.
-  std::recursive_mutex& again_mutex() { return again_mutex_; }
+  RecursiveLock& again_mutex() { return again_mutex_; }
 
  private:
   struct Recording : at::ObserverContext {  // an operator that is running
@@ -174,7 +175,7 @@ class Block : public std::enable_shared_from_this<Block> {
   Sums sums_;  // guarded by contents_mutex()
   int64_t recorded_ = 0;
   SumsAgain sums_again_;  // guarded by again_mutex_
-  std::recursive_mutex again_mutex_;
+  RecursiveLock again_mutex_{LockOrder::kRecompute};
   // Why what is needed could not be copied before an operator wrote it. Guarded, as what follows,
   // by contents_mutex().
   std::exception_ptr copy_failed_;

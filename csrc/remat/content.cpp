@@ -4,6 +4,7 @@
 #include <atomic>
 #include <unordered_map>
 
+#include "locks.h"
 #include "remat/fakes.h"
 #include "streams.h"
 
@@ -133,8 +134,8 @@ c10::intrusive_ptr<c10::StorageImpl> Content::memory() const {
 
 uint64_t contents_so_far() { return contents; }
 
-std::mutex& contents_mutex() {
-  static auto& mutex = *new std::mutex();  // holders may outlive static destruction
+Lock& contents_mutex() {
+  static auto& mutex = *new Lock(LockOrder::kContents);  // holders may outlive static destruction
   return mutex;
 }
 
@@ -156,7 +157,7 @@ void unpin(Content& content) {
 bool is_needed(const at::Tensor& tensor) {
   if ((any_needed == 0 && drops_in_backward == 0) || !is_plain(tensor)) return false;
   const auto* storage = tensor.storage().unsafeGetStorageImpl();
-  const std::lock_guard<std::mutex> lock(contents_mutex());
+  const std::lock_guard<Lock> lock(contents_mutex());
   if (needed.count(storage) > 0) return true;
   if (drops_in_backward > 0) may_step[storage] = contents_so_far();
   return false;
@@ -173,18 +174,18 @@ DropsInBackward::DropsInBackward() { ++drops_in_backward; }
 
 DropsInBackward::~DropsInBackward() {
   if (--drops_in_backward > 0) return;
-  const std::lock_guard<std::mutex> lock(contents_mutex());
+  const std::lock_guard<Lock> lock(contents_mutex());
   may_step.clear();
 }
 
 Writing::Writing(const c10::StorageImpl* storage) : storage_(storage) {
-  const std::lock_guard<std::mutex> lock(contents_mutex());
+  const std::lock_guard<Lock> lock(contents_mutex());
   being_written.push_back(storage);
 }
 
 Writing::~Writing() {
   if (storage_ == nullptr) return;
-  const std::lock_guard<std::mutex> lock(contents_mutex());
+  const std::lock_guard<Lock> lock(contents_mutex());
   being_written.erase(std::find(being_written.begin(), being_written.end(), storage_));
 }
 

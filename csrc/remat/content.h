@@ -203,7 +203,7 @@ uint64_t contents_so_far();
 
 // The innermost lock but for the one of steps noted (checkpoint/stepped.h): do not take another
 // one, call an operator or free a tensor while holding it.
-std::mutex& contents_mutex();
+Lock& contents_mutex();
 
 // Storages to free once the mutex is released. Declare it before the lock.
 using Freed = c10::SmallVector<c10::intrusive_ptr<c10::StorageImpl>, 2>;

@@ -20,6 +20,7 @@
 #include <variant>
 #include <vector>
 
+#include "locks.h"
 #include "memory/active.h"
 #include "remat/ranges.h"
 #include "remat/store.h"
@@ -43,10 +44,10 @@ class Copiers {
 
   // Those of this process: a fork has no threads.
   static Copiers& here() {
-    static std::mutex mutex;
+    static Lock mutex(LockOrder::kThreadsOfProcess);
     static Copiers* copiers = nullptr;  // not destroyed: its threads run until the process ends
     static pid_t process = 0;
-    const std::lock_guard<std::mutex> lock(mutex);
+    const std::lock_guard<Lock> lock(mutex);
     if (process != getpid()) {
       copiers = new Copiers();
       process = getpid();
@@ -56,7 +57,7 @@ class Copiers {
 
   void add(Job job, bool is_back) {
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const std::lock_guard<Lock> lock(mutex_);
       (is_back ? back_ : out_).push_back(std::move(job));
     }
     any_.notify_one();
@@ -71,7 +72,7 @@ class Copiers {
     while (true) {
       Job job;
       {
-        std::unique_lock<std::mutex> lock(mutex_);
+        std::unique_lock<Lock> lock(mutex_);
         any_.wait(lock, [this] { return !back_.empty() || !out_.empty(); });
         auto& jobs = back_.empty() ? out_ : back_;
         job = std::move(jobs.front());
@@ -81,8 +82,8 @@ class Copiers {
     }
   }
 
-  std::mutex mutex_;
-  std::condition_variable any_;
+  Lock mutex_{LockOrder::kCopies};
+  std::condition_variable_any any_;
   std::deque<Job> out_, back_;
 };
 
@@ -99,13 +100,13 @@ class File {
 
   int64_t take(int64_t bytes) {
     const int64_t size = whole_pages(bytes);
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<Lock> lock(mutex_);
     const auto part = free_.take(size);
     return part ? part->first : std::exchange(end_, end_ + size);
   }
 
   void give_back(int64_t offset, int64_t bytes) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<Lock> lock(mutex_);
     free_.give_back(offset, whole_pages(bytes));
   }
 
@@ -162,7 +163,7 @@ class File {
 
   const int descriptor_;
   const Identity identity_;
-  std::mutex mutex_;
+  Lock mutex_{LockOrder::kRoomInFile};
   Ranges<std::monostate> free_;
   int64_t end_ = 0;
 };
@@ -174,7 +175,7 @@ struct Shares {
     int holders;
     c10::DeleterFnPtr free;
   };
-  std::mutex mutex;
+  Lock mutex{LockOrder::kShares};
   std::unordered_map<void*, Share> of;  // by the context of the storage's data
 };
 auto& shares = *new Shares();  // outlives static destruction
@@ -182,7 +183,7 @@ auto& shares = *new Shares();  // outlives static destruction
 void let_go(void* context) {
   c10::DeleterFnPtr free = nullptr;
   {
-    const std::lock_guard<std::mutex> lock(shares.mutex);
+    const std::lock_guard<Lock> lock(shares.mutex);
     const auto share = shares.of.find(context);
     if (--share->second.holders > 0) return;
     free = share->second.free;
@@ -198,7 +199,7 @@ void* hold_too(c10::StorageImpl& memory) {
   void* const context = data.get_context();
   const c10::DeleterFnPtr free = data.get_deleter();
   if (context == nullptr || free == nullptr) return nullptr;
-  const std::lock_guard<std::mutex> lock(shares.mutex);
+  const std::lock_guard<Lock> lock(shares.mutex);
   if (free == &let_go) {
     ++shares.of.at(context).holders;
     return context;
@@ -216,8 +217,8 @@ struct Shared {
   Room room{[](int64_t bytes) { memory::report_moved(at::kCPU, bytes); }};
   Meter out, back;
   // For the state of all copies.
-  std::mutex mutex;
-  std::condition_variable changed;
+  Lock mutex{LockOrder::kInFile};
+  std::condition_variable_any changed;
 };
 
 class InFile final : public Away, public std::enable_shared_from_this<InFile> {
@@ -240,7 +241,7 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
   bool is_out() override { return is_out_.load(std::memory_order_acquire); }
 
   void wait_until_out() override {
-    std::unique_lock<std::mutex> lock(shared_->mutex);
+    std::unique_lock<Lock> lock(shared_->mutex);
     shared_->changed.wait(lock, [this] { return is_out(); });
   }
 
@@ -250,7 +251,7 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
   }
 
   c10::intrusive_ptr<c10::StorageImpl> take_source() override {
-    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    const std::lock_guard<Lock> lock(shared_->mutex);
     if (is_writing_ || !(is_out_ || is_cancelled_)) return {};
     let_go_of_it();
     return std::move(source_);
@@ -258,7 +259,7 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
 
   void begin_back(c10::Storage memory) override {
     {
-      const std::lock_guard<std::mutex> lock(shared_->mutex);
+      const std::lock_guard<Lock> lock(shared_->mutex);
       if (into_) return;
       into_ = std::move(memory);
       has_come_ = false;
@@ -267,12 +268,12 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
   }
 
   bool is_coming() override {
-    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    const std::lock_guard<Lock> lock(shared_->mutex);
     return into_.has_value();
   }
 
   c10::Storage end_back() override {
-    std::unique_lock<std::mutex> lock(shared_->mutex);
+    std::unique_lock<Lock> lock(shared_->mutex);
     shared_->changed.wait(lock, [this] { return has_come_; });
     c10::Storage memory = std::move(*into_);
     into_.reset();
@@ -293,7 +294,7 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
           (self.get()->*work)();
           const auto shared = self->shared_;
           {
-            const std::lock_guard<std::mutex> lock(shared->mutex);
+            const std::lock_guard<Lock> lock(shared->mutex);
             (self.get()->*end)();
             if (self.use_count() > 1) self.reset();
           }
@@ -308,7 +309,7 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
 
   void write() {
     {
-      const std::lock_guard<std::mutex> lock(shared_->mutex);
+      const std::lock_guard<Lock> lock(shared_->mutex);
       is_writing_ = !is_cancelled_;
     }
     if (is_writing_) {
@@ -394,10 +395,10 @@ class FileStore final : public Store {
 }  // namespace
 
 std::shared_ptr<Store> store_in_folder(const std::string& folder) {
-  static std::mutex mutex;
+  static Lock mutex(LockOrder::kFileStores);
   // After a fork both processes would write to the same places of one file.
   static auto& stores = *new std::map<std::pair<pid_t, std::string>, std::weak_ptr<Store>>();
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<Lock> lock(mutex);
   auto& found = stores[{getpid(), folder}];
   auto store = found.lock();
   if (!store) found = store = std::make_shared<FileStore>(folder);

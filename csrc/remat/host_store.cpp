@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cuda_stream.h"
+#include "locks.h"
 #include "remat/block.h"
 #include "remat/ranges.h"
 #include "remat/recompute.h"
@@ -131,12 +132,12 @@ struct OnHost {
   Room room;
   // For what follows, and the state of all copies. Who has it calls no allocator: that of a device
   // destroys contents while it has its own lock, and they take this one.
-  std::mutex mutex;
+  Lock mutex{LockOrder::kOnHost};
   PinnedMemory memory;
   uint64_t copies_back = 0;
 };
 
-using HostLock = std::lock_guard<std::mutex>;
+using HostLock = std::lock_guard<Lock>;
 
 class InHostMemory final : public Away {
  public:
@@ -290,7 +291,7 @@ class HostStore final : public Store {
 
   // Of its device, whatever becomes of the store.
   Speed speed() override {
-    static std::mutex mutex;
+    static Lock mutex(LockOrder::kHostSpeeds);
     static auto& speeds = *new std::map<c10::DeviceIndex, Speed>();
     const HostLock lock(mutex);
     const auto known = speeds.find(device_.index());
@@ -359,7 +360,7 @@ class HostStore final : public Store {
 }  // namespace
 
 std::shared_ptr<Store> store_in_host_memory(c10::Device device) {
-  static std::mutex mutex;
+  static Lock mutex(LockOrder::kHostStores);
   static auto& stores = *new std::map<c10::DeviceIndex, std::weak_ptr<Store>>();
   const HostLock lock(mutex);
   auto store = stores[device.index()].lock();

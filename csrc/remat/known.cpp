@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cuda_stream.h"
+#include "locks.h"
 #include "remat/fakes.h"
 #include "streams.h"
 
@@ -80,7 +81,7 @@ void keep_times(Known& old, Known& step) {
 }
 
 struct Devices {
-  std::mutex mutex;
+  Lock mutex{LockOrder::kStepsOfDevice};
   std::map<std::pair<int, int>, std::shared_ptr<KnownSteps>> steps;
 };
 
@@ -172,7 +173,7 @@ bool Known::is_same(const Known& other) const {
 }
 
 int KnownSteps::begin(Count::Peak& peak) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   const int others = running_++;
   if (others > 0) {
     overlapped_ = true;
@@ -210,7 +211,7 @@ void KnownSteps::add_with_gradients(const Known& step, const Count::Survivors& s
 }
 
 void KnownSteps::end(std::shared_ptr<Known> step, Count::Peak& peak) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   count.unwatch(peak);
   --running_;
   if (!step) return;
@@ -278,7 +279,7 @@ void KnownSteps::add(std::shared_ptr<Known> step, bool overlapped) {
 
 std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64_t before,
                                         int64_t missing, int others, int least_seen, bool exact) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   settle();
   std::shared_ptr<Known>* place = nullptr;
   int best = 0;  // how well it matches
@@ -312,25 +313,25 @@ std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64
 }
 
 KnownSteps::Numbers KnownSteps::numbers() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   const auto planned = std::count_if(steps_.begin(), steps_.end(),
                                      [](const auto& step) { return !step->plans.empty(); });
   return {steps_.size(), static_cast<size_t>(planned)};
 }
 
 bool KnownSteps::any() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   return latest_ != nullptr || !steps_.empty();
 }
 
 std::shared_ptr<Known> KnownSteps::take_latest() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   next_has_begun_ = false;
   return std::move(latest_);
 }
 
 void KnownSteps::expect(std::shared_ptr<Known> step) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   // An equal model's step may have had its optimizer's states from its beginning, where this one
   // makes them in backward.
   const auto is_same = [&](const auto& other) {
@@ -343,7 +344,7 @@ void KnownSteps::expect(std::shared_ptr<Known> step) {
 }
 
 bool KnownSteps::knows(uint64_t last_key) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   const auto is_same = [&](const auto& other) {
     return !other->keys.empty() && other->keys.back() == last_key;
   };
@@ -351,26 +352,26 @@ bool KnownSteps::knows(uint64_t last_key) const {
 }
 
 bool KnownSteps::tell(Known& step) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   return !std::exchange(step.told, true);
 }
 
 void KnownSteps::forget() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   latest_ = nullptr;
   steps_.clear();
 }
 
 std::shared_ptr<KnownSteps> known_steps(at::Device device) {
   if (device.is_meta()) return Fakes::current()->steps();
-  const std::lock_guard<std::mutex> lock(devices().mutex);
+  const std::lock_guard<Lock> lock(devices().mutex);
   auto& found = devices().steps[{static_cast<int>(device.type()), device.index()}];
   if (!found) found = std::make_shared<KnownSteps>(device);
   return found;
 }
 
 void forget_known_steps() {
-  const std::lock_guard<std::mutex> lock(devices().mutex);
+  const std::lock_guard<Lock> lock(devices().mutex);
   for (auto& [device, steps] : devices().steps) steps->forget();
 }
 

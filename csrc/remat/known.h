@@ -12,6 +12,7 @@
 #include <random>
 #include <vector>
 
+#include "locks.h"
 #include "remat/count.h"
 #include "remat/move_plan.h"
 #include "remat/plan.h"
@@ -130,7 +131,7 @@ class KnownSteps {
   void add_with_gradients(const Known& step, const Count::Survivors& survivors);
   void replace_ahead(Known& step);
 
-  mutable std::mutex mutex_;
+  mutable Lock mutex_{LockOrder::kKnownSteps};
   int running_ = 0;
   bool overlapped_ = false;  // while another step ran
   // Not added yet: what it allocated for good is known once the next step has counted it.

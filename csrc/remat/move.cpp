@@ -9,6 +9,7 @@
 #include <optional>
 #include <utility>
 
+#include "locks.h"
 #include "remat/block.h"
 #include "remat/fakes.h"
 #include "remat/recompute.h"
@@ -23,7 +24,7 @@ void Mover::wait_for(const Wait& wait) {
   const double begin = now();
   wait();
   const double time = now() - begin;
-  const std::lock_guard<std::mutex> lock(contents_mutex());
+  const std::lock_guard<Lock> lock(contents_mutex());
   figures_.waited += time;
 }
 
@@ -34,7 +35,7 @@ void Mover::want(const std::shared_ptr<Content>& content, int32_t lingers_from) 
 void Mover::begin() {
   std::vector<std::pair<std::weak_ptr<Content>, int32_t>> wanted;
   {
-    const std::lock_guard<std::mutex> lock(contents_mutex());
+    const std::lock_guard<Lock> lock(contents_mutex());
     wanted.swap(wanted_);
   }
   for (const auto& [weak, lingers_from] : wanted) {
@@ -43,7 +44,7 @@ void Mover::begin() {
     c10::intrusive_ptr<c10::StorageImpl> held;
     std::optional<c10::Stream> made_on;
     {
-      const std::lock_guard<std::mutex> lock(contents_mutex());
+      const std::lock_guard<Lock> lock(contents_mutex());
       const bool is_needed = content->holders > 0 || content->pins > 0;
       if (!is_needed || content->dropped || content->away || !content->held) continue;
       // It was written since, and is an error for backward, or what is needed of it was copied.
@@ -60,7 +61,7 @@ void Mover::begin() {
     } catch (const std::exception& error) {
       failure = error.what();
     }
-    const std::lock_guard<std::mutex> lock(contents_mutex());
+    const std::lock_guard<Lock> lock(contents_mutex());
     if (!failure.empty()) figures_.failure = std::move(failure);
     if (!away) {
       block_.count_as(*content, Verdict::kNotMoved);
@@ -82,7 +83,7 @@ void Mover::settle(int32_t moment, int64_t may_linger) {
     next.reset();
     out.clear();
     {
-      const std::lock_guard<std::mutex> lock(contents_mutex());
+      const std::lock_guard<Lock> lock(contents_mutex());
       int64_t linger = 0;
       bool may_be_out = true;
       std::deque<Leaving> left;
@@ -108,7 +109,7 @@ void Mover::finish(const Leaving& leaving) {
   const std::shared_ptr<Content> content = leaving.content.lock();
   if (!content) return;
   if (const auto failure = leaving.away->failure()) {
-    const std::lock_guard<std::mutex> lock(contents_mutex());
+    const std::lock_guard<Lock> lock(contents_mutex());
     figures_.not_moved += content->bytes;
     figures_.failure = *failure;
     if (content->away != leaving.away) return;
@@ -118,7 +119,7 @@ void Mover::finish(const Leaving& leaving) {
     return;
   }
   {
-    const std::lock_guard<std::mutex> lock(contents_mutex());
+    const std::lock_guard<Lock> lock(contents_mutex());
     if (content->away != leaving.away) return;
     const bool is_alone = content->is_alone;
     freed.push_back(content->away->take_source());
@@ -139,14 +140,14 @@ void Mover::before_write(const std::shared_ptr<Content>& content) {
   std::vector<Leaving> found;
   std::shared_ptr<Away> away;
   {
-    const std::lock_guard<std::mutex> lock(contents_mutex());
+    const std::lock_guard<Lock> lock(contents_mutex());
     away = content->away;
   }
   if (!away) return;
   // Its memory may have been let go once its own stream was to wait for the copy. Others hold it.
   if (store_->uses_streams()) away->wait_until_out();
   {
-    const std::lock_guard<std::mutex> lock(contents_mutex());
+    const std::lock_guard<Lock> lock(contents_mutex());
     if (!content->is_leaving()) return;
     const auto is_it = [&](const Leaving& leaving) { return leaving.away == content->away; };
     const auto place = std::find_if(leaving_.begin(), leaving_.end(), is_it);
@@ -161,7 +162,7 @@ void Mover::before_write(const std::shared_ptr<Content>& content) {
 void Mover::bring_back_early(const std::shared_ptr<Content>& content) {
   std::shared_ptr<Away> away;
   {
-    const std::lock_guard<std::mutex> lock(contents_mutex());
+    const std::lock_guard<Lock> lock(contents_mutex());
     if (!content->is_away() || content->held) return;
     away = content->away;
   }
@@ -175,27 +176,27 @@ void Mover::bring_back_early(const std::shared_ptr<Content>& content) {
     return;  // there is no memory for it yet; when it is opened that is an error
   }
   away->begin_back(std::move(memory));
-  const std::lock_guard<std::mutex> lock(contents_mutex());
+  const std::lock_guard<Lock> lock(contents_mutex());
   if (content->away == away && !content->held) content->set_alone(true);
 }
 
 c10::Storage Mover::bring_back(const std::shared_ptr<Content>& content) {
   std::shared_ptr<Away> away;
   {
-    const std::lock_guard<std::mutex> lock(contents_mutex());
+    const std::lock_guard<Lock> lock(contents_mutex());
     away = content->away;
   }
   if (!away->is_coming()) away->begin_back(empty_for(*content));
   std::optional<c10::Storage> memory;
   wait_for([&] { memory = away->end_back(); });
-  const std::lock_guard<std::mutex> lock(contents_mutex());
+  const std::lock_guard<Lock> lock(contents_mutex());
   content->set_alone(false);
   figures_.brought_back += content->bytes;
   return *memory;
 }
 
 MoveFigures Mover::figures() const {
-  const std::lock_guard<std::mutex> lock(contents_mutex());
+  const std::lock_guard<Lock> lock(contents_mutex());
   return figures_;
 }
 

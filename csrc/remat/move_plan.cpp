@@ -5,6 +5,7 @@
 #include <limits>
 #include <utility>
 
+#include "locks.h"
 #include "remat/known.h"
 #include "remat/simulate.h"
 
@@ -393,7 +394,7 @@ MovingPlans::MovingPlans(const Trace& trace, const std::vector<Plan>& recompute,
       plans(MovePlanner(trace, speed, most_moved).plans(recompute)) {}
 
 std::shared_ptr<const Schedule> MovingPlans::schedule(const Trace& trace, const Plan& plan) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   const auto [place, is_new] = schedules_.try_emplace(&plan);
   if (!is_new) return place->second;
   const AsDropped step(trace, plan.decisions);
@@ -408,18 +409,18 @@ std::shared_ptr<const Schedule> MovingPlans::schedule(const Trace& trace, const 
 
 namespace {
 
-std::mutex moving_mutex;  // for latest_moving of all
+Lock moving_mutex{LockOrder::kMovingPlans};  // for latest_moving of all
 
 }  // namespace
 
 size_t Known::moving_plans() const {
-  const std::lock_guard<std::mutex> lock(moving_mutex);
+  const std::lock_guard<Lock> lock(moving_mutex);
   return latest_moving.plans ? latest_moving.plans->plans.size() : 0;
 }
 
 std::shared_ptr<MovingPlans> Known::moving(const std::shared_ptr<Store>& store,
                                            int64_t most_moved) {
-  const std::lock_guard<std::mutex> lock(moving_mutex);
+  const std::lock_guard<Lock> lock(moving_mutex);
   // Pinned memory is given back: torch's allocator keeps it for the next block.
   if (!store->uses_streams()) latest_moving.file = store;
   const Speed speed = store->speed();

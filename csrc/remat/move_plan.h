@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "locks.h"
 #include "remat/plan.h"
 #include "remat/store.h"
 
@@ -54,7 +55,7 @@ class MovingPlans {
   std::shared_ptr<const Schedule> schedule(const Trace& trace, const Plan& plan);
 
  private:
-  std::mutex mutex_;
+  Lock mutex_{LockOrder::kSchedules};
   std::map<const Plan*, std::shared_ptr<const Schedule>> schedules_;
 };
 

@@ -9,6 +9,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "locks.h"
+
 namespace memsave_ext::remat {
 namespace {
 
@@ -158,9 +160,9 @@ const Operator* Operator::look_up(const at::RecordFunction& call) {
 
 // `key`: the address of the schema's name.
 const Operator* Operator::look_up(const char* key, const c10::OperatorName& name) {
-  static std::mutex mutex;
+  static Lock mutex(LockOrder::kOperators);
   static auto& all = *new std::unordered_map<const char*, const Operator*>();
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<Lock> lock(mutex);
   const Operator*& op = all[key];
   if (op == nullptr) op = new Operator(name);
   return op;

@@ -13,6 +13,7 @@
 
 #include "checkpoint/call.h"
 #include "checkpoint/recomputing.h"
+#include "locks.h"
 #include "remat/fakes.h"
 #include "remat/random.h"
 #include "streams.h"
@@ -36,7 +37,7 @@ class Recomputation {
   c10::Storage memory(const std::shared_ptr<Content>& content) {
     wanted_ = content.get();
     {
-      const std::lock_guard<std::mutex> lock(contents_mutex());
+      const std::lock_guard<Lock> lock(contents_mutex());
       count_uses(*content);
     }
     return use(content);
@@ -76,7 +77,7 @@ class Recomputation {
   }
 
   static bool is_away(const Content& content) {
-    const std::lock_guard<std::mutex> lock(contents_mutex());
+    const std::lock_guard<Lock> lock(contents_mutex());
     return content.is_away();
   }
 
@@ -85,7 +86,7 @@ class Recomputation {
     c10::intrusive_ptr<c10::StorageImpl> memory;
     std::optional<c10::Stream> made_on;
     {
-      const std::lock_guard<std::mutex> lock(contents_mutex());
+      const std::lock_guard<Lock> lock(contents_mutex());
       memory = content.memory();
       made_on = content.made_on;
     }
@@ -143,7 +144,7 @@ class Recomputation {
   c10::Storage argument(const Call& call, const Reference& reference) {
     bool is_lost;
     {
-      const std::lock_guard<std::mutex> lock(contents_mutex());
+      const std::lock_guard<Lock> lock(contents_mutex());
       is_lost = reference.content->is_lost() && !reference.content->call;
     }
     if (is_lost) throw_changed(call, reference);
@@ -155,7 +156,7 @@ class Recomputation {
   bool is_last_use(const Content& content) const {
     const auto found = uses_.find(&content);
     if (found == uses_.end() || found->second > 0) return false;
-    const std::lock_guard<std::mutex> lock(contents_mutex());
+    const std::lock_guard<Lock> lock(contents_mutex());
     return !content.held;
   }
 
@@ -163,7 +164,7 @@ class Recomputation {
   void keep(const std::shared_ptr<Content>& content, const c10::Storage& storage) {
     const auto uses = uses_.find(content.get());
     if (uses != uses_.end() && uses->second > 0) computed_.insert_or_assign(content.get(), storage);
-    const std::lock_guard<std::mutex> lock(contents_mutex());
+    const std::lock_guard<Lock> lock(contents_mutex());
     if (!content->dropped || content->held || content->holders == 0) return;
     if (content.get() != wanted_ && !content->held_on_the_way) return;
     auto memory =
@@ -208,7 +209,7 @@ class Recomputation {
 
   void check_unchanged(const Call& call, const Reference& reference, const c10::Storage& storage) {
     {
-      const std::lock_guard<std::mutex> lock(contents_mutex());
+      const std::lock_guard<Lock> lock(contents_mutex());
       const Content& content = *reference.content;
       // What was moved was read from memory that nobody may have written meanwhile, but for those
       // whom the block has seen.
@@ -277,7 +278,7 @@ c10::Storage copy_of(const c10::Storage& storage) {
 }
 
 c10::Storage memory_of(Block& block, const std::shared_ptr<Content>& content) {
-  const std::lock_guard<std::recursive_mutex> lock(block.again_mutex());
+  const std::lock_guard<RecursiveLock> lock(block.again_mutex());
   const Pause pause;
   const checkpoint::RecomputeScope recomputing(checkpoint::Again::kOperators);
   // As in the forward: below autograd, with gradients enabled. Kernels may look at the latter, as

@@ -6,6 +6,7 @@
 
 #include "checkpoint/call.h"
 #include "checkpoint/tensors.h"
+#include "locks.h"
 #include "remat/pool.h"
 #include "remat/recompute.h"
 #include "streams.h"
@@ -49,7 +50,7 @@ class BlockSaved final : public checkpoint::Saved {
   bool release() {
     Freed freed;
     std::vector<std::shared_ptr<Content>> contents;
-    const std::lock_guard<std::mutex> lock(contents_mutex());
+    const std::lock_guard<Lock> lock(contents_mutex());
     --content_->holders;
     if (content_->fill != opened_) close(freed);
     release_unused(*content_, freed, contents);
@@ -63,7 +64,7 @@ class BlockSaved final : public checkpoint::Saved {
     std::optional<c10::Stream> made_on;
     bool original, is_read_once;
     {
-      const std::lock_guard<std::mutex> lock(contents_mutex());
+      const std::lock_guard<Lock> lock(contents_mutex());
       held = content_->held ? content_->held : content_->memory();
       if (!held) return std::nullopt;
       original = !content_->copied && content_->fill == 0;

@@ -5,6 +5,7 @@
 #include <limits>
 #include <utility>
 
+#include "locks.h"
 #include "remat/content.h"
 
 namespace memsave_ext::remat {
@@ -48,7 +49,7 @@ Step::~Step() { finish(); }
 
 void Step::count(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& gradients,
                  int64_t missing) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   const int64_t before = shared_->count.before();
   for (const bool are_gradients : {false, true}) {
     for (const auto& tensor : are_gradients ? gradients : tensors) {
@@ -98,7 +99,7 @@ bool Step::is_alias(const c10::Storage& storage) const {
 
 Step::Began Step::began(const Operator& op, const at::RecordFunction& function) {
   Began began{key_of(op, function), std::nullopt};
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   if (finished_) return began;
   hash_ = mix(hash_, began.key);
   end_moment();
@@ -114,11 +115,11 @@ Step::Began Step::began(const Operator& op, const at::RecordFunction& function) 
 }
 
 bool Step::restart() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   if (finished_ || !keys_.empty()) return false;
   std::vector<std::shared_ptr<Content>> seen;  // destroyed without the mutex
   {
-    const std::lock_guard<std::mutex> contents(contents_mutex());
+    const std::lock_guard<Lock> contents(contents_mutex());
     for (const auto& weak : contents_) {
       const auto& content = seen.emplace_back(weak.lock());
       if (!content) continue;
@@ -138,7 +139,7 @@ bool Step::restart() {
 }
 
 void Step::left() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   if (!finished_) end_moment();
 }
 
@@ -156,7 +157,7 @@ void Step::end_moment() {
 }
 
 std::unique_ptr<DeviceTime> Step::start_time(uint64_t key, at::Device device) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   if (finished_) return nullptr;
   // The shortest of so many is about the operator's time without waiting for the host.
   constexpr int kMostTimes = 3;
@@ -166,7 +167,7 @@ std::unique_ptr<DeviceTime> Step::start_time(uint64_t key, at::Device device) {
 }
 
 int64_t Step::ended(Call* call, const Began& began, std::unique_ptr<DeviceTime> time) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   if (finished_) return 0;
   if (time) times_.push_back({began.key, std::move(time)});
   if (trace_.moments.size() > kMostMoments) {
@@ -225,7 +226,7 @@ void Step::look_what_is_held(std::optional<int32_t> moment) {
     return false;
   };
   given_up_.erase(std::remove_if(given_up_.begin(), given_up_.end(), is_gone), given_up_.end());
-  const std::lock_guard<std::mutex> lock(contents_mutex());
+  const std::lock_guard<Lock> lock(contents_mutex());
   const auto is_let_go = [&](int32_t number) {
     const auto content = contents_[number].lock();
     if (content && !content->is_let_go()) return false;
@@ -263,12 +264,12 @@ Count::Bytes Step::take(std::optional<int32_t> mark) {
 }
 
 void Step::given_up(const Freed& memory) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   for (const auto& storage : memory) given_up_.emplace_back(storage);
 }
 
 bool Step::opened(const Content& content) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   if (finished_ || content.number < 0 || trace_.contents[content.number].opened >= 0) return false;
   if (!saw_backward_) shared_->count.look();
   saw_backward_ = true;
@@ -278,12 +279,12 @@ bool Step::opened(const Content& content) {
 }
 
 void Step::repeats() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   if (!shared_->count.asks()) take();
 }
 
 void Step::repeated(const Call& call) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   if (finished_ || call.number < 0 || shared_->count.asks()) return;
   held_ = 0;
   const auto [live, peak] = take();
@@ -293,7 +294,7 @@ void Step::repeated(const Call& call) {
 }
 
 void Step::recomputed() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   take();
   look_what_is_held(std::nullopt);
 }
@@ -301,15 +302,11 @@ void Step::recomputed() {
 void Step::gave_way(at::Device device) {
   // Another device's allocator is not asked under the lock of this one.
   if (budget_.device != device) return;
-  std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
-  if (!device.is_cpu()) {
-    // Whoever has the mutex may be waiting for the allocator.
-    if (!lock.try_lock()) {
-      is_exact_ = false;
-      return;
-    }
-  } else {
-    lock.lock();
+  // Whoever has the mutex may be waiting for the allocator, or for those that give way.
+  const std::unique_lock<Lock> lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    is_exact_ = false;
+    return;
   }
   if (finished_) return;
   take();
@@ -317,7 +314,7 @@ void Step::gave_way(at::Device device) {
 }
 
 void Step::closed(const Content& content) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   if (content.number < 0 || finished_) return;
   trace_.contents[content.number].closed = static_cast<int32_t>(trace_.moments.size());
   add_moment();
@@ -342,7 +339,7 @@ void Step::stop() {
 }
 
 void Step::finish() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   if (std::exchange(finished_, true)) return;
   add_moment();
   for (size_t i = 0; i < calls_.size(); ++i) {
@@ -376,7 +373,7 @@ void Step::compare(const Trace& trace) {
 // What a step does with a plan.
 
 Choice Step::decide(Content& content) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   const Choice unplanned{bytes_ > 0 ? Drops::kUntilFull : Drops::kCheap, true, std::nullopt,
                          bytes_ > 0};
   if (finished_) return unplanned;
@@ -415,7 +412,7 @@ Choice Step::decide(Content& content) {
 }
 
 void Step::must_keep(const Content& content) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   if (!finished_) trace_.contents[content.number].must_be_kept = true;
 }
 
@@ -467,7 +464,7 @@ void Step::follow(std::shared_ptr<Known> known) {
 
 Step::Moves Step::moves(const Content* opened) const {
   constexpr int32_t kAll = std::numeric_limits<int32_t>::max();
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   Moves now{kAll, std::numeric_limits<int64_t>::max(), {}};
   if (!schedule_ || finished_) return now;
   if (opened == nullptr) {
@@ -499,8 +496,8 @@ int64_t Step::excess() const {
 
 std::vector<std::shared_ptr<Content>> Step::candidates() {
   std::vector<std::shared_ptr<Content>> found;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const std::lock_guard<std::mutex> contents(contents_mutex());
+  const std::lock_guard<Lock> lock(mutex_);
+  const std::lock_guard<Lock> contents(contents_mutex());
   for (const auto& weak : contents_) {
     auto content = weak.lock();
     if (content && content->is_alone && content->decided && !content->dropped) {
@@ -512,7 +509,7 @@ std::vector<std::shared_ptr<Content>> Step::candidates() {
 
 void Step::check() const {
   if (!budget_.strict) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   const bool refused = plan_ != nullptr && least_ > bytes_;
   TORCH_CHECK_WITH(OutOfMemoryError, !refused, "remat: out of memory. The budget is ", bytes_,
                    " bytes, and a step of these shapes needs at least ", least_,
@@ -522,63 +519,63 @@ void Step::check() const {
 // Figures.
 
 bool Step::is_newly_short() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   return plan_ != nullptr && least_ > bytes_ && shared_->tell(*followed_);
 }
 
 int64_t Step::before() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   return before_;
 }
 
 std::vector<int64_t> Step::curve() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   return curve_;
 }
 
 int64_t Step::peak() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   return peak_;
 }
 
 int64_t Step::budget() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   return bytes_;
 }
 
 int64_t Step::least() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   return least_;
 }
 
 std::optional<Plan> Step::plan() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   return plan_ == nullptr ? std::nullopt : std::optional(*plan_);
 }
 
 std::vector<Plan> Step::plans() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   if (moving_) return moving_->plans;
   return followed_ ? followed_->plans : std::vector<Plan>();
 }
 
 double Step::waiting() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   return schedule_ ? schedule_->waiting : 0;
 }
 
 std::optional<Deviation> Step::deviation() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   return deviation_;
 }
 
 Trace Step::trace() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   return trace_;
 }
 
 std::shared_ptr<const Known> Step::followed() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   return followed_;
 }
 

@@ -13,6 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "locks.h"
 #include "remat/account.h"
 #include "remat/content.h"
 #include "remat/known.h"
@@ -143,7 +144,7 @@ class Step {
   Count::Peak since_look_;
   // See KnownSteps::begin(); 0 within no budget, where their memory does not count.
   const int others_;
-  mutable std::mutex mutex_;
+  mutable Lock mutex_{LockOrder::kStep};
   Trace trace_;
   std::vector<uint64_t> keys_;                    // see Known
   uint64_t hash_ = 0;                             // of all operators until now

@@ -4,10 +4,12 @@
 #include <utility>
 #include <vector>
 
+#include "locks.h"
+
 namespace memsave_ext::remat {
 namespace {
 
-std::mutex trash_mutex;
+Lock trash_mutex{LockOrder::kTrash};
 auto& trash = *new std::vector<std::shared_ptr<Away>>();  // outlives static destruction
 std::atomic<bool> any_trash{false};
 
@@ -19,7 +21,7 @@ constexpr double kForgotten = 0.99;
 void discard(std::shared_ptr<Away> away) {
   if (!away) return;
   away->cancel();
-  const std::lock_guard<std::mutex> lock(trash_mutex);
+  const std::lock_guard<Lock> lock(trash_mutex);
   trash.push_back(std::move(away));
   any_trash = true;
 }
@@ -28,7 +30,7 @@ void empty_trash() {
   if (!any_trash.load(std::memory_order_relaxed)) return;
   std::vector<std::shared_ptr<Away>> gone;
   {
-    const std::lock_guard<std::mutex> lock(trash_mutex);
+    const std::lock_guard<Lock> lock(trash_mutex);
     gone.swap(trash);
     any_trash = false;
   }
@@ -36,13 +38,13 @@ void empty_trash() {
 }
 
 void Meter::add(int64_t bytes, double seconds) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   bytes_ = kForgotten * bytes_ + static_cast<double>(bytes);
   seconds_ = kForgotten * seconds_ + seconds;
 }
 
 double Meter::bytes_per_second() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<Lock> lock(mutex_);
   return bytes_ / std::max(seconds_, 1e-9);
 }
 

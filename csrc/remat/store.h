@@ -14,6 +14,8 @@
 #include <string>
 #include <utility>
 
+#include "locks.h"
+
 namespace memsave_ext::remat {
 
 // Bytes per second of copies out and back.
@@ -118,7 +120,7 @@ class Meter {
   double bytes_per_second() const;
 
  private:
-  mutable std::mutex mutex_;
+  mutable Lock mutex_{LockOrder::kSpeed};
   double bytes_ = 0, seconds_ = 0;
 };
 

@@ -67,7 +67,8 @@ class Package(operators.Library):
         return "".join(self.lines)
 
     def _host_flags(self) -> list[str]:
-        return [*self._includes(CHANGED, DEVICE), *super()._host_flags()]
+        flags = [*self._includes(CHANGED, DEVICE), *super()._host_flags()]
+        return [*flags, "-DMEMSAVE_EXT_CHECK_LOCKS=::emulated::failed"]
 
 
 def main() -> None:

@@ -20,6 +20,7 @@
 
 #include "ATen/cuda/CUDAGeneratorImpl.h"
 #include "c10/cuda/CUDACachingAllocator.h"
+#include "locks.h"
 
 namespace c10 {
 
@@ -200,7 +201,7 @@ class Allocator final : public c10::DeviceAllocator {
     }
 
    private:
-    const std::lock_guard<std::recursive_mutex> lock_;
+    const std::lock_guard<memsave_ext::RecursiveLock> lock_;
   };
 
   // Whoever asks for statistics takes the allocator's lock. Another thread may have it, and report.
@@ -225,7 +226,7 @@ class Allocator final : public c10::DeviceAllocator {
     if (gone) std::free(data);
   }
 
-  static inline std::recursive_mutex mutex;
+  static inline memsave_ext::RecursiveLock mutex{memsave_ext::LockOrder::kAllocator};
   static inline int depth = 0;
   static inline int64_t peak = 0;
   static inline std::unordered_map<void*, int64_t> sizes;

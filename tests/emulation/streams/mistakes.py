@@ -29,6 +29,15 @@ FREED = "may still use"
 DIFFERS = "assert False"
 MISTAKES = [
     Mistake(
+        "who gives way waits for the step, whose thread may wait for the allocator",
+        "remat/step.cpp",
+        "  const std::unique_lock<Lock> lock(mutex_, std::try_to_lock);\n",
+        "  std::unique_lock<Lock> lock(mutex_, std::defer_lock);\n"
+        "  MISTAKE ? lock.lock() : void(lock.try_lock());\n",
+        "device_that_is_full",
+        "of csrc/locks.h is awaited while",
+    ),
+    Mistake(
         "a captured recompute draws from the graph's beginning",
         "checkpoint/cuda.cpp",
         "now.offset_intragraph_}",
