@@ -118,11 +118,15 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 // At least what the kernels declare statically. Limits hold for that and the dynamic part together.
 constexpr int64_t kStaticBytes = 1024;
 
-int64_t most_shared_bytes() {
-  int device = 0, bytes = 0;
+int64_t of_device(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
   check_cuda(cudaGetDevice(&device));
-  check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  return bytes - kStaticBytes;
+  check_cuda(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
+int64_t most_shared_bytes() {
+  return of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticBytes;
 }
 
 struct Fit {
@@ -144,8 +148,17 @@ Fit fit_onchip(const Problem& problem, const Loads& loads, int tensors) {
   const int64_t most = most_shared_bytes();
   if (bytes > most) return {false, 0, 0};
   // A multiprocessor has registers for about 1024 threads.
+  constexpr int64_t kThreadsAtOnce = 1024;
   const int64_t resident = std::min(problem.channels / kBusy, most / bytes);
   const int threads = resident >= 8 ? 128 : resident >= 4 ? 256 : kMostThreads;
+  // Some places for blocks stay empty in the last wave. Chunks leave none empty, and move memory
+  // that takes as long as 1.3 times all of these (docs/gpu-notes.md).
+  const int64_t at_once = std::min(most / bytes, kThreadsAtOnce / threads);
+  const int64_t wave = of_device(cudaDevAttrMultiProcessorCount) * at_once;
+  const int64_t places = ceil_div(problem.channels, wave) * wave;
+  if (bytes > kSmall && problem.channels > wave && 10 * places > 13 * problem.channels) {
+    return {false, 0, 0};
+  }
   return {true, threads, bytes};
 }
 

@@ -111,7 +111,7 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
 
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess, cudaErrorLaunchFailure };
-enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin };
+enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrMultiProcessorCount };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaMemcpyKind { cudaMemcpyDeviceToHost };
 
@@ -124,8 +124,9 @@ inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = static_cast<int>(emulation::kMostSharedBytes);
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  const bool is_count = attribute == cudaDevAttrMultiProcessorCount;
+  *value = is_count ? 132 : static_cast<int>(emulation::kMostSharedBytes);
   return cudaSuccess;
 }
 template <typename... Parameters>
