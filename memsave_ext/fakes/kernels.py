@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_impls import op_implementations_checks
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.utils._pytree import tree_iter
 
@@ -64,10 +64,14 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plain: bool) -
     return result
 
 
+# Of torch's own fake kernels: whether an operator has one. Empty where a version has no such list.
+_HAS_FAKE: list[tuple[Any, Any]] = getattr(fake_impls, "op_implementations_checks", [])
+
+
 @functools.cache
 def _has_meta_kernel(func: Any) -> bool:
     """Whether torch has a compiled kernel for the meta device, and no fake one."""
-    if any(check(func) for check, _ in op_implementations_checks):
+    if not _HAS_FAKE or any(check(func) for check, _ in _HAS_FAKE):
         return False
     # It may be behind one in Python. Results of those that are in Python alone depend on devices.
     return "RegisterMeta" in torch._C._dispatch_dump(func.name())
