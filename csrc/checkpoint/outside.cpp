@@ -147,9 +147,10 @@ void TensorWalk::visit(PyObject* object, PyObject* key, Py_ssize_t index) {
 size_t TensorWalk::place_inside(PyObject* key, Py_ssize_t index) {
   if (path_.empty()) return ++roots_;
   if (key == nullptr) return c10::get_hash(path_.back().place, index);
-  const Py_hash_t hash = PyObject_Hash(key);
-  if (hash == -1) PyErr_Clear();
-  return c10::get_hash(path_.back().place, hash);
+  // Others' hashes are the user's code.
+  const bool is_plain_key = PyUnicode_CheckExact(key) || PyLong_CheckExact(key);
+  return is_plain_key ? c10::get_hash(path_.back().place, PyObject_Hash(key))
+                      : c10::get_hash(path_.back().place, static_cast<const void*>(key));
 }
 
 void TensorWalk::visit_inside(PyObject* object) {
@@ -266,7 +267,9 @@ const OutsideTensors::Noted* OutsideTensors::Cursor::at(size_t place) {
   return &noted_[next_++];
 }
 
-const OutsideTensors::Noted* OutsideTensors::find(const at::Tensor& tensor) const {
+const OutsideTensors::Noted* OutsideTensors::find(const at::Tensor& tensor,
+                                                  const Noted* there) const {
+  if (there != nullptr && there->is(tensor)) return there;
   const auto found = std::find_if(noted_.begin(), noted_.end(),
                                   [&](const Noted& noted) { return noted.is(tensor); });
   return found == noted_.end() ? nullptr : &*found;
@@ -286,7 +289,7 @@ void OutsideTensors::leave_out_changes_of_forward(const std::vector<PyObject*>& 
   TensorWalk tensors([&](PyObject* object) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
     const Noted* const there = before.at(tensors.place());
-    const Noted* const same = there != nullptr && there->is(tensor) ? there : find(tensor);
+    const Noted* const same = find(tensor, there);
     const bool is_same = same != nullptr && same == there && same->is_as_it_was(tensor);
     if (is_same && now.empty() && same == &noted_[same_until]) return void(++same_until);
     if (now.empty()) now.assign(noted_.begin(), noted_.begin() + same_until);
@@ -315,7 +318,7 @@ std::vector<ChangedTensor> OutsideTensors::find_changed(const std::vector<PyObje
       if (tensors.is_buffer()) add(there->version, true);
       return;
     }
-    const Noted* const same = there != nullptr && there->is(tensor) ? there : find(tensor);
+    const Noted* const same = find(tensor, there);
     if (same != nullptr) {
       if (!same->changed_by_forward && !same->is_as_it_was(tensor)) add(same->version, false);
       return;

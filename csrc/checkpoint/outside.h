@@ -106,7 +106,8 @@ class OutsideTensors {
     size_t next_ = 0;
   };
 
-  const Noted* find(const at::Tensor& tensor) const;
+  // What was noted of a tensor, at the place where it is or at another one.
+  const Noted* find(const at::Tensor& tensor, const Noted* there) const;
 
   std::vector<Noted> noted_;
 };

@@ -86,9 +86,7 @@ def _of_meta_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """
     if not _has_meta_kernel(func) or "device" in kwargs:
         return None
-    fakes = [arg for arg in args if isinstance(arg, FakeTensor)]
-    lists = [arg for arg in args if type(arg) in (list, tuple)]
-    fakes += [part for arg in lists for part in arg if isinstance(part, FakeTensor)]
+    fakes = [value for value in tree_iter(args) if isinstance(value, FakeTensor)]
     if not fakes or any(fake.fake_device.type != "cpu" for fake in fakes):
         return None
     mode = fakes[0].fake_mode

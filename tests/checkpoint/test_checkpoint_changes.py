@@ -269,6 +269,23 @@ def test_an_attribute_that_another_region_made():
 # What must go on working.
 
 
+def test_keys_of_dicts_are_not_asked():
+    class Key:
+        asked = 0
+
+        def __hash__(self):
+            Key.asked += 1
+            return 7
+
+    key, m = Key(), torch.ones(4)
+    held, x = {key: m}, leaf(4)
+    asked = Key.asked
+    out = ms.checkpoint(lambda x: x.sin() * sum(held.values()), x)
+    expected = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    assert Key.asked == asked
+    assert_equal(expected, torch.autograd.grad(out.sum(), x))
+
+
 def test_an_attribute_that_each_call_makes_anew():
     """The recompute frees the one of a later call, and what it makes next may lie there."""
 
