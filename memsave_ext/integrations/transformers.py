@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import MethodType, NoneType
+from types import FrameType, MethodType, NoneType
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
     It predicts with the first batch when the model is first called with it, and applies the
     cheapest means that fits before anything is computed. Gradient accumulation and a GradScaler are
     the Trainer's; states that were loaded by ``resume_from_checkpoint`` are converted. Checkpoints
-    have states as torch's optimizer has them. When ``train()`` ends nothing steps in backward any
-    more; where it raises, ``fitted.undo()`` sees to that.
+    have states as torch's optimizer has them. Once ``train()`` has ended, or raised, a backward
+    steps nothing any more.
 
     Args:
         budget: as of :func:`memsave_ext.fit`.
@@ -79,6 +80,7 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         }  # fmt: skip
         self._clip_each = clip_each
         self._max_grad_norm: float | None = None  # the Trainer's, while the optimizer clips
+        self._train: FrameType | None = None  # the call of train() that goes on
 
     def on_train_begin(
         self,
@@ -90,6 +92,8 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         _refuse(args)
+        self._give_clipping_back(args)  # where an earlier training raised
+        self._train = self._call_of_train()
         before = applied_to(model)
         if before is not None and before is self.fitted and before.optimizer is optimizer.optimizer:
             self.fitted.go_on()  # another train() of the same Trainer
@@ -111,7 +115,7 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
                 refused=_CLIPS if clips and not self._clip_each else "",
                 micro_batches=args.gradient_accumulation_steps,
                 options={
-                    "accumulate_when": lambda: not gradients.sync_gradients,
+                    "accumulate_when": lambda: not gradients.sync_gradients or self._is_over(),
                     "max_grad_norm": args.max_grad_norm if clips else None,
                 },
                 **self._options,
@@ -122,15 +126,46 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _FirstCall.remove(kwargs["model"])
+        self._train = None
         if self.fitted is not None:
             self.fitted.rest()
-        if self._max_grad_norm is not None:
-            args.max_grad_norm, self._max_grad_norm = self._max_grad_norm, None
+        self._give_clipping_back(args)
 
     def _take_clipping(self, args: Any) -> None:
         assert self.fitted is not None
         if self._clip_each and self.fitted.steps_in_backward and args.max_grad_norm:
             self._max_grad_norm, args.max_grad_norm = args.max_grad_norm, 0.0
+
+    def _give_clipping_back(self, args: Any) -> None:
+        if self._max_grad_norm is not None:
+            args.max_grad_norm, self._max_grad_norm = self._max_grad_norm, None
+
+    def _call_of_train(self) -> FrameType | None:
+        """Returns the outermost call of this callback's Trainer that has not returned yet."""
+        outermost = None
+        for frame in _calls(sys._getframe()):
+            trainer = frame.f_locals.get("self")
+            if isinstance(trainer, _transformers.Trainer) and self._is_in(trainer):
+                outermost = frame
+        return outermost
+
+    def _is_in(self, trainer: Any) -> bool:
+        return any(callback is self for callback in trainer.callback_handler.callbacks)
+
+    def _is_over(self) -> bool:
+        """Whether the training has raised, of which a Trainer tells its callbacks nothing: no
+        thread is inside of its ``train()`` any more."""
+        if self._train is None:
+            return False
+        # On CUDA backward runs in a thread of the engine, for which train() waits.
+        stacks = sys._current_frames().values()
+        return not any(frame is self._train for stack in stacks for frame in _calls(stack))
+
+
+def _calls(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _refuse(args: Any) -> None:

@@ -1,6 +1,7 @@
 """Fit in the Trainer of transformers and in Lightning's, and fit() beside accelerate and timm."""
 
 import contextlib
+import copy
 import logging
 import re
 
@@ -169,6 +170,34 @@ def test_nothing_steps_after_the_training(tmp_path, means):
     before = [p.detach().clone() for p in run.model.parameters()]
     run.train()
     assert not all(map(torch.equal, run.model.parameters(), before))
+    steps_nothing(run.model, lambda: run.model(**batch).loss)
+
+
+@pytest.mark.parametrize("means", [IN_BACKWARD, SMALL])
+def test_nothing_steps_after_a_training_that_raised(tmp_path, means):
+    class Interrupt(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 2:
+                raise KeyboardInterrupt
+
+    run = Run(tmp_path, fit(means=means, clip_each=True), max_grad_norm=0.5)
+    interrupt = Interrupt()
+    run.trainer.add_callback(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    run.trainer.remove_callback(interrupt)
+    batch = {name: row[None] for name, row in rows()[0].items()}
+    for _ in range(2):
+        steps_nothing(run.model, lambda: run.model(**batch).loss)
+    # Another Trainer has the model to itself, although the first one is there.
+    copied = copy.deepcopy(run.model)
+    others = [Run(tmp_path / "other", model=model).train() for model in (run.model, copied)]
+    others[0].assert_same(others[1])
+    # The first one trains again, and clips.
+    before = [p.detach().clone() for p in run.model.parameters()]
+    run.train()
+    assert not all(map(torch.equal, run.model.parameters(), before))
+    assert run.trainer.args.max_grad_norm == 0.5
     steps_nothing(run.model, lambda: run.model(**batch).loss)
 
 
