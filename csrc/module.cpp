@@ -5,6 +5,7 @@
 
 #include "adam/backward.h"
 #include "adam/batch.h"
+#include "adam/begin_rows.h"
 #include "adam/collector.h"
 #include "adam/hook.h"
 #include "adam/ops.h"

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <pybind11/pybind11.h>
 
 #include <cstdint>
 
@@ -32,11 +31,5 @@ class StepInRows {
   const Group group_;
   Item whole_;
 };
-
-// Steps a parameter from the node of the graph that computes its gradient.
-// For the autograd node that this thread runs: begins a step of the parameter whose gradient is the
-// node's for its `input`, a StepInRows. Returns a text where that gradient has to be whole: why.
-// Needs the GIL.
-pybind11::object begin_rows(int64_t input);
 
 }  // namespace memsave_ext::adam

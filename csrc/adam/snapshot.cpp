@@ -3,9 +3,6 @@
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <algorithm>
-#include <array>
-#include <iterator>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -19,18 +16,6 @@ namespace memsave_ext::adam {
 namespace py = pybind11;
 
 namespace {
-
-// Returns the names of kStateNames, interned: a look-up neither makes, hashes nor compares strings.
-const std::array<PyObject*, std::size(kStateNames)>& keys() {
-  static const auto of_names = [] {
-    std::array<PyObject*, std::size(kStateNames)> made{};
-    for (size_t i = 0; i < made.size(); ++i) {
-      made[i] = PyUnicode_InternFromString(kStateNames[i].name);
-    }
-    return made;
-  }();
-  return of_names;
-}
 
 // Reads a group's options, which memsave_ext/adam/fallback/operator.py names as the operator's
 // arguments. They can be changed between steps: a wrong one raises as when the optimizer is made.
@@ -64,19 +49,6 @@ Group read_group(const py::handle& dict) {
   return group;
 }
 
-// Returns the index of a key in keys(), or their number where it is not there. Most often it is
-// `guess`.
-size_t place_of(PyObject* key, size_t guess) {
-  const auto& names = keys();
-  if (guess < names.size() && key == names[guess]) return guess;
-  return std::find_if(names.begin(), names.end(),
-                      [&](PyObject* name) {
-                        return key == name ||
-                               (PyUnicode_Check(key) && PyUnicode_Compare(key, name) == 0);
-                      }) -
-         names.begin();
-}
-
 // Looks up the states of parameters by address: a tensor's __hash__ is a call into Python.
 class StateOf {
  public:
@@ -106,17 +78,6 @@ class StateOf {
 };
 
 }  // namespace
-
-void read_state(PyObject* dict, State& state) {
-  PyObject *key, *value;
-  size_t next = 0;
-  for (Py_ssize_t position = 0; PyDict_Next(dict, &position, &key, &value);) {
-    const size_t place = place_of(key, next);
-    if (place == keys().size() || !THPVariable_Check(value)) continue;
-    state.*kStateNames[place].tensor = local_tensor(value);
-    next = place + 1;
-  }
-}
 
 Snapshot read_optimizer(const py::handle& optimizer, Algorithm algorithm) {
   Snapshot snapshot;

@@ -20,9 +20,6 @@ struct Snapshot {
 // Reads the optimizer's param_groups and, where they are of `algorithm`, its state. Needs the GIL.
 Snapshot read_optimizer(const pybind11::handle& optimizer, Algorithm algorithm);
 
-// Reads the tensors of a dict of the optimizer's state; of DTensors the local ones. Needs the GIL.
-void read_state(PyObject* dict, State& state);
-
 // Puts new states into the optimizer's state. Needs the GIL.
 void publish_states(const std::vector<FreshState>& states, const pybind11::handle& optimizer);
 

@@ -1,8 +1,14 @@
 #include "adam/state.h"
 
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <array>
+#include <iterator>
+
 #include "adam/errors.h"
 #include "adam/names.h"
-#include "adam/parameter.h"
+#include "adam/tensors.h"
 #include "vector/dtype.h"
 
 namespace memsave_ext::adam {
@@ -11,6 +17,31 @@ namespace py = pybind11;
 using at::Tensor;
 
 namespace {
+
+// Returns the names of kStateNames, interned: a look-up neither makes, hashes nor compares strings.
+const std::array<PyObject*, std::size(kStateNames)>& keys() {
+  static const auto of_names = [] {
+    std::array<PyObject*, std::size(kStateNames)> made{};
+    for (size_t i = 0; i < made.size(); ++i) {
+      made[i] = PyUnicode_InternFromString(kStateNames[i].name);
+    }
+    return made;
+  }();
+  return of_names;
+}
+
+// Returns the index of a key in keys(), or their number where it is not there. Most often it is
+// `guess`.
+size_t place_of(PyObject* key, size_t guess) {
+  const auto& names = keys();
+  if (guess < names.size() && key == names[guess]) return guess;
+  return std::find_if(names.begin(), names.end(),
+                      [&](PyObject* name) {
+                        return key == name ||
+                               (PyUnicode_Check(key) && PyUnicode_Compare(key, name) == 0);
+                      }) -
+         names.begin();
+}
 
 void check_memory(const char* name, const Tensor& tensor) {
   const auto* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
@@ -145,6 +176,17 @@ py::dict dict_of(const State& state) {
     if ((state.*tensor).defined()) dict[name] = wrapped(state.*tensor);
   }
   return dict;
+}
+
+void read_state(PyObject* dict, State& state) {
+  PyObject *key, *value;
+  size_t next = 0;
+  for (Py_ssize_t position = 0; PyDict_Next(dict, &position, &key, &value);) {
+    const size_t place = place_of(key, next);
+    if (place == keys().size() || !THPVariable_Check(value)) continue;
+    state.*kStateNames[place].tensor = local_tensor(value);
+    next = place + 1;
+  }
 }
 
 void check_device(c10::Device device) {

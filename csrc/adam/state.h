@@ -99,4 +99,7 @@ bool can_step(const at::Tensor& param, const at::Tensor& grad, const State& stat
 // Returns the tensors that are defined, by their names. Needs the GIL.
 pybind11::dict dict_of(const State& state);
 
+// Reads the tensors of a dict of the optimizer's state; of DTensors the local ones. Needs the GIL.
+void read_state(PyObject* dict, State& state);
+
 }  // namespace memsave_ext::adam

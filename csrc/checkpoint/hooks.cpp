@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "checkpoint/call.h"
-#include "checkpoint/recompute.h"
 #include "compat.h"
 
 namespace memsave_ext::checkpoint {

@@ -10,10 +10,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
+#include <vector>
 
 #include "checkpoint/call.h"
+#include "checkpoint/early_stop.h"
 #include "checkpoint/hooks.h"
-#include "checkpoint/recompute.h"
 #include "locks.h"
 
 namespace memsave_ext::checkpoint {
@@ -223,6 +225,123 @@ py::tuple Region::unpack_arguments() const {
     throw_error("arguments_changed", changes, on_error_);
   }
   return arguments;
+}
+
+// One run of the function for its saved tensors.
+class Recompute {
+ public:
+  Recompute(Region& region, const BackwardKey& key);
+
+  // The recompute saves `tensor`. Returns false when it was the last one needed: time to stop.
+  bool save(const at::Tensor& tensor);
+  bool stopped() const { return stopped_; }
+  // Throws where forward and recompute differ. `reads`: of tensors that have changed in between.
+  void check(const std::vector<Read>& reads) const;
+
+ private:
+  struct Difference {
+    size_t position;
+    Metadata saved, recomputed;
+  };
+  struct Mutation {  // of a tensor from outside that both runs save
+    size_t position;
+    Metadata metadata;
+    uint32_t in_forward, in_recompute;
+  };
+
+  Region& region_;
+  BackwardKey key_;
+  size_t needed_;  // number of positions up to the last one with a holder
+  size_t count_ = 0;
+  const bool forward_finished_;
+  bool may_stop_;
+  bool stopped_ = false;
+  std::vector<Difference> different_;
+  std::vector<Mutation> mutated_;
+};
+
+// Hands what the recompute's graph saves to `run`, which outlives the hooks' scope.
+class RecomputePacker final : public Packer {
+ public:
+  explicit RecomputePacker(Recompute& run) : run_(run) {}
+  std::shared_ptr<Saved> pack(at::Tensor& tensor) override;
+
+ private:
+  Recompute& run_;
+};
+
+Recompute::Recompute(Region& region, const BackwardKey& key)
+    : region_(region), key_(key), forward_finished_(region.forward_finished_) {
+  const std::lock_guard<Lock> lock(region.state_mutex_);
+  may_stop_ = region.stop_at_last_save_;
+  if (!forward_finished_) {
+    // A backward inside the function asks: the recompute must not run further than the forward has
+    // come, whatever the options are. The node that asks is, in practice, the one that saved last.
+    const NodePtr asking = torch::autograd::get_current_node();
+    may_stop_ = asking && !fills_after_saving(*asking);
+  }
+  needed_ = region.slots_.size();
+  while (needed_ > 0 && region.slots_[needed_ - 1].holders == 0) --needed_;
+  region.values_.push_back({key, std::vector<at::Tensor>(region.slots_.size())});
+}
+
+bool Recompute::save(const at::Tensor& tensor) {
+  if (stopped_) return true;  // the function caught the exception that stops it
+  const size_t index = count_++;
+  at::Tensor freed;
+  const std::lock_guard<Lock> lock(region_.state_mutex_);
+  const auto values = region_.find(key_);
+  if (index >= values->tensors.size()) {
+    stopped_ = !forward_finished_;
+    return !stopped_;
+  }
+  if (may_stop_ && index == needed_) {
+    // Nothing that is saved from here on is needed, and the last operation that is needed has run.
+    // Stopping before an operation has run is allowed only at the forward's very last save.
+    stopped_ = true;
+    return false;
+  }
+  const Slot& slot = region_.slots_[index];
+  if (region_.options_.check_determinism) {
+    if (!slot.metadata.fits(tensor)) {
+      different_.push_back({index, slot.metadata, Metadata::of(tensor)});
+    }
+    const auto version = static_cast<uint32_t>(tensor._version());
+    if (slot.is_storage_of(tensor) && version != slot.version) {
+      mutated_.push_back({index, slot.metadata, slot.version, version});
+    }
+  }
+  if (slot.holders > 0) {
+    freed = std::exchange(values->tensors[index], tensor);
+  }
+  stopped_ = may_stop_ && index + 1 == values->tensors.size();
+  return !stopped_;
+}
+
+void Recompute::check(const std::vector<Read>& reads) const {
+  const size_t saved = region_.slots_.size();
+  if (mutated_.empty() && reads.empty() && different_.empty() && (stopped_ || count_ == saved)) {
+    return;
+  }
+  py::list mutations, differences;
+  for (const auto& [position, metadata, in_forward, in_recompute] : mutated_) {
+    mutations.append(py::make_tuple(position, metadata.as_tuple(), in_forward, in_recompute));
+  }
+  for (const auto& [position, in_forward, in_recompute] : different_) {
+    differences.append(py::make_tuple(position, in_forward.as_tuple(), in_recompute.as_tuple()));
+  }
+  const py::object error =
+      registered("checkpoint_rules")
+          .attr("difference")(mutations, as_list(reads), differences, saved, count_, stopped_,
+                              forward_finished_, region_.options_.early_stop, region_.on_error_);
+  if (!error.is_none()) throw_exception(error);
+}
+
+std::shared_ptr<Saved> RecomputePacker::pack(at::Tensor& tensor) {
+  // Never with a graph: the value would keep the recompute's graph alive.
+  if (tensor.requires_grad()) tensor = PyGILState_Check() ? detached(tensor) : tensor.detach();
+  if (!run_.save(tensor)) throw_stop();
+  return nullptr;
 }
 
 void Region::recompute(const BackwardKey& key) {

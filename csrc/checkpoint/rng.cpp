@@ -1,10 +1,11 @@
 #include "checkpoint/rng.h"
 
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/utils/device_lazy_init.h>
 
+#include <atomic>
 #include <mutex>
-
-#include "checkpoint/surroundings.h"
 
 namespace memsave_ext::checkpoint {
 namespace {
@@ -14,6 +15,18 @@ at::CPUGeneratorImpl* cpu_generator() {
 }
 
 }  // namespace
+
+bool cuda_in_use() {
+  static const bool built_with_cuda = at::detail::getCUDAHooks().hasCUDART();
+  if (!built_with_cuda) return false;
+  static std::atomic<bool> initialised{false};
+  if (!initialised) {
+    // C++ does not export this flag; torch.cuda keeps it. Operators are recorded without the GIL.
+    const pybind11::gil_scoped_acquire gil;
+    initialised = pybind11::module_::import("torch.cuda").attr("_initialized").cast<bool>();
+  }
+  return initialised && !torch::utils::is_device_in_bad_fork(at::kCUDA);
+}
 
 RngState::Cpu RngState::Cpu::current() {
   auto* generator = cpu_generator();

@@ -12,6 +12,10 @@
 
 namespace memsave_ext::checkpoint {
 
+// Whether this process has initialised CUDA; never initialises it (that would break a later fork).
+// Needs the GIL until it has answered yes once.
+bool cuda_in_use();
+
 // Where the next kernel that is captured finds its random numbers.
 struct GraphRng {
   uint64_t capture;         // CUDA's id of the capture

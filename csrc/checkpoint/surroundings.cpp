@@ -178,18 +178,6 @@ AutocastState AutocastState::without_cache() const {
   return state;
 }
 
-bool cuda_in_use() {
-  static const bool built_with_cuda = at::detail::getCUDAHooks().hasCUDART();
-  if (!built_with_cuda) return false;
-  static std::atomic<bool> initialised{false};
-  if (!initialised) {
-    // C++ does not export this flag; torch.cuda keeps it. Operators are recorded without the GIL.
-    const pybind11::gil_scoped_acquire gil;
-    initialised = pybind11::module_::import("torch.cuda").attr("_initialized").cast<bool>();
-  }
-  return initialised && !torch::utils::is_device_in_bad_fork(at::kCUDA);
-}
-
 std::optional<c10::Stream> current_cuda_stream() {
   if (!cuda_in_use()) return std::nullopt;
   const c10::impl::VirtualGuardImpl cuda(c10::DeviceType::CUDA);

@@ -95,10 +95,6 @@ class AutocastGuard {
   bool needed_;
 };
 
-// Whether this process has initialised CUDA; never initialises it (that would break a later fork).
-// Needs the GIL until it has answered yes once.
-bool cuda_in_use();
-
 // The current stream of the current CUDA device, if CUDA is in use.
 std::optional<c10::Stream> current_cuda_stream();
 

@@ -3,14 +3,14 @@
 #include <algorithm>
 #include <string_view>
 
-#include "remat/move_plan.h"
+#include "plan/move.h"
+#include "plan/simulate.h"
 #include "remat/operators.h"
-#include "remat/simulate.h"
 
 namespace memsave_ext::remat {
 namespace {
 
-Place place_of(const Trace& trace, const Timeline& timeline, int32_t slot) {
+Place place_of(const plan::Trace& trace, const plan::Timeline& timeline, int32_t slot) {
   const auto& openings = timeline.openings;
   Place place;
   place.in_forward = openings.empty() || slot < timeline.spans[openings.front()].opened;
@@ -46,11 +46,11 @@ bool passes_logits_on(std::string_view name) {
 
 }  // namespace
 
-Limit limit_of(const Trace& trace, const Plan& plan) {
-  const AsDropped step(trace, plan.decisions);
-  Simulator simulator(step.trace());
+Limit limit_of(const plan::Trace& trace, const plan::Plan& plan) {
+  const plan::AsDropped step(trace, plan.decisions);
+  plan::Simulator simulator(step.trace());
   simulator.run(step.decisions());
-  const Timeline& timeline = simulator.timeline();
+  const plan::Timeline& timeline = simulator.timeline();
   const auto& memory = simulator.memory();
   const auto highest = std::max_element(memory.begin(), memory.end());
   Limit limit;
@@ -71,7 +71,7 @@ Limit limit_of(const Trace& trace, const Plan& plan) {
   return limit;
 }
 
-std::vector<int32_t> logits_of(const Trace& trace) {
+std::vector<int32_t> logits_of(const plan::Trace& trace) {
   std::vector<uint8_t> found(trace.contents.size());
   std::vector<int32_t> calls, logits;
   const auto follow = [&](int32_t content) {
@@ -80,12 +80,12 @@ std::vector<int32_t> logits_of(const Trace& trace) {
     logits.push_back(content);
     if (trace.contents[content].call >= 0) calls.push_back(trace.contents[content].call);
   };
-  for (const TraceCall& call : trace.calls) {
+  for (const plan::TraceCall& call : trace.calls) {
     if (schema_name(call.op) != "aten::_log_softmax") continue;
     for (const int32_t made : call.makes) follow(made);
   }
   while (!calls.empty()) {
-    const TraceCall& call = trace.calls[calls.back()];
+    const plan::TraceCall& call = trace.calls[calls.back()];
     calls.pop_back();
     if (!passes_logits_on(schema_name(call.op))) continue;
     int64_t largest = 0;
@@ -98,17 +98,18 @@ std::vector<int32_t> logits_of(const Trace& trace) {
   return logits;
 }
 
-std::vector<int64_t> foreseen(const Trace& trace, const std::vector<Decision>& decisions) {
-  std::vector<Decision> all = decisions;
-  all.resize(trace.contents.size(), Decision::kKeep);
-  const AsDropped step(trace, all);
-  Simulator simulator(step.trace());
+std::vector<int64_t> foreseen(const plan::Trace& trace,
+                              const std::vector<plan::Decision>& decisions) {
+  std::vector<plan::Decision> all = decisions;
+  all.resize(trace.contents.size(), plan::Decision::kKeep);
+  const plan::AsDropped step(trace, all);
+  plan::Simulator simulator(step.trace());
   all = step.decisions();
   for (size_t i = 0; i < all.size(); ++i) {
-    if (!simulator.can_be_dropped(static_cast<int32_t>(i))) all[i] = Decision::kKeep;
+    if (!simulator.can_be_dropped(static_cast<int32_t>(i))) all[i] = plan::Decision::kKeep;
   }
   simulator.run(all);
-  const Timeline& timeline = simulator.timeline();
+  const plan::Timeline& timeline = simulator.timeline();
   const auto& memory = simulator.memory();
   std::vector<int64_t> found;
   for (size_t i = 0; i < trace.moments.size(); ++i) {
@@ -121,8 +122,8 @@ std::vector<int64_t> foreseen(const Trace& trace, const std::vector<Decision>& d
   return found;
 }
 
-Deviation deviation_of(const Trace& trace, const Trace& known,
-                       const std::vector<Decision>& decisions,
+Deviation deviation_of(const plan::Trace& trace, const plan::Trace& known,
+                       const std::vector<plan::Decision>& decisions,
                        const std::vector<int64_t>& measured) {
   const bool is_same = known.moments.size() == trace.moments.size();
   const std::vector<int64_t> planned = foreseen(is_same ? known : trace, decisions);
@@ -135,7 +136,7 @@ Deviation deviation_of(const Trace& trace, const Trace& known,
   }
   deviation.measured = measured[worst];
   deviation.foreseen = planned[worst];
-  const Timeline timeline(trace);
+  const plan::Timeline timeline(trace);
   deviation.place = place_of(trace, timeline, timeline.before[worst]);
   if (deviation.place.call >= 0) deviation.op = trace.calls[deviation.place.call].op;
   return deviation;

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "remat/plan.h"
+#include "plan/plan.h"
 
 namespace memsave_ext::remat {
 
@@ -24,14 +24,15 @@ struct Limit {
   int64_t held = 0;    // bytes of contents that are kept or were recomputed
   std::vector<int32_t> kept, recomputed;  // contents; others of them are on the way to these
 };
-Limit limit_of(const Trace& trace, const Plan& plan);
+Limit limit_of(const plan::Trace& trace, const plan::Plan& plan);
 
 // The logits of a loss over classes, and what a log_softmax makes of them.
-std::vector<int32_t> logits_of(const Trace& trace);
+std::vector<int32_t> logits_of(const plan::Trace& trace);
 
 // The most bytes between two moments that a step under a plan is foreseen to need, by the later
 // one.
-std::vector<int64_t> foreseen(const Trace& trace, const std::vector<Decision>& decisions);
+std::vector<int64_t> foreseen(const plan::Trace& trace,
+                              const std::vector<plan::Decision>& decisions);
 
 // A step whose peak was more than a hundredth off.
 struct Deviation {
@@ -41,8 +42,8 @@ struct Deviation {
 };
 // `measured`: as foreseen() has it, of the step that `trace` is of. `known`: the trace that its
 // plan was made of.
-Deviation deviation_of(const Trace& trace, const Trace& known,
-                       const std::vector<Decision>& decisions,
+Deviation deviation_of(const plan::Trace& trace, const plan::Trace& known,
+                       const std::vector<plan::Decision>& decisions,
                        const std::vector<int64_t>& measured);
 
 }  // namespace memsave_ext::remat

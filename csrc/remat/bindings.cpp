@@ -17,11 +17,12 @@
 
 #include "checkpoint/hooks.h"
 #include "checkpoint/recomputing.h"
+#include "memory/active.h"
+#include "plan/move.h"
+#include "plan/plan.h"
 #include "remat/account.h"
 #include "remat/fakes.h"
 #include "remat/known_bytes.h"
-#include "remat/move_plan.h"
-#include "remat/plan.h"
 #include "remat/saved.h"
 #include "remat/store.h"
 
@@ -33,24 +34,24 @@ namespace {
 
 std::string name_of(const Operator* op) { return op == nullptr ? "" : op->handle.schema().name(); }
 
-std::string name_at(const Trace& trace, const Place& place) {
+std::string name_at(const plan::Trace& trace, const Place& place) {
   return place.call < 0 ? "" : name_of(trace.calls[place.call].op);
 }
 
-int64_t bytes_of(const Trace& trace, const std::vector<int32_t>& contents) {
+int64_t bytes_of(const plan::Trace& trace, const std::vector<int32_t>& contents) {
   int64_t bytes = 0;
   for (const int32_t content : contents) bytes += trace.contents[content].bytes;
   return bytes;
 }
 
-int64_t largest_of(const Trace& trace, const std::vector<int32_t>& contents) {
+int64_t largest_of(const plan::Trace& trace, const std::vector<int32_t>& contents) {
   int64_t bytes = 0;
   for (const int32_t content : contents) bytes = std::max(bytes, trace.contents[content].bytes);
   return bytes;
 }
 
 // Tuples of a module's number, an operator's name and bytes.
-py::list by_maker(const Trace& trace, const std::vector<int32_t>& contents) {
+py::list by_maker(const plan::Trace& trace, const std::vector<int32_t>& contents) {
   std::map<Maker, int64_t> sums;
   for (const int32_t number : contents) {
     const auto& content = trace.contents[number];
@@ -152,17 +153,17 @@ class Recorder {
     figures["before"] = step.before();
     figures["curve"] = step.curve();
     figures["waiting"] = step.waiting();
-    const std::optional<Plan> plan = step.plan();
+    const std::optional<plan::Plan> plan = step.plan();
     py::list plans;
     figures["plan"] = py::none();
     if (const auto known = step.followed()) {
       // Made of an earlier step: what has come since, such as an optimizer's states, counts now.
       const int64_t more = step.before() - known->before;
-      const auto described = [more](const Plan& plan) {
+      const auto described = [more](const plan::Plan& plan) {
         return py::make_tuple(plan.peak + more, plan.seconds);
       };
       if (plan) figures["plan"] = described(*plan);
-      for (const Plan& other : step.plans()) plans.append(described(other));
+      for (const plan::Plan& other : step.plans()) plans.append(described(other));
     }
     figures["plans"] = std::move(plans);
     return figures;
@@ -172,7 +173,7 @@ class Recorder {
   py::object limit() const {
     const std::shared_ptr<const Known> known = block_->step()->followed();
     if (known == nullptr) return py::none();
-    const Trace& trace = known->trace;
+    const plan::Trace& trace = known->trace;
     const Limit limit = limit_of(trace, block_->step()->plans().back());
     py::dict figures;
     figures["in_forward"] = limit.place.in_forward;
@@ -205,7 +206,7 @@ class Recorder {
 
   // As remat_plans() takes it, and the plan's decisions.
   py::tuple trace() const {
-    const Trace trace = block_->step()->trace();
+    const plan::Trace trace = block_->step()->trace();
     py::list contents, calls, moments, decisions;
     for (const auto& c : trace.contents) {
       contents.append(py::make_tuple(c.bytes, c.call, c.saved, c.let_go, c.opened, c.closed));
@@ -221,24 +222,24 @@ class Recorder {
       moments.append(py::make_tuple(moment.now, moment.peak));
     }
     if (const auto plan = block_->step()->plan()) {
-      for (const Decision decision : plan->decisions) decisions.append(static_cast<int>(decision));
+      for (const plan::Decision decision : plan->decisions)
+        decisions.append(static_cast<int>(decision));
     }
     return py::make_tuple(contents, calls, moments, trace.forward, decisions);
   }
 
   py::dict figures() const {
-    SumsAgain sums_again;
-    {
+    const Tally tally = [this] {
       const py::gil_scoped_release no_gil;
-      sums_again = block_->sums_again();
-    }
+      return block_->tally();
+    }();
     py::list saved, again;
-    for (const auto& [key, sum] : block_->sums()) {
+    for (const auto& [key, sum] : tally.saved) {
       const auto& [maker, verdict] = key;
       saved.append(py::make_tuple(maker.first, name_of(maker.second), static_cast<int>(verdict),
                                   sum.count, sum.bytes, sum.seconds));
     }
-    for (const auto& [maker, sum] : sums_again) {
+    for (const auto& [maker, sum] : tally.again) {
       again.append(
           py::make_tuple(maker.first, name_of(maker.second), sum.count, sum.bytes, sum.seconds));
     }
@@ -254,8 +255,7 @@ class Recorder {
       figures["moves"] = py::make_tuple(moves.moved, moves.brought_back, moves.not_moved,
                                         moves.waited, moves.failure, mover->store().name());
     }
-    const auto given_back = block_->given_back();
-    figures["given_back"] = py::make_tuple(given_back.contents, given_back.bytes);
+    figures["given_back"] = py::make_tuple(tally.contents_given_back, tally.bytes_given_back);
     figures["saved"] = std::move(saved);
     figures["again"] = std::move(again);
     return figures;
@@ -315,15 +315,16 @@ using ContentFields = std::tuple<int64_t, int32_t, bool, int32_t, int32_t, int32
 using CallFields = std::tuple<double, Positions, Positions, Positions, int64_t>;
 using MomentFields = std::tuple<int64_t, int64_t>;
 
-Trace trace_of(const std::vector<ContentFields>& contents, const std::vector<CallFields>& calls,
-               const std::vector<MomentFields>& moments, int32_t forward) {
-  Trace trace;
+plan::Trace trace_of(const std::vector<ContentFields>& contents,
+                     const std::vector<CallFields>& calls, const std::vector<MomentFields>& moments,
+                     int32_t forward) {
+  plan::Trace trace;
   trace.forward = forward;
   for (const auto& [bytes, call, saved, let_go, opened, closed] : contents) {
     trace.contents.push_back({bytes, call, saved, let_go, opened, closed});
   }
   for (const auto& [seconds, reads, makes, writes, temporary] : calls) {
-    TraceCall& call = trace.calls.emplace_back();
+    plan::TraceCall& call = trace.calls.emplace_back();
     call.moment = static_cast<int32_t>(trace.calls.size()) - 1;
     call.seconds = seconds;
     call.reads.assign(reads.begin(), reads.end());
@@ -335,9 +336,9 @@ Trace trace_of(const std::vector<ContentFields>& contents, const std::vector<Cal
   return trace;
 }
 
-py::tuple as_tuple(const Plan& plan) {
+py::tuple as_tuple(const plan::Plan& plan) {
   std::vector<int> made;
-  for (const Decision decision : plan.decisions) made.push_back(static_cast<int>(decision));
+  for (const plan::Decision decision : plan.decisions) made.push_back(static_cast<int>(decision));
   return py::make_tuple(plan.peak, plan.seconds, made);
 }
 
@@ -345,14 +346,14 @@ py::tuple as_tuple(const Plan& plan) {
 py::list plans(const std::vector<ContentFields>& contents, const std::vector<CallFields>& calls,
                const std::vector<MomentFields>& moments, int32_t forward, int most_enumerated,
                const std::optional<std::vector<int>>& decisions) {
-  const Trace trace = trace_of(contents, calls, moments, forward);
-  std::vector<Plan> plans;
+  const plan::Trace trace = trace_of(contents, calls, moments, forward);
+  std::vector<plan::Plan> plans;
   if (decisions) {
-    std::vector<Decision> chosen;
-    for (const int decision : *decisions) chosen.push_back(static_cast<Decision>(decision));
-    plans.push_back(simulate(trace, std::move(chosen)));
+    std::vector<plan::Decision> chosen;
+    for (const int decision : *decisions) chosen.push_back(static_cast<plan::Decision>(decision));
+    plans.push_back(plan::simulate(trace, std::move(chosen)));
   } else {
-    plans = plans_of(trace, most_enumerated);
+    plans = plan::plans_of(trace, most_enumerated);
   }
   py::list result;
   for (const auto& plan : plans) result.append(as_tuple(plan));
@@ -365,11 +366,11 @@ py::list moving_plans(const std::vector<ContentFields>& contents,
                       const std::vector<CallFields>& calls,
                       const std::vector<MomentFields>& moments, int32_t forward, double out,
                       double back, int64_t most_moved, bool recomputes) {
-  Trace trace = trace_of(contents, calls, moments, forward);
+  plan::Trace trace = trace_of(contents, calls, moments, forward);
   for (auto& content : trace.contents) content.must_be_kept |= content.saved && !recomputes;
-  MovingPlans made(trace, plans_of(trace), Speed{out, back}, most_moved);
+  plan::MovingPlans made(trace, plan::plans_of(trace), Speed{out, back}, most_moved);
   py::list result;
-  for (const Plan& plan : made.plans) {
+  for (const plan::Plan& plan : made.plans) {
     const auto schedule = made.schedule(trace, plan);
     result.append(py::make_tuple(as_tuple(plan), schedule ? schedule->waiting : 0.0));
   }
@@ -409,11 +410,22 @@ void bind(py::module_& m) {
     return Fakes::current() != nullptr && Fakes::current()->steps()->count.counts_all();
   });
   py::class_<Fakes>(m, "RematFakes")
-      .def(py::init<py::object, py::object, bool>(), py::arg("make"), py::arg("moved"),
-           py::arg("counts_all"))
+      .def(py::init([](py::object make, py::object moved, bool counts_all) {
+             auto steps = std::make_shared<KnownSteps>(at::Device(at::kMeta), counts_all);
+             return std::make_unique<Fakes>(std::move(make), std::move(moved), std::move(steps));
+           }),
+           py::arg("make"), py::arg("moved"), py::arg("counts_all"))
       .def("enter", &Fakes::enter)
-      .def("allocated", &Fakes::allocated)
-      .def("freed", &Fakes::freed)
+      .def("allocated",
+           [](const Fakes& fakes, uintptr_t storage, int64_t size) {
+             memory::TrackingLock lock;
+             fakes.steps()->count.allocated(reinterpret_cast<void*>(storage), size);
+           })
+      .def("freed",
+           [](const Fakes& fakes, uintptr_t storage) {
+             memory::TrackingLock lock;
+             fakes.steps()->count.freed(reinterpret_cast<void*>(storage));
+           })
       .def("ran", &Fakes::ran)
       .def("copying", &Fakes::copying)
       .def("take_step", &take_step)

@@ -15,20 +15,20 @@
 #include "locks.h"
 #include "remat/content.h"
 #include "remat/fakes.h"
+#include "remat/memory.h"
+#include "remat/pause.h"
 #include "remat/policy.h"
 #include "remat/pool.h"
 #include "remat/random.h"
-#include "remat/recompute.h"
 #include "streams.h"
 
 namespace memsave_ext::remat {
 namespace {
 
 thread_local Block* current = nullptr;
-thread_local int pauses = 0;
 
 bool records() {
-  return current != nullptr && pauses == 0 && !current->is_paused() &&
+  return current != nullptr && !Pause::is_on() && !current->is_paused() &&
          torch::autograd::get_current_graph_task_id() == -1;
 }
 
@@ -69,15 +69,12 @@ c10::IValue without_tensors(const c10::IValue& argument) {
 
 }  // namespace
 
-Pause::Pause() { ++pauses; }
-Pause::~Pause() { --pauses; }
-
 Block::Block(Drops drops, const std::shared_ptr<Store>& store, int64_t most_moved) : drops_(drops) {
-  if (store) mover_ = std::make_unique<Mover>(*this, store, most_moved);
+  if (store) mover_ = std::make_unique<Mover>(tally_, store, most_moved);
 }
 
 Block::Block(Budget budget) : drops_(Drops::kCheap), budget_(std::move(budget)) {
-  if (budget_->store) mover_ = std::make_unique<Mover>(*this, budget_->store, budget_->most_moved);
+  if (budget_->store) mover_ = std::make_unique<Mover>(tally_, budget_->store, budget_->most_moved);
 }
 
 bool Block::is_innermost() const { return current == this; }
@@ -100,6 +97,7 @@ void Block::open(std::optional<int64_t> bytes, bool retry) {
   if (retry) gives_way_.emplace(*this);
   if (budget_ && bytes) budget_->bytes = *bytes;
   if (budget_) step_ = std::make_unique<Step>(*budget_);
+  if (mover_) mover_->follow(step_.get());
   callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(on_start, on_end)
                                              .needsInputs(true)
                                              .needsOutputs(true)
@@ -136,11 +134,11 @@ std::pair<std::shared_ptr<Content>, uint64_t> Block::save(const at::Tensor& tens
   {
     const std::lock_guard<Lock> lock(contents_mutex());
     if (copy_failed_) std::rethrow_exception(copy_failed_);
-    if (content->dropped && !has_all_memory(*content)) return {};
+    if (content->is_dropped() && !has_all_memory(*content)) return {};
     ++content->holders;
     ++holders_;
     fill = content->fill;
-    if (content->decided) return {std::move(content), fill};
+    if (content->is_decided()) return {std::move(content), fill};
     if (!content->held) content->held = content->storage.lock();
     // It is new in an operator that still runs and may say how it is made: decided at its end.
     if (!content->call && is_new_for_running(*content)) return {std::move(content), fill};
@@ -222,13 +220,13 @@ void Block::decide(const std::shared_ptr<Content>& content) {
     lock.lock();
   }
   const Verdict verdict = judge(*content, route, choice.drops);
-  content->decided = true;
-  content->verdict = verdict;
+  tally_.decided(*content, verdict);
   content->held_on_the_way = choice.held_on_the_way;
-  Sum& sum = sums_[{{content->module, content->op}, verdict}];
-  ++sum.count;
-  sum.bytes += content->bytes;
-  if (verdict == Verdict::kDropped) drop(content, std::move(route), freed);
+  if (verdict == Verdict::kDropped) {
+    drop(content, std::move(route), freed);
+  } else {
+    content->become(State::kKept);
+  }
   for (const auto& relying : std::exchange(content->relied_on_by, {})) {
     if (auto other = relying.lock()) contents.push_back(std::move(other));
   }
@@ -244,8 +242,8 @@ void Block::decide(const std::shared_ptr<Content>& content) {
 
 // The caller holds contents_mutex().
 void Block::drop(const std::shared_ptr<Content>& content, Route route, Freed& freed) {
-  sums_[{{content->module, content->op}, Verdict::kDropped}].seconds += route.seconds;
-  content->dropped = true;
+  tally_.dropped(*content, route.seconds);
+  content->become(State::kDropped);
   content->pending.emplace();
   take_route(content, std::move(route));
   freed.push_back(content->give_up());
@@ -256,7 +254,7 @@ void Block::take_route(const std::shared_ptr<Content>& content, Route route) {
   content->dropped_depth = route.dropped_depth + 1;
   for (const auto& needed : route.needs) {
     pin(*needed);
-    if (!needed->held && !needed->dropped) needed->held = needed->storage.lock();
+    if (!needed->held && !needed->is_dropped()) needed->held = needed->storage.lock();
   }
   for (const auto& other : route.on_the_way) {
     other->relied_on = true;
@@ -269,7 +267,7 @@ void Block::take_route(const std::shared_ptr<Content>& content, Route route) {
 // as plans have it. The caller holds contents_mutex(), and destroys the others without it.
 void Block::route_again(const std::shared_ptr<Content>& content, Freed& freed,
                         std::vector<std::shared_ptr<Content>>& contents) {
-  if (!content->dropped || content->holders == 0) return;
+  if (!content->is_dropped() || content->holders == 0) return;
   Route route = route_to(*content, freed);
   if (!route.possible) return;
   const Contents before = std::move(content->needs);
@@ -289,7 +287,7 @@ void Block::make_room(int64_t excess) {
   for (const auto& content : candidates) {
     if (excess <= 0) return;
     const std::lock_guard<Lock> lock(contents_mutex());
-    if (!content->call || content->dropped || content->pins > 0) continue;
+    if (!content->call || content->state() != State::kKept || content->pins > 0) continue;
     excess -= drop_late(content, true, freed, freed);
   }
 }
@@ -303,19 +301,9 @@ int64_t Block::drop_late(const std::shared_ptr<Content>& content, bool only_shor
   const int64_t bytes = content->bytes - route.more_bytes;
   if (!route.possible || bytes <= 0) return 0;
   if (only_short && bytes_on(route, kMostAgain * bytes) > kMostAgain * bytes) return 0;
-  count_as(*content, Verdict::kDropped);
+  tally_.changed(*content, Verdict::kDropped);
   drop(content, std::move(route), freed);
   return bytes;
-}
-
-void Block::count_as(Content& content, Verdict verdict) {
-  Sum& before = sums_[{{content.module, content.op}, content.verdict}];
-  --before.count;
-  before.bytes -= content.bytes;
-  content.verdict = verdict;
-  Sum& now = sums_[{{content.module, content.op}, verdict}];
-  ++now.count;
-  now.bytes += content.bytes;
 }
 
 // On the block's thread: begins to move what was decided on, where no operator runs.
@@ -359,27 +347,23 @@ int64_t Block::give_way(c10::Device device, int64_t enough, Gives what) {
       seen.push_back(content);
       if (!content->held_by_block_alone() || content->held->device() != device) continue;
       int64_t given = 0;
-      if (content->dropped && content->fill > 0 && what == Gives::kRecomputed) {
+      const bool can_be_dropped =
+          content->state() == State::kKept && content->call && !content->is_lost();
+      if (content->has_come_back() && what == Gives::kRecomputed) {
         given = content->bytes;
-        freed.push_back(content->give_up());
-      } else if (!content->dropped && content->call && !content->is_lost() &&
-                 what != Gives::kRecomputed) {
+        freed.push_back(content->give_up_again());
+      } else if (can_be_dropped && what != Gives::kRecomputed) {
         given = drop_late(content, what == Gives::kShort, freed, locked);
       }
       bytes += given;
-      given_back_.bytes += given;
-      given_back_.contents += given > 0;
+      tally_.bytes_given_back += given;
+      tally_.contents_given_back += given > 0;
     }
   }
   if (bytes == 0) return 0;
   freed.clear();
   if (step_) step_->gave_way(device);
   return bytes;
-}
-
-Block::GivenBack Block::given_back() const {
-  const std::lock_guard<Lock> lock(contents_mutex());
-  return given_back_;
 }
 
 void Block::enter_module(int32_t number) {
@@ -390,23 +374,10 @@ void Block::leave_module() {
   if (std::this_thread::get_id() == thread_ && modules_.size() > 1) modules_.pop_back();
 }
 
-Sums Block::sums() const {
+Tally Block::tally() {
+  const std::lock_guard<RecursiveLock> again(again_mutex_);
   const std::lock_guard<Lock> lock(contents_mutex());
-  return sums_;
-}
-
-SumsAgain Block::sums_again() {
-  const std::lock_guard<RecursiveLock> lock(again_mutex_);
-  return sums_again_;
-}
-
-void Block::count_again(const Call& call, double seconds) {
-  Sum& sum = sums_again_[{call.module, call.op}];
-  ++sum.count;
-  sum.seconds += seconds;
-  for (const auto& made : call.made) {
-    if (const auto content = made.content.lock()) sum.bytes += content->bytes;
-  }
+  return tally_;
 }
 
 // Operators, as they run.
@@ -667,7 +638,7 @@ void Block::made(Recording& recording, const at::Tensor& tensor, size_t output, 
   entry.see(tensor);
   const std::shared_ptr<Content> content = entry.content;
   if (content->op == nullptr) content->op = recording.call->op;
-  if (content->call || content->decided) return;  // settled by an operator inside this one
+  if (content->call || content->is_decided()) return;  // settled by an operator inside this one
 
   int64_t written = -1;
   for (size_t i = 0; i < recording.call->references.size(); ++i) {

@@ -8,7 +8,6 @@
 #include <atomic>
 #include <exception>
 #include <limits>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -22,23 +21,13 @@
 #include "remat/move.h"
 #include "remat/policy.h"
 #include "remat/step.h"
+#include "remat/tally.h"
 
 namespace memsave_ext::remat {
 
 constexpr int32_t kNoModule = -1;
 
-// A figure of the report, over contents that were saved or operators that ran again.
-struct Sum {
-  int64_t count = 0, bytes = 0;
-  // Of operators: that running them again took. Of contents: estimated to recompute the dropped
-  // ones, from times measured in the forward.
-  double seconds = 0;
-};
-using Maker = std::pair<int32_t, const Operator*>;  // module number; operator or null
-using Sums = std::map<std::pair<Maker, Verdict>, Sum>;
-using SumsAgain = std::map<Maker, Sum>;
-
-class Block : public std::enable_shared_from_this<Block> {
+class Block final : public Giver, public std::enable_shared_from_this<Block> {
  public:
   // `store`: where contents may be moved to, at most `most_moved` bytes; null: nowhere.
   explicit Block(Drops drops, const std::shared_ptr<Store>& store = nullptr,
@@ -75,25 +64,15 @@ class Block : public std::enable_shared_from_this<Block> {
   Mover* mover() const { return mover_.get(); }  // null where nothing is moved
   Step* step() const { return step_.get(); }     // null without a budget, and before open()
 
-  // Drops what it holds on the device, from the oldest on, until it is so many bytes or there is no
-  // more. Returns how many. What anybody else refers to, as running operators do, is not dropped.
-  // On any thread, where the lock of the device's allocator may be held.
-  int64_t give_way(c10::Device device, int64_t enough, Gives what);
-  // Changes what has become of a content, and the figures. The caller holds contents_mutex().
-  void count_as(Content& content, Verdict verdict);
-  struct GivenBack {
-    int64_t contents = 0, bytes = 0;
-  };
-  GivenBack given_back() const;
+  int64_t give_way(c10::Device device, int64_t enough, Gives what) override;
 
   // Ignored on threads other than the block's own, which run replicas of a module.
   void enter_module(int32_t number);
   void leave_module();
 
   int64_t recorded() const { return recorded_; }
-  Sums sums() const;
-  SumsAgain sums_again();  // call it without the GIL
-  void count_again(const Call& call, double seconds);
+  Tally tally();  // until now; call it without the GIL
+  void ran_again(const Call& call, double seconds) { tally_.ran_again(call, seconds); }
   // Held during a recompute. Do not wait for it with the GIL held.
   RecursiveLock& again_mutex() { return again_mutex_; }
 
@@ -172,9 +151,8 @@ class Block : public std::enable_shared_from_this<Block> {
   std::vector<Recording*> running_;  // recorded operators that run, innermost last
   std::thread::id thread_;
   std::vector<int32_t> modules_{kNoModule};
-  Sums sums_;  // guarded by contents_mutex()
+  Tally tally_;
   int64_t recorded_ = 0;
-  SumsAgain sums_again_;  // guarded by again_mutex_
   RecursiveLock again_mutex_{LockOrder::kRecompute};
   // Why what is needed could not be copied before an operator wrote it. Guarded, as what follows,
   // by contents_mutex().
@@ -182,20 +160,10 @@ class Block : public std::enable_shared_from_this<Block> {
   // What it can give back, the oldest first.
   std::vector<std::weak_ptr<Content>> gives_;
   size_t sweep_gives_at_ = 1024;  // size of gives_ at which those that are gone are removed
-  GivenBack given_back_;
   Block* outer_ = nullptr;
   int pauses_ = 0;
   at::CallbackHandle callback_ = 0;
   std::optional<GivesWay> gives_way_;  // last: it ends before what it gives
-};
-
-// Stops recording on this thread for a scope, as during a recompute.
-class Pause {
- public:
-  Pause();
-  ~Pause();
-  Pause(const Pause&) = delete;
-  Pause& operator=(const Pause&) = delete;
 };
 
 }  // namespace memsave_ext::remat

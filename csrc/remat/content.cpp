@@ -90,6 +90,21 @@ std::atomic<int> drops_in_backward{0};
 
 auto& being_written = *new std::vector<const c10::StorageImpl*>();
 
+constexpr int kStates = static_cast<int>(State::kBack) + 1;
+
+constexpr uint8_t bit(State state) { return uint8_t{1} << static_cast<int>(state); }
+
+// By state: those that it may become. All may become kOpen, when nobody needs them any more.
+constexpr uint8_t kNext[kStates] = {
+    /* kOpen */ bit(State::kOpen) | bit(State::kKept) | bit(State::kDropped),
+    /* kKept */ bit(State::kOpen) | bit(State::kLeaving) | bit(State::kDropped),
+    /* kLeaving */ bit(State::kOpen) | bit(State::kKept) | bit(State::kAway),
+    /* kDropped */ bit(State::kOpen) | bit(State::kRecomputed),
+    /* kRecomputed */ bit(State::kOpen) | bit(State::kDropped),
+    /* kAway */ bit(State::kOpen) | bit(State::kBack),
+    /* kBack */ bit(State::kOpen) | bit(State::kAway),
+};
+
 }  // namespace
 
 Content::Content(const c10::Storage& storage, bool external)
@@ -99,6 +114,13 @@ Content::Content(const c10::Storage& storage, bool external)
       born(++contents),
       external(external),
       made_on(current_stream(device)) {}
+
+void Content::become(State next) {
+  TORCH_INTERNAL_ASSERT((kNext[static_cast<int>(state_)] & bit(next)) != 0,
+                        "remat: a content of state ", static_cast<int>(state_), " became one of ",
+                        static_cast<int>(next));
+  state_ = next;
+}
 
 void Content::set_alone(bool now) {
   if (alone && now != is_alone) *alone += now ? bytes : -bytes;
@@ -120,6 +142,20 @@ bool Content::held_by_block_alone() const {
 c10::intrusive_ptr<c10::StorageImpl> Content::give_up() {
   set_alone(false);
   return std::move(held);
+}
+
+void Content::come_back(c10::intrusive_ptr<c10::StorageImpl> memory) {
+  become(is_away() ? State::kBack : State::kRecomputed);
+  recomputed = memory;
+  made_on = current_stream(device);
+  hold_alone(std::move(memory));
+  ++fill;
+  unopened = holders;
+}
+
+c10::intrusive_ptr<c10::StorageImpl> Content::give_up_again() {
+  become(is_away() ? State::kAway : State::kDropped);
+  return give_up();
 }
 
 void Content::hold_alone(c10::intrusive_ptr<c10::StorageImpl> memory) {
@@ -199,7 +235,7 @@ void release_unused(Content& content, Freed& freed,
   const auto release = [&](Content& unused) {
     if (unused.holders > 0 || unused.pins > 0) return;
     if (unused.held) freed.push_back(unused.give_up());
-    unused.dropped = unused.decided = false;
+    unused.become(State::kOpen);
     unused.pending.reset();
     if (unused.away) {
       unused.set_alone(false);  // it may be on its way back

@@ -42,6 +42,17 @@ enum class Verdict : int {
   kNotMoved,  // there was no room in the store
 };
 
+// What has become of a content. content.cpp has the ways from one to another.
+enum class State : uint8_t {
+  kOpen,        // not decided on; `held` once a tensor of it is saved, or a dropped one needs it
+  kKept,        // decided on: its holders have its memory
+  kLeaving,     // kept, while its memory is copied to a store
+  kDropped,     // recomputed when a holder asks for it
+  kRecomputed,  // dropped, and its memory is there again until its holders have opened it
+  kAway,        // its values are in a store
+  kBack,        // away, and its memory is there again until its holders have opened it
+};
+
 // How a tensor lies in its storage.
 struct Geometry {
   c10::SmallVector<int64_t, 5> sizes, strides;
@@ -155,10 +166,8 @@ struct Content : std::enable_shared_from_this<Content> {
   bool copied = false;       // `held` is a copy from before the storage was written
   bool relied_on = false;    // dropped contents are recomputed through its call, not from it
   std::vector<std::weak_ptr<Content>> relied_on_by;  // these, until it is decided on
-  bool dropped = false;  // its holders will recompute it, or have it brought back
-  std::optional<checkpoint::Pending> pending;  // set while it is dropped
-  bool decided = false;                        // whether to keep or drop it has been decided
-  Verdict verdict = Verdict::kFits;            // what was decided, or came of it later
+  std::optional<checkpoint::Pending> pending;        // set while it is to be recomputed
+  Verdict verdict = Verdict::kFits;                  // what was decided, or came of it later
   int dropped_depth = 0;        // of a dropped one: dropped ones in its chain, with itself
   int64_t holders = 0;          // saved tensors of it
   int64_t pins = 0;             // dropped contents that need it
@@ -170,15 +179,28 @@ struct Content : std::enable_shared_from_this<Content> {
   bool is_alone = false;  // only the block holds it, and it is counted there
   // The memory that it was recomputed into, which a node may use still when it is held no more.
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> recomputed;
-  uint64_t fill = 0;     // how often it was recomputed
-  uint64_t walk = 0;     // the latest one over what contents need that came by
-  int64_t unopened = 0;  // holders that have not opened the latest recompute
-  // Where it is copied to: `held` is still there, and it is not dropped, until the copy is over.
-  std::shared_ptr<Away> away;
+  uint64_t fill = 0;           // how often it was recomputed
+  uint64_t walk = 0;           // the latest one over what contents need that came by
+  int64_t unopened = 0;        // holders that have not opened the latest recompute
+  std::shared_ptr<Away> away;  // set from State::kLeaving on
 
   Content(const c10::Storage& storage, bool external);
+  State state() const { return state_; }
+  void become(State next);  // needs the mutex
+  bool is_decided() const { return state_ != State::kOpen; }
+  // Whether its holders recompute it, or have it brought back.
+  bool is_dropped() const { return state_ >= State::kDropped; }
+  bool is_away() const { return state_ >= State::kAway; }
+  bool is_leaving() const { return state_ == State::kLeaving; }
+  // Whether it is dropped, and its memory is there.
+  bool has_come_back() const { return state_ == State::kRecomputed || state_ == State::kBack; }
+  // Whether its memory is that in which it was made, if it is there: neither a copy nor recomputed.
+  bool is_original() const { return !copied && fill == 0; }
   // Gives up `held`, which is returned. Needs the mutex.
   c10::intrusive_ptr<c10::StorageImpl> give_up();
+  // Has memory again that was recomputed or brought back, and gives it up again. Need the mutex.
+  void come_back(c10::intrusive_ptr<c10::StorageImpl> memory);
+  c10::intrusive_ptr<c10::StorageImpl> give_up_again();
   // Holds memory that nobody else refers to. Needs the mutex.
   void hold_alone(c10::intrusive_ptr<c10::StorageImpl> memory);
   // Its memory, held or still in use after a recompute; null where it has to be recomputed. Needs
@@ -191,18 +213,16 @@ struct Content : std::enable_shared_from_this<Content> {
   // that runs, and no Python object, for which the GIL would be waited for. Needs the mutex.
   bool held_by_block_alone() const;
   // Whether its values are gone: overwritten, without a copy or a recompute. Needs the mutex.
-  bool is_lost() const { return overwritten && !copied && fill == 0 && !is_away(); }
-  // Whether its values are in a store. Needs the mutex.
-  bool is_away() const { return away != nullptr && dropped; }
-  // Whether they are being copied there. Needs the mutex.
-  bool is_leaving() const { return away != nullptr && !dropped; }
+  bool is_lost() const { return overwritten && is_original() && !is_away(); }
+
+ private:
+  State state_ = State::kOpen;
 };
 
 // How many contents have been created in this process.
 uint64_t contents_so_far();
 
-// The innermost lock but for the one of steps noted (checkpoint/stepped.h): do not take another
-// one, call an operator or free a tensor while holding it.
+// Under it no tensor is freed and no operator called: rule 3 of CONTRIBUTING.md.
 Lock& contents_mutex();
 
 // Storages to free once the mutex is released. Declare it before the lock.

@@ -5,8 +5,6 @@
 #include <chrono>
 #include <utility>
 
-#include "memory/active.h"
-
 namespace memsave_ext::remat {
 namespace {
 
@@ -14,10 +12,8 @@ thread_local Fakes* current_fakes = nullptr;
 
 }  // namespace
 
-Fakes::Fakes(pybind11::object make, pybind11::object moved, bool counts_all)
-    : make_(std::move(make)),
-      moved_(std::move(moved)),
-      steps_(std::make_shared<KnownSteps>(at::Device(at::kMeta), counts_all)) {}
+Fakes::Fakes(pybind11::object make, pybind11::object moved, std::shared_ptr<KnownSteps> steps)
+    : make_(std::move(make)), moved_(std::move(moved)), steps_(std::move(steps)) {}
 
 Fakes::~Fakes() {
   if (current_fakes == this) current_fakes = nullptr;
@@ -26,16 +22,6 @@ Fakes::~Fakes() {
 Fakes* Fakes::current() { return current_fakes; }
 
 void Fakes::enter() { current_fakes = this; }
-
-void Fakes::allocated(uintptr_t storage, int64_t size) {
-  memory::TrackingLock lock;
-  steps_->count.allocated(reinterpret_cast<void*>(storage), size);
-}
-
-void Fakes::freed(uintptr_t storage) {
-  memory::TrackingLock lock;
-  steps_->count.freed(reinterpret_cast<void*>(storage));
-}
 
 void Fakes::moved(int64_t bytes) const {
   const pybind11::gil_scoped_acquire gil;

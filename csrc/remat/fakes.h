@@ -8,17 +8,18 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
-
-#include "remat/known.h"
+#include <utility>
 
 namespace memsave_ext::remat {
 
+class KnownSteps;
+
 class Fakes {
  public:
-  // `make` turns a tensor on the meta device into a fake one that shares its storage. `counts_all`:
-  // as on CUDA all memory counts, not only what a step allocates or names. `moved` is called with
-  // the bytes by which what is moved elsewhere grows.
-  Fakes(pybind11::object make, pybind11::object moved, bool counts_all);
+  // `make` turns a tensor on the meta device into a fake one that shares its storage. `moved` is
+  // called with the bytes by which what is moved elsewhere grows. `steps`: those of the prediction,
+  // which count its memory.
+  Fakes(pybind11::object make, pybind11::object moved, std::shared_ptr<KnownSteps> steps);
   ~Fakes();
   Fakes(const Fakes&) = delete;
   Fakes& operator=(const Fakes&) = delete;
@@ -27,10 +28,7 @@ class Fakes {
   static Fakes* current();
   void enter();  // for as long as this exists
 
-  // The prediction's reports: memory, by the address of its storage, and seconds that an operator
-  // would take.
-  void allocated(uintptr_t storage, int64_t size);
-  void freed(uintptr_t storage);
+  // The prediction's report: seconds that an operator would take.
   void ran(double seconds) { seconds_ += seconds; }
 
   // Reports of its stores: bytes that take a place there, or leave it; seconds that a copy takes.

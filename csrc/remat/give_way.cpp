@@ -6,25 +6,24 @@
 
 #include "locks.h"
 #include "memory/make_room.h"
-#include "remat/block.h"
 
 namespace memsave_ext::remat {
 namespace {
 
-// It is taken where the lock of a device's allocator may be held. Under it nobody allocates, and
-// nobody waits for the lock of another device's allocator: what is freed is on that device.
-Lock& blocks_mutex() {
-  static auto& mutex = *new Lock(LockOrder::kBlocks);  // blocks may outlive static destruction
+// It is taken where the lock of a device's allocator may be held: rule 4 of CONTRIBUTING.md. What is
+// freed is on that device, so that nobody waits for the lock of another device's allocator.
+Lock& givers_mutex() {
+  static auto& mutex = *new Lock(LockOrder::kBlocks);  // they may outlive static destruction
   return mutex;
 }
-auto& blocks = *new std::vector<Block*>();
+auto& givers = *new std::vector<Giver*>();
 
 int64_t make_room(c10::Device device, int64_t enough) {
   int64_t bytes = 0;
-  const std::lock_guard<Lock> lock(blocks_mutex());
+  const std::lock_guard<Lock> lock(givers_mutex());
   for (const Gives what : {Gives::kShort, Gives::kRecomputed, Gives::kAny}) {
-    for (Block* block : blocks) {
-      if (bytes < enough) bytes += block->give_way(device, enough - bytes, what);
+    for (Giver* giver : givers) {
+      if (bytes < enough) bytes += giver->give_way(device, enough - bytes, what);
     }
   }
   return bytes;
@@ -32,16 +31,16 @@ int64_t make_room(c10::Device device, int64_t enough) {
 
 }  // namespace
 
-GivesWay::GivesWay(Block& block) : block_(block) {
-  const std::lock_guard<Lock> lock(blocks_mutex());
-  blocks.push_back(&block);
+GivesWay::GivesWay(Giver& giver) : giver_(giver) {
+  const std::lock_guard<Lock> lock(givers_mutex());
+  givers.push_back(&giver);
   memory::make_room = &make_room;
 }
 
 GivesWay::~GivesWay() {
-  const std::lock_guard<Lock> lock(blocks_mutex());
-  blocks.erase(std::find(blocks.begin(), blocks.end(), &block_));
-  if (blocks.empty()) memory::make_room = nullptr;
+  const std::lock_guard<Lock> lock(givers_mutex());
+  givers.erase(std::find(givers.begin(), givers.end(), &giver_));
+  if (givers.empty()) memory::make_room = nullptr;
 }
 
 }  // namespace memsave_ext::remat

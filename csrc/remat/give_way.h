@@ -10,25 +10,34 @@
 
 namespace memsave_ext::remat {
 
-class Block;
-
-// What a block gives back, by what it costs.
+// What is given back, by what it costs.
 enum class Gives {
   kShort,       // kept contents, where little else is recomputed for them
   kRecomputed,  // recomputed ones that backward has not come to yet
   kAny,         // kept ones, whatever it takes
 };
 
-// While it exists, allocators that have no memory left ask the block for some, on whatever thread.
+class Giver {
+ public:
+  // Drops what it holds on the device, from the oldest on, until it is so many bytes or there is no
+  // more. Returns how many. What anybody else refers to, as running operators do, is not dropped.
+  // On any thread, where the lock of the device's allocator may be held.
+  virtual int64_t give_way(c10::Device device, int64_t enough, Gives what) = 0;
+
+ protected:
+  ~Giver() = default;
+};
+
+// While it exists, allocators that have no memory left ask the giver for some, on whatever thread.
 class GivesWay {
  public:
-  explicit GivesWay(Block& block);
+  explicit GivesWay(Giver& giver);
   ~GivesWay();
   GivesWay(const GivesWay&) = delete;
   GivesWay& operator=(const GivesWay&) = delete;
 
  private:
-  Block& block_;
+  Giver& giver_;
   const DropsInBackward drops_;
 };
 

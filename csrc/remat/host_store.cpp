@@ -14,9 +14,9 @@
 
 #include "cuda_stream.h"
 #include "locks.h"
-#include "remat/block.h"
+#include "remat/memory.h"
+#include "remat/pause.h"
 #include "remat/ranges.h"
-#include "remat/recompute.h"
 #include "remat/store.h"
 #include "streams.h"
 

@@ -22,9 +22,9 @@ constexpr int kMostEnds = 4;  // known of steps that are the same until their la
 int64_t size_of(const Known& step) {
   const auto& trace = step.trace;
   const size_t plans = step.plans.size() + step.moving_plans();  // a byte for each content
-  const size_t contents = trace.contents.size() * (sizeof(TraceContent) + plans);
-  const size_t calls = trace.calls.size() * (sizeof(TraceCall) + 64);  // with what they list
-  const size_t moments = trace.moments.size() * sizeof(TraceMoment);
+  const size_t contents = trace.contents.size() * (sizeof(plan::TraceContent) + plans);
+  const size_t calls = trace.calls.size() * (sizeof(plan::TraceCall) + 64);  // with what they list
+  const size_t moments = trace.moments.size() * sizeof(plan::TraceMoment);
   return static_cast<int64_t>(contents + calls + moments + step.keys.size() * sizeof(uint64_t));
 }
 
@@ -50,7 +50,7 @@ void leave_out(Known& step, const std::map<int32_t, int64_t>& survivors) {
 }
 
 // What had to be kept under one plan is kept under the next one: plans would take turns otherwise.
-void keep_what_must_be_kept(const Trace& old, Trace& step) {
+void keep_what_must_be_kept(const plan::Trace& old, plan::Trace& step) {
   if (old.contents.size() != step.contents.size()) return;
   for (size_t i = 0; i < step.contents.size(); ++i) {
     step.contents[i].must_be_kept |= old.contents[i].must_be_kept;
@@ -59,10 +59,10 @@ void keep_what_must_be_kept(const Trace& old, Trace& step) {
 
 // What recomputing an operator takes besides its results is what it took when it was last
 // recomputed, or else in the forward.
-void keep_temporary(const Trace& old, Trace& step) {
+void keep_temporary(const plan::Trace& old, plan::Trace& step) {
   if (old.calls.size() != step.calls.size()) return;
   for (size_t i = 0; i < step.calls.size(); ++i) {
-    TraceCall& call = step.calls[i];
+    plan::TraceCall& call = step.calls[i];
     if (call.was_repeated || !old.calls[i].was_repeated) continue;
     call.temporary = old.calls[i].temporary;
     call.was_repeated = true;
@@ -126,11 +126,11 @@ bool Known::read_times() {
     }
   }
   return std::none_of(trace.calls.begin(), trace.calls.end(),
-                      [](const TraceCall& call) { return std::isinf(call.seconds); });
+                      [](const plan::TraceCall& call) { return std::isinf(call.seconds); });
 }
 
 bool Known::ends_like(const Known& other) const {
-  const auto same_content = [](const TraceContent& x, const TraceContent& y) {
+  const auto same_content = [](const plan::TraceContent& x, const plan::TraceContent& y) {
     return x.opened == y.opened && x.closed == y.closed;
   };
   const auto& a = trace.contents;
@@ -140,7 +140,7 @@ bool Known::ends_like(const Known& other) const {
 }
 
 bool Known::is_same_program(const Known& other) const {
-  const auto same_content = [](const TraceContent& x, const TraceContent& y) {
+  const auto same_content = [](const plan::TraceContent& x, const plan::TraceContent& y) {
     return x.bytes == y.bytes && x.let_go == y.let_go && x.must_be_kept == y.must_be_kept;
   };
   const auto& a = trace.contents;
@@ -302,12 +302,12 @@ std::shared_ptr<Known> KnownSteps::find(const std::vector<uint64_t>& keys, int64
   if (!found.read_times()) return found.plans.empty() ? nullptr : kept_alive;
   if (found.plans.empty()) {
     replace_ahead(found);
-    found.plans = plans_of(found.trace);
+    found.plans = plan::plans_of(found.trace);
     return kept_alive;
   }
   // Steps of other threads may follow the old ones.
   *place = std::make_shared<Known>(found);
-  (*place)->plans = plans_of(found.trace);
+  (*place)->plans = plan::plans_of(found.trace);
   (*place)->plans_are_old = false;
   return *place;
 }
@@ -373,6 +373,38 @@ std::shared_ptr<KnownSteps> known_steps(at::Device device) {
 void forget_known_steps() {
   const std::lock_guard<Lock> lock(devices().mutex);
   for (auto& [device, steps] : devices().steps) steps->forget();
+}
+
+namespace {
+
+// Where a store has become so much faster or slower, plans are made again.
+constexpr double kOtherSpeed = 3;
+
+Lock moving_mutex{LockOrder::kMovingPlans};  // for latest_moving of all
+
+}  // namespace
+
+size_t Known::moving_plans() const {
+  const std::lock_guard<Lock> lock(moving_mutex);
+  return latest_moving.plans ? latest_moving.plans->plans.size() : 0;
+}
+
+std::shared_ptr<plan::MovingPlans> Known::moving(const std::shared_ptr<Store>& store,
+                                                 int64_t most_moved) {
+  const std::lock_guard<Lock> lock(moving_mutex);
+  // Pinned memory is given back: torch's allocator keeps it for the next block.
+  if (!store->uses_streams()) latest_moving.file = store;
+  const Speed speed = store->speed();
+  const auto is_as = [](double a, double b) {
+    return a <= kOtherSpeed * b && b <= kOtherSpeed * a;
+  };
+  auto& latest = latest_moving.plans;
+  if (latest && latest->most_moved == most_moved && is_as(latest->speed.out, speed.out) &&
+      is_as(latest->speed.back, speed.back)) {
+    return latest;
+  }
+  latest = std::make_shared<plan::MovingPlans>(trace, plans, speed, most_moved);
+  return latest;
 }
 
 }  // namespace memsave_ext::remat

@@ -13,9 +13,10 @@
 #include <vector>
 
 #include "locks.h"
+#include "plan/move.h"
+#include "plan/plan.h"
 #include "remat/count.h"
-#include "remat/move_plan.h"
-#include "remat/plan.h"
+#include "remat/store.h"
 
 namespace memsave_ext::remat {
 
@@ -44,24 +45,25 @@ struct TimeOfKey {
 
 // A step that has ended. It is found again by the operators and shapes before each decision.
 struct Known {
-  std::vector<uint64_t> keys;    // by decision: a hash of all operators until then
-  Trace trace;                   // with infinite times of calls, until read_times()
-  std::vector<uint64_t> calls;   // keys, by position in trace.calls
-  std::vector<TimeOfKey> times;  // on devices; empty once they were read
-  int64_t before = 0;            // counted bytes that lived before the step
-  int64_t missing = 0;           // bytes of gradients that were not there before it
-  int others = 0;                // steps that were running when it began, see KnownSteps::begin()
-  std::vector<Plan> plans;       // empty until they are asked for, and then never changed
-  bool plans_are_old = false;    // made for the memory of an earlier step of the same program
-  int seen = 1;                  // how many steps like it have ended
-  bool told = false;             // whether a user was told that the budget is too small
+  std::vector<uint64_t> keys;     // by decision: a hash of all operators until then
+  plan::Trace trace;              // with infinite times of calls, until read_times()
+  std::vector<uint64_t> calls;    // keys, by position in trace.calls
+  std::vector<TimeOfKey> times;   // on devices; empty once they were read
+  int64_t before = 0;             // counted bytes that lived before the step
+  int64_t missing = 0;            // bytes of gradients that were not there before it
+  int others = 0;                 // steps that were running when it began, see KnownSteps::begin()
+  std::vector<plan::Plan> plans;  // empty until they are asked for, and then never changed
+  bool plans_are_old = false;     // made for the memory of an earlier step of the same program
+  int seen = 1;                   // how many steps like it have ended
+  bool told = false;              // whether a user was told that the budget is too small
   // It ran on fake tensors, ahead of the first real one, which it gives way to once that one's
   // times are known: it may begin with the same operators and go on with others, and its times are
   // estimates.
   bool is_ahead = false;
 
   // Its plans that move contents, too, for what a store's speed is now.
-  std::shared_ptr<MovingPlans> moving(const std::shared_ptr<Store>& store, int64_t most_moved);
+  std::shared_ptr<plan::MovingPlans> moving(const std::shared_ptr<Store>& store,
+                                            int64_t most_moved);
   size_t moving_plans() const;  // how many of these it has now
 
   // Completes the trace's times with those measured on devices, as soon as the devices have come so
@@ -82,7 +84,7 @@ struct Known {
   struct LatestMoving {
     LatestMoving() = default;
     LatestMoving(const LatestMoving&) {}
-    std::shared_ptr<MovingPlans> plans;
+    std::shared_ptr<plan::MovingPlans> plans;
     // Between blocks, too: a file is written for the first time at a thirtieth of the speed.
     std::shared_ptr<Store> file;
   } latest_moving;

@@ -10,9 +10,9 @@
 #include <utility>
 
 #include "locks.h"
-#include "remat/block.h"
 #include "remat/fakes.h"
-#include "remat/recompute.h"
+#include "remat/memory.h"
+#include "remat/pause.h"
 
 namespace memsave_ext::remat {
 
@@ -46,7 +46,7 @@ void Mover::begin() {
     {
       const std::lock_guard<Lock> lock(contents_mutex());
       const bool is_needed = content->holders > 0 || content->pins > 0;
-      if (!is_needed || content->dropped || content->away || !content->held) continue;
+      if (!is_needed || content->state() != State::kKept || !content->held) continue;
       // It was written since, and is an error for backward, or what is needed of it was copied.
       const bool is_as_decided = !content->overwritten && !content->copied;
       if (is_as_decided && static_cast<int64_t>(content->held->nbytes()) == content->bytes) {
@@ -64,9 +64,10 @@ void Mover::begin() {
     const std::lock_guard<Lock> lock(contents_mutex());
     if (!failure.empty()) figures_.failure = std::move(failure);
     if (!away) {
-      block_.count_as(*content, Verdict::kNotMoved);
+      tally_.changed(*content, Verdict::kNotMoved);
       figures_.not_moved += content->bytes;
-    } else if (content->held && !content->away) {
+    } else if (content->state() == State::kKept && content->held) {
+      content->become(State::kLeaving);
       content->away = away;
       leaving_.push_back({weak, std::move(away), lingers_from, content->bytes});
     } else {
@@ -113,7 +114,8 @@ void Mover::finish(const Leaving& leaving) {
     figures_.not_moved += content->bytes;
     figures_.failure = *failure;
     if (content->away != leaving.away) return;
-    block_.count_as(*content, Verdict::kNotMoved);
+    tally_.changed(*content, Verdict::kNotMoved);
+    content->become(State::kKept);
     freed.push_back(content->away->take_source());
     discard(std::move(content->away));
     return;
@@ -124,16 +126,16 @@ void Mover::finish(const Leaving& leaving) {
     const bool is_alone = content->is_alone;
     freed.push_back(content->away->take_source());
     freed.push_back(content->give_up());
-    content->dropped = true;
+    content->become(State::kAway);
     content->dropped_depth = 0;
     figures_.moved += content->bytes;
     if (is_alone) given_up.push_back(freed.back());
   }
   freed.clear();
-  if (block_.step() == nullptr) return;
-  block_.step()->given_up(given_up);
+  if (step_ == nullptr) return;
+  step_->given_up(given_up);
   given_up.clear();
-  block_.step()->recomputed();
+  step_->recomputed();
 }
 
 void Mover::before_write(const std::shared_ptr<Content>& content) {
@@ -163,7 +165,7 @@ void Mover::bring_back_early(const std::shared_ptr<Content>& content) {
   std::shared_ptr<Away> away;
   {
     const std::lock_guard<Lock> lock(contents_mutex());
-    if (!content->is_away() || content->held) return;
+    if (content->state() != State::kAway) return;
     away = content->away;
   }
   if (away->is_coming()) return;

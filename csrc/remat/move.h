@@ -8,11 +8,11 @@
 #include <vector>
 
 #include "remat/content.h"
+#include "remat/step.h"
 #include "remat/store.h"
+#include "remat/tally.h"
 
 namespace memsave_ext::remat {
-
-class Block;
 
 struct MoveFigures {
   int64_t moved = 0, brought_back = 0;  // bytes
@@ -24,8 +24,9 @@ struct MoveFigures {
 // Functions may wait, and are called without contents_mutex(), except for the first.
 class Mover {
  public:
-  Mover(Block& block, std::shared_ptr<Store> store, int64_t limit)
-      : block_(block), store_(std::move(store)), limit_(limit) {}
+  Mover(Tally& tally, std::shared_ptr<Store> store, int64_t limit)
+      : tally_(tally), store_(std::move(store)), limit_(limit) {}
+  void follow(Step* step) { step_ = step; }  // null without one
 
   // A content is to be moved once no operator runs that may still change it. `lingers_from`: the
   // moment from which its memory counts as the block's. The caller holds contents_mutex().
@@ -59,7 +60,8 @@ class Mover {
   template <typename Wait>
   void wait_for(const Wait& wait);
 
-  Block& block_;
+  Tally& tally_;
+  Step* step_ = nullptr;
   const std::shared_ptr<Store> store_;
   const int64_t limit_;
   // Guarded by contents_mutex().

@@ -8,9 +8,9 @@
 #include <utility>
 
 #include "memory/active.h"
-#include "remat/block.h"
+#include "plan/plan.h"
 #include "remat/fakes.h"
-#include "remat/plan.h"
+#include "remat/pause.h"
 
 namespace memsave_ext::remat {
 namespace {
@@ -39,13 +39,13 @@ void add(const Call& call, Route& route, Freed& locked, int operators) {
     route.is_bare = call.is_bare;
     return;
   }
-  route.seconds += call.seconds + kSecondsPerCall;
+  route.seconds += call.seconds + plan::kSecondsPerCall;
   for (const auto& reference : call.references) {
     const auto& content = reference.content;
     if (reference.overwritten) continue;
     if (is_in(route.needs, content) || is_in(route.on_the_way, content)) continue;
     const bool unseen =
-        !content->copied && content->fill == 0 &&
+        content->is_original() &&
         (reference.changed() || (content->external && may_be_stepped(call, reference)));
     const bool lost = content->is_lost() || unseen;
     // FSDP frees the memory of a module's parameters after its forward.
@@ -53,15 +53,15 @@ void add(const Call& call, Route& route, Freed& locked, int operators) {
     const auto is_empty = [&](const c10::StorageImpl& storage) {
       return static_cast<int64_t>(storage.nbytes()) < extent;
     };
-    const bool is_gone = content->dropped ? !has_all_memory(*content)
-                                          : content->held && !lost && is_empty(*content->held);
+    const bool is_gone = content->is_dropped() ? !has_all_memory(*content)
+                                               : content->held && !lost && is_empty(*content->held);
     if (is_gone) {
       route.possible = false;
       return;
     }
     content->extent = std::max(content->extent, extent);
-    if ((content->held && !lost) || content->dropped) {
-      if (content->dropped) {
+    if ((content->held && !lost) || content->is_dropped()) {
+      if (content->is_dropped()) {
         route.dropped_depth = std::max(route.dropped_depth, content->dropped_depth);
       }
       route.needs.push_back(content);
@@ -114,7 +114,7 @@ int64_t bytes_on(const Route& route, int64_t enough) {
   int64_t bytes = 0;
   for (const auto& content : route.on_the_way) bytes += content->bytes;
   walk(route.needs, [&](const Content& needed) {
-    if (!needed.dropped || bytes > enough) return false;
+    if (!needed.is_dropped() || bytes > enough) return false;
     bytes += needed.bytes;
     return true;
   });
@@ -124,7 +124,7 @@ int64_t bytes_on(const Route& route, int64_t enough) {
 bool has_all_memory(const Content& content) {
   bool has_all = true;
   walk(content.needs, [&](const Content& needed) {
-    if (!needed.held) return has_all && needed.dropped;
+    if (!needed.held) return has_all && needed.is_dropped();
     has_all = has_all && static_cast<int64_t>(needed.held->nbytes()) >= needed.extent;
     return false;
   });

@@ -1,7 +1,6 @@
 #include "remat/recompute.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <optional>
@@ -15,6 +14,8 @@
 #include "checkpoint/recomputing.h"
 #include "locks.h"
 #include "remat/fakes.h"
+#include "remat/memory.h"
+#include "remat/pause.h"
 #include "remat/random.h"
 #include "streams.h"
 
@@ -129,7 +130,7 @@ class Recomputation {
     random.reset();
     if (block_.step() != nullptr) block_.step()->repeated(call);
     // On CUDA this was the time of launches; a time of its own would be two events in each step.
-    block_.count_again(call, call.device.is_cuda() ? call.seconds : now() - begin);
+    block_.ran_again(call, call.device.is_cuda() ? call.seconds : now() - begin);
     for (const auto& made : call.made) {
       const std::shared_ptr<Content> content = made.content.lock();
       if (!content || is_away(*content)) continue;
@@ -165,15 +166,11 @@ class Recomputation {
     const auto uses = uses_.find(content.get());
     if (uses != uses_.end() && uses->second > 0) computed_.insert_or_assign(content.get(), storage);
     const std::lock_guard<Lock> lock(contents_mutex());
-    if (!content->dropped || content->held || content->holders == 0) return;
+    const bool is_gone = content->state() == State::kDropped || content->state() == State::kAway;
+    if (!is_gone || content->holders == 0) return;
     if (content.get() != wanted_ && !content->held_on_the_way) return;
-    auto memory =
-        c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage.unsafeGetStorageImpl());
-    content->recomputed = memory;
-    content->made_on = current_stream(content->device);
-    content->hold_alone(std::move(memory));
-    ++content->fill;
-    content->unopened = content->holders;
+    content->come_back(
+        c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage.unsafeGetStorageImpl()));
   }
 
   // Returns the result that the content was made of. Of another dtype or layout its bytes would be
@@ -214,8 +211,8 @@ class Recomputation {
       // What was moved was read from memory that nobody may have written meanwhile, but for those
       // whom the block has seen.
       const bool was_moved = content.is_away() && !content.overwritten;
-      const bool is_original = content.held.get() == storage.unsafeGetStorageImpl();
-      if (!was_moved && (content.copied || content.fill > 0 || !is_original)) return;
+      const bool is_in_place = content.held.get() == storage.unsafeGetStorageImpl();
+      if (!was_moved && (!content.is_original() || !is_in_place)) return;
     }
     if (reference.changed()) throw_changed(call, reference);
     const auto& schema = call.op->handle.schema();
@@ -252,30 +249,6 @@ class Recomputation {
 };
 
 }  // namespace
-
-c10::Storage empty_for(const Content& content) {
-  // A fake tensor says that it is on a real device.
-  const auto device = Fakes::current() != nullptr ? at::Device(at::kCPU) : content.device;
-  const auto options = at::TensorOptions().dtype(at::kByte).device(device);
-  return at::empty({content.bytes}, options).storage();
-}
-
-at::Tensor as_bytes(const c10::Storage& storage) {
-  const auto options = at::TensorOptions().dtype(at::kByte).device(storage.device());
-  const at::Tensor tensor = at::empty({0}, options);
-  Geometry geometry = Geometry::of(tensor);
-  geometry.sizes = {static_cast<int64_t>(storage.nbytes())};
-  return geometry.view(storage);
-}
-
-c10::Storage copy_of(const c10::Storage& storage) {
-  const Pause pause;
-  const at::NoGradGuard no_grad;
-  const at::Tensor from = as_bytes(storage);
-  at::Tensor to = at::empty(from.sizes(), from.options());
-  to.copy_(from);
-  return to.storage();
-}
 
 c10::Storage memory_of(Block& block, const std::shared_ptr<Content>& content) {
   const std::lock_guard<RecursiveLock> lock(block.again_mutex());

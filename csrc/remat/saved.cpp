@@ -67,7 +67,7 @@ class BlockSaved final : public checkpoint::Saved {
       const std::lock_guard<Lock> lock(contents_mutex());
       held = content_->held ? content_->held : content_->memory();
       if (!held) return std::nullopt;
-      original = !content_->copied && content_->fill == 0;
+      original = content_->is_original();
       is_read_once =
           original || content_->is_away();  // and so speaks of the version it was saved as
       made_on = content_->made_on;
@@ -98,8 +98,8 @@ class BlockSaved final : public checkpoint::Saved {
 
   // Counts one holder less that waits for the recomputed memory, and frees it after the last one.
   void close(Freed& freed) {
-    if (--content_->unopened == 0 && content_->dropped && content_->held) {
-      freed.push_back(content_->give_up());
+    if (--content_->unopened == 0 && content_->has_come_back()) {
+      freed.push_back(content_->give_up_again());
     }
   }
 

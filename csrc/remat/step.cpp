@@ -175,7 +175,7 @@ int64_t Step::ended(Call* call, const Began& began, std::unique_ptr<DeviceTime> 
     return 0;
   }
   if (call != nullptr) {
-    TraceCall& traced = trace_.calls.emplace_back();
+    plan::TraceCall& traced = trace_.calls.emplace_back();
     traced.op = call->op;
     traced.moment = static_cast<int32_t>(trace_.moments.size());
     const auto number = static_cast<int32_t>(trace_.calls.size()) - 1;
@@ -288,7 +288,7 @@ void Step::repeated(const Call& call) {
   if (finished_ || call.number < 0 || shared_->count.asks()) return;
   held_ = 0;
   const auto [live, peak] = take();
-  TraceCall& traced = trace_.calls[call.number];
+  plan::TraceCall& traced = trace_.calls[call.number];
   traced.temporary = traced.was_repeated ? std::max(traced.temporary, peak - live) : peak - live;
   traced.was_repeated = true;
 }
@@ -349,7 +349,7 @@ void Step::finish() {
   auto known = std::make_shared<Known>();
   known->keys = keys_;
   known->trace = trace_;
-  mark_what_must_be_kept(known->trace);
+  plan::mark_what_must_be_kept(known->trace);
   known->calls = calls_;
   known->times = std::move(times_);
   known->before = before_;
@@ -363,7 +363,7 @@ void Step::finish() {
 }
 
 // Compares the step with its plan.
-void Step::compare(const Trace& trace) {
+void Step::compare(const plan::Trace& trace) {
   constexpr int64_t kTolerated = 100;  // one hundredth
   const int64_t planned = plan_->peak + before_ - followed_->before;
   if (std::abs(peak_ - planned) <= planned / kTolerated) return;
@@ -378,7 +378,7 @@ Choice Step::decide(Content& content) {
                          bytes_ > 0};
   if (finished_) return unplanned;
   const int32_t number = number_of(content);
-  TraceContent& traced = trace_.contents[number];
+  plan::TraceContent& traced = trace_.contents[number];
   if (!std::exchange(traced.saved, true)) {
     traced.decided = static_cast<int32_t>(trace_.moments.size());
   }
@@ -396,19 +396,19 @@ Choice Step::decide(Content& content) {
   const auto position = static_cast<size_t>(number);
   const Drops none = budget_.is_limit() ? Drops::kUntilFull : Drops::kNothing;
   if (position >= plan_->decisions.size()) return {none};
-  const Decision decision = plan_->decisions[position];
-  if (decision == Decision::kKeep) {
+  const plan::Decision decision = plan_->decisions[position];
+  if (decision == plan::Decision::kKeep) {
     // What earlier steps have found out stays. One that ran ahead had other memory: what can be
     // dropped is found out as without a plan.
     if (followed_->is_ahead) return {none, true, std::nullopt, true};
     return {none, true, !followed_->trace.contents[position].must_be_kept};
   }
-  if (is_moved(decision)) {
-    Choice choice{Drops::kMove, decision == Decision::kMove};
+  if (plan::is_moved(decision)) {
+    Choice choice{Drops::kMove, decision == plan::Decision::kMove};
     choice.lingers_from = followed_->trace.contents[position].let_go;
     return choice;
   }
-  return {Drops::kEverything, decision == Decision::kDrop};
+  return {Drops::kEverything, decision == plan::Decision::kDrop};
 }
 
 void Step::must_keep(const Content& content) {
@@ -423,9 +423,10 @@ void Step::find() {
   const bool waits = !budget_.is_limit() && !budget_.device.is_meta();
   const int least_seen = waits ? 2 : 1;
   follow(shared_->find(keys_, before_, missing_, others_, least_seen, budget_.is_limit()));
-  keeps_everything_ = plan_ != nullptr &&
-                      std::all_of(plan_->decisions.begin(), plan_->decisions.end(),
-                                  [](Decision decision) { return decision == Decision::kKeep; });
+  keeps_everything_ =
+      plan_ != nullptr &&
+      std::all_of(plan_->decisions.begin(), plan_->decisions.end(),
+                  [](plan::Decision decision) { return decision == plan::Decision::kKeep; });
 }
 
 // Chooses the plan of `known` for this budget; null: there is no step like this one.
@@ -438,7 +439,7 @@ void Step::follow(std::shared_ptr<Known> known) {
   least_ = 0;
   if (!followed_) return;
   if (!budget_.is_limit()) {
-    plan_ = &best_value(followed_->trace, followed_->plans);
+    plan_ = &plan::best_value(followed_->trace, followed_->plans);
     return;
   }
   const int64_t more = before_ - followed_->before;
@@ -454,7 +455,7 @@ void Step::follow(std::shared_ptr<Known> known) {
   // fastest plan is as good. Of a GPT's plans with offload the least one took 26 ms, that one 10.
   constexpr int64_t kNearlyLeast = 200;
   const int64_t most = least_ <= bytes_ ? bytes_ : least_ + least_ / kNearlyLeast;
-  for (const Plan& plan : plans) {
+  for (const plan::Plan& plan : plans) {
     if (plan.peak + more > most) continue;
     plan_ = &plan;
     break;
@@ -500,7 +501,7 @@ std::vector<std::shared_ptr<Content>> Step::candidates() {
   const std::lock_guard<Lock> contents(contents_mutex());
   for (const auto& weak : contents_) {
     auto content = weak.lock();
-    if (content && content->is_alone && content->decided && !content->dropped) {
+    if (content && content->is_alone && content->state() == State::kKept) {
       found.push_back(std::move(content));
     }
   }
@@ -548,15 +549,15 @@ int64_t Step::least() const {
   return least_;
 }
 
-std::optional<Plan> Step::plan() const {
+std::optional<plan::Plan> Step::plan() const {
   const std::lock_guard<Lock> lock(mutex_);
   return plan_ == nullptr ? std::nullopt : std::optional(*plan_);
 }
 
-std::vector<Plan> Step::plans() const {
+std::vector<plan::Plan> Step::plans() const {
   const std::lock_guard<Lock> lock(mutex_);
   if (moving_) return moving_->plans;
-  return followed_ ? followed_->plans : std::vector<Plan>();
+  return followed_ ? followed_->plans : std::vector<plan::Plan>();
 }
 
 double Step::waiting() const {
@@ -569,7 +570,7 @@ std::optional<Deviation> Step::deviation() const {
   return deviation_;
 }
 
-Trace Step::trace() const {
+plan::Trace Step::trace() const {
   const std::lock_guard<Lock> lock(mutex_);
   return trace_;
 }

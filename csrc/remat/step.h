@@ -14,11 +14,11 @@
 #include <vector>
 
 #include "locks.h"
+#include "plan/move.h"
+#include "plan/plan.h"
 #include "remat/account.h"
 #include "remat/content.h"
 #include "remat/known.h"
-#include "remat/move_plan.h"
-#include "remat/plan.h"
 #include "remat/policy.h"
 
 namespace memsave_ext::remat {
@@ -114,13 +114,13 @@ class Step {
   bool is_newly_short();
   // The most bytes in each of the moments until now.
   std::vector<int64_t> curve() const;
-  std::optional<Plan> plan() const;
+  std::optional<plan::Plan> plan() const;
   std::shared_ptr<const Known> followed() const;  // whose plan it follows; null where it has none
-  std::vector<Plan> plans() const;                // those that it has to choose from
+  std::vector<plan::Plan> plans() const;          // those that it has to choose from
   double waiting() const;                         // seconds, as planned, that it waits for copies
   const std::shared_ptr<int64_t>& alone() const { return alone_; }  // see Content::alone
   std::optional<Deviation> deviation() const;  // from the plan; none before the step's end
-  Trace trace() const;
+  plan::Trace trace() const;
   KnownSteps::Numbers known() const { return shared_->numbers(); }
 
  private:
@@ -137,7 +137,7 @@ class Step {
   void find();
   void follow(std::shared_ptr<Known> known);
   void stop();
-  void compare(const Trace& trace);
+  void compare(const plan::Trace& trace);
 
   const Budget budget_;
   const std::shared_ptr<KnownSteps> shared_;
@@ -145,7 +145,7 @@ class Step {
   // See KnownSteps::begin(); 0 within no budget, where their memory does not count.
   const int others_;
   mutable Lock mutex_{LockOrder::kStep};
-  Trace trace_;
+  plan::Trace trace_;
   std::vector<uint64_t> keys_;                    // see Known
   uint64_t hash_ = 0;                             // of all operators until now
   std::vector<uint64_t> calls_;                   // keys of operators, by position in trace_.calls
@@ -159,10 +159,10 @@ class Step {
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> given_up_;
   int64_t held_ = 0;  // bytes of *alone_ and given_up_ at the latest moment
   std::shared_ptr<Known> followed_;
-  std::shared_ptr<MovingPlans> moving_;       // of followed_, where the budget has a store
-  std::shared_ptr<const Schedule> schedule_;  // of the plan, where it moves anything
-  const Plan* plan_ = nullptr;                // of followed_ or moving_
-  bool keeps_everything_ = false;             // plan_ does
+  std::shared_ptr<plan::MovingPlans> moving_;       // of followed_, where the budget has a store
+  std::shared_ptr<const plan::Schedule> schedule_;  // of the plan, where it moves anything
+  const plan::Plan* plan_ = nullptr;                // of followed_ or moving_
+  bool keeps_everything_ = false;                   // plan_ does
   int64_t bytes_;            // of the budget, see limit(); 0 where a share is not known yet
   int64_t before_ = 0;       // counted bytes that lived before
   int64_t made_before_ = 0;  // in the block, and lived when it began anew; see restart()

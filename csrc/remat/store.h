@@ -15,13 +15,11 @@
 #include <utility>
 
 #include "locks.h"
+#include "store/speed.h"
 
 namespace memsave_ext::remat {
 
-// Bytes per second of copies out and back.
-struct Speed {
-  double out = 0, back = 0;
-};
+using store::Speed;
 
 // Memory that is copied out, lies elsewhere, and comes back, as often as it is asked for.
 // Functions that wait are called without the GIL and without a lock.

@@ -1,11 +1,11 @@
-#include "remat/simulate.h"
+#include "plan/simulate.h"
 
 #include <algorithm>
 #include <limits>
 
-#include "remat/move_plan.h"
+#include "plan/constants.h"
 
-namespace memsave_ext::remat {
+namespace memsave_ext::plan {
 namespace {
 
 // The contents whose memory the block may have to hold.
@@ -304,19 +304,4 @@ void mark_what_must_be_kept(Trace& trace) {
   keep_what_cannot_run_again(trace);
 }
 
-Plan simulate(const Trace& trace, std::vector<Decision> decisions) {
-  const AsDropped step(trace, decisions);
-  if (step.moves()) {
-    Simulator simulator(step.trace());
-    const auto result = simulator.run(step.decisions());
-    return {result.peak, result.seconds, std::move(decisions)};
-  }
-  Simulator simulator(trace);
-  for (size_t i = 0; i < decisions.size(); ++i) {
-    if (!simulator.can_be_dropped(static_cast<int32_t>(i))) decisions[i] = Decision::kKeep;
-  }
-  const auto result = simulator.run(decisions);
-  return {result.peak, result.seconds, std::move(decisions)};
-}
-
-}  // namespace memsave_ext::remat
+}  // namespace memsave_ext::plan

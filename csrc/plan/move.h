@@ -10,10 +10,10 @@
 #include <vector>
 
 #include "locks.h"
-#include "remat/plan.h"
-#include "remat/store.h"
+#include "plan/trace.h"
+#include "store/speed.h"
 
-namespace memsave_ext::remat {
+namespace memsave_ext::plan {
 
 // A step in which contents are moved, as one in which they are dropped.
 class AsDropped {
@@ -31,6 +31,9 @@ class AsDropped {
   std::vector<Decision> dropped_;
 };
 
+// Returns what a step with these decisions needs.
+Plan simulate(const Trace& trace, std::vector<Decision> decisions);
+
 // When a plan's copies begin, so that its peak is kept to.
 struct Schedule {
   // By content: those that begin to come back when it is opened first. Others are brought back when
@@ -44,10 +47,10 @@ struct Schedule {
 
 class MovingPlans {
  public:
-  MovingPlans(const Trace& trace, const std::vector<Plan>& recompute, Speed speed,
+  MovingPlans(const Trace& trace, const std::vector<Plan>& recompute, store::Speed speed,
               int64_t most_moved);
 
-  const Speed speed;
+  const store::Speed speed;
   const int64_t most_moved;
   std::vector<Plan> plans;  // as plans_of() has them; never changed
 
@@ -59,4 +62,4 @@ class MovingPlans {
   std::map<const Plan*, std::shared_ptr<const Schedule>> schedules_;
 };
 
-}  // namespace memsave_ext::remat
+}  // namespace memsave_ext::plan

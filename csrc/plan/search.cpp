@@ -1,9 +1,9 @@
-#include "remat/search.h"
+#include "plan/search.h"
 
 #include <algorithm>
 #include <limits>
 
-namespace memsave_ext::remat {
+namespace memsave_ext::plan {
 namespace {
 
 // Fills in what a repeat of `call` reads, and what runs on the way.
@@ -490,4 +490,4 @@ void Search::force(int32_t content, Decision decision) {
   fixed_ = content;
 }
 
-}  // namespace memsave_ext::remat
+}  // namespace memsave_ext::plan

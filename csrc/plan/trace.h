@@ -1,5 +1,5 @@
-// Plans a step, from what an earlier one did: which saved contents are kept, and which are dropped
-// and recomputed.
+// What a step did and what is to be done in the next one, as numbers: a planner takes a trace, and
+// returns decisions.
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -9,11 +9,10 @@
 #include <vector>
 
 namespace memsave_ext::remat {
-
 struct Operator;
+}
 
-// The host's cost of running one operator again, besides the operator's own time.
-constexpr double kSecondsPerCall = 4e-6;
+namespace memsave_ext::plan {
 
 // Positions in the other vectors of a Trace; -1 stands for none.
 struct TraceContent {
@@ -31,8 +30,9 @@ struct TraceContent {
   // Without a call: the moment in forward from which its memory was gone, as FSDP gives back that
   // of parameters; -1: it stayed.
   int32_t emptied = -1;
-  const Operator* op = nullptr;  // that made it; null where none was seen, or nobody saved it
-  int32_t module = -1;           // number of the module that made it; -1 for none
+  const remat::Operator* op =
+      nullptr;          // that made it; null where none was seen, or nobody saved it
+  int32_t module = -1;  // number of the module that made it; -1 for none
 };
 
 struct TraceCall {
@@ -44,9 +44,9 @@ struct TraceCall {
   c10::SmallVector<int32_t, 2> writes;
   // Bytes that it has for itself while it runs, besides what it reads and makes.
   int64_t temporary = 0;
-  bool was_repeated = false;     // `temporary` was measured when it was recomputed
-  const Operator* op = nullptr;  // null in tests
-  int32_t moment = 0;            // of its end
+  bool was_repeated = false;            // `temporary` was measured when it was recomputed
+  const remat::Operator* op = nullptr;  // null in tests
+  int32_t moment = 0;                   // of its end
 };
 
 // A moment is the end of a recorded operator in forward, or where a saved tensor is opened or
@@ -67,11 +67,6 @@ struct Trace {
   std::vector<std::pair<int32_t, int64_t>> left;
 };
 
-// Marks what must be kept whatever else is dropped: what shares its memory with something else that
-// is saved, as where chunks of a tensor are written one by one (dropping one of these would free
-// nothing), and what could only be computed from memory that was emptied or written before.
-void mark_what_must_be_kept(Trace& trace);
-
 enum class Decision : uint8_t {
   kKeep,
   kDrop,       // recomputed when it is needed first, and held until it is needed no more
@@ -89,18 +84,4 @@ struct Plan {
   std::vector<Decision> decisions;  // by content; kKeep for those that are not saved
 };
 
-// Returns what a step with these decisions needs.
-Plan simulate(const Trace& trace, std::vector<Decision> decisions);
-
-// Returns plans from the fastest, which keeps everything, to the one with the lowest peak found:
-// seconds rise, peaks fall. None runs an operator again more than twice, but for the last one where
-// that lowers the peak further; it alone may take less time than the one before. The same trace
-// gives the same plans. All decisions are tried where at most `most_enumerated` contents can be
-// dropped.
-std::vector<Plan> plans_of(const Trace& trace, int most_enumerated = 14);
-
-// Returns the one of a trace's plans with the lowest sum of time and memory, as shares of the plain
-// step's. A percent of the time is worth four of the memory.
-const Plan& best_value(const Trace& trace, const std::vector<Plan>& plans);
-
-}  // namespace memsave_ext::remat
+}  // namespace memsave_ext::plan

@@ -1,12 +1,12 @@
-#include "remat/plan.h"
+#include "plan/plan.h"
 
 #include <algorithm>
 #include <limits>
 
-#include "remat/search.h"
-#include "remat/simulate.h"
+#include "plan/search.h"
+#include "plan/simulate.h"
 
-namespace memsave_ext::remat {
+namespace memsave_ext::plan {
 namespace {
 
 // Returns decisions that drop what is made and read in the same of about `segments` segments of the
@@ -264,4 +264,4 @@ const Plan& best_value(const Trace& trace, const std::vector<Plan>& plans) {
                            [&](const Plan& a, const Plan& b) { return cost(a) < cost(b); });
 }
 
-}  // namespace memsave_ext::remat
+}  // namespace memsave_ext::plan

@@ -1,4 +1,4 @@
-#include "remat/move_plan.h"
+#include "plan/move.h"
 
 #include <algorithm>
 #include <deque>
@@ -6,22 +6,12 @@
 #include <utility>
 
 #include "locks.h"
-#include "remat/known.h"
-#include "remat/simulate.h"
+#include "plan/constants.h"
+#include "plan/plan.h"
+#include "plan/simulate.h"
 
-namespace memsave_ext::remat {
+namespace memsave_ext::plan {
 namespace {
-
-// What is smaller is not moved: handing it over takes longer than copying it.
-constexpr int64_t kLeastMoved = 64 << 10;
-// The host's cost of moving a content out and back, besides that of a call.
-constexpr double kSecondsPerMove = 2e-5;
-// Where a store has become so much faster or slower, plans are made again.
-constexpr double kOtherSpeed = 3;
-// A backward takes about so many forwards.
-constexpr double kBackward = 2;
-// Copies back begin earlier by this factor of their time than they would have to.
-constexpr double kEarly = 1.5;
 
 bool can_be_moved(const TraceContent& content) {
   return content.saved && content.let_go >= 0 && content.bytes >= kLeastMoved;
@@ -114,7 +104,7 @@ struct Bus {
 class Scheduler {
  public:
   Scheduler(const Trace& trace, const std::vector<double>& clock, const Simulator& simulator,
-            const std::vector<Decision>& decisions, int64_t level, Speed speed)
+            const std::vector<Decision>& decisions, int64_t level, store::Speed speed)
       : trace_(trace),
         clock_(clock),
         timeline_(simulator.timeline()),
@@ -263,7 +253,7 @@ class Scheduler {
   const Timeline& timeline_;
   const std::vector<Decision>& decisions_;
   const int64_t level_;
-  const Speed speed_;
+  const store::Speed speed_;
   std::vector<int64_t> memory_;  // by slot, with what is on its way back
   const std::vector<int32_t>& first_made_;
   std::vector<Need> needs_, back_;
@@ -277,7 +267,7 @@ std::vector<double> all(const Trace& trace, double seconds) {
 
 class MovePlanner {
  public:
-  MovePlanner(const Trace& trace, Speed speed, int64_t most_moved)
+  MovePlanner(const Trace& trace, store::Speed speed, int64_t most_moved)
       : trace_(trace), speed_(speed), most_moved_(most_moved), clock_(clock_of(trace)) {}
 
   std::vector<Plan> plans(const std::vector<Plan>& recompute) {
@@ -366,7 +356,7 @@ class MovePlanner {
   }
 
   const Trace& trace_;
-  const Speed speed_;
+  const store::Speed speed_;
   const int64_t most_moved_;
   const std::vector<double> clock_;
   std::vector<Plan> found_;
@@ -387,7 +377,7 @@ AsDropped::AsDropped(const Trace& trace, const std::vector<Decision>& decisions)
   }
 }
 
-MovingPlans::MovingPlans(const Trace& trace, const std::vector<Plan>& recompute, Speed speed,
+MovingPlans::MovingPlans(const Trace& trace, const std::vector<Plan>& recompute, store::Speed speed,
                          int64_t most_moved)
     : speed(speed),
       most_moved(most_moved),
@@ -407,33 +397,19 @@ std::shared_ptr<const Schedule> MovingPlans::schedule(const Trace& trace, const 
   return place->second;
 }
 
-namespace {
-
-Lock moving_mutex{LockOrder::kMovingPlans};  // for latest_moving of all
-
-}  // namespace
-
-size_t Known::moving_plans() const {
-  const std::lock_guard<Lock> lock(moving_mutex);
-  return latest_moving.plans ? latest_moving.plans->plans.size() : 0;
-}
-
-std::shared_ptr<MovingPlans> Known::moving(const std::shared_ptr<Store>& store,
-                                           int64_t most_moved) {
-  const std::lock_guard<Lock> lock(moving_mutex);
-  // Pinned memory is given back: torch's allocator keeps it for the next block.
-  if (!store->uses_streams()) latest_moving.file = store;
-  const Speed speed = store->speed();
-  const auto is_as = [](double a, double b) {
-    return a <= kOtherSpeed * b && b <= kOtherSpeed * a;
-  };
-  auto& latest = latest_moving.plans;
-  if (latest && latest->most_moved == most_moved && is_as(latest->speed.out, speed.out) &&
-      is_as(latest->speed.back, speed.back)) {
-    return latest;
+Plan simulate(const Trace& trace, std::vector<Decision> decisions) {
+  const AsDropped step(trace, decisions);
+  if (step.moves()) {
+    Simulator simulator(step.trace());
+    const auto result = simulator.run(step.decisions());
+    return {result.peak, result.seconds, std::move(decisions)};
   }
-  latest = std::make_shared<MovingPlans>(trace, plans, speed, most_moved);
-  return latest;
+  Simulator simulator(trace);
+  for (size_t i = 0; i < decisions.size(); ++i) {
+    if (!simulator.can_be_dropped(static_cast<int32_t>(i))) decisions[i] = Decision::kKeep;
+  }
+  const auto result = simulator.run(decisions);
+  return {result.peak, result.seconds, std::move(decisions)};
 }
 
-}  // namespace memsave_ext::remat
+}  // namespace memsave_ext::plan

@@ -5,9 +5,14 @@
 #include <cstdint>
 #include <vector>
 
-#include "remat/plan.h"
+#include "plan/trace.h"
 
-namespace memsave_ext::remat {
+namespace memsave_ext::plan {
+
+// Marks what must be kept whatever else is dropped: what shares its memory with something else that
+// is saved, as where chunks of a tensor are written one by one (dropping one of these would free
+// nothing), and what could only be computed from memory that was emptied or written before.
+void mark_what_must_be_kept(Trace& trace);
 
 // The time of a step in slots, in order. A slot is either a stretch of intervals in which no memory
 // of the block begins or ends, or a moment at which contents are opened.
@@ -103,4 +108,4 @@ class Simulator {
   Held held_;
 };
 
-}  // namespace memsave_ext::remat
+}  // namespace memsave_ext::plan
