@@ -22,7 +22,7 @@
 #include "checkpoint/surroundings.h"
 #include "remat/operators.h"
 #include "remat/random.h"
-#include "remat/store.h"
+#include "store/store.h"
 
 namespace memsave_ext::remat {
 
@@ -174,7 +174,7 @@ struct Content : std::enable_shared_from_this<Content> {
   uint64_t walk = 0;     // the latest one over what contents need that came by
   int64_t unopened = 0;  // holders that have not opened the latest recompute
   // Where it is copied to: `held` is still there, and it is not dropped, until the copy is over.
-  std::shared_ptr<Away> away;
+  std::shared_ptr<store::Away> away;
 
   Content(const c10::Storage& storage, bool external);
   // Gives up `held`, which is returned. Needs the mutex.

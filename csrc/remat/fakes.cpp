@@ -37,7 +37,7 @@ void Fakes::freed(uintptr_t storage) {
   steps_->count.freed(reinterpret_cast<void*>(storage));
 }
 
-void Fakes::moved(int64_t bytes) const {
+void Fakes::moved(int64_t bytes) {
   const pybind11::gil_scoped_acquire gil;
   moved_(bytes);
 }

@@ -61,7 +61,8 @@ struct Known {
   bool is_ahead = false;
 
   // Its plans that move contents, too, for what a store's speed is now.
-  std::shared_ptr<MovingPlans> moving(const std::shared_ptr<Store>& store, int64_t most_moved);
+  std::shared_ptr<MovingPlans> moving(const std::shared_ptr<store::Store>& store,
+                                      int64_t most_moved);
   size_t moving_plans() const;  // how many of these it has now
 
   // Completes the trace's times with those measured on devices, as soon as the devices have come so
@@ -84,7 +85,7 @@ struct Known {
     LatestMoving(const LatestMoving&) {}
     std::shared_ptr<MovingPlans> plans;
     // Between blocks, too: a file is written for the first time at a thirtieth of the speed.
-    std::shared_ptr<Store> file;
+    std::shared_ptr<store::Store> file;
   } latest_moving;
 };
 

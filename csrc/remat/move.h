@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "remat/content.h"
-#include "remat/store.h"
+#include "store/store.h"
 
 namespace memsave_ext::remat {
 
@@ -24,7 +24,7 @@ struct MoveFigures {
 // Functions may wait, and are called without contents_mutex(), except for the first.
 class Mover {
  public:
-  Mover(Block& block, std::shared_ptr<Store> store, int64_t limit)
+  Mover(Block& block, std::shared_ptr<store::Store> store, int64_t limit)
       : block_(block), store_(std::move(store)), limit_(limit) {}
 
   // A content is to be moved once no operator runs that may still change it. `lingers_from`: the
@@ -43,13 +43,13 @@ class Mover {
   c10::Storage bring_back(const std::shared_ptr<Content>& content);
 
   bool takes(c10::Device device) const { return store_->takes(device); }
-  const Store& store() const { return *store_; }
+  const store::Store& store() const { return *store_; }
   MoveFigures figures() const;
 
  private:
   struct Leaving {
     std::weak_ptr<Content> content;
-    std::shared_ptr<Away> away;
+    std::shared_ptr<store::Away> away;
     int32_t lingers_from;
     int64_t bytes;
   };
@@ -60,7 +60,7 @@ class Mover {
   void wait_for(const Wait& wait);
 
   Block& block_;
-  const std::shared_ptr<Store> store_;
+  const std::shared_ptr<store::Store> store_;
   const int64_t limit_;
   // Guarded by contents_mutex().
   std::vector<std::pair<std::weak_ptr<Content>, int32_t>> wanted_;

@@ -114,7 +114,7 @@ struct Bus {
 class Scheduler {
  public:
   Scheduler(const Trace& trace, const std::vector<double>& clock, const Simulator& simulator,
-            const std::vector<Decision>& decisions, int64_t level, Speed speed)
+            const std::vector<Decision>& decisions, int64_t level, store::Speed speed)
       : trace_(trace),
         clock_(clock),
         timeline_(simulator.timeline()),
@@ -263,7 +263,7 @@ class Scheduler {
   const Timeline& timeline_;
   const std::vector<Decision>& decisions_;
   const int64_t level_;
-  const Speed speed_;
+  const store::Speed speed_;
   std::vector<int64_t> memory_;  // by slot, with what is on its way back
   const std::vector<int32_t>& first_made_;
   std::vector<Need> needs_, back_;
@@ -277,7 +277,7 @@ std::vector<double> all(const Trace& trace, double seconds) {
 
 class MovePlanner {
  public:
-  MovePlanner(const Trace& trace, Speed speed, int64_t most_moved)
+  MovePlanner(const Trace& trace, store::Speed speed, int64_t most_moved)
       : trace_(trace), speed_(speed), most_moved_(most_moved), clock_(clock_of(trace)) {}
 
   std::vector<Plan> plans(const std::vector<Plan>& recompute) {
@@ -366,7 +366,7 @@ class MovePlanner {
   }
 
   const Trace& trace_;
-  const Speed speed_;
+  const store::Speed speed_;
   const int64_t most_moved_;
   const std::vector<double> clock_;
   std::vector<Plan> found_;
@@ -387,7 +387,7 @@ AsDropped::AsDropped(const Trace& trace, const std::vector<Decision>& decisions)
   }
 }
 
-MovingPlans::MovingPlans(const Trace& trace, const std::vector<Plan>& recompute, Speed speed,
+MovingPlans::MovingPlans(const Trace& trace, const std::vector<Plan>& recompute, store::Speed speed,
                          int64_t most_moved)
     : speed(speed),
       most_moved(most_moved),
@@ -418,12 +418,12 @@ size_t Known::moving_plans() const {
   return latest_moving.plans ? latest_moving.plans->plans.size() : 0;
 }
 
-std::shared_ptr<MovingPlans> Known::moving(const std::shared_ptr<Store>& store,
+std::shared_ptr<MovingPlans> Known::moving(const std::shared_ptr<store::Store>& store,
                                            int64_t most_moved) {
   const std::lock_guard<Lock> lock(moving_mutex);
   // Pinned memory is given back: torch's allocator keeps it for the next block.
   if (!store->uses_streams()) latest_moving.file = store;
-  const Speed speed = store->speed();
+  const store::Speed speed = store->speed();
   const auto is_as = [](double a, double b) {
     return a <= kOtherSpeed * b && b <= kOtherSpeed * a;
   };

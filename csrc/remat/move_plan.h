@@ -11,7 +11,7 @@
 
 #include "locks.h"
 #include "remat/plan.h"
-#include "remat/store.h"
+#include "store/store.h"
 
 namespace memsave_ext::remat {
 
@@ -44,10 +44,10 @@ struct Schedule {
 
 class MovingPlans {
  public:
-  MovingPlans(const Trace& trace, const std::vector<Plan>& recompute, Speed speed,
+  MovingPlans(const Trace& trace, const std::vector<Plan>& recompute, store::Speed speed,
               int64_t most_moved);
 
-  const Speed speed;
+  const store::Speed speed;
   const int64_t most_moved;
   std::vector<Plan> plans;  // as plans_of() has them; never changed
 

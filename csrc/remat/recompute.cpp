@@ -251,6 +251,15 @@ class Recomputation {
   Freed alive_;  // what was there at the beginning, and so needs no call
 };
 
+// Returns a byte tensor on the whole storage.
+at::Tensor as_bytes(const c10::Storage& storage) {
+  const auto options = at::TensorOptions().dtype(at::kByte).device(storage.device());
+  const at::Tensor tensor = at::empty({0}, options);
+  Geometry geometry = Geometry::of(tensor);
+  geometry.sizes = {static_cast<int64_t>(storage.nbytes())};
+  return geometry.view(storage);
+}
+
 }  // namespace
 
 c10::Storage empty_for(const Content& content) {
@@ -258,14 +267,6 @@ c10::Storage empty_for(const Content& content) {
   const auto device = Fakes::current() != nullptr ? at::Device(at::kCPU) : content.device;
   const auto options = at::TensorOptions().dtype(at::kByte).device(device);
   return at::empty({content.bytes}, options).storage();
-}
-
-at::Tensor as_bytes(const c10::Storage& storage) {
-  const auto options = at::TensorOptions().dtype(at::kByte).device(storage.device());
-  const at::Tensor tensor = at::empty({0}, options);
-  Geometry geometry = Geometry::of(tensor);
-  geometry.sizes = {static_cast<int64_t>(storage.nbytes())};
-  return geometry.view(storage);
 }
 
 c10::Storage copy_of(const c10::Storage& storage) {

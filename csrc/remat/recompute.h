@@ -18,9 +18,6 @@ c10::Storage memory_of(Block& block, const std::shared_ptr<Content>& content);
 // Returns memory for a content.
 c10::Storage empty_for(const Content& content);
 
-// Returns a byte tensor on the whole storage.
-at::Tensor as_bytes(const c10::Storage& storage);
-
 // Returns a copy of all bytes of a storage.
 c10::Storage copy_of(const c10::Storage& storage);
 

@@ -16,7 +16,7 @@
 
 #include "locks.h"
 
-namespace memsave_ext::remat {
+namespace memsave_ext::store {
 
 // Bytes per second of copies out and back.
 struct Speed {
@@ -70,17 +70,30 @@ class Store {
   virtual std::string name() const = 0;
 };
 
+// A prediction in which memory is fake: its clock goes on as operators and copies would take.
+class Prediction {
+ public:
+  virtual ~Prediction() = default;
+  virtual double seconds() const = 0;  // what its clock shows
+  virtual void wait_until(double seconds) = 0;
+  // A copy takes so long.
+  virtual void copied(double seconds) = 0;
+  // So many bytes more have a place elsewhere; fewer where negative.
+  virtual void moved(int64_t bytes) = 0;
+};
+
 // A file in the folder that nobody else sees and that is gone with the process. Those who name the
 // same folder share it. Throws std::system_error where it cannot be made.
-std::shared_ptr<Store> store_in_folder(const std::string& folder);
+std::shared_ptr<Store> in_folder(const std::string& folder);
 
-// Of the prediction that runs on this thread: it holds the fake memory that is copied, and copies
-// take as long as they would at this speed, by the prediction's clock.
-std::shared_ptr<Store> predicted_store(std::string name, Speed speed);
+// Of a prediction: it holds the fake memory that is copied, and copies take as long as they would
+// at this speed, by the prediction's clock. `running` returns the prediction that runs on this
+// thread, or null.
+std::shared_ptr<Store> predicted(std::string name, Speed speed, Prediction* (*running)());
 
 // Pinned memory of the host, for that of a CUDA device, whose streams copy it. Those who name the
 // same device share it. The device waits for copies, the host does not.
-std::shared_ptr<Store> store_in_host_memory(c10::Device device);
+std::shared_ptr<Store> in_host_memory(c10::Device device);
 
 // What is no longer asked for is destroyed by empty_trash(), as no memory may be freed where locks
 // are held.
@@ -124,4 +137,4 @@ class Meter {
   double bytes_ = 0, seconds_ = 0;
 };
 
-}  // namespace memsave_ext::remat
+}  // namespace memsave_ext::store

@@ -22,10 +22,10 @@
 
 #include "locks.h"
 #include "memory/active.h"
-#include "remat/ranges.h"
-#include "remat/store.h"
+#include "store/ranges.h"
+#include "store/store.h"
 
-namespace memsave_ext::remat {
+namespace memsave_ext::store {
 namespace {
 
 constexpr int kThreads = 2;
@@ -394,7 +394,7 @@ class FileStore final : public Store {
 
 }  // namespace
 
-std::shared_ptr<Store> store_in_folder(const std::string& folder) {
+std::shared_ptr<Store> in_folder(const std::string& folder) {
   static Lock mutex(LockOrder::kFileStores);
   // After a fork both processes would write to the same places of one file.
   static auto& stores = *new std::map<std::pair<pid_t, std::string>, std::weak_ptr<Store>>();
@@ -405,4 +405,4 @@ std::shared_ptr<Store> store_in_folder(const std::string& folder) {
   return store;
 }
 
-}  // namespace memsave_ext::remat
+}  // namespace memsave_ext::store

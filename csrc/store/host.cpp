@@ -1,9 +1,11 @@
 // Contents of a CUDA device in pinned memory of the host. Copies each way have a stream of their
 // own, and whoever must wait for one is a stream, too: of the host nothing but the order of calls
 // is asked, so that it may run ahead of the device as ever.
+#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/core/TensorOptions.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
@@ -14,13 +16,11 @@
 
 #include "cuda_stream.h"
 #include "locks.h"
-#include "remat/block.h"
-#include "remat/ranges.h"
-#include "remat/recompute.h"
-#include "remat/store.h"
+#include "store/ranges.h"
+#include "store/store.h"
 #include "streams.h"
 
-namespace memsave_ext::remat {
+namespace memsave_ext::store {
 namespace {
 
 // What the speed is measured with.
@@ -35,10 +35,9 @@ c10::Stream stream_for_copies(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
 }
 
-// What runs here is no part of a step: nobody records it, no mode of Python is asked.
+// What runs here is no part of a step: autograd does not record it, no mode of Python is asked.
 class AsideOfSteps {
  private:
-  const Pause pause_;
   const at::NoGradGuard no_grad_;
   const at::AutoDispatchBelowADInplaceOrView below_;
   const c10::impl::ExcludeDispatchKeyGuard no_modes_{c10::python_ks};
@@ -46,6 +45,16 @@ class AsideOfSteps {
 
 at::Tensor pinned_memory_of(int64_t bytes) {
   return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
+}
+
+// Returns a byte tensor on the whole storage.
+at::Tensor as_bytes(const c10::Storage& storage) {
+  const c10::DispatchKeySet keys(
+      c10::computeDispatchKey(at::kByte, at::kStrided, storage.device()));
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(storage), keys, caffe2::TypeMeta::Make<uint8_t>());
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(storage.nbytes())});
+  return tensor;
 }
 
 // The last copy back that reads a part of pinned memory. One stream makes all of them, in the order
@@ -359,7 +368,7 @@ class HostStore final : public Store {
 
 }  // namespace
 
-std::shared_ptr<Store> store_in_host_memory(c10::Device device) {
+std::shared_ptr<Store> in_host_memory(c10::Device device) {
   static Lock mutex(LockOrder::kHostStores);
   static auto& stores = *new std::map<c10::DeviceIndex, std::weak_ptr<Store>>();
   const HostLock lock(mutex);
@@ -368,4 +377,4 @@ std::shared_ptr<Store> store_in_host_memory(c10::Device device) {
   return store;
 }
 
-}  // namespace memsave_ext::remat
+}  // namespace memsave_ext::store
