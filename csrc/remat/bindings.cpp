@@ -442,9 +442,7 @@ void bind(py::module_& m) {
           "in_host_memory",
           [](const at::Device& device) {
             const Pause pause;
-            auto store = store::in_host_memory(device);
-            (void)store->speed();  // now, and not in a step, whose memory it would add to
-            return store;
+            return store::in_host_memory(device);
           },
           py::arg("device"), py::call_guard<py::gil_scoped_release>())
       .def("used", &store::Store::used)

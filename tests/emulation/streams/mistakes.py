@@ -348,8 +348,8 @@ MISTAKES = [
     Mistake(
         "memory is copied back to where something else is still in use",
         "store/host.cpp",
-        "    order_after(shared_->back, *into_on_);",
-        "    if (!MISTAKE) order_after(shared_->back, *into_on_);",
+        "    order_after(shared_->back, current);",
+        "    if (!MISTAKE) order_after(shared_->back, current);",
         "the_bits_within moved_on_several",
         UNORDERED,
     ),
