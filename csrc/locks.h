@@ -31,11 +31,13 @@ enum class LockOrder {
   kKnownSteps,     // those of a device
   kMovingPlans,
   kSchedules,  // of copies
+  // That of a device's caching allocator, which is torch's. It calls what comes after it.
+  kAllocator,
+  // Of stores, as are those from kTrash to kSpeed: who holds them calls no allocator, rule S1 of
+  // store/store.h.
   kHostStores,
   kHostSpeeds,
   kFileStores,
-  // That of a device's caching allocator, which is torch's. It calls what comes after it.
-  kAllocator,
   kBlocks,           // those that give way; who holds it allocates nothing
   kContents,         // which memory is held, dropped and moved
   kSteppedStorages,  // what optimizers have stepped while regions waited

@@ -23,8 +23,9 @@
 #include "remat/account.h"
 #include "remat/fakes.h"
 #include "remat/known_bytes.h"
+#include "remat/pause.h"
 #include "remat/saved.h"
-#include "remat/store.h"
+#include "store/store.h"
 
 namespace memsave_ext::remat {
 
@@ -70,7 +71,7 @@ at::Device counted(const at::Device& device) {
 }
 
 std::shared_ptr<Block> make_block(std::optional<bool> everything, const at::Device& device,
-                                  const std::shared_ptr<Store>& store, int64_t most_moved) {
+                                  const std::shared_ptr<store::Store>& store, int64_t most_moved) {
   if (!everything) return std::make_shared<Block>(Drops::kNothing);
   if (*everything && store) return std::make_shared<Block>(Drops::kBoth, store, most_moved);
   if (*everything) return std::make_shared<Block>(Drops::kEverything);
@@ -84,10 +85,10 @@ std::shared_ptr<Block> make_block(std::optional<bool> everything, const at::Devi
 class Recorder {
  public:
   Recorder(std::optional<bool> everything, const at::Device& device,
-           const std::shared_ptr<Store>& store, int64_t most_moved)
+           const std::shared_ptr<store::Store>& store, int64_t most_moved)
       : block_(make_block(everything, counted(device), store, most_moved)) {}
   Recorder(int64_t bytes, double share, bool strict, bool is_more, const at::Device& device,
-           const std::shared_ptr<Store>& store, int64_t most_moved)
+           const std::shared_ptr<store::Store>& store, int64_t most_moved)
       : block_(std::make_shared<Block>(
             Budget{bytes, share, strict, is_more, counted(device), store, most_moved})) {}
 
@@ -368,7 +369,7 @@ py::list moving_plans(const std::vector<ContentFields>& contents,
                       double back, int64_t most_moved, bool recomputes) {
   plan::Trace trace = trace_of(contents, calls, moments, forward);
   for (auto& content : trace.contents) content.must_be_kept |= content.saved && !recomputes;
-  plan::MovingPlans made(trace, plan::plans_of(trace), Speed{out, back}, most_moved);
+  plan::MovingPlans made(trace, plan::plans_of(trace), store::Speed{out, back}, most_moved);
   py::list result;
   for (const plan::Plan& plan : made.plans) {
     const auto schedule = made.schedule(trace, plan);
@@ -430,12 +431,12 @@ void bind(py::module_& m) {
       .def("copying", &Fakes::copying)
       .def("take_step", &take_step)
       .def("knows_steps", [](const Fakes& fakes) { return fakes.steps()->any(); });
-  py::class_<Store, std::shared_ptr<Store>>(m, "RematStore")
+  py::class_<store::Store, std::shared_ptr<store::Store>>(m, "RematStore")
       .def_static(
           "in_folder",
           [](const std::string& folder) {
             try {
-              return store_in_folder(folder);
+              return store::in_folder(folder);
             } catch (const std::system_error& error) {
               errno = error.code().value();
               PyErr_SetFromErrnoWithFilename(PyExc_OSError, folder.c_str());
@@ -446,29 +447,29 @@ void bind(py::module_& m) {
       .def_static(
           "predicted",
           [](std::string name, double out, double back) {
-            return predicted_store(std::move(name), Speed{out, back});
+            const auto running = []() -> store::Prediction* { return Fakes::current(); };
+            return store::predicted(std::move(name), store::Speed{out, back}, running);
           },
           py::arg("name"), py::arg("out"), py::arg("back"))
       .def_static(
           "in_host_memory",
           [](const at::Device& device) {
-            auto store = store_in_host_memory(device);
-            (void)store->speed();  // now, and not in a step, whose memory it would add to
-            return store;
+            const Pause pause;
+            return store::in_host_memory(device);
           },
           py::arg("device"), py::call_guard<py::gil_scoped_release>())
-      .def("used", &Store::used)
-      .def("speed", [](Store& store) {
-        const Speed speed = store.speed();
+      .def("used", &store::Store::used)
+      .def("speed", [](store::Store& store) {
+        const store::Speed speed = store.speed();
         return py::make_tuple(speed.out, speed.back);
       });
   py::class_<Recorder>(m, "RematRecorder")
-      .def(py::init<std::optional<bool>, const at::Device&, const std::shared_ptr<Store>&,
+      .def(py::init<std::optional<bool>, const at::Device&, const std::shared_ptr<store::Store>&,
                     int64_t>(),
            py::arg("everything"), py::arg("device"), py::arg("store") = py::none(),
            py::arg("most_moved") = 0)
-      .def(py::init<int64_t, double, bool, bool, const at::Device&, const std::shared_ptr<Store>&,
-                    int64_t>(),
+      .def(py::init<int64_t, double, bool, bool, const at::Device&,
+                    const std::shared_ptr<store::Store>&, int64_t>(),
            py::arg("bytes"), py::arg("share"), py::arg("strict"), py::arg("is_more"),
            py::arg("device"), py::arg("store") = py::none(), py::arg("most_moved") = 0)
       .def("count", &Recorder::count)

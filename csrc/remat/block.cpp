@@ -69,7 +69,8 @@ c10::IValue without_tensors(const c10::IValue& argument) {
 
 }  // namespace
 
-Block::Block(Drops drops, const std::shared_ptr<Store>& store, int64_t most_moved) : drops_(drops) {
+Block::Block(Drops drops, const std::shared_ptr<store::Store>& store, int64_t most_moved)
+    : drops_(drops) {
   if (store) mover_ = std::make_unique<Mover>(tally_, store, most_moved);
 }
 
@@ -317,7 +318,7 @@ void Block::move_out() {
 void Block::settle_moves(const Content* opened) {
   if (!mover_) return;
   if (!step_) return mover_->settle(1, 0);  // at once, for tests
-  empty_trash();
+  store::empty_trash();
   const Step::Moves now = step_->moves(opened);
   mover_->settle(now.moment, now.may_linger);  // first, as what comes back takes its place
   for (const auto& content : now.come_back) mover_->bring_back_early(content);

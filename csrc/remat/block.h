@@ -30,7 +30,7 @@ constexpr int32_t kNoModule = -1;
 class Block final : public Giver, public std::enable_shared_from_this<Block> {
  public:
   // `store`: where contents may be moved to, at most `most_moved` bytes; null: nowhere.
-  explicit Block(Drops drops, const std::shared_ptr<Store>& store = nullptr,
+  explicit Block(Drops drops, const std::shared_ptr<store::Store>& store = nullptr,
                  int64_t most_moved = std::numeric_limits<int64_t>::max());
   explicit Block(Budget budget);
 

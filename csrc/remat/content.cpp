@@ -239,7 +239,7 @@ void release_unused(Content& content, Freed& freed,
     unused.pending.reset();
     if (unused.away) {
       unused.set_alone(false);  // it may be on its way back
-      discard(std::move(unused.away));
+      store::discard(std::move(unused.away));
     }
     for (auto& need : unused.needs) {
       unpin(*need);

@@ -22,7 +22,7 @@
 #include "checkpoint/surroundings.h"
 #include "remat/operators.h"
 #include "remat/random.h"
-#include "remat/store.h"
+#include "store/store.h"
 
 namespace memsave_ext::remat {
 
@@ -179,10 +179,10 @@ struct Content : std::enable_shared_from_this<Content> {
   bool is_alone = false;  // only the block holds it, and it is counted there
   // The memory that it was recomputed into, which a node may use still when it is held no more.
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> recomputed;
-  uint64_t fill = 0;           // how often it was recomputed
-  uint64_t walk = 0;           // the latest one over what contents need that came by
-  int64_t unopened = 0;        // holders that have not opened the latest recompute
-  std::shared_ptr<Away> away;  // set from State::kLeaving on
+  uint64_t fill = 0;                  // how often it was recomputed
+  uint64_t walk = 0;                  // the latest one over what contents need that came by
+  int64_t unopened = 0;               // holders that have not opened the latest recompute
+  std::shared_ptr<store::Away> away;  // set from State::kLeaving on
 
   Content(const c10::Storage& storage, bool external);
   State state() const { return state_; }

@@ -23,7 +23,7 @@ Fakes* Fakes::current() { return current_fakes; }
 
 void Fakes::enter() { current_fakes = this; }
 
-void Fakes::moved(int64_t bytes) const {
+void Fakes::moved(int64_t bytes) {
   const pybind11::gil_scoped_acquire gil;
   moved_(bytes);
 }

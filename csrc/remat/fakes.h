@@ -10,17 +10,19 @@
 #include <memory>
 #include <utility>
 
+#include "store/store.h"
+
 namespace memsave_ext::remat {
 
 class KnownSteps;
 
-class Fakes {
+class Fakes final : public store::Prediction {
  public:
   // `make` turns a tensor on the meta device into a fake one that shares its storage. `moved` is
   // called with the bytes by which what is moved elsewhere grows. `steps`: those of the prediction,
   // which count its memory.
   Fakes(pybind11::object make, pybind11::object moved, std::shared_ptr<KnownSteps> steps);
-  ~Fakes();
+  ~Fakes() override;
   Fakes(const Fakes&) = delete;
   Fakes& operator=(const Fakes&) = delete;
 
@@ -32,11 +34,11 @@ class Fakes {
   void ran(double seconds) { seconds_ += seconds; }
 
   // Reports of its stores: bytes that take a place there, or leave it; seconds that a copy takes.
-  void moved(int64_t bytes) const;
-  void copied(double seconds) { copying_ += seconds; }
-  void wait_until(double seconds) { seconds_ = std::max(seconds_, seconds); }
+  void moved(int64_t bytes) override;
+  void copied(double seconds) override { copying_ += seconds; }
+  void wait_until(double seconds) override { seconds_ = std::max(seconds_, seconds); }
 
-  double seconds() const { return seconds_; }
+  double seconds() const override { return seconds_; }
   double copying() const { return copying_; }
   std::shared_ptr<KnownSteps> steps() const { return steps_; }
   at::Tensor make(const at::Tensor& on_meta) const;

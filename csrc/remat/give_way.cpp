@@ -10,8 +10,8 @@
 namespace memsave_ext::remat {
 namespace {
 
-// It is taken where the lock of a device's allocator may be held: rule 4 of CONTRIBUTING.md. What is
-// freed is on that device, so that nobody waits for the lock of another device's allocator.
+// It is taken where the lock of a device's allocator may be held: rule 4 of CONTRIBUTING.md. What
+// is freed is on that device, so that nobody waits for the lock of another device's allocator.
 Lock& givers_mutex() {
   static auto& mutex = *new Lock(LockOrder::kBlocks);  // they may outlive static destruction
   return mutex;

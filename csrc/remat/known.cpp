@@ -389,12 +389,12 @@ size_t Known::moving_plans() const {
   return latest_moving.plans ? latest_moving.plans->plans.size() : 0;
 }
 
-std::shared_ptr<plan::MovingPlans> Known::moving(const std::shared_ptr<Store>& store,
+std::shared_ptr<plan::MovingPlans> Known::moving(const std::shared_ptr<store::Store>& store,
                                                  int64_t most_moved) {
+  const store::Speed speed = store->speed();
   const std::lock_guard<Lock> lock(moving_mutex);
   // Pinned memory is given back: torch's allocator keeps it for the next block.
   if (!store->uses_streams()) latest_moving.file = store;
-  const Speed speed = store->speed();
   const auto is_as = [](double a, double b) {
     return a <= kOtherSpeed * b && b <= kOtherSpeed * a;
   };

@@ -16,7 +16,7 @@
 #include "plan/move.h"
 #include "plan/plan.h"
 #include "remat/count.h"
-#include "remat/store.h"
+#include "store/store.h"
 
 namespace memsave_ext::remat {
 
@@ -62,7 +62,7 @@ struct Known {
   bool is_ahead = false;
 
   // Its plans that move contents, too, for what a store's speed is now.
-  std::shared_ptr<plan::MovingPlans> moving(const std::shared_ptr<Store>& store,
+  std::shared_ptr<plan::MovingPlans> moving(const std::shared_ptr<store::Store>& store,
                                             int64_t most_moved);
   size_t moving_plans() const;  // how many of these it has now
 
@@ -86,7 +86,7 @@ struct Known {
     LatestMoving(const LatestMoving&) {}
     std::shared_ptr<plan::MovingPlans> plans;
     // Between blocks, too: a file is written for the first time at a thirtieth of the speed.
-    std::shared_ptr<Store> file;
+    std::shared_ptr<store::Store> file;
   } latest_moving;
 };
 

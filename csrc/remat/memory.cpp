@@ -7,20 +7,24 @@
 #include "remat/pause.h"
 
 namespace memsave_ext::remat {
+namespace {
 
-c10::Storage empty_for(const Content& content) {
-  // A fake tensor says that it is on a real device.
-  const auto device = Fakes::current() != nullptr ? at::Device(at::kCPU) : content.device;
-  const auto options = at::TensorOptions().dtype(at::kByte).device(device);
-  return at::empty({content.bytes}, options).storage();
-}
-
+// Returns a byte tensor on the whole storage.
 at::Tensor as_bytes(const c10::Storage& storage) {
   const auto options = at::TensorOptions().dtype(at::kByte).device(storage.device());
   const at::Tensor tensor = at::empty({0}, options);
   Geometry geometry = Geometry::of(tensor);
   geometry.sizes = {static_cast<int64_t>(storage.nbytes())};
   return geometry.view(storage);
+}
+
+}  // namespace
+
+c10::Storage empty_for(const Content& content) {
+  // A fake tensor says that it is on a real device.
+  const auto device = Fakes::current() != nullptr ? at::Device(at::kCPU) : content.device;
+  const auto options = at::TensorOptions().dtype(at::kByte).device(device);
+  return at::empty({content.bytes}, options).storage();
 }
 
 c10::Storage copy_of(const c10::Storage& storage) {

@@ -1,7 +1,6 @@
 // Memory of contents as bytes: new, and copied.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
 
 #include "remat/content.h"
@@ -10,9 +9,6 @@ namespace memsave_ext::remat {
 
 // Returns memory for a content.
 c10::Storage empty_for(const Content& content);
-
-// Returns a byte tensor on the whole storage.
-at::Tensor as_bytes(const c10::Storage& storage);
 
 // Returns a copy of all bytes of a storage.
 c10::Storage copy_of(const c10::Storage& storage);

@@ -54,8 +54,9 @@ void Mover::begin() {
         made_on = content->made_on;
       }
     }
-    std::shared_ptr<Away> away;
+    std::shared_ptr<store::Away> away;
     std::string failure;
+    const Pause pause;
     try {
       if (held) away = store_->put(std::move(held), made_on, limit_);
     } catch (const std::exception& error) {
@@ -71,14 +72,14 @@ void Mover::begin() {
       content->away = away;
       leaving_.push_back({weak, std::move(away), lingers_from, content->bytes});
     } else {
-      discard(std::move(away));
+      store::discard(std::move(away));
     }
   }
 }
 
 void Mover::settle(int32_t moment, int64_t may_linger) {
   std::vector<Leaving> out;
-  std::shared_ptr<Away> next;  // to be waited for
+  std::shared_ptr<store::Away> next;  // to be waited for
   do {
     if (next) wait_for([&] { next->wait_until_out(); });
     next.reset();
@@ -117,7 +118,7 @@ void Mover::finish(const Leaving& leaving) {
     tally_.changed(*content, Verdict::kNotMoved);
     content->become(State::kKept);
     freed.push_back(content->away->take_source());
-    discard(std::move(content->away));
+    store::discard(std::move(content->away));
     return;
   }
   {
@@ -140,7 +141,7 @@ void Mover::finish(const Leaving& leaving) {
 
 void Mover::before_write(const std::shared_ptr<Content>& content) {
   std::vector<Leaving> found;
-  std::shared_ptr<Away> away;
+  std::shared_ptr<store::Away> away;
   {
     const std::lock_guard<Lock> lock(contents_mutex());
     away = content->away;
@@ -162,7 +163,7 @@ void Mover::before_write(const std::shared_ptr<Content>& content) {
 }
 
 void Mover::bring_back_early(const std::shared_ptr<Content>& content) {
-  std::shared_ptr<Away> away;
+  std::shared_ptr<store::Away> away;
   {
     const std::lock_guard<Lock> lock(contents_mutex());
     if (content->state() != State::kAway) return;
@@ -183,7 +184,7 @@ void Mover::bring_back_early(const std::shared_ptr<Content>& content) {
 }
 
 c10::Storage Mover::bring_back(const std::shared_ptr<Content>& content) {
-  std::shared_ptr<Away> away;
+  std::shared_ptr<store::Away> away;
   {
     const std::lock_guard<Lock> lock(contents_mutex());
     away = content->away;

@@ -9,8 +9,8 @@
 
 #include "remat/content.h"
 #include "remat/step.h"
-#include "remat/store.h"
 #include "remat/tally.h"
+#include "store/store.h"
 
 namespace memsave_ext::remat {
 
@@ -24,7 +24,7 @@ struct MoveFigures {
 // Functions may wait, and are called without contents_mutex(), except for the first.
 class Mover {
  public:
-  Mover(Tally& tally, std::shared_ptr<Store> store, int64_t limit)
+  Mover(Tally& tally, std::shared_ptr<store::Store> store, int64_t limit)
       : tally_(tally), store_(std::move(store)), limit_(limit) {}
   void follow(Step* step) { step_ = step; }  // null without one
 
@@ -44,13 +44,13 @@ class Mover {
   c10::Storage bring_back(const std::shared_ptr<Content>& content);
 
   bool takes(c10::Device device) const { return store_->takes(device); }
-  const Store& store() const { return *store_; }
+  const store::Store& store() const { return *store_; }
   MoveFigures figures() const;
 
  private:
   struct Leaving {
     std::weak_ptr<Content> content;
-    std::shared_ptr<Away> away;
+    std::shared_ptr<store::Away> away;
     int32_t lingers_from;
     int64_t bytes;
   };
@@ -62,7 +62,7 @@ class Mover {
 
   Tally& tally_;
   Step* step_ = nullptr;
-  const std::shared_ptr<Store> store_;
+  const std::shared_ptr<store::Store> store_;
   const int64_t limit_;
   // Guarded by contents_mutex().
   std::vector<std::pair<std::weak_ptr<Content>, int32_t>> wanted_;

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "memory/active.h"
-#include "plan/plan.h"
+#include "plan/constants.h"
 #include "remat/fakes.h"
 #include "remat/pause.h"
 

@@ -29,7 +29,7 @@ class BlockSaved final : public checkpoint::Saved {
 
   ~BlockSaved() override {
     block_->released(*content_, release());
-    empty_trash();
+    store::empty_trash();
   }
 
   at::Tensor open() override {

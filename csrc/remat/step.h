@@ -33,7 +33,7 @@ struct Budget {
   bool is_more = false;  // `bytes` come to those of what lived before the step
   at::Device device{at::kCPU};
   // Where contents may be moved to, and how many bytes of them; null: nowhere.
-  std::shared_ptr<Store> store = nullptr;
+  std::shared_ptr<store::Store> store = nullptr;
   int64_t most_moved = 0;
 
   bool is_limit() const { return bytes > 0 || share > 0; }

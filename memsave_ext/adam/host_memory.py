@@ -9,32 +9,21 @@ device.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from ..store.host import copy_streams, pinned_like
 from .dtensor import local_tensor
 from .place import SMALLEST, Fetched, Place
 
 
-class _Streams(NamedTuple):
-    into: torch.cuda.Stream
-    out: torch.cuda.Stream
-
-
-@functools.cache
-def _streams(device: torch.device) -> _Streams:
-    return _Streams(torch.cuda.Stream(device), torch.cuda.Stream(device))
-
-
 def _order(device: torch.device) -> None:
     """What is freed from now on is done with: stepped, and copied out."""
-    into, out = _streams(device)
+    into, out = copy_streams(device)
     into.wait_stream(torch.cuda.current_stream(device))
     into.wait_stream(out)
 
@@ -45,7 +34,7 @@ class _Copies:
     def __init__(self, there: Mapping[str, Tensor], device: torch.device) -> None:
         self.there = dict(there)
         self._versions = [tensor._version for tensor in there.values()]
-        into = _streams(device).into
+        into = copy_streams(device).into
         with torch.cuda.stream(into):
             self.here = {
                 name: torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
@@ -100,12 +89,12 @@ class OnCpu(Place):
             return tensor
         if tensor.device.type == "cpu" and tensor.is_pinned():
             return tensor
-        return _pinned_like(tensor).copy_(tensor.detach())
+        return pinned_like(tensor).copy_(tensor.detach())
 
     def zeros(self, like: Tensor, device: torch.device) -> Tensor:
         if type(like) is not Tensor or not self.takes(like.nbytes, device):
             return torch.zeros_like(like, device=device)
-        return _pinned_like(like).zero_()
+        return pinned_like(like).zero_()
 
     def fetch(self, state: Mapping[str, Tensor], device: torch.device) -> Fetched:
         there = {
@@ -146,7 +135,7 @@ class OnCpu(Place):
 
     def wait(self) -> None:
         for device in self._last:
-            _streams(device).out.synchronize()
+            copy_streams(device).out.synchronize()
 
 
 def _free(kept: dict[torch.device, list[_Copies]]) -> None:
@@ -161,14 +150,8 @@ class _FetchedOnDevice(Fetched):
         self._copies, self._device = copies, device
 
     def write_back(self) -> None:
-        out = _streams(self._device).out
+        out = copy_streams(self._device).out
         out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(out), torch.no_grad():
             for name, tensor in self._copies.there.items():
                 tensor.data.copy_(self._copies.here[name], non_blocking=True)
-
-
-def _pinned_like(tensor: Tensor) -> Tensor:
-    """Returns memory of the host without values, with the tensor's shape, strides and dtype."""
-    like = torch.empty_like(tensor, device="meta")
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, pin_memory=True)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..store.host import pinned_like
+
 
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
@@ -31,7 +33,7 @@ class _OnCpu:
         self._copies.wait_stream(self._stream)
         with torch.cuda.stream(self._copies):
             # torch keeps pinned memory that is freed, for the next ones.
-            self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._copy = pinned_like(tensor)
             self._copy.copy_(tensor, non_blocking=True)
         # Its memory must not be handed out again before the copy has been made.
         tensor.record_stream(self._copies)

@@ -13,6 +13,7 @@ from .. import _parts
 from ..dry_run.child import writing_files
 from ..fakes.mode import predicts
 from ..shared.table import parse_bytes
+from ..store.folder import absolute_folder
 
 _UNLIMITED = 2**63 - 1
 _CPU = "cpu"  # a folder of this name is "./cpu"
@@ -59,12 +60,8 @@ def check_offload(
             f"remat: offload={os.fspath(offload)!r} moves memory of the CPU to files; the model is "
             f"on {on}{cuda}"
         )
-    if not os.path.isdir(offload):  # as "" is not
-        raise ValueError(
-            "remat: offload must be 'cpu' or a folder that is there and can be written to, got "
-            f"{offload!r}"
-        )
-    return os.path.abspath(offload)
+    must = "remat: offload must be 'cpu' or a folder that is there and can be written to"
+    return absolute_folder(offload, must)
 
 
 def most_moved(limit: object) -> int:

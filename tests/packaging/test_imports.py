@@ -2,9 +2,12 @@
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import memsave_ext
 
@@ -97,6 +100,19 @@ def test_what_remat_shares_with_memory_is_below_both():
     of_remat = {m for name in graph if inside(name, "memsave_ext.remat") for m in graph[name]}
     assert "memsave_ext.shared.table" in of_remat
     assert not any(inside(module, OFFERS) for module in of_remat)
+
+
+def test_stores_are_below_who_uses_them():
+    graph = import_graph()
+    modules = [name for name in graph if inside(name, "memsave_ext.store")]
+    imported = {module for name in modules for module in graph[name]}
+    assert len(modules) > 3 and imported <= {*modules, "memsave_ext"}
+    csrc = PACKAGE.parent / "csrc"
+    if not csrc.is_dir():
+        pytest.skip("needs the source tree")
+    sources = [path.read_text("utf-8") for path in (csrc / "store").iterdir()]
+    rooms = {room for text in sources for room in re.findall(r'#include "(\w+)/', text)}
+    assert rooms == {"store", "memory"}
 
 
 def test_every_room_has_its_own_fallback():

@@ -315,7 +315,7 @@ MISTAKES = [
     ),
     Mistake(
         "memory is moved to the host before it is made",
-        "remat/host_store.cpp",
+        "store/host.cpp",
         "    order_after(shared_->out, made_on_);\n",
         "    if (!MISTAKE) order_after(shared_->out, made_on_);\n",
         "the_bits_within moved_on_several",
@@ -323,7 +323,7 @@ MISTAKES = [
     ),
     Mistake(
         "memory is freed before it is out",
-        "remat/host_store.cpp",
+        "store/host.cpp",
         "    if (!std::exchange(is_waited_for_, true)) out_",
         "    if (!std::exchange(is_waited_for_, true) && !MISTAKE) out_",
         "moved_in_several_threads",
@@ -331,7 +331,7 @@ MISTAKES = [
     ),
     Mistake(
         "memory is written on another stream before it is out",
-        "remat/host_store.cpp",
+        "store/host.cpp",
         "    if (current != made_on_) out_.block(current);\n",
         "    if (!MISTAKE && current != made_on_) out_.block(current);\n",
         "written_on_another_stream_at_once",
@@ -339,7 +339,7 @@ MISTAKES = [
     ),
     Mistake(
         "pinned memory is written while what was there is still copied back",
-        "remat/host_store.cpp",
+        "store/host.cpp",
         "    if (part_.last.over) part_",
         "    if (!MISTAKE && part_.last.over) part_",
         "moved_in_steps_of_two",
@@ -347,15 +347,15 @@ MISTAKES = [
     ),
     Mistake(
         "memory is copied back to where something else is still in use",
-        "remat/host_store.cpp",
-        "    order_after(shared_->back, *into_on_);",
-        "    if (!MISTAKE) order_after(shared_->back, *into_on_);",
+        "store/host.cpp",
+        "    order_after(shared_->back, current);",
+        "    if (!MISTAKE) order_after(shared_->back, current);",
         "the_bits_within moved_on_several",
         UNORDERED,
     ),
     Mistake(
         "what was moved is used before it is back",
-        "remat/host_store.cpp",
+        "store/host.cpp",
         "    last_.over->block(current);\n",
         "    if (!MISTAKE) last_.over->block(current);\n",
         "the_bits_within moved_for_two_backwards",

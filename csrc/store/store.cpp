@@ -1,4 +1,4 @@
-#include "remat/store.h"
+#include "store/store.h"
 
 #include <algorithm>
 #include <utility>
@@ -6,7 +6,7 @@
 
 #include "locks.h"
 
-namespace memsave_ext::remat {
+namespace memsave_ext::store {
 namespace {
 
 Lock trash_mutex{LockOrder::kTrash};
@@ -48,4 +48,4 @@ double Meter::bytes_per_second() const {
   return bytes_ / std::max(seconds_, 1e-9);
 }
 
-}  // namespace memsave_ext::remat
+}  // namespace memsave_ext::store

@@ -22,10 +22,10 @@
 
 #include "locks.h"
 #include "memory/active.h"
-#include "remat/ranges.h"
-#include "remat/store.h"
+#include "store/ranges.h"
+#include "store/store.h"
 
-namespace memsave_ext::remat {
+namespace memsave_ext::store {
 namespace {
 
 constexpr int kThreads = 2;
@@ -231,12 +231,17 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
         read_(source_->data()),
         held_(hold_too(*source_)) {}
 
-  ~InFile() override {
-    shared_->file.give_back(offset_, bytes_);
-    shared_->room.give_back(bytes_);
-  }
-
   void begin() { give_to_copiers(&InFile::write, &InFile::end_of_write, false); }
+
+  // Nobody has it but the threads, as long as they copy.
+  void abandon() {
+    {
+      const std::lock_guard<Lock> lock(shared_->mutex);
+      is_abandoned_ = true;
+      if (jobs_ > 0) return;
+    }
+    end();
+  }
 
   bool is_out() override { return is_out_.load(std::memory_order_acquire); }
 
@@ -251,9 +256,12 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
   }
 
   c10::intrusive_ptr<c10::StorageImpl> take_source() override {
-    const std::lock_guard<Lock> lock(shared_->mutex);
-    if (is_writing_ || !(is_out_ || is_cancelled_)) return {};
+    {
+      const std::lock_guard<Lock> lock(shared_->mutex);
+      if (is_writing_ || !(is_out_ || is_cancelled_)) return {};
+    }
     let_go_of_it();
+    const std::lock_guard<Lock> lock(shared_->mutex);
     return std::move(source_);
   }
 
@@ -273,10 +281,13 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
   }
 
   c10::Storage end_back() override {
-    std::unique_lock<Lock> lock(shared_->mutex);
-    shared_->changed.wait(lock, [this] { return has_come_; });
-    c10::Storage memory = std::move(*into_);
-    into_.reset();
+    c10::Storage memory;
+    {
+      std::unique_lock<Lock> lock(shared_->mutex);
+      shared_->changed.wait(lock, [this] { return has_come_; });
+      memory = std::move(*into_);
+      into_.reset();
+    }
     if (error_back_ == 0) return memory;
     throw std::runtime_error(
         std::string("remat: what was moved to a file could not be read back: ") +
@@ -286,25 +297,47 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
   void cancel() override { is_cancelled_ = true; }
 
  private:
-  // A thread lets go of this copy before anybody can see that it is done: its room is free as soon
-  // as the last who asked for it lets go. All of them take the mutex before they do.
-  void give_to_copiers(void (InFile::*work)(), void (InFile::*end)(), bool is_back) {
-    Copiers::here().add(
-        [self = shared_from_this(), work, end]() mutable {
-          (self.get()->*work)();
-          const auto shared = self->shared_;
-          {
-            const std::lock_guard<Lock> lock(shared->mutex);
-            (self.get()->*end)();
-            if (self.use_count() > 1) self.reset();
-          }
-          shared->changed.notify_all();
-        },
-        is_back);
+  void give_to_copiers(void (InFile::*work)(), void (InFile::*end_of_work)(), bool is_back) {
+    Copiers& copiers = Copiers::here();
+    {
+      const std::lock_guard<Lock> lock(shared_->mutex);
+      ++jobs_;
+    }
+    copiers.add([self = shared_from_this(), work, end_of_work] { self->run(work, end_of_work); },
+                is_back);
   }
 
+  // A thread is done with this copy at the moment at which others see it as done, so that the last
+  // of them who lets go gives the room back: S3.
+  void run(void (InFile::*work)(), void (InFile::*end_of_work)()) {
+    (this->*work)();
+    bool is_last = false;
+    {
+      const std::lock_guard<Lock> lock(shared_->mutex);
+      (this->*end_of_work)();
+      is_last = --jobs_ == 0 && is_abandoned_;
+    }
+    shared_->changed.notify_all();
+    if (is_last) end();
+  }
+
+  // Nobody uses it any more: gives back its room, and its memory.
+  void end() {
+    let_go_of_it();
+    source_.reset();
+    into_.reset();
+    shared_->file.give_back(offset_, bytes_);
+    shared_->room.give_back(bytes_);
+  }
+
+  // Frees what is copied where its storage has let go of it meanwhile.
   void let_go_of_it() {
-    if (void* const held = std::exchange(held_, nullptr)) let_go(held);
+    void* held = nullptr;
+    {
+      const std::lock_guard<Lock> lock(shared_->mutex);
+      held = std::exchange(held_, nullptr);
+    }
+    if (held != nullptr) let_go(held);
   }
 
   void write() {
@@ -317,10 +350,10 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
       error_ = shared_->file.write(read_, bytes_, offset_);
       if (error_ == 0) shared_->out.add(bytes_, clock_seconds() - begin);
     }
+    let_go_of_it();  // S1, and before others see that it is out
   }
   void end_of_write() {
     is_writing_ = false;
-    let_go_of_it();
     is_out_.store(true, std::memory_order_release);
   }
 
@@ -343,6 +376,8 @@ class InFile final : public Away, public std::enable_shared_from_this<InFile> {
   int error_ = 0, error_back_ = 0;
   std::optional<c10::Storage> into_;
   bool has_come_ = false;
+  int jobs_ = 0;  // of the threads
+  bool is_abandoned_ = false;
 };
 
 class FileStore final : public Store {
@@ -354,8 +389,9 @@ class FileStore final : public Store {
                             const std::optional<c10::Stream>&, int64_t limit) override {
     const auto bytes = static_cast<int64_t>(memory->nbytes());
     if (!shared_->room.take(bytes, limit)) return nullptr;
-    auto away = std::make_shared<InFile>(shared_, std::move(memory));
-    away->begin();
+    const auto copy = std::make_shared<InFile>(shared_, std::move(memory));
+    std::shared_ptr<Away> away(static_cast<Away*>(copy.get()), [copy](Away*) { copy->abandon(); });
+    copy->begin();
     return away;
   }
 
@@ -394,7 +430,7 @@ class FileStore final : public Store {
 
 }  // namespace
 
-std::shared_ptr<Store> store_in_folder(const std::string& folder) {
+std::shared_ptr<Store> in_folder(const std::string& folder) {
   static Lock mutex(LockOrder::kFileStores);
   // After a fork both processes would write to the same places of one file.
   static auto& stores = *new std::map<std::pair<pid_t, std::string>, std::weak_ptr<Store>>();
@@ -405,4 +441,4 @@ std::shared_ptr<Store> store_in_folder(const std::string& folder) {
   return store;
 }
 
-}  // namespace memsave_ext::remat
+}  // namespace memsave_ext::store

@@ -7,7 +7,7 @@
 #include <optional>
 #include <utility>
 
-namespace memsave_ext::remat {
+namespace memsave_ext::store {
 
 // `Use`: what has to be over before a part is used again; of two uses the one that is less is over
 // first. A lock is the caller's.
@@ -54,4 +54,4 @@ class Ranges {
   std::map<int64_t, Part> free_;  // by offset
 };
 
-}  // namespace memsave_ext::remat
+}  // namespace memsave_ext::store

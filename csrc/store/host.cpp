@@ -1,12 +1,16 @@
 // Contents of a CUDA device in pinned memory of the host. Copies each way have a stream of their
 // own, and whoever must wait for one is a stream, too: of the host nothing but the order of calls
 // is asked, so that it may run ahead of the device as ever.
+#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/core/TensorOptions.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
+#include <condition_variable>
 #include <map>
 #include <stdexcept>
 #include <utility>
@@ -14,13 +18,11 @@
 
 #include "cuda_stream.h"
 #include "locks.h"
-#include "remat/memory.h"
-#include "remat/pause.h"
-#include "remat/ranges.h"
-#include "remat/store.h"
+#include "store/ranges.h"
+#include "store/store.h"
 #include "streams.h"
 
-namespace memsave_ext::remat {
+namespace memsave_ext::store {
 namespace {
 
 // What the speed is measured with.
@@ -35,10 +37,9 @@ c10::Stream stream_for_copies(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
 }
 
-// What runs here is no part of a step: nobody records it, no mode of Python is asked.
+// What runs here is no part of a step: autograd does not record it, no mode of Python is asked.
 class AsideOfSteps {
  private:
-  const Pause pause_;
   const at::NoGradGuard no_grad_;
   const at::AutoDispatchBelowADInplaceOrView below_;
   const c10::impl::ExcludeDispatchKeyGuard no_modes_{c10::python_ks};
@@ -46,6 +47,16 @@ class AsideOfSteps {
 
 at::Tensor pinned_memory_of(int64_t bytes) {
   return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
+}
+
+// Returns a byte tensor on the whole storage.
+at::Tensor as_bytes(const c10::Storage& storage) {
+  const c10::DispatchKeySet keys(
+      c10::computeDispatchKey(at::kByte, at::kStrided, storage.device()));
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(storage), keys, caffe2::TypeMeta::Make<uint8_t>());
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(storage.nbytes())});
+  return tensor;
 }
 
 // The last copy back that reads a part of pinned memory. One stream makes all of them, in the order
@@ -63,7 +74,10 @@ class PinnedMemory {
   struct Part {
     size_t piece = 0;
     int64_t offset = 0, size = 0;
+    at::Tensor memory;  // of the piece
     LastRead last;
+
+    at::Tensor bytes(int64_t count) const { return memory.narrow(0, offset, count); }
   };
 
   // Nothing where no piece has so much left.
@@ -71,7 +85,7 @@ class PinnedMemory {
     const int64_t size = rounded(bytes);
     for (size_t i = 0; i < pieces_.size(); ++i) {
       if (const auto part = pieces_[i].free.take(size)) {
-        return Part{i, part->first, size, part->second};
+        return Part{i, part->first, size, pieces_[i].memory, part->second};
       }
     }
     return std::nullopt;
@@ -97,15 +111,11 @@ class PinnedMemory {
     pieces_.back().free.give_back(0, pieces_.back().memory.numel());
     const int64_t size = rounded(bytes);
     pieces_.back().free.take(size);
-    return Part{pieces_.size() - 1, 0, size, {}};
+    return Part{pieces_.size() - 1, 0, size, pieces_.back().memory, {}};
   }
 
   void give_back(const Part& part, const LastRead& last) {
     pieces_[part.piece].free.give_back(part.offset, part.size, last);
-  }
-
-  at::Tensor bytes(const Part& part, int64_t size) const {
-    return pieces_[part.piece].memory.narrow(0, part.offset, size);
   }
 
  private:
@@ -130,9 +140,9 @@ struct OnHost {
   const c10::Device device;
   const c10::Stream out, back;
   Room room;
-  // For what follows, and the state of all copies. Who has it calls no allocator: that of a device
-  // destroys contents while it has its own lock, and they take this one.
+  // For what follows, and the state of all copies.
   Lock mutex{LockOrder::kOnHost};
+  std::condition_variable_any changed;
   PinnedMemory memory;
   uint64_t copies_back = 0;
 };
@@ -164,14 +174,13 @@ class InHostMemory final : public Away {
     shared_->room.give_back(bytes_);
   }
 
-  // The caller holds the mutex.
   void begin() {
     const AsideOfSteps aside;
     order_after(shared_->out, made_on_);
     if (part_.last.over) part_.last.over->block(shared_->out);
     const c10::StreamGuard on_stream(shared_->out);
     const c10::Storage source{c10::intrusive_ptr<c10::StorageImpl>(source_)};
-    pinned_bytes().copy_(as_bytes(source), true);
+    part_.bytes(bytes_).copy_(as_bytes(source), true);
     out_.record(shared_->out);
   }
 
@@ -198,21 +207,35 @@ class InHostMemory final : public Away {
     return std::move(source_);
   }
 
+  // Copies without the lock (S2). Others who begin it meanwhile wait until that is queued.
   void begin_back(c10::Storage memory) override {
-    const HostLock lock(shared_->mutex);
-    if (into_) return;
+    {
+      std::unique_lock<Lock> lock(shared_->mutex);
+      shared_->changed.wait(lock, [this] { return !is_beginning_back_; });
+      if (into_) return;
+      is_beginning_back_ = true;
+    }
+    const auto ends = c10::make_scope_exit([this] {
+      {
+        const HostLock lock(shared_->mutex);
+        is_beginning_back_ = false;
+      }
+      shared_->changed.notify_all();
+    });
     const AsideOfSteps aside;
-    into_on_ = current_stream(shared_->device);
-    order_after(shared_->back, *into_on_);  // which may use until then what was in this memory
+    const c10::Stream current = *current_stream(shared_->device);
+    order_after(shared_->back, current);  // which may use until then what was in this memory
     out_.block(shared_->back);
-    auto over = std::make_shared<c10::Event>(shared_->back.device_type());
     {
       const c10::StreamGuard on_stream(shared_->back);
-      as_bytes(memory).copy_(pinned_bytes(), true);
+      as_bytes(memory).copy_(part_.bytes(bytes_), true);
     }
+    auto over = std::make_shared<c10::Event>(shared_->back.device_type());
+    const HostLock lock(shared_->mutex);  // numbers have the order of the events
     over->record(shared_->back);
     last_ = {++shared_->copies_back, std::move(over)};
     into_ = std::move(memory);
+    into_on_ = current;
   }
 
   bool is_coming() override {
@@ -241,8 +264,6 @@ class InHostMemory final : public Away {
   void cancel() override {}  // what has begun is on its stream
 
  private:
-  at::Tensor pinned_bytes() const { return shared_->memory.bytes(part_, bytes_); }
-
   const std::shared_ptr<OnHost> shared_;
   const PinnedMemory::Part part_;
   const int64_t bytes_;
@@ -251,10 +272,14 @@ class InHostMemory final : public Away {
   c10::Event out_;
   bool is_over_ = false;        // the copy out, as the host knows
   bool is_waited_for_ = false;  // by the stream that it was made on
+  bool is_beginning_back_ = false;
   std::optional<c10::Storage> into_;
   std::optional<c10::Stream> into_on_;
   LastRead last_;
 };
+
+Lock speeds_mutex{LockOrder::kHostSpeeds};
+auto& speeds = *new std::map<c10::DeviceIndex, Speed>();
 
 class HostStore final : public Store {
  public:
@@ -284,23 +309,24 @@ class HostStore final : public Store {
     }
     auto away = std::make_shared<InHostMemory>(shared_, std::move(*part), std::move(memory),
                                                made_on.value_or(*current_stream(device_)));
-    const HostLock lock(shared_->mutex);
     away->begin();
     return away;
   }
 
   // Of its device, whatever becomes of the store.
   Speed speed() override {
-    static Lock mutex(LockOrder::kHostSpeeds);
-    static auto& speeds = *new std::map<c10::DeviceIndex, Speed>();
-    const HostLock lock(mutex);
-    const auto known = speeds.find(device_.index());
-    if (known != speeds.end()) return known->second;
-    if (is_capturing(device_)) return {};
+    const HostLock lock(speeds_mutex);
+    return speeds[device_.index()];
+  }
+
+  void measure_once() {
+    if (speed().out > 0 || is_capturing(device_)) return;
     try {
-      return speeds[device_.index()] = measure();
+      const Speed measured = measure();
+      const HostLock lock(speeds_mutex);
+      speeds[device_.index()] = measured;
     } catch (const c10::OutOfMemoryError&) {
-      return {};
+      return;  // the next who asks for the store tries again
     }
   }
 
@@ -359,13 +385,18 @@ class HostStore final : public Store {
 
 }  // namespace
 
-std::shared_ptr<Store> store_in_host_memory(c10::Device device) {
+std::shared_ptr<Store> in_host_memory(c10::Device device) {
   static Lock mutex(LockOrder::kHostStores);
-  static auto& stores = *new std::map<c10::DeviceIndex, std::weak_ptr<Store>>();
-  const HostLock lock(mutex);
-  auto store = stores[device.index()].lock();
-  if (!store) stores[device.index()] = store = std::make_shared<HostStore>(device);
+  static auto& stores = *new std::map<c10::DeviceIndex, std::weak_ptr<HostStore>>();
+  std::shared_ptr<HostStore> store;
+  {
+    const HostLock lock(mutex);
+    auto& found = stores[device.index()];
+    store = found.lock();
+    if (!store) found = store = std::make_shared<HostStore>(device);
+  }
+  store->measure_once();
   return store;
 }
 
-}  // namespace memsave_ext::remat
+}  // namespace memsave_ext::store

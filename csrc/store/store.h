@@ -1,5 +1,24 @@
-// Where contents are moved to and come back from: a file in a folder, or for a GPU the host's
-// memory.
+// Memory that lies elsewhere for a while: in a file, for a GPU in the host's memory, or in a
+// prediction nowhere. put() begins to copy it out, and what it returns brings it back; whoever lets
+// go of that frees its room.
+//
+// The rules that code and comments of this room refer to:
+//   S1  Who holds one of its locks calls no allocator of torch: there no memory is made, freed or
+//       recorded on a stream, and no reference is let go that may be a storage's last one.
+//       Allocators call this room while they hold their own lock, and what frees memory may wait
+//       for the GIL. Its locks come after kAllocator (csrc/locks.h), so that builds that check
+//       locks see it where it is broken.
+//   S2  Who holds one of them neither copies nor measures: several threads ask for copies, which
+//       streams and their events order.
+//   S3  The room of a copy is free once nobody asks for it and no thread copies it. A thread is
+//       done with it no later than others see that the copy is over.
+//   S4  Copies to and from a device are operators of torch. Who records operators does not record
+//       them during put(), begin_back() and in_host_memory().
+//
+// A file behind pinned memory, for a GPU and a disk, would be one more Store: put() copies into
+// pinned memory as the host's store does, and gives that to the put() of a file's store once it is
+// out; begin_back() asks that for it, and copies on to the device. Its host waits for the disk, so
+// that uses_streams() is false.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -17,7 +36,7 @@
 #include "locks.h"
 #include "store/speed.h"
 
-namespace memsave_ext::remat {
+namespace memsave_ext::store {
 
 using store::Speed;
 
@@ -68,17 +87,31 @@ class Store {
   virtual std::string name() const = 0;
 };
 
+// A prediction in which memory is fake: its clock goes on as operators and copies would take.
+class Prediction {
+ public:
+  virtual ~Prediction() = default;
+  virtual double seconds() const = 0;  // what its clock shows
+  virtual void wait_until(double seconds) = 0;
+  // A copy takes so long.
+  virtual void copied(double seconds) = 0;
+  // So many bytes more have a place elsewhere; fewer where negative.
+  virtual void moved(int64_t bytes) = 0;
+};
+
 // A file in the folder that nobody else sees and that is gone with the process. Those who name the
 // same folder share it. Throws std::system_error where it cannot be made.
-std::shared_ptr<Store> store_in_folder(const std::string& folder);
+std::shared_ptr<Store> in_folder(const std::string& folder);
 
-// Of the prediction that runs on this thread: it holds the fake memory that is copied, and copies
-// take as long as they would at this speed, by the prediction's clock.
-std::shared_ptr<Store> predicted_store(std::string name, Speed speed);
+// Of a prediction: it holds the fake memory that is copied, and copies take as long as they would
+// at this speed, by the prediction's clock. `running` returns the prediction that runs on this
+// thread, or null.
+std::shared_ptr<Store> predicted(std::string name, Speed speed, Prediction* (*running)());
 
 // Pinned memory of the host, for that of a CUDA device, whose streams copy it. Those who name the
-// same device share it. The device waits for copies, the host does not.
-std::shared_ptr<Store> store_in_host_memory(c10::Device device);
+// same device share it. The device waits for copies, the host does not. The first call for a device
+// measures its speed, so that no step does.
+std::shared_ptr<Store> in_host_memory(c10::Device device);
 
 // What is no longer asked for is destroyed by empty_trash(), as no memory may be freed where locks
 // are held.
@@ -122,4 +155,4 @@ class Meter {
   double bytes_ = 0, seconds_ = 0;
 };
 
-}  // namespace memsave_ext::remat
+}  // namespace memsave_ext::store

@@ -1,10 +1,11 @@
-// Contents of a predicted step, which have no memory: what their copies take, by the fakes' clock.
+// Contents of a predicted step, which have no memory: what their copies take, by the prediction's
+// clock.
+#include <algorithm>
 #include <utility>
 
-#include "remat/fakes.h"
-#include "remat/store.h"
+#include "store/store.h"
 
-namespace memsave_ext::remat {
+namespace memsave_ext::store {
 namespace {
 
 // The copies one way, one after the other.
@@ -12,25 +13,25 @@ struct PredictedBus {
   double bytes_per_second, free_from = 0;
 
   // Returns when a copy that may begin now is over.
-  double copy(int64_t bytes) {
+  double copy(int64_t bytes, Prediction* prediction) {
+    if (prediction == nullptr) return free_from;
     const double seconds = static_cast<double>(bytes) / bytes_per_second;
-    if (Fakes* fakes = Fakes::current()) fakes->copied(seconds);
-    return free_from = std::max(now(), free_from) + seconds;
+    prediction->copied(seconds);
+    return free_from = std::max(prediction->seconds(), free_from) + seconds;
   }
 };
 
-void wait_until(double time) {
-  if (Fakes* fakes = Fakes::current()) fakes->wait_until(time);
-}
-
 struct PredictedCopies {
-  explicit PredictedCopies(Speed speed) : out{speed.out}, back{speed.back} {}
+  PredictedCopies(Speed speed, Prediction* (*running)())
+      : running(running), out{speed.out}, back{speed.back} {}
 
+  Prediction* (*const running)();
   PredictedBus out, back;
   // A graph that outlives its prediction tells nobody.
-  const Fakes* const fakes = Fakes::current();
+  const Prediction* const prediction = running();
   Room room{[this](int64_t bytes) {
-    if (Fakes::current() == fakes && fakes != nullptr) fakes->moved(bytes);
+    Prediction* const now = running();
+    if (now != nullptr && now == prediction) now->moved(bytes);
   }};
 };
 
@@ -40,18 +41,21 @@ class Predicted final : public Away {
       : shared_(std::move(shared)),
         bytes_(static_cast<int64_t>(memory->nbytes())),
         source_(std::move(memory)),
-        out_at_(shared_->out.copy(bytes_)) {}
+        out_at_(shared_->out.copy(bytes_, shared_->running())) {}
 
   ~Predicted() override { shared_->room.give_back(bytes_); }
 
-  bool is_out() override { return Fakes::current() == nullptr || now() >= out_at_; }
+  bool is_out() override {
+    const Prediction* const prediction = shared_->running();
+    return prediction == nullptr || prediction->seconds() >= out_at_;
+  }
   void wait_until_out() override { wait_until(out_at_); }
   c10::intrusive_ptr<c10::StorageImpl> take_source() override { return std::move(source_); }
 
   void begin_back(c10::Storage memory) override {
     if (into_) return;
     into_ = std::move(memory);
-    back_at_ = shared_->back.copy(bytes_);
+    back_at_ = shared_->back.copy(bytes_, shared_->running());
   }
   bool is_coming() override { return into_.has_value(); }
   c10::Storage end_back() override {
@@ -63,6 +67,10 @@ class Predicted final : public Away {
   void cancel() override {}
 
  private:
+  void wait_until(double seconds) {
+    if (Prediction* const prediction = shared_->running()) prediction->wait_until(seconds);
+  }
+
   const std::shared_ptr<PredictedCopies> shared_;
   const int64_t bytes_;
   c10::intrusive_ptr<c10::StorageImpl> source_;
@@ -73,8 +81,10 @@ class Predicted final : public Away {
 
 class PredictedStore final : public Store {
  public:
-  PredictedStore(std::string name, Speed speed)
-      : name_(std::move(name)), speed_(speed), shared_(std::make_shared<PredictedCopies>(speed)) {}
+  PredictedStore(std::string name, Speed speed, Prediction* (*running)())
+      : name_(std::move(name)),
+        speed_(speed),
+        shared_(std::make_shared<PredictedCopies>(speed, running)) {}
 
   bool takes(c10::Device) const override { return true; }  // fake memory, under any name
   std::shared_ptr<Away> put(c10::intrusive_ptr<c10::StorageImpl> memory,
@@ -94,8 +104,8 @@ class PredictedStore final : public Store {
 
 }  // namespace
 
-std::shared_ptr<Store> predicted_store(std::string name, Speed speed) {
-  return std::make_shared<PredictedStore>(std::move(name), speed);
+std::shared_ptr<Store> predicted(std::string name, Speed speed, Prediction* (*running)()) {
+  return std::make_shared<PredictedStore>(std::move(name), speed, running);
 }
 
-}  // namespace memsave_ext::remat
+}  // namespace memsave_ext::store

@@ -1,0 +1,194 @@
+"""A file that nobody else sees, and which of its parts are taken.
+
+csrc/store/file.cpp is the same for memory that the native part moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+_PAGE = mmap.PAGESIZE
+
+
+@dataclass(eq=False)
+class Region:
+    """A part of a file, at ``start`` of a mapping of it."""
+
+    mapping: mmap.mmap
+    start: int
+    offset: int
+    size: int  # whole pages
+    is_zero: bool = True  # nothing has been written to it, nor read from it
+
+    def memory(self, nbytes: int) -> memoryview:
+        """Returns its first bytes, mapped."""
+        return memoryview(self.mapping)[self.start : self.start + nbytes]
+
+    def unmap(self) -> None:
+        """Gives the memory of mapped pages back to the kernel, with what is in them."""
+        self.mapping.madvise(mmap.MADV_DONTNEED, self.start, self.size)
+
+
+class File:
+    """A file in a folder, which is opened when it is first used.
+
+    It has no name from the moment on when it is opened, so that nothing is left of it when the
+    process ends, however it does. It is read and written through the page cache: what is there and
+    what is on the disk is the kernel's to decide.
+
+    Args:
+        folder: where it is.
+        name: what errors begin with.
+        content: what is in it, for errors.
+    """
+
+    def __init__(self, folder: str, name: str, content: str) -> None:
+        self._folder, self._name, self._content = folder, name, content
+        self._opened: _Descriptor | None = None
+        self._process = os.getpid()
+        self._size = 0
+        self._room: list[Region] = []  # what was never taken
+        self._free: dict[int, list[Region]] = {}  # what was given back, by size
+
+    def reserve(self, nbytes: Iterable[int]) -> None:
+        """Takes room on the disk for so many bytes each, beyond what is taken now.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        sizes = Counter(map(_whole_pages, nbytes))
+        for size, regions in list(self._free.items()):
+            sizes[size] -= len(regions)
+        needed = sum(size * count for size, count in sizes.items() if count > 0)
+        if (more := needed - sum(region.size for region in self._room)) > 0:
+            self._extend(more)
+
+    def take(self, nbytes: int) -> Region:
+        """Returns a region of at least so many bytes.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        size = _whole_pages(nbytes)
+        with contextlib.suppress(LookupError):
+            return self._free[size].pop()
+        room = next((region for region in self._room if region.size >= size), None)
+        if room is None:
+            self._extend(size)
+            room = self._room[-1]
+        taken = Region(room.mapping, room.start, room.offset, size)
+        room.start, room.offset, room.size = room.start + size, room.offset + size, room.size - size
+        if room.size == 0:
+            self._room.remove(room)
+        return taken
+
+    def free(self, region: Region) -> None:
+        """Gives a region back, to be taken again."""
+        region.is_zero = False
+        self._free.setdefault(region.size, []).append(region)
+
+    def get(self, region: Region, into: Tensor) -> None:
+        """Reads a region into a contiguous tensor of bytes."""
+        self._transfer(os.preadv, region, into)
+
+    def put(self, region: Region, values: Tensor) -> None:
+        """Writes a contiguous tensor of bytes to a region."""
+        self._transfer(os.pwritev, region, values)
+
+    def read_ahead(self, region: Region) -> None:
+        """Has the kernel read what is not in memory of a region."""
+        os.posix_fadvise(self.descriptor(), region.offset, region.size, os.POSIX_FADV_WILLNEED)
+
+    def descriptor(self) -> int:
+        """Returns the open file's.
+
+        Raises:
+            OSError: no file can be made in the folder.
+            RuntimeError: the program has closed it.
+        """
+        if self._opened is None:
+            try:
+                number, path = tempfile.mkstemp(prefix="memsave_ext-", dir=self._folder)
+                os.unlink(path)
+            except OSError as error:
+                raise self._failed(error, "cannot make a file") from None
+            self._opened = _Descriptor(number)
+            weakref.finalize(self, self._opened.close)
+        if not self._opened.is_open():
+            raise RuntimeError(
+                f"{self._name}: the file of {self._content} has been closed by the program, as "
+                "os.closerange() does, and what was in it is lost"
+            )
+        return self._opened.number
+
+    def check_process(self) -> None:
+        """
+        Raises:
+            RuntimeError: this process was forked since it was made.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"{self._name}: the file of {self._content} was made before this process was "
+                "forked, and both would write to it. Make its owner in the process that trains."
+            )
+
+    def _extend(self, size: int) -> None:
+        """Takes more of the disk, so that no later write finds it full."""
+        self.check_process()
+        descriptor = self.descriptor()
+        try:
+            os.posix_fallocate(descriptor, self._size, size)
+        except OSError as error:
+            raise self._failed(error, f"no room for {size:,} bytes of {self._content}") from None
+        mapping = mmap.mmap(descriptor, size, offset=self._size)
+        self._room.append(Region(mapping, 0, self._size, size))
+        self._size += size
+
+    def _failed(self, error: OSError, what: str) -> OSError:
+        return OSError(error.errno, f"{self._name}: {what}: {error.strerror}")
+
+    def _transfer(self, call: Callable[..., int], region: Region, tensor: Tensor) -> None:
+        descriptor = self.descriptor()
+        memory = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+        done = 0
+        while done < len(memory):
+            count = call(descriptor, [memory[done:]], region.offset + done)
+            if count == 0:
+                raise OSError(f"{self._name}: the file of {self._content} has been cut")
+            done += count
+
+
+class _Descriptor:
+    """An open file, which the program may close unseen, and then open others by its number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._file = self._there()
+
+    def is_open(self) -> bool:
+        return self._there() == self._file
+
+    def close(self) -> None:
+        if self.is_open():
+            os.close(self.number)
+
+    def _there(self) -> tuple[int, int] | None:
+        try:
+            found = os.fstat(self.number)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
