@@ -126,7 +126,7 @@ $(BUILT): $(INSTALLED) setup.py $(wildcard tools/build_*.py) $(NATIVE_SOURCES)
 
 $(TOOLS): $(INSTALLED)
 	@echo "== installing what checks and tests"
-	@$(VENV) tools/requirements.py test lint html > .venv/requirements.txt
+	@$(VENV) tools/requirements.py test lint > .venv/requirements.txt
 	@$(INSTALL) -r .venv/requirements.txt
 	@touch $@
 
