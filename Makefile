@@ -66,7 +66,7 @@ stress: build  ## run random programs against plain torch and float64, MINUTES=1
 bench: build  ## run every benchmark, in about half an hour on two cores
 	$(VENV) benchmarks/run_all.py
 
-guide: build  ## run the guide's cells, write what they print into docs/guide.md and docs/guide.ipynb
+guide: build  ## run the guide's cells, write what they print into docs/guide.md
 	$(VENV) tools/guide.py
 
 lint: $(TOOLS)  ## check style and types
@@ -96,7 +96,8 @@ emulate-full: build  ## the same with all sanitizers, large tensors and more tes
 emulate-operators: build  ## the tests of the operators, on a build with CUDA's kernels emulated
 	$(VENV) tests/emulation/operators.py
 
-docs: $(DOCS)  ## build the pages in site/; a warning is an error
+docs: $(DOCS)  ## build the pages in site/, the guide also as a notebook; a warning is an error
+	$(VENV) tools/guide.py --notebook
 	NO_MKDOCS_2_WARNING=1 $(VENV) -m mkdocs build --strict
 
 sanitize: $(TOOLS)  ## run the native tests with address, undefined-behaviour and thread sanitizers
@@ -126,7 +127,7 @@ $(BUILT): $(INSTALLED) setup.py $(wildcard tools/build_*.py) $(NATIVE_SOURCES)
 
 $(TOOLS): $(INSTALLED)
 	@echo "== installing what checks and tests"
-	@$(VENV) tools/requirements.py test lint html > .venv/requirements.txt
+	@$(VENV) tools/requirements.py test lint > .venv/requirements.txt
 	@$(INSTALL) -r .venv/requirements.txt
 	@touch $@
 

@@ -107,9 +107,7 @@ def _bitsandbytes(params: list[Tensor]) -> Optimizer:
 
 
 LR, DECAY = 1e-4, 1e-2
-STOCHASTIC, KAHAN, SPLIT, SPLIT8 = (
-    {"bf16": kind} for kind in ("stochastic", "kahan", "split", "split8")
-)
+STOCHASTIC, SPLIT, SPLIT8 = ({"bf16": kind} for kind in ("stochastic", "split", "split8"))
 BF16_STATES, BLOCKS, BLOCKS4 = ({"state_dtype": of} for of in (BF16, "8bit", "4bit"))
 CORE = Mode("fp32", "", 12, 28)
 ACCUMULATE = "fp32, accumulate()"
@@ -130,16 +128,13 @@ OURS = [
          against=ACCUMULATE),
     low("bf16", "bfloat16", BF16, 10),
     low("bf16 stochastic", "bfloat16", BF16, 10, **STOCHASTIC),
-    low("bf16 kahan", "bfloat16", BF16, 12, **KAHAN),
     low("bf16 split", "bfloat16", BF16, 12, **SPLIT),
     low("bf16 split8", "bfloat16", BF16, 11, **SPLIT8),
     low("fp32, bf16 states", "states", FP32, 8, **BF16_STATES),
     low("bf16 stochastic, bf16 states", "states", BF16, 6, **STOCHASTIC, **BF16_STATES),
-    low("bf16 kahan, bf16 states", "states", BF16, 8, **KAHAN, **BF16_STATES),
     low("bf16 split, bf16 states", "states", BF16, 8, **SPLIT, **BF16_STATES),
     low("fp32, 8-bit states", "states", FP32, 6 + SCALES, **BLOCKS),
     low("bf16 stochastic, 8-bit states", "states", BF16, 4 + SCALES, **STOCHASTIC, **BLOCKS),
-    low("bf16 kahan, 8-bit states", "states", BF16, 6 + SCALES, **KAHAN, **BLOCKS),
     low("bf16 split, 8-bit states", "states", BF16, 6 + SCALES, **SPLIT, **BLOCKS),
     low("bf16 split8, 8-bit states", "states", BF16, 5 + SCALES, **SPLIT8, **BLOCKS),
     low("fp32, 4-bit states", "states", FP32, 5 + SCALES_OF_4_BIT, **BLOCKS4),

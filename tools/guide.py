@@ -1,7 +1,7 @@
-"""Runs the cells of docs/guide.md and writes the page and docs/guide.ipynb again (`make guide`).
+"""Runs the cells of docs/guide.md and writes the page again (`make guide`); makes a notebook of it.
 
-    python tools/guide.py            # run every cell, write what they printed into both
-    python tools/guide.py --check    # run nothing; exit 1 where the notebook is not the page's
+    python tools/guide.py               # run every cell, write what they printed into the page
+    python tools/guide.py --notebook    # run nothing, write docs/guide.ipynb (a part of `make docs`)
 
 The page is the source. A ```python block is a cell, and the ```text block right after it is what
 the cell printed. A picture that a cell writes into its working directory is shown below it. Between
@@ -215,16 +215,14 @@ def _outputs(cell: Cell) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="run and write nothing")
+    parser.add_argument("--notebook", action="store_true", help="run nothing, write a notebook")
     parser.add_argument("--page", type=Path, default=PAGE, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    page, book = args.page, args.page.with_suffix(".ipynb")
+    page = args.page
 
     parts = parse(page.read_text(encoding="utf-8"), page.parent)
-    if args.check:
-        if not book.is_file() or book.read_text(encoding="utf-8") != notebook(parts):
-            print(f"{book.name} is not what {page.name} makes: run python tools/guide.py")
-            return 1
+    if args.notebook:
+        page.with_suffix(".ipynb").write_text(notebook(parts), encoding="utf-8")
         return 0
     sys.path.insert(0, str(PAGE.parents[1]))  # the package of this checkout
     execute(parts, page.name)
@@ -236,7 +234,6 @@ def main(argv: list[str] | None = None) -> int:
             (page.parent / PICTURES).mkdir(exist_ok=True)
             (page.parent / PICTURES / name).write_bytes(cell.pictures[name])
     page.write_text(markdown(parts), encoding="utf-8")
-    book.write_text(notebook(parts), encoding="utf-8")
     return 0
 
 

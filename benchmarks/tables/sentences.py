@@ -84,7 +84,7 @@ def overhead(peer: str) -> Callable[[Record], list[float]]:
 
 def small_states(record: Record) -> list[float]:
     """Times of AdamW with 8-bit states over those with float32."""
-    methods = ("fp32", "bf16 stochastic", "bf16 kahan", "bf16 split", "bf16 split8")
+    methods = ("fp32", "bf16 stochastic", "bf16 split", "bf16 split8")
     wanted = [f"{method}, 8-bit states" for method in methods]
     times = [row[size] for row in record["rows"] if row["method"] in wanted for size in SIZES]
     return [time["ratio"] for ways in times for time in ways.values()]

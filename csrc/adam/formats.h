@@ -150,8 +150,7 @@ enum class Draw : uint32_t { kParam = 0, kMoments = 1 };
 
 // Arithmetic of the formats for bfloat16 parameters. T is float or a vector of floats, Word is
 // uint32_t or a vector of them. Math has bits(T) and from_bits(Word); number_bits(T), which gives
-// the same bits for every NaN; bfloat16_bits(T), rounded to nearest even, in the lower half of a
-// word; and signed_upper(Word), the upper half as a signed integer.
+// the same bits for every NaN; and signed_upper(Word), the upper half as a signed integer.
 
 // A parameter and its low part, each in the lowest bits of a word.
 template <typename Word>
@@ -175,23 +174,6 @@ struct ParamBits<ParamFormat::kStochastic> {
   template <typename Math, typename T, typename Word>
   static MEMSAVE_EXT_INLINE Halves<Word> store(T value, Word random) {
     return {(Math::number_bits(value) + random) >> 16, random};
-  }
-};
-
-// The compensation of an infinity is stored as 0.
-template <>
-struct ParamBits<ParamFormat::kKahan> {
-  template <typename Math, typename Word>
-  static MEMSAVE_EXT_INLINE auto load(Word param, Word compensation) {
-    return Math::from_bits(param) + Math::from_bits(compensation);
-  }
-
-  template <typename Math, typename T, typename Word>
-  static MEMSAVE_EXT_INLINE Halves<Word> store(T value, Word) {
-    const Word param = Math::bfloat16_bits(value);
-    const T compensation = value - Math::from_bits(param << 16);
-    // That of an infinity is NaN, with which it would be read back as NaN.
-    return {param, Math::bfloat16_bits(compensation - compensation == T{} ? compensation : T{})};
   }
 };
 

@@ -10,12 +10,11 @@
   ROW(kLion, "lion", "exp_avg", false)
 
 // kPlain is rounded to nearest, kStochastic at random, so that it moves by the step on average.
-// The low part of kKahan is the compensation of Kahan summation. kSplit is a float: the nearest
-// bfloat16, and its lower 16 bits. kSplit8 is the upper 24 bits of a float, rounded at random.
+// kSplit is a float: the nearest bfloat16, and its lower 16 bits. kSplit8 is the upper 24 bits of a
+// float, rounded at random.
 #define MEMSAVE_EXT_PARAM_FORMATS(ROW) \
   ROW(kPlain, "", kNone, false) \
   ROW(kStochastic, "stochastic", kNone, true) \
-  ROW(kKahan, "kahan", kBFloat16, false) \
   ROW(kSplit, "split", kInt16, false) \
   ROW(kSplit8, "split8", kInt8, true)
 

@@ -48,7 +48,7 @@ class ParamFormat:
     Attributes:
         name: the value of ``bf16=``.
         low_part: the dtype of ``state["param_rest"]``, which holds what bfloat16 has no room for:
-            a Kahan compensation, or lower bits; None where there is none.
+            lower bits; None where there is none.
         at_random: whether ``store`` rounds at random.
         store: takes float32 values, and 16 random bits for each if ``at_random`` (else None);
             returns the parameter's values and the low part, None without one.
@@ -65,20 +65,6 @@ class ParamFormat:
 def round_at_random(values: Tensor, random: Tensor) -> Tensor:
     """Rounds to bfloat16 stochastically: up with a probability that is the discarded fraction."""
     return _upper(_bits(values) + random)
-
-
-def kahan(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the values in bfloat16 and the Kahan compensation, the rounding error, as another.
-
-    The compensation of an infinity is 0, since the sum of both would be NaN otherwise.
-    """
-    upper = values.bfloat16()
-    compensation = values - upper.float()
-    return upper, torch.where(compensation.isfinite(), compensation, 0).bfloat16()
-
-
-def unkahan(upper: Tensor, compensation: Tensor) -> Tensor:
-    return upper.float() + compensation.float()
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +99,6 @@ def _upper(bits: Tensor) -> Tensor:
 _ARITHMETIC: dict[str, tuple[Any, ...]] = {  # store and load
     "": (lambda values, _: (values, None),),
     "stochastic": (lambda values, random: (round_at_random(values, random), None),),
-    "kahan": (lambda values, _: kahan(values), unkahan),
     "split": (lambda values, _: split(values), unsplit),
     "split8": (split8, unsplit8),
 }

@@ -15,7 +15,7 @@ from typing import Any, SupportsFloat
 import torch
 from torch import Tensor
 
-from . import errors, formats
+from . import errors, formats, kahan
 from .blocks import SCALES, coded_format, from_blocks, scale_shape, takes_blocks, to_blocks
 from .dtensor import as_placed, is_dtensor, is_placed_alike, local_tensor
 from .formats import StateFormat
@@ -307,12 +307,15 @@ def to_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_saved(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state_dict with dtypes in place of their names, which older ones do not have."""
+    """Returns the state_dict with dtypes in place of their names, which older ones do not have, and
+    "split" in place of "kahan"."""
     groups = []
     for group in state_dict["param_groups"]:
         name = group.get("state_dtype")
         dtype = getattr(torch, name, None) if isinstance(name, str) else None
-        groups.append(group | {"state_dtype": dtype} if isinstance(dtype, torch.dtype) else group)
+        group = group | {"state_dtype": dtype} if isinstance(dtype, torch.dtype) else {**group}
+        kahan.replace(group)
+        groups.append(group)
     return {**state_dict, "param_groups": groups}
 
 
@@ -386,6 +389,8 @@ def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) 
     low_part = formats.param_format(of_group(group, "bf16")).low_part
     if low_part is not None and "param_rest" not in state:
         state["param_rest"] = torch.zeros_like(param, dtype=low_part)
+    elif low_part is not None and state["param_rest"].is_floating_point():
+        state["param_rest"] = kahan.low_bits(param, state["param_rest"])
     elif low_part is not None:
         # A new tensor, of which no versions are known: this low part belongs to weights that were
         # loaded with it, and must not be dropped as stale.
@@ -402,6 +407,16 @@ def convert_loaded(param: Tensor, state: dict[str, Any], group: dict[str, Any]) 
                 state[name] = state[name].to(states.dtype)
     elif coded_format(state) is None and takes_blocks(param):
         to_blocks(state, param, states)
+
+
+def convert_unpickled(states: Mapping[Tensor, Any], groups: list[dict[str, Any]]) -> None:
+    """Converts what an optimizer of an earlier version was pickled with."""
+    for group in groups:
+        if not kahan.replace(group):
+            continue
+        for param in group["params"]:
+            if "param_rest" in (state := states.get(param, {})):
+                state["param_rest"] = kahan.low_bits(param, state["param_rest"])
 
 
 def to_fp32(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import modes
+from . import kahan, modes
 from .dtensor import local_tensor
 from .elsewhere import place_of, put_state, put_states
 from .rules import rule_of
@@ -54,6 +54,7 @@ class Native(InBackward):
             "bf16": bf16, "state_dtype": state_dtype, "seed": seed, "max_grad_norm": max_grad_norm,
             "states_on": place_of(states_on),
         }  # fmt: skip
+        kahan.replace_given(given)
         self._modes = {name: v for name, v in given.items() if v != modes.DEFAULTS[name]}
         if options.get("differentiable"):
             ours = {"clip_global_norm": clip_global_norm, "grad_scaler": grad_scaler}
@@ -92,6 +93,7 @@ class Native(InBackward):
                 param_group["params"] = list(params)  # it is read more than once
             for name, value in self._modes.items():
                 param_group.setdefault(name, value)
+            kahan.replace_given(param_group)
             if "states_on" in param_group:
                 param_group["states_on"] = place_of(param_group["states_on"])
             modes.refuse_twice(param_group["params"])
@@ -136,8 +138,8 @@ class Native(InBackward):
     def fp32_parameters(self) -> list[Tensor]:
         """Returns float32 copies of the parameters, in the order of ``param_groups``.
 
-        Those of bfloat16 parameters include what ``bf16="kahan"``, ``"split"`` or ``"split8"``
-        keeps beside them, unless the parameter has been overwritten since its last step.
+        Those of bfloat16 parameters include what ``bf16="split"`` or ``"split8"`` keeps beside
+        them, unless the parameter has been overwritten since its last step.
         """
         self._drop_stale_low_parts()
         return [
@@ -258,6 +260,8 @@ class Native(InBackward):
             self._finish_loading(self._loading, old_groups)
         if "_stepper" not in self.__dict__:  # this is a copied or unpickled optimizer
             self.grad_scaler = None
+            kahan.replace(self._modes)
+            modes.convert_unpickled(self.state, self.param_groups)
             put_states(self.state, self.param_groups)
             self._make_stepper()
             if self._in_backward:

@@ -39,10 +39,9 @@ class Adam(Native, torch.optim.Adam):
         small_bytes, bucket_bytes: gradients of fewer than ``small_bytes`` wait in ``.grad`` until
             ``bucket_bytes`` of them have arrived, or backward ends, and are stepped together.
         bf16: how bfloat16 parameters keep updates that are smaller than their precision:
-            ``"stochastic"`` rounds at random, ``"kahan"`` keeps the Kahan compensation in another
-            bfloat16, ``"split"`` keeps the lower half of a float32 in an int16, ``"split8"`` the
-            next 8 bits in an int8. None rounds to nearest. The page on bfloat16 parameters
-            describes all of them.
+            ``"stochastic"`` rounds at random, ``"split"`` keeps the lower half of a float32 in an
+            int16, ``"split8"`` the next 8 bits in an int8. None rounds to nearest. The page on
+            bfloat16 parameters describes all of them.
         state_dtype: the dtype of the moments: ``torch.bfloat16``, rounded at random, or, for
             parameters of 4096 elements or more, ``"8bit"`` or ``"4bit"``, in blocks of 256 or 128
             elements with a scale. None is float32, and float64 for float64 parameters.

@@ -285,7 +285,6 @@ _OPTIMIZERS: list[tuple[str, Any, torch.dtype, dict[str, Any]]] = [
     ("AdamW, fp16", AdamW, _F16, {}),
     ("AdamW, bf16", AdamW, _BF16, {}),
     ("AdamW, bf16 stochastic", AdamW, _BF16, {"bf16": "stochastic"}),
-    ("AdamW, bf16 kahan", AdamW, _BF16, {"bf16": "kahan"}),
     ("AdamW, bf16 split", AdamW, _BF16, {"bf16": "split"}),
     ("AdamW, bf16 split8", AdamW, _BF16, {"bf16": "split8"}),
     ("AdamW, fp32, bf16 states", AdamW, _F32, {"state_dtype": _BF16}),

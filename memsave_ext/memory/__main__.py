@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..predict import fits
-from .pictures.page import write_page
 from .pictures.timeline import plot_track
 from .report import as_json, print_report, write_json
 from .subjects import UsageError, find_model, find_optimizer, load_function, load_instance
@@ -28,8 +26,7 @@ None, step), and step, which takes no arguments, makes one training step.
 
 `fits MODULE:FUNCTION --budget 24GB` predicts instead what would fit; see `fits --help`.
 
-Written to DIR: report.txt, timeline.json and, where matplotlib and bokeh are installed,
-timeline.png and timeline.html.
+Written to DIR: report.txt, timeline.json and, where matplotlib is installed, timeline.png.
 """
 
 
@@ -172,9 +169,6 @@ def _write(tracked: Track, folder: Path) -> None:
         written.append("timeline.png")
     except ImportError as error:
         print(f"{_PROGRAM}: no picture: {error}", file=sys.stderr)
-    with contextlib.suppress(ImportError):
-        write_page(tracked, folder / "timeline.html")
-        written.append("timeline.html")
     print(f"{_PROGRAM}: wrote {', '.join(written)} to {folder}", file=sys.stderr)
 
 

@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 from ..shared.table import Text, as_text
 from .figures import Figures, untracked
-from .pictures.page import draw_track
+from .pictures.timeline import plot_track
 from .report import as_json, print_report
 
 
@@ -30,17 +30,16 @@ class Reported(Figures):
         """Draws the timeline: live bytes by category, the phases, the peak.
 
         Args:
-            path: the file to write. ``"timeline.html"`` is a page for a browser, in one file, which
-                says what is under the pointer and zooms; it needs bokeh. Other suffixes name the
-                format of a picture, which needs matplotlib.
+            path: the file to write, whose suffix names the format of the picture.
             title: printed above; None for one that names the device.
 
         Raises:
-            ImportError: bokeh, or matplotlib, is not installed.
-            ValueError: matplotlib cannot write that format.
+            ImportError: matplotlib is not installed.
+            ValueError: ``path`` ends in ``.html`` or ``.htm``, or matplotlib cannot write that
+                format.
         """
         with untracked():
-            draw_track(self, path, title=title)
+            plot_track(self, path, title=title)
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         """Returns all figures as plain numbers and strings; also written to ``path`` if given."""

@@ -57,11 +57,6 @@ def seconds_axis(axis: Axis, longest: float, label: str = "time") -> None:
     _axis(axis, _SECONDS, longest, label, 8)
 
 
-def bytes_unit(largest: float) -> tuple[str, float]:
-    """Returns a suitable unit for sizes up to ``largest`` bytes, and how many bytes it is."""
-    return _unit(_BYTES, largest)
-
-
 def seconds_unit(longest: float) -> tuple[str, float]:
     """Returns a suitable unit for times up to ``longest`` seconds, and its length in seconds."""
     return _unit(_SECONDS, longest)

@@ -24,12 +24,12 @@ MODES = {
     "fp16, states bf16": (FP16, {"state_dtype": BF16}),
     "bf16": (BF16, {}),
     "stochastic": (BF16, {"bf16": "stochastic", "maximize": True}),
-    "kahan": (BF16, {"bf16": "kahan", "weight_decay": 0.1}),
     "split": (BF16, {"bf16": "split", "amsgrad": True}),
+    "split, decayed": (BF16, {"bf16": "split", "weight_decay": 0.1}),
     "stochastic, states bf16": (BF16, {"bf16": "stochastic", "state_dtype": BF16}),
     "stochastic, states 8bit": (BF16, {"bf16": "stochastic", "state_dtype": "8bit"}),
-    "kahan, states 8bit, clipped": (
-        BF16, {"bf16": "kahan", "state_dtype": "8bit", "max_grad_norm": 0.5}
+    "split, states 8bit, clipped": (
+        BF16, {"bf16": "split", "state_dtype": "8bit", "max_grad_norm": 0.5}
     ),
     "split, states bf16": (BF16, {"bf16": "split", "state_dtype": BF16, "betas": (0.5, 0.9)}),
     "split, states 8bit": (BF16, {"bf16": "split", "state_dtype": "8bit"}),
@@ -52,7 +52,7 @@ RULE_MODES = {
     "SGD, fp16": (FP16, {"kind": ms.SGD}),
     "SGD, bf16": (BF16, {"kind": ms.SGD}),
     "SGD, stochastic": (BF16, {"kind": ms.SGD, "bf16": "stochastic", "seed": 3}),
-    "SGD, kahan": (BF16, {"kind": ms.SGD, "bf16": "kahan", "max_grad_norm": 0.5}),
+    "SGD, split, clipped": (BF16, {"kind": ms.SGD, "bf16": "split", "max_grad_norm": 0.5}),
     "SGD, split": (BF16, {"kind": ms.SGD, "bf16": "split", "maximize": True}),
     "SGD, split8": (BF16, {"kind": ms.SGD, "bf16": "split8"}),
     "momentum": (FP32, {**MOMENTUM, "dampening": 0.1}),
@@ -61,7 +61,6 @@ RULE_MODES = {
     "momentum, fp16": (FP16, MOMENTUM),
     "momentum, bf16": (BF16, MOMENTUM),
     "momentum, stochastic": (BF16, {**MOMENTUM, "bf16": "stochastic", "dampening": 0.5}),
-    "momentum, kahan": (BF16, {**MOMENTUM, "bf16": "kahan"}),
     "momentum, split": (BF16, {**MOMENTUM, "bf16": "split", "nesterov": True}),
     "momentum, states bf16": (FP32, {**MOMENTUM, "state_dtype": BF16}),
     "momentum, states 8bit": (FP32, {**MOMENTUM, "state_dtype": "8bit", "dampening": 0.3}),
@@ -80,7 +79,7 @@ RULE_MODES = {
 }  # fmt: skip
 ALL_MODES = MODES | RULE_MODES
 # What the errors of an unknown one say.
-BF16_CHOICES = "bf16 must be None, 'stochastic', 'kahan', 'split' or 'split8'"
+BF16_CHOICES = "bf16 must be None, 'stochastic', 'split' or 'split8'"
 STATE_DTYPE_CHOICES = "state_dtype must be None, torch.float32, torch.bfloat16, '8bit' or '4bit'"
 
 # clip_global_norm with in_backward=True.

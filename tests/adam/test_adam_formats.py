@@ -147,20 +147,6 @@ def test_split8_is_unbiased(value):
     torch.testing.assert_close(mean, x.double()[0], rtol=1e-12, atol=0)
 
 
-@given(FLOATS)
-def test_kahan_keeps_twice_the_bits(values):
-    x = floats(values)
-    upper, compensation = formats.kahan(x)
-    assert upper.dtype == compensation.dtype == torch.bfloat16
-    assert torch.equal(upper.view(torch.int16), x.bfloat16().view(torch.int16))
-    assert compensation.isfinite().all()
-    both = formats.unkahan(upper, compensation)
-    fits = upper.isfinite()
-    tolerance = x.double().abs() * 2.0**-17 + 1e-40
-    assert ((both.double() - x.double()).abs() <= tolerance)[fits].all()
-    assert same(both[~fits], upper.float()[~fits])
-
-
 # moments that are folded
 
 

@@ -164,7 +164,7 @@ def test_a_plain_state_loads_into_every_mode(mode, kind):
 @pytest.mark.parametrize(
     ("saved", "own"),
     [
-        ("split", "kahan"), ("split", "bf16"), ("split, states 8bit", "split, states bf16"),
+        ("split", "stochastic"), ("split", "bf16"), ("split, states 8bit", "split, states bf16"),
         ("fp32, states 8bit", "fp32"), ("fp32, states bf16", "fp32, states 8bit"),
         ("fp32, states 4bit", "fp32, states 8bit"), ("fp32, states 8bit", "fp32, states 4bit"),
         ("split8", "split"), ("split", "split8"),
@@ -251,7 +251,7 @@ def test_a_plain_group_has_torchs_keys():
 BAD = {
     "bf16": (FP32, {"bf16": "nearest"}, BF16_CHOICES),
     "bf16 of fp32": (FP32, {"bf16": "split"}, "bf16='split' is for bfloat16 parameters, got"),
-    "bf16 of fp16": (FP16, {"bf16": "kahan"}, "bf16='kahan' is for bfloat16 parameters, got"),
+    "bf16 of fp16": (FP16, {"bf16": "split8"}, "bf16='split8' is for bfloat16 parameters, got"),
     "state_dtype": (FP32, {"state_dtype": FP16}, "state_dtype must be .* got torch.float16"),
     "state_dtype name": (FP32, {"state_dtype": "4 bit"}, "state_dtype must be .* got '4 bit'"),
     "states of fp64": (FP64, {"state_dtype": "8bit"}, "state_dtype='8bit' is for float32"),

@@ -267,7 +267,7 @@ def steps(param, optimizer, count):
         optimizer.zero_grad()
 
 
-RESTS = pytest.mark.parametrize("bf16", ["kahan", "split"])
+RESTS = pytest.mark.parametrize("bf16", ["split", "split8"])
 
 
 @RESTS

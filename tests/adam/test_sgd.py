@@ -166,7 +166,7 @@ def test_resume_from_torch_and_back(options, in_backward):
 
 
 @both_ways
-@pytest.mark.parametrize("bf16", [None, "kahan"])
+@pytest.mark.parametrize("bf16", [None, "split"])
 def test_momentum_that_begins_later(bf16, in_backward):
     """As schedulers of momentum have it. What the parameter has beside its 16 bits stays."""
     dtype = torch.bfloat16 if bf16 else torch.float32

@@ -302,7 +302,7 @@ def test_adam_modes_benchmark_end_to_end(densenet, tmp_path, capsys):
     for name in ("fp32", "fp32, max_grad_norm", "fp32, norm_pass()", "fp32, grad_scaler",
                  "bf16 split"):  # fmt: skip
         assert worst[name] < 1e-4, name
-    assert worst["bf16 kahan"] < 1e-3 < 0.3 < worst["bf16"]
+    assert worst["bf16 split8"] < 1e-2 < 0.3 < worst["bf16"]
     assert worst["fp32, accumulate(fold=True)"] < 0.01
     assert worst["squares of micro-gradients (AdamA)"] > 0.5
     assert worst["torch's clip_grad_norm_, in backward"] > 0.1

@@ -168,7 +168,7 @@ def test_fp32_copies_are_the_parameters(results, of):
                 # Half of what bfloat16 resolves there: of two that are as near, formats differ.
                 assert ((exact - param).abs() <= param.float().abs() / 256).all(), kind
                 with_low_parts += int((exact != param.float()).sum())
-            has_low_part = kind[1] in ("kahan", "split", "split8")
+            has_low_part = kind[1] in ("split", "split8")
             assert (with_low_parts > 0) == has_low_part, kind
 
 

@@ -45,6 +45,18 @@ def test_relative_links_lead_somewhere(page):
             assert anchor in anchors(file), target
 
 
+def test_every_page_can_be_reached_from_the_readme():
+    """But those of the API, which only the site has."""
+    reached, ahead = set(), [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop()
+        reached.add(page)
+        links = re.findall(r"\]\(([^):#\s]+\.md)", prose(page))
+        ahead += {(page.parent / link).resolve() for link in links} - reached
+    api = set((DOCS / "api").glob("*.md"))
+    assert set(DOCS.rglob("*.md")) - api - reached == {DOCS / "index.md"}
+
+
 def test_every_page_is_in_the_nav_once():
     lines = CONFIG.read_text(encoding="utf-8").splitlines()
     start = lines.index("nav:") + 1

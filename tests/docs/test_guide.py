@@ -1,4 +1,4 @@
-"""The guide: its cells run, its notebook is its page's, and the tool that writes both."""
+"""The guide: its cells run, its notebook has its page, and the tool that writes both."""
 
 import base64
 import functools
@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "tools"))  # a script, as its neighbours
 guide = importlib.import_module("guide")
 
 TEXT = guide.PAGE.read_text(encoding="utf-8")
-BOOK = json.loads(guide.PAGE.with_suffix(".ipynb").read_text(encoding="utf-8"))
+BOOK = json.loads(guide.notebook(guide.parse(TEXT, guide.PAGE.parent)))
 FENCE = re.compile(r"^```(python|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PICTURE = re.compile(r"^!\[.*\]\((guide/.*)\)$", re.MULTILINE)
 
@@ -75,10 +75,6 @@ def test_notebook_has_the_page():
     prose = PICTURE.sub("", FENCE.sub("", TEXT))
     in_book = [c for c in BOOK["cells"] if c["cell_type"] == "markdown"]
     assert "\n".join("".join(c["source"]) for c in in_book).split() == prose.split()
-
-
-def test_notebook_is_what_the_tool_makes_of_the_page(capsys):
-    assert guide.main(["--check"]) == 0, capsys.readouterr().out
 
 
 def test_notebook_is_valid():
@@ -177,6 +173,9 @@ def test_page_is_written_with_what_its_cells_printed_and_drew(page):
     assert (page.parent / "guide" / "dot.svg").read_text() == "<svg/>"
     assert "\n| 3 | less of it | 2.0 MiB | 1.0 MiB | 50% |\n<!-- savings:end -->" in text
 
+    assert not page.with_suffix(".ipynb").exists()
+    assert guide.main(["--notebook", "--page", str(page)]) == 0
+    assert page.read_text() == text
     cells = json.loads(page.with_suffix(".ipynb").read_text())["cells"]
     kinds = ["markdown", "code", "markdown", "code", "code", "markdown"]
     assert [cell["cell_type"] for cell in cells] == kinds
@@ -200,17 +199,18 @@ def test_pictures_are_made_smaller_and_look_the_same():
     assert image.open(io.BytesIO(smaller)).convert("RGB").tobytes() == pixels
 
 
-def test_check_sees_every_difference(page, capsys):
-    arguments = ["--check", "--page", str(page)]
-    assert guide.main(arguments) == 1  # no notebook
-    assert guide.main(["--page", str(page)]) == 0
-    assert guide.main(arguments) == 0
-    text = page.read_text()
-    for old, new in (("Words", "Other words"), ("x = 1", "x = 2"), ("\none\n", "\ntwo\n")):
-        assert old in text
-        page.write_text(text.replace(old, new))
-        assert guide.main(arguments) == 1
-        assert "page.ipynb is not what page.md makes" in capsys.readouterr().out
+def test_notebook_of_a_page_runs_nothing(page):
+    assert guide.main(["--notebook", "--page", str(page)]) == 0
+    assert page.read_text() == PAGE
+    assert not (page.parent / "guide").exists()
+    cells = json.loads(page.with_suffix(".ipynb").read_text())["cells"]
+    assert cells[1]["outputs"][0]["text"] == ["an old output\n"]
+
+
+def test_the_pages_are_built_with_the_notebook():
+    recipe = (ROOT / "Makefile").read_text().partition("\ndocs: ")[2].partition("\n\n")[0]
+    assert recipe.index("tools/guide.py --notebook") < recipe.index("mkdocs build")
+    assert f"`{guide.PAGE.with_suffix('.ipynb').name}`, which `make docs` writes" in TEXT
 
 
 def test_error_names_the_cell_and_nothing_is_written(page):

@@ -97,7 +97,7 @@ MODES = {
     "bf16, states 8bit": (BF16, {"state_dtype": "8bit"}),
     **{
         f"{kind}, states {state or 'fp32'}": (BF16, {"bf16": kind, "state_dtype": state})
-        for kind in ("stochastic", "kahan", "split", "split8")
+        for kind in ("stochastic", "split", "split8")
         for state in (None, BF16, "8bit", "4bit")
     },
 }

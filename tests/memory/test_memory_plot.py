@@ -7,6 +7,7 @@ import pytest
 import torch
 from timelines import MIB, full_track, random_timeline, timeline, track_of, training
 
+import memsave_ext as ms
 from memsave_ext.memory.events import CATEGORIES, PHASES
 from memsave_ext.memory.pictures import timeline as plot
 from memsave_ext.memory.series import step_peaks, thin
@@ -293,6 +294,18 @@ def test_one_event():
 def test_a_format_that_is_none(tmp_path):
     with pytest.raises(ValueError, match="xyz.*not supported"):
         plot.plot_track(track_of(training()), tmp_path / "timeline.xyz")
+
+
+@pytest.mark.parametrize("name", ["timeline.html", "TIMELINE.HTM"])
+def test_a_page_for_a_browser_is_torchs(tmp_path, name):
+    with ms.memory.track() as track:
+        pass
+    with pytest.raises(
+        ValueError, match="'timeline.png', got .*snapshot.*pytorch.org/memory_viz"
+    ) as e:
+        track.plot(tmp_path / name)
+    assert str(tmp_path / name) in str(e.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_matplotlib(tmp_path, monkeypatch):

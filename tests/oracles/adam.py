@@ -73,7 +73,7 @@ def clip_factor(grads: list[Tensor], limit: float | None) -> float:
 
 def too_far(param: Tensor, oracle: Oracle, storage: str, dtype: torch.dtype) -> str:
     """Nothing, or how far a parameter is from the oracle's and how far it may be. ``storage``:
-    "exact", "bf16" (rounded to nearest or at random), "kahan", "split", "split8", "states" (of
+    "exact", "bf16" (rounded to nearest or at random), "split", "split8", "states" (of
     bfloat16), "8bit", "4bit", "fold"; several joined by "+"."""
     if oracle.step == 0:
         return "" if torch.equal(wide(param), oracle.param) else "it was stepped without a gradient"
@@ -87,7 +87,7 @@ def too_far(param: Tensor, oracle: Oracle, storage: str, dtype: torch.dtype) -> 
     per_step = 64 * ULP[real]  # of a learning rate: moments are weighted sums of several gradients
     bound = oracle.path * per_step + 2 * oracle.step * size * ULP[real]
     if dtype in (torch.float16, torch.bfloat16):
-        rounding = {"kahan": 2.0**-15, "split8": 2.0**-15, "split": ULP[torch.float32]}
+        rounding = {"split8": 2.0**-15, "split": ULP[torch.float32]}
         relative = next((rounding[s] for s in rounding if s in storage), ULP[dtype])
         bound += oracle.step * size * relative
     # Where weight decay cancels a gradient, Adam magnifies what rounding left of it.

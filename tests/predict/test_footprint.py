@@ -119,7 +119,7 @@ def test_bytes_of_each_parameter_by_hand():
         "in backward, state_dtype=bfloat16": 8 * n,
         "in backward, state_dtype=8bit": 6 * n + scales,
         "in backward, bf16=stochastic": 10 * n,
-        "in backward, bf16=kahan": 12 * n,
+        "in backward, bf16=split": 12 * n,
         "in backward, bf16=split, state_dtype=bfloat16": 8 * n,
         "in backward, bf16=stochastic, state_dtype=8bit": 4 * n + scales,
         "in backward, bf16=split8, state_dtype=8bit": 5 * n + scales,

@@ -239,9 +239,3 @@ def test_pictures_have_a_line_of_it(tmp_path):
     lines = {line.get_label(): line for line in axes.get_lines()}
     label = next(label for label in lines if label.startswith("moved elsewhere"))
     assert max(lines[label].get_ydata()) == t.most_moved <= axes.get_ylim()[1]
-    pytest.importorskip("bokeh")
-    from memsave_ext.memory.pictures.page import figure_of
-
-    figure = figure_of(t, "x")
-    (line,) = figure.select(name="moved")
-    assert max(line.data_source.data["y"]) > 1 and figure.y_range.end > 1

@@ -96,7 +96,7 @@ class Training:
 
     def values(self) -> dict[int, Tensor]:
         """Of parameters that have more bits than they show."""
-        if self.case["bf16"] not in ("kahan", "split", "split8"):
+        if self.case["bf16"] not in ("split", "split8"):
             return {}
         params = (p for g in self.optimizer.param_groups for p in g["params"])
         return dict(zip(map(id, params), self.optimizer.fp32_parameters(), strict=True))

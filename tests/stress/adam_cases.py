@@ -31,7 +31,7 @@ def generate(seed: int, without: list[str]) -> Case:
         return value if rng.random() < chance else otherwise
 
     case: Case = {
-        "bf16": some(rng.choice(["stochastic", "kahan", "split", "split8"]), 0.3, None),
+        "bf16": some(rng.choice(["stochastic", "split", "split8"]), 0.3, None),
         "state_dtype": some(rng.choice(["8bit", "4bit", torch.bfloat16]), 0.3, None),
         "amsgrad": some(True, 0.2, False),
         "maximize": some(True, 0.2, False),
@@ -91,11 +91,7 @@ def settled(case: Case) -> Case:
         case["fold"] = False
     if case["scaler"] and case["interlude"]:
         case["interlude"] = None
-    if (
-        case["bf16"] in ("kahan", "split", "split8")
-        and case["interlude"]
-        and case["interlude"][0] == "fp32"
-    ):
+    if case["bf16"] in ("split", "split8") and case["interlude"] and case["interlude"][0] == "fp32":
         case["interlude"] = None  # which is without what these keep beside a parameter
     if case["scaler"]:  # which torch has for real numbers only
         swap = {torch.complex64: torch.float32, torch.complex128: torch.float64}

@@ -76,7 +76,7 @@ class Runs:
         kind = ms.Lion if self.lion else ms.SGD
         self.modes: dict[str, Any] = {}
         if rng.random() < 0.3:
-            self.modes["bf16"] = rng.choice(["stochastic", "kahan", "split", "split8"])
+            self.modes["bf16"] = rng.choice(["stochastic", "split", "split8"])
         if rng.random() < 0.3:
             self.modes["state_dtype"] = rng.choice(STATES)
         if self.modes:

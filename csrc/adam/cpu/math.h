@@ -106,7 +106,6 @@ struct Math {
   static MEMSAVE_EXT_INLINED Wide number_bits(Doubles v) {
     return v != v ? Wide{} + (uint64_t{0x7ff8} << 48) : (Wide)v;
   }
-  static MEMSAVE_EXT_INLINED isa::Bits bfloat16_bits(Floats v) { return isa::bfloat16_bits(v); }
   static MEMSAVE_EXT_INLINED isa::Bits signed_upper(isa::Bits bits) {
     return (isa::Bits)((isa::Vector<int32_t, isa::kLanes<float>>)bits >> 16);
   }

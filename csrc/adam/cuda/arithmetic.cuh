@@ -60,9 +60,6 @@ struct Math {
   static __device__ __forceinline__ uint32_t bits(float x) { return __float_as_uint(x); }
   static __device__ __forceinline__ float from_bits(uint32_t x) { return __uint_as_float(x); }
   static __device__ __forceinline__ uint32_t number_bits(float x) { return float_bits(x); }
-  static __device__ __forceinline__ uint32_t bfloat16_bits(float x) {
-    return __bfloat16_as_ushort(__float2bfloat16_rn(x));
-  }
   static __device__ __forceinline__ uint32_t signed_upper(uint32_t x) {
     return static_cast<uint32_t>(static_cast<int32_t>(x) >> 16);
   }

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,8 +53,14 @@ def plot_track(track: Figures, path: str | os.PathLike[str], *, title: str | Non
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: matplotlib cannot write that format.
+        ValueError: ``path`` ends in ``.html`` or ``.htm``, or matplotlib cannot write that format.
     """
+    if Path(path).suffix.lower() in (".html", ".htm"):
+        raise ValueError(
+            f"path must be that of a picture, such as 'timeline.png', got {os.fspath(path)!r}. For "
+            "a browser, snapshot('snapshot.pickle') of a track on CUDA writes what torch's viewer, "
+            "https://pytorch.org/memory_viz, shows."
+        )
     figure = new_figure((11, 5))
     axes = figure.add_subplot()
     draw_timeline(axes, track.timeline, timed=track.timed)

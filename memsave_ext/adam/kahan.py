@@ -1,0 +1,63 @@
+"""All that is left of ``bf16="kahan"``, which versions up to 0.3 had: it is ``"split"`` now.
+
+It kept the Kahan compensation of a parameter, what rounding took from it, in another bfloat16.
+``"split"`` has the same size and is exact.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dtensor import as_placed, local_tensor
+
+
+def replace(options: dict[str, Any]) -> bool:
+    """Puts "split" in the place of "kahan" in a param group, and returns whether it was there."""
+    name = options.get("bf16")
+    is_kahan = isinstance(name, str) and name == "kahan"
+    if is_kahan:
+        options["bf16"] = "split"
+    return is_kahan
+
+
+def replace_given(options: dict[str, Any]) -> None:
+    """The same for options that a user has written, with a FutureWarning for that line."""
+    if replace(options):
+        warnings.warn(
+            "memsave_ext: bf16='kahan' is bf16='split' now, which has the same size and is exact: "
+            "write bf16='split'. Later versions will refuse 'kahan'.",
+            FutureWarning,
+            stacklevel=_users_line(),
+        )
+
+
+def _users_line() -> int:
+    """Returns the stacklevel, for the caller's warning, of the first line that is not ours."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_globals.get("__name__", "").partition(".")[0] in ("memsave_ext", "torch"):
+        if frame.f_back is None:
+            break
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+@torch.no_grad()
+def low_bits(param: Tensor, compensation: Tensor) -> Tensor:
+    """Returns the ``state["param_rest"]`` of "split" for a compensation that was saved.
+
+    With it the parameter is the float32 number that parameter and compensation were; where that is
+    infinite or NaN, the parameter alone. The parameter has to be the one that was saved: beside
+    another one the bits are at most half of what its bfloat16 resolves.
+    """
+    upper = local_tensor(param.detach())
+    values = upper.float() + local_tensor(compensation).to(upper.device).float()
+    low = values.view(torch.int32) - (upper.view(torch.int16).int() << 16)
+    # -0.0 and a compensation of 0.0 are 0.0, whose uppermost bit is another one.
+    is_near = values.isfinite() & (values.signbit() == upper.signbit())
+    low = torch.where(is_near, low.clamp_(-0x8000, 0x7FFF), 0).to(torch.int16)
+    return as_placed(param, low)
