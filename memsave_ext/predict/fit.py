@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from ..adam.modes import check_bool
 from ..adam.rules import rule_of
 from ..fakes.storages import CUDA_BLOCK
-from ..remat.budget import OfDevice, parse_budget
+from ..remat.budget import bytes_of_device
 from ..remat.offload import Offload, check_offload
-from ..remat.recorder import Budget
+from ..shared.budgets import Budget, read_budget
 from ..shared.checks import check_count
 from ..shared.device_memory import device_memory
 from ..shared.tensors import plain_tensors
@@ -130,7 +130,7 @@ def fitted(
     model: nn.Module,
     optimizer: Optimizer | None,
     batch: Any,
-    budget: str | int,
+    budget: str | int | Budget,
     *,
     loss: Loss | None = None,
     means: str | None = None,
@@ -235,24 +235,11 @@ def _resume_bytes(
     return needed
 
 
-def check_request(who: str, budget: object, means: str | None) -> None:
-    """Raises TypeError or ValueError where a budget, or a name of means, is none."""
-    _parsed(who, budget)
+def check_request(who: str, budget: object, means: str | None) -> Budget:
+    """Returns the budget; raises TypeError or ValueError where it, or a name of means, is none."""
     if means is not None:
         named(who, means)
-
-
-def _parsed(who: str, budget: object) -> tuple[Budget, OfDevice | None]:
-    allowed = "bytes as an int, or text such as '24GB', '22.5GiB', '80%' or 'auto'"
-    if isinstance(budget, float):
-        raise ValueError(
-            f"{who}: budget must be {allowed}, got {budget!r}; a share of the activations is for "
-            "remat"
-        )
-    try:
-        return parse_budget(budget)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{who}: budget must be {allowed}, got {budget!r}") from None
+    return read_budget(who, budget)
 
 
 def _bytes_of(
@@ -262,11 +249,11 @@ def _bytes_of(
     optimizer: Optimizer | None,
     others: list[Tensor],
 ) -> int:
-    parsed, of_device = _parsed("fit", budget)
-    if of_device is None:
-        return parsed.bytes
-    size = of_device.bytes_of(device)
-    if not of_device.of_free:
+    read = read_budget("fit", budget)
+    if not read.of_device:
+        return read.bytes
+    size = bytes_of_device("fit", read, device)
+    if not read.of_free:
         return size
     if device.type == "cuda":
         memory = device_memory(device)
