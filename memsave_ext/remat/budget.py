@@ -20,7 +20,7 @@ from ..adam.owners import optimizers_of
 from ..shared.budgets import Budget, read_budget
 from ..shared.device_memory import check_counts, device_memory
 from ..shared.modules import modules_of
-from ..shared.tensors import plain_tensors
+from ..shared.tensors import bytes_held, plain_tensors
 from .limit import Lived
 from .recorder import Recorder
 
@@ -199,12 +199,12 @@ class LivedBefore:
         states = self._states(params)
         wide = [t for t in states if t.is_floating_point() and t.itemsize >= 4 and t.numel() > 1]
         buffers = [b for module in modules for b in module.buffers()]
-        seen: set[int] = set()
+        seen: set[object] = set()
         return Lived(
-            parameters=_bytes_of(_plain(params), seen),
-            buffers=_bytes_of(_plain(buffers), seen),
-            states=_bytes_of(states, seen),
-            wide_states=_bytes_of(wide, set()),
+            parameters=bytes_held(params, seen),
+            buffers=bytes_held(buffers, seen),
+            states=bytes_held(states, seen),
+            wide_states=bytes_held(wide),
         )
 
     def _states(self, params: Sequence[Tensor]) -> list[Tensor]:
@@ -223,14 +223,3 @@ def _plain(values: Iterable[Any]) -> list[Tensor]:
         else:
             found.extend(plain_tensors(value))
     return found
-
-
-def _bytes_of(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Bytes of the storages that are not among ``seen``, to which they are added."""
-    size = 0
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            size += storage.nbytes()
-    return size
