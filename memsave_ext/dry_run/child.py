@@ -28,10 +28,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _native
+from ..fakes.mode import new_mode
 
 Result = TypeVar("Result")
 
@@ -253,9 +253,7 @@ def _import() -> None:
     with suppress(OSError):
         tempfile.gettempdir()  # which writes a file, the first time
     if "torch.fx.experimental.symbolic_shapes" not in sys.modules:
-        state = random.getstate()
-        FakeTensorMode()
-        random.setstate(state)  # which libraries draw from as they are imported
+        new_mode()
 
 
 def _fork() -> int:

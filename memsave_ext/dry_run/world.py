@@ -8,13 +8,13 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..fakes.cuda import as_on_cuda
 from ..fakes.mode import (
     FAKES_ERRORS,
     fakes,
     make_fit,
+    new_mode,
     run_transformers_as_in_steps,
     run_uncompiled,
 )
@@ -34,8 +34,7 @@ def on_fakes(
         device: that is predicted.
         counted: tensors of whose memory it is told, too.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.cache_enabled = False  # storages.repeats remembers more of a call for less time
+    mode = new_mode()
     make_fit()
     swapped = swap_all(child.tensors, mode)
     for tensor in counted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -107,6 +108,15 @@ def make_fit() -> None:
     FakeTensor.tolist = listed  # type: ignore[method-assign]
     Tensor.__deepcopy__ = copied  # type: ignore[method-assign]
     functional.linear = _linear
+
+
+def new_mode() -> FakeTensorMode:
+    """Returns a mode whose fake tensors are those of one prediction."""
+    state = random.getstate()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    random.setstate(state)  # which libraries draw from as the first mode imports them
+    mode.cache_enabled = False  # Storages.repeats remembers more of a call for less time
+    return mode
 
 
 @contextmanager
