@@ -28,10 +28,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _native
+from ..fakes import patches
+from ..fakes.mode import new_mode
 
 Result = TypeVar("Result")
 
@@ -253,9 +254,7 @@ def _import() -> None:
     with suppress(OSError):
         tempfile.gettempdir()  # which writes a file, the first time
     if "torch.fx.experimental.symbolic_shapes" not in sys.modules:
-        state = random.getstate()
-        FakeTensorMode()
-        random.setstate(state)  # which libraries draw from as they are imported
+        new_mode()
 
 
 def _fork() -> int:
@@ -309,14 +308,9 @@ def _prepare(state: Any, threads: int, cards: int | None) -> None:
     for number in range(3):
         os.dup2(nowhere, number)
     sys.stdin, sys.stdout, sys.stderr = (open(os.devnull, mode) for mode in ("r", "w", "w"))  # noqa: SIM115
-    # The pool of OpenMP's threads is not here. Workspaces are those of the parent's threads.
     torch.set_num_threads(1)
-    torch.get_num_threads = lambda: threads
-    if cards is not None:  # CUDA, which is in use in the parent, cannot be asked
-        torch.cuda.is_available, torch.cuda.device_count = lambda: cards > 0, lambda: cards
+    patches.patch(patches.in_child(threads, cards, _Engine() if _native.module else None))
     torch.autograd.set_multithreading_enabled(False)
-    if _native.module:
-        torch.autograd.Variable._execution_engine = _Engine()  # type: ignore[assignment]
     torch.clear_autocast_cache()
 
 

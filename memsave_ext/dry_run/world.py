@@ -3,21 +3,16 @@ and nothing is put back."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..fakes import patches
 from ..fakes.cuda import as_on_cuda
-from ..fakes.mode import (
-    FAKES_ERRORS,
-    fakes,
-    make_fit,
-    run_transformers_as_in_steps,
-    run_uncompiled,
-)
+from ..fakes.mode import FAKES_ERRORS, fakes, new_mode
 from ..fakes.storages import Storages
 from . import child
 from .tensors import swap_all
@@ -34,9 +29,8 @@ def on_fakes(
         device: that is predicted.
         counted: tensors of whose memory it is told, too.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.cache_enabled = False  # storages.repeats remembers more of a call for less time
-    make_fit()
+    mode = new_mode()
+    patches.patch(patches.on_fakes())
     swapped = swap_all(child.tensors, mode)
     for tensor in counted:
         storages.note_before(tensor, counts=True)
@@ -44,6 +38,7 @@ def on_fakes(
         storages.note_before(tensor, counts=False)
     with ExitStack() as stack:
         if device.type == "cuda":
+            patches.patch(patches.on_cuda())
             stack.enter_context(as_on_cuda())
         stack.enter_context(fakes(mode))
         stack.enter_context(storages)
@@ -55,5 +50,7 @@ def on_fakes(
 
 def follow_libraries(storages: Storages) -> None:
     """Lets models of libraries that are imported by now run as in steps."""
-    run_uncompiled()
-    run_transformers_as_in_steps(storages.has_known_values)
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled
+        # The compiler cannot trace these fake tensors, as it makes fakes of its own.
+        torch.compiler.set_stance("force_eager")
+    patches.patch(patches.of_libraries(storages.has_known_values))

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.amp import autocast_mode
 from torch.nn import functional
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -37,70 +35,22 @@ _FLOAT32 = (
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-_TORCHS = torch.cuda.Stream, torch.cuda.Event
-
-
-class _Kind(type):
-    """torch asks whether objects are streams, also those that were made before."""
-
-    def __instancecheck__(cls, value: object) -> bool:
-        return super().__instancecheck__(value) or isinstance(value, _TORCHS)
-
-
-class _Stream(metaclass=_Kind):
-    """A stream or an event: nothing runs, and so nothing waits."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.device = torch.device("cuda", 0)
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: object) -> float:
-        return 1.0
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Stream()
-
-    def _nothing(self, *_: Any, **__: Any) -> None:
-        pass
-
-    record = wait = synchronize = wait_stream = wait_event = _nothing
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
-_CALLS: dict[str, Callable[..., Any]] = {
-    "synchronize": _nothing,
-    "set_device": _nothing,
-    "current_device": lambda: 0,
-    "Stream": _Stream,
-    "Event": _Stream,
-    "current_stream": _Stream,
-    "default_stream": _Stream,
-    "stream": lambda stream=None: nullcontext(),
-}
-
-
 def as_on_cuda() -> TorchFunctionMode:
-    """Lets this process call a card's streams and autocast as on one, for good.
+    """Lets autocast compute here what it does on a card, for good; in the mode that is returned a
+    step may name a card. See also ``patches.on_cuda``.
 
-    In the mode that is returned it may name a card.
+    What autocast does on the CPU is the same for products, but for norms, softmax and others, which
+    are in float32 on a card.
     """
-    for name, call in _CALLS.items():
-        setattr(torch.cuda, name, call)
-    Tensor.record_stream = _nothing  # type: ignore[method-assign]
-    for before, fused in _FUSED.items():  # torch's functions call each other by these names
-        setattr(functional, before.__name__, fused)
-    _autocast_as_on_cuda()
+    if torch.is_autocast_enabled("cuda"):
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))
+    # Without a card a scaler passes losses on, which takes as much memory.
+    warnings.filterwarnings("ignore", "torch.cuda.amp.GradScaler is enabled, but CUDA")
+    library = torch.library.Library("aten", "IMPL")
+    for name in _FLOAT32:
+        library.impl(name, _in_float32(_overload(name)), _KEY)
+    _libraries.append(library)
     return _CardNames()
 
 
@@ -128,7 +78,7 @@ class _CardNames(TorchFunctionMode):
         if func is not torch.device.__new__:
             args = tuple(map(_on_cpu, args))
             kwargs = {name: _on_cpu(value) for name, value in kwargs.items()}
-        if (fused := _FUSED.get(func)) is not None:
+        if (fused := FUSED.get(func)) is not None:
             func = fused
         if func in _MOVES:  # to a card, by its number
             args = tuple("cpu" if type(value) is int else value for value in args)
@@ -147,7 +97,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 
 _torchs_dropout = functional.dropout
-_FUSED: dict[Any, Callable[..., Any]] = {
+FUSED: dict[Any, Callable[..., Any]] = {
     _torchs_dropout: _dropout,
     torchs_attention: attention,
 }
@@ -157,49 +107,6 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, torch.device):
         return torch.device("cpu") if value.type == "cuda" else value
     return "cpu" if isinstance(value, str) and value.split(":")[0] == "cuda" else value
-
-
-def _autocast_as_on_cuda() -> None:
-    """Makes autocast of a step do with fakes on the CPU what it does on a card.
-
-    What it does on the CPU is the same for products, but for norms, softmax and others, which are
-    in float32 on a card. One that was made before, as accelerate does, is entered as the CPU's.
-    """
-    kind: Any = autocast_mode.autocast
-    before, enter, leave = kind.__init__, kind.__enter__, kind.__exit__
-    entered: list[tuple[Any, str]] = []  # those that are open, with the device of each
-
-    def made(
-        self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
-    ) -> None:
-        if device_type not in ("cuda", "cpu"):
-            before(self, device_type, dtype, *args, **kwargs)
-            return
-        # A step may have asked a tensor for its device, which is the CPU here.
-        before(self, "cpu", dtype or torch.get_autocast_dtype("cuda"), *args, **kwargs)
-
-    def as_cpus(self: Any) -> Any:
-        entered.append((self, self.device))
-        if self.device == "cuda":
-            self.device = "cpu"
-        return enter(self)
-
-    def left(self: Any, *error: Any) -> Any:
-        result = leave(self, *error)
-        if entered and entered[-1][0] is self:
-            self.device = entered.pop()[1]
-        return result
-
-    kind.__init__, kind.__enter__, kind.__exit__ = made, as_cpus, left
-    if torch.is_autocast_enabled("cuda"):
-        torch.set_autocast_enabled("cpu", True)
-        torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))
-    # Without a card a scaler passes losses on, which takes as much memory.
-    warnings.filterwarnings("ignore", "torch.cuda.amp.GradScaler is enabled, but CUDA")
-    library = torch.library.Library("aten", "IMPL")
-    for name in _FLOAT32:
-        library.impl(name, _in_float32(_overload(name)), _KEY)
-    _libraries.append(library)
 
 
 _libraries: list[torch.library.Library] = []  # kernels go when their library does

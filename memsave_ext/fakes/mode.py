@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
+import random
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses import fake_tensor
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -17,12 +16,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
-    unset_fake_temporarily,
 )
-from torch.nn import functional
 from torch.utils._pytree import tree_leaves
-
-from .values import MOST_KNOWN
 
 # What fakes raise that is not the step's own error.
 FAKES_ERRORS = (
@@ -66,47 +61,13 @@ def loss_in(output: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def make_fit() -> None:
-    """Makes fake tensors of this process fit for steps, for good: they are converted and copied as
-    real ones are, and operators on small tensors of known values compute values."""
-    fake_tensor.CONSTANT_NUMEL_LIMIT = MOST_KNOWN
-    fake_tensor.log.disabled = True  # the traceback of a fake kernel
-    swap, deepcopy = torch.utils.swap_tensors, Tensor.__deepcopy__
-    tolist = FakeTensor.tolist
-
-    def swapped(t1: Tensor, t2: Tensor) -> None:
-        # A module swaps its parameters where it converts them, as in ``model.bfloat16()``. That
-        # fails where a weak reference to one exists, and fake tensors' own bookkeeping makes such.
-        if isinstance(t1, FakeTensor) and isinstance(t2, FakeTensor):
-            t1.data = t2.data
-        else:
-            swap(t1, t2)
-
-    def copied(self: Tensor, memo: dict[int, Any]) -> Any:
-        # torch would copy memory that is not there.
-        if not isinstance(self, FakeTensor) or not self.is_leaf or id(self) in memo:
-            return deepcopy(self, memo)
-        made: Tensor = self.detach().clone()
-        if isinstance(self, nn.Parameter):
-            made = nn.Parameter(made, self.requires_grad)
-        else:
-            made.requires_grad_(self.requires_grad)
-        memo[id(self)] = made
-        if self.grad is not None:
-            made.grad = copied(self.grad, memo)
-        return made
-
-    def listed(self: FakeTensor) -> Any:
-        # Of a fake one torch takes each element out by operators, which a step does not run.
-        if self.constant is None:
-            return tolist(self)
-        with unset_fake_temporarily():
-            return self.constant.tolist()
-
-    torch.utils.swap_tensors = swapped
-    FakeTensor.tolist = listed  # type: ignore[method-assign]
-    Tensor.__deepcopy__ = copied  # type: ignore[method-assign]
-    functional.linear = _linear
+def new_mode() -> FakeTensorMode:
+    """Returns a mode whose fake tensors are those of one prediction."""
+    state = random.getstate()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    random.setstate(state)  # which libraries draw from as the first mode imports them
+    mode.cache_enabled = False  # Storages.repeats remembers more of a call for less time
+    return mode
 
 
 @contextmanager
@@ -121,44 +82,6 @@ def fakes(mode: FakeTensorMode) -> Iterator[None]:
         if hasattr(error, "add_note") and not str(error).startswith("predict: "):
             error.add_note(_ON_FAKES)
         raise
-
-
-_torchs_linear = functional.linear
-
-
-def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
-    """Adds the bias in place where torch does; of fake tensors torch makes a sum."""
-    flat = input.dim() == 2 or input.is_contiguous()
-    if bias is None or flat or not predicts():
-        return _torchs_linear(input, weight, bias)
-    product = _torchs_linear(input, weight)
-    return product.add_(bias.to(product.dtype))
-
-
-def run_uncompiled() -> None:
-    """Lets compiled modules and functions run as if they were not compiled, for good.
-
-    The compiler cannot trace these fake tensors, as it makes fakes of its own.
-    """
-    if "torch._dynamo" in sys.modules:  # else nothing is compiled
-        torch.compiler.set_stance("force_eager")
-
-
-def run_transformers_as_in_steps(is_known: Callable[[Tensor], bool]) -> None:
-    """Lets models of transformers run the operators that real steps run, for good.
-
-    They look at no value of a fake tensor, as if a graph were traced, and make every mask. They
-    make it here where its values are not known, as of a batch's padding. They look for padding in
-    tokens that came without a mask, and do not warn of what fake ones seem to have.
-    """
-    utils: Any = sys.modules.get("transformers.utils.import_utils")
-    models: Any = sys.modules.get("transformers.modeling_utils")
-    if hasattr(utils, "is_fake_tensor"):  # else not imported, or of another version
-        is_fake = utils.is_fake_tensor
-        utils.is_fake_tensor = lambda x: is_fake(x) and not is_known(x)
-    if hasattr(models, "is_tracing"):  # which only that search asks there
-        models.is_tracing = lambda _=None: False
-        models.logger.warning_once = lambda *_, **__: None
 
 
 _ON_FAKES = (

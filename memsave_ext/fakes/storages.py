@@ -12,12 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from ..shared.tensors import rounded
 from . import formulas, kernels, workspaces
 from .costs import SECONDS_PER_CALL, operator_seconds
 from .repeats import Costs, Repeats
 from .values import Values, with_values
 
-CUDA_BLOCK = 512  # CUDA's caching allocator rounds sizes up to a multiple of this
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "symm_mem")
 _WORKSPACE = 1  # the number of memory that has no storage, whose addresses are even
 
@@ -45,8 +45,7 @@ class Storages(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._allocated, self._freed, self._ran = allocated, freed, ran
-        self._on_cpu = device.type == "cpu"
-        self._rounding = 1 if self._on_cpu else CUDA_BLOCK
+        self._device, self._on_cpu = device, device.type == "cpu"
         self.makers = formulas.Makers()
         self.repeats = Repeats(device)
         self._values = Values()
@@ -104,7 +103,7 @@ class Storages(TorchDispatchMode):
         for tensor in made:
             self.memory(tensor)
         if costs.bytes:
-            self._allocated(_WORKSPACE, self._rounded(costs.bytes))
+            self._allocated(_WORKSPACE, rounded(costs.bytes, self._device))
             self._freed(_WORKSPACE)
         self._ran(costs.seconds)
         self._values.follow(func, args, kwargs, result)
@@ -151,7 +150,7 @@ class Storages(TorchDispatchMode):
                 self._reach(value)
 
     def _note(self, storage: torch.UntypedStorage) -> tuple[int, int]:
-        number, size = storage._cdata, self._rounded(storage.nbytes())
+        number, size = storage._cdata, rounded(storage.nbytes(), self._device)
         self._known[number] = weakref.ref(storage, lambda _: self._forget(number)), size
         return number, size
 
@@ -166,7 +165,7 @@ class Storages(TorchDispatchMode):
         if made is None:
             return False
         if self._otherwise is None:
-            self._allocated(_WORKSPACE, self._rounded(made))
+            self._allocated(_WORKSPACE, rounded(made, self._device))
             self._freed(_WORKSPACE)
             self._otherwise = node._sequence_nr(), {}
         self._otherwise[1].setdefault(storage._cdata, weakref.ref(storage))
@@ -202,6 +201,3 @@ class Storages(TorchDispatchMode):
         self._values.forget(number)
         self.makers.forget(number)
         self._freed(number)
-
-    def _rounded(self, size: int) -> int:
-        return -(-size // self._rounding) * self._rounding

@@ -62,9 +62,8 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
         others: Iterable[nn.Module | Tensor] = (),
         verbose: bool = True,
     ) -> None:
-        check_request("Fit", budget, means)
         self.fitted: Applied | None = None
-        self._budget = budget
+        self._budget = check_request("Fit", budget, means)
         self._options: dict[str, Any] = {"means": means, "others": others, "verbose": verbose}
         self._clip_each = clip_each
         self._clip_val: float | None = None  # the Trainer's, while the optimizer clips

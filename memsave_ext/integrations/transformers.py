@@ -72,9 +72,8 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         others: Iterable[nn.Module | Tensor] = (),
         verbose: bool = True,
     ) -> None:
-        check_request("Fit", budget, means)
         self.fitted: Applied | None = None
-        self._budget = budget
+        self._budget = check_request("Fit", budget, means)
         self._options: dict[str, Any] = {
             "loss": loss, "means": means, "others": others, "verbose": verbose
         }  # fmt: skip

@@ -3,17 +3,16 @@ of any optimizer's step."""
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..adam.dtensor import local_tensor
+from ..fakes.mode import fakes, new_mode
+from ..fakes.storages import Storages
 from .batch import construct
 from .holdings import Entry, Slot
 
@@ -103,10 +102,10 @@ def in_buckets(stepped: Iterable[Slot], small: int, limit: int) -> Complete:
     return complete
 
 
-def meta_parameter(slot: Slot) -> nn.Parameter:
-    """Returns a parameter on the meta device, like the part that this process has of the slot's.
+def stand_in(slot: Slot, device: str = "cpu") -> nn.Parameter:
+    """Returns a parameter on a device, like the part that this process has of the slot's.
 
-    It has a gradient if it requires one.
+    It has a gradient if it requires one. Where fake tensors are made, it is one.
 
     Raises:
         ValueError: the parameter is sparse.
@@ -114,64 +113,70 @@ def meta_parameter(slot: Slot) -> nn.Parameter:
     if slot.param.layout != torch.strided:
         raise ValueError(f"parameter {slot.name} is of layout {slot.param.layout}")
     local = local_tensor(slot.held)
-    meta = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
-    made = nn.Parameter(meta, requires_grad=slot.param.requires_grad)
+    like = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=device)
+    made = nn.Parameter(like, requires_grad=slot.param.requires_grad)
     if made.requires_grad:
-        made.grad = _sparse_like(meta) if slot.sparse else torch.empty_like(meta)
+        made.grad = _sparse_like(like) if slot.sparse else torch.empty_like(like)
     return made
 
 
-def _sparse_like(meta: Tensor) -> Tensor:
-    rows = torch.empty(1, 0, dtype=torch.int64, device="meta")
-    values = meta.new_empty(0, *meta.shape[1:])
+def _sparse_like(like: Tensor) -> Tensor:
+    rows = torch.empty(1, 0, dtype=torch.int64, device=like.device)
+    values = like.new_empty(0, *like.shape[1:])
     return torch.sparse_coo_tensor(
-        rows, values, meta.shape, is_coalesced=True, check_invariants=False
+        rows, values, like.shape, is_coalesced=True, check_invariants=False
     )
 
 
 class DryStep(NamedTuple):
-    state: dict[Any, Any]  # the optimizer's state after the step
+    state: list[tuple[Slot | None, Any]]  # after the step: of each parameter, and of none
     temporaries: int  # the most bytes that were live besides the state
 
 
 def step(
     kind: type[torch.optim.Optimizer],
     defaults: dict[str, Any],
-    groups: Sequence[dict[str, Any]],
-    *,
-    foreach: bool,
+    groups: Sequence[tuple[dict[str, Any], Sequence[Slot]]],
+    switch: str,
 ) -> DryStep:
-    """Steps a new optimizer twice: the first step makes state, the second is like all later ones.
+    """Steps a new optimizer twice on fake tensors: the first step makes state, the second is like
+    all later ones.
 
-    Values that Python reads from tensors are all 1. Hooks are not called.
+    Values that Python reads from tensors are those of predictions. Hooks are not called.
 
     Args:
         kind: the optimizer's class.
         defaults: its options; it is constructed with those that it takes.
-        groups: param_groups whose parameters are on the meta device and have gradients.
-        foreach: whether to use torch's implementation for lists of tensors instead of its loop.
+        groups: of each group its options and its parameters.
+        switch: which of ``SWITCHES`` is on; another text for none of them.
 
     Raises:
         Exception: whatever the optimizer raises.
     """
-    switched = dict.fromkeys(SWITCHES, False) | {"foreach": foreach}
 
-    def options(group: dict[str, Any]) -> dict[str, Any]:
+    def options(given: dict[str, Any]) -> dict[str, Any]:
         return {
-            name: switched[name] if name in switched else _without_tensors(value)
-            for name, value in group.items()
+            name: name == switch if name in SWITCHES else _without_tensors(value)
+            for name, value in given.items()
         }
 
-    known = [t for g in groups for p in g["params"] for t in (p, p.grad) if t is not None]
-    meter = _Meter(known)
-    with meter:
-        optimizer = construct(kind, [options(group) for group in groups], options(defaults))
+    slot_of: dict[Any, Slot] = {}
+    meter = _Meter()
+    with fakes(new_mode()), meter.storages:
+        made = []
+        for given, slots in groups:
+            params = [stand_in(slot) for slot in slots]
+            slot_of.update(zip(params, slots, strict=True))
+            made.append({**options(given), "params": params})
+        optimizer = construct(kind, made, options(defaults))
         step: Any = type(optimizer).step
         if getattr(step, "hooked", False):
             step = step.__wrapped__
         for _ in range(2):
             step(optimizer)
-    return DryStep(dict(optimizer.state), meter.peak - meter.live)
+        temporaries = meter.peak - meter.live
+    state = [(slot_of.get(key), value) for key, value in optimizer.state.items()]
+    return DryStep(state, temporaries)
 
 
 def _without_tensors(value: Any) -> Any:
@@ -186,37 +191,19 @@ def _without_tensors(value: Any) -> Any:
     return value
 
 
-class _Meter(TorchDispatchMode):
-    """Counts the bytes of tensors that operators make on the meta device: live and peak."""
+class _Meter:
+    """Counts the bytes of the fake tensors that are made inside of :attr:`storages`."""
 
-    def __init__(self, known: list[Tensor]) -> None:
-        super().__init__()
+    def __init__(self) -> None:
         self.live = self.peak = 0
-        self._known = known  # kept alive, so that no other storage gets their addresses
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage] | None] = {
-            part.untyped_storage()._cdata: None for part in known if part.layout == torch.strided
-        }
+        self._sizes: dict[int, int] = {}
+        device = torch.device("cpu")
+        self.storages = Storages(self._allocated, self._freed, lambda _: None, device)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return torch.ones((), dtype=args[0].dtype, device="cpu").item()
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.is_meta and leaf.layout == torch.strided:
-                self._add(leaf.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        address, size = storage._cdata, storage.nbytes()
-        if address in self._storages:
-            return
-
-        def freed(_: object) -> None:
-            del self._storages[address]
-            self.live -= size
-
-        self._storages[address] = weakref.ref(storage, freed)
+    def _allocated(self, number: int, size: int) -> None:
+        self._sizes[number] = size
         self.live += size
         self.peak = max(self.peak, self.live)
+
+    def _freed(self, number: int) -> None:
+        self.live -= self._sizes.pop(number)

@@ -14,13 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 from ..adam.modes import check_bool
 from ..adam.rules import rule_of
-from ..fakes.storages import CUDA_BLOCK
-from ..remat.budget import OfDevice, parse_budget
+from ..remat.budget import bytes_of_device
 from ..remat.offload import Offload, check_offload
-from ..remat.recorder import Budget
+from ..shared.budgets import Budget, read_budget
 from ..shared.checks import check_count
 from ..shared.device_memory import device_memory
-from ..shared.tensors import plain_tensors
+from ..shared.tensors import bytes_held
 from .applied import Applied, apply, check, check_options, undone_by_errors
 from .batch import Forward, Loss, checked_others, from_batch, tensors_of
 from .fits import Fit, evaluation_peak, search
@@ -130,7 +129,7 @@ def fitted(
     model: nn.Module,
     optimizer: Optimizer | None,
     batch: Any,
-    budget: str | int,
+    budget: str | int | Budget,
     *,
     loss: Loss | None = None,
     means: str | None = None,
@@ -177,7 +176,7 @@ def fitted(
     beside = 0
     if device.type == "cuda":
         allocated = torch.cuda.memory_allocated(device)
-        beside = max(allocated - _bytes_held([*_held(model, inside), *tree_leaves(batch)]), 0)
+        beside = max(allocated - bytes_held([*_held(model, inside), *tree_leaves(batch)]), 0)
     place = check_offload(place, None, True, device)
     with torch.inference_mode(False), torch.enable_grad():
         found = search(
@@ -223,7 +222,7 @@ def _resume_bytes(
         row: of these means.
     """
     assert row.at_peak is not None
-    weights = _bytes_held([*model.parameters(), *model.buffers()])
+    weights = bytes_held([*model.parameters(), *model.buffers()])
     needed = 2 * weights + row.at_peak["optimizer"]
     if optimizer is not None and means.state_dtype is not None:
         needed += sum(
@@ -235,24 +234,11 @@ def _resume_bytes(
     return needed
 
 
-def check_request(who: str, budget: object, means: str | None) -> None:
-    """Raises TypeError or ValueError where a budget, or a name of means, is none."""
-    _parsed(who, budget)
+def check_request(who: str, budget: object, means: str | None) -> Budget:
+    """Returns the budget; raises TypeError or ValueError where it, or a name of means, is none."""
     if means is not None:
         named(who, means)
-
-
-def _parsed(who: str, budget: object) -> tuple[Budget, OfDevice | None]:
-    allowed = "bytes as an int, or text such as '24GB', '22.5GiB', '80%' or 'auto'"
-    if isinstance(budget, float):
-        raise ValueError(
-            f"{who}: budget must be {allowed}, got {budget!r}; a share of the activations is for "
-            "remat"
-        )
-    try:
-        return parse_budget(budget)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{who}: budget must be {allowed}, got {budget!r}") from None
+    return read_budget(who, budget)
 
 
 def _bytes_of(
@@ -262,16 +248,16 @@ def _bytes_of(
     optimizer: Optimizer | None,
     others: list[Tensor],
 ) -> int:
-    parsed, of_device = _parsed("fit", budget)
-    if of_device is None:
-        return parsed.bytes
-    size = of_device.bytes_of(device)
-    if not of_device.of_free:
+    read = read_budget("fit", budget)
+    if not read.of_device:
+        return read.bytes
+    size = bytes_of_device("fit", read, device)
+    if not read.of_free:
         return size
     if device.type == "cuda":
         memory = device_memory(device)
         return size + memory.limit - memory.free
-    return size + _bytes_held([*_held(model, optimizer), *others])
+    return size + bytes_held([*_held(model, optimizer), *others])
 
 
 def _held(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
@@ -279,14 +265,3 @@ def _held(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
     states = [] if optimizer is None else tree_leaves(list(optimizer.state.values()))
     tensors = [t for t in states if isinstance(t, Tensor)]
     return [*model.parameters(), *model.buffers(), *grads, *tensors]
-
-
-def _bytes_held(tensors: Iterable[Any]) -> int:
-    """Returns the bytes of the storages of those that are tensors, as the device rounds them."""
-    held = plain_tensors([t for t in tensors if isinstance(t, Tensor)])
-    storages = {t.untyped_storage()._cdata: t for t in held}
-    return sum(
-        -(-t.untyped_storage().nbytes() // block) * block
-        for t in storages.values()
-        for block in [CUDA_BLOCK if t.is_cuda else 1]
-    )

@@ -24,6 +24,7 @@ from ..memory.events import CATEGORIES
 from ..memory.measure import Build
 from ..memory.subjects import UsageError, load
 from ..remat.offload import Offload, check_offload
+from ..shared.budgets import read_budget
 from ..shared.checks import check_count
 from ..shared.progress import Progress
 from ..shared.table import (
@@ -31,7 +32,6 @@ from ..shared.table import (
     as_text,
     format_bytes,
     format_seconds,
-    parse_bytes,
     print_table,
 )
 from .applied import Applied, apply
@@ -41,7 +41,6 @@ from .predict import PredictedStep, Told, check_timeout, device_of, result_of, s
 from .techniques import ALL, Techniques, named
 
 _MOST = 1 << 20  # the largest batch that is asked for
-_MOST_BYTES = (1 << 63) - 1
 _HELP = """
 FUNCTION returns a tuple (model, optimizer or None, step), and step, which takes no arguments, makes
 one training step. It takes no arguments, or a batch size, of which the largest that fits is found.
@@ -289,7 +288,7 @@ def fits(
         TypeError, ValueError: an argument, or what ``build`` returned, is not as said above.
         RuntimeError: the step as it is built cannot be predicted; see :func:`predict`.
     """
-    limit = _bytes(budget)
+    limit = read_budget("fits", budget, parts=False).bytes
     check_count("fits: batch", batch, 1)
     check_timeout("fits", timeout)
     chosen = device_of("fits", device)
@@ -572,19 +571,6 @@ def _takes_batch(build: Callable[..., Any]) -> bool:
     except TypeError:
         return True
     return False
-
-
-def _bytes(budget: str | int) -> int:
-    size = None
-    if isinstance(budget, str):
-        size = parse_bytes(budget)
-    elif isinstance(budget, int) and not isinstance(budget, bool):
-        size = budget
-    if size is None:
-        raise ValueError(f"fits: budget must be bytes or a text such as '24GB', got {budget!r}")
-    if not 1 <= size <= _MOST_BYTES:
-        raise ValueError(f"fits: budget must be positive and less than 2^63 bytes, got {budget!r}")
-    return size
 
 
 def make_parser(program: str) -> argparse.ArgumentParser:

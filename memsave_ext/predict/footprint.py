@@ -27,7 +27,7 @@ from ..shared.table import Text, as_text, format_bytes, print_table
 from . import dry_step
 from .holdings import KINDS, Amount, Entry, Holding, Inventory, Slot, Tally, holding_of
 
-__all__ = ["Amount", "Footprint", "Holding", "Prediction", "footprint"]
+__all__ = ["Amount", "Footprint", "Holding", "ModeFootprint", "footprint"]
 
 FOR_LOOP, FOREACH, FUSED = "for-loop", "foreach", "fused"
 AFTER, IN_BACKWARD = "after backward", "in backward"
@@ -38,7 +38,7 @@ _STATE_FORMATS = (None, *(row for row in formats.STATE_FORMATS if row.option is 
 
 
 @dataclass(frozen=True)
-class Prediction:
+class ModeFootprint:
     """What one way to step will hold, without activations.
 
     Attributes:
@@ -76,13 +76,13 @@ class Footprint:
     """
 
     now: Holding
-    predicted: dict[str, Prediction]
+    predicted: dict[str, ModeFootprint]
     unpredicted: dict[str, str]
     mode: str
     optimizer: str
 
     @property
-    def expected(self) -> Prediction:
+    def expected(self) -> ModeFootprint:
         """The prediction for the optimizer as it is, or as the argument ``in_backward`` says.
 
         Raises:
@@ -130,7 +130,7 @@ class Footprint:
             for why, names in reasons.items():
                 print(f"  {'; '.join(names)}:\n    {why}", file=file)
 
-    def _row(self, mode: str, prediction: Prediction) -> list[str]:
+    def _row(self, mode: str, prediction: ModeFootprint) -> list[str]:
         sizes = (
             prediction.peak,
             prediction.between.bytes,
@@ -185,8 +185,7 @@ def footprint(
             counts once; of a DTensor, the part in this process counts.
         optimizer: an optimizer of parameters of ``model``; None for torch.optim.AdamW with its
             defaults and all parameters that require a gradient. States of torch's and other
-            optimizers are found by steps on the meta device, in which values that Python reads from
-            tensors are all 1.
+            optimizers are found by steps on fake tensors, as :func:`predict` makes them.
         in_backward: whether :attr:`Footprint.expected` is for steps in backward, by memsave_ext's
             Adam in place of torch's. None: as ``optimizer`` steps.
 
@@ -306,7 +305,7 @@ def _json(holding: Holding, depth: int | None) -> dict[str, Any]:
 
 
 class _Unpredictable(Exception):
-    """A mode has no :class:`Prediction`; the message says why."""
+    """A mode has no :class:`ModeFootprint`; the message says why."""
 
 
 class _Modes:
@@ -335,7 +334,7 @@ class _Modes:
         self.has_modes = isinstance(optimizer, Native) or (is_adam and self._ours is None)
         self.in_backward = self._ours is not None and self._ours.in_backward
         self.ordinary = AFTER if isinstance(optimizer, Native) else self._ordinary_of_torch()
-        self.predicted: dict[str, Prediction] = {}
+        self.predicted: dict[str, ModeFootprint] = {}
         self.unpredicted: dict[str, str] = {}
         self._predict()
 
@@ -358,7 +357,7 @@ class _Modes:
                 options = {"bf16": params.name, "state_dtype": states and states.option}
                 self._try(", ".join([IN_BACKWARD, *names]), self._predict_ours, **options)
 
-    def _try(self, mode: str, predict: Callable[..., Prediction], **options: Any) -> None:
+    def _try(self, mode: str, predict: Callable[..., ModeFootprint], **options: Any) -> None:
         try:
             if any(group.get("differentiable") for group in self._groups):
                 raise _Unpredictable("differentiable=True keeps the graph of every step")
@@ -377,52 +376,42 @@ class _Modes:
         chosen = set(map(_implementation, self._groups))
         return next((mode for mode in (FOREACH, FOR_LOOP, FUSED) if mode in chosen), FOR_LOOP)
 
-    def _predict_torchs(self, mode: str) -> Prediction:
+    def _predict_torchs(self, mode: str) -> ModeFootprint:
         return self._stepped_after(*self._dry_step(mode))
 
-    def _predict_single_steps(self, mode: str) -> Prediction:
+    def _predict_single_steps(self, mode: str) -> ModeFootprint:
         """Predicts what any optimizer's steps of single parameters hold, as those of a for-loop."""
         state, temporaries = self._dry_step(FOR_LOOP)
         return self._stepped_in_backward(self._inventory, state, temporaries)
 
     def _dry_step(self, mode: str) -> tuple[list[Entry], int]:
         """Returns the state that a step makes, and the bytes of its temporaries."""
-        slot_of: dict[Any, Slot] = {}
         groups = []
         for group in self._groups:
-            slots = self._slots(group, self._inventory)
-            metas = [_meta_parameter(slot) for slot in slots]
-            slot_of.update(zip(metas, slots, strict=True))
             options = {name: v for name, v in group.items() if name not in _NOT_TORCHS}
-            groups.append({**options, "params": metas})
-        state: dict[Any, Any] = {}
-        temporaries = 0
-        if mode == FUSED and not all(p.is_floating_point() for p in slot_of if p.requires_grad):
+            groups.append((options, self._slots(group, self._inventory)))
+        slots = [slot for _, of_group in groups for slot in of_group]
+        if not slots:
+            return [], 0
+        if mode == FUSED and not all(
+            s.param.is_floating_point() for s in slots if s.param.requires_grad
+        ):
             raise _Unpredictable("fused=True is for floating-point parameters")
-        if slot_of:
-            try:
-                state, temporaries = dry_step.step(
-                    self._kind, self._defaults, groups, foreach=mode == FOREACH
-                )
-            except Exception as error:  # an optimizer of anybody's may raise anything
-                what = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
-                raise _Unpredictable(
-                    f"{self._kind.__name__} cannot be stepped on the meta device: {what}"
-                ) from error
-        if mode == FUSED:
-            temporaries = 0
-            for states in state.values():
-                if isinstance(states, dict) and isinstance(states.get("step"), Tensor):
-                    states["step"] = states["step"].float()  # whatever the default dtype
+        try:
+            state, temporaries = dry_step.step(self._kind, self._defaults, groups, mode)
+        except Exception as error:  # an optimizer of anybody's may raise anything
+            what = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
+            raise _Unpredictable(
+                f"{self._kind.__name__} cannot be stepped on fake tensors: {what}"
+            ) from error
         tally = Tally()
-        for key, value in state.items():
-            module = slot_of[key].module if key in slot_of else ""
-            tally.add("optimizer", module, value)
+        for slot, value in state:
+            tally.add("optimizer", "" if slot is None else slot.module, value)
         return tally.entries(), temporaries
 
     # Modes in which memsave_ext's optimizers step.
 
-    def _predict_ours(self, mode: str, **options: Any) -> Prediction:
+    def _predict_ours(self, mode: str, **options: Any) -> ModeFootprint:
         """Predicts a mode with ``options`` in every group; with ``bf16`` the model is bfloat16."""
         converts = options.get("bf16") is not None
         inventory = self._in_bfloat16 if converts else self._inventory
@@ -443,7 +432,7 @@ class _Modes:
 
     def _stepped_in_backward(
         self, inventory: Inventory, state: list[Entry], temporaries: int
-    ) -> Prediction:
+    ) -> ModeFootprint:
         small, limit = SMALL_BYTES, BUCKET_BYTES
         if self._ours is not None:
             small, limit = self._ours._small_bytes, self._ours._bucket_bytes
@@ -453,7 +442,7 @@ class _Modes:
         live = dry_step.most_in_backward(inventory.uses, complete)
         return self._prediction(inventory, state, live, temporaries)
 
-    def _stepped_after(self, state: list[Entry], temporaries: int) -> Prediction:
+    def _stepped_after(self, state: list[Entry], temporaries: int) -> ModeFootprint:
         live = Counter(self._inventory.trained)
         in_backward = dry_step.most_in_backward(self._inventory.uses, dry_step.keep)
         if dry_step.bytes_of(in_backward) > dry_step.bytes_of(live) + temporaries:
@@ -462,7 +451,7 @@ class _Modes:
 
     def _prediction(
         self, inventory: Inventory, state: list[Entry], live: dry_step.Live, temporaries: int
-    ) -> Prediction:
+    ) -> ModeFootprint:
         """``live``: the gradients at the worst moment."""
         stepped = self._stepped(inventory)
         # Gradients of parameters that the optimizer does not have stay after a step.
@@ -471,7 +460,7 @@ class _Modes:
             holding_of([*inventory.entries, *dry_step.entries_of(gradients), *state])
             for gradients in (left, live)
         )
-        return Prediction(between, at_peak, temporaries)
+        return ModeFootprint(between, at_peak, temporaries)
 
 
 def _torchs_kind(optimizer: torch.optim.Optimizer | None) -> type[torch.optim.Optimizer]:
@@ -499,12 +488,12 @@ def _implementation(group: Mapping[str, Any]) -> str:
 
 
 def _our_state(group: dict[str, Any], slots: Sequence[Slot]) -> list[Entry]:
-    metas = [_meta_parameter(slot) for slot in slots]
-    placed = [as_placed(s.param, m.detach()) for s, m in zip(slots, metas, strict=True)]
     entries = []
     # Parameters that are alike have states of the same sizes.
     known: dict[object, list[tuple[torch.dtype, Amount]]] = {}
     try:
+        metas = [dry_step.stand_in(slot, "meta") for slot in slots]
+        placed = [as_placed(s.param, m.detach()) for s, m in zip(slots, metas, strict=True)]
         modes.check_group({**group, "params": placed}, rule_of(group))
         for slot, meta in zip(slots, metas, strict=True):
             if meta.grad is None:
@@ -520,10 +509,3 @@ def _our_state(group: dict[str, Any], slots: Sequence[Slot]) -> list[Entry]:
     except (ValueError, RuntimeError) as error:
         raise _Unpredictable(str(error)) from error
     return entries
-
-
-def _meta_parameter(slot: Slot) -> nn.Parameter:
-    try:
-        return dry_step.meta_parameter(slot)
-    except ValueError as error:
-        raise _Unpredictable(str(error)) from error

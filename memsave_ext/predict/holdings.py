@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..adam.dtensor import local_tensor
 from ..adam.files import in_memory
-from ..shared.tensors import plain_tensors
+from ..shared.tensors import plain_tensors, storage_of
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer")
 _COMPRESSED = {
@@ -219,7 +219,7 @@ class Tally:
     def add(self, kind: str, module: str, value: object) -> None:
         """Adds the part of the memory of the tensors in ``value`` that was not counted before."""
         for part in itertools.chain.from_iterable(map(_dense, plain_tensors(value))):
-            key, size = _storage(part)
+            key, size = storage_of(part)
             storage = self._storages.setdefault(key, _Storage(len(self._entries), size))
             view = (part.storage_offset(), part.shape, part.stride(), part.dtype)
             if view in storage.seen:
@@ -258,12 +258,3 @@ def _dense(tensor: Tensor) -> list[Tensor]:
     if (indices := _COMPRESSED.get(tensor.layout)) is not None:
         return [*(getattr(tensor, name)() for name in indices), tensor.values()]
     return [tensor]
-
-
-def _storage(tensor: Tensor) -> tuple[object, int]:
-    """Returns what identifies the tensor's storage, and how many bytes it has."""
-    try:
-        storage = tensor.untyped_storage()
-    except NotImplementedError:  # its backend keeps memory without a storage
-        return id(tensor), tensor.numel() * tensor.element_size()
-    return storage._cdata, storage.nbytes()

@@ -27,8 +27,9 @@ from ..dry_run.world import follow_libraries, on_fakes
 from ..fakes.mode import fake_of, loss_in, values_elsewhere
 from ..fakes.repeats import Learned, learn
 from ..fakes.storages import Storages
+from ..shared.budgets import Budget
 from .budget import LivedBefore
-from .recorder import Budget, make_recorder
+from .recorder import make_recorder
 
 SECONDS = 10.0  # that a run may take, and for each parameter
 _SECONDS_PER_PARAMETER = 0.05
@@ -190,7 +191,7 @@ def _step_on_fakes(
             if owner is not None and param.grad is None:
                 _step_in_backward(param, owner, device)
         told.enter()
-        recorder = make_recorder(False, Budget(2**62, 0.0, False), torch.device("cpu"))
+        recorder = make_recorder(False, Budget(2**62, 2**62), False, torch.device("cpu"))
         with ExitStack() as stack:
             stack.callback(recorder.undo_open)
             recorder.open()

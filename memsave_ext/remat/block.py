@@ -20,17 +20,16 @@ from ..shared.table import Text, as_text, format_bytes, format_seconds
 from .ahead import SECONDS, ahead_of
 from .budget import (
     LivedBefore,
-    OfDevice,
+    bytes_of_device,
     check_ahead,
     check_arguments,
     device_of,
-    parse_budget,
 )
 from .figures import PLANNED, RematFigures, make_figures, write_moves, write_report
 from .limit import Limit, describe_limit, limit_of, warn_of_least, write_limit
 from .offload import Offload, check_offload, most_moved, store_of
 from .picture import draw_budget
-from .recorder import Budget, NoRecorder, Recorder, make_recorder
+from .recorder import NoRecorder, Recorder, make_recorder
 
 _NOT_AHEAD = "the block was given ahead=False"
 
@@ -134,24 +133,20 @@ class remat:  # noqa: N801, a context manager is used like a function
             raise TypeError(
                 f"remat: model must be a torch.nn.Module or None, got {type(model).__name__}"
             )
-        check_arguments(budget, optimizer, strict, retry)
+        within = check_arguments(budget, optimizer, strict, retry)
         check_ahead(ahead)
         counted = model if _counted is None else _counted
         device = device_of(counted)
-        has_budget = budget is not None or bool(_everything)
+        has_budget = within is not None or bool(_everything)
         offload = check_offload(offload, offload_limit, has_budget, device)
         self._modules = Modules(model)
-        self._within: Budget | None = None
-        self._of_device: OfDevice | None = None
-        if budget is not None:
-            self._within, self._of_device = parse_budget(budget, strict)
         self._recorder = make_recorder(
-            _everything, self._within, device, store_of(offload, device), most_moved(offload_limit)
-        )
+            _everything, within, strict, device, store_of(offload, device),
+            most_moved(offload_limit),
+        )  # fmt: skip
+        self._within = None if isinstance(self._recorder, NoRecorder) else within
         self._before: LivedBefore | None = None
-        if isinstance(self._recorder, NoRecorder):
-            self._within = self._of_device = None
-        elif self._within is not None:
+        if self._within is not None and not isinstance(self._recorder, NoRecorder):
             self._before = LivedBefore(self._recorder, counted, optimizer)
         self._retry, self._ahead = retry, ahead
         self._hooks: ExitStack | None = None
@@ -162,7 +157,9 @@ class remat:  # noqa: N801, a context manager is used like a function
     def __enter__(self) -> remat:
         if self._hooks is not None:
             raise RuntimeError("remat: a block is entered once; make another")
-        bytes_now = self._of_device and self._of_device.bytes_of(self._device)
+        within, bytes_now = self._within, None
+        if within is not None and within.of_device:
+            bytes_now = bytes_of_device("remat", within, self._device)
         self._hooks = stack = ExitStack()
         try:
             self._watch(stack)

@@ -1,12 +1,11 @@
-"""Budgets: what users write, and what counts that lived before a step."""
+"""What a budget is of: the device's memory, and what counts that lived before a step."""
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
@@ -18,83 +17,43 @@ from .. import _parts
 from ..adam.elsewhere import buffers_of
 from ..adam.files import in_memory
 from ..adam.owners import optimizers_of
+from ..shared.budgets import Budget, read_budget
 from ..shared.device_memory import check_counts, device_memory
 from ..shared.modules import modules_of
-from ..shared.table import parse_bytes
-from ..shared.tensors import plain_tensors
+from ..shared.tensors import bytes_held, plain_tensors
 from .limit import Lived
-from .recorder import Budget, Recorder
+from .recorder import Recorder
 
 _NEEDS = {
     "optimizer": "its states count only towards one",
     "strict": "it says what becomes of a step that needs more",
 }
-_ALLOWED = (
-    "remat: budget must be bytes as an int (at least 1, less than 2**63), text such as '8GB' (1e9 "
-    "bytes each), '512MiB' (2**20), '80%' (above 0 and at most 100, of the device's memory) or "
-    "'auto' (what is free of it), or a float above 0 and at most 1, a share of the activations; "
-    "got {!r}"
-)
 _CUDA = torch.device("cuda")  # in a prediction no device is made of this name
-# What "auto" leaves free, for memory that no allocator of torch counts, and for other processes.
-_LEFT_FREE = 0.1
 
 
-class OfDevice(NamedTuple):
-    """A part of a device's memory, which is asked when a block is entered."""
-
-    text: str  # as the user wrote it
-    share: float
-    of_free: bool  # else of all that the process may have
-
-    def bytes_of(self, device: torch.device) -> int:
-        """
-        Raises:
-            RuntimeError: the device's memory is not known.
-        """
-        native = _parts.native("remat")
-        if native is not None and native.remat_is_predicted_for_cuda():
-            device = _CUDA  # where fake tensors are, their step is not
-        try:
-            memory = device_memory(device)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"remat: budget={self.text!r} is a part of the device's memory, and {error}; give "
-                "bytes, such as '8GB'"
-            ) from error
-        return max(int(self.share * (memory.free if self.of_free else memory.limit)), 1)
-
-
-def parse_budget(budget: object, strict: bool = False) -> tuple[Budget, OfDevice | None]:
-    """Returns what a user's budget means, and what its bytes are asked of if not known yet.
+def bytes_of_device(who: str, budget: Budget, device: torch.device) -> int:
+    """Returns the bytes that a part of a device's memory is now.
 
     Raises:
-        TypeError: it is none of int, float and str.
-        ValueError: it is out of range, or not to be read.
+        RuntimeError: the device's memory is not known.
     """
-    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
-        raise TypeError(_ALLOWED.format(budget))
-    if isinstance(budget, float):
-        if not 0 < budget <= 1:
-            raise ValueError(_ALLOWED.format(budget))
-        return Budget(0, budget, strict), None
-    if isinstance(budget, str):
-        if budget.strip() == "auto":
-            return Budget(0, 0.0, strict, True), OfDevice(budget, 1 - _LEFT_FREE, True)
-        percent = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", budget)
-        if percent:
-            share = float(percent[1]) / 100
-            if not 0 < share <= 1:
-                raise ValueError(_ALLOWED.format(budget))
-            return Budget(0, 0.0, strict), OfDevice(budget, share, False)
-    count = budget if isinstance(budget, int) else parse_bytes(budget)
-    if count is None or not 1 <= count < 2**63:
-        raise ValueError(_ALLOWED.format(budget))
-    return Budget(count, 0.0, strict), None
+    native = _parts.native("remat")
+    if native is not None and native.remat_is_predicted_for_cuda():
+        device = _CUDA  # where fake tensors are, their step is not
+    try:
+        memory = device_memory(device)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{who}: budget={budget.given!r} is a part of the device's memory, and {error}; give "
+            "bytes, such as '8GB'"
+        ) from error
+    return max(int(budget.of_device * (memory.free if budget.of_free else memory.limit)), 1)
 
 
-def check_arguments(budget: object, optimizer: object, strict: object, retry: object) -> None:
-    """Raises TypeError or ValueError where they are wrong, or one needs another."""
+def check_arguments(
+    budget: object, optimizer: object, strict: object, retry: object
+) -> Budget | None:
+    """Returns the budget; raises TypeError or ValueError where one is wrong or needs another."""
     for name, value in (("strict", strict), ("retry", retry)):
         if not isinstance(value, bool):
             raise TypeError(f"remat: {name} must be a bool, got {type(value).__name__}")
@@ -113,8 +72,8 @@ def check_arguments(budget: object, optimizer: object, strict: object, retry: ob
                     f"remat: {name} needs a budget, as {_NEEDS[name]}; give one, such as "
                     f"budget='8GB' or budget=0.5 (a share of the activations), or leave {name} out"
                 )
-        return
-    parse_budget(budget)
+        return None
+    read = read_budget("remat", budget, shares=True)
     if torch.cuda.is_initialized():
         check_counts("remat: budget", torch.device("cuda"))
     if _parts.native("remat") is None:
@@ -122,6 +81,7 @@ def check_arguments(budget: object, optimizer: object, strict: object, retry: ob
             "remat: a budget needs the native part of memsave_ext, which is not in use here "
             f"({_parts.why_not('remat')}). Without a budget, remat keeps everything there."
         )
+    return read
 
 
 def check_ahead(ahead: object) -> None:
@@ -239,12 +199,12 @@ class LivedBefore:
         states = self._states(params)
         wide = [t for t in states if t.is_floating_point() and t.itemsize >= 4 and t.numel() > 1]
         buffers = [b for module in modules for b in module.buffers()]
-        seen: set[int] = set()
+        seen: set[object] = set()
         return Lived(
-            parameters=_bytes_of(_plain(params), seen),
-            buffers=_bytes_of(_plain(buffers), seen),
-            states=_bytes_of(states, seen),
-            wide_states=_bytes_of(wide, set()),
+            parameters=bytes_held(params, seen),
+            buffers=bytes_held(buffers, seen),
+            states=bytes_held(states, seen),
+            wide_states=bytes_held(wide),
         )
 
     def _states(self, params: Sequence[Tensor]) -> list[Tensor]:
@@ -263,14 +223,3 @@ def _plain(values: Iterable[Any]) -> list[Tensor]:
         else:
             found.extend(plain_tensors(value))
     return found
-
-
-def _bytes_of(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Bytes of the storages that are not among ``seen``, to which they are added."""
-    size = 0
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            size += storage.nbytes()
-    return size

@@ -165,11 +165,11 @@ def remat_module(
             f"remat_module: {type(model).__name__} has a {_method} of its own already; remove() "
             "the handle that set it first, or call remat_module before what replaced it"
         )
-    check_arguments(budget, optimizer, strict, retry)
+    within = check_arguments(budget, optimizer, strict, retry)
     check_ahead(ahead)
-    has_budget = budget is not None or _everything
+    has_budget = within is not None or _everything
     offload = check_offload(offload, offload_limit, has_budget, device_of(model))
-    options: dict[str, Any] = {"budget": budget, "optimizer": optimizer}
+    options: dict[str, Any] = {"budget": within, "optimizer": optimizer}
     options |= {"strict": strict, "retry": retry, "ahead": ahead}
     options |= {"offload": offload, "offload_limit": offload_limit}
     options |= {"by_module": by_module, "everything": _everything}

@@ -5,21 +5,15 @@ from __future__ import annotations
 import functools
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from .. import _parts
 from ..fakes.mode import predicts
+from ..shared.budgets import Budget
 from ..shared.checks import check_allocator
-
-
-class Budget(NamedTuple):
-    bytes: int  # 0 for a share
-    share: float  # of the activations; 0 for bytes
-    strict: bool
-    is_more: bool = False  # the bytes come to those of what lived before the block
 
 
 class Recorder(Protocol):
@@ -146,6 +140,7 @@ class NoRecorder:
 def make_recorder(
     everything: bool | None,
     budget: Budget | None,
+    strict: bool,
     device: torch.device,
     store: Any = None,
     most_moved: int = 0,
@@ -170,7 +165,9 @@ def make_recorder(
         return NoRecorder(reason)
     if budget is not None and not predicts():
         check_allocator("remat: a budget", device)
-    arguments = (everything,) if budget is None else budget
+    arguments: tuple[Any, ...] = (everything,)
+    if budget is not None:
+        arguments = budget.bytes, budget.share, strict, budget.of_free
     return cast(Recorder, native.RematRecorder(*arguments, device, store, most_moved))
 
 

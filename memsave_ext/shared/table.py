@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import itertools
+import math
 import os
 import re
 import shutil
@@ -41,7 +42,8 @@ def parse_bytes(text: str) -> int | None:
     """Returns what ``"24GB"`` (10^9 bytes each) or ``"22.5 GiB"`` (2^30) says; None if nothing."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
     size = match and _SIZES.get(match[2].lower())
-    return int(float(match[1]) * size) if match and size else None
+    count = float(match[1]) * size if match and size else math.inf
+    return int(count) if math.isfinite(count) else None
 
 
 def format_seconds(seconds: float) -> str:

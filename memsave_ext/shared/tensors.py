@@ -1,12 +1,15 @@
-"""Finds the plain tensors, which have a storage of their own, in a value."""
+"""Finds plain tensors, which have a storage of their own, in a value, and counts their memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_CUDA_BLOCK = 512  # bytes; CUDA's caching allocator rounds sizes up to a multiple of this
 
 
 def plain_tensors(value: Any) -> list[Tensor]:
@@ -30,3 +33,32 @@ def plain_tensors(value: Any) -> list[Tensor]:
     else:
         return []
     return [tensor for part in parts for tensor in plain_tensors(part)]
+
+
+def storage_of(tensor: Tensor) -> tuple[object, int]:
+    """Returns what tells a plain tensor's storage from others while it lives, and its bytes."""
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError:  # its backend keeps memory without a storage
+        return id(tensor), tensor.nbytes
+    return storage._cdata, storage.nbytes()
+
+
+def bytes_held(values: Iterable[Any], seen: set[object] | None = None) -> int:
+    """Returns the bytes of the storages of all tensors in ``values``, each once, as rounded.
+
+    ``seen``: the storages that were counted before and do not count, to which these are added.
+    """
+    seen = set() if seen is None else seen
+    total = 0
+    for tensor in plain_tensors(list(values)):
+        key, size = storage_of(tensor)
+        if key not in seen:
+            seen.add(key)
+            total += rounded(size, tensor.device)
+    return total
+
+
+def rounded(size: int, device: torch.device) -> int:
+    """Returns the bytes that a device's allocator gives out where it is asked for ``size``."""
+    return -(-size // _CUDA_BLOCK) * _CUDA_BLOCK if device.type == "cuda" else size

@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import memsave_ext as ms
+from memsave_ext.fakes import patches
 
 
 def storage_of(tensor):
@@ -211,3 +212,19 @@ def test_traced_models_within_a_budget():
     made(x).square().sum().backward()
     assert all(torch.equal(p.grad, g) for p, g in zip(made.parameters(), plain, strict=True))
     assert "the model is scripted" in " ".join(handle.report().split())
+
+
+def test_globals_are_replaced_in_the_child_alone():
+    listed = [*patches.in_child(1, None, None), *patches.on_fakes(), *patches.on_cuda()]
+
+    def standing():
+        return [getattr(one.owner, one.name) for one in listed]
+
+    def unchanged():
+        return [
+            one.name for one, now, was in zip(listed, standing(), before, strict=True) if now is was
+        ]
+
+    before = standing()
+    assert on_fakes(unchanged, "cuda") == []
+    assert len(unchanged()) == len(listed)

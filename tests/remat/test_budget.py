@@ -13,6 +13,7 @@ from test_remat_random import check
 from torch import nn
 
 import memsave_ext as ms
+from memsave_ext.shared import budgets
 
 
 @pytest.fixture(autouse=True)
@@ -385,10 +386,19 @@ def test_copies_of_a_module_in_place():
     optimizer = torch.optim.Adam(model.parameters())
     ms.remat_module(model, budget=0.5, optimizer=optimizer)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert other.forward.options["budget"] == 0.5
+        assert other.forward.options["budget"].given == 0.5
         assert other.forward.options["optimizer"] is None
         other(x).sum().backward()
     assert model.forward.options["optimizer"] is optimizer
+
+
+def test_a_budget_is_read_once(monkeypatch):
+    """Not in each forward of a module that runs in blocks."""
+    model, x = wide(2, 16)
+    handle = ms.remat_module(model, budget="1GB")
+    monkeypatch.setattr(budgets, "_read", None)
+    model(x).sum().backward()
+    assert handle.budget == 10**9
 
 
 def test_modules_that_are_compiled_or_not_known_yet():
@@ -416,6 +426,7 @@ def test_modules_that_are_compiled_or_not_known_yet():
         ({"budget": 10**30}, ValueError, r"less than 2\*\*63.* got 10{30}"),
         ({"budget": 2**63}, ValueError, "budget must be"),
         ({"budget": "9300000TB"}, ValueError, "budget must be .* got '9300000TB'"),
+        ({"budget": "9" * 400 + "GB"}, ValueError, "budget must be"),
         ({"budget": 1, "optimizer": 3}, TypeError, "optimizer must be"),
         ({"budget": 1, "strict": 1}, TypeError, "strict must be"),
         ({"strict": True}, ValueError, "strict needs a budget, as .* or leave strict out"),

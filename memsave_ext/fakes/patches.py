@@ -1,0 +1,248 @@
+"""The globals of torch and of libraries that are replaced in a child process, each with the reason.
+
+Nothing is put back: the child ends as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.amp import autocast_mode
+from torch.nn import functional
+
+from .cuda import FUSED
+from .mode import predicts
+from .values import MOST_KNOWN
+
+
+class Patch(NamedTuple):
+    owner: Any
+    name: str
+    make: Callable[[Any], Any]  # takes what stands there, returns what takes its place
+
+
+def patch(patches: Iterable[Patch]) -> None:
+    """Replaces globals of this process, for good."""
+    for one in patches:
+        setattr(one.owner, one.name, one.make(getattr(one.owner, one.name)))
+
+
+def in_child(threads: int, cards: int | None, engine: Any) -> list[Patch]:
+    """Those of all children.
+
+    Args:
+        threads: of the parent.
+        cards: that the parent has; None where CUDA is not in use there.
+        engine: in place of torch's engine for Python, which refuses a child of a process that has
+            used its threads; None for torch's.
+    """
+    found = [
+        # The pool of OpenMP's threads is not here. Workspaces are those of the parent's threads.
+        Patch(torch, "get_num_threads", _value(lambda: threads)),
+    ]
+    if cards is not None:  # CUDA, which is in use in the parent, cannot be asked
+        found.append(Patch(torch.cuda, "is_available", _value(lambda: cards > 0)))
+        found.append(Patch(torch.cuda, "device_count", _value(lambda: cards)))
+    if engine is not None:
+        found.append(Patch(torch.autograd.Variable, "_execution_engine", _value(engine)))
+    return found
+
+
+def on_fakes() -> list[Patch]:
+    """Those of a step on fake tensors."""
+    return [
+        # Operators on small tensors of known values compute values.
+        Patch(fake_tensor, "CONSTANT_NUMEL_LIMIT", _value(MOST_KNOWN)),
+        # The traceback of a fake kernel.
+        Patch(fake_tensor.log, "disabled", _value(True)),
+        # A module swaps its parameters where it converts them, as in ``model.bfloat16()``. That
+        # fails where a weak reference to one exists, and fake tensors' own bookkeeping makes such.
+        Patch(torch.utils, "swap_tensors", _swap_tensors),
+        # torch would copy memory that is not there.
+        Patch(Tensor, "__deepcopy__", _deepcopy),
+        # Of a fake one torch takes each element out by operators, which a step does not run.
+        Patch(FakeTensor, "tolist", _tolist),
+        # torch adds the bias in place; of fake tensors it makes a sum.
+        Patch(functional, "linear", _linear),
+    ]
+
+
+def on_cuda() -> list[Patch]:
+    """Those of a step that is predicted for CUDA, besides: no card need be there."""
+    kind: Any = autocast_mode.autocast
+    return [
+        Patch(torch.cuda, "synchronize", _value(_nothing)),
+        Patch(torch.cuda, "set_device", _value(_nothing)),
+        Patch(torch.cuda, "current_device", _value(lambda: 0)),
+        Patch(torch.cuda, "Stream", _value(_Stream)),
+        Patch(torch.cuda, "Event", _value(_Stream)),
+        Patch(torch.cuda, "current_stream", _value(_Stream)),
+        Patch(torch.cuda, "default_stream", _value(_Stream)),
+        Patch(torch.cuda, "stream", _value(lambda stream=None: nullcontext())),
+        Patch(Tensor, "record_stream", _value(_nothing)),
+        # A card computes these by other kernels. torch's functions call each other by these names.
+        *(Patch(functional, before.__name__, _value(fused)) for before, fused in FUSED.items()),
+        # A step may have asked a tensor for its device, which is the CPU here.
+        Patch(kind, "__init__", _autocast_made),
+        # One that was made before, as accelerate does, is entered as the CPU's.
+        Patch(kind, "__enter__", _autocast_entered),
+        Patch(kind, "__exit__", _autocast_left),
+    ]
+
+
+def of_libraries(is_known: Callable[[Tensor], bool]) -> list[Patch]:
+    """Those of libraries that are imported by now.
+
+    Models of transformers look at no value of a fake tensor, as if a graph were traced, and make
+    every mask. They look for padding in tokens that came without a mask. Here they run the
+    operators that real steps run.
+    """
+    utils: Any = sys.modules.get("transformers.utils.import_utils")
+    models: Any = sys.modules.get("transformers.modeling_utils")
+    found = []
+    if hasattr(utils, "is_fake_tensor"):  # else not imported, or of another version
+        # They make the mask where its values are not known, as of a batch's padding.
+        found.append(
+            Patch(utils, "is_fake_tensor", lambda is_: lambda x: is_(x) and not is_known(x))
+        )
+    if hasattr(models, "is_tracing"):  # which only that search asks there
+        found.append(Patch(models, "is_tracing", _value(lambda _=None: False)))
+        # It warns of padding that fake tokens seem to have.
+        found.append(Patch(models.logger, "warning_once", _value(_nothing)))
+    return found
+
+
+def _value(new: Any) -> Callable[[Any], Any]:
+    """Whatever stands there."""
+    return lambda _: new
+
+
+def _swap_tensors(before: Any) -> Any:
+    def swap_tensors(t1: Tensor, t2: Tensor) -> None:
+        if isinstance(t1, FakeTensor) and isinstance(t2, FakeTensor):
+            t1.data = t2.data
+        else:
+            before(t1, t2)
+
+    return swap_tensors
+
+
+def _deepcopy(before: Any) -> Any:
+    def deepcopy(self: Tensor, memo: dict[int, Any]) -> Any:
+        if not isinstance(self, FakeTensor) or not self.is_leaf or id(self) in memo:
+            return before(self, memo)
+        made: Tensor = self.detach().clone()
+        if isinstance(self, nn.Parameter):
+            made = nn.Parameter(made, self.requires_grad)
+        else:
+            made.requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        if self.grad is not None:
+            made.grad = deepcopy(self.grad, memo)
+        return made
+
+    return deepcopy
+
+
+def _tolist(before: Any) -> Any:
+    def tolist(self: FakeTensor) -> Any:
+        if self.constant is None:
+            return before(self)
+        with unset_fake_temporarily():
+            return self.constant.tolist()
+
+    return tolist
+
+
+def _linear(before: Any) -> Any:
+    def linear(input: Any, weight: Any, bias: Any = None) -> Any:
+        flat = input.dim() == 2 or input.is_contiguous()
+        if bias is None or flat or not predicts():
+            return before(input, weight, bias)
+        product = before(input, weight)
+        return product.add_(bias.to(product.dtype))
+
+    return linear
+
+
+_entered: list[tuple[Any, str]] = []  # the autocasts that are open, with the device of each
+
+
+def _autocast_made(before: Any) -> Any:
+    def made(
+        self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if device_type not in ("cuda", "cpu"):
+            before(self, device_type, dtype, *args, **kwargs)
+            return
+        before(self, "cpu", dtype or torch.get_autocast_dtype("cuda"), *args, **kwargs)
+
+    return made
+
+
+def _autocast_entered(before: Any) -> Any:
+    def entered(self: Any) -> Any:
+        _entered.append((self, self.device))
+        if self.device == "cuda":
+            self.device = "cpu"
+        return before(self)
+
+    return entered
+
+
+def _autocast_left(before: Any) -> Any:
+    def left(self: Any, *error: Any) -> Any:
+        result = before(self, *error)
+        if _entered and _entered[-1][0] is self:
+            self.device = _entered.pop()[1]
+        return result
+
+    return left
+
+
+_TORCHS = torch.cuda.Stream, torch.cuda.Event
+
+
+class _Kind(type):
+    """torch asks whether objects are streams, also those that were made before."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return super().__instancecheck__(value) or isinstance(value, _TORCHS)
+
+
+class _Stream(metaclass=_Kind):
+    """A stream or an event: nothing runs, and so nothing waits."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device = torch.device("cuda", 0)
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: object) -> float:
+        return 1.0
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Stream()
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        pass
+
+    record = wait = synchronize = wait_stream = wait_event = _nothing
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
