@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "locks.h"
+#include "plan/simulate.h"
 #include "remat/content.h"
 
 namespace memsave_ext::remat {

@@ -107,7 +107,8 @@ def _check(optimizer: object) -> None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(
-            "in_backward: differentiable=True needs a graph, which a step in backward has not"
+            "in_backward: differentiable=True is not supported: a step in backward has no autograd "
+            "graph"
         )
     own: Any = type(optimizer)
     _, *arguments = inspect.signature(step_of(own)).parameters.values()

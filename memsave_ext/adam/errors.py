@@ -42,8 +42,8 @@ def impossible(reason: str, stepped: int) -> RuntimeError:
 
 def two_norms() -> ValueError:
     return ValueError(
-        "max_grad_norm, of each parameter, cannot be combined with clip_global_norm or "
-        "norm_pass(), of all: leave one of them out"
+        "use either max_grad_norm, which clips each parameter's gradient, or clip_global_norm or "
+        "norm_pass(), which clip by the norm of all: not both"
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..predict.applied import Applied, applied_to
 from ..predict.fit import check_request, fitted
+from ..predict.techniques import technique_of
 
 # Both are Lightning, and have classes of their own.
 _NAME = "lightning.pytorch" if "lightning" in sys.modules else "pytorch_lightning"
@@ -31,23 +32,23 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
         trainer = pl.Trainer(callbacks=[Fit(budget="24GB")])
         trainer.fit(net, batches)
 
-    It predicts ``training_step()`` with the first batch, and applies the cheapest means that fits
-    before it runs. Precision, gradient accumulation and a GradScaler are the Trainer's, and states
-    that were loaded by ``ckpt_path`` are converted. Checkpoints have states as torch's optimizer
-    has them. What ``training_step()`` logs while it is predicted goes nowhere. When ``fit()`` ends,
-    or raises, nothing steps in backward any more.
+    It predicts ``training_step()`` with the first batch, and applies the cheapest technique that
+    fits before it runs. Precision, gradient accumulation and a GradScaler are the Trainer's, and
+    states that were loaded by ``ckpt_path`` are converted. Checkpoints have states as torch's
+    optimizer has them. What ``training_step()`` logs while it is predicted goes nowhere. When
+    ``fit()`` ends, or raises, nothing steps in backward any more.
 
     Args:
-        budget, means, others, verbose: as of :func:`memsave_ext.fit`.
+        budget, technique, others, verbose, means: as of :func:`memsave_ext.fit`.
         clip_each: whether an optimizer that steps in backward clips each parameter's gradient to
             the norm ``gradient_clip_val``, in place of the norm of all. Otherwise, where the
-            Trainer clips, no means that steps in backward is taken.
+            Trainer clips, no technique that steps in backward is taken.
 
     Attributes:
         fitted: what :func:`memsave_ext.fit` returned; None before the first step.
 
     Raises:
-        TypeError, ValueError: ``budget`` or ``means`` is not as said there.
+        TypeError, ValueError: ``budget`` or ``technique`` is not as said there.
         ValueError: at the first step: several processes train the model; it has several optimizers,
             or optimizes by itself; and as :func:`memsave_ext.fit`.
         torch.OutOfMemoryError: at the first step: nothing fits.
@@ -57,14 +58,18 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
         self,
         budget: str | int,
         *,
-        means: str | None = None,
+        technique: str | None = None,
         clip_each: bool = False,
         others: Iterable[nn.Module | Tensor] = (),
         verbose: bool = True,
+        means: str | None = None,
     ) -> None:
+        technique = technique_of("Fit", technique, means)
         self.fitted: Applied | None = None
-        self._budget = check_request("Fit", budget, means)
-        self._options: dict[str, Any] = {"means": means, "others": others, "verbose": verbose}
+        self._budget = check_request("Fit", budget, technique)
+        self._options: dict[str, Any] = {
+            "technique": technique, "others": others, "verbose": verbose
+        }  # fmt: skip
         self._clip_each = clip_each
         self._clip_val: float | None = None  # the Trainer's, while the optimizer clips
 

@@ -16,6 +16,7 @@ from ..checkpoint.models import ForwardInPlace
 from ..predict.applied import Applied, applied_to, check
 from ..predict.batch import Call
 from ..predict.fit import check_request, fitted
+from ..predict.techniques import technique_of
 
 _transformers: Any = importlib.import_module("transformers")
 _state: Any = importlib.import_module("accelerate.state")
@@ -35,19 +36,19 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         trainer.train()
 
     It predicts with the first batch when the model is first called with it, and applies the
-    cheapest means that fits before anything is computed. Gradient accumulation and a GradScaler are
-    the Trainer's; states that were loaded by ``resume_from_checkpoint`` are converted. Checkpoints
-    have states as torch's optimizer has them. Once ``train()`` has ended, or raised, a backward
-    steps nothing any more.
+    cheapest technique that fits before anything is computed. Gradient accumulation and a GradScaler
+    are the Trainer's; states that were loaded by ``resume_from_checkpoint`` are converted, and
+    checkpoints have states as torch's optimizer has them. Once ``train()`` has ended, or raised, a
+    backward steps nothing any more.
 
     Args:
         budget: as of :func:`memsave_ext.fit`.
         loss: as of :func:`memsave_ext.fit`; needed where the Trainer computes the loss itself, as
             with ``compute_loss_func`` or ``label_smoothing_factor``.
-        means: as of :func:`memsave_ext.fit`.
+        technique, means: as of :func:`memsave_ext.fit`.
         clip_each: whether an optimizer that steps in backward clips each parameter's gradient to
             the Trainer's ``max_grad_norm``, in place of the norm of all. Otherwise, where the
-            Trainer clips, as it does by default, no means that steps in backward is taken.
+            Trainer clips, as it does by default, no technique that steps in backward is taken.
         others: as of :func:`memsave_ext.fit`: such as the reference model that a Trainer calls
             itself, of whose steps only the model's own are predicted.
         verbose: as of :func:`memsave_ext.fit`.
@@ -56,7 +57,7 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         fitted: what :func:`memsave_ext.fit` returned; None before the first step.
 
     Raises:
-        TypeError, ValueError: ``budget`` or ``means`` is not as said there.
+        TypeError, ValueError: ``budget`` or ``technique`` is not as said there.
         ValueError: when the training begins: several processes or devices train the model, or it is
             compiled. At the first step: as :func:`memsave_ext.fit`.
         torch.OutOfMemoryError: at the first step: nothing fits.
@@ -67,15 +68,17 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         budget: str | int,
         *,
         loss: Callable[..., Tensor] | None = None,
-        means: str | None = None,
+        technique: str | None = None,
         clip_each: bool = False,
         others: Iterable[nn.Module | Tensor] = (),
         verbose: bool = True,
+        means: str | None = None,
     ) -> None:
+        technique = technique_of("Fit", technique, means)
         self.fitted: Applied | None = None
-        self._budget = check_request("Fit", budget, means)
+        self._budget = check_request("Fit", budget, technique)
         self._options: dict[str, Any] = {
-            "loss": loss, "means": means, "others": others, "verbose": verbose
+            "loss": loss, "technique": technique, "others": others, "verbose": verbose
         }  # fmt: skip
         self._clip_each = clip_each
         self._max_grad_norm: float | None = None  # the Trainer's, while the optimizer clips

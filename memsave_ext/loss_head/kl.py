@@ -189,7 +189,7 @@ def _log_probs(logits: Tensor, softcap: float | None, lse: Tensor | None = None)
 
 
 def _part(a: Tensor, b: Tensor) -> Tensor:
-    """Returns what each class is of KL(a || b), of log-probabilities."""
+    """Returns each class's contribution to KL(a || b), of log-probabilities."""
     p = a.exp()
     return torch.where(p == 0, 0.0, p * (a - b))
 

@@ -306,7 +306,10 @@ class Patched:
         return form
 
     def _error(self, what: str) -> RuntimeError:
-        return RuntimeError(f"{self._name} {what}: no such loss is known. Call remove().")
+        return RuntimeError(
+            f"{self._name} {what}: the loss of this model cannot be computed without logits. Call "
+            "remove() to use its own."
+        )
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Applies means to a real model and its optimizer, measures what they need then, and undoes it."""
+"""Applies a technique to a real model and its optimizer, measures what they need, and undoes it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..memory.hooks import Hooks, Names, with_step_hooks
 from ..remat.offload import Offload
 from ..shared.modules import Modules, is_compiled
 from ..shared.table import format_bytes
-from .techniques import Techniques
+from .techniques import Techniques, warn_of_means
 
 _TOLERANCE = 0.02  # of the predicted peak
 _MOST_EVENTS = 100_000  # only the peak is asked for
@@ -33,21 +33,21 @@ _NAME = "_memsave_ext_applied"  # where a model has what is applied to it
 
 
 class Applied:
-    """What :meth:`Fits.apply` and :func:`fit` return: the means that a training runs with.
+    """What :meth:`Fits.apply` and :func:`fit` return: the technique that a training runs with.
 
     Attributes:
         model: the model to train, the same object.
         optimizer: the optimizer to step with, the same object; its class is another one where it
             steps in backward.
-        means: what was applied, such as ``"checkpoint by block, optimizer in backward"``.
+        technique: what was applied, such as ``"checkpoint by block, optimizer in backward"``.
         cost: what it costs.
         steps_in_backward: whether the optimizer steps in backward.
         budget: bytes.
-        predicted: the predicted peak in bytes; None where these means were not predicted.
-        evaluation: the predicted peak in bytes of an evaluation of the batch, where the means
-            change the forward of training; else None, as one needs no more than a step.
+        predicted: the predicted peak in bytes; None where this technique was not predicted.
+        evaluation: the predicted peak in bytes of an evaluation of the batch, where the technique
+            changes the forward of training; else None, as one needs no more than a step.
         resume: bytes that are needed while a checkpoint is loaded as a whole, by ``torch.load()``
-            without ``mmap=True``; None where these means were not predicted.
+            without ``mmap=True``; None where this technique was not predicted.
         measured: the peak in bytes of the second step, which is the first that has all states, or
             with remat without a budget of the third; None until then, without an optimizer or with
             one that wraps another, and in pure Python.
@@ -55,7 +55,7 @@ class Applied:
 
     def __init__(
         self,
-        means: Techniques,
+        technique: Techniques,
         model: nn.Module,
         optimizer: Optimizer | None,
         budget: int,
@@ -77,24 +77,24 @@ class Applied:
         Where it raises, :func:`applied_to` has it, and ``undo()`` takes back what was done.
         """
         self.model, self.optimizer = model, optimizer
-        self.means, self.cost, self.budget = means.name, means.cost, budget
-        self.steps_in_backward = means.steps_in_backward
+        self.technique, self.cost, self.budget = technique.name, technique.cost, budget
+        self.steps_in_backward = technique.steps_in_backward
         self.predicted = predicted
         self.evaluation: int | None = None
         self.resume: int | None = None
         self.measured: int | None = None
         condition = options.pop("accumulate_when", None)
-        in_backward: Any = optimizer if means.steps_in_backward else None
+        in_backward: Any = optimizer if technique.steps_in_backward else None
         given = {n: v for n, v in options.items() if v is not None} if in_backward else {}
         self._after: list[Callable[[], None]] = []
         self._spare = spare
         # What remat drops follows from times, which were estimated: it may be more.
-        self._may_be_less = means.remat or means.within_budget
+        self._may_be_less = technique.remat or technique.within_budget
         self._others = others
         left = max(budget - others, 1)
         self._undo = ExitStack()
         model.__dict__[_NAME] = self
-        means.apply(model, optimizer, self._undo, left, method=method, place=place, **given)
+        technique.apply(model, optimizer, self._undo, left, method=method, place=place, **given)
         if in_backward is not None and condition is not None:
             in_backward.accumulate_when(condition)
         # Of an optimizer that wraps another the hooks run before its step has ended.
@@ -102,12 +102,18 @@ class Applied:
         if tells_steps and predicted is not None and _parts.native("memory"):
             assert optimizer is not None
             # From its third step on remat without a budget follows a plan.
-            number = 3 if means.remat else 2
+            number = 3 if technique.remat else 2
             self._undo.callback(_Peak(model, optimizer, number, self._compare).close)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the model has the means, and nothing that could undo them."""
+        """A copy of the model has the technique, and nothing that could undo it."""
         return type(None), ()
+
+    @property
+    def means(self) -> str:
+        """The technique, under the name that this attribute had until 0.3."""
+        warn_of_means("what fit() returns", 3)
+        return self.technique
 
     def undo(self) -> None:
         """Makes model and optimizer what they were; a second call does nothing.
@@ -141,7 +147,7 @@ class Applied:
     def __str__(self) -> str:
         peak = "not known" if self.predicted is None else format_bytes(self.predicted)
         lines = [
-            "nothing is changed" if self.means == "as built" else self.means,
+            "nothing is changed" if self.technique == "as built" else self.technique,
             f"predicted peak {peak}, budget {format_bytes(self.budget)}",
             f"costs {self.cost}",
         ]
@@ -169,7 +175,7 @@ class Applied:
             return
         warnings.warn(
             f"memsave_ext: a step had a peak of {format_bytes(measured)} with "
-            f"{self.means}, where {format_bytes(self.predicted)} was predicted "
+            f"{self.technique}, where {format_bytes(self.predicted)} was predicted "
             f"({measured / self.predicted - 1:+.1%}), of a budget of {format_bytes(self.budget)}. "
             "A batch of another size, or what the loop makes besides the model, its optimizer and "
             "its loss, makes such a difference.",
@@ -179,12 +185,12 @@ class Applied:
 
 
 def apply(
-    means: Techniques, model: Any, optimizer: Any, *arguments: Any, **options: Any
+    technique: Techniques, model: Any, optimizer: Any, *arguments: Any, **options: Any
 ) -> Applied:
-    """Checks a model and its optimizer, and applies the means to them; see :class:`Applied`.
+    """Checks a model and its optimizer, and applies the technique to them; see :class:`Applied`.
 
     Raises:
-        TypeError, ValueError: what :func:`check` says; the means do not apply.
+        TypeError, ValueError: what :func:`check` says; the technique does not apply.
     """
     inside = check("apply", model, optimizer)
     check_options("apply", options)
@@ -193,9 +199,9 @@ def apply(
         options["grad_scaler"] = scaler
     with undone_by_errors(model):
         try:
-            made = Applied(means, model, inside, *arguments, **options)
+            made = Applied(technique, model, inside, *arguments, **options)
         except (ValueError, RuntimeError) as error:
-            raise ValueError(f"apply: {means.name} does not apply: {error}") from error
+            raise ValueError(f"apply: {technique.name} does not apply: {error}") from error
         if scaler is not None:
             # With a scaler accelerate keeps the optimizer's step(), which is another one now.
             made.after_undo(functools.partial(optimizer.__setstate__, {}))
@@ -221,8 +227,8 @@ def check(who: str, model: Any, optimizer: Any) -> Optimizer | None:
 
     Raises:
         TypeError: model or optimizer is none.
-        ValueError: means are applied to the model already; it is wrapped for several processes or
-            replicas, sharded or compiled.
+        ValueError: a technique is applied to the model already; it is wrapped for several processes
+            or replicas, sharded or compiled.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{who}: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -233,8 +239,8 @@ def check(who: str, model: Any, optimizer: Any) -> Optimizer | None:
         )
     if applied_to(model) is not None:
         raise ValueError(
-            f"{who}: means are applied to this {type(model).__name__} already: undo() what was "
-            "returned then"
+            f"{who}: a technique is applied to this {type(model).__name__} already: undo() what "
+            "was returned then"
         )
     for module in model.modules():
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
@@ -267,7 +273,7 @@ def check(who: str, model: Any, optimizer: Any) -> Optimizer | None:
 
 def check_options(who: str, options: Mapping[str, Any]) -> None:
     """Raises TypeError or ValueError for wrong options of an optimizer that steps in backward,
-    which may not be needed: the least means that fit are not known before."""
+    which may not be needed: the cheapest technique that fits is not known before."""
     condition, norm, scaler = map(options.get, ("accumulate_when", "max_grad_norm", "grad_scaler"))
     if condition is not None and not callable(condition):
         raise TypeError(

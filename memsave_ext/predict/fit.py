@@ -1,4 +1,4 @@
-"""Makes the training of a real model fit: predicts what it needs, applies the cheapest means."""
+"""Makes the training of a real model fit: predicts it, and applies the cheapest technique."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .applied import Applied, apply, check, check_options, undone_by_errors
 from .batch import Forward, Loss, checked_others, from_batch, tensors_of
 from .fits import Fit, evaluation_peak, search
 from .predict import check_timeout
-from .techniques import ALL, Techniques, named
+from .techniques import ALL, Techniques, named, technique_of
 
 # Without a budget remat has its plan from the third step on; with one it costs no more.
-_WITHIN = [means for means in ALL if not means.remat]
+_WITHIN = [technique for technique in ALL if not technique.remat]
 
 
 def fit(
@@ -37,7 +37,7 @@ def fit(
     *,
     budget: str | int,
     loss: Loss | None = None,
-    means: str | None = None,
+    technique: str | None = None,
     in_backward: bool = True,
     micro_batches: int = 1,
     accumulate_when: Callable[[], object] | None = None,
@@ -47,9 +47,10 @@ def fit(
     offload: Offload | None = None,
     verbose: bool = True,
     timeout: float | None = None,
+    means: str | None = None,
 ) -> Applied:
-    """Makes training steps fit into a budget: predicts them, and applies the cheapest means that
-    fits to the model and its optimizer, in place::
+    """Makes training steps fit into a budget: predicts them, and applies the cheapest technique
+    that fits to the model and its optimizer, in place::
 
         fitted = ms.fit(model, optimizer, batch, budget="24GB", loss=my_loss)
         for batch in batches:              # the loop stays as it is
@@ -59,9 +60,9 @@ def fit(
         fitted.undo()                      # model and optimizer are what they were
 
     It predicts on fake tensors in child processes, as :func:`memory.predict`: nothing is allocated,
-    and neither model, gradients nor random numbers are touched before means are applied. What is
-    applied is printed: the means, the predicted peak and the cost; and whether an evaluation of
-    the batch, or a resume, would need more than the budget. Where the peak of the second step is
+    and neither model, gradients nor random numbers are touched before a technique is applied. What
+    is applied is printed: the technique, the predicted peak and the cost; and whether an evaluation
+    of the batch, or a resume, would need more than the budget. Where the peak of the second step is
     more than 2 % off the predicted one, a warning says so.
 
     Args:
@@ -75,8 +76,8 @@ def fit(
             model and its optimizer hold and nine tenths of what is free.
         loss: makes the loss of what the model returns, or, where it has a second argument, of that
             and the batch; None takes its ``loss``, or a result of one number.
-        means: the name of means to apply, as :func:`memory.fits` has them, in place of the cheapest
-            that fits.
+        technique: the name of the one to apply, as :func:`memory.fits` has them, in place of the
+            cheapest that fits.
         in_backward: whether the optimizer may step in backward, which leaves no gradients to clip
             or to look at.
         micro_batches: how many backwards a step has. With an optimizer in backward say which is the
@@ -90,6 +91,7 @@ def fit(
         offload: as of :func:`memory.fits`.
         verbose: whether to print these lines.
         timeout: the most seconds that each prediction may take, as of :func:`memory.predict`.
+        means: the name that ``technique`` had until 0.3.
 
     Returns:
         A handle with what the loop must use, the figures, and ``undo()``.
@@ -97,7 +99,8 @@ def fit(
     Raises:
         torch.OutOfMemoryError: nothing fits. It says what was tried, and the least.
         TypeError, ValueError: an argument is not as said above; the model is wrapped for several
-            processes, compiled, or has means applied to it already; the named means do not apply.
+            processes, compiled, or has a technique applied to it already; the named technique does
+            not apply.
         RuntimeError: the step cannot be predicted; see :func:`memory.predict`.
     """
     options = {
@@ -105,20 +108,21 @@ def fit(
         "max_grad_norm": max_grad_norm,
         "grad_scaler": grad_scaler,
     }
+    technique = technique_of("fit", technique, means)
     check_bool("fit: in_backward", in_backward)
     check_timeout("fit", timeout)
     reason = "" if in_backward else "in_backward=False"
     with undone_by_errors(model):
         made = fitted(
-            model, optimizer, batch, budget, loss=loss, means=means, refused=reason,
+            model, optimizer, batch, budget, loss=loss, technique=technique, refused=reason,
             micro_batches=micro_batches, verbose=verbose, others=others, place=offload,
             options=options, timeout=timeout,
         )  # fmt: skip
         if max_grad_norm is not None and not made.steps_in_backward:
             warnings.warn(
                 f"memsave_ext: fit: max_grad_norm={max_grad_norm!r} is for an optimizer that steps "
-                f"in backward, and nothing does so with {made.means}: gradients are clipped by the "
-                "loop, or not at all",
+                f"in backward, and nothing does so with {made.technique}: gradients are clipped by "
+                "the loop, or not at all",
                 UserWarning,
                 stacklevel=2,
             )
@@ -132,7 +136,7 @@ def fitted(
     budget: str | int | Budget,
     *,
     loss: Loss | None = None,
-    means: str | None = None,
+    technique: str | None = None,
     refused: str = "",
     micro_batches: int = 1,
     verbose: bool = True,
@@ -156,7 +160,7 @@ def fitted(
     check_options("fit", options)
     others = checked_others("fit", others)
     check_count("fit: micro_batches", micro_batches, 1)
-    among = _WITHIN if means is None else (named("fit", means),)
+    among = _WITHIN if technique is None else (named("fit", technique),)
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     if device.type not in ("cpu", "cuda"):
@@ -183,7 +187,7 @@ def fitted(
             build, limit, device=device, among=among, refused=refused, method=method, place=place,
             others=beside, timeout=timeout,
         )  # fmt: skip
-    chosen = found.cheapest if means is None else found.rows[0]
+    chosen = found.cheapest if technique is None else found.rows[0]
     if chosen is None:
         raise torch.OutOfMemoryError(found.sentence("fit"))
     if chosen.peak is None:
@@ -211,20 +215,20 @@ def fitted(
 
 
 def _resume_bytes(
-    means: Techniques, model: nn.Module, optimizer: Optimizer | None, row: Fit
+    technique: Techniques, model: nn.Module, optimizer: Optimizer | None, row: Fit
 ) -> int:
     """Returns what model, checkpoint and states need while a checkpoint is loaded as a whole.
 
     A checkpoint has states of float32; where smaller ones are kept, it is there beside them.
 
     Args:
-        means: that are applied to model and optimizer.
-        row: of these means.
+        technique: that is applied to model and optimizer.
+        row: of this technique.
     """
     assert row.at_peak is not None
     weights = bytes_held([*model.parameters(), *model.buffers()])
     needed = 2 * weights + row.at_peak["optimizer"]
-    if optimizer is not None and means.state_dtype is not None:
+    if optimizer is not None and technique.state_dtype is not None:
         needed += sum(
             p.numel() * torch.float32.itemsize * len(rule_of(group).moments)
             for group in optimizer.param_groups
@@ -234,10 +238,10 @@ def _resume_bytes(
     return needed
 
 
-def check_request(who: str, budget: object, means: str | None) -> Budget:
-    """Returns the budget; raises TypeError or ValueError where it, or a name of means, is none."""
-    if means is not None:
-        named(who, means)
+def check_request(who: str, budget: object, technique: str | None) -> Budget:
+    """Returns the budget; raises TypeError or ValueError where it, or the technique, is none."""
+    if technique is not None:
+        named(who, technique)
     return read_budget(who, budget)
 
 

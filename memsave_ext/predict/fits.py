@@ -38,7 +38,7 @@ from .applied import Applied, apply
 from .batch import FromBatch
 from .picture import plot_fits
 from .predict import PredictedStep, Told, check_timeout, device_of, result_of, start
-from .techniques import ALL, Techniques, named
+from .techniques import ALL, Techniques, named, technique_of
 
 _MOST = 1 << 20  # the largest batch that is asked for
 _HELP = """
@@ -89,7 +89,7 @@ class Fits:
         device: the device that was predicted for.
         batch: the batch that peaks are of; None where ``build`` takes none.
         largest: the largest tensors at the lowest peak.
-        offload: the place where means may move memory to; None for nowhere.
+        offload: the place where techniques may move memory to; None for nowhere.
         others: bytes of every peak that are other models', as :attr:`PredictedStep.others`.
         hints: what else would lower that peak, by a change of the model's code: a sentence each.
     """
@@ -134,7 +134,7 @@ class Fits:
             for row in self.rows
         ]
         more = ["moved", "copies take"] if moves else []
-        columns = ["means", "peak", "fits", "largest batch", *more, "cost"]
+        columns = ["technique", "peak", "fits", "largest batch", *more, "cost"]
         title = f"{self._title()}, in a budget of {format_bytes(self.budget)}"
         print_table(title, columns, cells, file)
         print(self.verdict(), file=file)
@@ -142,7 +142,7 @@ class Fits:
             print(line, file=file)
 
     def not_applied(self) -> Iterator[str]:
-        """Yields a sentence for each reason why means were not tried."""
+        """Yields a sentence for each reason why techniques were not tried."""
         reasons: dict[str, list[str]] = {}
         for row in self.rows:
             if row.peak is None:
@@ -150,7 +150,7 @@ class Fits:
         for reason, names in reasons.items():
             yield f"Not tried: {'; '.join(names)} ({reason})."
         if self.rows[-1].fits and self.rows[-1].name != ALL[-1].name:
-            yield "What costs more was not tried; every=True, or --every, tries it, too."
+            yield "More expensive techniques were skipped; every=True, or --every, tries them, too."
 
     def verdict(self) -> str:
         """Returns the cheapest that fits, or what holds the memory."""
@@ -189,20 +189,21 @@ class Fits:
         self,
         model: nn.Module,
         optimizer: Optimizer | None = None,
-        means: str | None = None,
+        technique: str | None = None,
         *,
         accumulate_when: Callable[[], object] | None = None,
         max_grad_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
+        means: str | None = None,
     ) -> Applied:
-        """Applies the cheapest means that fits to a real model and its optimizer, in place.
+        """Applies the cheapest technique that fits to a real model and its optimizer, in place.
 
         Args:
             model: a model such as was predicted.
             optimizer: its optimizer; None for a loop without states.
-            means: the name of a row to apply in place of the cheapest that fits, whether it fits or
-                not.
-            accumulate_when, max_grad_norm, grad_scaler: as of :func:`memsave_ext.fit`.
+            technique: the name of a row to apply in place of the cheapest that fits, whether it
+                fits or not.
+            accumulate_when, max_grad_norm, grad_scaler, means: as of :func:`memsave_ext.fit`.
 
         Returns:
             A handle with what the loop must use, and ``undo()``.
@@ -210,12 +211,13 @@ class Fits:
         Raises:
             torch.OutOfMemoryError: nothing fits. It says what was tried, and the least.
             TypeError, ValueError: an argument is not as said above; the model is wrapped for
-                several processes, compiled, or has means applied to it already; the named means do
-                not apply.
+                several processes, compiled, or has a technique applied to it already; the named
+                technique does not apply.
         """
-        if means is None and self.cheapest is None:
+        technique = technique_of("apply", technique, means)
+        if technique is None and self.cheapest is None:
             raise torch.OutOfMemoryError(self.sentence("apply"))
-        chosen = named("apply", means or self.cheapest.name)  # type: ignore[union-attr]
+        chosen = named("apply", technique or self.cheapest.name)  # type: ignore[union-attr]
         row = next((row for row in self.rows if row.name == chosen.name), None)
         if row is not None and row.peak is None:
             raise ValueError(f"apply: {row.name} does not apply: {row.reason}")
@@ -277,9 +279,9 @@ def fits(
         batch: the batch size whose peaks are shown, if ``build`` takes one.
         device: the device to predict for.
         every: whether what costs more than the first that fits is tried, too.
-        offload: as of :func:`remat`, a folder on the CPU and ``"cpu"`` on CUDA: means that move
-            memory there are tried, too. Bytes that lie there and the time of copies, on CUDA at
-            PCIe 4's 25 GB/s, are told beside the peak.
+        offload: as of :func:`remat`, a folder on the CPU and ``"cpu"`` on CUDA: techniques that
+            move memory there are tried, too. Bytes that lie there and the time of copies, on CUDA
+            at PCIe 4's 25 GB/s, are told beside the peak.
         progress: whether to show on stderr what is tried now, with a bar where tqdm is installed;
             None: where it is a terminal.
         timeout: the most seconds that each prediction may take, as of :func:`predict`.
@@ -295,7 +297,7 @@ def fits(
     if isinstance(build, nn.Module):
         raise TypeError(
             "fits: build must be a function that returns (model, optimizer or None, step), got a "
-            f"model, {type(build).__name__}: the means are applied to one that the function makes"
+            f"model, {type(build).__name__}: a technique is applied to one that the function makes"
         )
     if not callable(build):
         raise TypeError(f"fits: build must be a function, got {type(build).__name__}")
@@ -588,7 +590,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         "--every", action="store_true", help="try also what costs more than the first that fits"
     )
     parser.add_argument(
-        "--offload", metavar="FOLDER", help="try also means that move memory to files in it"
+        "--offload", metavar="FOLDER", help="try also techniques that move memory to files in it"
     )
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     return parser

@@ -1,4 +1,4 @@
-"""Draws which means make a step fit: a bar for each, the budget's line, and what each costs."""
+"""Draws which techniques make a step fit: a bar for each, the budget, and what each costs."""
 
 from __future__ import annotations
 

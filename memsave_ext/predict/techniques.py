@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -206,7 +207,25 @@ def named(who: str, name: object) -> Techniques:
         if techniques.name == name:
             return techniques
     names = ", ".join(repr(techniques.name) for techniques in ALL)
-    raise ValueError(f"{who}: means must be None or one of {names}; got {name!r}")
+    raise ValueError(f"{who}: technique must be None or one of {names}; got {name!r}")
+
+
+def technique_of(who: str, technique: str | None, means: str | None) -> str | None:
+    """Returns the name of a technique, also where it was given as ``means``, as until 0.3."""
+    if means is None:
+        return technique
+    if technique is not None:
+        raise TypeError(f"{who}: means is the old name of technique: leave it out")
+    warn_of_means(who, 4)
+    return means
+
+
+def warn_of_means(who: str, stacklevel: int) -> None:
+    warnings.warn(
+        f"memsave_ext: means of {who} is called technique now; later versions have no means",
+        FutureWarning,
+        stacklevel=stacklevel,
+    )
 
 
 def _head_in_chunks(model: nn.Module) -> Callable[[], None]:

@@ -78,8 +78,8 @@ class remat:  # noqa: N801, a context manager is used like a function
             groups; on CUDA of what the caching allocator has and what the device has free, without
             pieces of segments in use. "auto" is what counts already and nine tenths of what is
             free: the rest is for memory that does not count.
-            Where it is less than the least possible, a warning says so once, and the step runs with
-            the least.
+            Where it is less than the minimum, a warning says so once, and the step runs at the
+            minimum.
         optimizer: one or several optimizers that are not this package's: their states count, too.
         strict: with too small a budget, a step that has a plan raises torch.OutOfMemoryError at its
             first saved tensor, in place of the warning.
@@ -330,13 +330,13 @@ class remat:  # noqa: N801, a context manager is used like a function
             return f"Peak {peak}; the first step of this shape, which is measured: {why}"
         waiting = figures["waiting"]
         line = (
-            f"Peak {peak} of a budget of {budget}; the least for these shapes is {least}; "
+            f"Peak {peak} of a budget of {budget}; the minimum for these shapes is {least}; "
             f"recomputing is planned to take {format_seconds(figures['plan'][1] - waiting)}"
         )
         if waiting:
             line += f", and waiting for what is moved {format_seconds(waiting)}"
         if limit := self._limit(recorder):
-            line += f"\nThe least is needed in {describe_limit(limit)}"
+            line += f"\nThe minimum is needed in {describe_limit(limit)}"
         if deviation := recorder.deviation():
             line += f"\n{_describe(*deviation)}"
         return line

@@ -17,8 +17,8 @@ PLANNED = (
 VERDICTS = (
     DROPPED,
     INPUT,
-    "cannot be repeated, or was not seen",
-    "bound by arithmetic",
+    "not recomputable",
+    "too expensive (matmul, convolution)",
     "would gain too little",
     "the budget has room for it",
     MOVED,

@@ -106,9 +106,9 @@ def warn_of_least(recorder: Recorder, limit: Limit, on_cuda: bool) -> None:
     least, budget = format_bytes(figures["least"]), format_bytes(figures["budget"])
     means = ", ".join(f"{name} ({format_bytes(size)})" for name, size in means_of(limit, on_cuda))
     warnings.warn(
-        f"remat: the budget of {budget} is less than the least possible for these shapes, {least}. "
-        f"That is needed in {describe_limit(limit)}. The step runs with the least. To go lower, "
-        f"with about so much less at that moment: {means}. See report().",
+        f"remat: the budget of {budget} is less than the minimum for these shapes, {least}, which "
+        f"is needed in {describe_limit(limit)}. Running at the minimum. To lower the peak, in "
+        f"brackets by about how much: {means}. See report().",
         UserWarning,
         stacklevel=4,
     )
@@ -138,6 +138,6 @@ def write_limit(limit: Limit, names: Sequence[str], on_cuda: bool, top: int, tex
         rest = format_bytes(sum(row[3] for row in shown[top:]))
         cells.append((f"{len(shown) - top} more", "-", "-", rest))
     columns = ["what", "module", "operator", "memory"]
-    print_table("What holds the least", columns, cells, text)
+    print_table("What the minimum holds", columns, cells, text)
     means = [(name, format_bytes(size)) for name, size in means_of(limit, on_cuda)]
-    print_table("What would lower it", ["means", "about so much less then"], means, text)
+    print_table("What would lower it", ["technique", "saves about"], means, text)
