@@ -21,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 GB = "1GB"
 IN_BACKWARD = "optimizer in backward"
 SMALL = "checkpoint by block, Adam in backward, 8-bit states"
+TECHNIQUES = [IN_BACKWARD, "remat within the budget", "checkpoint by block"]
 
 
 def gpt2():
@@ -70,8 +71,8 @@ class Run:
             assert torch.equal(one, two)
 
 
-def fit(budget=GB, means=None, **options):
-    return ms.integrations.transformers.Fit(budget, means=means, verbose=False, **options)
+def fit(budget=GB, technique=None, **options):
+    return ms.integrations.transformers.Fit(budget, technique=technique, verbose=False, **options)
 
 
 CASES = {
@@ -82,43 +83,43 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("means", [IN_BACKWARD, "remat within the budget"])
+@pytest.mark.parametrize("technique", [IN_BACKWARD, "remat within the budget"])
 @pytest.mark.parametrize("arguments", CASES.values(), ids=CASES)
-def test_the_trainers_own_arguments(tmp_path, arguments, means):
-    if "remat" in means and not ms._native.available:
+def test_the_trainers_own_arguments(tmp_path, arguments, technique):
+    if "remat" in technique and not ms._native.available:
         pytest.skip("remat is native")
     runs = []
-    for callback in (None, fit(means=means)):
+    for callback in (None, fit(technique=technique)):
         run = Run(tmp_path, callback, **arguments)
         run.trainer.eval_dataset = rows()[:2]
         runs.append(run.train())
-    assert callback.fitted.means == means
-    assert callback.fitted.steps_in_backward == ("backward" in means)
+    assert callback.fitted.technique == technique
+    assert callback.fitted.steps_in_backward == ("backward" in technique)
     assert not ms._native.available or callback.fitted.measured is not None
     runs[1].assert_same(runs[0])
-    if means == IN_BACKWARD:
+    if technique == IN_BACKWARD:
         assert all(p.grad is None for p in runs[1].model.parameters())
         assert isinstance(runs[1].trainer.optimizer.optimizer, ms.adam.step_in_backward.InBackward)
 
 
 def test_its_clipping_stays_or_is_taken_over(tmp_path):
     plain = Run(tmp_path, max_grad_norm=0.1).train()
-    probe = fit(means="as built")
+    probe = fit(technique="as built")
     Run(tmp_path, probe).train()
     # It stays where nothing steps in backward.
     callback = fit(int(0.9 * probe.fitted.predicted))
     run = Run(tmp_path, callback, max_grad_norm=0.1).train()
-    assert not callback.fitted.steps_in_backward and callback.fitted.means != "as built"
+    assert not callback.fitted.steps_in_backward and callback.fitted.technique != "as built"
     assert run.losses == pytest.approx(plain.losses, rel=1e-6)
     # It is refused before the first step where that would not do.
-    least = fit(means="optimizer in backward")
+    least = fit(technique="optimizer in backward")
     with pytest.raises(ValueError, match="the Trainer clips by the norm of all gradients"):
         Run(tmp_path, least, max_grad_norm=0.1).train()
     told = r"fit: Nothing fits.*Not tried: .*max_grad_norm=0 of Training"
     with pytest.raises(torch.OutOfMemoryError, match=told):
         Run(tmp_path, fit("10kB"), max_grad_norm=0.1).train()
     # Or each parameter's gradient is clipped, as by its own optimizer.
-    callback = fit(means="Adam in backward", clip_each=True)
+    callback = fit(technique="Adam in backward", clip_each=True)
     run = Run(tmp_path, callback, max_grad_norm=0.1)
     seen = []
     run.model.transformer.wte.register_forward_pre_hook(
@@ -138,14 +139,14 @@ def test_its_clipping_stays_or_is_taken_over(tmp_path):
     assert written.train().losses == pytest.approx(run.losses, rel=1e-6)
 
 
-@pytest.mark.parametrize("means", [IN_BACKWARD, SMALL])
-def test_resuming(tmp_path, means):
-    whole = Run(tmp_path, fit(means=means), save_strategy="steps", save_steps=2).train()
-    resumed = Run(tmp_path, fit(means=means))
+@pytest.mark.parametrize("technique", [IN_BACKWARD, SMALL])
+def test_resuming(tmp_path, technique):
+    whole = Run(tmp_path, fit(technique=technique), save_strategy="steps", save_steps=2).train()
+    resumed = Run(tmp_path, fit(technique=technique))
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    resumed.assert_same(whole) if means == IN_BACKWARD else None
+    resumed.assert_same(whole) if technique == IN_BACKWARD else None
     assert resumed.losses == pytest.approx(whole.losses, rel=1e-5)
-    assert isinstance(resumed.trainer.optimizer.optimizer, ms.AdamW) == (means == SMALL)
+    assert isinstance(resumed.trainer.optimizer.optimizer, ms.AdamW) == (technique == SMALL)
     # Without Fit the states are those of torch's optimizer.
     saved = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt")
     assert {*saved["state"][0]} == {"step", "exp_avg", "exp_avg_sq"}
@@ -162,9 +163,9 @@ def steps_nothing(model, loss):
     model.zero_grad()
 
 
-@pytest.mark.parametrize("means", [IN_BACKWARD, SMALL])
-def test_nothing_steps_after_the_training(tmp_path, means):
-    run = Run(tmp_path, fit(means=means)).train()
+@pytest.mark.parametrize("technique", [IN_BACKWARD, SMALL])
+def test_nothing_steps_after_the_training(tmp_path, technique):
+    run = Run(tmp_path, fit(technique=technique)).train()
     batch = {name: row[None] for name, row in rows()[0].items()}
     steps_nothing(run.model, lambda: run.model(**batch).loss)
     before = [p.detach().clone() for p in run.model.parameters()]
@@ -173,14 +174,14 @@ def test_nothing_steps_after_the_training(tmp_path, means):
     steps_nothing(run.model, lambda: run.model(**batch).loss)
 
 
-@pytest.mark.parametrize("means", [IN_BACKWARD, SMALL])
-def test_nothing_steps_after_a_training_that_raised(tmp_path, means):
+@pytest.mark.parametrize("technique", [IN_BACKWARD, SMALL])
+def test_nothing_steps_after_a_training_that_raised(tmp_path, technique):
     class Interrupt(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **_):
             if state.global_step == 2:
                 raise KeyboardInterrupt
 
-    run = Run(tmp_path, fit(means=means, clip_each=True), max_grad_norm=0.5)
+    run = Run(tmp_path, fit(technique=technique, clip_each=True), max_grad_norm=0.5)
     interrupt = Interrupt()
     run.trainer.add_callback(interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -214,14 +215,14 @@ def test_a_batch_that_does_not_fit_is_tried_again_by_accelerate():
 def test_training_twice(tmp_path):
     plain = Run(tmp_path)
     plain.train().train()
-    callback = fit(means=IN_BACKWARD)
+    callback = fit(technique=IN_BACKWARD)
     run = Run(tmp_path, callback).train()
     first = callback.fitted
     run.train()
     assert callback.fitted is first
     run.assert_same(plain)
     # Another Trainer for the same model.
-    other = fit(means="checkpoint by block")
+    other = fit(technique="checkpoint by block")
     again = Run(tmp_path, other, model=run.model).train()
     assert other.fitted is not first and len(again.losses) == 4
     assert type(first.optimizer) is torch.optim.AdamW
@@ -236,7 +237,7 @@ def test_a_model_with_hooks_is_called_once(tmp_path):
         calls[name] += 1
 
     runs = []
-    for callback in (None, fit(means="loss head in chunks")):
+    for callback in (None, fit(technique="loss head in chunks")):
         run = Run(tmp_path, callback)
         run.model.register_forward_pre_hook(lambda *_: counted("before"))
         run.model.register_forward_hook(lambda *_: counted("after"))
@@ -247,15 +248,17 @@ def test_a_model_with_hooks_is_called_once(tmp_path):
     assert runs[1].losses[0] != 0
 
 
-@pytest.mark.parametrize("means", ["loss head in chunks", "checkpoint by block, " + IN_BACKWARD])
-def test_adapters_of_peft(tmp_path, means):
+@pytest.mark.parametrize(
+    "technique", ["loss head in chunks", "checkpoint by block, " + IN_BACKWARD]
+)
+def test_adapters_of_peft(tmp_path, technique):
     peft = library("peft")
     runs = []
-    for callback in (None, fit(means=means)):
+    for callback in (None, fit(technique=technique)):
         config = peft.LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.1)
         runs.append(Run(tmp_path, callback, model=peft.get_peft_model(gpt2(), config)).train())
-    assert callback.fitted.means == means
-    if "head" in means:
+    assert callback.fitted.technique == technique
+    if "head" in technique:
         assert runs[1].losses == pytest.approx(runs[0].losses, rel=1e-4)
     else:
         runs[1].assert_same(runs[0])
@@ -284,10 +287,10 @@ def test_wrong_use(tmp_path):
         with pytest.raises(TypeError, match="the model returned no loss. Give loss"):
             Run(tmp_path, fit(), **option).train()
     stand_in = fit(
-        means="checkpoint by block", loss=lambda outputs: outputs.logits.logsumexp(-1).mean()
+        technique="checkpoint by block", loss=lambda outputs: outputs.logits.logsumexp(-1).mean()
     )
     Run(tmp_path, stand_in, compute_loss_func=custom).train()
-    assert stand_in.fitted.means == "checkpoint by block"
+    assert stand_in.fitted.technique == "checkpoint by block"
 
 
 class Net:
@@ -335,8 +338,8 @@ def lightning(callback=None, net=None, resume=None, **options):
     return net, trainer
 
 
-def lightning_fit(budget=GB, means=None, **options):
-    return ms.integrations.lightning.Fit(budget, means=means, verbose=False, **options)
+def lightning_fit(budget=GB, technique=None, **options):
+    return ms.integrations.lightning.Fit(budget, technique=technique, verbose=False, **options)
 
 
 LIGHTNING_CASES = {
@@ -346,15 +349,15 @@ LIGHTNING_CASES = {
 }
 
 
-@pytest.mark.parametrize("means", [IN_BACKWARD, "remat within the budget", "checkpoint by block"])
+@pytest.mark.parametrize("technique", TECHNIQUES)
 @pytest.mark.parametrize("options", LIGHTNING_CASES.values(), ids=LIGHTNING_CASES)
-def test_lightnings_own_arguments(options, means):
-    if "remat" in means and not ms._native.available:
+def test_lightnings_own_arguments(options, technique):
+    if "remat" in technique and not ms._native.available:
         pytest.skip("remat is native")
     plain, _ = lightning(**options)
-    callback = lightning_fit(means=means)
+    callback = lightning_fit(technique=technique)
     net, _ = lightning(callback, **options)
-    assert callback.fitted.means == means and len(net.losses) == 5
+    assert callback.fitted.technique == technique and len(net.losses) == 5
     if ms._native.available and not options:  # gradients of the step before are there in forward
         assert callback.fitted.measured == pytest.approx(callback.fitted.predicted, rel=0.02)
     assert net.losses == plain.losses
@@ -364,12 +367,12 @@ def test_lightnings_own_arguments(options, means):
 
 def test_lightnings_clipping_and_refusals():
     plain, _ = lightning(gradient_clip_val=0.1)
-    callback = lightning_fit(means="checkpoint by block")
+    callback = lightning_fit(technique="checkpoint by block")
     net, _ = lightning(callback, gradient_clip_val=0.1)
     assert net.losses == plain.losses
     with pytest.raises(ValueError, match="the Trainer clips gradients, by gradient_clip_val or by"):
-        lightning(lightning_fit(means=IN_BACKWARD), gradient_clip_val=0.1)
-    callback = lightning_fit(means=IN_BACKWARD, clip_each=True)
+        lightning(lightning_fit(technique=IN_BACKWARD), gradient_clip_val=0.1)
+    callback = lightning_fit(technique=IN_BACKWARD, clip_each=True)
     _, trainer = lightning(callback, gradient_clip_val=0.1)
     assert trainer.gradient_clip_val == 0.1 and callback.fitted.steps_in_backward
     assert trainer.optimizers[0].param_groups[0]["max_grad_norm"] == 0.1
@@ -384,7 +387,7 @@ def test_lightnings_clipping_and_refusals():
         args[0], gradient_clip_val=0.1, gradient_clip_algorithm="norm"
     )
     with pytest.raises(ValueError, match=r"or by the module's own configure_gradient_clipping\(\)"):
-        lightning(lightning_fit(means=IN_BACKWARD), clipping)
+        lightning(lightning_fit(technique=IN_BACKWARD), clipping)
     none = Net()
     none.configure_optimizers = lambda: None
     with pytest.raises(ValueError, match="Fit: the module has 0 optimizers, not one"):
@@ -402,7 +405,7 @@ def test_nothing_steps_after_lightnings_training(raises):
             if raises and batch_idx == 2:
                 raise ZeroDivisionError
 
-    net, callback = Net(), lightning_fit(means=IN_BACKWARD)
+    net, callback = Net(), lightning_fit(technique=IN_BACKWARD)
     with pytest.raises(ZeroDivisionError) if raises else contextlib.nullcontext():
         lightning([callback, Ends()], net)
     assert callback.fitted.steps_in_backward and len(net.losses) == (3 if raises else 5)
@@ -414,9 +417,9 @@ def test_nothing_steps_after_lightnings_training(raises):
     steps_nothing(net, loss)
 
 
-@pytest.mark.parametrize("means", [IN_BACKWARD, "remat within the budget", "checkpoint by block"])
-def test_lightning_with_an_argument_of_another_name(means):
-    if "remat" in means and not ms._native.available:
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_lightning_with_an_argument_of_another_name(technique):
+    if "remat" in technique and not ms._native.available:
         pytest.skip("remat is native")
 
     def nets():
@@ -426,12 +429,12 @@ def test_lightning_with_an_argument_of_another_name(means):
         return net
 
     plain, _ = lightning(None, nets())
-    net, _ = lightning(lightning_fit(means=means), nets())
+    net, _ = lightning(lightning_fit(technique=technique), nets())
     assert net.losses == plain.losses
 
 
 def test_lightnings_search_of_a_rate():
-    plain, callback = Net(), lightning_fit(means=IN_BACKWARD)
+    plain, callback = Net(), lightning_fit(technique=IN_BACKWARD)
     net = Net()
     for one, fit in ((plain, None), (net, callback)):
         one.lr = 1e-3
@@ -453,10 +456,10 @@ def test_lightnings_search_of_a_rate():
     assert net.losses[-5:] == plain.losses[-5:]
 
 
-@pytest.mark.parametrize("means", [IN_BACKWARD, SMALL])
-def test_lightning_again_and_resumed(means, tmp_path):
-    whole, _ = lightning(lightning_fit(means=means), max_epochs=2)
-    callback = lightning_fit(means=means)
+@pytest.mark.parametrize("technique", [IN_BACKWARD, SMALL])
+def test_lightning_again_and_resumed(technique, tmp_path):
+    whole, _ = lightning(lightning_fit(technique=technique), max_epochs=2)
+    callback = lightning_fit(technique=technique)
     net, trainer = lightning(callback)
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     saved = torch.load(tmp_path / "one.ckpt", weights_only=False)
@@ -489,9 +492,9 @@ class Loop:
         self.net, self.optimizer, self.data = self.accelerator.prepare(self.net, optimizer, data)
         self.losses = []
 
-    def fit(self, means, **options):
+    def fit(self, technique, **options):
         return ms.fit(
-            self.net, self.optimizer, next(iter(self.data)), budget=GB, means=means,
+            self.net, self.optimizer, next(iter(self.data)), budget=GB, technique=technique,
             loss=lambda y: y.square().mean(), verbose=False,
             micro_batches=self.accelerator.gradient_accumulation_steps,
             accumulate_when=lambda: not self.accelerator.sync_gradients, **options,
@@ -509,29 +512,31 @@ class Loop:
         return self
 
 
-@pytest.mark.parametrize("means", [IN_BACKWARD, "remat within the budget", SMALL])
+@pytest.mark.parametrize("technique", [IN_BACKWARD, "remat within the budget", SMALL])
 @pytest.mark.parametrize("case", ["each batch", "accumulation", "bfloat16", "scaler"])
-def test_accelerate(case, means):
-    if "remat" in means and not ms._native.available:
+def test_accelerate(case, technique):
+    if "remat" in technique and not ms._native.available:
         pytest.skip("remat is native")
     options = {"micro_batches": 2} if case == "accumulation" else {}
     if case == "bfloat16":
         options["mixed_precision"] = "bf16"
     loops = []
-    for chosen in (None, means):
+    for chosen in (None, technique):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024) if case == "scaler" else None
         loop = Loop(scaler, **options)
         fitted = loop.fit(chosen) if chosen else None
         loops.append(loop.run())
         assert not scaler or not loop.optimizer.step_was_skipped
     plain, loop = loops
-    assert loop.losses == (plain.losses if means != SMALL else pytest.approx(plain.losses, rel=0.1))
+    close = pytest.approx(plain.losses, rel=0.1)
+    assert loop.losses == (plain.losses if technique != SMALL else close)
     assert type(loop.optimizer.optimizer).__name__ == "AdamW"
     fitted.undo()
     assert type(loop.optimizer.optimizer) is torch.optim.AdamW
     loop.run()
     plain.run()
-    assert loop.losses == (plain.losses if means != SMALL else pytest.approx(plain.losses, rel=0.3))
+    close = pytest.approx(plain.losses, rel=0.3)
+    assert loop.losses == (plain.losses if technique != SMALL else close)
 
 
 def test_timm():
@@ -544,13 +549,13 @@ def test_timm():
     criterion = timm.loss.LabelSmoothingCrossEntropy()
     fitted = ms.fit(
         model, optimizer, x, budget=GB, loss=lambda output: criterion(output, y),
-        means="checkpoint by block, optimizer in backward", verbose=False,
+        technique="checkpoint by block, optimizer in backward", verbose=False,
     )  # fmt: skip
     for _ in range(2):
         criterion(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert fitted.means and (fitted.measured is not None) == ms._native.available
+    assert fitted.technique and (fitted.measured is not None) == ms._native.available
 
 
 def test_what_there_is():
@@ -560,7 +565,7 @@ def test_what_there_is():
             ValueError, match="Fit: budget must be bytes as an int, .* got '24 G B'"
         ):
             trainers.Fit("24 G B")
-        with pytest.raises(ValueError, match="Fit: means must be None or one of"):
-            trainers.Fit(GB, means="magic")
+        with pytest.raises(ValueError, match="Fit: technique must be None or one of"):
+            trainers.Fit(GB, technique="magic")
     with pytest.raises(AttributeError, match=re.escape("has no attribute 'keras'")):
         ms.integrations.keras  # noqa: B018

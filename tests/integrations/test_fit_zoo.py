@@ -1,4 +1,5 @@
-"""Twelve architectures, each in two of three trainers: Fit applies means; training is as before."""
+"""Twelve architectures, each in two of three trainers: Fit applies a technique, and training is as
+before."""
 
 import functools
 import logging
@@ -113,16 +114,16 @@ def by_accelerate(name, folder, fit=None):
 
 TRAINERS = {"Trainer": by_trainer, "Lightning": by_lightning, "accelerate": by_accelerate}
 GIVEN = "checkpoint by block, optimizer in backward"
-# Each architecture is in two trainers: in one the means are found, in the other they are given.
+# Each architecture is in two trainers: in one the technique is found, in the other it is given.
 CASES = [
-    (name, [*TRAINERS][(index + place) % 3], means)
+    (name, [*TRAINERS][(index + place) % 3], technique)
     for index, name in enumerate(NAMES)
-    for place, means in enumerate([None, GIVEN])
+    for place, technique in enumerate([None, GIVEN])
 ]
 
 
-@pytest.mark.parametrize(("name", "trainer", "means"), CASES)
-def test_it_fits_and_trains_alike(name, trainer, means, tmp_path):
+@pytest.mark.parametrize(("name", "trainer", "technique"), CASES)
+def test_it_fits_and_trains_alike(name, trainer, technique, tmp_path):
     if not ms._native.available and name not in IN_PYTHON:
         pytest.skip("in pure Python some of them do")
     library("transformers")
@@ -130,14 +131,14 @@ def test_it_fits_and_trains_alike(name, trainer, means, tmp_path):
     plain, losses, _ = run(name, tmp_path)
     model = zoo.ENTRIES[name].build()
     least = ms.memory.predict(model, adamw(model), next(iter(batches(name)))).peak
-    fit = {"budget": int(SHARE * least), "means": means, "verbose": False}
+    fit = {"budget": int(SHARE * least), "technique": technique, "verbose": False}
     model, own_losses, fitted = run(name, tmp_path, fit)
-    if means:
-        assert fitted.means == means
+    if technique:
+        assert fitted.technique == technique
     else:
-        assert fitted.means != "as built" and fitted.predicted <= fitted.budget
+        assert fitted.technique != "as built" and fitted.predicted <= fitted.budget
     assert len(losses) == STEPS and len(set(losses)) == STEPS
-    exact = "Adam" not in fitted.means and "loss head" not in fitted.means
+    exact = "Adam" not in fitted.technique and "loss head" not in fitted.technique
     if exact:
         assert own_losses == losses
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):

@@ -1,4 +1,4 @@
-"""fit() and Fits.apply(): the means that fit are applied to a real model, in place, and undone."""
+"""fit() and Fits.apply(): the technique that fits is applied to a real model, and undone."""
 
 import copy
 import gc
@@ -19,8 +19,8 @@ import memsave_ext as ms
 from memsave_ext.predict.techniques import ALL
 
 NATIVE = ms._native.available
-EXACT = [means for means in ALL if not means.adam_in_backward and not means.loss_head]
-OURS = [means for means in ALL if means.adam_in_backward and not means.loss_head]
+EXACT = [t for t in ALL if not t.adam_in_backward and not t.loss_head]
+OURS = [t for t in ALL if t.adam_in_backward and not t.loss_head]
 GB = "1GB"
 
 
@@ -78,10 +78,11 @@ class Loop:
             self.losses.append(loss.item())
         return self
 
-    def fit(self, means=None, budget=GB, **options):
+    def fit(self, technique=None, budget=GB, **options):
         return ms.fit(
-            self.model, self.optimizer, self.x, budget=budget, loss=square, means=means, **options
-        )
+            self.model, self.optimizer, self.x, budget=budget, loss=square, technique=technique,
+            **options,
+        )  # fmt: skip
 
     def everything(self):
         state = self.optimizer.state_dict()
@@ -111,23 +112,23 @@ def assert_unchanged(loop, make=torch.optim.AdamW):
     assert not loop.optimizer._optimizer_step_post_hooks
 
 
-def needs_native(means):
-    if not NATIVE and (means.remat or means.within_budget):
+def needs_native(technique):
+    if not NATIVE and (technique.remat or technique.within_budget):
         pytest.skip("remat is native")
 
 
 @pytest.mark.filterwarnings("ignore:memsave_ext. a step had a peak of .* with remat,")
 @pytest.mark.parametrize("before", [0, 2], ids=["new", "with states"])
-@pytest.mark.parametrize("means", EXACT, ids=lambda means: means.name)
-def test_exact_means_change_no_bit(means, before, tmp_path):
-    needs_native(means)
+@pytest.mark.parametrize("technique", EXACT, ids=lambda technique: technique.name)
+def test_exact_means_change_no_bit(technique, before, tmp_path):
+    needs_native(technique)
     plain = Loop().run(before + 4)
     loop = Loop().run(before)
-    fitted = loop.fit(means.name, offload=str(tmp_path) if means.offload else None)
+    fitted = loop.fit(technique.name, offload=str(tmp_path) if technique.offload else None)
     assert fitted.model is loop.model and fitted.optimizer is loop.optimizer
-    assert (type(loop.optimizer) is torch.optim.AdamW) == (not means.steps_in_backward)
+    assert (type(loop.optimizer) is torch.optim.AdamW) == (not technique.steps_in_backward)
     loop.run(3)
-    if NATIVE and not means.remat:  # whose plan follows from measured times
+    if NATIVE and not technique.remat:  # whose plan follows from measured times
         assert fitted.measured == pytest.approx(fitted.predicted, rel=0.02)
     assert (fitted.measured is not None) == NATIVE
     fitted.undo()
@@ -139,24 +140,24 @@ def test_exact_means_change_no_bit(means, before, tmp_path):
 
 
 @pytest.mark.parametrize("before", [0, 2], ids=["new", "with states"])
-@pytest.mark.parametrize("means", OURS, ids=lambda means: means.name)
-def test_our_adam_takes_the_place_of_torchs(means, before):
-    needs_native(means)
+@pytest.mark.parametrize("technique", OURS, ids=lambda technique: technique.name)
+def test_our_adam_takes_the_place_of_torchs(technique, before):
+    needs_native(technique)
     plain = Loop().run(before + 4)
     loop = Loop().run(before)
-    fitted = loop.fit(means.name)
+    fitted = loop.fit(technique.name)
     assert type(loop.optimizer) is ms.AdamW and loop.optimizer.in_backward
     loop.run(3)
     states = [*loop.optimizer.state.values()]
     small = any(t.dtype is torch.uint8 for s in states for t in s.values())
-    assert small == (means.state_dtype is not None)
+    assert small == (technique.state_dtype is not None)
     fitted.undo()
     assert_unchanged(loop)
     assert all({*s} == {"step", "exp_avg", "exp_avg_sq"} for s in loop.optimizer.state.values())
     loop.run(1)
     assert {s["step"].item() for s in loop.optimizer.state.values()} == {before + 4}
     assert loop.schedule.get_last_lr() == plain.schedule.get_last_lr()
-    rtol = {None: 1e-5, "8bit": 0.05, "4bit": 0.3}[means.state_dtype]
+    rtol = {None: 1e-5, "8bit": 0.05, "4bit": 0.3}[technique.state_dtype]
     assert loop.losses == pytest.approx(plain.losses, rel=rtol)
 
 
@@ -165,14 +166,15 @@ def test_the_cheapest_that_fits_is_applied_and_said(capsys):
     plain = loop.fit("as built").predicted
     loop = Loop()
     fitted = loop.fit(budget=plain)
-    assert fitted.means == "as built" and "fit: nothing is changed" in capsys.readouterr().out
+    assert fitted.technique == "as built" and "fit: nothing is changed" in capsys.readouterr().out
     assert_unchanged_but_for_the_measure(loop)
     fitted.undo()
     budget = plain - 50_000
     fitted = loop.fit(budget=budget)
-    assert fitted.means != "as built" and fitted.predicted <= budget == fitted.budget
+    assert fitted.technique != "as built" and fitted.predicted <= budget == fitted.budget
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"fit: {fitted.means}" and "predicted peak" in lines[1] and len(lines) == 3
+    assert lines[0] == f"fit: {fitted.technique}"
+    assert "predicted peak" in lines[1] and len(lines) == 3
     loop.run(2)
     assert not NATIVE or fitted.measured <= 1.02 * budget
 
@@ -212,14 +214,16 @@ def test_without_a_step_in_backward():
     budget = loop.fit("checkpoint by block").predicted
     other = Loop()
     fitted = other.fit(budget=budget, in_backward=False)
-    assert "in backward" not in fitted.means and fitted.means != "as built"
+    assert "in backward" not in fitted.technique and fitted.technique != "as built"
     other.run(1)
 
 
 def test_twice_is_an_error_until_it_is_undone():
     loop = Loop()
     fitted = loop.fit("checkpoint by block")
-    with pytest.raises(ValueError, match=r"fit: means are applied to this Net already: undo\(\)"):
+    with pytest.raises(
+        ValueError, match=r"fit: a technique is applied to this Net already: undo\(\)"
+    ):
         loop.fit("checkpoint by block")
     fitted.undo()
     loop.fit("checkpoint by block, optimizer in backward").undo()
@@ -228,11 +232,11 @@ def test_twice_is_an_error_until_it_is_undone():
 
 
 def test_an_exception_in_the_middle_leaves_nothing():
-    def failing(means, optimizer):
+    def failing(technique, optimizer):
         model = Net()
         found = ms.memory.Fits([], 1 << 30, "cpu", None, [], [])
-        with pytest.raises(ValueError, match=f"apply: {means} does not apply: "):
-            found.apply(model, optimizer(model.parameters()), means)
+        with pytest.raises(ValueError, match=f"apply: {technique} does not apply: "):
+            found.apply(model, optimizer(model.parameters()), technique)
         assert all("forward" not in module.__dict__ for module in model.modules())
         assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
         assert not model._forward_hooks
@@ -240,7 +244,7 @@ def test_an_exception_in_the_middle_leaves_nothing():
 
     failing("checkpoint by block, optimizer in backward", torch.optim.SparseAdam)
     failing("checkpoint by block, Adam in backward", torch.optim.SGD)
-    # The last of the means is refused where the model has a forward of its own.
+    # The last of the technique is refused where the model has a forward of its own.
     model = Net()
     model.forward = lambda x: x
     optimizer = torch.optim.AdamW(model.parameters())
@@ -261,7 +265,7 @@ def test_fits_applies_what_it_found():
     assert found.cheapest.name in ("remat within the budget", "checkpoint by block")
     plain, loop = Loop().run(3), Loop()
     fitted = found.apply(loop.model, loop.optimizer)
-    assert fitted.means == found.cheapest.name and fitted.predicted == found.cheapest.peak
+    assert fitted.technique == found.cheapest.name and fitted.predicted == found.cheapest.peak
     loop.run(3)
     assert_same(loop, plain)
     fitted.undo()
@@ -269,7 +273,7 @@ def test_fits_applies_what_it_found():
     named = found.apply(loop.model, loop.optimizer, "checkpoint by block, Adam in backward")
     assert named.predicted is None  # it was not tried
     named.undo()
-    with pytest.raises(ValueError, match="apply: means must be None or one of 'as built', "):
+    with pytest.raises(ValueError, match="apply: technique must be None or one of 'as built', "):
         found.apply(loop.model, loop.optimizer, "magic")
     nothing = ms.memory.fits(lambda: (nn.Linear(2, 2), None, lambda: None), 1, device="cpu")
     with pytest.raises(torch.OutOfMemoryError, match="apply: Nothing fits"):
@@ -324,7 +328,11 @@ WRONG = {
         ValueError,
         "no gradient comes of the loss",
     ),
-    "means": ({"means": "magic"}, ValueError, "fit: means must be None or one of 'as built'"),
+    "technique": (
+        {"technique": "magic"},
+        ValueError,
+        "fit: technique must be None or one of 'as built'",
+    ),
     "micro": ({"micro_batches": 0}, ValueError, "fit: micro_batches must be at least 1, got 0"),
     "norm": ({"max_grad_norm": 0}, ValueError, "fit: max_grad_norm must be a number above 0"),
     "scaler": ({"grad_scaler": "x"}, TypeError, "fit: grad_scaler must be a torch.amp.Grad.* str"),
@@ -361,7 +369,7 @@ def test_a_loss_module_is_given_the_batch_where_it_takes_a_target():
     model = nn.Linear(32, 32)
     optimizer = torch.optim.AdamW(model.parameters())
     fitted = ms.fit(model, optimizer, X, budget=GB, loss=nn.MSELoss(), verbose=False)
-    assert fitted.means == "as built"
+    assert fitted.technique == "as built"
 
 
 def test_what_ours_accumulates_is_asked_on():
@@ -372,7 +380,7 @@ def test_what_ours_accumulates_is_asked_on():
         each.optimizer.accumulate_when(lambda count=count: next(count) % 2)
     fitted = ms.fit(
         loop.model, loop.optimizer, loop.x.chunk(2)[0], budget=GB, loss=square, micro_batches=2,
-        means="Adam in backward, 8-bit states",
+        technique="Adam in backward, 8-bit states",
     )  # fmt: skip
     loop.run(2, micro_batches=2)
     assert all("exp_avg" in state for state in loop.optimizer.state.values())
@@ -541,7 +549,7 @@ def test_micro_batches():
     rest = iter(range(1, 1000))
     fitted = ms.fit(
         loop.model, loop.optimizer, small, budget=GB, loss=square, micro_batches=4,
-        means="checkpoint by block, optimizer in backward",
+        technique="checkpoint by block, optimizer in backward",
         accumulate_when=lambda: next(rest) % 4 != 0,
     )  # fmt: skip
     loop.run(3, micro_batches=4)
@@ -584,12 +592,12 @@ def test_clipping_and_a_scaler_are_handed_on():
 @on_every_device
 def test_on_each_device(device):
     losses = []
-    for means in (None, "optimizer in backward"):
+    for technique in (None, "optimizer in backward"):
         loop = Loop()
         loop.model.to(device)
         loop.x = loop.x.to(device)
         loop.run(1)
-        fitted = loop.fit(means) if means else None
+        fitted = loop.fit(technique) if technique else None
         losses.append(loop.run(2).losses)
     assert losses[1] == losses[0]
     assert fitted.measured is None or fitted.measured <= 1.05 * fitted.predicted
@@ -644,3 +652,18 @@ def test_options_that_ours_keep_outside_of_their_groups():
     assert not NATIVE or fitted.measured == pytest.approx(fitted.predicted, rel=0.02)
     fitted.undo()
     assert clipped.optimizer.clip_global_norm == 1.0
+
+
+def test_the_old_name_of_a_technique():
+    loop = Loop()
+    with pytest.warns(FutureWarning, match="means of fit is called technique now") as warned:
+        fitted = ms.fit(
+            loop.model, loop.optimizer, loop.x, budget=GB, loss=square, means="as built"
+        )
+    assert warned[0].filename == __file__
+    with pytest.warns(FutureWarning, match="called technique now") as warned:
+        assert fitted.means == fitted.technique == "as built"
+    assert warned[0].filename == __file__
+    fitted.undo()
+    with pytest.raises(TypeError, match="fit: means is the old name of technique"):
+        loop.fit("as built", means="as built")

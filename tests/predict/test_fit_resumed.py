@@ -55,15 +55,16 @@ def evaluate(model, x):
 SMALL = "remat within the budget, Adam in backward, 8-bit states"
 
 
-@pytest.mark.parametrize("means", ["as built", "remat within the budget", SMALL])
-def test_what_an_evaluation_needs(means):
+@pytest.mark.parametrize("technique", ["as built", "remat within the budget", SMALL])
+def test_what_an_evaluation_needs(technique):
     model, optimizer = made(64, 4)
     x = torch.randn(256, 64)
-    fitted = ms.fit(model, optimizer, x, budget="6MB", loss=loss_of, means=means, verbose=False)
+    options = {"budget": "6MB", "loss": loss_of, "technique": technique, "verbose": False}
+    fitted = ms.fit(model, optimizer, x, **options)
     train(model, optimizer, x, 3)
     with ms.memory.track(model, optimizer) as track:
         evaluate(model, x)
-    if means == "as built":
+    if technique == "as built":
         assert fitted.evaluation is None and track.peak < fitted.predicted
     else:
         assert fitted.evaluation == track.peak
@@ -96,7 +97,7 @@ def test_evaluations_that_do_not_fit_are_said(evaluates, is_said, capsys):
     x = torch.randn(64, 32)
     fitted = ms.fit(
         model, optimizer, x, budget="1MB", loss=lambda y: y.sum(),
-        means="checkpoint by block, optimizer in backward",
+        technique="checkpoint by block, optimizer in backward",
     )  # fmt: skip
     assert ("an evaluation of this batch needs" in capsys.readouterr().out) == is_said
     assert (fitted.evaluation is not None) == is_said
@@ -107,13 +108,13 @@ def test_evaluations_that_do_not_fit_are_said(evaluates, is_said, capsys):
         assert fitted.evaluation == track.peak > fitted.budget
 
 
-@pytest.mark.parametrize("means", ["as built", SMALL])
-def test_what_loading_a_checkpoint_needs(means, tmp_path):
+@pytest.mark.parametrize("technique", ["as built", SMALL])
+def test_what_loading_a_checkpoint_needs(technique, tmp_path):
     model, optimizer = made(512, 4)
     x = torch.randn(16, 512)
 
     def fit():
-        return ms.fit(model, optimizer, x, budget="170MB", loss=loss_of, means=means)
+        return ms.fit(model, optimizer, x, budget="170MB", loss=loss_of, technique=technique)
 
     fit()
     train(model, optimizer, x, 1)
@@ -142,7 +143,7 @@ def run(folder, mib, resumes, limited, mapped):
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         resource.setrlimit(resource.RLIMIT_DATA, (used() + (mib + 24) * MIB, hard))
     model, optimizer = made(1024, 3)
-    fitted = ms.fit(model, optimizer, x, budget=mib * MIB, loss=loss_of, means=SMALL)
+    fitted = ms.fit(model, optimizer, x, budget=mib * MIB, loss=loss_of, technique=SMALL)
     assert fitted.resume > (mib + 24) * MIB, fitted
     assert "loading a checkpoint as a whole needs" in str(fitted)
     path = Path(folder, "checkpoint")

@@ -111,7 +111,7 @@ def test_fit_leaves_room_for_them(named):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # that the measured peak is not the predicted one
         fitted = ms.fit(plain, optimizer, batch, budget=budget, loss=loss, others=others)
-        assert fitted.means != "as built"
+        assert fitted.technique != "as built"
         assert fitted.predicted <= budget
         assert peak_of([plain, teacher], plain, optimizer, batch, loss) <= budget * 1.001
     if ms._native.available:
@@ -126,7 +126,7 @@ def test_a_budget_of_remat_is_what_is_left():
     loss = against(teacher)
     within = "remat within the budget"
     budget = int(0.8 * ms.memory.predict(model, optimizer, batch, loss=loss).peak)
-    fitted = ms.fit(model, optimizer, batch, budget=budget, loss=loss, means=within)
+    fitted = ms.fit(model, optimizer, batch, budget=budget, loss=loss, technique=within)
     assert fitted.predicted <= budget
     assert peak_of([model, teacher], model, optimizer, batch, loss) <= budget * 1.02
     fitted.undo()

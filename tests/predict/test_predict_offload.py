@@ -186,14 +186,14 @@ def test_fit_moves_where_it_may(tmp_path, capsys):
     x = torch.randn(2048, 64)
     options = {"budget": 10_000_000, "loss": lambda y: y.square().mean(), "in_backward": False}
     applied = ms.fit(model, optimizer, x, offload=tmp_path, **options)
-    assert applied.means == "remat within the budget, offload"
+    assert applied.technique == "remat within the budget, offload"
     assert "or results moved" in capsys.readouterr().out
     for _ in range(3):
         step()
     assert applied.measured <= 1.02 * 10_000_000
     applied.undo()
     with pytest.raises(ValueError, match="offload= says where"):
-        ms.fit(model, optimizer, x, means=applied.means, **options)
+        ms.fit(model, optimizer, x, technique=applied.technique, **options)
 
 
 def test_a_timeline_says_where_it_went(tmp_path):

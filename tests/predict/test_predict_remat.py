@@ -88,9 +88,9 @@ def test_within_a_budget(budget, make_optimizer):
 
 
 def test_a_budget_that_is_too_small():
-    with pytest.warns(UserWarning, match="less than the least possible"):
+    with pytest.warns(UserWarning, match="less than the minimum"):
         predicted = ms.memory.predict(builder(budget=1 << 20))
-    with pytest.warns(UserWarning, match="less than the least possible"):
+    with pytest.warns(UserWarning, match="less than the minimum"):
         t = tracked_third(builder(budget=1 << 20))
     assert predicted.peak == pytest.approx(t.peak, rel=0.05)
     strict = builder(budget=1 << 20, strict=True)

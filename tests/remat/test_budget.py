@@ -189,7 +189,7 @@ def test_what_limits_a_step_adds_up_to_the_least():
             assert others + held == block.least
             assert others >= block._recorder.budget()["before"] and held > 0
             assert not in_forward and operator in ("aten::gelu", "aten::addmm")
-            assert f"The least is needed in backward, where it reads a result of {operator}" in (
+            assert f"The minimum is needed in backward, where it reads a result of {operator}" in (
                 block.report()
             )
 
@@ -349,7 +349,7 @@ def test_less_than_the_least():
     model, x = wide(6, 48)
     with no_warnings():
         step(model, x, budget=1000)
-    with pytest.warns(UserWarning, match="less than the least possible for these shapes"):
+    with pytest.warns(UserWarning, match="less than the minimum for these shapes"):
         _, peak, block = step(model, x, budget=1000)
     assert peak <= 1.02 * block.least
     with no_warnings():

@@ -184,17 +184,17 @@ def test_the_warning_and_the_report_tell_what_would_help():
         optimizer.step()
         optimizer.zero_grad()
         said += [str(warning.message) for warning in caught]
-    *_, text = [message for message in said if "less than the least possible" in message]
+    *_, text = [message for message in said if "less than the minimum" in message]
     assert re.search(
         r"at that moment: micro-batches of half the size, .* \([\d.]+ [KM]iB\), ", text
     )
     report = block.report()
-    assert "What holds the least" in report and "What would lower it" in report
+    assert "What the minimum holds" in report and "What would lower it" in report
     for word in ("parameters", "optimizer states", "temporary memory", "layers.", "aten::"):
         assert word in report
     assert "optimizer states of 8 bits" in report and "offload" not in report
     block = train(model, loss, budget=1.0)
-    assert "What holds the least" not in block.report()
+    assert "What the minimum holds" not in block.report()
 
 
 def test_a_short_table_sums_up_the_rest():

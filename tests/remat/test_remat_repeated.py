@@ -135,7 +135,7 @@ def test_reports_say_why_it_is_kept():
     model, x = residuals()
     for _ in range(3):
         _, _, block = step(model, x, budget=None)
-    assert "bound by arithmetic" in block.report() and "budget" not in block.report()
+    assert "too expensive (matmul" in block.report() and "budget" not in block.report()
 
 
 @pytest.mark.parametrize("start", range(0, 60, 20))
