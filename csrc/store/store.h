@@ -7,7 +7,7 @@
 //       recorded on a stream, and no reference is let go that may be a storage's last one.
 //       Allocators call this room while they hold their own lock, and what frees memory may wait
 //       for the GIL. Its locks come after kAllocator (csrc/locks.h), so that builds that check
-//       locks see it where it is broken.
+//       locks see a call into a device's allocator.
 //   S2  Who holds one of them neither copies nor measures: several threads ask for copies, which
 //       streams and their events order.
 //   S3  The room of a copy is free once nobody asks for it and no thread copies it. A thread is
