@@ -1,7 +1,7 @@
 """Runs the cells of docs/guide.md and writes the page again (`make guide`); makes a notebook of it.
 
     python tools/guide.py               # run every cell, write what they printed into the page
-    python tools/guide.py --notebook    # run nothing, write docs/guide.ipynb (a part of `make docs`)
+    python tools/guide.py --notebook    # run nothing, write docs/guide.ipynb (for `make docs`)
 
 The page is the source. A ```python block is a cell, and the ```text block right after it is what
 the cell printed. A picture that a cell writes into its working directory is shown below it. Between

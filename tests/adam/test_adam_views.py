@@ -373,7 +373,9 @@ def test_steps_of_its_own_do_not_drop_the_low_part(bf16):
         optimizer.step()
         exact.grad = torch.full_like(exact, 2)
         expected.step()
-    torch.testing.assert_close(optimizer.fp32_parameters()[0], exact.detach(), rtol=3e-5, atol=3e-5)
+    # split8 is rounded at random in each of 20 steps, by less than 2^-15 of what there is.
+    near = {"split": 3e-5, "split8": 3e-4}[bf16]
+    torch.testing.assert_close(optimizer.fp32_parameters()[0], exact.detach(), rtol=near, atol=near)
 
 
 # clipping in the type that is computed in
