@@ -37,12 +37,20 @@ ONCE += $(addprefix tests/distributed/test_fsdp_,formats.py blocks_saved.py clip
 ONCE += $(addprefix tests/integrations/test_,fit_zoo.py fit_trainers.py zoo.py interrupts.py)
 ONCE += $(addprefix tests/packaging/test_,imports.py native.py packaging.py parts.py)
 
+# What most changes touch, of each room, in about two minutes on two cores.
+FAST := $(addprefix tests/checkpoint/test_checkpoint,.py _state.py _errors.py)
+FAST += $(addprefix tests/batch_norm/test_batch_norm,.py _once.py)
+FAST += $(addprefix tests/adam/test_adam,.py _in_backward.py _hooks.py _states.py)
+FAST += tests/loss_head/test_loss.py tests/memory/test_memory.py tests/dry_run tests/store
+FAST += $(addprefix tests/remat/test_,remat.py plan.py) tests/predict/test_predict.py
+FAST += $(addprefix tests/packaging/test_,imports.py includes.py) tests/docs/test_contributing.py
+
 # torch looks for ninja on PATH.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test stress lint format cuda-check emulate emulate-full emulate-operators bench docs guide sanitize clean
+.PHONY: help build demo test test-fast stress lint format cuda-check emulate emulate-full emulate-operators bench docs guide sanitize clean
 # A recipe that fails must not leave a fresh stamp behind.
 .DELETE_ON_ERROR:
 
@@ -59,6 +67,9 @@ test: build $(TRAINERS)  ## run the tests, native and in pure Python
 	MEMSAVE_EXT_NATIVE=1 $(PYTEST)
 	@echo "== tests in pure Python"
 	MEMSAVE_EXT_NATIVE=0 $(PYTEST) $(ONCE:%=--ignore=%)
+
+test-fast: build  ## run the tests that most changes need, in two minutes
+	MEMSAVE_EXT_NATIVE=1 $(PYTEST) $(FAST)
 
 stress: build  ## run random programs against plain torch and float64, MINUTES=10
 	$(VENV) tests/stress/run.py --minutes $(MINUTES) $(STRESS)
