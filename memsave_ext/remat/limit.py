@@ -83,7 +83,7 @@ def describe_limit(limit: Limit) -> str:
     return f"{limit.where}: {', '.join(held)}{' and ' if held else ''}{last}"
 
 
-def means_of(limit: Limit, on_cuda: bool) -> list[tuple[str, int]]:
+def remedies_of(limit: Limit, on_cuda: bool) -> list[tuple[str, int]]:
     """Returns what would lower the least, and bytes less at its moment, the most first."""
     activations = limit.kept + limit.recomputed + limit.temporary
     widest = limit.largest + min(limit.temporary, limit.largest)
@@ -104,11 +104,12 @@ def warn_of_least(recorder: Recorder, limit: Limit, on_cuda: bool) -> None:
     """Warns that even the lowest peak exceeds the budget."""
     figures = recorder.budget()
     least, budget = format_bytes(figures["least"]), format_bytes(figures["budget"])
-    means = ", ".join(f"{name} ({format_bytes(size)})" for name, size in means_of(limit, on_cuda))
+    saved = remedies_of(limit, on_cuda)
+    remedies = ", ".join(f"{name} (saves about {format_bytes(size)})" for name, size in saved)
     warnings.warn(
         f"remat: the budget of {budget} is less than the minimum for these shapes, {least}, which "
-        f"is needed in {describe_limit(limit)}. Running at the minimum. To lower the peak, in "
-        f"brackets by about how much: {means}. See report().",
+        f"is needed in {describe_limit(limit)}. Running at the minimum. To lower the peak: "
+        f"{remedies}. See report().",
         UserWarning,
         stacklevel=4,
     )
@@ -139,5 +140,5 @@ def write_limit(limit: Limit, names: Sequence[str], on_cuda: bool, top: int, tex
         cells.append((f"{len(shown) - top} more", "-", "-", rest))
     columns = ["what", "module", "operator", "memory"]
     print_table("What the minimum holds", columns, cells, text)
-    means = [(name, format_bytes(size)) for name, size in means_of(limit, on_cuda)]
-    print_table("What would lower it", ["technique", "saves about"], means, text)
+    remedies = [(name, format_bytes(size)) for name, size in remedies_of(limit, on_cuda)]
+    print_table("What would lower it", ["technique", "saves about"], remedies, text)
