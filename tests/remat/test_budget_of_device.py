@@ -115,7 +115,7 @@ def test_too_little_is_told_with_the_bytes_that_are_there(memory):
     model, x = wide()
     activations(model, x)
     memory(limit=10**9, free=1)
-    with pytest.warns(UserWarning, match="remat: the budget of .* is less than the least"):
+    with pytest.warns(UserWarning, match="remat: the budget of .* is less than the minimum"):
         step(model, x, budget="auto")
     with pytest.raises(torch.OutOfMemoryError, match="needs at least"):
         step(model, x, budget="auto", strict=True)

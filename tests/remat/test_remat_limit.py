@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memsave_ext as ms
-from memsave_ext.remat.limit import limit_of, means_of
+from memsave_ext.remat.limit import limit_of, remedies_of
 
 pytestmark = pytest.mark.skipif(not ms._native.available, reason="budgets need the native part")
 
@@ -54,7 +54,7 @@ def limit(block):
 
 
 def means(block):
-    return dict(means_of(limit(block), on_cuda=False))
+    return dict(remedies_of(limit(block), on_cuda=False))
 
 
 def build(*sizes, rows=512, **options):
@@ -186,7 +186,7 @@ def test_the_warning_and_the_report_tell_what_would_help():
         said += [str(warning.message) for warning in caught]
     *_, text = [message for message in said if "less than the minimum" in message]
     assert re.search(
-        r"at that moment: micro-batches of half the size, .* \([\d.]+ [KM]iB\), ", text
+        r"the peak: micro-batches of half the size, .* \(saves about [\d.]+ [KM]iB\), ", text
     )
     report = block.report()
     assert "What the minimum holds" in report and "What would lower it" in report
