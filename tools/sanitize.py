@@ -31,6 +31,7 @@ TESTS = {
     "remat": "remat remat_backward remat_blocks remat_repeated budget offload retry",
     "memory": "memory memory_account",
     "dry_run": "child tensors",
+    "store": "store_file",
 }
 # AddressSanitizer keeps freed memory for a while, which that test would take for growth.
 # The threads of OpenMP have an order that ThreadSanitizer does not see.
