@@ -19,7 +19,7 @@ from .repeats import Costs, Repeats
 from .values import Values, with_values
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "symm_mem")
-_WORKSPACE = 1  # the number of memory that has no storage, whose addresses are even
+WORKSPACE = 1  # the number of memory that has no storage, whose addresses are even
 
 
 class Storages(TorchDispatchMode):
@@ -103,8 +103,8 @@ class Storages(TorchDispatchMode):
         for tensor in made:
             self.memory(tensor)
         if costs.bytes:
-            self._allocated(_WORKSPACE, rounded(costs.bytes, self._device))
-            self._freed(_WORKSPACE)
+            self._allocated(WORKSPACE, rounded(costs.bytes, self._device))
+            self._freed(WORKSPACE)
         self._ran(costs.seconds)
         self._values.follow(func, args, kwargs, result)
         return result
@@ -165,8 +165,8 @@ class Storages(TorchDispatchMode):
         if made is None:
             return False
         if self._otherwise is None:
-            self._allocated(_WORKSPACE, rounded(made, self._device))
-            self._freed(_WORKSPACE)
+            self._allocated(WORKSPACE, rounded(made, self._device))
+            self._freed(WORKSPACE)
             self._otherwise = node._sequence_nr(), {}
         self._otherwise[1].setdefault(storage._cdata, weakref.ref(storage))
         return True

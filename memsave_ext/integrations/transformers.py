@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType, MethodType, NoneType
@@ -81,8 +83,7 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
             "loss": loss, "technique": technique, "others": others, "verbose": verbose
         }  # fmt: skip
         self._clip_each = clip_each
-        self._max_grad_norm: float | None = None  # the Trainer's, while the optimizer clips
-        self._train: FrameType | None = None  # the call of train() that goes on
+        self._training: _Training | None = None  # that goes on, or has raised
 
     def on_train_begin(
         self,
@@ -94,8 +95,10 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         _refuse(args)
-        self._give_clipping_back(args)  # where an earlier training raised
-        self._train = self._call_of_train()
+        # Where an earlier training raised.
+        _give_clipping_back(args)
+        _FirstCall.remove(model)
+        self._training = _Training.of(self)
         before = applied_to(model)
         if before is not None and before is self.fitted and before.optimizer is optimizer.optimizer:
             self.fitted.go_on()  # another train() of the same Trainer
@@ -109,6 +112,8 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         clips = bool(args.max_grad_norm and args.max_grad_norm > 0)
 
         def at_first_call(call: Call) -> None:
+            if self._is_over():
+                return
             self.fitted = fitted(
                 model,
                 optimizer,
@@ -128,45 +133,63 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _FirstCall.remove(kwargs["model"])
-        self._train = None
+        self._training = None
         if self.fitted is not None:
             self.fitted.rest()
-        self._give_clipping_back(args)
+        _give_clipping_back(args)
 
     def _take_clipping(self, args: Any) -> None:
         assert self.fitted is not None
         if self._clip_each and self.fitted.steps_in_backward and args.max_grad_norm:
-            self._max_grad_norm, args.max_grad_norm = args.max_grad_norm, 0.0
-
-    def _give_clipping_back(self, args: Any) -> None:
-        if self._max_grad_norm is not None:
-            args.max_grad_norm, self._max_grad_norm = self._max_grad_norm, None
-
-    def _call_of_train(self) -> FrameType | None:
-        """Returns the outermost call of this callback's Trainer that has not returned yet."""
-        outermost = None
-        for frame in _calls(sys._getframe()):
-            trainer = frame.f_locals.get("self")
-            if isinstance(trainer, _transformers.Trainer) and self._is_in(trainer):
-                outermost = frame
-        return outermost
-
-    def _is_in(self, trainer: Any) -> bool:
-        return any(callback is self for callback in trainer.callback_handler.callbacks)
+            setattr(args, _NORM, args.max_grad_norm)
+            args.max_grad_norm = 0.0
 
     def _is_over(self) -> bool:
-        """Whether the training has raised, of which a Trainer tells its callbacks nothing: no
-        thread is inside of its ``train()`` any more."""
-        if self._train is None:
-            return False
+        """Whether the training has raised, of which a Trainer tells its callbacks nothing."""
+        return self._training is not None and self._training.is_over()
+
+
+_NORM = "_memsave_ext_max_grad_norm"  # where a Trainer's arguments have it while Fit clips
+
+
+def _give_clipping_back(args: Any) -> None:
+    norm = vars(args).pop(_NORM, None)
+    if norm is not None and args.max_grad_norm == 0:  # else somebody has set another one since
+        args.max_grad_norm = norm
+
+
+class _Training:
+    """A Trainer that is inside of ``train()``, which no reference to a frame keeps alive."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = weakref.ref(trainer)
+
+    @classmethod
+    def of(cls, callback: Fit) -> _Training | None:
+        """Returns that of the Trainer that calls the callback; None where it is not found."""
+        for trainer in _trainers_on(sys._getframe()):
+            if any(other is callback for other in trainer.callback_handler.callbacks):
+                return cls(trainer)
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the callback is in no training."""
+        return type(None), ()
+
+    def is_over(self) -> bool:
+        trainer = self._trainer()
         # On CUDA backward runs in a thread of the engine, for which train() waits.
         stacks = sys._current_frames().values()
-        return not any(frame is self._train for stack in stacks for frame in _calls(stack))
+        return not any(other is trainer for stack in stacks for other in _trainers_on(stack))
 
 
-def _calls(frame: FrameType | None) -> Iterator[FrameType]:
+def _trainers_on(frame: FrameType | None) -> Iterator[Any]:
+    """Yields the Trainers inside of whose ``train()`` a stack is. Locals of other calls are not
+    read: Python would keep them until these calls end."""
+    train = inspect.unwrap(_transformers.Trainer.train).__code__
     while frame is not None:
-        yield frame
+        if frame.f_code is train:
+            yield frame.f_locals[train.co_varnames[0]]
         frame = frame.f_back
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..adam.dtensor import local_tensor
 from ..fakes.mode import fakes, new_mode
-from ..fakes.storages import Storages
+from ..fakes.storages import WORKSPACE, Storages
 from .batch import construct
 from .holdings import Entry, Slot
 
@@ -162,7 +162,7 @@ def step(
 
     slot_of: dict[Any, Slot] = {}
     meter = _Meter()
-    with fakes(new_mode()), meter.storages:
+    with torch.inference_mode(False), fakes(new_mode()), meter.storages:
         made = []
         for given, slots in groups:
             params = [stand_in(slot) for slot in slots]
@@ -172,9 +172,11 @@ def step(
         step: Any = type(optimizer).step
         if getattr(step, "hooked", False):
             step = step.__wrapped__
+        gradients = [param.grad for group in made for param in group["params"]]
         for _ in range(2):
             step(optimizer)
         temporaries = meter.peak - meter.live
+        del gradients  # which count as there, also where the step has let go of them
     state = [(slot_of.get(key), value) for key, value in optimizer.state.items()]
     return DryStep(state, temporaries)
 
@@ -192,7 +194,8 @@ def _without_tensors(value: Any) -> Any:
 
 
 class _Meter:
-    """Counts the bytes of the fake tensors that are made inside of :attr:`storages`."""
+    """Counts the bytes of the fake tensors that are made inside of :attr:`storages`, but not what
+    kernels make for themselves."""
 
     def __init__(self) -> None:
         self.live = self.peak = 0
@@ -201,9 +204,11 @@ class _Meter:
         self.storages = Storages(self._allocated, self._freed, lambda _: None, device)
 
     def _allocated(self, number: int, size: int) -> None:
+        if number == WORKSPACE:
+            return
         self._sizes[number] = size
         self.live += size
         self.peak = max(self.peak, self.live)
 
     def _freed(self, number: int) -> None:
-        self.live -= self._sizes.pop(number)
+        self.live -= self._sizes.pop(number, 0)

@@ -97,7 +97,7 @@ def fit(
         A handle with what the loop must use, the figures, and ``undo()``.
 
     Raises:
-        torch.OutOfMemoryError: nothing fits. It says what was tried, and the least.
+        torch.OutOfMemoryError: nothing fits. It says what was tried, and the lowest peak.
         TypeError, ValueError: an argument is not as said above; the model is wrapped for several
             processes, compiled, or has a technique applied to it already; the named technique does
             not apply.

@@ -209,7 +209,7 @@ class Fits:
             A handle with what the loop must use, and ``undo()``.
 
         Raises:
-            torch.OutOfMemoryError: nothing fits. It says what was tried, and the least.
+            torch.OutOfMemoryError: nothing fits. It says what was tried, and the lowest peak.
             TypeError, ValueError: an argument is not as said above; the model is wrapped for
                 several processes, compiled, or has a technique applied to it already; the named
                 technique does not apply.
@@ -233,7 +233,7 @@ class Fits:
         )  # fmt: skip
 
     def sentence(self, who: str) -> str:
-        """Returns what an error of ``who`` says where nothing fits: what was tried, the least."""
+        """Returns what an error of ``who`` says where nothing fits: what was tried, the lowest peak."""
         tried = (row for row in self.rows if row.peak is not None)
         names = ", ".join(f"{row.name} ({format_bytes(row.peak or 0)})" for row in tried)
         return " ".join(

@@ -13,15 +13,9 @@ from torch import Tensor, nn
 
 from ..adam.dtensor import local_tensor
 from ..adam.files import in_memory
-from ..shared.tensors import plain_tensors, storage_of
+from ..shared.tensors import dense_parts, plain_tensors, storage_of
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer")
-_COMPRESSED = {
-    torch.sparse_csr: ("crow_indices", "col_indices"),
-    torch.sparse_bsr: ("crow_indices", "col_indices"),
-    torch.sparse_csc: ("ccol_indices", "row_indices"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices"),
-}
 
 
 @dataclass(frozen=True)
@@ -218,7 +212,7 @@ class Tally:
 
     def add(self, kind: str, module: str, value: object) -> None:
         """Adds the part of the memory of the tensors in ``value`` that was not counted before."""
-        for part in itertools.chain.from_iterable(map(_dense, plain_tensors(value))):
+        for part in itertools.chain.from_iterable(map(dense_parts, plain_tensors(value))):
             key, size = storage_of(part)
             storage = self._storages.setdefault(key, _Storage(len(self._entries), size))
             view = (part.storage_offset(), part.shape, part.stride(), part.dtype)
@@ -249,12 +243,3 @@ def holding_of(entries: Iterable[Entry]) -> Holding:
         dtypes[name] = dtypes.get(name, Amount()) + amount
         kinds[kind] = kinds.get(kind, Amount()) + amount
     return Holding(by_dtype, by_module)
-
-
-def _dense(tensor: Tensor) -> list[Tensor]:
-    """Returns the tensor, or the indices and values of a sparse one."""
-    if tensor.layout == torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if (indices := _COMPRESSED.get(tensor.layout)) is not None:
-        return [*(getattr(tensor, name)() for name in indices), tensor.values()]
-    return [tensor]

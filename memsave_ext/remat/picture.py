@@ -44,7 +44,7 @@ def _draw_step(axes: Axes, figures: dict[str, Any], forward: int, dropped: int) 
     for name, color in (("budget", _BUDGET), ("least", _LEAST)):
         if figures[name]:
             axes.axhline(figures[name], color=color, linestyle="--")
-            _name_line(axes, name, figures[name], color)
+            _name_line(axes, "minimum" if name == "least" else name, figures[name], color)
     axes.axvline(forward, color="black", linewidth=0.5)
     axes.set_xlabel(f"operators of forward (until {forward}), then saved tensors in backward")
     axes.set_title(f"peak {format_bytes(figures['peak'])}, dropped {format_bytes(dropped)}")
@@ -52,8 +52,8 @@ def _draw_step(axes: Axes, figures: dict[str, Any], forward: int, dropped: int) 
 
 
 def _name_line(axes: Axes, name: str, height: float, color: str) -> None:
-    """Writes at a line: the budget's at the left and above it, the least's at the right and, where
-    there is room, below it, so that neither hides the other."""
+    """Writes at a line: the budget's at the left and above it, the minimum's at the right and,
+    where there is room, below it, so that neither hides the other."""
     left = name == "budget"
     above = left or height < 0.1 * axes.get_ylim()[1]
     axes.annotate(

@@ -9,6 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
 _CUDA_BLOCK = 512  # bytes; CUDA's caching allocator rounds sizes up to a multiple of this
 
 
@@ -40,8 +46,17 @@ def storage_of(tensor: Tensor) -> tuple[object, int]:
     try:
         storage = tensor.untyped_storage()
     except NotImplementedError:  # its backend keeps memory without a storage
-        return id(tensor), tensor.nbytes
+        return id(tensor), tensor.numel() * tensor.element_size()
     return storage._cdata, storage.nbytes()
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """Returns the tensor, or the indices and values of a sparse one."""
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if (indices := _COMPRESSED.get(tensor.layout)) is not None:
+        return [*(getattr(tensor, name)() for name in indices), tensor.values()]
+    return [tensor]
 
 
 def bytes_held(values: Iterable[Any], seen: set[object] | None = None) -> int:
@@ -52,10 +67,11 @@ def bytes_held(values: Iterable[Any], seen: set[object] | None = None) -> int:
     seen = set() if seen is None else seen
     total = 0
     for tensor in plain_tensors(list(values)):
-        key, size = storage_of(tensor)
-        if key not in seen:
-            seen.add(key)
-            total += rounded(size, tensor.device)
+        for part in dense_parts(tensor):
+            key, size = storage_of(part)
+            if key not in seen:
+                seen.add(key)
+                total += rounded(size, part.device)
     return total
 
 
