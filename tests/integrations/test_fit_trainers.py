@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import gc
 import logging
 import re
+import weakref
 
 import pytest
 import torch
@@ -200,6 +202,50 @@ def test_nothing_steps_after_a_training_that_raised(tmp_path, technique):
     assert not all(map(torch.equal, run.model.parameters(), before))
     assert run.trainer.args.max_grad_norm == 0.5
     steps_nothing(run.model, lambda: run.model(**batch).loss)
+
+
+def test_a_training_that_raised_keeps_nothing(tmp_path):
+    class Interrupt(transformers.TrainerCallback):
+        begins = False
+
+        def on_step_begin(self, args, state, control, **_):
+            if self.begins or state.global_step == 1:
+                raise KeyboardInterrupt
+
+    class Tries(transformers.Trainer):
+        def run(self):
+            with pytest.raises(KeyboardInterrupt):
+                self.train()
+            batch = {name: row[None] for name, row in rows()[0].items()}
+            steps_nothing(self.model, lambda: self.model(**batch).loss)
+
+    def train():
+        callback = fit(technique=IN_BACKWARD, clip_each=True)
+        run, interrupt = Run(tmp_path, callback, max_grad_norm=0.5), Interrupt()
+        run.trainer.__class__ = Tries
+        run.trainer.add_callback(interrupt)
+        # Before the first batch, and then after a step.
+        interrupt.begins = True
+        run.trainer.run()
+        interrupt.begins = False
+        run.trainer.run()
+        assert run.trainer.args.max_grad_norm == 0
+        assert isinstance(copy.deepcopy(callback), type(callback))
+        # Another callback clips as the Trainer was told to, unless that was changed meanwhile.
+        run.trainer.remove_callback(callback)
+        again = fit(technique=IN_BACKWARD, clip_each=True)
+        run.trainer.add_callback(again)
+        run.trainer.run()
+        assert again.fitted.optimizer.param_groups[0]["max_grad_norm"] == 0.5
+        run.trainer.args.max_grad_norm = 0.25
+        run.trainer.remove_callback(interrupt)
+        run.train()
+        assert run.trainer.args.max_grad_norm == 0.25
+        return weakref.ref(run.trainer)
+
+    trainer = train()
+    gc.collect()
+    assert trainer() is None
 
 
 def test_a_batch_that_does_not_fit_is_tried_again_by_accelerate():

@@ -107,6 +107,31 @@ def test_our_modes(bf16, state_dtype, in_backward, predicted_for_float32):
     assert before.buffers == footprint.expected.between.buffers
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_inside_inference_mode():
+    model = make_model()
+    with torch.inference_mode():
+        inside = ms.memory.footprint(model)
+    assert inside.predicted == ms.memory.footprint(model).predicted and not inside.unpredicted
+
+
+class _LetsGo(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
+
+def test_an_optimizer_that_lets_go_of_gradients():
+    model = make_model()
+    plain, lets_go = (
+        ms.memory.footprint(model, kind(model.parameters(), lr=0.1)).expected
+        for kind in (torch.optim.SGD, _LetsGo)
+    )
+    assert lets_go.temporaries == plain.temporaries
+
+
 def test_bytes_of_each_parameter_by_hand():
     """What docs/choosing.md says, of one parameter of 2**20 elements."""
     n = 1 << 20
