@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "checkpoint/rng.h"
-#include "checkpoint/surroundings.h"
 #include "compat.h"
 
 namespace memsave_ext::checkpoint {

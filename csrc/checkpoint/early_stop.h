@@ -6,8 +6,6 @@
 
 #include <cstdint>
 
-#include "compat.h"
-
 namespace memsave_ext::checkpoint {
 
 // Operations that save a tensor first and fill it then, without moving its version counter: a

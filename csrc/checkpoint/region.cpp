@@ -16,6 +16,7 @@
 #include "checkpoint/call.h"
 #include "checkpoint/early_stop.h"
 #include "checkpoint/hooks.h"
+#include "compat.h"
 #include "locks.h"
 
 namespace memsave_ext::checkpoint {

@@ -1,15 +1,11 @@
 #include "checkpoint/surroundings.h"
 
 #include <ATen/autocast_mode.h>
-#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
-#include <pybind11/pybind11.h>
-#include <torch/csrc/utils/device_lazy_init.h>
 
-#include <atomic>
 #include <tuple>
 #include <utility>
 

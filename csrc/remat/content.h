@@ -11,6 +11,7 @@
 #include <c10/core/Stream.h>
 #include <c10/util/SmallVector.h>
 
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -182,7 +183,7 @@ struct Content : std::enable_shared_from_this<Content> {
   uint64_t fill = 0;                  // how often it was recomputed
   uint64_t walk = 0;                  // the latest one over what contents need that came by
   int64_t unopened = 0;               // holders that have not opened the latest recompute
-  std::shared_ptr<store::Away> away;  // set from State::kLeaving on
+  std::shared_ptr<store::Away> away;  // in kLeaving, kAway and kBack
 
   Content(const c10::Storage& storage, bool external);
   State state() const { return state_; }

@@ -4,7 +4,6 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
-#include <optional>
 
 #include "remat/content.h"
 

@@ -1,8 +1,6 @@
 #include "remat/move.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/pybind11.h>
 
 #include <algorithm>

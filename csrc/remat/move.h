@@ -5,6 +5,7 @@
 #include <deque>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "remat/content.h"
@@ -21,7 +22,7 @@ struct MoveFigures {
   std::string failure;                  // why, in the words of the system; empty: the limit
 };
 
-// Functions may wait, and are called without contents_mutex(), except for the first.
+// Functions may wait, and are called without contents_mutex(), except for want().
 class Mover {
  public:
   Mover(Tally& tally, std::shared_ptr<store::Store> store, int64_t limit)

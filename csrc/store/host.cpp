@@ -1,6 +1,7 @@
 // Contents of a CUDA device in pinned memory of the host. Copies each way have a stream of their
 // own, and whoever must wait for one is a stream, too: of the host nothing but the order of calls
 // is asked, so that it may run ahead of the device as ever.
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -324,7 +325,9 @@ class HostStore final : public Store {
     try {
       const Speed measured = measure();
       const HostLock lock(speeds_mutex);
-      speeds[device_.index()] = measured;
+      // Another thread may have measured meanwhile: each had a part of the bus.
+      Speed& known = speeds[device_.index()];
+      known = {std::max(known.out, measured.out), std::max(known.back, measured.back)};
     } catch (const c10::OutOfMemoryError&) {
       return;  // the next who asks for the store tries again
     }

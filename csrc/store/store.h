@@ -38,8 +38,6 @@
 
 namespace memsave_ext::store {
 
-using store::Speed;
-
 // Memory that is copied out, lies elsewhere, and comes back, as often as it is asked for.
 // Functions that wait are called without the GIL and without a lock.
 class Away {

@@ -233,7 +233,7 @@ class Fits:
         )  # fmt: skip
 
     def sentence(self, who: str) -> str:
-        """Returns what an error of ``who`` says where nothing fits: what was tried, the lowest peak."""
+        """Returns what an error of ``who`` says where nothing fits."""
         tried = (row for row in self.rows if row.peak is not None)
         names = ", ".join(f"{row.name} ({format_bytes(row.peak or 0)})" for row in tried)
         return " ".join(
