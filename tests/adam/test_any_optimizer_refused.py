@@ -74,7 +74,7 @@ def replaced():
         (lambda: NeedsAClosure(params(), lr=0.1), "by itself: a closure is needed"),
         (lambda: NeedsAState(params(), lr=0.1), r"KeyError\('count'\). Tried without states, and"),
         (lambda: Wraps(params(), lr=0.1), "wraps another optimizer"),
-        (lambda: torch.optim.Adam(params(), differentiable=True), "differentiable=True needs"),
+        (lambda: torch.optim.Adam(params(), differentiable=True), "differentiable=True is not"),
         (lambda: torch.optim.Adam(params(), capturable=True), "capturable"),
         (replaced, "has been replaced"),
         (lambda: ms.AdamW(params(), in_backward=True), "make one with in_backward=True"),

@@ -313,7 +313,7 @@ def test_adam(tmp_path, capsys):
         "adam_cuda", tmp_path, "--rounds", "2", "--sizes", "300", "5000", "--bandwidth", "2"
     )
     rows = {(row["mode"], row["elements"]): row for row in record["rows"]}
-    assert len(rows) == 2 * 22
+    assert len(rows) == 2 * 19
     row = rows["fp32", 5000]
     assert row["floor_us"] == pytest.approx(28 * 5000 / 2e3)
     assert row["share"] == pytest.approx(row["floor_us"] / row["ours_us"])

@@ -226,7 +226,7 @@ def test_it_stops_at_the_first_that_fits(large):
 
     found = ms.memory.fits(counting, 1 << 40)
     assert [row.name for row in found.rows] == ["as built"] and built.values()[:2] == [1]
-    assert "every=True, or --every, tries it, too" in " ".join(found.report().split())
+    assert "every=True, or --every, tries them, too" in " ".join(found.report().split())
     found = ms.memory.fits(build, rows(large)["checkpoint by block"].peak)
     assert found.cheapest is found.rows[-1]
     assert [row.fits for row in found.rows[:-1]] == [False] * (len(found.rows) - 1)
