@@ -8,8 +8,8 @@ namespace memsave_ext::plan {
 // The host's cost of running one operator again, besides the operator's own time.
 constexpr double kSecondsPerCall = 4e-6;
 
-// The search. Those that were measured were measured on 62 traces and 200 random
-// graphs, as the time that plans take at the same peak.
+// The search. Those that were measured were measured on 62 traces and 200 random graphs, as the
+// time that plans take at the same peak.
 
 // An operator runs again at most so often, except under the last plan.
 constexpr int kMostRuns = 2;

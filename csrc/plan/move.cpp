@@ -278,15 +278,7 @@ class MovePlanner {
     try_moving(std::numeric_limits<double>::infinity(), 1);
     try_moving(1, 1);
     try_moving(10, 0.1);
-    // The plan that keeps everything stays the first.
-    std::stable_sort(found_.begin() + 1, found_.end(), [](const Plan& a, const Plan& b) {
-      return a.seconds != b.seconds ? a.seconds < b.seconds : a.peak < b.peak;
-    });
-    size_t kept = 1;
-    for (size_t i = 1; i < found_.size(); ++i) {
-      if (found_[i].peak < found_[kept - 1].peak) std::swap(found_[kept++], found_[i]);
-    }
-    found_.resize(kept);
+    keep_frontier(found_);  // whose first plan keeps everything
     return std::move(found_);
   }
 
@@ -398,17 +390,12 @@ std::shared_ptr<const Schedule> MovingPlans::schedule(const Trace& trace, const 
 }
 
 Plan simulate(const Trace& trace, std::vector<Decision> decisions) {
-  const AsDropped step(trace, decisions);
-  if (step.moves()) {
-    Simulator simulator(step.trace());
-    const auto result = simulator.run(step.decisions());
-    return {result.peak, result.seconds, std::move(decisions)};
-  }
-  Simulator simulator(trace);
-  for (size_t i = 0; i < decisions.size(); ++i) {
+  const AsDropped step(trace, decisions);  // which refers to them where nothing is moved
+  Simulator simulator(step.trace());
+  for (size_t i = 0; !step.moves() && i < decisions.size(); ++i) {
     if (!simulator.can_be_dropped(static_cast<int32_t>(i))) decisions[i] = Decision::kKeep;
   }
-  const auto result = simulator.run(decisions);
+  const auto result = simulator.run(step.decisions());
   return {result.peak, result.seconds, std::move(decisions)};
 }
 

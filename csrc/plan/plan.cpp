@@ -66,16 +66,8 @@ class Frontier {
     plans_.push_back({result.peak, result.seconds, decisions});
   }
 
-  // Sorts all after the first, and removes what another one beats.
   const std::vector<Plan>& sorted() {
-    std::sort(plans_.begin() + 1, plans_.end(), [](const Plan& a, const Plan& b) {
-      return a.seconds != b.seconds ? a.seconds < b.seconds : a.peak < b.peak;
-    });
-    size_t kept = 1;
-    for (size_t i = 1; i < plans_.size(); ++i) {
-      if (plans_[i].peak < plans_[kept - 1].peak) std::swap(plans_[kept++], plans_[i]);
-    }
-    plans_.resize(kept);
+    keep_frontier(plans_);
     return plans_;
   }
 
@@ -249,6 +241,17 @@ class Planner {
 
 std::vector<Plan> plans_of(const Trace& trace, int most_enumerated) {
   return Planner(trace).plans(most_enumerated);
+}
+
+void keep_frontier(std::vector<Plan>& plans) {
+  std::stable_sort(plans.begin() + 1, plans.end(), [](const Plan& a, const Plan& b) {
+    return a.seconds != b.seconds ? a.seconds < b.seconds : a.peak < b.peak;
+  });
+  size_t kept = 1;
+  for (size_t i = 1; i < plans.size(); ++i) {
+    if (plans[i].peak < plans[kept - 1].peak) std::swap(plans[kept++], plans[i]);
+  }
+  plans.resize(kept);
 }
 
 const Plan& best_value(const Trace& trace, const std::vector<Plan>& plans) {

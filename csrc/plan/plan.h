@@ -15,6 +15,9 @@ namespace memsave_ext::plan {
 // dropped.
 std::vector<Plan> plans_of(const Trace& trace, int most_enumerated = 14);
 
+// Sorts all plans after the first, the fastest first, and removes those that another one beats.
+void keep_frontier(std::vector<Plan>& plans);
+
 // Returns the one of a trace's plans with the lowest sum of time and memory, as shares of the plain
 // step's. A percent of the time is worth four of the memory.
 const Plan& best_value(const Trace& trace, const std::vector<Plan>& plans);

@@ -166,8 +166,7 @@ class Recomputation {
     const auto uses = uses_.find(content.get());
     if (uses != uses_.end() && uses->second > 0) computed_.insert_or_assign(content.get(), storage);
     const std::lock_guard<Lock> lock(contents_mutex());
-    const bool is_gone = content->state() == State::kDropped || content->state() == State::kAway;
-    if (!is_gone || content->holders == 0) return;
+    if (!content->is_dropped() || content->has_come_back() || content->holders == 0) return;
     if (content.get() != wanted_ && !content->held_on_the_way) return;
     content->come_back(
         c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage.unsafeGetStorageImpl()));
