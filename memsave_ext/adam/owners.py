@@ -31,6 +31,11 @@ def is_own(optimizer: Optimizer) -> bool:
     return optimizer in _alive
 
 
+def alive_optimizers() -> list[Optimizer]:
+    """Returns all of this package's optimizers."""
+    return list(_alive)
+
+
 def optimizers_of(params: Iterable[Tensor]) -> list[Optimizer]:
     """Returns this package's optimizers that have states of one of ``params``."""
     listed = list(params)

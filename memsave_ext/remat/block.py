@@ -360,14 +360,14 @@ class remat:  # noqa: N801, a context manager is used like a function
             self._modules.watch(stack, watchers)
 
 
-def _describe(in_forward: bool, operator: str, measured: int, foreseen: int) -> str:
+def _describe(in_forward: bool | None, operator: str, measured: int, foreseen: int) -> str:
     """Tells of a step whose peak was not the planned one."""
+    figures = f"{format_bytes(measured)}, and {format_bytes(foreseen)} foreseen"
+    if in_forward is None:
+        return f"The step was off its plan: {figures}; the next one looks where"
     name = operator or "an input"
     where = f"after {name}" if in_forward else f"where backward reads a result of {name}"
-    return (
-        f"The step was off its plan, most {where}: {format_bytes(measured)}, and "
-        f"{format_bytes(foreseen)} foreseen"
-    )
+    return f"The step was off its plan, most {where}: {figures}"
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from .. import _parts
 from ..adam.elsewhere import buffers_of
 from ..adam.files import in_memory
-from ..adam.owners import optimizers_of
+from ..adam.owners import alive_optimizers, optimizers_of
 from ..shared.budgets import Budget, read_budget
 from ..shared.device_memory import check_counts, device_memory
 from ..shared.modules import modules_of
@@ -139,7 +139,7 @@ class LivedBefore:
         model: nn.Module | None,
         optimizer: Optimizer | Iterable[Optimizer] | None,
     ) -> None:
-        self._count: Callable[[list[Tensor], list[Tensor], int], None] = recorder.count
+        self._recorder = recorder
         self._model = model
         self._optimizers = (
             () if optimizer is None else
@@ -174,6 +174,8 @@ class LivedBefore:
 
     def _add(self, module: nn.Module) -> None:
         self._added.append(ref(module))
+        if self._model is not None and self._count_model(module):
+            return
         parts = modules_of(module)
         self._seen.update(map(id, parts))
         params = _parameters_in(parts)
@@ -189,7 +191,15 @@ class LivedBefore:
                 elif p.requires_grad and not is_lazy(p):
                     awaited.append(p)
         counted = [*_plain([*params, *buffers]), *self._states(params)]
-        self._count(counted, _plain(grads), sum(t.nbytes for t in _plain(awaited)))
+        self._recorder.count(counted, _plain(grads), sum(t.nbytes for t in _plain(awaited)))
+
+    def _count_model(self, module: nn.Module) -> bool:
+        """Counts a model of plain tensors natively, which is most of what a step takes otherwise."""
+        # All of this package's: a state is found by its parameter.
+        optimizers = dict.fromkeys((*self._optimizers, *alive_optimizers()))
+        if any(g.get("states_on") for o in optimizers for g in o.param_groups):
+            return False
+        return self._recorder.count_model(module, [o.state for o in optimizers])
 
     def lived(self) -> Lived:
         """Returns what the parameters, buffers and states of the modules take now."""

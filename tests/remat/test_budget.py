@@ -143,8 +143,9 @@ def test_a_model_that_begins_like_a_smaller_one():
     _, plain, _ = step(model, x)
     budget = plain // 2
     settled(model[:3], x, budget=budget)
-    _, _, block = step(model, x, budget=budget)
-    assert block.least is None  # the plan that it began with is not its own
+    for _ in range(2):
+        _, _, block = step(model, x, budget=budget)
+        assert block.least is None  # the plan that it began with is not its own
     _, peak, block = step(model, x, budget=budget)
     assert block.least is not None and peak <= 1.02 * budget
 
@@ -565,6 +566,6 @@ def test_random_programs(start):
         return blocks[-1]
 
     for seed in range(start, start + 20):
-        for _ in range(3):
+        for _ in range(5):
             assert not (wrong := check(seed, make=make)), f"seed {seed}: {wrong}"
     assert sum(block.least is not None for block in blocks) > 20

@@ -100,7 +100,7 @@ def test_rows_name_modules_and_operators():
     found = limit(block := train(model, loss))
     names = {(block._modules.names[module], operator) for _, module, operator, _ in found.rows}
     assert names and names <= {
-        *(("", "aten::gelu"), ("last", "aten::addmm")),
+        *(("Mlp", "aten::gelu"), ("last", "aten::addmm")),
         *((f"layers.{i}", "aten::addmm") for i in range(6)),
     }
 
@@ -240,7 +240,7 @@ def test_a_step_that_was_off_names_the_operator_and_later_ones_are_not(sinc_that
     torch.manual_seed(0)
     model, x = Sincs(), torch.randn(512, 64)
     blocks = []
-    for number in range(6):
+    for number in range(7):
         if number == 2:
             sinc_that_needs_more.append(2 * 10**6)
         with warnings.catch_warnings():
@@ -252,17 +252,21 @@ def test_a_step_that_was_off_names_the_operator_and_later_ones_are_not(sinc_that
         if number == 1:
             assert block._recorder.deviation() is None
             assert block.peak <= 1.02 * max(block.budget, block.least)
-        if number == 2:
+        if number == 2:  # it goes by its script, and the next one looks where
+            in_forward, _, measured, foreseen = block._recorder.deviation()
+            assert in_forward is None and measured == track.peak > 1.3 * foreseen
+            assert "the next one looks where" in block.report()
+        if number == 3:
             in_forward, operator, measured, foreseen = block._recorder.deviation()
             assert block.peak > 1.02 * max(block.budget, block.least)
             assert not in_forward and operator in ("aten::sinc", "aten::addmm", "aten::gelu")
             assert measured - foreseen > 10**6 and measured == track.peak
             assert f"result of {operator}" in block.report()
-        if number > 2:
+        if number > 3:
             assert block.peak <= 1.02 * max(block.budget, block.least), number
             assert block._recorder.deviation() is None
     # It is told to be possible only with what it takes, and the budget is the same share.
-    assert blocks[3].budget == pytest.approx(blocks[1].budget, rel=0.01)
+    assert blocks[4].budget == pytest.approx(blocks[1].budget, rel=0.01)
 
 
 def test_a_step_as_planned_is_no_deviation():
