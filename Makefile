@@ -50,7 +50,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-fast stress lint format cuda-check emulate emulate-full emulate-operators bench docs guide sanitize clean
+.PHONY: help build demo test test-full test-fast stress lint format cuda-check emulate emulate-full emulate-operators bench docs guide sanitize clean
 # A recipe that fails must not leave a fresh stamp behind.
 .DELETE_ON_ERROR:
 
@@ -62,11 +62,14 @@ build: $(BUILT) $(LINKED)  ## compile the native part and install the package fr
 demo: $(BUILT)  ## train a DenseNet with each checkpoint and print the table
 	PYTHONPATH=. $(VENV) benchmarks/densenet.py --steps 40
 
-test: build $(TRAINERS)  ## run the tests, native and in pure Python
+test: build $(TRAINERS)  ## run the tests, native and in pure Python; a sample of what is swept
 	@echo "== tests with the native part"
 	MEMSAVE_EXT_NATIVE=1 $(PYTEST)
 	@echo "== tests in pure Python"
 	MEMSAVE_EXT_NATIVE=0 $(PYTEST) $(ONCE:%=--ignore=%)
+
+test-full: PYTEST += --full
+test-full: test  ## the same with every case of every test, in an hour
 
 test-fast: build  ## run the tests that most changes need, in two minutes
 	MEMSAVE_EXT_NATIVE=1 $(PYTEST) $(FAST)

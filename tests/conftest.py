@@ -3,6 +3,7 @@ import os
 import sys
 
 import pytest
+import sampling
 import torch
 from hypothesis import settings
 from torch.nn import parallel  # noqa: F401, loads torch.nn.parallel.replicate
@@ -18,9 +19,14 @@ def pytest_addoption(parser):
     parser.addoption(
         "--engine-hooks", action="store_true", help="run with use_engine_hooks(True) from the start"
     )
+    parser.addoption(
+        "--full", action="store_true", help="run every case of every test, not a sample of them"
+    )
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "full: runs with --full alone")
+    sampling.full = config.getoption("--full")
     if config.getoption("--engine-hooks"):
         ms.use_engine_hooks(True)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
@@ -32,7 +38,12 @@ def pytest_configure(config):
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that tests start
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    # What is named one by one is run as named.
+    if not sampling.full and not any("::" in str(argument) for argument in config.args):
+        kept = sampling.sampled([i for i in items if not i.get_closest_marker("full")])
+        config.hook.pytest_deselected(items=list({*items} - {*kept}))
+        items[:] = kept
     # The longest file first: at the end one worker would have it, and nothing be left for others.
     items.sort(key=lambda item: item.path.name != "test_stress.py")
 
