@@ -26,6 +26,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: runs with --full alone")
+    config.addinivalue_line("markers", "without(case): there is no case of such values")
     sampling.full = config.getoption("--full")
     if config.getoption("--engine-hooks"):
         ms.use_engine_hooks(True)
@@ -39,8 +40,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    items[:] = [item for item in items if not sampling.is_without(item)]
     # What is named one by one is run as named.
-    if not sampling.full and not any("::" in str(argument) for argument in config.args):
+    if not sampling.full and not any("::" in argument for argument in config.args):
         kept = sampling.sampled([i for i in items if not i.get_closest_marker("full")])
         config.hook.pytest_deselected(items=list({*items} - {*kept}))
         items[:] = kept

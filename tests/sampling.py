@@ -6,6 +6,7 @@ both run, each value alone.
 """
 
 import itertools
+from collections import Counter
 
 from memsave_ext import _native
 
@@ -36,19 +37,30 @@ def sampled(items):
 
 
 def _covering(cases):
-    """The first of ``cases``, and always the one that has most of what those before it have not."""
+    """The first of ``cases``, and always the one that has most of what those before it have not;
+    of several the one whose values were there least often."""
     running = [case for case in cases if not _is_skipped(case)] or cases[:1]
     # An identifier for each parametrize(), whatever number of arguments it gives.
     values = [tuple(enumerate(case.callspec._idlist)) for case in running]
     together = min(2 if _native.available else 1, len(values[0]))
     left_of = [set(itertools.combinations(value, together)) for value in values]
     left = set().union(*left_of)
-    chosen = []
+    chosen, times = [], Counter()
+
+    def worth(place):
+        return len(left_of[place] & left), -sum(times[value] for value in values[place])
+
     while left:
-        best = max(range(len(running)), key=lambda place: len(left_of[place] & left))
+        best = max(range(len(running)), key=worth)
         chosen.append(running[best])
         left -= left_of[best]
+        times.update(values[best])
     return chosen
+
+
+def is_without(item):
+    """Whether there is no such case, as ``@pytest.mark.without(case=...)`` says of its values."""
+    return any(mark.kwargs["case"](item.callspec.params) for mark in item.iter_markers("without"))
 
 
 def _is_skipped(case):

@@ -28,7 +28,7 @@ def test_a_sample_has_every_value(request, a, b, again, c, d):
         assert len(mine) == 2 * 18 and {*values} == {*itertools.product(A, B, C)}
         return
     assert {i.callspec.params["d"] for i in mine} == {"runs"} and {v[2] for v in values} == {*C}
-    assert len(mine) == (9 if _native.available else 3)
+    assert len(mine) < 18 if _native.available else len(mine) == 3
     pairs = {pair for v in values for pair in itertools.combinations(enumerate(v), 2)}
     assert len(pairs) == 9 + 6 + 6 or not _native.available
 
