@@ -26,6 +26,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: runs with --full alone")
+    config.addinivalue_line("markers", "each_value: a sample has each value, natively, too")
     config.addinivalue_line("markers", "without(case): there is no case of such values")
     sampling.full = config.getoption("--full")
     if config.getoption("--engine-hooks"):

@@ -1,8 +1,7 @@
 """Which of the cases of a test are run: every one with --full, a sample of them without.
 
 A sample has every value of every parameter. With the native part it also has each two values of
-two parameters together; in pure Python, which the native path is compared with case by case where
-both run, each value alone.
+two parameters together, but of tests that are marked with each_value, where a case takes long.
 """
 
 import itertools
@@ -42,7 +41,8 @@ def _covering(cases):
     running = [case for case in cases if not _is_skipped(case)] or cases[:1]
     # An identifier for each parametrize(), whatever number of arguments it gives.
     values = [tuple(enumerate(case.callspec._idlist)) for case in running]
-    together = min(2 if _native.available else 1, len(values[0]))
+    few = not _native.available or running[0].get_closest_marker("each_value")
+    together = min(1 if few else 2, len(values[0]))
     left_of = [set(itertools.combinations(value, together)) for value in values]
     left = set().union(*left_of)
     chosen, times = [], Counter()

@@ -75,6 +75,7 @@ def others(values, where):
     return values[kept]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("where", [slice(AT, AT + 1), BLOCK], ids=["one", "all of a block"])
 @pytest.mark.parametrize(("rule", "of", "states"), MODES)
 def test_costs_that_element_alone(rule, of, states, where):

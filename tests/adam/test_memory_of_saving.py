@@ -52,6 +52,7 @@ def taken(call):
     return track.peak
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", [ms.AdamW, ms.SGD, ms.Lion])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.without(  # Adam's alone

@@ -59,6 +59,7 @@ def evaluated(norm):
     return function
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", [n for n in CHECKPOINTS if n != SAVED])
 @pytest.mark.parametrize("make", [copies, copies_and_the_original, kept, evaluated, None])
 # In eval mode the forwards of other people's Functions are not looked for.

@@ -82,6 +82,7 @@ def gradients(model, **arguments):
     return output, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.each_value
 @every_model
 @pytest.mark.parametrize(
     "options",

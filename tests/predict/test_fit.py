@@ -117,6 +117,7 @@ def needs_native(technique):
         pytest.skip("remat is native")
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:memsave_ext. a step had a peak of .* with remat,")
 @pytest.mark.parametrize("before", [0, 2], ids=["new", "with states"])
 @pytest.mark.parametrize("technique", EXACT, ids=lambda technique: technique.name)
@@ -139,6 +140,7 @@ def test_exact_means_change_no_bit(technique, before, tmp_path):
     assert_same(loop, plain)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("before", [0, 2], ids=["new", "with states"])
 @pytest.mark.parametrize("technique", OURS, ids=lambda technique: technique.name)
 def test_our_adam_takes_the_place_of_torchs(technique, before):
