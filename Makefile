@@ -33,7 +33,8 @@ ONCE += tests/docs/test_contributing.py tests/docs/test_docs_site.py tests/docs/
 ONCE += $(addprefix tests/predict/test_,fits.py predict_kinds.py predict_loops.py predict_autocast.py)
 ONCE += $(addprefix tests/predict/test_,workspaces.py strides.py others.py attention_on_cards.py)
 ONCE += $(addprefix tests/predict/test_predict_,offload.py values.py remat.py around.py)
-ONCE += $(addprefix tests/distributed/test_fsdp_,formats.py blocks_saved.py clipping.py)
+ONCE += $(addprefix tests/distributed/test_fsdp_,formats.py blocks.py blocks_saved.py clipping.py)
+ONCE += $(addprefix tests/distributed/test_,fsdp_clipped_loops.py fsdp_collectives.py dtensors.py)
 ONCE += $(addprefix tests/integrations/test_,fit_zoo.py fit_trainers.py zoo.py interrupts.py)
 ONCE += $(addprefix tests/packaging/test_,imports.py native.py packaging.py parts.py)
 
