@@ -27,11 +27,12 @@ PYTEST := $(VENV) -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadfile --
 
 # Once, with the native part: tests that run whole programs for minutes, and those that are the same
 # in pure Python, as they read files, start processes that choose their way themselves, or run on
-# fake tensors, which are Python there, too.
+# fake tensors, which are Python there, too. Tests of other files are marked with pytest.mark.once.
 ONCE := tests/benchmarks tests/distributed/test_distributed_example.py
 ONCE += tests/docs/test_contributing.py tests/docs/test_docs_site.py tests/docs/test_guide.py
 ONCE += $(addprefix tests/predict/test_,fits.py predict_kinds.py predict_loops.py predict_autocast.py)
 ONCE += $(addprefix tests/predict/test_,workspaces.py strides.py others.py attention_on_cards.py)
+ONCE += tests/predict/test_predict_gradients.py
 ONCE += $(addprefix tests/predict/test_predict_,offload.py values.py remat.py around.py)
 ONCE += $(addprefix tests/distributed/test_fsdp_,formats.py blocks.py blocks_saved.py clipping.py)
 ONCE += $(addprefix tests/distributed/test_,fsdp_clipped_loops.py fsdp_collectives.py dtensors.py)

@@ -9,6 +9,7 @@ from hypothesis import settings
 from torch.nn import parallel  # noqa: F401, loads torch.nn.parallel.replicate
 
 import memsave_ext as ms
+from memsave_ext import _native
 
 # Machines are busy: no example has to end within a time.
 settings.register_profile("memsave_ext", deadline=None)
@@ -26,6 +27,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: runs with --full alone")
+    config.addinivalue_line("markers", "once: natively alone, but for --full: both do the same")
     config.addinivalue_line("markers", "each_value: a sample has each value, natively, too")
     config.addinivalue_line("markers", "without(case): there is no case of such values")
     sampling.full = config.getoption("--full")
@@ -44,7 +46,9 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if not sampling.is_without(item)]
     # What is named one by one is run as named.
     if not sampling.full and not any("::" in argument for argument in config.args):
-        kept = sampling.sampled([i for i in items if not i.get_closest_marker("full")])
+        left_out = ["full"] if _native.available else ["full", "once"]
+        kept = [i for i in items if not any(map(i.get_closest_marker, left_out))]
+        kept = sampling.sampled(kept)
         config.hook.pytest_deselected(items=list({*items} - {*kept}))
         items[:] = kept
     # The longest file first: at the end one worker would have it, and nothing be left for others.
