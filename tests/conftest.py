@@ -15,6 +15,11 @@ from memsave_ext import _native
 settings.register_profile("memsave_ext", deadline=None)
 settings.load_profile("memsave_ext")
 
+LONGEST = {
+    "test_stress.py", "test_fit_zoo.py", "test_fits.py", "test_fit.py", "test_guide.py",
+    "test_user_code.py", "test_budget_ahead.py", "test_benchmarks_training.py",
+}  # fmt: skip
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -51,8 +56,8 @@ def pytest_collection_modifyitems(config, items):
         kept = sampling.sampled(kept)
         config.hook.pytest_deselected(items=list({*items} - {*kept}))
         items[:] = kept
-    # The longest file first: at the end one worker would have it, and nothing be left for others.
-    items.sort(key=lambda item: item.path.name != "test_stress.py")
+    # The longest files first: at the end one worker would have one, and nothing be left for others.
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def _cores():
