@@ -72,7 +72,7 @@ test: build $(TRAINERS)  ## run the tests, native and in pure Python; a sample o
 	MEMSAVE_EXT_NATIVE=0 $(PYTEST) $(ONCE:%=--ignore=%)
 
 test-full: PYTEST += --full
-test-full: test  ## the same with every case of every test, in an hour
+test-full: test  ## the same with every case of every test
 
 test-fast: build  ## run the tests that most changes need, in two minutes
 	MEMSAVE_EXT_NATIVE=1 $(PYTEST) $(FAST)

@@ -38,7 +38,7 @@ CASES = sorted((DEVICE / "cases").glob("cases_*.py"))
 PURE_PYTHON = [path for path in CASES if path.stem[6:] in ("adam", "checkpoint", "distributed")]
 # Of a case, native and in pure Python. A mistake is tried with all until it is seen.
 SEEDS = {True: 50, False: 10}
-EVERY_TIMES_SEEDS = {True: 20, False: 5}
+EVERY_TIMES_SEEDS = {True: 8, False: 3}
 
 
 class Package(operators.Library):
