@@ -27,14 +27,17 @@ PYTEST := $(VENV) -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadfile --
 
 # Once, with the native part: tests that run whole programs for minutes, and those that are the same
 # in pure Python, as they read files, start processes that choose their way themselves, or run on
-# fake tensors, which are Python there, too.
+# fake tensors, which are Python there, too. Tests of other files are marked with pytest.mark.once.
 ONCE := tests/benchmarks tests/distributed/test_distributed_example.py
 ONCE += tests/docs/test_contributing.py tests/docs/test_docs_site.py tests/docs/test_guide.py
 ONCE += $(addprefix tests/predict/test_,fits.py predict_kinds.py predict_loops.py predict_autocast.py)
 ONCE += $(addprefix tests/predict/test_,workspaces.py strides.py others.py attention_on_cards.py)
+ONCE += tests/predict/test_predict_gradients.py
 ONCE += $(addprefix tests/predict/test_predict_,offload.py values.py remat.py around.py)
-ONCE += $(addprefix tests/distributed/test_fsdp_,formats.py blocks_saved.py clipping.py)
+ONCE += $(addprefix tests/distributed/test_fsdp_,formats.py blocks.py blocks_saved.py clipping.py)
+ONCE += $(addprefix tests/distributed/test_,fsdp_clipped_loops.py fsdp_collectives.py dtensors.py)
 ONCE += $(addprefix tests/integrations/test_,fit_zoo.py fit_trainers.py zoo.py interrupts.py)
+ONCE += $(addprefix tests/integrations/test_,blocks_with_caches.py causal_lm_zoo.py)
 ONCE += $(addprefix tests/packaging/test_,imports.py native.py packaging.py parts.py)
 
 # What most changes touch, of each room, in about two minutes on two cores.
@@ -50,7 +53,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-fast stress lint format cuda-check emulate emulate-full emulate-operators bench docs guide sanitize clean
+.PHONY: help build demo test test-full test-fast stress lint format cuda-check emulate emulate-full emulate-operators bench docs guide sanitize clean
 # A recipe that fails must not leave a fresh stamp behind.
 .DELETE_ON_ERROR:
 
@@ -62,11 +65,14 @@ build: $(BUILT) $(LINKED)  ## compile the native part and install the package fr
 demo: $(BUILT)  ## train a DenseNet with each checkpoint and print the table
 	PYTHONPATH=. $(VENV) benchmarks/densenet.py --steps 40
 
-test: build $(TRAINERS)  ## run the tests, native and in pure Python
+test: build $(TRAINERS)  ## run the tests, native and in pure Python; a sample of what is swept
 	@echo "== tests with the native part"
 	MEMSAVE_EXT_NATIVE=1 $(PYTEST)
 	@echo "== tests in pure Python"
 	MEMSAVE_EXT_NATIVE=0 $(PYTEST) $(ONCE:%=--ignore=%)
+
+test-full: PYTEST += --full
+test-full: test  ## the same with every case of every test
 
 test-fast: build  ## run the tests that most changes need, in two minutes
 	MEMSAVE_EXT_NATIVE=1 $(PYTEST) $(FAST)

@@ -3,24 +3,39 @@ import os
 import sys
 
 import pytest
+import sampling
 import torch
 from hypothesis import settings
 from torch.nn import parallel  # noqa: F401, loads torch.nn.parallel.replicate
 
 import memsave_ext as ms
+from memsave_ext import _native
 
 # Machines are busy: no example has to end within a time.
 settings.register_profile("memsave_ext", deadline=None)
 settings.load_profile("memsave_ext")
+
+LONGEST = {
+    "test_stress.py", "test_fit_zoo.py", "test_fits.py", "test_fit.py", "test_guide.py",
+    "test_user_code.py", "test_budget_ahead.py", "test_benchmarks_training.py",
+}  # fmt: skip
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--engine-hooks", action="store_true", help="run with use_engine_hooks(True) from the start"
     )
+    parser.addoption(
+        "--full", action="store_true", help="run every case of every test, not a sample of them"
+    )
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "full: runs with --full alone")
+    config.addinivalue_line("markers", "once: natively alone, but for --full: both do the same")
+    config.addinivalue_line("markers", "each_value: a sample has each value, natively, too")
+    config.addinivalue_line("markers", "without(case): there is no case of such values")
+    sampling.full = config.getoption("--full")
     if config.getoption("--engine-hooks"):
         ms.use_engine_hooks(True)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
@@ -32,9 +47,17 @@ def pytest_configure(config):
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the processes that tests start
 
 
-def pytest_collection_modifyitems(items):
-    # The longest file first: at the end one worker would have it, and nothing be left for others.
-    items.sort(key=lambda item: item.path.name != "test_stress.py")
+def pytest_collection_modifyitems(config, items):
+    items[:] = [item for item in items if not sampling.is_without(item)]
+    # What is named one by one is run as named.
+    if not sampling.full and not any("::" in argument for argument in config.args):
+        left_out = ["full"] if _native.available else ["full", "once"]
+        kept = [i for i in items if not any(map(i.get_closest_marker, left_out))]
+        kept = sampling.sampled(kept)
+        config.hook.pytest_deselected(items=list({*items} - {*kept}))
+        items[:] = kept
+    # The longest files first: at the end one worker would have one, and nothing be left for others.
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def _cores():

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import itertools
 import mmap
 import pickle
 import struct
@@ -46,23 +45,6 @@ def gradients_and_peak(model, loss, block=None):
     grads = [p.grad for p in model.parameters()]
     model.zero_grad()
     return grads, peak
-
-
-def pairs(*choices):
-    """Some of the combinations of ``choices``, with each two values of two of them together in one.
-
-    For parametrize, where what goes wrong depends on two of the options at most.
-    """
-
-    def pairs_of(combination):
-        return set(itertools.combinations(enumerate(combination), 2))
-
-    every = list(itertools.product(*(range(len(values)) for values in choices)))
-    left, found = set().union(*map(pairs_of, every)), []
-    while left:
-        found.append(max(every, key=lambda combination: len(pairs_of(combination) & left)))
-        left -= pairs_of(found[-1])
-    return [tuple(map(list.__getitem__, map(list, choices), chosen)) for chosen in found]
 
 
 def plain(function, *args, **kwargs):

@@ -100,7 +100,7 @@ def test(kind: str, folder: Path) -> int:
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["--rootdir", str(ROOT), "-k", EXPRESSION[kind]]
+    command += ["--full", "--rootdir", str(ROOT), "-k", EXPRESSION[kind]]
     command += [
         str(ROOT / f"tests/{room}/test_{name}.py") for room in TESTS for name in TESTS[room].split()
     ]

@@ -72,7 +72,8 @@ def distances(dtype, options, counts, snr, spread):
     return found
 
 
-@pytest.mark.parametrize(("mode", "signal"), MEASURED)
+@pytest.mark.parametrize("signal", SIGNALS)
+@pytest.mark.parametrize("mode", MODES)
 def test_distance_from_exact_adam(mode, signal):
     counts = (200, 2000) if _native.available else (200,)  # pure Python takes seconds for 200
     found = distances(*MODES[mode], counts, *SIGNALS[signal])

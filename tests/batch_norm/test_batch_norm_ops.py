@@ -3,7 +3,6 @@
 import pytest
 import torch
 from batch_norms import LAYOUTS, in_layout, make
-from helpers import pairs
 from torch.library import opcheck
 
 import memsave_ext as ms
@@ -23,11 +22,10 @@ def arguments(shape, dtype, layout="contiguous", requires_grad=True):
     return x, weight, bias, residual
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "mode", "fused"),
-    pairs(SHAPES, DTYPES, ["training", "eval", "reuse"], [False, True]),
-    ids=str,
-)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mode", ["training", "eval", "reuse"])
+@pytest.mark.parametrize("fused", [False, True])
 def test_opcheck_forward(shape, dtype, mode, fused):
     x, weight, bias, residual = arguments(shape, dtype)
     channels = shape[1]
@@ -64,15 +62,11 @@ def test_statistics_from_running_ones_are_torchs_bits(dtype):
     assert torch.equal(statistics, torch.stack([mean, (var + 1e-3).rsqrt()]))
 
 
-@pytest.mark.parametrize(
-    ("shape", "layout", "training"),
-    [
-        (shape, layout, training)
-        for shape, layout, training in pairs(SHAPES, LAYOUTS, [True, False])
-        if layout != "channels_last" or len(shape) > 3  # as others are contiguous
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("training", [True, False])
+# As others are contiguous.
+@pytest.mark.without(case=lambda c: c["layout"] == "channels_last" and len(c["shape"]) <= 3)
 def test_opcheck_backward(shape, layout, training):
     x, weight, bias, residual = arguments(shape, torch.float32, layout)
     rest = bias, residual, torch.rand(2, shape[1]), True, 1e-5, "leaky_relu", 0.1, [True] * 4

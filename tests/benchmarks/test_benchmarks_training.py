@@ -1,6 +1,7 @@
 """The benchmarks that train on several devices, and that look for the largest model."""
 
 import copy
+import dataclasses
 import importlib
 import itertools
 import json
@@ -280,6 +281,8 @@ def test_losses_of_exact_methods_are_plains(name, real_models, tmp_path):
         pytest.importorskip("transformers")
     trainer_of = importlib.import_module("real_row").Trainer
     shape, many = real_models.SHAPES[name], 2**40
+    if "ViT" not in name:
+        shape = dataclasses.replace(shape, tokens=160)  # chunks of torch's loss are of 128
 
     def losses(method):
         form = real_models.format_of(shape, method, many)

@@ -262,6 +262,7 @@ COMPILERS = {
 }
 
 
+@pytest.mark.each_value
 @changes
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_compilers(change, compiler):

@@ -55,6 +55,7 @@ def blocks(page):
     return found
 
 
+@pytest.mark.once
 def test_the_block_of_the_readme_runs_as_it_stands(capsys):
     (block,) = blocks(DOCS.parent / "README.md")
     code, loop = block.split("for step")

@@ -43,7 +43,8 @@ def main() -> None:
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["--rootdir", str(ROOT), *(sys.argv[1:] or [str(ROOT / "tests" / t) for t in TESTS])]
+    command += ["--full", "--rootdir", str(ROOT)]
+    command += [*(sys.argv[1:] or [str(ROOT / "tests" / t) for t in TESTS])]
     sys.exit(subprocess.run(command, cwd=FOLDER, env=environment, check=False).returncode)
 
 

@@ -38,7 +38,7 @@ CASES = sorted((DEVICE / "cases").glob("cases_*.py"))
 PURE_PYTHON = [path for path in CASES if path.stem[6:] in ("adam", "checkpoint", "distributed")]
 # Of a case, native and in pure Python. A mistake is tried with all until it is seen.
 SEEDS = {True: 50, False: 10}
-EVERY_TIMES_SEEDS = {True: 20, False: 5}
+EVERY_TIMES_SEEDS = {True: 8, False: 3}
 
 
 class Package(operators.Library):
@@ -77,7 +77,7 @@ def main() -> None:
     operators.build(Package, FOLDER)
     parts = {native: list(parts_of(native, words, full)) for native in (True, False)}
     with ThreadPoolExecutor(len(parts)) as pool:
-        runs = list(pool.map(run, parts.values(), parts))
+        runs = list(pool.map(lambda native: run(parts[native], native, full), parts))
     for done in runs:
         print(done.stdout, end="")
     if any(done.returncode for done in runs):
@@ -106,8 +106,11 @@ def parts_of(native: bool, words: list[str], full: bool) -> Iterator[dict[str, o
                 yield {**of, "mistake": number}
 
 
-def run(parts: list[dict[str, object]], native: bool) -> subprocess.CompletedProcess[str]:
+def run(
+    parts: list[dict[str, object]], native: bool, full: bool
+) -> subprocess.CompletedProcess[str]:
     options = ["-q", "-p", "no:cacheprovider", "-p", "checked_streams", "--rootdir", str(ROOT)]
+    options += ["--full"] if full else []
     environment = {
         **os.environ,
         "PYTEST_ADDOPTS": shlex.join(options),

@@ -82,6 +82,7 @@ def gradients(model, **arguments):
     return output, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.each_value
 @every_model
 @pytest.mark.parametrize(
     "options",
@@ -405,6 +406,7 @@ def test_trainer(tmp_path, micro_batches, bf16):
     assert results[1] == pytest.approx(results[0], rel=2e-2 if bf16 else 1e-4)
 
 
+@pytest.mark.once
 def test_fits_tries_the_head():
     def llama():
         sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 4000}

@@ -85,6 +85,7 @@ CASES = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("technique", [IN_BACKWARD, "remat within the budget"])
 @pytest.mark.parametrize("arguments", CASES.values(), ids=CASES)
 def test_the_trainers_own_arguments(tmp_path, arguments, technique):
@@ -395,6 +396,7 @@ LIGHTNING_CASES = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("technique", TECHNIQUES)
 @pytest.mark.parametrize("options", LIGHTNING_CASES.values(), ids=LIGHTNING_CASES)
 def test_lightnings_own_arguments(options, technique):
@@ -558,6 +560,7 @@ class Loop:
         return self
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("technique", [IN_BACKWARD, "remat within the budget", SMALL])
 @pytest.mark.parametrize("case", ["each batch", "accumulation", "bfloat16", "scaler"])
 def test_accelerate(case, technique):

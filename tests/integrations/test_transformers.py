@@ -215,6 +215,7 @@ def test_a_second_trainer(tmp_path, kept):
     assert len(runs[0]) == 10 and runs[1] == pytest.approx(runs[0], rel=1e-3)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", REMATERIALIZED, ids=str)
 @pytest.mark.filterwarnings("ignore:remat. the budget")
 @pytest.mark.parametrize(

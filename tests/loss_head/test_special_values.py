@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from helpers import pairs
 from losses import REDUCTIONS, chunked, gradients, plain
 
 CLASSES, IGNORED = 600, 77
@@ -98,10 +97,9 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("reduction", "dtype", "probabilities"),
-    pairs(REDUCTIONS, [torch.float32, torch.float64], [False, True]),
-)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("probabilities", [False, True])
 def test_as_cross_entropy(dtype, reduction, probabilities):
     tolerance = 1e-5 if dtype == torch.float32 else 1e-10
     differ, special = [], 0

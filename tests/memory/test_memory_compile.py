@@ -4,7 +4,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import pairs
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -101,7 +100,9 @@ class Run:
         return self.counter.frame_count - before[0], self.counter.op_count - before[1]
 
 
-@pytest.mark.parametrize(("kind", "fullgraph", "around"), pairs(KINDS, [True, False], AROUND))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("around", AROUND)
 def test_graphs_are_those_of_an_ordinary_run(kind, fullgraph, around):
     ordinary = Run(kind, fullgraph)
     graphs = ordinary()

@@ -1,5 +1,6 @@
 """Tables on narrow terminals, and reports as texts."""
 
+import functools
 import io
 import math
 import os
@@ -113,6 +114,7 @@ def test_names_that_begin_with_a_digit_are_no_numbers():
     assert row.index("(3,072)") + len("(3,072)") == head.index("size") + len("size")
 
 
+@functools.cache
 def reports():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -117,6 +117,7 @@ def needs_native(technique):
         pytest.skip("remat is native")
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:memsave_ext. a step had a peak of .* with remat,")
 @pytest.mark.parametrize("before", [0, 2], ids=["new", "with states"])
 @pytest.mark.parametrize("technique", EXACT, ids=lambda technique: technique.name)
@@ -139,6 +140,7 @@ def test_exact_means_change_no_bit(technique, before, tmp_path):
     assert_same(loop, plain)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("before", [0, 2], ids=["new", "with states"])
 @pytest.mark.parametrize("technique", OURS, ids=lambda technique: technique.name)
 def test_our_adam_takes_the_place_of_torchs(technique, before):
@@ -188,6 +190,7 @@ def assert_unchanged_but_for_the_measure(loop):
     hooks.update(kept)
 
 
+@pytest.mark.once
 def test_nothing_fits_and_nothing_is_touched():
     loop = Loop().run(1)
     square(loop.model(loop.x)).backward()
@@ -207,6 +210,7 @@ def test_nothing_fits_and_nothing_is_touched():
     assert_unchanged(loop)
 
 
+@pytest.mark.once
 def test_without_a_step_in_backward():
     loop = Loop()
     with pytest.raises(torch.OutOfMemoryError, match=r"Not tried: .* \(in_backward=False\)"):
@@ -255,6 +259,7 @@ def test_an_exception_in_the_middle_leaves_nothing():
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # nothing is watched any more
 
 
+@pytest.mark.once
 def test_fits_applies_what_it_found():
     def build():
         loop = Loop()

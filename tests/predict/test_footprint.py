@@ -56,6 +56,7 @@ def name_of(bf16, state_dtype):
     return ", ".join(parts)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_torch_optimizers(name, way):
     """State, gradients, and the temporaries of a step, to the byte."""

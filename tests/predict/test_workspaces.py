@@ -48,6 +48,7 @@ def of_images(make, dtype, channels, sizes, memory_format=torch.contiguous_forma
     return without_optimizer(made)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("batch", [4, 19 * torch.get_num_threads()])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("case", CONVOLUTIONS)
@@ -97,6 +98,7 @@ def recurrent(kind, name, dtype, steps=60, batch=16, width=100, hidden=128):
     return without_optimizer(make)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", LAYERS)
 def test_lstm(name, dtype):
@@ -126,6 +128,7 @@ class Attention(nn.Module):
         return out.transpose(1, 2).flatten(2) if self.transposed else out
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize(("queries", "keys"), [(17, 17), (128, 100), (200, 200), (800, 600)])
 def test_attention(queries, keys, transposed):
@@ -231,6 +234,7 @@ class TransposedNorm(nn.Module):
         return self.norm(self.layer(x).transpose(1, 2))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("make", "shape"),
     [

@@ -137,6 +137,7 @@ CASES = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.4])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("whole_module", [False, True])
@@ -281,6 +282,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("steps_before", [0, 1])
 @pytest.mark.parametrize("gradients", GRADIENTS)
 def test_gradients_that_are_not_stepped(gradients, steps_before, runs):
@@ -307,6 +309,7 @@ class LooksAtValues(torch.optim.SGD):
                     p.data.add_(p.grad, alpha=-group["lr"])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("share", [1.1, 0.8, 0.6])
 @pytest.mark.parametrize("kind", ["AdamW", "RMSprop", "Adamax", "Adafactor", "Adagrad", "ASGD"])
 def test_states_that_other_optimizers_make(kind, share, runs):
@@ -343,6 +346,7 @@ def test_an_optimizer_in_backward_that_has_frozen_parameters(runs):
     assert model[2][0].weight not in optimizer.state
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("state_dtype", [None, "8bit"])
 @pytest.mark.parametrize("steps_before", [0, 1, 2])
 def test_states_that_lie_elsewhere(steps_before, state_dtype, tmp_path):

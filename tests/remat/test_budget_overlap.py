@@ -115,6 +115,7 @@ def train(program, budget=None):
     return gradients, peaks, before, dropped
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.45])
 @pytest.mark.parametrize("program", [two_backwards, one_backward, two_towers, adversaries])
 def test_steps_that_overlap_keep_to_the_budget_from_the_second_time_on(program, share):

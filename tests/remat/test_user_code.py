@@ -109,6 +109,7 @@ def test_steps_within_a_budget(name, capsys):
         assert "which is measured" not in report, report
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("prepare", [predicted, fitted])
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_that_were_predicted(name, prepare, capsys):

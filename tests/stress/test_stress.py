@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import sampling
 import torch
 
 import memsave_ext as ms
@@ -28,23 +29,23 @@ from stress import (
 from stress.programs import Op
 
 PARTS = {
-    "regions": (regions, 100),
-    "adam": (adam, 60),
-    "rules": (rules, 60),
-    "backwards": (backwards, 15),
-    "any_optimizer": (any_optimizer, 20),
-    "databases": (databases, 10),
-    "chunks": (chunks, 10),
-    "optimizers": (optimizers, 10),
-    "zoo_budgets": (zoo_budgets, 11),
-    "predictions": (predictions, 4),
-}
+    "regions": (regions, 100, 40),
+    "adam": (adam, 60, 30),
+    "rules": (rules, 60, 30),
+    "backwards": (backwards, 15, 8),
+    "any_optimizer": (any_optimizer, 20, 10),
+    "databases": (databases, 10, 5),
+    "chunks": (chunks, 10, 5),
+    "optimizers": (optimizers, 10, 5),
+    "zoo_budgets": (zoo_budgets, 11, 4),
+    "predictions": (predictions, 4, 2),
+}  # and their seeds, with --full and without
 
 
 @pytest.mark.parametrize("part", run.PARTS)
 def test_programs_of_fixed_seeds(part):
-    module, count = PARTS[part]
-    for seed in range(count):
+    module, every, few = PARTS[part]
+    for seed in range(every if sampling.full else few):
         verdict, text = module.run_seed(seed, [], False)
         assert not verdict or verdict.startswith("refused"), f"{part} {seed}: {verdict}\n{text}"
 

@@ -67,7 +67,7 @@ def run(part: Part, output: int) -> NoReturn:
         options = ["-k", part.chosen]
         if part.mistake is not None:
             os.environ[VARIABLE] = str(part.mistake)
-            options.append("-x")
+            options += ["-x", "--full"]
         os.dup2(output, 1)
         os.dup2(output, 2)
         status = int(pytest.main([*options, *part.files]))
