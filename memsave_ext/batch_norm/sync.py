@@ -109,7 +109,8 @@ class SyncBatchNorm(CountOnce):
             if self.process_group is None:
                 return None
             raise RuntimeError(
-                "SyncBatchNorm: its process_group is gone: torch.distributed is not initialized"
+                "SyncBatchNorm: its process_group does not exist any more: torch.distributed is "
+                "not initialized"
             )
         return None if self._group_size() == 1 else self._group().group_name
 
