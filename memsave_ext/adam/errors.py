@@ -14,12 +14,12 @@ from torch import Tensor
 
 _REASONS = {
     "keeps_after_norm": (
-        "gradients were accumulated after norm_pass(), which has measured the norm of one backward "
-        "alone. Use clip_global_norm=, which clips the accumulated gradients."
+        "gradients cannot be accumulated after norm_pass() or inside of it, since it measures the "
+        "norm of one backward alone. Use clip_global_norm=, which clips the accumulated gradients."
     ),
     "pass_too_late": (
-        "norm_pass() was entered too late or twice: enter it once in each step, before the "
-        "backward that steps the parameters"
+        "norm_pass() was entered too late or twice: enter it once in each step, before any "
+        "backward that steps parameters or folds gradients"
     ),
     "step_in_pass": (
         "step() was called inside of norm_pass(), which only measures gradients. Leave "

@@ -141,4 +141,5 @@ def write_limit(limit: Limit, names: Sequence[str], on_cuda: bool, top: int, tex
     columns = ["what", "module", "operator", "memory"]
     print_table("What the minimum holds", columns, cells, text)
     remedies = [(name, format_bytes(size)) for name, size in remedies_of(limit, on_cuda)]
-    print_table("What would lower it", ["technique", "saves about"], remedies, text)
+    if remedies:
+        print_table("What would lower it", ["technique", "saves about"], remedies, text)
