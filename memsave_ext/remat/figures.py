@@ -125,7 +125,7 @@ def write_report(figures: RematFigures, top: int, text: TextIO) -> None:
         print_table("Why it is kept", ["reason", "operator", "memory"], reasons[:top], text)
     if saved and not any(row.module for row in figures.saved):
         print(
-            "For a table by module, use remat(model), or remat_module(model, by_module=True)",
+            "To see modules, pass the model: remat(model), or remat_module(model, by_module=True)",
             file=text,
         )
 
