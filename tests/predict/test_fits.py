@@ -366,6 +366,8 @@ def test_arguments_are_named_in_errors():
             ms.memory.fits(build, "1GB", device=device)
     with pytest.raises(ValueError, match="predict: device must be .*, got 'tpu'"):
         ms.memory.predict(build, device="tpu")
-    with pytest.raises(TypeError, match=r"fits: build must be a function .*, got a model, Linear"):
+    with pytest.raises(
+        TypeError, match=r"fits: build must be a function .*, got a model \(Linear\)"
+    ):
         ms.memory.fits(nn.Linear(2, 2), "1GB")
     assert main(["fits", f"{__name__}:build", "--budget", "1GB", "--device", "tpu"]) == 2
