@@ -242,9 +242,7 @@ def _head_in_chunks(model: nn.Module) -> Callable[[], None]:
 def _checkpoint_blocks(model: nn.Module) -> Callable[[], None]:
     chosen = {id(block) for block in blocks_of(model)}
     if not chosen:
-        raise ValueError(
-            "the model has no list of blocks of one class (as in nn.ModuleList or nn.Sequential)"
-        )
+        raise ValueError("the model has no list of blocks of one class")
     return checkpoint_modules(model, lambda module: id(module) in chosen).remove
 
 
