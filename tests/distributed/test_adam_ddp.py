@@ -354,7 +354,9 @@ def test_refusals(results):
         assert "opt.attach(ddp, hook=..., state=...)" in messages["hook taken"]
         assert messages["not a ddp"].startswith("TypeError: ddp must be")
         assert messages["stranger"].startswith("ValueError: attach: ddp has no parameter")
-        assert messages["ordinary"].startswith("ValueError: attach() is for in_backward=True")
+        assert messages["ordinary"].startswith(
+            "ValueError: attach() is only for optimizers with in_backward=True"
+        )
 
 
 def test_a_second_backward_is_refused(results):
