@@ -195,13 +195,13 @@ void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local
 std::variant<std::string, std::unique_ptr<StepInRows>> Backward::step_in_rows(
     const Entry& entry, const NodePtr& accumulator) {
   if (action_ != GradientAction::kStep) return "this backward accumulates or measures gradients";
-  if (finished_ || !has(entry)) return "the optimizer does not have it any more";
+  if (finished_ || !has(entry)) return "the weight has been removed from the optimizer";
   Parameter& parameter = parameter_of(entry);
   const GradLock lock(accumulator);
   if (entry.waits_in != nullptr || parameter.tensor.mutable_grad().defined()) {
-    return "its .grad is set, to which this gradient is added";
+    return ".grad of the weight is set, to which this gradient has to be added";
   }
-  if (is_awaited(parameter)) return "remat has to compute dropped values from it";
+  if (is_awaited(parameter)) return "remat has still to compute dropped results from the weight";
   collector_->prepare(parameter, {}, action_);
   if (auto obstacle = obstacle_to_rows(parameter)) {
     forget_prepared(parameter);

@@ -125,7 +125,8 @@ class Recorder {
   void close() {
     if (!block_->is_innermost()) {
       throw std::runtime_error(
-          "remat: a block is left in the thread that entered it, and after the blocks inside it");
+          "remat: a `with remat()` must be left in the thread that entered it, and after those "
+          "inside it");
     }
     state_ = State::kClosed;
     block_->close();
@@ -153,7 +154,9 @@ class Recorder {
   bool is_newly_short() { return block_->step()->is_newly_short(); }
 
   py::dict budget() const {
-    if (block_->step() == nullptr) throw std::runtime_error("remat: the block was not entered");
+    if (block_->step() == nullptr) {
+      throw std::runtime_error("remat: this `with remat()` was not entered");
+    }
     Step& step = *block_->step();
     py::dict figures;
     figures["budget"] = step.budget();

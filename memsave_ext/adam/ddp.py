@@ -42,8 +42,9 @@ def attach(
         _hooks[ddp] = step_reduced
     elif step_reduced.stepper is not None:
         raise RuntimeError(
-            "ddp is attached to another optimizer: call its remove_hooks() first. One optimizer "
-            "with several param_groups can step all of it."
+            "attach: ddp is attached to another optimizer already: call remove_hooks() of that "
+            "optimizer first. One optimizer with several param_groups can step all parameters of "
+            "ddp."
         )
     step_reduced.attach(optimizer, params, hook, state)
     return step_reduced
@@ -94,8 +95,8 @@ class StepReduced:
             if "can only be called once" not in str(error):
                 raise
             raise RuntimeError(
-                "ddp has a communication hook already, and there can be one. Register none and "
-                "hand yours over: opt.attach(ddp, hook=..., state=...)"
+                "attach: ddp has a communication hook already, and can have only one. Do not "
+                "register yours, but pass it to the optimizer: opt.attach(ddp, hook=..., state=...)"
             ) from error
         if hasattr(ddp.reducer, "_set_optimizer_in_backward"):
             # The reducer then does not write to .grad, where all gradients would exist at once.

@@ -25,8 +25,8 @@ from .limit import Lived
 from .recorder import Recorder
 
 _NEEDS = {
-    "optimizer": "its states count only towards one",
-    "strict": "it says what becomes of a step that needs more",
+    "optimizer": "only with a budget are the optimizer's states counted",
+    "strict": "it says what happens to a step that needs more than the budget",
 }
 _CUDA = torch.device("cuda")  # in a prediction no device is made of this name
 
@@ -44,7 +44,7 @@ def bytes_of_device(who: str, budget: Budget, device: torch.device) -> int:
         memory = device_memory(device)
     except RuntimeError as error:
         raise RuntimeError(
-            f"{who}: budget={budget.given!r} is a part of the device's memory, and {error}; give "
+            f"{who}: budget={budget.given!r} is a part of the device's memory, and {error}; pass "
             "bytes, such as '8GB'"
         ) from error
     return max(int(budget.of_device * (memory.free if budget.of_free else memory.limit)), 1)
@@ -69,8 +69,8 @@ def check_arguments(
         for name, value in (("optimizer", optimizer), ("strict", strict or None)):
             if value is not None:
                 raise ValueError(
-                    f"remat: {name} needs a budget, as {_NEEDS[name]}; give one, such as "
-                    f"budget='8GB' or budget=0.5 (a share of the activations), or leave {name} out"
+                    f"remat: {name} needs a budget: {_NEEDS[name]}. Pass one, such as budget='8GB' "
+                    f"or budget=0.5 (a share of the activations), or leave {name} out"
                 )
         return None
     read = read_budget("remat", budget, shares=True)
@@ -88,11 +88,13 @@ def check_ahead(ahead: object) -> None:
     """Raises TypeError or ValueError where it is neither a bool nor a positive number."""
     if not isinstance(ahead, (bool, int, float)):
         raise TypeError(
-            "remat: ahead must be a bool, or a number of seconds that a run ahead may take, got "
-            f"{type(ahead).__name__}"
+            "remat: ahead must be a bool, or a number of seconds that planning a step on fake "
+            f"tensors may take, got {type(ahead).__name__}"
         )
     if not isinstance(ahead, bool) and not ahead > 0:
-        raise ValueError(f"remat: ahead must be a bool or positive seconds, got {ahead!r}")
+        raise ValueError(
+            f"remat: ahead must be a bool or a positive number of seconds, got {ahead!r}"
+        )
 
 
 def device_of(model: nn.Module | None) -> torch.device:

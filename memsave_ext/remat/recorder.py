@@ -168,7 +168,7 @@ def make_recorder(
         _warn_once(reason)
         return NoRecorder(reason)
     if predicts() and not native.remat_is_predicted():
-        reason = "tensors are fake, and no memsave_ext.memory.predict says what they would take"
+        reason = "tensors are fake, and this is not a prediction by memsave_ext.memory.predict()"
         _warn(reason)
         return NoRecorder(reason)
     if budget is not None and not predicts():

@@ -347,14 +347,16 @@ def test_refusals(results):
         assert "Call opt.attach(ddp) once, before training" in messages["not attached"]
         assert "outside of ddp.no_sync()" in messages["not reduced"]
         assert "with ddp.no_sync(), opt.accumulate():" in messages["accumulate"]
-        assert "or accumulate_when() says so" in messages["condition"]
+        assert "or opt.accumulate_when(), in a backward" in messages["condition"]
         for name in ("fold", "folding"):
             assert messages[name].startswith("ValueError: accumulate_when(fold=True) cannot be")
         assert "attached to another optimizer" in messages["twice"]
         assert "opt.attach(ddp, hook=..., state=...)" in messages["hook taken"]
         assert messages["not a ddp"].startswith("TypeError: ddp must be")
-        assert messages["stranger"].startswith("ValueError: ddp has no parameter")
-        assert messages["ordinary"].startswith("ValueError: attach() is for in_backward=True")
+        assert messages["stranger"].startswith("ValueError: attach: ddp has no parameter")
+        assert messages["ordinary"].startswith(
+            "ValueError: attach() is only for optimizers with in_backward=True"
+        )
 
 
 def test_a_second_backward_is_refused(results):

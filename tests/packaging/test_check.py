@@ -174,7 +174,7 @@ def test_a_process_of_an_instruction_set_that_dies(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(script))
     (row,) = levels.rows_at("AVX2")
     assert (row.part, row.what, row.setting) == ("adam", "SGD", "adam.cpu")
-    assert row.problem == "its process ended with -4"
+    assert row.problem == "the process that checks AVX2 ended with exit status -4"
 
 
 def test_parts_that_are_off_are_left_out():

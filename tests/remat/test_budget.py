@@ -432,11 +432,11 @@ def test_modules_that_are_compiled_or_not_known_yet():
         ({"budget": "9" * 400 + "GB"}, ValueError, "budget must be"),
         ({"budget": 1, "optimizer": 3}, TypeError, "optimizer must be"),
         ({"budget": 1, "strict": 1}, TypeError, "strict must be"),
-        ({"strict": True}, ValueError, "strict needs a budget, as .* or leave strict out"),
+        ({"strict": True}, ValueError, "strict needs a budget: .* or leave strict out"),
         (
             {"optimizer": torch.optim.SGD([torch.zeros(1)])},
             ValueError,
-            "optimizer needs a budget, as its states count only towards one; give one, such as",
+            "optimizer needs a budget: only with a budget are the optimizer's states counted.",
         ),
     ],
 )
