@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="check this device only")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and (reason := why_no_cuda()):
-        parser.error(f"--device cuda: {reason}")
+        parser.error(f"--device cuda: {reason}; --device cpu is there")
     machine = machine_of_now()
     print("\n".join(f"{name:<13}{value}" for name, value in machine.items()))
     rows: list[Row] = []
