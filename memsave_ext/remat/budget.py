@@ -196,7 +196,7 @@ class LivedBefore:
         self._recorder.count(counted, _plain(grads), sum(t.nbytes for t in _plain(awaited)))
 
     def _count_model(self, module: nn.Module) -> bool:
-        """Counts a model of plain tensors natively, which is most of what a step takes otherwise."""
+        """Counts a model of plain tensors natively, where a step has little else to do."""
         # All of this package's: a state is found by its parameter.
         optimizers = dict.fromkeys((*self._optimizers, *alive_optimizers()))
         if any(g.get("states_on") for o in optimizers for g in o.param_groups):

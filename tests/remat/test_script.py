@@ -139,8 +139,8 @@ def test_a_step_that_goes_another_way(budget, variant):
             block = ms.remat(budget=budget)
             assert all(map(torch.equal, train(model, x, block, **how), plain[goes])), number
             blocks.append(block)
-        # Of a step after one like it: where two programs begin alike, a step begins with the plan of
-        # the latest one.
+        # Of a step after one like it: where two programs begin alike, it begins with the plan that
+        # the latest one has.
         block = blocks[-2]
         if budget is not None:
             assert block.least is not None
