@@ -54,7 +54,7 @@ class Recomputed:
 class RematFigures:
     """What has become of the memory that autograd saved in a block."""
 
-    operators: int  # how many operators were recorded
+    operators: int  # how many operators the block saw
     saved: tuple[Saved, ...]
     recomputed: tuple[Recomputed, ...]
     given_back_bytes: int = 0  # dropped as allocations failed (``retry=True``)
@@ -102,7 +102,7 @@ def write_report(figures: RematFigures, top: int, text: TextIO) -> None:
     print(
         f"Kept {format_bytes(kept)}{share}; dropped {format_bytes(dropped)}; "
         f"{figures.recomputed_operators} operators ran again, in {seconds}; {figures.operators} "
-        "operators recorded\n",
+        "operators in all\n",
         file=text,
     )
     if figures.given_back_bytes:
