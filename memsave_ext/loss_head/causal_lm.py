@@ -69,10 +69,7 @@ class PatchedCausalLM(Patched):
     def _refuse(self) -> None:
         self._loss: Any = getattr(self._model, "loss_function", None)
         if getattr(self._loss, "__name__", "") != "ForCausalLMLoss":
-            raise TypeError(
-                f"{self._name} does not use ForCausalLMLoss, the only loss that patch_causal_lm "
-                "can replace"
-            )
+            raise TypeError(f"{self._name} has another loss than causal language models have")
         if getattr(self._model.config, "is_encoder_decoder", False):
             raise TypeError(
                 f"{self._name} is an encoder with a decoder, not a causal language model; "
@@ -80,8 +77,8 @@ class PatchedCausalLM(Patched):
             )
         if "loss_function" not in names_in_forward(self._model):
             raise TypeError(
-                f"{self._name} computes its loss in forward, and only a loss_function can be "
-                "replaced; call linear_cross_entropy with its hidden states instead"
+                f"{self._name} computes its loss in forward, not by its loss_function, which alone "
+                "can be replaced; call linear_cross_entropy with its hidden states"
             )
 
     def remove(self) -> None:

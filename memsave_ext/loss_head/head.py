@@ -139,8 +139,7 @@ def _begin_rows(settings: Settings) -> Rows | None:
 def _explain(debug: bool, reason: str) -> None:
     if debug:
         warnings.warn(
-            "memsave_ext: loss head: the gradient of linear_weight is made as a whole, not part by "
-            f"part: {reason}",
+            f"memsave_ext: loss head: the gradient of linear_weight is whole: {reason}",
             UserWarning,
             stacklevel=4,
         )

@@ -18,11 +18,11 @@ pytestmark = pytest.mark.skipif(not ms._native.available, reason="budgets need t
 STEPS = 3
 # Those that no run ahead can follow, and a part of the clause that says why.
 MEASURED = {
-    "LoopsOverValues": "went differently",
+    "LoopsOverValues": "did not go as",
     "SwallowsErrors": "depends on the values of tensors",
     "DrawsInPython": "",
     "Exits": "it calls sys.exit()",
-    "ThreadPools": "made no progress",
+    "ThreadPools": "stood still",
     "Numpy": "reads the values of tensors",
     "InnerGradients": "",
 }
