@@ -232,7 +232,7 @@ KINDS = {  # and how many lines are interrupted with --full
     "fit": (fitted, 16),
     "patch": (patched, 16),
 }
-FEW = 8  # without it
+FEW = 16  # without it
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def interrupt(kind, most):
         except Exception as error:
             raise AssertionError(f"after an interrupt at {lines.where}") from error
     # Not all: some lines run once in a process.
-    assert reached > 0.5 * len(numbers) >= 0.5 * min(most, 16), (reached, len(numbers))
+    assert reached > 0.5 * len(numbers) >= 8, (reached, len(numbers))
 
 
 @natively
