@@ -100,7 +100,7 @@ def test_rows_name_modules_and_operators():
     found = limit(block := train(model, loss))
     names = {(block._modules.names[module], operator) for _, module, operator, _ in found.rows}
     assert names and names <= {
-        *(("", "aten::gelu"), ("last", "aten::addmm")),
+        *(("Mlp", "aten::gelu"), ("last", "aten::addmm")),
         *((f"layers.{i}", "aten::addmm") for i in range(6)),
     }
 
