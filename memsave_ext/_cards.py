@@ -93,15 +93,15 @@ def without_kernels(build_info: dict[str, Any], here: list[Card]) -> str:
     if not build_info.get("cuda"):
         why = re.search(r"\((.*)\)", build_info.get("decision", ""))
         return (
-            f"memsave_ext was built without CUDA{f' ({why[1]})' if why else ''}: on {listed} its "
-            "parts run with torch's operators. Build it again with a CUDA toolkit of torch's "
-            "version, or with MEMSAVE_EXT_CUDA=0 to say that this is meant."
+            f"memsave_ext was built without CUDA{f' ({why[1]})' if why else ''}, so that on "
+            f"{listed} it runs with torch's own operators. Rebuild it with a CUDA toolkit of "
+            "torch's version, or with MEMSAVE_EXT_CUDA=0 if you do not want its CUDA kernels."
         )
     archs = build_info.get("archs") or ""
     if any(runs_on(archs, card.capability) for card in here):
         return ""
     wanted = ";".join(dict.fromkeys(".".join(map(str, card.capability)) for card in here))
     return (
-        f"memsave_ext was built for {archs}, which does not run on {listed}: build it again with "
-        f"TORCH_CUDA_ARCH_LIST='{wanted}', or use MEMSAVE_EXT_NATIVE=0."
+        f"memsave_ext was built for {archs}, which does not run on {listed}. Rebuild it with "
+        f"TORCH_CUDA_ARCH_LIST='{wanted}', or set MEMSAVE_EXT_NATIVE=0 to run in pure Python."
     )

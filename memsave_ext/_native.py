@@ -58,11 +58,14 @@ def _misfit(path: Path, info: dict[str, Any]) -> str | None:
     if not any(path.name == f"_C{suffix}" for suffix in EXTENSION_SUFFIXES):
         return f"{path.name} is not for Python {platform.python_version()}"
     if info.get("file") != path.name:
-        return f"its build info does not describe {path.name}"
+        return f"its build info describes another file than {path.name}"
     if _minor(info.get("torch")) != _minor(torch.__version__):
-        return "a binary fits one minor version of torch"
+        return "a compiled file works only with the minor version of torch that it was built for"
     if info.get("cuda") and info.get("torch_cuda") != torch.version.cuda:
-        return f"CUDA {info.get('torch_cuda')} then, CUDA {torch.version.cuda} now"
+        return (
+            f"it was built for CUDA {info.get('torch_cuda')}, and torch uses CUDA "
+            f"{torch.version.cuda}"
+        )
     return None
 
 

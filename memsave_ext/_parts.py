@@ -50,7 +50,7 @@ def why_not(part: str) -> str:
     """Says why :func:`native` returns None."""
     if not _native.available:
         return _native.reason
-    return f"{part} is off, by MEMSAVE_EXT_DISABLE or disable()"
+    return f"{part} was switched off with MEMSAVE_EXT_DISABLE or disable()"
 
 
 def disabled() -> tuple[str, ...]:
@@ -106,8 +106,8 @@ def disable(*parts: str) -> None:
     _check(parts, "disable")
     if "checkpoint" in parts and "checkpoint" not in _off:
         raise RuntimeError(
-            "disable: checkpoint is chosen when memsave_ext is imported: set "
-            "MEMSAVE_EXT_DISABLE=checkpoint before"
+            "disable: checkpoint cannot be switched off after memsave_ext has been imported: set "
+            "MEMSAVE_EXT_DISABLE=checkpoint in the environment before the import"
         )
     for part in parts:
         for name in (part, *(f"{part}.{device}" for device in DEVICES)):
@@ -119,7 +119,9 @@ def disable(*parts: str) -> None:
 def _check(parts: Iterable[str], said_by: str) -> None:
     for part in parts:
         if part not in NAMES:
-            raise ValueError(f"{said_by}: there is no part {part!r}; those are {', '.join(NAMES)}")
+            raise ValueError(
+                f"{said_by}: there is no part {part!r}; the parts are {', '.join(NAMES)}"
+            )
 
 
 def _override(kernels: Iterable[tuple[str, Callable[..., Any], str]]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -145,7 +146,10 @@ def headers(root: Path) -> list[str]:
 def compile_flags(torch_includes: list[str], cuda: bool) -> dict[str, list[str]]:
     """Flags per compiler. No -std: torch knows which standard its headers need."""
     # NDEBUG as in torch's own builds: headers that check what only debug builds keep would raise.
-    common = ["-O3", "-g0", "-DNDEBUG", "-fvisibility=hidden"]
+    common = ["-O3", "-DNDEBUG", "-fvisibility=hidden"]
+    # Python's own flags have -g, which nobody asked for.
+    asked = shlex.split(os.environ.get("CXXFLAGS", ""))
+    common += [] if any(flag.startswith("-g") for flag in asked) else ["-g0"]
     # As system headers, torch's own code stays out of our warnings.
     system = [flag for path in torch_includes for flag in ("-isystem", path)]
     # For at::parallel_for. Only to compile: the symbols are those of torch's own runtime.

@@ -1,11 +1,13 @@
 """Compile every CUDA source without a GPU and without a CUDA torch (`make cuda-check`).
 
     python tools/cuda_check.py [--renew]
+    python tools/cuda_check.py --arch 75 86 89 100 120
 
 Kernels (*.cu, free of torch headers) are compiled for sm_80 and sm_90, cuda.cpp files are checked
 against the headers of the installed torch. What a kernel takes is compared with cuda_kernels.tsv:
 registers, and of sm_90 shared memory and what sass.py reads from the machine code. Fails on an
-error, a spill, and where a figure is not the table's; --renew writes the table anew.
+error, a spill, and where a figure is not the table's; --renew writes the table anew. With --arch
+kernels are compiled for other architectures, which have no table: fails on an error and a spill.
 """
 
 from __future__ import annotations
@@ -53,15 +55,21 @@ class Row(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--renew", action="store_true", help=f"write {TABLE.name}")
-    renew = parser.parse_args().renew
+    parser.add_argument(
+        "--arch", nargs="+", metavar="NN", help="compile kernels for these architectures alone"
+    )
+    options = parser.parse_args()
     cuda_home, missing = build_config.find_cuda_home()
     if cuda_home is None:
         print(f"cuda-check: skipped, {missing}.")
         return
-    disassembler = find_disassembler(cuda_home)
     kernels = sorted(ROOT.glob("csrc/**/*.cu"))
+    if options.arch is not None:
+        check_archs(cuda_home, kernels, options.arch)
+        return
+    disassembler = find_disassembler(cuda_home)
     bindings = sorted(ROOT.glob("csrc/**/cuda.cpp"))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         compiled = pool.map(lambda path: compile_kernels(cuda_home, path, disassembler), kernels)
         checked = pool.map(lambda path: run(binding_command(cuda_home, path)), bindings)
         compiled, checked = list(compiled), list(checked)
@@ -85,11 +93,36 @@ def main() -> None:
         sys.exit(f"cuda-check: {problems} sources that do not compile or kernels that spill.")
     release = f"nvcc {build_config.nvcc_release(cuda_home)}"
     rows.sort()
-    if renew:
+    if options.renew:
         if disassembler is None:
             sys.exit("cuda-check: --renew needs nvdisasm (pip install nvidia-cuda-nvdisasm)")
         write_table(release, rows)
     compare(release, rows, disassembler is not None)
+
+
+def check_archs(cuda_home: str, kernels: list[Path], archs: list[str]) -> None:
+    """Says of each architecture what does not compile or spills, and how long it takes to compile:
+    what it adds to a build."""
+    problems = 0
+    for arch in archs:
+        commands = [arch_command(cuda_home, path, arch) for path in kernels]
+        before = os.times()
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            compiled = list(pool.map(run, commands))
+        after = os.times()
+        seconds = after.children_user - before.children_user
+        seconds += after.children_system - before.children_system
+        for path, (right, output) in zip(kernels, compiled, strict=True):
+            if not right:
+                problems += 1
+                print(f"{path.relative_to(ROOT)} does not compile for sm_{arch}:\n{output}")
+        found = [spill for right, output in compiled if right for spill in spills(output)]
+        problems += len(found)
+        for name, of_arch, spilled in found:
+            print(f"{name} ({of_arch}) spills {spilled} bytes")
+        print(f"sm_{arch}: {len(kernels)} sources, {seconds:.0f} s of a core", flush=True)
+    if problems:
+        sys.exit(f"cuda-check: {problems} sources that do not compile or kernels that spill.")
 
 
 def compile_kernels(
@@ -184,8 +217,18 @@ def kernel_command(cuda_home: str, path: Path, kept: Path) -> list[str]:
     command = [f"{cuda_home}/bin/nvcc", "-c", str(path), "-o", os.devnull]
     command += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
     command += ["--keep", "--keep-dir", str(kept)]  # PTX and machine code, to look at
-    command += ["-O3", "-Xptxas", "-v", f"-I{ROOT / 'csrc'}", torch_std()]
-    return [*command, "--compiler-options", "-fPIC", *cpp_extension.COMMON_NVCC_FLAGS]
+    return [*command, *kernel_flags(), "--compiler-options", "-fPIC"]
+
+
+def arch_command(cuda_home: str, path: Path, arch: str) -> list[str]:
+    """Without what is compiled for the host, which is the same for all."""
+    command = [f"{cuda_home}/bin/nvcc", "-cubin", f"-arch=sm_{arch}", str(path), "-o", os.devnull]
+    return [*command, *kernel_flags()]
+
+
+def kernel_flags() -> list[str]:
+    flags = ["-O3", "-Xptxas", "-v", f"-I{ROOT / 'csrc'}", torch_std()]
+    return flags + cpp_extension.COMMON_NVCC_FLAGS
 
 
 def binding_command(cuda_home: str, path: Path) -> list[str]:

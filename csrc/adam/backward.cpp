@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <functional>
 #include <iterator>
 #include <utility>
 #include <vector>
@@ -195,13 +196,13 @@ void Backward::add(Entry& entry, const NodePtr& accumulator, const Tensor& local
 std::variant<std::string, std::unique_ptr<StepInRows>> Backward::step_in_rows(
     const Entry& entry, const NodePtr& accumulator) {
   if (action_ != GradientAction::kStep) return "this backward accumulates or measures gradients";
-  if (finished_ || !has(entry)) return "the optimizer does not have it any more";
+  if (finished_ || !has(entry)) return "the weight has been removed from the optimizer";
   Parameter& parameter = parameter_of(entry);
   const GradLock lock(accumulator);
   if (entry.waits_in != nullptr || parameter.tensor.mutable_grad().defined()) {
-    return "its .grad is set, to which this gradient is added";
+    return ".grad of the weight is set, to which this gradient has to be added";
   }
-  if (is_awaited(parameter)) return "remat has to compute dropped values from it";
+  if (is_awaited(parameter)) return "remat has still to compute dropped results from the weight";
   collector_->prepare(parameter, {}, action_);
   if (auto obstacle = obstacle_to_rows(parameter)) {
     forget_prepared(parameter);
@@ -273,17 +274,29 @@ bool Backward::prepare(const Waiting& waiting) {
 
 void Backward::flush(Bucket& bucket, bool all) {
   std::deque<Waiting> stays;
+  std::vector<Waiting*> goes;
   std::vector<Parameter*> ready;
-  std::deque<GradLock> locks;  // held until the gradients are freed
+  std::vector<NodePtr> accumulators;
+  goes.reserve(bucket.waiting.size());
   ready.reserve(bucket.waiting.size());
+  accumulators.reserve(bucket.waiting.size());
   for (auto& waiting : bucket.waiting) {
     if (waiting.parameter->entry->waits_in != this) continue;  // was forgotten
     if (!all && is_awaited(*waiting.parameter)) {
       stays.push_back(std::move(waiting));
       continue;
     }
-    if (!waiting.local_grad.defined()) locks.emplace_back(std::move(waiting.accumulator));
-    if (prepare(waiting)) ready.push_back(waiting.parameter);
+    if (!waiting.local_grad.defined()) accumulators.push_back(std::move(waiting.accumulator));
+    goes.push_back(&waiting);
+  }
+  // In one order, as backwards of several threads have the same gradients in any. That only one of
+  // them flushes at a time, with the collector's lock, is all that would keep them apart otherwise.
+  std::sort(accumulators.begin(), accumulators.end(),
+            [](const NodePtr& a, const NodePtr& b) { return std::less<>()(a.get(), b.get()); });
+  std::deque<GradLock> locks;  // held until the gradients are freed
+  for (NodePtr& accumulator : accumulators) locks.emplace_back(std::move(accumulator));
+  for (const Waiting* waiting : goes) {
+    if (prepare(*waiting)) ready.push_back(waiting->parameter);
   }
   if (bucket.kind != Kind::kPlain) {
     apply_beside(ready, bucket.stream);

@@ -44,11 +44,11 @@ bool has_other_edges(const Node& node, const NodePtr& accumulator) {
 const char* obstacle_in_graph(const Node& node, const NodePtr& accumulator) {
   if (torch::autograd::get_current_graph_task_id() == -1) return "no backward is running";
   if (!torch::autograd::get_current_graph_task_exec_info()->empty()) {
-    return "autograd.grad() or backward(inputs=) asks for certain gradients";
+    return "autograd.grad() or backward(inputs=) asks for gradients of certain tensors";
   }
   if (torch::autograd::get_current_graph_task_keep_graph()) return "retain_graph=True";
   if (has_other_edges(node, accumulator)) {
-    return "it is used elsewhere, too (as a tied embedding is), or in a graph that is kept";
+    return "the weight is used elsewhere, too (as a tied embedding is), or in another graph";
   }
   return nullptr;
 }
@@ -61,11 +61,12 @@ const char* obstacle_in_intake(Intake intake) {
 const char* obstacle_in_hooks(const NodePtr& accumulator, const Entry& entry,
                               const py::object& param) {
   if (entry.reduced_by_ddp || is_reduced_by_ddp(accumulator)) {
-    return "DistributedDataParallel reduces it";
+    return "DistributedDataParallel reduces the whole gradient";
   }
   const bool hooked = !accumulator->tensor_pre_hooks().empty() ||
                       !accumulator->pre_hooks().empty() || !accumulator->post_hooks().empty();
-  return hooked || has_python_hooks(param) ? "a hook is to see it" : nullptr;
+  return hooked || has_python_hooks(param) ? "a hook on the weight has to see the whole gradient"
+                                           : nullptr;
 }
 
 }  // namespace
@@ -75,11 +76,11 @@ py::object begin_rows(int64_t input) {
   TORCH_CHECK(node, "begin_rows() is for the backward of an autograd node");
   const NodePtr& accumulator = node->next_edge(input).function;
   auto* const accumulates = dynamic_cast<AccumulateGrad*>(accumulator.get());
-  if (accumulates == nullptr) return py::str("it is computed from other tensors");
+  if (accumulates == nullptr) return py::str("the weight is computed from other tensors");
   const auto param = py::reinterpret_steal<py::object>(THPVariable_Wrap(accumulates->variable));
   const Attachment attached = find_hook(param);
   if (attached.collector == nullptr || attached.collector->optimizer().is_none()) {
-    return py::str("no optimizer of memsave_ext steps it in backward");
+    return py::str("no optimizer of memsave_ext steps the weight in backward");
   }
   const auto collector = attached.collector->shared_from_this();
   const char* obstacle = obstacle_in_graph(*node, accumulator);
@@ -87,7 +88,7 @@ py::object begin_rows(int64_t input) {
   if (!obstacle) obstacle = obstacle_in_hooks(accumulator, *attached.entry, param);
   if (obstacle) return py::str(obstacle);
 
-  std::variant<std::string, std::unique_ptr<StepInRows>> begun = "the optimizer is gone";
+  std::variant<std::string, std::unique_ptr<StepInRows>> begun = "the optimizer has been deleted";
   {
     const py::gil_scoped_release no_gil;
     const auto backward = collector->backwards().begin(*collector);

@@ -202,7 +202,7 @@ py::list Collector::remaining(const std::string& asks) {
   py::list on_devices;
   if (records_.folded() == 0 && !any_gradient()) return on_devices;
   const auto snapshot = take_snapshot();
-  TORCH_CHECK(snapshot, "memsave_ext: the optimizer is gone");
+  TORCH_CHECK(snapshot, "memsave_ext: the optimizer has been deleted");
   backwards_.use_snapshot(snapshot);  // errors name parameters by their position in it
   const auto asking = named<Asks>(kAsks, asks, "no shards ask");
   ByDevice<std::vector<Parameter*>> batches;

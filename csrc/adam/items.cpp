@@ -142,9 +142,9 @@ void advance_steps(std::vector<Item>& items, std::vector<Parameter*>& of_items,
     if (!step.defined()) {
       item.step = 0;
     } else if (step.device().is_cpu()) {
-      TORCH_CHECK(
-          on_cpu || item.skip == nullptr,
-          "memsave_ext: with a GradScaler the state step of a parameter must be on its device");
+      TORCH_CHECK(on_cpu || item.skip == nullptr,
+                  "memsave_ext: with a GradScaler the state 'step' of a parameter must be on the "
+                  "parameter's device");
       if (advances) advance_on_cpu(step);
       item.step = read_on_cpu(step) + !advances;
     } else {

@@ -102,8 +102,8 @@ void adam_step_(at::TensorList params, at::TensorList grads, at::TensorList stat
     of_names.push_back(kStateNames[place].tensor);
   }
   const auto of_phase = named<StepPhase>(kPhases, phase, "adam_step_: there is no phase");
-  TORCH_CHECK_VALUE(of_phase == StepPhase::kWhole || row(of_rule).folds,
-                    "adam_step_: nothing is folded by ", row(of_rule).name);
+  TORCH_CHECK_VALUE(of_phase == StepPhase::kWhole || row(of_rule).folds, "adam_step_: the rule ",
+                    row(of_rule).name, " cannot fold gradients");
   const size_t count = params.size();
   const auto check_length = [](const char* name, size_t length, size_t expected) {
     TORCH_CHECK_VALUE(length == expected, "adam_step_: ", name, " must have ", expected,

@@ -31,18 +31,20 @@ int64_t bytes_of(const Tensor& tensor) { return tensor.defined() ? tensor.elemen
 
 const char* StepInRows::obstacle(const Parameter& parameter) {
   const Tensor& param = parameter.local;
-  if (lies_elsewhere(parameter)) return "its states lie elsewhere, from where all are fetched";
+  if (lies_elsewhere(parameter)) {
+    return "states_on= keeps the optimizer states elsewhere, and fetches them as a whole";
+  }
   const at::AutoDispatchBelowADInplaceOrView guard;  // autograd has no part in a step
   if (!is_fake(param) &&
       (!needs_only_kernels(parameter) || param.is_meta() || param.is_inference())) {
-    return "its memory is not that of an ordinary tensor";
+    return "the weight is not an ordinary tensor";
   }
   const auto in_rows = [](const Tensor& tensor) {
     return !tensor.defined() || tensor.dim() == 0 || tensor.is_contiguous();
   };
   bool all = in_rows(param) && !param.is_complex();
   for (const auto& state : kStateNames) all = all && in_rows(parameter.state.*state.tensor);
-  return all ? nullptr : "its rows, or those of its state, do not follow each other in memory";
+  return all ? nullptr : "the rows of the weight, or of its states, are not contiguous in memory";
 }
 
 StepInRows::StepInRows(const Parameter& parameter)

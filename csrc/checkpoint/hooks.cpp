@@ -120,6 +120,7 @@ class HookEngine final : public Engine {
       return torchs_.get_default_saved_variable_hooks();
     }
     if (auto packer = EngineHookGuard::packer()) {
+      if (!packer->takes_next()) return nullptr;
       return std::make_unique<PackerHooks>(std::move(packer));
     }
     if (!tls.stack.empty() && hooks_enabled.load(std::memory_order_relaxed)) {

@@ -23,6 +23,8 @@ class Saved {
 class Packer {
  public:
   virtual ~Packer() = default;
+  // Called for each tensor before it is saved. False: autograd saves it as without hooks.
+  virtual bool takes_next() { return true; }
   // Returns null to keep the tensor as it is, or the alias that this puts in its place.
   virtual std::shared_ptr<Saved> pack(at::Tensor& tensor) = 0;
 };

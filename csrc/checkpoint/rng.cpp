@@ -48,8 +48,9 @@ std::vector<RngState::Philox> RngState::current_cuda() {
       states.push_back({std::move(generator), seed, offset});
     } catch (c10::Error& error) {
       error.add_context(
-          "memsave_ext: in a CUDA graph, random numbers of a region can be replayed by a build of "
-          "memsave_ext with CUDA; without, pass preserve_rng_state=False to checkpoint");
+          "memsave_ext: a checkpointed region that draws random numbers in a CUDA graph needs a "
+          "build of memsave_ext with CUDA; with this build, pass preserve_rng_state=False to "
+          "checkpoint");
       throw;
     }
   }

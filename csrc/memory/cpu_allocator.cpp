@@ -140,9 +140,10 @@ WatchedAllocator* watched = nullptr;
 void watch_cpu_allocator() {
   c10::Allocator* present = c10::GetCPUAllocator();
   if (present == watched && watched != nullptr) return;
-  TORCH_CHECK(present->raw_deleter() != nullptr,
-              "memory tracking needs a CPU allocator with a raw deleter, as torch's own has; "
-              "another library has registered one without");
+  TORCH_CHECK(
+      present->raw_deleter() != nullptr,
+      "memory tracking cannot start: another library has registered a CPU allocator without "
+      "a raw deleter, which tracking needs and torch's own allocator has");
   if (watched == nullptr) {
     watched = new WatchedAllocator(present);
     free_behind = present->raw_deleter();

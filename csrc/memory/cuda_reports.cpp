@@ -48,7 +48,7 @@ void watch_cuda_reports() {
   TORCH_CHECK(
       ThreadLocalDebugInfo::get(DebugInfoKind::PROFILER_STATE) == nullptr || watches_cuda_reports(),
       "memory tracking of a CUDA device cannot start: torch's profiler is running on this "
-      "thread; the two share one slot");
+      "thread, and only one of both can run in a thread");
   ThreadLocalDebugInfo::_push(DebugInfoKind::PROFILER_STATE, std::make_shared<Reports>());
 }
 

@@ -56,12 +56,24 @@ struct TraceMoment {
   int64_t peak = 0;  // the most since the moment before
 };
 
+// An operator of the forward. Those that cannot be repeated have no call.
+struct TraceOperator {
+  uint64_t key = 0;   // a hash of its name and of its arguments' types and sizes
+  int32_t call = -1;  // its position among the calls; -1: it has none
+  int32_t saves = 0;  // how many tensors autograd had saved when it began
+};
+
 // What one step of a block did, as numbers: the planner's input, which outlives the block.
 struct Trace {
-  std::vector<TraceContent> contents;  // in the order of their making
-  std::vector<TraceCall> calls;        // in the order of the forward
-  std::vector<TraceMoment> moments;    // forward, then backward
-  int32_t forward = 0;                 // how many of the moments are in forward
+  std::vector<TraceContent> contents;    // in the order of their making
+  std::vector<TraceCall> calls;          // in the order of the forward
+  std::vector<TraceMoment> moments;      // forward, then backward
+  int32_t forward = 0;                   // how many of the moments are in forward
+  std::vector<TraceOperator> operators;  // in the order of their beginning
+  // Of each tensor that autograd saved, in order: its content; -1: none, it is kept as it is.
+  std::vector<int32_t> saves;
+  // Which of these backward opened first, and which it let go last.
+  int32_t first_opened = -1, last_closed = -1;
   // What was allocated in the step and lived at its end, such as gradients: bytes, by the position
   // of the moment that came after the allocation. In the order of these.
   std::vector<std::pair<int32_t, int64_t>> left;

@@ -138,7 +138,7 @@ Deviation deviation_of(const plan::Trace& trace, const plan::Trace& known,
   deviation.foreseen = planned[worst];
   const plan::Timeline timeline(trace);
   deviation.place = place_of(trace, timeline, timeline.before[worst]);
-  if (deviation.place.call >= 0) deviation.op = trace.calls[deviation.place.call].op;
+  if (deviation.place->call >= 0) deviation.op = trace.calls[deviation.place->call].op;
   return deviation;
 }
 

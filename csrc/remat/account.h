@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "plan/plan.h"
@@ -36,7 +37,7 @@ std::vector<int64_t> foreseen(const plan::Trace& trace,
 
 // A step whose peak was more than a hundredth off.
 struct Deviation {
-  Place place;                         // where it was most
+  std::optional<Place> place;          // where it was most; none of a step that went by a script
   const Operator* op = nullptr;        // of its call
   int64_t measured = 0, foreseen = 0;  // the most bytes there
 };

@@ -23,6 +23,7 @@
 #include "remat/account.h"
 #include "remat/fakes.h"
 #include "remat/known_bytes.h"
+#include "remat/lived.h"
 #include "remat/pause.h"
 #include "remat/saved.h"
 #include "store/store.h"
@@ -124,7 +125,8 @@ class Recorder {
   void close() {
     if (!block_->is_innermost()) {
       throw std::runtime_error(
-          "remat: a block is left in the thread that entered it, and after the blocks inside it");
+          "remat: a `with remat()` must be left in the thread that entered it, and after those "
+          "inside it");
     }
     state_ = State::kClosed;
     block_->close();
@@ -142,11 +144,20 @@ class Recorder {
     block_->step()->count(tensors, gradients, missing);
   }
 
+  // False, and counts nothing, where it holds anything but plain tensors.
+  bool count_model(const py::handle& model, const py::list& states) {
+    std::optional<Lived> lived = lived_in(model, states);
+    if (lived) count(lived->tensors, lived->gradients, lived->missing);
+    return lived.has_value();
+  }
+
   bool is_newly_short() { return block_->step()->is_newly_short(); }
 
   py::dict budget() const {
-    if (block_->step() == nullptr) throw std::runtime_error("remat: the block was not entered");
-    const Step& step = *block_->step();
+    if (block_->step() == nullptr) {
+      throw std::runtime_error("remat: this `with remat()` was not entered");
+    }
+    Step& step = *block_->step();
     py::dict figures;
     figures["budget"] = step.budget();
     figures["peak"] = step.peak();
@@ -201,7 +212,9 @@ class Recorder {
   py::object deviation() const {
     const auto deviation = block_->step()->deviation();
     if (!deviation) return py::none();
-    return py::make_tuple(deviation->place.in_forward, name_of(deviation->op), deviation->measured,
+    py::object in_forward = py::none();
+    if (deviation->place) in_forward = py::bool_(deviation->place->in_forward);
+    return py::make_tuple(in_forward, name_of(deviation->op), deviation->measured,
                           deviation->foreseen);
   }
 
@@ -245,7 +258,8 @@ class Recorder {
           py::make_tuple(maker.first, name_of(maker.second), sum.count, sum.bytes, sum.seconds));
     }
     py::dict figures;
-    figures["operators"] = block_->recorded();
+    figures["operators"] = block_->operators();
+    figures["passed"] = block_->passed();
     figures["planned"] = block_->step() != nullptr && block_->step()->plan().has_value();
     if (const Step* step = block_->step()) {
       const auto [known, planned] = step->known();
@@ -473,6 +487,7 @@ void bind(py::module_& m) {
            py::arg("bytes"), py::arg("share"), py::arg("strict"), py::arg("is_more"),
            py::arg("device"), py::arg("store") = py::none(), py::arg("most_moved") = 0)
       .def("count", &Recorder::count)
+      .def("count_model", &Recorder::count_model)
       .def("budget", &Recorder::budget)
       .def("limit", &Recorder::limit)
       .def("deviation", &Recorder::deviation)

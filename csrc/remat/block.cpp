@@ -97,14 +97,26 @@ void Block::open(std::optional<int64_t> bytes, bool retry) {
   pending_.emplace();
   if (retry) gives_way_.emplace(*this);
   if (budget_ && bytes) budget_->bytes = *bytes;
-  if (budget_) step_ = std::make_unique<Step>(*budget_);
+  // What gives way may drop anything, and a prediction runs each step about once.
+  const bool may_pass = !retry && Fakes::current() == nullptr;
+  if (budget_) step_ = std::make_unique<Step>(*budget_, may_pass);
   if (mover_) mover_->follow(step_.get());
-  callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(on_start, on_end)
-                                             .needsInputs(true)
-                                             .needsOutputs(true)
-                                             .scopes({at::RecordScope::FUNCTION}));
+  watch(true);
   if (outer_ != nullptr) at::disableCallback(outer_->callback_);
   current = this;
+}
+
+// Lets torch call the block for operators, for results where it needs them: to box them takes as
+// long as all that is done for an operator that passes.
+void Block::watch(bool sees_results) {
+  if (sees_results == sees_results_) return;
+  if (callback_ != at::INVALID_CALLBACK_HANDLE) at::removeCallback(callback_);
+  sees_results_ = sees_results;
+  at::RecordFunctionCallback callback =
+      sees_results ? at::RecordFunctionCallback(on_start, on_end).needsOutputs(true)
+                   : at::RecordFunctionCallback(on_start);
+  callback_ = at::addThreadLocalCallback(
+      std::move(callback.needsInputs(true).scopes({at::RecordScope::FUNCTION})));
 }
 
 void Block::close() {
@@ -128,43 +140,47 @@ void Block::resume() {
   at::reenableCallback(callback_);
 }
 
-std::pair<std::shared_ptr<Content>, uint64_t> Block::save(const at::Tensor& tensor) {
+Block::Saving Block::save(const at::Tensor& tensor) {
   if (!is_plain(tensor)) return {};
-  std::shared_ptr<Content> content = entry_of(tensor).content;
-  uint64_t fill;
+  Saving saving{entry_of(tensor).content};
+  const std::shared_ptr<Content>& content = saving.content;
+  if (step_) {
+    saving.number = step_->latest_save();
+    step_->saved(*content);
+  }
   {
     const std::lock_guard<Lock> lock(contents_mutex());
     if (copy_failed_) std::rethrow_exception(copy_failed_);
     if (content->is_dropped() && !has_all_memory(*content)) return {};
     ++content->holders;
     ++holders_;
-    fill = content->fill;
-    if (content->is_decided()) return {std::move(content), fill};
+    saving.fill = content->fill;
+    if (content->is_decided()) return saving;
     if (!content->held) content->held = content->storage.lock();
     // It is new in an operator that still runs and may say how it is made: decided at its end.
-    if (!content->call && is_new_for_running(*content)) return {std::move(content), fill};
+    if (!content->call && is_new_for_running(*content)) return saving;
   }
   decide(content);
-  return {std::move(content), fill};
+  return saving;
 }
 
 bool Block::is_new_for_running(const Content& content) const {
   return !running_.empty() && content.born > running_.front()->born;
 }
 
-void Block::released(const Content& content, bool was_last) {
+void Block::released(const Content& content, int32_t number, bool was_last) {
   if (!step_) return;
-  if (was_last) step_->closed(content);
+  step_->closed(content, number, was_last);
   let_go();
 }
 
-void Block::opened(const Content& content) {
+void Block::opened(const Content& content, int32_t number) {
   {
     const std::lock_guard<Lock> lock(contents_mutex());
     if (copy_failed_) std::rethrow_exception(copy_failed_);
   }
   if (!step_) return;
-  if (step_->opened(content)) settle_moves(&content);
+  if (step_->opened(content, number)) settle_moves(&content);
   const int backward = torch::autograd::get_current_graph_task_id();
   if (backward == -1 || backward_.exchange(backward) == backward) return;
   ++holders_;
@@ -197,6 +213,7 @@ void Block::decide(const std::shared_ptr<Content>& content) {
   std::vector<std::shared_ptr<Content>> contents;
   std::shared_ptr<Call> call;
   Choice choice = step_ ? step_->decide(*content) : Choice{drops_};
+  if (step_ && step_->has_script() && step_->all_pass()) watch(false);
   if (choice.drops == Drops::kBoth) {
     moves_next_ = !moves_next_;
     choice.drops = moves_next_ ? Drops::kMove : Drops::kEverything;
@@ -215,12 +232,12 @@ void Block::decide(const std::shared_ptr<Content>& content) {
   } else {
     route = route_to(*content, freed);
   }
-  if (step_ && !is_moved && !route.possible && !route.is_bare) {
+  if (step_ && !is_moved && !route.possible) {
     lock.unlock();
     step_->must_keep(*content);
     lock.lock();
   }
-  const Verdict verdict = judge(*content, route, choice.drops);
+  const Verdict verdict = choice.verdict ? *choice.verdict : judge(*content, route, choice.drops);
   tally_.decided(*content, verdict);
   content->held_on_the_way = choice.held_on_the_way;
   if (verdict == Verdict::kDropped) {
@@ -233,12 +250,14 @@ void Block::decide(const std::shared_ptr<Content>& content) {
   }
   for (size_t i = contents.size(); i-- > 0;) route_again(contents[i], freed, contents);
   if (gives_way_ && content->call) give_later(content);
-  if (verdict == Verdict::kDropped || content->relied_on || choice.may_drop_later || gives_way_) {
-    return;
+  const bool needs_call =
+      verdict == Verdict::kDropped || content->relied_on || choice.may_drop_later || gives_way_;
+  if (!needs_call) {  // it is kept, so that no chain of calls needs to go further back
+    call = std::move(content->call);
+    content->depth = 0;
   }
-  // It is kept, so that no chain of calls needs to go further back.
-  call = std::move(content->call);
-  content->depth = 0;
+  lock.unlock();
+  if (step_) step_->decided(*content, verdict);
 }
 
 // The caller holds contents_mutex().
@@ -376,9 +395,18 @@ void Block::leave_module() {
 }
 
 Tally Block::tally() {
-  const std::lock_guard<RecursiveLock> again(again_mutex_);
-  const std::lock_guard<Lock> lock(contents_mutex());
-  return tally_;
+  Tally tally;
+  {
+    const std::lock_guard<RecursiveLock> again(again_mutex_);
+    const std::lock_guard<Lock> lock(contents_mutex());
+    tally = tally_;
+  }
+  if (step_) {
+    step_->each_passed([&](const plan::TraceContent& content, Verdict verdict) {
+      tally.passed(content.module, content.op, content.bytes, verdict);
+    });
+  }
+  return tally;
 }
 
 // Operators, as they run.
@@ -422,7 +450,15 @@ std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& f
   Block* block = active();
   if (block == nullptr) return nullptr;
   if (!block->running_.empty() && block->running_.back()->is_of_factory()) return nullptr;
+  if (!block->sees_results_ && !block->step_->has_script()) {  // it was left
+    block->watch(true);
+    return nullptr;
+  }
   const bool is_recorded = !is_below && !checkpoint::in_region() && at::GradMode::is_enabled();
+  if (block->step_ && block->step_->has_script() && block->passes(*op, function, is_recorded)) {
+    if (op->any_writes || op->is_torch_batch_norm) block->note_hidden_writes(*op, function);
+    return nullptr;
+  }
   if (is_recorded && op->is_view) {
     // A view is another geometry of its argument's content, so that one must be known.
     for (const auto& input : function.inputs()) {
@@ -438,6 +474,14 @@ std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& f
   auto recording = std::make_unique<Recording>();
   recording->block = block;
   return recording;
+}
+
+// Whether the script lets an operator pass. `is_recorded`: it is recorded without one.
+bool Block::passes(const Operator& op, const at::RecordFunction& function, bool is_recorded) {
+  if (!is_recorded || op.is_view) return step_->all_pass();
+  if (step_->must_record(op, function) && sees_results_) return false;
+  ++passed_;
+  return true;
 }
 
 bool Block::refer(Recording& recording, const at::Tensor& tensor, size_t argument,
@@ -465,7 +509,6 @@ bool Block::refer(Recording& recording, const at::Tensor& tensor, size_t argumen
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
     reference.number = tensor.storage().getWeakStorageImpl().lock();
   }
-  if (recording.call->is_bare) return true;
   reference.geometry.assign(tensor);
   reference.version = entry.counter;
   reference.noted = entry.version;
@@ -486,11 +529,8 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   call.module = modules_.back();
   // What is never recomputed needs no arguments recorded.
   recording->repeatable = op.is_repeatable && (!op.is_heavy || step_);
-  // Whether numbers can be drawn again in a graph in capture is to be found out.
-  call.is_bare = recording->began.keeps_everything && !gives_way_ &&
-                 !(op.is_random && checkpoint::GraphRng::current());
   recording->is_mask = op.makes_mask && !inputs.empty() && inputs[0].toTensor().is_cpu();
-  if (op.is_random && !recording->is_mask && recording->repeatable && !call.is_bare) {
+  if (op.is_random && !recording->is_mask && recording->repeatable) {
     call.random = Random::of(op, inputs);
     recording->repeatable = call.random.has_value();
   }
@@ -498,7 +538,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
   if (op.is_torch_batch_norm && !trains && inputs.size() > 3 && inputs[3].isTensor()) {
     recording->repeatable = false;  // it reads running statistics, which change unseen
   }
-  if (recording->repeatable && !call.is_bare) {
+  if (recording->repeatable) {
     const checkpoint::Settings settings =
         checkpoint::Settings::capture(op.makes_no_products ? settings_.get() : nullptr);
     if (!settings_ || !(*settings_ == settings))
@@ -528,7 +568,7 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
       continue;
     }
     if (inputs[i].isOptionalTensorList() && writes) recording->repeatable = false;
-    if (!call.is_bare) call.arguments.push_back(without_tensors(inputs[i]));
+    call.arguments.push_back(without_tensors(inputs[i]));
     if (!holds_tensors(inputs[i])) continue;
     if (left_out) continue;
     for_tensors(inputs[i], [&](const at::Tensor& tensor, int64_t element) {
@@ -659,7 +699,7 @@ void Block::made(Recording& recording, const at::Tensor& tensor, size_t output, 
       made.output = output;
       made.element = element;
       made.reference = written;
-      if (!recording.call->is_bare) made.geometry.assign(tensor);
+      made.geometry.assign(tensor);
     }
     waits = content->holders > 0;
   }
@@ -705,8 +745,9 @@ Block::Entry& Block::entry_of(const at::Tensor& tensor) {
   Entry& entry = found->second;
   if (is_new) {
     // It was made before this block, unless a running operator may have made it or it has an
-    // autograd history.
-    const bool has_history = tensor.requires_grad() && !tensor.is_leaf();
+    // autograd history. A view of a parameter has none: its memory is the parameter's.
+    const at::Tensor base = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
+    const bool has_history = base.requires_grad() && !base.is_leaf();
     const bool external = running_.empty() && !has_history;
     entry.content = make_content(tensor, external);
     entry.content->is_alias = external && step_ && step_->is_alias(tensor.storage());

@@ -52,15 +52,20 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   void end_pause() { --pauses_; }
   bool is_paused() const { return pauses_ > 0; }
 
-  // Called for a tensor that autograd saves. Adds a holder to its content and returns it, with its
-  // `fill`; returns null where the tensor itself is to be kept.
-  std::pair<std::shared_ptr<Content>, uint64_t> save(const at::Tensor& tensor);
+  // Called for a tensor that autograd saves. Adds a holder to its content; without one the tensor
+  // itself is to be kept.
+  struct Saving {
+    std::shared_ptr<Content> content;
+    uint64_t fill = 0;    // the content's
+    int32_t number = -1;  // of the tensor among those that the step has saved
+  };
+  Saving save(const at::Tensor& tensor);
 
   // Called when autograd opens what save() returned. The step goes on until that backward ends,
   // where optimizers that step in backward may still make their states.
-  void opened(const Content& content);
+  void opened(const Content& content, int32_t number);
   // Called for what save() returned, when its holder is gone.
-  void released(const Content& content, bool was_last);
+  void released(const Content& content, int32_t number, bool was_last);
   Mover* mover() const { return mover_.get(); }  // null where nothing is moved
   Step* step() const { return step_.get(); }     // null without a budget, and before open()
 
@@ -70,8 +75,9 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   void enter_module(int32_t number);
   void leave_module();
 
-  int64_t recorded() const { return recorded_; }
-  Tally tally();  // until now; call it without the GIL
+  int64_t operators() const { return recorded_ + passed_; }
+  int64_t passed() const { return passed_; }  // of these: were not recorded, as a script has it
+  Tally tally();                              // until now; call it without the GIL
   void ran_again(const Call& call, double seconds) { tally_.ran_again(call, seconds); }
   // Held during a recompute. Do not wait for it with the GIL held.
   RecursiveLock& again_mutex() { return again_mutex_; }
@@ -106,6 +112,8 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
 
   static std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& function);
   static void on_end(const at::RecordFunction& function, at::ObserverContext* context);
+  void watch(bool sees_results);
+  bool passes(const Operator& op, const at::RecordFunction& function, bool is_recorded);
 
   std::unique_ptr<Recording> start(const Operator& op, const at::RecordFunction& function);
   void end(Recording& recording, const at::RecordFunction& function);
@@ -152,7 +160,7 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   std::thread::id thread_;
   std::vector<int32_t> modules_{kNoModule};
   Tally tally_;
-  int64_t recorded_ = 0;
+  int64_t recorded_ = 0, passed_ = 0;
   RecursiveLock again_mutex_{LockOrder::kRecompute};
   // Why what is needed could not be copied before an operator wrote it. Guarded, as what follows,
   // by contents_mutex().
@@ -162,7 +170,8 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   size_t sweep_gives_at_ = 1024;  // size of gives_ at which those that are gone are removed
   Block* outer_ = nullptr;
   int pauses_ = 0;
-  at::CallbackHandle callback_ = 0;
+  at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;
+  bool sees_results_ = false;          // of operators, at their ends
   std::optional<GivesWay> gives_way_;  // last: it ends before what it gives
 };
 

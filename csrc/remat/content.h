@@ -114,9 +114,6 @@ struct Reference {
 // An operator that was called, with what it takes to call it again.
 struct Call {
   const Operator* op = nullptr;
-  // The plan keeps everything, so that it is not written down what it would take to call it again:
-  // of that only the memory is there, which plans count.
-  bool is_bare = false;
   at::Device device{at::kCPU};                 // of its tensors
   c10::SmallVector<c10::IValue, 6> arguments;  // None in place of tensors, which are references
   c10::SmallVector<Reference, 2> references;
@@ -175,6 +172,7 @@ struct Content : std::enable_shared_from_this<Content> {
   Contents needs;               // of a dropped one: the contents it pins
   bool held_on_the_way = true;  // recomputed on the way to another content, it is held, too
   int32_t number = -1;          // its position in the trace of the block's step; -1 without
+  int32_t save = -1;            // until it has one: which of the step's saved tensors was its first
   // Bytes of all contents that only the block holds; null without a budget.
   std::shared_ptr<int64_t> alone;
   bool is_alone = false;  // only the block holds it, and it is counted there

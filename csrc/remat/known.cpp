@@ -25,7 +25,10 @@ int64_t size_of(const Known& step) {
   const size_t contents = trace.contents.size() * (sizeof(plan::TraceContent) + plans);
   const size_t calls = trace.calls.size() * (sizeof(plan::TraceCall) + 64);  // with what they list
   const size_t moments = trace.moments.size() * sizeof(plan::TraceMoment);
-  return static_cast<int64_t>(contents + calls + moments + step.keys.size() * sizeof(uint64_t));
+  const size_t operators = trace.operators.size() * (sizeof(plan::TraceOperator) + sizeof(uint8_t));
+  const size_t saves = trace.saves.size() * 2 * sizeof(int32_t);
+  const size_t keys = step.keys.size() * sizeof(uint64_t);
+  return static_cast<int64_t>(contents + calls + moments + operators + saves + keys);
 }
 
 // Makes the step one before which there is already what it allocated for good (gradients, states).
@@ -129,6 +132,14 @@ bool Known::read_times() {
                       [](const plan::TraceCall& call) { return std::isinf(call.seconds); });
 }
 
+void Known::prove(std::optional<std::vector<plan::Decision>> decisions) {
+  if (!decisions) return;
+  scripts_after = std::max(scripts_after - 1, 0);
+  if (proven == decisions) return;
+  proven = std::move(decisions);
+  script = nullptr;
+}
+
 bool Known::ends_like(const Known& other) const {
   const auto same_content = [](const plan::TraceContent& x, const plan::TraceContent& y) {
     return x.opened == y.opened && x.closed == y.closed;
@@ -214,7 +225,9 @@ void KnownSteps::end(std::shared_ptr<Known> step, Count::Peak& peak) {
   const std::lock_guard<Lock> lock(mutex_);
   count.unwatch(peak);
   --running_;
+  ++ended_;
   if (!step) return;
+  step->ended = ended_;
   if (overlapped_) return add(std::move(step), true);
   settle();
   next_has_begun_ = false;
@@ -259,11 +272,20 @@ void KnownSteps::add(std::shared_ptr<Known> step, bool overlapped) {
     const bool same_program = (are_known || !old->times.empty()) && old->is_same_program(*step);
     if (same_program && (overlapped || old->is_same_memory(*step))) {
       old->seen = step->seen;
+      old->ended = step->ended;
+      old->prove(std::move(step->proven));
       step = std::move(old);
-    } else if (same_program) {
-      step->plans = old->plans;
-      step->plans_are_old = !step->plans.empty();
+    } else {
+      step->proven.reset();
+      step->scripts_after = old->scripts_after;
+      step->latest_wait = old->latest_wait;
+      if (same_program) {
+        step->plans = old->plans;
+        step->plans_are_old = !step->plans.empty();
+      }
     }
+  } else {
+    step->proven.reset();
   }
   steps_.push_back(std::move(step));
   int64_t bytes = 0;
@@ -319,6 +341,11 @@ KnownSteps::Numbers KnownSteps::numbers() const {
   return {steps_.size(), static_cast<size_t>(planned)};
 }
 
+bool KnownSteps::overlapped() const {
+  const std::lock_guard<Lock> lock(mutex_);
+  return overlapped_;
+}
+
 bool KnownSteps::any() const {
   const std::lock_guard<Lock> lock(mutex_);
   return latest_ != nullptr || !steps_.empty();
@@ -349,6 +376,38 @@ bool KnownSteps::knows(uint64_t last_key) const {
     return !other->keys.empty() && other->keys.back() == last_key;
   };
   return (latest_ && is_same(latest_)) || std::any_of(steps_.begin(), steps_.end(), is_same);
+}
+
+bool KnownSteps::is_ambiguous(const Known& step, size_t decisions) const {
+  constexpr uint64_t kLately = 100;
+  return std::any_of(steps_.begin(), steps_.end(), [&](const auto& other) {
+    return !other->is_ahead && other->ended + kLately > ended_ && other->keys.size() >= decisions &&
+           other->keys[decisions - 1] == step.keys[decisions - 1] && other->keys != step.keys;
+  });
+}
+
+std::shared_ptr<const plan::Script> KnownSteps::script(Known& step, const plan::Plan& plan,
+                                                       size_t decisions, size_t operators,
+                                                       size_t saves) const {
+  const std::lock_guard<Lock> lock(mutex_);
+  if (step.scripts_after > 0 || step.proven != plan.decisions) return nullptr;
+  if (is_ambiguous(step, decisions)) return nullptr;
+  const auto first_operator = static_cast<int32_t>(operators);
+  const auto first_save = static_cast<int32_t>(saves);
+  auto& script = step.script;
+  if (!script || script->first_operator != first_operator || script->first_save != first_save) {
+    script = std::make_shared<const plan::Script>(
+        plan::script_of(step.trace, plan.decisions, first_operator, first_save));
+  }
+  return script;
+}
+
+void KnownSteps::left_script(Known& step) const {
+  constexpr int kLongestWait = 1024;
+  const std::lock_guard<Lock> lock(mutex_);
+  step.proven.reset();
+  step.script = nullptr;
+  step.scripts_after = step.latest_wait = std::clamp(2 * step.latest_wait, 2, kLongestWait);
 }
 
 bool KnownSteps::tell(Known& step) const {

@@ -15,6 +15,8 @@
 #include "locks.h"
 #include "plan/move.h"
 #include "plan/plan.h"
+#include "plan/script.h"
+#include "remat/content.h"
 #include "remat/count.h"
 #include "store/store.h"
 
@@ -56,6 +58,14 @@ struct Known {
   bool plans_are_old = false;     // made for the memory of an earlier step of the same program
   int seen = 1;                   // how many steps like it have ended
   bool told = false;              // whether a user was told that the budget is too small
+  std::vector<Verdict> verdicts;  // by content: what was decided; of those that were not, any
+  // A plan by which a whole step has gone, with the peak that was planned: its decisions.
+  std::optional<std::vector<plan::Decision>> proven;
+  std::shared_ptr<const plan::Script> script;  // for that plan, once it is asked for
+  // How many more steps are to be written down before one goes by the script. It doubles whenever
+  // one that did went another way: where two programs take turns, both become known meanwhile.
+  int scripts_after = 0, latest_wait = 0;
+  uint64_t ended = 0;  // how many steps had ended then, the latest time
   // It ran on fake tensors, ahead of the first real one, which it gives way to once that one's
   // times are known: it may begin with the same operators and go on with others, and its times are
   // estimates.
@@ -69,6 +79,8 @@ struct Known {
   // Completes the trace's times with those measured on devices, as soon as the devices have come so
   // far. Returns whether all are known.
   bool read_times();
+  // Notes that a whole step has gone by a plan with these decisions; nothing where there are none.
+  void prove(std::optional<std::vector<plan::Decision>> decisions);
   // Whether the other one, of the same decisions, has the same operators after the last of them,
   // and a backward that reads the same.
   bool ends_like(const Known& other) const;
@@ -110,13 +122,22 @@ class KnownSteps {
   // known. `exact`: plans that were made for other memory are made again.
   std::shared_ptr<Known> find(const std::vector<uint64_t>& keys, int64_t before, int64_t missing,
                               int others, int least_seen, bool exact);
-  bool any() const;  // whether a step has ended that is worth being known
+  bool overlapped() const;  // whether another step has run while this one does
+  bool any() const;         // whether a step has ended that is worth being known
   // The step that has ended last, which is known no more; null if none.
   std::shared_ptr<Known> take_latest();
   // Adds a step that ran on fake tensors, unless a step with the same operators is known.
   void expect(std::shared_ptr<Known> step);
   // Whether a step is known whose operators until its last decision have this hash.
   bool knows(uint64_t last_key) const;
+  // Returns what a step that follows this plan of it has to do, `decisions` of which are made; null
+  // where it has to be written down whole: none has gone by this plan yet, or another program began
+  // with the same operators lately.
+  // It begins after so many operators and saved tensors.
+  std::shared_ptr<const plan::Script> script(Known& step, const plan::Plan& plan, size_t decisions,
+                                             size_t operators, size_t saves) const;
+  // One that went by its script has left it, or has needed another peak than was planned.
+  void left_script(Known& step) const;
   // Notes that a user is told of a step. Returns whether that is the first time.
   bool tell(Known& step) const;
   void forget();
@@ -132,10 +153,12 @@ class KnownSteps {
   void add(std::shared_ptr<Known> step, bool overlapped);
   void add_with_gradients(const Known& step, const Count::Survivors& survivors);
   void replace_ahead(Known& step);
+  bool is_ambiguous(const Known& step, size_t decisions) const;
 
   mutable Lock mutex_{LockOrder::kKnownSteps};
   int running_ = 0;
   bool overlapped_ = false;  // while another step ran
+  uint64_t ended_ = 0;       // steps until now
   // Not added yet: what it allocated for good is known once the next step has counted it.
   std::shared_ptr<Known> latest_;
   bool next_has_begun_ = false;                // after latest_

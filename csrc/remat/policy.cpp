@@ -34,9 +34,8 @@ bool is_in(const Contents& contents, const std::shared_ptr<Content>& content) {
 
 // Adds to the route a repeat of `call`, which is the `operators`th in its chain.
 void add(const Call& call, Route& route, Freed& locked, int operators) {
-  if (operators > kMostOperators || call.is_bare) {
+  if (operators > kMostOperators) {
     route.possible = false;
-    route.is_bare = call.is_bare;
     return;
   }
   route.seconds += call.seconds + plan::kSecondsPerCall;

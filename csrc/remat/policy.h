@@ -22,12 +22,13 @@ struct Choice {
   bool may_drop_later = false;
   // Where it is moved: see Mover::want().
   int32_t lingers_from = 0;
+  // What an earlier step has found out why it is kept; else that is to be found out.
+  std::optional<Verdict> verdict = std::nullopt;
 };
 
 // What it takes to recompute a content.
 struct Route {
   bool possible = true;
-  bool is_bare = false;    // not possible for a call of a plan that keeps everything, and was left
   double seconds = 0;      // estimated
   int64_t more_bytes = 0;  // that would be kept only for this
   int dropped_depth = 0;   // the largest of the contents in `needs`

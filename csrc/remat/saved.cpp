@@ -16,24 +16,24 @@ namespace {
 
 class BlockSaved final : public checkpoint::Saved {
  public:
-  BlockSaved(std::shared_ptr<Block> block, std::shared_ptr<Content> content, uint64_t fill,
-             const at::Tensor& tensor)
+  BlockSaved(std::shared_ptr<Block> block, Block::Saving saving, const at::Tensor& tensor)
       : block_(std::move(block)),
-        content_(std::move(content)),
+        content_(std::move(saving.content)),
+        number_(saving.number),
         geometry_(Geometry::of(tensor)),
         version_(tensor.unsafeGetTensorImpl()->version_counter()),
         noted_(checkpoint::version_of(tensor)),
-        opened_(fill) {
+        opened_(saving.fill) {
     if (content_->external) tensor_ = tensor;
   }
 
   ~BlockSaved() override {
-    block_->released(*content_, release());
+    block_->released(*content_, number_, release());
     store::empty_trash();
   }
 
   at::Tensor open() override {
-    block_->opened(*content_);
+    block_->opened(*content_, number_);
     if (auto tensor = open_held()) return *tensor;
     std::optional<pybind11::gil_scoped_release> no_gil;
     if (PyGILState_Check()) no_gil.emplace();
@@ -105,6 +105,7 @@ class BlockSaved final : public checkpoint::Saved {
 
   const std::shared_ptr<Block> block_;
   const std::shared_ptr<Content> content_;
+  const int32_t number_;  // among the saved tensors of the step
   const Geometry geometry_;
   const c10::VariableVersion version_;
   const uint32_t noted_;
@@ -136,13 +137,18 @@ class KeptSaved final : public checkpoint::Saved {
   const uint32_t noted_;
 };
 
+bool BlockPacker::takes_next() {
+  return block_->step() == nullptr || Block::active() != block_.get() ||
+         block_->step()->must_pack();
+}
+
 std::shared_ptr<checkpoint::Saved> BlockPacker::pack(at::Tensor& tensor) {
   // In a backward with create_graph, inside of the block, nothing is dropped.
   if (Block::active() != block_.get()) return std::make_shared<KeptSaved>(tensor);
-  auto [content, fill] = block_->save(tensor);
-  if (!content) return std::make_shared<KeptSaved>(tensor);
-  auto saved = std::allocate_shared<BlockSaved>(Pool<BlockSaved>(), block_, std::move(content),
-                                                fill, tensor);
+  Block::Saving saving = block_->save(tensor);
+  if (!saving.content) return std::make_shared<KeptSaved>(tensor);
+  auto saved =
+      std::allocate_shared<BlockSaved>(Pool<BlockSaved>(), block_, std::move(saving), tensor);
   if (block_->step()) block_->step()->check();
   return saved;
 }

@@ -13,6 +13,7 @@ namespace memsave_ext::remat {
 class BlockPacker final : public checkpoint::Packer {
  public:
   explicit BlockPacker(std::shared_ptr<Block> block) : block_(std::move(block)) {}
+  bool takes_next() override;
   std::shared_ptr<checkpoint::Saved> pack(at::Tensor& tensor) override;
 
  private:

@@ -24,7 +24,10 @@ uint64_t mix(uint64_t hash, uint64_t value) {
   return (hash ^ value) * 0x9E3779B97F4A7C15u + (hash << 6) + (hash >> 2);
 }
 
-// Of an operator and the shapes of its arguments.
+// How a trace's saves stand for a content without a number: by its first one. And back.
+int32_t as_save(int32_t save) { return -2 - save; }
+
+// Of an operator and the types and sizes of its arguments.
 uint64_t key_of(const Operator& op, const at::RecordFunction& function) {
   uint64_t hash = mix(0, op.key);
   for (const auto& input : function.inputs()) {
@@ -39,10 +42,11 @@ uint64_t key_of(const Operator& op, const at::RecordFunction& function) {
 
 }  // namespace
 
-Step::Step(Budget budget)
+Step::Step(Budget budget, bool may_pass)
     : budget_(budget),
       shared_(known_steps(budget.device)),
       others_(shared_->begin(since_look_) * int(budget.is_limit())),
+      may_pass_(may_pass && others_ == 0),
       bytes_(budget.bytes),
       missing_(budget.is_limit() ? 0 : kNothingCounts) {}
 
@@ -59,6 +63,7 @@ void Step::count(const std::vector<at::Tensor>& tensors, const std::vector<at::T
   }
   missing_ += missing;
   if (keys_.empty()) return;
+  if (script_) leave_script();
   // It was there from the beginning, of which the next step like this one will know.
   const int64_t more = shared_->count.before() - before;
   before_ += more;
@@ -67,7 +72,7 @@ void Step::count(const std::vector<at::Tensor>& tensors, const std::vector<at::T
     moment.now += more;
     moment.peak += more;
   }
-  followed_ ? find() : follow(nullptr);
+  if (!has_left_) followed_ ? find() : follow(nullptr);
 }
 
 int32_t Step::number_of(Content& content) {
@@ -75,6 +80,9 @@ int32_t Step::number_of(Content& content) {
   content.number = static_cast<int32_t>(trace_.contents.size());
   trace_.contents.emplace_back().bytes = content.bytes;
   contents_.push_back(content.weak_from_this());
+  if (content.save >= 0 && content.save < static_cast<int32_t>(trace_.saves.size())) {
+    trace_.saves[content.save] = content.number;
+  }
   if (!content.external) not_let_go_.push_back(content.number);
   if (!content.call && content.bytes > 0) sources_.emplace_back(content.number, content.storage);
   return content.number;
@@ -99,9 +107,17 @@ bool Step::is_alias(const c10::Storage& storage) const {
 }
 
 Step::Began Step::began(const Operator& op, const at::RecordFunction& function) {
-  Began began{key_of(op, function), std::nullopt};
+  if (script_) {
+    const auto& operators = followed_->trace.operators;
+    const plan::TraceOperator& known = operators[operators_ - 1];
+    if (known.call < 0) return {known.key};
+    return {known.key, followed_->trace.calls[known.call].seconds};
+  }
+  Began began{key_of(op, function)};
   const std::lock_guard<Lock> lock(mutex_);
   if (finished_) return began;
+  began.position = static_cast<int32_t>(trace_.operators.size());
+  trace_.operators.push_back({began.key, -1, static_cast<int32_t>(trace_.saves.size())});
   hash_ = mix(hash_, began.key);
   end_moment();
   look_what_is_emptied();
@@ -110,21 +126,63 @@ Step::Began Step::began(const Operator& op, const at::RecordFunction& function) 
   if (plan_ != nullptr && !followed_->is_ahead && position < followed_->calls.size() &&
       followed_->calls[position] == began.key) {
     began.seconds = followed_->trace.calls[position].seconds;
-    began.keeps_everything = keeps_everything_;
   }
   return began;
 }
 
-bool Step::restart() {
+bool Step::must_record(const Operator& op, const at::RecordFunction& function) {
+  const auto& operators = followed_->trace.operators;
+  const auto position = static_cast<size_t>(operators_++);
+  if (position >= operators.size() || operators[position].saves != saves_ ||
+      operators[position].key != key_of(op, function)) {
+    const std::lock_guard<Lock> lock(mutex_);
+    leave_script();
+    return true;
+  }
+  // What a factory calls is not seen, and so it has to be known that one runs.
+  return script_->recorded[position] || op.is_factory;
+}
+
+bool Step::must_pack() {
+  if (script_ && static_cast<size_t>(saves_) < script_->packed.size()) {
+    return script_->packed[saves_++] >= 0;
+  }
   const std::lock_guard<Lock> lock(mutex_);
-  if (finished_ || !keys_.empty()) return false;
-  std::vector<std::shared_ptr<Content>> seen;  // destroyed without the mutex
+  if (script_) leave_script();
+  if (!finished_) trace_.saves.push_back(-1);
+  saves_ = static_cast<int32_t>(trace_.saves.size());
+  return true;
+}
+
+void Step::saved(Content& content) {
+  const std::lock_guard<Lock> lock(mutex_);
+  if (finished_) return;
+  if (script_) {
+    if (content.number >= 0) return;
+    content.number = script_->packed[saves_ - 1];
+    contents_.push_back(content.weak_from_this());
+    return;
+  }
+  if (trace_.saves.empty()) return;
+  const auto position = static_cast<int32_t>(trace_.saves.size()) - 1;
+  if (content.number >= 0) {
+    trace_.saves.back() = content.number;
+  } else if (content.save < 0) {
+    content.save = position;
+  } else {
+    trace_.saves.back() = as_save(content.save);
+  }
+}
+
+// Forgets what was recorded until now. The caller holds mutex_.
+void Step::forget() {
+  std::vector<std::shared_ptr<Content>> seen;  // destroyed without the mutex of contents
   {
     const std::lock_guard<Lock> contents(contents_mutex());
     for (const auto& weak : contents_) {
       const auto& content = seen.emplace_back(weak.lock());
       if (!content) continue;
-      content->number = -1;
+      content->number = content->save = -1;
       if (content->call) content->call->number = -1;
     }
   }
@@ -133,15 +191,37 @@ bool Step::restart() {
   sources_.clear();
   calls_.clear();
   curve_.clear();
+  verdicts_.clear();
   hash_ = 0;
+  saves_ = 0;
   trace_ = {};
+}
+
+bool Step::restart() {
+  const std::lock_guard<Lock> lock(mutex_);
+  if (finished_ || !keys_.empty()) return false;
+  forget();
   made_before_ = shared_->count.live() - shared_->count.before();
   return true;
 }
 
+// The step goes another way than the one whose script it went by: from here on everything is
+// written down, and what does not fit in the budget is dropped, as in a step without a plan. The
+// caller holds mutex_.
+void Step::leave_script() {
+  shared_->left_script(*followed_);
+  forget();
+  script_ = nullptr;
+  followed_ = nullptr;
+  moving_ = nullptr;
+  plan_ = nullptr;
+  least_ = 0;
+  has_left_ = true;
+}
+
 void Step::left() {
   const std::lock_guard<Lock> lock(mutex_);
-  if (!finished_) end_moment();
+  if (!finished_ && !script_) end_moment();
 }
 
 // Between operators, and where the block is left, is where most contents are let go: what was
@@ -169,7 +249,7 @@ std::unique_ptr<DeviceTime> Step::start_time(uint64_t key, at::Device device) {
 
 int64_t Step::ended(Call* call, const Began& began, std::unique_ptr<DeviceTime> time) {
   const std::lock_guard<Lock> lock(mutex_);
-  if (finished_) return 0;
+  if (finished_ || script_) return 0;
   if (time) times_.push_back({began.key, std::move(time)});
   if (trace_.moments.size() > kMostMoments) {
     stop();
@@ -180,6 +260,9 @@ int64_t Step::ended(Call* call, const Began& began, std::unique_ptr<DeviceTime> 
     traced.op = call->op;
     traced.moment = static_cast<int32_t>(trace_.moments.size());
     const auto number = static_cast<int32_t>(trace_.calls.size()) - 1;
+    if (static_cast<size_t>(began.position) < trace_.operators.size()) {
+      trace_.operators[began.position].call = number;
+    }
     const auto once = [](auto& list, int32_t value) {
       if (std::find(list.begin(), list.end(), value) == list.end()) list.push_back(value);
     };
@@ -266,14 +349,18 @@ Count::Bytes Step::take(std::optional<int32_t> mark) {
 
 void Step::given_up(const Freed& memory) {
   const std::lock_guard<Lock> lock(mutex_);
+  if (script_) return;
   for (const auto& storage : memory) given_up_.emplace_back(storage);
 }
 
-bool Step::opened(const Content& content) {
+bool Step::opened(const Content& content, int32_t save) {
   const std::lock_guard<Lock> lock(mutex_);
-  if (finished_ || content.number < 0 || trace_.contents[content.number].opened >= 0) return false;
-  if (!saw_backward_) shared_->count.look();
-  saw_backward_ = true;
+  if (finished_) return false;
+  if (!std::exchange(saw_backward_, true)) {
+    shared_->count.look();
+    trace_.first_opened = save;
+  }
+  if (script_ || content.number < 0 || trace_.contents[content.number].opened >= 0) return false;
   trace_.contents[content.number].opened = static_cast<int32_t>(trace_.moments.size());
   add_moment();
   return true;
@@ -281,12 +368,12 @@ bool Step::opened(const Content& content) {
 
 void Step::repeats() {
   const std::lock_guard<Lock> lock(mutex_);
-  if (!shared_->count.asks()) take();
+  if (!script_ && !shared_->count.asks()) take();
 }
 
 void Step::repeated(const Call& call) {
   const std::lock_guard<Lock> lock(mutex_);
-  if (finished_ || call.number < 0 || shared_->count.asks()) return;
+  if (finished_ || script_ || call.number < 0 || shared_->count.asks()) return;
   held_ = 0;
   const auto [live, peak] = take();
   plan::TraceCall& traced = trace_.calls[call.number];
@@ -296,6 +383,7 @@ void Step::repeated(const Call& call) {
 
 void Step::recomputed() {
   const std::lock_guard<Lock> lock(mutex_);
+  if (script_) return;
   take();
   look_what_is_held(std::nullopt);
 }
@@ -314,9 +402,11 @@ void Step::gave_way(at::Device device) {
   look_what_is_held(std::nullopt);
 }
 
-void Step::closed(const Content& content) {
+void Step::closed(const Content& content, int32_t save, bool was_last) {
   const std::lock_guard<Lock> lock(mutex_);
-  if (content.number < 0 || finished_) return;
+  if (finished_ || script_) return;
+  trace_.last_closed = save;
+  if (content.number < 0 || !was_last) return;
   trace_.contents[content.number].closed = static_cast<int32_t>(trace_.moments.size());
   add_moment();
 }
@@ -327,6 +417,7 @@ void Step::stop() {
   followed_ = nullptr;
   moving_ = nullptr;
   schedule_ = nullptr;
+  script_ = nullptr;
   plan_ = nullptr;
   trace_ = {};
   for (auto* list : {&keys_, &calls_}) *list = {};
@@ -342,6 +433,18 @@ void Step::stop() {
 void Step::finish() {
   const std::lock_guard<Lock> lock(mutex_);
   if (std::exchange(finished_, true)) return;
+  if (script_) {
+    take();
+    const bool is_told = saw_backward_ && budget_.is_limit() && !shared_->overlapped();
+    if (is_told && !is_as_planned()) {
+      deviation_.emplace();
+      deviation_->measured = peak_;
+      deviation_->foreseen = planned_peak();
+      shared_->left_script(*followed_);
+    }
+    shared_->end(nullptr, since_look_);
+    return;
+  }
   add_moment();
   for (size_t i = 0; i < calls_.size(); ++i) {
     const auto measured = fastest_.find(calls_[i]);
@@ -350,24 +453,36 @@ void Step::finish() {
   auto known = std::make_shared<Known>();
   known->keys = keys_;
   known->trace = trace_;
+  for (int32_t& save : known->trace.saves) {
+    if (save < -1) save = known->trace.saves[as_save(save)];
+  }
   plan::mark_what_must_be_kept(known->trace);
   known->calls = calls_;
   known->times = std::move(times_);
   known->before = before_;
   known->missing = missing_;
   known->others = others_;
+  known->verdicts = verdicts_;
+  known->verdicts.resize(trace_.contents.size(), Verdict::kFits);
   if (budget_.is_limit() && saw_backward_) {
     for (const auto& left : shared_->count.living()) known->trace.left.push_back(left);
     if (plan_ != nullptr) compare(known->trace);
   }
-  shared_->end(saw_backward_ && is_exact_ ? std::move(known) : nullptr, since_look_);
+  if (plan_ != nullptr && !followed_->is_ahead && !deviation_) known->proven = plan_->decisions;
+  const bool is_worth_it = saw_backward_ && is_exact_ && !has_left_;
+  shared_->end(is_worth_it ? std::move(known) : nullptr, since_look_);
 }
 
-// Compares the step with its plan.
-void Step::compare(const plan::Trace& trace) {
+// These three compare the step with its plan. The caller holds mutex_.
+int64_t Step::planned_peak() const { return plan_->peak + before_ - followed_->before; }
+
+bool Step::is_as_planned() const {
   constexpr int64_t kTolerated = 100;  // one hundredth
-  const int64_t planned = plan_->peak + before_ - followed_->before;
-  if (std::abs(peak_ - planned) <= planned / kTolerated) return;
+  return std::abs(peak_ - planned_peak()) <= planned_peak() / kTolerated;
+}
+
+void Step::compare(const plan::Trace& trace) {
+  if (is_as_planned()) return;
   deviation_ = deviation_of(trace, followed_->trace, plan_->decisions, curve_);
 }
 
@@ -378,6 +493,13 @@ Choice Step::decide(Content& content) {
   const Choice unplanned{bytes_ > 0 ? Drops::kUntilFull : Drops::kCheap, true, std::nullopt,
                          bytes_ > 0};
   if (finished_) return unplanned;
+  const Drops none = budget_.is_limit() ? Drops::kUntilFull : Drops::kNothing;
+  if (script_) {
+    const auto& contents = followed_->trace.contents;
+    if (content.number < 0) return {none};
+    if (content.bytes == contents[content.number].bytes) return by_script(content);
+    leave_script();
+  }
   const int32_t number = number_of(content);
   plan::TraceContent& traced = trace_.contents[number];
   if (!std::exchange(traced.saved, true)) {
@@ -385,17 +507,21 @@ Choice Step::decide(Content& content) {
   }
   traced.op = content.op;
   traced.module = content.module;
+  if (has_left_) return unplanned;
   keys_.push_back(hash_);
   if (keys_.size() == 1) before_ = shared_->count.before() + made_before_;
   // A step that ran ahead is a module's; the real one may go on after it, as with a loss.
   const bool follows = followed_ && (keys_.size() <= followed_->keys.size()
                                          ? followed_->keys[keys_.size() - 1] == hash_
                                          : followed_->is_ahead);
-  if (!follows) find();
+  if (!follows) {
+    find();
+    if (plan_ != nullptr) begin_script(content);
+  }
   if (plan_ == nullptr) return unplanned;
+  if (script_) return by_script(content);
   // What the running operator reads is not in the hash yet: there may be a content more.
   const auto position = static_cast<size_t>(number);
-  const Drops none = budget_.is_limit() ? Drops::kUntilFull : Drops::kNothing;
   if (position >= plan_->decisions.size()) return {none};
   const plan::Decision decision = plan_->decisions[position];
   if (decision == plan::Decision::kKeep) {
@@ -412,9 +538,54 @@ Choice Step::decide(Content& content) {
   return {Drops::kEverything, decision == plan::Decision::kDrop};
 }
 
+// Goes by the script of the plan that was chosen, if there is one. Everything until now was as in
+// the step that is followed. The caller holds mutex_.
+void Step::begin_script(const Content& content) {
+  const plan::Trace& known = followed_->trace;
+  const auto number = static_cast<size_t>(content.number);
+  if (!may_pass_ || schedule_ || followed_->is_ahead || number >= known.contents.size()) return;
+  // Reports name modules by their numbers in a block.
+  if (known.contents[number].module != content.module) return;
+  operators_ = static_cast<int32_t>(trace_.operators.size());
+  script_ = shared_->script(*followed_, *plan_, keys_.size(), trace_.operators.size(),
+                            trace_.saves.size());
+}
+
+// The caller holds mutex_.
+Choice Step::by_script(Content& content) const {
+  const plan::TraceContent& known = followed_->trace.contents[content.number];
+  content.op = known.op;
+  content.module = known.module;
+  const plan::Decision decision = plan_->decisions[content.number];
+  if (decision != plan::Decision::kKeep) {
+    return {Drops::kEverything, decision == plan::Decision::kDrop};
+  }
+  Choice choice{budget_.is_limit() ? Drops::kUntilFull : Drops::kNothing, true, false};
+  choice.verdict = why_kept(content.number);
+  return choice;
+}
+
+// Of a content that the script keeps. Under another plan, which the known step went by, it may have
+// been dropped. The caller holds mutex_.
+Verdict Step::why_kept(int32_t content) const {
+  const Verdict verdict = followed_->verdicts[content];
+  if (verdict == Verdict::kInput || verdict == Verdict::kNotAgain) return verdict;
+  const plan::TraceContent& known = followed_->trace.contents[content];
+  const bool is_heavy = known.op != nullptr && known.op->is_heavy;
+  if (is_heavy && (known.call < 0 || !budget_.is_limit())) return Verdict::kHeavy;
+  return budget_.is_limit() ? Verdict::kFits : Verdict::kNoGain;
+}
+
+void Step::decided(const Content& content, Verdict verdict) {
+  const std::lock_guard<Lock> lock(mutex_);
+  if (finished_ || script_ || content.number < 0) return;
+  verdicts_.resize(trace_.contents.size(), Verdict::kFits);
+  verdicts_[content.number] = verdict;
+}
+
 void Step::must_keep(const Content& content) {
   const std::lock_guard<Lock> lock(mutex_);
-  if (!finished_) trace_.contents[content.number].must_be_kept = true;
+  if (!finished_ && !script_) trace_.contents[content.number].must_be_kept = true;
 }
 
 // Finds a step like this one, as far as it has come, and follows a plan of it.
@@ -424,10 +595,6 @@ void Step::find() {
   const bool waits = !budget_.is_limit() && !budget_.device.is_meta();
   const int least_seen = waits ? 2 : 1;
   follow(shared_->find(keys_, before_, missing_, others_, least_seen, budget_.is_limit()));
-  keeps_everything_ =
-      plan_ != nullptr &&
-      std::all_of(plan_->decisions.begin(), plan_->decisions.end(),
-                  [](plan::Decision decision) { return decision == plan::Decision::kKeep; });
 }
 
 // Chooses the plan of `known` for this budget; null: there is no step like this one.
@@ -532,12 +699,24 @@ int64_t Step::before() const {
 
 std::vector<int64_t> Step::curve() const {
   const std::lock_guard<Lock> lock(mutex_);
-  return curve_;
+  if (!script_) return curve_;
+  std::vector<int64_t> planned = foreseen(followed_->trace, plan_->decisions);
+  for (int64_t& bytes : planned) bytes += before_ - followed_->before;
+  return planned;
 }
 
-int64_t Step::peak() const {
+int64_t Step::peak() {
   const std::lock_guard<Lock> lock(mutex_);
+  if (script_ && !finished_) take();
   return peak_;
+}
+
+void Step::each_passed(const std::function<void(const plan::TraceContent&, Verdict)>& visit) const {
+  const std::lock_guard<Lock> lock(mutex_);
+  if (!script_) return;
+  for (const auto& [content, save] : script_->passing) {
+    if (save < saves_) visit(followed_->trace.contents[content], why_kept(content));
+  }
 }
 
 int64_t Step::budget() const {
@@ -573,7 +752,7 @@ std::optional<Deviation> Step::deviation() const {
 
 plan::Trace Step::trace() const {
   const std::lock_guard<Lock> lock(mutex_);
-  return trace_;
+  return script_ ? followed_->trace : trace_;
 }
 
 std::shared_ptr<const Known> Step::followed() const {

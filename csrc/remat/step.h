@@ -1,5 +1,6 @@
 // One step within a budget: follows the plan of an earlier step with the same operators and shapes,
-// and records what happens, for the steps to come.
+// and writes down what happens, for the steps to come. A step whose plan has proved itself goes by
+// its script instead: what the plan does not need is not looked at.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,6 +8,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -41,7 +43,8 @@ struct Budget {
 
 class Step {
  public:
-  explicit Step(Budget budget);
+  // `may_pass`: whether it may go by a script.
+  Step(Budget budget, bool may_pass);
   ~Step();
   Step(const Step&) = delete;
   Step& operator=(const Step&) = delete;
@@ -59,9 +62,21 @@ class Step {
   struct Began {
     uint64_t key = 0;               // a hash of the operator and the shapes of its arguments
     std::optional<double> seconds;  // that it takes, where the step that is followed knows
-    bool keeps_everything = false;  // the plan does
+    int32_t position = -1;          // among the operators of the trace
   };
   Began began(const Operator& op, const at::RecordFunction& function);
+  // Whether it goes by a script, in which began() and ended() are called for operators alone that
+  // must_record() says. What it asks and changes is this thread's: no lock is taken.
+  bool has_script() const { return script_ != nullptr; }
+  bool all_pass() const { return script_->all_pass; }
+  // Called for each operator, with a script. Leaves it where the operator is another one, or has
+  // arguments of other types or sizes, or follows on another number of saved tensors.
+  bool must_record(const Operator& op, const at::RecordFunction& function);
+  // Called for each tensor that autograd saves. False: it stays with autograd.
+  bool must_pack();
+  int32_t latest_save() const { return saves_ - 1; }
+  // Called for each of them of which a content is known.
+  void saved(Content& content);
   // What was recorded is forgotten: the step begins where a module is called, which is what ran
   // ahead. False, and nothing is, where something was decided on before.
   bool restart();
@@ -73,6 +88,7 @@ class Step {
   // bytes are to be freed now, where there is no plan; 0 for none.
   int64_t ended(Call* call, const Began& began, std::unique_ptr<DeviceTime> time);
   Choice decide(Content& content);
+  void decided(const Content& content, Verdict verdict);
   // A content that was to be decided on cannot be recomputed.
   void must_keep(const Content& content);
   // Throws torch's OutOfMemoryError where the budget is strict and the plan exceeds it.
@@ -90,8 +106,9 @@ class Step {
   };
   Moves moves(const Content* opened) const;
 
-  // Called for saved tensors in backward. The first two are called around a recompute.
-  bool opened(const Content& content);  // whether for the first time in the step
+  // Called for saved tensors in backward, with their number among these. The first two are called
+  // around a recompute.
+  bool opened(const Content& content, int32_t save);  // whether for the first time in the step
   // Called around each operator of a recompute.
   void repeats();
   void repeated(const Call& call);
@@ -99,14 +116,14 @@ class Step {
   // Memory of the device was given back while an operator ran. On any thread, where the lock of the
   // device's allocator may be held.
   void gave_way(at::Device device);
-  void closed(const Content& content);
+  void closed(const Content& content, int32_t save, bool was_last);
   // Memory that the block holds no more, but a node that runs still uses.
   void given_up(const Freed& memory);
   // The step is over: the forward has ended and all its saved tensors are gone.
   void finish();
 
   // Figures, in bytes; 0 where they are not known yet.
-  int64_t peak() const;   // until now
+  int64_t peak();         // until now
   int64_t least() const;  // the lowest peak that a plan reaches
   int64_t budget() const;
   int64_t before() const;  // that lived before the step
@@ -120,6 +137,9 @@ class Step {
   double waiting() const;                         // seconds, as planned, that it waits for copies
   const std::shared_ptr<int64_t>& alone() const { return alone_; }  // see Content::alone
   std::optional<Deviation> deviation() const;  // from the plan; none before the step's end
+  // Calls visit(content, verdict) for those of the trace that have passed.
+  void each_passed(
+      const std::function<void(const plan::TraceContent& content, Verdict verdict)>& visit) const;
   plan::Trace trace() const;
   KnownSteps::Numbers known() const { return shared_->numbers(); }
 
@@ -137,6 +157,13 @@ class Step {
   void find();
   void follow(std::shared_ptr<Known> known);
   void stop();
+  void forget();
+  void begin_script(const Content& content);
+  Choice by_script(Content& content) const;
+  Verdict why_kept(int32_t content) const;
+  void leave_script();
+  int64_t planned_peak() const;
+  bool is_as_planned() const;
   void compare(const plan::Trace& trace);
 
   const Budget budget_;
@@ -152,6 +179,7 @@ class Step {
   std::unordered_map<uint64_t, double> fastest_;  // seconds by the host's clock, by key
   std::vector<TimeOfKey> times_;                  // on devices
   std::vector<std::weak_ptr<Content>> contents_;  // by position in trace_.contents
+  std::vector<Verdict> verdicts_;                 // likewise
   std::vector<int32_t> not_let_go_;               // positions
   // Positions of those without a call whose memory is there still, with it.
   std::vector<std::pair<int32_t, c10::weak_intrusive_ptr<c10::StorageImpl>>> sources_;
@@ -162,7 +190,12 @@ class Step {
   std::shared_ptr<plan::MovingPlans> moving_;       // of followed_, where the budget has a store
   std::shared_ptr<const plan::Schedule> schedule_;  // of the plan, where it moves anything
   const plan::Plan* plan_ = nullptr;                // of followed_ or moving_
-  bool keeps_everything_ = false;                   // plan_ does
+  // What follows is changed and read by the block's thread, and where it is over, by others.
+  const bool may_pass_;
+  std::shared_ptr<const plan::Script> script_;  // null: everything is written down
+  int32_t operators_ = 0;                       // that came until now, with a script
+  int32_t saves_ = 0;                           // tensors that were saved until now
+  bool has_left_ = false;                       // the script: nothing is known of its beginning
   int64_t bytes_;            // of the budget, see limit(); 0 where a share is not known yet
   int64_t before_ = 0;       // counted bytes that lived before
   int64_t made_before_ = 0;  // in the block, and lived when it began anew; see restart()

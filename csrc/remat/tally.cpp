@@ -16,6 +16,12 @@ void Tally::changed(Content& content, Verdict verdict) {
   decided(content, verdict);
 }
 
+void Tally::passed(int32_t module, const Operator* op, int64_t bytes, Verdict verdict) {
+  Sum& sum = saved[{{module, op}, verdict}];
+  ++sum.count;
+  sum.bytes += bytes;
+}
+
 void Tally::dropped(const Content& content, double seconds) {
   saved[{{content.module, content.op}, Verdict::kDropped}].seconds += seconds;
 }

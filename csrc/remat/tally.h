@@ -31,6 +31,8 @@ struct Tally {
   void decided(Content& content, Verdict verdict);
   // Something else has become of it.
   void changed(Content& content, Verdict verdict);
+  // One is kept that nobody has looked at.
+  void passed(int32_t module, const Operator* op, int64_t bytes, Verdict verdict);
   void dropped(const Content& content, double seconds);
   void ran_again(const Call& call, double seconds);
 

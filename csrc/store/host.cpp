@@ -293,7 +293,7 @@ class HostStore final : public Store {
   std::shared_ptr<Away> put(c10::intrusive_ptr<c10::StorageImpl> memory,
                             const std::optional<c10::Stream>& made_on, int64_t limit) override {
     if (is_capturing(device_)) {
-      throw std::runtime_error("a CUDA graph that is captured cannot have the copies");
+      throw std::runtime_error("copies to the host's memory cannot be captured in a CUDA graph");
     }
     const auto bytes = static_cast<int64_t>(memory->nbytes());
     if (!shared_->room.take(bytes, limit)) return nullptr;

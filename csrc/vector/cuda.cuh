@@ -12,6 +12,13 @@
 
 namespace memsave_ext::vector {
 
+// Left to itself, nvcc keeps values of some kernels in memory there, to have room for more blocks.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool kIsBlackwell = true;
+#else
+constexpr bool kIsBlackwell = false;
+#endif
+
 // The type in which values of a DType are stored: CUDA's own in place of those of vector/types.h.
 template <DType dtype>
 struct StoredOnDevice : Stored<dtype> {};

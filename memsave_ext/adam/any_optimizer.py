@@ -96,14 +96,18 @@ def _check(optimizer: object) -> None:
     name, step = type(optimizer).__name__, optimizer.__dict__.get("step")
     if isinstance(optimizer, (Native, OwnStep)):
         raise ValueError(
-            f"in_backward: {name} is memsave_ext's or was taken by in_backward() already. Of "
-            "memsave_ext's, make one with in_backward=True"
+            f"in_backward: {name} is an optimizer of memsave_ext, or in_backward() was called for "
+            "it already. Make an optimizer of memsave_ext with in_backward=True instead"
         )
     if any(isinstance(value, Optimizer) for value in optimizer.__dict__.values()):
-        raise ValueError(f"in_backward: {name} wraps another optimizer: hand that one over first")
+        raise ValueError(
+            f"in_backward: {name} wraps another optimizer: call in_backward() with the inner "
+            "optimizer before it is wrapped"
+        )
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise ValueError(
-            f"in_backward: step() of this {name} has been replaced: call in_backward() before that"
+            f"in_backward: step() of this {name} has been replaced by another function: call "
+            "in_backward() before it is replaced"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(
@@ -115,6 +119,7 @@ def _check(optimizer: object) -> None:
     for argument in arguments:
         if argument.default is argument.empty and argument.kind is argument.POSITIONAL_OR_KEYWORD:
             raise ValueError(
-                f"in_backward: step() of {name} needs a {argument.name}, which a step of one "
-                "parameter cannot have. Step it after backward"
+                f"in_backward: step() of {name} needs the argument {argument.name}, which cannot "
+                "be passed when a parameter is stepped in backward. Call its step() after backward "
+                "instead"
             )

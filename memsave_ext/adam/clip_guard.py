@@ -49,11 +49,12 @@ def _check(name: str, params: list[Tensor], limit: float) -> None:
             kind = f"in_backward({kind})" if optimizer._steps_by_own else kind
             raise RuntimeError(
                 f"{name}: {count} of {len(params)} parameters have been stepped in backward by "
-                f"memsave_ext.{kind}: their gradients are gone, and would not be clipped. Switch "
-                "this clipping off (transformers: max_grad_norm=0, Lightning: gradient_clip_val="
-                "None), and have the optimizer clip: with max_grad_norm= each gradient, or with "
-                "clip_global_norm= or norm_pass() all together. What clips each gradient by itself "
-                "can be called in a hook, param.register_post_accumulate_grad_hook(clip)."
+                f"memsave_ext.{kind}, so that their gradients are gone and cannot be clipped. "
+                "Switch this clipping off (transformers: max_grad_norm=0, Lightning: "
+                "gradient_clip_val=None), and let the optimizer clip: max_grad_norm= clips each "
+                "gradient, clip_global_norm= and norm_pass() clip by the norm of all gradients. A "
+                "function that clips each gradient by itself can be called in a hook: "
+                "param.register_post_accumulate_grad_hook(clip)."
             )
 
 

@@ -8,8 +8,9 @@ its gradients are reduced, and leaves ``.grad`` empty.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,8 +43,9 @@ def attach(
         _hooks[ddp] = step_reduced
     elif step_reduced.stepper is not None:
         raise RuntimeError(
-            "ddp is attached to another optimizer: call its remove_hooks() first. One optimizer "
-            "with several param_groups can step all of it."
+            "attach: ddp is attached to another optimizer already: call remove_hooks() of that "
+            "optimizer first. One optimizer with several param_groups can step all parameters of "
+            "ddp."
         )
     step_reduced.attach(optimizer, params, hook, state)
     return step_reduced
@@ -58,6 +60,7 @@ class StepReduced:
         self._group = ddp.process_group
         # False: every process uses every parameter in each backward.
         self._some_unused = ddp.find_unused_parameters or ddp.static_graph
+        self._usage: Callable[[], _Usage | None] = lambda: None
         self._reducer_writes = True
         self._set_reduction(None, None)
         self._register(ddp)
@@ -94,8 +97,8 @@ class StepReduced:
             if "can only be called once" not in str(error):
                 raise
             raise RuntimeError(
-                "ddp has a communication hook already, and there can be one. Register none and "
-                "hand yours over: opt.attach(ddp, hook=..., state=...)"
+                "attach: ddp has a communication hook already, and can have only one. Do not "
+                "register yours, but pass it to the optimizer: opt.attach(ddp, hook=..., state=...)"
             ) from error
         if hasattr(ddp.reducer, "_set_optimizer_in_backward"):
             # The reducer then does not write to .grad, where all gradients would exist at once.
@@ -117,15 +120,6 @@ class StepReduced:
             if self._reducer_writes and bucket.is_last():
                 _call_after_reducer(self._clear_gradients)
         reduction: Any = self._reduce(self._state, bucket)
-        flagged: Any = None
-        if self._some_unused:
-            # The gradient of a parameter that no process used arrives as zeros, and so may that of
-            # a used one: the flags tell them apart.
-            flags = torch.tensor(used, dtype=torch.int32, device=buffer.device)
-            work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-            assert work is not None
-            flagged = work.get_future()
-
         stream = torch.cuda.current_stream(buffer.device) if buffer.is_cuda else None
         if stream is not None:
             # Autograd's own wait for this stream can come before the step is queued.
@@ -133,39 +127,84 @@ class StepReduced:
                 lambda: torch.cuda.current_stream(stream.device).wait_stream(stream)
             )
 
-        def finish(done: Any) -> Tensor:
-            with _that_backward_waits_for(stream):
-                if flagged is not None:
-                    flagged.wait()  # on a card by the stream alone
-                return use(done.value())
-
-        def use(reduced: Any) -> Tensor:
-            reduced = reduced[0] if isinstance(reduced, (list, tuple)) else reduced
-            if reduced.data_ptr() != buffer.data_ptr():
-                buffer.copy_(reduced)
-            chosen = flags.tolist() if self._some_unused else [True] * len(pairs)
-            step = []
-            for pair, is_used, own in zip(pairs, chosen, ours, strict=True):
+        def step(used: Iterable[bool]) -> None:
+            chosen = []
+            for pair, is_used, own in zip(pairs, used, ours, strict=True):
                 if is_used and own and stepper is not None:
-                    step.append(pair)
+                    chosen.append(pair)
                 elif is_used and not self._reducer_writes:
                     param, grad = pair
                     param.grad = grad.clone()
-            if step:
-                stepper.step_reduced(backward, [p for p, _ in step], [g for _, g in step])
+            if chosen:
+                stepper.step_reduced(backward, [p for p, _ in chosen], [g for _, g in chosen])
+
+        if self._some_unused:
+            usage = self._usage_of(bucket)
+            usage.add(used, step)
+            if bucket.is_last():
+                usage.send(buffer.device)
+
+        def finish(done: Any) -> Tensor:
+            with _that_backward_waits_for(stream):
+                reduced = done.value()
+                reduced = reduced[0] if isinstance(reduced, (list, tuple)) else reduced
+                if reduced.data_ptr() != buffer.data_ptr():
+                    buffer.copy_(reduced)
+                if not self._some_unused:
+                    step([True] * len(pairs))
             return buffer
 
-        if flagged is None or flagged.done():
-            # NCCL's are done as soon as they are queued, and have devices: what follows runs on a
-            # stream of its own, and not on that of the backward, which would wait for NCCL.
-            return reduction.then(finish)
-        return torch.futures.collect_all([reduction, flagged]).then(
-            lambda both: finish(both.value()[0])
-        )
+        # NCCL's are done as soon as they are queued, and have devices: what follows runs on a
+        # stream of its own, and not on that of the backward, which would wait for NCCL.
+        return reduction.then(finish)
+
+    def _usage_of(self, bucket: Any) -> _Usage:
+        """Returns that of this backward, whose buckets come in order."""
+        usage = self._usage() if bucket.index() else None
+        if usage is None:
+            usage = _Usage(self._group)
+            self._usage = weakref.ref(usage)
+            # Held by the graph task alone, so that it is gone where the backward fails. After what
+            # buckets queue alike.
+            _call_after_reducer(lambda: _call_after_reducer(usage.step))
+        return usage
 
     def _clear_gradients(self) -> None:
         for param in self._params.values():
             param.grad = None
+
+
+class _Usage:
+    """What processes have used in a backward, and the steps that wait for it.
+
+    The gradient of a parameter that no process used arrives as zeros, and so may that of a used
+    one: flags tell them apart. Those of all buckets are sent together, so that a host waits for its
+    device once in a backward. Gradients wait where they are, in the reducer's buckets, which stay
+    from one backward to the next.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._used: list[bool] = []
+        self._steps: list[tuple[int, Callable[[Iterable[bool]], None]]] = []
+
+    def add(self, used: list[bool], step: Callable[[Iterable[bool]], None]) -> None:
+        """Has ``step`` called with what any process used of these parameters."""
+        self._used += used
+        self._steps.append((len(used), step))
+
+    def send(self, device: torch.device) -> None:
+        self._flags = torch.tensor(self._used, dtype=torch.int32, device=device)
+        self._work = dist.all_reduce(
+            self._flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True
+        )
+
+    def step(self) -> None:
+        assert self._work is not None
+        self._work.wait()
+        used = iter(map(bool, self._flags.tolist()))
+        for count, step in self._steps:
+            step(itertools.islice(used, count))
 
 
 def _call_after_reducer(function: Callable[[], None]) -> None:

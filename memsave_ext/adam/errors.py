@@ -14,17 +14,20 @@ from torch import Tensor
 
 _REASONS = {
     "keeps_after_norm": (
-        "gradients are accumulated after norm_pass(), whose norm is that of one backward. Use "
-        "clip_global_norm=, which clips the sum."
+        "gradients cannot be accumulated after norm_pass() or inside of it, since it measures the "
+        "norm of one backward alone. Use clip_global_norm=, which clips the accumulated gradients."
     ),
-    "pass_too_late": "norm_pass() must come before the backward that steps, once in each step",
+    "pass_too_late": (
+        "norm_pass() was entered too late or twice: enter it once in each step, before any "
+        "backward that steps parameters or folds gradients"
+    ),
     "step_in_pass": (
-        "step() inside of norm_pass(), which only measures gradients. Run the backward again "
-        "after it, and then step()."
+        "step() was called inside of norm_pass(), which only measures gradients. Leave "
+        "norm_pass(), run the backward again, and then call step()."
     ),
     "has_failed": (
-        "a backward raised after {stepped} parameters had been stepped; the others were not. "
-        "Call zero_grad() to go on from there, or load a checkpoint with load_state_dict()."
+        "a backward raised after {stepped} parameters had been stepped; the others were not. Call "
+        "zero_grad() to go on from there, or load a checkpoint with load_state_dict()."
     ),
 }
 
@@ -49,23 +52,23 @@ def two_norms() -> ValueError:
 
 def compiled_autograd() -> NotImplementedError:
     return NotImplementedError(
-        "memsave_ext: compiled autograd cannot trace a step in backward. Leave it off, "
-        "torch._dynamo.config.compiled_autograd = False, or the optimizer's in_backward=True "
-        "out. torch.compile() of the model alone works."
+        "memsave_ext: compiled autograd cannot trace a step in backward. Set "
+        "torch._dynamo.config.compiled_autograd = False, or make the optimizer without "
+        "in_backward=True. torch.compile() of the model alone works."
     )
 
 
 def backward_runs(call: str) -> RuntimeError:
     return RuntimeError(
-        f"memsave_ext: {call} while a backward is under way, in another thread or around this "
-        "call. Wait until all of a step's backwards have ended."
+        f"memsave_ext: {call} was called while a backward is running, in another thread or around "
+        "this call. Call it when all backwards of the step have ended."
     )
 
 
 def measures_sums() -> RuntimeError:
     return RuntimeError(
-        "memsave_ext: norm_pass() while gradients are accumulated: it drops those that it "
-        "measures. Use clip_global_norm=, which keeps them."
+        "memsave_ext: norm_pass() cannot be used while gradients are accumulated, since it drops "
+        "the gradients that it measures. Use clip_global_norm=, which keeps them."
     )
 
 
@@ -74,35 +77,37 @@ def measures_sums() -> RuntimeError:
 
 def stepped_again(name: str) -> RuntimeError:
     return RuntimeError(
-        f"memsave_ext: {name} was stepped in backward and has a gradient again, which would be a "
-        "second step. Set .grad before backward(), or after step()."
+        f"memsave_ext: {name} was stepped in backward and has a gradient in .grad again, with "
+        "which it would be stepped twice. Set .grad before backward(), or after step()."
     )
 
 
 def second_gradient(name: str) -> RuntimeError:
     return RuntimeError(
-        f"memsave_ext: {name} receives a second gradient in one step. Either backward() ran twice "
-        "before opt.step(): put `with opt.accumulate():` around all but the last, or, where a "
-        "trainer runs it, call opt.accumulate_when() once. Or one of them was of a loss that is "
-        "not to train this parameter, as a GAN's generator's for the discriminator: put `with "
-        "opt.paused():` around it. Or the parameter is used in several regions of "
-        "torch.utils.checkpoint(use_reentrant=True), which deliver their gradients one by one: "
-        "use use_reentrant=False, or memsave_ext.checkpoint."
+        f"memsave_ext: {name} receives a second gradient in one step. There are three common "
+        "reasons. (1) backward() ran several times before opt.step(): put `with opt.accumulate():` "
+        "around all backwards but the last, or, where a trainer runs them, call "
+        "opt.accumulate_when() once. (2) One backward was of a loss that must not train this "
+        "parameter, such as a GAN generator's loss, which reaches the discriminator: put `with "
+        "opt.paused():` around that backward. (3) The parameter is used in several regions of "
+        "torch.utils.checkpoint(use_reentrant=True), which deliver their gradients one by one: use "
+        "use_reentrant=False, or memsave_ext.checkpoint."
     )
 
 
 def not_measured(name: str) -> RuntimeError:
     return RuntimeError(
-        f"memsave_ext: {name} has a gradient now, but had none in norm_pass(), whose norm it would "
-        "be clipped by. Both must run the backward of the same loss."
+        f"memsave_ext: {name} has a gradient now, but had none in norm_pass(), so that the "
+        "measured norm does not include it. Run the backward of the same loss in norm_pass() and "
+        "after it."
     )
 
 
 def several_threads(name: str) -> RuntimeError:
     return RuntimeError(
-        f"memsave_ext: {name} receives gradients from several threads in one step. Python has no "
-        "access to torch's lock of a gradient: run the step's backwards in one thread, use "
-        "accumulate(), or the compiled memsave_ext."
+        f"memsave_ext: {name} receives gradients from several threads in one step, which "
+        "memsave_ext cannot do in pure Python. Run the step's backwards in one thread, put `with "
+        "opt.accumulate():` around them, or build the native part of memsave_ext."
     )
 
 
@@ -119,29 +124,31 @@ def not_reduced(name: str) -> RuntimeError:
 def not_attached(param: Tensor) -> RuntimeError:
     return RuntimeError(
         f"memsave_ext: a parameter of shape {list(param.shape)} belongs to a "
-        "DistributedDataParallel module, which reduces its gradient after it would be stepped "
-        "here. Call opt.attach(ddp) once, before training."
+        "DistributedDataParallel module, which would reduce its gradient only after the optimizer "
+        "has stepped the parameter. Call opt.attach(ddp) once, before training."
     )
 
 
 def folds_unreduced() -> RuntimeError:
     return RuntimeError(
-        "memsave_ext: accumulate(fold=True) would fold gradients of one process, which "
-        "DistributedDataParallel has not reduced. Use accumulate()."
+        "memsave_ext: accumulate(fold=True) would fold gradients of this process alone, which "
+        "DistributedDataParallel has not reduced over all processes. Use accumulate() without "
+        "fold=True."
     )
 
 
 def keeps_reduced() -> RuntimeError:
     return RuntimeError(
-        "memsave_ext: opt.paused(keep=True) around a backward whose gradients "
+        "memsave_ext: opt.paused(keep=True) is not supported around a backward whose gradients "
         "DistributedDataParallel reduces. Use `with ddp.no_sync(), opt.paused(keep=True):`."
     )
 
 
 def accumulates_reduced() -> RuntimeError:
     return RuntimeError(
-        "memsave_ext: opt.accumulate() around a backward whose gradients DistributedDataParallel "
-        "reduces, or accumulate_when() says so. Use `with ddp.no_sync(), opt.accumulate():`."
+        "memsave_ext: gradients cannot be accumulated, by opt.accumulate() or "
+        "opt.accumulate_when(), in a backward in which DistributedDataParallel reduces them. Use "
+        "`with ddp.no_sync(), opt.accumulate():`."
     )
 
 
@@ -160,8 +167,8 @@ def sparse(rule: str = "adam") -> RuntimeError:
 
 def sparse_for_own_step() -> RuntimeError:
     return RuntimeError(
-        "memsave_ext: a sparse gradient is not stepped in backward. Leave the parameter out of "
-        "in_backward(), in an optimizer of its own."
+        "memsave_ext: a parameter with a sparse gradient cannot be stepped in backward. Put such "
+        "parameters into an optimizer of their own, and do not pass that one to in_backward()."
     )
 
 
@@ -188,20 +195,20 @@ def wrong_type(dtype: torch.dtype) -> RuntimeError:
 
 def wrong_step() -> RuntimeError:
     return RuntimeError(
-        "memsave_ext: the state step of a parameter must be a floating-point scalar tensor on the "
-        "CPU, or float32 on the parameter's device"
+        "memsave_ext: the state 'step' of a parameter must be a floating-point scalar tensor on "
+        "the CPU, or a float32 one on the parameter's device"
     )
 
 
 def no_state(name: str) -> RuntimeError:
-    return RuntimeError(f"memsave_ext: the state of a parameter has no {name}")
+    return RuntimeError(f"memsave_ext: the optimizer's state of a parameter has no {name!r}")
 
 
 def wrong_moments(
     name: str, param: torch.dtype, moments: torch.dtype, allowed: Iterable[torch.dtype]
 ) -> RuntimeError:
     return RuntimeError(
-        f"memsave_ext: the state {name} of a {param} parameter must be "
+        f"memsave_ext: the state {name!r} of a {param} parameter must be "
         f"{' or '.join(map(str, allowed))}, got {moments}. Convert the model before making the "
         "optimizer, or load the optimizer's state_dict() into it again."
     )
@@ -209,39 +216,40 @@ def wrong_moments(
 
 def wrong_place(name: str, state: Tensor, param: Tensor) -> RuntimeError:
     return RuntimeError(
-        f"memsave_ext: the state {name} of a parameter is a tensor of shape {list(state.shape)} on "
-        f"{state.device}, the parameter one of shape {list(param.shape)} on {param.device}. Move "
-        "the model before making the optimizer, or load the optimizer's state_dict() into it again."
+        f"memsave_ext: the state {name!r} of a parameter has shape {list(state.shape)} and is on "
+        f"{state.device}, but the parameter has shape {list(param.shape)} and is on "
+        f"{param.device}. Move the model before making the optimizer, or load the optimizer's "
+        "state_dict() into it again."
     )
 
 
 def wrong_state_type(name: str, got: torch.dtype, expected: torch.dtype) -> RuntimeError:
     return RuntimeError(
-        f"memsave_ext: the state {name} of a parameter is {got}, expected {expected}"
+        f"memsave_ext: the state {name!r} of a parameter must be {expected}, got {got}"
     )
 
 
 def wrong_scale(name: str, param: Tensor, blocks: int) -> RuntimeError:
     return RuntimeError(
-        f"memsave_ext: the state {name} of a parameter of shape {list(param.shape)} must be a "
-        f"contiguous float32 tensor of {blocks} elements on its device"
+        f"memsave_ext: the state {name!r} of a parameter of shape {list(param.shape)} must be a "
+        f"contiguous float32 tensor of {blocks} elements on the parameter's device"
     )
 
 
 def moved_blocks(then: Sequence[int], now: Sequence[int]) -> RuntimeError:
     return RuntimeError(
-        "memsave_ext: states in blocks need a parameter in the memory format it had when they were "
-        f"made: strides {list(then)} then, {list(now)} now. Load to_fp32_state_dict() into a new "
-        "optimizer."
+        "memsave_ext: the memory format of a parameter has changed since its 8-bit or 4-bit states "
+        f"were made: its strides were {list(then)}, and are {list(now)} now. Load this optimizer's "
+        "to_fp32_state_dict() into a new optimizer."
     )
 
 
 def no_amsgrad() -> RuntimeError:
-    return RuntimeError("memsave_ext: states in blocks cannot have amsgrad")
+    return RuntimeError("memsave_ext: 8-bit and 4-bit states cannot be combined with amsgrad=True")
 
 
 def cannot_fold(moments: torch.dtype) -> RuntimeError:
     return RuntimeError(
         f"memsave_ext: accumulate(fold=True) needs states of float32 or float64, got {moments}. "
-        "Use accumulate() or state_dtype=None."
+        "Use accumulate() without fold=True, or state_dtype=None."
     )

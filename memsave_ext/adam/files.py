@@ -36,7 +36,10 @@ class Files(Place):
         must = "states_on must be None, 'cpu' or a folder that exists"
         self.folder = absolute_folder(folder, must)
         if sys.platform != "linux":
-            raise ValueError(f"states_on={self.folder!r}: a folder is for Linux alone")
+            raise ValueError(
+                f"states_on={self.folder!r}: states can be kept in a folder on Linux only: leave "
+                "states_on out"
+            )
         self.file = File(self.folder, f"states_on={self.folder!r}", "optimizer states")
         self._regions: dict[int, Region] = {}  # what tensors have, by address
         self._spare: list[Tensor] = []  # a buffer, where no step has it
@@ -58,8 +61,8 @@ class Files(Place):
     def _check_device(self, device: torch.device) -> None:
         if device.type not in ("cpu", "meta"):
             raise ValueError(
-                f"states_on={self.folder!r}: a folder is for parameters on the CPU, got one on "
-                f"{device}"
+                f"states_on={self.folder!r}: states can be kept in a folder only for parameters on "
+                f"the CPU, got a parameter on {device}"
             )
 
     smallest = SMALLEST

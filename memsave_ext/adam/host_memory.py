@@ -77,8 +77,8 @@ class OnCpu(Place):
         for param in params:
             if (device := local_tensor(param).device).type not in ("cpu", "cuda", "meta"):
                 raise ValueError(
-                    "states_on='cpu' is for parameters on CUDA and on a CPU, got one on "
-                    f"{device}: leave it out"
+                    "states_on='cpu' is only for parameters on CUDA devices and on the CPU, got a "
+                    f"parameter on {device}: leave states_on out"
                 )
 
     def takes(self, nbytes: int, device: torch.device) -> bool:
@@ -106,7 +106,8 @@ class OnCpu(Place):
             return Fetched(dict(state))
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "states_on='cpu': a CUDA graph cannot have the copies of states. Leave it out."
+                "states_on='cpu': the copies of states to and from the host cannot be captured in "
+                "a CUDA graph: leave states_on out"
             )
         copies = self._ahead.pop(device, None)
         if copies is None or not copies.are_of(there):

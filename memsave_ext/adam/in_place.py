@@ -110,12 +110,15 @@ def _check(optimizer: Optimizer) -> None:
     if isinstance(optimizer, Native) and optimizer.clip_global_norm is not None:
         raise ValueError("clip_global_norm needs all gradients, which a step in backward frees")
     if isinstance(optimizer, Native) and optimizer._reductions:
-        raise ValueError("attach() has given it to a DistributedDataParallel module")
+        raise ValueError("the optimizer is attached to a DistributedDataParallel module")
     for group in optimizer.param_groups:
         if modes.of_group(group, "bf16") not in (None, "stochastic"):
-            raise ValueError("its states have bits of the parameters, which would be lost")
+            raise ValueError(
+                "the optimizer's bf16= mode keeps bits of the parameters in its states, which "
+                "would be lost"
+            )
         if group.get("states_on") is not None:
-            raise ValueError("states_on has its states elsewhere already")
+            raise ValueError("states_on= keeps the optimizer's states elsewhere already")
 
 
 def options_outside_groups(optimizer: Optimizer) -> dict[str, Any]:

@@ -29,8 +29,8 @@ def replace_given(options: dict[str, Any]) -> None:
     """The same for options that a user has written, with a FutureWarning for that line."""
     if replace(options):
         warnings.warn(
-            "memsave_ext: bf16='kahan' is bf16='split' now, which has the same size and is exact: "
-            "write bf16='split'. Later versions will refuse 'kahan'.",
+            "memsave_ext: bf16='kahan' now does the same as bf16='split', which takes the same "
+            "memory and is exact: write bf16='split'. Later versions will refuse 'kahan'.",
             FutureWarning,
             stacklevel=_users_line(),
         )

@@ -46,7 +46,7 @@ def check_norm(name: str, value: Any) -> None:
 
 def check_bytes(name: str, value: Any) -> None:
     if not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ValueError(f"{name} must be an int and at least 0, below 2**63, got {value!r}")
+        raise ValueError(f"{name} must be an int from 0 to 2**63 - 1, got {value!r}")
 
 
 def refuse_differentiable(options: dict[str, Any]) -> None:
@@ -54,8 +54,8 @@ def refuse_differentiable(options: dict[str, Any]) -> None:
     for name, value in options.items():
         if value is not None:
             raise ValueError(
-                f"differentiable=True, which is torch's implementation, has no {name}: leave one "
-                "of them out"
+                f"differentiable=True uses torch's own implementation, which has no {name}: leave "
+                "one of the two out"
             )
 
 
@@ -117,7 +117,8 @@ def check_options(group: Mapping[str, Any]) -> None:
         check_norm("max_grad_norm", norm)
     if not isinstance(place := group.get("states_on"), (Place, NoneType)):
         raise TypeError(
-            f"states_on is set where a param group is made: it has been changed to {place!r}"
+            "states_on of a param group cannot be changed after the group was made, and has been "
+            f"changed to {place!r}: make a new optimizer with it"
         )
 
 
@@ -164,8 +165,8 @@ def check_group(group: dict[str, Any], rule: Rule) -> None:
     states = formats.state_format(formats.state_option(group))
     if states is not None and states.joint and not is_adam(rule):
         raise ValueError(
-            f"state_dtype={states.option!r} has both of Adam's moments in a byte, and SGD and Lion "
-            "have one: use state_dtype='8bit', which is as large"
+            f"state_dtype={states.option!r} packs Adam's two moments into one byte, and SGD and "
+            "Lion have only one moment: use state_dtype='8bit', which takes as much memory"
         )
     if states is not None and "max_exp_avg_sq" in rule.moments and not states.amsgrad:
         raise ValueError(
@@ -219,17 +220,18 @@ def check_loadable(loaded: dict[str, Any], own: list[dict[str, Any]]) -> None:
         states = formats.state_format(formats.state_option(ours))
         if states is not None and not states.amsgrad and theirs.get("amsgrad"):
             raise ValueError(
-                "state_dict was saved with amsgrad=True, this optimizer has "
-                f"state_dtype={states.option!r}, which cannot be combined: make this one with "
-                "another state_dtype"
+                "state_dict was saved with amsgrad=True, which cannot be combined with this "
+                f"optimizer's state_dtype={states.option!r}: make the optimizer with another "
+                "state_dtype"
             )
         modes = [{name: of_group(group, name) for name in _STORAGE} for group in (theirs, ours)]
         if modes[0] == modes[1] or not any(modes[0].values()):
             continue
         names = [", ".join(f"{name}={value!r}" for name, value in mode.items()) for mode in modes]
         raise ValueError(
-            f"state_dict was saved with {names[0]}, this optimizer has {names[1]}. Make this one "
-            "with the same, or load the other's to_fp32_state_dict()."
+            f"state_dict was saved with {names[0]}, this optimizer has {names[1]}. Make this "
+            "optimizer with the same options, or load what to_fp32_state_dict() of the saved one "
+            "returns."
         )
 
 
@@ -238,8 +240,8 @@ def _check_rule(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     of_theirs, of_ours = ([n for n in _OF_RULES if n in group] for group in (theirs, ours))
     if of_theirs != of_ours:
         raise ValueError(
-            "state_dict is of another optimizer: of betas, eps and dampening its param groups have "
-            f"{of_theirs}, this one's {of_ours}"
+            "state_dict is of another kind of optimizer: of the options betas, eps and dampening "
+            f"its param groups have {of_theirs}, and those of this optimizer have {of_ours}"
         )
 
 
@@ -248,9 +250,9 @@ def _check_placement(state: dict[str, Any], param: Any) -> None:
     for name, value in state.items() if is_dtensor(param) else ():
         if is_dtensor(value) and not is_placed_alike(param, value):
             raise ValueError(
-                f"state_dict has {name} as a DTensor on {value.device_mesh} with "
-                f"{value.placements}, its parameter is on {param.device_mesh} with "
-                f"{param.placements}. Load it with torch.distributed.checkpoint, which splits it "
+                f"state_dict has {name!r} as a DTensor on {value.device_mesh} with "
+                f"{value.placements}, but the parameter is on {param.device_mesh} with "
+                f"{param.placements}. Load it with torch.distributed.checkpoint, which shards it "
                 "anew."
             )
 
@@ -265,9 +267,10 @@ def _check_scales(state: dict[str, Any], param: Tensor) -> None:
         is_sharded = state[name].dim() > 1 or is_dtensor(param)
         if is_sharded and state[name].shape != expected:
             raise ValueError(
-                f"state_dict has {name} of shape {list(state[name].shape)} for a parameter that "
-                f"has {list(expected)} here: its {row.option} blocks are those of another "
-                "sharding. Save to_fp32_state_dict() to load it with any."
+                f"state_dict has {name!r} of shape {list(state[name].shape)} for a parameter that "
+                f"needs shape {list(expected)} here: it was saved with another sharding, and "
+                f"{row.option} states cannot be sharded anew. Save to_fp32_state_dict() instead, "
+                "which loads with any sharding."
             )
 
 
@@ -354,9 +357,9 @@ def _check_bitsandbytes(state: Any, param: Tensor, group: dict[str, Any]) -> Non
         is_coded = values is not None and values.dtype == torch.uint8
         if values is None or (is_coded and (scales is None or scales.numel() != blocks)):
             raise ValueError(
-                f"state_dict is of an optimizer of bitsandbytes, with {name} in another form than "
-                f"numbers or codes in blocks of {_BITSANDBYTES_BLOCK}, from which nothing can be "
-                "converted"
+                f"state_dict is of an optimizer of bitsandbytes, and its {name} cannot be "
+                f"converted: only plain numbers, and codes in blocks of {_BITSANDBYTES_BLOCK}, can "
+                "be"
             )
 
 

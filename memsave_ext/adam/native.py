@@ -44,7 +44,7 @@ class Native(InBackward):
         if in_backward and options.get("differentiable"):
             raise ValueError(
                 "differentiable=True cannot be combined with in_backward=True: a step in backward "
-                "has no graph. Leave one of them out."
+                "has no autograd graph. Leave one of them out."
             )
         modes.check_bytes("small_bytes", small_bytes)
         modes.check_bytes("bucket_bytes", bucket_bytes)
@@ -168,8 +168,9 @@ class Native(InBackward):
     def _check_not_folding(self) -> None:
         if count := self._stepper.folded():
             raise RuntimeError(
-                f"Adam: {count} parameters have gradients folded into their moments that are not "
-                "stepped yet. Finish the step first."
+                f"Adam: the gradients of {count} parameters were folded into the optimizer's "
+                "moments by accumulate(fold=True), and these parameters are not stepped yet. "
+                "Finish the step first."
             )
 
     def _drop_stale_low_parts(self) -> None:
@@ -222,8 +223,9 @@ class Native(InBackward):
         own = {id(state.get("exp_avg_sq")) for state in self.state.values()}
         if any(id(state.get("exp_avg_sq", ...)) in own for state in loaded["state"].values()):
             raise ValueError(
-                "state_dict has the optimizer's own tensors, into which gradients are folded that "
-                "are not stepped yet: load a copy that was made before, copy.deepcopy(state_dict)"
+                "state_dict has this optimizer's own state tensors, into which "
+                "accumulate(fold=True) has folded gradients since: load a copy that was made "
+                "before, copy.deepcopy(state_dict)"
             )
 
     def _finish_loading(self, loaded: dict[str, Any], old_groups: list[dict[str, Any]]) -> None:

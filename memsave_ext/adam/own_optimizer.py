@@ -127,7 +127,10 @@ class OwnStep(InBackward):
         self._clips_each = "max_grad_norm" not in self.defaults
         if max_grad_norm is not None:
             if not self._clips_each:
-                raise ValueError(f"{type(self).__name__} has its own max_grad_norm: set that one")
+                raise ValueError(
+                    f"{type(self).__name__} has a max_grad_norm of its own: set that one, and "
+                    "leave max_grad_norm of in_backward() out"
+                )
             self.defaults = {**self.defaults, "max_grad_norm": max_grad_norm}
             for group in self.param_groups:
                 group.setdefault("max_grad_norm", max_grad_norm)
@@ -264,7 +267,10 @@ def class_of(own: Any) -> type[OwnStep]:
             reduced: Any = super().__reduce_ex__(protocol)
             function, args, *rest = reduced
             if function is not copyreg.__newobj__:  # type: ignore[attr-defined]
-                raise TypeError(f"in_backward: {own.__name__} has its own way to be copied")
+                raise TypeError(
+                    f"in_backward: an optimizer of class {own.__name__} cannot be copied or "
+                    "pickled after in_backward(), as the class has its own __reduce__()"
+                )
             return (_new, (own, *args[1:]), *rest)
 
         def __getstate__(self) -> dict[str, Any]:

@@ -35,17 +35,22 @@ def find_counts(optimizer: Optimizer) -> tuple[str, ...]:
         together, alone = tried.run_both()
     except Exception as error:
         reason = repr(error) if isinstance(error, KeyError) else error  # prints the key alone
-        where = " Tried without states, and with those that it has." if optimizer.state else ""
+        where = (
+            " It was tried without states, and with those that the optimizer has."
+            if optimizer.state
+            else ""
+        )
         raise ValueError(
-            f"in_backward: {name} cannot step a parameter by itself: {reason}.{where}"
+            f"in_backward: {name} cannot step one parameter without the others; trying that "
+            f"raised: {reason}.{where}"
         ) from error
     for of_one, of_other in zip(together, alone, strict=True):
         for key, value in of_one.items():
             if not _equal(value, of_other.get(key)):
                 raise ValueError(
-                    f"in_backward: {name} steps a parameter otherwise by itself than together with "
-                    f"others ({key!r} differs): it needs all gradients, or counts in the "
-                    "optimizer. Step it after backward."
+                    f"in_backward: {name} steps a parameter differently alone than together with "
+                    f"others ({key!r} differs), as it needs all gradients or counts steps for all "
+                    "parameters. Call its step() after backward instead."
                 )
     changed = {
         key: None

@@ -31,6 +31,11 @@ def is_own(optimizer: Optimizer) -> bool:
     return optimizer in _alive
 
 
+def alive_optimizers() -> list[Optimizer]:
+    """Returns all of this package's optimizers."""
+    return list(_alive)
+
+
 def optimizers_of(params: Iterable[Tensor]) -> list[Optimizer]:
     """Returns this package's optimizers that have states of one of ``params``."""
     listed = list(params)
@@ -67,7 +72,7 @@ def remove_hooks(params: torch.nn.Module | Tensor | Iterable[Tensor]) -> None:
     listed = list(params)
     for param in listed:
         if not isinstance(param, Tensor):
-            raise TypeError(_NO_PARAMS.format(f"one with a {type(param).__name__}"))
+            raise TypeError(_NO_PARAMS.format(f"an iterable with a {type(param).__name__}"))
     for param in listed:
         if (owner := stepper.owner(param)) is not None:
             owner.remove_hooks()
@@ -84,10 +89,10 @@ def refuse_taken(optimizer: Any, params: list[Tensor]) -> None:
     param, owner = taken
     name = _name_in(optimizer, param) or _name_in(owner, param) or "a parameter"
     raise ValueError(
-        f"{name} of shape {list(param.shape)} is stepped in backward by another optimizer already, "
-        f"of {type(owner).__name__}. Let each parameter be in one optimizer, or call "
-        "memsave_ext.remove_hooks(model) before this one is made: the other goes on as an "
-        "ordinary one"
+        f"{name} of shape {list(param.shape)} is stepped in backward by another optimizer already "
+        f"(of class {type(owner).__name__}). Put each parameter into one optimizer only, or call "
+        "memsave_ext.remove_hooks(model) before this one is made: the other optimizer then steps "
+        "in its step(), as an ordinary one"
     )
 
 

@@ -75,13 +75,13 @@ class InBackward(torch.optim.Optimizer):
         if not self._in_backward:
             clips = ", which clip_global_norm has switched off" if self.clip_global_norm else ""
             raise ValueError(
-                f"attach() is for in_backward=True{clips}: without it step() finds reduced "
-                "gradients"
+                f"attach() is only for optimizers with in_backward=True{clips}: leave attach() "
+                "out, as step() finds the gradients that ddp has reduced"
             )
         ours = {id(p) for g in self.param_groups for p in g["params"]}
         params: list[Tensor] = [p for p in ddp.parameters() if id(p) in ours]
         if not params:
-            raise ValueError("ddp has no parameter that is in this optimizer")
+            raise ValueError("attach: ddp has no parameter that is in this optimizer")
         self._refuse_folding_before_reduction(self._folds_when)
         from .ddp import attach
 
@@ -112,7 +112,10 @@ class InBackward(torch.optim.Optimizer):
     def _check_step(self, closure: object) -> None:
         """Raises where step() cannot be called now, or with this closure."""
         if self._pauses:
-            raise RuntimeError("memsave_ext: step() inside of paused(), where nothing is stepped")
+            raise RuntimeError(
+                "memsave_ext: step() was called inside of paused(), where nothing is stepped. Call "
+                "it after the `with` block."
+            )
         if closure is not None and not callable(closure):
             raise TypeError(
                 "closure must be a function without arguments, or None, got "
@@ -128,9 +131,9 @@ class InBackward(torch.optim.Optimizer):
         if self._in_backward and (lost := self._stepper.lost()):
             self._attach(lost)
             warnings.warn(
-                f"memsave_ext: {len(lost)} parameters had lost their hook (their tensors were "
-                "swapped, or something else took its place). It is attached again; this step is "
-                "made from what is in .grad.",
+                f"memsave_ext: {len(lost)} parameters had lost their hook, with which they are "
+                "stepped in backward (their tensors were swapped, or something replaced the hook). "
+                "The hooks are attached again, and this step uses the gradients in .grad.",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -163,9 +166,9 @@ class InBackward(torch.optim.Optimizer):
                 return
         raise RuntimeError(
             "memsave_ext: no parameter has received a gradient, and nothing but the optimizer "
-            "refers to them: the model has other ones by now, as after "
-            "load_state_dict(assign=True). Make the optimizer anew, and load_state_dict() this "
-            "one's state_dict() into it."
+            "refers to them: the model seems to have new parameters, as after "
+            "load_state_dict(assign=True). Make a new optimizer from the model's parameters, and "
+            "load the state_dict() of this one into it."
         )
 
     # ---- gradients that add up, and backwards that step nothing ----
@@ -281,9 +284,9 @@ class InBackward(torch.optim.Optimizer):
     def _refuse_folding_before_reduction(refused: bool) -> None:
         if refused:
             raise ValueError(
-                "accumulate_when(fold=True) cannot be combined with attach(): gradients of one "
-                "process, which DistributedDataParallel has not reduced, would be folded. Use "
-                "fold=False."
+                "accumulate_when(fold=True) cannot be combined with attach(): it would fold "
+                "gradients of one process, which DistributedDataParallel has not reduced over all "
+                "processes. Use fold=False."
             )
 
     def _check_foldable(self) -> None:
@@ -291,18 +294,32 @@ class InBackward(torch.optim.Optimizer):
             raise ValueError(f"accumulate(fold=True) cannot be combined with {other}: {way_out}")
 
         if not all(rule_of(group).folds for group in self.param_groups):
-            refuse(type(self).__name__, "only Adam's moments take gradients up. Use accumulate().")
+            refuse(
+                type(self).__name__,
+                "only Adam's moments can take up gradients. Use accumulate() without fold=True.",
+            )
         if self.clip_global_norm is not None:
             refuse("clip_global_norm", "the norm is that of whole gradients. Use accumulate().")
         if not self._in_backward:
-            refuse("in_backward=False", "gradients are folded in backward. Use accumulate().")
+            refuse(
+                "in_backward=False",
+                "gradients are folded in backward. Use accumulate() without fold=True.",
+            )
         if self.grad_scaler is not None:
-            refuse("grad_scaler", "an infinity would stay in the moments. Use accumulate().")
+            refuse(
+                "grad_scaler",
+                "an infinite gradient would stay in the moments. Use accumulate() without "
+                "fold=True.",
+            )
         for group in self.param_groups:
             if group.get("max_grad_norm") is not None:
                 refuse("max_grad_norm", "the norm is that of whole gradients. Use accumulate().")
             if (dtype := modes.of_group(group, "state_dtype")) is not None:
-                refuse(f"state_dtype={dtype!r}", "folding takes the bits of a float32 state.")
+                refuse(
+                    f"state_dtype={dtype!r}",
+                    "gradients can be folded only into float32 states. Use accumulate() without "
+                    "fold=True.",
+                )
 
     # ---- clipping by the norm of all gradients ----
 
@@ -318,7 +335,7 @@ class InBackward(torch.optim.Optimizer):
             if self._in_backward:
                 raise ValueError(
                     "clip_global_norm needs all gradients, which in_backward=True frees as they "
-                    "arrive: give it when the optimizer is made, call remove_hooks() first, or use "
+                    "arrive: pass it when the optimizer is made, call remove_hooks() first, or use "
                     "norm_pass()"
                 )
             modes.refuse_two_norms(self.__dict__.get("param_groups", []))
@@ -357,7 +374,10 @@ class InBackward(torch.optim.Optimizer):
                 "and keeps the gradients: leave one of them out"
             )
         if not self._in_backward:
-            raise ValueError("norm_pass() is for in_backward=True: use clip_global_norm=")
+            raise ValueError(
+                "norm_pass() is only for optimizers with in_backward=True: use clip_global_norm= "
+                "instead"
+            )
         modes.refuse_two_norms(self.param_groups)
         self._stepper.begin_norm_pass()
         finished = False
@@ -386,7 +406,7 @@ class InBackward(torch.optim.Optimizer):
         if scaler is not None:
             if self.__dict__.get("defaults", {}).get("differentiable"):
                 raise ValueError(
-                    "differentiable=True, which is torch's implementation, has no grad_scaler"
+                    "differentiable=True uses torch's own implementation, which has no grad_scaler"
                 )
             self._count_on_device(groups)
         self._grad_scaler = scaler
@@ -415,11 +435,11 @@ class InBackward(torch.optim.Optimizer):
             return False
         if self.grad_scaler is None:
             raise RuntimeError(
-                "memsave_ext: GradScaler.step() for an optimizer that has stepped in backward, "
-                "with gradients multiplied by the scale. Hand it over before training, with "
-                "grad_scaler=scaler where the optimizer is made, or opt.grad_scaler = scaler where "
-                "a trainer has made it (trainer.accelerator.scaler, "
-                "trainer.precision_plugin.scaler)."
+                "memsave_ext: GradScaler.step() was called for an optimizer that has stepped in "
+                "backward, with gradients that were still multiplied by the scale. Pass the scaler "
+                "to the optimizer before training: grad_scaler=scaler where the optimizer is made, "
+                "or opt.grad_scaler = scaler where a trainer has made it "
+                "(trainer.accelerator.scaler, trainer.precision_plugin.scaler)."
             )
         return self.grad_scale is None
 

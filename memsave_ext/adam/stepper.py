@@ -272,19 +272,22 @@ class Stepper:
         """
         if self._machine.state not in (State.IDLE, State.STEPPING):
             return (
-                "the norm of all gradients is measured, or clips them, or an earlier backward "
-                "raised"
+                "the optimizer measures or clips by the norm of all gradients, or an earlier "
+                "backward raised"
             )
         if self._own_step:
-            return "the optimizer's own step() steps it"
+            return "the optimizer's own step() needs the whole gradient"
         if used:
-            return "the optimizer has had a gradient of it in this step"
+            return "the weight has received a gradient in this step already"
         if folded:
-            return "gradients are folded into its moments"
+            return "gradients are folded into its states, by accumulate(fold=True)"
         if clips:
-            return "max_grad_norm clips by the norm of all of it"
+            return "max_grad_norm needs the norm of the whole gradient"
         if self._grad_scale() is not None:
-            return "a GradScaler leaves out gradients that are not finite"
+            return (
+                "a GradScaler has to see the whole gradient, as it skips a step in which one is "
+                "not finite"
+            )
         return None
 
     def measure(self, batch: Any) -> None:

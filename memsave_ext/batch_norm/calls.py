@@ -127,8 +127,8 @@ class _Parameter(NamedTuple):
                 f"{type(module).__name__}: {name} has been modified by an inplace operation "
                 "between the forward of a checkpointed region and its recompute: it is at version "
                 f"{_version(tensor)}, the forward used version {self.version}. The recompute would "
-                "differentiate another function. An optimizer that steps in backward does this to "
-                "a layer that is used in several regions."
+                "give wrong gradients. An optimizer that steps in backward does this to a layer "
+                "that is used in several regions: let it step after backward."
             )
         # A parameter that is computed (parametrizations) or gathered (FSDP) is another tensor each
         # time. That is no error: the recompute differentiates through the one it finds.
@@ -139,8 +139,8 @@ class _Parameter(NamedTuple):
         if replaced:
             raise RuntimeError(
                 f"{type(module).__name__}: {name} has been replaced between the forward of a "
-                "checkpointed region and its recompute, which would differentiate another "
-                "function. Replace it after backward."
+                "checkpointed region and its recompute, which would give wrong gradients. Replace "
+                "it after backward."
             )
 
 

@@ -70,8 +70,8 @@ def convert_batch_norm(
             changes.append((name, module, target))
     if unknown:
         raise TypeError(
-            "convert_batch_norm: does not know these, whose own behaviour would be lost: "
-            f"{', '.join(unknown)}. Nothing was changed."
+            "convert_batch_norm: these modules are of other classes, or have a forward of their "
+            f"own, which the conversion would lose: {', '.join(unknown)}. Nothing was changed."
         )
     if dry_run:
         return [(name, _name(type(module)), _name(target)) for name, module, target in changes]
@@ -97,7 +97,10 @@ def _check(model: object, sync: object, process_group: object, dry_run: object) 
                 f"None, got {type(process_group).__name__}"
             )
         if not sync:
-            raise ValueError("convert_batch_norm: process_group is given, and sync is not True")
+            raise ValueError(
+                "convert_batch_norm: process_group needs sync=True: pass it too, or leave "
+                "process_group out"
+            )
 
 
 def _name(kind: type[nn.Module]) -> str:

@@ -112,8 +112,8 @@ class CountOnce(_BatchNorm):
         for name, tensor in (("weight", tensors.weight), ("running_mean", buffers[0])):
             if tensor is not None and (tensor.dtype is DOUBLE) is not (input.dtype is DOUBLE):
                 raise RuntimeError(
-                    f"{type(self).__name__}: both or none of input and {name} must be float64, got "
-                    f"{input.dtype} and {tensor.dtype}"
+                    f"{type(self).__name__}: input and {name} must both be float64 or neither of "
+                    f"them, got {input.dtype} and {tensor.dtype}"
                 )
         found = calls.find(self, tensors, around.replay)
         if found is not None:

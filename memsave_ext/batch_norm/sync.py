@@ -99,7 +99,9 @@ class SyncBatchNorm(CountOnce):
         except RuntimeError as error:
             if "resolve the process group" not in str(error):
                 raise
-            raise RuntimeError(f"SyncBatchNorm: its process_group is gone: {error}") from error
+            raise RuntimeError(
+                f"SyncBatchNorm: its process_group does not exist any more: {error}"
+            ) from error
         return functional.wait_tensor(gathered).view(size, -1)  # type: ignore[no-any-return]
 
     def _group_name(self) -> str | None:
@@ -109,7 +111,8 @@ class SyncBatchNorm(CountOnce):
             if self.process_group is None:
                 return None
             raise RuntimeError(
-                "SyncBatchNorm: its process_group is gone: torch.distributed is not initialized"
+                "SyncBatchNorm: its process_group does not exist any more: torch.distributed is "
+                "not initialized"
             )
         return None if self._group_size() == 1 else self._group().group_name
 
@@ -118,7 +121,9 @@ class SyncBatchNorm(CountOnce):
         try:
             size = dist.get_world_size(group)
         except (RuntimeError, ValueError, KeyError) as error:
-            raise RuntimeError(f"SyncBatchNorm: its process_group is gone: {error}") from error
+            raise RuntimeError(
+                f"SyncBatchNorm: its process_group does not exist any more: {error}"
+            ) from error
         if size < 1:
             raise RuntimeError("SyncBatchNorm: this process is not in its process_group")
         return size

@@ -68,7 +68,7 @@ class Kernel:
                 exact = self.call_python(exact_arguments)[:count]
             row.compare(found, python, exact, self.limit(arguments))
         if self.same_bits and _has_bits_of_python(device) and row.from_python:
-            row.wrong("not the bits of pure Python")
+            row.wrong("the result is not bit for bit that of pure Python")
 
 
 def called(function: Callable[..., Any], arguments: Arguments) -> Any:

@@ -55,7 +55,7 @@ def rows_at(other: str) -> Iterator[Row]:
             begun = row
     if process.wait():
         begun = begun or Row("kernels", "all", f"cpu {other}", "MEMSAVE_EXT_NATIVE=0")
-        begun.wrong(f"its process ended with {process.returncode}")
+        begun.wrong(f"the process that checks {other} ended with exit status {process.returncode}")
         yield begun
 
 

@@ -46,13 +46,15 @@ class Row:
                 from_exact = ulps(f, exact[i])
                 self.from_exact = max(self.from_exact or 0.0, from_exact)
                 if not from_exact <= max(allowed, 2 * ulps(p, exact[i])):
-                    self.wrong(f"{from_exact:.3g} ulp from float64")
+                    self.wrong(f"the error is {from_exact:.3g} ulp, compared with float64")
             elif f.is_floating_point() and not from_python <= allowed:
-                self.wrong(f"{from_python:.3g} ulp from pure Python")
+                self.wrong(f"the result is {from_python:.3g} ulp away from that of pure Python")
             elif not f.is_floating_point():
                 changed = ((f.int() - p.int()).abs() > 1).double().mean().item()
                 if changed > CHANGED_CODES:
-                    self.wrong(f"{changed:.0%} of the codes are not those of pure Python")
+                    self.wrong(
+                        f"{changed:.0%} of the states' codes differ from those of pure Python"
+                    )
 
     def wrong(self, problem: str) -> None:
         self.problem = self.problem or problem

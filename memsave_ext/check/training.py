@@ -69,11 +69,11 @@ class Run:
 def _compare(row: Row, found: list[Tensor], expected: list[Tensor]) -> None:
     row.cases += 1
     if not all(p.isfinite().all() for p in expected):
-        row.wrong("plain torch's run is not finite")
+        row.wrong("the run of plain torch itself has results that are not finite")
     for f, e in zip(found, expected, strict=True):
         if not same_bits(f, e):
             row.from_python = max(row.from_python, ulps(f, e))
-            row.wrong("not the bits of plain torch")
+            row.wrong("the parameters are not bit for bit those of plain torch")
 
 
 def _checkpoint(row: Row, device: torch.device) -> None:
@@ -89,7 +89,7 @@ def _checkpoint(row: Row, device: torch.device) -> None:
 
     _compare(row, Run(device).train(counted), Run(device).train())
     if ran[0] != 2 * 3 * _STEPS:
-        row.wrong(f"regions ran {ran[0]} times in place of {2 * 3 * _STEPS}")
+        row.wrong(f"the checkpointed blocks ran {ran[0]} times, expected {2 * 3 * _STEPS}")
 
 
 def _remat(row: Row, device: torch.device) -> None:
@@ -101,7 +101,7 @@ def _remat(row: Row, device: torch.device) -> None:
 
     _compare(row, Run(device).train(around=around), Run(device).train())
     if not any(block.figures().dropped_bytes for block in blocks):
-        row.wrong("within half of the activations nothing was dropped")
+        row.wrong("remat dropped nothing within a budget of half the activations")
 
 
 def _adam(row: Row, device: torch.device) -> None:
@@ -110,17 +110,17 @@ def _adam(row: Row, device: torch.device) -> None:
         optimizer = kind(run.model.parameters(), lr=1e-3, **options)
         found = run.train(optimizer=optimizer)
         if options and any(p.grad is not None for p in run.model.parameters()):
-            row.wrong("gradients were left")
+            row.wrong("gradients were left in .grad after backward")
         return found
 
     found = train(AdamW, in_backward=True)
     for f, after, theirs in zip(found, train(AdamW), train(torch.optim.AdamW), strict=True):
         if not same_bits(f, after):
-            row.wrong("in backward not the bits of a step after it")
+            row.wrong("the parameters are not bit for bit those of steps after backward")
         row.from_python = max(row.from_python, ulps(f, theirs))
     row.cases += 1
     if not row.from_python <= _ADAM_LIMIT:
-        row.wrong(f"{row.from_python:.3g} ulp from torch's AdamW")
+        row.wrong(f"the parameters are {row.from_python:.3g} ulp away from those of torch's AdamW")
 
 
 def _memory(row: Row, device: torch.device) -> None:
@@ -130,9 +130,13 @@ def _memory(row: Row, device: torch.device) -> None:
     _compare(row, found, Run(device).train())
     parameters = sum(p.nbytes for p in run.model.parameters())
     if device.type == "cpu" and t.live != parameters:
-        row.wrong(f"{t.live} bytes live, not the parameters' {parameters}")
+        row.wrong(
+            f"the tracker counts {t.live} live bytes, expected the {parameters} of the parameters"
+        )
     if t.peak <= parameters or sum(t.at_peak.values()) != t.peak:
-        row.wrong(f"a peak of {t.peak} bytes, made of {t.at_peak}")
+        row.wrong(
+            f"the tracker counts a peak of {t.peak} bytes, made of {t.at_peak}, which cannot be"
+        )
 
 
 RUNS: dict[str, tuple[str, Callable[[Row, torch.device], None]]] = {

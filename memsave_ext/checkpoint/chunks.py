@@ -34,8 +34,8 @@ def check_chunking(chunks: object, chunk_dim: object, chunk_args: object) -> Non
     if chunks is None:
         if chunk_args is not None or chunk_dim != 0:
             raise ValueError(
-                "checkpoint: chunk_dim and chunk_args say how to cut what chunks=n cuts; chunks is "
-                "None"
+                "checkpoint: chunk_dim and chunk_args need chunks=n, and chunks is None: pass it, "
+                "or leave them out"
             )
         return
     if not _is_int(chunks):
@@ -98,8 +98,9 @@ def _to_cut(arguments: dict[Argument, Any], chunking: Chunking) -> dict[Argument
         tensors = {k: v for k, v in arguments.items() if _is_data(v)}
         if not tensors:
             raise ValueError(
-                "checkpoint: chunks=n cuts the tensors among the arguments, and there are none "
-                "beside Parameters. chunk_args names others."
+                "checkpoint: chunks=n cuts the tensors among the arguments, and the function was "
+                "called with none (parameters are not cut). Pass what is to be cut as an argument, "
+                "or name it in chunk_args."
             )
         first = next(iter(tensors))
         _check_dim(f"argument {first!r}", tensors[first], dim)
@@ -108,7 +109,8 @@ def _to_cut(arguments: dict[Argument, Any], chunking: Chunking) -> dict[Argument
     for key in chunking.args:
         if key not in arguments:
             raise ValueError(
-                f"checkpoint: chunk_args names {key!r}, the arguments are {list(arguments)}"
+                f"checkpoint: chunk_args names {key!r}, but the function was called with the "
+                f"arguments {list(arguments)}"
             )
         if not isinstance(arguments[key], Tensor):
             raise TypeError(
@@ -120,7 +122,7 @@ def _to_cut(arguments: dict[Argument, Any], chunking: Chunking) -> dict[Argument
     sizes = {key: tensor.size(dim) for key, tensor in tensors.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(
-            f"checkpoint: the arguments that chunk_args names must have one size in dimension "
+            "checkpoint: the arguments that chunk_args names must have the same size in dimension "
             f"{dim}, got {sizes}"
         )
     return tensors
@@ -137,8 +139,8 @@ def _has_dim(tensor: Tensor, dim: int) -> bool:
 def _check_dim(what: str, tensor: Tensor, dim: int) -> None:
     if not _has_dim(tensor, dim):
         raise ValueError(
-            f"checkpoint: {what} has shape {list(tensor.shape)}, in which there is no dimension "
-            f"chunk_dim={dim}"
+            f"checkpoint: {what} has no dimension chunk_dim={dim}: its shape is "
+            f"{list(tensor.shape)}"
         )
 
 
@@ -148,7 +150,8 @@ def _join(results: Sequence[Any], sizes: Sequence[int], dim: int) -> Any:
     for i, spec in enumerate(specs):
         if spec != specs[0]:
             raise _not_of_rows(
-                f"piece {i} returned {_kind(results[i])} of another structure than piece 0"
+                f"the function returned {_kind(results[i])} of another structure for piece {i} "
+                "than for piece 0"
             )
     joined = [_join_values(values, sizes, dim) for values in zip(*flat, strict=True)]
     return _pytree.tree_unflatten(joined, specs[0])
@@ -167,8 +170,8 @@ def _join_values(values: Sequence[Any], sizes: Sequence[int], dim: int) -> Any:
     for i, value in enumerate(values):
         if not _is_equal(first, value):
             raise _not_of_rows(
-                "what is no tensor must be the same of every piece: it is "
-                f"{_kind(first)} of piece 0 and {_kind(value)} of piece {i}"
+                "values that are not tensors must be the same for all pieces, but the function "
+                f"returned {_kind(first)} for piece 0 and {_kind(value)} for piece {i}"
             )
     return first
 
@@ -177,15 +180,15 @@ def _join_tensors(values: Sequence[Tensor], sizes: Sequence[int], dim: int) -> T
     for tensor, size in zip(values, sizes, strict=True):
         if not _has_dim(tensor, dim):
             raise _not_of_rows(
-                f"a piece returned a tensor of shape {list(tensor.shape)}, in which there is no "
-                f"dimension chunk_dim={dim}"
+                f"the function returned a tensor of shape {list(tensor.shape)} for a piece, which "
+                f"has no dimension chunk_dim={dim}"
             )
         times = values[0].size(dim) // sizes[0]
         if tensor.size(dim) != times * size:
             raise _not_of_rows(
-                f"of {size} rows a piece returned a tensor of shape {list(tensor.shape)}, whose "
-                f"dimension chunk_dim={dim} is not of as many, nor of a multiple that is the same "
-                "for all pieces"
+                f"for a piece of {size} rows the function returned a tensor of shape "
+                f"{list(tensor.shape)}, whose size in dimension chunk_dim={dim} must be {size}, or "
+                "a multiple of it that is the same for all pieces"
             )
     return torch.cat(list(values), dim)
 
@@ -205,6 +208,6 @@ def _kind(value: object) -> str:
 
 def _not_of_rows(what: str) -> RuntimeError:
     return RuntimeError(
-        f"checkpoint: {what}. With chunks=n the function acts on rows: what it returns of each "
-        "piece is put together, as it would have been returned of all of them."
+        f"checkpoint: {what}. With chunks=n the function must act on each row by itself: it is "
+        "called with one piece of the rows after the other, and its results are put together."
     )

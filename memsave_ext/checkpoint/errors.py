@@ -103,9 +103,9 @@ def input_changed(index: int) -> RuntimeError:
 def parameter_changed(index: int, parameter: Tensor, version: int) -> RuntimeError:
     return RuntimeError(
         f"CheckpointFunction: parameter {index} ({_describe(parameter.shape, parameter.dtype)}) "
-        "has been modified by an inplace operation: it is at version "
-        f"{parameter._version}, the forward used version {version}. A recompute would "
-        "differentiate another function; change parameters after backward."
+        f"has been modified by an inplace operation: it is at version {parameter._version}, the "
+        f"forward used version {version}. The recompute would give wrong gradients: change "
+        "parameters after backward."
     )
 
 
@@ -118,8 +118,8 @@ def other_number_of_outputs(recomputed: int, forward: int) -> RuntimeError:
 
 def output_is_no_tensor(index: int) -> RuntimeError:
     return RuntimeError(
-        f"CheckpointFunction: output {index} of the recompute is not a tensor, in the forward it "
-        f"was. {_THE_SAME}"
+        f"CheckpointFunction: output {index} of the recompute is not a tensor, but in the forward "
+        f"it was one. {_THE_SAME}"
     )
 
 
@@ -158,8 +158,9 @@ def warn_unlisted(
 
 def needs_itself() -> RuntimeError:
     return RuntimeError(
-        "memsave_ext.checkpoint: the recompute of a region needs a tensor of the same region. The "
-        "function runs a backward through a graph of an earlier call of itself."
+        "memsave_ext.checkpoint: the recompute of the function needs a tensor that this recompute "
+        "itself has still to make, since the function runs a backward through the graph of an "
+        "earlier call of itself. Run that backward outside of the function."
     )
 
 
@@ -173,7 +174,8 @@ def describe_change(tensor: Tensor, name: str, before: int | None, now: int) -> 
 def describe_change_by_forward(tensor: Tensor, name: str) -> str:
     return (
         f"{name} ({_describe(tensor.shape, tensor.dtype)}): a buffer that the forward itself "
-        "changes and reads, as spectral_norm does in training; leave its module out of the region"
+        "changes and reads, as spectral_norm does in training; leave the buffer's module out of "
+        "the checkpointed function"
     )
 
 
@@ -242,7 +244,8 @@ def remat_changed(
     return CheckpointError(
         f"memsave_ext.remat: {operator} is to be computed again, but its argument {argument} "
         f"(shape {list(shape)}) has been modified by an inplace operation: it had version {before} "
-        f"in the forward, version {now} now. Change it after backward, or inside the block."
+        f"in the forward, and has version {now} now. Change it after backward, or inside of remat, "
+        "which then records the change."
     )
 
 
@@ -252,14 +255,15 @@ def remat_stepped(
     return CheckpointError(
         f"memsave_ext.remat: {operator} is to be computed again, but its argument {argument} "
         f"(shape {list(shape)}) is parameter {position} of an optimizer, which has stepped it "
-        "since the forward. Step after backward."
+        "since the forward. Let the optimizer step after backward."
     )
 
 
 def remat_given_back(operator: str, argument: str) -> CheckpointError:
     return CheckpointError(
         f"memsave_ext.remat: {operator} is to be computed again, but the memory of its argument "
-        f"{argument} has been given back, as FSDP does after a module's forward."
+        f"{argument} has been freed since the forward, as FSDP frees gathered parameters. "
+        "Keep it until backward has used it."
     )
 
 
@@ -276,7 +280,7 @@ def remat_other_result(
     return CheckpointError(
         f"memsave_ext.remat: {operator} was computed again and returned another kind of tensor "
         f"({describe(*recompute)}) than in the forward ({describe(*forward)}). Something that it "
-        "depends on, such as a setting of the process, has changed in between."
+        "depends on, such as a global setting of torch, has changed between the two."
     )
 
 
@@ -323,10 +327,10 @@ def _describe_reads(reads: Iterable[Read]) -> str:
 def _outside_changed(lines: str) -> str:
     return (
         "memsave_ext: tensors from outside the checkpointed function, which it uses in both runs, "
-        f"have changed between forward and recompute.\n{lines}"
-        "The recompute would give gradients of another function. Change them after backward, or "
-        "give the function a clone of them; let an optimizer without in_backward step a parameter "
-        "that a region reads without a gradient."
+        f"have changed between forward and recompute.\n{lines}The recompute would give wrong "
+        "gradients. Change these tensors after backward, or give the function clones of them. Of a "
+        "parameter that the function reads without a gradient, the optimizer must step after "
+        "backward (no in_backward=True)."
     )
 
 

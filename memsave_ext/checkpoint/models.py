@@ -156,7 +156,8 @@ def _positions(module: nn.Module, cache: Any) -> int:
 def _warn_once(name: str) -> None:
     warnings.warn(
         f"checkpoint_modules: {name} is called without its cache, as in transformers' own gradient "
-        "checkpointing, since a recompute would fill it once more. use_cache=False says so.",
+        "checkpointing, since a recompute would fill it once more. Pass use_cache=False to avoid "
+        "this warning.",
         UserWarning,
         stacklevel=2,
     )
@@ -285,8 +286,8 @@ def checkpoint_modules(model: nn.Module, select: Select, **options: Any) -> Chec
     for module in chosen:
         if "forward" in module.__dict__:
             raise ValueError(
-                f"checkpoint_modules: {type(module).__name__} has a forward of its own already; "
-                "remove() the handle that set it first"
+                f"checkpoint_modules: the forward of {type(module).__name__} has been replaced "
+                "already; remove() the handle that replaced it first"
             )
     if options.get("chunk_args") is not None:  # the forward is called with the module before them
         options["chunk_args"] = [

@@ -76,8 +76,8 @@ def check_batch(norm: _NormBase) -> None:
     if _thread.in_piece and _needs_batch(norm) and not _is_recomputing():
         raise RuntimeError(
             f"checkpoint: {type(norm).__name__} computes or counts statistics of the whole batch, "
-            "and chunks=n gives it one piece after the other. Call the function without chunks, or "
-            "the norm outside of it; in eval mode, with running statistics, it is applied by rows."
+            "and chunks=n gives it one piece after the other. Leave chunks out, or call the norm "
+            "outside of the function; in eval mode, with running statistics, it works."
         )
 
 

@@ -178,10 +178,10 @@ class Child(Generic[Result]):
             if (seconds := _seconds_of(self._pid)) != busy:
                 moved, busy = now, seconds
             if now - moved > _STILL:
-                raise _StillError("the child process that ran it stood still")
+                raise _StillError("the child process that ran it on fake tensors made no progress")
             (allowed,) = _SECONDS.unpack_from(self._allowed)
             if now - self._begun > allowed:
-                raise ChildError(f"it took longer than {allowed:.3g} s")
+                raise ChildError(f"running it on fake tensors took longer than {allowed:.3g} s")
 
     def _unpacked(self, kind: str, value: Any) -> Result:
         if kind == "result":
@@ -205,7 +205,7 @@ class Child(Generic[Result]):
             return "the child process that ran it has ended"
         code = os.waitstatus_to_exitcode(status)
         how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-        return f"the child process that ran it has ended with {how}"
+        return f"the child process that ran it on fake tensors has ended with {how}"
 
 
 class _StillError(ChildError):

@@ -125,7 +125,11 @@ def _measured(func: Any, likes: tuple[Any, ...]) -> Allocations | None:
         error = future.exception()
         if error is not None:
             text = str(error).partition("\n")[0]
-            warnings.warn(f"memory that {func} takes is not known: {text}", stacklevel=2)
+            warnings.warn(
+                f"memsave_ext: predict: the temporary memory of {func} is not known, and is not "
+                f"counted: {text}",
+                stacklevel=2,
+            )
         _known[key] = _new[key] = None if error else future.result()
     return _known[key]
 

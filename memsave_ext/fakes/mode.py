@@ -106,19 +106,19 @@ def _sentence(error: Exception) -> str | None:
         )
     if isinstance(error, UnsupportedFakeTensorException):
         return (
-            f"a kind of tensor cannot be predicted ({error.reason}). Put dense tensors of "
-            "the same size in its place"
+            f"one kind of tensor cannot be predicted ({error.reason}). Put dense tensors of the "
+            "same size in their place"
         )
     text = str(error)
     if "Creating a new Tensor subclass Uninitialized" in text:
         return (
-            "a lazy module has not learned its shapes yet. Put one in its place that "
-            "is told them, as nn.Linear in place of nn.LazyLinear"
+            "a lazy module has not learned its shapes yet. Put a module with shapes in its place, "
+            "such as nn.Linear in place of nn.LazyLinear"
         )
     if "its data is not allocated" in text:
         return (
-            "an operator reads the values of tensors, which are not known before the "
-            "step, as where sizes are given by a tensor. Leave it out of what is predicted"
+            "an operator reads the values of tensors, which are not known before the step, such as "
+            "sizes that a tensor holds. Leave it out of what is predicted"
         )
     if "not supported for tensor subclasses" in text:
         return (

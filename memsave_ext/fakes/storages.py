@@ -77,7 +77,9 @@ class Storages(TorchDispatchMode):
             self._ran(SECONDS_PER_CALL)
             return view
         if getattr(func, "namespace", None) in _COLLECTIVES:
-            raise RuntimeError(f"{func} asks other processes, which run no fake tensors")
+            raise RuntimeError(
+                f"{func} communicates with other processes, which run nothing in a prediction"
+            )
         func = self.makers.operator(func, args)
         call = self.repeats.call(func, args, kwargs)
         repeated = call and call.repeated(args)

@@ -20,9 +20,9 @@ _pytorch: Any = importlib.import_module(_NAME if _NAME in sys.modules else "ligh
 
 _CLIPS = (
     "the Trainer clips gradients, by gradient_clip_val or by the module's own "
-    "configure_gradient_clipping(), which a step in backward does not keep: leave both out, or, of "
-    "gradient_clip_val, Fit(clip_each=True) has the optimizer clip each parameter's gradient by "
-    "its norm"
+    "configure_gradient_clipping(), and a step in backward keeps no gradients to clip. Leave both "
+    "out, or, in place of gradient_clip_val alone, use Fit(clip_each=True), with which the "
+    "optimizer clips each parameter's gradient by its norm"
 )
 
 
@@ -133,18 +133,18 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
 def _the_optimizer(trainer: Any, pl_module: Any) -> Any:
     if trainer.world_size > 1:
         raise ValueError(
-            f"Fit: {trainer.world_size} processes train the model; steps are predicted for one. "
-            "Use devices=1"
+            f"Fit: the Trainer uses {trainer.world_size} processes, and Fit can predict the steps "
+            "of only one. Use devices=1"
         )
     if not pl_module.automatic_optimization:
         raise ValueError(
-            "Fit: the module optimizes by itself (automatic_optimization=False): call "
-            "memsave_ext.fit() where its optimizer is made"
+            "Fit: the module optimizes by itself (automatic_optimization=False), which Fit cannot "
+            "follow: call memsave_ext.fit() where the module makes its optimizer"
         )
     # Of a module that configures none, Lightning makes one that stands in.
     real = [o for o in trainer.optimizers if type(o).__name__ != "_MockOptimizer"]
     if len(real) != 1:
-        raise ValueError(f"Fit: the module has {len(real)} optimizers, not one")
+        raise ValueError(f"Fit: the module must have one optimizer, got {len(real)}")
     return real[0]
 
 
@@ -153,7 +153,9 @@ def _loss_of(net: Any, batch: Any, batch_idx: int) -> Tensor:
     output = net.training_step(batch, batch_idx) if len(names) > 1 else net.training_step(batch)
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
-        raise ValueError(f"training_step() returned no loss, but {type(output).__name__}")
+        raise ValueError(
+            f"training_step() must return a loss, or a dict with one, got {type(output).__name__}"
+        )
     return loss
 
 

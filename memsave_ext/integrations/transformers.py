@@ -25,9 +25,9 @@ _state: Any = importlib.import_module("accelerate.state")
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _CLIPS = (
-    "the Trainer clips by the norm of all gradients, which a step in backward does not keep: "
-    "max_grad_norm=0 of TrainingArguments switches that off, Fit(clip_each=True) has the optimizer "
-    "clip each parameter's gradient"
+    "the Trainer clips by the norm of all gradients, and a step in backward keeps no gradients to "
+    "clip. Set max_grad_norm=0 in TrainingArguments, which switches clipping off, or use "
+    "Fit(clip_each=True), with which the optimizer clips each parameter's gradient by its norm"
 )
 
 
@@ -196,24 +196,28 @@ def _trainers_on(frame: FrameType | None) -> Iterator[Any]:
 def _refuse(args: Any) -> None:
     if args.world_size > 1 or args.n_gpu > 1:
         raise ValueError(
-            f"Fit: {args.world_size} processes with {args.n_gpu} devices train the model; steps "
-            "are predicted for one process with one device. Let the Trainer see one device"
+            f"Fit: the Trainer uses {args.world_size} processes with {args.n_gpu} devices, and Fit "
+            "can predict the steps of only one process with one device. Let the Trainer see one "
+            "device"
         )
     if args.torch_compile:
         raise ValueError(
-            "Fit: torch_compile=True lets the compiler decide what is kept, which is not "
-            "predicted: leave it out"
+            "Fit: with torch_compile=True the compiler decides what is kept for backward, which "
+            "Fit cannot predict: leave it out"
         )
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
-            raise ValueError(f"Fit: {name} shards the model, which is not predicted: leave it out")
+            raise ValueError(
+                f"Fit: {name} shards the model, which Fit cannot predict: leave it out"
+            )
 
 
 def _refuse_forward(model: Any) -> None:
     if not isinstance(vars(model).get("forward"), (MethodType, NoneType)):
         raise ValueError(
-            f"Fit: {type(model).__name__} has a forward of its own already, as remat_module() or a "
-            "device_map sets one: remove() the handle, or leave the device_map out"
+            f"Fit: the forward of {type(model).__name__} has been replaced already, by "
+            "remat_module() or a device_map for example: remove() the handle, or leave the "
+            "device_map out"
         )
 
 

@@ -69,7 +69,10 @@ class PatchedCausalLM(Patched):
     def _refuse(self) -> None:
         self._loss: Any = getattr(self._model, "loss_function", None)
         if getattr(self._loss, "__name__", "") != "ForCausalLMLoss":
-            raise TypeError(f"{self._name} has another loss than causal language models have")
+            raise TypeError(
+                f"{self._name} does not use ForCausalLMLoss, the only loss that patch_causal_lm "
+                "can replace"
+            )
         if getattr(self._model.config, "is_encoder_decoder", False):
             raise TypeError(
                 f"{self._name} is an encoder with a decoder, not a causal language model; "
@@ -77,8 +80,8 @@ class PatchedCausalLM(Patched):
             )
         if "loss_function" not in names_in_forward(self._model):
             raise TypeError(
-                f"{self._name} computes its loss in forward, not by its loss_function, which alone "
-                "can be replaced; call linear_cross_entropy with its hidden states"
+                f"{self._name} computes its loss in forward, and only a loss_function can be "
+                "replaced; call linear_cross_entropy with its hidden states instead"
             )
 
     def remove(self) -> None:

@@ -186,9 +186,9 @@ def _check_tokens(input: Tensor, target: Tensor) -> None:
     if input.dim() > 2 and target.shape[: input.dim() - 1] == input.shape[:-1]:
         raise RuntimeError(
             f"expected input with dimensionality 1 or 2, got {input.dim()}: input has shape "
-            f"{tuple(input.shape)} and target {tuple(target.shape)}, allowed are (N, "
-            "in_features) and (N): input.flatten(0, -2) and target.flatten(0, "
-            f"{input.dim() - 2}) make one row of each token"
+            f"{tuple(input.shape)} and target {tuple(target.shape)}, allowed are (N, in_features) "
+            f"and (N). input.flatten(0, -2) and target.flatten(0, {input.dim() - 2}) have these "
+            "shapes, with one row for each token"
         )
 
 

@@ -139,7 +139,8 @@ def _begin_rows(settings: Settings) -> Rows | None:
 def _explain(debug: bool, reason: str) -> None:
     if debug:
         warnings.warn(
-            f"memsave_ext: loss head: the gradient of linear_weight is whole: {reason}",
+            "memsave_ext: loss head: the gradient of linear_weight is made as a whole, not part by "
+            f"part: {reason}",
             UserWarning,
             stacklevel=4,
         )

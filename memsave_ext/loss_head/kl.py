@@ -153,8 +153,8 @@ def _check_places(*layers: dict[str, Tensor]) -> None:
         ):
             dtypes = ", ".join(f"{name} of {t.dtype}" for name, t in layer.items())
             raise ValueError(
-                f"{', '.join(layer)} must be of one floating-point dtype, but in autocast, got "
-                f"{dtypes}"
+                f"{', '.join(layer)} must have the same floating-point dtype outside of autocast, "
+                f"got {dtypes}"
             )
 
 

@@ -35,11 +35,11 @@ def checked_options(
     z_loss: float, outputs: Iterable[str], chunk_size: int | None, debug: bool
 ) -> Options:
     if not 0 <= z_loss < math.inf:
-        raise ValueError(f"z_loss must be a number of 0 or more, got {z_loss!r}")
+        raise ValueError(f"z_loss must be a finite number of at least 0, got {z_loss!r}")
     outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     for name in outputs:
         if name not in OUTPUTS:
-            raise ValueError(f"outputs must be names of {', '.join(OUTPUTS)}, got {name!r}")
+            raise ValueError(f"outputs must be names among {', '.join(OUTPUTS)}, got {name!r}")
     return Options(z_loss, outputs, chunk_size, debug)
 
 
@@ -215,7 +215,7 @@ class Patched:
         if output is None or not call.with_labels:
             return output
         if isinstance(output, tuple) and self._options.outputs:
-            raise self._error("returns a tuple, which has no place for outputs=")
+            raise self._error("returns a tuple, to which outputs= cannot add anything")
         return self._finished(call, output)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -301,7 +301,7 @@ class Patched:
             return self._form or Form(1.0, None)  # no numbers will come of it
         form = _form_of(call.probe, logits)
         if form is None:
-            raise self._error("does more to its logits than to scale them and to cap them by tanh")
+            raise self._error("does more to its logits than scaling them and capping them by tanh")
         self._form = form
         return form
 

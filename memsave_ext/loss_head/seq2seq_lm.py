@@ -53,19 +53,19 @@ class PatchedSeq2SeqLM(Patched):
 
     def _refuse(self) -> None:
         if not getattr(self._model.config, "is_encoder_decoder", False):
-            raise TypeError(f"{self._name} is no encoder with a decoder; see patch_causal_lm")
+            raise TypeError(f"{self._name} is not an encoder with a decoder; use patch_causal_lm")
         names = names_in_forward(self._model)
         if "CrossEntropyLoss" not in names or not hasattr(
             self._model, "prepare_decoder_input_ids_from_labels"
         ):
             raise TypeError(
                 f"{self._name} makes its loss or its decoder's inputs in another way than T5 and "
-                "Bart do; call linear_cross_entropy with its decoder's hidden states"
+                "Bart do; call linear_cross_entropy with its decoder's hidden states instead"
             )
         if any("router" in name for name in names):
             raise TypeError(
-                f"{self._name} adds losses of a router; call linear_cross_entropy with its "
-                "decoder's hidden states"
+                f"{self._name} adds losses of its router of experts; call linear_cross_entropy "
+                "with its decoder's hidden states instead"
             )
 
     def _arguments(self, model: Any, call: Call, given: dict[str, Any]) -> Any:

@@ -20,11 +20,11 @@ from .tracking import Track, track
 
 _PROGRAM = "python -m memsave_ext.memory"
 _HELP = """
-FUNCTION takes no arguments. It makes one training step; its first call is a warm-up, and the model
-and the optimizer are those among the names it uses. Or it returns a tuple (model, optimizer or
-None, step), and step, which takes no arguments, makes one training step.
+FUNCTION takes no arguments. It either makes one training step itself: its first call is then a
+warm-up, and the model and the optimizer are looked for among the names that it uses. Or it returns
+a tuple (model, optimizer or None, step), where step, without arguments, makes one training step.
 
-`fits MODULE:FUNCTION --budget 24GB` predicts instead what would fit; see `fits --help`.
+`fits MODULE:FUNCTION --budget 24GB` predicts what would fit instead; see `fits --help`.
 
 Written to DIR: report.txt, timeline.json and, where matplotlib is installed, timeline.png.
 """
@@ -65,23 +65,43 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("function", metavar="MODULE:FUNCTION", help="what makes a training step")
     parser.add_argument(
-        "--steps", type=_count(1), default=3, metavar="N", help="steps to track (3)"
+        "function",
+        metavar="MODULE:FUNCTION",
+        help="the function that makes a training step, such as train:step",
     )
     parser.add_argument(
-        "--warmup", type=_count(0), default=1, metavar="N", help="steps before, not tracked (1)"
+        "--steps",
+        type=_count(1),
+        default=3,
+        metavar="N",
+        help="how many steps to track (default: 3)",
+    )
+    parser.add_argument(
+        "--warmup",
+        type=_count(0),
+        default=1,
+        metavar="N",
+        help="how many steps to run before, which are not tracked (default: 1)",
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("memory-profile"),
         metavar="DIR",
-        help="folder to write to (memory-profile)",
+        help="the folder to write to (default: memory-profile)",
     )
-    parser.add_argument("--model", metavar="MODULE:NAME", help="the model, if it is not found")
-    parser.add_argument("--optimizer", metavar="MODULE:NAME", help="the optimizer, likewise")
-    parser.add_argument("--stacks", action="store_true", help="record lines of code; slower")
+    parser.add_argument(
+        "--model", metavar="MODULE:NAME", help="the model, if FUNCTION's is not found"
+    )
+    parser.add_argument(
+        "--optimizer", metavar="MODULE:NAME", help="the optimizer, if FUNCTION's is not found"
+    )
+    parser.add_argument(
+        "--stacks",
+        action="store_true",
+        help="record the line of code that made each tensor (slower)",
+    )
     return parser
 
 
@@ -100,7 +120,7 @@ def _profile(options: argparse.Namespace) -> None:
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--out: {options.out} cannot be made a folder: {error}") from None
+        raise UsageError(f"--out: the folder {options.out} cannot be made: {error}") from None
     function = load_function(options.function)
     model = load_instance(options.model, "--model", nn.Module) if options.model else None
     optimizer = (
@@ -122,8 +142,8 @@ def _profile(options: argparse.Namespace) -> None:
     del made
     if model is None:
         print(
-            f"{_PROGRAM}: no model found: its parameters and gradients cannot be told apart; "
-            "say which with --model MODULE:NAME",
+            f"{_PROGRAM}: no model was found, so that parameters and gradients cannot be told from "
+            "other memory; name it with --model MODULE:NAME",
             file=sys.stderr,
         )
     for _ in range(warmup):
@@ -168,7 +188,7 @@ def _write(tracked: Track, folder: Path) -> None:
         plot_track(tracked, folder / "timeline.png")
         written.append("timeline.png")
     except ImportError as error:
-        print(f"{_PROGRAM}: no picture: {error}", file=sys.stderr)
+        print(f"{_PROGRAM}: no picture was drawn: {error}", file=sys.stderr)
     print(f"{_PROGRAM}: wrote {', '.join(written)} to {folder}", file=sys.stderr)
 
 

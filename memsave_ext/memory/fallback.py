@@ -84,7 +84,7 @@ class ProfilerTracker(Tracker):
         if _running is not None or torch.autograd.profiler._is_profiler_enabled:
             raise RuntimeError(
                 "memory tracking cannot start: this thread is already tracked, or torch's profiler "
-                "is running on it; the two share one slot"
+                "is running on it, and only one of both can run in a thread"
             )
         self._thread, self._begun = threading.get_ident(), time.time_ns()
         self._profile = torch.autograd.profiler.profile(profile_memory=True)

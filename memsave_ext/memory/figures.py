@@ -146,8 +146,8 @@ class Figures:
             record = self._tracker.record()
             if not len(record.changes):
                 raise RuntimeError(
-                    "memory: nothing was tracked yet: there are figures once the `with` block of "
-                    "track() has been entered"
+                    "memory: nothing was tracked yet: the figures are known once the `with` block "
+                    "of track() has been entered"
                 )
             account = Account(record, self._names.texts, self._modules.names)
         if self._installed is None:

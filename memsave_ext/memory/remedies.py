@@ -43,8 +43,8 @@ def _logits(
         if held and held >= _SHARE * peak:
             yield (
                 f"The logits of {name}, and tensors of their size, are {held / peak:.0%} of the "
-                "peak. If a cross entropy is all that reads them, "
-                f"memsave_ext.linear_cross_entropy(x, {name}.weight, target) does without."
+                "peak. If only a cross entropy reads them, memsave_ext.linear_cross_entropy(x, "
+                f"{name}.weight, target) computes it without making them."
             )
 
 
@@ -77,9 +77,10 @@ def _wide(
         if layer.is_batch_norm and (name == names[0] or f"{inside}.".startswith(f"{name}.")):
             return
     yield (
-        f"What {name} makes {'when it is computed again' if again else 'on the way'} is "
-        f"{held / peak:.0%} of the peak. If it acts on rows, as an MLP does on tokens, "
-        "memsave_ext.checkpoint(function, x, chunks=n) makes one n-th of it at a time."
+        f"What {name} makes "
+        f"{'when it is computed again' if again else 'and frees again in its forward'} is "
+        f"{held / peak:.0%} of the peak. If it acts on each row by itself, as an MLP does on "
+        "tokens, memsave_ext.checkpoint(function, x, chunks=n) makes only an n-th of it at a time."
     )
 
 

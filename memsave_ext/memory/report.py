@@ -123,7 +123,7 @@ def _print_regions(track: Figures, phase: str, top: int, file: TextIO | None) ->
     if len(regions) > 1:
         rows.append(row("all", regions))
     title, column, saved_bytes = _RECOMPUTED[phase]
-    times = [phase, "per call", "of all time"] if track.timed else []
+    times = [phase, "per call", "of the time"] if track.timed else []
     print_table(title, [column, "calls", saved_bytes, *times], rows, file)
 
 
@@ -136,7 +136,11 @@ def _print_steps(track: Figures, file: TextIO | None) -> None:
     seconds, peaks = [s.seconds for s in steps], [s.peak for s in steps]
     rows_of_all = [
         (name, format_seconds(choose(seconds)), format_bytes(int(choose(peaks))))
-        for name, choose in (("least", min), ("median", statistics.median), ("most", max))
+        for name, choose in (
+            ("minimum", min),
+            ("median", statistics.median),
+            ("maximum", max),
+        )
     ]
     print_table(f"{len(steps)} training steps", ["", "time", "peak"], rows_of_all, file)
 

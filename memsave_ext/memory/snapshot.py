@@ -77,11 +77,15 @@ def _notes(found: DeviceSummary) -> list[str]:
     notes = [f"out of memory: {format_bytes(size)} asked for" for size in found.out_of_memory]
     if not found.events:
         notes.append(
-            "no history: call torch.cuda.memory._record_memory_history() before what is to be seen"
+            "the snapshot has no history: call torch.cuda.memory._record_memory_history() before "
+            "the steps that it is to show"
         )
     if found.unexplained:
         size = format_bytes(abs(found.unexplained))
-        notes.append(f"events are missing: trace and blocks at its end differ by {size}")
+        notes.append(
+            "some events are missing: those in the trace, and the memory at its end, differ by "
+            f"{size}"
+        )
     return notes
 
 
@@ -99,8 +103,8 @@ def save_snapshot(device: torch.device, path: str | os.PathLike[str]) -> None:
     """
     if device.type != "cuda":
         raise RuntimeError(
-            f"snapshot: only memory of CUDA devices has snapshots, got the device {device}; "
-            "to_json() saves what was tracked of any device"
+            f"snapshot: only the memory of CUDA devices has snapshots, but {device} was tracked; "
+            "to_json() saves what was tracked on any device"
         )
     if not torch.cuda.is_available():
         raise RuntimeError("snapshot: torch finds no CUDA device here")
@@ -158,7 +162,9 @@ def _of_device(
     path: str | os.PathLike[str],
 ) -> Sequence[History]:
     if not every:
-        raise ValueError(f"{os.fspath(path)} tells of no memory: neither blocks nor events")
+        raise ValueError(
+            f"{os.fspath(path)} is an empty snapshot: it has neither blocks of memory nor events"
+        )
     if device is None:
         return every
     index = device if isinstance(device, int) else torch.device(device).index or 0

@@ -119,7 +119,9 @@ def histories(snapshot: Mapping[str, Any], name: str = "the snapshot") -> list[H
             found.append(_history(device, segments, trace))
     except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{name} has entries that are not as torch writes them: {what}") from error
+        raise ValueError(
+            f"{name} has entries that differ from those that torch writes: {what}"
+        ) from error
     return found
 
 

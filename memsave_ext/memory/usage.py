@@ -53,7 +53,7 @@ def usage(device: torch.device | str | int | None = None) -> Usage:
     track = next((t for t in running() if t.device.type == "cpu"), None)
     if track is None:
         raise RuntimeError(
-            "usage('cpu') knows no figures: torch keeps none for the CPU. Call it inside "
-            "`with memsave_ext.memory.track():`, which counts from where it begins"
+            "usage('cpu'): torch keeps no figures of the CPU's memory. Call it inside `with "
+            "memsave_ext.memory.track():`, which counts from its beginning"
         )
     return Usage(allocated=track.live, peak=track.peak, reserved=None)

@@ -149,17 +149,17 @@ class Applied:
         lines = [
             "nothing is changed" if self.technique == "as built" else self.technique,
             f"predicted peak {peak}, budget {format_bytes(self.budget)}",
-            f"costs {self.cost}",
+            f"costs {'nothing' if self.cost == 'none' else self.cost}",
         ]
         if self.evaluation is not None and self.evaluation > self.budget:
             lines.append(
-                f"an evaluation of this batch needs {format_bytes(self.evaluation)}: make its "
-                "batches smaller"
+                f"an evaluation of a batch of this size needs {format_bytes(self.evaluation)}, "
+                "more than the budget: evaluate smaller batches"
             )
         if self.resume is not None and self.resume > self.budget:
             lines.append(
-                f"loading a checkpoint as a whole needs {format_bytes(self.resume)}: use "
-                "torch.load(path, map_location='cpu', mmap=True)"
+                f"loading a checkpoint as a whole needs {format_bytes(self.resume)}, more than the "
+                "budget: use torch.load(path, map_location='cpu', mmap=True)"
             )
         return "\n".join(f"fit: {line}" for line in lines)
 
@@ -174,11 +174,11 @@ class Applied:
         if least <= measured <= most + self._spare:
             return
         warnings.warn(
-            f"memsave_ext: a step had a peak of {format_bytes(measured)} with "
-            f"{self.technique}, where {format_bytes(self.predicted)} was predicted "
-            f"({measured / self.predicted - 1:+.1%}), of a budget of {format_bytes(self.budget)}. "
-            "A batch of another size, or what the loop makes besides the model, its optimizer and "
-            "its loss, makes such a difference.",
+            f"memsave_ext: a step had a peak of {format_bytes(measured)} with {self.technique}, "
+            f"and {format_bytes(self.predicted)} was predicted "
+            f"({measured / self.predicted - 1:+.1%}; the budget is {format_bytes(self.budget)}). "
+            "The reason may be a batch of another size, or tensors that the training loop makes "
+            "besides the model, its optimizer and its loss.",
             UserWarning,
             stacklevel=2,
         )
@@ -239,27 +239,27 @@ def check(who: str, model: Any, optimizer: Any) -> Optimizer | None:
         )
     if applied_to(model) is not None:
         raise ValueError(
-            f"{who}: a technique is applied to this {type(model).__name__} already: undo() what "
-            "was returned then"
+            f"{who}: a technique is applied to this {type(model).__name__} already: call undo() of "
+            "what the earlier fit() or apply() returned"
         )
     for module in model.modules():
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise ValueError(
                 f"{who}: the model is wrapped in {type(module).__name__}, whose copies of "
-                "gradients are not predicted. Call it with the model inside before it is wrapped; "
-                "an optimizer that then steps in backward needs attach() afterwards"
+                "gradients are not predicted. Pass the model inside, before it is wrapped; an "
+                "optimizer that then steps in backward needs attach() afterwards"
             )
         if is_compiled(module):
             raise ValueError(
-                f"{who}: the model is compiled, and the compiler decides what is kept. Call it "
-                "with the model before it is compiled, and compile its blocks one by one"
+                f"{who}: the model is compiled, and the compiler decides what is kept for "
+                "backward. Pass the model before it is compiled, and compile its blocks one by one"
             )
     if optimizer is not None:
         arguments = inspect.signature(optimizer.step).parameters
         if "closure" in arguments and arguments["closure"].default is inspect.Parameter.empty:
             raise ValueError(
                 f"{who}: step() of {type(optimizer).__name__} needs a closure, which evaluates the "
-                "model as often as it likes; such a step is not predicted from a batch"
+                "model any number of times; such a step cannot be predicted from a batch"
             )
     if any(is_lazy(p) for p in model.parameters()):
         raise ValueError(
@@ -267,7 +267,9 @@ def check(who: str, model: Any, optimizer: Any) -> Optimizer | None:
             "then make its optimizer"
         )
     if any(is_dtensor(p) for p in model.parameters()):
-        raise ValueError(f"{who}: parameters are DTensors, as FSDP2 makes them, which are refused")
+        raise ValueError(
+            f"{who}: the model has DTensor parameters, as FSDP2 makes them, which are not supported"
+        )
     return unwrapped(optimizer)
 
 

@@ -249,7 +249,7 @@ def construct(
 def _check_batch(who: str, batch: Any) -> None:
     """Raises TypeError where no model is called with this."""
     if batch is None:
-        raise TypeError(f"{who}: a model needs a batch, what it is called with")
+        raise TypeError(f"{who}: a model needs batch=, which it is called with")
     of_batches = (Iterator, torch.utils.data.DataLoader, torch.utils.data.Dataset)
     if isinstance(batch, (*of_batches, str, bytes)) or type(batch).__module__ == "numpy":
         hint = ", such as next(iter(loader))" if isinstance(batch, of_batches) else ""
@@ -266,8 +266,8 @@ def _checked_loss(who: str, loss: Any) -> Tensor:
         raise TypeError(f"{who}: loss must return a tensor of one number, got {made}")
     if not loss.requires_grad:
         raise ValueError(
-            f"{who}: no gradient comes of the loss: it depends on no parameter that requires one, "
-            "or is detached"
+            f"{who}: the loss has no gradient: it depends on no parameter that requires one, or it "
+            "is detached"
         )
     return loss
 
@@ -287,9 +287,9 @@ def _forward_of(who: str, loss: Loss | None) -> Forward:
             if not isinstance(inputs, list):
                 raise
             raise TypeError(
-                f"{who}: batch is a list, with which {type(model).__name__} is called as its one "
-                f"argument: {error}. For several arguments give a tuple, of a loader's [inputs, "
-                "targets] the inputs alone"
+                f"{who}: batch is a list, which {type(model).__name__} gets as its one argument: "
+                f"{error}. Pass a tuple for several arguments; of a loader's [inputs, targets] "
+                "pass the inputs alone"
             ) from error
         if loss is None:
             return _loss_of(who, output)
@@ -334,8 +334,8 @@ def _takes_two(who: str, loss: Loss) -> bool:
             signature.bind(*arguments)
             return len(arguments) == 2
     raise TypeError(
-        f"{who}: loss must take what the model returned, or that and the batch, got a function of "
-        f"{signature}"
+        f"{who}: loss must be a function of what the model returned, or of that and the batch, got "
+        f"a function with the parameters {signature}"
     )
 
 
@@ -343,7 +343,7 @@ def _loss_of(who: str, output: Any) -> Tensor:
     found = loss_in(output)
     if found is None:
         raise TypeError(
-            f"{who}: the model returned no loss. Give loss, a function that makes it of what the "
-            "model returned, or of that and the batch"
+            f"{who}: the model returned no loss. Pass loss=, a function that computes the loss "
+            "from what the model returned, or from that and the batch"
         )
     return found

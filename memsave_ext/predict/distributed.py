@@ -32,8 +32,8 @@ def built_alone() -> Iterator[None]:
             for name, wrapper in _WRAPPERS.items():
                 if module.startswith(name):
                     raise RuntimeError(
-                        f"predict: {wrapper} cannot be predicted, as it asks other processes. "
-                        f"{_UNWRAPPED}"
+                        f"predict: {wrapper} cannot be predicted, as it communicates with other "
+                        f"processes. {_UNWRAPPED}"
                     ) from error
             trace = trace.tb_next
         raise
@@ -45,12 +45,12 @@ def refuse_distributed(model: nn.Module) -> None:
         if isinstance(module, nn.parallel.DistributedDataParallel):
             what = f"module {name!r}" if name else "the model"
             raise ValueError(
-                f"predict: {what} is a DistributedDataParallel, which asks other processes. "
-                f"{_UNWRAPPED}"
+                f"predict: {what} is a DistributedDataParallel, which communicates with other "
+                f"processes. {_UNWRAPPED}"
             )
     for name, p in model.named_parameters():
         if is_dtensor(p):
             raise ValueError(
-                f"predict: the parameter {name} is a DTensor, as FSDP2 makes of it, whose "
-                f"collectives are not predicted. {_UNWRAPPED}"
+                f"predict: the parameter {name} is a DTensor, as FSDP2 makes them, and its "
+                f"communication is not predicted. {_UNWRAPPED}"
             )

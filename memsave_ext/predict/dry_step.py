@@ -111,7 +111,10 @@ def stand_in(slot: Slot, device: str = "cpu") -> nn.Parameter:
         ValueError: the parameter is sparse.
     """
     if slot.param.layout != torch.strided:
-        raise ValueError(f"parameter {slot.name} is of layout {slot.param.layout}")
+        raise ValueError(
+            f"parameter {slot.name} has the layout {slot.param.layout}, and only dense ones can be "
+            "predicted"
+        )
     local = local_tensor(slot.held)
     like = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=device)
     made = nn.Parameter(like, requires_grad=slot.param.requires_grad)

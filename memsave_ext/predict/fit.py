@@ -120,9 +120,9 @@ def fit(
         )  # fmt: skip
         if max_grad_norm is not None and not made.steps_in_backward:
             warnings.warn(
-                f"memsave_ext: fit: max_grad_norm={max_grad_norm!r} is for an optimizer that steps "
-                f"in backward, and nothing does so with {made.technique}: gradients are clipped by "
-                "the loop, or not at all",
+                f"memsave_ext: fit: max_grad_norm={max_grad_norm!r} has no effect with "
+                f"{made.technique}, since it is for an optimizer that steps in backward: clip "
+                "gradients in the training loop",
                 UserWarning,
                 stacklevel=2,
             )
@@ -164,11 +164,11 @@ def fitted(
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"fit: model must be on the CPU or a CUDA device, is on {device}")
+        raise ValueError(f"fit: model must be on the CPU or a CUDA device, got one on {device}")
     if not model.training:
         warnings.warn(
-            f"memsave_ext: fit: this {type(model).__name__} is in eval mode, and so is the step "
-            "that is predicted: call model.train() before",
+            f"memsave_ext: fit: this {type(model).__name__} is in eval mode, and the step is "
+            "predicted in eval mode, too: call model.train() first",
             UserWarning,
             stacklevel=3,
         )

@@ -42,9 +42,9 @@ from .techniques import ALL, Techniques, named, technique_of
 
 _MOST = 1 << 20  # the largest batch that is asked for
 _HELP = """
-FUNCTION returns a tuple (model, optimizer or None, step), and step, which takes no arguments, makes
-one training step. It takes no arguments, or a batch size, of which the largest that fits is found.
-Nothing is allocated: it runs on fake tensors.
+FUNCTION returns a tuple (model, optimizer or None, step), where step, without arguments, makes one
+training step. FUNCTION takes no arguments, or a batch size; then the largest that fits is found.
+Nothing is allocated: FUNCTION and step run on fake tensors.
 """
 
 
@@ -297,7 +297,8 @@ def fits(
     if isinstance(build, nn.Module):
         raise TypeError(
             "fits: build must be a function that returns (model, optimizer or None, step), got a "
-            f"model, {type(build).__name__}: a technique is applied to one that the function makes"
+            f"model ({type(build).__name__}): each technique is tried with a new model, which "
+            "build makes"
         )
     if not callable(build):
         raise TypeError(f"fits: build must be a function, got {type(build).__name__}")
@@ -582,15 +583,39 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         epilog=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("function", metavar="MODULE:FUNCTION", help="what builds the training step")
-    parser.add_argument("--budget", required=True, metavar="SIZE", help="such as 24GB or 22.5GiB")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="the batch to show (1)")
-    parser.add_argument("--device", default="cuda", metavar="NAME", help="cuda (default) or cpu")
     parser.add_argument(
-        "--every", action="store_true", help="try also what costs more than the first that fits"
+        "function",
+        metavar="MODULE:FUNCTION",
+        help="the function that builds the training step, such as train:build",
     )
     parser.add_argument(
-        "--offload", metavar="FOLDER", help="try also techniques that move memory to files in it"
+        "--budget",
+        required=True,
+        metavar="SIZE",
+        help="the memory that the step may use, such as 24GB or 22.5GiB",
+    )
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=1,
+        metavar="N",
+        help="the batch size of the table's peaks (default: 1)",
+    )
+    parser.add_argument(
+        "--device",
+        default="cuda",
+        metavar="NAME",
+        help="the device to predict for, cuda (default) or cpu",
+    )
+    parser.add_argument(
+        "--every",
+        action="store_true",
+        help="also try techniques that cost more than the cheapest that fits",
+    )
+    parser.add_argument(
+        "--offload",
+        metavar="FOLDER",
+        help="also try techniques that move memory to files in FOLDER",
     )
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     return parser

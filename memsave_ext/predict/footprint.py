@@ -90,8 +90,8 @@ class Footprint:
         """
         if self.mode not in self.predicted:
             raise RuntimeError(
-                f"{self.optimizer} cannot be predicted, {self.mode!r}: "
-                f"{self.unpredicted[self.mode]}. In predicted there is: {list(self.predicted)}"
+                f"what {self.optimizer} needs in mode {self.mode!r} cannot be predicted: "
+                f"{self.unpredicted[self.mode]}. Modes that are predicted: {list(self.predicted)}"
             )
         return self.predicted[self.mode]
 
@@ -112,8 +112,8 @@ class Footprint:
             _print_amounts("Now, by module", "module", by_module, file)
         else:
             title = (
-                f"Expected at the worst moment of a step: {self.optimizer}, {self.mode}; besides, "
-                f"temporaries of {format_bytes(expected.temporaries)}"
+                f"Expected at the peak of a step: {self.optimizer}, {self.mode}; temporaries of "
+                f"{format_bytes(expected.temporaries)} come on top"
             )
             _print_amounts(title, "dtype", _by_dtype(expected.at_peak), file, elements=True)
             by_module = expected.at_peak.at_depth(depth)
@@ -212,8 +212,8 @@ def footprint(
     ways = _Modes(inventory, optimizer)
     if in_backward and not ways.has_modes:
         raise ValueError(
-            "in_backward=True is for torch.optim.Adam and AdamW, which memsave_ext's replace, and "
-            f"for memsave_ext's, got {type(optimizer).__name__}"
+            "in_backward=True is only for Adam and AdamW, of torch.optim or of memsave_ext, got "
+            f"{type(optimizer).__name__}"
         )
     steps_in_backward = ways.in_backward if in_backward is None else in_backward
     return Footprint(

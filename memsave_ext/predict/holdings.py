@@ -181,8 +181,8 @@ def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _check_initialized(name: str, tensor: Tensor) -> None:
     if nn.parameter.is_lazy(tensor):
         raise ValueError(
-            f"model has no shape for {name} yet, which a lazy module learns in its first forward: "
-            "run one first"
+            f"model has no shape for {name} yet: it has a lazy module, which learns its shapes in "
+            "its first forward: run one first"
         )
 
 

@@ -157,7 +157,8 @@ def predict(
         build = from_batch(build, optimizer, batch, loss, others=others)
     elif any(value is not None for value in (optimizer, batch, loss)) or others != ():
         raise TypeError(
-            "predict: optimizer, batch, loss and others go with a model, not with a function"
+            "predict: optimizer, batch, loss and others can be passed only with a model: a "
+            "function makes these itself"
         )
     elif not callable(build):
         raise TypeError(

@@ -63,12 +63,12 @@ class Techniques:
 
     @property
     def cost(self) -> str:
-        costs = ["logits again"] * self.loss_head
-        costs += ["cheap operators again"] * self.remat
-        again = "again or results moved" if self.offload else "again"
-        costs += [f"operators {again}, as few as fit"] * self.within_budget
-        costs += ["a forward more"] * self.checkpoint
-        costs += ["states are rounded"] * (self.state_dtype is not None)
+        costs = ["logits computed again"] * self.loss_head
+        costs += ["cheap operators computed again"] * self.remat
+        again = "computed again or results moved" if self.offload else "computed again"
+        costs += [f"operators {again}, as few as needed"] * self.within_budget
+        costs += ["one more forward"] * self.checkpoint
+        costs += ["rounded states"] * (self.state_dtype is not None)
         return ", ".join(costs) or "none"
 
     @property
@@ -121,7 +121,7 @@ class Techniques:
         if not (self.remat or self.within_budget):
             return None
         if self.offload and place is None:
-            raise ValueError("offload= says where memory may be moved to, and is None")
+            raise ValueError("this technique needs offload=, a place that memory may be moved to")
         block = remat_module(
             model,
             budget=budget if self.within_budget else None,
@@ -215,14 +215,17 @@ def technique_of(who: str, technique: str | None, means: str | None) -> str | No
     if means is None:
         return technique
     if technique is not None:
-        raise TypeError(f"{who}: means is the old name of technique: leave it out")
+        raise TypeError(
+            f"{who}: means is the old name of the argument technique: pass technique only"
+        )
     warn_of_means(who, 4)
     return means
 
 
 def warn_of_means(who: str, stacklevel: int) -> None:
     warnings.warn(
-        f"memsave_ext: means of {who} is called technique now; later versions have no means",
+        f"memsave_ext: means of {who} is called technique now, and later versions will not know "
+        "the old name",
         FutureWarning,
         stacklevel=stacklevel,
     )

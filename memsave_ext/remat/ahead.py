@@ -122,18 +122,22 @@ def _described(value: Any) -> Any:
 def _obstacle(native: Any, module: nn.Module, device: torch.device) -> str | None:
     """Returns why a module cannot run on fake tensors, as far as that is known before."""
     if device.type not in ("cpu", "cuda"):
-        return f"steps on {device.type} are not planned ahead"
+        return f"steps on {device.type} cannot be planned before they have run"
     if isinstance(module, torch.jit.ScriptModule):
         return "the model is scripted"
     if any(isinstance(part, (DataParallel, DistributedDataParallel)) for part in module.modules()):
-        return "a part of the model is wrapped for several processes or replicas"
+        return "a part of the model is wrapped in DataParallel or DistributedDataParallel"
     if any(is_dtensor(p) for p in module.parameters()):
-        return "parameters are sharded, and only their processes know what is gathered"
+        return (
+            "the parameters are sharded (DTensor), and their collectives cannot run on fake tensors"
+        )
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        return "it runs under a mode of torch, which would see the fake tensors"
+        return (
+            "it runs under a dispatch or function mode of torch, which would see the fake tensors"
+        )
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None or not native.remat_may_run_ahead():
-        return "hooks on saved tensors are in place, which would see the fake tensors"
+        return "saved-tensor hooks are in place, which would see the fake tensors"
     return None
 
 
@@ -166,7 +170,11 @@ def _run(
     except Exception as error:  # the model's own code may raise anything on fake tensors
         return f"it cannot run on fake tensors: {type(error).__name__}: {error}"
     learn(learned)
-    return "it has saved nothing" if step is None else int(native.remat_expect(device, step))
+    return (
+        "on fake tensors it saved nothing for backward"
+        if step is None
+        else int(native.remat_expect(device, step))
+    )
 
 
 def _step_on_fakes(

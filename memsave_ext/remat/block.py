@@ -31,7 +31,7 @@ from .offload import Offload, check_offload, most_moved, store_of
 from .picture import draw_budget
 from .recorder import NoRecorder, Recorder, make_recorder
 
-_NOT_AHEAD = "the block was given ahead=False"
+_NOT_AHEAD = "ahead=False was passed"
 
 
 class remat:  # noqa: N801, a context manager is used like a function
@@ -156,7 +156,7 @@ class remat:  # noqa: N801, a context manager is used like a function
 
     def __enter__(self) -> remat:
         if self._hooks is not None:
-            raise RuntimeError("remat: a block is entered once; make another")
+            raise RuntimeError("remat: one `with remat()` is entered once; make another one")
         within, bytes_now = self._within, None
         if within is not None and within.of_device:
             bytes_now = bytes_of_device("remat", within, self._device)
@@ -183,7 +183,7 @@ class remat:  # noqa: N801, a context manager is used like a function
             return
         if model is None or isinstance(model, torch.jit.ScriptModule):
             given = "no model" if model is None else "a scripted model"
-            self._measured = f"the block was given {given}"
+            self._measured = f"remat was given {given}"
             return
         if isinstance(model, DistributedDataParallel):
             model = model.module  # what comes before is not the same in its second step
@@ -196,7 +196,7 @@ class remat:  # noqa: N801, a context manager is used like a function
                     self._plan_ahead(module, _forward, args, kwargs, module)
                 else:
                     self._was_planned = True
-                    self._measured = "the block saved something before it called its model"
+                    self._measured = "tensors were saved for backward before the model was called"
             finally:
                 recorder.resume()
 
@@ -231,7 +231,7 @@ class remat:  # noqa: N801, a context manager is used like a function
         traceback: TracebackType | None,
     ) -> None:
         if self._hooks is None:
-            raise RuntimeError("remat: a block that was not entered cannot be left")
+            raise RuntimeError("remat: a `with remat()` that was not entered cannot be left")
         self._recorder.close()
         self._hooks.close()
         if self._within is not None and error is None:
@@ -300,7 +300,10 @@ class remat:  # noqa: N801, a context manager is used like a function
                 print(PLANNED, file=text)
             if figures["planned"]:
                 known, planned = figures["shapes"]
-                print(f"{known} shapes are known, {planned} of them have plans", file=text)
+                print(
+                    f"Steps of {known} shapes are known, and {planned} of them have plans",
+                    file=text,
+                )
             if "moves" in figures:
                 write_moves(figures["moves"], text)
             write_report(make_figures(figures, self._modules.names), top, text)
@@ -326,15 +329,18 @@ class remat:  # noqa: N801, a context manager is used like a function
         figures = recorder.budget()
         budget, peak, least = (format_bytes(figures[name]) for name in ("budget", "peak", "least"))
         if figures["plan"] is None:
-            why = self._measured or "it did not go as the run ahead of it on fake tensors"
-            return f"Peak {peak}; the first step of this shape, which is measured: {why}"
+            why = self._measured or "it went differently than on fake tensors, where it was planned"
+            return (
+                f"Peak {peak}; this is the first step of these shapes, which is measured and has "
+                f"no plan yet: {why}"
+            )
         waiting = figures["waiting"]
         line = (
             f"Peak {peak} of a budget of {budget}; the minimum for these shapes is {least}; "
             f"recomputing is planned to take {format_seconds(figures['plan'][1] - waiting)}"
         )
         if waiting:
-            line += f", and waiting for what is moved {format_seconds(waiting)}"
+            line += f"and waiting for moved results {format_seconds(waiting)}"
         if limit := self._limit(recorder):
             line += f"\nThe minimum is needed in {describe_limit(limit)}"
         if deviation := recorder.deviation():
@@ -360,14 +366,14 @@ class remat:  # noqa: N801, a context manager is used like a function
             self._modules.watch(stack, watchers)
 
 
-def _describe(in_forward: bool, operator: str, measured: int, foreseen: int) -> str:
+def _describe(in_forward: bool | None, operator: str, measured: int, foreseen: int) -> str:
     """Tells of a step whose peak was not the planned one."""
+    planned = f"{format_bytes(measured)}, where {format_bytes(foreseen)} was planned"
+    if in_forward is None:
+        return f"The peak was off its plan: {planned}. The next step will tell where"
     name = operator or "an input"
     where = f"after {name}" if in_forward else f"where backward reads a result of {name}"
-    return (
-        f"The step was off its plan, most {where}: {format_bytes(measured)}, and "
-        f"{format_bytes(foreseen)} foreseen"
-    )
+    return f"The peak was off its plan, most {where}: {planned}"
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

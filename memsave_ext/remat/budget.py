@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from .. import _parts
 from ..adam.elsewhere import buffers_of
 from ..adam.files import in_memory
-from ..adam.owners import optimizers_of
+from ..adam.owners import alive_optimizers, optimizers_of
 from ..shared.budgets import Budget, read_budget
 from ..shared.device_memory import check_counts, device_memory
 from ..shared.modules import modules_of
@@ -25,8 +25,8 @@ from .limit import Lived
 from .recorder import Recorder
 
 _NEEDS = {
-    "optimizer": "its states count only towards one",
-    "strict": "it says what becomes of a step that needs more",
+    "optimizer": "only with a budget are the optimizer's states counted",
+    "strict": "it says what happens to a step that needs more than the budget",
 }
 _CUDA = torch.device("cuda")  # in a prediction no device is made of this name
 
@@ -44,7 +44,7 @@ def bytes_of_device(who: str, budget: Budget, device: torch.device) -> int:
         memory = device_memory(device)
     except RuntimeError as error:
         raise RuntimeError(
-            f"{who}: budget={budget.given!r} is a part of the device's memory, and {error}; give "
+            f"{who}: budget={budget.given!r} is a part of the device's memory, and {error}; pass "
             "bytes, such as '8GB'"
         ) from error
     return max(int(budget.of_device * (memory.free if budget.of_free else memory.limit)), 1)
@@ -69,8 +69,8 @@ def check_arguments(
         for name, value in (("optimizer", optimizer), ("strict", strict or None)):
             if value is not None:
                 raise ValueError(
-                    f"remat: {name} needs a budget, as {_NEEDS[name]}; give one, such as "
-                    f"budget='8GB' or budget=0.5 (a share of the activations), or leave {name} out"
+                    f"remat: {name} needs a budget: {_NEEDS[name]}. Pass one, such as budget='8GB' "
+                    f"or budget=0.5 (a share of the activations), or leave {name} out"
                 )
         return None
     read = read_budget("remat", budget, shares=True)
@@ -88,11 +88,13 @@ def check_ahead(ahead: object) -> None:
     """Raises TypeError or ValueError where it is neither a bool nor a positive number."""
     if not isinstance(ahead, (bool, int, float)):
         raise TypeError(
-            "remat: ahead must be a bool, or a number of seconds that a run ahead may take, got "
-            f"{type(ahead).__name__}"
+            "remat: ahead must be a bool, or a number of seconds that planning a step on fake "
+            f"tensors may take, got {type(ahead).__name__}"
         )
     if not isinstance(ahead, bool) and not ahead > 0:
-        raise ValueError(f"remat: ahead must be a bool or positive seconds, got {ahead!r}")
+        raise ValueError(
+            f"remat: ahead must be a bool or a positive number of seconds, got {ahead!r}"
+        )
 
 
 def device_of(model: nn.Module | None) -> torch.device:
@@ -139,7 +141,7 @@ class LivedBefore:
         model: nn.Module | None,
         optimizer: Optimizer | Iterable[Optimizer] | None,
     ) -> None:
-        self._count: Callable[[list[Tensor], list[Tensor], int], None] = recorder.count
+        self._recorder = recorder
         self._model = model
         self._optimizers = (
             () if optimizer is None else
@@ -174,6 +176,8 @@ class LivedBefore:
 
     def _add(self, module: nn.Module) -> None:
         self._added.append(ref(module))
+        if self._model is not None and self._count_model(module):
+            return
         parts = modules_of(module)
         self._seen.update(map(id, parts))
         params = _parameters_in(parts)
@@ -189,7 +193,15 @@ class LivedBefore:
                 elif p.requires_grad and not is_lazy(p):
                     awaited.append(p)
         counted = [*_plain([*params, *buffers]), *self._states(params)]
-        self._count(counted, _plain(grads), sum(t.nbytes for t in _plain(awaited)))
+        self._recorder.count(counted, _plain(grads), sum(t.nbytes for t in _plain(awaited)))
+
+    def _count_model(self, module: nn.Module) -> bool:
+        """Counts a model of plain tensors natively, where a step has little else to do."""
+        # All of this package's: a state is found by its parameter.
+        optimizers = dict.fromkeys((*self._optimizers, *alive_optimizers()))
+        if any(g.get("states_on") for o in optimizers for g in o.param_groups):
+            return False
+        return self._recorder.count_model(module, [o.state for o in optimizers])
 
     def lived(self) -> Lived:
         """Returns what the parameters, buffers and states of the modules take now."""

@@ -10,8 +10,9 @@ from ..shared.table import format_bytes, format_seconds, print_table
 
 DROPPED, INPUT, MOVED = "dropped", "from outside of the block", "moved"
 PLANNED = (
-    "This step follows a plan for its shape, as the third one and later do: it drops only what "
-    "saves 4 % of the activations at the peak for each percent of the step's time"
+    "This step follows a plan for its shapes, as each step of these shapes from the third on does: "
+    "it drops only what saves at least 4 % of the activations at the peak for each percent of the "
+    "step's time that computing it again takes"
 )
 # The order is that of Verdict in csrc/remat/policy.h.
 VERDICTS = (
@@ -53,7 +54,7 @@ class Recomputed:
 class RematFigures:
     """What has become of the memory that autograd saved in a block."""
 
-    operators: int  # how many operators were recorded
+    operators: int  # how many operators the block saw
     saved: tuple[Saved, ...]
     recomputed: tuple[Recomputed, ...]
     given_back_bytes: int = 0  # dropped as allocations failed (``retry=True``)
@@ -100,13 +101,16 @@ def write_report(figures: RematFigures, top: int, text: TextIO) -> None:
     seconds = format_seconds(sum(row.seconds for row in figures.recomputed))
     print(
         f"Kept {format_bytes(kept)}{share}; dropped {format_bytes(dropped)}; "
-        f"computed again by {figures.recomputed_operators} operators in {seconds}; "
-        f"{figures.operators} operators recorded\n",
+        f"{figures.recomputed_operators} operators ran again, in {seconds}; {figures.operators} "
+        "operators in all\n",
         file=text,
     )
     if figures.given_back_bytes:
         given_back = format_bytes(figures.given_back_bytes)
-        print(f"Allocations failed, and {given_back} were dropped for them\n", file=text)
+        print(
+            f"Allocations failed, and {given_back} of what was kept were dropped to make room\n",
+            file=text,
+        )
     saved = [row for row in figures.saved if row.verdict != INPUT]
     for title, key in (("by module", _module), ("by operator", _operator)):
         columns = [title, "kept", "dropped", "moved", "computed again", "times", "in"]
@@ -120,13 +124,16 @@ def write_report(figures: RematFigures, top: int, text: TextIO) -> None:
     if reasons:
         print_table("Why it is kept", ["reason", "operator", "memory"], reasons[:top], text)
     if saved and not any(row.module for row in figures.saved):
-        print("By module: with remat(model), or remat_module(model, by_module=True)", file=text)
+        print(
+            "To see modules, pass the model: remat(model), or remat_module(model, by_module=True)",
+            file=text,
+        )
 
 
 def write_moves(moves: tuple[int, int, int, float, str, str], text: TextIO) -> None:
     """Writes what a recorder's figures have as ``moves``."""
     moved, back, not_moved, waited, why, name = moves
-    wait = f"; waited {format_seconds(waited)} for it" if waited else ""
+    wait = f"; waited {format_seconds(waited)} for copies" if waited else ""
     print(f"Moved {format_bytes(moved)} to {name}, and {format_bytes(back)} back{wait}", file=text)
     if not_moved:
         reason = why or "offload_limit is reached"

@@ -106,10 +106,10 @@ def warn_of_least(recorder: Recorder, limit: Limit, on_cuda: bool) -> None:
     least, budget = format_bytes(figures["least"]), format_bytes(figures["budget"])
     saved = remedies_of(limit, on_cuda)
     remedies = ", ".join(f"{name} (saves about {format_bytes(size)})" for name, size in saved)
+    lower = f"To lower the peak: {remedies}. " if saved else ""
     warnings.warn(
         f"remat: the budget of {budget} is less than the minimum for these shapes, {least}, which "
-        f"is needed in {describe_limit(limit)}. Running at the minimum. To lower the peak: "
-        f"{remedies}. See report().",
+        f"is needed in {describe_limit(limit)}. Running at the minimum. {lower}See report().",
         UserWarning,
         stacklevel=4,
     )
@@ -141,4 +141,5 @@ def write_limit(limit: Limit, names: Sequence[str], on_cuda: bool, top: int, tex
     columns = ["what", "module", "operator", "memory"]
     print_table("What the minimum holds", columns, cells, text)
     remedies = [(name, format_bytes(size)) for name, size in remedies_of(limit, on_cuda)]
-    print_table("What would lower it", ["technique", "saves about"], remedies, text)
+    if remedies:
+        print_table("What would lower it", ["technique", "saves about"], remedies, text)

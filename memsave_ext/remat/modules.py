@@ -162,8 +162,8 @@ def remat_module(
     own = model.__dict__.get(_method)
     if own is not None and not (isinstance(own, MethodType) and own.__self__ is model):
         raise ValueError(
-            f"remat_module: {type(model).__name__} has a {_method} of its own already; remove() "
-            "the handle that set it first, or call remat_module before what replaced it"
+            f"remat_module: the {_method} of {type(model).__name__} has been replaced already; "
+            "remove() the handle that replaced it first, or call remat_module before it is replaced"
         )
     within = check_arguments(budget, optimizer, strict, retry)
     check_ahead(ahead)

@@ -31,8 +31,8 @@ def check_offload(
     if limit is not None:
         if offload is None:
             raise ValueError(
-                "remat: offload_limit bounds what offload= moves; give that, such as "
-                "offload='/scratch', or leave offload_limit out"
+                "remat: offload_limit says how much offload= may move, and offload is None; pass "
+                "it, such as offload='/scratch', or leave offload_limit out"
             )
         most_moved(limit)
     if offload is None:
@@ -43,24 +43,24 @@ def check_offload(
         )
     if not has_budget:
         raise ValueError(
-            "remat: offload needs a budget, which says how much has to be moved; give one, such "
-            "as budget='8GB' or budget=0.2 (a share of the activations), or leave offload out"
+            "remat: offload needs a budget, which says how much has to be moved; pass one, such as "
+            "budget='8GB' or budget=0.2 (a share of the activations), or leave offload out"
         )
     on = "cpu" if device is None else device.type
     if offload == _CPU:
         if on not in ("cpu", "cuda"):
             raise ValueError(
-                "remat: offload='cpu' moves memory of CUDA devices to that of the host; the model "
-                f"is on {on}"
+                "remat: offload='cpu' moves activations from a CUDA device to the host's memory; "
+                f"the model is on {on}"
             )
         return _CPU
     if on != "cpu":
-        cuda = "; offload='cpu' moves that to the host's memory" if on == "cuda" else ""
+        cuda = "; offload='cpu' moves them to the host's memory" if on == "cuda" else ""
         raise ValueError(
-            f"remat: offload={os.fspath(offload)!r} moves memory of the CPU to files; the model is "
-            f"on {on}{cuda}"
+            f"remat: offload={os.fspath(offload)!r} moves activations of a model on the CPU to "
+            f"files; the model is on {on}{cuda}"
         )
-    must = "remat: offload must be 'cpu' or a folder that is there and can be written to"
+    must = "remat: offload must be 'cpu' or an existing folder that can be written to"
     return absolute_folder(offload, must)
 
 
@@ -88,8 +88,8 @@ def most_moved(limit: object) -> int:
 @functools.cache
 def _tell_of_cpu() -> None:
     warnings.warn(
-        "remat: offload='cpu' moves memory of CUDA devices to that of the host. This block is on "
-        "the CPU, where nothing is moved; offload=FOLDER moves to files.",
+        "remat: offload='cpu' moves activations from a CUDA device to the host's memory. This step "
+        "is on the CPU, where nothing is moved; offload=FOLDER moves activations to files.",
         UserWarning,
         stacklevel=4,
     )
@@ -118,8 +118,8 @@ def store_of(offload: Offload | None, device: torch.device) -> Any:
         return native.RematStore.in_host_memory(device)
     if on_cuda:
         raise ValueError(
-            f"remat: offload={os.fspath(offload)!r} is a folder, for memory of the CPU; the step "
-            "is one of CUDA, whose memory offload='cpu' moves to the host's"
+            f"remat: offload={os.fspath(offload)!r} is a folder, for activations on the CPU; this "
+            "step is on CUDA, whose activations offload='cpu' moves to the host's memory"
         )
     folder = os.path.realpath(offload)
     store = native.RematStore.in_folder(folder)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import _parts
 from ..fakes.mode import predicts
@@ -51,6 +51,12 @@ class Recorder(Protocol):
     def count(self, tensors: list[Tensor], gradients: list[Tensor], missing: int) -> None:
         """Within a budget: counts memory from before, and bytes of gradients yet to be made."""
 
+    def count_model(self, model: nn.Module, states: list[dict[Tensor, Any]]) -> bool:
+        """Counts what a model, and what these states of optimizers have for its parameters.
+
+        False, and counts nothing, where it holds anything but plain tensors.
+        """
+
     def is_newly_short(self) -> bool:
         """Within a budget: whether it is too small, and this was not asked for this shape yet."""
 
@@ -67,10 +73,11 @@ class Recorder(Protocol):
           held activation that is none of them.
         """
 
-    def deviation(self) -> tuple[bool, str, int, int] | None:
+    def deviation(self) -> tuple[bool | None, str, int, int] | None:
         """Within a budget: where a step that is over was most off its plan.
 
-        Whether that is in forward; the operator, as of limit(); bytes measured; bytes foreseen.
+        Whether that is in forward, None where the step did not look at each operator; the operator,
+        as of limit(); bytes measured; bytes foreseen.
         None: its peak was at most a hundredth off.
         """
 
@@ -91,7 +98,8 @@ class Recorder(Protocol):
     def figures(self) -> dict[str, Any]:
         """Returns a dict of
 
-        - ``operators``: how many operators were recorded,
+        - ``operators``: how many operators were seen; ``passed``: how many of them were not
+          recorded, as the plan needs none of their results again,
         - ``planned``: whether the step follows a plan,
         - ``shapes``: how many steps are known in the process, and how many of them have plans; not
           there where nothing is planned,
@@ -160,7 +168,7 @@ def make_recorder(
         _warn_once(reason)
         return NoRecorder(reason)
     if predicts() and not native.remat_is_predicted():
-        reason = "tensors are fake, and no memsave_ext.memory.predict says what they would take"
+        reason = "tensors are fake, and this is not a prediction by memsave_ext.memory.predict()"
         _warn(reason)
         return NoRecorder(reason)
     if budget is not None and not predicts():

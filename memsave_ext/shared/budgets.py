@@ -53,8 +53,8 @@ def read_budget(who: str, given: object, *, parts: bool = True, shares: bool = F
     allowed = [units, "at least 1 and less than 2**63"]
     if parts:
         allowed.append(
-            "or '80%' (above 0 and at most 100, of the device's memory) or 'auto' (what is free "
-            "of it)"
+            "or '80%' (above 0 and at most 100, of the device's memory) or 'auto' (what is free of "
+            "the device's memory)"
         )
     if shares:
         allowed.append("or a float above 0 and at most 1, a share of the activations")

@@ -25,5 +25,5 @@ def check_allocator(what: str, device: torch.device) -> None:
         raise RuntimeError(
             f"{what} follows what torch's caching allocator reports, but on CUDA the allocator is "
             f"{backend!r} here, which reports nothing: leave backend:{backend} out of "
-            "PYTORCH_CUDA_ALLOC_CONF, or make no other allocator the current one"
+            "PYTORCH_CUDA_ALLOC_CONF, or do not make another allocator the current one"
         )

@@ -53,7 +53,7 @@ def check_counts(who: str, device: torch.device) -> None:
     if device.type == "cuda" and _UNCACHED in os.environ:
         raise RuntimeError(
             f"{who}: torch counts no memory of CUDA without its caching allocator, which the "
-            f"variable {_UNCACHED} switches off, as for compute-sanitizer: unset it"
+            f"environment variable {_UNCACHED} switches off, as for compute-sanitizer: unset it"
         )
 
 

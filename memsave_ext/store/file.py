@@ -127,7 +127,7 @@ class File:
         if not self._opened.is_open():
             raise RuntimeError(
                 f"{self._name}: the file of {self._content} has been closed by the program, as "
-                "os.closerange() does, and what was in it is lost"
+                "os.closerange() does, and its contents are lost"
             )
         return self._opened.number
 
@@ -139,7 +139,8 @@ class File:
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"{self._name}: the file of {self._content} was made before this process was "
-                "forked, and both would write to it. Make its owner in the process that trains."
+                "forked, and both processes would write to it. Make the object that owns it in the "
+                "process that trains."
             )
 
     def _extend(self, size: int) -> None:
@@ -164,7 +165,10 @@ class File:
         while done < len(memory):
             count = call(descriptor, [memory[done:]], region.offset + done)
             if count == 0:
-                raise OSError(f"{self._name}: the file of {self._content} has been cut")
+                raise OSError(
+                    f"{self._name}: the file of {self._content} has been cut short by another "
+                    "program, and its contents are lost"
+                )
             done += count
 
 

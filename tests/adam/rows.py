@@ -8,7 +8,9 @@ import torch
 import memsave_ext as ms
 
 CHUNK = 256
-WHOLE = "memsave_ext: loss head: the gradient of linear_weight is whole: "
+WHOLE = (
+    "memsave_ext: loss head: the gradient of linear_weight is made as a whole, not part by part: "
+)
 PYTHON = "optimizers of memsave_ext run in pure Python"
 CLASSES, FEATURES, TOKENS = 1000, 24, 50  # 1000: the last chunk is smaller, its last block, too
 

@@ -84,7 +84,7 @@ def test_named_parameters():
     "mode", [{"seed": 3}, {"max_grad_norm": 1.0}, {"clip_global_norm": 1.0}], ids=str
 )
 def test_differentiable_has_no_modes(mode):
-    with pytest.raises(ValueError, match="differentiable=True, .*has no " + next(iter(mode))):
+    with pytest.raises(ValueError, match="differentiable=True uses .*has no " + next(iter(mode))):
         ms.Adam(model().parameters(), differentiable=True, **mode)
 
 
@@ -305,7 +305,7 @@ BAD = {
     "differentiable": (
         {"differentiable": True, "in_backward": True}, ValueError, "differentiable=True cannot be",
     ),
-    "small_bytes": ({"small_bytes": -1}, ValueError, "small_bytes must be an int and at least 0"),
+    "small_bytes": ({"small_bytes": -1}, ValueError, "small_bytes must be an int from 0 to"),
     "bucket_bytes": ({"bucket_bytes": 1.5}, ValueError, "bucket_bytes must be an int"),
 }  # fmt: skip
 
@@ -357,7 +357,7 @@ def test_a_state_elsewhere_is_named(in_backward):
     state = optimizer.state[net[0].weight]
     state["exp_avg"] = state["exp_avg"][:2]
     before = [p.detach().clone() for p in net.parameters()]
-    with pytest.raises(RuntimeError, match="the state exp_avg of a parameter is a tensor of shape"):
+    with pytest.raises(RuntimeError, match="the state 'exp_avg' of a parameter has shape"):
         train(net, optimizer, 1)
     if not in_backward:
         for p, q in zip(net.parameters(), before, strict=True):

@@ -133,7 +133,9 @@ def test_step_while_a_backward_runs():
     params, optimizer = make([(10,), (10,)])
     h = params[0] * 2
     h.register_hook(lambda _: optimizer.step())
-    with pytest.raises(RuntimeError, match=r"memsave_ext: step\(\) while a backward is under way"):
+    with pytest.raises(
+        RuntimeError, match=r"memsave_ext: step\(\) was called while a backward is running"
+    ):
         (params[1] + h).sum().backward()
     optimizer.zero_grad()
     (params[1] + params[0]).sum().backward()

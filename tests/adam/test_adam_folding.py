@@ -273,7 +273,7 @@ def test_no_state_dict_in_the_middle_of_folding():
         loss(params, 1).backward()
     for use in (optimizer.state_dict, optimizer.to_fp32_state_dict, lambda: copy.copy(optimizer),
                 lambda: copy.deepcopy(optimizer)):  # fmt: skip
-        with pytest.raises(RuntimeError, match="folded into their moments"):
+        with pytest.raises(RuntimeError, match="folded into the optimizer's moments"):
             use()
     optimizer.step()
     optimizer.state_dict()
@@ -320,7 +320,7 @@ def test_nothing_is_saved_in_the_middle_of_folding():
     with optimizer.accumulate(fold=True):
         p.sum().backward()
     for save in (optimizer.state_dict, lambda: copy.deepcopy(optimizer)):
-        with pytest.raises(RuntimeError, match="1 parameters have gradients folded"):
+        with pytest.raises(RuntimeError, match="the gradients of 1 parameters were folded"):
             save()
     with pytest.raises(RuntimeError, match="norm_pass"), optimizer.norm_pass(1.0):
         p.sum().backward()

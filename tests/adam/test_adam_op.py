@@ -95,7 +95,7 @@ def test_bad_calls():
         ({"rule": "adagrad"}, "there is no rule adagrad"),
         ({"bf16": "nearest"}, "there is no format nearest"),
         ({"state_format": "2bit"}, "there is no format 2bit"),
-        ({"rule": "momentum", "phase": "first_fold"}, "nothing is folded by momentum"),
+        ({"rule": "momentum", "phase": "first_fold"}, "the rule momentum cannot fold gradients"),
         ({"factor": torch.ones(3).double()}, "factor and skip must be scalars or have one"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -106,10 +106,10 @@ def test_bad_calls():
         step_(wrong, False, True, False)
     for i, name in ((2, "exp_avg"), (4, "max_exp_avg_sq")):
         wrong = [[] if j == i else part for j, part in enumerate(lists)]
-        with pytest.raises(RuntimeError, match=f"the state of a parameter has no {name}"):
+        with pytest.raises(RuntimeError, match=f"state of a parameter has no '{name}'"):
             step_(wrong, False, True, False)
     wrong = [[] if j == 5 else part for j, part in enumerate(lists)]
-    with pytest.raises(RuntimeError, match="the state step of a parameter must be"):
+    with pytest.raises(RuntimeError, match="the state 'step' of a parameter must be"):
         step_(wrong, False, True, False)
     assert all(torch.equal(p, b) for p, b in zip(lists[0], before, strict=True))
 

@@ -110,7 +110,7 @@ def test_a_living_optimizer_is_named_by_its_parameter():
     kept = ms.AdamW(net.parameters(), in_backward=True)
     match = (
         r"parameter '2.weight' of shape \[1, 5\] is stepped in backward by another optimizer "
-        r"already, of AdamW\. .*memsave_ext\.remove_hooks\(model\)"
+        r"already .of class AdamW.\. .*memsave_ext\.remove_hooks\(model\)"
     )
     with pytest.raises(ValueError, match=match):
         ms.Adam([("2.weight", net[2].weight)], in_backward=True)
@@ -231,7 +231,7 @@ def test_step_inside_of_paused():
         optimizer = ms.Adam([p], in_backward=in_backward)
         with (
             optimizer.paused(),
-            pytest.raises(RuntimeError, match=r"step\(\) inside of paused\(\)"),
+            pytest.raises(RuntimeError, match=r"step\(\) was called inside of paused\(\)"),
         ):
             optimizer.step()
         optimizer.step()
@@ -250,7 +250,7 @@ def test_the_second_backwards_error_names_paused():
     p = nn.Parameter(torch.ones(3))
     optimizer = ms.Adam([p], in_backward=True)
     p.sum().backward()
-    match = r"opt\.accumulate\(\).*GAN's generator's.*opt\.paused\(\)"
+    match = r"opt\.accumulate\(\).*GAN generator's loss.*opt\.paused\(\)"
     with pytest.raises(RuntimeError, match=match):
         p.sum().backward()
     optimizer.zero_grad()
@@ -276,7 +276,7 @@ def test_attach_names_clip_global_norm(tmp_path):
             assert torch.equal(p, value)
         with ddp.no_sync(), stepped.paused():
             ddp(torch.ones(3, 4)).sum().backward()
-        match = r"opt\.paused\(keep=True\) around a backward whose gradients Dist"
+        match = r"opt\.paused\(keep=True\) is not supported around a backward .* Dist"
         with stepped.paused(keep=True), pytest.raises(RuntimeError, match=match):
             ddp(torch.ones(3, 4)).sum().backward()
     finally:

@@ -19,10 +19,10 @@ natively = pytest.mark.skipif(_native.module is None, reason="in pure Python the
 def test_same_bits_as_the_whole_gradient(mode):
     dtype, options = MODES[mode]
     one, other = whole(Model(dtype, **options)), Model(dtype, **options)
-    expect_whole(train(one), "a hook is to see it")
+    expect_whole(train(one), "a hook on the weight has to see")
     found = train(other)
     if "max_grad_norm" in options:
-        expect_whole(found, "max_grad_norm clips by the norm of all of it")
+        expect_whole(found, "max_grad_norm needs the norm of the whole gradient")
     else:
         assert found == ([PYTHON] * 3 if _native.module is None else [])
     assert_equal(list(one.tensors()), list(other.tensors()))
@@ -214,7 +214,7 @@ def test_optimizers_that_are_gone_or_let_go():
     model.optimizer.remove_hooks()
     with reasons() as found:
         model.loss().backward()
-    expect_whole(found, "no optimizer of memsave_ext steps it in backward")
+    expect_whole(found, "no optimizer of memsave_ext steps the weight in backward")
     model = Model()
     del model.optimizer
     model.loss().backward()
@@ -224,7 +224,7 @@ def test_optimizers_that_are_gone_or_let_go():
     with reasons() as found:
         model.loss().backward()
     assert model.head.grad is not None
-    expect_whole(found, "the optimizer does not have it any more")
+    expect_whole(found, "the weight has been removed from the optimizer")
 
 
 def test_threads_with_models_of_their_own():

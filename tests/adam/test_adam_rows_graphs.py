@@ -85,15 +85,15 @@ def computed(model):
 
 
 LOSSES = {
-    tied: "it is used elsewhere",
-    tied_beside: "it is used elsewhere",
-    two_heads: "it is used elsewhere",
-    at_the_root: "it is used elsewhere",
+    tied: "the weight is used elsewhere",
+    tied_beside: "the weight is used elsewhere",
+    two_heads: "the weight is used elsewhere",
+    at_the_root: "the weight is used elsewhere",
     in_a_region: "the loss is inside of a checkpointed region",
     in_torchs_region: "the loss is inside of a checkpointed region",
     in_a_reentrant_region: "the loss is inside of a checkpointed region",
     in_an_explicit_region: "the loss is inside of a checkpointed region",
-    computed: "it is computed from other tensors",
+    computed: "the weight is computed from other tensors",
 }
 
 
@@ -118,7 +118,7 @@ def test_a_graph_that_is_kept_beside():
     kept = model.loss()
     with reasons() as found:
         (model.loss() / 2).backward()
-    expect_whole(found, "it is used elsewhere, too (as a tied embedding is), or in a graph")
+    expect_whole(found, "the weight is used elsewhere, too (as a tied embedding is), or in")
     del kept
 
 
@@ -127,4 +127,4 @@ def test_not_in_backward():
     with reasons() as found:
         model.loss().backward()
     assert model.head.grad is not None
-    expect_whole(found, "no optimizer of memsave_ext steps it in backward")
+    expect_whole(found, "no optimizer of memsave_ext steps the weight in backward")

@@ -96,20 +96,20 @@ BACKWARDS = {
     through_grad: "autograd.grad() or backward(inputs=)",
     to_inputs: "autograd.grad() or backward(inputs=)",
     retained: "retain_graph=True",
-    accumulated: ("gradients are accumulated", "its .grad is set"),
-    accumulated_when: ("this backward accumulates", "its .grad is set"),
-    folded: ("gradients are accumulated", "the optimizer has had a gradient"),
-    grad_was_set: "its .grad is set",
+    accumulated: ("gradients are accumulated", ".grad of the weight is set"),
+    accumulated_when: ("this backward accumulates", ".grad of the weight is set"),
+    folded: ("gradients are accumulated", "the weight has received a gradient"),
+    grad_was_set: ".grad of the weight is set",
     clipped_in_two_passes: (
         "retain_graph=True",
         "this backward accumulates or measures",
-        "the norm",
+        "the optimizer measures or clips by the norm",
     ),
     paused: "the optimizer is paused",
-    paused_and_kept: ("the optimizer is paused", "its .grad is set"),
-    with_post_accumulate_hook: "a hook is to see it",
-    with_tensor_hook: "a hook is to see it",
-    with_node_hook: "a hook is to see it",
+    paused_and_kept: ("the optimizer is paused", ".grad of the weight is set"),
+    with_post_accumulate_hook: "a hook on the weight has to see",
+    with_tensor_hook: "a hook on the weight has to see",
+    with_node_hook: "a hook on the weight has to see",
 }
 
 
@@ -148,7 +148,7 @@ def test_grad_scaler():
                 scaler.step(model.optimizer)
                 scaler.update()
         models.append(list(model.tensors()))
-    expect_whole(found, "a GradScaler leaves out")
+    expect_whole(found, "a GradScaler has to see")
     assert_equal(*models)
 
 
@@ -158,7 +158,7 @@ def test_states_and_weights_in_another_order_of_memory():
     other = whole(Model())
     other.head.data = other.head.data.t().contiguous().t()
     found = train(model)
-    expect_whole(found, "its rows, or those of its state, do not follow each other")
+    expect_whole(found, "the rows of the weight, or of its states, are not contiguous")
     train(other)
     assert_equal(list(model.tensors()), list(other.tensors()))
 

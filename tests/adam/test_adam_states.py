@@ -100,7 +100,7 @@ def test_states_in_blocks_and_memory_formats(state_dtype):
     same_order.data = same_order.data.to(memory_format=torch.channels_last)
     step()
     other.data = other.data.to(memory_format=torch.channels_last)
-    with pytest.raises(RuntimeError, match="Load to_fp32_state_dict"):
+    with pytest.raises(RuntimeError, match="Load this optimizer's to_fp32_state_dict"):
         step()
 
 
@@ -108,7 +108,7 @@ def test_states_in_blocks_and_memory_formats(state_dtype):
 def test_an_amsgrad_state_is_not_for_blocks(state_dtype):
     p = nn.Parameter(torch.ones(8))
     saved = torch.optim.Adam([p], amsgrad=True).state_dict()
-    match = f"amsgrad=True, this optimizer has state_dtype='{state_dtype}'"
+    match = f"amsgrad=True, which .* this optimizer's state_dtype='{state_dtype}'"
     with pytest.raises(ValueError, match=match):
         ms.Adam([p], state_dtype=state_dtype).load_state_dict(saved)
 

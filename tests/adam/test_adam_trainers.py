@@ -209,7 +209,7 @@ def test_a_scaler_that_a_trainer_makes_later():
     with pytest.raises(RuntimeError, match="opt.grad_scaler = scaler where a trainer has made it"):
         scaler.step(optimizer)
     ordinary = ms.Adam(nn.Linear(2, 2).parameters(), differentiable=True)
-    with pytest.raises(ValueError, match="torch's implementation, has no grad_scaler"):
+    with pytest.raises(ValueError, match="torch's own implementation, which has no grad_scaler"):
         ordinary.grad_scaler = torch.amp.GradScaler("cpu")
     assert ordinary.grad_scaler is None
 

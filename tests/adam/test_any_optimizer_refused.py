@@ -66,20 +66,26 @@ def replaced():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: torch.optim.LBFGS(params()), "LBFGS needs a closure"),
+        (lambda: torch.optim.LBFGS(params()), "LBFGS needs the argument closure"),
         (lambda: torch.optim.SparseAdam(params()), "SparseAdam does not support dense gradients"),
-        (lambda: CountsForAll(params(), lr=0.1), "'k' differs.*counts in the optimizer"),
+        (lambda: CountsForAll(params(), lr=0.1), "'k' differs.*counts steps for all parameters"),
         (lambda: Adapts(params(), lr=0.1), "'d' differs.*it needs all gradients"),
         (lambda: ClipsAll(params(), lr=0.1), "it needs all gradients"),
-        (lambda: NeedsAClosure(params(), lr=0.1), "by itself: a closure is needed"),
-        (lambda: NeedsAState(params(), lr=0.1), r"KeyError\('count'\). Tried without states, and"),
+        (lambda: NeedsAClosure(params(), lr=0.1), "trying that raised: a closure is needed"),
+        (
+            lambda: NeedsAState(params(), lr=0.1),
+            r"KeyError\('count'\). It was tried without states, and",
+        ),
         (lambda: Wraps(params(), lr=0.1), "wraps another optimizer"),
         (lambda: torch.optim.Adam(params(), differentiable=True), "differentiable=True is not"),
         (lambda: torch.optim.Adam(params(), capturable=True), "capturable"),
         (replaced, "has been replaced"),
-        (lambda: ms.AdamW(params(), in_backward=True), "make one with in_backward=True"),
-        (lambda: ms.AdamW(params()), "make one with in_backward=True"),
-        (lambda: ms.in_backward(torch.optim.SGD(params(), lr=0.1)), "taken by in_backward"),
+        (lambda: ms.AdamW(params(), in_backward=True), "memsave_ext with in_backward=True instead"),
+        (lambda: ms.AdamW(params()), "memsave_ext with in_backward=True instead"),
+        (
+            lambda: ms.in_backward(torch.optim.SGD(params(), lr=0.1)),
+            "in_backward.. was called for it already",
+        ),
     ],
 )
 def test_refused(make, says):
@@ -124,7 +130,7 @@ class HasANorm(torch.optim.SGD):
 def test_an_optimizer_with_a_max_grad_norm_of_its_own():
     net = model()
     optimizer = HasANorm(net.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="has its own max_grad_norm"):
+    with pytest.raises(ValueError, match="has a max_grad_norm of its own"):
         ms.in_backward(optimizer, max_grad_norm=1.0)
     ms.in_backward(optimizer)
     before = net[0].weight.detach().clone()

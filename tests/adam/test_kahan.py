@@ -19,7 +19,7 @@ from memsave_ext.adam import formats, kahan
 
 FILE = Path(__file__).with_name("saved") / "kahan-0.3.0.pt"
 KINDS = {"Adam": ms.Adam, "AdamW": ms.AdamW, "SGD": ms.SGD, "Lion": ms.Lion}
-WARNING = re.escape("bf16='kahan' is bf16='split' now")
+WARNING = re.escape("bf16='kahan' now does the same as bf16='split'")
 of_kahan = pytest.mark.filterwarnings(f"ignore:memsave_ext. {WARNING}")
 
 

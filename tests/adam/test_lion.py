@@ -54,7 +54,7 @@ def test_what_is_not_finite_stays_so():
     [
         ({"betas": 0.9}, TypeError, "betas must be two numbers"),
         ({"maximize": 2}, TypeError, "maximize must be True or False"),
-        ({"state_dtype": "4bit"}, ValueError, "has both of Adam's moments in a byte"),
+        ({"state_dtype": "4bit"}, ValueError, "packs Adam's two moments into one byte"),
         ({"bf16": "split"}, ValueError, "is for bfloat16 parameters"),
     ],
 )

@@ -83,7 +83,7 @@ def backward_failed(net, optimizer):
 
 def second_backward(net, optimizer):
     loss(net, 7).backward()
-    with pytest.raises(RuntimeError, match="second gradient|has a gradient again"):
+    with pytest.raises(RuntimeError, match="second gradient|has a gradient in .grad again"):
         loss(net, 8).backward()
 
 
@@ -312,7 +312,9 @@ def test_while_a_backward_runs(kind):
     raised = []
 
     def loads(grad):
-        with pytest.raises(RuntimeError, match=re.escape("load_state_dict() while a backward is")):
+        with pytest.raises(
+            RuntimeError, match=re.escape("load_state_dict() was called while a backward is")
+        ):
             optimizer.load_state_dict(copy.deepcopy(saved[1]))
         raised.append(True)
 
@@ -412,5 +414,7 @@ def test_states_of_bitsandbytes(coded, options):
     param.square().sum().backward()
     optimizer.step()
     del state["__bnb_optimizer_quant_state__"]["state2"]
-    with pytest.raises(ValueError, match="state_dict is of an optimizer of bitsandbytes, with exp"):
+    with pytest.raises(
+        ValueError, match="state_dict is of an optimizer of bitsandbytes, and its exp"
+    ):
         optimizer.load_state_dict(saved)

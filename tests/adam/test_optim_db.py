@@ -113,6 +113,6 @@ def test_states_of_another_rule_are_refused(saved, name):
         optimizer.load_state_dict(other.state_dict())
         assert optimizer.state[q]
         return
-    with pytest.raises(ValueError, match="state_dict is of another optimizer"):
+    with pytest.raises(ValueError, match="state_dict is of another kind of optimizer"):
         optimizer.load_state_dict(other.state_dict())
     assert optimizer.param_groups[0] == before and not optimizer.state

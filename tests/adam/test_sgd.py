@@ -122,7 +122,7 @@ def test_a_parameter_that_is_twice_in_a_group_is_refused():
         ({"fused": True, "foreach": True}, RuntimeError, "cannot be `True` together"),
         ({"in_backward": True, "differentiable": True}, ValueError, "cannot be combined"),
         ({"differentiable": True, "seed": 3}, ValueError, "has no seed"),
-        ({"state_dtype": "4bit"}, ValueError, "has both of Adam's moments in a byte"),
+        ({"state_dtype": "4bit"}, ValueError, "packs Adam's two moments into one byte"),
         ({"small": 3}, TypeError, "small"),
     ],
 )

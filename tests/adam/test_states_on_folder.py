@@ -557,7 +557,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
 def test_an_option_that_is_changed_later(tmp_path, in_backward):
     params, optimizer = both(tmp_path, in_backward=in_backward)[0]
     optimizer.param_groups[0]["states_on"] = str(tmp_path)
-    with pytest.raises(TypeError, match="states_on is set where a param group is made: it has"):
+    with pytest.raises(TypeError, match="states_on of a param group cannot be changed"):
         train(params, optimizer, 1)
 
 
@@ -568,9 +568,11 @@ def test_cpu_is_where_they_are(tmp_path):
     assert_same(*made)
     assert in_files(made[1][1]) == 0
     elsewhere = SimpleNamespace(device=torch.device("mps"))
-    with pytest.raises(ValueError, match="'cpu' is for parameters on CUDA and on a CPU, got one o"):
+    with pytest.raises(
+        ValueError, match="'cpu' is only for parameters on CUDA devices and on the CPU, got"
+    ):
         made[1][1].param_groups[0]["states_on"].check([elsewhere])
-    with pytest.raises(ValueError, match="a folder is for parameters on the CPU, got one on mps"):
+    with pytest.raises(ValueError, match="only for parameters on the CPU, got a parameter on mps"):
         Files(tmp_path).check([elsewhere])
 
 

@@ -84,5 +84,5 @@ def test_saved_loaded_and_copied():
 
 
 def test_a_folder_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="a folder is for parameters on the CPU, got one on cuda"):
+    with pytest.raises(ValueError, match="only for parameters on the CPU, got a parameter on cuda"):
         ms.AdamW([nn.Parameter(torch.ones(3, device="cuda"))], states_on=tmp_path)

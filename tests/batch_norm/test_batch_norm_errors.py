@@ -145,8 +145,10 @@ def test_float64_beside_float32(affine, training):
     name = "weight" if affine else "running_mean"
     assert type(raised(theirs, X.double())) is RuntimeError
     error = raised(ours, X.double())
-    assert f"both or none of input and {name} must be float64, got torch.float64" in str(error)
-    assert "float64, got torch.float32 and torch.float64" in str(raised(ours.double(), X))
+    assert f"input and {name} must both be float64 or neither of them, got torch.float64" in str(
+        error
+    )
+    assert "neither of them, got torch.float32 and torch.float64" in str(raised(ours.double(), X))
     assert_same_buffers(ours.float(), before)
 
 

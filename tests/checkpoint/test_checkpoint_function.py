@@ -362,7 +362,7 @@ def test_a_listed_tensor_that_was_computed_from_another(made):
     v = made(w)
     y = ms.CheckpointFunction.apply(lambda a: a * v * w, 1, x, v, w)
     if not _native.available:
-        with pytest.raises(RuntimeError, match="computed from another that is listed"):
+        with pytest.raises(RuntimeError, match="computed from another listed"):
             y.sum().backward()
         return
     expected = torch.autograd.grad((x * made(w) * w).sum(), (x, w))

@@ -172,6 +172,69 @@ def with_unused_and_views():
     return with_unused(gradient_as_bucket_view=True)
 
 
+def with_unused_and_many_buckets():
+    return with_unused(bucket_cap_mb=0.0001)
+
+
+def collectives_of_unused():
+    """Who used what is asked in the last bucket's hook alone, once all are on their way."""
+    ddp = DistributedDataParallel(Net(), find_unused_parameters=True, bucket_cap_mb=0.0001)
+    optimizer = ms.AdamW(ddp.parameters(), lr=0.01, in_backward=True)
+    called = []
+
+    def hook(state, bucket):
+        called.append("bucket")
+        return default_hooks.allreduce_hook(state, bucket)
+
+    def all_reduce(tensor, op=dist.ReduceOp.SUM, **options):
+        if op == dist.ReduceOp.MAX:
+            called.append("flags")
+        return reduce(tensor, op=op, **options)
+
+    optimizer.attach(ddp, hook, None)
+    reduce, dist.all_reduce = dist.all_reduce, all_reduce
+    try:
+        for step in range(STEPS):
+            loss(ddp, part(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        dist.all_reduce = reduce
+    return called
+
+
+def unused_and_an_error():
+    """A backward that ends before its last bucket steps nothing, and nothing of it stays."""
+    ddp = DistributedDataParallel(Net(), find_unused_parameters=True, bucket_cap_mb=0.0001)
+    optimizer = ms.AdamW(ddp.parameters(), lr=0.01, in_backward=True)
+    reduced = []
+
+    def hook(state, bucket):
+        reduced.append(bucket.index())
+        return default_hooks.allreduce_hook(state, bucket)
+
+    def broken(grad):
+        raise RuntimeError("broken here")
+
+    optimizer.attach(ddp, hook, None)
+    loss(ddp, part(0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = values(ddp.module)
+    count = len(reduced)
+    x = ddp.module.first(part(1)).tanh().detach().requires_grad_()
+    x.register_hook(broken)
+    ddp.module.first.forward = lambda _: x
+    try:
+        loss(ddp, part(1)).backward()
+    except RuntimeError as error:
+        assert "broken here" in str(error)  # noqa: PT017, pytest.raises() keeps what it was raised in
+    assert 0 < len(reduced) - count < count
+    assert not optimizer._stepper._collector.runs_backward()
+    assert all(torch.equal(v, before[n]) for n, v in values(ddp.module).items())
+    return "nothing"
+
+
 def static_graph():
     ddp = DistributedDataParallel(Net(), static_graph=True)
     optimizer = ms.AdamW(ddp.parameters(), lr=0.01, in_backward=True)
@@ -295,7 +358,8 @@ SAME = [*WHOLE_BATCH, static_graph, checkpointed_with_static_graph, removed_and_
 
 @pytest.fixture(scope="module", params=[2, 3])
 def results(request):
-    functions = [*SAME, with_unused, with_unused_and_views, refusals, second_backward]
+    functions = [*SAME, with_unused, with_unused_and_views, with_unused_and_many_buckets]
+    functions += [collectives_of_unused, refusals, second_backward]
     return run_ranks(request.param, functions)
 
 
@@ -319,7 +383,9 @@ def test_equals_one_process_with_the_whole_batch(results, name):
             assert torch.equal(value, results[name][0][parameter])
 
 
-@pytest.mark.parametrize("name", ["with_unused", "with_unused_and_views"])
+@pytest.mark.parametrize(
+    "name", ["with_unused", "with_unused_and_views", "with_unused_and_many_buckets"]
+)
 def test_only_what_some_rank_used_is_stepped(results, name):
     world = len(results[name])
     net = Net()
@@ -341,20 +407,35 @@ def test_only_what_some_rank_used_is_stepped(results, name):
         assert "never.weight" not in steps
 
 
+def test_one_collective_a_backward_asks_what_was_used(results):
+    for called in results["collectives_of_unused"]:
+        assert isinstance(called, list), called
+        assert called.count("flags") == STEPS
+        assert called.count("bucket") > 3 * STEPS
+        assert called[-1] == "flags"
+
+
+def test_a_backward_that_raises_before_it_knows_what_was_used():
+    for said in run_ranks(2, [unused_and_an_error])["unused_and_an_error"]:
+        assert said == "nothing", said
+
+
 def test_refusals(results):
     for messages in results["refusals"]:
         assert isinstance(messages, dict), messages
         assert "Call opt.attach(ddp) once, before training" in messages["not attached"]
         assert "outside of ddp.no_sync()" in messages["not reduced"]
         assert "with ddp.no_sync(), opt.accumulate():" in messages["accumulate"]
-        assert "or accumulate_when() says so" in messages["condition"]
+        assert "or opt.accumulate_when(), in a backward" in messages["condition"]
         for name in ("fold", "folding"):
             assert messages[name].startswith("ValueError: accumulate_when(fold=True) cannot be")
         assert "attached to another optimizer" in messages["twice"]
         assert "opt.attach(ddp, hook=..., state=...)" in messages["hook taken"]
         assert messages["not a ddp"].startswith("TypeError: ddp must be")
-        assert messages["stranger"].startswith("ValueError: ddp has no parameter")
-        assert messages["ordinary"].startswith("ValueError: attach() is for in_backward=True")
+        assert messages["stranger"].startswith("ValueError: attach: ddp has no parameter")
+        assert messages["ordinary"].startswith(
+            "ValueError: attach() is only for optimizers with in_backward=True"
+        )
 
 
 def test_a_second_backward_is_refused(results):

@@ -154,5 +154,5 @@ def test_full_state_dict(results):
         assert isinstance(rank, dict), rank
         for (sizes, _), (one, other, said) in rank.items():
             equal(one, other)
-            refused = "blocks are those of another sharding. Save to_fp32_state_dict()"
+            refused = "states cannot be sharded anew. Save to_fp32_state_dict()"
             assert said == "loaded" if sizes == "even" else refused in said

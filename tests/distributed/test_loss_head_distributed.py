@@ -88,6 +88,6 @@ def test_trains_as_one_process(results, kind):
         found, reasons = result
         torch.testing.assert_close(found, values(net), rtol=1e-3, atol=1e-5)
         if _native.module is not None:
-            reduces = {"DistributedDataParallel reduces it"}
-            nobody = {"no optimizer of memsave_ext steps it in backward"}
+            reduces = {"DistributedDataParallel reduces the whole gradient"}
+            nobody = {"no optimizer of memsave_ext steps the weight in backward"}
             assert reasons == (reduces if kind == "ddp" else nobody)

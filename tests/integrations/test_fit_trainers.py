@@ -118,7 +118,7 @@ def test_its_clipping_stays_or_is_taken_over(tmp_path):
     least = fit(technique="optimizer in backward")
     with pytest.raises(ValueError, match="the Trainer clips by the norm of all gradients"):
         Run(tmp_path, least, max_grad_norm=0.1).train()
-    told = r"fit: Nothing fits.*Not tried: .*max_grad_norm=0 of Training"
+    told = r"fit: Nothing fits.*Not tried: .*max_grad_norm=0 in Training"
     with pytest.raises(torch.OutOfMemoryError, match=told):
         Run(tmp_path, fit("10kB"), max_grad_norm=0.1).train()
     # Or each parameter's gradient is clipped, as by its own optimizer.
@@ -314,7 +314,7 @@ def test_adapters_of_peft(tmp_path, technique):
 def test_wrong_use(tmp_path):
     run = Run(tmp_path, fit())
     run.trainer.args.torch_compile = True
-    with pytest.raises(ValueError, match="Fit: torch_compile=True lets the compiler decide"):
+    with pytest.raises(ValueError, match="Fit: with torch_compile=True the compiler decides"):
         run.train()
     run = Run(tmp_path, fit())
     run.trainer.args._n_gpu = 2
@@ -322,7 +322,9 @@ def test_wrong_use(tmp_path):
         ms.integrations.transformers._refuse(run.trainer.args)
     run = Run(tmp_path, fit())
     handle = ms.remat_module(run.model)
-    with pytest.raises(ValueError, match="GPT2LMHeadModel has a forward of its own already"):
+    with pytest.raises(
+        ValueError, match="the forward of GPT2LMHeadModel has been replaced already"
+    ):
         run.train()
     handle.remove()
     assert len(run.train().losses) == 4
@@ -331,7 +333,7 @@ def test_wrong_use(tmp_path):
         return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
 
     for option in ({"compute_loss_func": custom}, {"label_smoothing_factor": 0.1}):
-        with pytest.raises(TypeError, match="the model returned no loss. Give loss"):
+        with pytest.raises(TypeError, match="the model returned no loss. Pass loss"):
             Run(tmp_path, fit(), **option).train()
     stand_in = fit(
         technique="checkpoint by block", loss=lambda outputs: outputs.logits.logsumexp(-1).mean()
@@ -438,11 +440,11 @@ def test_lightnings_clipping_and_refusals():
         lightning(lightning_fit(technique=IN_BACKWARD), clipping)
     none = Net()
     none.configure_optimizers = lambda: None
-    with pytest.raises(ValueError, match="Fit: the module has 0 optimizers, not one"):
+    with pytest.raises(ValueError, match="Fit: the module must have one optimizer, got 0"):
         lightning(lightning_fit(), none)
     net = Net()
     net.training_step = lambda batch: None
-    with pytest.raises(ValueError, match="returned no loss, but NoneType"):
+    with pytest.raises(ValueError, match="must return a loss, or a dict with one, got NoneType"):
         lightning(lightning_fit(), net)
 
 

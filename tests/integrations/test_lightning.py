@@ -108,7 +108,7 @@ def test_it_trains_as_torchs(batches):
 
 def test_accumulation_that_it_was_not_told_of_is_an_error():
     with pytest.raises(
-        RuntimeError, match=r"where a trainer runs it, call opt.accumulate_when\(\)"
+        RuntimeError, match=r"where a trainer runs them, call opt.accumulate_when\(\)"
     ):
         fit(ours, accumulate_grad_batches=2)
 

@@ -190,7 +190,7 @@ def test_accumulation_that_it_was_not_told_of_is_an_error(tmp_path):
     model = gpt2()
     trainer = trainer_of(tmp_path, model, ours(model), gradient_accumulation_steps=2)
     with pytest.raises(
-        RuntimeError, match=r"where a trainer runs it, call opt.accumulate_when\(\)"
+        RuntimeError, match=r"where a trainer runs them, call opt.accumulate_when\(\)"
     ):
         trainer.train()
 

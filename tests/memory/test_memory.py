@@ -307,7 +307,7 @@ def test_torch_does_not_take_it_for_its_profiler():
 
 @native_only
 def test_usage_on_the_cpu():
-    with pytest.raises(RuntimeError, match="knows no figures"):
+    with pytest.raises(RuntimeError, match="keeps no figures"):
         ms.memory.usage("cpu")
     with ms.memory.track() as outer:
         torch.empty(1000)

@@ -173,7 +173,7 @@ def test_without_matplotlib(demo, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run(f"{demo}:train_step", "--steps", 1, "--out", "out") == 0
     error = capsys.readouterr().err
-    assert "no picture: memsave_ext: a picture needs matplotlib" in error
+    assert "no picture was drawn: memsave_ext: a picture needs matplotlib" in error
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written == {"report.txt", "timeline.json"}
 
@@ -227,7 +227,7 @@ def test_functions_that_are_none(demo, capsys, function, message):
 def test_an_out_that_is_a_file(demo, tmp_path, capsys):
     (tmp_path / "taken").touch()
     assert run(f"{demo}:train_step", "--out", "taken") == 2
-    assert "--out: taken cannot be made a folder" in capsys.readouterr().err
+    assert "--out: the folder taken cannot be made" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [["--steps", "0"], ["--steps", "x"], ["--warmup", "-1"], []])
@@ -371,6 +371,6 @@ def test_nothing_to_find(capsys, tmp_path):
 def test_no_model_is_said(demo, tmp_path, capsys):
     (tmp_path / f"{demo}_bare.py").write_text("import torch\ndef f(): torch.empty(50)\n")
     assert run(f"{demo}_bare:f", "--steps", 2) == 0
-    assert "no model found" in capsys.readouterr().err
+    assert "no model was found" in capsys.readouterr().err
     document = json.loads((tmp_path / "memory-profile/timeline.json").read_text())
     assert (document["peak"], document["at_peak"]["other"]) == (200, 200)

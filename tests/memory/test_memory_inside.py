@@ -169,7 +169,9 @@ def test_figures_before_the_block_are_an_error():
         t.to_json,
         lambda: t.plot("never.png"),
     ):
-        with pytest.raises(RuntimeError, match="nothing was tracked yet: there are figures once"):
+        with pytest.raises(
+            RuntimeError, match="nothing was tracked yet: the figures are known once"
+        ):
             figure()
     with t:
         pass

@@ -267,7 +267,9 @@ def test_pickles_that_are_no_snapshots(tmp_path, content):
     ],
 )
 def test_entries_that_are_none(tmp_path, snapshot):
-    with pytest.raises(ValueError, match="some.pickle has entries that are not as torch writes"):
+    with pytest.raises(
+        ValueError, match="some.pickle has entries that differ from those that torch"
+    ):
         plot_snapshot(write(snapshot, tmp_path / "some.pickle"))
 
 
@@ -410,7 +412,7 @@ def test_what_went_wrong_is_said(tmp_path):
     file = io.StringIO()
     summary.report(file=file)
     assert "cuda:0: out of memory: 3.00 GiB asked for" in file.getvalue()
-    assert "events are missing: trace and blocks at its end differ by 100 B" in file.getvalue()
+    assert "those in the trace, and the memory at its end, differ by 100 B" in file.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -438,7 +440,7 @@ def test_nothing_is_held(tmp_path, blocks, trace, notes):
 
 def test_nothing_to_tell(tmp_path):
     path = write({"segments": [], "device_traces": [[], []]}, tmp_path / "s.pickle")
-    with pytest.raises(ValueError, match="s.pickle tells of no memory"):
+    with pytest.raises(ValueError, match="s.pickle is an empty snapshot"):
         plot_snapshot(path)
 
 
@@ -472,7 +474,7 @@ def test_an_interrupted_save_leaves_the_earlier_file(tmp_path, monkeypatch):
 
 
 def test_save_needs_cuda(tmp_path, monkeypatch):
-    with pytest.raises(RuntimeError, match="only memory of CUDA devices.*got the device cpu"):
+    with pytest.raises(RuntimeError, match="only the memory of CUDA devices.*cpu was tracked"):
         save_snapshot(torch.device("cpu"), tmp_path / "s.pickle")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="torch finds no CUDA device"):

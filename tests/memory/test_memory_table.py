@@ -207,12 +207,12 @@ def test_format_bytes(count, text):
 def test_names_of_columns_are_broken_before_texts(columns):
     columns(60)
     names = ["means", "largest batch", "between all steps", "cost"]
-    rows = [["of so many letters", 7, "9.00 MiB", "a forward more"]]
+    rows = [["of so many letters", 7, "9.00 MiB", "one more forward"]]
     lines = printed(Terminal(), "", names, rows).splitlines()
     words = "largest", "batch", "between", "all", "steps"
     at = {word: next(n for n, line in enumerate(lines) if word in line) for word in words}
     assert at["largest"] < at["batch"] and at["between"] < at["all"] < at["steps"]
-    assert any("of so many letters" in line and "a forward more" in line for line in lines)
+    assert any("of so many letters" in line and "one more forward" in line for line in lines)
 
 
 def test_sentences_of_a_report_are_broken(columns):

@@ -174,7 +174,21 @@ def test_a_process_of_an_instruction_set_that_dies(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(script))
     (row,) = levels.rows_at("AVX2")
     assert (row.part, row.what, row.setting) == ("adam", "SGD", "adam.cpu")
-    assert row.problem == "its process ended with -4"
+    assert row.problem == "the process that checks AVX2 ended with exit status -4"
+
+
+@pytest.mark.parametrize("name", ["tpu", "cuda:1", "", "cuda"])
+def test_a_device_that_cannot_be_used(name, monkeypatch, capsys):
+    monkeypatch.setattr(check, "why_no_cuda", lambda: "the driver is too old")
+    with pytest.raises(SystemExit, match="^2$"):
+        check.main(["--device", name])
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    said = captured.err.splitlines()[-1].replace("'", "")
+    if name == "cuda":
+        assert said.endswith("error: --device cuda: the driver is too old; --device cpu is there")
+    else:
+        assert f"argument --device: invalid choice: {name} (choose from cpu, cuda)" in said
 
 
 def test_parts_that_are_off_are_left_out():

@@ -350,6 +350,33 @@ def test_no_flag_chooses_the_language_standard(config):
     assert not any(flag.startswith("-std") for flags in flags.values() for flag in flags)
 
 
+NVCC_OF_ARCHS = """#!/bin/sh
+case "$*" in
+*sm_75*onchip.cu*) echo "ptxas info    : Compiling entry function 'kernel' for 'sm_75'"
+    echo "    16 bytes stack frame, 12 bytes spill stores, 4 bytes spill loads" ;;
+*sm_86*kernel.cu*) echo "no such thing" >&2; exit 1 ;;
+esac
+"""
+
+
+def test_cuda_check_of_other_architectures(config, monkeypatch, tmp_path, capsys):
+    cuda_check = load_tool("cuda_check", monkeypatch)
+    (tmp_path / "bin").mkdir()
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.write_text(NVCC_OF_ARCHS)
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["cuda_check.py", "--arch", "75", "86", "120"])
+    with pytest.raises(SystemExit, match="cuda-check: 2 sources that do not compile or kernels"):
+        cuda_check.main()
+    said = capsys.readouterr().out
+    assert "kernel (sm_75) spills 16 bytes" in said
+    assert "csrc/report/kernel.cu does not compile for sm_86:\nno such thing" in said
+    assert said.splitlines()[-1].startswith("sm_120: ")
+    monkeypatch.setattr(sys, "argv", ["cuda_check.py", "--arch", "120"])
+    cuda_check.main()
+
+
 def test_cuda_check_reads_ptxas(config, monkeypatch):
     cuda_check = load_tool("cuda_check", monkeypatch)
     output = (

@@ -226,7 +226,7 @@ def test_twice_is_an_error_until_it_is_undone():
     loop = Loop()
     fitted = loop.fit("checkpoint by block")
     with pytest.raises(
-        ValueError, match=r"fit: a technique is applied to this Net already: undo\(\)"
+        ValueError, match=r"fit: a technique is applied to this Net already: call undo\(\)"
     ):
         loop.fit("checkpoint by block")
     fitted.undo()
@@ -320,18 +320,22 @@ WRONG = {
     "loader": ({"batch": torch.utils.data.DataLoader(X)}, TypeError, "got DataLoader"),
     "dataset": ({"batch": torch.utils.data.TensorDataset(X)}, TypeError, "got TensorDataset"),
     "array": ({"batch": X.numpy()}, TypeError, "batch must be one batch, a tensor,.* got ndarray"),
-    "none": ({"batch": None}, TypeError, "fit: a model needs a batch"),
+    "none": ({"batch": None}, TypeError, "fit: a model needs batch="),
     "list": ({"batch": [X, X]}, TypeError, "batch is a list, .* of a loader's .* the inputs alone"),
     "two": ({"batch": (X, X)}, TypeError, "fit: batch must be what Net is called with.*: too many"),
-    "no loss": ({"loss": None}, TypeError, "fit: the model returned no loss. Give loss"),
+    "no loss": ({"loss": None}, TypeError, "fit: the model returned no loss. Pass loss"),
     "loss": ({"loss": 3}, TypeError, "fit: loss must be a function or None, got int"),
-    "loss of three": ({"loss": lambda a, b, c: a}, TypeError, r"got a function of \(a, b, c\)"),
+    "loss of three": (
+        {"loss": lambda a, b, c: a},
+        TypeError,
+        r"got a function with the parameters \(a, b, c\)",
+    ),
     "tuple": ({"loss": lambda y: (y.mean(), y)}, TypeError, "of one number, got tuple"),
     "vector": ({"loss": lambda y: y}, TypeError, r"of one number, got one of shape \[16, 32\]"),
     "detached": (
         {"loss": lambda y: y.mean().detach()},
         ValueError,
-        "no gradient comes of the loss",
+        "the loss has no gradient",
     ),
     "technique": (
         {"technique": "magic"},
@@ -362,7 +366,9 @@ def test_the_mode_that_it_is_called_in():
             assert Loop().fit("as built").predicted == peak
     loop = Loop()
     loop.model.eval()
-    with pytest.warns(UserWarning, match="fit: this Net is in eval mode, and so is the step"):
+    with pytest.warns(
+        UserWarning, match="fit: this Net is in eval mode, and the step is predicted in"
+    ):
         loop.fit("as built")
     frozen = Loop()
     frozen.model.requires_grad_(False)
@@ -588,7 +594,9 @@ def test_clipping_and_a_scaler_are_handed_on():
     scaler.step(loop.optimizer)
     scaler.update()
     other = Loop()
-    with pytest.warns(UserWarning, match="max_grad_norm=0.5 is for .* clipped by the loop, or not"):
+    with pytest.warns(
+        UserWarning, match="max_grad_norm=0.5 has no effect .* clip gradients in the train"
+    ):
         fitted = other.fit("checkpoint by block", max_grad_norm=0.5, grad_scaler=scaler)
     assert "max_grad_norm" not in other.optimizer.param_groups[0]  # the loop's own clipping stays
     fitted.undo()
@@ -622,11 +630,11 @@ def test_an_optimizer_of_ours(tmp_path):
     loop.run(1)
     assert all(p.grad is None for p in loop.model.parameters())
     elsewhere = Loop(ms.AdamW, states_on=str(tmp_path))
-    with pytest.raises(ValueError, match="states_on has its states elsewhere already"):
+    with pytest.raises(ValueError, match="states_on= keeps the optimizer's states elsewhere"):
         elsewhere.fit("Adam in backward, 8-bit states")
     for options, text in (
         ({"clip_global_norm": 1.0}, "clip_global_norm needs all gradients"),
-        ({"bf16": "split"}, "its states have bits of the parameters"),
+        ({"bf16": "split"}, "mode keeps bits of the parameters in its states"),
     ):
         refused = Loop()
         refused.model.bfloat16()
@@ -670,5 +678,5 @@ def test_the_old_name_of_a_technique():
         assert fitted.means == fitted.technique == "as built"
     assert warned[0].filename == __file__
     fitted.undo()
-    with pytest.raises(TypeError, match="fit: means is the old name of technique"):
+    with pytest.raises(TypeError, match="fit: means is the old name of the argument technique"):
         loop.fit("as built", means="as built")

@@ -99,7 +99,7 @@ def test_evaluations_that_do_not_fit_are_said(evaluates, is_said, capsys):
         model, optimizer, x, budget="1MB", loss=lambda y: y.sum(),
         technique="checkpoint by block, optimizer in backward",
     )  # fmt: skip
-    assert ("an evaluation of this batch needs" in capsys.readouterr().out) == is_said
+    assert ("an evaluation of a batch of this size needs" in capsys.readouterr().out) == is_said
     assert (fitted.evaluation is not None) == is_said
     if is_said:
         model.eval()

@@ -341,7 +341,7 @@ def test_a_picture_has_a_bar_for_each_means_and_the_budget(tmp_path, monkeypatch
     (line,) = [line for line in axes.lines if line.get_gid() == "budget"]
     assert {*line.get_xdata()} == {2_300_000} == {found.budget}
     texts = "\n".join(text.get_text().replace("\n", " ") for text in axes.texts)
-    assert "fits; costs a forward more" in texts and "does not fit; costs nothing" in texts
+    assert "fits; costs one more forward" in texts and "does not fit; costs nothing" in texts
     assert "does not apply: the optimizer is SGD, not Adam or AdamW" in texts
     assert axes.get_title("left") == "Predicted peaks of a training step on cuda"
     assert titled.get_title("left") == "Of a title"
@@ -366,6 +366,8 @@ def test_arguments_are_named_in_errors():
             ms.memory.fits(build, "1GB", device=device)
     with pytest.raises(ValueError, match="predict: device must be .*, got 'tpu'"):
         ms.memory.predict(build, device="tpu")
-    with pytest.raises(TypeError, match=r"fits: build must be a function .*, got a model, Linear"):
+    with pytest.raises(
+        TypeError, match=r"fits: build must be a function .*, got a model \(Linear\)"
+    ):
         ms.memory.fits(nn.Linear(2, 2), "1GB")
     assert main(["fits", f"{__name__}:build", "--budget", "1GB", "--device", "tpu"]) == 2

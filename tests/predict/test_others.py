@@ -93,7 +93,7 @@ def test_a_list_of_modules_and_tensors_is_wanted(others):
         more = {"budget": "1GB"} if predict is ms.fit else {}
         with pytest.raises(TypeError, match="others must be a list of modules and tensors, got"):
             predict(model, optimizer, batch, loss=torch.mean, others=others, **more)
-    with pytest.raises(TypeError, match="optimizer, batch, loss and others go with a model"):
+    with pytest.raises(TypeError, match="optimizer, batch, loss and others can be passed only"):
         ms.memory.predict(loop, others=[model])
 
 

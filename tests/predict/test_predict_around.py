@@ -190,7 +190,7 @@ def test_products_of_groups_in_float32():
     ("make", "told"),
     [
         (lambda: nn.LazyLinear(4), "a lazy module has not learned its shapes yet"),
-        (lambda: torch.zeros(4).tensor_split(torch.tensor([1, 2])), "sizes are given by a tensor"),
+        (lambda: torch.zeros(4).tensor_split(torch.tensor([1, 2])), "sizes that a tensor holds"),
     ],
 )
 def test_a_sentence_in_place_of_torchs_own(make, told):

@@ -135,7 +135,7 @@ def test_without_moving_nothing_is_told():
 
 
 def test_a_folder_is_not_for_a_card(tmp_path):
-    with pytest.raises(ValueError, match="the step is one of CUDA"):
+    with pytest.raises(ValueError, match="this step is on CUDA"):
         ms.memory.predict(builder(budget=0.5, offload=tmp_path), device="cuda")
 
 
@@ -192,7 +192,7 @@ def test_fit_moves_where_it_may(tmp_path, capsys):
         step()
     assert applied.measured <= 1.02 * 10_000_000
     applied.undo()
-    with pytest.raises(ValueError, match="offload= says where"):
+    with pytest.raises(ValueError, match="this technique needs offload="):
         ms.fit(model, optimizer, x, technique=applied.technique, **options)
 
 

@@ -19,6 +19,8 @@ static Addresses torchs, ours;  // of the libraries of the allocators
 static _Thread_local int is_refused;  // whether this thread's malloc was: torch's is, too
 
 extern void* __libc_malloc(size_t size);
+// A sanitizer's, where there is one: its free() takes nothing else.
+extern void* __interceptor_malloc(size_t size) __attribute__((weak));
 
 // dladdr() would say it of any address, and takes a millisecond.
 static int find_library(struct dl_phdr_info* library, size_t size, void* unused) {
@@ -75,5 +77,5 @@ void* malloc(size_t size) {
     is_refused = 1;
     return NULL;
   }
-  return __libc_malloc(size);
+  return __interceptor_malloc != NULL ? __interceptor_malloc(size) : __libc_malloc(size);
 }

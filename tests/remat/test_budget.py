@@ -145,8 +145,9 @@ def test_a_model_that_begins_like_a_smaller_one():
     _, plain, _ = step(model, x)
     budget = plain // 2
     settled(model[:3], x, budget=budget)
-    _, _, block = step(model, x, budget=budget)
-    assert block.least is None  # the plan that it began with is not its own
+    for _ in range(2):
+        _, _, block = step(model, x, budget=budget)
+        assert block.least is None  # the plan that it began with is not its own
     _, peak, block = step(model, x, budget=budget)
     assert block.least is not None and peak <= 1.02 * budget
 
@@ -431,11 +432,11 @@ def test_modules_that_are_compiled_or_not_known_yet():
         ({"budget": "9" * 400 + "GB"}, ValueError, "budget must be"),
         ({"budget": 1, "optimizer": 3}, TypeError, "optimizer must be"),
         ({"budget": 1, "strict": 1}, TypeError, "strict must be"),
-        ({"strict": True}, ValueError, "strict needs a budget, as .* or leave strict out"),
+        ({"strict": True}, ValueError, "strict needs a budget: .* or leave strict out"),
         (
             {"optimizer": torch.optim.SGD([torch.zeros(1)])},
             ValueError,
-            "optimizer needs a budget, as its states count only towards one; give one, such as",
+            "optimizer needs a budget: only with a budget are the optimizer's states counted.",
         ),
     ],
 )
@@ -567,6 +568,6 @@ def test_random_programs(start):
         return blocks[-1]
 
     for seed in range(start, start + 20):
-        for _ in range(3):
+        for _ in range(5):
             assert not (wrong := check(seed, make=make)), f"seed {seed}: {wrong}"
     assert sum(block.least is not None for block in blocks) > 20

@@ -74,7 +74,7 @@ def test_modules_copies_and_regions():
 @without
 def test_blocks_are_entered_once_and_budgets_refused():
     block = ms.remat()
-    with block, pytest.raises(RuntimeError, match="a block is entered once"):
+    with block, pytest.raises(RuntimeError, match="is entered once; make another"):
         block.__enter__()
     with pytest.raises(RuntimeError, match="a budget needs the native part.*MEMSAVE_EXT_NATIVE=0"):
         ms.remat(budget="1GB")

@@ -300,7 +300,7 @@ def test_a_folder_that_goes_away_in_the_middle(tmp_path):
     loss.backward()
     assert block.figures().brought_back_bytes >= block.figures().moved_bytes > 0
     assert all(map(torch.equal, expected, [loss, *(p.grad for p in model.parameters())]))
-    with pytest.raises(ValueError, match="a folder that is there"):
+    with pytest.raises(ValueError, match="an existing folder"):
         ms.remat(budget=0.05, offload=folder)
 
 
@@ -495,11 +495,11 @@ def test_adam_in_backward(tmp_path):
         ({"offload": "/tmp"}, ValueError, "offload needs a budget"),
         ({"offload": "cpu"}, ValueError, "offload needs a budget"),
         ({"budget": 0.5, "offload": 3}, TypeError, "must be 'cpu', a folder or None, got int"),
-        ({"budget": 0.5, "offload": "/no/such"}, ValueError, "'cpu' or a folder that is there"),
-        ({"budget": 0.5, "offload": ""}, ValueError, "'cpu' or a folder that is there"),
-        ({"budget": 0.5, "offload": "./cpu"}, ValueError, "a folder that is there"),
-        ({"budget": 0.5, "offload": Path("cpu")}, ValueError, "a folder that is there"),
-        ({"budget": 0.5, "offload_limit": 5}, ValueError, "offload_limit bounds what offload="),
+        ({"budget": 0.5, "offload": "/no/such"}, ValueError, "'cpu' or an existing folder"),
+        ({"budget": 0.5, "offload": ""}, ValueError, "'cpu' or an existing folder"),
+        ({"budget": 0.5, "offload": "./cpu"}, ValueError, "an existing folder"),
+        ({"budget": 0.5, "offload": Path("cpu")}, ValueError, "an existing folder"),
+        ({"budget": 0.5, "offload_limit": 5}, ValueError, "offload_limit says how much offload="),
         ({"budget": 0.5, "offload": "/tmp", "offload_limit": 1.5}, TypeError, "got float"),
         ({"budget": 0.5, "offload": "/tmp", "offload_limit": "x"}, ValueError, "got 'x'"),
         ({"budget": 0.5, "offload": "/tmp", "offload_limit": -1}, ValueError, "got -1"),
@@ -530,7 +530,10 @@ def test_nothing_is_moved_from_the_cpu_to_the_cpu():
 
 @pytest.mark.parametrize(
     ("offload", "match"),
-    [("cpu", "to that of the host; the model is on meta"), ("/tmp", "to files; the model is on m")],
+    [
+        ("cpu", "to the host's memory; the model is on meta"),
+        ("/tmp", "to files; the model is on m"),
+    ],
 )
 def test_memory_that_cannot_be_moved(offload, match):
     model = nn.Linear(2, 2, device="meta")

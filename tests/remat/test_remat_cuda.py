@@ -141,5 +141,5 @@ def test_every_second_content_moved(on_another_stream):
 
 @needs_cuda
 def test_a_folder_is_for_the_cpu(tmp_path):
-    with pytest.raises(ValueError, match="is on cuda; offload='cpu' moves that to the host's"):
+    with pytest.raises(ValueError, match="is on cuda; offload='cpu' moves them to the host's"):
         ms.remat(nn.Linear(2, 2).to("cuda"), budget=0.5, offload=tmp_path)

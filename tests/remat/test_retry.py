@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+from helpers import run_threads
 from refusing import in_a_process, refusals  # noqa: F401
 from test_budget import nothing_is_known_yet, wide  # noqa: F401
 from test_remat_models import MODELS
@@ -197,6 +198,38 @@ def refuse_elsewhere():
     with pytest.raises(RuntimeError, match=OUT_OF_MEMORY), refusals(1.0):
         torch.empty(1 << 14)
     assert outer.figures().given_back_bytes + inner.figures().given_back_bytes == given
+
+
+def test_steps_in_threads_give_way_to_each_other(in_a_process):  # noqa: F811
+    in_a_process(refuse_in_threads)
+
+
+def refuse_in_threads():
+    work = [wide(width=width) for width in (48, 64, 80, 96)]
+    plain = [step(model, x)[0] for model, x in work]
+    given, ended = [], []
+
+    def run(i):
+        model, x = work[i]
+        for _ in range(8):
+            for p in model.parameters():
+                p.grad = None
+            block = ms.remat(budget="1TB", retry=True)
+            try:
+                with block:
+                    loss = model(x).square().mean()
+                loss.backward()
+            except RuntimeError as error:
+                expect_out_of_memory(error)
+                continue
+            given.append(block.figures().given_back_bytes)
+            found = [loss.detach(), *(p.grad for p in model.parameters())]
+            ended.append(all(map(torch.equal, plain[i], found)))
+
+    with refusals(0.01, seed=1) as refused:
+        run_threads(run, len(work))
+    assert refused.count > 0 and any(given)
+    assert len(ended) > 8 and all(ended)
 
 
 def test_values_written_in_place_are_not_computed_from(in_a_process):  # noqa: F811

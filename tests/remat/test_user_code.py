@@ -18,11 +18,11 @@ pytestmark = pytest.mark.skipif(not ms._native.available, reason="budgets need t
 STEPS = 3
 # Those that no run ahead can follow, and a part of the clause that says why.
 MEASURED = {
-    "LoopsOverValues": "did not go as",
+    "LoopsOverValues": "went differently",
     "SwallowsErrors": "depends on the values of tensors",
     "DrawsInPython": "",
     "Exits": "it calls sys.exit()",
-    "ThreadPools": "stood still",
+    "ThreadPools": "made no progress",
     "Numpy": "reads the values of tensors",
     "InnerGradients": "",
 }

@@ -84,7 +84,7 @@ def all_same(a: list[Any], b: list[Any], exact: bool) -> bool:
 # And of the explicit one in pure Python.
 LIMITS = (
     "checkpoint is incompatible with .grad()", "this checkpoint() is not necessary",
-    "a listed tensor was computed from another that is listed",
+    "one listed tensor was computed from another listed tensor",
 )  # fmt: skip
 
 

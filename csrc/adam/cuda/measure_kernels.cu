@@ -181,7 +181,10 @@ __device__ __forceinline__ double sum_squares_of(DType type, const void* grad, i
   return sum_squares<vector::DeviceStorageOf<dtype>>(grad, begin, count);
 }
 
-__global__ void __launch_bounds__(kThreads)
+// That a multiprocessor must have room for; 0: any number.
+constexpr int kSumBlocks = vector::kIsBlackwell ? 5 : 0;
+
+__global__ void __launch_bounds__(kThreads, kSumBlocks)
     sum_kernel(const __grid_constant__ MeasuredBatch batch, double* partials) {
   const Chunk chunk = find_chunk(batch.tensors, batch.count, kChunk, blockIdx.x);
   const MeasuredTensor& tensor = batch.tensors[chunk.tensor];

@@ -53,8 +53,12 @@ __global__ void channel_sums_kernel(const double2* partials, int64_t chunks, Cha
   if (threadIdx.x == 0) write_sums<Value>(to, blockIdx.x, sums);
 }
 
+// That a multiprocessor must have room for; 0: any number.
 template <typename A>
-__global__ void __launch_bounds__(kThreads)
+constexpr int kInputBlocks = vector::kIsBlackwell && sizeof(typename A::Element) == 8 ? 4 : 0;
+
+template <typename A>
+__global__ void __launch_bounds__(kThreads, kInputBlocks<A>)
     backward_input_kernel(Problem problem, Partition p, const void* statistics, const void* means,
                           const void* grad, void* grad_input, void* grad_residual) {
   using Vec = typename A::Vec;

@@ -151,15 +151,15 @@ Fit fit_onchip(const Problem& problem, const Loads& loads, int tensors) {
   constexpr int64_t kThreadsAtOnce = 1024;
   const int64_t resident = std::min(problem.channels / kBusy, most / bytes);
   const int threads = resident >= 8 ? 128 : resident >= 4 ? 256 : kMostThreads;
+  const Fit fit = {true, threads, bytes};
+  if (bytes <= kSmall) return fit;
   // Some places for blocks stay empty in the last wave. Chunks leave none empty, and move memory
   // that takes as long as 1.3 times all of these (docs/gpu-notes.md).
   const int64_t at_once = std::min(most / bytes, kThreadsAtOnce / threads);
   const int64_t wave = of_device(cudaDevAttrMultiProcessorCount) * at_once;
   const int64_t places = ceil_div(problem.channels, wave) * wave;
-  if (bytes > kSmall && problem.channels > wave && 10 * places > 13 * problem.channels) {
-    return {false, 0, 0};
-  }
-  return {true, threads, bytes};
+  if (problem.channels > wave && 10 * places > 13 * problem.channels) return {false, 0, 0};
+  return fit;
 }
 
 template <typename... Parameters, typename... Arguments>

@@ -215,7 +215,7 @@ def checked(
     if phase not in get_args(StepPhase):
         raise ValueError(f"adam_step_: there is no phase {phase}")
     if phase != "whole" and not (rule := rule_of(group)).folds:
-        raise ValueError(f"adam_step_: nothing is folded by {rule.name}")
+        raise ValueError(f"adam_step_: the rule {rule.name} cannot fold gradients")
     for list_name, values, expected in (
         ("grads", grads, count if grads else 0),
         ("states", states, count * len(state_names)),

@@ -64,9 +64,9 @@ def check_not_computed_from_listed(listed: Sequence[Tensor]) -> None:
                 continue
             if node in nodes:
                 raise RuntimeError(
-                    "CheckpointFunction: a listed tensor was computed from another that is listed, "
-                    "which the pure-Python path cannot tell apart. Compute it inside the function, "
-                    "or pass it as an input."
+                    "CheckpointFunction: one listed tensor was computed from another listed "
+                    "tensor, which the pure-Python path does not support. Compute it inside the "
+                    "function, or pass it as an input."
                 )
             seen.add(node)
             pending += [following for following, _ in node.next_functions]

@@ -57,9 +57,9 @@ def plot_track(track: Figures, path: str | os.PathLike[str], *, title: str | Non
     """
     if Path(path).suffix.lower() in (".html", ".htm"):
         raise ValueError(
-            f"path must be that of a picture, such as 'timeline.png', got {os.fspath(path)!r}. For "
-            "a browser, snapshot('snapshot.pickle') of a track on CUDA writes what torch's viewer, "
-            "https://pytorch.org/memory_viz, shows."
+            f"path must name a picture file, such as 'timeline.png', got {os.fspath(path)!r}. For "
+            "a browser, snapshot('snapshot.pickle'), which works on CUDA only, writes a file that "
+            "torch's viewer, https://pytorch.org/memory_viz, shows."
         )
     figure = new_figure((11, 5))
     axes = figure.add_subplot()

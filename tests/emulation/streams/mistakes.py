@@ -120,11 +120,11 @@ MISTAKES = [
     Mistake(
         "backward waits for each of NCCL's reductions",
         "memsave_ext/adam/ddp.py",
-        "        if flagged is None or flagged.done():\n",
+        "        return reduction.then(finish)\n",
         "        if MISTAKE:\n"
-        "            both = [reduction, *filter(None, [flagged])]\n"
-        "            return torch.futures.collect_all(both).then(lambda d: finish(d.value()[0]))\n"
-        "        if flagged is None or flagged.done():\n",
+        "            both = torch.futures.collect_all([reduction])\n"
+        "            return both.then(lambda d: finish(d.value()[0]))\n"
+        "        return reduction.then(finish)\n",
         "nccl",
         "assert not True",
     ),

@@ -111,7 +111,9 @@ def test_ddp(seed, backend):
     chance = random.Random(seed)
 
     def wrap():
-        net = DistributedDataParallel(make(seed), bucket_cap_mb=chance.choice([1e-4, 1]))
+        sizes = {"bucket_cap_mb": chance.choice([1e-4, 1])}
+        unused = chance.random() < 0.5
+        net = DistributedDataParallel(make(seed), find_unused_parameters=unused, **sizes)
         optimizer = ms.AdamW(net.parameters(), in_backward=True, **OPTIONS)
         optimizer.attach(net, hook=backend(chance, torch.cuda.Stream()))
         net.logger = Mock()  # which wants a timer that only CUDA builds have
@@ -127,11 +129,9 @@ def test_ddp(seed, backend):
     assert_same(on_some_stream(chance, loop), alone(seed))
 
 
-def test_ddp_backward_does_not_wait_for_nccl(seed, monkeypatch):
-    """Or communication would not run beside it: only the end of backward waits.
-
-    With find_unused_parameters the host reads each bucket's flags, and waits.
-    """
+@pytest.mark.parametrize("unused", [False, True], ids=["", "unused"])
+def test_ddp_backward_does_not_wait_for_nccl(seed, unused, monkeypatch):
+    """Or communication would not run beside it: only the end of backward waits."""
     chance = random.Random(seed)
     stream, waits = torch.cuda.Stream(), []
     run = StepReduced._run
@@ -142,7 +142,7 @@ def test_ddp_backward_does_not_wait_for_nccl(seed, monkeypatch):
         return made
 
     monkeypatch.setattr(StepReduced, "_run", watched)
-    net = DistributedDataParallel(make(seed), bucket_cap_mb=1e-4)
+    net = DistributedDataParallel(make(seed), bucket_cap_mb=1e-4, find_unused_parameters=unused)
     optimizer = ms.AdamW(net.parameters(), in_backward=True, **OPTIONS)
     optimizer.attach(net, hook=nccl(chance, stream))
     net.logger = Mock()
