@@ -144,6 +144,8 @@ class Recorder {
     block_->step()->count(tensors, gradients, missing);
   }
 
+  void of_model(int64_t number) { block_->step()->of_model(number); }
+
   // False, and counts nothing, where it holds anything but plain tensors.
   bool count_model(const py::handle& model, const py::list& states) {
     std::optional<Lived> lived = lived_in(model, states);
@@ -487,6 +489,7 @@ void bind(py::module_& m) {
            py::arg("bytes"), py::arg("share"), py::arg("strict"), py::arg("is_more"),
            py::arg("device"), py::arg("store") = py::none(), py::arg("most_moved") = 0)
       .def("count", &Recorder::count)
+      .def("of_model", &Recorder::of_model)
       .def("count_model", &Recorder::count_model)
       .def("budget", &Recorder::budget)
       .def("limit", &Recorder::limit)

@@ -456,6 +456,9 @@ std::unique_ptr<at::ObserverContext> Block::on_start(const at::RecordFunction& f
   }
   const bool is_recorded = !is_below && !checkpoint::in_region() && at::GradMode::is_enabled();
   if (block->step_ && block->step_->has_script() && block->passes(*op, function, is_recorded)) {
+    if (is_recorded && op->any_writes && block->sees_results_) {
+      return block->start_write(*op, function);
+    }
     if (op->any_writes || op->is_torch_batch_norm) block->note_hidden_writes(*op, function);
     return nullptr;
   }
@@ -482,6 +485,42 @@ bool Block::passes(const Operator& op, const at::RecordFunction& function, bool 
   if (step_->must_record(op, function) && sees_results_) return false;
   ++passed_;
   return true;
+}
+
+// Of an operator that passes and writes: it may call others that are recorded before it does, as
+// autograd clones what it changes and needs.
+std::unique_ptr<Block::Recording> Block::start_write(const Operator& op,
+                                                     const at::RecordFunction& function) {
+  sweep();
+  auto recording = std::make_unique<Recording>();
+  recording->block = this;
+  const auto inputs = function.inputs();
+  for (size_t i = 0; i < inputs.size() && i < op.writes.size(); ++i) {
+    if (!op.writes[i]) continue;
+    for_tensors(inputs[i],
+                [&](const at::Tensor& tensor, int64_t) { begin_write(*recording, tensor); });
+  }
+  recording->born = contents_so_far();
+  running_.push_back(recording.get());
+  return recording;
+}
+
+void Block::begin_write(Recording& recording, const at::Tensor& tensor) {
+  if (!is_plain(tensor)) return;
+  entry_of(tensor);
+  recording.writing.emplace_back(storage_of(tensor));
+  before_write(tensor);
+  recording.written.emplace_back(tensor, checkpoint::version_of(tensor));
+}
+
+// Memory that was written gets a new content, returned or not, before any is decided on: nothing
+// can be computed from what it held.
+void Block::end_write(Recording& recording) {
+  for (const auto& [tensor, before] : recording.written) {
+    const auto found = table_.find(storage_of(tensor));
+    if (found == table_.end() || found->second.content->born <= recording.born) renew(tensor);
+  }
+  recording.writing.clear();
 }
 
 bool Block::refer(Recording& recording, const at::Tensor& tensor, size_t argument,
@@ -553,13 +592,8 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
     const bool left_out =
         (trains && is_running_statistic(i)) || (op.is_package_batch_norm && (i == 5 || i == 6));
     if (writes || left_out) {
-      for_tensors(inputs[i], [&](const at::Tensor& tensor, int64_t) {
-        if (!is_plain(tensor)) return;
-        entry_of(tensor);
-        recording->writing.emplace_back(storage_of(tensor));
-        before_write(tensor);
-        recording->written.emplace_back(tensor, checkpoint::version_of(tensor));
-      });
+      for_tensors(inputs[i],
+                  [&](const at::Tensor& tensor, int64_t) { begin_write(*recording, tensor); });
     }
     if (!recording->repeatable) {
       for_tensors(inputs[i], [&](const at::Tensor& tensor, int64_t) {
@@ -589,14 +623,19 @@ std::unique_ptr<Block::Recording> Block::start(const Operator& op,
 void Block::on_end(const at::RecordFunction& function, at::ObserverContext* context) {
   auto* recording = static_cast<Recording*>(context);
   if (recording == nullptr) return;
-  if (!recording->call) return recording->block->end_unrecorded(function);
+  if (!recording->call) return recording->block->end_unrecorded(*recording, function);
   recording->measure(function);
   recording->block->end(*recording, function);
   recording->block->move_out();
 }
 
 // Notes that its results were made in this block; they get no call to recompute them by.
-void Block::end_unrecorded(const at::RecordFunction& function) {
+void Block::end_unrecorded(Recording& recording, const at::RecordFunction& function) {
+  const auto running = std::find(running_.begin(), running_.end(), &recording);
+  if (running != running_.end()) {
+    running_.erase(running);
+    return end_write(recording);
+  }
   for (const auto& output : function.outputs()) {
     for_tensors(output, [&](const at::Tensor& tensor, int64_t) {
       if (is_plain(tensor) && table_.find(storage_of(tensor)) == table_.end()) renew(tensor);
@@ -646,13 +685,7 @@ void Block::end(Recording& recording, const at::RecordFunction& function) {
   // chain has to be kept, of which the next plan knows.
   const bool is_traced = recording.repeatable;
   if (depth > (step_ ? kDeepestPlanned : kDeepest)) recording.repeatable = false;
-  // Memory that was written gets a new content, returned or not, before any is decided on: nothing
-  // can be computed from what it held.
-  for (const auto& [tensor, before] : recording.written) {
-    const auto found = table_.find(storage_of(tensor));
-    if (found == table_.end() || found->second.content->born <= recording.born) renew(tensor);
-  }
-  recording.writing.clear();
+  end_write(recording);
   for (size_t i = 0; i < outputs.size(); ++i) {
     for_tensors(outputs[i], [&](const at::Tensor& tensor, int64_t element) {
       made(recording, tensor, i, element);

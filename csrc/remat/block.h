@@ -86,7 +86,7 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   struct Recording : at::ObserverContext {  // an operator that is running
     Block* block;
     uint64_t born = 0;           // contents_so_far() when it began: later ones are new in it
-    std::shared_ptr<Call> call;  // null: only its results are noted
+    std::shared_ptr<Call> call;  // null: only its results, or what it writes, are noted
     bool repeatable = false;     // whether its results may be recomputed from `call`
     bool is_mask = false;        // its result is kept as bits, in place of random numbers
     Step::Began began;           // empty without a step
@@ -116,9 +116,12 @@ class Block final : public Giver, public std::enable_shared_from_this<Block> {
   bool passes(const Operator& op, const at::RecordFunction& function, bool is_recorded);
 
   std::unique_ptr<Recording> start(const Operator& op, const at::RecordFunction& function);
+  std::unique_ptr<Recording> start_write(const Operator& op, const at::RecordFunction& function);
+  void begin_write(Recording& recording, const at::Tensor& tensor);
+  void end_write(Recording& recording);
   void end(Recording& recording, const at::RecordFunction& function);
   void keep_mask(Recording& recording);
-  void end_unrecorded(const at::RecordFunction& function);
+  void end_unrecorded(Recording& recording, const at::RecordFunction& function);
   void note_hidden_writes(const Operator& op, const at::RecordFunction& function);
   void before_write(const at::Tensor& tensor);
   Entry& renew(const at::Tensor& tensor);

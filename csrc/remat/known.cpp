@@ -132,12 +132,22 @@ bool Known::read_times() {
                       [](const plan::TraceCall& call) { return std::isinf(call.seconds); });
 }
 
-void Known::prove(std::optional<std::vector<plan::Decision>> decisions) {
-  if (!decisions) return;
+void Known::prove(const std::vector<plan::Decision>& decisions, int64_t model) {
+  constexpr size_t kMostModels = 8;
   scripts_after = std::max(scripts_after - 1, 0);
-  if (proven == decisions) return;
-  proven = std::move(decisions);
-  script = nullptr;
+  if (!proven || proven->decisions != decisions) {
+    proven = {decisions, {}};
+    script = nullptr;
+  }
+  if (is_proven(decisions, model)) return;
+  auto& models = proven->models;
+  if (models.size() == kMostModels) models.erase(models.begin());
+  models.push_back(model);
+}
+
+bool Known::is_proven(const std::vector<plan::Decision>& decisions, int64_t model) const {
+  if (!proven || proven->decisions != decisions) return false;
+  return std::find(proven->models.begin(), proven->models.end(), model) != proven->models.end();
 }
 
 bool Known::ends_like(const Known& other) const {
@@ -270,10 +280,12 @@ void KnownSteps::add(std::shared_ptr<Known> step, bool overlapped) {
     const bool are_known = old->read_times();
     if (are_known) keep_times(*old, *step);
     const bool same_program = (are_known || !old->times.empty()) && old->is_same_program(*step);
-    if (same_program && (overlapped || old->is_same_memory(*step))) {
+    // A plan that keeps what it promises stays: the memory of a step is in part its plan's, and two
+    // plans of about the same peak would take turns.
+    if (same_program && (overlapped || step->proven || old->is_same_memory(*step))) {
       old->seen = step->seen;
       old->ended = step->ended;
-      old->prove(std::move(step->proven));
+      if (step->proven) old->prove(step->proven->decisions, step->proven->models.back());
       step = std::move(old);
     } else {
       step->proven.reset();
@@ -387,10 +399,10 @@ bool KnownSteps::is_ambiguous(const Known& step, size_t decisions) const {
 }
 
 std::shared_ptr<const plan::Script> KnownSteps::script(Known& step, const plan::Plan& plan,
-                                                       size_t decisions, size_t operators,
-                                                       size_t saves) const {
+                                                       int64_t model, size_t decisions,
+                                                       size_t operators, size_t saves) const {
   const std::lock_guard<Lock> lock(mutex_);
-  if (step.scripts_after > 0 || step.proven != plan.decisions) return nullptr;
+  if (step.scripts_after > 0 || !step.is_proven(plan.decisions, model)) return nullptr;
   if (is_ambiguous(step, decisions)) return nullptr;
   const auto first_operator = static_cast<int32_t>(operators);
   const auto first_save = static_cast<int32_t>(saves);

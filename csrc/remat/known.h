@@ -59,8 +59,14 @@ struct Known {
   int seen = 1;                   // how many steps like it have ended
   bool told = false;              // whether a user was told that the budget is too small
   std::vector<Verdict> verdicts;  // by content: what was decided; of those that were not, any
-  // A plan by which a whole step has gone, with the peak that was planned: its decisions.
-  std::optional<std::vector<plan::Decision>> proven;
+  // A plan by which whole steps have gone, with the peak that was planned, and within the budget
+  // where the plan is: its decisions, and the models that these were of, by number. A step of
+  // another model may be another one after its last decision, as with another loss.
+  struct Proven {
+    std::vector<plan::Decision> decisions;
+    std::vector<int64_t> models;
+  };
+  std::optional<Proven> proven;
   std::shared_ptr<const plan::Script> script;  // for that plan, once it is asked for
   // How many more steps are to be written down before one goes by the script. It doubles whenever
   // one that did went another way: where two programs take turns, both become known meanwhile.
@@ -79,8 +85,9 @@ struct Known {
   // Completes the trace's times with those measured on devices, as soon as the devices have come so
   // far. Returns whether all are known.
   bool read_times();
-  // Notes that a whole step has gone by a plan with these decisions; nothing where there are none.
-  void prove(std::optional<std::vector<plan::Decision>> decisions);
+  // Notes that a whole step of a model has gone by a plan with these decisions.
+  void prove(const std::vector<plan::Decision>& decisions, int64_t model);
+  bool is_proven(const std::vector<plan::Decision>& decisions, int64_t model) const;
   // Whether the other one, of the same decisions, has the same operators after the last of them,
   // and a backward that reads the same.
   bool ends_like(const Known& other) const;
@@ -131,11 +138,12 @@ class KnownSteps {
   // Whether a step is known whose operators until its last decision have this hash.
   bool knows(uint64_t last_key) const;
   // Returns what a step that follows this plan of it has to do, `decisions` of which are made; null
-  // where it has to be written down whole: none has gone by this plan yet, or another program began
-  // with the same operators lately.
+  // where it has to be written down whole: none of the model has gone by this plan yet, or another
+  // program began with the same operators lately.
   // It begins after so many operators and saved tensors.
-  std::shared_ptr<const plan::Script> script(Known& step, const plan::Plan& plan, size_t decisions,
-                                             size_t operators, size_t saves) const;
+  std::shared_ptr<const plan::Script> script(Known& step, const plan::Plan& plan, int64_t model,
+                                             size_t decisions, size_t operators,
+                                             size_t saves) const;
   // One that went by its script has left it, or has needed another peak than was planned.
   void left_script(Known& step) const;
   // Notes that a user is told of a step. Returns whether that is the first time.

@@ -468,17 +468,25 @@ void Step::finish() {
     for (const auto& left : shared_->count.living()) known->trace.left.push_back(left);
     if (plan_ != nullptr) compare(known->trace);
   }
-  if (plan_ != nullptr && !followed_->is_ahead && !deviation_) known->proven = plan_->decisions;
+  if (plan_ != nullptr && !followed_->is_ahead && !deviation_ && kept_to_budget()) {
+    known->prove(plan_->decisions, model_);
+  }
   const bool is_worth_it = saw_backward_ && is_exact_ && !has_left_;
   shared_->end(is_worth_it ? std::move(known) : nullptr, since_look_);
 }
 
-// These three compare the step with its plan. The caller holds mutex_.
+// These compare the step with its plan. The caller holds mutex_.
 int64_t Step::planned_peak() const { return plan_->peak + before_ - followed_->before; }
 
 bool Step::is_as_planned() const {
   constexpr int64_t kTolerated = 100;  // one hundredth
   return std::abs(peak_ - planned_peak()) <= planned_peak() / kTolerated;
+}
+
+// Or its plan has not, as there is none within it.
+bool Step::kept_to_budget() const {
+  constexpr int64_t kTolerated = 500;  // a five-hundredth, about as much as numbers and views
+  return planned_peak() > bytes_ || peak_ <= bytes_ + bytes_ / kTolerated;
 }
 
 void Step::compare(const plan::Trace& trace) {
@@ -547,7 +555,7 @@ void Step::begin_script(const Content& content) {
   // Reports name modules by their numbers in a block.
   if (known.contents[number].module != content.module) return;
   operators_ = static_cast<int32_t>(trace_.operators.size());
-  script_ = shared_->script(*followed_, *plan_, keys_.size(), trace_.operators.size(),
+  script_ = shared_->script(*followed_, *plan_, model_, keys_.size(), trace_.operators.size(),
                             trace_.saves.size());
 }
 

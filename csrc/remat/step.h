@@ -49,6 +49,8 @@ class Step {
   Step(const Step&) = delete;
   Step& operator=(const Step&) = delete;
 
+  // Whose step it is, by a number; 0: nobody's. Called before anything is decided.
+  void of_model(int64_t number) { model_ = number; }
   // Counts memory from before: parameters and states, and parameters' gradients. `missing`: bytes
   // of gradients that backward will make.
   void count(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& gradients,
@@ -164,6 +166,7 @@ class Step {
   void leave_script();
   int64_t planned_peak() const;
   bool is_as_planned() const;
+  bool kept_to_budget() const;
   void compare(const plan::Trace& trace);
 
   const Budget budget_;
@@ -192,6 +195,7 @@ class Step {
   const plan::Plan* plan_ = nullptr;                // of followed_ or moving_
   // What follows is changed and read by the block's thread, and where it is over, by others.
   const bool may_pass_;
+  int64_t model_ = 0;
   std::shared_ptr<const plan::Script> script_;  // null: everything is written down
   int32_t operators_ = 0;                       // that came until now, with a script
   int32_t saves_ = 0;                           // tensors that were saved until now

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from itertools import count
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -123,6 +124,9 @@ def _parameters_in(parts: Sequence[nn.Module]) -> list[Tensor]:
     return list({id(p): p for p in own if p is not None}.values())
 
 
+# Of the modules that blocks have counted first.
+_numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_next_number = count(1)
 # By the first module that a block without a model has called: what it has called besides, by id.
 _called_after: WeakKeyDictionary[nn.Module, WeakValueDictionary[int, nn.Module]]
 _called_after = WeakKeyDictionary()
@@ -175,6 +179,10 @@ class LivedBefore:
         stack.callback(hook.remove)
 
     def _add(self, module: nn.Module) -> None:
+        if not self._added:
+            if (number := _numbers.get(module)) is None:
+                number = _numbers[module] = next(_next_number)
+            self._recorder.of_model(number)
         self._added.append(ref(module))
         if self._model is not None and self._count_model(module):
             return

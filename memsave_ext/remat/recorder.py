@@ -51,6 +51,9 @@ class Recorder(Protocol):
     def count(self, tensors: list[Tensor], gradients: list[Tensor], missing: int) -> None:
         """Within a budget: counts memory from before, and bytes of gradients yet to be made."""
 
+    def of_model(self, number: int) -> None:
+        """Within a budget: says whose step it is; a model proves its own plans."""
+
     def count_model(self, model: nn.Module, states: list[dict[Tensor, Any]]) -> bool:
         """Counts what a model, and what these states of optimizers have for its parameters.
 

@@ -219,6 +219,42 @@ def test_a_kept_tensor_that_is_changed_is_an_error():
     assert all(map(torch.equal, train(model, x, ms.remat(budget=1.0)), train(model, x)))
 
 
+@pytest.mark.parametrize("budget", [0.8, 0.6, 0.4])
+def test_what_is_changed_in_place_and_cloned_for_backward(budget):
+    """Autograd clones what clamp_() changes inside of it, before it does."""
+
+    class Clamped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Linear(64, 256) for _ in range(4))
+            self.back = nn.ModuleList(nn.Linear(256, 64) for _ in range(4))
+
+        def forward(self, x):
+            for layer, back in zip(self.layers, self.back, strict=True):
+                x = x + back(F.gelu(layer(x)).clamp_(max=0.5))
+            return x
+
+    model, x = Clamped(), torch.randn(512, 64)
+    expected = train(model, x)
+    for _ in range(6):
+        block = ms.remat(model, budget=budget)
+        assert all(map(torch.equal, train(model, x, block), expected))
+    assert passed(block) and block.figures().dropped_bytes
+
+
+def test_a_model_proves_its_own_plans():
+    """An equal one may have another loss, of which a script would see nothing."""
+    x = torch.randn(16, 24)
+    blocks = []
+    for model in (Program(), Program()):
+        train(model, x)
+        for _ in range(5):
+            blocks.append(ms.remat(model, budget=0.6))
+            train(model, x, blocks[-1])
+    assert passed(blocks[4]) and passed(blocks[9]) and not passed(blocks[5])
+
+
 def test_an_exception_in_the_middle():
     model, x = Program(length=4), torch.randn(8, 24)
     expected, scripted = train(model, x), 0
