@@ -253,6 +253,24 @@ def unused_and_an_error():
     return "nothing"
 
 
+def reductions_after_an_error():
+    """Without unused parameters they step when they end, and the optimizer says that it was half
+    a step."""
+    ddp = DistributedDataParallel(used_always(Net()), bucket_cap_mb=0.0001)
+    optimizer = ms.AdamW(ddp.parameters(), lr=0.01, in_backward=True)
+    end = raise_in_backward(ddp, optimizer)
+    before = values(ddp.module)
+    end()
+    changed = [n for n, v in values(ddp.module).items() if not torch.equal(v, before[n])]
+    assert "last.weight" in changed
+    assert "first.weight" not in changed
+    assert not optimizer._stepper._collector.runs_backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+
+
 def static_graph():
     ddp = DistributedDataParallel(Net(), static_graph=True)
     optimizer = ms.AdamW(ddp.parameters(), lr=0.01, in_backward=True)
@@ -436,6 +454,12 @@ def test_one_collective_a_backward_asks_what_was_used(results):
 def test_a_backward_that_raises_before_it_knows_what_was_used():
     for said in run_ranks(2, [unused_and_an_error])["unused_and_an_error"]:
         assert said == "nothing", said
+
+
+def test_reductions_that_end_after_an_error():
+    for said in run_ranks(2, [reductions_after_an_error])["reductions_after_an_error"]:
+        assert said is not None
+        assert "a backward raised after 4 parameters had been stepped" in said, said
 
 
 def test_refusals(results):
