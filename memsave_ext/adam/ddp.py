@@ -143,6 +143,9 @@ class StepReduced:
             usage.add(used, step)
             if bucket.is_last():
                 usage.send(buffer.device)
+        # What a reduction calls at its end outlives a backward that raises. Where steps wait for
+        # flags, it must not keep that backward as they do.
+        step_now = None if self._some_unused else step
 
         def finish(done: Any) -> Tensor:
             with _that_backward_waits_for(stream):
@@ -150,8 +153,8 @@ class StepReduced:
                 reduced = reduced[0] if isinstance(reduced, (list, tuple)) else reduced
                 if reduced.data_ptr() != buffer.data_ptr():
                     buffer.copy_(reduced)
-                if not self._some_unused:
-                    step([True] * len(pairs))
+                if step_now is not None:
+                    step_now([True] * len(ours))
             return buffer
 
         # NCCL's are done as soon as they are queued, and have devices: what follows runs on a

@@ -195,10 +195,10 @@ def _trainers_on(frame: FrameType | None) -> Iterator[Any]:
 
 def _refuse(args: Any) -> None:
     if args.world_size > 1 or args.n_gpu > 1:
+        several = f"{args.world_size} processes" if args.world_size > 1 else f"{args.n_gpu} devices"
         raise ValueError(
-            f"Fit: the Trainer uses {args.world_size} processes with {args.n_gpu} devices, and Fit "
-            "can predict the steps of only one process with one device. Let the Trainer see one "
-            "device"
+            f"Fit: the Trainer uses {several}, and Fit can predict the steps of only one process "
+            "with one device. Let the Trainer see one device"
         )
     if args.torch_compile:
         raise ValueError(

@@ -96,7 +96,7 @@ def test_what_does_not_exist_is_refused_before_anything_changes():
         state[name] = state[name].to(torch.float16)
     before = weight.detach().clone()
     weight.grad = torch.ones_like(weight)
-    with pytest.raises(RuntimeError, match=re.escape("exp_avg of a")):
+    with pytest.raises(RuntimeError, match=re.escape("the state 'exp_avg' of a")):
         optimizer.step()
     assert state["step"] == 1 and torch.equal(weight, before)
 

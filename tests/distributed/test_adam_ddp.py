@@ -203,25 +203,33 @@ def collectives_of_unused():
     return called
 
 
-def unused_and_an_error():
-    """A backward that ends before its last bucket steps nothing, and nothing of it stays."""
-    ddp = DistributedDataParallel(Net(), find_unused_parameters=True, bucket_cap_mb=0.0001)
-    optimizer = ms.AdamW(ddp.parameters(), lr=0.01, in_backward=True)
-    reduced = []
+def raise_in_backward(ddp, optimizer):
+    """A backward raises before its last bucket, after one that did not.
+
+    Returns what ends the reductions that are on their way then.
+    """
+    late, raises = [], False
 
     def hook(state, bucket):
-        reduced.append(bucket.index())
-        return default_hooks.allreduce_hook(state, bucket)
+        reduction = default_hooks.allreduce_hook(state, bucket)
+        if not raises:
+            return reduction
+        assert not bucket.is_last()
+        late.append((torch.futures.Future(), reduction))
+        return late[-1][0]
 
     def broken(grad):
         raise RuntimeError("broken here")
+
+    def end():
+        for future, reduction in late:
+            future.set_result(reduction.wait())
 
     optimizer.attach(ddp, hook, None)
     loss(ddp, part(0)).backward()
     optimizer.step()
     optimizer.zero_grad()
-    before = values(ddp.module)
-    count = len(reduced)
+    raises = True
     x = ddp.module.first(part(1)).tanh().detach().requires_grad_()
     x.register_hook(broken)
     ddp.module.first.forward = lambda _: x
@@ -229,10 +237,38 @@ def unused_and_an_error():
         loss(ddp, part(1)).backward()
     except RuntimeError as error:
         assert "broken here" in str(error)  # noqa: PT017, pytest.raises() keeps what it was raised in
-    assert 0 < len(reduced) - count < count
+    assert late
+    return end
+
+
+def unused_and_an_error():
+    """A backward that ends before its last bucket steps nothing, and nothing of it stays."""
+    ddp = DistributedDataParallel(Net(), find_unused_parameters=True, bucket_cap_mb=0.0001)
+    optimizer = ms.AdamW(ddp.parameters(), lr=0.01, in_backward=True)
+    end = raise_in_backward(ddp, optimizer)
     assert not optimizer._stepper._collector.runs_backward()
+    before = values(ddp.module)
+    end()
     assert all(torch.equal(v, before[n]) for n, v in values(ddp.module).items())
     return "nothing"
+
+
+def reductions_after_an_error():
+    """Without unused parameters they step when they end, and the optimizer says that it was half
+    a step."""
+    ddp = DistributedDataParallel(used_always(Net()), bucket_cap_mb=0.0001)
+    optimizer = ms.AdamW(ddp.parameters(), lr=0.01, in_backward=True)
+    end = raise_in_backward(ddp, optimizer)
+    before = values(ddp.module)
+    end()
+    changed = [n for n, v in values(ddp.module).items() if not torch.equal(v, before[n])]
+    assert "last.weight" in changed
+    assert "first.weight" not in changed
+    assert not optimizer._stepper._collector.runs_backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
 
 
 def static_graph():
@@ -418,6 +454,12 @@ def test_one_collective_a_backward_asks_what_was_used(results):
 def test_a_backward_that_raises_before_it_knows_what_was_used():
     for said in run_ranks(2, [unused_and_an_error])["unused_and_an_error"]:
         assert said == "nothing", said
+
+
+def test_reductions_that_end_after_an_error():
+    for said in run_ranks(2, [reductions_after_an_error])["reductions_after_an_error"]:
+        assert said is not None
+        assert "a backward raised after 4 parameters had been stepped" in said, said
 
 
 def test_refusals(results):

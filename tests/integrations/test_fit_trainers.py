@@ -6,6 +6,7 @@ import gc
 import logging
 import re
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -318,8 +319,11 @@ def test_wrong_use(tmp_path):
         run.train()
     run = Run(tmp_path, fit())
     run.trainer.args._n_gpu = 2
-    with pytest.raises(ValueError, match="Fit: .* devices train the model"):
+    with pytest.raises(ValueError, match="Fit: the Trainer uses 2 devices, and Fit can predict"):
         ms.integrations.transformers._refuse(run.trainer.args)
+    several = SimpleNamespace(world_size=3, n_gpu=0)
+    with pytest.raises(ValueError, match="Fit: the Trainer uses 3 processes, and Fit can predict"):
+        ms.integrations.transformers._refuse(several)
     run = Run(tmp_path, fit())
     handle = ms.remat_module(run.model)
     with pytest.raises(

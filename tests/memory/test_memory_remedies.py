@@ -118,7 +118,7 @@ def test_a_wide_layer_without_a_graph_is_named():
         net(torch.randn(512, 32))
     (sentence,) = track.remedies()
     assert sentence.startswith("What blocks.")
-    assert ".mlp makes on the way is " in sentence
+    assert ".mlp makes and frees again in its forward is " in sentence
 
 
 def test_no_layer_is_named_where_chunks_do_not_help():

@@ -101,9 +101,9 @@ def test_many_steps_are_summed_up():
     track.steps = [Step(i, 0.001 * (i + 1), (i + 1) * MIB) for i in range(99)]
     rows = tables(track)["99 training steps"]
     assert [list(row.values()) for row in rows] == [
-        ["least", "1.00 ms", "1.00 MiB"],
+        ["minimum", "1.00 ms", "1.00 MiB"],
         ["median", "50.0 ms", "50.0 MiB"],
-        ["most", "99.0 ms", "99.0 MiB"],
+        ["maximum", "99.0 ms", "99.0 MiB"],
     ]
 
 

@@ -205,7 +205,7 @@ def test_format_bytes(count, text):
 
 
 def test_names_of_columns_are_broken_before_texts(columns):
-    columns(60)
+    columns(62)
     names = ["means", "largest batch", "between all steps", "cost"]
     rows = [["of so many letters", 7, "9.00 MiB", "one more forward"]]
     lines = printed(Terminal(), "", names, rows).splitlines()

@@ -137,7 +137,7 @@ def test_a_device_whose_memory_is_not_known(monkeypatch):
     monkeypatch.setattr(module, "device_memory", refuse)
     block = ms.remat(budget="auto")
     with pytest.raises(
-        RuntimeError, match="budget='auto' is a part .*'cpu' is not known here; give"
+        RuntimeError, match="budget='auto' is a part .*'cpu' is not known here; pass"
     ):
         block.__enter__()
     x = torch.ones(3, requires_grad=True)  # nothing is left open

@@ -534,6 +534,8 @@ class Backward:
         updates = [Update(p, group, grad) for p, group, grad in of_groups if group is not None]
         self._use(updates)
         self._collector.note_uses((param for param, *_ in updates), self.action)
+        if self._failed and self.action != "measure":  # it raised before the reduction had ended
+            self.stepper.failed(len(updates))
 
     def finish(self) -> None:
         self._flush_asking()
