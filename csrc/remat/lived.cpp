@@ -1,8 +1,7 @@
 #include "remat/lived.h"
 
+#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/python_variable.h>
-
-#include <unordered_set>
 
 namespace memsave_ext::remat {
 namespace {
@@ -74,7 +73,7 @@ class Walk {
   const pybind11::str former_{"_former_parameters"}, parameters_{"_parameters"},
       buffers_{"_buffers"}, modules_{"_modules"};
   Lived found_;
-  std::unordered_set<const PyObject*> parts_, seen_;
+  ska::flat_hash_set<const PyObject*> parts_, seen_;
 };
 
 }  // namespace
