@@ -88,8 +88,10 @@ class Applied:
         given = {n: v for n, v in options.items() if v is not None} if in_backward else {}
         self._after: list[Callable[[], None]] = []
         self._spare = spare
-        # What remat drops follows from times, which were estimated: it may be more.
+        # What remat drops follows from times, which were estimated: it may be more, or within a
+        # budget less.
         self._may_be_less = technique.remat or technique.within_budget
+        self._may_be_as_much_as = budget if technique.within_budget else 0
         self._others = others
         left = max(budget - others, 1)
         self._undo = ExitStack()
@@ -171,7 +173,7 @@ class Applied:
         least, most = (self.predicted * (1 + sign * _TOLERANCE) for sign in (-1, 1))
         if self._may_be_less:
             least = 0
-        if least <= measured <= most + self._spare:
+        if least <= measured <= max(most + self._spare, self._may_be_as_much_as):
             return
         warnings.warn(
             f"memsave_ext: a step had a peak of {format_bytes(measured)} with {self.technique}, "

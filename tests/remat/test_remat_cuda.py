@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from on_device import needs_cuda, on_every_device
+from on_device import capture, needs_cuda, on_every_device
 from torch import nn
 from torch.nn import functional as F
 
@@ -25,7 +25,7 @@ class Block(nn.Module):
         return x + F.dropout(F.gelu(self.layer(self.norm(x))), 0.2)
 
 
-def train(device, form=None, steps=4, width=64):
+def train(device, form=None, steps=7, width=64):
     """(parameters, what each step dropped). Activations are many times the parameters."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(width) for _ in range(4))).to(device)
@@ -55,6 +55,41 @@ def test_the_bits_of_plain_torch(form, device):
         assert torch.equal(f, e)
     # On a GPU it depends on times what is cheap.
     assert all(dropped) or form == "cheap"
+
+
+@on_every_device
+@pytest.mark.parametrize("budget", [0.5, "8GB"])
+def test_replays_of_a_step_within_a_budget(budget, device):
+    """With Adam in backward. The step that is captured goes by its plan's script."""
+    ms._native.module.remat_forget()
+
+    def make(**options):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block(64) for _ in range(4))).to(device)
+        optimizer = ms.AdamW(model.parameters(), lr=1e-3, in_backward=True, capturable=True)
+        if options:
+            ms.remat_module(model, **options)
+        x = torch.randn(512, 64).to(device)
+        torch.manual_seed(1)
+
+        def step():
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, step
+
+    warmup, replays = 8, 3
+    model, step = make(budget=budget)
+    replay, _ = capture(step, warmup)
+    assert model.forward.last._recorder.figures()["passed"]
+    for _ in range(replays):
+        replay()
+    expected, step = make()
+    for _ in range(warmup + replays):
+        step()
+    for f, e in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(f, e, rtol=1e-5, atol=1e-6)
 
 
 @on_every_device
