@@ -63,6 +63,8 @@ from tables.real_limit import real_limit_caption, real_limit_short, real_limit_t
 from tables.remat import (
     budgets_caption,
     budgets_table,
+    instructions_caption,
+    instructions_table,
     remat_caption,
     remat_host_caption,
     remat_host_table,
@@ -105,6 +107,7 @@ TABLES: dict[str, Pair] = {
     "remat:nets": (remat_nets_table, remat_nets_caption),
     "remat:host": (remat_host_table, remat_host_caption),
     "remat:picture": (lambda record: "", remat_picture_caption),
+    "remat_instructions": (instructions_table, instructions_caption),
     "remat_budgets": (budgets_table, budgets_caption),
     "remat_offload": (offload_table, offload_caption),
     "remat_offload_simulated": (simulated_table, simulated_caption),

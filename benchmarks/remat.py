@@ -180,18 +180,18 @@ def planning() -> dict[str, Any]:
 class Small(nn.Module):
     """Operators that take no time: what is left is what the host does for each."""
 
-    def __init__(self, linear: bool) -> None:
+    def __init__(self, linear: bool, length: int = 40) -> None:
         super().__init__()
-        self.linear = linear
+        self.linear, self.length = linear, length
         self.layers = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-            for _ in range(40 if linear else 0)
+            for _ in range(length if linear else 0)
         )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = x + layer(x)
-        for _ in range(0 if self.linear else 40):
+        for _ in range(0 if self.linear else self.length):
             x = ((x * 1.01).sigmoid() + x).tanh() * 0.5
         return x
 

@@ -65,6 +65,32 @@ def remat_host_caption(record: Record) -> str:
     )
 
 
+def instructions_table(record: Record) -> str:
+    """Ways down; for each program thousands of instructions for an operator, and once a step."""
+    rows = record["rows"]
+    cells = [
+        (
+            method_name(way),
+            *(f"{row[what][way] / 1e3:.1f}" for row in rows for what in ("operator", "step")),
+        )
+        for way in rows[0]["operator"]
+        if way != "plain"
+    ]
+    names = [
+        (f"{row['program']}, {row['operator']['plain'] / 1e3:.1f} each", "and once a step")
+        for row in rows
+    ]
+    return markdown(("", *(name for pair in names for name in pair)), cells)
+
+
+def instructions_caption(record: Record) -> str:
+    short, long = record["settings"]["lengths"]
+    return (
+        "The same in thousands of instructions, as callgrind counts them: for an operator, and "
+        f"what is once a step, of steps of {short} and {long} layers."
+    )
+
+
 def remat_picture_caption(record: Record) -> str:
     return (
         "Activations at the peak and time of a step, as shares of the plain step's: lower and "

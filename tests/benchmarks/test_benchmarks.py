@@ -513,6 +513,27 @@ def test_remat_budgets_end_to_end(tmp_path, capsys):
     assert "step 2, within 1.02 of what was promised: 1.00" in printed
 
 
+def test_remat_instructions_are_those_of_an_operator_and_of_a_step(monkeypatch, tmp_path, capsys):
+    benchmark = importlib.import_module("remat_instructions")
+    ways = {"plain": (1000, 50), "remat": (1300, 450)}
+    counted = {
+        f"{program}/{length}/{way}": each * length + once
+        for program in benchmark.PROGRAMS
+        for length in (2, 5)
+        for way, (each, once) in ways.items()
+    }
+    monkeypatch.setattr(benchmark, "operators_of", lambda program, length: length)
+    rows = benchmark.rows_of(counted, [2, 5])
+    assert [row["operator"] for row in rows] == [{"plain": 1000, "remat": 300}] * 2
+    assert [row["step"] for row in rows] == [{"plain": 50, "remat": 400}] * 2
+    table, caption = readme_tables.TABLES["remat_instructions"]
+    record = {"rows": rows, "settings": {"lengths": [2, 5]}}
+    assert "0.3" in table(record) and "2 and 5 layers" in caption(record)
+    monkeypatch.setattr(benchmark.shutil, "which", lambda name: None)
+    assert benchmark.main(["--save", str(tmp_path)]) == 0
+    assert "valgrind is not installed" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(not _native.available, reason="budgets need the native part")
 def test_remat_offload_end_to_end(tmp_path):
     pytest.importorskip("tqdm")
