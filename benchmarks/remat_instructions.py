@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, machine, write_record
-from remat import PLAIN, RECORDED, REMAT, Small, observed
 from torch import nn
 
 import memsave_ext as ms
+from common import ROOT, machine, write_record
 from memsave_ext import _C
+from remat import PLAIN, RECORDED, REMAT, Small, observed
 
 OBSERVER, UNNEEDED = "an observer that does nothing", "a budget that is not needed"
 PROGRAMS = {"elementwise": False, "linear layers": True}
