@@ -31,6 +31,8 @@ from memsave_ext import _C
 from remat import PLAIN, RECORDED, REMAT, Small, observed
 
 OBSERVER, UNNEEDED = "an observer that does nothing", "a budget that is not needed"
+HALF = "budget 0.5"
+WAYS = (PLAIN, OBSERVER, RECORDED, REMAT, UNNEEDED, HALF)
 PROGRAMS = {"elementwise": False, "linear layers": True}
 COUNTED = 2  # steps
 REQUESTS = """
@@ -57,7 +59,7 @@ def ways_of(model: nn.Module) -> dict[str, Way]:
         RECORDED: (model, functools.partial(ms.remat, _everything=None)),
         REMAT: (model, ms.remat),
         UNNEEDED: (within("8GB"), nullcontext),
-        "budget 0.5": (within(0.5), nullcontext),
+        HALF: (within(0.5), nullcontext),
     }
 
 
@@ -113,11 +115,10 @@ def rows_of(found: dict[str, int], lengths: list[int]) -> list[dict[str, Any]]:
     for program in PROGRAMS:
         short, long = (operators_of(program, length) for length in lengths)
         row: dict[str, Any] = {"program": program, "operator": {}, "step": {}}
-        for name, instructions in found.items():
-            of, length, way = name.split("/")
-            if of != program or int(length) != lengths[0]:
+        for way in WAYS:
+            if f"{program}/{lengths[0]}/{way}" not in found:
                 continue
-            more = found[f"{program}/{lengths[1]}/{way}"]
+            instructions, more = (found[f"{program}/{length}/{way}"] for length in lengths)
             row["operator"][way] = (more - instructions) / (long - short)
             row["step"][way] = instructions - row["operator"][way] * short
         for figures in (row["operator"], row["step"]):
