@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from on_device import capture, needs_cuda, on_every_device
+from on_device import HAS_CUDA, capture, needs_cuda, on_every_device
 from torch import nn
 from torch.nn import functional as F
 
@@ -57,10 +57,10 @@ def test_the_bits_of_plain_torch(form, device):
     assert all(dropped) or form == "cheap"
 
 
-@on_every_device
 @pytest.mark.parametrize("budget", [0.5, "8GB"])
-def test_replays_of_a_step_within_a_budget(budget, device):
+def test_replays_of_a_step_within_a_budget(budget):
     """With Adam in backward. The step that is captured goes by its plan's script."""
+    device = "cuda" if HAS_CUDA else "cpu"
     ms._native.module.remat_forget()
 
     def make(**options):
@@ -79,7 +79,7 @@ def test_replays_of_a_step_within_a_budget(budget, device):
 
         return model, step
 
-    warmup, replays = 8, 3
+    warmup, replays = 24, 3  # first by estimated times, until those of events are known
     model, step = make(budget=budget)
     replay, _ = capture(step, warmup)
     assert model.forward.last._recorder.figures()["passed"]
