@@ -414,6 +414,15 @@ std::shared_ptr<const plan::Script> KnownSteps::script(Known& step, const plan::
   return script;
 }
 
+void KnownSteps::came_again(const Known& step) {
+  const std::lock_guard<Lock> lock(mutex_);
+  const auto is_it = [&](const auto& known) { return known.get() == &step; };
+  const auto found = std::find_if(steps_.begin(), steps_.end(), is_it);
+  if (found == steps_.end()) return;
+  (*found)->ended = ended_ + 1;
+  std::rotate(found, found + 1, steps_.end());
+}
+
 void KnownSteps::left_script(Known& step) const {
   constexpr int kLongestWait = 1024;
   const std::lock_guard<Lock> lock(mutex_);

@@ -144,6 +144,8 @@ class KnownSteps {
   std::shared_ptr<const plan::Script> script(Known& step, const plan::Plan& plan, int64_t model,
                                              size_t decisions, size_t operators,
                                              size_t saves) const;
+  // A step that went by its script: it is the latest, as one that was written down would be.
+  void came_again(const Known& step);
   // One that went by its script has left it, or has needed another peak than was planned.
   void left_script(Known& step) const;
   // Notes that a user is told of a step. Returns whether that is the first time.

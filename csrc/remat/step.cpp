@@ -442,6 +442,7 @@ void Step::finish() {
       deviation_->foreseen = planned_peak();
       shared_->left_script(*followed_);
     }
+    shared_->came_again(*followed_);
     shared_->end(nullptr, since_look_);
     return;
   }
@@ -523,8 +524,10 @@ Choice Step::decide(Content& content) {
                                          ? followed_->keys[keys_.size() - 1] == hash_
                                          : followed_->is_ahead);
   if (!follows) {
+    const std::shared_ptr<Known> before = followed_;  // has its plan
+    const plan::Plan* const plan = plan_;
     find();
-    if (plan_ != nullptr) begin_script(content);
+    if (plan_ != nullptr && decided_like(plan, number)) begin_script(content);
   }
   if (plan_ == nullptr) return unplanned;
   if (script_) return by_script(content);
@@ -544,6 +547,18 @@ Choice Step::decide(Content& content) {
     return choice;
   }
   return {Drops::kEverything, decision == plan::Decision::kDrop};
+}
+
+// Whether what was decided on until now, by a plan of another step, is as the plan has it: a script
+// has the peak of its whole plan. The caller holds mutex_.
+bool Step::decided_like(const plan::Plan* before, int32_t contents) const {
+  if (keys_.size() == 1) return true;  // nothing was
+  const auto most = static_cast<size_t>(contents);
+  if (before == nullptr || std::min(before->decisions.size(), plan_->decisions.size()) < most) {
+    return false;
+  }
+  return std::equal(plan_->decisions.begin(), plan_->decisions.begin() + contents,
+                    before->decisions.begin());
 }
 
 // Goes by the script of the plan that was chosen, if there is one. Everything until now was as in

@@ -160,6 +160,7 @@ class Step {
   void follow(std::shared_ptr<Known> known);
   void stop();
   void forget();
+  bool decided_like(const plan::Plan* before, int32_t contents) const;
   void begin_script(const Content& content);
   Choice by_script(Content& content) const;
   Verdict why_kept(int32_t content) const;

@@ -139,6 +139,8 @@ def test_a_step_that_goes_another_way(budget, variant):
             block = ms.remat(budget=budget)
             assert all(map(torch.equal, train(model, x, block, **how), plain[goes])), number
             blocks.append(block)
+            # Not where the beginning was decided on by another program's plan.
+            assert not passed(block) or block._recorder.deviation() is None
         # Of a step after one like it: where two programs begin alike, it begins with the plan that
         # the latest one has.
         block = blocks[-2]
