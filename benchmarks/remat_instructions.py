@@ -130,8 +130,8 @@ def rows_of(found: dict[str, int], lengths: list[int]) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--lengths", type=int, nargs=2, default=[20, 60], help="layers of the two")
-    parser.add_argument("--warmup", type=int, default=10, help="steps before those that count")
+    parser.add_argument("--lengths", type=int, nargs=2, default=[8, 24], help="layers of the two")
+    parser.add_argument("--warmup", type=int, default=8, help="steps before those that count")
     parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/out", metavar="DIR")
     parser.add_argument("--no-progress", dest="progress", action="store_false")
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)

@@ -34,7 +34,7 @@ SECONDS = {
     "memory_account": 8,
     "memory_overhead": 30,
     "remat": 45,
-    "remat_instructions": 110,
+    "remat_instructions": 45,
     "remat_budgets": 115,
     "remat_offload": 120,
     "predict": 75,
