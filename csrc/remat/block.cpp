@@ -632,7 +632,7 @@ void Block::on_end(const at::RecordFunction& function, at::ObserverContext* cont
 // Notes that its results were made in this block; they get no call to recompute them by.
 void Block::end_unrecorded(Recording& recording, const at::RecordFunction& function) {
   const auto running = std::find(running_.begin(), running_.end(), &recording);
-  if (running != running_.end()) {
+  if (running != running_.end()) {  // see start_write(): its results pass
     running_.erase(running);
     return end_write(recording);
   }
