@@ -20,6 +20,7 @@
 #include "dry_run/child.h"
 #include "errors.h"
 #include "memory/active.h"
+#include "memory/cpu_allocator.h"
 #include "memory/tracker.h"
 #include "remat/bindings.h"
 
@@ -65,6 +66,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   using memsave_ext::memory::Tracker;
   m.def("pause_tracking", &memsave_ext::memory::pause_tracking);
+  m.def("hold_cpu_allocator", &memsave_ext::memory::hold_cpu_allocator);
+  m.def("release_cpu_allocator", &memsave_ext::memory::release_cpu_allocator);
   m.def("listen_to_recomputes", &memsave_ext::memory::listen_to_recomputes);
   py::class_<Tracker>(m, "MemoryTracker")
       .def(py::init<at::Device, bool>())

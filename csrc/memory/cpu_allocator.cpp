@@ -134,6 +134,7 @@ class WatchedAllocator final : public c10::Allocator {
 
 // Never destroyed: storages keep a pointer to the allocator they came from.
 WatchedAllocator* watched = nullptr;
+int holders = 0;  // guarded by the tracking mutex
 
 }  // namespace
 
@@ -158,9 +159,27 @@ void watch_cpu_allocator() {
 }
 
 void unwatch_cpu_allocator() {
+  if (holders > 0 || any_active(c10::DeviceType::CPU)) return;
   // An allocator that was registered in the meantime stays.
   if (watched != nullptr && c10::GetCPUAllocator() == watched)
     c10::SetCPUAllocator(watched->behind());
+}
+
+bool hold_cpu_allocator() {
+  const TrackingLock lock;
+  try {
+    watch_cpu_allocator();
+  } catch (const c10::Error&) {
+    return false;
+  }
+  ++holders;
+  return true;
+}
+
+void release_cpu_allocator() {
+  const TrackingLock lock;
+  --holders;
+  unwatch_cpu_allocator();
 }
 
 }  // namespace memsave_ext::memory

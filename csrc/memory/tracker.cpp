@@ -47,7 +47,7 @@ Tracker::~Tracker() {
   TrackingLock lock;
   if (!running_) return;
   remove_active(this);
-  if (device_.is_cpu() && !any_active(c10::DeviceType::CPU)) unwatch_cpu_allocator();
+  if (device_.is_cpu()) unwatch_cpu_allocator();
 }
 
 void Tracker::start(std::optional<int64_t> total, py::object read) {
@@ -80,7 +80,7 @@ void Tracker::stop() {
   if (stacks_) unwatch_operators(takes_stacks_of_operators());
   if (!device_.is_cpu())
     unwatch_cuda_reports();
-  else if (!any_active(c10::DeviceType::CPU))
+  else
     unwatch_cpu_allocator();
 }
 

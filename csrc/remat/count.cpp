@@ -57,7 +57,7 @@ void Count::stop() {
   running_ = false;
   if (!device_.is_cpu()) return;
   memory::remove_active(this);
-  if (!memory::any_active(c10::DeviceType::CPU)) memory::unwatch_cpu_allocator();
+  memory::unwatch_cpu_allocator();
 }
 
 void* Count::address_of(const c10::StorageImpl& storage) {

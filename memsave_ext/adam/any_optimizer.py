@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ def in_backward(
     small_bytes: int = SMALL_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
     max_grad_norm: float | None = None,
+    grads_on: str | os.PathLike[str] | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
 ) -> Any:
     """Have any optimizer step in backward, while gradients arrive, and free them.
@@ -46,6 +48,8 @@ def in_backward(
             ``bucket_bytes`` of them have arrived, or backward ends, and are stepped together.
         max_grad_norm: clips each parameter's gradient to this norm, as torch's ``clip_grad_norm_``
             of it alone does; a param group may have its own.
+        grads_on: where gradients lie until ``step()``, as of ``memsave_ext.Adam``. Nothing is
+            stepped in backward then; ``step()`` fetches them and steps one after the other.
         grad_scaler: the ``torch.amp.GradScaler`` of the training loop, whose calls stay as they
             are. A parameter whose gradient is not finite is not stepped; the others are.
 
@@ -54,6 +58,7 @@ def in_backward(
         stepped in backward as well, and has no grad_scaler.
 
     Raises:
+        OSError: no file can be made in ``grads_on``, or there is no room for the gradients.
         TypeError: ``optimizer`` is no optimizer.
         ValueError: it cannot step a parameter by itself: it needs all gradients or a closure, as
             LBFGS, or counts steps for a whole group; it wraps another; it is stepped in backward
@@ -69,14 +74,17 @@ def in_backward(
         modes.check_norm("max_grad_norm", max_grad_norm)
     taken: Any = optimizer
     own: Any = type(optimizer)
+    gradients = modes.gradients_of(grads_on, grad_scaler)
     attributes = dict(optimizer.__dict__)
     groups = [dict(group) for group in optimizer.param_groups]
     try:
         taken.__class__ = class_of(own)
         taken._small_bytes, taken._bucket_bytes = small_bytes, bucket_bytes
         taken._counts = counts
-        taken._begin(max_grad_norm, grad_scaler)
+        taken._begin(max_grad_norm, grad_scaler, gradients)
     except BaseException:
+        if gradients is not None:
+            gradients.detach()
         if "_stepper" in taken.__dict__:
             taken._stepper.detach()
         taken.__class__, taken.__dict__ = own, attributes

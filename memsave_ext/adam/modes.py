@@ -15,6 +15,7 @@ from typing import Any, SupportsFloat
 import torch
 from torch import Tensor
 
+from ..elsewhere.gradients import Gradients
 from . import errors, formats, kahan
 from .blocks import SCALES, coded_format, from_blocks, scale_shape, takes_blocks, to_blocks
 from .dtensor import as_placed, is_dtensor, is_placed_alike, local_tensor
@@ -57,6 +58,27 @@ def refuse_differentiable(options: dict[str, Any]) -> None:
                 f"differentiable=True uses torch's own implementation, which has no {name}: leave "
                 "one of the two out"
             )
+
+
+def gradients_of(grads_on: Any, grad_scaler: object) -> Gradients | None:
+    """Returns what a value of ``grads_on=`` stands for; None: they stay where they are.
+
+    Raises:
+        TypeError, ValueError: there is no such place; a ``grad_scaler`` is given.
+    """
+    if grads_on is None:
+        return None
+    if grad_scaler is not None:
+        refuse_scaler(grads_on)
+    return Gradients(grads_on)
+
+
+def refuse_scaler(gradients: object) -> None:
+    if gradients is not None:
+        raise ValueError(
+            "grads_on needs no grad_scaler: GradScaler unscales the gradients itself, and skips "
+            "the step where one is not finite. Leave grad_scaler out"
+        )
 
 
 def refuse_two_norms(groups: list[dict[str, Any]]) -> None:

@@ -34,6 +34,7 @@ class Native(InBackward):
         seed: int = 0,
         max_grad_norm: float | None = None,
         states_on: str | os.PathLike[str] | None = None,
+        grads_on: str | os.PathLike[str] | None = None,
         clip_global_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
@@ -49,6 +50,7 @@ class Native(InBackward):
         modes.check_bytes("small_bytes", small_bytes)
         modes.check_bytes("bucket_bytes", bucket_bytes)
         self._small_bytes, self._bucket_bytes = small_bytes, bucket_bytes
+        self._gradients = modes.gradients_of(grads_on, grad_scaler)
         self.clip_global_norm, self.grad_scaler = clip_global_norm, grad_scaler
         given: dict[str, Any] = {
             "bf16": bf16, "state_dtype": state_dtype, "seed": seed, "max_grad_norm": max_grad_norm,
@@ -57,7 +59,10 @@ class Native(InBackward):
         kahan.replace_given(given)
         self._modes = {name: v for name, v in given.items() if v != modes.DEFAULTS[name]}
         if options.get("differentiable"):
-            ours = {"clip_global_norm": clip_global_norm, "grad_scaler": grad_scaler}
+            ours = {
+                "clip_global_norm": clip_global_norm, "grad_scaler": grad_scaler,
+                "grads_on": grads_on,
+            }  # fmt: skip
             modes.refuse_differentiable(self._modes | ours)
 
     def _begin(self, in_backward: bool, stacklevel: int) -> None:
@@ -67,7 +72,9 @@ class Native(InBackward):
         """
         self._reserve(self.param_groups)
         self._make_stepper()
-        if in_backward and self.clip_global_norm is None:
+        if self._gradients is not None:
+            self._attach(p for g in self.param_groups for p in g["params"])
+        elif in_backward and self.clip_global_norm is None:
             self._attach(p for g in self.param_groups for p in g["params"])
             self._in_backward = True
         elif in_backward:
@@ -111,7 +118,7 @@ class Native(InBackward):
             except BaseException:
                 del self.param_groups[-1]
                 raise
-        if self._in_backward:
+        if self._in_backward or ("_stepper" in self.__dict__ and self._gradients is not None):
             try:
                 self._attach(self.param_groups[-1]["params"])
             except BaseException:
@@ -252,7 +259,10 @@ class Native(InBackward):
     def __getstate__(self) -> dict[str, Any]:
         self._check_not_folding()
         self._drop_stale_low_parts()
-        own = ("_in_backward", "_small_bytes", "_bucket_bytes", "_modes", "_clip_global_norm")
+        own = (
+            "_in_backward", "_small_bytes", "_bucket_bytes", "_modes", "_clip_global_norm",
+            "_gradients",
+        )  # fmt: skip
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -266,6 +276,6 @@ class Native(InBackward):
             modes.convert_unpickled(self.state, self.param_groups)
             put_states(self.state, self.param_groups)
             self._make_stepper()
-            if self._in_backward:
+            if self._in_backward or self._gradients is not None:
                 self._attach(p for g in self.param_groups for p in g["params"])
             self._choose_unscaling()

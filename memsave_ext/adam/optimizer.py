@@ -51,9 +51,16 @@ class Adam(Native, torch.optim.Adam):
             folder on Linux, for parameters on a CPU, in a file that ends with the process; or
             ``"cpu"``, for those on CUDA in pinned memory, where those of a CPU are already. Each
             parameter's are fetched for its step.
+        grads_on: where gradients of 64 KiB or more lie from the moment when they are complete until
+            :meth:`step`, which fetches one after the other: None, in memory; a folder on Linux, or
+            ``"cpu"``, as for ``states_on``. Nothing is stepped in backward then, with
+            ``in_backward`` or without it, and all that needs whole gradients is exact:
+            ``clip_grad_norm_`` of torch and of trainers, ``clip_global_norm``, GradScaler, sums
+            over any number of backwards. ``param.grad`` is a tensor as ever. Whoever uses it gets
+            its values, and whoever takes a view of it has it in memory.
         clip_global_norm: clips all gradients together, exactly as ``clip_grad_norm_``. They are
-            kept until :meth:`step`, so nothing is stepped in backward and no memory is saved;
-            :meth:`norm_pass` clips the same way and does save it.
+            kept until :meth:`step`, so nothing is stepped in backward, and memory is saved with
+            ``grads_on`` alone.
         grad_scaler: the ``torch.amp.GradScaler`` of the training loop, whose calls stay as they
             are. A parameter whose gradient is not finite is not stepped; the others are.
         foreach, fused: accepted; they only decide where ``state["step"]`` is with CUDA (on the
@@ -98,6 +105,7 @@ class Adam(Native, torch.optim.Adam):
         seed: int = 0,
         max_grad_norm: float | None = None,
         states_on: str | os.PathLike[str] | None = None,
+        grads_on: str | os.PathLike[str] | None = None,
         clip_global_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         **options: Any,
@@ -117,6 +125,7 @@ class Adam(Native, torch.optim.Adam):
             seed=seed,
             max_grad_norm=max_grad_norm,
             states_on=states_on,
+            grads_on=grads_on,
             clip_global_norm=clip_global_norm,
             grad_scaler=grad_scaler,
         )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..elsewhere.gradients import Gradients
 from . import modes
 from .dtensor import is_dtensor
 from .shards import clip_factor
@@ -123,7 +124,12 @@ class OwnStep(InBackward):
     _counts: tuple[str, ...] = ()  # options of groups that a step changes, as a count of steps
     _counted: dict[int, dict[str, Any]]  # groups that have been stepped in the open step
 
-    def _begin(self, max_grad_norm: float | None, scaler: torch.amp.GradScaler | None) -> None:
+    def _begin(
+        self,
+        max_grad_norm: float | None,
+        scaler: torch.amp.GradScaler | None,
+        gradients: Gradients | None,
+    ) -> None:
         self._clips_each = "max_grad_norm" not in self.defaults
         if max_grad_norm is not None:
             if not self._clips_each:
@@ -140,14 +146,15 @@ class OwnStep(InBackward):
         self._counted = {}
         self._patch_step_function()
         renew_counter(self)
+        self._gradients = gradients
         self._attach(p for group in self.param_groups for p in group["params"])
-        self._in_backward = True
+        self._in_backward = gradients is None
         self.grad_scaler = scaler
 
     def _take_group(self, group: dict[str, Any]) -> None:
         """Prepares a group that was added."""
         modes.refuse_twice(group["params"])
-        if self._in_backward:
+        if self._in_backward or self._gradients is not None:
             self._attach(group["params"])
 
     def _step_by_own(
@@ -274,7 +281,10 @@ def class_of(own: Any) -> type[OwnStep]:
             return (_new, (own, *args[1:]), *rest)
 
         def __getstate__(self) -> dict[str, Any]:
-            names = ("_in_backward", "_small_bytes", "_bucket_bytes", "_clips_each", "_counts")
+            names = (
+                "_in_backward", "_small_bytes", "_bucket_bytes", "_clips_each", "_counts",
+                "_gradients",
+            )  # fmt: skip
             return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
         def __setstate__(self, state: dict[str, Any]) -> None:
@@ -285,7 +295,7 @@ def class_of(own: Any) -> type[OwnStep]:
                 return
             self._make_stepper()
             self._counted = {}
-            if self._in_backward:
+            if self._in_backward or self._gradients is not None:
                 self._attach(p for group in self.param_groups for p in group["params"])
             self._choose_unscaling()
 

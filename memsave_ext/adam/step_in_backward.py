@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..elsewhere.gradients import Gradients, any_elsewhere, bring_back, step_in_parts
+from ..shared.large_memory import LargeMemory
 from . import clip_guard, modes, owners
 from .dtensor import is_dtensor
 from .rules import is_adam, rule_of
@@ -36,6 +38,8 @@ class InBackward(torch.optim.Optimizer):
     _folds_when = False
     _clip_global_norm: float | None = None
     _grad_scaler: torch.amp.GradScaler | None = None
+    _large_memory: LargeMemory | None = None  # while gradients are freed as they arrive
+    _gradients: Gradients | None = None  # where they lie elsewhere, of grads_on=
 
     def _make_stepper(self) -> None:
         owners.note_optimizer(self)
@@ -72,6 +76,11 @@ class InBackward(torch.optim.Optimizer):
                 "ddp must be a torch.nn.parallel.DistributedDataParallel, got "
                 f"{type(ddp).__name__}. FSDP2's parameters need no attach()."
             )
+        if self._gradients is not None:
+            raise ValueError(
+                "attach() cannot be combined with grads_on: DistributedDataParallel has all "
+                "gradients in its buckets. Leave one of them out"
+            )
         if not self._in_backward:
             clips = ", which clip_global_norm has switched off" if self.clip_global_norm else ""
             raise ValueError(
@@ -88,7 +97,13 @@ class InBackward(torch.optim.Optimizer):
         self._reductions.append(attach(self, ddp, params, hook, state))
 
     def remove_hooks(self) -> None:
-        """Stop stepping in backward: remove all hooks and go on as an ordinary optimizer."""
+        """Stop stepping in backward: remove all hooks and go on as an ordinary optimizer.
+
+        With ``grads_on`` later gradients stay in memory.
+        """
+        self._large_memory = None
+        if self._gradients is not None:
+            self._gradients.detach()
         for reduction in self._reductions:
             reduction.detach()
         self._reductions.clear()
@@ -97,8 +112,11 @@ class InBackward(torch.optim.Optimizer):
         self._choose_unscaling()
 
     def renew_hooks(self) -> None:
-        """Step in backward again after :meth:`remove_hooks`."""
-        if not self._in_backward:
+        """Step in backward again after :meth:`remove_hooks`; with ``grads_on`` gradients leave
+        again."""
+        if self._gradients is not None:
+            self._attach(p for group in self.param_groups for p in group["params"])
+        elif not self._in_backward:
             self._attach(p for group in self.param_groups for p in group["params"])
             self._in_backward = True
             self._choose_unscaling()
@@ -138,11 +156,23 @@ class InBackward(torch.optim.Optimizer):
                 stacklevel=4,
             )
         unscaled = self._check_scaler()
-        if not self._stepper.step(self.clip_global_norm or 0.0, unscaled) and self._in_backward:
+        if not self._step_all(unscaled) and (self._in_backward or self._gradients is not None):
             self._check_not_orphaned()
         if self.grad_scaler is not None and self.grad_scaler.is_enabled():
             self._report_to_scaler(self.grad_scaler)
         return loss
+
+    def _step_all(self, unscaled: bool) -> int:
+        """Steps what has a gradient, where gradients lie elsewhere a part after the other, and
+        returns how many parameters have been stepped, backwards included."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        if not any_elsewhere(params):
+            return int(self._stepper.step(self.clip_global_norm or 0.0, unscaled))
+        if self.clip_global_norm is not None:
+            modes.refuse_two_norms(self.param_groups)
+            norm: Any = torch.nn.utils.clip_grad_norm_(params, self.clip_global_norm)
+            self._stepper.note_norm(norm.full_tensor() if is_dtensor(norm) else norm)
+        return step_in_parts(params, lambda: self._stepper.step(0.0, unscaled))
 
     def _attach(self, params: Iterable[Tensor]) -> None:
         params = list(params)
@@ -150,6 +180,11 @@ class InBackward(torch.optim.Optimizer):
             if not param.is_leaf:
                 raise ValueError("in_backward=True: can't step a non-leaf Tensor in backward")
         owners.refuse_taken(self, params)
+        self._large_memory = self._large_memory or LargeMemory()
+        if self._gradients is not None:
+            self._gradients.attach(self, params)
+            return
+        bring_back(params)
         self._stepper.attach(params)
         clip_guard.watch(self)
 
@@ -408,6 +443,7 @@ class InBackward(torch.optim.Optimizer):
                 raise ValueError(
                     "differentiable=True uses torch's own implementation, which has no grad_scaler"
                 )
+            modes.refuse_scaler(self._gradients)
             self._count_on_device(groups)
         self._grad_scaler = scaler
         self._choose_unscaling()

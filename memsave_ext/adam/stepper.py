@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import _native, _parts
+from ..elsewhere import gradients
 from . import dtensor, errors, modes, rules, shards, states
 from .fallback import operator
 from .fallback.collector import Collector
@@ -37,9 +38,10 @@ _INTAKES = {Block.KEEP: "keep", Block.DROP: "drop", Block.FOLD: "fold", Block.AC
 
 
 def owner(param: Tensor) -> Any:
-    """Returns the optimizer that steps ``param`` in backward, or None."""
+    """Returns the optimizer that takes gradients of ``param`` in backward, or None."""
     found = _native.module.AdamCollector.owner(param) if _native.module else None
-    return Collector.owner(param) if found is None else found
+    found = Collector.owner(param) if found is None else found
+    return gradients.owner(param) if found is None else found
 
 
 class Stepper:
@@ -186,6 +188,10 @@ class Stepper:
         """Returns the norm of all gradients in the last step that has measured it."""
         norm = None if self._norm is None else self._norm.value
         return self._last_norm if norm is None else norm
+
+    def note_norm(self, norm: Tensor) -> None:
+        """Notes the norm of all gradients in the step that ends next, where others clip to it."""
+        self._last_norm = norm
 
     def found_inf(self) -> list[Tensor]:
         """Returns, of the last step with a loss scale, a scalar for each device: 1 where a gradient

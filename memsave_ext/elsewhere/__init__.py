@@ -1,0 +1,1 @@
+"""What a step does not use at the moment, in memory elsewhere: gradients."""

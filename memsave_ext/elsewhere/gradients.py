@@ -1,0 +1,196 @@
+"""``grads_on=``: the gradients of an optimizer lie elsewhere from when they are complete until each
+is stepped."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..store.folder import absolute_folder
+from ..store.kept import SMALLEST, FileKeeper, HostKeeper, Keeper
+from .gradient import GradientElsewhere, Values
+
+_MARK = "_memsave_ext_gradients_of"  # an attribute of hooks: a reference to the optimizer
+_PART = 1 << 20  # bytes that are back at a time, or those of the largest gradient
+
+
+class Gradients:
+    """The gradients of some parameters, which lie elsewhere.
+
+    Args:
+        where: ``"cpu"``, pinned memory of the host for parameters on CUDA devices, or a folder, in
+            which a file without a name has those of parameters on the CPU.
+
+    Raises:
+        TypeError, ValueError: it is neither.
+    """
+
+    def __init__(self, where: str | os.PathLike[str]) -> None:
+        self.where, self._keeper = _keeper_of(where)
+        self._norms: set[float] = set()  # the orders that somebody has asked for
+        self._handles: dict[int, Any] = {}
+        weakref.finalize(self, _remove, self._handles).atexit = False
+
+    def __reduce__(self) -> Any:  # a copy has a file of its own, and no hooks
+        return Gradients, (self.where,)
+
+    @property
+    def attached(self) -> bool:
+        return bool(self._handles)
+
+    def attach(self, optimizer: Any, params: Iterable[Tensor]) -> None:
+        """Has gradients leave as soon as they are complete, until the optimizer is gone.
+
+        Raises:
+            OSError: there is no room for them.
+            ValueError: a parameter is on another device.
+        """
+        params = [param for param in params if id(param) not in self._handles]
+        self._keeper.check(params)
+        self._keeper.reserve(param.nbytes for param in params if param.requires_grad)
+        hook = _hook(weakref.ref(self), weakref.ref(optimizer))
+        for param in params:
+            required = param.requires_grad
+            handle = param.requires_grad_().register_post_accumulate_grad_hook(hook)
+            param.requires_grad_(required)
+            self._handles[id(param)] = handle
+
+    def detach(self) -> None:
+        """Leaves later gradients in memory."""
+        _remove(self._handles)
+
+    def leave(self, grad: Any) -> Any:
+        """Returns a gradient that lies elsewhere, in place of one that does not."""
+        local = getattr(grad, "_local_tensor", None)
+        if local is not None:
+            grad._local_tensor = self.leave(local)
+            return grad
+        if isinstance(grad, GradientElsewhere) or grad.nbytes < SMALLEST:
+            return grad
+        if grad.layout != torch.strided or not _is_dense(grad):
+            return grad
+        return Values(self._keeper, grad, self._norms).wrapper()
+
+
+def any_elsewhere(params: Iterable[Tensor]) -> bool:
+    """Whether a gradient in ``.grad`` lies elsewhere."""
+    return bool(GradientElsewhere.made) and any(_values_of(p.grad) for p in params)
+
+
+def bring_back(params: Iterable[Tensor]) -> None:
+    """Has the gradients in ``.grad`` in memory."""
+    params = list(params)
+    if any_elsewhere(params):
+        for param in params:
+            param.grad = _back(param.grad)
+
+
+def step_in_parts(params: Iterable[Tensor], step: Callable[[], int]) -> int:
+    """Calls ``step`` for a part of the parameters after the other.
+
+    In each call only these have gradients, and they are in memory. Afterwards all have theirs
+    again.
+
+    Returns:
+        The sum of what ``step`` has returned.
+    """
+    grads = [(param, param.grad) for param in params if param.grad is not None]
+    for param, _ in grads:
+        param.grad = None
+    stepped = 0
+    try:
+        parts = _parts(grads)
+        for i, part in enumerate(parts):
+            for _, grad in parts[i + 1] if i + 1 < len(parts) else ():
+                if (values := _values_of(grad)) is not None:
+                    values.read_ahead()
+            for param, grad in part:
+                param.grad = _back(grad)
+            stepped += step()
+            for param, _ in part:
+                param.grad = None
+    finally:
+        for param, grad in grads:
+            param.grad = grad
+    return stepped
+
+
+def _is_dense(grad: Tensor) -> bool:
+    """Whether its elements are all of a piece of memory, each once."""
+    return torch.empty_like(grad, device="meta").stride() == grad.stride()
+
+
+def _hook(
+    reference: Callable[[], Gradients | None], optimizer: Callable[[], Any]
+) -> Callable[[Tensor], None]:
+    def hook(param: Tensor) -> None:
+        gradients = reference()
+        if gradients is not None and param.grad is not None:
+            param.grad = gradients.leave(param.grad)
+
+    setattr(hook, _MARK, optimizer)
+    return hook
+
+
+def owner(param: Tensor) -> Any:
+    """Returns the optimizer whose gradient of ``param`` leaves in backward, or None."""
+    for hook in (param._post_accumulate_grad_hooks or {}).values():
+        if hasattr(hook, _MARK):
+            return getattr(hook, _MARK)()
+    return None
+
+
+def _remove(handles: dict[int, Any]) -> None:
+    for handle in handles.values():
+        handle.remove()
+    handles.clear()
+
+
+def _keeper_of(where: Any) -> tuple[str, Keeper]:
+    if where == "cpu":
+        return "cpu", HostKeeper("grads_on='cpu'")
+    if not isinstance(where, (str, os.PathLike)):
+        raise TypeError(f"grads_on must be None, 'cpu' or a folder, got {where!r}")
+    folder = absolute_folder(where, "grads_on must be None, 'cpu' or a folder that exists")
+    return folder, FileKeeper(folder, f"grads_on={folder!r}", "gradients")
+
+
+def _parts(grads: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
+    """Splits them so that none takes more memory than the largest gradient, or ``_PART``."""
+    sizes = [getattr(grad, "_local_tensor", grad).nbytes for _, grad in grads]
+    most = max([_PART, *sizes])
+    parts: list[list[tuple[Tensor, Tensor]]] = []
+    left = 0
+    for one, size in zip(grads, sizes, strict=True):
+        if size > left or not parts:
+            parts.append([])
+            left = most
+        parts[-1].append(one)
+        left -= size
+    return parts
+
+
+def _values_of(grad: Any) -> Values | None:
+    """Returns the values of a gradient that lies elsewhere, of a DTensor those of its shard."""
+    local = getattr(grad, "_local_tensor", grad)
+    return local.stored if isinstance(local, GradientElsewhere) else None
+
+
+def _back(grad: Any) -> Any:
+    """Returns the gradient in memory."""
+    if (values := _values_of(grad)) is None:
+        return grad
+    back = values.get()
+    if isinstance(grad, GradientElsewhere):
+        return back
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        back, grad.device_mesh, grad.placements, run_check=False, shape=grad.shape,
+        stride=grad.stride(),
+    )  # fmt: skip

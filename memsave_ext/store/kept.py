@@ -1,0 +1,152 @@
+"""Tensors whose values lie elsewhere, in a file or in pinned memory of the host."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .file import File, Region
+from .host import copy_streams
+
+SMALLEST = 1 << 16  # bytes; smaller tensors stay in memory, of which they are little
+
+
+class Kept:
+    """The values of one tensor. Their room is given back when this object goes.
+
+    Both methods take a contiguous tensor of bytes, on the device of the one that is kept.
+    """
+
+    def write(self, values: Tensor) -> None:
+        """Keeps these."""
+
+    def read(self, into: Tensor) -> None:
+        """Copies them into memory here."""
+
+    def read_ahead(self) -> None:
+        """Says that they are read soon."""
+
+
+class Keeper:
+    """A place for values of tensors.
+
+    Args:
+        name: what errors begin with, an option and its value: ``grads_on='cpu'``.
+        device: of the tensors, the type of it.
+    """
+
+    def __init__(self, name: str, device: str) -> None:
+        self.name, self._device = name, device
+
+    def check(self, params: Iterable[Tensor]) -> None:
+        """Raises ValueError where the tensors of such parameters cannot lie there."""
+        for param in params:
+            if param.device.type not in (self._device, "meta"):
+                option, _, value = self.name.partition("=")
+                raise ValueError(
+                    f"{option} must be 'cpu' for parameters on a CUDA device and a folder for "
+                    f"those on the CPU, got {value} and a parameter on {param.device}"
+                )
+
+    def reserve(self, nbytes: Iterable[int]) -> None:
+        """Makes room for tensors of these sizes, or raises OSError."""
+
+    def keep(self, values: Tensor) -> Kept:
+        """Keeps the values of a contiguous tensor of bytes."""
+        if isinstance(values, FakeTensor):  # a prediction's has none
+            return Kept()
+        kept = self._room(values)
+        kept.write(values)
+        return kept
+
+    def _room(self, values: Tensor) -> Kept:
+        raise NotImplementedError
+
+
+class FileKeeper(Keeper):
+    """Keeps values of tensors on the CPU in a file without a name.
+
+    Raises:
+        ValueError: the system is not Linux.
+    """
+
+    def __init__(self, folder: str, name: str, content: str) -> None:
+        super().__init__(name, "cpu")
+        if sys.platform != "linux":
+            raise ValueError(f"{name}: a folder can be used on Linux only")
+        self._file = File(folder, name, content)
+        self._lock = threading.RLock()  # taken again by what the garbage collector frees
+
+    def reserve(self, nbytes: Iterable[int]) -> None:
+        with self._lock:
+            self._file.reserve(size for size in nbytes if size >= SMALLEST)
+
+    def _room(self, values: Tensor) -> Kept:
+        self._file.check_process()
+        with self._lock:
+            region = self._file.take(values.nbytes)
+        return _InFile(self, region)
+
+    def file(self) -> File:
+        return self._file
+
+    def give_back(self, region: Region) -> None:
+        with self._lock:
+            self._file.free(region)
+
+
+class _InFile(Kept):
+    def __init__(self, keeper: FileKeeper, region: Region) -> None:
+        self._file, self._region = keeper.file(), region
+        weakref.finalize(self, keeper.give_back, region).atexit = False
+
+    def write(self, values: Tensor) -> None:
+        self._file.check_process()
+        self._file.put(self._region, values)
+
+    def read(self, into: Tensor) -> None:
+        self._file.check_process()
+        self._file.get(self._region, into)
+
+    def read_ahead(self) -> None:
+        self._file.read_ahead(self._region)
+
+
+class HostKeeper(Keeper):
+    """Keeps values of tensors on CUDA devices in pinned memory of the host."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, "cuda")
+
+    def _room(self, values: Tensor) -> Kept:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self.name}: copies to and from the host cannot be captured in a CUDA graph: "
+                f"leave {self.name.partition('=')[0]} out"
+            )
+        return _InHostMemory(values)
+
+
+class _InHostMemory(Kept):
+    def __init__(self, like: Tensor) -> None:
+        self._there = torch.empty(like.nbytes, dtype=torch.uint8, pin_memory=True)
+        self._streams = copy_streams(like.device)
+        self._written = torch.cuda.Event()
+
+    def write(self, values: Tensor) -> None:
+        out = self._streams.out
+        out.wait_stream(torch.cuda.current_stream(values.device))
+        with torch.cuda.stream(out):
+            self._there.copy_(values, non_blocking=True)
+            self._written.record(out)
+        values.record_stream(out)
+
+    def read(self, into: Tensor) -> None:
+        torch.cuda.current_stream(into.device).wait_event(self._written)
+        into.copy_(self._there, non_blocking=True)
