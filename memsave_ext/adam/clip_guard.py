@@ -20,6 +20,11 @@ import torch
 import torch.nn.utils.clip_grad as _torch
 from torch import Tensor
 
+
+class NothingToClip(RuntimeError):
+    """Gradients that are to be clipped are gone."""
+
+
 _optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 _guarded: set[str] = set()
 
@@ -47,12 +52,12 @@ def _check(name: str, params: list[Tensor], limit: float) -> None:
         if count := optimizer._stepper.count_used(params):
             kind = type(optimizer).__name__
             kind = f"in_backward({kind})" if optimizer._steps_by_own else kind
-            raise RuntimeError(
+            raise NothingToClip(
                 f"{name}: {count} of {len(params)} parameters have been stepped in backward by "
                 f"memsave_ext.{kind}, so that their gradients are gone and cannot be clipped. "
                 "Switch this clipping off (transformers: max_grad_norm=0, Lightning: "
                 "gradient_clip_val=None), and let the optimizer clip: max_grad_norm= clips each "
-                "gradient, clip_global_norm= and norm_pass() clip by the norm of all gradients. A "
+                "gradient. Or keep it: with grads_on= gradients lie elsewhere until step(). A "
                 "function that clips each gradient by itself can be called in a hook: "
                 "param.register_post_accumulate_grad_hook(clip)."
             )

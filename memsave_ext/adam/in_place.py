@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..elsewhere.gradients import bring_back
 from . import clip_guard, modes, owners
 from .any_optimizer import in_backward
 from .files import Files
@@ -35,6 +36,7 @@ def step_in_backward(optimizer: Optimizer, **options: Any) -> Callable[[], None]
 
     def undo() -> None:
         release(taken)
+        bring_back(p for group in taken.param_groups for p in group["params"])
         after = taken.__dict__
         kept = {name: after[name] for name in ("state", "param_groups", "step") if name in after}
         taken.__class__, taken.__dict__ = own, {**before, **kept}
@@ -131,6 +133,7 @@ def options_outside_groups(optimizer: Optimizer) -> dict[str, Any]:
         "bucket_bytes": optimizer._bucket_bytes,
         "clip_global_norm": optimizer.clip_global_norm,
         "grad_scaler": optimizer.grad_scaler,
+        "grads_on": None if optimizer._gradients is None else optimizer._gradients.where,
     }
 
 

@@ -88,9 +88,14 @@ def refuse_taken(optimizer: Any, params: list[Tensor]) -> None:
         return
     param, owner = taken
     name = _name_in(optimizer, param) or _name_in(owner, param) or "a parameter"
+    if owner._gradients is not None:
+        raise ValueError(
+            f"{name} of shape {list(param.shape)} has its gradients elsewhere, by grads_on= of "
+            f"another optimizer (of class {type(owner).__name__}). Put each parameter into one "
+            "optimizer only, or call memsave_ext.remove_hooks(model) before this one is made"
+        )
     raise ValueError(
-        f"{name} of shape {list(param.shape)} is stepped in backward by another optimizer already, "
-        "or its gradients lie elsewhere for one "
+        f"{name} of shape {list(param.shape)} is stepped in backward by another optimizer already "
         f"(of class {type(owner).__name__}). Put each parameter into one optimizer only, or call "
         "memsave_ext.remove_hooks(model) before this one is made: the other optimizer then steps "
         "in its step(), as an ordinary one"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..store.folder import absolute_folder
 from ..store.kept import SMALLEST, FileKeeper, HostKeeper, Keeper
@@ -51,8 +52,10 @@ class Gradients:
             ValueError: a parameter is on another device.
         """
         params = [param for param in params if id(param) not in self._handles]
-        self._keeper.check(params)
-        self._keeper.reserve(param.nbytes for param in params if param.requires_grad)
+        local = [getattr(param, "_local_tensor", param) for param in params if param.requires_grad]
+        real = [tensor for tensor in local if not isinstance(tensor, FakeTensor)]
+        self._keeper.check(real)
+        self._keeper.reserve(real)
         hook = _hook(weakref.ref(self), weakref.ref(optimizer))
         for param in params:
             required = param.requires_grad

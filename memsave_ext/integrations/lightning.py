@@ -42,7 +42,8 @@ class Fit(_pytorch.Callback):  # type: ignore[misc]
         budget, technique, others, verbose, means: as of :func:`memsave_ext.fit`.
         clip_each: whether an optimizer that steps in backward clips each parameter's gradient to
             the norm ``gradient_clip_val``, in place of the norm of all. Otherwise, where the
-            Trainer clips, no technique that steps in backward is taken.
+            Trainer clips, nothing is stepped in backward, and gradients that do not fit lie
+            elsewhere until they are stepped.
 
     Attributes:
         fitted: what :func:`memsave_ext.fit` returned; None before the first step.

@@ -50,7 +50,8 @@ class Fit(_transformers.TrainerCallback):  # type: ignore[misc]
         technique, means: as of :func:`memsave_ext.fit`.
         clip_each: whether an optimizer that steps in backward clips each parameter's gradient to
             the Trainer's ``max_grad_norm``, in place of the norm of all. Otherwise, where the
-            Trainer clips, as it does by default, no technique that steps in backward is taken.
+            Trainer clips, as it does by default, nothing is stepped in backward, and gradients that
+            do not fit lie elsewhere until they are stepped: losses and norms are the Trainer's.
         others: as of :func:`memsave_ext.fit`: such as the reference model that a Trainer calls
             itself, of whose steps only the model's own are predicted.
         verbose: as of :func:`memsave_ext.fit`.

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from .. import _parts
 from ..adam.dtensor import is_dtensor
 from ..adam.modes import check_norm
+from ..adam.step_in_backward import InBackward
 from ..memory.figures import make_tracker, untracked
 from ..memory.hooks import Hooks, Names, with_step_hooks
 from ..remat.offload import Offload
@@ -79,6 +80,8 @@ class Applied:
         self.model, self.optimizer = model, optimizer
         self.technique, self.cost, self.budget = technique.name, technique.cost, budget
         self.steps_in_backward = technique.steps_in_backward
+        self._has_hooks = technique.steps_in_backward or technique.gradients_elsewhere
+        self._gradients_on: str | None = None
         self.predicted = predicted
         self.evaluation: int | None = None
         self.resume: int | None = None
@@ -97,6 +100,9 @@ class Applied:
         self._undo = ExitStack()
         model.__dict__[_NAME] = self
         technique.apply(model, optimizer, self._undo, left, method=method, place=place, **given)
+        if technique.gradients_elsewhere and isinstance(optimizer, InBackward):
+            assert optimizer._gradients is not None
+            self._gradients_on = optimizer._gradients.where
         if in_backward is not None and condition is not None:
             in_backward.accumulate_when(condition)
         # Of an optimizer that wraps another the hooks run before its step has ended.
@@ -131,13 +137,13 @@ class Applied:
     def rest(self) -> None:
         """Ends a training: the optimizer steps as others do, by ``step()``, and a backward that
         comes later steps nothing."""
-        if self.steps_in_backward:
+        if self._has_hooks:
             in_backward: Any = self.optimizer
             in_backward.remove_hooks()
 
     def go_on(self) -> None:
         """Begins another training: what steps in backward does so again."""
-        if self.steps_in_backward:
+        if self._has_hooks:
             in_backward: Any = self.optimizer
             in_backward.renew_hooks()
 
@@ -153,6 +159,9 @@ class Applied:
             f"predicted peak {peak}, budget {format_bytes(self.budget)}",
             f"costs {'nothing' if self.cost == 'none' else self.cost}",
         ]
+        if self._gradients_on is not None:
+            where = "the host's memory" if self._gradients_on == "cpu" else self._gradients_on
+            lines.append(f"gradients lie in {where} until each is stepped")
         if self.evaluation is not None and self.evaluation > self.budget:
             lines.append(
                 f"an evaluation of a batch of this size needs {format_bytes(self.evaluation)}, "

@@ -227,13 +227,16 @@ def _remade(optimizer: Any) -> Optimizer:
         outside.pop("grad_scaler", None)
         release(optimizer)
         return construct(type(optimizer), groups, optimizer.defaults, **outside)
-    steps_in_backward = optimizer.in_backward
+    gradients = optimizer._gradients
+    has_hooks = optimizer.in_backward or gradients is not None
     release(optimizer)
     made = construct(optimizer._own, groups, optimizer.defaults)
-    if not steps_in_backward:
+    if not has_hooks:
         return made
-    small, bucket = optimizer._small_bytes, optimizer._bucket_bytes
-    taken: Optimizer = in_backward(made, small_bytes=small, bucket_bytes=bucket)
+    taken: Optimizer = in_backward(
+        made, small_bytes=optimizer._small_bytes, bucket_bytes=optimizer._bucket_bytes,
+        grads_on=None if gradients is None else gradients.where,
+    )  # fmt: skip
     return taken
 
 

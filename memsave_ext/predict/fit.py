@@ -79,7 +79,9 @@ def fit(
         technique: the name of the one to apply, as :func:`memory.fits` has them, in place of the
             cheapest that fits.
         in_backward: whether the optimizer may step in backward, which leaves no gradients to clip
-            or to look at.
+            or to look at. Where it may not, gradients that do not fit lie elsewhere until they are
+            stepped: on CUDA in the host's memory, on a CPU in the folder ``offload``, else in
+            that for temporary files (``TMPDIR``), unless it is in memory.
         micro_batches: how many backwards a step has. With an optimizer in backward say which is the
             last, by ``accumulate_when`` or by ``with optimizer.accumulate():``.
         accumulate_when: what an optimizer in backward asks, as :meth:`Adam.accumulate_when`.
@@ -88,7 +90,7 @@ def fit(
         others: modules and tensors that are in memory beside the model and count, as an average of
             its weights. Other models' parameters and buffers that the step reads, such as a
             teacher's, count anyway, and on CUDA all that is allocated.
-        offload: as of :func:`memory.fits`.
+        offload: as of :func:`memory.fits`; on a CPU also where gradients lie.
         verbose: whether to print these lines.
         timeout: the most seconds that each prediction may take, as of :func:`memory.predict`.
         means: the name that ``technique`` had until 0.3.

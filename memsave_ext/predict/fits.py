@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..adam.clip_guard import NothingToClip
 from ..dry_run.child import Child
 from ..memory.account import TensorAtPeak
 from ..memory.events import CATEGORIES
@@ -38,8 +39,10 @@ from .applied import Applied, apply
 from .batch import FromBatch
 from .picture import plot_fits
 from .predict import PredictedStep, Told, check_timeout, device_of, result_of, start
-from .techniques import ALL, Techniques, named, technique_of
+from .techniques import ALL, Techniques, named, place_of_gradients, technique_of
 
+_LAST = {t.name for t in (ALL[-1], ALL[-1].for_loops_that_clip()) if t is not None}
+_NOTHING_TO_CLIP = "the step clips gradients, or looks at them, and a step in backward leaves none"
 _MOST = 1 << 20  # the largest batch that is asked for
 _HELP = """
 FUNCTION returns a tuple (model, optimizer or None, step), where step, without arguments, makes one
@@ -149,7 +152,7 @@ class Fits:
                 reasons.setdefault(row.reason, []).append(row.name)
         for reason, names in reasons.items():
             yield f"Not tried: {'; '.join(names)} ({reason})."
-        if self.rows[-1].fits and self.rows[-1].name != ALL[-1].name:
+        if self.rows[-1].fits and self.rows[-1].name not in _LAST:
             yield "More expensive techniques were skipped; every=True, or --every, tries them, too."
 
     def verdict(self) -> str:
@@ -339,22 +342,33 @@ def search(
         among = [techniques for techniques in among if not techniques.offload]
     rows, tops = [], {}
     to = None if place is None else os.fspath(place)
-    tried = [t for t in among if not (refused and t.steps_in_backward)]
+    has_place = place_of_gradients(device, place) is not None
+    instead = {t: t.for_loops_that_clip() if has_place else None for t in among}
+    tried = [instead[t] if refused and t.steps_in_backward else t for t in among]
     with (
         Progress("fits", len(among), progress) as shown,
         _Predictions(
-            build, budget, device, method, place, timeout, batch, tried, others
+            build, budget, device, method, place, timeout, batch, [*filter(None, tried)], others
         ) as predictions,
     ):
-        for techniques in among:
-            shown.begin(techniques.name)
-            if techniques not in tried:
-                rows.append(Fit(techniques.name, techniques.cost, reason=refused))
-                continue
+
+        def add(techniques: Techniques) -> Fit:
             row, tops[techniques.name] = _row(techniques, predictions, budget, batch)
             # Most models have no such head.
             if row.peak is not None or not techniques.loss_head or len(among) == 1:
                 rows.append(row)
+            return row
+
+        for techniques in among:
+            shown.begin(techniques.name)
+            if refused and techniques.steps_in_backward:
+                row = Fit(techniques.name, techniques.cost, reason=refused)
+                rows.append(row)
+            else:
+                row = add(techniques)
+            if row.peak is None and row.reason in (refused, _NOTHING_TO_CLIP):
+                other = instead[techniques]
+                row = row if other is None else add(other)
             if row.fits and not every:
                 break
             shown.end()
@@ -435,6 +449,8 @@ class _Predictions:
 
     def first(self, techniques: Techniques) -> PredictedStep:
         """Predicts a step of the batch that is asked for first."""
+        if techniques not in self._running and techniques not in self._waiting:
+            self._waiting.insert(0, techniques)
         for _ in range(min(self._at_once, len(self._waiting))):
             following = self._waiting.pop(0)
             self._running[following] = self._start(following, self._batch)
@@ -504,6 +520,8 @@ def _row(
     except Exception as error:  # the user's step may raise anything once something is changed
         if techniques == ALL[0]:
             raise
+        if isinstance(error, NothingToClip):
+            return Fit(techniques.name, techniques.cost, reason=_NOTHING_TO_CLIP), _Top([], [])
         return Fit(techniques.name, techniques.cost, reason=_reason(error)), _Top([], [])
     row = Fit(
         techniques.name, techniques.cost, peak, step.at_peak, peak <= budget, largest,

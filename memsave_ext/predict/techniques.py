@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,11 +20,13 @@ from ..adam import Adam, AdamW
 from ..adam.in_place import become, step_in_backward
 from ..adam.own_optimizer import OwnStep
 from ..checkpoint import checkpoint_modules
+from ..fakes.mode import predicts
 from ..loss_head import patch_causal_lm, patch_seq2seq_lm
 from ..memory.measure import Build, checked
 from ..remat import remat_module
 from ..remat.modules import RematHandle
 from ..remat.offload import Offload
+from ..store.folder import is_in_memory
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,8 @@ class Techniques:
         optimizer_in_backward: whether the optimizer, of any kind, steps in backward.
         adam_in_backward: whether memsave_ext's Adam steps in backward in place of torch's.
         state_dtype: its ``state_dtype``.
+        gradients_elsewhere: whether this optimizer does not step in backward, and gradients lie
+            elsewhere until it steps.
     """
 
     loss_head: bool = False
@@ -47,6 +54,7 @@ class Techniques:
     optimizer_in_backward: bool = False
     adam_in_backward: bool = False
     state_dtype: str | None = None
+    gradients_elsewhere: bool = False
 
     @property
     def name(self) -> str:
@@ -55,8 +63,10 @@ class Techniques:
         names += ["remat within the budget"] * self.within_budget
         names += ["offload"] * self.offload
         names += ["checkpoint by block"] * self.checkpoint
-        names += ["optimizer in backward"] * self.optimizer_in_backward
-        names += ["Adam in backward"] * self.adam_in_backward
+        names += ["gradients elsewhere"] * self.gradients_elsewhere
+        if self.steps_in_backward:
+            names += ["optimizer in backward"] * self.optimizer_in_backward
+            names += ["Adam in backward"] * self.adam_in_backward
         if self.state_dtype is not None:
             names.append(self.state_dtype.replace("bit", "-bit states"))
         return ", ".join(names) or "as built"
@@ -68,6 +78,7 @@ class Techniques:
         again = "computed again or results moved" if self.offload else "computed again"
         costs += [f"operators {again}, as few as needed"] * self.within_budget
         costs += ["one more forward"] * self.checkpoint
+        costs += ["gradients copied out and back"] * self.gradients_elsewhere
         costs += ["rounded states"] * (self.state_dtype is not None)
         return ", ".join(costs) or "none"
 
@@ -79,7 +90,15 @@ class Techniques:
 
     @property
     def steps_in_backward(self) -> bool:
-        return self.optimizer_in_backward or self.adam_in_backward
+        changes = self.optimizer_in_backward or self.adam_in_backward
+        return changes and not self.gradients_elsewhere
+
+    def for_loops_that_clip(self) -> Techniques | None:
+        """Returns these techniques with gradients elsewhere in place of a step in backward; None
+        where others do as much."""
+        if not self.steps_in_backward or (self.adam_in_backward and self.state_dtype is None):
+            return None
+        return replace(self, gradients_elsewhere=True)
 
     def apply(
         self,
@@ -112,6 +131,8 @@ class Techniques:
             undo.callback(_head_in_chunks(model))
         if self.checkpoint:
             undo.callback(_checkpoint_blocks(model))
+        if self.gradients_elsewhere:
+            options["grads_on"] = _gradients_on(model, place)
         if self.optimizer_in_backward:
             if optimizer is None:
                 raise ValueError("the step has no optimizer")
@@ -168,7 +189,7 @@ class Techniques:
         if isinstance(optimizer, Adam) and optimizer.in_backward and self.state_dtype is None:
             raise ValueError("the optimizer steps in backward already")
         more = {} if self.state_dtype is None else {"state_dtype": self.state_dtype}
-        return become(optimizer, ours, in_backward=True, **more, **options)
+        return become(optimizer, ours, in_backward=self.steps_in_backward, **more, **options)
 
 
 # The cheapest first: what is exact comes before what rounds, and then what costs no time.
@@ -204,10 +225,35 @@ def named(who: str, name: object) -> Techniques:
         ValueError: there are none.
     """
     for techniques in ALL:
-        if techniques.name == name:
-            return techniques
+        for one in (techniques, techniques.for_loops_that_clip()):
+            if one is not None and one.name == name:
+                return one
     names = ", ".join(repr(techniques.name) for techniques in ALL)
     raise ValueError(f"{who}: technique must be None or one of {names}; got {name!r}")
+
+
+def place_of_gradients(device: torch.device, offload: Offload | None) -> str | None:
+    """Returns where gradients lie, as ``grads_on``: in the host's memory, or for a model on the CPU
+    in the folder of ``offload``, else the system's for temporary files.
+
+    None where there is no such place: that folder is in memory.
+    """
+    if device.type == "cuda":
+        return "cpu"
+    named = offload is not None and offload != "cpu"
+    folder = os.fspath(offload) if named else tempfile.gettempdir()  # type: ignore[arg-type]
+    return folder if sys.platform == "linux" and (named or not is_in_memory(folder)) else None
+
+
+def _gradients_on(model: nn.Module, offload: Offload | None) -> str:
+    device = next(model.parameters(), torch.empty(0)).device
+    where = "cpu" if predicts() else place_of_gradients(device, offload)
+    if where is None:
+        raise ValueError(
+            "gradients can lie in a folder on a disk only, and the system's for temporary files, "
+            f"{tempfile.gettempdir()}, is none: pass offload=FOLDER, or set TMPDIR"
+        )
+    return where
 
 
 def technique_of(who: str, technique: str | None, means: str | None) -> str | None:

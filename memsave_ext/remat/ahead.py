@@ -211,13 +211,15 @@ def _step_on_fakes(
 
 
 def _step_in_backward(param: Tensor, owner: Any, device: torch.device) -> None:
-    """Lets a fake parameter's gradient go in backward, for a state if there is none yet."""
+    """Lets a fake parameter's gradient go in backward, for a state if there is none yet, or to
+    where gradients lie."""
     intake = owner._stepper.intake()
     if intake in ("keep", "sum"):
         return
     group = next(g for g in owner.param_groups if any(p is param for p in g["params"]))
     place: Place = group.get("states_on") or Place()
-    makes_state = intake != "drop" and not owner.state.get(param)
+    steps = intake != "drop" and owner.in_backward
+    makes_state = steps and not owner.state.get(param)
     states: list[dict[str, Any]] = []
 
     def step(param: Tensor) -> None:

@@ -54,8 +54,8 @@ class Keeper:
                     f"those on the CPU, got {value} and a parameter on {param.device}"
                 )
 
-    def reserve(self, nbytes: Iterable[int]) -> None:
-        """Makes room for tensors of these sizes, or raises OSError."""
+    def reserve(self, tensors: Iterable[Tensor]) -> None:
+        """Makes room for as many bytes as these tensors have, or raises OSError."""
 
     def keep(self, values: Tensor) -> Kept:
         """Keeps the values of a contiguous tensor of bytes."""
@@ -83,9 +83,10 @@ class FileKeeper(Keeper):
         self._file = File(folder, name, content)
         self._lock = threading.RLock()  # taken again by what the garbage collector frees
 
-    def reserve(self, nbytes: Iterable[int]) -> None:
+    def reserve(self, tensors: Iterable[Tensor]) -> None:
+        sizes = [tensor.nbytes for tensor in tensors if tensor.nbytes >= SMALLEST]
         with self._lock:
-            self._file.reserve(size for size in nbytes if size >= SMALLEST)
+            self._file.reserve(sizes)
 
     def _room(self, values: Tensor) -> Kept:
         self._file.check_process()

@@ -14,6 +14,8 @@ from libraries import library
 from torch import nn
 
 import memsave_ext as ms
+from memsave_ext.elsewhere.gradient import GradientElsewhere
+from memsave_ext.store.kept import FileKeeper
 
 LIBRARIES = ["transformers", "accelerate", "lightning.pytorch"]
 transformers = accelerate = pytorch = None  # conftest.py imports them
@@ -104,6 +106,34 @@ def test_the_trainers_own_arguments(tmp_path, arguments, technique):
     if technique == IN_BACKWARD:
         assert all(p.grad is None for p in runs[1].model.parameters())
         assert isinstance(runs[1].trainer.optimizer.optimizer, ms.adam.step_in_backward.InBackward)
+
+
+@pytest.mark.parametrize("arguments", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("norm", [1.0, 0.01])
+def test_clipping_by_the_norm_of_all_is_the_trainers(tmp_path, arguments, norm, monkeypatch):
+    monkeypatch.setattr("memsave_ext.elsewhere.gradients.SMALLEST", 0)
+    away = []
+    keep = FileKeeper.keep
+    monkeypatch.setattr(FileKeeper, "keep", lambda self, v: (away.append(1), keep(self, v))[1])
+    runs = []
+    for callback in (None, fit(technique="gradients elsewhere")):
+        run = Run(tmp_path, callback, max_grad_norm=norm, **arguments)
+        run.trainer.eval_dataset = rows()[:2]
+        runs.append(run.train())
+    norms = [
+        [log["grad_norm"] for log in run.trainer.state.log_history if "grad_norm" in log]
+        for run in runs
+    ]
+    assert len(norms[0]) > 1 and norms[0] == norms[1]
+    runs[1].assert_same(runs[0])
+    assert len(away) >= len([*runs[1].model.parameters()]) * len(norms[0])
+    assert not callback.fitted.steps_in_backward
+    assert "gradients lie in " in str(callback.fitted)
+    # Nothing leaves once the training has ended.
+    runs[1].model(**{n: torch.ones(1, 4, dtype=torch.long) for n in ("input_ids", "labels")})[
+        0
+    ].backward()
+    assert not any(isinstance(p.grad, GradientElsewhere) for p in runs[1].model.parameters())
 
 
 def test_its_clipping_stays_or_is_taken_over(tmp_path):
@@ -424,6 +454,9 @@ def test_lightnings_clipping_and_refusals():
     callback = lightning_fit(technique="checkpoint by block")
     net, _ = lightning(callback, gradient_clip_val=0.1)
     assert net.losses == plain.losses
+    callback = lightning_fit(technique="gradients elsewhere")
+    net, _ = lightning(callback, gradient_clip_val=0.1)
+    assert net.losses == plain.losses and callback.fitted.technique == "gradients elsewhere"
     with pytest.raises(ValueError, match="the Trainer clips gradients, by gradient_clip_val or by"):
         lightning(lightning_fit(technique=IN_BACKWARD), gradient_clip_val=0.1)
     callback = lightning_fit(technique=IN_BACKWARD, clip_each=True)
