@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .._streams import current_stream, use_here
 from ..store.kept import Keeper
 
 _aten: Any = torch.ops.aten
@@ -26,16 +27,27 @@ class Values:
         grad: has them. It is dense.
         norms: the orders of the norms that somebody wants to know, to which this object adds those
             that it is asked for.
+        leaves: whether they leave memory.
     """
 
-    def __init__(self, keeper: Keeper, grad: Tensor, norms: set[float]) -> None:
+    def __init__(
+        self, keeper: Keeper, grad: Tensor, norms: set[float], leaves: bool = True
+    ) -> None:
         self._keeper, self._wanted = keeper, norms
         self._like = torch.empty_like(grad, device="meta")
         self._device = grad.device
-        self.here: Tensor | None = None  # where they are back for good
-        self._factors: list[Any] = []  # by which they are still to be multiplied, one by one
-        self._kept = keeper.keep(_bytes_of(grad))
-        self._norms = self._norms_of(grad)
+        # Where they are back for good, or have never left.
+        self.here = grad if not leaves else None
+        # By which they are still to be multiplied, one by one, and the streams that made these.
+        self._factors: list[tuple[Any, torch.cuda.Stream | None]] = []
+        if leaves:
+            self._kept = keeper.keep(_bytes_of(grad))
+            self._norms = self._norms_of(grad)
+
+    def of_another(self, grad: Tensor) -> Values:
+        """Returns those of another gradient, which lie in the same place if they can."""
+        leaves = grad.device == self._device and is_dense(grad)
+        return Values(self._keeper, grad, self._wanted, leaves)
 
     def wrapper(self) -> Tensor:
         like = self._like
@@ -54,7 +66,9 @@ class Values:
         with torch.no_grad():
             got = torch.empty_like(self._like, device=self._device)
             self._kept.read(_bytes_of(got))
-            for factor in self._factors:
+            for factor, made_on in self._factors:
+                if isinstance(factor, Tensor):
+                    use_here(factor, made_on)
                 got.mul_(factor)
         return got
 
@@ -96,7 +110,7 @@ class Values:
             factor = factor.detach().clone()
         elif isinstance(factor, complex):
             return False
-        self._factors.append(factor)
+        self._factors.append((factor, current_stream(self._device)))
         return True
 
     def norm(self, order: float) -> Tensor | None:
@@ -104,9 +118,11 @@ class Values:
         self._wanted.add(order)
         if self.here is not None or self._factors or order not in self._norms:
             return None
+        use_here(self._norms[order], self._made_on)
         return self._norms[order].clone()
 
     def _norms_of(self, grad: Tensor) -> dict[float, Tensor]:
+        self._made_on = current_stream(self._device)
         return {order: torch.linalg.vector_norm(grad, order) for order in self._wanted}
 
 
@@ -149,6 +165,19 @@ class GradientElsewhere(Tensor):
     def here(self) -> Tensor | None:
         return self.stored.here
 
+    @property
+    def data(self) -> Tensor:
+        return self.stored.wrapper()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Sets it as ``module.to()`` does, which may change its type and place."""
+        is_elsewhere = isinstance(value, GradientElsewhere)
+        given: Any = value
+        stored = given.stored if is_elsewhere else self.stored.of_another(value.detach())
+        torch._C.TensorBase.data.__set__(self, stored.wrapper())  # type: ignore[attr-defined]
+        self.stored = stored
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.stored.get())
 
@@ -179,6 +208,11 @@ for _name in (
     "__array__", "__dlpack__", "pin_memory",
 ):  # fmt: skip
     setattr(GradientElsewhere, _name, _of_memory(_name))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements are all of a piece of memory, each once."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

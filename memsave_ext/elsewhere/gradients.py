@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..store.folder import absolute_folder
 from ..store.kept import SMALLEST, FileKeeper, HostKeeper, Keeper
-from .gradient import GradientElsewhere, Values
+from .gradient import GradientElsewhere, Values, is_dense
 
 _MARK = "_memsave_ext_gradients_of"  # an attribute of hooks: a reference to the optimizer
 _PART = 1 << 20  # bytes that are back at a time, or those of the largest gradient
@@ -75,8 +75,8 @@ class Gradients:
             return grad
         if isinstance(grad, GradientElsewhere) or grad.nbytes < SMALLEST:
             return grad
-        if grad.layout != torch.strided or not _is_dense(grad):
-            return grad
+        if grad.requires_grad or grad.layout != torch.strided or not is_dense(grad):
+            return grad  # of create_graph=True it has a graph
         return Values(self._keeper, grad, self._norms).wrapper()
 
 
@@ -121,11 +121,6 @@ def step_in_parts(params: Iterable[Tensor], step: Callable[[], int]) -> int:
         for param, grad in grads:
             param.grad = grad
     return stepped
-
-
-def _is_dense(grad: Tensor) -> bool:
-    """Whether its elements are all of a piece of memory, each once."""
-    return torch.empty_like(grad, device="meta").stride() == grad.stride()
 
 
 def _hook(

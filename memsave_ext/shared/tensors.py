@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -28,7 +27,7 @@ def plain_tensors(value: Any) -> list[Tensor]:
     parts: Iterable[Any]
     if isinstance(value, Tensor):
         wrapper: Any = value
-        if not is_traceable_wrapper_subclass(wrapper):
+        if not hasattr(wrapper, "__tensor_flatten__"):
             return [value]
         names, _ = wrapper.__tensor_flatten__()
         parts = (getattr(wrapper, name) for name in names)

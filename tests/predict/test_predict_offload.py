@@ -184,13 +184,13 @@ def test_what_fits_is_applied(tmp_path):
 def test_fit_moves_where_it_may(tmp_path, capsys):
     model, optimizer, step = builder()()
     x = torch.randn(2048, 64)
-    options = {"budget": 10_000_000, "loss": lambda y: y.square().mean(), "in_backward": False}
+    options = {"budget": 9_900_000, "loss": lambda y: y.square().mean(), "in_backward": False}
     applied = ms.fit(model, optimizer, x, offload=tmp_path, **options)
     assert applied.technique == "remat within the budget, offload"
     assert "or results moved" in capsys.readouterr().out
     for _ in range(3):
         step()
-    assert applied.measured <= 1.02 * 10_000_000
+    assert applied.measured <= 1.02 * 9_900_000
     applied.undo()
     with pytest.raises(ValueError, match="this technique needs offload="):
         ms.fit(model, optimizer, x, technique=applied.technique, **options)

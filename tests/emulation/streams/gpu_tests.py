@@ -15,6 +15,7 @@ EVERY_TIME = [
     GpuTests("adam/test_states_on_host_cuda.py"),
     GpuTests("checkpoint/test_checkpoint_cuda.py", "not overlap"),  # measure
     GpuTests("checkpoint/test_graph_cuda.py", "not without_random_numbers_graphs"),  # shares a pool
+    GpuTests("elsewhere/test_gradients_cuda.py"),
     GpuTests("loss_head/test_loss_cuda.py", "fp32 or float32 or waits or stream or rows"),
     GpuTests("memory/test_memory_cuda.py"),
     GpuTests("remat/test_remat_cuda.py"),

@@ -8,6 +8,8 @@ from torch import nn
 
 import memsave_ext as ms
 from memsave_ext.adam import host_memory
+from memsave_ext.elsewhere import gradients
+from memsave_ext.elsewhere.gradient import GradientElsewhere
 
 DEVICE = "cuda"
 
@@ -169,6 +171,27 @@ def test_states_on_the_host(seed, small_bytes, monkeypatch):
             states = [state.clone() for state in states]
             assert len(ahead) >= 4 * len(found)
         results.append([*found, *(state.cpu() for state in states)])
+    assert_same(*results)
+
+
+def test_gradients_on_the_host(seed, monkeypatch):
+    """Each leaves for pinned memory on a stream of its own, adds up there, is clipped and comes
+    back for its step."""
+    monkeypatch.setattr(gradients, "SMALLEST", 1)
+    results = []
+    for place in ("cpu", None):
+        net = network(seed) if place else on_one_stream(network(seed))
+        optimizer = ms.AdamW(net.parameters(), grads_on=place, **OPTIONS)
+        found = []
+        for step in range(3):
+            for number in range(2):
+                loss_of(net, 2 * step + number).backward()
+            away = [isinstance(p.grad, GradientElsewhere) for p in net.parameters()]
+            assert any(away) == bool(place) and all(away) == bool(place)
+            found.append(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1, foreach=False))
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([t.cpu() for t in (*found, *net.parameters())])
     assert_same(*results)
 
 

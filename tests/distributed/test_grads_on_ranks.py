@@ -1,0 +1,105 @@
+"""``grads_on=FOLDER`` of sharded and of replicated parameters, on two gloo ranks."""
+
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks, whole
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import memsave_ext as ms
+from memsave_ext.elsewhere.gradients import _values_of
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 300), nn.Tanh(), nn.Linear(300, 260), nn.Tanh())
+
+
+def sharded(**options):
+    net = network()
+    for part in (net[0], net[2], net):
+        fully_shard(part, **options)
+    return net
+
+
+def replicated(**options):
+    return nn.parallel.DistributedDataParallel(network(), **options)
+
+
+def train(net, optimizer, backwards):
+    away, norms = [], []
+    for step in range(3):
+        for number in range(backwards):
+            seed = (step * backwards + number) * 2 + dist.get_rank()
+            x = torch.randn(8, 256, generator=torch.Generator().manual_seed(seed))
+            net(x).square().mean().backward()
+        away.append(sum(_values_of(p.grad) is not None for p in net.parameters()))
+        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole([*net.parameters()]), norms, away
+
+
+def both(make, backwards=1):
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for on in ({}, {"grads_on": folder}):
+            net = make()
+            found.append(train(net, ms.AdamW(net.parameters(), lr=1e-2, **on), backwards))
+    return found
+
+
+def shards():
+    return both(sharded)
+
+
+def shards_that_accumulate():
+    return both(sharded, 2)
+
+
+def shards_of_mixed_precision():
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return both(lambda: sharded(mp_policy=policy))
+
+
+def replicas():
+    return both(replicated)
+
+
+def replicas_that_accumulate():
+    return both(replicated, 2)
+
+
+def replicas_with_views_of_buckets():
+    return both(lambda: replicated(gradient_as_bucket_view=True), 2)
+
+
+def replicas_of_a_static_graph():
+    return both(lambda: replicated(static_graph=True))
+
+
+FUNCTIONS = [
+    shards, shards_that_accumulate, shards_of_mixed_precision, replicas, replicas_that_accumulate,
+    replicas_with_views_of_buckets, replicas_of_a_static_graph,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(2, FUNCTIONS)
+
+
+@pytest.mark.parametrize("name", [function.__name__ for function in FUNCTIONS])
+def test_bits_are_those_of_gradients_in_memory(name, ranks):
+    for result in ranks[name]:
+        assert not isinstance(result, str), result
+        (plain, norms, none), (ours, same, away) = result
+        assert none == [0, 0, 0]
+        # Views of a bucket stay where they are.
+        assert away == ([0, 0, 0] if "views" in name else [2, 2, 2])
+        for one, other in zip((*plain, *norms), (*ours, *same), strict=True):
+            assert torch.equal(one, other)
