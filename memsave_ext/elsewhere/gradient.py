@@ -123,7 +123,7 @@ class Values:
 
     def _norms_of(self, grad: Tensor) -> dict[float, Tensor]:
         self._made_on = current_stream(self._device)
-        return {order: torch.linalg.vector_norm(grad, order) for order in self._wanted}
+        return {order: torch.linalg.vector_norm(grad, order) for order in tuple(self._wanted)}
 
 
 class GradientElsewhere(Tensor):

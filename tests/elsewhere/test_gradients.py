@@ -380,7 +380,8 @@ def test_tracked_bytes_are_those_in_memory(tmp_path):
     weights = sum(p.nbytes for p in net.parameters())
     assert peaks[0] > 4 * weights
     # Together no more than 1 MiB of gradients is back, where none is larger.
-    assert peaks[1] < 3 * weights + (1 << 20) + 3 * 256 * 256 * 4
+    beside = 3 * 256 * 256 * 4 if ms._native.available else 4 << 20  # pure Python's temporaries
+    assert peaks[1] < 3 * weights + (1 << 20) + beside
 
 
 # ---- lives of optimizers ----
@@ -528,12 +529,14 @@ def test_backwards_of_several_threads(tmp_path):
         assert_same(net, nets[0])
 
 
-def test_checkpoints_and_budgets(tmp_path):
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.skipif(not ms._native.available, reason="a budget is native")
+def test_checkpoints_and_budgets(backwards, tmp_path):
     plain, ours = network(), network()
-    train(plain, ms.AdamW(plain.parameters()), clip_norm)
+    train(plain, ms.AdamW(plain.parameters()), clip_norm, backwards=backwards)
     optimizer = ms.AdamW(ours.parameters(), grads_on=tmp_path)
     handle = ms.remat_module(ours, budget="8MB")
-    train(ours, optimizer, clip_norm)
+    train(ours, optimizer, clip_norm, backwards=backwards)
     handle.remove()
     assert_same(ours, plain)
 
