@@ -13,7 +13,9 @@ import argparse
 import gc
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from adam_methods import (
     FOREACH,
     FUSED,
     IN_BACKWARD,
+    LR,
     METHODS,
     OPTIMI,
     TUTORIAL,
@@ -41,9 +44,10 @@ from plot import draw
 from training import CudaMemory
 
 CHECKPOINTED = f"{IN_BACKWARD} + checkpoint"
+CLIPPED = "AdamW(grads_on=...), clipped"
 PEERS = [OPTIMI, FLASHOPTIM]
 NAMES = [FOREACH, FOR_LOOP, FUSED, TUTORIAL, "tutorial, fused", *PEERS, AFTER, IN_BACKWARD,
-         CHECKPOINTED]  # fmt: skip
+         CHECKPOINTED, CLIPPED]  # fmt: skip
 
 
 def left_out(device: str) -> dict[str, str]:
@@ -55,11 +59,28 @@ def batch(options: argparse.Namespace) -> tuple[Tensor, Tensor]:
     return images, torch.zeros(options.batch_size, dtype=torch.int64, device=options.device)
 
 
+def clipped(params: list[Tensor]) -> Step:
+    """Clips by the norm of all gradients, which lie elsewhere."""
+    place = "cpu" if params[0].is_cuda else tempfile.gettempdir()
+    optimizer = ms.AdamW(params, lr=LR, grads_on=place)
+
+    def step(backward: Callable[[], None]) -> None:
+        backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step.optimizer = optimizer  # type: ignore[attr-defined]
+    return step
+
+
 def prepare(name: str, options: argparse.Namespace) -> tuple[nn.Module, Step]:
     with torch.device(options.device):
         model = VisionTransformer(options.image, width=options.width, depth=options.depth)
     if name == CHECKPOINTED:
         ms.checkpoint_modules(model, nn.TransformerEncoderLayer)
+    if name == CLIPPED:
+        return model, clipped(list(model.parameters()))
     return model, METHODS[IN_BACKWARD if name == CHECKPOINTED else name](list(model.parameters()))
 
 

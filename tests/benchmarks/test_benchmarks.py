@@ -279,6 +279,7 @@ def test_adam_memory_benchmark_end_to_end(benchmark_of):
     if _native.available:
         assert peaks[ours] < peaks[adam_methods.FUSED]
         assert peaks[f"{ours} + checkpoint"] < peaks[ours]
+        assert peaks["AdamW(grads_on=...), clipped"] < peaks[adam_methods.FUSED]
 
 
 @pytest.mark.skipif(not _native.available, reason="a minute in pure Python")
