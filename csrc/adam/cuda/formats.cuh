@@ -24,7 +24,6 @@ struct Mode {
   static constexpr bool kHasLowPart = kLowPart != Element::kNone;
   static constexpr bool kRandomParam = row(format).at_random;
   static constexpr bool kRandomStates = row(states).at_random;
-  static constexpr bool kFolds = row(rule).folds && sizeof(State) >= 4 && !in_blocks(states);
   // Elements that a thread takes at once: 16 bytes of a state; with random bits, the 8 of one draw.
   static constexpr int kSize =
       kRandomParam || kRandomStates || in_blocks(states) ? 8 : 16 / static_cast<int>(sizeof(State));
