@@ -106,7 +106,6 @@ BACKWARDS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:memsave_ext. norm_pass")
 @pytest.mark.parametrize("run", BACKWARDS, ids=lambda run: run.__name__)
 def test_backwards_that_need_the_whole_gradient(run):
     """They do what they do where the whole gradient is forced by a hook."""

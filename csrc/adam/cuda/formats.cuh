@@ -31,7 +31,7 @@ struct Mode {
   // would take more than 64 registers.
   static constexpr int kMinBlocks =
       kMoments > 2 && kRandomStates && (kRandomParam || sizeof(Param) == 4) ? 3
-      : vector::kIsBlackwell && rule == Rule::kLion && sizeof(Param) == 8   ? 5
+      : rule == Rule::kLion && sizeof(Param) == 8                           ? 5
                                                                             : 0;
   // Elements in a word: 2 of 16 bits, so that a word has at least 4 bytes, else 1.
   template <int size>
